@@ -1,17 +1,16 @@
 """A model is made in files, so that no process has to hold the whole of it in memory.
 
 Under pipelines and tensor parallelism a rank keeps a part of the model. Which part is known only once the model is
-there, with the values that one process would give it. So every rank really makes all of it, but its large tensors lie
-in files that are mapped into memory::
+there, with the values that one process would give it. So every rank makes all of it, but large tensors lie in files
+that are mapped into memory::
 
     made       torch.empty(n) -> | mapped file |   drawn, filled, copied, viewed, tied as usual
     meanwhile                    | mapped file |   every 64 MiB, what memory holds of the files is dropped
     divided                      | mapped file |   other ranks' tensors are freed, and their files with them
     loaded                       | memory      |   what is left, at the same addresses
 
-These are plain tensors on the CPU, whose addresses stay. What isn't seen here lies in memory, as always: tensors that
-are made in other threads, by NumPy or by other libraries. Three things differ. Their memory can't be resized. Until
-they are loaded, a forked process shares them, and no other thread may write to them while they are being loaded.
+These are plain tensors on the CPU, but their memory can't be resized, and until they are loaded, forked processes share
+them. Tensors that other threads, NumPy or other libraries make lie in memory, as always.
 """
 
 from __future__ import annotations
@@ -26,7 +25,6 @@ import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from ctypes import c_long, c_size_t, c_void_p
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +40,6 @@ _AT_A_TIME = 2**20  # bytes that are loaded
 
 # Linux: <sys/mman.h>
 _READ_AND_WRITE, _PRIVATE, _FIXED, _ANONYMOUS, _DONT_NEED = 3, 0x02, 0x10, 0x20, 4
-_IN_MEMORY = ("tmpfs", "ramfs", "devtmpfs")  # file systems
 _UNWRITTEN = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")  # operators' results
 _MAPPING = ("from_file",)  # operators whose results are files' memory already
 
@@ -55,7 +52,7 @@ class DiskOffload(TorchDispatchMode):
 
     Args:
         folder: of the files. They have no names, and end with their tensors. By default ``TMPDIR``, or ``/var/tmp``.
-            Where it isn't on a disk, or the disk is full, a warning says so, and tensors lie in memory.
+            If the disk is full, a warning says so, and tensors lie in memory.
     """
 
     supports_higher_order_operators = True
@@ -70,8 +67,7 @@ class DiskOffload(TorchDispatchMode):
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """Enter it for reading: new tensors stay in memory, also where it is entered again inside. What is read of the
-        files is still dropped from memory, so that reading a large model takes little."""
+        """Inside, new tensors stay in memory, but what is read of the files is still dropped from memory."""
         before, self._makes_files = self._makes_files, False
         try:
             with self:
@@ -138,15 +134,11 @@ class DiskOffload(TorchDispatchMode):
         self._mapped = [weakref.ref(mapped) for mapped in alive]
         return alive
 
-    @cached_property
-    def _is_on_disk(self) -> bool:
-        return _is_on_disk(self._folder)
-
     def _in_file(self, storage: torch.UntypedStorage, *, is_unwritten: bool) -> torch.UntypedStorage:
         """A storage in a file, with the same contents; the storage itself if that can't be."""
         try:
-            if not self._is_on_disk:
-                raise OSError(f"{self._folder} is not on a disk")
+            if sys.platform != "linux":
+                raise OSError("files are mapped under Linux only")
             mapped = _map_file(self._folder, storage.nbytes())
         except (OSError, RuntimeError) as error:  # the latter is torch's
             self._has_failed = True
@@ -174,16 +166,6 @@ def _address(tensor: Tensor) -> int:
 
 
 # -- files in memory -------------------------------------------------------------------------------------------------
-
-
-def _is_on_disk(folder: Path) -> bool:
-    """Does the folder keep its files elsewhere than in memory?"""
-    if sys.platform != "linux":
-        return False
-    device = folder.stat().st_dev
-    mounts = Path("/proc/self/mountinfo").read_text(errors="replace").splitlines()
-    kinds = {mount.split()[2]: mount.split(" - ")[1].split()[0] for mount in mounts}
-    return kinds.get(f"{os.major(device)}:{os.minor(device)}") not in _IN_MEMORY
 
 
 def _map_file(folder: Path, size: int) -> Mapped:

@@ -13,7 +13,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from typing_extensions import override
 
 from lightning_parallel.checkpoint import is_whole, newest_in
-from lightning_parallel.checkpoint.whole import check_archive, found_in, saved_at
+from lightning_parallel.checkpoint.directory import check_archive, found_in, saved_at
 from recipes import record
 from recipes.processes import restarts
 

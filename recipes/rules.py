@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_parallel.checkpoint import is_whole
-from lightning_parallel.checkpoint.whole import instead_of
+from lightning_parallel.checkpoint.directory import instead_of
 from lightning_parallel.settings import settings_of
 from lightning_parallel.strategies.fully_sharded import FullyShardedOptions
 from lightning_parallel.strategies.pipeline import PipelineOptions

@@ -16,28 +16,33 @@ Lightning's checkpoints lack what is on the left; this callback adds it::
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from enum import StrEnum
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import BatchSizeFinder, Callback, LearningRateFinder
+from lightning.pytorch.callbacks import BatchSizeFinder, Callback, LearningRateFinder, Timer
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning_utilities.core.rank_zero import rank_zero_info
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_parallel.callbacks.resumable_loader import ResumableDataLoader
-from lightning_parallel.callbacks.saved_moment import SavedMoment, is_in_step, is_to_stop, warn_of_what_is_lost
+from lightning_parallel.callbacks.resumable_loader import with_what_comes_next
 from lightning_parallel.checkpoint.plain import OPTIMIZER_NAMES, RANDOM_STATES
-from lightning_parallel.checkpoint.random_state import RANDOM_STATE, random_state, restore_random_state
-from lightning_parallel.private.lightning.batches import continue_after_epoch, continue_epoch
+from lightning_parallel.checkpoint.trainer_checkpoints import RANDOM_STATE
+from lightning_parallel.private.lightning.batches import (
+    continue_after_epoch,
+    continue_epoch,
+    ends_update,
+    validation_has_ended,
+)
 from lightning_parallel.private.lightning.epoch_sums import continue_sums, epoch_sums
 from lightning_parallel.private.lightning.launching import callbacks_of
-from lightning_parallel.private.torch import tree_leaves
 from lightning_parallel.ranks.collectives import gather_objects_on_first
 from lightning_parallel.ranks.layout import Layout
+from lightning_parallel.seeding import random_state, restore_random_state
 
 _PROGRESS = "exact_resume"  # in any checkpoint
 _OF_LOADERS = "loader_states"  # in any checkpoint: by replica
@@ -48,6 +53,31 @@ _SEARCHES = (  # before a run, and what to do in their place
     (BatchSizeFinder, "set the batch size that it had found by hand"),
 )
 _OF_SEARCHES = (".lr_find_", ".scale_batch_size_")  # what Lightning calls the checkpoints that they begin with
+
+
+class SavedMoment(StrEnum):
+    """When a run was saved: which part of a batch or an epoch was done, and what comes first when it is resumed."""
+
+    TRAINED = "at the end of a batch"  # validates, if that is due
+    VALIDATED = "at the end of a validation"
+    BETWEEN = "between two batches"  # trains the next one; also inside a batch, before its update, which it repeats
+    EPOCH = "at the end of an epoch"  # its plateau schedulers
+    OVER = "between two epochs"  # such as after a run, which may go on with a raised limit
+
+    @property
+    def is_in_epoch(self) -> bool:
+        return self not in (SavedMoment.EPOCH, SavedMoment.OVER)
+
+    @classmethod
+    def of(cls, trainer: pl.Trainer) -> SavedMoment:
+        """The moment at which a run is now."""
+        epoch: Any = trainer.fit_loop.epoch_progress.current
+        batch: Any = trainer.fit_loop.epoch_loop.batch_progress.current
+        if trainer.validating and trainer.state.fn == TrainerFn.FITTING:
+            return cls.VALIDATED if validation_has_ended(trainer) else cls.TRAINED
+        if epoch.processed == epoch.ready:
+            return cls.OVER if epoch.completed == epoch.ready else cls.EPOCH
+        return cls.TRAINED if batch.completed < batch.processed else cls.BETWEEN
 
 
 class ExactResume(Callback):
@@ -70,15 +100,15 @@ class ExactResume(Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         moment = SavedMoment.of(trainer)
-        warn_of_what_is_lost(trainer, moment)
+        _warn_of_what_is_lost(trainer, moment)
         if not getattr(trainer.strategy, "saves_random_states", False):
             checkpoint[RANDOM_STATES] = _gathered(random_state(), trainer)
             checkpoint[OPTIMIZER_NAMES] = [_parameter_names(pl_module, optimizer) for optimizer in trainer.optimizers]
         loaders = _loaders(checkpoint).get(_LIGHTNINGS)
         if loaders:
-            _loaders(checkpoint)[_LIGHTNINGS] = loaders = _with_what_comes_next(trainer, loaders)
+            _loaders(checkpoint)[_LIGHTNINGS] = loaders = with_what_comes_next(trainer, loaders)
         replicas, own = _replicas_and_own(trainer)
-        sums = epoch_sums(trainer) if moment.is_in_epoch and not is_in_step(trainer) else {}
+        sums = epoch_sums(trainer) if moment.is_in_epoch and not _is_in_step(trainer) else {}
         loaders_by_replica: dict[int, Any] = {}
         sums_by_replica: dict[int, dict[str, Any]] = {}
         for replica, states, sums_of_rank in _gathered((own, loaders, sums), trainer):
@@ -90,7 +120,7 @@ class ExactResume(Callback):
             "moment": str(moment),
             "metrics": {name: value.clone() for name, value in trainer.callback_metrics.items()},
             "sums": [sums_by_replica[replica] for replica in sorted(sums_by_replica)],
-            "should_stop": is_to_stop(trainer),
+            "should_stop": _is_to_stop(trainer),
         }
 
     @override
@@ -163,6 +193,46 @@ class ExactResume(Callback):
         return {"of": "generators"}  # only callbacks with a state are asked to load it
 
 
+def _is_in_step(trainer: pl.Trainer) -> bool:
+    """Is a batch under way that will be trained once more, and may have logged already?"""
+    batch: Any = trainer.fit_loop.epoch_loop.batch_progress.current
+    return bool(batch.processed < batch.started)
+
+
+def _is_to_stop(trainer: pl.Trainer) -> bool:
+    """Is the run to end for another reason than ``max_time``? A resumed run may have more time."""
+    left = [timer.time_remaining() for timer in callbacks_of(trainer) if isinstance(timer, Timer)]
+    return trainer.should_stop and not any(seconds is not None and seconds <= 0 for seconds in left)
+
+
+def _warn_of_what_is_lost(trainer: pl.Trainer, moment: SavedMoment) -> None:
+    """Warn that gradients and other ranks' states aren't saved, and that work that has begun, and is done once more,
+    has drawn random numbers, and may have logged, already."""
+    batch: Any = trainer.fit_loop.epoch_loop.batch_progress.current
+    update = trainer.accumulate_grad_batches
+    ended = batch.processed == batch.ready and ends_update(trainer)
+    if moment.is_in_epoch and batch.processed % update and not ended:
+        rank_zero_warn(
+            "Saved in the middle of an update, whose gradients are in no checkpoint: a resumed run differs in it. Save "
+            f"and validate after numbers of batches that are multiples of accumulate_grad_batches={update}."
+        )
+    if _is_in_step(trainer):
+        rank_zero_warn(
+            "Saved inside a training step. A resumed run does the step once more, with other random numbers, and what "
+            "it logs with on_epoch=True covers the rest of the epoch only. Save in on_train_batch_end."
+        )
+    elif trainer.validating and moment is SavedMoment.TRAINED:
+        rank_zero_warn(
+            "Saved inside a validation. A resumed run validates once more, with other random numbers. Save in "
+            "on_validation_end."
+        )
+    if trainer.interrupted and trainer.world_size > 1:
+        rank_zero_warn(
+            "Saved after an error, when other ranks may have left: the random states, the place in the data and the "
+            "sums over the epoch are those of rank 0 only, so a resumed run is not the same."
+        )
+
+
 def _loaders(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
     """The place in a checkpoint that holds the states of loaders, under :data:`_LIGHTNINGS`."""
     return checkpoint["loops"]["fit_loop"]["state_dict"]
@@ -180,27 +250,6 @@ def _gathered(mine: Any, trainer: pl.Trainer) -> list[Any]:
     if trainer.world_size == 1 or trainer.interrupted:
         return [mine]
     return gather_objects_on_first(mine, None) or []
-
-
-def _with_what_comes_next(trainer: pl.Trainer, states: Sequence[Any]) -> list[Any]:
-    """The states of loaders (Lightning has collected those of loaders that have one), with what comes next.
-
-    After a save inside a batch, before its update, the resumed run begins with this batch, so loaders give it once
-    more. A loader that has ended before longer ones gives nothing more in this epoch. Where a shorter loader ends the
-    epoch, the rest of a longer one is left out.
-    """
-    progress = trainer.fit_loop.epoch_loop.batch_progress.state_dict()
-    inside = progress["current"]["ready"] - progress["current"]["processed"]
-    over = progress["is_last_batch"] and not inside
-    loaders = [loader for loader in tree_leaves(trainer.train_dataloader) if hasattr(loader, "load_state_dict")]
-    changed = []
-    for loader, state in zip(loaders, states, strict=True):
-        if isinstance(loader, ResumableDataLoader):
-            place = state["place"] - (0 if loader.has_ended else inside)
-            comes = "another epoch" if over else "nothing" if place == len(loader) else "the rest"
-            state = {**state, "place": place, "next": comes}
-        changed.append(state)
-    return changed
 
 
 def _parameter_names(module: pl.LightningModule, optimizer: Optimizer) -> list[list[str]]:

@@ -9,22 +9,49 @@ and rank 0 logs them. No rank waits for another one, or for a GPU::
 
 from __future__ import annotations
 
+import json
+import os
 import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.fabric.utilities.throughput import get_available_flops
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from typing_extensions import override
 
-from lightning_parallel.callbacks.graph_flops import ForwardFlops
-from lightning_parallel.callbacks.performance import Noticeboard, StageFigures, content, memory_in_use, peak_of
+from lightning_parallel.batch import batch_size
 from lightning_parallel.private.lightning.batches import ends_update
 from lightning_parallel.private.lightning.metrics import logged_step, show_in_progress_bar
-from lightning_parallel.timeline.recording import COMPUTE
+from lightning_parallel.private.torch import default_store, tree_leaves
+from lightning_parallel.ranks.collectives import guarded
+from lightning_parallel.timeline.recording import COMPUTE, Timeline
 
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 _BACKWARDS = 2  # a backward computes as much as two forwards
-_EACH = 64  # ranks; the memory of more isn't told one by one
+_EACH = 64  # ranks; the memory of more isn't logged one by one
+
+
+@dataclass(frozen=True)
+class StageFigures:
+    """A pipeline's own figures.
+
+    Attributes:
+        forward_flops: the floating-point operations of the forwards of a replica's batch, by torch's formulas.
+        bubble: computes the fraction of the stages' time that the schedule leaves idle, in theory.
+        staleness: by how many updates this rank's gradients were late so far, on average; None where none is late.
+    """
+
+    forward_flops: float
+    bubble: Callable[[], float]
+    timeline: Timeline
+    staleness: float | None
 
 
 class PerformanceMonitor(Callback):
@@ -36,7 +63,7 @@ class PerformanceMonitor(Callback):
     ``mfu``                 model FLOPs utilisation, between 0 and 1: the operations of forwards, and twice as many for
                             backwards, by torch's formulas, over the peak of all devices. What is computed again for
                             ``activation_checkpointing`` doesn't count. Batches of other sizes count by their tokens.
-                            Left out where it would be above 1: the peak is then higher than what is known of it.
+                            Left out where operations or the peak aren't known, or it would be above 1.
     ``memory_gib/rank3``    of each rank: resident in host memory; on a GPU the most that was allocated so far. Of more
                             than 64 ranks, ``memory_gib/highest`` alone.
     ``bubble_theory``       of a pipeline: the fraction of time that its schedule leaves stages idle.
@@ -45,26 +72,25 @@ class PerformanceMonitor(Callback):
                             the stage where they are latest.
     ======================  ===========================================================================================
 
-    The first batch counts in none of them, since much is made in it. For ``mfu``, pipelines count in their dry run of
-    the step before training. Other strategies read the operations off the graph of the first batch. Layers before the
-    first trained one aren't in that graph, so they don't count. There is no ``mfu`` where the graph doesn't show
-    everything: if a part of the model is compiled or is an ``autograd.Function`` of its own, and for replicas in one
-    process. A module may give the number itself: ``flops_per_batch``, a number or a function, of a replica's batch with
-    the backward, as for Lightning's ``ThroughputMonitor``.
+    The first batch counts in none of them, since much is made in it. For ``mfu``, pipelines of several stages count
+    operations in their dry run of the step before training. Elsewhere a module gives ``flops_per_batch``, a number or a
+    function, of a replica's batch with the backward, as for Lightning's ``ThroughputMonitor``; this comes first.
 
     Args:
         peak_flops: the FLOP/s of one device in the run's precision; None: by the data sheet of a GPU that Lightning
-            knows, otherwise measured with products of matrices.
+            knows. Of other devices, a CPU too, no peak is known.
+
+    Raises:
+        ValueError: ``peak_flops`` is no positive number.
     """
 
     def __init__(self, peak_flops: float | None = None) -> None:
         if peak_flops is not None and peak_flops <= 0:
             raise ValueError(f"peak_flops={peak_flops}: give the FLOP/s of one device, or leave it out.")
         self._given_peak = peak_flops
-        self._peak = 0.0  # of one device
-        self._noticeboard: Noticeboard | None = None
+        self._peak: float | None = None  # of one device
+        self._board: Noticeboard | None = None
         self._flops: float | None = None  # of one token or sample, on all ranks of a replica, if it is known
-        self._forward = ForwardFlops()  # of the first batch, on this rank
         self._unit, self._count = "samples", 0  # what batches hold, and how much since the last log
         self._since: float | None = None  # of the clock; None before the first batch has ended
         self._paused: float | None = None
@@ -75,19 +101,12 @@ class PerformanceMonitor(Callback):
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._since = self._paused = self._bubble = None
+        self._since = self._paused = self._bubble = self._flops = None
         self._count = self._spans = 0
-        self._flops = None
-        self._forward = ForwardFlops(_ranks_of_a_replica(trainer))
-        self._peak = self._given_peak or peak_of(trainer)
-        self._noticeboard = Noticeboard() if trainer.world_size > 1 else None
-        if self._noticeboard is not None:
-            self._noticeboard.leave({"memory": memory_in_use(trainer.strategy.root_device)})
-
-    @override
-    def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor) -> None:
-        if self._since is None and trainer.is_global_zero:
-            self._forward.add(loss)
+        self._peak = self._given_peak or _peak_of(trainer)
+        self._board = Noticeboard() if trainer.world_size > 1 else None
+        if self._board is not None:
+            self._board.leave({"memory": memory_in_use(trainer.strategy.root_device)})
 
     @override
     def on_train_batch_end(
@@ -96,14 +115,14 @@ class PerformanceMonitor(Callback):
         self._unit, count = content(batch)
         if self._since is None:
             self._flops = self._flops_of_one(trainer, pl_module, count)
-            self._forward = ForwardFlops()  # it holds the graph
             self._begin_interval(trainer)
             return
         self._count += count
         step = logged_step(trainer)
         interval: int = trainer.log_every_n_steps  # type: ignore[attr-defined]
         if interval and (step + 1) % interval == 0 and ends_update(trainer):
-            self._tell(trainer, step)
+            self._log(trainer, step, time.monotonic() - self._since)
+            self._begin_interval(trainer)
 
     def _flops_of_one(self, trainer: pl.Trainer, module: nn.Module, count: int) -> float | None:
         """The operations for one token or sample, given their number in the first batch."""
@@ -113,19 +132,26 @@ class PerformanceMonitor(Callback):
         if given is not None:
             return float(given() if callable(given) else given) / count
         stage = _stage_figures(trainer)
-        forward = (stage is not None and stage.forward_flops) or self._forward.total or 0
-        return (1 + _BACKWARDS) * forward / count or None
-
-    # -- figures -------------------------------------------------------------------------------------------------
+        return None if stage is None else (1 + _BACKWARDS) * stage.forward_flops / count
 
     def _begin_interval(self, trainer: pl.Trainer) -> None:
         self._since, self._count = time.monotonic(), 0
         stage = _stage_figures(trainer)
         self._spans = stage.timeline.recorded if stage is not None else 0
 
-    def _tell(self, trainer: pl.Trainer, step: int) -> None:
-        assert self._since is not None
-        seconds = time.monotonic() - self._since
+    @override
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._paused = time.monotonic()
+
+    @override
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self._since is not None and self._paused is not None:
+            self._since += time.monotonic() - self._paused
+        self._paused = None
+
+    # -- figures -------------------------------------------------------------------------------------------------
+
+    def _log(self, trainer: pl.Trainer, step: int, seconds: float) -> None:
         stage = _stage_figures(trainer)
         own: dict[str, float] = {"memory": memory_in_use(trainer.strategy.root_device)}
         if stage is not None and stage.timeline.enabled:
@@ -133,25 +159,25 @@ class PerformanceMonitor(Callback):
             own["busy"] = sum(span.end - span.start for span in spans if span.kind in COMPUTE) / seconds
         if stage is not None and stage.staleness is not None:
             own["staleness"] = stage.staleness
-        everyone = [own]
-        if self._noticeboard is not None:
-            self._noticeboard.leave(own)
-            everyone = self._noticeboard.read() if trainer.is_global_zero else []
-        if trainer.is_global_zero and everyone:
+        if self._board is not None:
+            self._board.leave(own)
+        if not trainer.is_global_zero:
+            return
+        everyone = [own] if self._board is None else self._board.read()
+        if everyone:
             figures = self._figures(trainer, seconds, stage, everyone)
             for logger in trainer.loggers:
                 logger.log_metrics(figures, step=step)
             show_in_progress_bar(trainer, _texts(figures, self._unit))
-        self._begin_interval(trainer)
 
     def _figures(
         self, trainer: pl.Trainer, seconds: float, stage: StageFigures | None, everyone: list[dict[str, float]]
     ) -> dict[str, float]:
         rate = _replicas(trainer) * self._count / seconds
         figures = {f"{self._unit}_per_second": rate}
-        mfu = rate * (self._flops or 0) / (self._peak * trainer.world_size)
-        if 0 < mfu <= 1:  # more would only tell that the peak isn't one
-            figures["mfu"] = mfu
+        if self._flops and self._peak:
+            mfu = rate * self._flops / (self._peak * trainer.world_size)
+            figures |= {"mfu": mfu} if 0 < mfu <= 1 else {}  # more would only say that the peak isn't one
         memory = [each["memory"] / 2**30 for each in everyone]
         if len(memory) <= _EACH:
             figures |= {f"memory_gib/rank{rank}": value for rank, value in enumerate(memory)}
@@ -169,18 +195,6 @@ class PerformanceMonitor(Callback):
             figures["staleness"] = max(late)
         return figures
 
-    # -- what isn't training -------------------------------------------------------------------------------------
-
-    @override
-    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._paused = time.monotonic()
-
-    @override
-    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self._since is not None and self._paused is not None:
-            self._since += time.monotonic() - self._paused
-        self._paused = None
-
 
 def _stage_figures(trainer: pl.Trainer) -> StageFigures | None:
     ask = getattr(trainer.strategy, "stage_figures", None)
@@ -189,11 +203,19 @@ def _stage_figures(trainer: pl.Trainer) -> StageFigures | None:
 
 def _replicas(trainer: pl.Trainer) -> int:
     """The number of replicas that get different batches."""
-    return (trainer.distributed_sampler_kwargs or {}).get("num_replicas", 1)
+    return int((trainer.distributed_sampler_kwargs or {}).get("num_replicas", 1))
 
 
-def _ranks_of_a_replica(trainer: pl.Trainer) -> int:
-    return int(trainer.world_size) // int(_replicas(trainer))
+def _peak_of(trainer: pl.Trainer) -> float | None:
+    """The highest FLOP/s of this rank's device by its data sheet, if it is known."""
+    device = trainer.strategy.root_device
+    if device.type != "cuda":
+        return None
+    with trainer.precision_plugin.forward_context():
+        autocast = torch.is_autocast_enabled(device.type)
+        return get_available_flops(
+            device, torch.get_autocast_dtype(device.type) if autocast else torch.get_default_dtype()
+        )
 
 
 def _texts(figures: dict[str, float], unit: str) -> dict[str, str]:
@@ -205,3 +227,51 @@ def _texts(figures: dict[str, float], unit: str) -> dict[str, str]:
     bubble = next((name for name in ("bubble_measured", "bubble_theory") if name in figures), None)
     texts |= {bubble: f"{figures[bubble]:.1%}"} if bubble is not None else {}
     return texts | ({"late": f"{figures['staleness']:.2f}"} if "staleness" in figures else {})
+
+
+def content(batch: Any) -> tuple[str, int]:
+    """The unit and amount of a batch's content: tokens if it has an integer tensor ``[batch, time]``, otherwise
+    samples."""
+    for leaf in tree_leaves(batch):
+        if isinstance(leaf, Tensor) and leaf.dim() == 2 and leaf.dtype in _INTEGERS:
+            return "tokens", leaf.numel()
+    try:
+        return "samples", batch_size(batch)
+    except ValueError:  # whatever it is, the step takes it
+        return "batches", 1
+
+
+def memory_in_use(device: torch.device) -> int:
+    """Bytes: on a GPU the most that this process had in tensors so far, otherwise its resident memory now."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    with suppress(OSError):  # Linux has this file
+        with open("/proc/self/statm") as file:
+            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if os.uname().sysname == "Darwin" else 1024)
+
+
+class Noticeboard:
+    """A board where each rank leaves its figures, and rank 0 reads those of all. It is the store where the processes
+    have met, so nobody waits for another one. Ranks may be at different batches: the figures may be a log interval old.
+
+    All ranks make it, and leave their first figures before one reads.
+    """
+
+    def __init__(self) -> None:
+        store = default_store()
+        run = store.add(f"lightning_parallel/figures_of/{dist.get_rank()}", 1)
+        self._store = PrefixStore(f"lightning_parallel/figures/{run}", store)
+
+    def leave(self, figures: Mapping[str, float]) -> None:
+        """Leave this rank's figures, in the place of earlier ones."""
+        guarded(self._store.set, str(dist.get_rank()), json.dumps(figures))
+
+    def read(self) -> list[dict[str, float]]:
+        """The figures of all ranks, in their order; empty as long as a rank hasn't left any."""
+        keys = [str(rank) for rank in range(dist.get_world_size())]
+        if not guarded(self._store.check, keys):
+            return []
+        return [json.loads(text) for text in guarded(self._store.multi_get, keys)]

@@ -9,12 +9,15 @@ epoch trains the epoch's first batches again::
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from typing import Any
 
+import lightning.pytorch as pl
 import torch
 from torch.utils.data import DataLoader, IterableDataset, Sampler
+
+from lightning_parallel.private.torch import tree_leaves
 
 
 class ResumableDataLoader(DataLoader):
@@ -128,3 +131,24 @@ class _Rest(Sampler):
 
     def __len__(self) -> int:
         return len(self._sampler) - self._first
+
+
+def with_what_comes_next(trainer: pl.Trainer, states: Sequence[Any]) -> list[Any]:
+    """The states of loaders (Lightning has collected those of loaders that have one), with what comes next.
+
+    After a save inside a batch, before its update, the resumed run begins with this batch, so loaders give it once
+    more. A loader that has ended before longer ones gives nothing more in this epoch. Where a shorter loader ends the
+    epoch, the rest of a longer one is left out.
+    """
+    progress = trainer.fit_loop.epoch_loop.batch_progress.state_dict()
+    inside = progress["current"]["ready"] - progress["current"]["processed"]
+    over = progress["is_last_batch"] and not inside
+    loaders = [loader for loader in tree_leaves(trainer.train_dataloader) if hasattr(loader, "load_state_dict")]
+    changed = []
+    for loader, state in zip(loaders, states, strict=True):
+        if isinstance(loader, ResumableDataLoader):
+            place = state["place"] - (0 if loader.has_ended else inside)
+            comes = "another epoch" if over else "nothing" if place == len(loader) else "the rest"
+            state = {**state, "place": place, "next": comes}
+        changed.append(state)
+    return changed

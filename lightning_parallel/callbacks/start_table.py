@@ -12,7 +12,6 @@ from __future__ import annotations
 import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 from lightning_utilities.core.rank_zero import rank_zero_info
@@ -47,8 +46,7 @@ class Holding:
 
 
 class StartTable:
-    """Prints the table of all ranks once for a module, and again when one that was evaluated is trained, which takes
-    more memory."""
+    """Prints the table of all ranks once for a module, and again when one that was evaluated is trained."""
 
     def __init__(self) -> None:
         self._told: tuple[Any, bool] = (None, False)  # of which module, and whether it was to be trained
@@ -140,15 +138,9 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def _cell(values: Sequence[int | str]) -> str:
-    """One value; of several numbers runs, as ``0-3``; of several names the first and the last."""
-    numbers = sorted({value for value in values if isinstance(value, int)})
-    if not numbers:
-        names = list(dict.fromkeys(values))
-        return str(names[0]) if len(names) == 1 else f"{names[0]} .. {names[-1]} ({len(names)})"
-    starts = [numbers[0], *(b for a, b in pairwise(numbers) if b != a + 1)]
-    ends = [*(a for a, b in pairwise(numbers) if b != a + 1), numbers[-1]]
-    runs = [str(a) if a == b else f"{a}-{b}" for a, b in zip(starts, ends, strict=True)]
-    return ",".join(runs if len(runs) <= 4 else [*runs[:3], "...", runs[-1]])
+    """One value; of several the first and the last, and how many there are."""
+    found = list(dict.fromkeys(values))
+    return str(found[0]) if len(found) == 1 else f"{found[0]} .. {found[-1]} ({len(found)})"
 
 
 def _binary_size(nbytes: int) -> str:

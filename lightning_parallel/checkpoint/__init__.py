@@ -1,25 +1,20 @@
 """One checkpoint format for every layout: a directory that any number of ranks writes, and any number reads.
 
-What one rank holds: ``rank.py`` collects it, ``slices.py`` describes shards of it to torch, ``random_state.py`` has its
-generators.
+``format.py`` writes and reads a directory. ``keys.py`` names its tensors, ``slices.py`` describes shards of them to
+torch, and ``agreement.py`` compares what the ranks have. ``directory.py`` replaces a directory as a whole, and finds
+what is damaged; ``reading.py`` reads it without running code in it.
 
-A directory: ``format.py`` writes and reads it, ``keys.py`` names its tensors, ``agreement.py`` says what ranks must
-agree on, and ``directory.py`` replaces it as a whole.
+``plain.py`` has a checkpoint as one process has it, and ``convert.py`` makes one kind of another.
 
-Files that somebody else may have made, or damaged: ``reading.py`` reads them without running code in them, and
-``whole.py`` finds out which are as they were written.
-
-Other kinds: ``plain.py`` reads a checkpoint as one process has it, and ``convert.py`` makes one kind of another.
-
-In a run: ``in_trainer.py`` saves and loads for the Trainer, ``background.py`` saves while training goes on,
-``state_dicts.py`` checks what the module's ``state_dict()`` returns, and ``hyperparameters.py`` saves hyperparameters.
+In a run, ``trainer_checkpoints.py`` saves and loads for the Trainer, ``rank_states.py`` collects what a rank has, and
+``background.py`` saves while training goes on.
 """
 
 from lightning_parallel.checkpoint.convert import convert
+from lightning_parallel.checkpoint.directory import is_whole, newest_in
 from lightning_parallel.checkpoint.format import Loaded, is_checkpoint, load, remove, save
 from lightning_parallel.checkpoint.keys import OptimizerState
 from lightning_parallel.checkpoint.plain import PlainOnDemand, read_full, read_plain
-from lightning_parallel.checkpoint.whole import is_whole, newest_in
 
 __all__ = [
     "Loaded",

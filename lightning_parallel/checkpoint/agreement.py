@@ -1,5 +1,5 @@
-"""What ranks must agree on: those that write one checkpoint, among each other; and those that read one, with it. The
-first rank compares what the others send it."""
+"""What ranks must agree on: those that write one checkpoint, with each other; those that read one, with it. The first
+rank compares what all send it."""
 
 from __future__ import annotations
 
@@ -42,7 +42,6 @@ class RankSummary:
         digests: what :func:`digests` returns for its model.
         scalars: for each optimizer its state that isn't a tensor, by parameter.
         param_groups: for each optimizer its groups: options, and the names of the parameters under "params".
-        own_options: the options that may have other values on other ranks.
         extra_state: what modules here keep besides parameters and buffers, by its name in the ``state_dict``.
     """
 
@@ -51,7 +50,6 @@ class RankSummary:
     digests: dict[str, bytes]
     scalars: list[dict[str, dict[str, Any]]]
     param_groups: list[list[dict[str, Any]]]
-    own_options: frozenset[str]
     extra_state: dict[str, Any]
 
 
@@ -60,8 +58,7 @@ def agree(ranks: Sequence[RankSummary], order: Sequence[str]) -> tuple[dict[str,
     rank's is taken. ``order`` is that of the whole model's parameters; see :func:`merge_groups`.
 
     Returns:
-        What trainer.pt says of the whole model, and the trained parameters that ranks hold as a whole. ``own_options``
-        are, for each coordinate, optimizer and group, the options that may differ.
+        What trainer.pt says of the whole model, and the trained parameters that ranks hold as a whole.
 
     Raises:
         ValueError: two ranks share a coordinate, or disagree about a shape, the number of optimizers, or the parameter
@@ -72,43 +69,30 @@ def agree(ranks: Sequence[RankSummary], order: Sequence[str]) -> tuple[dict[str,
     if twice:
         raise ValueError(f"coordinate={twice[0]!r} is given by several ranks: each needs its own.")
     shapes: dict[str, Any] = {}
-    for rank in ranks:
-        for key, shape in rank.shapes.items():
-            if shapes.setdefault(key, shape) != shape:
-                raise ValueError(
-                    f"{key} is {shapes[key]} on one rank and {shape} on another: a checkpoint holds one tensor of each "
-                    f"name."
-                )
-    own = frozenset[str]().union(*(rank.own_options for rank in ranks))
+    for key, shape in (item for rank in ranks for item in rank.shapes.items()):
+        if shapes.setdefault(key, shape) != shape:
+            raise ValueError(
+                f"{key} is {shapes[key]} on one rank and {shape} on another: a checkpoint holds one tensor of each "
+                f"name."
+            )
     counts = [len(rank.param_groups) for rank in ranks]
     if len(set(counts)) > 1:
         raise ValueError(
             f"The ranks have {counts} optimizers: configure_optimizers has to make the same on every rank."
         )
-    groups = [merge_groups(list(copies), order, own) for copies in zip(*(r.param_groups for r in ranks), strict=True)]
+    groups = [merge_groups(list(copies), order) for copies in zip(*(r.param_groups for r in ranks), strict=True)]
     names = {name for of_one in groups for group in of_one for name in group["params"]}
     known: dict[str, bytes] = {}
     copies = [(name, digest) for rank in ranks for name, digest in rank.digests.items() if name in names]
     differing = [name for name, digest in copies if known.setdefault(name, digest) != digest]
     if differing:
         raise RuntimeError(f"Copies of one parameter differ between ranks, nothing is saved: {first_few(differing)}.")
-    joined = {
-        "optimizer_scalars": [
-            {name: values for copy in reversed(copies) for name, values in copy.items()}
-            for copies in zip(*(rank.scalars for rank in ranks), strict=True)
-        ],
-        "param_groups": groups,
-        "own_options": {
-            rank.coordinate: [
-                [{key: value for key, value in group.items() if key in own} for group in of_one]
-                for of_one in rank.param_groups
-            ]
-            for rank in ranks
-            if own
-        },
-        "extra_state": {name: value for rank in reversed(ranks) for name, value in rank.extra_state.items()},
-    }
-    return joined, set(known)
+    scalars = [
+        {name: values for copy in reversed(copies) for name, values in copy.items()}
+        for copies in zip(*(rank.scalars for rank in ranks), strict=True)
+    ]
+    extra = {name: value for rank in reversed(ranks) for name, value in rank.extra_state.items()}
+    return {"optimizer_scalars": scalars, "param_groups": groups, "extra_state": extra}, set(known)
 
 
 def writers(ranks: Sequence[RankSummary], shared: Set[str]) -> dict[str, int]:
@@ -151,18 +135,15 @@ def _digest(tensor: Tensor) -> bytes:
     return hashlib.blake2b(content, digest_size=16).digest()
 
 
-def merge_groups(
-    ranks: list[list[dict[str, Any]]], order: Sequence[str], own_options: Set[str] = frozenset()
-) -> list[dict[str, Any]]:
+def merge_groups(ranks: list[list[dict[str, Any]]], order: Sequence[str]) -> list[dict[str, Any]]:
     """An optimizer's parameter groups as one process with the whole model would have them.
 
     Args:
         ranks: for each rank its groups: options, and the names of the parameters under "params".
         order: all names in the order of the model. Names that it lacks come last, rank after rank.
-        own_options: the options that may differ. The first rank's are taken.
 
     Raises:
-        ValueError: the ranks have different numbers of groups, or different values of another option.
+        ValueError: the ranks have different numbers of groups, or different values of an option.
     """
     counts = [len(groups) for groups in ranks]
     if len(set(counts)) > 1:
@@ -173,20 +154,19 @@ def merge_groups(
     position = {name: place for place, name in enumerate(order)}
     merged = []
     for index, copies in enumerate(zip(*ranks, strict=True)):
-        options = {key: value for key, value in copies[0].items() if key != "params"}
-        for copy in copies[1:]:
-            other = {key: value for key, value in copy.items() if key != "params"}
-            compared = (options.keys() | other.keys()) - own_options
-            differing = [key for key in compared if not _equal(options, other, key)]
+        first = copies[0]
+        for other in copies[1:]:
+            keys = first.keys() | other.keys()
+            differing = sorted(key for key in keys if key != "params" and not _equal(first, other, key))
             if differing:
-                key = min(differing)
+                key = differing[0]
                 raise ValueError(
-                    f"parameter group {index} has {key}={options.get(key)!r} on one rank and {other.get(key)!r} on "
+                    f"parameter group {index} has {key}={first.get(key)!r} on one rank and {other.get(key)!r} on "
                     f"another: a checkpoint holds one value of each option."
                 )
         names = list(dict.fromkeys(name for copy in copies for name in copy["params"]))
         names.sort(key=lambda name: position.get(name, len(position)))
-        merged.append({**options, "params": names})
+        merged.append({**first, "params": names})
     return merged
 
 
@@ -201,40 +181,29 @@ def _equal(one: Mapping[str, Any], other: Mapping[str, Any], key: str) -> bool:
 
 # -- ranks that load ---------------------------------------------------------------------------------------------
 
-Shapes = Mapping[str, Sequence[int]]  # of the model's tensors in a checkpoint, by name
+Shapes = Mapping[str, Sequence[int]]  # of the model's tensors, by name
 
 
-def differences(model: Mapping[str, Tensor], found: Shapes, *, strict: bool) -> list[str]:
-    """The tensors that a rank doesn't find in a checkpoint, or finds in another shape, in words.
-
-    Args:
-        model: the tensors held here, by their names in the whole model.
-        strict: every tensor in ``model`` must be in the checkpoint.
-    """
-    problems = []
-    for name, tensor in model.items():
-        shape = found.get(name)
-        if shape is None:
-            problems += [f"{name} is missing in it"] if strict else []
-        elif tuple(shape) != tuple(tensor.shape):
-            problems.append(f"{name} has shape {tuple(shape)} in it and {tuple(tensor.shape)} in the model")
-    return problems
-
-
-def refuse(path: str | os.PathLike[str], problems: Iterable[str], found: Iterable[str], held: Iterable[str]) -> None:
-    """Refuse a checkpoint if there are problems, or if it has tensors that no rank's model has.
+def refuse_misfits(path: str | os.PathLike[str], ranks: Iterable[Shapes], found: Shapes, *, strict: bool) -> None:
+    """Refuse a checkpoint of another model.
 
     Args:
-        problems: the :func:`differences` of all ranks.
-        found: the names in the checkpoint.
-        held: the names in the ranks' models.
+        ranks: what each rank holds of the model.
+        found: what is in the checkpoint.
+        strict: refuse one that lacks a tensor, or has one that no rank's model has.
 
     Raises:
-        ValueError: it names some of them.
+        ValueError: it names some of the tensors.
     """
-    known = set(held)
-    problems = [*problems, *(f"{name} is in no rank's model" for name in found if name not in known)]
+    problems: dict[str, None] = {}
+    held: set[str] = set()
+    for name, shape in (item for rank in ranks for item in rank.items()):
+        held.add(name)
+        if name in found and tuple(found[name]) != tuple(shape):
+            problems[f"{name} has shape {tuple(found[name])} in it and {tuple(shape)} in the model"] = None
+        elif name not in found and strict:
+            problems[f"{name} is missing in it"] = None
+    if strict:
+        problems |= {f"{name} is in no rank's model": None for name in found if name not in held}
     if problems:
-        raise ValueError(
-            f"The checkpoint {os.fspath(path)} does not fit the model: {first_few(dict.fromkeys(problems))}."
-        )
+        raise ValueError(f"The checkpoint {os.fspath(path)} does not fit the model: {first_few(problems)}.")

@@ -88,20 +88,10 @@ def _named(source: Path, content: Mapping[str, Any], aliases: Mapping[str, str])
     names = content.get(plain.OPTIMIZER_NAMES) or [
         [group.get("param_names", []) for group in state["param_groups"]] for state in states
     ]
-    named = []
-    for state, of_groups in zip(states, names, strict=True):
-        flat = [aliases.get(name, name) for of_group in of_groups for name in of_group]
-        if len(flat) != sum(len(group["params"]) for group in state["param_groups"]):
-            raise ValueError(
-                f"{source} has numbers for its optimizer's parameters, and no names: it was written without the "
-                f"callback ExactResume. Pass it as ckpt_path, every strategy reads it as it is; or convert the weights "
-                f"only (save_weights_only=True)."
-            )
-        numbers = [number for group in state["param_groups"] for number in group["params"]]
-        by_number = dict(zip(numbers, flat, strict=True))
-        odd = [key for key in state["state"] if key not in by_number]
-        if odd:
-            raise ValueError(f"{source} has an optimizer state under {odd[0]!r}, which is no parameter's number.")
-        groups = [{**group, "params": [by_number[n] for n in group["params"]]} for group in state["param_groups"]]
-        named.append(OptimizerState({by_number[n]: values for n, values in state["state"].items()}, groups))
-    return named
+    if not all(any(groups) for groups in names):
+        raise ValueError(
+            f"{source} has numbers for its optimizer's parameters, and no names: it was written without the callback "
+            f"ExactResume. Pass it as ckpt_path, every strategy reads it as it is; or convert the weights only "
+            f"(save_weights_only=True)."
+        )
+    return plain.by_name(states, [[[aliases.get(name, name) for name in group] for group in each] for each in names])

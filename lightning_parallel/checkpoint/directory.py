@@ -1,25 +1,46 @@
-"""Directories, and files, that are replaced as a whole: a crash at any moment leaves the old one or the new one.
+"""Checkpoints on a disk: directories and files that are replaced as a whole, and which of them are whole.
 
-The new one is written to the name that :func:`begin` gives, and :func:`replace` moves it to its place. In between, the
-old one is at ``<path>.replaced``, where :func:`find` looks too.
+A crash at any moment leaves the old one or the new one. The new one is written to the name that :func:`begin` gives,
+and :func:`replace` moves it to its place. In between, the old one is at ``<path>.replaced``, where :func:`find` looks.
+
+contents.json in a directory has the tied names and the extra state, and what shows a damage without reading the
+tensors: sizes of the other files, and a checksum of torch's ``.metadata``, which has none of its own::
+
+    {"content": {"aliases": {"head.weight": "embedding.weight"}, "extra_state": [], "crc32": {".metadata": 123},
+     "bytes": {".metadata": 2048, "__0_0.distcp": 400000}}, "crc32": 456}
+
+All else is in zip archives that ``torch.save`` has written. Each record has a checksum, which torch doesn't read. A
+file of tensors is a row of such archives, one for each tensor or box of it; ``.metadata`` says where each begins.
 """
 
 from __future__ import annotations
 
 import glob
+import io
+import json
 import os
+import pickle
 import secrets
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
+import zipfile
+import zlib
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
+
+import torch
 
 PathLike = str | os.PathLike[str]
 
 METADATA = ".metadata"
 TRAINER = "trainer.pt"
-REPLACED = ".replaced"
+CONTENTS = "contents.json"
 FILES = (METADATA, TRAINER)  # one that has both is finished: they are written last
+_REPLACED = ".replaced"
+_NOT_WRITTEN = "it is not, or no longer, what was written"
+
+# -- replaced as a whole -----------------------------------------------------------------------------------------
 
 
 def begin(path: Path) -> Path:
@@ -86,6 +107,24 @@ def remove(path: Path) -> None:
     _delete_unfinished(path)
 
 
+def take_name(path: Path, *, as_folder: bool) -> bool:
+    """Make an empty folder or file for a coming checkpoint, if nothing is there."""
+    with suppress(OSError):  # the save itself will raise what is wrong
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.mkdir() if as_folder else path.touch(exist_ok=False)
+        return True
+    return False
+
+
+def give_back_name(path: Path) -> None:
+    """Delete what :func:`take_name` has made, while it is empty."""
+    with suppress(OSError):
+        if path.is_dir():
+            path.rmdir()
+        elif path.stat().st_size == 0:
+            path.unlink()
+
+
 def delete(path: Path) -> None:
     """Delete a file or a directory, if there is one."""
     if path.is_dir() and not path.is_symlink():
@@ -108,9 +147,134 @@ def _beside(path: Path) -> Path:
 
 
 def _old(path: Path) -> Path:
-    return path.with_name(path.name + REPLACED)
+    return path.with_name(path.name + _REPLACED)
 
 
 def _delete_unfinished(path: Path) -> None:
     for left in path.parent.glob(f"{glob.escape(path.name)}.tmp-*"):
         delete(left)
+
+
+# -- contents.json -----------------------------------------------------------------------------------------------
+
+
+def contents_of(folder: Path, aliases: Mapping[str, str], extra_state: Iterable[str] = ()) -> bytes:
+    """The content of contents.json for a ``folder`` in which the tensors have been written: ``aliases`` are the further
+    names of tied tensors, with the name that each is saved under, ``extra_state`` what trainer.pt holds of the model.
+    """
+    content = {
+        "aliases": dict(aliases),
+        "extra_state": sorted(extra_state),
+        "crc32": {METADATA: zlib.crc32((folder / METADATA).read_bytes())},
+        "bytes": {file.name: file.stat().st_size for file in sorted(folder.iterdir()) if file.name != CONTENTS},
+    }
+    return json.dumps({"content": content, "crc32": _crc32_of(content)}).encode()
+
+
+def verified(folder: Path) -> tuple[dict[str, Any], Path | None]:
+    """The content of contents.json, and the damaged file: this one, or one that it has a checksum of. The content is
+    empty if a file is damaged, or if there is no contents.json, as in earlier versions."""
+    path = folder / CONTENTS
+    empty: dict[str, Any] = {"aliases": {}, "extra_state": [], "crc32": {}, "bytes": {}}
+    if not path.exists():
+        return empty, None
+    try:
+        parsed = json.loads(path.read_bytes())
+        if _crc32_of(parsed["content"]) != parsed["crc32"]:
+            return empty, path
+    except (ValueError, KeyError, TypeError):
+        return empty, path
+    content = empty | parsed["content"]
+    wrong = [name for name, crc32 in content["crc32"].items() if zlib.crc32((folder / name).read_bytes()) != crc32]
+    return (empty, folder / wrong[0]) if wrong else (content, None)
+
+
+def _crc32_of(content: Mapping[str, Any]) -> int:
+    return zlib.crc32(json.dumps(content, sort_keys=True).encode())
+
+
+# -- the checkpoints in a folder ---------------------------------------------------------------------------------
+
+
+def is_whole(path: PathLike) -> bool:
+    """Is the checkpoint complete? A directory must have all its files in full length, a file its closing table. Bytes
+    that have changed are found only when they are read."""
+    found = find(Path(path))
+    if found is None:
+        return Path(path).is_file() and zipfile.is_zipfile(path)
+    try:
+        contents, wrong = verified(found)
+        long_enough = all((found / name).stat().st_size >= size for name, size in contents["bytes"].items())
+    except FileNotFoundError:  # such as one that another process is deleting
+        return False
+    # trainer.pt is written after contents.json, which hasn't its size.
+    return wrong is None and long_enough and zipfile.is_zipfile(found / TRAINER)
+
+
+def newest_in(folders: Collection[PathLike], but: PathLike | None = None, since: float | None = None) -> Path | None:
+    """The newest whole checkpoint in some folders, or None. Left out are ``but``, and those older than ``since``
+    (seconds since the epoch)."""
+    other = (path for path in found_in(folders) if but is None or path.resolve() != Path(but).resolve())
+    recent = (path for path in other if since is None or saved_at(path) >= since * 1e9)
+    return max(filter(is_whole, recent), key=saved_at, default=None)
+
+
+def found_in(folders: Collection[PathLike]) -> set[Path]:
+    """The checkpoints in some folders, whole or not."""
+    found = {path for folder in folders for path in Path(folder).glob("*.ckpt")}
+    # A crash while one was replaced may have left the old one alone. A directory opens under its own name.
+    replaced = {old for folder in folders for old in Path(folder).glob(f"*.ckpt{_REPLACED}")}
+    files = {old for old in replaced if old.is_file() and not old.with_suffix("").exists()}
+    return found | files | {old.with_suffix("") for old in replaced if find(old.with_suffix("")) == old}
+
+
+def saved_at(path: Path) -> int:
+    """When a checkpoint was saved: nanoseconds since the epoch, 0 if it has been deleted."""
+    try:
+        return (find(path) or path).stat().st_mtime_ns
+    except FileNotFoundError:
+        return 0
+
+
+def instead_of(path: Path) -> str:
+    """The advice for an error about a checkpoint that isn't whole."""
+    found = newest_in([path.parent], but=path)
+    return "copy it again" + ("" if found is None else f", or use {found}, the newest whole checkpoint beside it")
+
+
+# -- a file --------------------------------------------------------------------------------------------------------
+
+
+def damaged(checkpoint: Path, file: Path, reason: str = _NOT_WRITTEN) -> ValueError:
+    """The error for a damaged ``file`` of a ``checkpoint`` (the same if that is a file). It offers the newest whole
+    checkpoint beside the damaged one."""
+    advice = instead_of(checkpoint)
+    return ValueError(f"{file} is damaged: {reason}. {advice[0].upper()}{advice[1:]}.")
+
+
+def check_archive(checkpoint: Path, file: Path, start: int = 0, length: int | None = None) -> None:
+    """Compare the records of an archive with their checksums. It is the whole file, or ``length`` bytes of it from byte
+    ``start`` on.
+
+    Raises:
+        ValueError: the file is missing, cut short, no archive, or another than was written.
+    """
+    if not file.is_file():
+        raise damaged(checkpoint, file, "it is missing")
+    if file.stat().st_size < start + (length or 0):
+        raise damaged(checkpoint, file, "it is cut short")
+    with open(file, "rb") as whole:
+        whole.seek(start)
+        part = whole if length is None else io.BytesIO(whole.read(length))
+        try:
+            with zipfile.ZipFile(part) as archive:
+                wrong = archive.testzip()
+            part.seek(0)
+            # torch's own reader needs more to be right. Suppressed: other things than tensors, and tensors of a kind
+            # that "meta" doesn't know.
+            with suppress(pickle.UnpicklingError, NotImplementedError):
+                torch.load(part, map_location="meta", weights_only=True)
+        except Exception as error:  # of whatever kind: both take damaged bytes at their word
+            raise damaged(checkpoint, file) from error
+    if wrong is not None:
+        raise damaged(checkpoint, file)

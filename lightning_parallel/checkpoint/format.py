@@ -9,8 +9,7 @@ old one or the new one.
 from __future__ import annotations
 
 import os
-import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,13 +24,12 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save as save_tensors
 
 from lightning_parallel.checkpoint import directory
-from lightning_parallel.checkpoint.agreement import RankSummary, agree, differences, digests, refuse, writers
-from lightning_parallel.checkpoint.directory import TRAINER, PathLike
+from lightning_parallel.checkpoint.agreement import RankSummary, agree, digests, refuse_misfits, writers
+from lightning_parallel.checkpoint.directory import CONTENTS, TRAINER, PathLike, contents_of
 from lightning_parallel.checkpoint.keys import MODEL, OptimizerState, divided, key_in, nearest, parts_of
-from lightning_parallel.checkpoint.plain import as_plain
+from lightning_parallel.checkpoint.plain import Wholes, as_plain
 from lightning_parallel.checkpoint.reading import Reader, plain_errors
 from lightning_parallel.checkpoint.slices import Slices, collected, empty_like
-from lightning_parallel.checkpoint.whole import CONTENTS, contents_of
 from lightning_parallel.ranks.collectives import Group, decided_by_first, gather_objects_on_first, guarded, together
 
 
@@ -45,15 +43,12 @@ class Loaded:
             are on the CPU.
         rank_state: what was saved at this coordinate. If the layout that saved had no such coordinate: that of another
             rank of the same replica; empty if there was no such replica.
-        own_options: the options that were saved for each rank. The groups have those of this coordinate, or of the
-            first rank if the layout that saved had no such coordinate.
         extra_state: what modules keep besides parameters and buffers, of all modules.
     """
 
     trainer: dict[str, Any]
     optimizers: list[OptimizerState]
     rank_state: dict[str, Tensor]
-    own_options: frozenset[str] = frozenset()
     extra_state: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -66,7 +61,6 @@ def save(
     rank_state: Mapping[str, Tensor],
     coordinate: str,
     group: Group = None,
-    own_options: Collection[str] = (),
     order: Sequence[str] = (),
     aliases: Mapping[str, str] = MappingProxyType({}),
     extra_state: Mapping[str, Any] = MappingProxyType({}),
@@ -86,7 +80,6 @@ def save(
         rank_state: tensors that belong to this coordinate.
         coordinate: this rank's place in the layout, such as "pp0.dp0.tp0".
         group: the ranks that save; None for all, or for a single process.
-        own_options: the options of the groups that may differ between ranks, and are saved for each.
         order: the whole model's parameters in their order, for the groups' "params". By default the ranks' parameters
             follow one another.
         aliases: the other names of tied tensors, each with the name under which the tensor is in some rank's ``model``.
@@ -109,7 +102,6 @@ def save(
         digests=digests(model) if dist.is_initialized() else {},
         scalars=scalars,
         param_groups=[[dict(group) for group in each.param_groups] for each in optimizers],
-        own_options=frozenset(own_options),
         extra_state=dict(extra_state),
     )
     summaries = gather_objects_on_first(summary, group)
@@ -176,29 +168,47 @@ def load(
     """
     reader = together(group, lambda: Reader(path))
     saved = together(group, lambda: reader.trainer(weights_only))
-    shapes = {key.removeprefix(MODEL): entry.size for key, entry in reader.found.items() if key.startswith(MODEL)}
-    reports = gather_objects_on_first((differences(model, shapes, strict=strict), list(model)), group)
+    return load_from(reader, saved, path, model, parameters, coordinate, group=group, strict=strict)
 
-    def check() -> None:
-        problems = [problem for report, _ in reports or () for problem in report]
-        refuse(path, problems, shapes if strict else (), (name for _, held in reports or () for name in held))
 
-    decided_by_first(group, check)
-    states = _empty_states(reader, set(parameters), model, len(saved["param_groups"]))
-    of_rank = nearest(coordinate, reader.found)
-    rank_state = {name: reader.empty(key) for name, key in of_rank.items()}
+def load_from(
+    source: Reader | Wholes,
+    saved: Mapping[str, Any],
+    path: PathLike,
+    model: Mapping[str, Tensor],
+    parameters: Sequence[str],
+    coordinate: str,
+    *,
+    group: Group = None,
+    strict: bool = True,
+) -> Loaded:
+    """:func:`load` from a directory or a plain checkpoint that has been opened. ``saved`` is what its trainer.pt holds;
+    ``path`` is for errors."""
+    shapes = {key.removeprefix(MODEL): each.shape for key, each in source.found.items() if key.startswith(MODEL)}
+    ranks = gather_objects_on_first({name: tensor.shape for name, tensor in model.items()}, group)
+    decided_by_first(group, lambda: refuse_misfits(path, ranks or (), shapes, strict=strict))
+    states: list[dict[str, dict[str, Any]]] = [{} for _ in saved["param_groups"]]
+    trained = set(parameters)
     wanted = {MODEL + name: tensor for name, tensor in model.items() if name in shapes}
-    wanted |= divided(states)[0] | {key: rank_state[name] for name, key in of_rank.items()}
-    together(group, lambda: reader.check(wanted))
-    together(group, lambda: reader.fill(wanted))
+    for key, found in source.found.items():
+        parts = parts_of(key)
+        if parts is not None and parts[1] in trained:
+            index, parameter, name = parts
+            like = model.get(parameter)  # a step has another shape
+            wanted[key] = empty_like(found if like is None or like.shape != found.shape else like, found.dtype)
+            states[index].setdefault(parameter, {})[name] = wanted[key]
+    of_rank = nearest(coordinate, source.found)
+    rank_state = {name: empty_like(source.found[key], source.found[key].dtype) for name, key in of_rank.items()}
+    wanted |= {key: rank_state[name] for name, key in of_rank.items()}
+    together(group, lambda: source.check(wanted))
+    together(group, lambda: source.fill(wanted))
     for values in (values for by_name in states for values in by_name.values()):
         values.update({key: value.local for key, value in values.items() if isinstance(value, Slices)})
     for by_name, scalars in zip(states, saved["optimizer_scalars"], strict=True):
         for name in (name for name in parameters if name in scalars):
             by_name.setdefault(name, {}).update(scalars[name])
-    groups, own = _with_own_options(saved["param_groups"], saved["own_options"], coordinate)
-    optimizers = [OptimizerState(by_name, of_one) for by_name, of_one in zip(states, groups, strict=True)]
-    return Loaded(saved["trainer"], optimizers, rank_state, own, saved["extra_state"])
+    optimizers = [OptimizerState(*pair) for pair in zip(states, saved["param_groups"], strict=True)]
+    return Loaded(saved["trainer"], optimizers, rank_state, saved["extra_state"])
 
 
 def is_checkpoint(path: PathLike) -> bool:
@@ -209,42 +219,6 @@ def is_checkpoint(path: PathLike) -> bool:
 def remove(path: PathLike) -> None:
     """Delete a checkpoint, and what crashes may have left of it. One rank calls it."""
     directory.remove(Path(path))
-
-
-def _empty_states(
-    reader: Reader, parameters: Collection[str], model: Mapping[str, Tensor], count: int
-) -> list[dict[str, dict[str, Any]]]:
-    """Tensors to read the parameters' states of each optimizer into. For a shard they have the shard's shape."""
-    result: list[dict[str, dict[str, Any]]] = [{} for _ in range(count)]
-    for key, entry in reader.found.items():
-        parts = parts_of(key)
-        if parts is None or parts[1] not in parameters:
-            continue
-        index, parameter, name = parts
-        like = model.get(parameter)
-        if like is not None and entry.size == like.shape:
-            made = empty_like(like, entry.properties.dtype)
-        else:  # such as a step
-            made = reader.empty(key)
-        result[index].setdefault(parameter, {})[name] = made
-    return result
-
-
-def _with_own_options(
-    optimizers: list[list[dict[str, Any]]], ranks: Mapping[str, list[list[dict[str, Any]]]], coordinate: str
-) -> tuple[list[list[dict[str, Any]]], frozenset[str]]:
-    """The groups with the options that were saved for this coordinate, and the names of these options."""
-    names = frozenset(key for own in ranks.values() for groups in own for options in groups for key in options)
-    if coordinate in ranks:
-        pairs = zip(optimizers, ranks[coordinate], strict=True)
-        return [[{**group, **own} for group, own in zip(*pair, strict=True)] for pair in pairs], names
-    if names:
-        warnings.warn(
-            f"The optimizer had {', '.join(sorted(names))} for each rank of the layout that saved. This rank "
-            f"({coordinate}) was not among them, and goes on with the first one's.",
-            stacklevel=2,
-        )
-    return optimizers, names
 
 
 def _write_tensors(new: Path, tensors: dict[str, Tensor], group: Group) -> None:

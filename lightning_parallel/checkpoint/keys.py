@@ -76,7 +76,7 @@ def key_in(coordinate: str, name: str) -> str:
 
 
 def of_place(keys: Collection[str], coordinate: str) -> dict[str, str]:
-    """The keys of the tensors that belong to a place, by the tensors' names."""
+    """The keys of a place's tensors, by the tensors' names."""
     prefix = key_in(coordinate, "")
     return {key.removeprefix(prefix): key for key in keys if key.startswith(prefix)}
 

@@ -20,16 +20,28 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from lightning_parallel.checkpoint.directory import PathLike
-from lightning_parallel.checkpoint.keys import MODEL, of_place, of_replicas, parameter_of, parts_of
+from lightning_parallel.checkpoint.keys import (
+    MODEL,
+    OptimizerState,
+    divided,
+    of_place,
+    of_replicas,
+    parameter_of,
+    parts_of,
+)
 from lightning_parallel.checkpoint.reading import Reader, read_file
+from lightning_parallel.checkpoint.slices import empty_like, fill
 
 SAFETENSORS = ".safetensors"
 OF_TENSORS = ("state_dict", "optimizer_states")
 RANDOM_STATES = "random_states"
 OPTIMIZER_NAMES = "optimizer_names"
+
+# -- a directory as a dictionary ---------------------------------------------------------------------------------
 
 
 def read_plain(path: PathLike, weights_only: bool = True) -> dict[str, Any]:
@@ -59,7 +71,6 @@ def as_plain(saved: Mapping[str, Any], tensors: Mapping[str, Tensor], aliases: M
         tensors: by their keys in a directory.
         aliases: the further names of tied tensors, with the name that each has in ``tensors``.
     """
-    generators = {replica: of_place(tensors, place) for replica, place in of_replicas(tensors).items()}
     states: list[dict[str, dict[str, Any]]] = [
         {name: dict(values) for name, values in scalars.items()} for scalars in saved["optimizer_scalars"]
     ]
@@ -72,19 +83,17 @@ def as_plain(saved: Mapping[str, Any], tensors: Mapping[str, Tensor], aliases: M
         pairs = zip(states, saved["param_groups"], strict=True)
         plain["optimizer_states"] = [_numbered(state, groups) for state, groups in pairs]
         plain[OPTIMIZER_NAMES] = [[[*group["params"]] for group in groups] for groups in saved["param_groups"]]
-    if generators:
-        replicas = sorted(generators, key=lambda replica: (len(replica), replica))  # dp2 before dp10
-        plain[RANDOM_STATES] = [{name: tensors[key] for name, key in generators[r].items()} for r in replicas]
+    places = of_replicas(tensors)
+    if places:
+        replicas = sorted(places, key=lambda replica: (len(replica), replica))  # dp2 before dp10
+        plain[RANDOM_STATES] = [
+            {name: tensors[key] for name, key in of_place(tensors, places[replica]).items()} for replica in replicas
+        ]
     return plain
 
 
 class PlainOnDemand(dict[str, Any]):
-    """A directory as :func:`read_plain` reads it, but a tensor is read, whole, only when it is accessed.
-
-    Args:
-        path: the checkpoint's directory.
-        weights_only: refuse anything but tensors and plain containers, as :func:`read_plain` does.
-    """
+    """A directory as :func:`read_plain` reads it, but a tensor is read, whole, only when it is accessed."""
 
     def __init__(self, path: PathLike, weights_only: bool = True) -> None:
         super().__init__(Reader(path).trainer(weights_only)["trainer"])
@@ -137,16 +146,19 @@ def read_full(path: PathLike, weights_only: bool = True) -> dict[str, Tensor]:
         content = read_file(Path(path), Path(path), weights_only)
         return dict(content.get("state_dict", content))
     reader = Reader(path)
-    tensors = _read(reader, (key for key in reader.found if key.startswith(MODEL)))
-    state_dict = _state_dict(reader.contents["aliases"], tensors)
+    state_dict = _state_dict(reader.contents["aliases"], _read(reader, filter(_is_of_model, reader.found)))
     if reader.contents["extra_state"]:
         state_dict |= reader.trainer(weights_only)["extra_state"]
     return state_dict
 
 
+def _is_of_model(key: str) -> bool:
+    return key.startswith(MODEL)
+
+
 def _read(reader: Reader, keys: Iterable[str]) -> dict[str, Tensor]:
     """Whole tensors by their keys."""
-    tensors = {key: reader.empty(key) for key in keys}
+    tensors = {key: empty_like(reader.found[key], reader.found[key].dtype) for key in keys}
     reader.check(tensors)
     reader.fill(tensors)
     return tensors
@@ -154,7 +166,7 @@ def _read(reader: Reader, keys: Iterable[str]) -> dict[str, Tensor]:
 
 def _state_dict(aliases: Mapping[str, str], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The model's tensors among those of a checkpoint, tied ones under all their names."""
-    held = {key.removeprefix(MODEL): tensor for key, tensor in tensors.items() if key.startswith(MODEL)}
+    held = {key.removeprefix(MODEL): tensor for key, tensor in tensors.items() if _is_of_model(key)}
     return held | {name: held[first] for name, first in aliases.items() if first in held}
 
 
@@ -166,6 +178,72 @@ def _numbered(state: Mapping[str, Mapping[str, Any]], groups: Sequence[Mapping[s
         "state": {numbers[name]: dict(values) for name, values in state.items() if name in numbers},
         "param_groups": [{**group, "params": [numbers[name] for name in group["params"]]} for group in groups],
     }
+
+
+# -- a dictionary as a directory ---------------------------------------------------------------------------------
+
+
+def by_name(states: Sequence[Mapping[str, Any]], names: Sequence[Sequence[Sequence[str]]]) -> list[OptimizerState]:
+    """The optimizers' states of a plain checkpoint by the names of the parameters, which it numbers. ``names`` has
+    these names for each optimizer and group.
+
+    Raises:
+        ValueError: there are other numbers than names.
+    """
+    named = []
+    for index, (state, groups) in enumerate(zip(states, names, strict=True)):
+        flat = [name for group in groups for name in group]
+        numbers = [number for group in state["param_groups"] for number in group["params"]]
+        if len(flat) != len(numbers) or not set(numbers) >= state["state"].keys():
+            raise ValueError(
+                f"The checkpoint's optimizer {index} has {len(numbers)} parameters and states for "
+                f"{sorted(state['state'], key=str)[-1:]}, but {len(flat)} names of parameters are known."
+            )
+        by_number = dict(zip(numbers, flat, strict=True))
+        options = [{**group, "params": [by_number[n] for n in group["params"]]} for group in state["param_groups"]]
+        named.append(OptimizerState({by_number[n]: values for n, values in state["state"].items()}, options))
+    return named
+
+
+class Wholes:
+    """A plain checkpoint's content, from which a rank reads its part as from a directory.
+
+    Args:
+        model: the tensors by their first names. One that a rank is to fill may be its own, and stays as it is.
+        optimizers: the optimizers' states, by name.
+        trainer: the rest.
+        extra_state: what modules keep besides parameters and buffers.
+
+    Attributes:
+        found: the tensors by their keys in a directory.
+        saved: the content of a directory's trainer.pt.
+    """
+
+    def __init__(
+        self,
+        model: Mapping[str, Tensor],
+        optimizers: Sequence[OptimizerState],
+        trainer: Mapping[str, Any],
+        extra_state: Mapping[str, Any],
+    ) -> None:
+        tensors, scalars = divided([each.state for each in optimizers])
+        self.found = tensors | {MODEL + name: tensor for name, tensor in model.items()}
+        self.saved: dict[str, Any] = {
+            "optimizer_scalars": scalars,
+            "param_groups": [each.param_groups for each in optimizers],
+            "extra_state": extra_state,
+            "trainer": trainer,
+        }
+
+    def check(self, tensors: dict[str, Tensor]) -> None:
+        """They are in memory."""
+
+    def fill(self, tensors: dict[str, Tensor]) -> None:
+        """Fill tensors, or a rank's shards of them, by their keys."""
+        with torch.no_grad():
+            for key, tensor in tensors.items():
+                if tensor is not self.found[key]:
+                    fill(tensor, self.found[key])
 
 
 # -- safetensors, the format in which models are shared: each tensor once, the further names of tied ones in the header

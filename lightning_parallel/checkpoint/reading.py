@@ -23,8 +23,15 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_tensors
 
 from lightning_parallel.checkpoint import directory
 from lightning_parallel.checkpoint.agreement import first_few
-from lightning_parallel.checkpoint.directory import FILES, METADATA, TRAINER, PathLike
-from lightning_parallel.checkpoint.whole import check_archive, damaged, verified
+from lightning_parallel.checkpoint.directory import (
+    FILES,
+    METADATA,
+    TRAINER,
+    PathLike,
+    check_archive,
+    damaged,
+    verified,
+)
 from lightning_parallel.private.torch import METADATA_CLASSES
 
 
@@ -46,9 +53,8 @@ class Reader(FileSystemReader):
         path: the checkpoint. What a crash may have left elsewhere is found.
 
     Attributes:
-        folder: the directory that was found.
         contents: what contents.json says.
-        found: the shape and dtype of each tensor, by its key.
+        found: for each tensor, by its key, one of its shape and dtype on the meta device.
 
     Raises:
         ValueError: there is no checkpoint; it is damaged; its metadata asks for a class that doesn't belong there; or
@@ -64,35 +70,31 @@ class Reader(FileSystemReader):
                 raise damaged(path, path / missing[0], "it is missing")
             raise ValueError(f"There is no checkpoint at {path}: it would be a directory with {' and '.join(FILES)}.")
         super().__init__(source)
-        self.folder = source
+        self._folder = source
         self.contents, wrong = verified(source)  # first: it has a checksum of the metadata
         if wrong is not None:
             raise damaged(source, wrong)
         self._metadata = self._unpickled()
-        entries = self._metadata.state_dict_metadata
-        self.found = {key: entry for key, entry in entries.items() if isinstance(entry, metadata.TensorStorageMetadata)}
-        if len(self.found) < len(entries):
-            others = first_few(entries.keys() - self.found.keys())
-            raise ValueError(f"{source} has objects among its tensors, which could run code: {others}.")
+        self.found: dict[str, Tensor] = {}
+        for key, entry in self._metadata.state_dict_metadata.items():
+            if not isinstance(entry, metadata.TensorStorageMetadata):
+                raise ValueError(f"{source} has objects among its tensors, which could run code: {key}.")
+            self.found[key] = torch.empty(entry.size, dtype=entry.properties.dtype, device="meta")
 
     def _unpickled(self) -> metadata.Metadata:
-        file = self.folder / METADATA
+        file = self._folder / METADATA
         try:
             with open(file, "rb") as opened:
                 result = _Unpickler(opened).load()
         except (pickle.UnpicklingError, EOFError, AttributeError, ImportError, IndexError) as error:  # pickle's list
-            raise damaged(self.folder, file) from error
+            raise damaged(self._folder, file) from error
         if not isinstance(result, metadata.Metadata):
-            raise damaged(self.folder, file)
+            raise damaged(self._folder, file)
         return result
 
     def read_metadata(self, *_: Any, **__: Any) -> metadata.Metadata:
         """The metadata: which tensors there are, and where in the files."""
         return self._metadata
-
-    def empty(self, key: str) -> Tensor:
-        """A tensor on the CPU to read a whole one into."""
-        return torch.empty(self.found[key].size, dtype=self.found[key].properties.dtype)
 
     def check(self, tensors: dict[str, Tensor]) -> None:
         """Compare what :meth:`fill` would read with its checksums.
@@ -104,12 +106,12 @@ class Reader(FileSystemReader):
         planner.set_up_planner(tensors, self._metadata)
         for index in {item.storage_index for item in planner.create_local_plan().items}:
             place = self._metadata.storage_data[index]
-            check_archive(self.folder, self.folder / place.relative_path, place.offset, place.length)
+            check_archive(self._folder, self._folder / place.relative_path, place.offset, place.length)
 
     def fill(self, tensors: dict[str, Tensor]) -> None:
         """Fill tensors, or a rank's shards of them, by their keys."""
         # no_dist: each rank knows from the metadata what it needs, so there is nothing to agree on.
-        with plain_errors("read", self.folder):
+        with plain_errors("read", self._folder):
             load_tensors(tensors, storage_reader=self, planner=_load_planner(), no_dist=True)
 
     def trainer(self, weights_only: bool) -> dict[str, Any]:
@@ -118,9 +120,9 @@ class Reader(FileSystemReader):
         Raises:
             ValueError: it holds what ``weights_only`` forbids, or is damaged.
         """
-        state = read_file(self.folder, self.folder / TRAINER, weights_only)
-        if not state.keys() >= {"trainer", "optimizer_scalars", "param_groups", "own_options", "extra_state"}:
-            raise damaged(self.folder, self.folder / TRAINER, "it is another file")
+        state = read_file(self._folder, self._folder / TRAINER, weights_only)
+        if not state.keys() >= {"trainer", "optimizer_scalars", "param_groups", "extra_state"}:
+            raise damaged(self._folder, self._folder / TRAINER, "it is another file")
         return state
 
 

@@ -46,9 +46,6 @@ class Boxes(Tensor):
         self.boxes = boxes
         return self
 
-    def __repr__(self) -> str:  # type: ignore[override]
-        return f"{type(self).__name__}({len(self.boxes)} boxes of {tuple(self.shape)})"
-
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: tuple[type, ...], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -75,7 +72,7 @@ class Boxes(Tensor):
         for at, values in self.boxes:
             if index.offset == torch.Size(at):
                 return values
-        raise ValueError(f"{index} is none of the boxes of {self!r}.")
+        raise ValueError(f"{index} is none of the boxes that are here.")
 
 
 class Slices(Boxes):
@@ -141,13 +138,17 @@ def collected(own: Mapping[str, Tensor], most: int, group: Group) -> dict[str, T
         most: the largest number of tensors on a rank: one of each rank travels at a time.
     """
     wholes: dict[str, Tensor] = {}
-    for key, tensor in islice(chain(own.items(), repeat((None, None))), most):
-        boxes = [] if tensor is None else [(list(at), values.cpu()) for at, values in _boxes_of(tensor)]
-        shape, dtype = (None, None) if tensor is None else (tuple(tensor.shape), tensor.dtype)
-        for name, size, kind, parts in gather_objects_on_first((key, shape, dtype, boxes), group) or ():
-            if name is not None and size is not None:
-                whole = wholes[name] if name in wholes else wholes.setdefault(name, torch.empty(size, dtype=kind))
-                for at, values in parts:
+    for item in islice(chain(own.items(), repeat(None)), most):
+        mine = None
+        if item is not None:
+            key, tensor = item
+            boxes = [(list(at), values.cpu()) for at, values in _boxes_of(tensor)]
+            mine = (key, tuple(tensor.shape), tensor.dtype, boxes)
+        for each in gather_objects_on_first(mine, group) or ():
+            if each is not None:
+                name, shape, dtype, boxes = each
+                whole = wholes[name] if name in wholes else wholes.setdefault(name, torch.empty(shape, dtype=dtype))
+                for at, values in boxes:
                     _box(whole, at, values).copy_(values)
     return wholes
 

@@ -46,7 +46,6 @@ class AsynchronousTraining:
         partition: tells which parameters are loose.
         versions: the versions of the weights that are in use.
         completed: given an update's gradients, returns those of all replicas and shards.
-        written: the options that the optimizer is known to write itself. It is added to.
     """
 
     def __init__(
@@ -58,13 +57,12 @@ class AsynchronousTraining:
         partition: Partition,
         versions: WeightVersions,
         completed: Callable[[Gradients], Gradients],
-        written: set[str],
     ) -> None:
         self._run, self._late, self._layout = run, late, run.layout
         self._local, self.versions = local, versions
         self._completed = completed
         self._list = late.actions(run.layout.stages, run.layout.stage)
-        self._written = written
+        self._written: set[str] = set()  # the options that the optimizer is known to write itself
         self._known_options: OptimizerOptions | None = None
         self._loose = _LooseParameters(sorted(partition.loose), local, run)
         self._owed: deque[_Owed] = deque()  # updates under way, the oldest first

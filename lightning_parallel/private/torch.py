@@ -51,7 +51,6 @@ __all__ = [
     "drawing_for_nothing",
     "forget_meshes",
     "forward_hooks",
-    "function_of",
     "group_by_name",
     "group_of_members",
     "has_full_backward_hooks",
@@ -59,7 +58,6 @@ __all__ = [
     "has_hooks",
     "hooks_beside",
     "is_bound_to_device",
-    "is_nested",
     "is_zero_tensor",
     "like_edge",
     "make_parameter",
@@ -259,11 +257,6 @@ def where_created(node: Node) -> list[str]:
     return lines
 
 
-def is_nested(node: Node) -> bool:
-    """Is the first tensor that the operation of a node of the graph has returned a nested one, without a shape?"""
-    return bool(_metadata(node)[0].is_nested_tensor)
-
-
 def shape_of_operand(node: Node, operand: int) -> torch.Size | None:
     """The shape of an operand of a node of the graph; None if it needs no gradient."""
     following, output = node.next_functions[operand]
@@ -274,12 +267,6 @@ def _metadata(node: Node) -> list[Any]:
     """The metadata (shape, dtype, device) of a node's incoming gradients. torch documents it, but names it as
     private."""
     return node._input_metadata
-
-
-def function_of(node: Node) -> type | None:
-    """The ``torch.autograd.Function`` that a node of the graph belongs to; None for torch's own operators. No public
-    name tells."""
-    return getattr(type(node), "_forward_cls", None)
 
 
 def packed_tensor(node: Node, name: str) -> Any:

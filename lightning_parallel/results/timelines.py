@@ -11,9 +11,8 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_parallel.ranks.collectives import gather_objects_on_first
 from lightning_parallel.ranks.layout import Layout
-from lightning_parallel.timeline.picture import write_png
+from lightning_parallel.timeline.picture import write_png, write_trace
 from lightning_parallel.timeline.recording import Span, Timeline, report
-from lightning_parallel.timeline.trace_file import write_trace
 
 
 def has_pictures() -> bool:

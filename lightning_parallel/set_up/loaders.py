@@ -18,11 +18,11 @@ from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
 from lightning_parallel.batch import fingerprint
-from lightning_parallel.checkpoint.random_state import random_state, restore_random_state
 from lightning_parallel.private.lightning.replaced import replaced
 from lightning_parallel.ranks.collectives import broadcast_object, guarded
 from lightning_parallel.ranks.layout import Layout
 from lightning_parallel.ranks.run import Run
+from lightning_parallel.seeding import random_state, restore_random_state
 
 _DATA_HOOKS = ("setup", "train_dataloader", "val_dataloader", "test_dataloader", "predict_dataloader")
 

@@ -35,7 +35,8 @@ from lightning_parallel.callbacks.defaults import (
 )
 from lightning_parallel.callbacks.start_table import Holding, StartTable
 from lightning_parallel.checkpoint.background import BackgroundSave
-from lightning_parallel.checkpoint.in_trainer import Checkpoints, check_file
+from lightning_parallel.checkpoint.rank_states import take_groups
+from lightning_parallel.checkpoint.trainer_checkpoints import Checkpoints, is_directory
 from lightning_parallel.checks.optimizer_trial import refuse_parts, refuse_strange_parameters
 from lightning_parallel.checks.other_lightning import warn_of_other_modules
 from lightning_parallel.disk_offload import DiskOffload
@@ -374,7 +375,7 @@ class LayoutStrategy(ParallelStrategy):
         with self._inside_step("configure_optimizers"):  # which may scale a rate by the number of replicas
             super().setup_optimizers(trainer)
         if self._held is not None:  # a callback may want optimizers outside of a run
-            self.checkpoints.take_groups(self.run.module, self.optimizers)
+            self._group_names[:] = take_groups(self.optimizers, self.run.module, self.local_model)
             together(None, self._try_optimizers)
 
     def _inside_step(self, name: str) -> AbstractContextManager[None]:
@@ -533,7 +534,7 @@ class LayoutStrategy(ParallelStrategy):
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         """Read this rank's part of a checkpoint: of a directory written under any layout, or of a plain file."""
         if self.saves_as_lightning:
-            check_file(checkpoint_path)
+            is_directory(checkpoint_path)  # a damaged file is refused
             return super().load_checkpoint(checkpoint_path, weights_only)
         if weights_only is None:
             weights_only = asked_weights_only(self)
@@ -607,7 +608,7 @@ class LayoutStrategy(ParallelStrategy):
         wherever they wait."""
         self.end_watch()
         if self._held is not None and not (self.saves_as_lightning and self.layout.world_size == 1):
-            self.checkpoints.fail()
+            self.checkpoints.have_failed = True
         joined, self._joined = self._joined, None
         if joined is not None and joined.background is not None:
             try:

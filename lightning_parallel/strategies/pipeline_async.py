@@ -193,7 +193,6 @@ class AsyncPipelineStrategy(StagedStrategy):
             partition=self.stage.partition,
             versions=versions,
             completed=self._completed,
-            written=self.checkpoints.written_options,
         )
         return versions
 

@@ -29,7 +29,7 @@ from typing_extensions import override
 
 from lightning_parallel.absent.tensor import AbsentTensor
 from lightning_parallel.callbacks.defaults import IN_STAGES
-from lightning_parallel.callbacks.performance import StageFigures
+from lightning_parallel.callbacks.performance_monitor import StageFigures
 from lightning_parallel.callbacks.start_table import Holding
 from lightning_parallel.checks.manual import SEVERAL_OPTIMIZERS, refuse_manual_optimization
 from lightning_parallel.gradients.precision_plugin import share_overflows

@@ -46,7 +46,7 @@ def copy(x: Tensor, group: Group) -> Tensor:
     Returns:
         ``[...]``, the same values.
     """
-    return _mapped(x, group, _alias, lambda g: all_reduced(g, group), differs=True)
+    return _mapped(x, group, _alias, lambda g: all_reduced(g, group))
 
 
 def reduce(x: Tensor, group: Group) -> Tensor:
@@ -79,7 +79,7 @@ def split(x: Tensor, dim: int, group: Group) -> Tensor:
         ``[..., n / t, ...]``; where t doesn't divide n, the last pieces are smaller.
     """
     size = x.shape[dim]
-    return _mapped(x, group, lambda t: own_piece(t, dim, group), lambda g: joined(g, dim, group, size), differs=True)
+    return _mapped(x, group, lambda t: own_piece(t, dim, group), lambda g: joined(g, dim, group, size))
 
 
 def gather(x: Tensor, dim: int, group: Group, size: int | None = None) -> Tensor:
@@ -109,7 +109,7 @@ def reduce_scatter(x: Tensor, dim: int, group: Group) -> Tensor:
         ``[..., n / t, ...]``.
     """
     size = x.shape[dim]
-    return _mapped(x, group, lambda t: summed_piece(t, dim, group), lambda g: joined(g, dim, group, size), differs=True)
+    return _mapped(x, group, lambda t: summed_piece(t, dim, group), lambda g: joined(g, dim, group, size))
 
 
 def gather_sum(x: Tensor, dim: int, group: Group, size: int | None = None) -> Tensor:
@@ -124,7 +124,7 @@ def gather_sum(x: Tensor, dim: int, group: Group, size: int | None = None) -> Te
     Returns:
         ``[..., n, ...]``, equal on all ranks.
     """
-    return _mapped(x, group, lambda t: joined(t, dim, group, size), lambda g: summed_piece(g, dim, group), differs=True)
+    return _mapped(x, group, lambda t: joined(t, dim, group, size), lambda g: summed_piece(g, dim, group))
 
 
 # -- the functions of autograd -----------------------------------------------------------------------------------
@@ -134,17 +134,16 @@ def _alias(x: Tensor) -> Tensor:
     return x.view_as(x)
 
 
-def _mapped(x: Tensor, group: Group, forward: Map, transposed: Map, *, differs: bool = False) -> Tensor:
-    return x if group.size() == 1 else _Linear.apply(x, forward, transposed, differs)  # type: ignore[no-any-return, no-untyped-call]
+def _mapped(x: Tensor, group: Group, forward: Map, transposed: Map) -> Tensor:
+    return x if group.size() == 1 else _Linear.apply(x, forward, transposed)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class _Linear(torch.autograd.Function):
-    """``forward(x)``, a linear map, with ``transposed(g)`` as its backward. Its node in the graph has ``differs``:
-    whether the ranks go on with computations that differ."""
+    """``forward(x)``, a linear map, with ``transposed(g)`` as its backward."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, forward: Map, transposed: Map, differs: bool) -> Tensor:  # type: ignore[override]
-        ctx.transposed, ctx.differs = transposed, differs
+    def forward(ctx: Any, x: Tensor, forward: Map, transposed: Map) -> Tensor:  # type: ignore[override]
+        ctx.transposed = transposed
         y = forward(x)
         if y is x:
             ctx.mark_dirty(x)
@@ -154,8 +153,8 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
-        return ctx.transposed(g), None, None, None
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        return ctx.transposed(g), None, None
 
 
 # -- collectives on tensors, without autograd --------------------------------------------------------------------

@@ -1,13 +1,13 @@
-"""Draws a recorded run as a picture. matplotlib is imported when a picture is drawn."""
+"""Writes a recorded run as a picture, for which matplotlib is imported, and as a trace."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning_parallel.timeline.recording import COMPUTE, PASSES, Span, report
-from lightning_parallel.timeline.trace_file import row_labels
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -71,7 +71,7 @@ def write_png(
         panel.spines[["top", "right", "left"]].set_visible(False)
         panel.xaxis.set_major_formatter("{x:,.0f}")
         panel.set_xlabel("time (ms)")
-    panels[0].set_yticks(range(len(rows)), row_labels(rows, labels))
+    panels[0].set_yticks(range(len(rows)), labels or _stages(rows))
     panels[0].set_title(title, loc="left", fontweight="bold", pad=20)
     panels[0].annotate(
         report(rows, theory), (0, 1), xytext=(0, 6), xycoords="axes fraction", textcoords="offset points"
@@ -125,7 +125,9 @@ def _draw(panel: Axes, rows: Sequence[Sequence[Span]], begin: float, end: float,
         for s, row in enumerate(shown):
             spans = [span for span in row if span.kind == kind]
             for chunk in sorted({span.chunk for span in spans}):
-                bars = [(_ms(span.start - zero), _ms(span.end - span.start)) for span in spans if span.chunk == chunk]
+                bars = [
+                    (1e3 * (span.start - zero), 1e3 * (span.end - span.start)) for span in spans if span.chunk == chunk
+                ]
                 shaded = look if chunk == 0 or kind == "receive" else {**look, "facecolor": _lighter(look, chunk)}
                 panel.broken_barh(bars, (s - 0.4, 0.8), zorder=1 if kind == "receive" else 2, **shaded)
             for span in spans if kind in _TEXT_COLOURS and size >= 5 else ():
@@ -136,13 +138,42 @@ def _draw(panel: Axes, rows: Sequence[Sequence[Span]], begin: float, end: float,
                     panel.text(middle, s, str(span.microbatch), ha="center", va="center_baseline", **style)
 
 
-def _ms(seconds: float) -> float:
-    return 1e3 * seconds
-
-
 def _lighter(look: dict[str, Any], chunk: int) -> tuple[float, ...]:
     """The lighter colour of a stage's later chunk."""
     from matplotlib.colors import to_rgb
 
     kept = (1 - _LIGHTER) ** chunk
     return tuple(1 - kept * (1 - part) for part in to_rgb(look["facecolor"]))
+
+
+def _stages(rows: Sequence[Sequence[Span]]) -> list[str]:
+    return [f"stage {s}" for s in range(len(rows))]
+
+
+def write_trace(rows: Sequence[Sequence[Span]], path: str | Path, *, labels: Sequence[str] | None = None) -> None:
+    """Write the recording for Perfetto, https://ui.perfetto.dev, in Chrome's trace format: a thread for each row. The
+    rows' names are by default "stage 0" and so on."""
+    begin = min((span.start for row in rows for span in row), default=0.0)
+    events: list[dict[str, object]] = []
+    for s, (row, label) in enumerate(zip(rows, labels or _stages(rows), strict=True)):
+        thread = {"pid": 0, "tid": s}
+        events.append({"ph": "M", "name": "thread_name", "args": {"name": label}, **thread})
+        events.append({"ph": "M", "name": "thread_sort_index", "args": {"sort_index": s}, **thread})
+        for span in row:
+            arguments = {"update" if span.kind == "step" else "microbatch": span.microbatch}
+            if span.chunk:
+                arguments["chunk"] = span.chunk
+            if span.version is not None:
+                arguments["version"] = span.version
+            events.append(
+                {
+                    "ph": "X",
+                    "name": span.kind if span.kind == "omitted" else f"{span.kind} {span.microbatch}",
+                    "cat": span.kind,
+                    "ts": (span.start - begin) * 1e6,  # microseconds
+                    "dur": (span.end - span.start) * 1e6,
+                    "args": arguments,
+                    **thread,
+                }
+            )
+    Path(path).write_text(json.dumps({"displayTimeUnit": "ms", "traceEvents": events}))

@@ -45,40 +45,7 @@ class Span:
     chunk: int = 0
 
 
-_Marked = tuple[str, int, Any, Any, int | None, int]  # a span, with its clock's marks for times
-
-
-class HostClock:
-    """Measures when the host comes to a place, by `time.monotonic`."""
-
-    def now(self) -> Any:
-        """A mark of this moment."""
-        return time.monotonic()
-
-    def seconds(self, mark: Any) -> float:
-        """A mark's time in seconds."""
-        return float(mark)
-
-
-class GPUClock:
-    """Measures when a GPU comes to a place in its queue, in the time of the host's clock. The host waits for the GPU
-    when this is set up, and when marks are read."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        torch.cuda.synchronize(device)
-        self._begin, self._began = self.now(), time.monotonic()
-
-    def now(self) -> Any:
-        """A mark of this moment in the GPU's queue."""
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(self._device))
-        return event
-
-    def seconds(self, mark: Any) -> float:
-        """A mark's time in seconds."""
-        mark.synchronize()
-        return self._began + float(self._begin.elapsed_time(mark)) / 1000
+_Marked = tuple[str, int, Any, Any, int | None, int]  # a span, with marks for its times
 
 
 class Timeline:
@@ -92,18 +59,21 @@ class Timeline:
 
     Args:
         limit: the number of first, and of last, spans that are kept.
+        device: on a GPU, times are those at which it comes to a place in its queue. The host waits for the GPU when
+            this is set up, and when spans are read.
     """
 
     def __init__(self, enabled: bool, limit: int = 20_000, device: torch.device | None = None) -> None:
         self.enabled = enabled
-        self._clock: HostClock | GPUClock = HostClock()
-        if enabled and device is not None and device.type == "cuda":
-            self._clock = GPUClock(device)
         self._limit = limit
         self._first: list[_Marked] = []
         self._last: deque[_Marked] = deque(maxlen=limit)
         self._omitted_from: Any = None
         self.recorded = 0  # the number of spans so far, omitted ones too
+        self._gpu = device if enabled and device is not None and device.type == "cuda" else None
+        if self._gpu is not None:
+            torch.cuda.synchronize(self._gpu)
+            self._begin, self._began = self._now(), time.monotonic()
 
     def span(
         self, kind: str, microbatch: int, version: int | None = None, *, chunk: int = 0
@@ -117,16 +87,31 @@ class Timeline:
         first, last = [self._read(marked) for marked in self._first], [self._read(marked) for marked in self._last]
         if self._omitted_from is None:
             return [*first, *last]
-        return [*first, Span("omitted", -1, self._clock.seconds(self._omitted_from), last[0].start), *last]
+        return [*first, Span("omitted", -1, self._seconds(self._omitted_from), last[0].start), *last]
 
     def newest(self, count: int) -> list[Span]:
-        """The last spans, as many of them as are kept. On a GPU the host waits for their ends."""
+        """The last spans, as many of them as are kept."""
         kept = [*self._first, *self._last] if self._omitted_from is None else [*self._last]
         return [self._read(marked) for marked in kept[-count:]] if count else []
 
+    def _now(self) -> Any:
+        """A mark of this moment: by the host's clock, or in the GPU's queue."""
+        if self._gpu is None:
+            return time.monotonic()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._gpu))
+        return event
+
+    def _seconds(self, mark: Any) -> float:
+        """A mark's time by the host's clock."""
+        if self._gpu is None:
+            return float(mark)
+        mark.synchronize()
+        return self._began + float(self._begin.elapsed_time(mark)) / 1000
+
     def _read(self, marked: _Marked) -> Span:
         kind, microbatch, start, end, version, chunk = marked
-        return Span(kind, microbatch, self._clock.seconds(start), self._clock.seconds(end), version, chunk)
+        return Span(kind, microbatch, self._seconds(start), self._seconds(end), version, chunk)
 
     def _add(self, marked: _Marked) -> None:
         self.recorded += 1
@@ -148,10 +133,10 @@ class _Recording:
         self._version, self._chunk = version, chunk
 
     def __enter__(self) -> None:
-        self._start = self._timeline._clock.now()
+        self._start = self._timeline._now()
 
     def __exit__(self, *error: object) -> None:
-        end = self._timeline._clock.now()
+        end = self._timeline._now()
         self._timeline._add((self._kind, self._microbatch, self._start, end, self._version, self._chunk))
 
 

@@ -23,6 +23,7 @@ from lightning_parallel import (
     TensorParallelStrategy,
 )
 from tests.pool import WorkerPool
+from tests.thorough import thorough
 
 BATCHES = 6  # an epoch
 WORLDS = {
@@ -96,7 +97,10 @@ def stop(name: str, first: int, stop_after: int, value: float, rank: int | None,
     return train(name, Model(range(first, 1000), value, rank), [FiniteLoss(stop_after)], **options)
 
 
-@pytest.mark.parametrize("name", WORLDS)
+OFTEN = ("single", "ddp", "pipeline", "asynchronous replicas")
+
+
+@pytest.mark.parametrize("name", [*OFTEN, *thorough(*(name for name in WORLDS if name not in OFTEN))])
 def test_all_ranks_end_after_the_same_batch_with_the_same_error(pool: WorkerPool, name: str) -> None:
     world = WORLDS[name]
     ahead = 3 if "asynchronous" in name else 0  # the next look after two batches

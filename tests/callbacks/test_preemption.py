@@ -13,7 +13,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -40,8 +40,6 @@ Kill = tuple[str, int, int, int]  # in which step, at which batch, on which rank
 
 class Model(pl.LightningModule):
     """Its hooks, schedulers and validation leave traces in the numbers."""
-
-    by_epoch = False
 
     def __init__(self, kill: Kill | None = None) -> None:
         super().__init__()
@@ -76,8 +74,8 @@ class Model(pl.LightningModule):
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.Adam(self.parameters(), 0.05)
         plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0, threshold=1.0)
-        when = {"interval": "epoch", "frequency": 1} if self.by_epoch else {"interval": "step", "frequency": EVERY}
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": plateau, "monitor": "val", **when}}
+        how = {"scheduler": plateau, "monitor": "val", "interval": "step", "frequency": EVERY}
+        return {"optimizer": optimizer, "lr_scheduler": how}
 
 
 def strategy_of(name: str) -> tuple[Any, dict[str, Any]]:
@@ -330,38 +328,3 @@ def train_alone_in_a_group() -> int:
 
 def test_one_process_is_alone_also_in_a_group_of_the_user_s(pool: WorkerPool) -> None:
     assert pool.run(train_alone_in_a_group, 2, timeout=60) == [BATCHES, 0]
-
-
-class ByEpoch(Model):
-    """Its learning rate follows epochs, and ends them."""
-
-    by_epoch = True
-
-    def configure_callbacks(self) -> list[Callback]:
-        return [EarlyStopping("val", patience=0, min_delta=10.0, check_on_train_epoch_end=False)]
-
-
-def train_by_epochs(kill: Kill | None) -> dict[str, Any]:
-    pl.seed_everything(3, verbose=False)
-    options: dict[str, Any] = {"max_epochs": 4, "val_check_interval": 1.0}
-    model, trainer = ByEpoch(kill), make_trainer("single", **options)
-    if kill is None:
-        trainer.fit(model, *loaders())
-    else:
-        with pytest.raises(SystemExit):
-            trainer.fit(model, *loaders())
-        pl.seed_everything(3, verbose=False)
-        model, trainer = ByEpoch(), make_trainer("single", **options)
-        trainer.fit(model, *loaders(), ckpt_path="saved/last.ckpt")
-    scheduler: Any = trainer.lr_scheduler_configs[0].scheduler
-    parameters = {name: p.detach() for name, p in model.named_parameters()}
-    found = {"parameters": parameters, "steps": trainer.global_step, "rates": scheduler.get_last_lr()}
-    return {**found, "metrics": dict(trainer.callback_metrics)}
-
-
-def test_rates_by_epochs_and_a_decision_to_stop_are_resumed(pool: WorkerPool) -> None:
-    whole = pool.run(train_by_epochs, 1, None, init=False)[0]
-    assert whole["steps"] == 2 * BATCHES
-    for step, batch in (("training", 1), ("training", BATCHES - 1), ("training", 2 * BATCHES - 1), ("validation", 11)):
-        found = pool.run(train_by_epochs, 1, (step, batch, 0, signal.SIGTERM), init=False)
-        assert_equal(found, [{**whole}])

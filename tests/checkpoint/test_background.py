@@ -10,11 +10,9 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 
 from lightning_parallel.checkpoint import directory, is_checkpoint, read_full, read_plain
-from lightning_parallel.checkpoint.background import BackgroundSave
 from tests.pool import WorkerPool
 from tests.strategies.harness import ALL, STRATEGIES, largest_difference
 from tests.thorough import thorough
@@ -193,43 +191,3 @@ def broken(folder: Path) -> list[str]:
 def test_a_failed_save_is_told_of_also_when_an_error_ends_the_run(pool: WorkerPool, tmp_path: Path) -> None:
     (warning,), others = pool.run(broken, 2, tmp_path, init=False)
     assert "No space left on device" in warning and others == []
-
-
-def agreed_stop() -> int:
-    """Ranks that have begun different numbers of batches."""
-    saves = BackgroundSave(dist.new_group(backend="gloo"))
-    for _ in range(3 + 2 * dist.get_rank()):
-        assert not saves.begin_batch()
-
-    def fail(group: Any) -> None:
-        raise OSError("full")
-
-    saves.start("path", fail)
-    saves._thread.join()  # type: ignore[union-attr]
-    begun = 3 + 2 * dist.get_rank()
-    while True:
-        begun += 1
-        if saves.begin_batch():
-            break
-    with pytest.raises(RuntimeError, match="The checkpoint path could not be saved in the background: full"):
-        saves.finish()
-    saves.finish()  # it is told once
-    return begun
-
-
-def test_ranks_stop_before_the_first_batch_that_none_has_begun(pool: WorkerPool) -> None:
-    assert pool.run(agreed_stop, 3) == [8, 8, 8]
-
-
-def test_an_action_waits_for_the_save_and_is_left_out_if_it_fails() -> None:
-    saves, done, go = BackgroundSave(None), [], threading.Event()
-    saves.after(lambda: done.append("at once"))
-    saves.start("path", lambda group: go.wait(10))
-    saves.after(lambda: done.append("later"))
-    assert done == ["at once"]
-    go.set()
-    saves.finish()
-    for thread in threading.enumerate():
-        if thread.name == "save path":
-            thread.join()
-    assert done == ["at once", "later"]

@@ -34,10 +34,14 @@ LAYOUTS: dict[str, tuple[int, Callable[[], Any]]] = {
     "pp3": (3, lambda: lp.PipelineStrategy(schedule="1f1b", **CUT)),
     "async2": (2, lambda: lp.AsyncPipelineStrategy(**CUT)),
     "dp2 x pp2": (4, lambda: lp.PipelineStrategy(stages=2, data_parallel=2, **CUT)),
+    "fsdp2 x pp2": (4, lambda: lp.PipelineStrategy(stages=2, data_parallel_kind="fully_shard", **CUT)),
+    "fsdp2 x tp2": (
+        4, lambda: lp.PipelineStrategy(stages=1, tensor_parallel=2, data_parallel_kind="fully_shard", **PLAN)
+    ),
     "tp2 x pp2": (4, lambda: lp.PipelineStrategy(stages=2, tensor_parallel=2, **CUT, **PLAN)),
-}
+}  # fmt: skip
 SYNCHRONOUS = [name for name in LAYOUTS if name != "async2"]
-OFTEN = ["single", "ddp2", "fsdp2"]  # targets in every run of the tests
+OFTEN = ["single", "ddp2", "fsdp2 x tp2"]  # targets in every run of the tests
 
 
 class Block(nn.Module):
@@ -176,4 +180,3 @@ def test_an_asynchronous_run_goes_on_from_another_layout(runs: Runs, source: str
 def test_a_run_goes_on_from_a_converted_checkpoint(runs: Runs, source: str, target: str) -> None:
     middle, end = runs.whole(source)
     assert_same(runs.resumed(target, runs.other_kind(middle)), end)
-

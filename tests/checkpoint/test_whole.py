@@ -20,10 +20,8 @@ from lightning_parallel.checkpoint import (
     read_full,
     read_plain,
     save,
-    whole,
 )
-from lightning_parallel.checkpoint.directory import METADATA, TRAINER
-from lightning_parallel.checkpoint.whole import CONTENTS, check_archive
+from lightning_parallel.checkpoint.directory import CONTENTS, METADATA, TRAINER, check_archive
 
 FILES = (METADATA, TRAINER, CONTENTS, "__0_0.distcp")
 
@@ -148,7 +146,7 @@ def test_one_that_is_deleted_while_it_is_looked_at_leaves_the_next_one(
 def test_one_that_is_gone_when_it_is_looked_at_leaves_the_next_one(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(whole, "found_in", lambda _: {checkpoint, checkpoint.with_name("gone.ckpt")})
+    monkeypatch.setattr(directory, "found_in", lambda _: {checkpoint, checkpoint.with_name("gone.ckpt")})
     assert newest_in([checkpoint.parent], since=0) == checkpoint
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from torch import nn
 from torchmetrics import MeanMetric
@@ -64,9 +65,22 @@ class Copies(Callback):
         pickle.dumps((module.loss, module.metric))
 
 
+class HereOnly:
+    """It can be pickled on the first rank only, which saves it."""
+
+    def __deepcopy__(self, memo: Any) -> HereOnly:
+        return self
+
+    def __reduce__(self) -> Any:
+        if dist.is_initialized() and dist.get_rank():
+            raise RuntimeError("not on this rank")
+        return HereOnly, ()
+
+
 def given(seed: int = 5) -> Given:
     optimizer = partial(torch.optim.SGD, momentum=0.9)
-    return Given(network(seed), nn.CrossEntropyLoss(), {"metric": MeanMetric()}, optimizer, 1)
+    parts = {"odd": HereOnly(), "metric": MeanMetric()}
+    return Given(network(seed), nn.CrossEntropyLoss(), parts, optimizer, 1)
 
 
 def save_and_resume(layout: str, path: Path) -> list[Report]:

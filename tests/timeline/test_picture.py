@@ -11,9 +11,8 @@ import pytest
 
 from lightning_parallel.schedules.generators import gpipe
 from lightning_parallel.timeline import picture as drawing
-from lightning_parallel.timeline.picture import write_png
+from lightning_parallel.timeline.picture import write_png, write_trace
 from lightning_parallel.timeline.recording import Span, report
-from lightning_parallel.timeline.trace_file import write_trace
 from tests.pipeline.recordings import joined, later, rows_of
 
 

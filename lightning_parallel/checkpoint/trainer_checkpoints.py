@@ -1,0 +1,343 @@
+"""Saves and loads a run's checkpoints for the Trainer: each rank's part of them, under the whole model's names.
+
+A trainer's state is one dictionary, equal on all ranks. Its ``state_dict`` and ``optimizer_states`` are replaced by
+this rank's tensors, which go into the directory of :mod:`lightning_parallel.checkpoint.format`. A plain file of a
+single process can be loaded too; each rank takes its part of it.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.fabric.plugins import CheckpointIO
+from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_parallel.checkpoint import directory, format
+from lightning_parallel.checkpoint.background import BackgroundSave
+from lightning_parallel.checkpoint.keys import OptimizerState
+from lightning_parallel.checkpoint.plain import OF_TENSORS, PlainOnDemand, Wholes, by_name
+from lightning_parallel.checkpoint.rank_states import (
+    fill_optimizer,
+    is_here,
+    named_tensors,
+    optimizer_state,
+    refuse_other_groups,
+    refuse_others,
+    save_as_given,
+)
+from lightning_parallel.checkpoint.reading import Reader
+from lightning_parallel.checkpoint.slices import Slices, on_host
+from lightning_parallel.private.torch import tree_map
+from lightning_parallel.ranks.collectives import Group, decided_by_first, together
+from lightning_parallel.ranks.local_model import LocalModel, memory_of
+from lightning_parallel.seeding import random_state
+
+RANDOM_STATE = "random_state"  # in a checkpoint that was read: this rank's generators
+
+
+@dataclass(eq=False)
+class Checkpoints:
+    """Saves and loads a run's state. A checkpoint is a directory that all ranks write, or a file.
+
+    Args:
+        coordinate: this rank's place in the layout.
+        group_names: for each optimizer and each of its parameter groups, the whole model's names in it, in order.
+            :func:`.take_groups` fills it. A later run that only evaluates still saves by it.
+        background: runs saves while training goes on; None: training waits for them.
+        file: writes one file; None: a checkpoint is a directory.
+        as_lightning: every rank holds all of the model, and the file is what Lightning has collected.
+        have_failed: after an error nothing is saved any more, since a save would need every rank.
+    """
+
+    local: LocalModel
+    coordinate: str
+    group_names: list[list[list[str]]]
+    background: BackgroundSave | None
+    file: CheckpointIO | None = None
+    as_lightning: bool = False
+    have_failed: bool = False
+
+    def finish(self) -> None:
+        """Wait for a save in the background.
+
+        Raises:
+            RuntimeError: it has failed.
+        """
+        if self.background is not None:
+            self.background.finish()
+
+    def remove(self, path: str | Path, io: CheckpointIO) -> None:
+        """Delete a checkpoint, a directory or a file, once the newer one is whole. One rank calls it."""
+        remove = partial(_remove, path, io)
+        if self.background is None:
+            remove()
+        else:
+            self.background.after(remove)
+
+    @property
+    def _model(self) -> dict[str, Tensor]:
+        """The tensors here that belong in a checkpoint, by name."""
+        tensors = {**{name: p.data for name, p in self.local.parameters.items()}, **self.local.buffers()}
+        shards = self.local.shards
+        return {name: Slices(each, shards[name]) if name in shards else each for name, each in tensors.items()}
+
+    # -- save ----------------------------------------------------------------------------------------------------
+
+    def state_dict(self, module: pl.LightningModule) -> dict[str, Any]:
+        """The module's ``state_dict()``, after a check. Tensors of other ranks are absent or in parts.
+
+        Raises:
+            ValueError: it has other names or other values than the module.
+        """
+        state_dict = module.state_dict()
+        if not self.as_lightning:
+            refuse_others(state_dict, module, f"{type(module).__name__}.state_dict()")
+        return state_dict
+
+    def save(
+        self,
+        checkpoint: dict[str, Any],
+        path: str | Path,
+        module: pl.LightningModule,
+        optimizers: Sequence[Optimizer],
+        storage_options: Any | None,
+    ) -> None:
+        """Write a directory with every rank's part, or a file. All ranks call it.
+
+        During training it may be written in the background. Its name is taken at once: Lightning checks for such a path
+        when it looks for a name, and removes other checkpoints.
+        """
+        if self.have_failed:
+            rank_zero_warn(f"Not saved after an error: {path}. A checkpoint needs every rank.")
+            return
+        if storage_options is not None and self.file is None:
+            raise TypeError(
+                f"storage_options={storage_options!r}: this strategy's checkpoint is a local directory. Set "
+                f"checkpoint='file'."
+            )
+        file: Callable[[dict[str, Any]], None] | None = None
+        if self.file is not None:
+            file = partial(self.file.save_checkpoint, path=path, storage_options=storage_options)
+        state = module.trainer.state
+        trains = state.fn == TrainerFn.FITTING and state.status == TrainerStatus.RUNNING
+        background = self.background if trains else None
+        self.finish()  # one copy in memory at a time
+        copied = background is not None
+        write = together(None, lambda: self._writer(checkpoint, path, module, optimizers, file, copied=copied))
+        if background is None:
+            write(None)
+            return
+        taken = module.trainer.is_global_zero and directory.take_name(Path(path), as_folder=file is None)
+
+        def save(group: Group) -> None:
+            try:
+                write(group)
+            except Exception:
+                if taken:
+                    directory.give_back_name(Path(path))
+                raise
+
+        background.start(str(path), save)
+
+    def _writer(
+        self,
+        checkpoint: dict[str, Any],
+        path: str | Path,
+        module: pl.LightningModule,
+        optimizers: Sequence[Optimizer],
+        file: Callable[[dict[str, Any]], None] | None,
+        *,
+        copied: bool,
+    ) -> Callable[[Group], None]:
+        """A function that writes the checkpoint with the ranks of a group.
+
+        Args:
+            checkpoint: the trainer's state, as Lightning's ``dump_checkpoint`` makes it. What a hook has taken out of
+                its ``state_dict`` isn't saved.
+            optimizers: the optimizers whose state is saved, unless ``checkpoint`` has no optimizer states.
+            copied: copy the state to host memory now, so that later changes of it aren't written.
+        """
+        save_as_given(checkpoint, module)
+        if file is not None and self.as_lightning:
+            write, content = file, checkpoint if module.trainer.is_global_zero else {}
+            content = _written_and_read(content) if copied else content
+            return lambda group: decided_by_first(group, lambda: write(content))
+        state_dict = checkpoint["state_dict"]
+        refuse_others(state_dict, module, "on_save_checkpoint sets checkpoint['state_dict']")
+        own = named_tensors(module)
+        extra = {name: value for name, value in state_dict.items() if name not in own and is_here(module, name)}
+        trainer = {key: value for key, value in checkpoint.items() if key not in OF_TENSORS}
+        saved = optimizers if "optimizer_states" in checkpoint else []
+        states = [optimizer_state(optimizer, self.local) for optimizer in saved]
+        model = {name: tensor for name, tensor in self._model.items() if name in state_dict}
+        if copied:
+            trainer, extra = _written_and_read(trainer), _written_and_read(extra)
+            model, states = {name: on_host(tensor) for name, tensor in model.items()}, _on_host(states)
+        save = partial(
+            format.save,
+            path,
+            model=model,
+            optimizers=states,
+            trainer=trainer,
+            rank_state=random_state(),
+            coordinate=self.coordinate,
+            order=[name for groups in self.group_names for names in groups for name in names],
+            aliases=self.local.tied_names(module),
+            extra_state=extra,
+            file=file,
+        )
+        return lambda group: save(group=group)
+
+    # -- load ----------------------------------------------------------------------------------------------------
+
+    def load(
+        self,
+        path: str | Path,
+        module: pl.LightningModule,
+        optimizers: Sequence[Optimizer],
+        weights_only: bool | None,
+        io: CheckpointIO,
+    ) -> dict[str, Any]:
+        """Fill this rank's tensors and its optimizers (none where nothing is trained) from a directory that was written
+        under any layout, or from a plain file. All ranks call it.
+
+        Returns:
+            The trainer's state, and under :data:`RANDOM_STATE` the state of this rank's generators; if the layout has
+            changed, that of another rank of the same replica. For a module with an ``on_load_checkpoint`` it is the
+            whole content, as in one process, and nothing has been filled: :meth:`take` does so after the hook.
+
+        Raises:
+            ValueError: on every rank, before anything has changed, if the checkpoint is damaged, of another model, or
+                has another number of optimizers.
+        """
+        self.finish()
+        safe, asked = weights_only is not False, is_overridden("on_load_checkpoint", module)
+        content: Reader | dict[str, Any]
+        if not is_directory(path):
+            content = together(None, lambda: io.load_checkpoint(path, weights_only=safe))
+        elif asked:
+            content = together(None, lambda: PlainOnDemand(path, safe))
+        else:
+            content = together(None, lambda: Reader(path))
+        if asked:
+            assert isinstance(content, dict)
+            return content
+        return self._fill(content, path, module, optimizers, safe)
+
+    def take(self, content: dict[str, Any], module: pl.LightningModule, optimizers: Sequence[Optimizer]) -> None:
+        """Read this rank's part of what :meth:`load` has returned, after ``on_load_checkpoint``."""
+        if not is_overridden("on_load_checkpoint", module):
+            return
+        if isinstance(content, PlainOnDemand):
+            path, safe = content.path, content.weights_only
+            whole = together(None, lambda: content.whole() if content.is_touched else Reader(path))
+            loaded = self._fill(whole, path, module, optimizers, safe)
+        else:
+            loaded = self._fill(content, "the checkpoint", module, optimizers, safe=True)
+        content.update({key: value for key, value in loaded.items() if key in OF_TENSORS or key not in content})
+
+    def _fill(
+        self,
+        content: Reader | dict[str, Any],
+        path: str | Path,
+        module: pl.LightningModule,
+        optimizers: Sequence[Optimizer],
+        safe: bool,
+    ) -> dict[str, Any]:
+        model = self._model
+
+        def opened() -> tuple[Reader | Wholes, dict[str, Any]]:
+            if isinstance(content, Reader):
+                source: Reader | Wholes = content
+                saved = content.trainer(safe)
+                groups = saved["param_groups"]
+            else:
+                groups = [state["param_groups"] for state in content.get("optimizer_states") or ()]
+            if optimizers and groups:  # none in a file of weights
+                refuse_other_groups(path, groups, optimizers)
+            if not isinstance(content, Reader):
+                source = self._source(content, model, module, with_optimizers=bool(optimizers and groups))
+                saved = source.saved
+            return source, saved
+
+        source, saved = together(None, opened)
+        names, strict = [*self.local.parameters] if optimizers else [], module.strict_loading
+        loaded = format.load_from(source, saved, path, model, names, self.coordinate, strict=strict)
+        module.load_state_dict(loaded.extra_state, strict=False)
+        for optimizer, state in zip(optimizers, loaded.optimizers, strict=False):
+            fill_optimizer(optimizer, state, self.local)
+        return {**loaded.trainer, "state_dict": {}, "optimizer_states": [], RANDOM_STATE: loaded.rank_state}
+
+    def _source(
+        self, content: Mapping[str, Any], model: Mapping[str, Tensor], module: pl.LightningModule, with_optimizers: bool
+    ) -> Wholes:
+        """A plain checkpoint's content. What a hook has put there of this rank's own tensors stays as it is."""
+        state_dict, tied = content["state_dict"], self.local.tied_names(module)
+        others = nn.Module.state_dict(module, keep_vars=True).keys() - named_tensors(module).keys()
+        extra = {name: each for name, each in state_dict.items() if name in others or not isinstance(each, Tensor)}
+        tensors = {tied.get(name, name): each for name, each in state_dict.items() if name not in extra}
+        own = {name: model[name] for name, each in tensors.items() if name in model and _share(model[name], each)}
+        # States are numbered through an optimizer's groups, in the order of `group_names`.
+        states = by_name(content["optimizer_states"], self.group_names) if with_optimizers else []
+        trainer = {key: value for key, value in content.items() if key not in OF_TENSORS}
+        return Wholes(tensors | own, states, trainer, extra)
+
+
+def is_directory(path: str | Path) -> bool:
+    """Is a checkpoint a directory? The first rank looks, for all ranks, and checks that a file is as it was written: on
+    a shared file system others may not see it yet. All ranks call it.
+
+    Raises:
+        ValueError: the file is damaged.
+    """
+
+    def look() -> bool:
+        if format.is_checkpoint(path) or Path(path).is_dir():
+            return True
+        if Path(path).is_file():  # a CheckpointIO of the user's may know other places
+            directory.check_archive(Path(path), Path(path))
+        return False
+
+    return decided_by_first(None, look)
+
+
+def _written_and_read(trainer: dict[str, Any]) -> dict[str, Any]:
+    """A copy as writing and reading it would give: it shares nothing, and lies on the CPU. ``deepcopy`` refuses tensors
+    with a graph."""
+    file = io.BytesIO()
+    torch.save(trainer, file)
+    file.seek(0)
+    copy: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=False)  # of this process
+    return copy
+
+
+def _on_host(states: Sequence[OptimizerState]) -> list[OptimizerState]:
+    def copied(value: Any) -> Any:
+        return on_host(value) if isinstance(value, Tensor) else deepcopy(value)
+
+    return [OptimizerState(tree_map(copied, each.state), tree_map(copied, each.param_groups)) for each in states]
+
+
+def _share(tensor: Tensor, other: Tensor) -> bool:
+    """Is one the other, or a view of it?"""
+    memory = memory_of(tensor.local if isinstance(tensor, Slices) else tensor)
+    return memory != 0 and memory == memory_of(other)
+
+
+def _remove(path: str | Path, io: CheckpointIO) -> None:
+    if format.is_checkpoint(path):
+        format.remove(path)
+    else:
+        io.remove_checkpoint(path)

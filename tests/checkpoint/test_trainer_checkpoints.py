@@ -1,0 +1,191 @@
+"""A run that is resumed is the run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from lightning_parallel.checkpoint import load, read_full
+from tests.pool import WorkerPool
+from tests.strategies.failures import assert_refused
+from tests.strategies.harness import (
+    ALL,
+    STRATEGIES,
+    complete,
+    here,
+    largest_difference,
+    make_trainer,
+    spoil,
+)
+from tests.thorough import thorough
+
+EPOCHS = 4
+
+
+def fit(
+    model: str, strategy: str, options: dict[str, Any], directory: Path, resume: Path | None = None
+) -> tuple[dict[str, torch.Tensor], str, float]:
+    """Train with a checkpoint an epoch. The model is made with other weights when it is to be resumed."""
+    torch.set_default_dtype(torch.float64)
+    module = ALL[model]()
+    if resume is not None:
+        spoil(module)
+    keeper = ModelCheckpoint(directory, "{epoch}", monitor="val_loss", save_top_k=-1)
+    trainer = make_trainer(strategy, [keeper], options, max_epochs=EPOCHS, enable_checkpointing=True)
+    torch.manual_seed(11)
+    trainer.fit(module, ALL[model].loader(), ALL[model].loader(), ckpt_path=resume)
+    weights = {name: complete(p.detach()) for name, p in here(module).items()}
+    return weights, keeper.best_model_path, float(trainer.callback_metrics.get("val_loss", torch.nan))
+
+
+@pytest.mark.parametrize(("ranks", "model", "strategy", "options"), [
+    (3, "GPT2", "sync", {"microbatches": 4}),
+    (3, "Blocks", "async", {"microbatches": 2}),
+    (2, "DroppingGPT2", "tensor", {"sequence_parallel": True}),
+    *thorough(
+        (3, "Blocks", "sync", {"schedule": "1f1b", "microbatches": 2}),
+        (3, "Llama", "async", {"microbatches": 1}),
+        (2, "DroppingGPT2", "tensor", {}),
+        (4, "Llama", "sync", {"stages": 2, "data_parallel_kind": "fully_shard", "microbatches": 2}),
+        (4, "ShardableGPT2", "sync", {"stages": 1, "tensor_parallel": 2, "data_parallel_kind": "fully_shard"}),
+    ),
+])  # fmt: skip
+def test_a_resumed_run_is_the_run_to_the_bit(
+    pool: WorkerPool, tmp_path: Path, ranks: int, model: str, strategy: str, options: dict[str, Any]
+) -> None:
+    whole = pool.run(fit, ranks, model, strategy, options, tmp_path / "whole", init=False)
+    saved = tmp_path / "whole" / "epoch=1.ckpt"
+    resumed = pool.run(fit, ranks, model, strategy, options, tmp_path / "resumed", saved, init=False)
+    for (a, best_a, loss_a), (b, best_b, loss_b) in zip(whole, resumed, strict=True):
+        assert largest_difference(a, b) == 0
+        assert loss_a == loss_b
+        assert Path(best_a).name == Path(best_b).name
+    assert len({best for _, best, _ in whole}) == 1
+
+
+def orders_saved(folder: Path) -> list[list[str]]:
+    """The optimizer's parameters in checkpoints after training, and after a test that followed it."""
+    module = ALL["LeNet"]()
+    trainer = make_trainer("sync", [], {})
+    trainer.fit(module, module.loader())
+    trainer.save_checkpoint(folder / "fitted")
+    module.test_step = module.training_step
+    trainer.test(module, module.loader(), verbose=False)
+    trainer.save_checkpoint(folder / "tested")
+    groups = [
+        load(folder / name, model={}, parameters=[], coordinate="", strict=False) for name in ("fitted", "tested")
+    ]
+    return [[*each.optimizers[0].param_groups[0]["params"]] for each in groups]
+
+
+def test_a_checkpoint_after_a_test_has_the_parameters_in_the_model_s_order(pool: WorkerPool, tmp_path: Path) -> None:
+    expected = [name for name, _ in ALL["LeNet"]().named_parameters()]
+    for fitted, tested in pool.run(orders_saved, 2, tmp_path, init=False):
+        assert fitted == tested == expected
+
+
+class TwoGroups(ALL["LeNet"]):  # type: ignore[misc]
+    """What its class has become once a callback has added a group to its optimizer."""
+
+    def configure_optimizers(self) -> Any:
+        first, *others = self.parameters()
+        return torch.optim.AdamW([{"params": [first]}, {"params": others}])
+
+
+def resume_without_a_group(folder: Path) -> None:
+    for kind, resume in ((TwoGroups, None), (ALL["LeNet"], folder / "epoch=0.ckpt")):
+        trainer = L.Trainer(
+            accelerator="cpu", devices=2, max_epochs=1 if resume is None else 2, logger=False,
+            callbacks=[ModelCheckpoint(folder, "{epoch}")], strategy=STRATEGIES["sync"](),
+            enable_progress_bar=False, enable_model_summary=False,
+        )  # fmt: skip
+        trainer.fit(kind(), kind.loader(), ckpt_path=resume)
+
+
+def test_other_parameter_groups_are_refused_with_the_fix(pool: WorkerPool, tmp_path: Path) -> None:
+    failures = pool.run(resume_without_a_group, 2, tmp_path, init=False, expect_errors=True)
+    assert_refused(failures, "ValueError", ["has 2 parameter groups, but configure_optimizers made 1", "callback"])
+
+
+def take(path: Path, content: dict[str, Any]) -> None:
+    """Resume from a plain checkpoint, which rank 1 doesn't see at once; nothing may have changed if it is refused."""
+    module = ALL["Blocks"]()
+    before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+    if torch.distributed.get_rank() == 0:
+        torch.save({"state_dict": before | content, "pytorch-lightning_version": "2.6.6", "loops": {}}, path)
+    torch.distributed.barrier()
+    is_file, sees = Path.is_file, torch.distributed.get_rank() == 0
+    lag = mock.patch.object(Path, "is_file", lambda file: is_file(file) and (sees or file != path))
+    try:
+        with lag:
+            make_trainer("sync", [], {"microbatches": 2}).fit(module, ALL["Blocks"].loader(), ckpt_path=path)
+    finally:
+        assert all(torch.equal(tensor, before[name]) for name, tensor in here(module).items())
+
+
+@pytest.mark.parametrize(("change", "said"), [
+    ("shape", "has shape (1,) in it and"),
+    ("more", "other.weight is in no rank's model"),
+])  # fmt: skip
+def test_a_plain_checkpoint_of_another_model_is_refused_before_anything_changes(
+    pool: WorkerPool, tmp_path: Path, change: str, said: str
+) -> None:
+    bias = next(name for name in ALL["Blocks"]().state_dict() if name.endswith("bias"))
+    content = {bias: torch.zeros(1)} if change == "shape" else {"other.weight": torch.zeros(1)}
+    failures = pool.run(take, 2, tmp_path / "plain.ckpt", content, expect_errors=True)
+    assert_refused(failures, "ValueError", ["plain.ckpt does not fit the model", said])
+
+
+class Counts(torch.nn.Linear):
+    """It keeps something that is neither a parameter nor a buffer."""
+
+    calls = 0
+
+    def get_extra_state(self) -> dict[str, int]:
+        return {"calls": self.calls}
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        self.calls = state["calls"]
+
+
+class Counting(L.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = Counts(3, 4), Counts(4, 1)
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.first.calls += 1
+        self.last.calls += 2
+
+    def training_step(self, batch: Any) -> Any:
+        return self.last(self.first(batch)).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+def count(folder: Path, strategy: str, resume: str | None, epochs: int) -> tuple[int, int]:
+    module = Counting()
+    options = {"layers": ["first", "last"], "microbatches": 1} if strategy == "sync" else {}
+    trainer = make_trainer(strategy, [], options, max_epochs=epochs)
+    loader = torch.utils.data.DataLoader(torch.ones(6, 3), 2)  # type: ignore[arg-type]
+    trainer.fit(module, loader, ckpt_path=None if resume is None else folder / resume)
+    trainer.save_checkpoint(folder / f"{strategy}.ckpt")
+    return module.first.calls, module.last.calls
+
+
+def test_what_modules_keep_besides_tensors_is_saved_and_opens_everywhere(pool: WorkerPool, tmp_path: Path) -> None:
+    assert pool.run(count, 2, tmp_path, "sync", None, 1, init=False) == [(3, 6)] * 2
+    assert pool.run(count, 1, tmp_path, "single", "sync.ckpt", 2, init=False) == [(6, 12)]
+    assert pool.run(count, 2, tmp_path, "sync", "single.ckpt", 3, init=False) == [(9, 18)] * 2
+    fresh = Counting()
+    fresh.load_state_dict(read_full(tmp_path / "sync.ckpt"))
+    assert (fresh.first.calls, fresh.last.calls) == (9, 18)
+    assert Counting.load_from_checkpoint(tmp_path / "sync.ckpt").last.calls == 18
