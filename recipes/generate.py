@@ -18,8 +18,10 @@ from pathlib import Path
 
 from recipes.command_line import add_run, as_command, typed
 from recipes.commands import run_on
-from recipes.generated import SETTINGS, TEXTS
 from recipes.problem import ConfigError
+from recipes.record import TEXTS
+
+SETTINGS = ("max_new_tokens", "temperature", "top_k", "top_p", "seed", "chat", "batch_size")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

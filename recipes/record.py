@@ -23,6 +23,7 @@ from recipes import IN_CHECKOUT, ROOT
 from recipes.processes import INTERRUPTED, REQUEUE
 
 RUN, METRICS, CONFIG, TREE = "run.json", "metrics.json", "resolved.yaml", "config_tree.txt"
+TEXTS = "texts.jsonl"  # of a generation: a line for each prompt
 ERRORS = "errors"  # a folder: the traceback of each rank that failed
 STARTING = "starting"  # status until a worker has begun
 EXITS = {"completed": 0, "failed": 1, "preempted": REQUEUE, "interrupted": INTERRUPTED}  # codes of recipes.train

@@ -137,7 +137,7 @@ def _found(path: str, node: Config) -> Any:
     """What the node names, or the problem with that."""
     name = node["_target_"]
     reached, *rest = name.split(".")
-    place = f"{path}._target_"
+    place, part = f"{path}._target_", ""
     try:
         found: Any = importlib.import_module(reached)
         for part in rest:
@@ -145,7 +145,7 @@ def _found(path: str, node: Config) -> Any:
                 importlib.import_module(f"{reached}.{part}")
             found, reached = getattr(found, part), f"{reached}.{part}"
     except ModuleNotFoundError as error:
-        if rest and error.name == f"{reached}.{part}":
+        if part and error.name == f"{reached}.{part}":
             return Problem(place, name, f"{reached} has no {part}", _near(part, dir(found)))
         fix = "name one that is installed, or in the folder from which you start"
         return Problem(place, name, f"there is no module {error.name}", fix)

@@ -19,11 +19,12 @@ from torch.utils.data import DataLoader
 from recipes import build, record
 from recipes.data.tokenizer import ByteTokenizer, Tokenizer, tokenizer_of
 from recipes.examples import given
-from recipes.generated import CHOICE, TEXTS
 from recipes.models.generation import Generation, batches_of
 from recipes.models.language_model import LanguageModel
 
 Config = Mapping[str, Any]
+
+CHOICE = ("max_new_tokens", "temperature", "top_k", "top_p", "seed")  # settings of Generation
 
 
 def evaluate(config: Config) -> None:
@@ -77,7 +78,7 @@ def generate(config: Config) -> None:
     for batch, rows in zip(batches, predicted or [], strict=True):
         for number, row in zip(batch["prompt_number"].tolist(), rows, strict=True):  # type: ignore[arg-type]
             new[number] = _before(row.tolist(), module.generation.end_tokens)
-    with (Path(config["paths"]["output_dir"]) / TEXTS).open("w") as file:
+    with (Path(config["paths"]["output_dir"]) / record.TEXTS).open("w") as file:
         for number, prompt in enumerate(settings["prompts"]):
             line = {"prompt": prompt, "text": tokenizer.decode(new[number])}
             file.write(json.dumps(line, ensure_ascii=False) + "\n")

@@ -21,7 +21,7 @@ from recipes.problem import ConfigError, Problem, closest
 
 _HELP = """\
 Run one model and its data under several strategies, one after the other, each in fresh processes, and write a report:
-tables here, compare.md, compare.csv and compare.png in a folder.
+tables here, compare.md and compare.csv in a folder.
 
     {compare} [strategies=[NAME,...]] [output=FOLDER] [GROUP=OPTION ...] [KEY=VALUE ...]
 
@@ -127,18 +127,14 @@ def _compare(planned: Sequence[Outcome], folder: Path, words: Sequence[str]) -> 
     if config is None:
         sys.exit("nothing could be measured")
 
-    from recipes.compare import picture, report, rows
-    from recipes.process_rules import counted  # here: they import torch, for which --help need not wait
+    from recipes.compare import report, rows  # here: they import torch, for which --help need not wait
 
     table = rows.rows(outcomes)
     head = report.headline(config, words)
     found = report.tables(table, str(config["optimized_metric"] or "train_loss"))
     print(f"\n{report.show(head, table, found)}")
     report.write(folder, head, table, found)
-    model, data = (config[group].get("name") or config[group]["_target_"] for group in ("model", "data"))
-    title = f"{model} on {data}, {counted(config)}"
-    picture.draw(table, title, folder / "compare.png")
-    print(f"\nWritten: {folder}/compare.md, compare.csv and compare.png")
+    print(f"\nWritten: {folder}/compare.md and compare.csv")
 
 
 def main() -> None:

@@ -21,8 +21,7 @@ from torch.optim import Optimizer
 
 from lightning_parallel.strategies.data_parallel import DataParallelStrategy
 from lightning_parallel.strategies.staged import StagedStrategy
-from recipes.compare import memory
-from recipes.compare.waiting import Times
+from recipes.compare import process
 from recipes.traffic import Traffic
 from recipes.work import coordinates
 
@@ -57,17 +56,17 @@ class Measure(Callback):
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         # Here the data and the process groups are there, and the model is, whole, where it was built.
         built = (tensor for tensor in (*pl_module.parameters(), *pl_module.buffers()) if not tensor.is_meta)
-        self._baseline = memory.resident() - sum(tensor.nbytes for tensor in built)
+        self._baseline = process.resident() - sum(tensor.nbytes for tensor in built)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         others = getattr(trainer.strategy, "parallel_devices", None)
         several = isinstance(trainer.strategy, DataParallelStrategy)
-        self._gpus = memory.devices_of(trainer.strategy.root_device, others if several else None)
+        self._gpus = process.devices_of(trainer.strategy.root_device, others if several else None)
 
     def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Optimizer) -> None:
         # The only place where gradients, too, are there under every strategy.
         if len(self._ends) == 1:
-            self._held = memory.held(pl_module, trainer.optimizers)
+            self._held = process.held(pl_module, trainer.optimizers)
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -94,18 +93,18 @@ class Measure(Callback):
         for gpu in self._gpus:
             torch.cuda.reset_peak_memory_stats(gpu)
         if not self._gpus:
-            memory.forget_peak()
-        self._thread = Times.now()
+            process.forget_peak()
+        self._thread = process.Times.now()
 
     def _stop(self, trainer: L.Trainer) -> None:
-        thread = Times.now().since(self._thread)
+        thread = process.Times.now().since(self._thread)
         peaks = [torch.cuda.max_memory_allocated(gpu) for gpu in self._gpus]
         self._found = {
             "rank": trainer.global_rank,
             "coordinates": coordinates(trainer),
             "device": str(trainer.strategy.root_device),
             "seconds": [end - start for start, end in zip(self._ends, self._ends[1:], strict=False)],
-            "peaks": peaks or [memory.peak_resident() - self._baseline],
+            "peaks": peaks or [process.peak_resident() - self._baseline],
             "held": self._held,
             "thread": thread.shares(),
         }

@@ -168,7 +168,7 @@ def show(head: tuple[str, str], rows: Sequence[Row], found: Sequence[Table]) -> 
 def write(folder: Path, head: tuple[str, str], rows: Sequence[Row], found: Sequence[Table]) -> None:
     """``compare.md`` and ``compare.csv``."""
     command, circumstance = head
-    parts = ["# Strategies side by side", f"    {command}", circumstance, "![Bars of the figures below](compare.png)"]
+    parts = ["# Strategies side by side", f"    {command}", circumstance]
     parts += ["## What this shows", "\n".join(f"- {line}" for line in findings(rows))]
     parts += [table.markdown().replace("### ", "## ", 1) for table in found]
     (folder / "compare.md").write_text("\n\n".join(parts) + "\n")

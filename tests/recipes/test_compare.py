@@ -21,7 +21,7 @@ import torch
 import yaml
 
 from recipes import ROOT, record, work
-from recipes.compare import memory, picture, report, run, waiting
+from recipes.compare import process, report, run
 from recipes.compare.__main__ import compare
 from recipes.compare.rows import Row, rows
 from recipes.compare.run import Outcome, configs
@@ -119,21 +119,21 @@ def test_every_update_between_warm_up_and_count_is_timed(measured: Measured) -> 
 
 
 def test_peaks_are_forgotten_and_found() -> None:
-    memory.forget_peak()
-    before = memory.peak_resident()
+    process.forget_peak()
+    before = process.peak_resident()
     torch.ones(16 * MIB)  # 64 MiB, and gone
-    assert memory.peak_resident() - before > 56 * MIB
-    memory.forget_peak()
-    assert memory.peak_resident() - before < 32 * MIB
+    assert process.peak_resident() - before > 56 * MIB
+    process.forget_peak()
+    assert process.peak_resident() - before < 32 * MIB
 
 
 def test_a_thread_that_sleeps_is_blocked_and_one_that_works_is_not() -> None:
-    start = waiting.Times.now()
+    start = process.Times.now()
     time.sleep(0.1)
-    slept = waiting.Times.now()
-    while time.thread_time() < 0.1 or (waiting.Times.now().since(slept).computing < 0.1):
+    slept = process.Times.now()
+    while time.thread_time() < 0.1 or (process.Times.now().since(slept).computing < 0.1):
         pass
-    worked = waiting.Times.now().since(slept).shares()
+    worked = process.Times.now().since(slept).shares()
     assert slept.since(start).shares()["blocked"] > 0.8
     assert worked["blocked"] < 0.3 and worked["computing"] > 0
 
@@ -141,12 +141,12 @@ def test_a_thread_that_sleeps_is_blocked_and_one_that_works_is_not() -> None:
 @pytest.mark.parametrize(
     ("times", "shares"),
     [
-        (waiting.Times(4.0, 1.0, 2.0), {"computing": 0.25, "queued": 0.5, "blocked": 0.25}),
-        (waiting.Times(3.9, 3.0, 1.0), {"computing": 0.75, "queued": 0.25, "blocked": 0.0}),  # booked before it began
-        (waiting.Times(), {"computing": 0.0, "queued": 0.0, "blocked": 1.0}),
+        (process.Times(4.0, 1.0, 2.0), {"computing": 0.25, "queued": 0.5, "blocked": 0.25}),
+        (process.Times(3.9, 3.0, 1.0), {"computing": 0.75, "queued": 0.25, "blocked": 0.0}),  # booked before it began
+        (process.Times(), {"computing": 0.0, "queued": 0.0, "blocked": 1.0}),
     ],
 )
-def test_a_threads_time_is_shared_out_whole(times: waiting.Times, shares: dict[str, float]) -> None:
+def test_a_threads_time_is_shared_out_whole(times: process.Times, shares: dict[str, float]) -> None:
     assert times.shares() == pytest.approx(shares)
 
 
@@ -221,8 +221,6 @@ def test_the_report_is_written_with_what_failed(tmp_path: Path) -> None:
     assert [line["strategy"] for line in lines] == ["single", "dp", "ddp", "pipeline_async"]
     assert float(lines[2]["step_s"]) == 0.1 and float(lines[2]["sent_all-reduce_bytes"]) == 4 * MIB
     assert lines[3]["error"] == "rank 0: no luck today" and lines[3]["step_s"] == ""
-    picture.draw(table, "gpt on stdlib", tmp_path / "compare.png")
-    assert (tmp_path / "compare.png").read_bytes().startswith(b"\x89PNG")
 
 
 # -- the command ---------------------------------------------------------------------------------------------
@@ -283,7 +281,7 @@ def test_strategies_are_run_and_reported(tmp_path: Path) -> None:
     output, _ = program.communicate(timeout=200)
     assert program.returncode == 0, output
     assert "[1/2] single" in output and "[2/2] dp" in output and "What this shows" in output
-    assert all((tmp_path / "out" / f"compare.{kind}").exists() for kind in ("md", "csv", "png"))
+    assert all((tmp_path / "out" / f"compare.{kind}").exists() for kind in ("md", "csv"))
     with (tmp_path / "out" / "compare.csv").open() as stream:
         single, replicas = csv.DictReader(stream)
     assert float(single["loss"]) == pytest.approx(float(replicas["loss"]), rel=1e-5)

@@ -15,7 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from recipes import ROOT, commands, evaluate, export, generate, launch, record, work
-from recipes.generated import TEXTS
+from recipes.record import TEXTS
 from recipes.schema import world_size
 from recipes.validate import validate
 from tests.pool import WorkerPool

@@ -13,10 +13,11 @@ from transformers import AutoModelForCausalLM, GPTNeoConfig, MistralConfig, Mixt
 
 from recipes import commands, evaluate, export, generate, launch, record, using, work
 from recipes.data.tokenizer import ByteTokenizer, tokenizer_of
-from recipes.generated import SETTINGS, TEXTS
+from recipes.generate import SETTINGS
 from recipes.models.generation import Generation
 from recipes.models.hf import CausalLM
 from recipes.problem import ConfigError
+from recipes.record import TEXTS
 from recipes.schema import world_size
 from recipes.validate import validate
 from tests.pool import WorkerError, WorkerPool

@@ -1,10 +1,17 @@
-"""What a rank has in memory: resident pages of the process, and exactly what training keeps there."""
+"""What the kernel knows of a rank: the memory of its process, and where the time of its threads goes.
+
+A thread that waits for Python's interpreter lock, or for a message, is blocked. One that could run and has no core is
+queued: that is the machine's load, not the strategy's doing.
+"""
 
 from __future__ import annotations
 
 import re
+import threading
+import time
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Self
 
 import torch
 from lightning.pytorch import LightningModule
@@ -53,3 +60,33 @@ def _nbytes(tensors: Iterable[Tensor]) -> int:
 def devices_of(root: torch.device, others: Iterable[torch.device] | None) -> list[torch.device]:
     """The GPUs that this process uses, each once; none on the CPU."""
     return [device for device in dict.fromkeys(others or [root]) if device.type == "cuda"]
+
+
+class Times:
+    """Seconds of one thread.
+
+    Attributes:
+        wall: on the clock.
+        computing: on a core.
+        queued: ready to run, without a core.
+    """
+
+    def __init__(self, wall: float = 0.0, computing: float = 0.0, queued: float = 0.0) -> None:
+        self.wall, self.computing, self.queued = wall, computing, queued
+
+    @classmethod
+    def now(cls) -> Self:
+        """Of the calling thread, since it began."""
+        file = Path(f"/proc/self/task/{threading.get_native_id()}/schedstat")
+        computing, queued, _ = file.read_text().split()
+        return cls(time.monotonic(), int(computing) * 1e-9, int(queued) * 1e-9)
+
+    def since(self, start: Times) -> Times:
+        return Times(self.wall - start.wall, self.computing - start.computing, self.queued - start.queued)
+
+    def shares(self) -> dict[str, float]:
+        """Fractions of the time on the clock."""
+        # The kernel books at its ticks: of a short while it may count a little more than went by.
+        whole = max(self.wall, self.computing + self.queued) or 1.0
+        computing, queued = self.computing / whole, self.queued / whole
+        return {"computing": computing, "queued": queued, "blocked": max(0.0, 1 - computing - queued)}
