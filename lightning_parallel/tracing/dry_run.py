@@ -29,7 +29,7 @@ from torchmetrics import Metric
 from lightning_parallel.absent.answers import ContainerWrittenError
 from lightning_parallel.absent.module import everything_absent
 from lightning_parallel.absent.origins import FROM_EARLIER_STEP, METRIC_STATE, STEP_OUTPUT
-from lightning_parallel.absent.tensor import AbsentTensor, AbsentValueError, ValuesGuessed
+from lightning_parallel.absent.tensor import AbsentTensor, AbsentValueError, ValuesGuessed, writes_followed
 from lightning_parallel.interception import LeaveStep
 from lightning_parallel.private.torch import buffers_of
 from lightning_parallel.seeding import TorchGenerators, host_generators_kept, seed_host_generators
@@ -194,15 +194,16 @@ class _Scene:
             guessed = ValuesGuessed(partial(_is_around_units, recorder), truth=truth, number=number)
             output: Any = None
             begin(recorder)
-            try:
-                with recorder.installed(self.parts, self.absent), guessed:
-                    output = step()
-            except Exception:  # any: the trace has it
-                pass
-            except SystemExit as error:
-                if type(error) is not SystemExit:  # not the step's sys.exit, but a signal's, such as Lightning's
-                    raise
-            end(output)
+            with writes_followed():
+                try:
+                    with recorder.installed(self.parts, self.absent), guessed:
+                        output = step()
+                except Exception:  # any: the trace has it
+                    pass
+                except SystemExit as error:
+                    if type(error) is not SystemExit:  # not the step's sys.exit, but a signal's, such as Lightning's
+                        raise
+                end(output)
             if not guessed.booleans:
                 return
 

@@ -5,13 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
 
 from lightning_parallel import PipelineStrategy
 from lightning_parallel.ranks.layout import Placement
 from lightning_parallel.schedules.actions import Action, Backward, Forward, Schedule, Step, placement
 from tests.pool import WorkerPool
 from tests.strategies.harness import Report, joined, largest_difference, train
-from tests.strategies.models import BATCH, MODELS
+from tests.strategies.models import BATCH, MODELS, SAMPLES, Base
 from tests.thorough import thorough
 
 EXACT = 1e-12  # float64
@@ -77,6 +80,30 @@ def test_other_axes_and_settings_with_chunks_equal_one_process(
     share = BATCH // replicas
     reports = pool.run(train, ranks, model, "sync", given, init=False, batch_size=share, **trainer_options)
     assert_equal(reports, single(model, **trainer_options), replicas)
+
+
+class Crops(Base):
+    """As SwaV: one model for all crops of a batch, and a loss that begins with zeros, into which terms are added."""
+
+    def build(self) -> None:
+        self.net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3))
+
+    def loss(self, batch: Any) -> Tensor:
+        outputs = [self.net(batch * scale) for scale in (1.0, 0.5, 0.3, 0.7)]
+        loss = outputs[0].new_zeros(1)
+        for output in outputs[1:]:
+            loss += F.mse_loss(output, outputs[0].detach().softmax(-1))
+        return loss.sum()
+
+    @classmethod
+    def samples(cls) -> list[Any]:
+        return [*torch.randn(SAMPLES, 6, generator=torch.Generator().manual_seed(3))]
+
+
+def test_a_loss_may_be_added_up_in_place(pool: WorkerPool) -> None:
+    (expected,) = pool.run(train, 1, Crops, init=False, max_epochs=1)
+    options = {"microbatches": 4, "schedule": "zbv"}
+    assert_equal(pool.run(train, 2, Crops, "sync", options, init=False, max_epochs=1), expected)
 
 
 # -- settings ---------------------------------------------------------------------------------------------------------
