@@ -75,7 +75,7 @@ _FLOPS_OF_NODE: Mapping[str, Callable[[Node], int | None]] = MappingProxyType(
         "BmmBackward0": lambda node: _batched_product(node, (0, 2), (1, 1)),
         "BaddbmmBackward0": lambda node: _batched_product(node, (1, 2), (2, 1)),
         "ConvolutionBackward0": _convolution,
-        "_CopyLinearBackward": lambda node: _batched_product(node, (0, -1), (1, -1)),  # tensor/whole_input.py
+        "_CopyLinearBackward": lambda node: _batched_product(node, (0, -1), (1, -1)),  # tensor/shared_input.py
         **dict.fromkeys(
             (
                 "ScaledDotProductFlashAttentionBackward0",
