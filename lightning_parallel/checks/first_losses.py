@@ -7,8 +7,9 @@ The step is compared before its backward, so nothing has been updated.
 
 from __future__ import annotations
 
+import inspect
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from numbers import Real
 from typing import Any, TypeVar
@@ -18,10 +19,12 @@ import torch
 import torch.distributed as dist
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode, resolve_name
 
+from lightning_parallel.private.torch import tensors_in
 from lightning_parallel.ranks.collectives import gather_objects
 from lightning_parallel.results.logs import logging_through
-from lightning_parallel.tensor.reads import ReadsOfShards
+from lightning_parallel.tensor.functions import has_memory
 
 T = TypeVar("T")
 
@@ -131,3 +134,57 @@ def _first_difference(ranks: list[dict[str, float]], tolerance: float) -> str | 
             if not equal:
                 return f"{name!r} is {a:.9g} on tensor rank 0, and {b:.9g} on rank {rank}"
     return None
+
+
+# -- reads of divided parameters -----------------------------------------------------------------------------------
+
+
+class ReadsOfShards(TorchFunctionMode):
+    """Inside, records in ``found``, by the parameter's name, the functions that read a divided parameter (one of
+    ``names``) while no method of its layer runs, and through which a gradient flows back.
+
+    A step may read parameters by itself, as an L2 penalty over ``self.parameters()`` does. Each rank would compute a
+    penalty of its own shard. Comparing the ranks' losses may miss it: shards of ones and zeros have equal norms at the
+    start, and a small penalty is lost in rounding.
+    """
+
+    def __init__(self, module: nn.Module, names: Iterable[str]) -> None:
+        super().__init__()
+        self.found: dict[str, str] = {}
+        self._names: dict[int, str] = {}
+        self._owners: dict[int, list[nn.Module]] = {}
+        for name in names:
+            owner, _, own = name.rpartition(".")
+            holder = module.get_submodule(owner)
+            parameter = getattr(holder, own)
+            if isinstance(parameter, Tensor) and parameter.requires_grad and has_memory(parameter):
+                self._names.setdefault(id(parameter), name)
+                self._owners.setdefault(id(parameter), []).append(holder)
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if torch.compiler.is_compiling():
+            return result
+        given = [id(tensor) for tensor in tensors_in((args, kwargs)) if id(tensor) in self._names]
+        # A result without a gradient (a shape, a copy for an average) can't change what is trained.
+        made = given and any(t.requires_grad and id(t) not in self._names for t in tensors_in(result))
+        for key in given if made else ():
+            if not _runs(self._owners[key]):
+                self.found.setdefault(self._names[key], resolve_name(func) or getattr(func, "__name__", str(func)))
+        return result
+
+
+def _runs(owners: list[nn.Module]) -> bool:
+    """Is a method of one of these modules running? The stack is searched, since ``layer.forward(x)`` calls no hooks."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        if any(frame.f_locals.get("self") is owner for owner in owners):
+            return True
+        frame = frame.f_back
+    return False

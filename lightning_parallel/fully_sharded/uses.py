@@ -1,4 +1,4 @@
-"""Compares between the replicas which modules a step has used.
+"""Compares between the replicas which modules a step has used, and refuses assignments that would be lost.
 
 Fully sharded replicas gather a unit's parameters together, and reduce those of its gradients that exist together. If a
 branch of the user's step depends on values or on the rank, one replica may use module A where another one uses module
@@ -13,48 +13,43 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
+from functools import partial
 from itertools import zip_longest
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.overrides import TorchFunctionMode
 
 from lightning_parallel.ranks.collectives import gather_objects, guarded
 
+_SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
+
 
 class ModuleUses:
-    """The modules that are called, as this replica sees them. The hooks that watch them stay for good.
-
-    ``modules`` are all those that have divided parameters.
-    """
+    """The modules that are called, as this replica sees them. The hooks that watch them stay for good. ``modules`` are
+    all those that have divided parameters."""
 
     def __init__(
-        self,
-        units: Mapping[str, nn.Module],
-        modules: Mapping[str, nn.Module],
-        host_group: dist.ProcessGroup,
+        self, units: Mapping[str, nn.Module], modules: Mapping[str, nn.Module], host_group: dist.ProcessGroup
     ) -> None:
         self._host_group = host_group
         self._units: list[str] = []
         self._modules: set[str] = set()
         if host_group.size() > 1:
             for name, unit in units.items():
-                self._watch_unit(name, unit)
+                unit.register_forward_pre_hook(partial(self._note_unit, name))
             for name, module in modules.items():
-                self._watch_module(name, module)
+                module.register_forward_pre_hook(partial(self._note_module, name))
 
-    def _watch_unit(self, name: str, unit: nn.Module) -> None:
-        def note(*_: object) -> None:
-            self._units.append(name)
+    def _note_unit(self, name: str, unit: nn.Module, args: Any) -> None:
+        self._units.append(name)
 
-        unit.register_forward_pre_hook(note)
-
-    def _watch_module(self, name: str, module: nn.Module) -> None:
-        def note(*_: object) -> None:
-            if torch.is_grad_enabled() and any(p.requires_grad for p in module.parameters(recurse=False)):
-                self._modules.add(name)
-
-        module.register_forward_pre_hook(note)
+    def _note_module(self, name: str, module: nn.Module, args: Any) -> None:
+        if torch.is_grad_enabled() and any(p.requires_grad for p in module.parameters(recurse=False)):
+            self._modules.add(name)
 
     def compare(self) -> None:
         """Compare the uses since the last comparison. All replicas call it.
@@ -87,3 +82,26 @@ class ModuleUses:
 
 def _words(name: str) -> str:
     return f"'{name}'" if name else "no other"
+
+
+class AssignmentsRefused(TorchFunctionMode):
+    """Inside, an assignment to the ``.data`` of a divided parameter of the module raises a ValueError.
+
+    The parameter is a DTensor, which computes with a tensor of its own, this rank's part, whatever its ``.data`` is set
+    to. Neither its version nor an address tells of it, so the assignment itself has to be seen.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self._module = module
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if function == _SET_DATA and isinstance(args[0], DTensor):
+            names = {id(parameter): name for name, parameter in self._module.named_parameters()}
+            raise ValueError(
+                f"A step assigns to '{names.get(id(args[0]))}.data', which is fully sharded: the assignment would be "
+                f"lost. Change it in place, by `.data.copy_(...)` or `.data.lerp_(...)`."
+            )
+        return function(*args, **(kwargs or {}))

@@ -36,8 +36,8 @@ class _Bucket:
 
     Attributes:
         sizes: the number of elements of each parameter.
-        ready: the gradients that are complete, by name.
-        missing: the parameters without a gradient here; filled when the message is sent.
+        ready: the gradients that are complete.
+        missing: the parameters without a gradient here, once the message is sent.
         message: ``[one flag a parameter, gradient, gradient, ...]``; None before it is sent.
     """
 
@@ -54,8 +54,8 @@ class GradientAverager:
 
     ::
 
-        averager.begin()                      # before the backward that completes the batch's gradients
-        loss.backward()                       # hooks call averager.ready(name, gradient)
+        with averager.completing(parameters):  # around the backward that completes their gradients
+            loss.backward()  # hooks call averager.ready(name, gradient)
         averages = averager.finish(gradients)
 
     Args:
@@ -81,12 +81,10 @@ class GradientAverager:
         self._grown: set[str] = set()
         self._completing: Collection[str] = ()  # what backwards complete now
         self._sent = 0  # the number of buckets on their way
-        self.begun = False  # is an update's last backward under way?
+        self.begun = False  # has an update's last backward begun?
 
-    def begin(self) -> None:
-        """Call it before the backward that completes the update's gradients: from here on :meth:`ready` counts."""
+    def _begin(self) -> None:
         self._buckets, self._of, self._sent, self._grown, self.begun = [], {}, 0, set(), True
-        self._completing = self._parameters.keys()
         filled = 0
         for name, parameter in reversed(self._parameters.items()):
             if not parameter.requires_grad:
@@ -103,10 +101,10 @@ class GradientAverager:
 
     @contextmanager
     def completing(self, names: Collection[str]) -> Iterator[None]:
-        """Inside, backwards complete the gradients of these parameters only. Where each part of a model has a last
-        backward of its own, use it in the place of :meth:`begin`."""
+        """Inside, backwards complete an update's gradients of these parameters: :meth:`ready` counts. Each part of a
+        model may have a last backward of its own."""
         if not self.begun:
-            self.begin()
+            self._begin()
         self._completing = names
         try:
             yield
@@ -139,18 +137,10 @@ class GradientAverager:
             self._send(bucket)
 
     def finish(self, gradients: Mapping[str, Tensor | None]) -> Gradients:
-        """Wait for the averages.
-
-        Args:
-            gradients: this replica's gradients by name. Those not passed to :meth:`ready` are complete too, or missing
-                (None).
-
-        Returns:
-            For each trainable parameter its gradient averaged over all replicas, where a missing one counts as zero;
-            None if no replica has one.
-        """
+        """Wait for each trainable parameter's gradient, averaged over all replicas. A missing one counts as zero; None
+        is the average if no replica has one. ``gradients`` are this replica's, also those passed to :meth:`ready`."""
         if not self.begun:
-            self.begin()
+            self._begin()
         self.begun = False
         for bucket in self._buckets[self._sent :]:
             present = ((name, gradients.get(name)) for name in bucket.names)

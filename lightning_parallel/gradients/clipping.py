@@ -30,12 +30,10 @@ def clip_by_norm(
     """Scale all gradients so that the norm of the whole model's gradient is at most ``clip_val``.
 
     Args:
-        clip_val: the largest norm that is left as it is.
         counted: the parameters whose gradients here enter the norm. Of the copies within ``parts``, one does.
         replicas: the ranks over which DTensors are sharded, and which have equal copies of all else; None if no
             parameter is a DTensor.
         parts: the ranks that hold the model together; None if each of them holds all of it.
-        device: the device on which the norm is computed.
     """
     held = [parameter for parameter in parameters if parameter.grad is not None]
     own = [parameter.grad for parameter in held if parameter.grad is not None and parameter in counted]

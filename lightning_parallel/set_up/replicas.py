@@ -78,14 +78,10 @@ class Replicas:
         assert parameter.grad is not None
         self.ready(name, parameter.grad)
 
-    def begin_last_backward(self) -> None:
-        """Make the next backward the one that completes a batch's gradients: they are averaged while it runs."""
-        if self._averager is not None:
-            self._averager.begin()
-
     @contextmanager
     def completing(self, names: Collection[str] | None = None) -> Iterator[None]:
-        """Inside, a backward completes a batch's gradients of these parameters, by default of all."""
+        """Inside, a backward completes a batch's gradients of these parameters, by default of all. They are averaged
+        while it runs."""
         if self._averager is None:
             yield
             return

@@ -1,9 +1,9 @@
-"""Layers divided over the tensor axis: what strategies with such an axis do besides running the layers.
+"""What strategies with a tensor axis do besides running the divided layers.
 
 The layers that the plan names are replaced by this rank's shards before optimizers are made. From then on the ranks of
-a tensor group compute one model together: they must see the same batch, and compute the same loss. In the first update,
-the batch is compared between ranks, then the loss (:mod:`lightning_parallel.checks.first_losses`), then the gradients
-of parameters that the plan leaves whole. Otherwise an incomplete plan would train wrongly without an error.
+a tensor group compute one model together: they must compute the same loss. In the first update the loss is compared
+between ranks (:mod:`lightning_parallel.checks.first_losses`), then the gradients of parameters that the plan leaves
+whole. Otherwise an incomplete plan would train wrongly without an error.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from lightning_parallel.ranks.collectives import broadcast_object, broadcast_ten
 from lightning_parallel.ranks.local_model import LocalModel, local_part
 from lightning_parallel.ranks.shard import Shard
 from lightning_parallel.ranks.writes import Writes
+from lightning_parallel.tensor.dropout import ShardedRegion
 from lightning_parallel.tensor.plan import MakeRun, find_plan
-from lightning_parallel.tensor.region import ShardedRegion
 from lightning_parallel.tensor.sharding import Sharding, shard_module
 from lightning_parallel.tensor.style import Plan
 
@@ -35,18 +35,11 @@ _TOLERANCE = 1e-2  # of norms: rounding differs by far less, a forgotten sum by 
 
 
 class TensorShards:
-    """This rank's shards of a module's layers.
-
-    Args:
-        plan: which layers are divided, and how; ``"none"`` for none, None for the module's own plan.
-        sequence_parallel: divide activations between the layers along the sequence.
-        disk_offload: the files in which the module's large tensors may lie.
-    """
+    """This rank's shards of a module's layers. The first two arguments are settings of the strategy; the last one has
+    the files in which the module's large tensors may lie."""
 
     def __init__(self, plan: Plan | Literal["none"] | None, sequence_parallel: bool, disk_offload: DiskOffload) -> None:
-        self._plan = plan
-        self._sequence_parallel = sequence_parallel
-        self._disk_offload = disk_offload
+        self._plan, self._sequence_parallel, self._disk_offload = plan, sequence_parallel, disk_offload
         self._divided: nn.Module | None = None
         self._sharding = Sharding({}, ())
         self._region: ShardedRegion | None = None
@@ -58,7 +51,7 @@ class TensorShards:
 
     def divide(self, module: nn.Module, group: dist.ProcessGroup, device: torch.device, make_run: MakeRun) -> None:
         """Replace the layers that the plan names by this rank's shards, once for a module. All ranks of the world call
-        it. ``make_run`` makes a function that runs the first step, to find a plan by where none is known.
+        it. ``make_run`` makes a function that runs the first step, to find a plan by if none is known.
 
         Raises:
             ValueError: there is no plan, or it doesn't fit.
@@ -96,7 +89,7 @@ class TensorShards:
         ``automatic``, steps run the optimizer themselves."""
         self._local, self._group = local, group
         self._unchecked = group.size() > 1
-        self._losses = FirstLosses(self._divided, list(self.shards), group) if self._divided is not None else None
+        self._losses = None if self._divided is None else FirstLosses(self._divided, list(self.shards), group)
         self._writes = Writes(_of_parts, group) if group.size() > 1 and automatic else None
         whole = [local_part(parameter) for name, parameter in local.parameters.items() if name not in self.shards]
         broadcast_tensors((*whole, *local.buffers().values()), dist.get_global_rank(group, 0), group)
@@ -108,8 +101,11 @@ class TensorShards:
         Raises:
             RuntimeError: on all ranks of the group, if they come to different losses in the first step of this kind.
         """
-        trained = self._trained() if kind == "training_step" else {}
-        if self._writes is not None:
+        trained: dict[str, Tensor] = {}
+        if self._writes is not None and self._local is not None and kind == "training_step":
+            # Without a mean teacher's parameters, which follow the student's element by element.
+            held = self._local.parameters.items()
+            trained = {name: local_part(p) for name, p in held if name in self.shards and p.requires_grad}
             self._writes.begin(trained)
         try:
             return step() if self._losses is None or kind is None else self._losses.run(kind, step)
@@ -119,22 +115,12 @@ class TensorShards:
             if self._region is not None:
                 self._region.leave()
 
-    def _trained(self) -> dict[str, Tensor]:
-        """This rank's parts of parameters, without a mean teacher's, which follow the student's element by element."""
-        parameters = {} if self._local is None else self._local.parameters
-        return {name: local_part(p) for name, p in parameters.items() if name in self.shards and p.requires_grad}
-
     def counts(self, name: str) -> bool:
         """Does this rank's copy of a parameter enter a norm over the tensor group?"""
         assert self._group is not None
         return name in self.shards or self._group.rank() == 0
 
     # -- gradients -----------------------------------------------------------------------------------------------
-
-    @property
-    def is_first_update(self) -> bool:
-        """Is this the first update, in which gradients are compared?"""
-        return self._unchecked
 
     def end_step(self) -> None:
         """End a step that ran backwards itself."""
@@ -172,12 +158,12 @@ class TensorShards:
         assert self._local is not None and self._group is not None
         device = self._local.parameters[whole[0]].device
         own = torch.stack([_fingerprint(gradients[name]) for name in whole]).to(device)  # [names, 2]
-        first = own.clone()
-        guarded(dist.broadcast, first, dist.get_global_rank(self._group, 0), self._group)
-        apart = (own - first).abs().amax(1) > _TOLERANCE * torch.maximum(own[:, 0], first[:, 0])
-        votes = apart.to(torch.int32)
-        guarded(dist.all_reduce, votes, dist.ReduceOp.MAX, group=self._group)
-        differing = [name for name, vote in zip(whole, votes.tolist(), strict=True) if vote]
+        everyones = [torch.empty_like(own) for _ in range(self._group.size())]
+        guarded(dist.all_gather, everyones, own, group=self._group)
+        values = torch.stack(everyones)  # [ranks, names, 2]
+        spread = (values - values[0]).abs().amax((0, 2))  # [names]
+        apart = spread > _TOLERANCE * values[:, :, 0].amax(0)
+        differing = [name for name, differs in zip(whole, apart.tolist(), strict=True) if differs]
         if differing:
             raise RuntimeError(
                 f"'{differing[0]}' is whole on every tensor rank, but its gradient differs between them"

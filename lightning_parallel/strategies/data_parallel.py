@@ -50,22 +50,17 @@ class DataParallelOptions:
 
     Args:
         loss_on: ``"replicas"`` runs the user's whole step on each replica's share, and takes the mean of the losses,
-            weighted by samples. This is the loss of the whole batch, if the user's is a mean over samples. Each replica
-            holds the memory of its outputs. ``"output_device"`` runs the step once, on the first device. The replicas
-            share the calls of ``self(...)`` in it, and their outputs are joined, as torch.nn.DataParallel does. So the
-            loss may compare samples of the whole batch (contrastive losses), and the first device holds all outputs.
-            With manual optimization the replicas share the calls of the module's children too: a GAN's generator and
-            discriminator. ``"auto"``: on the output device with manual optimization, otherwise on the replicas.
-        accelerator: filled in by the Trainer, as in Lightning's strategies.
-        parallel_devices: filled in by the Trainer; may name one GPU several times.
-        cluster_environment: filled in by the Trainer.
-        checkpoint_io: filled in by the Trainer.
-        precision_plugin: filled in by the Trainer.
+            weighted by samples. This is the loss of the whole batch, if the user's is a mean over samples.
+            ``"output_device"`` runs the step once, on the first device, which holds all outputs. The replicas share the
+            calls of ``self(...)`` in it, as in torch.nn.DataParallel, so the loss may compare samples of the whole
+            batch. With manual optimization they share the calls of the module's children too, such as a GAN's
+            generator. ``"auto"``: on the output device with manual optimization, otherwise on the replicas.
+        parallel_devices: filled in by the Trainer, as are those below; may name one GPU several times.
     """
 
     loss_on: LossOn | Auto = "auto"
-    accelerator: Accelerator | None = field(default=None, metadata=SET_BY_TRAINER)
     parallel_devices: list[torch.device] | None = field(default=None, metadata=SET_BY_TRAINER)
+    accelerator: Accelerator | None = field(default=None, metadata=SET_BY_TRAINER)
     cluster_environment: ClusterEnvironment | None = field(default=None, metadata=SET_BY_TRAINER)
     checkpoint_io: CheckpointIO | None = field(default=None, metadata=SET_BY_TRAINER)
     precision_plugin: Precision | None = field(default=None, metadata=SET_BY_TRAINER)
@@ -86,11 +81,10 @@ class DataParallelStrategy(SingleDeviceStrategy):
     There is one model, on the first device, one optimizer and one Trainer. World size, checkpoints, samplers and
     callbacks are those of a single process, and the replicas share the batch of the data loader.
 
-    The replicas run one after the other. GPUs compute at the same time all the same, since a replica only launches its
-    kernels, unless its step waits for them (``.item()``, metrics that check their arguments). On a CPU replicas gain
-    nothing: they show what would happen on GPUs. Every step copies the model to the other replicas and their gradients
-    back. DDP, with a process for each device, is faster, often by far. The advantage of one process is simplicity:
-    nothing to launch, notebooks work, and a debugger sees all replicas.
+    The replicas run one after the other. GPUs compute at the same time all the same, unless a step waits for them
+    (``.item()``, metrics that check their arguments). On a CPU replicas gain nothing: they show what would happen on
+    GPUs. Every step copies the model to the other GPUs and their gradients back. DDP, with a process for each device,
+    is faster, often by far. One process is simpler: nothing to launch, and a notebook or a debugger sees all replicas.
 
     BatchNorm normalises over a replica's share, and its running statistics are those of replica 0. So are attributes
     that a step sets. Where the replicas' values differ, a warning names them. Metrics are updated in the order of the
@@ -167,13 +161,10 @@ class DataParallelStrategy(SingleDeviceStrategy):
         with self.precision_plugin.train_step_context():
             output = self._step("training_step", *args, *kwargs.values())
         if self._loss_on == "output_device" and not self._shared_calls:
-            automatic = self._module().automatic_optimization
-            called, use = (
-                ("self(...)", "loss_on='replicas'") if automatic else ("self(...) or a child", "strategy='ddp'")
-            )
+            use = "loss_on='replicas'" if self._module().automatic_optimization else "strategy='ddp'"
             raise ValueError(
-                f"loss_on='output_device': training_step never called {called}, whose calls the replicas share, so one "
-                f"device did everything. Let training_step call self(...) with the inputs, or use {use}."
+                f"loss_on='output_device': training_step never called self(...), whose calls the replicas share, so "
+                f"one device did everything. Let training_step call self(...) with the inputs, or use {use}."
             )
         return output
 

@@ -12,14 +12,9 @@ the model are its units (:mod:`lightning_parallel.fully_sharded.units`). What li
 forward of the root, as Lightning does with DDP's wrapper. A parameter without dimensions can't be divided: every rank
 keeps it whole, and its gradient is averaged here.
 
-A step with manual optimization updates parameters while it runs, so nothing may stay gathered for all of it. There each
-network that the module holds (a GAN's generator and discriminator) is gathered while it runs, and there is no root::
-
-      LightningModule          as it is
-        generator              fully_shard: gathered for its forward, and for its backward
-          block 0, 1, ...      fully_shard each
-        discriminator          fully_shard
-        prototypes             in no network: whole on every rank, its gradient averaged after every backward
+A step with manual optimization updates parameters while it runs, so nothing may stay gathered for all of it. There is
+no root then: each network that the module holds (a GAN's generator and discriminator) is a unit, and parameters outside
+of all networks are whole on every rank.
 """
 
 from __future__ import annotations
@@ -41,9 +36,8 @@ from typing_extensions import override
 
 from lightning_parallel.callbacks.start_table import Holding
 from lightning_parallel.checks.manual import BackwardGuard, networks
-from lightning_parallel.fully_sharded.assignments import AssignmentsRefused
 from lightning_parallel.fully_sharded.units import check_dtypes, materialize, refuse_second_derivatives, untied
-from lightning_parallel.fully_sharded.uses import ModuleUses
+from lightning_parallel.fully_sharded.uses import AssignmentsRefused, ModuleUses
 from lightning_parallel.gradients.swapping import add_gradients, swap_gradients
 from lightning_parallel.plan.layers import Layers, named_layers
 from lightning_parallel.private.lightning.launching import say_device
@@ -69,10 +63,9 @@ class FullyShardedOptions(ProcessOptions):
         cpu_offload: keep this rank's part of the parameters and of the optimizer state in CPU memory, and run the
             optimizer there.
         units: the names of the modules that are gathered at a time; ``*`` stands for one part, as in
-            ``["net.blocks.*"]``. They have to run through their ``forward``. By default what hangs in the lists
-            (``nn.Sequential``, ``nn.ModuleList``) that the model is made of. With manual optimization, the module's
-            children, which the step has to call, and what hangs in such lists in each of them. What lies in no unit is
-            then whole on every rank.
+            ``["net.blocks.*"]``. They have to run through their ``forward``. By default the children of the lists
+            (``nn.Sequential``, ``nn.ModuleList``) that the model is made of. With manual optimization also the module's
+            children, which the step has to call.
     """
 
     data_parallel: Count | Auto = "auto"
@@ -299,8 +292,7 @@ def find_units(
     """The units of a model, by name, those inside another one first.
 
     Args:
-        patterns: the names of the modules that are units, ``*`` standing for one part of a dotted name. None: what
-            hangs in the lists that the model is made of, or no units if there is no such list.
+        patterns: the setting ``units``.
         manual: optimization is manual, so there is no root around the units, and by default networks are units too.
 
     Raises:

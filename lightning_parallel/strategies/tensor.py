@@ -121,8 +121,7 @@ class TensorParallelStrategy(LayoutStrategy):
     def make_gradients(self, backward: Callable[[], None]) -> None:
         module, parameters = self.run.module, self.local_model.parameters
         earlier = swap_gradients(parameters, {})  # of batches or backwards before: complete already
-        self.replicas.begin_last_backward()
-        with self._guard.open(), self.collectives.inside_step("the backward"):
+        with self._guard.open(), self.collectives.inside_step("the backward"), self.replicas.completing():
             backward()
         own = self.replicas.averaged(swap_gradients(parameters, {}))
         manual = not module.automatic_optimization

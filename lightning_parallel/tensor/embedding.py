@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from lightning_parallel.private.torch import move_forward_hooks
 from lightning_parallel.ranks.shard import Shard
 from lightning_parallel.tensor import functions
-from lightning_parallel.tensor.layer import ParallelLayer, check_plain, shard_parameter
+from lightning_parallel.tensor.layer import ParallelLayer, Site, check_plain, shard_parameter
 
 
 class VocabParallelEmbedding(ParallelLayer):
@@ -20,7 +20,7 @@ class VocabParallelEmbedding(ParallelLayer):
 
     It takes ids ``[...]``, equal on all ranks, and returns ``[..., embedding_dim]``, equal on all ranks. Each rank
     looks up the ids that it holds; it returns zeros for the others, and the results are summed. Weights start as the
-    slices of ``nn.Embedding``'s for the same seed, and the generator ends where it would after an ``nn.Embedding``.
+    slices of ``nn.Embedding``'s for the same seed.
 
     Args:
         num_embeddings: the size of the whole vocabulary.
@@ -29,10 +29,6 @@ class VocabParallelEmbedding(ParallelLayer):
         group: the tensor group, over whose ranks the rows are divided.
         device: where the table is made; None for torch's default.
         dtype: the table's dtype; None for torch's default.
-
-    Attributes:
-        weight: ``[vocabulary here, embedding_dim]``.
-        shards: how the weight was cut.
 
     Raises:
         ValueError: a rank would get no rows.
@@ -48,20 +44,13 @@ class VocabParallelEmbedding(ParallelLayer):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        self._hold(nn.Embedding(num_embeddings, embedding_dim, padding_idx, device=device, dtype=dtype), group, None)
+        self._hold(nn.Embedding(num_embeddings, embedding_dim, padding_idx, device=device, dtype=dtype), Site(group))
 
     @classmethod
-    def from_embedding(
-        cls, embedding: nn.Module, *, group: dist.ProcessGroup, shared: dict[int, nn.Parameter] | None = None
-    ) -> Self:
-        """This rank's shard of an existing table.
-
-        Args:
-            embedding: an ``nn.Embedding``. It stays as it is. Hooks on its outputs, such as that of transformers'
-                gradient checkpointing, go on with the new layer.
-            group: the tensor group, over whose ranks the rows are divided.
-            shared: as of :meth:`ColumnParallelLinear.from_linear
-                <lightning_parallel.tensor.linear.ColumnParallelLinear.from_linear>`.
+    def from_embedding(cls, embedding: nn.Module, *, group: dist.ProcessGroup, site: Site | None = None) -> Self:
+        """This rank's shard of an ``nn.Embedding``, which stays as it is. Hooks on its outputs, such as that of
+        transformers' gradient checkpointing, go on with the new layer. ``site`` is what is around it in a divided
+        model.
 
         Raises:
             ValueError: ``embedding`` is something else, or more, than a table; or as the constructor.
@@ -78,35 +67,26 @@ class VocabParallelEmbedding(ParallelLayer):
         check_plain(embedding, nn.Embedding, ["weight"], problem, keeps_forward_hooks=True)
         assert isinstance(embedding, nn.Embedding)
         self = cls.__new__(cls)
-        self._hold(embedding, group, shared)
+        self._hold(embedding, Site(group) if site is None else site)
         move_forward_hooks(embedding, self)
         return self
 
-    def _hold(self, whole: nn.Embedding, group: dist.ProcessGroup, shared: dict[int, nn.Parameter] | None) -> None:
+    def _hold(self, whole: nn.Embedding, site: Site) -> None:
         """Make this module hold this rank's shard of ``whole``."""
         super().__init__()
         self.num_embeddings, self.embedding_dim = whole.num_embeddings, whole.embedding_dim
         self.padding_idx = whole.padding_idx
         # Nothing but these is taken; adapters ask for them.
         self.max_norm, self.norm_type, self.scale_grad_by_freq, self.sparse = None, whole.norm_type, False, False
-        self.group = group
+        self.group = site.group
         assert isinstance(whole.weight, nn.Parameter)
-        shard = Shard.of(whole.weight.shape, 0, group)
+        shard = Shard.of(whole.weight.shape, 0, site.group)
         self.shards = {"weight": shard}
-        self.weight = shard_parameter(whole.weight, shard, shared)
+        self.weight = shard_parameter(whole.weight, shard, site.shared)
         [(self._start, self._stop)] = shard.ranges()
         padding = self.padding_idx
         self._padding = padding - self._start if padding is not None and self._start <= padding < self._stop else None
         self.train(whole.training)
-
-    def reset_parameters(self) -> None:
-        """Draw this rank's rows of the table that ``nn.Embedding`` would draw from the same generator."""
-        like = self.weight
-        whole = nn.Embedding(
-            self.num_embeddings, self.embedding_dim, self.padding_idx, device=like.device, dtype=like.dtype
-        )
-        with torch.no_grad():
-            self.weight.copy_(self.shards["weight"].take(whole.weight))
 
     def forward(self, ids: Tensor) -> Tensor:
         """Look up ids.

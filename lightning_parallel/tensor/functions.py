@@ -37,28 +37,13 @@ Map = Callable[[Tensor], Tensor]
 
 
 def copy(x: Tensor, group: Group) -> Tensor:
-    """Enter a sharded region: the identity. The gradients are summed over the group.
-
-    Args:
-        x: ``[...]``, equal on all ranks.
-        group: the ranks over which the gradients are summed.
-
-    Returns:
-        ``[...]``, the same values.
-    """
+    """Enter a sharded region: the same values ``[...]``, equal on all ranks. The gradients are summed over the
+    group."""
     return _mapped(x, group, _alias, lambda g: all_reduced(g, group))
 
 
 def reduce(x: Tensor, group: Group) -> Tensor:
-    """Leave a sharded region: the sum over the group. The gradient passes unchanged.
-
-    Args:
-        x: ``[...]``, this rank's summand.
-        group: the ranks over which ``x`` is summed.
-
-    Returns:
-        ``[...]``, the sum, equal on all ranks.
-    """
+    """Leave a sharded region: the sum ``[...]`` over the group, equal on all ranks. The gradient passes unchanged."""
     return _mapped(x, group, lambda t: all_reduced(t, group), lambda g: g)
 
 
@@ -68,62 +53,27 @@ def reduce_(x: Tensor, group: Group) -> Tensor:
 
 
 def split(x: Tensor, dim: int, group: Group) -> Tensor:
-    """This rank's piece of a tensor that all ranks have. The gradients are joined.
-
-    Args:
-        x: ``[..., n, ...]``, equal on all ranks.
-        dim: the tensor dimension of size n.
-        group: the t ranks that share ``x`` out.
-
-    Returns:
-        ``[..., n / t, ...]``; where t doesn't divide n, the last pieces are smaller.
-    """
+    """This rank's piece ``[..., n / t, ...]`` of an ``x`` ``[..., n, ...]`` that all ranks have. The gradients are
+    joined."""
     size = x.shape[dim]
     return _mapped(x, group, lambda t: own_piece(t, dim, group), lambda g: joined(g, dim, group, size))
 
 
 def gather(x: Tensor, dim: int, group: Group, size: int | None = None) -> Tensor:
-    """The ranks' pieces, joined, for a computation that is the same on all ranks.
-
-    Args:
-        x: ``[..., n / t, ...]``, this rank's piece.
-        dim: the tensor dimension that is divided.
-        group: the t ranks whose pieces are joined.
-        size: n, needed where t doesn't divide it. By default all pieces are equal.
-
-    Returns:
-        ``[..., n, ...]``, equal on all ranks.
-    """
+    """The ranks' pieces ``[..., n / t, ...]``, joined to ``[..., n, ...]``, for a computation that is the same on all
+    ranks. ``size`` is n, needed where t doesn't divide it."""
     return _mapped(x, group, lambda t: joined(t, dim, group, size), lambda g: own_piece(g, dim, group))
 
 
 def reduce_scatter(x: Tensor, dim: int, group: Group) -> Tensor:
-    """This rank's piece of the sum over the group. The gradients are joined.
-
-    Args:
-        x: ``[..., n, ...]``, this rank's summand.
-        dim: the tensor dimension that is to be divided.
-        group: the t ranks that sum ``x`` and share the result.
-
-    Returns:
-        ``[..., n / t, ...]``.
-    """
+    """This rank's piece ``[..., n / t, ...]`` of the sum over the group of ``x`` ``[..., n, ...]``. The gradients are
+    joined."""
     size = x.shape[dim]
     return _mapped(x, group, lambda t: summed_piece(t, dim, group), lambda g: joined(g, dim, group, size))
 
 
 def gather_sum(x: Tensor, dim: int, group: Group, size: int | None = None) -> Tensor:
-    """The ranks' pieces, joined, for a computation that differs between ranks: its gradients are summed.
-
-    Args:
-        x: ``[..., n / t, ...]``, this rank's piece.
-        dim: the tensor dimension that is divided.
-        group: the t ranks whose pieces are joined.
-        size: n, needed where t doesn't divide it. By default all pieces are equal.
-
-    Returns:
-        ``[..., n, ...]``, equal on all ranks.
-    """
+    """:func:`gather` for a computation that differs between ranks: its gradients are summed."""
     return _mapped(x, group, lambda t: joined(t, dim, group, size), lambda g: summed_piece(g, dim, group))
 
 

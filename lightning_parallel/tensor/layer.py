@@ -1,9 +1,10 @@
-"""What all divided layers share: a record of how they were cut, copying without the group, and checks."""
+"""What all divided layers share: their surroundings, a record of how they were cut, copies, and checks."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Self
 
 import torch.distributed as dist
@@ -12,6 +13,40 @@ from torch.nn.utils import parametrize
 
 from lightning_parallel.private.torch import has_hooks
 from lightning_parallel.ranks.shard import Shard
+from lightning_parallel.tensor.dropout import ShardedRegion
+from lightning_parallel.tensor.shared_input import Siblings
+
+
+@dataclass(frozen=True)
+class Site:
+    """What is around a divided layer.
+
+    Attributes:
+        group: the tensor group.
+        region: entered after a column layer and left before a row layer; None where the block as a whole is the region.
+        in_block: whether the layer is in a block that works on pieces of the sequence.
+        siblings: shared by the layers that get the same input; None for a layer that has none.
+        shared: the shards made so far, by the id of the whole parameter, so that tied parameters stay tied. Layers add
+            theirs.
+    """
+
+    group: dist.ProcessGroup
+    region: ShardedRegion | None = None
+    in_block: bool = False
+    siblings: Siblings | None = None
+    shared: dict[int, nn.Parameter] | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return self  # a copied layer stands in the same place
+
+    def enter_region(self, training: bool) -> None:
+        """Let the ranks draw different random numbers from here on, when ``training``."""
+        if self.region is not None and training and self.group.size() > 1:
+            self.region.enter()
+
+    def leave_region(self) -> None:
+        if self.region is not None:
+            self.region.leave()
 
 
 class ParallelLayer(nn.Module):
@@ -65,12 +100,8 @@ def check_plain(
     *,
     keeps_forward_hooks: bool = False,
 ) -> None:
-    """Refuse a layer that has more than the parameters in ``held`` and its class's forward, since that would be lost.
-
-    Args:
-        kind: the class whose forward is known.
-        problem: another reason to refuse the layer, in words that follow "it".
-        keeps_forward_hooks: hooks on the outputs won't be lost, so they are allowed.
+    """Refuse a layer that has more than the parameters in ``held`` and the forward of the class ``kind``, since that
+    would be lost. ``problem`` is another reason to refuse it, in words that follow "it".
 
     Raises:
         ValueError: the layer can't be divided.

@@ -7,6 +7,14 @@ function between (an MLP; or attention, whose pieces are heads) needs one messag
     RowParallelLinear      y = sum_i x_i W_i^T + b        x_i a piece, y whole    backward: nothing to send
 
 "Column" and "row" refer to the matrix A in y = x A, which is the transpose of ``nn.Linear``'s weight ``[out, in]``.
+Weights start as the slices of ``nn.Linear``'s for the same seed.
+
+Grouped-query attention may have fewer key-value heads than there are ranks. Then the projection stays whole, and each
+rank computes one head of it, that of its queries (:class:`SharedHeadsLinear`)::
+
+    8 query heads, 2 key-value heads, 4 ranks      rank       0      1      2      3
+                                                   queries   0 1    2 3    4 5    6 7
+                                                   key-value  0      0      1      1
 """
 
 from __future__ import annotations
@@ -23,10 +31,8 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from lightning_parallel.ranks.shard import Shard
 from lightning_parallel.tensor import functions
-from lightning_parallel.tensor.layer import ParallelLayer, check_plain, shard_parameter
-from lightning_parallel.tensor.region import ShardedRegion
-from lightning_parallel.tensor.style import Site
-from lightning_parallel.tensor.whole_input import copy_linear
+from lightning_parallel.tensor.layer import ParallelLayer, Site, check_plain, shard_parameter
+from lightning_parallel.tensor.shared_input import copy_linear
 
 
 class ParallelLinear(ParallelLayer):
@@ -36,9 +42,8 @@ class ParallelLinear(ParallelLayer):
         in_features, out_features: the sizes of the whole layer.
         weight: ``[out, in]``, one of the two being this rank's piece; ``[in, out]`` if made from a ``Conv1D``.
         bias: ``[out]``, this rank's piece if the outputs are divided; or None.
-        region: notified where the ranks begin, or cease, to compute different things; see ``tensor/region.py``.
+        site: what is around the layer.
         copy_input: sum the gradient of a whole input over the ranks.
-        siblings: one object shared by all layers that get the same whole input; None for a layer that has none.
     """
 
     weight: nn.Parameter
@@ -49,10 +54,9 @@ class ParallelLinear(ParallelLayer):
         """Make this layer hold this rank's shard of ``whole``."""
         super().__init__()
         assert isinstance(whole.weight, nn.Parameter)
-        self.group, self.shards = site.group, {}
-        self._alone, self._transposed = site.group.size() == 1, _is_conv1d(whole)
-        self.region = None if self._alone else site.region
-        self.copy_input, self.siblings = not site.in_block and not self._alone, site.siblings
+        self.site, self.group, self.shards = site, site.group, {}
+        self.copy_input = not site.in_block and site.group.size() > 1
+        self._transposed = _is_conv1d(whole)
         self.out_features, self.in_features = whole.weight.shape[:: -1 if self._transposed else 1]
         for name in ("weight", "bias"):
             parameter = getattr(whole, name)
@@ -63,23 +67,12 @@ class ParallelLinear(ParallelLayer):
             self.register_parameter(name, parameter)
         self.train(whole.training)
 
-    def reset_parameters(self) -> None:
-        """Draw this rank's shard of the weights that ``nn.Linear`` would draw from the same generator."""
-        whole = nn.Linear(
-            self.in_features, self.out_features, self.bias is not None, self.weight.device, self.weight.dtype
-        )
-        with torch.no_grad():
-            for name, own in self.named_parameters():
-                drawn: Tensor = whole.get_parameter(name)
-                drawn = drawn.t() if self._transposed and name == "weight" else drawn
-                own.copy_(self.shards[name].take(drawn) if name in self.shards else drawn)
-
     def _outputs_here(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """This rank's outputs, for an ``x`` that is whole."""
         if not self.copy_input or not x.requires_grad:
             return F.linear(x, weight, bias)
-        if self.siblings is not None:
-            return F.linear(self.siblings.copy(x, self.group, self), weight, bias)
+        if self.site.siblings is not None:
+            return F.linear(self.site.siblings.copy(x, self.group, self), weight, bias)
         return F.linear(x, weight, bias) if x.is_meta else copy_linear(x, weight, bias, self.group)
 
 
@@ -87,8 +80,7 @@ class ColumnParallelLinear(ParallelLinear):
     """``nn.Linear`` with the outputs divided over the ranks.
 
     It takes the whole input ``[..., in_features]``, equal on all ranks, and returns this rank's outputs
-    ``[..., out here]``. Weights start as the slices of ``nn.Linear``'s for the same seed, and the generator ends where
-    it would after an ``nn.Linear``.
+    ``[..., out here]``.
 
     Args:
         in_features: the number of inputs of the whole layer.
@@ -96,10 +88,7 @@ class ColumnParallelLinear(ParallelLinear):
         bias: add a bias, divided as the outputs are.
         group: the tensor group, over whose ranks the outputs are divided.
         gather_output: return ``[..., out_features]`` on all ranks. Only for a layer of one part.
-        parts: the sizes of fused projections, such as q, k and v in one weight. Each is divided by itself. By default
-            one.
-        copy_input: sum the input's gradients over the ranks. False if the module that made the input already does.
-        region: the region of different random numbers, entered after this layer when training; None for none.
+        parts: the sizes of fused projections, such as q, k and v in one weight. Each is divided by itself.
         device: where the parameters are made; None for torch's default.
         dtype: the parameters' dtype; None for torch's default.
 
@@ -118,16 +107,10 @@ class ColumnParallelLinear(ParallelLinear):
         group: dist.ProcessGroup,
         gather_output: bool = False,
         parts: tuple[int, ...] = (),
-        copy_input: bool = True,
-        region: ShardedRegion | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        _check_gathered(gather_output, parts)
-        self._hold(
-            nn.Linear(in_features, out_features, bias, device, dtype), Site(group, region, not copy_input), parts
-        )
-        self.gather_output = gather_output
+        self._divide(nn.Linear(in_features, out_features, bias, device, dtype), Site(group), gather_output, parts)
 
     @classmethod
     def from_linear(
@@ -137,33 +120,27 @@ class ColumnParallelLinear(ParallelLinear):
         group: dist.ProcessGroup,
         gather_output: bool = False,
         parts: tuple[int, ...] = (),
-        copy_input: bool = True,
-        region: ShardedRegion | None = None,
-        shared: dict[int, nn.Parameter] | None = None,
+        site: Site | None = None,
     ) -> Self:
         """This rank's shard of an ``nn.Linear`` or a transformers ``Conv1D``, in the orientation that it has there.
-
-        The arguments that aren't listed are those of the constructor.
-
-        Args:
-            linear: the layer. It stays as it is.
-            shared: the shards made so far, by the id of the whole parameter, so that tied parameters stay tied. It is
-                added to. Keep the layers that it was filled from as long as it is used, since ids are used again.
+        ``linear`` stays as it is. ``site`` is what is around it in a divided model.
 
         Raises:
             ValueError: ``linear`` is something else, or more, than such a layer; or as the constructor.
         """
-        return cls.at(Site(group, region, not copy_input, shared=shared), linear, parts, gather_output)
-
-    @classmethod
-    def at(cls, site: Site, linear: nn.Module, parts: tuple[int, ...], gather_output: bool) -> Self:
-        """:meth:`from_linear`, with the layer's surroundings in one."""
         _check_divisible(linear)
-        _check_gathered(gather_output, parts)
         self = cls.__new__(cls)
+        self._divide(linear, Site(group) if site is None else site, gather_output, parts)
+        return self
+
+    def _divide(self, linear: nn.Module, site: Site, gather_output: bool, parts: tuple[int, ...]) -> None:
+        if gather_output and len(parts) > 1:
+            raise ValueError(
+                f"gather_output=True with parts={parts}: the joined outputs of the ranks wouldn't be in the order of "
+                f"the parts. Use one layer for each part."
+            )
         self._hold(linear, site, parts)
         self.gather_output = gather_output
-        return self
 
     def forward(self, x: Tensor) -> Tensor:
         """``[..., in_features]``, equal on all ranks -> ``[..., out here]``, or ``[..., out_features]`` if gathered."""
@@ -171,8 +148,7 @@ class ColumnParallelLinear(ParallelLinear):
         y = self._outputs_here(x, weight, self.bias)
         if self.gather_output:
             return functions.gather(y, -1, self.group, self.out_features)
-        if self.region is not None and self.training:
-            self.region.enter()
+        self.site.enter_region(self.training)
         return y
 
     def extra_repr(self) -> str:
@@ -186,8 +162,7 @@ class RowParallelLinear(ParallelLinear):
     """``nn.Linear`` with the inputs divided over the ranks.
 
     It takes this rank's piece of the input, ``[..., in here]``, and returns the whole output ``[..., out_features]``,
-    equal on all ranks. The bias is whole on every rank, and is added once, to the sum. Weights start as in
-    :class:`ColumnParallelLinear`.
+    equal on all ranks. The bias is whole on every rank, and is added once, to the sum.
 
     Args:
         in_features: the number of inputs of the whole layer.
@@ -196,9 +171,6 @@ class RowParallelLinear(ParallelLinear):
         group: the tensor group, over whose ranks the inputs are divided.
         input_is_parallel: by default the input is this rank's piece. False: it is whole, ``[..., in_features]``, equal
             on all ranks, and is cut here.
-        sequence_dim: return this rank's piece of the output along this dimension. The bias's gradient is then that of
-            the piece, and has to be summed over the ranks.
-        region: the region of different random numbers, left before this layer; None for none.
         device: where the parameters are made; None for torch's default.
         dtype: the parameters' dtype; None for torch's default.
 
@@ -216,53 +188,34 @@ class RowParallelLinear(ParallelLinear):
         *,
         group: dist.ProcessGroup,
         input_is_parallel: bool = True,
-        sequence_dim: int | None = None,
-        region: ShardedRegion | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        self._hold(nn.Linear(in_features, out_features, bias, device, dtype), Site(group, region))
-        self.input_is_parallel, self.sequence_dim = input_is_parallel, sequence_dim
+        self._hold(nn.Linear(in_features, out_features, bias, device, dtype), Site(group))
+        self.input_is_parallel = input_is_parallel
 
     @classmethod
     def from_linear(
-        cls,
-        linear: nn.Module,
-        *,
-        group: dist.ProcessGroup,
-        input_is_parallel: bool = True,
-        sequence_dim: int | None = None,
-        region: ShardedRegion | None = None,
-        shared: dict[int, nn.Parameter] | None = None,
+        cls, linear: nn.Module, *, group: dist.ProcessGroup, input_is_parallel: bool = True, site: Site | None = None
     ) -> Self:
         """This rank's shard of an existing layer: see :meth:`ColumnParallelLinear.from_linear`."""
-        self = cls.at(Site(group, region, shared=shared), linear, input_is_parallel)
-        self.sequence_dim = sequence_dim
-        return self
-
-    @classmethod
-    def at(cls, site: Site, linear: nn.Module, input_is_parallel: bool) -> Self:
-        """:meth:`from_linear`, with the layer's surroundings in one."""
         _check_divisible(linear)
         self = cls.__new__(cls)
-        self._hold(linear, site)
-        self.input_is_parallel, self.sequence_dim = input_is_parallel, 1 if site.in_block else None
+        self._hold(linear, Site(group) if site is None else site)
+        self.input_is_parallel = input_is_parallel
         return self
 
     def forward(self, x: Tensor) -> Tensor:
-        """``[..., in here]`` -> ``[..., out_features]``, equal on all ranks, or a piece along the sequence."""
+        """``[..., in here]`` -> ``[..., out_features]``, equal on all ranks. In a block that works on pieces of the
+        sequence: this rank's piece of that, along dimension 1."""
         weight = self.weight.t() if self._transposed else self.weight  # [out, in here]
-        if self._alone:
+        if self.group.size() == 1:
             return F.linear(x, weight, self.bias)
-        if self.region is not None:
-            self.region.leave()
+        self.site.leave_region()
         if not self.input_is_parallel:
             x = functions.split(x, -1, self.group)
         y = F.linear(x, weight)
-        if self.sequence_dim is None:
-            y = functions.reduce_(y, self.group)
-        else:
-            y = functions.reduce_scatter(y, self.sequence_dim, self.group)
+        y = functions.reduce_scatter(y, 1, self.group) if self.site.in_block else functions.reduce_(y, self.group)
         return y if self.bias is None else y + self.bias.to(y.dtype)  # their dtypes differ under autocast
 
     def extra_repr(self) -> str:
@@ -270,6 +223,37 @@ class RowParallelLinear(ParallelLinear):
             f"in_features={self.in_features} ({self.shards['weight'].size} here), out_features={self.out_features}, "
             f"bias={self.bias is not None}, input_is_parallel={self.input_is_parallel}"
         )
+
+
+class SharedHeadsLinear(ParallelLinear):
+    """An ``nn.Linear`` that is whole on every rank, and computes the one head that this rank needs.
+
+    Each rank has a part of its gradients, to be summed over the ranks. ``heads`` is the number of heads that the layer
+    projects to; the number of ranks is a multiple of it.
+
+    Raises:
+        ValueError: ``linear`` is something else, or more, than an ``nn.Linear``.
+    """
+
+    _divided = MappingProxyType({})
+
+    def __init__(self, linear: nn.Module, heads: int, site: Site) -> None:
+        problem = None if isinstance(linear, nn.Linear) else "is not nn.Linear"
+        check_plain(linear, nn.Linear, ["weight", "bias"], problem)
+        self._hold(linear, site)
+        self._width = self.out_features // heads
+        self._start = site.group.rank() * heads // site.group.size() * self._width
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[..., in_features]``, equal on all ranks -> ``[..., out_features / heads]``."""
+        weight = self.weight.narrow(0, self._start, self._width)
+        bias = None if self.bias is None else self.bias.narrow(0, self._start, self._width)
+        y = self._outputs_here(x, weight, bias)
+        self.site.enter_region(self.training)
+        return y
+
+    def extra_repr(self) -> str:
+        return f"in_features={self.in_features}, out_features={self.out_features} ({self._width} here)"
 
 
 # -- what can be divided -----------------------------------------------------------------------------------------
@@ -287,14 +271,6 @@ def is_divisible(layer: nn.Module) -> bool:
     except ValueError:
         return False
     return True
-
-
-def _check_gathered(gather_output: bool, parts: tuple[int, ...]) -> None:
-    if gather_output and len(parts) > 1:
-        raise ValueError(
-            f"gather_output=True with parts={parts}: the joined outputs of the ranks wouldn't be in the order of the "
-            f"parts. Use one layer for each part."
-        )
 
 
 def _is_falcon_s(linear: nn.Module) -> bool:

@@ -1,23 +1,30 @@
-"""Styles of modules that aren't linear layers: they stay whole between divided layers, or are divided themselves."""
+"""Styles of modules that aren't linear layers: they stay whole between divided layers, or are divided themselves.
+
+Modules of any class may stay as they are, with a collective around their forward, or with divided parameters
+(:class:`Around`). The new module is an instance of a class derived from the module's own. So names, hooks on instances
+of its class, attributes and ``isinstance`` hold. It shares the children with the module that it replaces.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Self
+from typing import Any, Literal, Self
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightning_parallel.private.torch import parameters_of, tree_map
 from lightning_parallel.ranks.shard import Shard
 from lightning_parallel.tensor import functions
-from lightning_parallel.tensor.around import Work, around
 from lightning_parallel.tensor.embedding import VocabParallelEmbedding
-from lightning_parallel.tensor.layer import shard_parameter
-from lightning_parallel.tensor.style import Rule, Site, Style
+from lightning_parallel.tensor.layer import ParallelLayer, Site, check_plain, shard_parameter
+from lightning_parallel.tensor.style import Rule, Style
+
+Map = Callable[[Tensor, dist.ProcessGroup], Tensor]
 
 
 class Embedding(Style):
@@ -31,7 +38,7 @@ class Embedding(Style):
             raise ValueError(rule.misfit(": it is for nn.Embedding."))
 
     def new_layer(self, rule: Rule, site: Site) -> nn.Module:
-        return VocabParallelEmbedding.from_embedding(rule.module, group=site.group, shared=site.shared)
+        return VocabParallelEmbedding.from_embedding(rule.module, group=site.group, site=site)
 
 
 @dataclass(frozen=True)
@@ -39,7 +46,7 @@ class Divide(Style):
     """Shares out integers that a module keeps, such as its number of heads.
 
     Args:
-        attributes: the names of the integers; ``"groups/2"`` for one that is divided by 2, not by the number of ranks.
+        attributes: the names of the integers; ``"groups/2"`` is divided by 2, not by the number of ranks.
     """
 
     attributes: tuple[str, ...] = ()
@@ -87,12 +94,75 @@ class SumGradient(Style):
 
 
 @dataclass(frozen=True)
+class Work:
+    """What is done around a module's forward.
+
+    Attributes:
+        inputs: a function of each floating-point tensor that the module takes, and of the group; None for none.
+        outputs: the same for what it returns.
+        draws: the random numbers that the ranks draw inside, when training: "equal" or "different" ones; or "as
+            before", those of the code around it.
+        summands: its own parameters that stay whole, and of which each rank adds an equal share to a sum over ranks.
+    """
+
+    inputs: Map | None = None
+    outputs: Map | None = None
+    draws: Literal["as before", "equal", "different"] = "as before"
+    summands: tuple[str, ...] = ()
+
+
+class Around(ParallelLayer):
+    """A module that runs with some work around it."""
+
+    _work: Work
+    site: Site
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        work = self._work
+        args, kwargs = self._mapped(work.inputs, (args, kwargs))
+        own: dict[str, Any] = parameters_of(self)  # type: ignore[assignment]
+        kept = {name: own[name] for name in work.summands}
+        if work.draws != "as before":
+            self.site.leave_region()
+            self.site.enter_region(work.draws == "different" and self.training)
+        own.update({name: parameter / self.group.size() for name, parameter in kept.items()})
+        try:
+            output = super().forward(*args, **kwargs)
+        finally:
+            own.update(kept)
+        if work.draws != "as before":
+            self.site.leave_region()
+        return self._mapped(work.outputs, output)
+
+    def _mapped(self, function: Map | None, values: Any) -> Any:
+        if function is None:
+            return values
+        return tree_map(
+            lambda x: function(x, self.group) if isinstance(x, Tensor) and x.is_floating_point() else x, values
+        )
+
+
+def around(module: nn.Module, site: Site, work: Work) -> Around:
+    """A new module like ``module``, with ``work`` around its forward. ``module`` stays as it is.
+
+    Raises:
+        ValueError: what ``module`` runs isn't its class's forward.
+    """
+    check_plain(module, type(module), list(module.state_dict()))
+    derived: Any = type(f"Parallel{type(module).__name__}", (Around, type(module)), {})
+    new: Around = derived.__new__(derived)
+    vars(new).update(vars(module))
+    vars(new).update(_parameters=dict(parameters_of(module)), group=site.group, shards={}, site=site, _work=work)
+    return new
+
+
+@dataclass(frozen=True)
 class Copy(Style):
     """Keeps a module whole whose output divided code uses: the output's gradient is summed over the ranks.
 
     Args:
         features: how many of the last features of the output are used so; 0 for all. The others go to column layers,
-            which sum their input's gradient themselves (the compressed keys and values of DeepSeek's attention).
+            which sum their input's gradient themselves (as in DeepSeek's attention).
     """
 
     features: int = 0
@@ -106,7 +176,7 @@ class Copy(Style):
         return cls(int(options or 0))
 
     def new_layer(self, rule: Rule, site: Site) -> nn.Module:
-        return around(rule.module, site.group, Work(outputs=partial(_copied, features=self.features)))
+        return around(rule.module, site, Work(outputs=partial(_copied, features=self.features)))
 
 
 class Reduce(Style):
@@ -115,7 +185,7 @@ class Reduce(Style):
     name = "reduce"
 
     def new_layer(self, rule: Rule, site: Site) -> nn.Module:
-        return around(rule.module, site.group, Work(outputs=functions.reduce))
+        return around(rule.module, site, Work(outputs=functions.reduce))
 
 
 class DivideOutput(Style):
@@ -126,7 +196,7 @@ class DivideOutput(Style):
     sums_gradients = True
 
     def new_layer(self, rule: Rule, site: Site) -> nn.Module:
-        return around(rule.module, site.group, Work(outputs=_share))
+        return around(rule.module, site, Work(outputs=lambda x, group: x / group.size()))
 
 
 # -- modules whose own parameters are divided -------------------------------------------------------------------------
@@ -137,8 +207,7 @@ class Parameters(Style):
     """Divides parameters that a module holds itself, and lets it work on divided values.
 
     Args:
-        dims: for each parameter its name, the dimension along which it is divided, and the number of equal parts fused
-            there.
+        dims: the name of each parameter, the dimension that is divided, and the number of equal parts fused there.
         summands: the names of parameters that stay whole, and are added on each rank to something that is summed later.
     """
 
@@ -183,7 +252,7 @@ class Parameters(Style):
                 raise ValueError(f"{rule.name!r} has a parameter {name!r} of {size}, {over(count)}.")
 
     def new_layer(self, rule: Rule, site: Site) -> nn.Module:
-        layer = around(rule.module, site.group, self.work(site))
+        layer = around(rule.module, site, self.work())
         for name, dim, count in self.dims:
             whole = getattr(rule.module, name)
             parts = (whole.shape[dim] // count,) * count
@@ -191,7 +260,7 @@ class Parameters(Style):
             setattr(layer, name, shard_parameter(whole, layer.shards[name], site.shared))
         return layer
 
-    def work(self, site: Site) -> Work:
+    def work(self) -> Work:
         """What is done around the module's forward."""
         return Work(summands=self.summands)
 
@@ -200,10 +269,8 @@ class Parameters(Style):
 
 
 class Experts(Parameters):
-    """Divides the matrices of a module of experts (a mixture of experts): each rank runs its part of every expert.
-
-    The router stays whole. So all ranks choose the same experts.
-    """
+    """Divides the matrices of a mixture of experts: each rank runs its part of every expert. The router stays whole, so
+    all ranks choose the same experts."""
 
     name = "experts"
 
@@ -212,9 +279,9 @@ class Experts(Parameters):
         if getattr(rule.module, "has_post_expert_norm", False):
             raise ValueError(rule.misfit(", whose experts end in a norm, which needs whole outputs: leave it out."))
 
-    def work(self, site: Site) -> Work:
+    def work(self) -> Work:
         """The inputs are whole, and the outputs are summed over the ranks."""
-        return Work(functions.copy, functions.reduce, site.region, is_region=True, summands=self.summands)
+        return Work(functions.copy, functions.reduce, draws="different", summands=self.summands)
 
 
 def over(count: int) -> str:
@@ -228,8 +295,3 @@ def _copied(x: Tensor, group: dist.ProcessGroup, features: int) -> Tensor:
         return functions.copy(x, group)
     first, last = x.split([x.shape[-1] - features, features], -1)
     return torch.cat([first, functions.copy(last, group)], -1)
-
-
-def _share(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """An equal share of ``x`` on each rank: the sum of the shares is ``x``."""
-    return x / group.size()

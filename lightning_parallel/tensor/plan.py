@@ -5,24 +5,25 @@ A plan maps patterns to styles (:mod:`~lightning_parallel.tensor.styles`). A pat
 
     {"model.layers.*.mlp.up_proj": "column", "model.layers.*.mlp.down_proj": "row"}
 
-Rules are strict. A pattern that matches nothing may leave one half of a column/row pair undivided. The model would then
-compute something else without an error. So each pattern must match, each style must fit, and no module may have two
-rules.
+Plans are strict: a pattern that matches nothing may leave one half of a column/row pair undivided, and the model would
+compute something else without an error. So each pattern must match, each style fit, and no module have two rules.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, Literal
 
 from torch import nn
 
 from lightning_parallel.ranks.writes import digest
-from lightning_parallel.tensor.finding import changed, found_plan, table_of
 from lightning_parallel.tensor.layer import ParallelLayer
-from lightning_parallel.tensor.rules import layers_of, resolve
+from lightning_parallel.tensor.module_styles import Copy, Experts, Parameters
+from lightning_parallel.tensor.plan_search import changed, found_plan, table_of
+from lightning_parallel.tensor.rules import layers_of, matching, resolve
 from lightning_parallel.tensor.style import Plan, Style
-from lightning_parallel.tensor.transformers_plans import caches_off, transformers_plans
+from lightning_parallel.tensor.styles import OTHER_NAMES
 
 MakeRun = Callable[[], Callable[[], Any]]  # makes what runs a step
 Found = tuple[dict[str, str | Style] | None, str]  # rules (None: the step can't be tried), and why there aren't any
@@ -36,12 +37,10 @@ def find_plan(
     make_run: MakeRun | None = None,
     agreed: Callable[[Found], Found] = lambda found: found,
 ) -> dict[str, str | Style]:
-    """The plan for ``module``: the given one; else that of its ``configure_tensor_parallel()`` method; else those that
-    the transformers models in it bring along, or that are shipped here for them; and where there are none, one found by
-    trying.
+    """The plan for a module: the given one; else that of its ``configure_tensor_parallel()`` method; else those that
+    the transformers models in it bring along, or that are shipped here; else one found by trying.
 
     Args:
-        module: the whole model, undivided.
         given: the user's plan; ``"none"`` to divide nothing; None to look for one.
         count: the number of tensor ranks.
         announce: called with the text about a plan that was found.
@@ -100,3 +99,144 @@ def _found(module: nn.Module, count: int, make_run: MakeRun | None) -> Found:
 def _contents(module: nn.Module) -> dict[str, int]:
     """A digest of each parameter, since a copy of them all would take as much memory as the model."""
     return {name: 0 if each.is_meta else int(digest(each)) for name, each in module.named_parameters()}
+
+
+# -- plans of models of transformers -----------------------------------------------------------------------------
+
+# The dimension along which transformers' styles divide a bare parameter, and the equal parts that are fused there, by
+# its number of dimensions. Experts hold matrices [experts, out, in], some models' [experts, in, out].
+_OF_PARAMETERS: Mapping[str, Callable[[int], tuple[int, int]]] = MappingProxyType(
+    {
+        "colwise": lambda dims: (max(0, dims - 2), 1),
+        "rowwise": lambda dims: (dims - 1, 1),
+        "packed_colwise": lambda dims: (max(0, dims - 2), 2),
+        "packed_rowwise": lambda dims: (dims - 1, 2),
+    }
+)
+# transformers' style names for the module that holds such parameters.
+_OF_OWNERS: Mapping[str, type[Parameters]] = MappingProxyType({"moe_tp_experts": Experts, "local_params": Parameters})
+
+# For models of transformers that bring no plan: by the name of the class, with names relative to it.
+_SHIPPED: Mapping[str, Plan] = MappingProxyType(
+    {
+        "GPT2Model": {
+            "wte": "embedding",
+            "h.*.attn": "divide:num_heads,split_size",
+            "h.*.attn.c_attn": "column:3",
+            "h.*.attn.c_proj": "row",
+            "h.*.mlp.c_fc": "column",
+            "h.*.mlp.c_proj": "row",
+        },
+        "GPT2LMHeadModel": {"lm_head": "column_gather"},
+        "GPT2DoubleHeadsModel": {"lm_head": "column_gather"},
+        "GptOssModel": {  # which brings a plan for expert parallelism only
+            "layers.*.self_attn.q_proj": "column",
+            "layers.*.self_attn.k_proj": "column",
+            "layers.*.self_attn.v_proj": "column",
+            "layers.*.self_attn.o_proj": "row",
+            "layers.*.self_attn": "parameters:sinks=0",
+            # Gates and what they gate take turns along the dimension: pairs must not be cut.
+            "layers.*.mlp.experts": "experts:gate_up_proj=2x1,gate_up_proj_bias=1,down_proj=1,down_proj_bias=sum",
+        },
+        "GptOssForCausalLM": {"lm_head": "column_gather"},
+    }
+)
+
+
+def transformers_plans(module: nn.Module) -> tuple[dict[str, str | Style], dict[str, str]]:
+    """The rules of all transformers models in ``module``, which they bring or which are shipped for them; and the
+    models that have none for their blocks: the prefix of their layers' names, and in words what they are.
+
+    Raises:
+        ValueError: a plan holds a style that has no counterpart here.
+    """
+    plan: dict[str, str | Style] = {}
+    without: dict[str, str] = {}
+    roots: list[str] = []
+    for name, model in module.named_modules():
+        if "PreTrainedModel" not in _bases(model) or any(f"{name}.".startswith(root) for root in roots):
+            continue  # what lies inside another one is in its plan
+        prefix = f"{name}." if name else ""
+        roots.append(prefix)
+        own = _translated(dict(getattr(model, "tp_plan", None) or {}), name, model) | _shipped_plan(model)
+        own = _without_scaled_embeddings(model, own)
+        if all(rule.style.is_alone for rule in resolve(model, own)):  # a head at most
+            without[prefix] = f"{type(model).__name__}{f' ({name})' if name else ''}"
+        plan |= {prefix + pattern: style for pattern, style in own.items()}
+    return plan, without
+
+
+def caches_off(module: nn.Module) -> list[tuple[object, str, bool]]:
+    """The settings by which transformers models keep no keys and values, which in a trial would be another call's."""
+    configs = [part.config for part in module.modules() if "PreTrainedModel" in _bases(part)]
+    return [(config, "use_cache", False) for config in configs if hasattr(config, "use_cache")]
+
+
+def _translated(theirs: dict[str, str], name: str, model: nn.Module) -> dict[str, str | Style]:
+    """A plan of transformers in our styles. Patterns that match nothing, of another variant of the model, are left
+    out."""
+    modules = dict(model.named_modules())
+    parameters = dict(model.named_parameters())
+    plan: dict[str, str | Style] = {}
+    unknown: dict[str, str] = {}
+    divided: dict[str, list[tuple[str, int, int]]] = {}  # by the owner's pattern
+    owners: dict[str, str] = {}
+    for pattern, style in theirs.items():
+        owner, _, own = pattern.rpartition(".")
+        whole = matching(pattern, modules)
+        held = matching(pattern, parameters)
+        if held and not whole and style in _OF_PARAMETERS:
+            divided.setdefault(owner, []).append((own, *_OF_PARAMETERS[style](parameters[held[0]].dim())))
+        elif whole and style in _OF_OWNERS:
+            owners[pattern] = style
+        elif whole and style == "mla_kv_a_proj":
+            plan[pattern] = Copy(model.get_submodule(whole[0].rpartition(".")[0]).qk_rope_head_dim)  # type: ignore[arg-type]
+        elif whole and style in OTHER_NAMES:
+            plan[pattern] = OTHER_NAMES[style]
+        elif (whole or held) and style != "replicate":
+            unknown[pattern] = style
+    for owner, dims in divided.items():
+        if owner in owners:
+            plan[owner] = _OF_OWNERS[owners.pop(owner)](tuple(dims))
+        else:
+            unknown |= {f"{owner}.{own}": theirs[f"{owner}.{own}"] for own, _, _ in dims}
+    unknown |= {pattern: style for pattern, style in owners.items() if style != "local_params"}
+    if unknown:
+        # All or nothing: what remains might be one half of a pair.
+        raise ValueError(
+            f"The tensor parallel plan of {type(model).__name__}{f' ({name})' if name else ''} holds styles without "
+            f"a counterpart here: {', '.join(f'{p!r}: {s!r}' for p, s in unknown.items())}. Give a plan of your own: "
+            f"plan={{'pattern': 'style'}}."
+        )
+    return plan
+
+
+def _without_scaled_embeddings(model: nn.Module, plan: dict[str, str | Style]) -> dict[str, str | Style]:
+    """The rules without Gemma's embeddings, which scale what they look up in a forward of their own. Those stay whole,
+    and so does a head that is tied to one."""
+    whole = {
+        id(part.weight)
+        for part in model.modules()
+        if isinstance(part, nn.Embedding) and type(part).forward is not nn.Embedding.forward
+    }
+    left = {
+        rule.pattern
+        for rule in (resolve(model, plan) if whole else ())
+        if rule.style.is_alone and id(rule.module.weight) in whole
+    }
+    return {pattern: style for pattern, style in plan.items() if pattern not in left}
+
+
+def _shipped_plan(model: nn.Module) -> dict[str, str | Style]:
+    plan: dict[str, str | Style] = {}
+    for name, part in model.named_modules():
+        prefix = f"{name}." if name else ""
+        for base in _bases(part) & _SHIPPED.keys():
+            plan |= {prefix + pattern: style for pattern, style in _SHIPPED[base].items()}
+    return plan
+
+
+def _bases(module: nn.Module) -> set[str]:
+    """The names of the transformers classes that a module is an instance of. ``isinstance`` would have to import
+    them."""
+    return {base.__name__ for base in type(module).__mro__ if base.__module__.startswith("transformers.")}

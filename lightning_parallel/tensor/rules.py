@@ -8,8 +8,8 @@ so those of lora_B are too. Of a row layer the inputs are divided, so those of l
               └─ lora_A ── lora_B ───────┴─ y piece              └─ lora_A (row) ── lora_B ───┴─ y
                            (column)
 
-What isn't named here stays whole. The trained copy of a layer that PEFT keeps beside it (``modules_to_save``) is
-divided as the layer is. PEFT's modules are recognised by the names of their children, without importing PEFT.
+The trained copy of a layer that PEFT keeps beside it (``modules_to_save``) is divided as the layer is. PEFT's modules
+are recognised by the names of their children, without importing PEFT.
 """
 
 from __future__ import annotations
@@ -21,11 +21,10 @@ from dataclasses import replace
 
 from torch import nn
 
-from lightning_parallel.tensor.around import Work, around
-from lightning_parallel.tensor.layer import ParallelLayer
+from lightning_parallel.tensor.layer import ParallelLayer, Site
 from lightning_parallel.tensor.linear import is_linear
-from lightning_parallel.tensor.module_styles import Divide
-from lightning_parallel.tensor.style import Plan, Rule, Site, Style
+from lightning_parallel.tensor.module_styles import Divide, Work, around
+from lightning_parallel.tensor.style import Plan, Rule, Style
 from lightning_parallel.tensor.styles import Column, SharedHeads, read_style
 
 _OF_LORA = {"base_layer", "lora_A", "lora_B", "lora_dropout", "lora_embedding_A", "lora_embedding_B"}
@@ -101,11 +100,10 @@ def pattern_of(module: nn.Module, name: str) -> str:
 class Outside(Style):
     """Runs a dropout on whole activations: all ranks must draw the same mask."""
 
-    name = "outside"
     in_sequence_blocks = True
 
     def new_layer(self, rule: Rule, site: Site) -> nn.Module:
-        return around(rule.module, site.group, Work(region=site.region))
+        return around(rule.module, site, Work(draws="equal"))
 
 
 def without_adapters(rule: Rule) -> list[Rule]:
@@ -148,11 +146,9 @@ def _part(rule: Rule, name: str, style: Style) -> Rule:
 
 
 def with_few_heads(root: nn.Module, rules: Sequence[Rule], count: int) -> list[Rule]:
-    """The rules for ``count`` ranks. Column layers that project to fewer key-value heads than that become shared.
-
-    A module tells its heads by ``head_dim`` and ``num_key_value_groups``, as attentions of transformers do. The latter
-    becomes the number of query heads that a rank has.
-    """
+    """The rules for ``count`` ranks, where column layers that project to fewer key-value heads become shared. A module
+    tells its heads by ``head_dim`` and ``num_key_value_groups``, as attentions of transformers do. The latter becomes
+    the number of query heads that a rank has."""
     adapted: list[Rule] = []
     groups: dict[str, Rule] = {}
     for rule in rules:
@@ -161,16 +157,15 @@ def with_few_heads(root: nn.Module, rules: Sequence[Rule], count: int) -> list[R
             adapted.append(rule)
             continue
         adapted.append(replace(rule, style=SharedHeads(heads)))
-        names = tuple(seat.rpartition(".")[0] for seat in rule.seats)
+        names = tuple(name.rpartition(".")[0] for name in rule.called_names)
         divide = Divide((f"{_GROUPS}/{count // heads}",))
         groups.setdefault(names[0], Rule(root.get_submodule(names[0]), names, rule.pattern, divide))
     return [*adapted, *groups.values()]
 
 
 def _heads(root: nn.Module, rule: Rule) -> int | None:
-    """The number of key-value heads that a layer projects to; None if it isn't such a projection, or its module doesn't
-    tell."""
-    parent, _, own = rule.seats[0].rpartition(".")
+    """The number of key-value heads that a layer projects to; None if its module doesn't tell."""
+    parent, _, own = rule.called_names[0].rpartition(".")
     around = vars(root.get_submodule(parent))
     size = around.get("head_dim")
     if own not in _KEY_VALUE or not isinstance(rule.module, nn.Linear) or type(around.get(_GROUPS)) is not int:

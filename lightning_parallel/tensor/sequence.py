@@ -22,20 +22,18 @@ run where a pipeline stands in for an absent layer.
 
 from __future__ import annotations
 
-import copy
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_parallel.private.torch import tree_flatten, tree_unflatten
 from lightning_parallel.tensor import functions
+from lightning_parallel.tensor.layer import Site
 from lightning_parallel.tensor.linear import is_linear
-from lightning_parallel.tensor.region import ShardedRegion
 from lightning_parallel.tensor.style import Rule
 from lightning_parallel.tensor.styles import STYLES
 
@@ -44,12 +42,8 @@ _TIME = 1  # the sequence's dimension of a hidden state [batch, time, width]
 
 @dataclass(frozen=True)
 class Chain:
-    """Blocks that run one after the other, on pieces of the sequence.
-
-    Attributes:
-        blocks: the blocks by name, in order.
-        gathering: the modules inside that need the whole sequence, by name: those that hold column layers.
-    """
+    """Blocks that run one after the other, on pieces of the sequence; and the modules inside that need the whole
+    sequence, those that hold column layers. Both by name."""
 
     blocks: dict[str, nn.Module]
     gathering: dict[str, nn.Module]
@@ -61,15 +55,15 @@ class Chain:
         for block in self.blocks.values():
             yield from block.parameters()
 
-    def wrap(self, group: dist.ProcessGroup, region: ShardedRegion | None) -> None:
+    def wrap(self, site: Site) -> None:
         """Make the blocks work on pieces from now on."""
         piece = _Piece()
         for name, module in self.gathering.items():
-            module.forward = _Gathering(module, name, group, piece)  # type: ignore[method-assign]
+            module.forward = _Gathering(module, name, site, piece)  # type: ignore[method-assign]
         names = list(self.blocks)
         for name, block in self.blocks.items():
             first, last = name == names[0], name == names[-1]
-            block.forward = _OnPieces(block, name, group, piece, region, first, last)  # type: ignore[method-assign]
+            block.forward = _OnPieces(block, name, site, piece, first, last)  # type: ignore[method-assign]
 
 
 # -- which modules -----------------------------------------------------------------------------------------------
@@ -127,7 +121,7 @@ def _gathering(module: nn.Module, blocks: dict[str, nn.Module], rules: list[Rule
     divided: set[str] = set()
     gathering: dict[str, nn.Module] = {}
     for rule in rules:
-        inside = [name for name in rule.seats if any(f"{name}.".startswith(f"{block}.") for block in blocks)]
+        inside = [name for name in rule.called_names if any(f"{name}.".startswith(f"{block}.") for block in blocks)]
         if not inside:
             continue
         if not rule.style.in_sequence_blocks:
@@ -201,17 +195,11 @@ class _Wrapped:
 
     _module: nn.Module
     _name: str
-    _group: dist.ProcessGroup
+    _site: Site
     _piece: _Piece
 
     def __post_init__(self) -> None:
         self._forward: Callable[..., Any] = self._module.forward
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        memo[id(self._group)] = self._group  # can't be copied: the copy has the same group
-        duplicate = memo[id(self)] = self.__class__.__new__(self.__class__)
-        duplicate.__dict__.update({name: copy.deepcopy(value, memo) for name, value in self.__dict__.items()})
-        return duplicate
 
     def _mapped(
         self, function: Callable[[Tensor], Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -259,7 +247,7 @@ class _Gathering(_Wrapped):
                 f"of its block begins with {tuple(self._piece.shape or ())}: the block rearranges it between the two "
                 f"(windows, patches of several channels), so its dimension 1 isn't the sequence. Turn it off."
             )
-        return functions.gather_sum(x, _TIME, self._group)
+        return functions.gather_sum(x, _TIME, self._site.group)
 
 
 @dataclass(eq=False)
@@ -267,33 +255,30 @@ class _OnPieces(_Wrapped):
     """The forward of a block. The first block divides the hidden state, the last one gathers it. Random numbers drawn
     inside are for this rank's piece, so the block as a whole is a sharded region."""
 
-    _region: ShardedRegion | None
     _first: bool
     _last: bool
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         args, kwargs = self._mapped(self._divided, args, kwargs)
-        region = self._region if self._module.training else None
-        if region is not None:
-            region.enter()
+        self._site.enter_region(self._module.training)
         output = self._forward(*args, **kwargs)
-        if region is not None:
-            region.leave()
+        if self._module.training:
+            self._site.leave_region()
         if not self._last:
             return output
         leaves, spec = tree_flatten(output)
         i = next((i for i, x in enumerate(leaves) if isinstance(x, Tensor)), None)
         if i is None:
             raise ValueError(f"sequence_parallel=True: {self._name!r} returned no tensor to be gathered. Turn it off.")
-        leaves[i] = functions.gather(leaves[i], _TIME, self._group)
+        leaves[i] = functions.gather(leaves[i], _TIME, self._site.group)
         return tree_unflatten(leaves, spec)
 
     def _divided(self, x: Tensor) -> Tensor:
-        if self._first and x.shape[_TIME] % self._group.size():
+        if self._first and x.shape[_TIME] % self._site.group.size():
             raise ValueError(
                 f"sequence_parallel=True: {self._name!r} got a sequence of {x.shape[_TIME]} positions, which "
-                f"{self._group.size()} tensor ranks don't divide: pad or cut sequences to a multiple."
+                f"{self._site.group.size()} tensor ranks don't divide: pad or cut sequences to a multiple."
             )
-        x = functions.split(x, _TIME, self._group) if self._first else x
+        x = functions.split(x, _TIME, self._site.group) if self._first else x
         self._piece.shape = x.shape[:2]
         return x

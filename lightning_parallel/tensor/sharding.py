@@ -15,12 +15,12 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_parallel.ranks.shard import Shard
-from lightning_parallel.tensor.layer import ParallelLayer
-from lightning_parallel.tensor.region import ShardedRegion
+from lightning_parallel.tensor.dropout import ShardedRegion
+from lightning_parallel.tensor.layer import ParallelLayer, Site
 from lightning_parallel.tensor.rules import resolve, with_few_heads
 from lightning_parallel.tensor.sequence import find_chains
-from lightning_parallel.tensor.style import Plan, Rule, Site
-from lightning_parallel.tensor.whole_input import Siblings
+from lightning_parallel.tensor.shared_input import Siblings
+from lightning_parallel.tensor.style import Plan, Rule
 
 
 @dataclass(frozen=True)
@@ -46,14 +46,12 @@ def shard_module(
     sequence_parallel: bool = False,
     region: ShardedRegion | None = None,
 ) -> Sharding:
-    """Replace layers of ``module`` by this rank's shards of them, wherever they are registered.
+    """Replace layers of ``module``, which is equal on all ranks, by this rank's shards of them, wherever they are
+    registered. Parameters are new objects afterwards, so make optimizers later.
 
     Args:
-        module: the model, equal on all ranks of the group. Its parameters are new objects afterwards, so make
-            optimizers later.
-        sequence_parallel: divide the activations between the sharded regions of the model's blocks along the sequence;
-            see :mod:`~lightning_parallel.tensor.sequence`.
-        region: the region of random numbers that are drawn where the ranks compute different things.
+        sequence_parallel: divide the activations between the divided layers along the sequence.
+        region: where the ranks compute different things, and draw different random numbers.
 
     Raises:
         ValueError: the plan doesn't fit the model, or the model doesn't fit the size of the group.
@@ -95,7 +93,7 @@ def shard_module(
     for rule in rules:
         rule.style.divide_in_place(rule, module, group.size())
     for chain in chains:
-        chain.wrap(group, region)
+        chain.wrap(Site(group, region))
     shards = {
         f"{name}.{parameter}" if name else parameter: shard
         for name, layer in module.named_modules(remove_duplicate=False)
@@ -106,8 +104,8 @@ def shard_module(
 
 
 def _parent(rule: Rule) -> str:
-    name = rule.seats[0] if rule.wrapper == ".base_layer" else rule.name  # an adapter's layers get inputs of their own
-    return name.rpartition(".")[0]
+    is_base = rule.wrapper == ".base_layer"  # the other layers of an adapter get inputs of their own
+    return (rule.called_names[0] if is_base else rule.name).rpartition(".")[0]
 
 
 @contextmanager

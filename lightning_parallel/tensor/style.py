@@ -1,7 +1,7 @@
-"""A style: how one module is divided over the tensor ranks, as one object that holds all that is special about it.
+"""A style: how one module is divided over the tensor ranks.
 
-A new style is a subclass of :class:`Style`, and a plan takes an instance of it. Those that there are stand in
-``styles.py`` and ``module_styles.py``.
+A new style is a subclass of :class:`Style`, and a plan takes an instance of it. Those of linear layers stand in
+``styles.py``, the others in ``module_styles.py``.
 """
 
 from __future__ import annotations
@@ -10,11 +10,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, ClassVar, Self
 
-import torch.distributed as dist
 from torch import nn
 
-from lightning_parallel.tensor.region import ShardedRegion
-from lightning_parallel.tensor.whole_input import Siblings
+from lightning_parallel.tensor.layer import Site
 
 
 @dataclass(frozen=True)
@@ -26,8 +24,8 @@ class Rule:
         names: all names under which it is registered.
         pattern: the pattern of the plan that matched it.
         style: how it is divided.
-        wrapper: the module's name inside the one that wraps it and that the model's code calls, such as
-            ``.base_layer``; empty if nothing wraps it.
+        wrapper: the end of the module's name, such as ``.base_layer``, that the model's code leaves out because it
+            calls a module around it; empty if nothing wraps the module.
     """
 
     module: nn.Module
@@ -41,32 +39,13 @@ class Rule:
         return self.names[0]
 
     @property
-    def seats(self) -> tuple[str, ...]:
+    def called_names(self) -> tuple[str, ...]:
         """The names that the model's code calls the module by: its own, or those of a module that wraps it."""
         return tuple(name.removesuffix(self.wrapper) for name in self.names)
 
     def misfit(self, what: str) -> str:
         """A message that says the style doesn't fit the module."""
         return f"plan: {self.pattern!r}: {self.style.text!r}, but {self.name!r} is a {type(self.module).__name__}{what}"
-
-
-@dataclass(frozen=True)
-class Site:
-    """The surroundings of a divided layer.
-
-    Attributes:
-        group: the tensor group.
-        region: entered after a column layer and left before a row layer; None where the block as a whole is the region.
-        in_block: whether the layer is in a block that works on pieces of the sequence.
-        siblings: shared by the layers that get the same input; None for a layer that has none.
-        shared: the shards made so far, by the id of the whole parameter.
-    """
-
-    group: dist.ProcessGroup
-    region: ShardedRegion | None = None
-    in_block: bool = False
-    siblings: Siblings | None = None
-    shared: dict[int, nn.Parameter] | None = None
 
 
 class Style:
@@ -109,24 +88,11 @@ class Style:
         return (self.name or type(self).__name__) + (f":{','.join(options)}" if options else "")
 
     def check(self, rule: Rule) -> None:
-        """Refuse a module that the style doesn't fit.
-
-        Raises:
-            ValueError: it doesn't.
-        """
+        """Raise a ValueError if the style doesn't fit the module."""
 
     def check_division(self, rule: Rule, root: nn.Module, rules: Sequence[Rule], count: int) -> None:
-        """Refuse a module that can't be divided over ``count`` ranks.
-
-        Args:
-            rule: a rule of this style.
-            root: the whole model, in which other modules may be looked up.
-            rules: the rules of all modules.
-            count: the number of tensor ranks.
-
-        Raises:
-            ValueError: it can't.
-        """
+        """Raise a ValueError if the module can't be divided over ``count`` ranks. ``root`` is the whole model, and
+        ``rules`` are the rules of all its modules."""
 
     def new_layer(self, rule: Rule, site: Site) -> nn.Module | None:
         """A layer with this rank's shard of the module, to be put in its place; None if the module stays. The names in
@@ -134,12 +100,10 @@ class Style:
         return None
 
     def divide_in_place(self, rule: Rule, root: nn.Module, count: int) -> None:
-        """Change a module that stays. Called when everything has been checked and the new layers are in their
-        places."""
+        """Change a module that stays, when everything has been checked and the new layers are in their places."""
 
     def partial_parameters(self, module: nn.Module) -> list[nn.Parameter]:
-        """The parameters that stay whole but of whose gradient each rank computes a part, to be summed over the
-        ranks."""
+        """The parameters that stay whole, of whose gradient each rank computes a part. The parts are summed."""
         return list(module.parameters()) if self.sums_gradients else []
 
 

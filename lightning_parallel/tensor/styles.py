@@ -15,10 +15,10 @@ from typing import ClassVar, Self
 from torch import nn
 
 from lightning_parallel.tensor import module_styles as others
-from lightning_parallel.tensor.heads import SharedHeadsLinear
-from lightning_parallel.tensor.linear import ColumnParallelLinear, RowParallelLinear, is_linear
+from lightning_parallel.tensor.layer import Site
+from lightning_parallel.tensor.linear import ColumnParallelLinear, RowParallelLinear, SharedHeadsLinear, is_linear
 from lightning_parallel.tensor.module_styles import Divide, over
-from lightning_parallel.tensor.style import Rule, Site, Style
+from lightning_parallel.tensor.style import Rule, Style
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Column(Style):
 
     def check_division(self, rule: Rule, root: nn.Module, rules: Sequence[Rule], count: int) -> None:
         """Refuse to cut a head in two: each head must be on one rank."""
-        for name in rule.seats:
+        for name in rule.called_names:
             parent_name, _, own = name.rpartition(".")
             parent = root.get_submodule(parent_name)
             if "qk_head_dim" in vars(parent):  # DeepSeek's attention, whose keys and values differ in size
@@ -85,7 +85,10 @@ class Column(Style):
         return (size // count,) * count
 
     def new_layer(self, rule: Rule, site: Site) -> nn.Module:
-        return ColumnParallelLinear.at(site, rule.module, self.part_sizes(rule.module), self._gathers)
+        parts = self.part_sizes(rule.module)
+        return ColumnParallelLinear.from_linear(
+            rule.module, group=site.group, gather_output=self._gathers, parts=parts, site=site
+        )
 
 
 class GatheredColumn(Column):
@@ -150,7 +153,9 @@ class Row(Style):
         _check_linear(rule)
 
     def new_layer(self, rule: Rule, site: Site) -> nn.Module:
-        return RowParallelLinear.at(site, rule.module, self._input_is_parallel)
+        return RowParallelLinear.from_linear(
+            rule.module, group=site.group, input_is_parallel=self._input_is_parallel, site=site
+        )
 
 
 class SplitRow(Row):

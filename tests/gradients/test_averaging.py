@@ -34,10 +34,10 @@ def gradient(name: str, rank: int, update: int) -> Tensor | None:
 
 def as_a_whole(averager: GradientAverager, gradients: Gradients) -> None:
     """What is reported comes in another order on every rank, and "b" never."""
-    averager.begin()
     names = [name for name in SHAPES if gradients[name] is not None and name != "b"]
-    for name in names[dist.get_rank() :] + names[: dist.get_rank()]:
-        averager.ready(name, gradients[name])  # type: ignore[arg-type]
+    with averager.completing(SHAPES):
+        for name in names[dist.get_rank() :] + names[: dist.get_rank()]:
+            averager.ready(name, gradients[name])  # type: ignore[arg-type]
 
 
 def in_parts(averager: GradientAverager, gradients: Gradients) -> None:
@@ -105,10 +105,10 @@ def order_of_messages() -> Any:
     with patch.object(GradientAverager, "_send", logging):
         made = {name: torch.zeros(4, requires_grad=True) for name in "abcd"}
         averager = GradientAverager(made, dist.group.WORLD, bucket_bytes=32)
-        averager.begin()
-        for name in "cbda":  # b completes no bucket; d completes the first
-            averager.ready(name, torch.ones(4))
-            log.append(f"after {name}")
+        with averager.completing("abcd"):
+            for name in "cbda":  # b completes no bucket; d completes the first
+                averager.ready(name, torch.ones(4))
+                log.append(f"after {name}")
         averager.finish({})
     return log
 

@@ -10,7 +10,8 @@ from lightning_parallel.tensor.plan import find_plan
 from lightning_parallel.tensor.rules import resolve
 from lightning_parallel.tensor.sharding import shard_module
 from lightning_parallel.tensor.styles import Column, Row, read_style
-from tests.tensor.test_sharding import LLAMA, Loss, gpt, gpt2, lenet, llama, mlp, phi3, qwen3, ranks
+from tests.tensor.helpers import ranks
+from tests.tensor.models import EXPERTS, LLAMA, PLANNED, Loss, gpt2, llama, mlp, of_transformers, phi3, qwen3
 
 
 class Hooked(nn.Module):
@@ -56,10 +57,8 @@ def test_what_lies_inside_a_model_of_transformers_is_in_its_plan() -> None:
 
 
 def test_embeddings_that_scale_stay_whole_with_the_head_tied_to_them() -> None:
-    from transformers import GemmaConfig, GemmaForCausalLM
-
     for tied in (True, False):
-        model = GemmaForCausalLM(GemmaConfig(**LLAMA, tie_word_embeddings=tied))
+        model = of_transformers("Gemma", **LLAMA, tie_word_embeddings=tied)
         plan = find_plan(Loss(model))
         assert "model.model.embed_tokens" not in plan
         assert ("model.lm_head" in plan) != tied
@@ -67,10 +66,10 @@ def test_embeddings_that_scale_stay_whole_with_the_head_tied_to_them() -> None:
         assert shard_module(Loss(model), plan, ranks(2)).shards
 
 
-def test_every_plan_matches_its_model() -> None:
-    for make in (llama, qwen3, phi3, gpt2, gpt, mlp, lenet):
-        model = make()
-        assert resolve(model, find_plan(model)), make
+@pytest.mark.parametrize("name", PLANNED)
+def test_every_plan_matches_its_model(name: str) -> None:
+    model = PLANNED[name]()
+    assert resolve(model, find_plan(model))
 
 
 def test_hidden_layers_of_the_perceptron_go_in_pairs() -> None:
@@ -95,9 +94,7 @@ def test_without_a_plan_the_layers_are_named() -> None:
 
 def without_pairs() -> nn.Module:
     """Heads that no two ranks can share, and no MLP to divide."""
-    from transformers import MambaConfig, MambaModel
-
-    return MambaModel(MambaConfig(vocab_size=8, hidden_size=8, num_hidden_layers=1, state_size=4))
+    return of_transformers("Mamba", "Model", vocab_size=8, hidden_size=8, num_hidden_layers=1, state_size=4)
 
 
 def test_a_transformers_model_without_a_plan_is_refused_by_name() -> None:
@@ -144,3 +141,13 @@ def test_styles_are_read_and_written() -> None:
         "heads:2", "experts:up=1x2,down=2,bias=sum", "parameters:sinks=0", "copy", "copy:64", "reduce", "divide_output",
     ):  # fmt: skip
         assert read_style(text).text == text
+
+
+@pytest.mark.parametrize(("style", "message"), [
+    ("experts:gate_up_proj=1x5,down_proj=2", "without such a parameter 'gate_up_proj'"),
+    ("experts:weight=1", "without such a parameter 'weight'"),
+    ("experts:gate_up_proj", "Write 'experts:up=1x2,down=2,bias=sum'"),
+])  # fmt: skip
+def test_experts_that_do_not_fit_are_refused(style: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        resolve(EXPERTS["mixtral"](), {"model.layers.*.mlp.experts": style})

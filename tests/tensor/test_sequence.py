@@ -1,6 +1,6 @@
 """Sequence parallelism: blocks on pieces of the sequence, and what can't run on one refused.
 
-That models train as the whole with it is shown in test_apply.py, for the same models as without.
+That models train as the whole with it is shown in test_training.py.
 """
 
 from __future__ import annotations
@@ -15,12 +15,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_parallel.absent.tensor import absent_like, make_absent
+from lightning_parallel.tensor.dropout import ShardedRegion
 from lightning_parallel.tensor.plan import find_plan
-from lightning_parallel.tensor.region import ShardedRegion
 from lightning_parallel.tensor.sharding import shard_module
 from tests.pipeline import by_hand
 from tests.pool import WorkerPool
-from tests.tensor.test_sharding import TIME, Loss, batch, close, gpt, gpt2, lenet, llama, mlp, phi3, ranks, seeded
+from tests.tensor.helpers import close, ranks, world
+from tests.tensor.models import TIME, Loss, batch, gpt, gpt2, lenet, llama, mlp, phi3, seeded
 
 CPU = torch.device("cpu")
 
@@ -71,16 +72,15 @@ def test_a_copy_works_on_itself_with_the_same_group_and_region() -> None:
     for name in ("blocks.0", "blocks.1.mlp"):
         block = copy.deepcopy(model.get_submodule(name))
         wrapped: Any = block.forward
-        assert wrapped._module is block and wrapped._forward.__self__ is block and wrapped._group is group
-        assert getattr(wrapped, "_region", region) is region
+        assert wrapped._module is block and wrapped._forward.__self__ is block
+        assert wrapped._site.group is group and wrapped._site.region is region
 
 
 # -- with a pipeline ---------------------------------------------------------------------------------------------
 
 
 def pipelines_equal_the_whole() -> None:
-    group = dist.group.WORLD
-    assert group is not None
+    group = world()
 
     def step(model: Any) -> Any:
         return model(*batch(model.model))
@@ -100,12 +100,11 @@ def pipelines_equal_the_whole() -> None:
                 if name in sharding.partial:
                     dist.all_reduce(mine)
                 shard = sharding.shards.get(name)
-                close(mine, gradient if shard is None else shard.take(gradient), f"{make.__name__}: {name}")
+                close(mine, gradient if shard is None else shard.take(gradient), name)
 
 
 def dropout_differs_between_pieces_and_nowhere_else() -> None:
-    group = dist.group.WORLD
-    assert group is not None
+    group = world()
     torch.manual_seed(0)
     model = gpt(dropout=0.5).double()
     region = ShardedRegion(group.rank(), CPU)
@@ -223,14 +222,16 @@ def test_the_same_tensor_as_query_and_key_is_gathered_once_and_masks_stay_whole(
     assert model[0](absent_like(torch.empty(2, 6, 4), "a block")).shape == (2, 6, 4)
 
 
-def test_a_sequence_that_the_ranks_do_not_divide_is_refused() -> None:
+@pytest.mark.parametrize(("shape", "message"), [
+    ((2, 10, 24), "'blocks.0' got a sequence of 10 positions, which 4 tensor ranks don't divi"),
+    ((8, 24), r"hidden state \[batch, sequence, features\], but it has the shape \(8, 24\)"),
+    ((2, 4, 10, 24), r"hidden state \[batch, sequence, features\], but it has the shape"),  # pieces of channels
+])  # fmt: skip
+def test_a_hidden_state_of_another_shape_is_refused(shape: tuple[int, ...], message: str) -> None:
     model = gpt()
     shard_module(model, find_plan(model), ranks(4), sequence_parallel=True)
-    block = model.get_submodule("blocks.0")
-    with pytest.raises(ValueError, match="'blocks.0' got a sequence of 10 positions, which 4 tensor ranks don't divi"):
-        block(torch.zeros(2, 10, 24))
-    with pytest.raises(ValueError, match=r"hidden state \[batch, sequence, features\], but it has the shape \(8, 24\)"):
-        block(torch.zeros(8, 24))
+    with pytest.raises(ValueError, match=message):
+        model.get_submodule("blocks.0")(torch.zeros(shape))
 
 
 class Rearranging(nn.Module):
@@ -254,13 +255,6 @@ def test_blocks_that_rearrange_the_sequence_are_refused(windows: bool) -> None:
     make_absent(model, str, CPU)
     with pytest.raises(ValueError, match=r"'0.mlp' gets a tensor of shape .* the block rearranges it"):
         model(absent_like(torch.empty(2, 8, 4), "an embedding"))
-
-
-def test_pieces_of_channels_are_refused() -> None:
-    model = gpt()
-    shard_module(model, find_plan(model), ranks(2), sequence_parallel=True)
-    with pytest.raises(ValueError, match=r"hidden state \[batch, sequence, features\], but it has the shape"):
-        model.get_submodule("blocks.0")(torch.zeros(2, 4, 10, 24))
 
 
 def test_a_second_hidden_state_is_refused() -> None:

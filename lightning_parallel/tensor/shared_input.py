@@ -5,8 +5,8 @@ A layer by itself sends its input's gradient while it computes the weight's (:fu
     backward     dx = g W     all-reduce of dx ........................ wait
                               dW = g^T x     db = sum of g's rows
 
-Layers that get one input, such as q, k and v, would each send a message of its size so. :class:`Siblings` share one
-``copy`` (:mod:`~lightning_parallel.tensor.functions`). Autograd first adds up their gradients, then sends the sum::
+Layers that get one input, such as q, k and v, share one ``copy`` of it (:class:`Siblings`). Autograd first adds up
+their gradients, then sends the sum::
 
     x --- copy --+-- q        backward:   dx = sum over ranks of (dx_q + dx_k + dx_v)
                  +-- k
@@ -54,13 +54,8 @@ class Siblings:
 
 
 def copy_linear(x: Tensor, weight: Tensor, bias: Tensor | None, group: dist.ProcessGroup) -> Tensor:
-    """``F.linear(copy(x, group), weight, bias)``, with communication and computation overlapped in the backward.
-
-    Args:
-        x: ``[..., in]``, equal on all ranks.
-        weight: ``[out here, in]``.
-        bias: ``[out here]``, or None.
-    """
+    """``F.linear(copy(x, group), weight, bias)``, with communication and computation overlapped in the backward. ``x``
+    ``[..., in]`` is equal on all ranks, ``weight`` is ``[out here, in]``."""
     given, device = [x, weight, bias], x.device.type
     if torch.is_autocast_enabled(device):  # which doesn't act on a custom autograd function: cast as for F.linear
         dtype = torch.get_autocast_dtype(device)
@@ -75,7 +70,7 @@ class _CopyLinear(torch.autograd.Function):
     def forward(  # type: ignore[override]
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, group: dist.ProcessGroup
     ) -> Tensor:
-        ctx.group, ctx.differs = group, True  # see functions.py
+        ctx.group = group
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
         return F.linear(x, weight, bias).data  # no view, which autograd would let nobody change in place
 

@@ -25,14 +25,8 @@ from torch import Tensor
 
 
 class ShardedRegion:
-    """The region between column and row layers, as the device's global generator sees it.
-
-    It is entered and left many times in a step, once for each pair of layers.
-
-    Args:
-        index: this rank's coordinate on the tensor axis.
-        device: the model's device, a CPU or a CUDA device.
-    """
+    """The region between column and row layers, as the device's global generator sees it. It is entered and left once
+    for each pair of layers. ``index`` is this rank's coordinate on the tensor axis."""
 
     def __init__(self, index: int, device: torch.device) -> None:
         self._index = index
@@ -55,9 +49,8 @@ class ShardedRegion:
         generator.manual_seed(seed)
 
     def leave(self) -> None:
-        """Restore the generator's state from before :meth:`enter`, one number further if any were drawn inside. So the
-        next region draws other numbers. A model without dropout leaves the generator, from which data are shuffled, as
-        a single process would. Outside the region this does nothing."""
+        """Restore the generator's state from before :meth:`enter`, one number further if any were drawn inside, so the
+        next region draws other numbers. Outside the region this does nothing."""
         generator = self._generator()
         seed = generator.initial_seed()
         if seed not in self._outside:

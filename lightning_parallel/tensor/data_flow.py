@@ -1,4 +1,4 @@
-"""Finds, by one run of the model, which linear layer's output flows into which other one.
+"""Finds, by one run of a model, which linear layer's output flows into which other one.
 
 Every value of the run is one of three things: no activation at all (a parameter, a mask), a whole activation, or made
 of the outputs of some linear layers and nothing else::
@@ -9,7 +9,7 @@ of the outputs of some linear layers and nothing else::
       (whole) ----- up ----- gelu ------------ down -- + x      down's input is made of {up}
 
 Layers whose outputs all end in one other layer's input, with no whole activation mixed in, may be columns, and that one
-their row. Whether they can really be divided is another question (:mod:`~lightning_parallel.tensor.finding`).
+their row. Whether they can really be divided is tried by ``plan_search.py``.
 """
 
 from __future__ import annotations

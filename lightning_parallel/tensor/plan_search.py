@@ -1,11 +1,11 @@
 """A plan for a model that brings none: pairs of linear layers found by one run, and each tried before it is used.
 
-The run shows which layers could make a pair (:mod:`~lightning_parallel.tensor.flows`). How such a pair is to be divided
-(fused projections part by part? which of the attention's integers count heads?) is tried out. The columns get random
-weights, and their module is run whole, then with each rank's shards in their place. What reaches the row layer on a
-rank must be that rank's piece of what reaches it in the whole run. What the module returns must be the same, given the
-same output of the row layer: attention that returns its probabilities, or a bias for each head, can't be divided.
-Nothing is sent for this, and the model is left as it was. A pair for which no way is found stays whole.
+The run shows which layers could make a pair (``data_flow.py``). How to divide it (fused projections part by part? which
+of the attention's integers count heads?) is tried out. The columns get random weights, and their module is run whole,
+then with each rank's shards in their place. What reaches the row layer on a rank must be that rank's piece of what
+reaches it in the whole run. What the module returns must be the same, given the same output of the row layer: attention
+that returns its probabilities, or has a bias for each head, can't be divided. Nothing is sent for this, and the model
+is left as it was. A pair for which no way is found stays whole.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from lightning_parallel.private.torch import tensors_in, tree_map
 from lightning_parallel.ranks.shard import Shard, piece
 from lightning_parallel.seeding import host_generators_kept
-from lightning_parallel.tensor.flows import Pair, find_pairs
+from lightning_parallel.tensor.data_flow import Pair, find_pairs
 from lightning_parallel.tensor.linear import is_divisible, is_linear
 from lightning_parallel.tensor.rules import pattern_of
 from lightning_parallel.tensor.style import Style
@@ -41,24 +41,16 @@ _Run = tuple[Tensor, Tensor, list[Tensor]]
 
 @dataclass(frozen=True)
 class _Way:
-    """A way to divide a pair.
-
-    Attributes:
-        parts: the number of equal fused parts, for each column layer.
-        attributes: the names of the integers that are divided, by the name of their module inside the block.
-    """
+    """A way to divide a pair: the number of equal fused parts in each column layer, and the integers that are divided,
+    each with the name of its module inside the block."""
 
     parts: int
     attributes: tuple[tuple[str, str], ...]
 
 
 def found_plan(module: nn.Module, run: Callable[[], Any], count: int) -> dict[str, str | Style]:
-    """Rules for all pairs that can be divided over ``count`` ranks, by full names.
-
-    Args:
-        module: the whole model, in the state in which it is to be trained.
-        run: runs the model on any input, without side effects that matter.
-    """
+    """Rules for all pairs that can be divided over ``count`` ranks, by full names. ``run`` runs the whole model on any
+    input, without side effects that matter."""
     plan: dict[str, str | Style] = {}
     known: dict[str, _Way | None] = {}  # by what blocks have in common
     with _at_rest(module):
@@ -168,8 +160,8 @@ class _Block:
         answer: Tensor | None,
     ) -> _Run | None:
         """Run the block with other weights of its column layers, with divided integers, and with a row layer that
-        returns ``answer`` (its own output if that is None); None if the block fails so, or calls its row layer more
-        than once."""
+        returns ``answer``, or its own output if that is None. Returns None if the block fails, or calls its row layer
+        more than once."""
         calls: list[tuple[Tensor, Tensor]] = []
         own = self._row.forward
 

@@ -8,12 +8,11 @@ import weakref
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from lightning_parallel.tensor.sharding import shard_module
 from tests.pool import WorkerPool
-from tests.tensor.messages import Messages
+from tests.tensor.helpers import Messages, world
 
 
 class Attention(nn.Module):
@@ -35,8 +34,7 @@ PLAN = dict.fromkeys("qkv", "column") | {"o": "row"}
 
 def compare(cross: bool) -> int:
     """All-reduces of a backward, after comparing its gradients with the whole model's."""
-    group = dist.group.WORLD
-    assert group is not None
+    group = world()
     torch.manual_seed(0)
     whole = Attention().double()
     model = copy.deepcopy(whole)
@@ -66,8 +64,7 @@ def test_another_input_s_gradient_is_sent_by_itself(pool: WorkerPool) -> None:
 
 def nothing_is_kept(cross: bool) -> bool:
     """Whether the inputs have been freed with the graph, once all layers have been called."""
-    group = dist.group.WORLD
-    assert group is not None
+    group = world()
     model = Attention()
     shard_module(model, PLAN, group)
     inputs = [torch.randn(3, 6, requires_grad=True) * 1 for _ in range(1 + cross)]

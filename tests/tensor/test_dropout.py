@@ -12,9 +12,8 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
-from lightning_parallel.tensor.region import ShardedRegion
+from lightning_parallel.tensor.dropout import ShardedRegion
 
-RANKS = range(4)
 DEVICES = [torch.device("cpu"), pytest.param(torch.device("cuda"), marks=pytest.mark.gpu)]
 on_devices = pytest.mark.parametrize("device", DEVICES, ids=str)
 Part = Callable[[Tensor], Tensor]
@@ -53,110 +52,61 @@ def state(device: torch.device) -> Tensor:
     return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
 
 
+def seeded(device: torch.device, rank: int = 1) -> ShardedRegion:
+    torch.manual_seed(0)
+    return ShardedRegion(rank, device)
+
+
 @on_devices
-def test_dropout_differs_inside_and_agrees_outside(device: torch.device) -> None:
+def test_dropout_differs_between_ranks_inside_and_agrees_outside(device: torch.device) -> None:
     masks = []
-    for rank in RANKS:
-        torch.manual_seed(0)
-        region = ShardedRegion(rank, device)
-        before = drop(ones(device))
-        region.enter()
-        inside = drop(ones(device))
-        region.leave()
-        masks.append((before, inside, drop(ones(device))))
-    for rank in RANKS:
+    for rank in (*range(4), 0):
+        region = seeded(device, rank)
+        outside, inside = [drop(ones(device))], []
+        for _ in range(2):  # nothing is drawn in between
+            region.enter()
+            inside.append(drop(ones(device)))
+            region.leave()
+        outside.append(drop(ones(device)))
+        masks.append((outside, inside))
+    assert not any(torch.equal(*inside) for _, inside in masks)
+    for rank, (outside, inside) in enumerate(masks):
         for other in range(rank):
-            assert torch.equal(masks[rank][0], masks[other][0])
-            assert not torch.equal(masks[rank][1], masks[other][1])
-            assert torch.equal(masks[rank][2], masks[other][2])
+            assert all(map(torch.equal, outside, masks[other][0]))
+            same_rank = (rank, other) == (4, 0)
+            assert all(torch.equal(a, b) == same_rank for a, b in zip(inside, masks[other][1], strict=True))
 
 
 @on_devices
-def test_however_much_is_drawn_inside_counts_as_one_number_outside(device: torch.device) -> None:
+def test_however_much_is_drawn_inside_counts_as_one_number_outside_and_nothing_as_none(device: torch.device) -> None:
     after = []
-    for count in (1, 2, 5):
-        torch.manual_seed(0)
-        region = ShardedRegion(1, device)
+    for count, end in ((1, ShardedRegion.leave), (2, ShardedRegion.leave), (5, ShardedRegion.close)):
+        region = seeded(device)
         region.enter()
         for _ in range(count):
             drop(ones(device))
-        region.leave()
-        after.append(state(device))
-    assert all(torch.equal(after[0], s) for s in after)
-
-
-@on_devices
-def test_a_region_without_dropout_leaves_the_generator_as_it_was(device: torch.device) -> None:
-    torch.manual_seed(0)
-    before = state(device)
-    region = ShardedRegion(1, device)
-    region.enter()
-    region.leave()
-    assert torch.equal(state(device), before)
-
-
-@on_devices
-def test_each_entry_draws_other_numbers_and_the_same_seed_the_same(device: torch.device) -> None:
-    def masks() -> list[Tensor]:
-        torch.manual_seed(0)
-        region = ShardedRegion(1, device)
-        found = []
-        for _ in range(3):  # nothing is drawn in between
-            region.enter()
-            found.append(drop(ones(device)))
-            region.leave()
-        return [*found, drop(ones(device))]
-
-    first, again = masks(), masks()
-    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
-    assert not any(torch.equal(first[i], first[j]) for i in range(4) for j in range(i))
-
-
-@on_devices
-def test_entering_inside_and_leaving_outside_do_nothing(device: torch.device) -> None:
-    region = ShardedRegion(1, device)
-    outside = state(device)
-    region.leave()
-    region.close()
-    assert torch.equal(state(device), outside)
-    region.enter()
-    drop(ones(device))
-    inside = state(device)
-    region.enter()
-    assert torch.equal(state(device), inside)
-    region.leave()
-    outside = state(device)
-    region.leave()
-    assert torch.equal(state(device), outside)
-
-
-@on_devices
-def test_closing_leaves_the_region_and_frees_what_it_kept(device: torch.device) -> None:
-    def outside_after(end: Callable[[ShardedRegion], None]) -> Tensor:
-        torch.manual_seed(0)
-        region = ShardedRegion(1, device)
-        region.enter()
-        drop(ones(device))
         end(region)
-        return state(device)
-
-    region = ShardedRegion(1, device)
+        after.append(state(device))
+    assert all(torch.equal(after[0], each) for each in after)
+    region = seeded(device)
+    before = state(device)
     region.enter()
     region.close()
-    assert not region._outside
-    assert torch.equal(outside_after(ShardedRegion.close), outside_after(ShardedRegion.leave))
+    assert torch.equal(state(device), before) and not region._outside
 
 
 @on_devices
-def test_reseeding_inside_ends_the_region(device: torch.device) -> None:
+def test_entering_inside_and_leaving_outside_do_nothing_and_reseeding_ends_the_region(device: torch.device) -> None:
     region = ShardedRegion(1, device)
-    region.enter()
-    torch.manual_seed(5)
-    seeded = state(device)
-    region.leave()
-    assert torch.equal(state(device), seeded)
-    region.enter()
-    assert not torch.equal(state(device), seeded)
+    for act, changes in (
+        (region.leave, False), (region.close, False), (region.enter, True), (region.enter, False), (region.leave, True),
+        (region.leave, False), (region.enter, True), (partial(torch.manual_seed, 5), True), (region.leave, False),
+        (region.enter, True),
+    ):  # fmt: skip
+        before = state(device)
+        act()
+        assert torch.equal(state(device), before) != changes
+        drop(ones(device))
 
 
 # The parts of two blocks, cut into what is checkpointed: whole blocks; from inside the first block's region to inside
@@ -169,8 +119,7 @@ CUTS = {"whole": [0, 4, 8], "inside": [0, 1, 5, 8], "outside inside": [0, 2, 4, 
 @on_devices
 def test_recomputation_draws_the_same_numbers(device: torch.device, cuts: list[int], reentrant: bool) -> None:
     def gradient(call: Callable[[Part, Tensor], Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        torch.manual_seed(0)
-        region = ShardedRegion(1, device)
+        region = seeded(device)
         x = torch.linspace(0, 1, 64, device=device, requires_grad=True)
         parts = block_parts(region) + block_parts(region)
         y: Tensor = x
@@ -191,8 +140,7 @@ def test_a_recomputation_broken_off_inside_does_not_reach_the_next(device: torch
     """What the row layer does needs no recomputation: it stops after the dropout, with the region entered."""
 
     def gradient(call: Callable[[Part, Tensor], Tensor]) -> Tensor:
-        torch.manual_seed(0)
-        region = ShardedRegion(1, device)
+        region = seeded(device)
         x = torch.linspace(0, 1, 64, device=device, requires_grad=True)
 
         def block(x: Tensor) -> Tensor:
@@ -212,9 +160,8 @@ def test_a_recomputation_broken_off_inside_does_not_reach_the_next(device: torch
 @on_devices
 def test_the_loader_shuffles_alike_on_all_ranks_after_steps_with_regions(device: torch.device) -> None:
     orders = []
-    for rank in RANKS:
-        torch.manual_seed(0)
-        region = ShardedRegion(rank, device)
+    for rank in range(4):
+        region = seeded(device, rank)
         loader = DataLoader(list(range(100)), batch_size=10, shuffle=True)
         order = []
         for epoch in range(3):

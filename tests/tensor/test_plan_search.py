@@ -1,0 +1,146 @@
+"""Plans that are found by trying. That such a model trains as the whole one is shown in test_training.py."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_parallel.tensor.data_flow import Pair, find_pairs
+from lightning_parallel.tensor.plan import find_plan
+from lightning_parallel.tensor.plan_search import found_plan, table_of
+from tests.tensor.models import VOCABULARY, Loss, Net, bloom, gpt2, opt
+
+EXAMPLE = torch.arange(8).view(1, 8)
+
+
+class Flows(nn.Module):
+    """Attention and an MLP, with residuals; ``how`` spoils one of them."""
+
+    def __init__(self, how: str = "") -> None:
+        super().__init__()
+        self.how = how
+        self.embed, self.norm = nn.Embedding(5, 8), nn.LayerNorm(8)
+        self.q, self.k, self.v, self.out = (nn.Linear(8, 8) for _ in range(4))
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.norm(self.embed(ids))
+        q = self.q(x) + (x if self.how == "query meets a whole activation" else 0)
+        x = x + self.out((q @ self.k(x).transpose(-1, -2)).softmax(-1) @ self.v(x))
+        y = self.up(x).relu()
+        y = self.norm(y.unflatten(-1, (2, 8))).flatten(-2) if self.how == "a layer with weights between" else y
+        x = x + self.down(y)
+        return self.down(torch.zeros(1, 16)) + x if self.how == "the row is called for something else" else x
+
+
+ATTENTION, MLP = Pair(("q", "k", "v"), "out"), Pair(("up",), "down")
+
+
+@pytest.mark.parametrize(("how", "pairs"), [
+    ("", [ATTENTION, MLP]),
+    ("query meets a whole activation", [MLP]),
+    ("a layer with weights between", [ATTENTION]),
+    ("the row is called for something else", [ATTENTION]),
+])  # fmt: skip
+def test_columns_are_all_that_the_row_takes_in_each_call(how: str, pairs: list[Pair]) -> None:
+    net = Flows(how)
+    assert find_pairs(net, lambda: net(torch.arange(3))) == pairs
+
+
+def test_what_is_shipped_for_gpt2_is_found_too() -> None:
+    model: Any = gpt2()
+    found = found_plan(model, lambda: model(**model.dummy_inputs), 2)
+    assert found["transformer.h.0.attn.c_attn"] == "column:3" and found["transformer.h.1.mlp.c_proj"] == "row"
+    assert found["transformer.h.0.attn"] == "divide:num_heads,split_size" and "lm_head" not in found
+    assert "transformer.h.*.attn.c_attn: column:3" in table_of(model, found)
+    assert table_of(model, found).endswith("lm_head: whole")
+
+
+def test_attention_that_no_way_divides_stays_whole_and_is_shown() -> None:
+    shown: list[str] = []
+    model = Loss(bloom())
+    plan = find_plan(model, announce=shown.append, make_run=lambda: lambda: model.model(EXAMPLE))
+    assert plan["model.transformer.h.0.mlp.dense_h_to_4h"] == "column"
+    assert not any("self_attention" in name for name in plan)
+    assert "transformer.h.*.self_attention.query_key_value: whole" in shown[0]
+
+
+def test_a_model_by_hand_is_left_as_it_was() -> None:
+    net = Net().train()
+    before, state = dict(net.named_parameters()), torch.get_rng_state()
+    plan = find_plan(net, make_run=lambda: lambda: net(EXAMPLE))
+    assert plan["blocks.1.gate"] == plan["blocks.1.up"] == "column" and plan["blocks.1.down"] == "row"
+    assert plan["blocks.0.qkv"] == "column:3" and plan["blocks.0"] == "divide:count"
+    assert all(before[name] is parameter for name, parameter in net.named_parameters())
+    assert all(part.training for part in net.modules()) and torch.equal(torch.get_rng_state(), state)
+    assert [block.count for block in net.blocks] == [4, 4]
+
+
+def test_what_the_ranks_cannot_share_or_a_norm_needs_whole_stays_whole() -> None:
+    net = Net()
+    plan = find_plan(net, count=3, make_run=lambda: lambda: net(EXAMPLE))
+    assert "blocks.0.qkv" not in plan and plan["blocks.0.up"] == "column"
+    net = Net(norm=True)
+    plan = find_plan(net, make_run=lambda: lambda: net(EXAMPLE))
+    assert "blocks.0.up" not in plan and plan["blocks.0.qkv"] == "column:3"
+
+
+def test_equal_positions_do_not_hide_wrong_heads() -> None:
+    """Attention over equal positions returns their value, however many heads there are."""
+    net = Net()
+    nn.init.zeros_(net.embed.weight)
+    assert find_plan(net, make_run=lambda: lambda: net(EXAMPLE))["blocks.0"] == "divide:count"
+
+
+@torch.no_grad()
+def average_in_place(net: Net) -> None:
+    net.head.weight.lerp_(net.embed.weight, 0.5)
+
+
+def replace_the_data(net: Net) -> None:
+    net.head.weight.data = net.head.weight.data + 1
+
+
+def fail(net: Net) -> None:
+    net(torch.full((1, 2), VOCABULARY))
+
+
+@torch.no_grad()
+def change_nothing(net: Net) -> None:
+    """As RWKV's forward, which scales weights for inference, by one in a small model."""
+    net.head.weight.div_(1)
+
+
+@pytest.mark.parametrize(("begin", "message"), [
+    (fail, "raised IndexError"), (change_nothing, ""),
+    (average_in_place, "writes into 'head.weight'"), (replace_the_data, "writes into 'head.weight'"),
+])  # fmt: skip
+def test_a_step_that_fails_or_writes_into_parameters_is_named(begin: Callable[[Net], None], message: str) -> None:
+    """A teacher's average, for example: each trial would move it."""
+    net = Net()
+
+    def run() -> None:
+        begin(net)
+        net(EXAMPLE)
+
+    if message:
+        with pytest.raises(ValueError, match=f"the first step, by which one is found, {message}"):
+            find_plan(net, make_run=lambda: run)
+    else:
+        assert find_plan(net, make_run=lambda: run)["blocks.0"] == "divide:count"
+
+
+def test_only_models_without_a_plan_get_one() -> None:
+    both = nn.ModuleDict({"gpt": gpt2(), "opt": opt()})
+
+    def run() -> None:
+        for model in both.values():
+            model(EXAMPLE)
+
+    plan = find_plan(both, make_run=lambda: run)
+    assert plan["opt.model.decoder.layers.0.fc1"] == "column" and plan["gpt.transformer.h.*.attn.c_attn"] == "column:3"
+    assert not any(name.startswith("gpt.transformer.h.0") for name in plan)
