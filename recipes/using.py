@@ -114,11 +114,7 @@ def _tokenizer(config: Config) -> Tokenizer:
 
 
 def _prompts(settings: Mapping[str, Any], tokenizer: Tokenizer) -> list[list[int]]:
-    """The tokens of each.
-
-    Raises:
-        ValueError: one has none.
-    """
+    """The tokens of each prompt; a ValueError for one that has none."""
     texts = settings["prompts"]
     if settings["chat"]:
         texts = [tokenizer.chat([{"role": "user", "content": text}], answering=True) for text in texts]

@@ -111,12 +111,7 @@ class EpochSampler(DistributedSampler[Any]):
 
 
 class Images(Dataset[tuple[Tensor, int]]):
-    """Images, read when they are asked for.
-
-    Args:
-        images: their files and labels.
-        size, mean, std, random_crop, random_flip, seed: as for :class:`ImageData`.
-    """
+    """Images, read when they are asked for; for training, cropped and flipped as the data say."""
 
     def __init__(
         self,
@@ -153,8 +148,6 @@ def _square(file: str, size: int, part: float, place: np.ndarray) -> np.ndarray:
     """A square of an image, uint8 [size, size, 3].
 
     Args:
-        file: of the image.
-        size: height and width of the result.
         part: its height and width, of those of the largest square.
         place: from the left and from the top, 0..1.
 
@@ -173,11 +166,7 @@ def _square(file: str, size: int, part: float, place: np.ndarray) -> np.ndarray:
 
 
 def _as_rgb(image: PIL.Image.Image) -> PIL.Image.Image:
-    """With eight bits a colour. Pillow itself clips what has more.
-
-    Raises:
-        ValueError: it isn't known which numbers are black and white.
-    """
+    """With eight bits a colour. Pillow itself clips what has more. ValueError: no black and white are known."""
     if image.mode.startswith("I;16"):
         image = PIL.Image.fromarray(np.rint(np.asarray(image) / 257).astype(np.uint8))
     if image.mode in ("I", "F"):

@@ -79,10 +79,7 @@ class ByteTokenizer:
 
 
 class FolderTokenizer:
-    """A tokenizer of transformers.
-
-    Args:
-        folder: as ``save_pretrained`` writes it.
+    """A tokenizer of transformers, from a folder as ``save_pretrained`` writes it.
 
     Raises:
         ValueError: transformers can't open it.

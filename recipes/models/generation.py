@@ -75,14 +75,8 @@ class Generation:
 
 
 def batches_of(prompts: Sequence[Sequence[int]], size: int, padding: int, *, pad: bool) -> list[dict[str, Tensor]]:
-    """Batches as :meth:`recipes.models.language_model.LanguageModel.predict_step` takes them.
-
-    Args:
-        prompts: the tokens of each.
-        size: prompts in a batch, at most.
-        padding: token to the left of shorter ones.
-        pad: prompts of several lengths may share a batch.
-    """
+    """Batches as :meth:`recipes.models.language_model.LanguageModel.predict_step` takes them. With ``pad``, prompts of
+    several lengths may share one."""
     by_length: dict[int, list[int]] = defaultdict(list)
     for number, prompt in enumerate(prompts):
         by_length[0 if pad else len(prompt)].append(number)
