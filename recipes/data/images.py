@@ -77,17 +77,8 @@ class ImageData(SeededData):
         splits = splits_of(self.path)
         content = _hash(self.path, [image for images in splits.values() for image in images])  # names and sizes
         self.fingerprint = f"{self.path.name} sha256:{content}"
-        self.train_set = Images(
-            splits["train"],
-            self.size,
-            self.mean,
-            self.std,
-            random_crop=self.random_crop,
-            random_flip=self.random_flip,
-            seed=self.seed,
-        )
-        self.val_set = Images(splits["val"], self.size, self.mean, self.std)
-        self.test_set = Images(splits["test"], self.size, self.mean, self.std)
+        self.train_set = Images(splits["train"], self, train=True)
+        self.val_set, self.test_set = Images(splits["val"], self), Images(splits["test"], self)
 
     def _sampler(self, dataset: Dataset[Any], order: dict[str, Any]) -> DistributedSampler[Any]:
         return EpochSampler(dataset, **order) if dataset is self.train_set else super()._sampler(dataset, order)
@@ -113,20 +104,10 @@ class EpochSampler(DistributedSampler[Any]):
 class Images(Dataset[tuple[Tensor, int]]):
     """Images, read when they are asked for; for training, cropped and flipped as the data say."""
 
-    def __init__(
-        self,
-        images: Sequence[Image],
-        size: int,
-        mean: Sequence[float],
-        std: Sequence[float],
-        *,
-        random_crop: bool = False,
-        random_flip: bool = False,
-        seed: int = 0,
-    ) -> None:
-        self.images, self.size, self.seed = images, size, seed
-        self.random_crop, self.random_flip = random_crop, random_flip
-        self._mean, self._std = np.asarray(mean, np.float32), np.asarray(std, np.float32)
+    def __init__(self, images: Sequence[Image], data: ImageData, *, train: bool = False) -> None:
+        self.images, self.size, self.seed = images, data.size, data.seed
+        self.random_crop, self.random_flip = train and data.random_crop, train and data.random_flip
+        self._mean, self._std = np.asarray(data.mean, np.float32), np.asarray(data.std, np.float32)
 
     def __len__(self) -> int:
         return len(self.images)

@@ -225,7 +225,7 @@ def workers(launcher: psutil.Process | None = None) -> list[psutil.Process]:
 
 @contextmanager
 def watched(errors: Path, patience: float) -> Iterator[Ended]:
-    """While it is entered, workers end within so many seconds after the first error that the agent keeps in a folder."""
+    """Inside, workers end within so many seconds after the first error that the agent keeps in a folder."""
     ended, over = Ended(), threading.Event()
     watch = threading.Thread(target=_watch, args=(errors, patience, ended, over), daemon=True)
     watch.start()

@@ -65,7 +65,7 @@ class Work:
 
 
 def run(work: Work) -> None:
-    """Run this machine's processes of a run to their end. RuntimeError: one has failed, and all may be started again."""
+    """Run this machine's processes to their end. RuntimeError: one has failed, and all may be started again."""
     folder = work.config_file.parent
     command = [sys.executable, *WORKER, str(work.config_file)]
     processes = [

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -24,7 +24,6 @@ class Generation:
         end_tokens: tokens that end a text.
         padding: token in the place of those after the end.
         seed: of what is drawn. It goes by the prompt's number and the place, so a text doesn't depend on the layout.
-        on_tokens: called with the new tokens of the texts that haven't ended, int64 [texts].
     """
 
     max_new_tokens: int = 64
@@ -34,7 +33,6 @@ class Generation:
     end_tokens: frozenset[int] = frozenset()
     padding: int = 0
     seed: int = 0
-    on_tokens: Callable[[Tensor], None] = lambda tokens: None
 
     def choose(self, logits: Tensor, prompt_numbers: Tensor, place: int) -> Tensor:
         """The next token of each text, int64 [batch].
