@@ -86,12 +86,7 @@ def disk_offload(trainer: L.Trainer) -> AbstractContextManager[Any]:
 
 
 def begin_with(module: L.LightningModule, path: str, setting: str = "init_from") -> None:
-    """Give a whole model the weights of a checkpoint, of any kind.
-
-    Args:
-        module: the model.
-        path: of the checkpoint.
-        setting: that named it.
+    """Give a whole model the weights of a checkpoint of any kind, which a setting has named.
 
     Raises:
         ValueError: they are those of another model.
@@ -140,10 +135,8 @@ def validation_interval(max_steps: int, accumulate: int) -> int | None:
 
 
 def shared_gpus(processes: int, gpus: int) -> list[torch.device]:
-    """The GPU of each process where there are fewer GPUs than processes, in turn; empty where none is shared.
-
-    Args:
-        processes: or replicas, for the strategy that has them in one.
+    """The GPU of each process (or replica) where there are fewer GPUs than processes, in turn; empty where none is
+    shared.
     """
     return [torch.device("cuda", rank % gpus) for rank in range(processes)] if 0 < gpus < processes else []
 

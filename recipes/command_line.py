@@ -22,11 +22,8 @@ def typed(command: str) -> str:
 
 @contextmanager
 def as_command(*errors: type[Exception]) -> Iterator[None]:
-    """Inside, the log goes to the terminal, and what is wrong ends the program with a message instead of a traceback.
-
-    Args:
-        *errors: that say what is wrong, besides those of configs and workers.
-    """
+    """Inside, the log goes to the terminal, and these errors (besides those of configs and workers) end the program
+    with a message instead of a traceback."""
     told: tuple[type[Exception], ...] = (ConfigError, WorkersFailed, *errors)
     logging.basicConfig(level=logging.INFO, format="[%(asctime)s] %(message)s", datefmt="%H:%M:%S")
     try:

@@ -36,14 +36,8 @@ _IDLE = (
 
 
 def run_on(command: str, run: Path, overrides: Sequence[str], checkpoint: Path | None, more: Mapping[str, Any]) -> Path:
-    """Start the workers that do a command with a run's model, and wait for them.
-
-    Args:
-        command: a key of :data:`recipes.work.COMMANDS`.
-        run, overrides, checkpoint, more: see :func:`config_of`.
-
-    Returns:
-        The folder of what the command did.
+    """Start the workers that do a command, a key of :data:`recipes.work.COMMANDS`, with a run's model, and wait for
+    them. Returns the folder of what they did. The arguments are those of :func:`config_of`.
 
     Raises:
         ConfigError: there is no such run or checkpoint, or the config can't be run here.
@@ -76,7 +70,7 @@ def config_of(
         command: a key of :data:`recipes.work.COMMANDS`.
         run: the folder of the run.
         folder: of what the command does.
-        overrides: of the run's config: ``strategy=single``, ``data.batch_size=4``.
+        overrides: changes of the run's config, as ``strategy=single``.
         checkpoint: of the run; None for its newest one.
         more: top-level keys of the config.
 

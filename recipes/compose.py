@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from itertools import islice, product, starmap
+from itertools import islice, product
 from pathlib import Path
 from typing import Any
 
@@ -33,11 +33,7 @@ _JOBS_CHECKED = 64  # of a sweep; the rest are checked as they start
 
 def resolved(config: DictConfig, output_dir: str, *, look_at_data: bool = True) -> dict[str, Any]:
     """The config as plain dictionaries and lists, interpolations filled in, paths absolute, and a seed drawn for none.
-
-    Args:
-        config: as composed.
-        output_dir: the folder of the run.
-        look_at_data: fill in the classes of images where none are told.
+    Where images name no classes, ``look_at_data`` fills in those of their folder.
 
     Raises:
         OmegaConfBaseException: an interpolation leads nowhere, or a mandatory value is missing.
@@ -84,13 +80,7 @@ def _recorded_classes(config: Mapping[Any, Any]) -> list[str] | None:
 
 
 def check(overrides: Sequence[str], *, multirun: bool = False, configs: Configs | None = None) -> list[Problem | str]:
-    """All problems of a command line: unknown options and keys, and those of the values that are composed from the
-    rest of it.
-
-    Args:
-        overrides: of the command line.
-        multirun: they are of a sweep.
-        configs: where configs are found; default: in conf/ only.
+    """All problems of a command line, or of a sweep's: options that there aren't, and those of the composed values.
 
     Raises:
         HydraException: no config can be composed, for a reason that Hydra explains itself.
@@ -106,7 +96,7 @@ def check(overrides: Sequence[str], *, multirun: bool = False, configs: Configs 
 
 def _checked(overrides: Sequence[str], configs: Configs, *, multirun: bool) -> list[Problem | str]:
     parsed = OverridesParser.create().parse_overrides(list(overrides))
-    hidden = configs.problem_of_name()
+    hidden = configs.hidden()
     if hidden is not None:
         return [hidden]
     with configs.opened():
@@ -124,7 +114,7 @@ def _checked(overrides: Sequence[str], configs: Configs, *, multirun: bool) -> l
 
 
 def unknown(overrides: Sequence[str], configs: Configs) -> list[Problem]:
-    """What is wrong with the options of a command line: its group has no such one, or its file isn't read."""
+    """What is wrong with the options of a command line: their group has no such one, or their file isn't right."""
     with configs.opened():
         return list(_unknown(OverridesParser.create().parse_overrides(list(overrides)), configs))
 
@@ -145,13 +135,7 @@ def _unknown(parsed: Sequence[Override], configs: Configs) -> Iterator[Problem]:
 
 def composed(words: Sequence[str], configs: Configs, *, hydra: bool = False) -> DictConfig:
     """The config of a command line, with the keys in it that there aren't: the check of values tells of them all, where
-    Hydra would stop at the first.
-
-    Args:
-        words: the command line.
-        configs: that have been opened.
-        hydra: with Hydra's own part.
-    """
+    Hydra would stop at the first. The configs have been opened."""
     groups = configs.options()
 
     def is_value(each: Override) -> bool:
@@ -188,7 +172,6 @@ def _wrong_values(
             wrong = validate(resolved(own, folder), unsure)
         except OmegaConfBaseException as error:
             wrong = [str(error)]
-        wrong = [*filter(None, starmap(configs.problem, config.hydra.runtime.choices.items())), *wrong]
         if multirun:
             wrong = [*started_several_times(config.hydra.launcher), *wrong]
         found.update((str(problem), problem) for problem in wrong)
@@ -205,12 +188,8 @@ def started_several_times(launcher: DictConfig) -> Iterator[Problem]:
 
 
 def jobs(parsed: Sequence[Override], *, one_change_each: bool = False) -> list[list[str]]:
-    """The command lines of a sweep over lists; of a long sweep, the first ones. Of an interval, its ends.
-
-    Args:
-        parsed: the command line.
-        one_change_each: each command changes one value. The others keep the first of their list. A search tries only
-            some combinations, so not all are checked.
+    """The command lines of a sweep over lists; of a long sweep, the first ones. Of an interval, its ends. With
+    ``one_change_each`` each command changes one value of the first: a search tries only some combinations.
 
     Raises:
         HydraException: there is nothing in a list.

@@ -78,11 +78,7 @@ class Configs:
 
     @classmethod
     def of_record(cls, said: Mapping[str, Any] | None) -> Configs:
-        """Of a run, as :attr:`recorded` was.
-
-        Raises:
-            ConfigError: a folder isn't there any more.
-        """
+        """Of a run, as :attr:`recorded` was. ConfigError: a folder isn't there any more."""
         configs = cls() if said is None else cls(Path(said["main"] or CONF), said["name"], tuple(said["own"]))
         missing = [folder for folder in (configs.main, *configs.folders) if not folder.is_dir()]
         if missing:
@@ -114,16 +110,7 @@ class Configs:
             yield
 
     def composed(self, overrides: Sequence[str], *, hydra: bool = False) -> DictConfig:
-        """The config that a command line makes.
-
-        Args:
-            overrides: of the command line.
-            hydra: with Hydra's own part.
-
-        Raises:
-            HydraException: it makes none.
-            yaml.YAMLError: a file is no YAML.
-        """
+        """The config that a command line makes, if need be with Hydra's own part."""
         words = [word for word in overrides if not word.startswith(f"{_SEARCH_PATH}=")]  # it is known
         return compose(self.name, overrides=words, return_hydra_config=hydra)
 
@@ -145,24 +132,23 @@ class Configs:
         """Are all options known? Those in packages aren't."""
         return len(self.folders) == len(self.own)
 
+    def hidden(self) -> Problem | None:
+        """A file of the user's own that isn't read, since the first folder has another one of its name."""
+        for folder in self.folders:
+            for file in sorted(folder.rglob("*.yaml")):
+                first = self.main / file.relative_to(folder)
+                if first.is_file() and first.read_text() != file.read_text():
+                    fix = "give yours another name" + ", and add --config-name=NAME" * (file.parent == folder)
+                    return Problem("--config-dir", folder, f"{file} is not read, but the one of the recipes", fix)
+        return None
+
     def problem(self, group: str, option: object) -> Problem | None:
-        """What is wrong with the user's own file of an option: it isn't read, or not as it is meant."""
+        """What is wrong with the user's own file of an option: it isn't meant as it is."""
         for folder in self.folders:
             file = folder / group / f"{option}.yaml"
-            if self._hides(file):
-                message = f"{file} is not read, but the one of the recipes"
-                return Problem(group, option, message, "give yours another name")
             if file.is_file() and self.is_global(group) and not file.read_text().startswith(_GLOBAL):
                 message = f"{file} would set values in a node {group}"
                 return Problem(group, option, message, f"make its first line: {_GLOBAL}")
-        return None
-
-    def problem_of_name(self) -> Problem | None:
-        """What is wrong with the user's own config that all others are composed into: it isn't read."""
-        for folder in self.folders:
-            if self._hides(folder / f"{self.name}.yaml"):
-                message = f"its {self.name}.yaml is not read, but the one of the recipes"
-                return Problem("--config-dir", folder, message, "give yours another name, and add --config-name=NAME")
         return None
 
     def missing(self, error: MissingConfigException) -> Problem | str:
@@ -179,11 +165,6 @@ class Configs:
         """Do the group's options set values of other groups?"""
         files = list((self.main / group).glob("*.yaml"))
         return bool(files) and all(file.read_text().startswith(_GLOBAL) for file in files)
-
-    def _hides(self, file: Path) -> bool:
-        """Has the first folder another file of the name of the user's? That one is read."""
-        first = next(self.main / file.relative_to(folder) for folder in self.folders if folder in file.parents)
-        return file.is_file() and first.is_file() and first.read_text() != file.read_text()
 
 
 def _absolute(places: Iterable[Any]) -> tuple[str, ...]:

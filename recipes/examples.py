@@ -59,25 +59,29 @@ class Timm:
 
 
 @dataclass
-class Stdlib:
+class Loaded:
+    batch_size: Count
+    workers: Natural
+
+
+@dataclass
+class _Bytes(Loaded):
+    context: Count
+    val_windows: Count | None
+
+
+@dataclass
+class Stdlib(_Bytes):
     directory: str
-    context: Count
-    val_windows: Count | None
-    batch_size: Count
-    workers: Natural
 
 
 @dataclass
-class Text:
+class Text(_Bytes):
     path: str | None
-    context: Count
-    val_windows: Count | None
-    batch_size: Count
-    workers: Natural
 
 
 @dataclass
-class Documents:
+class Documents(Loaded):
     path: str | None
     val_path: str | None
     tokenizer: str | None
@@ -85,26 +89,16 @@ class Documents:
     context: Annotated[int, Range(2)]
     packing: bool
     directory: str
-    batch_size: Count
-    workers: Natural
 
 
 @dataclass
-class Digits:
-    batch_size: Count
-    workers: Natural
-
-
-@dataclass
-class Images:
+class Images(Loaded):
     path: str | None
     size: Count
     mean: list[Fraction]
     std: list[Fraction]
     random_crop: bool
     random_flip: bool
-    batch_size: Count
-    workers: Natural
     classes: list[str] | None = None
 
 
@@ -142,7 +136,7 @@ DATA: Mapping[str, Example] = MappingProxyType(
     {
         "stdlib": Example("recipes.data.text.StdlibData", Stdlib, ("bytes",)),
         "text": Example("recipes.data.text.TextData", Text, ("bytes",)),
-        "digits": Example("recipes.data.digits.DigitsData", Digits, ("images",)),
+        "digits": Example("recipes.data.digits.DigitsData", Loaded, ("images",)),
         "hf": Example("recipes.data.hf.HFData", Documents, ("documents",)),
         "images": Example("recipes.data.images.ImageData", Images, ("images",)),
     }

@@ -29,7 +29,7 @@ _BEGAN_WITH = {"hf": "path", "timm": "pretrained"}  # a model's setting that nam
 def export(
     run: Path, out: Path, checkpoint: Path | None = None, *, merge: bool = False, dtype: str = "float32"
 ) -> Path:
-    """Write the model of a run.
+    """Write the model of a run. Returns the checkpoint whose weights these are.
 
     Args:
         run: its folder.
@@ -37,9 +37,6 @@ def export(
         checkpoint: of the run; default: its newest one.
         merge: add the adapters to the weights that they adapt.
         dtype: of the weights that are written, one of :data:`DTYPES`.
-
-    Returns:
-        The checkpoint whose weights these are.
 
     Raises:
         ValueError: there is no such run or checkpoint, its model is none of transformers' or timm's, it has no adapters
@@ -107,12 +104,7 @@ def _save_for_timm(module: Any, config: Mapping[str, Any], out: Path, dtype: str
 
 
 def _refuse(model: Any, config: Mapping[str, Any], *, merge: bool) -> None:
-    """What transformers would open as another model.
-
-    Raises:
-        ValueError: adapters of tied weights are to be merged, or adapters to be written whose base is nowhere, or which
-            transformers doesn't open.
-    """
+    """Raise a ValueError for what transformers would open as another model."""
     from recipes.models.hf_folder import has_weights  # here: it imports torch
 
     if config["lora"] is None:

@@ -4,9 +4,8 @@
 
     python -m recipes.generate logs/train/runs/2026-11-23_04-26-12-951180 --prompt "def main(" --temperature 0.8
 
-It takes the run's newest checkpoint, under the run's own layout unless told otherwise (``strategy=single``). A single
-text is printed as it comes; several are printed at the end. ``texts.jsonl`` in a folder ``generate`` of the run has
-them all.
+It takes the run's newest checkpoint, under the run's own layout unless told otherwise (``strategy=single``). The texts
+are printed, and are in ``texts.jsonl`` in a folder ``generate`` of the run.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             raise ConfigError(["there is no prompt: give one with --prompt, or a file of them with --prompts"])
         generation = {"prompts": prompts, **{name: getattr(given, name) for name in SETTINGS}}
         folder = run_on("generate", given.run, given.overrides, given.checkpoint, {"generation": generation})
-    if len(prompts) > 1 and (folder / TEXTS).exists():
+    if (folder / TEXTS).exists():
         for line in (folder / TEXTS).read_text().splitlines():
             text = json.loads(line)
             print(f"{text['prompt']}\n>>> {text['text']}\n")

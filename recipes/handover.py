@@ -32,10 +32,7 @@ _LEAVING = timedelta(minutes=1)  # in which the others hear that there is no run
 
 
 def config_of_run() -> str | None:
-    """The config of the run that this process belongs to.
-
-    Returns:
-        None on rank 0 of a new run, which is to compose it.
+    """The config of the run that this process belongs to; None on rank 0 of a new run, which is to compose it.
 
     Raises:
         SystemExit: rank 0 has none, and has said why.
@@ -61,11 +58,7 @@ def shared(config_file: Path) -> str:
 
 
 def hand_on_the_end(code: int) -> None:
-    """Rank 0 leaves. If it has had no config for the others, they wait for one.
-
-    Args:
-        code: that they are to end with.
-    """
+    """Rank 0 leaves. If it has had no config for the others, they wait for one, and are to end with this code."""
     if RESTARTS in os.environ:  # it has
         return
     with suppress(RuntimeError, TimeoutError):  # they have left

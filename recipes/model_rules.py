@@ -136,25 +136,13 @@ def _weights(architecture: str | None, pretrained: str | None) -> Iterator[Probl
     elif not Path(pretrained).exists():
         yield Problem("model.pretrained", pretrained, "no such file or folder", fix)
     elif Path(pretrained).is_dir():
-        if not Path(pretrained, "config.json").exists():
-            yield Problem("model.pretrained", pretrained, "has no config.json", fix)
-        elif not _names_architecture(Path(pretrained, "config.json")):
-            yield Problem("model.pretrained", pretrained, "its config.json names no architecture", fix)
-        elif not Path(pretrained, "model.safetensors").exists():  # of other names timm prefers pickles
+        if not Path(pretrained, "model.safetensors").exists():  # of other names timm prefers pickles
             yield Problem("model.pretrained", pretrained, "has no model.safetensors", fix)
     elif not pretrained.endswith(".safetensors"):
         yield Problem("model.pretrained", pretrained, "no file of safetensors", fix)
     elif architecture is None:
         message = f"{pretrained} doesn't say which model its weights are of"
         yield Problem("model.architecture", None, message, "give timm's name for it")
-
-
-def _names_architecture(file: Path) -> bool:
-    try:
-        content = json.loads(file.read_text())
-    except (OSError, ValueError):
-        return False
-    return isinstance(content, dict) and isinstance(content.get("architecture"), str)
 
 
 def _images(config: Config) -> Iterator[Problem]:

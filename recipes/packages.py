@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
 from importlib.util import find_spec
 from types import MappingProxyType
 from typing import Any
@@ -16,7 +15,16 @@ from recipes.schema import kind_of
 
 Config = Mapping[str, Any]
 
-# By the logger: the extra, and the modules with the names of their packages.
+# By group and example: the extra, and the modules with the names of their packages.
+_EXAMPLES: Mapping[tuple[str, str], tuple[str, Mapping[str, str]]] = MappingProxyType(
+    {
+        ("model", "hf"): ("hf", {"transformers": "transformers", "safetensors": "safetensors"}),
+        ("model", "timm"): ("images", {"timm": "timm", "torchvision": "torchvision"}),
+        ("data", "hf"): ("hf", {"datasets": "datasets"}),
+        ("data", "images"): ("images", {"PIL": "pillow"}),
+    }
+)
+# By the logger.
 _TRACKERS: Mapping[str, tuple[str, Mapping[str, str]]] = MappingProxyType(
     {
         "recipes.trackers.ContinuedWandbLogger": ("wandb", {"wandb": "wandb"}),
@@ -25,54 +33,36 @@ _TRACKERS: Mapping[str, tuple[str, Mapping[str, str]]] = MappingProxyType(
 )
 
 
-def pip_install(extra: str) -> str:
-    """How the user installs what an extra names, in the checkout or anywhere else."""
-    return f'pip install "{"." if IN_CHECKOUT else "lightning-parallel"}[recipes,{extra}]"'
+def _missing(path: str, value: Any, extra: str, packages: Mapping[str, str]) -> Iterator[Problem]:
+    missing = [package for module, package in packages.items() if find_spec(module) is None]
+    if missing:
+        source = "." if IN_CHECKOUT else "lightning-parallel"
+        fix = f'pip install "{source}[recipes,{extra}]"'
+        yield Problem(path, value, f"{' and '.join(missing)} not installed", fix)
 
 
-# -- what needs packages ---------------------------------------------------------------------------------------------
-# Path and value, the extra, and the modules with the names of their packages. Each group by itself: where another one
-# has a broken value, this one is still told.
-
-_Needed = Iterator[tuple[str, Any, str, Mapping[str, str]]]
-
-
-def _by_model(config: Config) -> _Needed:
-    model = config["model"]
-    if example_of(model) == "hf":
-        lora = {"peft": "peft"} if model["lora"] is not None else {}
-        yield "model.name", "hf", "hf", {"transformers": "transformers", "safetensors": "safetensors", **lora}
-    if example_of(model) == "timm":
-        yield "model.name", "timm", "images", {"timm": "timm", "torchvision": "torchvision"}
+def _of_examples(config: Config) -> Iterator[Problem]:
+    for (group, name), needed in _EXAMPLES.items():
+        if example_of(config[group]) == name:
+            yield from _missing(f"{group}.name", name, *needed)
 
 
-def _by_data(config: Config) -> _Needed:
-    data = config["data"]
-    if example_of(data) == "hf":
-        yield "data.name", "hf", "hf", {"datasets": "datasets"}
-    if example_of(data) == "images":
-        yield "data.name", "images", "images", {"PIL": "pillow"}
+def _of_adapters(config: Config) -> Iterator[Problem]:
+    if example_of(config["model"]) == "hf" and config["model"]["lora"] is not None:
+        yield from _missing("model.name", "hf", "hf", {"peft": "peft"})
 
 
-def _by_cluster(config: Config) -> _Needed:
+def _of_cluster(config: Config) -> Iterator[Problem]:
     if kind_of("cluster", config["cluster"]) is RayLauncher and config["launch"]:
-        yield "cluster", "ray", "ray", {"ray": "ray"}
+        yield from _missing("cluster", "ray", "ray", {"ray": "ray"})
 
 
-def _by_loggers(config: Config) -> _Needed:
+def _of_loggers(config: Config) -> Iterator[Problem]:
     for key, node in config["logger"].items():
         target = node["_target_"] if node is not None else ""
         if target in _TRACKERS:
-            yield f"logger.{key}._target_", target, *_TRACKERS[target]
+            yield from _missing(f"logger.{key}._target_", target, *_TRACKERS[target])
 
 
-def _installed(needed: Callable[[Config], _Needed], config: Config) -> Iterator[Problem]:
-    for path, value, extra, packages in needed(config):
-        missing = [package for module, package in packages.items() if find_spec(module) is None]
-        if missing:
-            yield Problem(path, value, f"{' and '.join(missing)} not installed", pip_install(extra))
-
-
-RULES: tuple[Callable[[Config], Iterator[Problem]], ...] = tuple(
-    partial(_installed, needed) for needed in (_by_model, _by_data, _by_cluster, _by_loggers)
-)
+# Each by itself: where a value that one looks at is broken, the others are still told.
+RULES: tuple[Callable[[Config], Iterator[Problem]], ...] = (_of_examples, _of_adapters, _of_cluster, _of_loggers)

@@ -52,11 +52,7 @@ def may_be_told() -> bool:
 
 
 def how_it_ended(code: int) -> str:
-    """In words.
-
-    Args:
-        code: the exit code of a process, as ``subprocess`` has it: negative after a signal.
-    """
+    """In words, by the exit code of a process as ``subprocess`` has it: negative after a signal."""
     if code >= 0:
         return f"ended with exit code {code}"
     hint = " (out of memory?)" if code == -signal.SIGKILL else ""

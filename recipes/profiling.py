@@ -21,11 +21,7 @@ class TraceOfSteps(Callback):
     """Writes torch's trace of the third to the fifth training batch, ``trace_rank0.json`` and so on: of fewer, if
     training ends before. Lightning's own profiler ends its trace at a validation, and hooks the modules, which in a
     pipeline don't run to their ends. Stages that are ahead of others drain before the first of these batches and after
-    the last.
-
-    Args:
-        folder: for the files.
-    """
+    the last."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -71,13 +67,7 @@ class TraceOfSteps(Callback):
 
 
 def profiler(name: str | None, folder: Path, rank: int) -> Profiler | None:
-    """That of Lightning's which ``trainer.profiler`` names; None for torch's, which is a callback, and for none.
-
-    Args:
-        name: as it was given.
-        folder: for the files.
-        rank: whose profile it is.
-    """
+    """That of Lightning's which ``trainer.profiler`` names; None for torch's, which is a callback, and for none."""
     if name == "simple":
         return SimpleProfiler(dirpath=folder, filename=f"rank{rank}")
     return AdvancedProfiler(dirpath=folder, filename=f"rank{rank}") if name == "advanced" else None

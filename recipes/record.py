@@ -210,11 +210,7 @@ def read_metrics(folder: Path) -> dict[str, float | None]:
 
 
 def read_config(folder: Path, new: Path | None = None) -> dict[str, Any]:
-    """The resolved config of a run, whose folder may have been moved.
-
-    Args:
-        folder: of the run.
-        new: the folder to which its paths are changed; default: ``folder`` itself.
+    """The resolved config of a run, whose folder may have been moved, with its paths in ``new`` if that is given.
 
     Raises:
         ValueError: there is none.

@@ -27,11 +27,7 @@ log = logging.getLogger(__name__)
 
 
 def again(folder: Path, new: Path) -> dict[str, Any]:
-    """The config of a recorded run, for a new folder. It starts from the beginning, as the recorded one once did.
-
-    Raises:
-        ConfigError: there is no such record.
-    """
+    """The config of a recorded run, for a new folder. It starts from the beginning, as the recorded one once did."""
     if not (folder / record.CONFIG).is_file() or not record.read(folder):
         raise ConfigError([f"{folder} is no folder of a run: it has no {record.RUN} and {record.CONFIG}"])
     config = record.read_config(folder, new)

@@ -46,25 +46,16 @@ def would_overwrite(config: Config) -> bool:
 
 
 def check(path: str | None) -> None:
-    """Refuse a damaged file. The strategies look at directories, and at the part that each rank reads.
-
-    Raises:
-        ValueError: it names the file, and the newest whole checkpoint beside it.
-    """
+    """Refuse a damaged file with a ValueError that names it, and the newest whole checkpoint beside it. The strategies
+    look at directories, and at the part that each rank reads."""
     if path is not None and Path(path).is_file():
         check_archive(Path(path), Path(path))
 
 
 class SameStart(Callback):
-    """Ends a run whose ranks would go on from different checkpoints. Each looks into the run's folder by itself, and
-    storage that machines share may show a file to one of them later than to another.
-
-    Args:
-        path: of this rank's checkpoint; None for a fresh start.
-
-    Raises:
-        RuntimeError: on all ranks, before the first batch.
-    """
+    """Ends a run whose ranks would go on from different checkpoints, with a RuntimeError on all of them before the
+    first batch. Each looks into the run's folder by itself, and storage that machines share may show a file to one of
+    them later than to another."""
 
     def __init__(self, path: str | None) -> None:
         self._path = path
@@ -92,12 +83,8 @@ def _same(what: str, mine: str | int | None) -> None:
 
 
 def newest(config: Config, since: float | None = None) -> str | None:
-    """The newest whole checkpoint that the run's callbacks have saved in its folder; None for none.
-
-    Args:
-        config: of the run.
-        since: leave out what is older: seconds since the epoch.
-    """
+    """The newest whole checkpoint that the run's callbacks have saved in its folder since a time (seconds since the
+    epoch); None for none."""
     found = newest_in(_folders(config), since=since)
     return None if found is None else str(found)
 

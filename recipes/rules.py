@@ -24,10 +24,9 @@ Config = Mapping[str, Any]
 
 
 def problems(config: Config, broken: Collection[str]) -> Iterator[Problem | str]:
-    """What doesn't go together.
+    """What doesn't go together in a resolved config.
 
     Args:
-        config: resolved.
         broken: paths of values that are wrong by themselves, or absent.
     """
     sound = _Sound(config, "", broken)
@@ -43,13 +42,7 @@ class _BrokenValue(Exception):
 
 
 class _Sound(Mapping[str, Any]):
-    """A node of a config, whose broken values can't be read.
-
-    Args:
-        node: a dictionary of the config.
-        path: of the node, with a dot at the end; empty for the whole config.
-        broken: paths.
-    """
+    """A node of a config, whose broken values can't be read. ``path`` is the node's, with a dot at the end."""
 
     def __init__(self, node: Config, path: str, broken: Collection[str]) -> None:
         self._node, self._path, self._broken = node, path, broken

@@ -37,13 +37,8 @@ _NAME, _SETTINGS = "search", "settings"  # of the one study in it, and of what i
 
 
 def split(overrides: Sequence[Override]) -> tuple[list[str], dict[str, BaseDistribution]]:
-    """What all trials have in common, and the space that is searched.
-
-    Args:
-        overrides: parsed; of a key that is given twice, the last one counts.
-
-    Returns:
-        Words of a command line, and what each key of the others is drawn from.
+    """What all trials have in common, as words of a command line, and what each other key is drawn from. Of a key that
+    is given twice, the last one counts.
 
     Raises:
         ValueError: nothing is searched, or a key by something else than values and ranges.
@@ -101,13 +96,7 @@ def study(
     sampler: BaseSampler | None = None,
     pruner: BasePruner | None = None,
 ) -> Study:
-    """The study in the folder of a sweep, a new one if there is none.
-
-    Args:
-        folder: of the sweep.
-        direction: what is to become of the metric.
-        sampler: that chooses values; None: Optuna's own.
-        pruner: that looks at trials while they run; None: Optuna's own.
+    """The study in the folder of a sweep, a new one if there is none; None takes Optuna's own sampler and pruner.
 
     Raises:
         ConfigError: there is one that can't be read.
@@ -124,15 +113,7 @@ def study(
 
 
 def begin(found: Study, settings: Mapping[str, Any]) -> None:
-    """Keep what a search was begun with; a search that goes on has to have the same.
-
-    Args:
-        found: the study.
-        settings: that its trials share, by name.
-
-    Raises:
-        ConfigError: it was begun with others.
-    """
+    """Keep the settings that a search was begun with. ConfigError: a search that goes on has others."""
     known = found.user_attrs.get(_SETTINGS)
     if known is None:
         return found.set_user_attr(_SETTINGS, dict(settings))
@@ -156,15 +137,10 @@ class TrialsFailed(CompactHydraException):
 
 
 class Pruning(Callback):
-    """Tells the study each validation's value, and ends a run that the pruner gives no chance.
+    """Tells the study in a sweep's folder each validation's value, and ends a run that the pruner gives no chance.
 
-    Such a run is complete, with the metrics that it had; ``run.json`` has the step as ``pruned_at``.
-
-    Args:
-        folder: of the sweep.
-        trial: the number of this run.
-        monitor: the metric that is searched by.
-        pruner: that decides.
+    Such a run is complete, with the metrics that it had; ``run.json`` has the step as ``pruned_at``. ``trial`` is the
+    number of this run.
     """
 
     def __init__(self, folder: str, trial: int, monitor: str, pruner: BasePruner) -> None:

@@ -38,11 +38,7 @@ _OF_HYDRA = frozenset({"_target_", "_args_", "_partial_", "_convert_", "_recursi
 
 
 def problems(groups: Mapping[str, Config]) -> Iterator[Problem]:
-    """What is wrong with the classes of a config.
-
-    Args:
-        groups: the groups of the config that are dictionaries.
-    """
+    """What is wrong with the classes in the groups of a config."""
     example = groups.get("model", {}).get("_target_") is None
     if example and groups.get("scheduler", {}).get("_target_") is not None:
         fix = "use scheduler=constant or scheduler=cosine, or a model of your own as model._target_"
@@ -112,11 +108,7 @@ def _nodes(path: str, value: Any) -> Iterator[tuple[str, Config]]:
 
 
 def _arguments(path: str, node: Config, target: Any, *, leading: bool) -> Iterator[Problem]:
-    """Do a node's arguments fit the signature of what it names?
-
-    Args:
-        leading: the first parameter is passed by someone else.
-    """
+    """Do a node's arguments fit the signature of what it names? A leading parameter is passed by someone else."""
     parameters = _parameters(target)[int(leading) :]
     named = {p.name: p for p in parameters if p.kind in (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)}
     given = {key: value for key, value in node.items() if key not in _OF_HYDRA}

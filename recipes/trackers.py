@@ -22,15 +22,7 @@ _SERVERS = ("wandb", "mlflow")
 
 
 class RunAtServer:
-    """What is known of a run at its tracking server, in a file of the run's folder.
-
-    Args:
-        folder: of the run.
-        server: its name.
-
-    Attributes:
-        known: its id, and where it is; empty if it isn't there yet.
-    """
+    """What is known of a run at its tracking server, in a file of the run's folder: its id, and where it is."""
 
     def __init__(self, folder: str | Path, server: str) -> None:
         self._path = Path(folder, f"{server}_run.json")
@@ -52,24 +44,14 @@ class RunAtServer:
 
 @rank_zero_only
 def forget_runs(folder: Path, checkpoint: str | None) -> None:
-    """Unless a run goes on from a checkpoint of its own folder, it is a new one at the servers.
-
-    Args:
-        folder: of the run.
-        checkpoint: that it goes on from; None for a fresh start.
-    """
+    """Unless a run goes on from a checkpoint of its own folder, it is a new one at the servers."""
     if checkpoint is None or not Path(checkpoint).resolve().is_relative_to(folder.resolve()):
         for server in _SERVERS:
             RunAtServer(folder, server).forget()
 
 
 class ContinuedWandbLogger(WandbLogger):
-    """Lightning's logger. A resumed run goes on as the same run at the server.
-
-    Args:
-        folder: of the run.
-        **settings: see Lightning's.
-    """
+    """Lightning's logger. A resumed run goes on as the same run at the server."""
 
     def __init__(self, *, folder: str, **settings: Any) -> None:
         self._kept = RunAtServer(folder, "wandb")

@@ -86,11 +86,8 @@ def run(cfg: DictConfig) -> float | None:
 
 
 def _optimized(name: str | None, metrics: Mapping[str, float | None], *, sweeping: bool) -> float | None:
-    """The metric's value; infinite or absent numbers are NaN, as sweepers expect of a failed trial.
-
-    Raises:
-        UnknownMetric: in a sweep, where it would be missed.
-    """
+    """The metric's value; infinite or absent numbers are NaN, as sweepers expect of a failed trial. In a sweep, where
+    it would be missed, an absent one is UnknownMetric."""
     if name is None or (name not in metrics and not sweeping):
         return None
     if name not in metrics:

@@ -6,14 +6,12 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from torch import Tensor
 from torch.utils.data import DataLoader
 
 from recipes import build, record
@@ -61,17 +59,11 @@ def generate(config: Config) -> None:
     prompts = _prompts(settings, tokenizer)
     module.generation = _generation(module, settings, tokenizer)
     _check_lengths(module, prompts)
-    printing = _Printing(tokenizer, module.generation.end_tokens)
-    alone = len(prompts) == 1 and trainer.is_global_zero
-    if alone:
-        module.generation = replace(module.generation, on_tokens=printing.add)
     batches = batches_of(prompts, settings["batch_size"], tokenizer.padding, pad=module.takes_padding)
     loader: DataLoader[Any] = DataLoader(batches, batch_size=None)  # type: ignore[arg-type]
     clock = _Clock()
     trainer.callbacks.append(clock)  # type: ignore[attr-defined]
     predicted = trainer.predict(module, loader, ckpt_path=config["ckpt_path"])
-    if alone:
-        printing.end()
     if not trainer.is_global_zero:
         return
     new: dict[int, list[int]] = {}
@@ -114,11 +106,7 @@ def _tokenizer(config: Config) -> Tokenizer:
 
 
 def _prompts(settings: Mapping[str, Any], tokenizer: Tokenizer) -> list[list[int]]:
-    """The tokens of each.
-
-    Raises:
-        ValueError: one has none.
-    """
+    """The tokens of each prompt; a ValueError for one that has none."""
     texts = settings["prompts"]
     if settings["chat"]:
         texts = [tokenizer.chat([{"role": "user", "content": text}], answering=True) for text in texts]
@@ -163,25 +151,3 @@ class _Clock(L.Callback):
 
     def on_predict_batch_end(self, *args: Any) -> None:
         self.seconds += time.perf_counter() - self._began
-
-
-class _Printing:
-    """Prints one text as it comes: what of it can't change any more."""
-
-    def __init__(self, tokenizer: Tokenizer, end_tokens: Collection[int]) -> None:
-        self._tokenizer, self._end_tokens = tokenizer, end_tokens
-        self._tokens: list[int] = []
-        self._text = ""
-        self._printed = 0
-
-    def add(self, tokens: Tensor) -> None:
-        self._tokens += tokens.tolist()
-        self._text = self._tokenizer.decode(_before(self._tokens, self._end_tokens))
-        self._print(self._text.rstrip("\N{REPLACEMENT CHARACTER}"))  # a character of which bytes are still to come
-
-    def end(self) -> None:
-        self._print(f"{self._text}\n")
-
-    def _print(self, text: str) -> None:
-        print(text[self._printed :], end="", flush=True)
-        self._printed = max(self._printed, len(text))

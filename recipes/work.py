@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import socket
 import sys
 import traceback
 import warnings
@@ -15,48 +14,15 @@ from types import MappingProxyType
 from typing import Any
 
 import lightning as L
-import torch.distributed as dist
 import yaml
-from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.distributed.elastic.multiprocessing.errors import record as record_error
 
 from lightning_parallel.ranks import process_group
-from lightning_parallel.ranks.layout import Layout
 from recipes import attempts, build, record, resume, trackers, using
 from recipes.logs import ContinuedLogs
 from recipes.processes import REQUEUE, restarts
 from recipes.schema import world_size
-
-
-class RecordLayout(Callback):
-    """Writes which rank is where, and on what data, to ``run.json``."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        mine = {
-            "rank": trainer.global_rank,
-            "host": socket.gethostname(),
-            "device": str(trainer.strategy.root_device),
-            "coordinates": coordinates(trainer),
-        }
-        ranks: list[Any] = [mine]
-        if dist.is_initialized():
-            ranks = [None] * trainer.world_size
-            dist.all_gather_object(ranks, mine)
-        if trainer.is_global_zero:
-            data = getattr(getattr(trainer, "datamodule", None), "fingerprint", None)
-            record.update(self.folder, layout={"world_size": trainer.world_size, "ranks": ranks}, data=data)
-
-
-def coordinates(trainer: L.Trainer) -> dict[str, int]:
-    """This rank's place on every axis."""
-    layout = getattr(trainer.strategy, "layout", None)
-    if not isinstance(layout, Layout):  # of Lightning's strategies
-        layout = Layout.resolve(trainer.world_size, trainer.global_rank, data=trainer.world_size)
-    return {axis.name: layout.index(axis.name) for axis in layout.axes}
 
 
 def train(config: Mapping[str, Any]) -> None:
@@ -65,7 +31,7 @@ def train(config: Mapping[str, Any]) -> None:
     datamodule = build.data(config)
     path = resume.chosen(config)
     trackers.forget_runs(folder, path)
-    own = [resume.SameStart(path), RecordLayout(folder), attempts.RecordAttempt(folder), ContinuedLogs()]
+    own = [resume.SameStart(path), attempts.Recorder(folder), ContinuedLogs()]
     trainer = build.trainer(config, own)
     if trainer.is_global_zero:
         record.update_attempt(folder, resumed_from=path)
@@ -102,10 +68,7 @@ COMMANDS: Mapping[str, Callable[[Mapping[str, Any]], None]] = MappingProxyType(
 
 @record_error
 def main(text: str) -> None:
-    """Run a resolved config. Whatever happens, ``run.json`` says how it ended.
-
-    Args:
-        text: of the config.
+    """Run a config's text. Whatever happens, ``run.json`` says how it ended.
 
     Raises:
         SystemExit: with :data:`REQUEUE`, after a signal of a scheduler. With a message, before anything is made, if
@@ -141,11 +104,7 @@ def main(text: str) -> None:
 
 
 def refuse_other_world(config: Mapping[str, Any]) -> None:
-    """Each process looks by itself: torchrun starts as many as it is told.
-
-    Raises:
-        SystemExit: there are more processes than the config is for, or fewer.
-    """
+    """Exit if there are more processes than the config is for, or fewer. torchrun starts as many as it is told."""
     there, wanted = int(os.environ.get("WORLD_SIZE", "1")), world_size(config)
     config_file = Path(config["paths"]["output_dir"]) / record.CONFIG
     if there != wanted:

@@ -31,11 +31,7 @@ def _end_quietly(number: int, frame: FrameType | None) -> None:
 
 
 def start(config: str) -> None:
-    """Do a worker's work.
-
-    Args:
-        config: the resolved config's text.
-    """
+    """Do a worker's work, by the text of the resolved config."""
     end_with_the_launcher()
     interrupt = signal.getsignal(signal.SIGINT)
     if callable(interrupt):  # it isn't ignored

@@ -21,9 +21,9 @@ from torch.optim import Optimizer
 
 from lightning_parallel.strategies.data_parallel import DataParallelStrategy
 from lightning_parallel.strategies.staged import StagedStrategy
+from recipes.attempts import coordinates
 from recipes.compare import process
 from recipes.traffic import Traffic
-from recipes.work import coordinates
 
 FILE = "measured-{rank}.json"
 

@@ -23,11 +23,7 @@ _CALM = 0.1  # share of time without a core that step times can still be compare
 
 
 def tables(rows: Sequence[Row], loss: str) -> list[Table]:
-    """Speed, memory and messages; and why there are no figures, where there are none.
-
-    Args:
-        loss: its name.
-    """
+    """Speed, memory and messages; and why there are no figures, where there are none."""
     ran = [row for row in rows if row.error is None]
     failed: list[list[Cell]] = [[row.strategy, row.error] for row in rows if row.error is not None]
     return [
@@ -133,11 +129,7 @@ def findings(rows: Sequence[Row]) -> list[str]:
 
 
 def headline(config: Mapping[str, Any], words: Sequence[str]) -> tuple[str, str]:
-    """The command, and what it ran where: what the figures mean nothing without.
-
-    Args:
-        words: of the command line.
-    """
+    """The command, and what it ran where: what the figures mean nothing without."""
     facts = circumstances()
     versions = ", ".join(f"{name} {number}" for name, number in facts["versions"].items())
     load = " ".join(map(str, facts["load"]))

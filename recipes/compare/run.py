@@ -123,11 +123,7 @@ def _measured(config: dict[str, Any], folder: str) -> dict[str, Any]:
 
 
 def run(planned: Outcome) -> Outcome:
-    """Runs what :func:`configs` gave, and reads what its ranks have measured.
-
-    Raises:
-        KeyboardInterrupt: the workers have been ended.
-    """
+    """Runs what :func:`configs` gave, and reads what its ranks have measured."""
     from recipes.build import launcher  # here: they import torch, for which --help need not wait
     from recipes.schema import world_size
 

@@ -15,11 +15,7 @@ _VAL = _TEST = 180
 
 
 class DigitsData(SeededData):
-    """``(images, labels)``: float32 [1, 8, 8] in 0..1 and int64 scalars.
-
-    Args:
-        batch_size, workers, seed: see :class:`SeededData`.
-    """
+    """``(images, labels)``: float32 [1, 8, 8] in 0..1 and int64 scalars."""
 
     def __init__(self, *, batch_size: int = 48, workers: int = 0, seed: int = 0) -> None:
         super().__init__(batch_size, workers, seed)

@@ -44,12 +44,7 @@ Reader = Callable[[Mapping[str, Any]], Document]
 
 
 def reader(columns: Collection[str], column: str | None, tokenizer: Tokenizer) -> Reader:
-    """What makes documents of records.
-
-    Args:
-        columns: of the records.
-        column: the one to read, with texts or conversations; None finds it by its name.
-        tokenizer: of the model.
+    """What makes documents of records with these columns. None finds the column by its name.
 
     Raises:
         ValueError: there is no such column.

@@ -77,17 +77,8 @@ class ImageData(SeededData):
         splits = splits_of(self.path)
         content = _hash(self.path, [image for images in splits.values() for image in images])  # names and sizes
         self.fingerprint = f"{self.path.name} sha256:{content}"
-        self.train_set = Images(
-            splits["train"],
-            self.size,
-            self.mean,
-            self.std,
-            random_crop=self.random_crop,
-            random_flip=self.random_flip,
-            seed=self.seed,
-        )
-        self.val_set = Images(splits["val"], self.size, self.mean, self.std)
-        self.test_set = Images(splits["test"], self.size, self.mean, self.std)
+        self.train_set = Images(splits["train"], self, train=True)
+        self.val_set, self.test_set = Images(splits["val"], self), Images(splits["test"], self)
 
     def _sampler(self, dataset: Dataset[Any], order: dict[str, Any]) -> DistributedSampler[Any]:
         return EpochSampler(dataset, **order) if dataset is self.train_set else super()._sampler(dataset, order)
@@ -111,27 +102,12 @@ class EpochSampler(DistributedSampler[Any]):
 
 
 class Images(Dataset[tuple[Tensor, int]]):
-    """Images, read when they are asked for.
+    """Images, read when they are asked for; for training, cropped and flipped as the data say."""
 
-    Args:
-        images: their files and labels.
-        size, mean, std, random_crop, random_flip, seed: as for :class:`ImageData`.
-    """
-
-    def __init__(
-        self,
-        images: Sequence[Image],
-        size: int,
-        mean: Sequence[float],
-        std: Sequence[float],
-        *,
-        random_crop: bool = False,
-        random_flip: bool = False,
-        seed: int = 0,
-    ) -> None:
-        self.images, self.size, self.seed = images, size, seed
-        self.random_crop, self.random_flip = random_crop, random_flip
-        self._mean, self._std = np.asarray(mean, np.float32), np.asarray(std, np.float32)
+    def __init__(self, images: Sequence[Image], data: ImageData, *, train: bool = False) -> None:
+        self.images, self.size, self.seed = images, data.size, data.seed
+        self.random_crop, self.random_flip = train and data.random_crop, train and data.random_flip
+        self._mean, self._std = np.asarray(data.mean, np.float32), np.asarray(data.std, np.float32)
 
     def __len__(self) -> int:
         return len(self.images)
@@ -153,8 +129,6 @@ def _square(file: str, size: int, part: float, place: np.ndarray) -> np.ndarray:
     """A square of an image, uint8 [size, size, 3].
 
     Args:
-        file: of the image.
-        size: height and width of the result.
         part: its height and width, of those of the largest square.
         place: from the left and from the top, 0..1.
 
@@ -173,11 +147,7 @@ def _square(file: str, size: int, part: float, place: np.ndarray) -> np.ndarray:
 
 
 def _as_rgb(image: PIL.Image.Image) -> PIL.Image.Image:
-    """With eight bits a colour. Pillow itself clips what has more.
-
-    Raises:
-        ValueError: it isn't known which numbers are black and white.
-    """
+    """With eight bits a colour. Pillow itself clips what has more. ValueError: no black and white are known."""
     if image.mode.startswith("I;16"):
         image = PIL.Image.fromarray(np.rint(np.asarray(image) / 257).astype(np.uint8))
     if image.mode in ("I", "F"):

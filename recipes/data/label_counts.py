@@ -39,12 +39,8 @@ class Place:
 
 
 class CountedRows(Dataset[dict[str, Tensor]]):
-    """Rows with ``labels_in_batch``, int64: a number for all of a batch.
-
-    Args:
-        rows: a ``datasets.Dataset`` of tensors, with ``labels``.
-        counts: the labels of each row.
-    """
+    """A ``datasets.Dataset`` of rows with ``labels_in_batch``, int64: a number for all of a batch. ``counts`` has the
+    labels of each row."""
 
     def __init__(self, rows: Any, counts: Sequence[int]) -> None:
         self.rows, self.counts = rows, counts
@@ -62,13 +58,7 @@ class CountedRows(Dataset[dict[str, Tensor]]):
 
 
 class CountingSampler(DistributedSampler[Place]):
-    """A DistributedSampler that gives :class:`Place` instead of numbers.
-
-    Args:
-        rows: of the data.
-        batch_size: over all replicas.
-        **options: as for torch's DistributedSampler.
-    """
+    """A DistributedSampler that gives :class:`Place` instead of numbers. The batch size is over all replicas."""
 
     def __init__(self, rows: CountedRows, batch_size: int, **options: Any) -> None:
         super().__init__(rows, **options)

@@ -35,16 +35,9 @@ class _Open:
 
 
 def rows_of(documents: Iterable[Document], context: int, padding: int, *, packed: bool) -> Iterator[Row]:
-    """Rows of ``context`` tokens each. What of a document with answers is longer than a row is left out.
-
-    Args:
-        documents: in order.
-        context: tokens in a row.
-        padding: token that fills a row up.
-        packed: several documents may share a row.
-
-    Returns:
-        ``input_ids``, ``labels`` and ``position_ids`` for packed rows, ``attention_mask`` for others.
+    """Rows of ``context`` tokens each, of documents in order. What of a document with answers is longer than a row is
+    left out. Packed rows have ``input_ids``, ``labels`` and ``position_ids``, others ``attention_mask`` in place of the
+    last.
     """
     row = _Open()
     for document in documents:

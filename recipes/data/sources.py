@@ -54,13 +54,11 @@ class Sources:
         return list(walk(self.root))
 
     def build(self, directory: Path) -> Path:
-        """Make the set below ``directory`` unless it is there.
+        """Make the set below ``directory`` unless it is there. Returns its folder, with ``<split>.bin`` and
+        ``meta.json``.
 
         Safe when several processes call it at once: each writes a folder of its own and renames it, which succeeds for
         the first and tells the others that it is done.
-
-        Returns:
-            Its folder, which holds ``<split>.bin`` and ``meta.json``.
         """
         files = self.files()
         key = list_hash(self.root, files)

@@ -45,13 +45,7 @@ class TokenWindows(Dataset[tuple[Tensor, Tensor]]):
 
 
 class ByteData(SeededData):
-    """Windows of ``context`` bytes.
-
-    Args:
-        context: bytes in a window.
-        val_windows: windows of the validation and of the test set, evenly spaced; None: all.
-        batch_size, workers, seed: see :class:`SeededData`.
-    """
+    """Windows of ``context`` bytes. ``val_windows`` limits those of the validation and of the test set."""
 
     def __init__(
         self,
@@ -72,12 +66,7 @@ class ByteData(SeededData):
 
 
 class StdlibData(ByteData):
-    """The standard library's sources, split by file.
-
-    Args:
-        directory: where the prepared set is kept.
-        **windows: see :class:`ByteData`.
-    """
+    """The standard library's sources, split by file. The prepared set is kept in ``directory``."""
 
     def __init__(self, *, directory: str, **windows: int) -> None:
         super().__init__(**windows)
@@ -93,11 +82,7 @@ class StdlibData(ByteData):
 
 
 class TextData(ByteData):
-    """One text file: 90 % of it train, the next 5 % validation, the last 5 % test.
-
-    Args:
-        path: the file. It is memory-mapped, so it may be larger than memory.
-        **windows: see :class:`ByteData`.
+    """One text file: 90 % of it train, the next 5 % validation, the last 5 % test. It is memory-mapped.
 
     Raises:
         ValueError: the file is missing, empty or too short; names the setting and the fix.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from itertools import chain
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 _FILES = (
     "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model",
@@ -16,8 +16,8 @@ TOKENIZER_FILES = (*_FILES, "added_tokens.json", "chat_template.jinja", "merges.
 Messages = Sequence[Mapping[str, Any]]  # each with a role and content
 
 
-class Tokenizer(Protocol):
-    """What data and generation need of a tokenizer.
+class ByteTokenizer:
+    """Each byte of UTF-8 is a token; 0 ends a document.
 
     Attributes:
         size: tokens are from 0 to this number, exclusively.
@@ -26,63 +26,28 @@ class Tokenizer(Protocol):
         special_tokens: those that no text has.
     """
 
-    @property
-    def size(self) -> int: ...
-
-    @property
-    def end(self) -> int | None: ...
-
-    @property
-    def padding(self) -> int: ...
-
-    @property
-    def special_tokens(self) -> frozenset[int]: ...
+    size, padding, special_tokens = 256, 0, frozenset[int]()
+    end: int | None = 0
 
     def encode(self, text: str, *, special: bool = True) -> tuple[list[int], list[int]]:
-        """The tokens, and for each the index of the character in ``text`` with which it begins.
-
-        Args:
-            text: of a document.
-            special: put those tokens around it that the model expects.
-        """
-
-    def decode(self, tokens: Sequence[int]) -> str:
-        """The text, without special tokens."""
-
-    def chat(self, messages: Messages, *, answering: bool = False) -> str:
-        """A conversation as the text that the model is used to.
-
-        Args:
-            messages: of it.
-            answering: the model is about to answer.
-
-        Raises:
-            ValueError: the tokenizer has no template for chats, or refuses this one.
-        """
-
-
-class ByteTokenizer:
-    """Each byte of UTF-8 is a token; 0 ends a document."""
-
-    size, end, padding, special_tokens = 256, 0, 0, frozenset[int]()
-
-    def encode(self, text: str, *, special: bool = True) -> tuple[list[int], list[int]]:
+        """The tokens, and for each the index of the character with which it begins. With ``special``, those tokens are
+        around the text that the model expects."""
         pieces = [character.encode() for character in text]
         places = [[place] * len(piece) for place, piece in enumerate(pieces)]
         return list(b"".join(pieces)), list(chain.from_iterable(places))
 
     def decode(self, tokens: Sequence[int]) -> str:
+        """The text, without special tokens."""
         return bytes(token for token in tokens if 0 < token < self.size).decode(errors="replace")
 
     def chat(self, messages: Messages, *, answering: bool = False) -> str:
+        """A conversation as the text that the model is used to, up to where it is to answer. ValueError: there is
+        no template for chats, or it refuses this one."""
         raise ValueError("bytes have no template for chats: set data.tokenizer to a folder with a tokenizer that has.")
 
 
 class FolderTokenizer:
-    """A tokenizer of transformers.
-
-    Args:
-        folder: as ``save_pretrained`` writes it.
+    """A tokenizer of transformers, from a folder as ``save_pretrained`` writes it.
 
     Raises:
         ValueError: transformers can't open it.
@@ -132,6 +97,9 @@ class FolderTokenizer:
         except TemplateError as error:
             raise ValueError(f"data.tokenizer={self._folder}: its template for chats refuses one: {error}") from error
         return text
+
+
+Tokenizer = ByteTokenizer | FolderTokenizer
 
 
 def tokenizer_of(folder: str | None) -> Tokenizer:

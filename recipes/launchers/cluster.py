@@ -24,9 +24,6 @@ class Cluster:
         timeout: seconds that a worker waits for another one; what ``strategy.timeout`` is unless that is set.
         max_restarts: how often a run that has failed is started again, from its newest whole checkpoint.
         interface: the network interface that workers meet on, such as ``eth0``; None: gloo and NCCL choose.
-
-    Raises:
-        ValueError: a value that its setting doesn't take.
     """
 
     devices: Count

@@ -68,13 +68,7 @@ class KubernetesLauncher(Cluster):
         return f"written to {file}; create it with: kubectl create -f {file}"
 
     def job(self, run: str, overrides: Sequence[str], processes: int) -> dict[str, Any]:
-        """The TrainJob.
-
-        Args:
-            run: a name.
-            overrides: of the command line.
-            processes: the number of workers; one needs no more than one machine.
-        """
+        """The TrainJob of a run with a name. One process needs no more than one machine."""
         name = "run-" + re.sub("[^a-z0-9]+", "-", run.lower())[-_LONGEST_NAME:].strip("-")
         alone = processes == 1
         metadata = {"name": name} | ({"namespace": self.namespace} if self.namespace else {})

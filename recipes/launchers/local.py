@@ -132,8 +132,6 @@ def _reason(
 
     Args:
         error: of the agent.
-        processes: the number of workers.
-        folder: of the run.
         ended: those that had to be killed.
         preempted: this process has passed a signal on.
     """
@@ -227,12 +225,7 @@ def workers(launcher: psutil.Process | None = None) -> list[psutil.Process]:
 
 @contextmanager
 def watched(errors: Path, patience: float) -> Iterator[Ended]:
-    """While it is entered, workers end within ``patience`` after the first error.
-
-    Args:
-        errors: the folder where the agent lets workers write their errors.
-        patience: seconds that a worker gets to end itself.
-    """
+    """Inside, workers end within so many seconds after the first error that the agent keeps in a folder."""
     ended, over = Ended(), threading.Event()
     watch = threading.Thread(target=_watch, args=(errors, patience, ended, over), daemon=True)
     watch.start()

@@ -161,11 +161,7 @@ def _refused(message: str) -> WorkersFailed:
 
 
 def _check(address: str) -> None:
-    """Does anything listen there? Ray itself would try for minutes.
-
-    Raises:
-        WorkersFailed: nothing does.
-    """
+    """Raise WorkersFailed if nothing listens there. Ray itself would try for minutes."""
     host, found, port = address.rpartition(":")
     if found and port.isdigit() and "/" not in host:
         try:
@@ -206,7 +202,6 @@ def _wait_for(trainer: DataParallelTrainer, leave: Path) -> None:
 
     Raises:
         Preempted: the workers are to leave, and there are none: Ray waits for room.
-        Exception: of Ray's.
     """
     from recipes.launchers.ray_worker import LEAVING
 

@@ -65,11 +65,7 @@ class Work:
 
 
 def run(work: Work) -> None:
-    """Run this machine's processes of a run to their end.
-
-    Raises:
-        RuntimeError: one has failed, and all may be started again.
-    """
+    """Run this machine's processes to their end. RuntimeError: one has failed, and all may be started again."""
     folder = work.config_file.parent
     command = [sys.executable, *WORKER, str(work.config_file)]
     processes = [
@@ -122,11 +118,8 @@ def _meeting(nodes: int) -> tuple[str, int]:
 
 
 def _watch(processes: Sequence[subprocess.Popen[bytes]], folder: Path) -> subprocess.Popen[bytes] | None:
-    """Wait until all processes have ended. If the file ``leave`` appears, tell them once to leave.
-
-    Returns:
-        The process that failed: one that was killed, or else the first. None where all are done, or have left.
-    """
+    """Wait until all processes have ended. If the file ``leave`` appears, tell them once to leave. Returns the process
+    that failed: one that was killed, or else the first. None where all are done, or have left."""
     told, until = False, None
     failed: list[subprocess.Popen[bytes]] = []
     while any(process.poll() is None for process in processes):

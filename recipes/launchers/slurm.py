@@ -217,13 +217,7 @@ def is_here() -> bool:
 
 
 def script(cluster: SlurmLauncher, config_file: Path, processes: int) -> str:
-    """The job's file.
-
-    Args:
-        cluster: what the user has set.
-        config_file: a resolved config.
-        processes: the number of workers.
-    """
+    """The job's file."""
     folder = config_file.parent
     lines = [
         "#!/bin/bash",

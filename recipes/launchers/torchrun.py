@@ -18,9 +18,6 @@ class TorchrunLauncher(Cluster):
     """
 
     def launch(self, config_file: Path, processes: int) -> None:
-        """As :meth:`Launcher.launch <recipes.launchers.launcher.Launcher.launch>`, but that this process is worker 0.
-
-        Raises:
-            SystemExit: a scheduler's signal has ended the run, with :data:`~recipes.processes.REQUEUE`.
-        """
+        """As :meth:`Launcher.launch <recipes.launchers.launcher.Launcher.launch>`, but that this process is worker 0,
+        which a scheduler's signal ends with :data:`~recipes.processes.REQUEUE`."""
         start(hand_on(config_file.read_text()))

@@ -64,16 +64,8 @@ class Classifier(L.LightningModule):
 
 
 class MLP(Classifier):
-    """Flattens an image and passes it through ``layers`` hidden layers with ReLU, in one ``nn.Sequential``.
-
-    Args:
-        features: numbers in an image, e.g. 64 for 8 x 8.
-        classes: labels.
-        width: units of a hidden layer.
-        layers: hidden layers.
-        dropout: probability, after each hidden layer.
-        optimizer, scheduler: see :func:`recipes.models.optimizer.configure`.
-    """
+    """Flattens an image of ``features`` numbers and passes it through ``layers`` hidden layers of ``width`` units with
+    ReLU and dropout, in one ``nn.Sequential``."""
 
     def __init__(
         self,
@@ -105,14 +97,8 @@ class MLP(Classifier):
 
 
 class LeNet(Classifier):
-    """Two convolutions with pooling, then three linear layers, in one flat ``nn.Sequential``.
-
-    Args:
-        channels: of the image.
-        size: height and width of the image, a multiple of 4.
-        classes: labels.
-        optimizer, scheduler: see :func:`recipes.models.optimizer.configure`.
-    """
+    """Two convolutions with pooling, then three linear layers, in one flat ``nn.Sequential``. Height and width of the
+    image are ``size``, a multiple of 4."""
 
     def __init__(
         self,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -24,7 +24,6 @@ class Generation:
         end_tokens: tokens that end a text.
         padding: token in the place of those after the end.
         seed: of what is drawn. It goes by the prompt's number and the place, so a text doesn't depend on the layout.
-        on_tokens: called with the new tokens of the texts that haven't ended, int64 [texts].
     """
 
     max_new_tokens: int = 64
@@ -34,7 +33,6 @@ class Generation:
     end_tokens: frozenset[int] = frozenset()
     padding: int = 0
     seed: int = 0
-    on_tokens: Callable[[Tensor], None] = lambda tokens: None
 
     def choose(self, logits: Tensor, prompt_numbers: Tensor, place: int) -> Tensor:
         """The next token of each text, int64 [batch].
@@ -75,14 +73,8 @@ class Generation:
 
 
 def batches_of(prompts: Sequence[Sequence[int]], size: int, padding: int, *, pad: bool) -> list[dict[str, Tensor]]:
-    """Batches as :meth:`recipes.models.language_model.LanguageModel.predict_step` takes them.
-
-    Args:
-        prompts: the tokens of each.
-        size: prompts in a batch, at most.
-        padding: token to the left of shorter ones.
-        pad: prompts of several lengths may share a batch.
-    """
+    """Batches as :meth:`recipes.models.language_model.LanguageModel.predict_step` takes them. With ``pad``, prompts of
+    several lengths may share one."""
     by_length: dict[int, list[int]] = defaultdict(list)
     for number, prompt in enumerate(prompts):
         by_length[0 if pad else len(prompt)].append(number)

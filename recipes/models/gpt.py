@@ -65,7 +65,6 @@ class GPT(LanguageModel):
         dropout: probability, after attention weights and after each half of a block.
         tie_embeddings: the output layer shares the token embedding's weight (Press & Wolf 2017). Off by
             default: the asynchronous pipeline refuses weights shared by two stages.
-        optimizer, scheduler: see :func:`recipes.models.optimizer.configure`.
 
     A batch is ``(tokens, targets)``, both int64 [batch, time].
     """

@@ -14,8 +14,15 @@ from torch import Tensor, nn
 from recipes.data.base import SeededData
 from recipes.data.hf import HFData
 from recipes.models.hf_cache import StagedCache, static_cache
-from recipes.models.hf_folder import give_exact_buffers, has_weights, opened, takes, with_adapters
-from recipes.models.hf_packing import check_fit, rope_limit
+from recipes.models.hf_folder import (
+    check_fit,
+    give_exact_buffers,
+    has_weights,
+    opened,
+    rope_limit,
+    takes,
+    with_adapters,
+)  # fmt: skip
 from recipes.models.language_model import LanguageModel
 from recipes.models.optimizer import configure
 

@@ -12,17 +12,9 @@ from recipes.models.hf_folder import without_adapters
 
 
 class StagedCache(StaticCache):
-    """Keys and values of the layers that this rank runs. How many tokens there are is counted here, since masks and
-    positions go by the first layer's, which may be on another rank.
-
-    Args:
-        config: of the model.
-        length: of the longest text.
-
-    Attributes:
-        length: as given.
-        cached: tokens whose keys and values are there.
-    """
+    """Keys and values of the layers that this rank runs, for texts of at most ``length`` tokens. How many tokens there
+    are (``cached``) is counted here, since masks and positions go by the first layer's, which may be on another
+    rank."""
 
     def __init__(self, config: Any, length: int) -> None:
         super().__init__(config=config, max_cache_len=length)

@@ -77,7 +77,6 @@ class LanguageModel(L.LightningModule):
             new = new.where(going, settings.padding)
             tokens = torch.cat([tokens, new[:, None]], dim=1)
             attention_mask = torch.cat([attention_mask, torch.ones_like(new)[:, None]], dim=1)
-            settings.on_tokens(new[going])
             for end in settings.end_tokens:
                 going = going & (new != end)
             if not going.any():

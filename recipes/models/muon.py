@@ -8,10 +8,9 @@ want exactly one optimizer, torch has two: here they share one list of groups.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, overload
+from typing import Any
 
 import torch
-from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
 from typing_extensions import override
 
@@ -57,22 +56,17 @@ class MuonAdamW(Optimizer):
         else:
             stepper = torch.optim.AdamW(nothing, **both, betas=given["betas"])
         super().add_param_group({**stepper.defaults, **param_group, "muon": muon})
-        try:
-            if muon:
-                _refuse(self.param_groups[-1]["params"])
-        except ValueError:
+        other = next((each for each in self.param_groups[-1]["params"] if muon and each.ndim != 2), None)
+        if other is not None:
             self.param_groups.pop()
-            raise
-
-    @overload
-    def step(self, closure: None = None) -> None: ...
-
-    @overload
-    def step(self, closure: Callable[[], float]) -> float: ...
+            raise ValueError(
+                f"muon=True for a parameter of shape {tuple(other.shape)}: Muon is for matrices. Put it into a group "
+                f"with muon=False."
+            )
 
     @torch.no_grad()
     @override
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -85,13 +79,3 @@ class MuonAdamW(Optimizer):
             stepper.param_groups = [group for group in self.param_groups if group["muon"] is muon]
             stepper.step()
         return loss
-
-
-def _refuse(parameters: list[Tensor]) -> None:
-    """Refuse what Muon can't update: tensors that aren't matrices."""
-    for parameter in parameters:
-        if parameter.ndim != 2:
-            raise ValueError(
-                f"muon=True for a parameter of shape {tuple(parameter.shape)}: Muon is for matrices. Put it into a "
-                f"group with muon=False."
-            )

@@ -45,11 +45,7 @@ class TimmClassifier(Classifier):
         self.save_hyperparameters()
 
     def setup(self, stage: str) -> None:
-        """Look at the data before the first batch.
-
-        Raises:
-            ValueError: the model takes images of another size.
-        """
+        """Look at the data before the first batch. ValueError: the model takes images of another size."""
         data = getattr(self.trainer, "datamodule", None)
         if not isinstance(data, ImageData):
             return
@@ -72,9 +68,7 @@ class TimmClassifier(Classifier):
 
 def created(architecture: str | None, pretrained: str | None, classes: int, arguments: Mapping[str, Any]) -> nn.Module:
     """What ``timm.create_model`` makes, in training's mode. Weights are read by their names, and all have to be there.
-
-    Args:
-        architecture, pretrained, classes, arguments: as for :class:`TimmClassifier`.
+    The arguments are those of :class:`TimmClassifier`.
 
     Raises:
         ValueError: timm can't make it, or the weights are those of another model.
@@ -111,11 +105,7 @@ def created(architecture: str | None, pretrained: str | None, classes: int, argu
 
 
 def _classes_in(file: Path, architecture: str) -> int:
-    """How many a file of weights is for; 0 where it has no output layer.
-
-    Raises:
-        ValueError: it is no file of safetensors.
-    """
+    """How many a file of safetensors is for; 0 where it has no output layer."""
     import timm
     from safetensors import safe_open
 
@@ -128,14 +118,8 @@ def _classes_in(file: Path, architecture: str) -> int:
 
 
 def save(net: nn.Module, folder: Path, data: Mapping[str, Any], labels: Sequence[str] | None) -> None:
-    """Write a folder that ``timm.create_model("local-dir:FOLDER", pretrained=True)`` opens.
-
-    Args:
-        net: of timm.
-        folder: to be written.
-        data: the config of the images on which it was trained.
-        labels: the names of its classes, where they are known.
-    """
+    """Write a folder that ``timm.create_model("local-dir:FOLDER", pretrained=True)`` opens, with the config of the
+    images on which the net was trained and the names of its classes, where they are known."""
     from timm.models import save_for_hf
 
     known: dict[str, Any] = {}

@@ -10,13 +10,12 @@ from lightning_parallel.schedules.simulate import Simulation, simulate
 
 
 def clock_table(schedule: Schedule | Simulation, *, column: float | None = None, width: int | None = None) -> str:
-    """Draw a schedule.
+    """Draw a schedule, or its simulation.
 
     `F2` starts the forward and `B2` the backward of microbatch 2, `=` continues it, `.` is waiting, and `|` ends a
     step. `I2` and `W2` are the halves of a backward. With several chunks a stage, `F2a` is that of its first chunk.
 
     Args:
-        schedule: a simulation, or a schedule to be simulated with `simulate`'s defaults.
         column: the time per column; by default the shortest forward or backward, so that each has a column.
         width: the most characters in a line. A longer table is cut, and ends with `...`.
     """

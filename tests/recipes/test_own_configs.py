@@ -87,15 +87,8 @@ def test_a_file_of_the_users_that_is_not_read_is_told(folder: Path) -> None:
     write("model/gpt", (CONF / "model" / "gpt.yaml").read_text())
     assert told(*OWN, "model=gpt") == []  # it is the same
     write("model/gpt", "name: gpt\n")
-    for words in (["model=gpt"], []):  # by default, too
-        (problem,) = told(*OWN, *words)
-        assert problem == f"model=gpt: {folder}/model/gpt.yaml is not read, but the one of the recipes; " + (
-            "give yours another name"
-        )
-    assert told(*OWN, "experiment=mine") == []
-    write("train", "defaults: []\n")
-    (problem,) = told(*OWN)
-    assert problem.startswith(f"--config-dir={folder}: its train.yaml is not read")
+    (problem,) = told(*OWN, "model=mlp")
+    assert problem.startswith(f"--config-dir={folder}: {folder}/model/gpt.yaml is not read, but the one of the recipes")
 
 
 def test_a_config_of_the_users_in_place_of_train_is_checked(folder: Path) -> None:

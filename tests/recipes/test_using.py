@@ -11,8 +11,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, GPTNeoConfig, MistralConfig, MixtralConfig
 
-from recipes import commands, evaluate, export, generate, launch, record, using, work
-from recipes.data.tokenizer import ByteTokenizer, tokenizer_of
+from recipes import commands, evaluate, export, generate, launch, record, work
+from recipes.data.tokenizer import tokenizer_of
 from recipes.generate import SETTINGS
 from recipes.models.generation import Generation
 from recipes.models.hf import CausalLM
@@ -189,19 +189,6 @@ def test_what_is_drawn_goes_by_the_seed_alone(pool: WorkerPool, hf: Path, tmp_pa
     assert written(pool, hf, tmp_path / "e", "strategy=single") != drawn
 
 
-def test_one_text_is_printed_as_it_comes(
-    hf: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], pool: WorkerPool
-) -> None:
-    config = commands.config_of("generate", hf, tmp_path / "texts", ["strategy=single"])
-    parts = written(pool, hf, tmp_path / "all", "strategy=single")
-    settings = {"chat": False, "max_new_tokens": 12, "temperature": 0.0, "top_k": None, "top_p": None, "seed": 0}
-    config["generation"] = {"prompts": PROMPTS[:1], "batch_size": 8, **settings}
-    (tmp_path / "texts").mkdir()
-    record.start(tmp_path / "texts", config, {})
-    work.run(config)
-    assert f"{parts[0]}\n" in capsys.readouterr().out
-
-
 def test_a_model_of_the_examples_writes_bytes(pool: WorkerPool, tmp_path: Path) -> None:
     text = tmp_path / "text"
     text.write_text("abcabcabc" * 200)
@@ -289,21 +276,6 @@ def test_a_run_in_mixed_precision_writes(tmp_path: Path) -> None:
                 module.make_cache = lambda length: None  # type: ignore[method-assign]
             made[cache] = module.predict_step(batch, 0)
     assert made[True].tolist() == made[False].tolist()
-
-
-def test_of_a_text_that_comes_what_cannot_change_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
-    printing = using._Printing(ByteTokenizer(), {0})
-    shown = []
-    for byte in ["a", "ü", "漢", "b"]:
-        for each in byte.encode():
-            printing.add(torch.tensor([each]))
-            shown.append(capsys.readouterr().out)
-    assert shown == ["a", "", "ü", "", "", "漢", "b"]
-    printing.add(torch.tensor([0xE6]))  # the first byte of three
-    printing.add(torch.tensor([0]))
-    assert capsys.readouterr().out == ""
-    printing.end()
-    assert capsys.readouterr().out == "\N{REPLACEMENT CHARACTER}\n"
 
 
 # -- choosing a token ------------------------------------------------------------------------------------------------
