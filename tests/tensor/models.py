@@ -16,9 +16,8 @@ from torch.overrides import TorchFunctionMode
 from lightning_parallel.private.torch import tree_map
 from lightning_parallel.tensor.plan import find_plan
 from lightning_parallel.tensor.sharding import Sharding, shard_module
+from recipes.models.classifier import MLP, LeNet
 from recipes.models.gpt import GPT
-from recipes.models.lenet import LeNet
-from recipes.models.mlp import MLP
 from tests.tensor.helpers import close, world
 
 ADAM = {"_target_": "torch.optim.AdamW"}
