@@ -9,28 +9,25 @@ and rank 0 logs them. No rank waits for another one, or for a GPU::
 
 from __future__ import annotations
 
-import json
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
-import torch.distributed as dist
 from lightning.fabric.utilities.throughput import get_available_flops
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
-from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from typing_extensions import override
 
 from lightning_parallel.batch import batch_size
 from lightning_parallel.private.lightning.batches import ends_update
 from lightning_parallel.private.lightning.metrics import logged_step, show_in_progress_bar
-from lightning_parallel.private.torch import default_store, tree_leaves
-from lightning_parallel.ranks.collectives import guarded
+from lightning_parallel.private.torch import tree_leaves
+from lightning_parallel.ranks.notice import Noticeboard
 from lightning_parallel.timeline.recording import COMPUTE, Timeline
 
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
@@ -251,27 +248,3 @@ def memory_in_use(device: torch.device) -> int:
     import resource
 
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if os.uname().sysname == "Darwin" else 1024)
-
-
-class Noticeboard:
-    """A board where each rank leaves its figures, and rank 0 reads those of all. It is the store where the processes
-    have met, so nobody waits for another one. Ranks may be at different batches: the figures may be a log interval old.
-
-    All ranks make it, and leave their first figures before one reads.
-    """
-
-    def __init__(self) -> None:
-        store = default_store()
-        run = store.add(f"lightning_parallel/figures_of/{dist.get_rank()}", 1)
-        self._store = PrefixStore(f"lightning_parallel/figures/{run}", store)
-
-    def leave(self, figures: Mapping[str, float]) -> None:
-        """Leave this rank's figures, in the place of earlier ones."""
-        guarded(self._store.set, str(dist.get_rank()), json.dumps(figures))
-
-    def read(self) -> list[dict[str, float]]:
-        """The figures of all ranks, in their order; empty as long as a rank hasn't left any."""
-        keys = [str(rank) for rank in range(dist.get_world_size())]
-        if not guarded(self._store.check, keys):
-            return []
-        return [json.loads(text) for text in guarded(self._store.multi_get, keys)]

@@ -15,7 +15,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from torch.utils.data import DataLoader, IterableDataset, Sampler
+from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_parallel.private.torch import tree_leaves
 
@@ -75,7 +75,7 @@ class ResumableDataLoader(DataLoader):
             return self._counted(lambda: iter(()))
         if comes == "the rest":
             self._order.set_state(self._began)
-            return self._counted(super().__iter__ if self._place == 0 else self._from(self._place).__iter__)
+            return self._counted(super().__iter__ if self._place == 0 else lambda: iter(self._from(self._place)))
         if self._is_seeded_here:
             self._order.manual_seed(int(torch.empty((), dtype=torch.int64).random_()))
         self._place, self._began = 0, self._order.get_state()
@@ -92,13 +92,11 @@ class ResumableDataLoader(DataLoader):
 
     def _from(self, place: int) -> DataLoader:
         """The batches of the epoch that are left."""
-        if self.batch_sampler is None:
-            order: dict[str, Any] = {"sampler": _Rest(self.sampler, place), "batch_size": None}
-        else:
-            order = {"batch_sampler": _Rest(self.batch_sampler, place)}
+        of_samples = self.batch_sampler is None
+        rest: Any = islice(self.sampler if of_samples else self.batch_sampler, place, None)
         return DataLoader(
             self.dataset,
-            **order,
+            **({"sampler": rest, "batch_size": None} if of_samples else {"batch_sampler": rest}),
             num_workers=self.num_workers,
             collate_fn=self.collate_fn,
             pin_memory=self.pin_memory,
@@ -118,19 +116,6 @@ class ResumableDataLoader(DataLoader):
         several loaders :class:`.ExactResume` decides which one goes on, and has noted it here."""
         self._place, self._began = state["place"], state["order"]
         self._next = state.get("next", "the rest" if self._place < len(self) else None)
-
-
-class _Rest(Sampler):
-    """A sampler without its first items."""
-
-    def __init__(self, sampler: Any, first: int) -> None:
-        self._sampler, self._first = sampler, first
-
-    def __iter__(self) -> Iterator[Any]:
-        return islice(self._sampler, self._first, None)
-
-    def __len__(self) -> int:
-        return len(self._sampler) - self._first
 
 
 def with_what_comes_next(trainer: pl.Trainer, states: Sequence[Any]) -> list[Any]:

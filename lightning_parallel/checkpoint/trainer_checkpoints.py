@@ -224,17 +224,15 @@ class Checkpoints:
         """
         self.finish()
         safe, asked = weights_only is not False, is_overridden("on_load_checkpoint", module)
-        content: Reader | dict[str, Any]
-        if not is_directory(path):
-            content = together(None, lambda: io.load_checkpoint(path, weights_only=safe))
-        elif asked:
-            content = together(None, lambda: PlainOnDemand(path, safe))
-        else:
-            content = together(None, lambda: Reader(path))
-        if asked:
-            assert isinstance(content, dict)
-            return content
-        return self._fill(content, path, module, optimizers, safe)
+        of_ranks = is_directory(path)
+
+        def opened() -> Reader | dict[str, Any]:
+            if not of_ranks:
+                return io.load_checkpoint(path, weights_only=safe)
+            return PlainOnDemand(path, safe) if asked else Reader(path)
+
+        content = together(None, opened)
+        return content if asked and isinstance(content, dict) else self._fill(content, path, module, optimizers, safe)
 
     def take(self, content: dict[str, Any], module: pl.LightningModule, optimizers: Sequence[Optimizer]) -> None:
         """Read this rank's part of what :meth:`load` has returned, after ``on_load_checkpoint``."""

@@ -1,12 +1,22 @@
-"""How ranks agree on the batch before which they stop, where some are ahead of others and none waits."""
+"""What ranks tell each other without waiting, through the store where the processes have met."""
 
 from __future__ import annotations
+
+import json
+from collections.abc import Mapping
 
 import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from lightning_parallel.private.torch import default_store
 from lightning_parallel.ranks.collectives import guarded
+
+
+def _store_of_run(purpose: str) -> PrefixStore:
+    """A part of the store that earlier runs haven't written to. All ranks ask for it equally often."""
+    store = default_store()
+    run = store.add(f"lightning_parallel/{purpose}_of/{dist.get_rank()}", 1)
+    return PrefixStore(f"lightning_parallel/{purpose}/{run}", store)
 
 
 class Notice:
@@ -20,9 +30,7 @@ class Notice:
 
     def __init__(self, ahead: int) -> None:
         self._ahead = ahead
-        store = default_store()
-        run = store.add(f"lightning_parallel/notices_of/{dist.get_rank()}", 1)
-        self._store = PrefixStore(f"lightning_parallel/notice/{run}", store)
+        self._store = _store_of_run("notice")
         self._read: tuple[int, int] | None = None
 
     def at(self, batch: int, mine: int) -> int:
@@ -39,3 +47,22 @@ class Notice:
             self._read = number, stop
         number, stop = self._read or (0, 0)
         return number if batch >= stop else 0
+
+
+class Noticeboard:
+    """A board where each rank leaves its figures, and rank 0 reads those of all. Ranks may be at different batches: the
+    figures may be a log interval old. All ranks make it, and leave their first figures before one reads."""
+
+    def __init__(self) -> None:
+        self._store = _store_of_run("figures")
+
+    def leave(self, figures: Mapping[str, float]) -> None:
+        """Leave this rank's figures, in the place of earlier ones."""
+        guarded(self._store.set, str(dist.get_rank()), json.dumps(figures))
+
+    def read(self) -> list[dict[str, float]]:
+        """The figures of all ranks, in their order; empty as long as a rank hasn't left any."""
+        keys = [str(rank) for rank in range(dist.get_world_size())]
+        if not guarded(self._store.check, keys):
+            return []
+        return [json.loads(text) for text in guarded(self._store.multi_get, keys)]
