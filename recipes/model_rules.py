@@ -8,7 +8,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from recipes.data import files, image_folder, text
+from recipes.data import documents, image_folder, text
 from recipes.data.tokenizer import ByteTokenizer, has_tokenizer
 from recipes.examples import DATA, MODELS, example_of, given
 from recipes.problem import Problem
@@ -98,7 +98,7 @@ def _documents(config: Config) -> Iterator[Problem]:
         return
     validation = [("val_path", data["val_path"])] if data["val_path"] is not None else []
     for key, path in [("path", data["path"]), *validation]:
-        found = files.problem(path)
+        found = documents.problem(path)
         if found is not None:
             yield Problem(f"data.{key}", path, *found)
     folder = data["tokenizer"]

@@ -1,27 +1,49 @@
-"""Rules about the processes of a run: how many there are, who has started them, and what this machine bears."""
+"""Rules about where a run is to be: its processes, who has started them, what this machine bears, and the packages that
+are installed."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping
+from importlib.util import find_spec
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
 
+from recipes import IN_CHECKOUT
+from recipes.examples import example_of
 from recipes.launchers.kubernetes import KubernetesLauncher
 from recipes.launchers.local import LocalLauncher
+from recipes.launchers.ray import RayLauncher
 from recipes.launchers.slurm import SlurmLauncher, is_here, unfinished_job
 from recipes.launchers.torchrun import TorchrunLauncher
 from recipes.problem import NOT_KNOWN, Problem
 from recipes.processes import joined, missing
 from recipes.schema import kind_of, world_size
 
-Config = Mapping[str, Any]
-
 _GPU = ("gpu", "cuda")  # values of trainer.accelerator
 _ALWAYS, _PER_CORE = 8, 4  # processes
 _WORKER_MIB = 250  # of memory that a worker takes before its model
+Config = Mapping[str, Any]
+
+# By group and example: the extra, and the modules with the names of their packages.
+_EXAMPLES: Mapping[tuple[str, str], tuple[str, Mapping[str, str]]] = MappingProxyType(
+    {
+        ("model", "hf"): ("hf", {"transformers": "transformers", "safetensors": "safetensors"}),
+        ("model", "timm"): ("images", {"timm": "timm", "torchvision": "torchvision"}),
+        ("data", "hf"): ("hf", {"datasets": "datasets"}),
+        ("data", "images"): ("images", {"PIL": "pillow"}),
+    }
+)
+# By the logger.
+_TRACKERS: Mapping[str, tuple[str, Mapping[str, str]]] = MappingProxyType(
+    {
+        "recipes.trackers.ContinuedWandbLogger": ("wandb", {"wandb": "wandb"}),
+        "recipes.trackers.ContinuedMLFlowLogger": ("mlflow", {"mlflow": "mlflow-skinny"}),
+    }
+)
 
 
 def counted(config: Config) -> str:
@@ -134,6 +156,37 @@ def _backend(config: Config) -> Iterator[Problem]:
             yield Problem(path, backend, message, f"{fix}, or cluster.devices={gpus}")
 
 
+def _missing(path: str, value: Any, extra: str, packages: Mapping[str, str]) -> Iterator[Problem]:
+    missing = [package for module, package in packages.items() if find_spec(module) is None]
+    if missing:
+        source = "." if IN_CHECKOUT else "lightning-parallel"
+        fix = f'pip install "{source}[recipes,{extra}]"'
+        yield Problem(path, value, f"{' and '.join(missing)} not installed", fix)
+
+
+def _of_examples(config: Config) -> Iterator[Problem]:
+    for (group, name), needed in _EXAMPLES.items():
+        if example_of(config[group]) == name:
+            yield from _missing(f"{group}.name", name, *needed)
+
+
+def _of_adapters(config: Config) -> Iterator[Problem]:
+    if example_of(config["model"]) == "hf" and config["model"]["lora"] is not None:
+        yield from _missing("model.name", "hf", "hf", {"peft": "peft"})
+
+
+def _of_cluster(config: Config) -> Iterator[Problem]:
+    if kind_of("cluster", config["cluster"]) is RayLauncher and config["launch"]:
+        yield from _missing("cluster", "ray", "ray", {"ray": "ray"})
+
+
+def _of_loggers(config: Config) -> Iterator[Problem]:
+    for key, node in config["logger"].items():
+        target = node["_target_"] if node is not None else ""
+        if target in _TRACKERS:
+            yield from _missing(f"logger.{key}._target_", target, *_TRACKERS[target])
+
+
 RULES: tuple[Callable[[Config], Iterator[Problem]], ...] = (
     _one_machine,
     _restarts_elsewhere,
@@ -143,4 +196,9 @@ RULES: tuple[Callable[[Config], Iterator[Problem]], ...] = (
     _enough_cores,
     _has_gpu,
     _backend,
+    # Each by itself: where a value that one looks at is broken, the others are still told.
+    _of_examples,
+    _of_adapters,
+    _of_cluster,
+    _of_loggers,
 )

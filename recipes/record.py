@@ -22,7 +22,7 @@ import yaml
 from recipes import IN_CHECKOUT, ROOT
 from recipes.processes import INTERRUPTED, REQUEUE
 
-RUN, METRICS, CONFIG, TREE = "run.json", "metrics.json", "resolved.yaml", "config_tree.txt"
+RUN, METRICS, CONFIG = "run.json", "metrics.json", "resolved.yaml"
 TEXTS = "texts.jsonl"  # of a generation: a line for each prompt
 ERRORS = "errors"  # a folder: the traceback of each rank that failed
 STARTING = "starting"  # status until a worker has begun

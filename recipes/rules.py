@@ -14,7 +14,7 @@ from lightning_parallel.settings import settings_of
 from lightning_parallel.strategies.fully_sharded import FullyShardedOptions
 from lightning_parallel.strategies.pipeline import PipelineOptions
 from lightning_parallel.strategies.pipeline_async import AsyncPipelineOptions
-from recipes import examples, model_rules, packages, process_rules, resume, schema
+from recipes import examples, model_rules, process_rules, resume, schema
 from recipes.examples import example_of
 from recipes.problem import NOT_KNOWN, Problem
 from recipes.process_rules import counted, restarts_by_itself
@@ -30,7 +30,7 @@ def problems(config: Config, broken: Collection[str]) -> Iterator[Problem | str]
         broken: paths of values that are wrong by themselves, or absent.
     """
     sound = _Sound(config, "", broken)
-    for rule in (*packages.RULES, *model_rules.RULES, *_RULES, *process_rules.RULES):
+    for rule in (*model_rules.RULES, *_RULES, *process_rules.RULES):
         try:
             yield from list(rule(sound))
         except _BrokenValue:

@@ -80,12 +80,10 @@ class ContinuedMLFlowLogger(MLFlowLogger):
         self._kept = RunAtServer(folder, "mlflow")
         default = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{Path('mlflow.db').resolve()}"
         self._server = tracking_uri or self._kept.known.get("tracking_uri") or default
-        self._goes_on = False
         if rank_zero_only.rank != 0:  # type: ignore[attr-defined]
-            self._server = _UNUSED_SERVER
-        elif self._kept.known:
-            self._goes_on = _is_there(self._server, self._kept.known["run_id"])
-        run_id = self._kept.known["run_id"] if self._goes_on else None
+            self._server, self._kept.known = _UNUSED_SERVER, {}
+        run_id = self._kept.known.get("run_id")
+        self._goes_on = run_id is not None
         super().__init__(tracking_uri=self._server, **{"run_id": run_id} | settings)
 
     @property
@@ -106,16 +104,3 @@ class ContinuedMLFlowLogger(MLFlowLogger):
             if not self._goes_on:
                 raise
             rank_zero_warn(f"MLflow keeps the hyperparameters with which the run began. {error}")
-
-
-def _is_there(server: str, run_id: str) -> bool:
-    from mlflow import MlflowClient
-    from mlflow.exceptions import MlflowException
-
-    try:
-        found = MlflowClient(server).get_run(run_id).info.lifecycle_stage == "active"
-    except MlflowException:
-        found = False
-    if not found:
-        rank_zero_warn(f"{server} has no run {run_id} any more: a new one begins there.")
-    return found

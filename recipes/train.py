@@ -12,18 +12,13 @@ import sys
 from argparse import Namespace
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import hydra
-import yaml
 from hydra._internal.utils import get_args_parser
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import CompactHydraException, HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
-from rich.console import Console
-from rich.syntax import Syntax
-from rich.tree import Tree
 
 from recipes import CONF, record
 from recipes.command_line import typed
@@ -70,11 +65,8 @@ def run(cfg: DictConfig) -> float | None:
     chosen = job.runtime.choices.items()
     choices = {group: choice for group, choice in chosen if "/" not in group and choice is not None}
     config_file = write(config)
-    tree = config_tree(config, choices)
-    with (folder / record.TREE).open("w") as stream:
-        Console(file=stream, width=100).print(tree)
     if config["print_config"]:
-        Console().print(tree)
+        print(config_file.read_text())
     if not config["launch"]:
         processes = world_size(config)
         log.info("start it with: torchrun --nproc-per-node=%d -m recipes.worker %s", processes, config_file)
@@ -96,20 +88,6 @@ def _optimized(name: str | None, metrics: Mapping[str, float | None], *, sweepin
         raise UnknownMetric(f"optimized_metric={name}: {message}")
     value = metrics[name]
     return float("nan") if value is None else value
-
-
-def config_tree(config: Mapping[str, Any], choices: Mapping[str, str]) -> Tree:
-    """The config as a tree: single values first, then a branch for each group with the chosen option."""
-    tree = Tree(str(config["task_name"]))
-    single = {key: value for key, value in config.items() if not isinstance(value, Mapping)}
-    tree.add(Syntax(yaml.safe_dump(single, sort_keys=False).rstrip(), "yaml", background_color="default"))
-    for key, value in config.items():
-        if isinstance(value, Mapping):
-            branch = tree.add(f"{key}: {choices[key]}" if key in choices else key)
-            if value:
-                text = yaml.safe_dump(dict(value), sort_keys=False).rstrip()
-                branch.add(Syntax(text, "yaml", background_color="default"))
-    return tree
 
 
 def main() -> None:

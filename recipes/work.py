@@ -4,25 +4,33 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 import sys
 import traceback
 import warnings
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 import lightning as L
+import torch.distributed as dist
 import yaml
+from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.distributed.elastic.multiprocessing.errors import record as record_error
 
 from lightning_parallel.ranks import process_group
-from recipes import attempts, build, record, resume, trackers, using
+from lightning_parallel.ranks.layout import Layout
+from recipes import build, record, resume, trackers, using
 from recipes.logs import ContinuedLogs
 from recipes.processes import REQUEUE, restarts
 from recipes.schema import world_size
+
+_JOB_IDS = ("SLURM_JOB_ID", "TORCHELASTIC_RUN_ID", "RAY_JOB_ID")
+_OWN = "recipes.launchers."  # launchers of this package are known by the names of their modules
 
 
 def train(config: Mapping[str, Any]) -> None:
@@ -31,7 +39,7 @@ def train(config: Mapping[str, Any]) -> None:
     datamodule = build.data(config)
     path = resume.chosen(config)
     trackers.forget_runs(folder, path)
-    own = [resume.SameStart(path), attempts.Recorder(folder), ContinuedLogs()]
+    own = [resume.SameStart(path), Recorder(folder), ContinuedLogs()]
     trainer = build.trainer(config, own)
     if trainer.is_global_zero:
         record.update_attempt(folder, resumed_from=path)
@@ -85,7 +93,7 @@ def main(text: str) -> None:
         if not said or (said["status"] != record.STARTING and not restarts()):  # nobody else has
             folder.mkdir(parents=True, exist_ok=True)
             record.start(folder, config, choices={})
-        attempts.begin(folder, config)
+        begin(folder, config)
     try:
         run(config)
     except SIGTERMException:
@@ -125,3 +133,64 @@ def _quiet() -> None:
     logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(
         lambda entry: not str(entry.msg).startswith(("💡", "Tip:"))
     )
+
+
+def begin(folder: Path, config: Mapping[str, Any]) -> None:
+    """Note that the workers have started. Rank 0 calls it."""
+    target = str(config["cluster"]["_target_"])
+    address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
+    record.begin_attempt(
+        folder,
+        engine=target.removeprefix(_OWN).split(".")[0] if target.startswith(_OWN) else target,
+        job_id=next(filter(None, map(os.environ.get, _JOB_IDS)), None),
+        rendezvous=f"{address}:{port}" if address and port else None,
+        resumed_from=None,
+    )
+
+
+class Recorder(Callback):
+    """Writes which rank is where and on what data, and from which step to which the attempt has come: at the latest
+    when a checkpoint is saved."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        mine = {
+            "rank": trainer.global_rank,
+            "host": socket.gethostname(),
+            "device": str(trainer.strategy.root_device),
+            "coordinates": coordinates(trainer),
+        }
+        ranks: list[Any] = [mine]
+        if dist.is_initialized():
+            ranks = [None] * trainer.world_size
+            dist.all_gather_object(ranks, mine)
+        if trainer.is_global_zero:
+            data = getattr(getattr(trainer, "datamodule", None), "fingerprint", None)
+            record.update(self.folder, layout={"world_size": trainer.world_size, "ranks": ranks}, data=data)
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._write(trainer, from_step=trainer.global_step)
+
+    def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
+        self._write(trainer)
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._write(trainer)
+
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        self._write(trainer)
+
+    def _write(self, trainer: L.Trainer, **more: int) -> None:
+        if trainer.is_global_zero:
+            with suppress(OSError):  # a full disk ends no run here, nor hides the error of one
+                record.update_attempt(self.folder, to_step=trainer.global_step, **more)
+
+
+def coordinates(trainer: L.Trainer) -> dict[str, int]:
+    """This rank's place on every axis."""
+    layout = getattr(trainer.strategy, "layout", None)
+    if not isinstance(layout, Layout):  # of Lightning's strategies
+        layout = Layout.resolve(trainer.world_size, trainer.global_rank, data=trainer.world_size)
+    return {axis.name: layout.index(axis.name) for axis in layout.axes}

@@ -8,22 +8,28 @@ from __future__ import annotations
 
 import json
 import logging
+import re
+import threading
 import time
+from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import lightning as L
 import torch
 import torch._dynamo  # the first optimizer imports it: its memory is not the model's
+from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import Callback
+from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from lightning_parallel.absent.tensor import AbsentTensor
 from lightning_parallel.strategies.data_parallel import DataParallelStrategy
 from lightning_parallel.strategies.staged import StagedStrategy
-from recipes.attempts import coordinates
-from recipes.compare import process
 from recipes.traffic import Traffic
+from recipes.work import coordinates
 
 FILE = "measured-{rank}.json"
 
@@ -56,17 +62,17 @@ class Measure(Callback):
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         # Here the data and the process groups are there, and the model is, whole, where it was built.
         built = (tensor for tensor in (*pl_module.parameters(), *pl_module.buffers()) if not tensor.is_meta)
-        self._baseline = process.resident() - sum(tensor.nbytes for tensor in built)
+        self._baseline = resident() - sum(tensor.nbytes for tensor in built)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         others = getattr(trainer.strategy, "parallel_devices", None)
         several = isinstance(trainer.strategy, DataParallelStrategy)
-        self._gpus = process.devices_of(trainer.strategy.root_device, others if several else None)
+        self._gpus = devices_of(trainer.strategy.root_device, others if several else None)
 
     def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Optimizer) -> None:
         # The only place where gradients, too, are there under every strategy.
         if len(self._ends) == 1:
-            self._held = process.held(pl_module, trainer.optimizers)
+            self._held = held(pl_module, trainer.optimizers)
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -93,18 +99,18 @@ class Measure(Callback):
         for gpu in self._gpus:
             torch.cuda.reset_peak_memory_stats(gpu)
         if not self._gpus:
-            process.forget_peak()
-        self._thread = process.Times.now()
+            forget_peak()
+        self._thread = Times.now()
 
     def _stop(self, trainer: L.Trainer) -> None:
-        thread = process.Times.now().since(self._thread)
+        thread = Times.now().since(self._thread)
         peaks = [torch.cuda.max_memory_allocated(gpu) for gpu in self._gpus]
         self._found = {
             "rank": trainer.global_rank,
             "coordinates": coordinates(trainer),
             "device": str(trainer.strategy.root_device),
             "seconds": [end - start for start, end in zip(self._ends, self._ends[1:], strict=False)],
-            "peaks": peaks or [process.peak_resident() - self._baseline],
+            "peaks": peaks or [peak_resident() - self._baseline],
             "held": self._held,
             "thread": thread.shares(),
         }
@@ -131,3 +137,73 @@ class Measure(Callback):
             )
         file = self._folder / FILE.format(rank=trainer.global_rank)
         file.write_text(json.dumps(self._found) + "\n")
+
+
+def resident() -> int:
+    """Bytes of this process that are in memory."""
+    return _status("VmRSS")
+
+
+def peak_resident() -> int:
+    """The most bytes there were since :func:`forget_peak`."""
+    return _status("VmHWM")
+
+
+def forget_peak() -> None:
+    Path("/proc/self/clear_refs").write_text("5")  # proc(5): resets the peak resident set size
+
+
+def _status(field: str) -> int:
+    found = re.search(rf"^{field}:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
+    assert found is not None
+    return int(found[1]) * 1024
+
+
+def held(module: LightningModule, optimizers: Iterable[Optimizer]) -> dict[str, int]:
+    """Bytes of the parameters, gradients and optimizer state of this rank: of its shards, its stage."""
+    parameters = [p for p in module.parameters() if not isinstance(p, AbsentTensor)]
+    state = [value for each in optimizers for values in each.state.values() for value in values.values()]
+    return {
+        "parameters": _nbytes(parameters),
+        "gradients": _nbytes([p.grad for p in parameters if p.grad is not None]),
+        "optimizer": _nbytes([value for value in state if isinstance(value, Tensor)]),
+    }
+
+
+def _nbytes(tensors: Iterable[Tensor]) -> int:
+    return sum((t.to_local() if isinstance(t, DTensor) else t).nbytes for t in tensors)
+
+
+def devices_of(root: torch.device, others: Iterable[torch.device] | None) -> list[torch.device]:
+    """The GPUs that this process uses, each once; none on the CPU."""
+    return [device for device in dict.fromkeys(others or [root]) if device.type == "cuda"]
+
+
+class Times:
+    """Seconds of one thread.
+
+    Attributes:
+        wall: on the clock.
+        computing: on a core.
+        queued: ready to run, without a core.
+    """
+
+    def __init__(self, wall: float = 0.0, computing: float = 0.0, queued: float = 0.0) -> None:
+        self.wall, self.computing, self.queued = wall, computing, queued
+
+    @classmethod
+    def now(cls) -> Self:
+        """Of the calling thread, since it began."""
+        file = Path(f"/proc/self/task/{threading.get_native_id()}/schedstat")
+        computing, queued, _ = file.read_text().split()
+        return cls(time.monotonic(), int(computing) * 1e-9, int(queued) * 1e-9)
+
+    def since(self, start: Times) -> Times:
+        return Times(self.wall - start.wall, self.computing - start.computing, self.queued - start.queued)
+
+    def shares(self) -> dict[str, float]:
+        """Fractions of the time on the clock."""
+        # The kernel books at its ticks: of a short while it may count a little more than went by.
+        whole = max(self.wall, self.computing + self.queued) or 1.0
+        computing, queued = self.computing / whole, self.queued / whole
+        return {"computing": computing, "queued": queued, "blocked": max(0.0, 1 - computing - queued)}

@@ -15,12 +15,14 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 from recipes.data.tokenizer import Messages, Tokenizer
 
 IGNORED = -100  # the label of a token that isn't learned, as torch's cross entropy has it
 _OTHER = "\ue000"  # in the place of what a message says: a character for private use, which texts don't have
+KINDS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".txt": "text"}  # suffix -> loader of datasets'
 
 
 @dataclass(frozen=True)
@@ -152,3 +154,32 @@ def _learned(tokens: list[int], places: list[int], spans: list[tuple[int, int]])
     """A document of which the tokens that begin in some parts of the text are learned."""
     learned = (any(begin <= place < end for begin, end in spans) for place in places)
     return Document(tokens, [token if counts else IGNORED for token, counts in zip(tokens, learned, strict=True)])
+
+
+def files_of(path: Path) -> list[Path]:
+    """The files of documents that a path stands for: itself, or those below a folder, sorted."""
+    if path.is_file():
+        return [path]
+    inside = (file for file in sorted(path.rglob("*")) if file.is_file() and file.suffix in KINDS)
+    return [file for file in inside if not any(part.startswith(".") for part in file.relative_to(path).parts)]
+
+
+def problem(path: str | None) -> tuple[str, str] | None:
+    """What is wrong with a path of documents and how to put it right; None if they can be read."""
+    fix = f"give a file, or a folder with files, of one kind of {', '.join(KINDS)}"
+    if path is None:
+        return "no file is given", fix
+    if not Path(path).exists():
+        return "no such file or folder", f"{fix} (relative names count from {Path.cwd()})"
+    files = files_of(Path(path))
+    if not files or files[0].suffix not in KINDS:
+        return "no documents there", fix
+    suffixes = sorted({file.suffix for file in files})
+    if len({KINDS[suffix] for suffix in suffixes}) > 1:
+        return f"files of several kinds, {', '.join(suffixes)}", fix
+    if not any(file.stat().st_size for file in files):
+        return "nothing is in it", fix
+    chained = next((file for file in files if "::" in str(file)), None)
+    if chained is not None:
+        return f"datasets would read {chained} as a chain of files", "give it a name without ::"
+    return None

@@ -13,10 +13,8 @@ from typing import Any
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from recipes.data.base import HELD_OUT, SeededData
-from recipes.data.documents import IGNORED, Document, Reader, reader
-from recipes.data.files import KINDS, damage, files_of, problem
-from recipes.data.label_counts import CountedRows, CountingSampler
-from recipes.data.rows import learns, rows_of
+from recipes.data.documents import IGNORED, KINDS, Document, Reader, files_of, problem, reader
+from recipes.data.rows import CountedRows, CountingSampler, learns, rows_of
 from recipes.data.tokenizer import files_of_tokenizer, tokenizer_of
 
 _FORMAT = 3  # of the rows: a change makes what was prepared before out of date
@@ -29,7 +27,7 @@ class HFData(SeededData):
 
     A batch is a dictionary of int64 tensors [batch, context]: ``input_ids``, ``labels`` (-100 for what isn't learned),
     and ``position_ids`` or, without packing, ``attention_mask``; and ``labels_in_batch`` [batch]
-    (:mod:`recipes.data.label_counts`).
+    (:mod:`recipes.data.rows`).
 
     Args:
         path: a file of documents, or a folder of them: JSON lines, parquet, or texts, a document each. See
@@ -114,8 +112,7 @@ class HFData(SeededData):
                 given, kept = [glob.escape(str(file)) for file in files], str(self.directory / "datasets" / content)
                 records = datasets.load_dataset(kind, data_files=given, split="train", cache_dir=kept, **more)
             except (datasets.exceptions.DatasetsError, ValueError, StopIteration) as error:  # several, for one cause
-                said = damage(files) or f"datasets can't read it: {error.__cause__ or error}"
-                raise ValueError(f"data.path={path}: {said}") from error
+                raise ValueError(f"data.path={path}: datasets can't read it: {error.__cause__ or error}") from error
             try:
                 read = reader(records.column_names, self.column, tokenizer)
             except ValueError as error:
@@ -136,7 +133,7 @@ class HFData(SeededData):
                     new_fingerprint=self._key(content),
                 )
             except UnicodeDecodeError as error:  # JSON's strings are looked at only here
-                raise ValueError(f"data.path={path}: {damage(files) or error}") from error
+                raise ValueError(f"data.path={path}: {error}: convert the files to UTF-8") from error
         if len(rows) == 0:
             raise ValueError(f"data.path={path}: nothing in it is to be learned: give documents with text in them.")
         return rows.with_format("torch")

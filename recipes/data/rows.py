@@ -12,8 +12,14 @@ documents apart, and no document's first token is learned. The padding is a docu
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import copy
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset, DistributedSampler
 
 from recipes.data.documents import IGNORED, Document
 
@@ -71,3 +77,55 @@ def _closed(row: _Open, context: int, padding: int, packed: bool) -> Row:
 def learns(row: Row) -> bool:
     """Has it a label besides its first one, which nothing comes before?"""
     return any(label != IGNORED for label in row["labels"][1:])
+
+
+@dataclass(frozen=True)
+class Place:
+    """A row in a batch.
+
+    Attributes:
+        number: of the row.
+        labels: in the batch, over all replicas.
+        fills_up: nothing of it is learned.
+    """
+
+    number: int
+    labels: int
+    fills_up: bool
+
+
+class CountedRows(Dataset[dict[str, Tensor]]):
+    """A ``datasets.Dataset`` of rows with ``labels_in_batch``, int64: a number for all of a batch. ``counts`` has the
+    labels of each row."""
+
+    def __init__(self, rows: Any, counts: Sequence[int]) -> None:
+        self.rows, self.counts = rows, counts
+
+    def __len__(self) -> int:
+        return len(self.counts)
+
+    def __getitem__(self, place: Place | int) -> dict[str, Tensor]:
+        if isinstance(place, int):  # of another sampler, such as Lightning's for overfit_batches: nothing is counted
+            return dict(self.rows[place])
+        row: dict[str, Tensor] = dict(self.rows[place.number])
+        if place.fills_up:
+            row["labels"] = torch.full_like(row["labels"], IGNORED)
+        return {**row, "labels_in_batch": torch.tensor(place.labels)}
+
+
+class CountingSampler(DistributedSampler[Place]):
+    """A DistributedSampler that gives :class:`Place` instead of numbers. The batch size is over all replicas."""
+
+    def __init__(self, rows: CountedRows, batch_size: int, **options: Any) -> None:
+        super().__init__(rows, **options)
+        self._counts, self._batch_size = rows.counts, batch_size
+
+    def __iter__(self) -> Iterator[Place]:
+        only = copy.copy(self)  # as the only replica it gives the order of all rows, and repeats some to fill up
+        only.num_replicas, only.rank, only.num_samples = 1, 0, self.total_size
+        order: list[int] = list(DistributedSampler.__iter__(only))  # type: ignore[arg-type]
+        rows = len(self._counts)
+        for place in range(self.rank, len(order), self.num_replicas):
+            begin = place // self._batch_size * self._batch_size
+            batch = order[begin : min(begin + self._batch_size, rows)]
+            yield Place(order[place], sum(self._counts[number] for number in batch), fills_up=place >= rows)

@@ -13,13 +13,14 @@ from torch import Tensor, nn
 
 from recipes.data.base import SeededData
 from recipes.data.hf import HFData
-from recipes.models.hf_cache import StagedCache, static_cache
 from recipes.models.hf_folder import (
+    StagedCache,
     check_fit,
     give_exact_buffers,
     has_weights,
     opened,
     rope_limit,
+    static_cache,
     takes,
     with_adapters,
 )  # fmt: skip

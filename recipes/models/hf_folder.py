@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from inspect import signature
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
-from torch import nn
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from transformers.cache_utils import StaticCache, StaticLayer, StaticSlidingWindowLayer
 
+from lightning_parallel.absent.tensor import AbsentTensor
 from lightning_parallel.checkpoint.agreement import first_few
 
 _READ = ("*.safetensors", "pytorch_model*.bin", "*.index.json")  # files of weights that transformers reads, and lists
@@ -44,23 +46,9 @@ def opened(path: str) -> nn.Module:
             if Path(path, "generation_config.json").exists():
                 model.generation_config = GenerationConfig.from_pretrained(path, local_files_only=True)
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
-        damaged = ", ".join(_damaged(Path(path))) if isinstance(error, SafetensorError) else ""
-        fix = f": {damaged} is not whole, copy it anew" if damaged else ""
-        raise ValueError(f"model.path={path}: transformers can't open it: {error}{fix}") from error
+        raise ValueError(f"model.path={path}: transformers can't open it: {error}") from error
     whole: nn.Module = model
     return whole
-
-
-def _damaged(folder: Path) -> Iterator[str]:
-    """The names of files that safetensors can't open: it doesn't say which."""
-    from safetensors import SafetensorError, safe_open
-
-    for file in sorted(folder.glob("*.safetensors")):
-        try:
-            with safe_open(file, "pt"):
-                pass
-        except SafetensorError:
-            yield file.name
 
 
 class _WithoutMemory(TorchFunctionMode):
@@ -190,3 +178,51 @@ def rope_limit(config: Any) -> int | None:
             known = each.get("original_max_position_embeddings")
             return int(known or config.max_position_embeddings)
     return None
+
+
+class StagedCache(StaticCache):
+    """Keys and values of the layers that this rank runs, for texts of at most ``length`` tokens. How many tokens there
+    are (``cached``) is counted here, since masks and positions go by the first layer's, which may be on another
+    rank."""
+
+    def __init__(self, config: Any, length: int) -> None:
+        super().__init__(config=config, max_cache_len=length)
+        self.length = length
+        self.cached = 0
+
+    def begin(self, cached: int) -> None:
+        """Before a pass: so many tokens are there."""
+        self.cached = cached
+        layers: list[Any] = self.layers
+        for layer in layers:
+            layer.cumulative_length.fill_(cached)
+            if isinstance(layer, StaticSlidingWindowLayer):
+                layer.cumulative_length_int = cached
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return self.cached
+
+    def get_query_offset(self, layer_idx: int = 0) -> int:
+        return self.cached
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        if isinstance(key_states, AbsentTensor):  # of a layer that another rank runs: only sizes count
+            size, _ = self.get_mask_sizes(key_states.shape[-2], layer_idx)
+            return _resized(key_states, size), _resized(value_states, size)
+        # Under autocast positions make keys float32 again, and a layer keeps both in the dtype of its keys.
+        return super().update(key_states, value_states.to(key_states.dtype), layer_idx, *args, **kwargs)
+
+
+def static_cache(model: Any, length: int) -> StagedCache | None:
+    """A cache for texts of at most ``length`` tokens; None for a model that keeps something else, or doesn't work with
+    keys and values of one size."""
+    if not getattr(without_adapters(model), "_can_compile_fullgraph", False):  # transformers' mark of those that do
+        return None
+    cache = StagedCache(model.config, length)
+    return cache if all(type(layer) in (StaticLayer, StaticSlidingWindowLayer) for layer in cache.layers) else None
+
+
+def _resized(states: Tensor, size: int) -> Tensor:
+    return states[..., :1, :].expand(*states.shape[:-2], size, states.shape[-1])

@@ -10,8 +10,14 @@ from lightning_parallel.schedules.asynchronous import AsyncOneFOneB
 from lightning_parallel.schedules.checks import validate
 from lightning_parallel.schedules.generators import SCHEDULES
 from lightning_parallel.schedules.simulate import ideal_bubble, simulate
-from recipes.schedule.clock_table import clock_table
-from recipes.schedule.figures import asynchronous, asynchronous_utilisation, peak_activations, steady, utilisation
+from recipes.schedule.figures import (
+    asynchronous,
+    asynchronous_utilisation,
+    clock_table,
+    peak_activations,
+    steady,
+    utilisation,
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

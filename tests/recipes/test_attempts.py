@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from recipes import attempts, record
+from recipes import record, work
 from recipes.processes import joined, may_be_told, missing, restarts
 from tests.recipes.test_configs import composed
 
@@ -24,7 +24,7 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
 def started(folder: Path, *overrides: str) -> None:
     config: dict[str, Any] = composed(*overrides)
     record.start(folder, config, {})
-    attempts.begin(folder, config)
+    work.begin(folder, config)
 
 
 def reasons(folder: Path) -> list[Any]:
@@ -57,7 +57,7 @@ def test_an_attempt_without_an_end_was_killed(tmp_path: Path) -> None:
     started(tmp_path)
     started(tmp_path, "resume=auto")
     assert reasons(tmp_path) == [("killed", None), (None, None)]
-    attempts.begin(tmp_path, composed())  # its launcher was not
+    work.begin(tmp_path, composed())  # its launcher was not
     assert reasons(tmp_path) == [("killed", None), ("killed", None), (None, None)]
 
 

@@ -21,10 +21,9 @@ import torch
 import yaml
 
 from recipes import ROOT, record, work
-from recipes.compare import process, report, run
+from recipes.compare import measure, report, run
 from recipes.compare.__main__ import compare
-from recipes.compare.rows import Row, rows
-from recipes.compare.run import Outcome, configs
+from recipes.compare.run import Outcome, Row, configs, rows
 from recipes.launchers.launcher import Failure, WorkersFailed
 from recipes.launchers.local import LocalLauncher
 from recipes.problem import ConfigError
@@ -59,7 +58,7 @@ Measured = Callable[..., tuple[Row, list[dict[str, Any]]]]
 
 @pytest.fixture
 def measured(pool: WorkerPool, tmp_path: Path) -> Measured:
-    def measure(strategy: str, *overrides: str, of: Sequence[str] = TINY) -> tuple[Row, list[dict[str, Any]]]:
+    def measure_one(strategy: str, *overrides: str, of: Sequence[str] = TINY) -> tuple[Row, list[dict[str, Any]]]:
         words = [*of, f"paths.data_dir={tmp_path}/data", *overrides]
         (planned,) = configs(words, [strategy], tmp_path)
         assert planned.error is None and planned.config is not None
@@ -72,7 +71,7 @@ def measured(pool: WorkerPool, tmp_path: Path) -> Measured:
         (row,) = rows([replace(planned, ranks=ranks, metrics=record.read_metrics(folder))])
         return row, ranks
 
-    return measure
+    return measure_one
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "tensor_parallel", "dp"])
@@ -119,21 +118,21 @@ def test_every_update_between_warm_up_and_count_is_timed(measured: Measured) -> 
 
 
 def test_peaks_are_forgotten_and_found() -> None:
-    process.forget_peak()
-    before = process.peak_resident()
+    measure.forget_peak()
+    before = measure.peak_resident()
     torch.ones(16 * MIB)  # 64 MiB, and gone
-    assert process.peak_resident() - before > 56 * MIB
-    process.forget_peak()
-    assert process.peak_resident() - before < 32 * MIB
+    assert measure.peak_resident() - before > 56 * MIB
+    measure.forget_peak()
+    assert measure.peak_resident() - before < 32 * MIB
 
 
 def test_a_thread_that_sleeps_is_blocked_and_one_that_works_is_not() -> None:
-    start = process.Times.now()
+    start = measure.Times.now()
     time.sleep(0.1)
-    slept = process.Times.now()
-    while time.thread_time() < 0.1 or (process.Times.now().since(slept).computing < 0.1):
+    slept = measure.Times.now()
+    while time.thread_time() < 0.1 or (measure.Times.now().since(slept).computing < 0.1):
         pass
-    worked = process.Times.now().since(slept).shares()
+    worked = measure.Times.now().since(slept).shares()
     assert slept.since(start).shares()["blocked"] > 0.8
     assert worked["blocked"] < 0.3 and worked["computing"] > 0
 
@@ -141,12 +140,12 @@ def test_a_thread_that_sleeps_is_blocked_and_one_that_works_is_not() -> None:
 @pytest.mark.parametrize(
     ("times", "shares"),
     [
-        (process.Times(4.0, 1.0, 2.0), {"computing": 0.25, "queued": 0.5, "blocked": 0.25}),
-        (process.Times(3.9, 3.0, 1.0), {"computing": 0.75, "queued": 0.25, "blocked": 0.0}),  # booked before it began
-        (process.Times(), {"computing": 0.0, "queued": 0.0, "blocked": 1.0}),
+        (measure.Times(4.0, 1.0, 2.0), {"computing": 0.25, "queued": 0.5, "blocked": 0.25}),
+        (measure.Times(3.9, 3.0, 1.0), {"computing": 0.75, "queued": 0.25, "blocked": 0.0}),  # booked before it began
+        (measure.Times(), {"computing": 0.0, "queued": 0.0, "blocked": 1.0}),
     ],
 )
-def test_a_threads_time_is_shared_out_whole(times: process.Times, shares: dict[str, float]) -> None:
+def test_a_threads_time_is_shared_out_whole(times: measure.Times, shares: dict[str, float]) -> None:
     assert times.shares() == pytest.approx(shares)
 
 

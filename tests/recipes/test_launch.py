@@ -88,7 +88,7 @@ def test_every_job_of_a_sweep_gets_workers_and_a_world_of_its_own(tmp_path: Path
         assert sorted(rank["coordinates"]["pipeline"] for rank in ranks) == list(range(len(ranks)))
         assert all(rank["coordinates"]["data"] == 0 and rank["host"] and rank["device"] for rank in ranks)
         (tree,) = tmp_path.glob(f"logs/train/multiruns/*/{job}")
-        files = (record.CONFIG, record.TREE, "csv/metrics.csv", "checkpoints/last.ckpt")
+        files = (record.CONFIG, "csv/metrics.csv", "checkpoints/last.ckpt")
         assert all((tree / file).exists() for file in files)
         assert record.read_metrics(tree) == run["metrics"]
     # What is computed does not depend on the layout.

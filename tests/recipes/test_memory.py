@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 
 from lightning_parallel import PipelineStrategy, TensorParallelStrategy
 from recipes import build
-from recipes.compare.process import forget_peak, peak_resident, resident
+from recipes.compare.measure import forget_peak, peak_resident, resident
 from recipes.models.gpt import GPT
 from tests.pool import WorkerPool
 from tests.strategies.models import Rows

@@ -1,4 +1,4 @@
-"""recipes/packages.py: a missing package is named before anything starts, with the extra that brings it."""
+"""recipes/process_rules.py: a missing package is named before anything starts, with the extra that brings it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from recipes import packages
+from recipes import process_rules
 from tests.recipes.test_configs import problems
 
 
@@ -27,13 +27,13 @@ def test_a_package_that_is_missing_is_named_with_its_extra(
 ) -> None:
     modules = {"mlflow": "mlflow-skinny", "PIL": "pillow"}
     there = lambda module: None if modules.get(module, module) in missing.split(" and ") else object()  # noqa: E731
-    monkeypatch.setattr(packages, "find_spec", there)
+    monkeypatch.setattr(process_rules, "find_spec", there)
     given = [each.format(folder=tmp_path, file=tmp_path / "data.jsonl") for each in overrides]
     (found,) = (p for p in problems("strategy=single", *given) if "not installed" in p.message)
     assert found.message == f"{missing} not installed" and found.fix == f'pip install ".[recipes,{extra}]"'
 
 
 def test_a_broken_value_of_one_group_hides_no_package_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packages, "find_spec", lambda module: None)
+    monkeypatch.setattr(process_rules, "find_spec", lambda module: None)
     told = [str(p) for p in problems("strategy=single", "model=hf", "model.lora=3", "data=stdlib", "logger=wandb")]
     assert any("model.lora=3" in each for each in told) and any("wandb not installed" in each for each in told)

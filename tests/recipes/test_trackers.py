@@ -95,14 +95,6 @@ def test_only_a_checkpoint_of_the_folder_itself_goes_on_at_the_server(tmp_path: 
         assert (tmp_path / "notes_run.json").exists()
 
 
-def test_a_run_that_the_server_has_lost_begins_again_there(tmp_path: Path) -> None:
-    RunAtServer(tmp_path, "mlflow").keep(run_id="0" * 32, tracking_uri=f"sqlite:///{tmp_path}/mlflow.db")
-    with pytest.warns(UserWarning, match=f"mlflow.db has no run {'0' * 32} any more: a new one begins"):
-        logger = of_mlflow(tmp_path)
-    fit(tmp_path, logger, 1)
-    assert RunAtServer(tmp_path, "mlflow").known["run_id"] == logger.version != "0" * 32
-
-
 def test_a_run_of_mlflow_goes_on_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """MLflow's default is a file in the current one."""
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)

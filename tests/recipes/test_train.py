@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import io
 import math
 import subprocess
 import sys
 
 import pytest
-from rich.console import Console
 
 from recipes import ROOT
 from recipes.launchers.launcher import Failure, WorkersFailed
-from recipes.train import UnknownMetric, _optimized, config_tree
-from tests.recipes.test_configs import GROUPS, composed
+from recipes.train import UnknownMetric, _optimized
+from tests.recipes.test_configs import GROUPS
 
 
 def test_help_is_one_readable_page() -> None:
@@ -21,16 +19,6 @@ def test_help_is_one_readable_page() -> None:
     text = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     assert all(group in text for group in GROUPS)
     assert len(text.splitlines()) < 60 and max(map(len, text.splitlines())) < 120
-
-
-def test_the_tree_shows_every_group_its_option_and_its_values() -> None:
-    console = Console(width=100, file=io.StringIO(), record=True)
-    console.print(config_tree(composed("strategy=ddp"), {"strategy": "ddp", "model": "gpt"}))
-    text = console.export_text()
-    assert "strategy: ddp" in text and "model: gpt" in text
-    assert "lr: 0.0005" in text and "seed: 1" in text
-    choosers = {"experiment", "hparams_search", "debug"}  # among the options of the others
-    assert all(group in text for group in GROUPS.keys() - choosers)
 
 
 def test_the_metric_to_optimise_is_returned_or_its_name_refused() -> None:

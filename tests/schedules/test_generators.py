@@ -23,8 +23,7 @@ from lightning_parallel.schedules.asynchronous import AsyncOneFOneB
 from lightning_parallel.schedules.checks import check_placement, dependency_order, of_one_update, validate
 from lightning_parallel.schedules.generators import SCHEDULES, Generator, gpipe, interleaved, naive, one_f_one_b, zbv
 from lightning_parallel.schedules.simulate import simulate
-from recipes.schedule.clock_table import clock_table
-from recipes.schedule.figures import asynchronous, peak_activations
+from recipes.schedule.figures import asynchronous, clock_table, peak_activations
 from tests.pipeline.versions import version
 
 STAGES = range(1, 6)

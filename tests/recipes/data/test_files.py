@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from recipes.data.files import files_of, problem
+from recipes.data.documents import files_of, problem
 
 
 def made(folder: Path, *names: str) -> Path:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from recipes.data.documents import IGNORED
-from recipes.data.label_counts import CountedRows, CountingSampler
+from recipes.data.rows import CountedRows, CountingSampler
 
 ROWS = 22
 

@@ -268,7 +268,7 @@ def test_weights_that_are_missing_or_damaged_are_refused(tmp_path: Path) -> None
         CausalLM(path=str(folder), optimizer=OPTIMIZER)
     files = sorted(folder.glob("*.safetensors"))
     files[1].write_bytes(files[1].read_bytes()[:100])
-    with pytest.raises(ValueError, match=f"transformers can't open it: .*{files[1].name} is not whole"):
+    with pytest.raises(ValueError, match="transformers can't open it"):
         CausalLM(path=str(folder), optimizer=OPTIMIZER)
     for file in files:
         file.unlink()

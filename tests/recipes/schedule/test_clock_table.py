@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from lightning_parallel.schedules.generators import gpipe
 from lightning_parallel.schedules.simulate import simulate
-from recipes.schedule.clock_table import clock_table
-from recipes.schedule.figures import asynchronous
+from recipes.schedule.figures import asynchronous, clock_table
 
 
 def test_the_table_draws_columns_in_proportion_to_time() -> None:

@@ -9,8 +9,7 @@ import pytest
 
 from lightning_parallel.schedules.generators import naive, one_f_one_b
 from recipes.schedule.__main__ import main
-from recipes.schedule.clock_table import clock_table
-from recipes.schedule.figures import asynchronous
+from recipes.schedule.figures import asynchronous, clock_table
 
 
 def test_command_line_prints_table_bubble_and_activations(capsys: pytest.CaptureFixture[str]) -> None:
