@@ -61,6 +61,7 @@ from lightning_parallel.ranks.run import Run
 from lightning_parallel.results.metric_sync import MetricSync
 from lightning_parallel.results.predictions import share_predictions
 from lightning_parallel.set_up import loaders
+from lightning_parallel.set_up.afterwards import refuse_copies
 from lightning_parallel.set_up.options import ProcessOptions
 from lightning_parallel.set_up.replicas import Replicas
 from lightning_parallel.steps.equal_steps import EqualSteps
@@ -319,6 +320,8 @@ class LayoutStrategy(ParallelStrategy):
             as_lightning=self.saves_as_lightning,
         )
         self._replicas = Replicas(local, self.groups.along("data"))
+        if local.is_fully_sharded:
+            refuse_copies(run.module)
         self.model_to_device()
         self.disk_offload.load()
         if run.trains:
