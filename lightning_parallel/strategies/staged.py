@@ -24,11 +24,12 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_parallel.absent.tensor import AbsentTensor
 from lightning_parallel.callbacks.defaults import IN_STAGES
+from lightning_parallel.callbacks.graph_flops import ForwardFlops
 from lightning_parallel.callbacks.performance import StageFigures
 from lightning_parallel.callbacks.start_table import Holding
 from lightning_parallel.checks.manual import SEVERAL_OPTIMIZERS, refuse_manual_optimization
@@ -75,6 +76,8 @@ class StagedStrategy(LayoutStrategy):
         self._engine: Engine | None = None
         self._evaluation: Evaluation | None = None
         self._microbatches: Microbatches | None = None
+        self._forward: ForwardFlops | None = None  # of the first batch, where there was no dry run to count it
+        self._forward_flops: int | None = None
 
     @property
     def stage(self) -> Stage:
@@ -170,6 +173,7 @@ class StagedStrategy(LayoutStrategy):
         self._timeline = Timeline(enabled=self._timeline.enabled, device=run.device)  # of this run alone
         if self._timeline.enabled and run.trains:
             warn_without_pictures()
+        self._forward = None if any(self.stage.partition.operations) else ForwardFlops(run.layout.size("tensor"))
         self._last_stage = LastStage(
             run,
             deciding=self.stage.partition.placement[0],
@@ -183,7 +187,7 @@ class StagedStrategy(LayoutStrategy):
             run.layout,
             groups.links(self.stage.partition.placement),
             run.device,
-            loss_of=loss_of,
+            loss_of=self._loss_of,
             weights=versions,
             timeline=self._timeline,
             # Layers that are gathered for a backward are freed at the end of its first half.
@@ -283,8 +287,16 @@ class StagedStrategy(LayoutStrategy):
     def stage_figures(self) -> StageFigures:
         """The figures that :class:`~lightning_parallel.PerformanceMonitor` reads from a pipeline while it trains."""
         assert self._microbatches is not None
-        forward = self._microbatches.count * sum(self.stage.partition.operations)
+        forward = self._microbatches.count * sum(self.stage.partition.operations) or self._forward_flops or 0
         return StageFigures(forward, self.theoretical_bubble, self._timeline, self.mean_staleness())
+
+    def _loss_of(self, output: Any) -> Tensor:
+        """The loss in what a step returned. The first one's graph is counted where nothing else has been."""
+        loss = loss_of(output)
+        if self._forward is not None:
+            self._forward.add(loss)
+            self._forward, self._forward_flops = None, self._forward.total
+        return loss
 
     def mean_staleness(self) -> float | None:
         """By how many updates this rank's gradients were late so far, on average; None for a pipeline without late

@@ -59,6 +59,7 @@ def flops_of_a_forward(model: str) -> float:
 
 @pytest.mark.parametrize(("strategy", "model", "options", "more"), [
     ("sync", "GPT2Untied", {"microbatches": 2}, {"bubble_theory"}),
+    ("sync", "GPT2Untied", {"stages": 1, "data_parallel": 2}, {"bubble_theory"}),
     ("sync", "GPT2Untied", {"schedule": "zbv", "microbatches": 2, "timeline": True},
      {"bubble_theory", "bubble_measured"}),
     ("async", "GPT2Untied", {"timeline": True}, {"bubble_theory", "bubble_measured", "staleness"}),
