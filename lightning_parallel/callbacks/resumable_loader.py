@@ -93,7 +93,8 @@ class ResumableDataLoader(DataLoader):
     def _from(self, place: int) -> DataLoader:
         """The batches of the epoch that are left."""
         of_samples = self.batch_sampler is None
-        rest: Any = islice(self.sampler if of_samples else self.batch_sampler, place, None)
+        drawn: Any = self.sampler if of_samples else self.batch_sampler
+        rest = islice(drawn, place, None)
         return DataLoader(
             self.dataset,
             **({"sampler": rest, "batch_size": None} if of_samples else {"batch_sampler": rest}),

@@ -51,6 +51,20 @@ class PartOfModel:
         self._hooks = []
 
 
+def refuse_copies(module: nn.Module) -> None:
+    """Refuse ``copy.deepcopy(module)``, ``pickle`` and ``torch.save`` of a module that is fully sharded, from now
+    on."""
+
+    def refuse(protocol: Any) -> NoReturn:
+        raise RuntimeError(
+            f"{type(module).__name__} can't be copied or pickled: it is fully sharded, and each rank holds a part of "
+            f"each parameter. Save it with trainer.save_checkpoint(path) on all ranks; "
+            f"lightning_parallel.checkpoint.read_full(path) reads it whole."
+        )
+
+    module.__reduce_ex__ = refuse  # type: ignore[method-assign, assignment]  # copy and pickle look at the object
+
+
 def _refuse(module: nn.Module, args: Any) -> NoReturn:  # of this module: a module with hooks can be pickled
     raise RuntimeError(
         f"{type(module).__name__} can't be called: since its Trainer ran, each rank holds a part of the parameters. "

@@ -63,6 +63,7 @@ from lightning_parallel.results.metric_sync import gather_within
 from lightning_parallel.results.predictions import share_predictions
 from lightning_parallel.set_up import loaders
 from lightning_parallel.set_up.options import ProcessOptions
+from lightning_parallel.set_up.part_of_model import refuse_copies
 from lightning_parallel.set_up.replicas import Replicas
 from lightning_parallel.steps.equal_steps import EqualSteps
 
@@ -338,6 +339,8 @@ class LayoutStrategy(ParallelStrategy):
         )
         self._held = _Held(local, Replicas(local, self.groups.along("data")), checkpoints)
         self._at_end.callback(self.replicas.end)
+        if local.is_fully_sharded:
+            refuse_copies(run.module)
         self.model_to_device()
         self.disk_offload.load()
         if run.trains:

@@ -114,6 +114,7 @@ class FullyShardedStrategy(LayoutStrategy):
         self._writes: dict[bool, Writes] = {}  # in training, and in evaluation
         self._part = PartOfModel()
         self._guard = BackwardGuard()
+        self._example: Any = None  # the module's example_input_array, until training starts
 
     # -- set-up --------------------------------------------------------------------------------------------------
 
@@ -137,6 +138,9 @@ class FullyShardedStrategy(LayoutStrategy):
             self.replicas.copy_buffers()
         if run.trains:
             self.replicas.begin(watch=False)
+            if self._root is not None:
+                # Lightning's summary would call the module outside of a step. Without an example it has no sizes.
+                self._example, module.example_input_array = module.example_input_array, None
             self._guard.begin([] if module.automatic_optimization else local.replicated.values())
 
     def _fully_shard(self, module: pl.LightningModule) -> None:
@@ -210,6 +214,14 @@ class FullyShardedStrategy(LayoutStrategy):
                 module.to(self.root_device)
         say_device(self.run.module, self.root_device)
 
+    def _put_example_back(self) -> None:
+        if self._example is not None:
+            self.run.module.example_input_array, self._example = self._example, None
+
+    @override
+    def on_train_start(self) -> None:
+        self._put_example_back()
+
     # -- a batch -------------------------------------------------------------------------------------------------
 
     def _gathered(self, module: nn.Module, unit: nn.Module, args: Any) -> None:
@@ -264,6 +276,7 @@ class FullyShardedStrategy(LayoutStrategy):
 
     @override
     def teardown(self) -> None:
+        self._put_example_back()
         self.end_run()
         self._guard.end()
         if self._root is not None:

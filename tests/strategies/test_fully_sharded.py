@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import os
+import pickle
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -293,6 +295,34 @@ def test_is_refused_in_words(pool: WorkerPool, arguments: tuple[Any, ...], words
     for error in pool.run(refused, 2, *arguments, init=False, expect_errors=True):
         message = error.rsplit("Error: ", 1)[-1]
         assert all(word in message for word in words), message
+
+
+class WithExample(Blocks):
+    """Lightning's summary would run it on this."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.example_input_array = torch.zeros(2, LENGTH, dtype=torch.int64)
+
+    def forward(self, tokens: Tensor) -> Any:
+        return self.loss({"input_ids": tokens, "labels": tokens})
+
+
+def summarised_and_copied() -> list[Any]:
+    torch.set_default_dtype(torch.float64)
+    module, told = WithExample(), list[Any]()
+    example = module.example_input_array
+    make_trainer("fsdp", [], {}, max_epochs=1, enable_model_summary=True).fit(module, module.loader())
+    for make in (copy.deepcopy, pickle.dumps):
+        try:
+            make(module)  # type: ignore[operator]
+        except RuntimeError as error:
+            told.append("trainer.save_checkpoint" in str(error))
+    return [*told, module.example_input_array is example]
+
+
+def test_a_module_is_summarised_before_training_and_not_copied_after(pool: WorkerPool) -> None:
+    assert pool.run(summarised_and_copied, 2, init=False) == [[True] * 3] * 2
 
 
 class Fork(nn.Module):
