@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -15,6 +15,22 @@ _HOOKS = {name for name in vars(nn.Module()) if name.startswith("_forward")}
 class LeaveStep(BaseException):
     """Raised to leave the user's step in the middle. It is a BaseException, so that ``except Exception`` in the user's
     code lets it pass."""
+
+
+class Invocation(NamedTuple):
+    """A call of a module's ``forward``, with its arguments."""
+
+    module: nn.Module
+    forward: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    def run(self) -> Any:
+        return self.forward(*self.args, **self.kwargs)
+
+    @property
+    def inputs(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        return self.args, self.kwargs
 
 
 class Interception:

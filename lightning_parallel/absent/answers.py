@@ -25,7 +25,7 @@ from lightning_parallel.absent.module import everything_absent
 from lightning_parallel.absent.on_meta import meta_of
 from lightning_parallel.absent.origins import INPUT, origin_of
 from lightning_parallel.absent.tensor import AbsentMemory, AbsentTensor, AbsentValueError, absent_like
-from lightning_parallel.interception import Interception, can_intercept
+from lightning_parallel.interception import Interception, Invocation, can_intercept
 from lightning_parallel.private.torch import (
     asks_for_memory,
     buffers_of,
@@ -109,7 +109,7 @@ class AbsentForward:
             if self._has_values:
                 absent = everything_absent(self._module, [self._module])
             with absent, _parts_asked(self._module):
-                out = asked(self._module, self._forward, args, kwargs, INPUT)
+                out = asked(Invocation(self._module, self._forward, args, kwargs), INPUT)
         leaves, structure = tree_flatten(out)
         inputs = tree_leaves((args, kwargs))
         device = next((x.device for x in (*inputs, *leaves) if isinstance(x, Tensor)), torch.device("cpu"))
@@ -123,13 +123,7 @@ class ContainerWrittenError(RuntimeError):
 
 
 def asked(
-    module: nn.Module,
-    forward: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    origin: str,
-    written: Callable[[Tensor], None] | None = None,
-    strict: bool = False,
+    call: Invocation, origin: str, written: Callable[[Tensor], None] | None = None, strict: bool = False
 ) -> Any:
     """What a module without values returns for inputs without values. If it needs values, it runs on stand-ins. It may
     draw random numbers.
@@ -144,40 +138,34 @@ def asked(
         ContainerWrittenError: it writes into such a container.
     """
     try:
-        return _watched(module, forward, args, kwargs, lambda tree: _absentees(tree, origin), written, strict)
+        return _watched(call, lambda tree: _absentees(tree, origin), written, strict)
     except RuntimeError as error:
         if not (isinstance(error, AbsentValueError) or asks_for_memory(error)):
             raise
-        if any(forward_hooks(part) > 0 for part in module.modules() if part is not module):
+        if any(forward_hooks(part) > 0 for part in call.module.modules() if part is not call.module):
             raise
-    with on_stand_ins(module, stand_in):
-        return _watched(module, forward, args, kwargs, lambda tree: tree_map(stand_in, tree), written, strict)
+    with on_stand_ins(call.module, stand_in):
+        return _watched(call, lambda tree: tree_map(stand_in, tree), written, strict)
 
 
 def _watched(
-    module: nn.Module,
-    forward: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    copied: Callable[[Any], Any],
-    written: Callable[[Tensor], None] | None,
-    strict: bool,
+    call: Invocation, copied: Callable[[Any], Any], written: Callable[[Tensor], None] | None, strict: bool
 ) -> Any:
     """Run a module on copies of its inputs, and find which of them it writes to."""
-    inputs = copied((args, kwargs))
+    inputs = copied(call.inputs)
     pairs = [
         (one, other, version_of(other))
-        for one, other in zip(tree_leaves((args, kwargs)), tree_leaves(inputs), strict=True)
+        for one, other in zip(tree_leaves(call.inputs), tree_leaves(inputs), strict=True)
         if isinstance(one, Tensor) and one is not other
     ]
     held = [(each, _items(each)) for each in _containers(inputs)] if strict else []
-    output = forward(*inputs[0], **inputs[1])
+    output = call.forward(*inputs[0], **inputs[1])
     for each, items in held:
         now = _items(each)
         if len(now) != len(items) or any(a is not b for a, b in zip(now, items, strict=True)):
             raise ContainerWrittenError(
-                f"A {type(module).__name__} writes into a {type(each).__name__} that it is given. On the stages where "
-                f"the module is absent nobody would: return what it adds, and let the caller put it there."
+                f"A {type(call.module).__name__} writes into a {type(each).__name__} that it is given. On the stages "
+                f"where the module is absent nobody would: return what it adds, and let the caller put it there."
             )
     for one, other, version in pairs:
         if version_of(other) != version:
@@ -210,7 +198,7 @@ def _parts_asked(module: nn.Module) -> Iterator[None]:
     def answer(part: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if not any(isinstance(x, AbsentTensor) for x in (*tree_leaves((args, kwargs)), *part.parameters())):
             return forward(*args, **kwargs)
-        return _absentees(asked(part, forward, args, kwargs, INPUT), INPUT)
+        return _absentees(asked(Invocation(part, forward, args, kwargs), INPUT), INPUT)
 
     parts = Interception()
     try:

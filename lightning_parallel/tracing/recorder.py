@@ -27,7 +27,7 @@ from lightning_parallel.absent.origins import (
 )
 from lightning_parallel.absent.tensor import AbsentMemory, AbsentTensor
 from lightning_parallel.backward.recompute import without_caches
-from lightning_parallel.interception import Interception, LeaveStep, can_intercept
+from lightning_parallel.interception import Interception, Invocation, LeaveStep, can_intercept
 from lightning_parallel.private.torch import forward_hooks, tensors_in, tree_leaves, tree_map
 from lightning_parallel.seeding import TorchGenerators, host_generators_state
 from lightning_parallel.tracing.operations import OperationsNoted, nbytes_of
@@ -136,15 +136,16 @@ class Recorder:
         direct = self._announced[id(part)] == 0
         self._announced[id(part)] -= not direct
         name = self._names[id(part)]
+        run = Invocation(part, forward, args, kwargs)
         if self._depth > 0:
-            return self._called_inside(part, name, forward, args, kwargs)
+            return self._called_inside(name, run)
         if not self._is_unit(name):
-            return forward(*args, **kwargs)
-        needs = origins_in((args, kwargs))
+            return run.run()
+        needs = origins_in(run.inputs)
         call = name, self._next(name)
         asked_twice = name in self._options.twice
         if asked_twice:
-            args, kwargs = without_caches(args, kwargs)
+            run = Invocation(part, forward, *without_caches(args, kwargs))
         self._unit, self._inside, self._read = part, set(), set()
         self._note_draws()
         host = host_generators_state()
@@ -152,12 +153,12 @@ class Recorder:
         detached = self._with_gradients and not torch.is_grad_enabled()
         # With gradients on, as a checkpoint runs it the second time. Otherwise no graph is made.
         with OperationsNoted(named=asked_twice) as noted, torch.set_grad_enabled(asked_twice):
-            output = self._asked(part, forward, args, kwargs, call)
+            output = self._asked(run, call)
         self._note_draws(place=Place(len(self.calls), "call"))
         if drawn_from is not None:
             with TorchGenerators(torch.device("cpu")).kept():
                 torch.set_rng_state(drawn_from)  # stand-ins and dropout are drawn again
-                self._ask_again(part, forward, args, kwargs, call, noted)
+                self._ask_again(run, call, noted)
         self._read |= origins_in(output)
         # A unit may read another one's parameters, which it was given as a module.
         own = origins_in(list(part.parameters()))
@@ -171,7 +172,7 @@ class Recorder:
                 operations=noted.flops,
                 computed=noted.nbytes,
                 returned=nbytes_of(output),
-                nanoseconds=self._time(part, forward, args, kwargs),
+                nanoseconds=self._time(run),
                 inside=frozenset(self._inside),
                 plain=_plain_parts(output),
                 draws_on_host=host_generators_state() != host,
@@ -192,49 +193,37 @@ class Recorder:
             self._note_draws()
             self._in_hooks = False
 
-    def _called_inside(
-        self, part: nn.Module, name: str, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def _called_inside(self, name: str, run: Invocation) -> Any:
         if self._depth == 1:
             self._inside.add(name)
-        if not origins_in((args, kwargs)) and not any(isinstance(p, AbsentTensor) for p in part.parameters()):
-            return forward(*args, **kwargs)  # on stand-ins, or on shapes alone
+        if not origins_in(run.inputs) and not any(isinstance(p, AbsentTensor) for p in run.module.parameters()):
+            return run.run()  # on stand-ins, or on shapes alone
         call = name, self._next(name)
-        output = self._asked(part, forward, args, kwargs, call)
+        output = self._asked(run, call)
         self._read |= origins_in(output)
         count = len(tensors_in(output))
-        self.escapes[origin_of(*call)] = Escape(len(self.calls), call, count, origins_in((args, kwargs)))
+        self.escapes[origin_of(*call)] = Escape(len(self.calls), call, count, origins_in(run.inputs))
         return relabelled(output, origin_of(*call))
 
-    def _asked(
-        self, part: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], call: Call
-    ) -> Any:
+    def _asked(self, run: Invocation, call: Call) -> Any:
         inside = inside_of(*call)
-        self.escapes[inside] = Escape(len(self.calls), call, None, origins_in((args, kwargs)))
+        self.escapes[inside] = Escape(len(self.calls), call, None, origins_in(run.inputs))
         is_unit = self._depth == 0
         written = partial(self._written, call) if is_unit else None
         self._depth += 1
         try:
-            return asked(part, forward, args, kwargs, inside, written, strict=is_unit)
+            return asked(run, inside, written, strict=is_unit)
         finally:
             self._depth -= 1
 
-    def _ask_again(
-        self,
-        part: nn.Module,
-        forward: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        call: Call,
-        before: OperationsNoted,
-    ) -> None:
+    def _ask_again(self, run: Invocation, call: Call, before: OperationsNoted) -> None:
         """Run a unit's call again, as a recomputation would."""
-        with StateKept(part, parameters=False) as state:
+        with StateKept(run.module, parameters=False) as state:
             for kept in state.absent():
                 kept.memory.origins = frozenset([FROM_EARLIER_STEP])
             with OperationsNoted(named=True) as again, torch.enable_grad():
                 try:
-                    output = self._asked(part, forward, args, kwargs, call)
+                    output = self._asked(run, call)
                 except Exception:  # any: of the second time only, so it is what differs
                     output, again.saved = None, []
             # What it makes the first time only, such as a mask, does no harm.
@@ -245,12 +234,12 @@ class Recorder:
             if again.saved != before.saved or goes_on or reads or self._generators.drawn():
                 self.unrepeatable.add(call)
 
-    def _time(self, part: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    def _time(self, run: Invocation) -> int:
         if self._options.timed_on is None:
             return 0
         self._depth += 1
         try:
-            return nanoseconds_of(part, forward, args, kwargs, self._options.timed_on)
+            return nanoseconds_of(run, self._options.timed_on)
         finally:
             self._depth -= 1
 

@@ -3,36 +3,28 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import torch
-from torch import nn
 
 from lightning_parallel.absent.answers import on_stand_ins, stand_in
+from lightning_parallel.interception import Invocation
 from lightning_parallel.private.torch import tensors_in, tree_map
 
 RUNS = 3  # the fastest counts, after one that warms up
 
 
-def nanoseconds_of(
-    unit: nn.Module,
-    forward: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    device: torch.device,
-) -> int:
+def nanoseconds_of(call: Invocation, device: torch.device) -> int:
     """The time that the forward and the backward of a call take on a device, in nanoseconds: the shortest of ``RUNS``.
-    The unit's parameters, and the arguments, are absent."""
+    The module's parameters, and the arguments, are absent."""
     here = partial(stand_in, device=device, trains=True)
     times: list[int] = []
-    with torch.enable_grad(), on_stand_ins(unit, here):
+    with torch.enable_grad(), on_stand_ins(call.module, here):
         for _ in range(1 + RUNS):
-            inputs = tree_map(here, (args, kwargs))
+            inputs = tree_map(here, call.inputs)
             _finish(device)
             start = time.perf_counter_ns()
-            output = forward(*inputs[0], **inputs[1])
+            output = call.forward(*inputs[0], **inputs[1])
             wanted = [x for x in tensors_in(output) if x.requires_grad]
             if wanted:
                 torch.autograd.backward(wanted, [torch.ones_like(x) for x in wanted])

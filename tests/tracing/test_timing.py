@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_parallel.absent.tensor import AbsentTensor, absent_like, make_absent
+from lightning_parallel.interception import Invocation
 from lightning_parallel.tracing.timing import RUNS, nanoseconds_of
 
 CPU = torch.device("cpu")
@@ -27,6 +28,6 @@ class Sleeps(nn.Linear):
 def test_the_fastest_of_several_runs_counts() -> None:
     unit = Sleeps(3, 3)
     make_absent(unit, lambda name: name, CPU)
-    taken = nanoseconds_of(unit, unit.forward, (absent_like(torch.ones(2, 3), "x"),), {}, CPU)
+    taken = nanoseconds_of(Invocation(unit, unit.forward, (absent_like(torch.ones(2, 3), "x"),), {}), CPU)
     assert 0.01e9 < taken < 1e9 and unit.runs == 1 + RUNS
     assert isinstance(unit.weight, AbsentTensor) and unit.weight.grad is None
