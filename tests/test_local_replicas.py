@@ -1,4 +1,7 @@
-"""Replicas in one process, in a plain PyTorch loop: the numbers of one model with the whole batch."""
+"""Replicas in one process, in a plain PyTorch loop: the numbers of one model with the whole batch.
+
+Errors, dropout that is computed again, and the order of metrics are shown in strategies/test_data_parallel.py.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +17,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
-from torch.utils.checkpoint import checkpoint
-from torchmetrics import CatMetric, MeanMetric, Metric, MetricCollection
-from torchmetrics.classification import MulticlassAccuracy
+from torchmetrics import Metric, MetricCollection
 from transformers.modeling_outputs import CausalLMOutput
 
 from lightning_parallel.batch import join_outputs
@@ -111,31 +112,6 @@ def test_replicas_draw_other_numbers_each_and_the_same_in_every_run(draw: Callab
         runs.append(drawn)
         assert all(a != b for a in drawn for b in drawn if a is not b)
     assert runs[0] == runs[1]
-
-
-def test_a_recomputation_draws_what_the_forward_drew() -> None:
-    gradients = []
-    for recompute in (False, True):
-        torch.manual_seed(5)
-        layer = nn.Sequential(nn.Linear(16, 16), nn.Dropout(0.5), nn.Linear(16, 16), nn.Dropout(0.5))
-
-        def run(replica: Any, share: Share, recompute: bool = recompute) -> Tensor:
-            return checkpoint(replica, share.batch, use_reentrant=False) if recompute else replica(share.batch)
-
-        for _ in range(3):
-            on_replicas(run, layer, torch.ones(9, 16), CPUS).sum().backward()
-        gradients.append([p.grad for p in layer.parameters()])
-    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
-
-
-def test_an_error_keeps_its_type_and_names_the_replica() -> None:
-    def run(replica: Any, share: Share) -> None:
-        if share.batch[0] == 1:
-            raise KeyError("one")
-
-    with pytest.raises(KeyError, match="one") as caught:
-        on_replicas(run, nn.Linear(1, 1), torch.arange(3), CPUS)
-    assert caught.value.__notes__ == ["This was raised in replica 1 of 3, on cpu."]
 
 
 def test_replicas_are_gone_when_the_loss_is() -> None:
@@ -289,28 +265,6 @@ def test_what_cannot_be_joined_is_named(outputs: tuple[Any, Any], words: list[st
     with pytest.raises(ValueError) as caught:
         joined(*outputs)
     assert all(word in str(caught.value) for word in words), caught.value
-
-
-# -- metrics: one state, updated in the order of the samples -----------------------------------------------------------
-
-
-def test_updates_come_in_the_order_of_the_samples_and_a_forward_returns_the_share_s_value() -> None:
-    model = nn.ModuleDict({
-        "all": CatMetric(), "several": MetricCollection({"mean": MeanMetric(), "again": CatMetric()}),
-        "accuracy": MulticlassAccuracy(7), "layer": nn.Linear(1, 1),
-    })  # fmt: skip
-    values = []
-
-    def step(replica: Any, share: Any) -> None:
-        replica["all"].update(share.batch)
-        replica["several"](share.batch)
-        values.append(float(replica["accuracy"](share.batch.long(), share.batch.long())))
-
-    for _ in range(3):
-        on_replicas(step, model, torch.arange(7.0), CPUS)
-    several: Any = model["several"]
-    assert model["all"].compute().tolist() == several["again"].compute().tolist() == [*map(float, range(7))] * 3
-    assert several.compute()["mean"] == 3 and values == [1.0] * 9
 
 
 class Devices(Metric):

@@ -9,6 +9,7 @@ from contextlib import nullcontext
 import torch
 import torch.distributed as dist
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
+from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_parallel.gradients.clipping import clip_by_norm, clip_by_value
@@ -41,7 +42,7 @@ def install_clipping(
     def by_norm(optimizer: Optimizer, clip_val: int | float) -> None:
         with paused():
             held = list(plugin.main_params(optimizer))
-            counted = {parameter for parameter in held if counts(local.names[id(parameter)])}
+            counted: set[Tensor] = {parameter for parameter in held if counts(local.names[id(parameter)])}
             clip_by_norm(held, clip_val, counted=counted, replicas=sharded_over, parts=parts, device=device)
 
     def by_value(optimizer: Optimizer, clip_val: int | float) -> None:

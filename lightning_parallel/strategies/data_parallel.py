@@ -23,7 +23,6 @@ from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import nn
 from typing_extensions import override
@@ -122,10 +121,6 @@ class DataParallelStrategy(SingleDeviceStrategy):
         """Launches nothing. As Lightning's last call while it makes the Trainer, it can refuse wrong settings."""
         if self.num_nodes != 1:
             raise ValueError(f"num_nodes={self.num_nodes}: {_ONE_PROCESS} Use num_nodes=1, or strategy='ddp'.")
-        devices = self.parallel_devices or []
-        if {device.type for device in devices} not in ({"cpu"}, {"cuda"}, set()):
-            named = ", ".join(map(str, devices))
-            raise ValueError(f"parallel_devices=[{named}]: replicas are all on the CPU or all on GPUs. Name one kind.")
         if self.cluster_environment is not None and self.cluster_environment.world_size() > 1:
             size = self.cluster_environment.world_size()
             raise ValueError(f"{size} processes were launched: {_ONE_PROCESS} Launch one, or use strategy='ddp'.")
@@ -146,7 +141,12 @@ class DataParallelStrategy(SingleDeviceStrategy):
         module = self._module()
         automatic: LossOn = "replicas" if module.automatic_optimization else "output_device"
         self._loss_on = automatic if self._wanted == "auto" else self._wanted
-        _check_module(module, self._loss_on, trainer.state.fn == TrainerFn.FITTING)
+        is_fit = trainer.state.fn == TrainerFn.FITTING
+        if is_fit and self._loss_on == "replicas" and not module.automatic_optimization:
+            raise ValueError(
+                "automatic_optimization=False with loss_on='replicas': each replica's training_step would step the "
+                "optimizer with the gradients of its share. Use loss_on='auto', or automatic optimization."
+            )
         super().setup(trainer)
 
     def _module(self) -> pl.LightningModule:
@@ -242,18 +242,6 @@ class DataParallelStrategy(SingleDeviceStrategy):
 
 
 _ONE_PROCESS = "DataParallelStrategy runs all replicas in one process, on one machine."
-
-
-def _check_module(module: pl.LightningModule, loss_on: LossOn, training: bool) -> None:
-    if training and loss_on == "replicas" and not module.automatic_optimization:
-        raise ValueError(
-            "automatic_optimization=False with loss_on='replicas': each replica's training_step would step the "
-            "optimizer with the gradients of its share. Use loss_on='auto', or automatic optimization."
-        )
-    if training and is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
-        raise ValueError(
-            "training_step(dataloader_iter): replicas share batches, so it has to be training_step(batch)."
-        )
 
 
 def _is_batch(call: Any) -> bool:

@@ -83,9 +83,9 @@ def find_chains(module: nn.Module, rules: list[Rule]) -> list[Chain]:
             found.setdefault(container, []).append((child, rule.style.takes_divided))
     found = {container: layers for container, layers in found.items() if any(second for _, second in layers)}
     if not found:
-        raise ValueError(
-            "sequence_parallel=True needs blocks, children of an nn.ModuleList or nn.Sequential, with layers of style "
-            "'row' in them, but the plan has none: turn it off, or use 'column' and 'row' in the blocks."
+        raise _refused(
+            "it needs blocks, children of an nn.ModuleList or nn.Sequential, with layers of style 'row' in them, but "
+            "the plan has none."
         )
     chains = []
     for container, layers in found.items():
@@ -95,10 +95,7 @@ def find_chains(module: nn.Module, rules: list[Rule]) -> list[Chain]:
         assert isinstance(around, (nn.ModuleList, nn.Sequential))
         children = list(around.named_children())
         if len(children) < len(around):
-            raise ValueError(
-                f"sequence_parallel=True: {container!r} holds a block more than once, so where the blocks begin and "
-                f"end can't be told. Turn it off."
-            )
+            raise _refused(f"{container!r} holds a block twice, so where the blocks begin and end can't be told.")
         blocks = {prefix + name: child for name, child in children[first : last + 1]}
         chains.append(Chain(blocks, _gathering(module, blocks, rules)))
     _check_shared(module, chains)
@@ -126,26 +123,26 @@ def _gathering(module: nn.Module, blocks: dict[str, nn.Module], rules: list[Rule
             continue
         if not rule.style.in_sequence_blocks:
             fitting = ", ".join(repr(name) for name, style in STYLES.items() if style.in_sequence_blocks)
-            raise ValueError(
-                f"sequence_parallel=True: {rule.name!r} has the style {rule.style.text!r}, but inside of blocks only "
-                f"{fitting} work on a divided sequence. Turn it off, or change the plan."
+            raise _refused(
+                f"{rule.name!r} has the style {rule.style.text!r}, but inside of blocks only {fitting} work on a "
+                f"divided sequence.",
+                "Turn it off, or change the plan.",
             )
         divided.update(inside if rule.style.leaves_divided or rule.style.takes_divided else ())
         for name in inside if rule.style.leaves_divided else ():
             parent = name.rpartition(".")[0]
             if name in blocks or parent in blocks:
                 block = name if name in blocks else parent
-                raise ValueError(
-                    f"sequence_parallel=True: there is no module (attention, MLP) between {name!r} and the block "
-                    f"{block!r}, before which the sequence could be gathered. Turn it off."
+                raise _refused(
+                    f"there is no module (attention, MLP) between {name!r} and the block {block!r}, before which the "
+                    f"sequence could be gathered."
                 )
             gathering[parent] = module.get_submodule(parent)
     for name in list(gathering):
-        outer = [other for other in gathering if name.startswith(f"{other}.")]
-        if outer:
-            raise ValueError(
-                f"sequence_parallel=True: {outer[0]!r} holds column layers, and so does {name!r} inside of it: where "
-                f"to gather the sequence is unclear. Turn it off."
+        for outer in (other for other in gathering if name.startswith(f"{other}.")):
+            raise _refused(
+                f"{outer!r} holds column layers, and so does {name!r} inside of it: where to gather the sequence is "
+                f"unclear."
             )
     for name, child in blocks.items():
         _check_positionwise(name, child, gathering, divided)
@@ -164,9 +161,10 @@ def _check_positionwise(name: str, module: nn.Module, gathering: dict[str, nn.Mo
     # Models bring norms of their own (LlamaRMSNorm, NemotronLayerNorm1P). Others take statistics over the sequence.
     known = is_linear(module) or re.search("LayerNorm|RMSNorm", type(module).__name__) is not None
     if not known and any(True for _ in module.parameters()):
-        raise ValueError(
-            f"sequence_parallel=True: {name!r} ({type(module).__name__}) is in a block, but not in the plan. It would "
-            f"see a piece of the sequence, and isn't known to work position by position. Turn it off, or divide it."
+        raise _refused(
+            f"{name!r} ({type(module).__name__}) is in a block, but not in the plan. It would see a piece of the "
+            f"sequence, and isn't known to work position by position.",
+            "Turn it off, or divide the module.",
         )
 
 
@@ -176,7 +174,11 @@ def _check_shared(module: nn.Module, chains: list[Chain]) -> None:
     inside = {id(parameter) for chain in chains for parameter in chain.parameters()}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         if id(parameter) in inside and not any(name.startswith(f"{block}.") for block in blocks):
-            raise ValueError(f"sequence_parallel=True: the parameter {name!r} is shared with a block. Turn it off.")
+            raise _refused(f"the parameter {name!r} is shared with a block.")
+
+
+def _refused(problem: str, fix: str = "Turn it off.") -> ValueError:
+    return ValueError(f"sequence_parallel=True: {problem} {fix}")
 
 
 # -- what they do ------------------------------------------------------------------------------------------------
@@ -210,9 +212,9 @@ class _Wrapped:
         hidden = next((x for x in leaves if isinstance(x, Tensor) and x.is_floating_point()), None)
         if hidden is None or hidden.dim() != 3:
             shape = "there is none" if hidden is None else f"it has the shape {tuple(hidden.shape)}"
-            raise ValueError(
-                f"sequence_parallel=True: the first tensor that {self._name!r} is called with must be a hidden state "
-                f"[batch, sequence, features], but {shape}. Turn it off."
+            raise _refused(
+                f"the first tensor that {self._name!r} is called with must be a hidden state [batch, sequence, "
+                f"features], but {shape}."
             )
         done: dict[int, Tensor] = {}  # the same tensor may come as query, key and value
         for i, x in enumerate(leaves):
@@ -242,10 +244,10 @@ class _Gathering(_Wrapped):
 
     def _whole(self, x: Tensor) -> Tensor:
         if x.shape[:2] != self._piece.shape:
-            raise ValueError(
-                f"sequence_parallel=True: {self._name!r} gets a tensor of shape {tuple(x.shape)}, but the hidden state "
-                f"of its block begins with {tuple(self._piece.shape or ())}: the block rearranges it between the two "
-                f"(windows, patches of several channels), so its dimension 1 isn't the sequence. Turn it off."
+            raise _refused(
+                f"{self._name!r} gets a tensor of shape {tuple(x.shape)}, but the hidden state of its block begins "
+                f"with {tuple(self._piece.shape or ())}: the block rearranges it between the two (windows, patches of "
+                f"several channels), so its dimension 1 isn't the sequence."
             )
         return functions.gather_sum(x, _TIME, self._site.group)
 
@@ -269,15 +271,16 @@ class _OnPieces(_Wrapped):
         leaves, spec = tree_flatten(output)
         i = next((i for i, x in enumerate(leaves) if isinstance(x, Tensor)), None)
         if i is None:
-            raise ValueError(f"sequence_parallel=True: {self._name!r} returned no tensor to be gathered. Turn it off.")
+            raise _refused(f"{self._name!r} returned no tensor to be gathered.")
         leaves[i] = functions.gather(leaves[i], _TIME, self._site.group)
         return tree_unflatten(leaves, spec)
 
     def _divided(self, x: Tensor) -> Tensor:
         if self._first and x.shape[_TIME] % self._site.group.size():
-            raise ValueError(
-                f"sequence_parallel=True: {self._name!r} got a sequence of {x.shape[_TIME]} positions, which "
-                f"{self._site.group.size()} tensor ranks don't divide: pad or cut sequences to a multiple."
+            raise _refused(
+                f"{self._name!r} got a sequence of {x.shape[_TIME]} positions, which {self._site.group.size()} tensor "
+                f"ranks don't divide.",
+                "Pad or cut sequences to a multiple.",
             )
         x = functions.split(x, _TIME, self._site.group) if self._first else x
         self._piece.shape = x.shape[:2]
