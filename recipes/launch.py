@@ -30,13 +30,7 @@ def launch(
     overrides: Sequence[str] | None,
     configs: Mapping[str, Any] | None = None,
 ) -> dict[str, float | None] | None:
-    """Start the workers of a run, whose config has been written.
-
-    Args:
-        config: resolved.
-        choices: the option of each group.
-        overrides: of the command line; None where it isn't known.
-        configs: where those of the user's own are (:attr:`Configs.recorded <recipes.configs.Configs.recorded>`).
+    """Start the workers of a run, whose config has been written; what else ``run.json`` has of it is passed on.
 
     Returns:
         The run's metrics; None where it goes on elsewhere.

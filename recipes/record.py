@@ -89,8 +89,6 @@ def start(
     """Writes the part of ``run.json`` that is known before anything runs.
 
     Args:
-        folder: of the run.
-        config: resolved.
         choices: the option of each group.
         overrides: of the command line; None where it isn't known.
         configs: where those of the user's own are; None where there are none.

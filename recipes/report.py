@@ -15,7 +15,6 @@ import csv
 import re
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal
@@ -29,51 +28,28 @@ from recipes import record
 from recipes.command_line import typed
 
 CSV = "report.csv"
-_PRUNED = "pruned at"  # a status
 _WIDE = 160  # characters: of a file
 
 
-@dataclass(frozen=True)
-class Run:
-    """A row.
-
-    Attributes:
-        name: the folder of the run, seen from that of the report.
-        status: ``completed``, ``failed``, ``pruned at`` a step and so on.
-        choices: the overrides by which the runs differ.
-        metrics: by name; none while the run goes on.
-        seconds: from its start to its end; None while it goes on.
-        attempts: how often its workers were started.
-    """
-
-    name: str
-    status: str
-    choices: Mapping[str, str]
-    metrics: Mapping[str, float | None]
-    seconds: float | None
-    attempts: int
-
-    def row(self) -> dict[str, Any]:
-        """What the table has of it."""
-        numbers = {"seconds": self.seconds, "attempts": self.attempts}
-        return {"run": self.name, **self.choices, "status": self.status, **self.metrics, **numbers}
+Row = dict[str, Any]  # by column
 
 
-def runs(folder: Path) -> list[Run]:
-    """The recorded runs in a folder and below it, in the order of their names."""
+def rows(folder: Path) -> list[Row]:
+    """The recorded runs in a folder and below it, in the order of their names: the overrides by which they differ, how
+    they ended, their metrics, seconds and attempts."""
     found = {file.parent: record.read(file.parent) for file in sorted(folder.rglob(record.RUN), key=_in_order)}
     given = {path: _overrides(said) for path, said in found.items()}
     keys = dict.fromkeys(key for each in given.values() for key in each)
     differing = [key for key in keys if len({each.get(key) for each in given.values()}) > 1]
     return [
-        Run(
-            name=str(path.relative_to(folder)),
-            status=_status(said),
-            choices={key: given[path].get(key, "") for key in differing},
-            metrics=said.get("metrics", {}),
-            seconds=_seconds(said),
-            attempts=len(said.get("attempts", [])),
-        )
+        {
+            "run": str(path.relative_to(folder)),
+            **{key: given[path].get(key, "") for key in differing},
+            "status": _status(said),
+            **said.get("metrics", {}),
+            "seconds": _seconds(said),
+            "attempts": len(said.get("attempts", [])),
+        }
         for path, said in found.items()
         if said
     ]
@@ -92,7 +68,7 @@ def _overrides(said: Mapping[str, Any]) -> dict[str, str]:
 def _status(said: Mapping[str, Any]) -> str:
     """A pruned run is complete, but not comparable."""
     pruned, status = said.get("pruned_at"), str(said.get("status", ""))
-    return f"{_PRUNED} {pruned}" if pruned is not None and status == "completed" else status
+    return f"pruned at {pruned}" if pruned is not None and status == "completed" else status
 
 
 def _seconds(said: Mapping[str, Any]) -> float | None:
@@ -108,19 +84,18 @@ def direction_of(metric: str) -> Literal["minimize", "maximize"] | None:
     return "maximize" if "acc" in metric else None
 
 
-def report(folder: Path, console: Console | None = None) -> list[Run]:
-    """Print the table, and write it into the folder. Returns the runs."""
-    found = runs(folder)
-    rows = [run.row() for run in found]
-    columns = list(dict.fromkeys(column for row in rows for column in row))
+def report(folder: Path, console: Console | None = None) -> list[Row]:
+    """Print the table, and write it into the folder. Returns its rows."""
+    found = rows(folder)
+    columns = list(dict.fromkeys(column for row in found for column in row))
     table = Table(*columns, title=str(folder))
-    for row in rows:
+    for row in found:
         table.add_row(*(_shown(row.get(column)) for column in columns))
     (console or Console(width=None if sys.stdout.isatty() else _WIDE)).print(table)
     with (folder / CSV).open("w", newline="") as file:
         writer = csv.DictWriter(file, columns)
         writer.writeheader()
-        writer.writerows(rows)
+        writer.writerows(found)
     return found
 
 

@@ -37,10 +37,10 @@ def sweep(tmp_path: Path) -> Path:
 def test_runs_are_in_order_with_what_differs(sweep: Path) -> None:
     said = io.StringIO()
     first, second, third = report.report(sweep, Console(file=said, width=200))
-    assert [first.name, second.name, third.name] == ["2", "10", "11"]
-    assert first.choices == {"model": "mlp", "optimizer.lr": "0.1", "tags": "[a]"}  # the third has none of them
-    assert (first.seconds, first.attempts, second.seconds, second.attempts) == (90, 1, None, 2)
-    assert third.status == "starting" and third.metrics == {}
+    numbers = {"status": "completed", "val_loss": 0.5, "seconds": 90, "attempts": 1}
+    assert first == {"run": "2", "model": "mlp", "optimizer.lr": "0.1", "tags": "[a]", **numbers}  # the third has none
+    assert (second["run"], second["seconds"], second["attempts"]) == ("10", None, 2)
+    assert (third["run"], third["status"]) == ("11", "starting") and "val_loss" not in third
     with (sweep / report.CSV).open() as file:
         rows = list(csv.DictReader(file))
     assert [row["val_loss"] for row in rows] == ["0.5", "0.25", ""] and rows[1]["val_acc"] == "1.0"
@@ -49,8 +49,8 @@ def test_runs_are_in_order_with_what_differs(sweep: Path) -> None:
 
 def test_what_all_runs_share_is_left_out(sweep: Path) -> None:
     (sweep / "11" / record.RUN).unlink()
-    first, _ = report.runs(sweep)
-    assert first.choices == {"optimizer.lr": "0.1"}
+    first, _ = report.rows(sweep)
+    assert first["optimizer.lr"] == "0.1" and "model" not in first
 
 
 def test_a_folder_without_runs_is_refused(tmp_path: Path) -> None:
