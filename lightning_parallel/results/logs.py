@@ -103,7 +103,12 @@ class LogRecorder:
         self._entries.setdefault(name, _Entry(options)).calls.append(_Call(kept, step_value(value), self.weight, given))
 
     def replay(
-        self, log: Callable[..., None], loss: BatchLoss | None = None, rules: Mapping[str, Rule | None] | None = None
+        self,
+        log: Callable[..., None],
+        loss: BatchLoss | None = None,
+        rules: Mapping[str, Rule | None] | None = None,
+        *,
+        as_loss: bool = False,
     ) -> None:
         """Log each name once, by the real ``LightningModule.log``, in the order of the first calls, and forget
         everything.
@@ -111,6 +116,7 @@ class LogRecorder:
         Args:
             loss: the batch's loss. Values that equal the losses of microbatches are weighted as they are.
             rules: by name, the ways in which values follow from those of microbatches, as far as they are known.
+            as_loss: weigh other values as the losses too, since the microbatches' sizes aren't known.
         """
         entries, self._entries = self._entries, {}
         known = rules or {}
@@ -120,6 +126,8 @@ class LogRecorder:
             given = [call.given for call in entry.calls if call.given is not None]
             weights: Sequence[Number] = sizes
             size = sum(sizes)
+            if as_loss and loss is not None and len(loss.weights) == len(values):
+                weights = loss.weights
             if len(given) == len(values):
                 whole = self._of_whole(name, "batch_size")
                 weights, size = self._joins.weigh(name, values, sizes, given, whole)

@@ -29,10 +29,12 @@ class Splitting:
 
     Attributes:
         by_user: the user's function ``split=`` splits.
+        counts_samples: are the sizes of the last batch's parts numbers of samples? Otherwise they are guesses.
     """
 
     def __init__(self, options: StagedOptions, automatic: Callable[[int], int]) -> None:
         self.by_user = options.split is not None
+        self.counts_samples = True
         self._options, self._automatic = options, automatic
         self._is_first_batch = True
         self._whole = options.microbatches == 1
@@ -54,7 +56,9 @@ class Splitting:
                     f"split= returned {len(parts)} parts of a batch for {count} microbatches: it has to return at "
                     f"least one, and at most so many."
                 )
-            return parts, [_size(part) for part in parts]
+            known = [_samples(part) for part in parts]
+            self.counts_samples = None not in known
+            return parts, [size or _guess(part) for size, part in zip(known, parts, strict=True)]
         if not self._whole:
             try:
                 size = batch_size(batch)
@@ -66,7 +70,7 @@ class Splitting:
                 rank_zero_warn(f"{problem} Until then each batch is one microbatch, for which stages wait.")
             else:
                 return self._equal_parts(batch, size, first)
-        return [batch], [_size(batch)]
+        return [batch], [_samples(batch) or _guess(batch)]
 
     def _equal_parts(self, batch: Any, size: int, first: bool) -> tuple[list[Any], list[int]]:
         wanted = self._options.microbatches
@@ -80,11 +84,14 @@ class Splitting:
         return split(batch, count), sizes(size, count)
 
 
-def _size(batch: Any) -> int:
+def _samples(batch: Any) -> int | None:
     try:
         return batch_size(batch)
     except ValueError:
-        pass
+        return None
+
+
+def _guess(batch: Any) -> int:
     try:
         return extract_batch_size(batch)  # as Lightning weighs what one process logs
     except Exception:  # it finds no tensor with a dimension

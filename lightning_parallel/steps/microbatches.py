@@ -156,7 +156,8 @@ class Microbatches:
         detached."""
         self._effects.end_batch()
         self._means.check(loss)
-        recorder.replay(self._run.module.log, loss, self._means.logs)
+        guessed = not self._splitting.counts_samples
+        recorder.replay(self._run.module.log, loss, self._means.logs, as_loss=guessed)
         output = join_outputs(outputs, loss.sizes)
         return {**output, "loss": loss.loss()} if isinstance(output, Mapping) else loss.loss()
 

@@ -68,6 +68,8 @@ class SampleMixing:
             return
         pair = (sizes[0], sizes[1])
         first = self._arrived.pop(chunk)
+        if len(first) != len(arrived):
+            return  # as the step makes another number of tensors of other samples
         both = [joined(*tensors, pair) for tensors in zip(first, arrived, strict=True)]
         together = [tensor for tensor in both if tensor is not None]
         if len(together) < len(both):
