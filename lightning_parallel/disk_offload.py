@@ -22,8 +22,7 @@ import sys
 import tempfile
 import warnings
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from ctypes import c_long, c_size_t, c_void_p
 from pathlib import Path
 from typing import Any
@@ -47,8 +46,7 @@ Mapped = np.ndarray[Any, np.dtype[np.uint8]]  # a mapped file, which is unmapped
 
 
 class DiskOffload(TorchDispatchMode):
-    """Inside, new tensors of :data:`LARGE` bytes lie in files; inside :meth:`reading`, in memory. It may be entered
-    several times, and inside itself.
+    """Inside, new tensors of :data:`LARGE` bytes lie in files. It may be entered several times, and inside itself.
 
     Args:
         folder: of the files. They have no names, and end with their tensors. By default ``TMPDIR``, or ``/var/tmp``.
@@ -63,17 +61,6 @@ class DiskOffload(TorchDispatchMode):
         self._mapped: list[weakref.ref[Mapped]] = []
         self._touched = 0  # bytes of large tensors, since memory was last dropped
         self._has_failed = False
-        self._makes_files = True
-
-    @contextmanager
-    def reading(self) -> Iterator[None]:
-        """Inside, new tensors stay in memory, but what is read of the files is still dropped from memory."""
-        before, self._makes_files = self._makes_files, False
-        try:
-            with self:
-                yield
-        finally:
-            self._makes_files = before
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
@@ -94,7 +81,7 @@ class DiskOffload(TorchDispatchMode):
             return result
         given = {_address(value): value.nbytes for value in tree_leaves((arguments, named)) if _is_large(value)}
         self._touched += sum(given.values())
-        if self._makes_files and makes_memory(operator) and operator.overloadpacket.__name__ not in _MAPPING:
+        if makes_memory(operator) and operator.overloadpacket.__name__ not in _MAPPING:
             made = [value for value in tree_leaves(result) if _is_large(value) and _address(value) not in given]
             self._put_into_files(made, operator.overloadpacket.__name__ in _UNWRITTEN)
         if self._touched > KEPT:

@@ -204,32 +204,6 @@ def test_memory_is_taken_by_what_is_loaded_only(pool: WorkerPool) -> None:
     assert files < 4
 
 
-def memory_of_what_is_read() -> tuple[int, int]:
-    """What is resident while 256 MiB in files are read and a quarter is copied, and how many files copies are in."""
-    offload = DiskOffload()
-    with offload:
-        wholes = [torch.ones(2**22) for _ in range(16)]
-    before, highest, files = resident(), 0, mapped_files()
-    shards = []
-    with offload.reading():
-        for whole in wholes:
-            shards.append(torch.cat([whole[: 2**20]]))
-            assert whole.sum() == 2**22
-            highest = max(highest, resident())
-        with offload:  # as around a conversion to another precision
-            again = torch.ones(2**20)
-        made = mapped_files() - files
-    assert again.sum() == 2**20
-    assert all(shard.sum() == 2**20 for shard in shards)
-    return highest - before, made
-
-
-def test_what_is_only_read_takes_no_memory_and_what_is_made_of_it_stays_there(pool: WorkerPool) -> None:
-    highest, made = pool.run(memory_of_what_is_read, 1, init=False)[0]
-    assert highest < 64 * MIB + 100 * MIB
-    assert made == 0
-
-
 # -- where there is no disk ------------------------------------------------------------------------------------------
 
 

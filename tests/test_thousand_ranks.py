@@ -199,7 +199,7 @@ def summary(layout: Layout, names: list[str]) -> RankSummary:
     shapes = {key: (tuple(tensor.shape), tensor.dtype) for key, tensor in tensors.items()}
     digests = {name: name.encode().zfill(16) for name in names}
     group = {"lr": 1e-3, "betas": (0.9, 0.95), "params": names}
-    return RankSummary(str(layout.rank), shapes, digests, scalars, [[group]], {})
+    return RankSummary(shapes, digests, scalars, [[group]], {})
 
 
 def agreed(world_size: int) -> tuple[float, int, set[int]]:

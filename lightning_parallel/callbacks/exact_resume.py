@@ -48,10 +48,7 @@ _PROGRESS = "exact_resume"  # in any checkpoint
 _OF_LOADERS = "loader_states"  # in any checkpoint: by replica
 _LIGHTNINGS = "combined_loader"  # of Lightning's
 
-_SEARCHES = (  # before a run, and what to do in their place
-    (LearningRateFinder, "the learning rate that it has found is in the checkpoint"),
-    (BatchSizeFinder, "set the batch size that it had found by hand"),
-)
+_SEARCHES = (LearningRateFinder, BatchSizeFinder)  # before a run
 _OF_SEARCHES = (".lr_find_", ".scale_batch_size_")  # what Lightning calls the checkpoints that they begin with
 
 
@@ -276,9 +273,9 @@ def _refuse_searches(trainer: pl.Trainer) -> None:
         ValueError: it names the callback.
     """
     for callback in callbacks_of(trainer):
-        for kind, instead in _SEARCHES:
-            if isinstance(callback, kind) and type(callback).on_fit_start is kind.on_fit_start:
-                raise ValueError(
-                    f"{type(callback).__name__} can't search in a run that is resumed (ckpt_path={trainer.ckpt_path}), "
-                    f"which would begin anew. Leave it out: {instead}."
-                )
+        if any(isinstance(callback, kind) and type(callback).on_fit_start is kind.on_fit_start for kind in _SEARCHES):
+            raise ValueError(
+                f"{type(callback).__name__} can't search in a run that is resumed (ckpt_path={trainer.ckpt_path}), "
+                f"which would begin anew. Leave it out: the learning rate is in the checkpoint. Set the batch size by "
+                f"hand."
+            )

@@ -35,9 +35,9 @@ class FiniteLoss(Callback):
     row, all ranks end the run with the same error, a ``FloatingPointError``.
 
     The strategies of this package bring along ``FiniteLoss(stop_after=None)``, unless the Trainer has one of its own.
-    With Lightning's strategies, pass it to the Trainer. Losses are read every ten batches (or every ``stop_after``, if
-    that is less), so that not every batch waits for a GPU. So the end may come up to that many batches late, and in an
-    asynchronous pipeline also by as many as its first stage is ahead.
+    Losses are read every ten batches (or every ``stop_after``, if that is less), so that not every batch waits for a
+    GPU. The end may come as many batches late, and in an asynchronous pipeline also by as many as its first stage is
+    ahead.
 
     Only the loss counts. With ``precision="16-mixed"``, gradients overflow now and then, and the scaler skips the
     update; the loss is finite.
@@ -56,12 +56,12 @@ class FiniteLoss(Callback):
         self._every = min(stop_after or _EVERY, _EVERY)
         self._unread: list[tuple[int, Tensor]] = []  # steps and losses
         self._in_a_row = 0
-        self._told = False
+        self._warned = False
         self._notice: Notice | None = None
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._unread, self._in_a_row, self._told = [], 0, False
+        self._unread, self._in_a_row, self._warned = [], 0, False
         ahead = getattr(trainer.strategy, "batches_ahead", 0)
         self._notice = Notice(ahead) if ahead and self.stop_after is not None else None
 
@@ -99,8 +99,8 @@ class FiniteLoss(Callback):
         finite = torch.stack([loss.isfinite().all() for loss in losses]).tolist() if losses else []
         for (step, _), is_finite in zip(self._unread, finite, strict=True):
             self._in_a_row = 0 if is_finite else self._in_a_row + 1
-            if not is_finite and not self._told:
-                self._told = True
+            if not is_finite and not self._warned:
+                self._warned = True
                 rank_zero_warn(f"The loss is NaN or infinite, for the first time at step {step}.")
         self._unread = []
         return self.stop_after is not None and self._in_a_row >= self.stop_after

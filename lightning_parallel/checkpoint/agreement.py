@@ -6,7 +6,6 @@ from __future__ import annotations
 import hashlib
 import math
 import os
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
@@ -37,7 +36,6 @@ class RankSummary:
     """What the first rank has to know of a rank that saves.
 
     Attributes:
-        coordinate: the rank's place in the layout, such as ``pp0.dp0.tp0``.
         shapes: shape and dtype of each of its tensors, by key.
         digests: what :func:`digests` returns for its model.
         scalars: for each optimizer its state that isn't a tensor, by parameter.
@@ -45,7 +43,6 @@ class RankSummary:
         extra_state: what modules here keep besides parameters and buffers, by its name in the ``state_dict``.
     """
 
-    coordinate: str
     shapes: dict[str, tuple[tuple[int, ...], torch.dtype]]
     digests: dict[str, bytes]
     scalars: list[dict[str, dict[str, Any]]]
@@ -61,13 +58,9 @@ def agree(ranks: Sequence[RankSummary], order: Sequence[str]) -> tuple[dict[str,
         What trainer.pt says of the whole model, and the trained parameters that ranks hold as a whole.
 
     Raises:
-        ValueError: two ranks share a coordinate, or disagree about a shape, the number of optimizers, or the parameter
-            groups.
+        ValueError: ranks disagree about a shape, the number of optimizers, or the parameter groups.
         RuntimeError: copies of a parameter have drifted apart. The checkpoint would keep one of them.
     """
-    twice = [place for place, count in Counter(rank.coordinate for rank in ranks).items() if count > 1]
-    if twice:
-        raise ValueError(f"coordinate={twice[0]!r} is given by several ranks: each needs its own.")
     shapes: dict[str, Any] = {}
     for key, shape in (item for rank in ranks for item in rank.shapes.items()):
         if shapes.setdefault(key, shape) != shape:

@@ -99,8 +99,15 @@ def find(path: Path) -> Path | None:
     return None
 
 
-def remove(path: Path) -> None:
-    """Delete a directory, and what crashes may have left of it. A crash never leaves half of it at ``path``."""
+def is_checkpoint(path: PathLike) -> bool:
+    """Is there a finished directory, which can be loaded from ``path``?"""
+    return find(Path(path)) is not None
+
+
+def remove(path: PathLike) -> None:
+    """Delete a checkpoint, and what crashes may have left of it. A crash never leaves half of it at ``path``. One rank
+    calls it."""
+    path = Path(path)
     if os.path.lexists(path):
         os.rename(path, _beside(path))
     delete(_old(path))

@@ -89,7 +89,7 @@ def save(
         file: writes one file instead, as one process has it (:func:`.plain.as_plain`). The first rank calls it.
 
     Raises:
-        ValueError: the ranks disagree about shapes or groups, or share a coordinate.
+        ValueError: the ranks disagree about shapes or groups.
         RuntimeError: copies of one parameter differ, or a rank could not write. What was at ``path`` is untouched.
     """
     path = Path(path)
@@ -97,7 +97,6 @@ def save(
     tensors |= {MODEL + name: tensor for name, tensor in model.items()}
     tensors |= {key_in(coordinate, name): tensor for name, tensor in rank_state.items()}
     summary = RankSummary(
-        coordinate,
         shapes={key: (tuple(tensor.shape), tensor.dtype) for key, tensor in tensors.items()},
         digests=digests(model) if dist.is_initialized() else {},
         scalars=scalars,
@@ -209,16 +208,6 @@ def load_from(
             by_name.setdefault(name, {}).update(scalars[name])
     optimizers = [OptimizerState(*pair) for pair in zip(states, saved["param_groups"], strict=True)]
     return Loaded(saved["trainer"], optimizers, rank_state, saved["extra_state"])
-
-
-def is_checkpoint(path: PathLike) -> bool:
-    """Can a checkpoint be loaded from ``path``?"""
-    return directory.find(Path(path)) is not None
-
-
-def remove(path: PathLike) -> None:
-    """Delete a checkpoint, and what crashes may have left of it. One rank calls it."""
-    directory.remove(Path(path))
 
 
 def _write_tensors(new: Path, tensors: dict[str, Tensor], group: Group) -> None:

@@ -196,8 +196,8 @@ def by_name(states: Sequence[Mapping[str, Any]], names: Sequence[Sequence[Sequen
         numbers = [number for group in state["param_groups"] for number in group["params"]]
         if len(flat) != len(numbers) or not set(numbers) >= state["state"].keys():
             raise ValueError(
-                f"The checkpoint's optimizer {index} has {len(numbers)} parameters and states for "
-                f"{sorted(state['state'], key=str)[-1:]}, but {len(flat)} names of parameters are known."
+                f"The checkpoint's optimizer {index} has {len(numbers)} parameters and {len(state['state'])} states, "
+                f"which don't fit the {len(flat)} names of its parameters."
             )
         by_number = dict(zip(numbers, flat, strict=True))
         options = [{**group, "params": [by_number[n] for n in group["params"]]} for group in state["param_groups"]]

@@ -302,7 +302,7 @@ def is_directory(path: str | Path) -> bool:
     """
 
     def look() -> bool:
-        if format.is_checkpoint(path) or Path(path).is_dir():
+        if directory.is_checkpoint(path) or Path(path).is_dir():
             return True
         if Path(path).is_file():  # a CheckpointIO of the user's may know other places
             directory.check_archive(Path(path), Path(path))
@@ -335,7 +335,7 @@ def _share(tensor: Tensor, other: Tensor) -> bool:
 
 
 def _remove(path: str | Path, io: CheckpointIO) -> None:
-    if format.is_checkpoint(path):
-        format.remove(path)
+    if directory.is_checkpoint(path):
+        directory.remove(path)
     else:
         io.remove_checkpoint(path)

@@ -72,8 +72,7 @@ class TensorShards:
                     agreed=lambda found: broadcast_object(found, 0, world, device),  # replicas try batches of their own
                 ),
             )
-        self._region = ShardedRegion(group.rank(), device)
-        with self._disk_offload.reading():  # shards are what stays
+            self._region = ShardedRegion(group.rank(), device)
             self._sharding = shard_module(
                 module, plan, group, sequence_parallel=self._sequence_parallel, region=self._region
             )

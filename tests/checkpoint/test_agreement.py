@@ -64,7 +64,7 @@ def test_copies_have_one_digest_and_any_change_gives_another(dtype: torch.dtype,
 
 def summary(sizes: dict[str, int]) -> RankSummary:
     """Of a rank that holds tensors of these sizes, by key."""
-    return RankSummary("", {key: ((size,), torch.int8) for key, size in sizes.items()}, {}, [], [], {})
+    return RankSummary({key: ((size,), torch.int8) for key, size in sizes.items()}, {}, [], [], {})
 
 
 def test_replicas_write_equal_shares() -> None:

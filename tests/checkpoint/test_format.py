@@ -153,8 +153,6 @@ def save_misfits(path: str, what: str) -> None:
     arguments = held(rank, size)
     if what == "shape":
         arguments["model"]["buffer"] = torch.zeros(2 + rank)
-    elif what == "coordinate":
-        arguments["coordinate"] = "pp0.dp0.tp0"
     elif what == "groups" and rank:
         arguments["optimizers"] = [OptimizerState({}, arguments["optimizers"][0].param_groups[:1])]
     elif what == "optimizers" and rank:
@@ -168,7 +166,6 @@ def save_misfits(path: str, what: str) -> None:
     ("what", "message"),
     [
         ("shape", "model/buffer is"),
-        ("coordinate", "coordinate='pp0.dp0.tp0' is given by several ranks"),
         ("groups", r"\[2, 1\] parameter groups"),
         ("optimizers", r"The ranks have \[1, 0\] optimizers"),
         ("options", "parameter group 1 has lr=0.01 on one rank and 0.02 on another"),
