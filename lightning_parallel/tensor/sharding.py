@@ -29,9 +29,8 @@ class Sharding:
 
     Attributes:
         shards: how the divided parameters were cut, by full name; a tied parameter is there under each of its names.
-        partial: the names of parameters that are whole on every rank, but of whose gradient each rank computes a part.
-            The parts have to be summed over the tensor group after a backward. Each parameter appears once, under its
-            first name.
+        partial: the first names of parameters that are whole on every rank, but of whose gradient each rank computes a
+            part. The parts have to be summed over the tensor group after a backward.
     """
 
     shards: dict[str, Shard]
@@ -81,6 +80,7 @@ def shard_module(
         for name in layer.shards
         for whole in rule.names
     }
+    shared.clear()  # layers keep their sites, and would keep shards that a pipeline has on another stage
     _check_ties(module, divided)
     summed = {id(p) for rule in rules for p in rule.style.partial_parameters(rule.module)}
     summed |= {id(p) for chain in chains for p in chain.parameters()}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -93,6 +94,9 @@ def test_tied_layers_share_one_shard_under_both_names() -> None:
     assert model.get_parameter("head.weight") is model.get_parameter("token_embedding.weight")
     assert sharding.shards["head.weight"] == sharding.shards["token_embedding.weight"]
     assert sharding.shards.keys() <= dict(model.named_parameters(remove_duplicate=False)).keys()
+    shard = weakref.ref(model.get_parameter("blocks.0.mlp.0.weight"))
+    model.get_submodule("blocks.0.mlp.0").weight = None  # as on another stage
+    assert shard() is None  # no other layer keeps it
 
 
 def test_a_layer_with_two_names_is_replaced_under_both_by_one() -> None:
