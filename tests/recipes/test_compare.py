@@ -23,7 +23,8 @@ import yaml
 from recipes import ROOT, record, work
 from recipes.compare import measure, report, run
 from recipes.compare.__main__ import compare
-from recipes.compare.run import Outcome, Row, configs, rows
+from recipes.compare.rows import Row, rows
+from recipes.compare.run import Outcome, configs
 from recipes.launchers.launcher import Failure, WorkersFailed
 from recipes.launchers.local import LocalLauncher
 from recipes.problem import ConfigError

@@ -202,7 +202,7 @@ def test_schemas_know_only_arguments_that_the_classes_take() -> None:
     def keys(kind: type) -> set[str]:
         return {field.name for field in fields(kind)}
 
-    assert keys(schema.Trainer) | set(schema.TRAINER_SET_ELSEWHERE) == set(inspect.signature(L.Trainer).parameters)
+    assert keys(schema.Trainer) | set(schema.TRAINER_SET_ELSEWHERE) <= set(inspect.signature(L.Trainer).parameters)
     assert keys(schema.Adam) <= set(inspect.signature(torch.optim.AdamW).parameters)
     assert keys(schema.NAdam) <= set(inspect.signature(torch.optim.NAdam).parameters)
     assert keys(schema.Muon) <= set(inspect.signature(MuonAdamW).parameters)

@@ -134,7 +134,6 @@ def test_what_would_change_nothing_is_refused(hf: Path, tmp_path: Path, word: st
 
 @pytest.mark.parametrize(("word", "said"), [
     ("data.context=16,32", "16,32"), ("strategy@foo=single", "foo"), ("data.batch_size=[", "no viable alternative"),
-    ("data.contxt=3", "did you mean context"),
 ])  # fmt: skip
 def test_what_hydra_does_not_take_is_told_in_its_words(hf: Path, tmp_path: Path, word: str, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
