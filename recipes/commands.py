@@ -21,18 +21,9 @@ from recipes.configs import Configs
 from recipes.launch import launch, write
 from recipes.problem import NOT_KNOWN, ConfigError
 
-_IDLE = (
-    "callbacks",
-    "ckpt_path",
-    "command",
-    "generation",
-    "hydra",
-    "init_from",
-    "launch",
-    "resume",
-    "test",
-    "timeline",
-)
+_IDLE = (  # they change nothing in a command
+    "callbacks", "ckpt_path", "command", "generation", "hydra", "init_from", "launch", "resume", "test", "timeline",
+)  # fmt: skip
 
 
 def run_on(command: str, run: Path, overrides: Sequence[str], checkpoint: Path | None, more: Mapping[str, Any]) -> Path:

@@ -141,19 +141,12 @@ def _has_gpu(config: Config) -> Iterator[Problem]:
 
 def _backend(config: Config) -> Iterator[Problem]:
     """NCCL joins processes that have a GPU each."""
-    backend = config["strategy"].get("process_group_backend")
-    if backend != "nccl":
+    if config["strategy"].get("process_group_backend") != "nccl":
         return
-    path, fix = "strategy.process_group_backend", "use gloo, or null"
-    if config["trainer"]["accelerator"] == "cpu":
-        yield Problem(path, backend, "NCCL is for GPUs, but trainer.accelerator=cpu", fix)
-    elif _runs_here(config):
-        processes, gpus = world_size(config), torch.cuda.device_count()
-        if gpus == 0:
-            yield Problem(path, backend, "NCCL is for GPUs, and this machine has none", fix)
-        elif gpus < processes:
-            message = f"NCCL needs a GPU for each of cluster.devices={processes}, and this machine has {gpus}"
-            yield Problem(path, backend, message, f"{fix}, or cluster.devices={gpus}")
+    gpus = torch.cuda.device_count() if _runs_here(config) else world_size(config)
+    if config["trainer"]["accelerator"] == "cpu" or gpus < world_size(config):
+        message = f"NCCL needs a GPU for each of {world_size(config)} processes"
+        yield Problem("strategy.process_group_backend", "nccl", message, "use gloo, or null, or fewer devices")
 
 
 def _missing(path: str, value: Any, extra: str, packages: Mapping[str, str]) -> Iterator[Problem]:

@@ -139,7 +139,7 @@ Limit = Natural | Fraction | None
 
 @dataclass
 class Trainer:
-    """Arguments of ``lightning.Trainer``, but for ``TRAINER_SET_ELSEWHERE``."""
+    """Arguments of ``lightning.Trainer``, which checks the others itself, but for ``TRAINER_SET_ELSEWHERE``."""
 
     accelerator: Literal["auto", "cpu", "gpu", "cuda"]
     precision: Literal["32-true", "bf16-mixed", "bf16-true", "16-mixed", "16-true", "64-true"]
@@ -156,21 +156,6 @@ class Trainer:
     deterministic: bool | Literal["warn"] | None
     enable_progress_bar: bool
     enable_model_summary: bool
-    gradient_clip_algorithm: Literal["norm", "value"] | None = None
-    max_time: str | dict[str, int] | None = None
-    min_steps: Natural | None = None
-    min_epochs: Natural | None = None
-    overfit_batches: int | float = 0.0
-    sync_batchnorm: bool = False
-    benchmark: bool | None = None
-    detect_anomaly: bool = False
-    fast_dev_run: bool | int = False
-    profiler: Literal["simple", "advanced", "pytorch"] | None = None
-    inference_mode: bool = True
-    limit_predict_batches: Limit = None
-    reload_dataloaders_every_n_epochs: Natural = 0
-    enable_autolog_hparams: bool = True
-    model_registry: str | None = None
     plugins: list[dict[str, Any]] | None = None  # each with a _target_
 
 

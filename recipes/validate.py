@@ -87,13 +87,17 @@ def _node(path: str, node: Config, kind: type) -> Iterator[Problem]:
     """Keys that are unknown or absent, and values of a wrong type, in one node."""
     settings = {field.name: (field, hint) for field, hint in settings_of(kind)}
     prefix = f"{path}." if path else ""
+    others = set(inspect.signature(pl.Trainer).parameters) if kind is schema.Trainer else set()
+    others -= schema.TRAINER_SET_ELSEWHERE.keys()
     for key, value in node.items():
+        if key in others - settings.keys():
+            continue
         if key not in settings:
             if kind is schema.Trainer and key in schema.TRAINER_SET_ELSEWHERE:
                 yield Problem(prefix + key, value, "set by the recipe", f"use {schema.TRAINER_SET_ELSEWHERE[key]}")
             else:
                 where = f"no such key in {path}" if path else "no such key"
-                yield Problem(prefix + str(key), value, where, closest(str(key), settings))
+                yield Problem(prefix + str(key), value, where, closest(str(key), {*settings, *others}))
         elif not fits(_given(value) if path else value, settings[key][1]) and not _is_made(value):
             fix = f"give {described(settings[key][1])}"
             yield Problem(prefix + key, value, "not a value it can have", fix)

@@ -41,9 +41,6 @@ class Measure(Callback):
         folder: of the run.
         warmup: updates before the timed ones.
         counted: updates after the timed ones, in which messages are counted.
-
-    Raises:
-        RuntimeError: at the end of training, if that came before the counted updates.
     """
 
     def __init__(self, folder: str, warmup: int, counted: int) -> None:

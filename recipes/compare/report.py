@@ -10,7 +10,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from recipes.compare.run import REFERENCE, Row
+from recipes.compare.rows import Row
+from recipes.compare.run import REFERENCE
 from recipes.process_rules import counted
 from recipes.tables import Cell, Table, circumstances
 from recipes.traffic import KINDS

@@ -15,13 +15,10 @@ HELD_OUT = 20  # one part in so many is for validation, and as much again for te
 class SeededData(L.LightningDataModule):
     """Base of the example data.
 
-    ``batch_size`` counts samples of one batch over all data-parallel replicas, each of which takes an equal
-    share of the same shuffled list. So one process, DDP over n processes and a pipeline see the same samples
-    at the same step, and their losses can be compared. Lightning would shuffle in another order with one
+    Replicas take equal shares of the same shuffled list. So one process, DDP over n processes and a pipeline see the
+    same samples at the same step, and their losses can be compared. Lightning would shuffle in another order with one
     process than with several; therefore the loaders bring their own sampler, and the Trainer is built with
-    ``use_distributed_sampler=False``.
-
-    A last batch that is not full is left out of training; the next epoch shuffles anew.
+    ``use_distributed_sampler=False``. A last batch that is not full is left out of training.
 
     Args:
         batch_size: samples per batch, over all replicas.

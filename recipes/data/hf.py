@@ -5,8 +5,7 @@ from __future__ import annotations
 import glob
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,19 +26,8 @@ class HFData(SeededData):
 
     A batch is a dictionary of int64 tensors [batch, context]: ``input_ids``, ``labels`` (-100 for what isn't learned),
     and ``position_ids`` or, without packing, ``attention_mask``; and ``labels_in_batch`` [batch]
-    (:mod:`recipes.data.rows`).
-
-    Args:
-        path: a file of documents, or a folder of them: JSON lines, parquet, or texts, a document each. See
-            :mod:`recipes.data.documents` for their columns.
-        val_path: the same for validation and test. None takes the last twentieth of the rows for test, and the one
-            before it for validation.
-        tokenizer: a folder with one. None: bytes.
-        column: of the documents; None finds it by its name.
-        context: tokens in a row.
-        packing: several documents share a row. See :mod:`recipes.data.rows`.
-        directory: where the rows are kept.
-        batch_size, workers, seed: see :class:`SeededData`.
+    (:mod:`recipes.data.rows`). conf/data/hf.yaml says what the settings mean, :mod:`recipes.data.documents` which
+    columns documents have.
 
     Attributes:
         vocabulary: the number of tokens. Known after ``setup``.
@@ -107,33 +95,33 @@ class HFData(SeededData):
         more = {"sample_by": "document"} if kind == "text" else {}
         content = _hash(files)  # datasets' own key is of names and times alone
         tokenizer = tokenizer_of(self.tokenizer)
-        with _without_progress_bars():
-            try:
-                given, kept = [glob.escape(str(file)) for file in files], str(self.directory / "datasets" / content)
-                records = datasets.load_dataset(kind, data_files=given, split="train", cache_dir=kept, **more)
-            except (datasets.exceptions.DatasetsError, ValueError, StopIteration) as error:  # several, for one cause
-                raise ValueError(f"data.path={path}: datasets can't read it: {error.__cause__ or error}") from error
-            try:
-                read = reader(records.column_names, self.column, tokenizer)
-            except ValueError as error:
-                raise ValueError(f"data.path={path}: {error}") from error
+        datasets.disable_progress_bars()
+        try:
+            given, kept = [glob.escape(str(file)) for file in files], str(self.directory / "datasets" / content)
+            records = datasets.load_dataset(kind, data_files=given, split="train", cache_dir=kept, **more)
+        except (datasets.exceptions.DatasetsError, ValueError, StopIteration) as error:  # several, for one cause
+            raise ValueError(f"data.path={path}: datasets can't read it: {error.__cause__ or error}") from error
+        try:
+            read = reader(records.column_names, self.column, tokenizer)
+        except ValueError as error:
+            raise ValueError(f"data.path={path}: {error}") from error
 
-            def columns(batch: Mapping[str, list[Any]], numbers: list[int]) -> dict[str, list[Any]]:
-                documents = [_read(read, each, n, path) for each, n in zip(_records(batch), numbers, strict=True)]
-                return _columns_of(documents, self.context, tokenizer.padding, self.packing)
+        def columns(batch: Mapping[str, list[Any]], numbers: list[int]) -> dict[str, list[Any]]:
+            documents = [_read(read, each, n, path) for each, n in zip(_records(batch), numbers, strict=True)]
+            return _columns_of(documents, self.context, tokenizer.padding, self.packing)
 
-            # A thousand documents at a time, of which the last row is filled up.
-            try:
-                rows = records.map(
-                    columns,
-                    with_indices=True,
-                    batched=True,
-                    batch_size=_AT_A_TIME,
-                    remove_columns=records.column_names,
-                    new_fingerprint=self._key(content),
-                )
-            except UnicodeDecodeError as error:  # JSON's strings are looked at only here
-                raise ValueError(f"data.path={path}: {error}: convert the files to UTF-8") from error
+        # A thousand documents at a time, of which the last row is filled up.
+        try:
+            rows = records.map(
+                columns,
+                with_indices=True,
+                batched=True,
+                batch_size=_AT_A_TIME,
+                remove_columns=records.column_names,
+                new_fingerprint=self._key(content),
+            )
+        except UnicodeDecodeError as error:  # JSON's strings are looked at only here
+            raise ValueError(f"data.path={path}: {error}: convert the files to UTF-8") from error
         if len(rows) == 0:
             raise ValueError(f"data.path={path}: nothing in it is to be learned: give documents with text in them.")
         return rows.with_format("torch")
@@ -152,19 +140,6 @@ def _hash(files: Iterable[Path]) -> str:
         with file.open("rb") as stream:
             content.update(hashlib.file_digest(stream, "sha256").digest())
     return content.hexdigest()
-
-
-@contextmanager
-def _without_progress_bars() -> Iterator[None]:
-    import datasets
-
-    shown = not datasets.are_progress_bars_disabled()
-    datasets.disable_progress_bars()
-    try:
-        yield
-    finally:
-        if shown:
-            datasets.enable_progress_bars()
 
 
 def _read(read: Reader, record: Mapping[str, Any], number: int, path: Path) -> Document:

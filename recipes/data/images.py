@@ -30,18 +30,7 @@ class ImageData(SeededData):
 
     The largest square in the middle of an image is scaled to ``size``. What training draws goes by the seed, the epoch
     and the image, so it is the same under every layout, with any number of workers, and in a run that goes on.
-
-    Args:
-        path: a folder. See :mod:`recipes.data.image_folder` for what is in it.
-        size: height and width, pixels.
-        mean, std: of red, green and blue in 0..1, by which images are normalised.
-        random_crop: train on a smaller square, seven eighths as high and wide, anywhere in the image.
-        random_flip: mirror half of the images that training sees.
-        classes: their names, in the order of the labels, with which a model has learned. None takes the folder's.
-        batch_size, workers, seed: see :class:`SeededData`.
-
-    Attributes:
-        classes: their names.
+    conf/data/images.yaml says what the settings mean, :mod:`recipes.data.image_folder` what is in the folder.
 
     Raises:
         ValueError: the folder can't be used, or an image in it can't be read; names it and the fix.

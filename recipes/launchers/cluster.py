@@ -13,18 +13,8 @@ from recipes import IN_CHECKOUT, ROOT
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """The settings that all launchers share.
-
-    Args:
-        devices: of each machine. Each gets a worker.
-        nodes: the number of machines.
-        threads: OMP_NUM_THREADS of each worker, unless the environment sets it.
-        backend: ``"gloo"`` or ``"nccl"``; None: the strategy chooses. It is what ``strategy.process_group_backend`` is
-            unless that is set.
-        timeout: seconds that a worker waits for another one; what ``strategy.timeout`` is unless that is set.
-        max_restarts: how often a run that has failed is started again, from its newest whole checkpoint.
-        interface: the network interface that workers meet on, such as ``eth0``; None: gloo and NCCL choose.
-    """
+    """The settings that all launchers share. conf/cluster/base/common.yaml says what they mean.
+    A strategy takes ``backend`` and ``timeout`` from here unless its own are set."""
 
     devices: Count
     nodes: Count = 1

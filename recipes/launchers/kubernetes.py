@@ -32,17 +32,7 @@ _LONGEST_NAME = 40  # the names of a TrainJob's parts have more in them, of 63 a
 
 @dataclass(frozen=True, kw_only=True)
 class KubernetesLauncher(Cluster):
-    """Writes a TrainJob.
-
-    Args:
-        image: of the containers, with this package, its recipes and the data.
-        claim: the name of a PersistentVolumeClaim that all machines can write to.
-        mount: where containers find it. The run's folder is there.
-        runtime: the ClusterTrainingRuntime.
-        namespace: of the job; None: the user's.
-        gpus: of a machine.
-        memory: of a machine, such as ``"64Gi"``.
-    """
+    """Writes a TrainJob. conf/cluster/kubernetes.yaml says what its settings mean."""
 
     image: str
     claim: str

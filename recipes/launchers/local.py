@@ -47,11 +47,7 @@ _GONE, _OWN, _LEFT, _VICTIM, _SLOW = range(5)
 
 @dataclass(frozen=True, kw_only=True)
 class LocalLauncher(Cluster):
-    """Starts a run's workers on this machine. When they have ended, this process is as it was before.
-
-    Args:
-        oversubscribe: start more workers than :mod:`recipes.process_rules` thinks sensible on this machine.
-    """
+    """Starts a run's workers on this machine. When they have ended, this process is as it was before."""
 
     oversubscribe: bool = False
 

@@ -41,14 +41,7 @@ _UNANSWERED = 15.0  # seconds after a signal: a worker that hasn't told its proc
 @dataclass(frozen=True, kw_only=True)
 class RayLauncher(Cluster):
     """Lets Ray start the processes, and start them again. Ray has a worker for each machine, with room for all of its
-    processes.
-
-    Args:
-        address: of a cluster of Ray's, as ``ray.init`` takes it, such as ``"auto"``; None: RAY_ADDRESS, or else Ray is
-            started on this machine for as long as the run.
-        gpus: of each process; None: one where the machines have so many, else they share what is there.
-        resources: more that each machine needs, by Ray's names, such as ``{"memory": 64e9}``.
-    """
+    processes. conf/cluster/ray.yaml says what its settings mean."""
 
     address: str | None = None
     gpus: Natural | None = None

@@ -79,22 +79,7 @@ exit $code
 
 @dataclass(frozen=True, kw_only=True)
 class SlurmLauncher(Cluster):
-    """Submits the run as a job of SLURM's.
-
-    Args:
-        partition: of the cluster; None, here and below: the cluster's own choice.
-        account: that pays.
-        time: limit of the job, as sbatch takes it.
-        memory: of a machine, such as ``"64G"``.
-        gpus: of a machine: a number, or a kind and a number such as ``"a100:4"``.
-        signal_before_end: seconds before the limit at which the workers are told to save and leave.
-        requeue: start a preempted run again.
-        options: more options of sbatch.
-        setup: lines of bash that run before the workers start, once on the job's first machine.
-        rendezvous: a host by which all workers reach rank 0; None: the job's first machine.
-        submit: False: only write the job's file; ``"print"``: show it, too.
-        wait: return only when the job is over.
-    """
+    """Submits the run as a job of SLURM's. conf/cluster/slurm.yaml says what its settings mean."""
 
     partition: str | None = None
     account: str | None = None

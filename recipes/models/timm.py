@@ -16,15 +16,8 @@ from recipes.models.classifier import Classifier
 
 
 class TimmClassifier(Classifier):
-    """Trains a model of timm: a new one, or one whose weights are in a file or a folder.
-
-    Args:
-        architecture: a name of ``timm.list_models()``. None takes the one that the folder ``pretrained`` names.
-        classes: labels. Where ``pretrained`` has another number, the output layer begins anew.
-        pretrained: a ``.safetensors`` file of weights as timm names them, or a folder as timm's ``save_for_hf`` writes
-            it, with ``config.json``. None begins a new model.
-        arguments: of ``timm.create_model``, as ``img_size``.
-        optimizer, scheduler: see :func:`recipes.models.optimizer.configure`.
+    """Trains a model of timm: a new one, or one whose weights are in a file or a folder. Where those are for another
+    number of classes, the output layer begins anew. conf/model/timm.yaml says what the settings mean.
 
     Raises:
         ModuleNotFoundError: timm isn't installed.

@@ -12,7 +12,6 @@ from hydra.utils import get_class
 from lightning.pytorch.callbacks import ModelCheckpoint, TQDMProgressBar
 from lightning.pytorch.loggers import TensorBoardLogger
 
-from lightning_parallel import AsyncPipelineStrategy
 from recipes import build
 from recipes.logs import ContinuedCSVLogger
 from recipes.schema import world_size
@@ -96,22 +95,6 @@ def test_every_strategy_takes_the_nulls_of_its_config(option: str) -> None:
     node = composed(f"strategy={option}")["strategy"]
     built = build.strategy({"strategy": node})
     assert isinstance(built, get_class(node["_target_"]))
-
-
-@pytest.mark.parametrize("correction", [None, 0.7, "error_feedback"])
-def test_a_null_reaches_a_strategy_whose_default_is_another_value(correction: Any) -> None:
-    text = "null" if correction is None else correction
-    given = {}
-
-    class Spy(AsyncPipelineStrategy):
-        def __init__(self, **kwargs: Any) -> None:
-            given.update(kwargs)
-            super().__init__(**kwargs)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("lightning_parallel.AsyncPipelineStrategy", Spy)
-        build.strategy(composed("strategy=pipeline_async", f"strategy.correction={text}"))
-    assert given["correction"] == correction
 
 
 def test_a_strategy_s_refusal_is_raised_as_it_is() -> None:

@@ -66,17 +66,6 @@ def assert_valid(found: list[Problem | str], *, timm: bool = False) -> None:
     assert [str(problem) for problem in found] == [f"model.name=timm: {said}" for said in WITHOUT_TIMM if timm]
 
 
-def test_the_groups_are_those_of_the_design() -> None:
-    assert set(GROUPS["model"]) == {"gpt", "hf", "mlp", "lenet", "timm", "custom"}
-    assert set(GROUPS["data"]) == {"stdlib", "digits", "text", "hf", "images", "custom"}
-    pipelines = {"pipeline_naive", "pipeline_sync", "pipeline_1f1b", "pipeline_async"}
-    pipelines |= {"pipeline_interleaved", "pipeline_zbv"}
-    others = {"single", "dp", "ddp", "fsdp", "tensor_parallel", "tensor_pipeline", "hybrid"}
-    assert set(GROUPS["strategy"]) == others | pipelines
-    assert set(GROUPS["optimizer"]) == {"adamw", "adam", "sgd", "muon", "nadamw"}
-    assert {"trainer", "cluster", "logger", "callbacks", "paths", "experiment", "debug"} < set(GROUPS)
-
-
 @pytest.mark.parametrize(
     ("group", "option"), [(group, option) for group, options in GROUPS.items() for option in options]
 )
@@ -119,18 +108,6 @@ def test_no_seed_is_a_new_one_for_each_run() -> None:
     assert problems("seed=null") == []
 
 
-def test_single_and_pipeline_train_the_same() -> None:
-    single, pipeline = composed("strategy=single"), composed("strategy=pipeline_async")
-    del single["strategy"], pipeline["strategy"]
-    assert single == pipeline
-
-
-def test_timeline_reaches_the_pipeline_strategies() -> None:
-    for option in GROUPS["strategy"]:
-        if option.startswith("pipeline"):
-            assert composed(f"strategy={option}", "timeline=true")["strategy"]["timeline"] is True
-
-
 def test_help_names_every_option_of_every_group() -> None:
     text = (CONF / "train.yaml").read_text().split("Groups (")[1].split("Examples")[0]
     words = set(text.replace("(", " ").split())
@@ -146,10 +123,6 @@ def test_help_names_the_default_of_every_group_first() -> None:
     assert {group: first[group] for group, option in defaults.items() if option} == {
         group: option for group, option in defaults.items() if option
     }
-
-
-def test_the_default_strategy_gives_the_numbers_of_one_process() -> None:
-    assert composed()["strategy"]["_target_"] == "lightning_parallel.PipelineStrategy"
 
 
 CHOSEN = {
@@ -192,17 +165,11 @@ def test_the_experiment_is_a_recipe_whose_every_choice_can_be_overridden() -> No
     assert (mine["trainer"]["max_steps"], mine["task_name"]) == (7, "mine")
 
 
-def test_the_experiment_is_valid_under_what_it_is_compared_with() -> None:
-    for option in ("single", "pipeline_1f1b", "ddp"):
-        assert problems("experiment=async_quality", f"strategy={option}") == [], option
-    assert problems("experiment=async_quality", "cluster.devices=8") == []
-
-
 def test_schemas_know_only_arguments_that_the_classes_take() -> None:
     def keys(kind: type) -> set[str]:
         return {field.name for field in fields(kind)}
 
-    assert keys(schema.Trainer) | set(schema.TRAINER_SET_ELSEWHERE) == set(inspect.signature(L.Trainer).parameters)
+    assert keys(schema.Trainer) | set(schema.TRAINER_SET_ELSEWHERE) <= set(inspect.signature(L.Trainer).parameters)
     assert keys(schema.Adam) <= set(inspect.signature(torch.optim.AdamW).parameters)
     assert keys(schema.NAdam) <= set(inspect.signature(torch.optim.NAdam).parameters)
     assert keys(schema.Muon) <= set(inspect.signature(MuonAdamW).parameters)

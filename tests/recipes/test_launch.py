@@ -22,7 +22,6 @@ from lightning_utilities.core.rank_zero import rank_zero_only
 from recipes import ROOT, record
 from recipes.launchers.launcher import WorkersFailed
 from recipes.launchers.local import LocalLauncher
-from recipes.processes import REQUEUE
 from tests.recipes.test_configs import composed
 
 TINY = [
@@ -98,56 +97,6 @@ def test_every_job_of_a_sweep_gets_workers_and_a_world_of_its_own(tmp_path: Path
     assert processes_of(tmp_path) == []
 
 
-@pytest.mark.thorough  # a run's own interruption is tested beside its launcher
-def test_interrupting_a_sweep_ends_all_of_it(tmp_path: Path) -> None:
-    program = train(tmp_path, "strategy=ddp", "seed=1,2", "cluster.devices=1", "trainer.max_steps=100000", sweep=True)
-    deadline = time.monotonic() + 120
-    while not any("layout" in run for run in runs(tmp_path).values()):  # until it trains
-        assert program.poll() is None and time.monotonic() < deadline
-        time.sleep(0.1)
-    assert len(processes_of(tmp_path)) == 2
-    os.killpg(program.pid, signal.SIGINT)  # what Ctrl-C in a terminal does
-    output, _ = program.communicate(timeout=60)
-    assert program.returncode == 130, output
-    assert {job: run["status"] for job, run in runs(tmp_path).items()} == {"0": "interrupted"}
-    assert "Traceback" not in output
-    assert processes_of(tmp_path) == []
-
-
-def steps_of(folder: Path) -> tuple[int, str, dict[str, float | None]]:
-    (content,) = runs(folder).values()
-    (file,) = folder.rglob(record.METRICS)
-    return content["steps"], content["status"], json.loads(file.read_text())
-
-
-@pytest.mark.thorough  # the kill matrix's sample is such a run, too
-def test_a_run_that_is_preempted_and_started_again_has_the_numbers_of_one_that_is_not(tmp_path: Path) -> None:
-    whole, twice = tmp_path / "whole", tmp_path / "twice"
-    options = ["strategy=pipeline_sync", "trainer.max_steps=400"]
-    program = train(whole, *options)
-    output, _ = program.communicate()
-    assert program.returncode == 0, output
-
-    again = [*options, f"hydra.run.dir={twice}/run", "resume=auto"]
-    program = train(twice, *again)
-    deadline = time.monotonic() + 120
-    while not any("layout" in run for run in runs(twice).values()):  # until it trains
-        assert program.poll() is None and time.monotonic() < deadline
-        time.sleep(0.1)
-    time.sleep(0.5)
-    program.send_signal(signal.SIGTERM)
-    output, _ = program.communicate(timeout=60)
-    assert program.returncode == REQUEUE, output
-    assert "SIGTERM after step" in output and "Traceback" not in output
-    assert [run["status"] for run in runs(twice).values()] == ["preempted"]
-    assert processes_of(twice) == []
-
-    program = train(twice, *again[:-1], "ckpt_path=last")
-    output, _ = program.communicate()
-    assert program.returncode == 0 and "Restored all states" in output, output
-    assert steps_of(twice) == steps_of(whole)
-
-
 def test_a_failing_rank_is_named_and_the_launcher_is_left_as_it_was(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -176,19 +125,6 @@ def test_a_failing_rank_is_named_and_the_launcher_is_left_as_it_was(
     assert dict(os.environ) == environment
     assert [signal.getsignal(number) for number in numbers] == handlers
     assert list(scratch.iterdir()) == []
-    assert processes_of(tmp_path) == []
-
-
-@pytest.mark.thorough  # the callback's own tests show the rest
-def test_a_run_whose_loss_is_nan_ends_with_an_error(tmp_path: Path) -> None:
-    program = train(tmp_path, "strategy=pipeline_async", "optimizer.lr=1e30", "trainer.max_steps=40", "logger=none")
-    output, _ = program.communicate(timeout=120)
-    assert program.returncode == 1, output
-    assert output.count("The loss is NaN or infinite, for the first time at step") == 1
-    assert "FloatingPointError: The loss has been NaN or infinite for 10 batches in a row, up to step" in output
-    assert "Traceback" not in output
-    (run,) = runs(tmp_path).values()
-    assert run["status"] == "failed" and run["error"]["message"].startswith("FloatingPointError: The loss has been")
     assert processes_of(tmp_path) == []
 
 

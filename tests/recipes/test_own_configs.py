@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hydra._internal.utils import get_args_parser
 
-from recipes import CONF, ROOT, commands, launch, record
+from recipes import CONF, commands, launch, record
 from recipes.compose import check
 from recipes.configs import Configs
 from recipes.problem import ConfigError
@@ -111,12 +109,6 @@ def test_the_search_path_of_the_command_line_is_known(folder: Path) -> None:
     with pytest.raises(ConfigError, match="hydra.searchpath: there is no folder .*my_cnof"):
         told("hydra.searchpath=[my_cnof]", "experiment=mine")
     assert told("hydra.searchpath=[pkg://lightning_parallel]", "model=mlp", "data=digits") == []
-
-
-def test_the_program_checks_before_hydra_starts(folder: Path) -> None:
-    program = [sys.executable, "-m", "recipes.train", "--config-dir", str(folder), "experiment=mien"]
-    done = subprocess.run(program, cwd=ROOT, capture_output=True, text=True, timeout=100)
-    assert done.returncode == 1 and "did you mean mine?" in done.stderr and "Hydra" not in done.stderr
 
 
 def test_a_command_after_a_run_knows_the_runs_configs(folder: Path, tmp_path: Path) -> None:

@@ -72,27 +72,6 @@ def test_last_is_the_same_and_a_path_is_itself(folder: Path) -> None:
     assert resume.chosen(config(folder, again=None)) is None
 
 
-def test_one_that_was_about_to_be_replaced_is_found_under_its_own_name(tmp_path: Path) -> None:
-    """Between the two renames of a replacement, there is nothing at its place."""
-    old = tmp_path / "checkpoints" / "last.ckpt.replaced"
-    old.mkdir(parents=True)
-    (old / ".metadata").touch()
-    torch.save({}, old / "trainer.pt")
-    assert resume.chosen(config(tmp_path)) == str(tmp_path / "checkpoints" / "last.ckpt")
-    torch.save({"state_dict": {}}, tmp_path / "checkpoints" / "newer.ckpt")
-    os.utime(old, (1000, 1000))
-    assert resume.chosen(config(tmp_path)) == str(tmp_path / "checkpoints" / "newer.ckpt")
-
-
-def test_what_is_left_of_replacements_is_no_checkpoint_unless_it_is_whole(tmp_path: Path) -> None:
-    saved = tmp_path / "checkpoints"
-    (saved / "half.ckpt.replaced").mkdir(parents=True)
-    (saved / "half.ckpt.replaced" / "trainer.pt").touch()
-    assert resume.chosen(config(tmp_path)) is None
-    torch.save({"state_dict": {}}, saved / "file.ckpt.replaced")  # a directory was about to take its place
-    assert resume.chosen(config(tmp_path)) == str(saved / "file.ckpt.replaced")
-
-
 def test_weights_alone_are_not_what_a_run_goes_on_from(folder: Path) -> None:
     settings = config(folder)
     settings["callbacks"]["checkpoint"]["save_weights_only"] = True

@@ -5,7 +5,6 @@ from __future__ import annotations
 import fcntl
 import json
 import math
-import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -31,7 +30,7 @@ from recipes import CONF, ROOT, record
 from recipes.compose import check
 from recipes.launchers.launcher import Failure, WorkersFailed
 from recipes.problem import ConfigError
-from recipes.search import STUDY, Pruning, TrialsFailed, split, study
+from recipes.search import Pruning, TrialsFailed, split, study
 from tests.clusters.disturbed import variables
 
 Objective = Callable[[int, float], Any]
@@ -138,15 +137,6 @@ def distance(_: int, lr: float) -> float:
     return abs(math.log10(lr) + 3)  # best at 0.001
 
 
-@pytest.mark.thorough  # `make test` has searches that fail, end and go on
-def test_a_search_comes_closer(search: Search, tmp_path: Path) -> None:
-    launched = search(distance, n_trials=20)
-    assert [number for number, _ in launched] == list(range(20))
-    distances = [distance(*each) for each in launched]
-    assert min(distances) < 0.05 and sum(distances[10:]) < sum(distances[:10])
-    assert study(tmp_path, "minimize").best_value == min(distances)
-
-
 def test_a_search_that_was_ended_goes_on(search: Search, tmp_path: Path) -> None:
     """It runs the trial again that was ended, and doesn't choose the same values once more."""
 
@@ -221,25 +211,6 @@ def test_two_searches_do_not_work_in_one_folder(search: Search, tmp_path: Path) 
         fcntl.flock(file, fcntl.LOCK_EX)
         with pytest.raises(ConfigError, match="another search is going on there"):
             search(distance)
-
-
-def test_a_damaged_study_is_named(search: Search, tmp_path: Path) -> None:
-    (tmp_path / STUDY).write_text("{half a li\n{}\n")
-    with pytest.raises(ConfigError, match=rf"{STUDY} can't be read"):
-        search(distance)
-
-
-@pytest.mark.thorough
-def test_a_killed_process_leaves_no_lock_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Optuna waits half a minute for one, if it finds the file that the lock is a link to."""
-    (tmp_path / "sweep").mkdir()
-    monkeypatch.chdir(tmp_path)
-    study(Path("sweep"), "minimize")
-    lock = tmp_path / "sweep" / f"{STUDY}.lock"
-    assert not lock.is_symlink()
-    os.symlink(tmp_path / "sweep" / STUDY, lock)
-    os.utime(lock, (0, 0), follow_symlinks=False)
-    study(Path("sweep"), "minimize").ask()
 
 
 def test_a_trial_without_a_result_ends_the_search(search: Search) -> None:

@@ -17,7 +17,7 @@ from mlflow import MlflowClient
 
 from recipes.build import loggers
 from recipes.trackers import RunAtServer, forget_runs
-from tests.recipes.test_configs import composed, problems
+from tests.recipes.test_configs import composed
 
 
 class Logs(BoringModel):
@@ -115,8 +115,3 @@ def test_hyperparameters_may_change_when_a_run_of_mlflow_goes_on(tmp_path: Path)
         resumed.log_hyperparams({"lr": 0.2})
     params = MlflowClient(f"sqlite:///{tmp_path}/mlflow.db").get_run(str(resumed.version)).data.params
     assert params == {"lr": "0.1"}
-
-
-def test_a_logger_without_the_run_s_folder_is_refused() -> None:
-    (problem,) = problems("strategy=single", "+logger.own._target_=recipes.trackers.ContinuedMLFlowLogger")
-    assert problem.path == "logger.own.folder"

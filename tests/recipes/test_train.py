@@ -9,7 +9,6 @@ import sys
 import pytest
 
 from recipes import ROOT
-from recipes.launchers.launcher import Failure, WorkersFailed
 from recipes.train import UnknownMetric, _optimized
 from tests.recipes.test_configs import GROUPS
 
@@ -30,16 +29,3 @@ def test_the_metric_to_optimise_is_returned_or_its_name_refused() -> None:
     assert diverged is not None and math.isnan(diverged)
     with pytest.raises(UnknownMetric, match="optimized_metric=loss: .*; use one of val_loss, train_loss"):
         _optimized("loss", metrics, sweeping=True)
-
-
-def test_a_refused_setting_is_told_without_a_traceback_and_an_error_with_one() -> None:
-    def said(file: str, message: str) -> str:
-        lines = f'Traceback (most recent call last):\n  File "{file}", line 3, in f\n    raise\n{message}'
-        return str(WorkersFailed(Failure(0, message, lines), processes=2))
-
-    refused = said(f"{ROOT}/lightning_parallel/pipeline/partition.py", "ValueError: stages=6, but there are 4 layers")
-    assert refused == "rank 0 of 2 failed:\nValueError: stages=6, but there are 4 layers"
-    assert "line 3" in said("/home/me/model.py", "ValueError: no luck")
-    assert "line 3" in said(f"{ROOT}/lightning_parallel/layout.py", "KeyError: 3")
-    killed = WorkersFailed(Failure(1, "killed by SIGKILL (out of memory?)", None), processes=2)
-    assert str(killed) == "rank 1 of 2 failed:\nkilled by SIGKILL (out of memory?)"

@@ -10,11 +10,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import lightning as L
 import pytest
 import yaml
 
-from lightning_parallel import PipelineStrategy
 from lightning_parallel.ranks.collectives import PeerLostError
 from recipes import record, work, worker
 from recipes.processes import LAUNCHED
@@ -84,19 +82,6 @@ def test_a_worker_ends_with_its_launcher(pool: WorkerPool, killed: bool) -> None
     assert pool.run(outlive_launcher, 1, killed, init=False) == [False]
 
 
-def start_late() -> int:
-    """The signal that a worker ends by whose launcher was gone before it could ask to end with it."""
-    launcher = forked(lambda: None)
-    os.waitpid(launcher, 0)
-    os.environ[LAUNCHED] = str(launcher)
-    _, status = os.waitpid(forked(worker.end_with_the_launcher), 0)
-    return os.WTERMSIG(status)
-
-
-def test_a_worker_that_starts_after_its_launcher_s_end_ends(pool: WorkerPool) -> None:
-    assert pool.run(start_late, 1, init=False) == [signal.SIGKILL]
-
-
 # -- run.json ------------------------------------------------------------------------------------------------
 
 
@@ -109,15 +94,6 @@ def test_under_torchrun_a_run_is_recorded_from_its_start_to_its_end(pool: Worker
     assert rank["device"] == "cpu" and rank["host"]
     assert run["metrics"] == record.read_metrics(config_file.parent / "run")
     assert {"train_loss", "val_loss", "test_loss"} <= run["metrics"].keys()
-
-
-def test_under_torchrun_a_second_start_is_recorded_anew(pool: WorkerPool, config_file: Path) -> None:
-    folder = config_file.parent / "run"
-    folder.mkdir()
-    (folder / record.RUN).write_text(json.dumps({"status": "preempted", "started": "before", "config": "other"}))
-    pool.run(work.main, 1, config_file.read_text(), init=False)
-    run = recorded(config_file)
-    assert run["status"] == "completed" and run["started"] != "before" and run["config"] != "other"
 
 
 def end_with(error: BaseException, config_file: str) -> None:
@@ -200,44 +176,4 @@ def test_another_number_of_processes_than_the_config_s_is_refused_on_every_rank(
     assert not (tmp_path / "run").exists()
 
 
-def place_in_pipeline() -> dict[str, int]:
-    trainer = L.Trainer(accelerator="cpu", devices=2, strategy=PipelineStrategy(), logger=False)
-    return work.coordinates(trainer)
-
-
-def test_coordinates_are_the_layout_s(pool: WorkerPool) -> None:
-    last, first = pool.run(place_in_pipeline, 2, init=False)
-    assert last == {"data": 0, "tensor": 0, "pipeline": 1} and first == {"data": 0, "tensor": 0, "pipeline": 0}
-
-
 # -- its end -------------------------------------------------------------------------------------------------
-
-
-def collectives_threads() -> int:
-    """Threads of this process that gloo runs collectives on."""
-    names = [file.read_text().strip() for file in Path("/proc/self/task").glob("*/comm")]
-    return names.count("pt_gloo_runloop")
-
-
-def threads_of_a_run(config_file: str) -> tuple[int, int, int]:
-    """Those before it, while it tests, and after it."""
-    before, during = collectives_threads(), 0
-    test = L.Trainer.test
-
-    def counted(trainer: L.Trainer, *args: Any, **kwargs: Any) -> Any:
-        nonlocal during
-        during = collectives_threads()
-        return test(trainer, *args, **kwargs)
-
-    L.Trainer.test = counted  # type: ignore[method-assign]
-    try:
-        work.main(Path(config_file).read_text())
-    finally:
-        L.Trainer.test = test  # type: ignore[method-assign]
-    return before, during, collectives_threads()
-
-
-@pytest.mark.parametrize("strategy", ["ddp", "tensor_parallel", "pipeline_1f1b"])
-def test_no_thread_of_the_collectives_outlives_a_run(pool: WorkerPool, tmp_path: Path, strategy: str) -> None:
-    ranks = pool.run(threads_of_a_run, 2, str(resolved(tmp_path, strategy)), init=False)
-    assert all(before < during and after <= before for before, during, after in ranks)

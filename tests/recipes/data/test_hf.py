@@ -111,12 +111,6 @@ def test_documents_that_teach_nothing_are_counted(tmp_path: Path) -> None:
     ]
 
 
-def test_a_file_s_name_is_taken_as_it_is(tmp_path: Path) -> None:
-    texts(tmp_path / "x1.jsonl")
-    found = data(tmp_path, lines(tmp_path / "x[1].jsonl", [{"text": "in brackets"}] * 60))
-    assert bytes(rows(found.train_set)[0]["input_ids"].tolist()).startswith(b"in brackets")
-
-
 def test_a_file_that_is_written_anew_is_read_anew_whatever_its_time(tmp_path: Path) -> None:
     for text in ("old text", "new text"):
         file = lines(tmp_path / "a.jsonl", [{"text": text}] * 90)

@@ -125,16 +125,6 @@ def test_sixteen_bits_are_scaled_to_eight(tmp_path: Path, kind: str) -> None:
     assert torch.equal(batch, torch.full_like(batch, 128 / 255))
 
 
-@pytest.mark.parametrize(("kind", "mode"), [("i4", "I"), ("f4", "F")])
-def test_numbers_of_no_known_range_are_refused(tmp_path: Path, kind: str, mode: str) -> None:
-    for name in ("a", "b"):
-        (tmp_path / name).mkdir()
-        for number in range(3):
-            Image.fromarray(np.full((8, 8), 0.5, kind)).save(tmp_path / name / f"{number}.tif")
-    with pytest.raises(ValueError, match=rf"\d.tif: it can't be used: its numbers \(mode {mode}\) have no known range"):
-        next(iter(data(tmp_path).val_dataloader()))
-
-
 # -- settings --------------------------------------------------------------------------------------------------------
 
 
@@ -150,13 +140,6 @@ def test_numbers_of_no_known_range_are_refused(tmp_path: Path, kind: str, mode: 
 def test_what_does_not_fit_is_refused_before_a_worker_starts(folder: Path, overrides: list[str], said: str) -> None:
     (problem,) = problems(*LENET, f"data.path={folder}", *overrides)
     assert said.format(folder=folder) in str(problem)
-
-
-def test_a_perceptron_takes_every_number_of_an_image(folder: Path) -> None:
-    given = ["model=mlp", "data=images", f"data.path={folder}", "data.size=16", "model.classes=4"]
-    (problem,) = problems(*given)
-    assert "use model.features=768" in str(problem)
-    assert problems(*given, "model.features=768") == []
 
 
 def other_images(folder: Path) -> Path:

@@ -11,7 +11,6 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import LambdaLR
 
 from recipes.models.classifier import MLP, LeNet
 from recipes.models.gpt import GPT
@@ -58,24 +57,10 @@ def test_matrices_step_as_by_torchs_muon_and_all_else_as_by_its_adamw() -> None:
     assert equal(run(ours, both), run(theirs, muon, adamw))
 
 
-def test_the_defaults_are_nesterovs_momentum_and_the_size_of_adamws_updates() -> None:
-    muon, adamw = MuonAdamW(groups(parameters()), lr=0.01).param_groups
-    assert (muon["momentum"], muon["nesterov"], muon["adjust_lr_fn"]) == (0.95, True, "match_rms_adamw")
-    assert (adamw["betas"], adamw["eps"], adamw["muon"]) == ((0.9, 0.95), 1e-8, False)
-    assert muon["weight_decay"] == adamw["weight_decay"] == 0.1
-
-
 def test_parameters_without_a_group_are_adamws() -> None:
     ours, theirs = parameters(), parameters()
     adamw = torch.optim.AdamW(theirs, lr=0.01, weight_decay=0.1, betas=(0.9, 0.95))
     assert equal(run(ours, MuonAdamW(iter(ours), lr=0.01)), run(theirs, adamw))
-
-
-def test_a_group_keeps_its_own_options() -> None:
-    matrices, vectors = groups(parameters())
-    optimizer = MuonAdamW([{**matrices, "lr": 0.5, "ns_steps": 3}, {**vectors, "betas": (0.5, 0.6)}], lr=0.01)
-    muon, adamw = optimizer.param_groups
-    assert (muon["lr"], muon["ns_steps"], adamw["lr"], adamw["betas"]) == (0.5, 3, 0.01, (0.5, 0.6))
 
 
 @pytest.mark.parametrize("how", ["state_dict", "pickle", "deepcopy"])
@@ -95,55 +80,6 @@ def test_a_restored_optimizer_goes_on_as_if_nothing_had_been(how: str) -> None:
     assert equal(run(second, after, updates=range(3, 6)), expected)
 
 
-def test_schedulers_and_rates_set_from_outside_reach_both() -> None:
-    given = parameters()
-    optimizer = MuonAdamW(groups(given), lr=0.01, weight_decay=0.0)
-    scheduler = LambdaLR(optimizer, lambda step: float(step > 0))  # 0 first
-    start = [parameter.detach().clone() for parameter in given]
-    assert equal(run(given, optimizer, updates=range(1)), start)
-    scheduler.step()
-    assert not any(map(torch.equal, run(given, optimizer, updates=range(1)), start))
-    still = [parameter.detach().clone() for parameter in given]
-    for group in optimizer.param_groups:
-        group["lr"] = 0.0
-    assert equal(run(given, optimizer, updates=range(2)), still)
-
-
-@pytest.mark.parametrize("dropped", [0, 1])
-def test_groups_may_lose_their_parameters_and_stand_empty(dropped: int) -> None:
-    given = parameters()
-    optimizer = MuonAdamW(groups(given), lr=0.01)
-    optimizer.param_groups[dropped]["params"] = []
-    start = [parameter.detach().clone() for parameter in given]
-    after = run(given, optimizer, updates=range(1))
-    moved = [not torch.equal(*pair) for pair in zip(start, after, strict=True)]
-    assert moved == ([False, False, True] if dropped == 0 else [True, True, False])
-    assert MuonAdamW([{"params": [], "muon": True}, {"params": []}], lr=0.01).step() is None
-
-
-def test_groups_added_later_are_stepped() -> None:
-    given = parameters()
-    expected = parameters()
-    optimizer = MuonAdamW(given[2:], lr=0.01)
-    optimizer.add_param_group({"params": given[:2], "muon": True})
-    assert equal(run(given, optimizer), run(expected, MuonAdamW(groups(expected), lr=0.01)))
-
-
-def test_parameters_without_a_gradient_stay_and_a_closure_runs_with_gradients() -> None:
-    given = parameters()
-    optimizer = MuonAdamW(groups(given), lr=0.01)
-    start = [parameter.detach().clone() for parameter in given]
-
-    def closure() -> Tensor:
-        loss = given[0].square().sum()
-        loss.backward()
-        return loss
-
-    assert optimizer.step(closure) == start[0].square().sum()  # type: ignore[arg-type]
-    moved = [not torch.equal(*pair) for pair in zip(start, given, strict=True)]
-    assert moved == [True, False, False] and set(optimizer.state) == {given[0]}
-
-
 def test_what_is_no_matrix_is_refused_and_not_added() -> None:
     vector = nn.Parameter(torch.zeros(3))
     with pytest.raises(ValueError, match=r"shape \(3,\): Muon is for matrices"):
@@ -152,12 +88,6 @@ def test_what_is_no_matrix_is_refused_and_not_added() -> None:
     with pytest.raises(ValueError, match="Muon is for matrices"):
         optimizer.add_param_group({"params": vector, "muon": True})
     assert len(optimizer.param_groups) == 1
-
-
-@pytest.mark.parametrize("options", [{"lr": -1.0}, {"lr": 0.1, "momentum": -1.0}, {"lr": 0.1, "betas": (2.0, 0.9)}])
-def test_options_out_of_range_are_refused_by_torch(options: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=r"-1|2\.0"):
-        MuonAdamW(groups(parameters()), **options)
 
 
 # ------------------------------------------------------------ which parameters are matrices
