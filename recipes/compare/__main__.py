@@ -14,7 +14,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import CompactHydraException, HydraException
 
 from recipes.command_line import typed
-from recipes.compare.run import REFERENCE, STRATEGIES, Outcome, configs, rows, run
+from recipes.compare.run import REFERENCE, STRATEGIES, Outcome, configs, run
 from recipes.compose import check
 from recipes.configs import Configs
 from recipes.problem import ConfigError, Problem, closest
@@ -127,9 +127,9 @@ def _compare(planned: Sequence[Outcome], folder: Path, words: Sequence[str]) -> 
     if config is None:
         sys.exit("nothing could be measured")
 
-    from recipes.compare import report  # here: they import torch, for which --help need not wait
+    from recipes.compare import report, rows  # here: they import torch, for which --help need not wait
 
-    table = rows(outcomes)
+    table = rows.rows(outcomes)
     head = report.headline(config, words)
     found = report.tables(table, str(config["optimized_metric"] or "train_loss"))
     print(f"\n{report.show(head, table, found)}")
