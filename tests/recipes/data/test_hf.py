@@ -12,16 +12,15 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, BloomConfig, LlamaConfig, MixtralConfig
 
-from recipes import launch, record, work
+from recipes import record
 from recipes.data.base import SeededData
 from recipes.data.hf import HFData
 from recipes.data.text import TextData
 from recipes.models.hf import CausalLM
 from recipes.problem import Problem
-from recipes.schema import world_size
-from recipes.validate import validate
 from tests.pool import WorkerPool
-from tests.recipes.test_configs import composed, problems
+from tests.recipes.runs import trained
+from tests.recipes.test_configs import problems
 from tests.recipes.tiny import TEXTS, chats, lines, model, questions, texts, tokenizer
 from tests.thorough import thorough
 
@@ -249,19 +248,13 @@ def test_a_packed_row_has_the_losses_of_its_documents(tmp_path: Path) -> None:
 TINY = [
     "model=hf", "data=hf", "data.context=32", "data.batch_size=4", "trainer.max_steps=4",
     "trainer.limit_val_batches=1.0",
-    "print_config=false", "trainer.enable_progress_bar=false", "trainer.enable_model_summary=false",
-    "trainer.precision=64-true", "logger=none", "trainer.val_check_interval=2",
+    "trainer.precision=64-true", "trainer.val_check_interval=2",
 ]  # fmt: skip
 
 
 def run(pool: WorkerPool, folder: Path, *overrides: str) -> dict[str, Any]:
-    """Run a recipe in the pool's processes. Returns its numbers."""
-    config = composed(*TINY, *overrides, folder=folder)
-    assert validate(config) == []
-    folder.mkdir(exist_ok=True)
-    launch.write(config)
-    pool.run(work.main, world_size(config), (folder / record.CONFIG).read_text(), init=False)
-    return record.read_metrics(folder)
+    """The numbers of a run."""
+    return record.read_metrics(trained(pool, folder, *TINY, *overrides))
 
 
 @pytest.mark.parametrize(("file", "packing", "strategy", "ranks"), [

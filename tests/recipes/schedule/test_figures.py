@@ -6,7 +6,14 @@ import pytest
 
 from lightning_parallel.schedules.generators import gpipe, naive, one_f_one_b
 from lightning_parallel.schedules.simulate import Simulation, simulate
-from recipes.schedule.figures import asynchronous, asynchronous_utilisation, peak_activations, steady, utilisation
+from recipes.schedule.figures import (
+    asynchronous,
+    asynchronous_utilisation,
+    clock_table,
+    peak_activations,
+    steady,
+    utilisation,
+)
 
 
 @pytest.mark.parametrize("microbatches", [1, 2, 4, 8])
@@ -66,3 +73,32 @@ def test_sizes_are_refused_by_name() -> None:
         asynchronous(2, 1, 0)
     with pytest.raises(ValueError, match="microbatches=0"):
         asynchronous(2, 0, 1)
+
+
+def test_the_table_draws_columns_in_proportion_to_time() -> None:
+    assert clock_table(gpipe(2, 2)).splitlines() == [
+        "stage 0 | F0 F1  .  .  . B0 == B1 ==|",
+        "stage 1 |  . F0 F1 B0 == B1 ==| .  .",
+    ]
+    assert clock_table(simulate(gpipe(2, 1), step=1.0)).splitlines() == [
+        "stage 0 | F0  .  .  . B0 ==  S|",
+        "stage 1 |  . F0 B0 ==  S| .  .",
+    ]
+    assert clock_table(simulate(gpipe(1, 1)), column=0.5).splitlines() == ["stage 0 | F0 == B0 == == ==|"]
+
+
+def test_the_table_shows_every_action_when_times_fall_between_columns() -> None:
+    simulation = simulate(asynchronous(4, 1, 12), 1.0, 2.3, latency=0.37)
+    for line in clock_table(simulation).splitlines():
+        words = line.replace("|", " ").split()
+        assert [w for w in words if w[0] == "F"] == [f"F{k}" for k in range(12)]
+        assert [w for w in words if w[0] == "B"] == [f"B{k}" for k in range(12)]
+        assert line.count("|") == 1 + 12
+
+
+def test_the_table_keeps_to_the_width() -> None:
+    lines = clock_table(asynchronous(12, 1, 30), width=60).splitlines()
+    assert {len(line) for line in lines} == {60}
+    assert lines[0].startswith("stage 0  |")
+    assert lines[11].startswith("stage 11 |")
+    assert lines[0].endswith(" ...")
