@@ -149,16 +149,3 @@ def test_others_get_some_seconds_to_end_themselves(tmp_path: Path, worker: subpr
     with watch.watched(tmp_path, patience=2) as ended:
         assert seconds_until(lambda: worker.poll() is not None) > 1
     assert (worker.poll(), ended) == (-signal.SIGKILL, watch.Ended(slow={worker.pid}))
-
-
-def test_only_workers_are_killed_and_nobody_is_once_it_is_over(tmp_path: Path, worker: subprocess.Popen[bytes]) -> None:
-    other = subprocess.Popen([sys.executable, "-c", SLEEPS])
-    try:
-        with watch.watched(tmp_path, patience=0.1):
-            assert [each.pid for each in watch.workers()] == [worker.pid]
-        (tmp_path / "error.json").touch()
-        time.sleep(1)
-        assert other.poll() is None and worker.poll() is None
-    finally:
-        other.kill()
-        other.wait()

@@ -50,11 +50,6 @@ def test_metrics_are_numbers_and_a_diverged_one_is_null(tmp_path: Path) -> None:
     assert "Infinity" not in (tmp_path / record.METRICS).read_text()
 
 
-def test_outside_a_repository_there_is_no_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
-    assert record._git(tmp_path) is None
-
-
 def test_a_rank_s_place_is_that_of_the_recorded_layout(tmp_path: Path) -> None:
     assert record.place(tmp_path, 0) == ""  # nothing is recorded yet
     places = itertools.product(range(2), range(1), range(3))
@@ -95,12 +90,6 @@ def test_runs_are_in_order_with_what_differs(sweep: Path) -> None:
         rows = list(csv.DictReader(file))
     assert [row["val_loss"] for row in rows] == ["0.5", "0.25", ""] and rows[1]["val_acc"] == "1.0"
     assert "0.25" in said.getvalue()
-
-
-def test_what_all_runs_share_is_left_out(sweep: Path) -> None:
-    (sweep / "11" / record.RUN).unlink()
-    first, _ = report.rows(sweep)
-    assert first["optimizer.lr"] == "0.1" and "model" not in first
 
 
 def test_a_folder_without_runs_is_refused(tmp_path: Path) -> None:

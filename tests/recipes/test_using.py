@@ -61,13 +61,6 @@ def test_scores_are_those_of_the_run_under_any_layout(
     assert record.read(tmp_path / "scores")["status"] == "completed"
 
 
-def test_other_data_may_be_scored(pool: WorkerPool, hf: Path, tmp_path: Path) -> None:
-    other = [f"data.val_path={texts(tmp_path / 'b.jsonl')}", "strategy=single", "trainer.limit_val_batches=1.0"]
-    config = commands.config_of("evaluate", hf, tmp_path / "scores", other)
-    assert config["data"]["path"].endswith("a.jsonl") and config["trainer"]["precision"] == "64-true"
-    assert record.read_metrics(done(pool, config))["val_loss"] != record.read_metrics(hf)["val_loss"]
-
-
 def test_what_cannot_be_done_is_refused_before_a_worker_starts(hf: Path, tmp_path: Path) -> None:
     for main in (evaluate.main, lambda words: generate.main([*words, "--prompt", "a"])):
         with pytest.raises(SystemExit, match="no folder of a run"):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,6 @@ from transformers import AutoModelForCausalLM, BloomConfig, LlamaConfig, Mixtral
 from recipes import record
 from recipes.data.base import SeededData
 from recipes.data.hf import HFData
-from recipes.data.text import TextData
 from recipes.models.hf import CausalLM
 from recipes.problem import Problem
 from tests.pool import WorkerPool
@@ -110,13 +108,6 @@ def test_documents_that_teach_nothing_are_counted(tmp_path: Path) -> None:
     ]
 
 
-def test_a_file_that_is_written_anew_is_read_anew_whatever_its_time(tmp_path: Path) -> None:
-    for text in ("old text", "new text"):
-        file = lines(tmp_path / "a.jsonl", [{"text": text}] * 90)
-        os.utime(file, (1e9, 1e9))
-        assert bytes(rows(data(tmp_path, file).train_set)[0]["input_ids"].tolist()).startswith(text.encode())
-
-
 @pytest.mark.parametrize("record", [
     {"messages": [{"from": "human", "value": "a"}]}, {"messages": []},
     {"prompt": None, "completion": "a"}, {"text": None}, {"text": 5},
@@ -162,13 +153,6 @@ def attach(module: CausalLM, documents: SeededData) -> None:
     """To a Trainer that is about to run."""
     module.trainer = L.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False)
     module.trainer.datamodule = documents  # type: ignore[attr-defined]
-
-
-def test_pretrained_weights_on_bytes_are_warned_of(tmp_path: Path) -> None:
-    module = CausalLM(path=str(model(tmp_path / "model")), optimizer={})
-    attach(module, TextData(path=__file__))
-    with pytest.warns(UserWarning, match="these data are bytes: use data=hf"):
-        module.setup("fit")
 
 
 def test_a_tokenizer_of_another_model_is_refused(tmp_path: Path) -> None:

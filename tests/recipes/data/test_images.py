@@ -112,19 +112,6 @@ def test_an_image_that_cannot_be_read_is_named(tmp_path: Path, workers: int) -> 
             list(loader)
 
 
-@pytest.mark.parametrize("kind", ["<u2", ">u2"])
-def test_sixteen_bits_are_scaled_to_eight(tmp_path: Path, kind: str) -> None:
-    grey = np.full((8, 8), 128 * 257, kind)
-    for name in ("a", "b"):
-        (tmp_path / name).mkdir()
-        for number in range(3):
-            Image.fromarray(grey).save(tmp_path / name / f"{number}.tif")
-    with Image.open(tmp_path / "a" / "0.tif") as written:
-        assert written.mode == {"<u2": "I;16", ">u2": "I;16B"}[kind]
-    batch, _ = next(iter(data(tmp_path, mean=(0, 0, 0), std=(1, 1, 1)).val_dataloader()))
-    assert torch.equal(batch, torch.full_like(batch, 128 / 255))
-
-
 # -- settings --------------------------------------------------------------------------------------------------------
 
 

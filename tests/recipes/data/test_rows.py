@@ -103,7 +103,3 @@ def test_replicas_learn_what_one_process_does(replicas: int, train: bool, epoch:
         assert len(several) == len(one) == whole + 1 and learned(several[-1]) == learned(one[-1])
     for batch in several:
         assert {int(row["labels_in_batch"]) for row in batch} == {len(learned(batch))}
-
-
-def test_another_epoch_has_another_order() -> None:
-    assert [learned(batch) for batch in batches(2, train=True)] != [learned(b) for b in batches(2, train=True, epoch=1)]

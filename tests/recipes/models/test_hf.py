@@ -313,16 +313,3 @@ def test_constants_that_no_file_holds_are_exact(tmp_path: Path, lora: dict[str, 
         found = module.eval()(tokens)
         own = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)(tokens).logits
     assert torch.allclose(found, own, rtol=0, atol=1e-6)
-
-
-def test_a_run_remembers_where_its_folder_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = pretrained(tmp_path / "model")
-    monkeypatch.chdir(tmp_path)
-    run = fake_run(tmp_path / "run", "model.path=model")
-    (tmp_path / "elsewhere" / "model").mkdir(parents=True)
-    monkeypatch.chdir(tmp_path / "elsewhere")
-    exported(run)
-    assert torch.equal(logits(tmp_path / "out"), logits(folder))
-    shutil.rmtree(folder)
-    with pytest.raises(SystemExit, match=f"model.path={folder}, which the run began with, isn't there"):
-        exported(run)

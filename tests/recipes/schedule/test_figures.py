@@ -8,7 +8,6 @@ from lightning_parallel.schedules.generators import gpipe, naive, one_f_one_b
 from lightning_parallel.schedules.simulate import Simulation, simulate
 from recipes.schedule.figures import (
     asynchronous,
-    asynchronous_utilisation,
     clock_table,
     peak_activations,
     steady,
@@ -44,15 +43,6 @@ def test_asynchronous_never_waits_in_the_steady_state(stages: int, microbatches:
     full = steady(simulation)
     assert full is not None
     assert utilisation(simulation, *full) == pytest.approx(1.0)
-
-
-@pytest.mark.parametrize("extra", [0, 1, 2])
-@pytest.mark.parametrize("latency", [0.05, 0.3, 1.5, 4.0])
-@pytest.mark.parametrize("stages", [2, 4, 8])
-def test_latency_costs_what_the_formula_says(stages: int, latency: float, extra: int) -> None:
-    simulation = simulate(asynchronous(stages, 1, 200, extra), 1.0, 2.0, latency=latency)
-    expected = asynchronous_utilisation(stages, extra, 1.0, 2.0, latency)
-    assert steady_utilisation(simulation) == pytest.approx(expected, rel=0.01)
 
 
 def test_latency_is_paid_twice_a_microbatch_unless_one_more_is_in_flight() -> None:
@@ -94,11 +84,3 @@ def test_the_table_shows_every_action_when_times_fall_between_columns() -> None:
         assert [w for w in words if w[0] == "F"] == [f"F{k}" for k in range(12)]
         assert [w for w in words if w[0] == "B"] == [f"B{k}" for k in range(12)]
         assert line.count("|") == 1 + 12
-
-
-def test_the_table_keeps_to_the_width() -> None:
-    lines = clock_table(asynchronous(12, 1, 30), width=60).splitlines()
-    assert {len(line) for line in lines} == {60}
-    assert lines[0].startswith("stage 0  |")
-    assert lines[11].startswith("stage 11 |")
-    assert lines[0].endswith(" ...")
