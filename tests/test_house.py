@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import graphlib
 import importlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -82,6 +83,16 @@ def test_what_is_installed_knows_no_tools(package: str) -> None:
     for file in modules(ROOT / package):
         found = {module.split(".")[0] for module, _ in imports(ast.parse(file.read_text()))}
         assert not found & later, file
+
+
+def test_recipes_have_no_import_circle() -> None:
+    names = {".".join(file.relative_to(ROOT).with_suffix("").parts): file for file in modules(ROOT / "recipes")}
+    arrows = {
+        name: {each for module, of in imports(ast.parse(file.read_text())) for each in (module, f"{module}.{of}")}
+        & names.keys()
+        for name, file in names.items()
+    }
+    graphlib.TopologicalSorter(arrows).prepare()  # a circle is an error, which names it
 
 
 @pytest.mark.parametrize("file", modules(PACKAGE, ROOT / "recipes"), ids=lambda file: str(file.relative_to(ROOT)))

@@ -18,7 +18,7 @@ import pytest
 import yaml
 
 from recipes import ROOT, record, work
-from recipes.compare import measure, report, run
+from recipes.compare import report, run
 from recipes.compare.__main__ import compare
 from recipes.compare.rows import Row, rows
 from recipes.compare.run import Outcome, configs
@@ -113,18 +113,6 @@ def test_every_update_between_warm_up_and_count_is_timed(measured: Measured) -> 
 
 
 # -- one figure ----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("times", "shares"),
-    [
-        (measure.Times(4.0, 1.0, 2.0), {"computing": 0.25, "queued": 0.5, "blocked": 0.25}),
-        (measure.Times(3.9, 3.0, 1.0), {"computing": 0.75, "queued": 0.25, "blocked": 0.0}),  # booked before it began
-        (measure.Times(), {"computing": 0.0, "queued": 0.0, "blocked": 1.0}),
-    ],
-)
-def test_a_threads_time_is_shared_out_whole(times: measure.Times, shares: dict[str, float]) -> None:
-    assert times.shares() == pytest.approx(shares)
 
 
 def measured_by_hand(seconds: list[float], peak: int, **more: Any) -> dict[str, Any]:

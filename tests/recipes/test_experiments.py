@@ -7,15 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from recipes import launch, record, work
-from recipes.schema import world_size
-from recipes.validate import validate
+from recipes import record
 from tests.pool import WorkerPool
+from tests.recipes.runs import trained
 from tests.recipes.test_configs import GROUPS, composed
 from tests.recipes.tiny import images, model, texts
 from tests.thorough import thorough
 
-SMALL = ["print_config=false", "trainer.enable_progress_bar=false", "trainer.enable_model_summary=false", "logger=none"]
 FEW = ["trainer.max_steps=2", "trainer.limit_val_batches=1"]
 GPT = ["model.layers=4", "model.width=16", "model.heads=2", "data.context=16", "data.batch_size=8"]
 VIT = ["+model.arguments.embed_dim=32", "+model.arguments.num_heads=4", "+model.arguments.depth=4"]
@@ -23,13 +21,8 @@ WARM_UP = ["scheduler.warmup_steps=1"]
 
 
 def run(pool: WorkerPool, folder: Path, *overrides: str) -> dict[str, float | None]:
-    """In the pool's processes, in a small form."""
-    config = composed(*SMALL, *overrides, folder=folder)
-    assert validate(config) == []
-    folder.mkdir()
-    launch.write(config)
-    pool.run(work.main, world_size(config), (folder / record.CONFIG).read_text(), init=False)
-    assert record.read(folder)["status"] == "completed"
+    """The numbers of a run in a small form."""
+    assert record.read(trained(pool, folder, *overrides))["status"] == "completed"
     return record.read_metrics(folder)
 
 

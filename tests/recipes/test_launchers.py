@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import subprocess
 import sys
@@ -12,14 +13,26 @@ from typing import Any
 import pytest
 
 from recipes import ROOT, build, record
-from recipes.launchers.launcher import Failure, Launcher, WorkersFailed
+from recipes.launchers.launcher import Failure, Launcher, WorkersFailed, first_failure
 from recipes.launchers.local import LocalLauncher
+from recipes.launchers.slurm import SlurmLauncher, script
+from recipes.processes import REFUSED, REQUEUE
 from recipes.train import main
 from recipes.validate import validate
 from tests.recipes.test_configs import composed
 from tests.recipes.test_launch import TINY, runs
 
 MINE = "tests.recipes.test_launchers.Imaginary"
+LOST = 'Traceback (most recent call last):\n  File "a.py", line 1, in f\n    g()\nx.PeerLostError: The link broke.\n'
+OWN = """\
+Traceback (most recent call last):
+  File "a.py", line 1, in f
+    g()
+    ^^^
+ValueError: no luck
+  on two lines
+"""
+KILLED, FAILED = 143, 1
 
 
 class Imaginary:
@@ -118,3 +131,45 @@ def test_the_parent_process_only_imports_torch_to_check_values() -> None:
     code = "import sys, recipes.train, recipes.compose; print('torch' in sys.modules)"
     found = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert found.stdout.strip() == "False"
+
+
+def test_the_first_error_that_is_a_rank_s_own(tmp_path: Path) -> None:
+    assert first_failure(tmp_path) is None
+    for rank, text in enumerate([LOST, LOST, OWN, OWN.replace("no", "other")]):
+        record.write_error(tmp_path, rank, text)
+        os.utime(tmp_path / record.ERRORS / f"rank-{rank}.txt", (rank, rank))
+    found = first_failure(tmp_path)
+    assert found is not None and (found.rank, found.message) == (2, "ValueError: no luck\n  on two lines")
+    assert found.traceback == OWN
+
+
+def test_lost_connections_alone_are_no_cause(tmp_path: Path) -> None:
+    record.write_error(tmp_path, 0, LOST)
+    assert first_failure(tmp_path) is None
+
+
+@pytest.mark.parametrize(("codes", "requeued"), [
+    ([0], [False]),
+    ([REQUEUE] * 4, [True] * 4),
+    ([REFUSED], [False]),
+    ([FAILED, REQUEUE, FAILED, FAILED], [True, True, True, False]),  # it has two restarts
+    ([KILLED, KILLED, KILLED], [True, True, False]),  # the limit is shorter than the start
+    ([KILLED, KILLED, REQUEUE, KILLED, KILLED], [True] * 5),
+])  # fmt: skip
+def test_after_which_ends_a_job_is_put_into_the_queue_again(
+    tmp_path: Path, codes: list[int], requeued: list[bool]
+) -> None:
+    programs = {"srun": "exit $CODE", "scontrol": "[ $1 = requeue ] && echo $2 >> requeued || echo n0"}
+    for name, line in programs.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{line}\n")
+        (tmp_path / name).chmod(0o755)
+    job = tmp_path / "job.sh"
+    job.write_text(script(SlurmLauncher(devices=2, max_restarts=2), tmp_path / record.CONFIG, 2))
+    variables = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n0"}
+    counts = [0]
+    for code in codes:
+        done = subprocess.run(["bash", job], cwd=tmp_path, env=variables | {"CODE": str(code)})
+        assert done.returncode == code
+        log = tmp_path / "requeued"
+        counts.append(log.read_text().count("7\n") if log.exists() else 0)
+    assert [after > before for before, after in zip(counts, counts[1:], strict=False)] == requeued

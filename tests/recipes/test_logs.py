@@ -79,12 +79,6 @@ def test_logs_go_on_where_the_checkpoint_was(tmp_path: Path) -> None:
         assert events(tmp_path / "twice", name) == events(tmp_path / "whole", name)
 
 
-def test_a_new_run_in_the_same_folder_starts_anew(tmp_path: Path) -> None:
-    run(tmp_path, steps=4)
-    run(tmp_path, steps=2)
-    assert [step for step, loss, _ in rows(tmp_path) if loss] == ["0", "1"]
-
-
 def test_a_row_that_was_cut_short_is_left_out(tmp_path: Path) -> None:
     (tmp_path / "metrics.csv").write_text("loss,step,val\n0.5,0,\n0.25")
     assert read(tmp_path) == [{"loss": "0.5", "step": "0", "val": ""}]

@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import itertools
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
+from rich.console import Console
 
-from recipes import record
+from recipes import launch, record, report, rerun
+from recipes.problem import ConfigError
 from tests.recipes.test_configs import composed
+from tests.recipes.test_launch import TINY
+
+START = "2026-01-01T00:00:00.000+00:00"
+METRICS = {"val_loss": 0.5, "train_loss": 1.0}
 
 
 def test_the_hash_is_that_of_what_is_run_not_of_where() -> None:
@@ -40,11 +50,6 @@ def test_metrics_are_numbers_and_a_diverged_one_is_null(tmp_path: Path) -> None:
     assert "Infinity" not in (tmp_path / record.METRICS).read_text()
 
 
-def test_outside_a_repository_there_is_no_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
-    assert record._git(tmp_path) is None
-
-
 def test_a_rank_s_place_is_that_of_the_recorded_layout(tmp_path: Path) -> None:
     assert record.place(tmp_path, 0) == ""  # nothing is recorded yet
     places = itertools.product(range(2), range(1), range(3))
@@ -55,3 +60,106 @@ def test_a_rank_s_place_is_that_of_the_recorded_layout(tmp_path: Path) -> None:
     (tmp_path / record.RUN).write_text(json.dumps({"layout": {"ranks": ranks}}))
     assert record.place(tmp_path, 5) == "stage 2 of 3, replica 1 of 2"
     assert record.place(tmp_path, 6) == ""
+
+
+def write(folder: Path, lr: str, **said: Any) -> None:
+    folder.mkdir(parents=True)
+    overrides = ["model=mlp", f"optimizer.lr={lr}", "+tags=[a]"]
+    content = {"status": "completed", "started": START, "ended": None, "overrides": overrides, "attempts": [{}]}
+    (folder / record.RUN).write_text(json.dumps({**content, **said}))
+    (folder / record.CONFIG).write_text(yaml.safe_dump({"optimized_metric": "val_loss"}))
+
+
+@pytest.fixture
+def sweep(tmp_path: Path) -> Path:
+    write(tmp_path / "2", "0.1", metrics={"val_loss": 0.5}, ended="2026-01-01T00:01:30.000+00:00")
+    write(tmp_path / "10", "0.2", metrics={"val_loss": 0.25, "val_acc": 1.0}, attempts=[{}, {}])
+    write(tmp_path / "11", "0.3", status="starting", overrides=None)
+    (tmp_path / "12").mkdir()
+    return tmp_path
+
+
+def test_runs_are_in_order_with_what_differs(sweep: Path) -> None:
+    said = io.StringIO()
+    first, second, third = report.report(sweep, Console(file=said, width=200))
+    numbers = {"status": "completed", "val_loss": 0.5, "seconds": 90, "attempts": 1}
+    assert first == {"run": "2", "model": "mlp", "optimizer.lr": "0.1", "tags": "[a]", **numbers}  # the third has none
+    assert (second["run"], second["seconds"], second["attempts"]) == ("10", None, 2)
+    assert (third["run"], third["status"]) == ("11", "starting") and "val_loss" not in third
+    with (sweep / report.CSV).open() as file:
+        rows = list(csv.DictReader(file))
+    assert [row["val_loss"] for row in rows] == ["0.5", "0.25", ""] and rows[1]["val_acc"] == "1.0"
+    assert "0.25" in said.getvalue()
+
+
+def test_a_folder_without_runs_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match="has no runs"):
+        report.main([str(tmp_path)])
+
+
+def test_a_run_is_known_by_its_config(tmp_path: Path) -> None:
+    config = {"lr": 1, "paths": {"output_dir": str(tmp_path)}}
+    assert not record.is_of(tmp_path, config)
+    (tmp_path / record.RUN).write_text(json.dumps({"config_hash": record.config_hash(config)}))
+    assert record.is_of(tmp_path, config) and not record.is_of(tmp_path, {**config, "lr": 2})
+
+
+class Recorded:
+    """A launcher that trains nothing."""
+
+    def launch(self, config_file: Path, processes: int) -> None:
+        folder = config_file.parent
+        record.update(folder, data="abc", steps=2, metrics=record.write_metrics(folder, METRICS))
+        record.end(folder, "completed")
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of a run."""
+    monkeypatch.setattr("recipes.build.launcher", lambda config: Recorded())
+    folder = tmp_path / "run"
+    folder.mkdir()
+    config = composed("strategy=single", "ckpt_path=last", *TINY)
+    config["paths"]["output_dir"] = str(folder)
+    config["callbacks"]["checkpoint"]["dirpath"] = f"{folder}/checkpoints"
+    launch.write(config)
+    launch.launch(config, {"model": "mlp"}, ["model=mlp"])
+    return folder
+
+
+def change(folder: Path, **fields: Any) -> None:
+    content = record.read(folder)
+    (folder / record.RUN).write_text(json.dumps({**content, **fields}))
+
+
+def test_a_run_is_repeated_beside_itself(run: Path) -> None:
+    assert rerun.rerun(run) == []
+    assert rerun.rerun(run) == []
+    first, second = (run.with_name(f"run-again-{number}") for number in (1, 2))
+    for new in (first, second):
+        config = yaml.safe_load((new / record.CONFIG).read_text())
+        assert config["paths"]["output_dir"] == str(new) and config["ckpt_path"] is None
+        assert config["callbacks"]["checkpoint"]["dirpath"] == f"{new}/checkpoints"
+        said = record.read(new)
+        assert (said["status"], said["choices"], said["overrides"]) == ("completed", {"model": "mlp"}, ["model=mlp"])
+
+
+def test_what_differs_is_told(run: Path) -> None:
+    versions = record.read(run)["versions"]
+    change(run, versions={**versions, "torch": "1.0"}, git=None, data="other", metrics={**METRICS, "val_loss": 0.4})
+    code, git, data, metrics = rerun.rerun(run)
+    assert code == f"versions.torch: 1.0 then, {versions['torch']} now" and git.startswith("git: None then")
+    assert data == "data: other then, abc now" and metrics == "metrics.val_loss: 0.4 then, 0.5 now"
+
+
+def test_paths_are_moved_as_wholes() -> None:
+    config = {"a": ["/x/1", "/x/1/b", "/x/10/c", 3], "b": {"c": "/x/é 'q'", "d": None}}
+    assert record._moved(config, "/x/1", "/new") == {**config, "a": ["/new", "/new/b", "/x/10/c", 3]}
+    assert record._moved(config, "/x/é 'q'", "/new")["b"] == {"c": "/new", "d": None}
+
+
+def test_a_folder_without_a_record_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="is no folder of a run"):
+        rerun.rerun(tmp_path)
+    with pytest.raises(SystemExit, match="is no folder of a run"):
+        rerun.main([str(tmp_path)])

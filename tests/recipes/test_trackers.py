@@ -95,19 +95,6 @@ def test_only_a_checkpoint_of_the_folder_itself_goes_on_at_the_server(tmp_path: 
         assert (tmp_path / "notes_run.json").exists()
 
 
-def test_a_run_of_mlflow_goes_on_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """MLflow's default is a file in the current one."""
-    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
-    versions = []
-    for place, resume in (("here", False), ("there", True)):
-        (tmp_path / place).mkdir()
-        monkeypatch.chdir(tmp_path / place)
-        logger = made(tmp_path, "logger=mlflow")
-        fit(tmp_path, logger, 2 + resume, resume)
-        versions.append(logger.version)
-    assert versions[0] == versions[1] and not (tmp_path / "there" / "mlflow.db").exists()
-
-
 def test_hyperparameters_may_change_when_a_run_of_mlflow_goes_on(tmp_path: Path) -> None:
     of_mlflow(tmp_path).log_hyperparams({"lr": 0.1})
     resumed = of_mlflow(tmp_path)

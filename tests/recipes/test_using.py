@@ -11,43 +11,23 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, GPTNeoConfig, MistralConfig, MixtralConfig
 
-from recipes import commands, evaluate, export, generate, launch, record, work
+from recipes import commands, evaluate, export, generate, launch, record
 from recipes.data.tokenizer import tokenizer_of
 from recipes.generate import SETTINGS
 from recipes.models.generation import Generation
 from recipes.models.hf import CausalLM
 from recipes.problem import ConfigError
 from recipes.record import TEXTS
-from recipes.schema import world_size
-from recipes.validate import validate
 from tests.pool import WorkerError, WorkerPool
+from tests.recipes.runs import done, trained
 from tests.recipes.test_configs import composed
 from tests.recipes.tiny import model, texts
 from tests.thorough import thorough
 
 SMALL = [
-    "print_config=false", "trainer.enable_progress_bar=false", "trainer.enable_model_summary=false", "logger=none",
     "trainer.precision=64-true", "trainer.max_steps=2", "trainer.limit_val_batches=2", "optimizer.lr=0.02",
 ]  # fmt: skip
 GPT = ["model.layers=2", "model.width=16", "model.heads=2", "data.context=16", "data.batch_size=4"]
-
-
-def do(pool: WorkerPool, config: dict[str, Any]) -> Path:
-    """Run a config in the pool's processes. Returns its folder."""
-    folder = Path(config["paths"]["output_dir"])
-    assert validate(config) == []
-    folder.mkdir(parents=True, exist_ok=True)
-    launch.write(config)
-    pool.run(work.main, world_size(config), (folder / record.CONFIG).read_text(), init=False)
-    return folder
-
-
-def trained(pool: WorkerPool, folder: Path, *overrides: str) -> Path:
-    line = [*SMALL, *overrides]
-    config = composed(*line, folder=folder)
-    do(pool, config)
-    record.update(folder, overrides=[*line, f"paths.data_dir={config['paths']['data_dir']}"])
-    return folder
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +35,7 @@ def hf(pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of a pretrained model in a pipeline."""
     here = tmp_path_factory.mktemp("hf")
     given = ["model=hf", f"model.path={model(here / 'model')}", "data=hf", f"data.path={texts(here / 'a.jsonl')}"]
-    return trained(pool, here / "run", *given, "data.context=32", "strategy=pipeline_1f1b", "cluster.devices=2")
+    return trained(pool, here / "run", *SMALL, *given, "data.context=32", "strategy=pipeline_1f1b", "cluster.devices=2")
 
 
 def exported(run: Path) -> Path:
@@ -74,18 +54,11 @@ def exported(run: Path) -> Path:
 def test_scores_are_those_of_the_run_under_any_layout(
     pool: WorkerPool, hf: Path, tmp_path: Path, layout: list[str]
 ) -> None:
-    found = record.read_metrics(do(pool, commands.config_of("evaluate", hf, tmp_path / "scores", layout)))
+    found = record.read_metrics(done(pool, commands.config_of("evaluate", hf, tmp_path / "scores", layout)))
     own = record.read_metrics(hf)["val_loss"]
     assert found["val_loss"] == pytest.approx(own, rel=0, abs=1e-6)  # transformers computes losses in float32
     assert found["test_loss"] is not None and found["test_loss"] != own
     assert record.read(tmp_path / "scores")["status"] == "completed"
-
-
-def test_other_data_may_be_scored(pool: WorkerPool, hf: Path, tmp_path: Path) -> None:
-    other = [f"data.val_path={texts(tmp_path / 'b.jsonl')}", "strategy=single", "trainer.limit_val_batches=1.0"]
-    config = commands.config_of("evaluate", hf, tmp_path / "scores", other)
-    assert config["data"]["path"].endswith("a.jsonl") and config["trainer"]["precision"] == "64-true"
-    assert record.read_metrics(do(pool, config))["val_loss"] != record.read_metrics(hf)["val_loss"]
 
 
 def test_what_cannot_be_done_is_refused_before_a_worker_starts(hf: Path, tmp_path: Path) -> None:
@@ -150,7 +123,7 @@ def written(pool: WorkerPool, run: Path, folder: Path, *layout: str, **more: Any
     words = [str(run), *(word for prompt in PROMPTS for word in ("--prompt", prompt)), "--max-new-tokens", "12"]
     given = vars(generate._parser().parse_args(words))
     generation = {"prompts": PROMPTS, **{name: given[name] for name in SETTINGS}, **more}
-    do(pool, commands.config_of("generate", run, folder, layout, None, {"generation": generation}))
+    done(pool, commands.config_of("generate", run, folder, layout, None, {"generation": generation}))
     lines = [json.loads(line) for line in (folder / TEXTS).read_text().splitlines()]
     assert [line["prompt"] for line in lines] == generation["prompts"]
     return [line["text"] for line in lines]
@@ -187,7 +160,7 @@ def test_a_model_of_the_examples_writes_bytes(pool: WorkerPool, tmp_path: Path) 
     text = tmp_path / "text"
     text.write_text("abcabcabc" * 200)
     given = ["data=text", f"data.path={text}", *GPT, "strategy=pipeline_1f1b", "cluster.devices=2"]
-    run = trained(pool, tmp_path / "run", *given)
+    run = trained(pool, tmp_path / "run", *SMALL, *given)
     one = written(pool, run, tmp_path / "one", "strategy=single", batch_size=2)
     assert written(pool, run, tmp_path / "two", batch_size=2) == one
     assert any(one)
@@ -196,7 +169,7 @@ def test_a_model_of_the_examples_writes_bytes(pool: WorkerPool, tmp_path: Path) 
 def test_too_long_a_text_and_a_model_without_texts_are_refused(pool: WorkerPool, hf: Path, tmp_path: Path) -> None:
     with pytest.raises(WorkerError, match="more than the 64 tokens that the model takes; use at most"):
         written(pool, hf, tmp_path / "texts", "strategy=single", max_new_tokens=60)
-    run = trained(pool, tmp_path / "lenet", "model=lenet", "data=digits", "strategy=single")
+    run = trained(pool, tmp_path / "lenet", *SMALL, "model=lenet", "data=digits", "strategy=single")
     with pytest.raises(WorkerError, match="A LeNet writes no text"):
         written(pool, run, tmp_path / "none", "strategy=single")
 

@@ -10,6 +10,7 @@ import torch
 from torch.utils.data import TensorDataset
 
 from recipes.data.base import SeededData
+from recipes.data.digits import DigitsData
 
 
 class Numbers(SeededData):
@@ -57,3 +58,17 @@ def test_a_batch_that_cannot_be_shared_or_filled_is_refused() -> None:
         Numbers(4).train_dataloader()
     with pytest.raises(ValueError, match=r"data.batch_size=51 is more than the 50 training samples"):
         Numbers(batch_size=51).train_dataloader()
+
+
+def test_images_are_scaled_and_the_split_does_not_depend_on_the_seed() -> None:
+    one, other = DigitsData(seed=1), DigitsData(seed=2)
+    one.setup("fit")
+    other.setup("fit")
+    sizes = [len(split) for split in (one.train_set, one.val_set, one.test_set)]  # type: ignore[arg-type]
+    assert sizes == [1437, 180, 180]
+    images, labels = next(iter(one.train_dataloader()))
+    assert images.shape == (48, 1, 8, 8) and images.dtype == torch.float32
+    assert images.min() == 0 and images.max() == 1
+    assert labels.dtype == torch.int64 and set(labels.tolist()) <= set(range(10))
+    assert all(torch.equal(one.val_set[i][0], other.val_set[i][0]) for i in range(180))
+    assert one.fingerprint == other.fingerprint

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +11,14 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, BloomConfig, LlamaConfig, MixtralConfig
 
-from recipes import launch, record, work
+from recipes import record
 from recipes.data.base import SeededData
 from recipes.data.hf import HFData
-from recipes.data.text import TextData
 from recipes.models.hf import CausalLM
 from recipes.problem import Problem
-from recipes.schema import world_size
-from recipes.validate import validate
 from tests.pool import WorkerPool
-from tests.recipes.test_configs import composed, problems
+from tests.recipes.runs import trained
+from tests.recipes.test_configs import problems
 from tests.recipes.tiny import TEXTS, chats, lines, model, questions, texts, tokenizer
 from tests.thorough import thorough
 
@@ -111,13 +108,6 @@ def test_documents_that_teach_nothing_are_counted(tmp_path: Path) -> None:
     ]
 
 
-def test_a_file_that_is_written_anew_is_read_anew_whatever_its_time(tmp_path: Path) -> None:
-    for text in ("old text", "new text"):
-        file = lines(tmp_path / "a.jsonl", [{"text": text}] * 90)
-        os.utime(file, (1e9, 1e9))
-        assert bytes(rows(data(tmp_path, file).train_set)[0]["input_ids"].tolist()).startswith(text.encode())
-
-
 @pytest.mark.parametrize("record", [
     {"messages": [{"from": "human", "value": "a"}]}, {"messages": []},
     {"prompt": None, "completion": "a"}, {"text": None}, {"text": 5},
@@ -163,13 +153,6 @@ def attach(module: CausalLM, documents: SeededData) -> None:
     """To a Trainer that is about to run."""
     module.trainer = L.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False)
     module.trainer.datamodule = documents  # type: ignore[attr-defined]
-
-
-def test_pretrained_weights_on_bytes_are_warned_of(tmp_path: Path) -> None:
-    module = CausalLM(path=str(model(tmp_path / "model")), optimizer={})
-    attach(module, TextData(path=__file__))
-    with pytest.warns(UserWarning, match="these data are bytes: use data=hf"):
-        module.setup("fit")
 
 
 def test_a_tokenizer_of_another_model_is_refused(tmp_path: Path) -> None:
@@ -249,19 +232,13 @@ def test_a_packed_row_has_the_losses_of_its_documents(tmp_path: Path) -> None:
 TINY = [
     "model=hf", "data=hf", "data.context=32", "data.batch_size=4", "trainer.max_steps=4",
     "trainer.limit_val_batches=1.0",
-    "print_config=false", "trainer.enable_progress_bar=false", "trainer.enable_model_summary=false",
-    "trainer.precision=64-true", "logger=none", "trainer.val_check_interval=2",
+    "trainer.precision=64-true", "trainer.val_check_interval=2",
 ]  # fmt: skip
 
 
 def run(pool: WorkerPool, folder: Path, *overrides: str) -> dict[str, Any]:
-    """Run a recipe in the pool's processes. Returns its numbers."""
-    config = composed(*TINY, *overrides, folder=folder)
-    assert validate(config) == []
-    folder.mkdir(exist_ok=True)
-    launch.write(config)
-    pool.run(work.main, world_size(config), (folder / record.CONFIG).read_text(), init=False)
-    return record.read_metrics(folder)
+    """The numbers of a run."""
+    return record.read_metrics(trained(pool, folder, *TINY, *overrides))
 
 
 @pytest.mark.parametrize(("file", "packing", "strategy", "ranks"), [

@@ -57,12 +57,6 @@ def test_folders_of_splits_are_taken_as_they_are(tmp_path: Path) -> None:
     assert {Path(file).parents[1].name for split in files(tmp_path / "all").values() for file in split} == {"train"}
 
 
-def test_a_class_may_be_called_train(tmp_path: Path) -> None:
-    folder = images(tmp_path / "images", classes=2)
-    (folder / "digit-1").rename(folder / "train")
-    assert classes_of(folder) == ["digit-0", "train"] and problem(str(folder)) is None
-
-
 def test_what_is_no_folder_of_images_is_told_with_the_fix(tmp_path: Path) -> None:
     def said(path: Path | None) -> str:
         return "; ".join(problem(None if path is None else str(path)) or ())
@@ -83,28 +77,3 @@ def test_what_is_no_folder_of_images_is_told_with_the_fix(tmp_path: Path) -> Non
     (split / "valid").rename(split / "val")
     (split / "val" / "digit-0").rename(split / "val" / "digit-7")
     assert "val has a class digit-7, which " in said(split)
-
-
-def test_a_class_of_two_images_has_none_to_hold_out(tmp_path: Path) -> None:
-    folder = images(tmp_path / "images", classes=2, each=2)
-    said = problem(str(folder))
-    assert said is not None and said[0] == "digit-0 has too few images to hold 2 out for val and test"
-    shutil.copytree(images(tmp_path / "other", classes=2, each=2), tmp_path / "split" / "train")
-    shutil.copytree(folder, tmp_path / "split" / "test")
-    assert problem(str(tmp_path / "split")) is None and len(splits_of(tmp_path / "split")["train"]) == 2
-
-
-def test_links_may_lead_in_a_circle_or_nowhere(tmp_path: Path) -> None:
-    folder = images(tmp_path / "images", classes=2)
-    before = files(folder)
-    (folder / "digit-0" / "again").symlink_to(folder / "digit-0")
-    (folder / "digit-0" / "gone.png").symlink_to(tmp_path / "nowhere.png")
-    assert files(folder) == before
-
-
-@pytest.mark.parametrize("names", [("training", "validation"), ("Train", "Val"), ("val", "test")])
-def test_splits_of_other_names_are_no_classes(tmp_path: Path, names: tuple[str, str]) -> None:
-    for name in names:
-        images(tmp_path / name)
-    said = problem(str(tmp_path))
-    assert said is not None and said[0] == f"{', '.join(sorted(names))} look like splits, but not like classes"

@@ -12,12 +12,12 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from recipes import launch, record, work
+from recipes import launch, record
 from recipes.commands import config_of
 from recipes.data.images import ImageData
-from recipes.schema import world_size
 from recipes.validate import validate
 from tests.pool import WorkerPool
+from tests.recipes.runs import trained
 from tests.recipes.test_configs import composed, problems
 from tests.recipes.tiny import images
 from tests.thorough import thorough
@@ -112,19 +112,6 @@ def test_an_image_that_cannot_be_read_is_named(tmp_path: Path, workers: int) -> 
             list(loader)
 
 
-@pytest.mark.parametrize("kind", ["<u2", ">u2"])
-def test_sixteen_bits_are_scaled_to_eight(tmp_path: Path, kind: str) -> None:
-    grey = np.full((8, 8), 128 * 257, kind)
-    for name in ("a", "b"):
-        (tmp_path / name).mkdir()
-        for number in range(3):
-            Image.fromarray(grey).save(tmp_path / name / f"{number}.tif")
-    with Image.open(tmp_path / "a" / "0.tif") as written:
-        assert written.mode == {"<u2": "I;16", ">u2": "I;16B"}[kind]
-    batch, _ = next(iter(data(tmp_path, mean=(0, 0, 0), std=(1, 1, 1)).val_dataloader()))
-    assert torch.equal(batch, torch.full_like(batch, 128 / 255))
-
-
 # -- settings --------------------------------------------------------------------------------------------------------
 
 
@@ -192,20 +179,12 @@ def test_a_run_that_goes_on_has_its_classes(tmp_path: Path, folder: Path) -> Non
 LENET = ["model=lenet", "model.channels=3", "model.size=16", "model.classes=4", "data=images", "data.size=16"]
 TINY = [
     *LENET, "data.batch_size=6", "trainer.max_steps=8", "trainer.val_check_interval=4", "trainer.precision=64-true",
-    "logger=none", "print_config=false", "trainer.enable_progress_bar=false", "trainer.enable_model_summary=false",
 ]  # fmt: skip
 
 
 def run(pool: WorkerPool, output: Path, *overrides: str) -> dict[str, float | None]:
-    """Run a recipe in the pool's processes. Returns its numbers."""
-    config = composed(*TINY, *overrides)
-    config["paths"]["output_dir"] = str(output)
-    config["callbacks"]["checkpoint"]["dirpath"] = str(output / "checkpoints")
-    assert validate(config) == []
-    output.mkdir(exist_ok=True)
-    launch.write(config)
-    pool.run(work.main, world_size(config), (output / record.CONFIG).read_text(), init=False)
-    return record.read_metrics(output)
+    """The numbers of a run."""
+    return record.read_metrics(trained(pool, output, *TINY, *overrides))
 
 
 @pytest.mark.parametrize(("layout", "ranks"), [

@@ -14,18 +14,15 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, Gemma3TextConfig, GPT2Config, LlamaConfig, MixtralConfig
 
-import lightning_parallel as lp
-from recipes import ROOT, build, export, launch, record, work
+from recipes import ROOT, build, export, launch
 from recipes.models.hf import CausalLM
 from recipes.problem import Problem
-from recipes.schema import world_size
-from recipes.validate import validate
 from tests.pool import WorkerPool
+from tests.recipes.models.one_process import assert_equal, fitted
+from tests.recipes.runs import trained
 from tests.recipes.test_configs import composed, problems
-from tests.strategies.harness import complete, here
 from tests.thorough import thorough
 
-EXACT = 1e-12  # float64
 OPTIMIZER = {"_target_": "torch.optim.AdamW", "lr": 1e-2, "eps": 1e-4}
 LORA = {"r": 4, "target_modules": "all-linear", "init_lora_weights": False}
 CONFIGS: dict[str, Any] = {
@@ -66,46 +63,9 @@ def batches() -> DataLoader[Any]:
     return DataLoader([(row[:-1], row[1:]) for row in tokens], batch_size=4)  # type: ignore[arg-type]
 
 
-STRATEGIES: dict[str, Any] = {
-    "single": lambda: "auto",
-    "pipeline": lambda: lp.PipelineStrategy(microbatches=4),
-    "zbv": lambda: lp.PipelineStrategy(microbatches=4, schedule="zbv"),
-    "async": lambda: lp.AsyncPipelineStrategy(microbatches=2),
-    "tensor": lambda: lp.TensorParallelStrategy(),
-    "both": lambda: lp.PipelineStrategy(microbatches=2, tensor_parallel=2, stages=2),
-    "fsdp": lambda: lp.FullyShardedStrategy(),
-}
-
-
 def train(strategy: str, ranks: int, path: Path, lora: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Three updates in float64."""
-    trainer = L.Trainer(
-        accelerator="cpu", devices=ranks, strategy=STRATEGIES[strategy](), precision="64-true", max_epochs=1,
-        logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-        use_distributed_sampler=False,
-    )  # fmt: skip
     torch.manual_seed(7)
-    module = CausalLM(path=str(path), lora=lora, optimizer=OPTIMIZER)
-    trainer.fit(module, batches())
-    shards = trainer.strategy.local_model.shards if strategy != "single" else {}  # type: ignore[attr-defined]
-    return {
-        "loss": float(trainer.callback_metrics["train_loss"]),
-        "weights": {name: complete(p.detach()) for name, p in here(module).items()},
-        "shards": shards,
-        "trained": {name for name, p in here(module).items() if p.requires_grad},
-    }
-
-
-def assert_equal(ranks: list[dict[str, Any]], reference: dict[str, Any]) -> None:
-    assert ranks[0]["loss"] == pytest.approx(reference["loss"], rel=0, abs=EXACT)
-    seen: set[str] = set()
-    for rank in ranks:
-        for name, value in rank["weights"].items():
-            expected = reference["weights"][name]
-            expected = rank["shards"][name].take(expected) if name in rank["shards"] else expected
-            assert torch.allclose(value, expected, rtol=0, atol=EXACT), name
-            seen.add(name)
-    assert seen == reference["weights"].keys()
+    return fitted(strategy, ranks, CausalLM(path=str(path), lora=lora, optimizer=OPTIMIZER), batches())
 
 
 @pytest.mark.parametrize(("kind", "strategy", "ranks"), [
@@ -159,19 +119,12 @@ def test_late_updates_of_adapters_leave_tied_frozen_weights_alone(pool: WorkerPo
 
 TINY = [
     "model=hf", "data.context=16", "data.batch_size=4", "trainer.max_steps=2", "trainer.limit_val_batches=1",
-    "print_config=false", "trainer.enable_progress_bar=false", "trainer.enable_model_summary=false",
-    "trainer.precision=64-true", "logger=none",
+    "trainer.precision=64-true",
 ]  # fmt: skip
 
 
 def run(pool: WorkerPool, folder: Path, *overrides: str) -> Path:
-    """A run of a recipe, in the pool's processes; its folder."""
-    config = composed(*TINY, *overrides, folder=folder)
-    assert validate(config) == []
-    folder.mkdir()
-    launch.write(config)
-    pool.run(work.main, world_size(config), (folder / record.CONFIG).read_text(), init=False)
-    return folder
+    return trained(pool, folder, *TINY, *overrides)
 
 
 def logits(folder: Path) -> Tensor:
@@ -360,16 +313,3 @@ def test_constants_that_no_file_holds_are_exact(tmp_path: Path, lora: dict[str, 
         found = module.eval()(tokens)
         own = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)(tokens).logits
     assert torch.allclose(found, own, rtol=0, atol=1e-6)
-
-
-def test_a_run_remembers_where_its_folder_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = pretrained(tmp_path / "model")
-    monkeypatch.chdir(tmp_path)
-    run = fake_run(tmp_path / "run", "model.path=model")
-    (tmp_path / "elsewhere" / "model").mkdir(parents=True)
-    monkeypatch.chdir(tmp_path / "elsewhere")
-    exported(run)
-    assert torch.equal(logits(tmp_path / "out"), logits(folder))
-    shutil.rmtree(folder)
-    with pytest.raises(SystemExit, match=f"model.path={folder}, which the run began with, isn't there"):
-        exported(run)

@@ -32,24 +32,6 @@ def test_gpt_sees_no_token_after_the_one_it_predicts() -> None:
     assert not torch.equal(model(tokens)[:, 4:], model(changed)[:, 4:])
 
 
-def test_gpt_starts_at_the_loss_of_a_uniform_guess_and_every_parameter_gets_a_gradient() -> None:
-    torch.manual_seed(0)
-    model = small_gpt()
-    tokens = torch.randint(11, (4, 7))
-    loss = model._loss((tokens[:, :-1], tokens[:, 1:]))
-    assert abs(loss.item() - torch.tensor(11.0).log().item()) < 0.05
-    loss.backward()
-    assert all(parameter.grad is not None for parameter in model.parameters())
-
-
-def test_gpt_embeddings_are_tied_only_if_asked() -> None:
-    untied, tied = small_gpt(), small_gpt(tie_embeddings=True)
-    assert untied.head.weight is not untied.token_embedding.weight
-    assert tied.head.weight is tied.token_embedding.weight
-    with pytest.raises(ValueError, match="model.heads=3 does not divide model.width=8"):
-        small_gpt(heads=3)
-
-
 @pytest.mark.parametrize("model", [MLP(optimizer=ADAM), LeNet(optimizer=ADAM)])
 def test_classifiers_are_one_sequential_that_learns(model: MLP | LeNet) -> None:
     assert isinstance(model.net, nn.Sequential)

@@ -14,34 +14,22 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-import lightning_parallel as lp
 from recipes import commands, evaluate, export, launch, record, work
 from recipes.data.images import ImageData
 from recipes.models.timm import TimmClassifier
 from recipes.schema import world_size
-from recipes.validate import validate
 from tests.pool import WorkerPool
-from tests.recipes.test_configs import composed, problems
+from tests.recipes.models.one_process import assert_equal, fitted
+from tests.recipes.runs import trained
+from tests.recipes.test_configs import problems
 from tests.recipes.tiny import images
-from tests.strategies.harness import complete, here
 from tests.thorough import thorough
 
 pytestmark = pytest.mark.timm
 
-EXACT = 1e-12  # float64
 OPTIMIZER = {"_target_": "torch.optim.AdamW", "lr": 1e-2, "eps": 1e-4}
 VIT = "vit_tiny_patch16_224"
 SMALL: dict[str, Any] = {"img_size": 16, "patch_size": 4, "embed_dim": 32, "depth": 4, "num_heads": 4}
-STRATEGIES: dict[str, Any] = {
-    "single": lambda: "auto",
-    "pipeline": lambda: lp.PipelineStrategy(microbatches=4),
-    "zbv": lambda: lp.PipelineStrategy(microbatches=4, schedule="zbv"),
-    "tensor": lambda: lp.TensorParallelStrategy(),
-    "both": lambda: lp.PipelineStrategy(microbatches=2, tensor_parallel=2, stages=2),
-    "fsdp": lambda: lp.FullyShardedStrategy(),
-}
-
-
 def small(**more: Any) -> TimmClassifier:
     return TimmClassifier(**{"architecture": VIT, "classes": 4, "arguments": SMALL, "optimizer": OPTIMIZER, **more})
 
@@ -56,23 +44,11 @@ def saved(folder: Path, classes: int = 4) -> Path:
 
 
 def train(strategy: str, ranks: int, pretrained: str | None) -> dict[str, Any]:
-    """Three updates in float64."""
-    trainer = L.Trainer(
-        accelerator="cpu", devices=ranks, strategy=STRATEGIES[strategy](), precision="64-true", max_epochs=1,
-        logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-        use_distributed_sampler=False,
-    )  # fmt: skip
     torch.manual_seed(7)
     module = small(pretrained=pretrained)
     generator = torch.Generator().manual_seed(5)
     batch = torch.randn(12, 3, 16, 16, generator=generator), torch.randint(4, (12,), generator=generator)
-    trainer.fit(module, DataLoader(list(zip(*batch, strict=True)), batch_size=4))  # type: ignore[arg-type]
-    shards = trainer.strategy.local_model.shards if strategy != "single" else {}  # type: ignore[attr-defined]
-    return {
-        "loss": float(trainer.callback_metrics["train_loss"]),
-        "weights": {name: complete(p.detach()) for name, p in here(module).items()},
-        "shards": shards,
-    }
+    return fitted(strategy, ranks, module, DataLoader(list(zip(*batch, strict=True)), batch_size=4))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("strategy", "ranks", "pretrained"), [
@@ -85,15 +61,7 @@ def test_a_transformer_trains_as_in_one_process(
     (reference,) = pool.run(train, 1, "single", 1, folder, init=False)
     found = pool.run(train, ranks, strategy, ranks, folder, init=False)
     assert (strategy in ("tensor", "both")) == ("net.blocks.0.mlp.fc1.weight" in found[0]["shards"])
-    assert found[0]["loss"] == pytest.approx(reference["loss"], rel=0, abs=EXACT)
-    seen: set[str] = set()
-    for rank in found:
-        for name, value in rank["weights"].items():
-            expected = reference["weights"][name]
-            expected = rank["shards"][name].take(expected) if name in rank["shards"] else expected
-            assert torch.allclose(value, expected, rtol=0, atol=EXACT), name
-            seen.add(name)
-    assert seen == reference["weights"].keys()
+    assert_equal(found, reference)
 
 
 # -- what it begins with ---------------------------------------------------------------------------------------------
@@ -180,23 +148,13 @@ def test_images_unlike_those_it_has_learned_from_are_told(tmp_path: Path) -> Non
 
 TINY = [
     "model=timm", "data=images", "data.batch_size=4", "trainer.max_steps=2", "trainer.limit_val_batches=1.0",
-    "print_config=false", "trainer.enable_progress_bar=false", "trainer.enable_model_summary=false",
-    "trainer.precision=64-true", "logger=none",
+    "trainer.precision=64-true",
 ]  # fmt: skip
 ARGUMENTS = "model.arguments={img_size:16,patch_size:4,embed_dim:32,depth:4,num_heads:4}"
 
 
 def run(pool: WorkerPool, folder: Path, *overrides: str) -> Path:
-    """A run of a recipe, in the pool's processes; its folder."""
-    config = composed(*TINY, *overrides)
-    config["paths"]["output_dir"] = str(folder)
-    config["callbacks"]["checkpoint"]["dirpath"] = str(folder / "checkpoints")
-    assert validate(config) == []
-    folder.mkdir()
-    launch.write(config)
-    record.start(folder, config, {}, [*TINY, *overrides])
-    pool.run(work.main, world_size(config), (folder / record.CONFIG).read_text(), init=False)
-    return folder
+    return trained(pool, folder, *TINY, *overrides)
 
 
 def logits(folder: Path) -> Tensor:

@@ -6,7 +6,13 @@ import pytest
 
 from lightning_parallel.schedules.generators import gpipe, naive, one_f_one_b
 from lightning_parallel.schedules.simulate import Simulation, simulate
-from recipes.schedule.figures import asynchronous, asynchronous_utilisation, peak_activations, steady, utilisation
+from recipes.schedule.figures import (
+    asynchronous,
+    clock_table,
+    peak_activations,
+    steady,
+    utilisation,
+)
 
 
 @pytest.mark.parametrize("microbatches", [1, 2, 4, 8])
@@ -39,15 +45,6 @@ def test_asynchronous_never_waits_in_the_steady_state(stages: int, microbatches:
     assert utilisation(simulation, *full) == pytest.approx(1.0)
 
 
-@pytest.mark.parametrize("extra", [0, 1, 2])
-@pytest.mark.parametrize("latency", [0.05, 0.3, 1.5, 4.0])
-@pytest.mark.parametrize("stages", [2, 4, 8])
-def test_latency_costs_what_the_formula_says(stages: int, latency: float, extra: int) -> None:
-    simulation = simulate(asynchronous(stages, 1, 200, extra), 1.0, 2.0, latency=latency)
-    expected = asynchronous_utilisation(stages, extra, 1.0, 2.0, latency)
-    assert steady_utilisation(simulation) == pytest.approx(expected, rel=0.01)
-
-
 def test_latency_is_paid_twice_a_microbatch_unless_one_more_is_in_flight() -> None:
     # Without slack a microbatch takes f + b + 2 l (p - 1) / p, which goes to f + b + 2 l in a long pipeline.
     simulation = simulate(asynchronous(16, 1, 300), 20.0, 40.0, latency=3.0)
@@ -66,3 +63,24 @@ def test_sizes_are_refused_by_name() -> None:
         asynchronous(2, 1, 0)
     with pytest.raises(ValueError, match="microbatches=0"):
         asynchronous(2, 0, 1)
+
+
+def test_the_table_draws_columns_in_proportion_to_time() -> None:
+    assert clock_table(gpipe(2, 2)).splitlines() == [
+        "stage 0 | F0 F1  .  .  . B0 == B1 ==|",
+        "stage 1 |  . F0 F1 B0 == B1 ==| .  .",
+    ]
+    assert clock_table(simulate(gpipe(2, 1), step=1.0)).splitlines() == [
+        "stage 0 | F0  .  .  . B0 ==  S|",
+        "stage 1 |  . F0 B0 ==  S| .  .",
+    ]
+    assert clock_table(simulate(gpipe(1, 1)), column=0.5).splitlines() == ["stage 0 | F0 == B0 == == ==|"]
+
+
+def test_the_table_shows_every_action_when_times_fall_between_columns() -> None:
+    simulation = simulate(asynchronous(4, 1, 12), 1.0, 2.3, latency=0.37)
+    for line in clock_table(simulation).splitlines():
+        words = line.replace("|", " ").split()
+        assert [w for w in words if w[0] == "F"] == [f"F{k}" for k in range(12)]
+        assert [w for w in words if w[0] == "B"] == [f"B{k}" for k in range(12)]
+        assert line.count("|") == 1 + 12

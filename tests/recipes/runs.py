@@ -1,0 +1,34 @@
+"""Runs of recipes in the pool's processes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from recipes import launch, record, work
+from recipes.schema import world_size
+from recipes.validate import validate
+from tests.pool import WorkerPool
+from tests.recipes.test_configs import composed
+
+QUIET = ["print_config=false", "trainer.enable_progress_bar=false", "trainer.enable_model_summary=false", "logger=none"]
+
+
+def done(pool: WorkerPool, config: Mapping[str, Any]) -> Path:
+    """Run a config. Returns its folder."""
+    folder = Path(config["paths"]["output_dir"])
+    assert validate(config) == []
+    folder.mkdir(parents=True, exist_ok=True)
+    launch.write(config)
+    pool.run(work.main, world_size(config), (folder / record.CONFIG).read_text(), init=False)
+    return folder
+
+
+def trained(pool: WorkerPool, folder: Path, *overrides: str) -> Path:
+    """Run a command line in a folder, which is returned, with its record of that command line."""
+    line = [*QUIET, *overrides]
+    config = composed(*line, folder=folder)
+    done(pool, config)
+    record.update(folder, overrides=[*line, f"paths.data_dir={config['paths']['data_dir']}"])
+    return folder
