@@ -241,6 +241,7 @@ def command(folder: Path, *words: str) -> subprocess.Popen[str]:
     )
 
 
+@pytest.mark.thorough
 def test_strategies_are_run_and_reported(tmp_path: Path) -> None:
     program = command(tmp_path, "strategies=[dp]")
     output, _ = program.communicate(timeout=200)

@@ -73,6 +73,7 @@ def in_the_pool(pool: WorkerPool, config: Mapping[str, Any], overrides: Sequence
     return record.read_metrics(folder)
 
 
+@pytest.mark.thorough
 def test_its_commands_do_what_it_says(pool: WorkerPool, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the pool's processes, with fewer steps."""
     monkeypatch.setattr(commands, "launch", lambda config, choices, overrides: in_the_pool(pool, config, overrides))

@@ -154,11 +154,13 @@ def test_a_search_that_was_ended_goes_on(search: Search, tmp_path: Path) -> None
     assert search(distance) == []  # it has its ten
 
 
+@pytest.mark.thorough
 def test_several_trials_at_a_time(search: Search, tmp_path: Path) -> None:
     assert [number for number, _ in search(distance, n_jobs=4)] == list(range(10))
     assert len(study(tmp_path, "minimize").get_trials(states=[TrialState.COMPLETE])) == 10
 
 
+@pytest.mark.thorough
 def test_a_failed_trial_is_one_of_many(search: Search, tmp_path: Path) -> None:
     """Also one whose values are refused, or whose metric isn't finite."""
 

@@ -68,6 +68,7 @@ def test_the_other_ranks_leave_mlflows_server_alone(tmp_path: Path, monkeypatch:
     assert not (tmp_path / "mlflow.db").exists() and not (tmp_path / "mlflow_run.json").exists()
 
 
+@pytest.mark.thorough
 def test_a_resumed_run_goes_on_at_wandb_and_a_fresh_one_begins(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -45,13 +45,6 @@ CASES = [
     ("Blocks", 4, "sync", {"stages": 2, "microbatches": 2, "schedule": "1f1b"}, ALL_AT_ONCE),
     ("LeNet", 4, "sync", {"stages": 1, "microbatches": 2}, {}),
     (
-        "Llama",
-        4,
-        "sync",
-        {"stages": 2, "data_parallel_kind": "fully_shard", "activation_checkpointing": True},
-        ALL_AT_ONCE,
-    ),
-    (
         "ShardableLlama",
         4,
         "sync",
@@ -59,6 +52,13 @@ CASES = [
         ALL_AT_ONCE,
     ),
     *thorough(
+        (
+            "Llama",
+            4,
+            "sync",
+            {"stages": 2, "data_parallel_kind": "fully_shard", "activation_checkpointing": True},
+            ALL_AT_ONCE,
+        ),
         ("GPT2", 4, "sync", {"stages": 2, "data_parallel_kind": "fully_shard", "microbatches": 2}, ALL_AT_ONCE),
         ("Experts", 4, "sync", {"stages": 1, "tensor_parallel": 2, "data_parallel_kind": "fully_shard"}, {}),
         (

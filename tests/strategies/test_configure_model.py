@@ -64,8 +64,7 @@ def trained(model: type[Any], *arguments: Any, **options: Any) -> Report:
     (LateLlama, "sync", 2, {"schedule": "zbv"}),
     (LateGPT2, "tensor", 2, {}),
     (LateLeNet, "fsdp", 2, {}),
-    (LateLlama, "sync", 4, {"tensor_parallel": 2}),
-    *thorough((LateGPT2, "sync", 2, {}), (LateLlama, "fsdp", 2, {}),
+    *thorough((LateLlama, "sync", 4, {"tensor_parallel": 2}), (LateGPT2, "sync", 2, {}), (LateLlama, "fsdp", 2, {}),
               (LateLlama, "sync", 4, {"data_parallel": 2, "data_parallel_kind": "fully_shard"})),
 ], ids=str)  # fmt: skip
 def test_a_model_made_in_configure_model_trains_as_in_one_process(

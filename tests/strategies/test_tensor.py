@@ -18,8 +18,9 @@ EXACT = 1e-12  # float64
 
 
 @pytest.mark.parametrize(("model", "ranks", "sequence_parallel"), [
-    ("ShardableGPT2", 3, True), ("LoraLlama", 2, True), ("Experts", 2, False), ("PlanlessOPT", 2, False),
+    ("LoraLlama", 2, True), ("Experts", 2, False), ("PlanlessOPT", 2, False),
     *thorough(
+        ("ShardableGPT2", 3, True),
         ("ShardableQwen2", 2, False), ("FewHeadsLlama", 2, True), ("ShardableGPT2", 2, False),
         ("ShardableGPT2", 4, False), ("ShardableLlama", 2, True), ("ShardableQwen2", 4, True),
     ),
@@ -52,8 +53,9 @@ def test_accumulation_and_clipping_with_sequence_parallelism_as_in_one_process(
 
 
 @pytest.mark.parametrize(("model", "schedule", "sequence_parallel"), [
-    ("ShardableGPT2", "1f1b", True), ("ShardableLlama", "gpipe", True),
+    ("ShardableLlama", "gpipe", True),
     *thorough(
+        ("ShardableGPT2", "1f1b", True),
         ("ShardableGPT2", "gpipe", False), ("ShardableLlama", "1f1b", False), ("FewHeadsLlama", "1f1b", False),
         ("PlanlessOPT", "1f1b", False),
     ),

@@ -71,6 +71,7 @@ def test_sleeping_stages() -> None:
     assert all(isinstance(part, float) and 0 < part <= 1 for part in column(asynchronous, "utilisation"))
 
 
+@pytest.mark.thorough
 def test_real_compute() -> None:
     small = compute.Sizes(layers=4, width=64, length=4, samples=1, microbatches=2, rounds=1, pairs=2)
     table, beside = compute.measure(small)
@@ -115,6 +116,7 @@ def test_contestants_of_a_schedule_train_alike(schedule: str) -> None:
         torch.testing.assert_close(ranks[-1 - rank][1], ours)
 
 
+@pytest.mark.thorough
 def test_halves() -> None:
     (table,) = halves.measure(halves.Sizes(width=64, length=8, depth=1, pairs=2))
     assert [row[0] for row in table.rows] == ["Llama", "encoder"]
@@ -145,6 +147,7 @@ def test_what_is_held_is_what_theory_says() -> None:
     assert column(table, "weight copies") == column(table, "theory, copies")
 
 
+@pytest.mark.thorough
 def test_whole_trainings() -> None:
     small = {"layers": 2, "width": 64, "samples": 1, "length": 4, "batches": 3, "rounds": 1}
     (table,) = whole.measure(whole.Sizes(sleeping=2, forward=1e-3, backward=2e-3, **small))  # type: ignore[arg-type]
@@ -201,6 +204,7 @@ def test_what_tensor_parallelism_sends_is_what_theory_says() -> None:
     assert column(table, "MiB") == column(table, "theory (MiB)")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("group", [data.DDP_GROUP, data.FSDP_GROUP, data.PIPELINE_GROUP, data.THREADS_GROUP])
 def test_replicas(group: data.Group) -> None:
     microbatches = 4 if group is data.PIPELINE_GROUP else 1  # with two, torch's DDP fails in its 1F1B
@@ -215,18 +219,21 @@ def test_replicas(group: data.Group) -> None:
         assert (row["met"] in ("yes", "no")) == (row["contestant"] == group.judged)
 
 
+@pytest.mark.thorough
 def test_texts_are_written_by_one_process_and_by_two_stages() -> None:
     [table] = generation.measure(generation.QUICK)
     assert [row[0] for row in table.rows] == ["Llama, keys and values kept", "GPT, nothing kept"]
     assert all(isinstance(cell, float) and cell > 0 for row in table.rows for cell in row[1:4])
 
 
+@pytest.mark.thorough
 def test_a_folder_is_opened_by_several_ranks() -> None:
     [table] = folder.measure(folder.Sizes(layers=2, width=64, vocabulary=64, ranks=2, rounds=1))
     assert [row[0] for row in table.rows] == ["pipeline", "tensor"]
     assert all(cell > 0 for row in table.rows for cell in row[1:4])
 
 
+@pytest.mark.thorough
 def test_checkpoints_are_saved_and_opened() -> None:
     [table] = checkpoints.measure(checkpoints.Sizes(ranks=2, megabytes=1, tensors=4, rounds=1))
     assert column(table, "ranks hold") == ["stages"] * 3 + ["replicas"] * 3
@@ -304,6 +311,7 @@ def test_an_unknown_part_is_refused() -> None:
         bench.main(["data", "--only", "mlp"])
 
 
+@pytest.mark.thorough
 def test_one_stage_is_measured_beside_a_plain_loop_in_each_precision() -> None:
     (table,) = one_device.measure(one_device.QUICK)
     assert [(row["precision"], row["microbatches"]) for row in table.records()] == [
@@ -312,12 +320,14 @@ def test_one_stage_is_measured_beside_a_plain_loop_in_each_precision() -> None:
     assert all(isinstance(ms, float) and ms > 0 for ms in column(table, "one stage (ms)"))
 
 
+@pytest.mark.thorough
 def test_stages_that_share_a_device_are_measured_beside_one_process() -> None:
     (table,) = shared_device.measure(shared_device.QUICK)
     assert column(table, "contestant") == ["one process", "gpipe, 2 stages", "1f1b, 2 stages"]
     assert all(isinstance(ms, float) and ms > 0 for ms in column(table, "step (ms)"))
 
 
+@pytest.mark.thorough
 def test_late_gradients_are_compared_with_synchronous_ones() -> None:
     (table,) = late.measure(late.QUICK)
     assert column(table, "arm") == ["synchronous", "8 stages, m=16, second_order"]

@@ -27,6 +27,7 @@ def made_up(run: Run) -> float | None:
     return (2.0 + 0.1 * run.seed) * (1 + cost + abs(run.rate - 0.012))
 
 
+@pytest.mark.thorough
 def test_a_finished_study_s_page_has_every_arm_and_its_figures(tmp_path: Path) -> None:
     store = Store(tmp_path)
     fill(store, TINY, PLAN, 2, made_up)
@@ -69,6 +70,7 @@ def test_arms_without_their_synchronous_one_are_left_out(tmp_path: Path) -> None
     assert "### AdamW, first seed" in text and "### Muon" not in text
 
 
+@pytest.mark.thorough
 def test_the_command_runs_a_small_study_and_reports_it_again(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     study = replace(STUDY, task=write_text(tmp_path / "text"))
     options = ["asynchrony", "--output", str(tmp_path), "--optimizers", "adamw", "--stages", "2"]

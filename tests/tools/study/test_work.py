@@ -18,6 +18,7 @@ PLAN = [Arm("adamw"), Arm("adamw", 2, 4, "stash", "second_order")]
 LOW, MIDDLE, HIGH = RATES["adamw"]
 
 
+@pytest.mark.thorough
 def test_an_interrupted_study_goes_on_and_runs_nothing_twice(tmp_path: Path) -> None:
     task = write_text(tmp_path / "text")
     others = set(multiprocessing.active_children())  # of other tests
