@@ -70,7 +70,10 @@ def train(strategy: str, ranks: int, path: Path, lora: dict[str, Any] | None = N
 
 @pytest.mark.parametrize(("kind", "strategy", "ranks"), [
     ("gpt2", "zbv", 2),
-    *thorough(("llama", "both", 4), ("gpt2", "pipeline", 3), ("gpt2", "tensor", 2), ("llama", "tensor", 2), ("llama", "fsdp", 1)),
+    *thorough(
+        ("llama", "both", 4), ("gpt2", "pipeline", 3), ("gpt2", "tensor", 2), ("llama", "tensor", 2),
+        ("llama", "fsdp", 1),
+    ),
 ])  # fmt: skip
 def test_a_folder_trains_as_in_one_process(
     pool: WorkerPool, tmp_path: Path, kind: str, strategy: str, ranks: int
