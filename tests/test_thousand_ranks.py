@@ -197,7 +197,7 @@ def summary(layout: Layout, names: list[str]) -> RankSummary:
     tensors, scalars = divided([dict.fromkeys(names, state)])
     tensors |= {f"model/{name}": weight for name in names}
     shapes = {key: (tuple(tensor.shape), tensor.dtype) for key, tensor in tensors.items()}
-    digests = {name: name.encode().zfill(16) for name in names}
+    digests = {name: (2**62 + len(name), b"") for name in names}
     group = {"lr": 1e-3, "betas": (0.9, 0.95), "params": names}
     return RankSummary(shapes, digests, scalars, [[group]], {})
 

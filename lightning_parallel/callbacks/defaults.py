@@ -1,15 +1,5 @@
-"""Callbacks that the strategies add, and those of Lightning's that they refuse because they work on the whole model in
-one process::
-
-    callback                            process on each device     one process
-    WeightAveraging, EMAWeightAveraging refused                    as in one process
-    StochasticWeightAveraging           refused                    as in one process
-    BatchSizeFinder                     refused                    as in one process
-    ModelPruning                        refused                    as in one process
-    BaseFinetuning                      refused under pipelines    as in one process
-    OnExceptionCheckpoint               refused for several ranks as in one process
-    LearningRateFinder                  refused if asynchronous    as in one process
-"""
+"""Callbacks that the strategies add, and those of Lightning's that they refuse, which work on the whole model in one
+process."""
 
 from __future__ import annotations
 

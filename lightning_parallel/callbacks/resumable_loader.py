@@ -92,12 +92,11 @@ class ResumableDataLoader(DataLoader):
 
     def _from(self, place: int) -> DataLoader:
         """The batches of the epoch that are left."""
-        of_samples = self.batch_sampler is None
-        drawn: Any = self.sampler if of_samples else self.batch_sampler
-        rest = islice(drawn, place, None)
+        batches: Any = self.batch_sampler
+        rest: Any = islice(self.sampler if batches is None else batches, place, None)
         return DataLoader(
             self.dataset,
-            **({"sampler": rest, "batch_size": None} if of_samples else {"batch_sampler": rest}),
+            **({"sampler": rest, "batch_size": None} if batches is None else {"batch_sampler": rest}),
             num_workers=self.num_workers,
             collate_fn=self.collate_fn,
             pin_memory=self.pin_memory,

@@ -3,7 +3,6 @@ rank compares what all send it."""
 
 from __future__ import annotations
 
-import hashlib
 import math
 import os
 from collections.abc import Iterable, Mapping, Sequence, Set
@@ -17,8 +16,9 @@ from torch.distributed.tensor import DTensor
 from lightning_parallel.checkpoint.keys import parameter_of
 from lightning_parallel.checkpoint.slices import Boxes
 
-_PARTS = 64  # of a tensor, in its digest
 _SHOWN = 5  # names in an error message
+
+Digest = tuple[int, bytes]
 
 
 def first_few(names: Iterable[str]) -> str:
@@ -44,7 +44,7 @@ class RankSummary:
     """
 
     shapes: dict[str, tuple[tuple[int, ...], torch.dtype]]
-    digests: dict[str, bytes]
+    digests: dict[str, Digest]
     scalars: list[dict[str, dict[str, Any]]]
     param_groups: list[list[dict[str, Any]]]
     extra_state: dict[str, Any]
@@ -75,7 +75,7 @@ def agree(ranks: Sequence[RankSummary], order: Sequence[str]) -> tuple[dict[str,
         )
     groups = [merge_groups(list(copies), order) for copies in zip(*(r.param_groups for r in ranks), strict=True)]
     names = {name for of_one in groups for group in of_one for name in group["params"]}
-    known: dict[str, bytes] = {}
+    known: dict[str, Digest] = {}
     copies = [(name, digest) for rank in ranks for name, digest in rank.digests.items() if name in names]
     differing = [name for name, digest in copies if known.setdefault(name, digest) != digest]
     if differing:
@@ -109,23 +109,19 @@ def writers(ranks: Sequence[RankSummary], shared: Set[str]) -> dict[str, int]:
     return chosen
 
 
-def digests(model: Mapping[str, Tensor]) -> dict[str, bytes]:
-    """A digest of each tensor that this rank holds as a whole. Shards are left out: they are no copies of each
-    other."""
-    return {name: _digest(each) for name, each in model.items() if not isinstance(each, (DTensor, Boxes))}
-
-
-def _digest(tensor: Tensor) -> bytes:
-    """A digest that differs between copies that have drifted apart. Sums of words, wrapping around, cost little on the
-    tensor's device, a GPU too. Each sum is of a part of the tensor, so exchanged parts make a difference."""
-    raw = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-    length = len(raw) // (8 * _PARTS) * 8  # of a part, in bytes
-    parts = raw[: _PARTS * length]
-    if parts.storage_offset() % 8:  # a view into something else
-        parts = parts.clone()
-    sums, rest = parts.view(torch.int64).view(_PARTS, -1).sum(1), raw[_PARTS * length :]
-    content = sums.cpu().numpy().tobytes() + rest.cpu().numpy().tobytes()
-    return hashlib.blake2b(content, digest_size=16).digest()
+def digests(model: Mapping[str, Tensor]) -> dict[str, Digest]:
+    """For each tensor that this rank holds as a whole, numbers that differ between copies that have drifted apart: the
+    sum of its words, wrapping around, which costs little on the tensor's device, and its last bytes. Shards are left
+    out: they are no copies of each other."""
+    found = {}
+    for name, tensor in model.items():
+        if not isinstance(tensor, (DTensor, Boxes)):
+            raw = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+            words, rest = raw.tensor_split([len(raw) // 8 * 8])
+            if words.storage_offset() % 8:  # a view into something else
+                words = words.clone()
+            found[name] = int(words.view(torch.int64).sum()), rest.cpu().numpy().tobytes()
+    return found
 
 
 def merge_groups(ranks: list[list[dict[str, Any]]], order: Sequence[str]) -> list[dict[str, Any]]:
