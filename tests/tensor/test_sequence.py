@@ -176,7 +176,7 @@ def nested() -> nn.Module:
         (phi3, None, "needs blocks"),
         (gpt, MLP_ONLY | {"blocks.*.attention.out": "row_split"}, "out' has the style 'row_split', but inside of blo"),
         (gpt, MLP_ONLY, r"'blocks.0.attention' \(CausalSelfAttention\) is in a block, but not in the plan"),
-        (repeated, None, "'blocks' holds a block more than once"),
+        (repeated, None, "'blocks' holds a block twice"),
         (with_shared_norm, None, "'norm.weight' is shared with a block"),
         (lambda: with_norm(nn.BatchNorm1d(TIME)), None, r"'blocks.1.norm_mlp' \(BatchNorm1d\) is in a block"),
         (lambda: with_norm(nn.GroupNorm(2, TIME)), None, r"'blocks.1.norm_mlp' \(GroupNorm\) is in a block"),
