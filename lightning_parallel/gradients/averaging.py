@@ -178,7 +178,10 @@ class GradientAverager:
 
 
 def summed_over(
-    group: dist.ProcessGroup, parameters: Mapping[str, Tensor], gradients: Mapping[str, Tensor | None]
+    group: dist.ProcessGroup,
+    parameters: Mapping[str, Tensor],
+    gradients: Mapping[str, Tensor | None],
+    host_group: dist.ProcessGroup | None = None,
 ) -> Gradients:
     """The sum of gradients over ranks that each hold a part of them. A collective over the group.
 
@@ -188,14 +191,22 @@ def summed_over(
         parameters: those whose gradients are summed, the same on all ranks. Of a fully sharded one, all ranks of the
             group hold the same part.
         gradients: this rank's gradients by name; a missing one counts as zero.
+        host_group: the same ranks, for tensors in host memory. With it the ranks tell each other from host to host
+            which gradients there are. Without, a rank that lacks one waits for the device to read it there.
 
     Raises:
         PeerLostError: a rank has stopped.
     """
     parts = {name: local_part(parameter).requires_grad_() for name, parameter in parameters.items()}
     own = {name: local_part(gradient) for name, gradient in gradients.items() if gradient is not None}
+    if host_group is not None and host_group is not group:
+        flags = torch.tensor([name in own for name in parts], dtype=torch.uint8)
+        guarded(dist.all_reduce, flags, dist.ReduceOp.MAX, group=host_group)
+        parts = {name: part for (name, part), exists in zip(parts.items(), flags.tolist(), strict=True) if exists}
+        own = {name: own[name] if name in own else torch.zeros_like(part) for name, part in parts.items()}
     sums = GradientAverager(parts, group, factor=group.size).finish(own)
-    return {name: None if total is None else _wrapped(parameters[name], total) for name, total in sums.items()}
+    totals = {name: sums.get(name) for name in parameters}
+    return {name: None if total is None else _wrapped(parameters[name], total) for name, total in totals.items()}
 
 
 def _wrapped(parameter: Tensor, local: Tensor) -> Tensor:

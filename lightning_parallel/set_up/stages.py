@@ -38,7 +38,7 @@ class Stages:
         self._options = options
         self._stage: Stage | None = None
         # Of stages that share parameters: their group, the group of their hosts, and the parameters.
-        self._shared: list[tuple[dist.ProcessGroup, dict[str, nn.Parameter]]] = []
+        self._shared: list[tuple[dist.ProcessGroup, dist.ProcessGroup, dict[str, nn.Parameter]]] = []
 
     @property
     def stage(self) -> Stage:
@@ -112,15 +112,15 @@ class Stages:
                 ranks = [layout.rank_at(pipeline=stage) for stage in stages]
                 group = groups.joining(ranks)
                 parameters = {name: local.parameters[name] for name in names}
-                self._shared.append((group, parameters))
+                self._shared.append((group, groups.on_host(ranks), parameters))
                 broadcast_tensors(parameters.values(), layout.rank_at(pipeline=stages[0]), group)
 
     def summed_shared(self, gradients: Gradients) -> Gradients:
         """The gradients, those of shared parameters summed over the stages that hold them. A parameter that got a
         gradient on no stage keeps none, as in a single process, where the optimizer skips it."""
-        for group, parameters in self._shared:
+        for group, host_group, parameters in self._shared:
             trained = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
-            gradients = {**gradients, **summed_over(group, trained, gradients)}
+            gradients = {**gradients, **summed_over(group, trained, gradients, host_group)}
         return gradients
 
     def refuse_own_updates(self, updates: Mapping[str, bool], count: int, *, late: bool) -> None:

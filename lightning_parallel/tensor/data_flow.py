@@ -14,8 +14,9 @@ their row. Whether they can really be divided is tried by ``plan_search.py``.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -23,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from lightning_parallel.private.torch import tensors_in
+from lightning_parallel.private.torch import tensors_in, tree_map
 from lightning_parallel.tensor.linear import is_linear
 
 Label = frozenset[str] | None  # linear layers by name; the empty set for a whole activation; None for no activation
@@ -33,10 +34,20 @@ _WHOLE: Label = frozenset()
 @dataclass(frozen=True)
 class Pair:
     """Linear layers that may be divided by output features (``columns``, in the order of calls), and the one that takes
-    their outputs (``row``), by name."""
+    their outputs (``row``), by name. ``call`` are the arguments with which the module around them was first called."""
 
     columns: tuple[str, ...]
     row: str
+    call: Any = field(default=((), {}), compare=False)
+
+    @property
+    def around(self) -> str:
+        """The smallest module that holds all layers of the pair."""
+        return ".".join(os.path.commonprefix([name.split(".")[:-1] for name in (*self.columns, self.row)]))
+
+
+def cloned(values: Any) -> Any:
+    return tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, values)
 
 
 class _Labels(TorchFunctionMode):
@@ -82,6 +93,7 @@ def find_pairs(module: nn.Module, run: Callable[[], Any]) -> list[Pair]:
     """Find the pairs of ``module``, in the order of calls, by ``run()``, which runs it and must not raise."""
     labels = _Labels()
     inputs: dict[str, list[Label]] = {}
+    calls: dict[str, Any] = {}
     handles = []
 
     def before(name: str, layer: nn.Module, args: Any, kwargs: Any) -> None:
@@ -91,12 +103,18 @@ def find_pairs(module: nn.Module, run: Callable[[], Any]) -> list[Pair]:
         else:
             labels.mixed |= made or frozenset()
 
+    def keep(name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if name not in calls:
+            calls[name] = cloned((args, kwargs))
+
     def after(name: str, layer: nn.Module, args: Any, output: Any) -> None:
         labels.put(output, frozenset({name}) if is_linear(layer) else _WHOLE)
 
     for name, layer in module.named_modules():
         holds = any(True for _ in layer.parameters(recurse=False))
-        if holds and not any(is_linear(child) for child in layer.modules() if child is not layer):
+        if any(is_linear(child) for child in layer.modules() if child is not layer):
+            handles.append(layer.register_forward_pre_hook(partial(keep, name), with_kwargs=True))
+        elif holds:
             handles.append(layer.register_forward_pre_hook(partial(before, name), with_kwargs=True))
             handles.append(layer.register_forward_hook(partial(after, name)))
     try:
@@ -117,6 +135,7 @@ def find_pairs(module: nn.Module, run: Callable[[], Any]) -> list[Pair]:
         if not makers or any(label != makers for label in given):
             continue
         if not any(maker in labels.mixed or maker in rows or takers[maker] != {name} for maker in makers):
-            pairs.append(Pair(tuple(maker for maker in inputs if maker in makers), name))
+            pair = Pair(tuple(maker for maker in inputs if maker in makers), name)
+            pairs.append(replace(pair, call=calls.get(pair.around, pair.call)))  # containers are never called
             rows.add(name)
     return pairs

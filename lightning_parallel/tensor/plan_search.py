@@ -10,7 +10,6 @@ is left as it was. A pair for which no way is found stays whole.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -25,7 +24,7 @@ from torch import Tensor, nn
 from lightning_parallel.private.torch import tensors_in, tree_map
 from lightning_parallel.ranks.shard import Shard, piece
 from lightning_parallel.seeding import host_generators_kept
-from lightning_parallel.tensor.data_flow import Pair, find_pairs
+from lightning_parallel.tensor.data_flow import Pair, cloned, find_pairs
 from lightning_parallel.tensor.linear import is_divisible, is_linear
 from lightning_parallel.tensor.rules import pattern_of
 from lightning_parallel.tensor.style import Style
@@ -59,9 +58,8 @@ def found_plan(module: nn.Module, run: Callable[[], Any], count: int) -> dict[st
             for pair in find_pairs(module, run)
             if all(is_divisible(module.get_submodule(name)) for name in (*pair.columns, pair.row))
         ]
-        calls = _calls(module, {_around(pair) for pair in pairs}, run)
         for pair in pairs:
-            block = _Block(module, pair, calls.get(_around(pair), ((), {})), count)  # containers are never called
+            block = _Block(module, pair, count)
             way = known.get(block.kind)
             if way is None or not block.allows(way):
                 way = known[block.kind] = next((way for way in block.ways() if block.allows(way)), None)
@@ -81,12 +79,12 @@ def table_of(module: nn.Module, plan: dict[str, str | Style]) -> str:
 class _Block:
     """A pair inside the smallest module that holds it."""
 
-    def __init__(self, root: nn.Module, pair: Pair, call: tuple[Any, Any], count: int) -> None:
+    def __init__(self, root: nn.Module, pair: Pair, count: int) -> None:
         self._root, self._pair, self._count = root, pair, count
-        self._name = _around(pair)
+        self._name = pair.around
         self._around, self._row = root.get_submodule(self._name), root.get_submodule(pair.row)
         generator = torch.Generator().manual_seed(0)
-        self._call = tree_map(lambda x: _noisy(x, generator), call)
+        self._call = tree_map(lambda x: _noisy(x, generator), pair.call)
         self._weights = {name: self._drawn(name, generator) for name in pair.columns}
         inside = [name.removeprefix(self._name) for name in (*pair.columns, pair.row)]
         shapes = [tuple(weight.shape) for weight, _ in self._weights.values()]
@@ -178,7 +176,7 @@ class _Block:
             changes.append((module, name, getattr(module, name) // self._count))
         with changed(changes), torch.no_grad():
             try:
-                args, kwargs = _cloned(self._call)
+                args, kwargs = cloned(self._call)
                 output = self._around(*args, **kwargs)
             except Exception:  # any: of shapes that don't fit, in code that isn't ours
                 return None
@@ -201,35 +199,6 @@ def _equal(mine: Tensor, theirs: Tensor) -> bool:
     size, apart = theirs.double().norm(), (mine.double() - theirs.double()).norm()
     tolerance = 1e-3 if torch.finfo(theirs.dtype).bits > 16 else 5e-2
     return bool(apart <= tolerance * size)
-
-
-def _around(pair: Pair) -> str:
-    """The smallest module that holds all layers of a pair."""
-    return ".".join(os.path.commonprefix([name.split(".")[:-1] for name in (*pair.columns, pair.row)]))
-
-
-def _cloned(values: Any) -> Any:
-    return tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, values)
-
-
-def _calls(module: nn.Module, names: set[str], run: Callable[[], Any]) -> dict[str, tuple[Any, Any]]:
-    """The arguments with which each module is first called."""
-    calls: dict[str, tuple[Any, Any]] = {}
-
-    def keep(name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
-        if name not in calls:
-            calls[name] = _cloned((args, kwargs))
-
-    handles = [
-        module.get_submodule(name).register_forward_pre_hook(partial(keep, name), with_kwargs=True) for name in names
-    ]
-    try:
-        with torch.no_grad():
-            run()
-    finally:
-        for handle in handles:
-            handle.remove()
-    return calls
 
 
 @contextmanager

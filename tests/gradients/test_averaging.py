@@ -58,6 +58,7 @@ def average(bucket_bytes: int, report: Callable[[GradientAverager, Gradients], N
     group = dist.group.WORLD
     assert group is not None
     averager = GradientAverager(parameters(), group, bucket_bytes)
+    hosts = dist.new_group(range(group.size()))
     results = []
     for update in range(3):
         gradients = {name: gradient(name, dist.get_rank(), update) for name in SHAPES}
@@ -66,7 +67,7 @@ def average(bucket_bytes: int, report: Callable[[GradientAverager, Gradients], N
         averager.ready("a", torch.ones(3, 2))  # outside of an update: nothing
         if report is not_at_all:
             trained = {name: parameter for name, parameter in parameters().items() if name != "frozen"}
-            sums = summed_over(group, trained, gradients)
+            sums = summed_over(group, trained, gradients, hosts if update else None)
             means = {name: None if total is None else total / group.size() for name, total in sums.items()}
             results.append(means)
     return results
@@ -138,3 +139,6 @@ def test_a_device_is_not_waited_for_if_no_gradient_is_missing() -> None:
         assert all(total is not None for total in summed_over(group, made, gradients).values())
         with pytest.raises(NotImplementedError):  # another rank may have it
             summed_over(group, made, {**gradients, "b": None})
+        hosts: Any = object()  # the other rank's flags are this one's
+        sums = summed_over(group, made, {**gradients, "b": None}, hosts)
+        assert [name for name, total in sums.items() if total is None] == ["b"]

@@ -48,9 +48,10 @@ IN_HOST_MEMORY = {
     "loss_pairs.py _numbers": "what a trial of two microbatches logs, in batches 2, 3, 5, 9, ...",
     "trial.py outcome": "the losses of such a trial",
     "graph.py number_of": "what a microbatch's loss averages over; on a GPU it stays there",
-    "summing.py summed_over": "which gradients of shared parameters there are; over NCCL, from host to host",
+    "averaging.py finish": "which gradients of shared parameters there are",
+    "averaging.py summed_over": "the same over NCCL, from host to host",
     "uses.py compare": "whether replicas have used the same modules, from host to host",
-    "region.py enter": "the state of torch's generator",
+    "dropout.py enter": "the state of torch's generator",
     "batch.py fingerprint": "whether ranks load the same batches, in batches 0, 1, 2, 4, 8, ... of an epoch",
     "loaders.py check": "what they have found",
 }
@@ -59,8 +60,8 @@ ONCE_A_BATCH = {
     "logger_connector.py update_train_step_metrics": "Lightning's: metrics of loggers, at log intervals",
 }
 # In a batch, of all of them; so many would not be reached by one that is read for each layer or parameter.
-AT_MOST = {"optimizer.py _get_value": 200, "seeding.py draw_seed": 100, "region.py enter": 20, "message.py __init__": 8,
-            "graph.py number_of": 12, "loss_pairs.py _numbers": 2, "trial.py outcome": 2,
+AT_MOST = {"optimizer.py _get_value": 200, "seeding.py draw_seed": 100, "dropout.py enter": 20,
+            "message.py __init__": 8, "graph.py number_of": 12, "loss_pairs.py _numbers": 2, "trial.py outcome": 2,
             "batch.py fingerprint": 4}
 
 
