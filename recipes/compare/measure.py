@@ -177,13 +177,8 @@ def devices_of(root: torch.device, others: Iterable[torch.device] | None) -> lis
 
 
 class Times:
-    """Seconds of one thread.
-
-    Attributes:
-        wall: on the clock.
-        computing: on a core.
-        queued: ready to run, without a core.
-    """
+    """Seconds of one thread: on the clock, on a core, and ready to run without one, which is the machine's load. A
+    thread that waits for Python's interpreter lock or for a message is blocked."""
 
     def __init__(self, wall: float = 0.0, computing: float = 0.0, queued: float = 0.0) -> None:
         self.wall, self.computing, self.queued = wall, computing, queued

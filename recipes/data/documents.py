@@ -1,4 +1,4 @@
-"""A record of a data file becomes a document: tokens, and which of them a model is to learn.
+"""Files of documents. A record becomes a document: tokens, and which of them a model is to learn.
 
 ::
 

@@ -42,9 +42,7 @@ class _Open:
 
 def rows_of(documents: Iterable[Document], context: int, padding: int, *, packed: bool) -> Iterator[Row]:
     """Rows of ``context`` tokens each, of documents in order. What of a document with answers is longer than a row is
-    left out. Packed rows have ``input_ids``, ``labels`` and ``position_ids``, others ``attention_mask`` in place of the
-    last.
-    """
+    left out. Packed rows have ``input_ids``, ``labels`` and ``position_ids``, others ``attention_mask`` instead."""
     row = _Open()
     for document in documents:
         tokens = document.tokens if document.labels is None else document.tokens[:context]
@@ -114,7 +112,14 @@ class CountedRows(Dataset[dict[str, Tensor]]):
 
 
 class CountingSampler(DistributedSampler[Place]):
-    """A DistributedSampler that gives :class:`Place` instead of numbers. The batch size is over all replicas."""
+    """A DistributedSampler that gives a row's :class:`Place` with the labels of its batch over all replicas, so that a
+    loss is the mean over them and not a mean of means. Replicas take the rows of a batch in turn::
+
+        rows of a batch     0    1    2    3         replica 0 gets (0, 9), (2, 9)
+        labels              2    4    0    3         replica 1 gets (1, 9), (3, 9)
+
+    Where the last batch has no row left for a replica, it gets one of which nothing is learned.
+    """
 
     def __init__(self, rows: CountedRows, batch_size: int, **options: Any) -> None:
         super().__init__(rows, **options)

@@ -1,4 +1,4 @@
-"""Figures of a schedule that no run needs: those of the asynchronous one, and the microbatches that stages hold."""
+"""What is said of a schedule without a run: it as text, figures of the asynchronous one, and what stages hold."""
 
 from __future__ import annotations
 
