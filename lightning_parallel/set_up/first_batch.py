@@ -3,7 +3,8 @@ it was.
 
 Lightning is handed the same loader later, so the user's hook that makes it is called once. (It is called again before a
 checkpoint is restored, since the loader may depend on that.) The batch comes from an iterator of its own, with the
-generators put back, so training sees the same samples in the same order, the first batch included.
+generators put back, so training sees the same samples in the same order, the first batch included. Of a stream, or a
+loader of another kind than torch's, training goes on with that iterator (``read_ahead.py``).
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from lightning_parallel.passes import first_pass
 from lightning_parallel.private.lightning.data import before_batch_transfer, loader_source, mode_of
 from lightning_parallel.results.logs import trial
 from lightning_parallel.seeding import TorchGenerators, host_generators_kept
+from lightning_parallel.set_up.read_ahead import ReadAhead
 
 _FEW = 4  # samples
 
@@ -126,6 +128,9 @@ def _first_batch(trainer: pl.Trainer, step: str) -> tuple[Any, bool]:
     states = [(g, g.get_state()) for each in combined.flattened for g in _generators(each)]
     try:
         batch, *_ = next(iter(combined))
+        for each in combined.flattened:
+            if isinstance(each, ReadAhead):
+                each.hand_on()
     except StopIteration:
         raise ValueError(
             f"The loader of {step} gives no batch. The model is divided by a dry run of {step}, which needs one."
@@ -138,13 +143,12 @@ def _first_batch(trainer: pl.Trainer, step: str) -> tuple[Any, bool]:
 
 def _of_its_own(loader: Any) -> Any:
     """A loader over the same data that can be iterated without an effect on the given one. A worker opens what the
-    dataset opens when it is read, so later workers don't share it; of a stream that gives each sample once, a worker
-    reads its own copy."""
-    if not isinstance(loader, DataLoader):
-        return loader
+    dataset opens when it is read, so later workers don't share it, and reads its own copy of a stream."""
+    is_table = isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
+    if not is_table and not getattr(loader, "num_workers", 0):
+        return ReadAhead(loader)
     own = copy.copy(loader)
-    stream = isinstance(loader.dataset, IterableDataset) and iter(loader.dataset) is iter(loader.dataset)
-    own.num_workers = 1 if loader.num_workers > 0 or stream else 0
+    own.num_workers = min(1, loader.num_workers)
     own.prefetch_factor = 1 if own.num_workers else None
     object.__setattr__(own, "persistent_workers", False)
     return own

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import nullcontext
+from itertools import islice
 from types import SimpleNamespace
 from typing import Any
 
@@ -35,6 +36,28 @@ class Stream(IterableDataset[Any]):
 
     def __iter__(self) -> Iterator[Tensor]:
         return self.rows
+
+
+class Goes(IterableDataset[Any]):
+    """Goes on where it was left, each time it is iterated; with ``noise`` it draws, as each part of an epoch."""
+
+    def __init__(self, *, noise: bool, anew: bool = False) -> None:
+        self.rows, self.noise, self.anew = iter([*ROWS, *ROWS]), noise, anew
+
+    def __iter__(self) -> Iterator[Tensor]:
+        for row in islice(iter(ROWS) if self.anew else self.rows, 8):
+            yield row + torch.rand(2) if self.noise else row
+
+
+class Own:
+    """A loader that isn't torch's."""
+
+    def __init__(self, **options: bool) -> None:
+        self.rows = Goes(**options)
+
+    def __iter__(self) -> Iterator[Tensor]:
+        for row in self.rows:
+            yield row[None]
 
 
 class Random(torch.utils.data.Dataset[Tensor]):
@@ -81,6 +104,12 @@ def loader(kind: str) -> Any:
         "augmented": lambda: DataLoader(Random(), batch_size=4, shuffle=True),
         "stream": lambda: DataLoader(Stream(), batch_size=4),
         "generator": lambda: (ROWS[i : i + 4] for i in range(0, 12, 4)),
+        "slices": lambda: DataLoader(Goes(noise=False), batch_size=4),
+        "noisy slices": lambda: DataLoader(Goes(noise=True), batch_size=4),
+        "own slices": lambda: Own(noise=False),
+        "own noisy slices": lambda: Own(noise=True),
+        "own anew": lambda: Own(noise=True, anew=True),
+        "two own": lambda: [Own(noise=True), Own(noise=True)],
         "several": lambda: {"a": DataLoader(ROWS, batch_size=4, shuffle=True), "b": DataLoader(ROWS, batch_size=4)},
     }
     return made[kind]()
@@ -90,12 +119,15 @@ def trained(kind: str, strategy: Any) -> Net:
     L.seed_everything(1)
     module = Net(kind)
     quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
-    trainer = L.Trainer(accelerator="cpu", devices=1, max_epochs=1, strategy=strategy, **quiet)
+    trainer = L.Trainer(accelerator="cpu", devices=1, max_epochs=2, strategy=strategy, **quiet)
     trainer.fit(module)
     return module
 
 
-@pytest.mark.parametrize("kind", ["plain", "shuffled", "own generator", "augmented", "stream", "generator", "several"])
+@pytest.mark.parametrize("kind", [
+    "plain", "shuffled", "own generator", "augmented", "stream", "generator", "several", "slices", "noisy slices",
+    "own slices", "own noisy slices", "own anew", "two own",
+])  # fmt: skip
 def test_training_sees_the_batches_that_it_would_have_seen(kind: str) -> None:
     expected = trained(kind, "auto")
     module = trained(kind, looking())

@@ -1,0 +1,83 @@
+"""Reads a loader's first batch before training, so that training still gets it.
+
+A loader of one's own, or a DataLoader over a stream, may go on where it was left each time it is iterated. A batch that
+is read ahead would be missing, and all later ones would be others. So the iterator that has been begun is the one that
+training goes on with::
+
+    before training    iter(loader)   batch 0              generators put back
+    training                          batch 0, batch 1, ...    generators as they were after batch 0
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch import Tensor
+
+from lightning_parallel.batch import rebuilt
+from lightning_parallel.checkpoint.random_state import random_state, restore_random_state
+
+_GENERATORS = ("torch", "python", "numpy", "cuda")
+
+
+class ReadAhead:
+    """Stands for a loader while its first batch is read, which is given as a copy: hooks may write to it."""
+
+    def __init__(self, loader: Any) -> None:
+        self._loader = loader
+        self._iterator: Iterator[Any] = iter(())
+        self._first: list[Any] = []
+        self._before: dict[str, Tensor] = {}
+        self._drawn: dict[str, Tensor] = {}  # the states after the batch of the generators that it has drawn from
+
+    def __iter__(self) -> Iterator[Any]:
+        before = random_state()
+        self._iterator = iter(self._loader)
+        after = random_state()
+        self._before = {} if all(_same(kind, before, after) for kind in _GENERATORS) else before
+        return self
+
+    def __next__(self) -> Any:
+        self._before = self._before or random_state()
+        self._first.append(next(self._iterator))
+        after = random_state()
+        moved = [kind for kind in _GENERATORS if not _same(kind, self._before, after)]
+        self._drawn = {name: state for name, state in after.items() if name.split("_")[0] in moved}
+        return rebuilt(self._first[0], torch.clone)
+
+    def hand_on(self) -> None:
+        """Have the loader give the batch again when it is next read, and go on from there. Loaders of Python's own
+        kinds (lists) begin anew by themselves."""
+        kind = type(self._loader)
+        if self._first:
+            try:
+                self._loader.__class__ = type(kind.__name__, (kind,), {"__iter__": lambda _: self._go_on(kind)})
+            except TypeError:
+                return
+
+    def _go_on(self, kind: type[Any]) -> Iterator[Any]:
+        """An iterator of the loader. Only the first that is read gives the batch."""
+        first, self._first = self._first, []
+        if first:
+            self._loader.__class__ = kind
+        now = random_state()
+        if first and all(_same(name, self._before, now) for name in {each.split("_")[0] for each in self._drawn}):
+            restore_random_state(self._drawn)
+            yield from first
+            yield from self._iterator
+            return
+        if first:
+            rank_zero_warn(
+                f"{kind.__name__} draws random numbers. Others have been drawn since its first batch was read for the "
+                f"dry run of the step, so it is iterated anew. If it goes on where it was left, its first batch is "
+                f"missing: let nothing draw between set-up and training, or give the loader a generator of its own."
+            )
+        yield from self._loader
+
+
+def _same(generator: str, one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
+    states = [{k: v for k, v in state.items() if k.split("_")[0] == generator} for state in (one, other)]
+    return states[0].keys() == states[1].keys() and all(torch.equal(states[0][k], states[1][k]) for k in states[0])
