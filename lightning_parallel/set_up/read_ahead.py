@@ -18,7 +18,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from lightning_parallel.batch import rebuilt
-from lightning_parallel.checkpoint.random_state import random_state, restore_random_state
+from lightning_parallel.seeding import random_state, restore_random_state
 
 _GENERATORS = ("torch", "python", "numpy", "cuda")
 
