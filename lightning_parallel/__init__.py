@@ -12,7 +12,6 @@ from lightning.pytorch.strategies import Strategy, StrategyRegistry
 
 from lightning_parallel.callbacks.exact_resume import ExactResume
 from lightning_parallel.callbacks.finite_loss import FiniteLoss
-from lightning_parallel.callbacks.memory_snapshot import MemorySnapshot
 from lightning_parallel.callbacks.performance_monitor import PerformanceMonitor
 from lightning_parallel.callbacks.preemption import Preemption
 from lightning_parallel.callbacks.resumable_loader import ResumableDataLoader
@@ -36,7 +35,6 @@ __all__ = [
     "ExactResume",
     "FiniteLoss",
     "FullyShardedStrategy",
-    "MemorySnapshot",
     "PerformanceMonitor",
     "PipelineStrategy",
     "Preemption",

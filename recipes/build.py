@@ -22,7 +22,7 @@ from lightning.pytorch.strategies import Strategy
 from torch.profiler import ProfilerActivity, profile, schedule
 from typing_extensions import override
 
-from lightning_parallel import ExactResume, FiniteLoss, MemorySnapshot, Preemption
+from lightning_parallel import ExactResume, FiniteLoss, Preemption
 from lightning_parallel.checkpoint import read_full
 from lightning_parallel.set_up.part_of_model import configure_part
 from lightning_parallel.strategies.base import LayoutStrategy
@@ -166,8 +166,6 @@ def trainer(config: Config, extra_callbacks: Sequence[Callback] = ()) -> L.Train
     attached = [*callbacks(config), *extra_callbacks]
     if not any(isinstance(callback, FiniteLoss) for callback in attached):
         attached.insert(0, FiniteLoss() if config["on_nan"] == "stop" else FiniteLoss(stop_after=None))
-    if config["memory_snapshot"]:
-        attached.append(MemorySnapshot())
     if profiler == "pytorch":
         attached.append(TraceOfSteps(folder))
     attached = [Preemption(), ExactResume(), *attached]  # for Lightning's strategies, too

@@ -1,10 +1,9 @@
-"""Make one kind of checkpoint of another: a directory, a plain ``.ckpt``, or safetensors.
+"""Make one file of a checkpoint: a plain ``.ckpt``, or safetensors.
 
 ::
 
     python -m recipes.convert runs/one/checkpoints/last.ckpt last.ckpt          # what Lightning saves in one process
     python -m recipes.convert runs/one/checkpoints/last.ckpt last.safetensors   # weights, to be shared
-    python -m recipes.convert last.ckpt again.ckpt                              # a file: a directory again
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """The command line."""
     parser = argparse.ArgumentParser(
         prog=typed("convert"),
-        description="Make a plain .ckpt of a checkpoint's directory, a directory of a .ckpt, or safetensors of either.",
+        description="Make a plain .ckpt of a checkpoint's directory, or safetensors of either.",
     )
     parser.add_argument("source", type=Path, help="a directory, a plain .ckpt, or *.safetensors")
     parser.add_argument("target", type=Path, help="to be written; *.safetensors for weights that others can read")

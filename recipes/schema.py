@@ -39,7 +39,6 @@ class Run:
     init_from: str | None
     on_nan: Literal["stop", "warn"]
     timeline: bool
-    memory_snapshot: bool
     optimized_metric: str | None
     print_config: bool
     launch: bool

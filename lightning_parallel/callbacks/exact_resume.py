@@ -26,11 +26,10 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import BatchSizeFinder, Callback, LearningRateFinder, Timer
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
-from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_parallel.callbacks.resumable_loader import with_what_comes_next
-from lightning_parallel.checkpoint.plain import OPTIMIZER_NAMES, RANDOM_STATES
+from lightning_parallel.checkpoint.plain import RANDOM_STATES
 from lightning_parallel.checkpoint.trainer_checkpoints import RANDOM_STATE
 from lightning_parallel.private.lightning.batches import (
     continue_after_epoch,
@@ -100,7 +99,6 @@ class ExactResume(Callback):
         _warn_of_what_is_lost(trainer, moment)
         if not getattr(trainer.strategy, "saves_random_states", False):
             checkpoint[RANDOM_STATES] = _gathered(random_state(), trainer)
-            checkpoint[OPTIMIZER_NAMES] = [_parameter_names(pl_module, optimizer) for optimizer in trainer.optimizers]
         loaders = _loaders(checkpoint).get(_LIGHTNINGS)
         if loaders:
             _loaders(checkpoint)[_LIGHTNINGS] = loaders = with_what_comes_next(trainer, loaders)
@@ -247,12 +245,6 @@ def _gathered(mine: Any, trainer: pl.Trainer) -> list[Any]:
     if trainer.world_size == 1 or trainer.interrupted:
         return [mine]
     return gather_objects_on_first(mine, None) or []
-
-
-def _parameter_names(module: pl.LightningModule, optimizer: Optimizer) -> list[list[str]]:
-    """The names of an optimizer's parameters, by group."""
-    names = {parameter: name for name, parameter in reversed([*module.named_parameters(remove_duplicate=False)])}
-    return [[names.get(parameter, "") for parameter in group["params"]] for group in optimizer.param_groups]
 
 
 def _count_as_completed(loops: Mapping[str, Any], moment: SavedMoment) -> None:

@@ -6,7 +6,6 @@ A file is what Lightning saves in one process: a dictionary. A directory is read
     optimizer_states    a parameter's state under its number in the optimizer's groups, as optimizers number them
     lr_schedulers, loops, callbacks, hyper_parameters, ...      from trainer.pt, as they are
     random_states       of generators, one for each replica
-    optimizer_names     for each optimizer and group, the parameters' names: numbers alone don't tell which they are
 
 Nothing here is a collective: each process reads for itself.
 """
@@ -39,7 +38,6 @@ from lightning_parallel.checkpoint.slices import empty_like, fill
 SAFETENSORS = ".safetensors"
 OF_TENSORS = ("state_dict", "optimizer_states")
 RANDOM_STATES = "random_states"
-OPTIMIZER_NAMES = "optimizer_names"
 
 # -- a directory as a dictionary ---------------------------------------------------------------------------------
 
@@ -82,7 +80,6 @@ def as_plain(saved: Mapping[str, Any], tensors: Mapping[str, Tensor], aliases: M
     if "lr_schedulers" in plain:  # else only the weights were saved
         pairs = zip(states, saved["param_groups"], strict=True)
         plain["optimizer_states"] = [_numbered(state, groups) for state, groups in pairs]
-        plain[OPTIMIZER_NAMES] = [[[*group["params"]] for group in groups] for groups in saved["param_groups"]]
     places = of_replicas(tensors)
     if places:
         replicas = sorted(places, key=lambda replica: (len(replica), replica))  # dp2 before dp10

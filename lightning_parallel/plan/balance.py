@@ -23,7 +23,7 @@ def bounds_of(
         costs: the cost of each layer in the chain, with what goes with it.
         trainable: whether each layer has trainable parameters.
         chunks: the number of chunks, at most the number of layers.
-        balance: ``"parameters"``, ``"operations"`` or ``"time"``, whichever the costs are; ``"layers"``; or the number
+        balance: ``"parameters"`` or ``"operations"``, whichever the costs are; ``"layers"``; or the number
             of layers of each chunk.
         allowed: whether a bound may be after each layer. After the last one there always is one; by default after all.
 
@@ -50,9 +50,9 @@ def bounds_of(
         return [round(chunk * len(costs) / chunks) for chunk in range(chunks + 1)]
     if balance == "layers":
         costs = [1] * len(costs)
-    elif balance not in ("parameters", "operations", "time"):
+    elif balance not in ("parameters", "operations"):
         raise ValueError(
-            f"balance={balance!r}: use 'parameters', 'operations', 'time', 'layers', or a list of layer counts."
+            f"balance={balance!r}: use 'parameters', 'operations', 'layers', or a list of layer counts."
         )
     return balanced(costs, trainable, chunks, allowed)
 

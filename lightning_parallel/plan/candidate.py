@@ -162,8 +162,6 @@ class Candidate:
         traced = self.seen.calls[call]
         if self._balance == "operations":
             return traced.operations
-        if self._balance == "time":
-            return traced.nanoseconds
         if traced.call > 0 and call not in self._chain:
             return 0
         return sum(p.numel() for p in self._module.get_submodule(traced.unit).parameters())
@@ -177,7 +175,7 @@ class Candidate:
             costs[position] += self._cost_of(i)
             unit = self._module.get_submodule(self.seen.calls[i].unit)
             trainable[position] |= _trained(unit) > 0
-        for name in self._uncalled if self._balance not in ("operations", "time") else ():
+        for name in self._uncalled if self._balance != "operations" else ():
             costs[-1] += sum(p.numel() for p in self._module.get_submodule(name).parameters())
         return costs, trainable
 

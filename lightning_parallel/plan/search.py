@@ -6,7 +6,6 @@ from collections.abc import Callable, Collection, Sequence
 from itertools import pairwise
 from typing import Any
 
-import torch
 from torch import nn
 
 from lightning_parallel.absent.origins import FROM_EARLIER_STEP, parameter_of
@@ -25,7 +24,6 @@ def partition(
     stages: int,
     layers: Sequence[str] | None = None,
     balance: Balance = "parameters",
-    device: torch.device | None = None,
     *,
     placement: Placement | None = None,
     hooks: Callable[[Any], Any] | None = None,
@@ -39,9 +37,8 @@ def partition(
         layers: names or patterns of the layers between which a cut may fall. ``*`` stands for one part of a dotted
             name, as in ``"net.blocks.*"``. None to find them.
         balance: ``"parameters"`` (the largest chunk is as small as can be), ``"operations"`` (the same, by the
-            floating-point operations of the forward), ``"time"`` (the same, by measured times), ``"layers"`` (equal
-            counts), or the number of layers of each chunk.
-        device: the device on which times are measured; by default the CPU.
+            floating-point operations of the forward), ``"layers"`` (equal counts), or the number of layers of each
+            chunk.
         placement: the stage of each chunk. By default each stage has one chunk.
         hooks: runs the module's hooks around a step, given what the step returns.
         recompute: layers run again in the backward. This is then tried too.
@@ -54,10 +51,9 @@ def partition(
     """
     placement = tuple(range(stages)) if placement is None else placement
     units = Layers(module, named_layers(module, layers))
-    timed_on = (device or torch.device("cpu")) if balance == "time" else None
     cuts: list[Candidate] = []
     while True:
-        seen = trace(module, units.is_unit, step, names=units.names, hooks=hooks, timed_on=timed_on, beyond=True)
+        seen = trace(module, units.is_unit, step, names=units.names, hooks=hooks, beyond=True)
         if overlapping := units.overlapping({call.unit for call in seen.calls}):
             units.open(overlapping)
             continue

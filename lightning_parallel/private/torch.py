@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from functools import cache
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -69,7 +68,6 @@ __all__ = [
     "not_recorded",
     "packed_tensor",
     "parameters_of",
-    "record_memory_history",
     "saved_hooks",
     "saved_tensor",
     "saved_value",
@@ -88,7 +86,6 @@ __all__ = [
     "version_of",
     "where_created",
     "wrapper_tensor",
-    "write_memory_history",
     "written_arguments",
 ]
 
@@ -499,21 +496,6 @@ class CommonScaler(ShardedGradScaler):
         for is_infinite in found.values():
             dist.all_reduce(is_infinite, dist.ReduceOp.MAX, self.process_group)
         return found
-
-
-def record_memory_history(entries: int | None) -> None:
-    """Record the latest ``entries`` allocations in the memory of this process's GPUs, with the lines of code that made
-    them. None ends the recording and discards it. torch's page "Understanding CUDA Memory Usage" tells users to call
-    both functions, though their names are private."""
-    if entries is None:
-        torch.cuda.memory._record_memory_history(enabled=None)
-    else:
-        torch.cuda.memory._record_memory_history(max_entries=entries)
-
-
-def write_memory_history(file: Path) -> None:
-    """Write what was recorded to a file that https://docs.pytorch.org/memory_viz shows."""
-    torch.cuda.memory._dump_snapshot(str(file))
 
 
 def forget_meshes() -> None:

@@ -38,9 +38,6 @@ def agreed_partition(run: Run, options: StagedOptions, splitting: Splitting, pla
         return splitting.parts(batch)[0][0]
 
     def cut() -> Partition:
-        balance = options.balance
-        if balance == "time" and layout.rank > 0:  # only the first rank's partition counts
-            balance = "parameters"
         try:
             step = first_step(trainer, module, first_microbatch if run.trains else lambda batch: batch)
             with as_in(trainer, module), trial(trainer, module):
@@ -52,8 +49,7 @@ def agreed_partition(run: Run, options: StagedOptions, splitting: Splitting, pla
                     partial(BatchWatch().run_on_copy, step.func, *step.args),
                     layout.stages,
                     options.layers,
-                    balance,
-                    run.device,
+                    options.balance,
                     placement=placement,
                     hooks=hooks,
                     recompute=options.activation_checkpointing and run.trains,
@@ -80,8 +76,7 @@ def agreed_partition(run: Run, options: StagedOptions, splitting: Splitting, pla
     world = dist.group.WORLD
     assert world is not None, "the ranks have met"
     mine = together(world, cut)
-    if options.balance != "time":
-        check_equal(mine, run.groups.model)
+    check_equal(mine, run.groups.model)
     # Replicas see batches of their own, perhaps of other shapes: the first one decides.
     return broadcast_object(mine, 0, world, run.device)
 

@@ -83,8 +83,7 @@ class StagedOptions(ProcessOptions):
             default what hangs in lists, in the order in which the first step calls it; where that is less than there
             are stages, all modules.
         balance: ``"parameters"`` (stages of equal size), ``"operations"`` (of equal work, counted in the first step),
-            ``"time"`` (of equal work, measured), ``"layers"`` (equal counts), or the number of layers of each stage; of
-            each chunk where stages have several.
+            ``"layers"`` (equal counts), or the number of layers of each stage; of each chunk where stages have several.
         activation_checkpointing: keep only the inputs of layers, and run the layers again in the backward: less memory,
             for about a third more time. BatchNorm then updates its statistics twice.
         tensor_parallel: the number of ranks that share a stage's layers; see
@@ -108,7 +107,7 @@ class StagedOptions(ProcessOptions):
     split: Callable[[Any, int], Sequence[Any]] | None = None
     microbatch_weight: Callable[[Any], float] | None = None
     layers: Sequence[str] | None = None
-    balance: Literal["parameters", "operations", "time", "layers"] | Sequence[Count] = "parameters"
+    balance: Literal["parameters", "operations", "layers"] | Sequence[Count] = "parameters"
     activation_checkpointing: bool = False
     tensor_parallel: Count | Auto = 1
     plan: Plan | Literal["none"] | None = None

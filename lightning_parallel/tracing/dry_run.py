@@ -48,7 +48,6 @@ def trace(
     logged: Sequence[Any] = (),
     seed: int = 0,
     hooks: Callable[[Any], Any] | None = None,
-    timed_on: torch.device | None = None,
     exits: Container[Call] = (),
     twice: Container[str] = (),
     beyond: bool = False,
@@ -62,7 +61,6 @@ def trace(
         logged: a list to which ``step`` appends what it logs.
         seed: the seed of the random numbers that the step draws meanwhile.
         hooks: runs the module's hooks around a step, given what the step returns. They are run after it.
-        timed_on: the device on which to measure how long calls take; None to measure nothing.
         exits: the calls in question for :attr:`Trace.stored_after`.
         twice: the units in question for :attr:`Trace.unrepeatable`.
         beyond: if the step needs a value, let it go on with guesses, to find what the rest needs.
@@ -70,7 +68,7 @@ def trace(
             them. Steps go on with guesses then, too.
     """
     with _without_values(module, is_unit, names, seed) as scene:
-        recorder = scene.recorder(RecorderOptions(timed_on, exits, twice=twice))
+        recorder = scene.recorder(RecorderOptions(exits, twice=twice))
         seen = scene.follow(recorder, step, logged, hooks)
         if (beyond or plain_values) and isinstance(seen.stopped, AbsentValueError):
             seen = scene.gone_on(seen, step, logged)

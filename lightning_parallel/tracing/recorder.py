@@ -33,7 +33,6 @@ from lightning_parallel.seeding import TorchGenerators, host_generators_state
 from lightning_parallel.tracing.operations import OperationsNoted, nbytes_of
 from lightning_parallel.tracing.own_generators import GeneratorsWatched
 from lightning_parallel.tracing.snapshot import StateKept
-from lightning_parallel.tracing.timing import nanoseconds_of
 from lightning_parallel.tracing.trace import Call, Escape, Place, TracedCall, Update
 
 
@@ -42,13 +41,11 @@ class RecorderOptions:
     """What is to be recorded of a step, besides what is always recorded.
 
     Attributes:
-        timed_on: the device on which to measure how long calls take; None to measure nothing.
         exits: the calls after each of which to record whether the step has stored something on modules.
         until: the call after which to end the step; None for its end.
         twice: the units of which to record whether they do the same when they run again.
     """
 
-    timed_on: torch.device | None = None
     exits: Container[Call] = ()
     until: Call | None = None
     twice: Container[str] = ()
@@ -172,7 +169,6 @@ class Recorder:
                 operations=noted.flops,
                 computed=noted.nbytes,
                 returned=nbytes_of(output),
-                nanoseconds=self._time(run),
                 inside=frozenset(self._inside),
                 plain=_plain_parts(output),
                 draws_on_host=host_generators_state() != host,
@@ -233,15 +229,6 @@ class Recorder:
             reads = FROM_EARLIER_STEP in origins_in(output)
             if again.saved != before.saved or goes_on or reads or self._generators.drawn():
                 self.unrepeatable.add(call)
-
-    def _time(self, run: Invocation) -> int:
-        if self._options.timed_on is None:
-            return 0
-        self._depth += 1
-        try:
-            return nanoseconds_of(run, self._options.timed_on)
-        finally:
-            self._depth -= 1
 
     def _next(self, name: str) -> int:
         self._count[name] += 1

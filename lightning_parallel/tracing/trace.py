@@ -20,7 +20,6 @@ class TracedCall:
         tensors: the number of tensors in its output.
         operations: the floating-point operations of its forward: those of matrix products and convolutions.
         computed: the bytes of all that it computes: about what its backward needs.
-        nanoseconds: the time of its forward and backward; 0 if it wasn't measured.
         inside: the modules that its own code calls, by name.
         plain: the numbers and texts in its output, and the shapes of the tensors.
         draws_on_host: it draws from Python's or NumPy's generator.
@@ -35,7 +34,6 @@ class TracedCall:
     operations: int
     computed: int
     returned: int
-    nanoseconds: int
     inside: frozenset[str]
     plain: tuple[Any, ...]
     draws_on_host: bool

@@ -17,7 +17,6 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import lightning_parallel as lp
-from lightning_parallel.checkpoint import read_plain
 from tests.pool import WorkerPool
 from tests.strategies.saves import SavesIn
 
@@ -135,12 +134,6 @@ def test_states_of_other_loaders_are_left_alone(tmp_path: Path) -> None:
 
     run("auto", 1, None, SavesIn("on_train_batch_start", tmp_path / "own.ckpt", SAVED), lp.ExactResume(), kind=Own)
     run("auto", 1, tmp_path / "own.ckpt", lp.ExactResume(), kind=Own)
-
-
-def test_a_file_has_the_names_of_the_optimizer_s_parameters(tmp_path: Path) -> None:
-    run("auto", 1, None, SavesIn("on_train_batch_end", tmp_path / "named.ckpt", SAVED), lp.ExactResume())
-    names = read_plain(tmp_path / "named.ckpt")["optimizer_names"]
-    assert names == [[["first.weight", "first.bias", "last.weight", "last.bias"]]]
 
 
 class FailsOnOne(Remembers):

@@ -97,7 +97,7 @@ def test_the_split_is_the_best_of_all() -> None:
         ((1, 1, 1, 1), (False, False, True, True), [3, 1]),
     ],
 )
-@pytest.mark.parametrize("balance", ["parameters", "operations", "time", "layers"])
+@pytest.mark.parametrize("balance", ["parameters", "operations", "layers"])
 def test_bounds_fall_where_they_are_allowed(
     costs: Sequence[int], allowed: Sequence[bool], expected: list[int], balance: str
 ) -> None:

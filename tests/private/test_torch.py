@@ -565,16 +565,6 @@ def test_a_value_is_asked_for_by_one_operator() -> None:
     assert asked == [True] * 4
 
 
-def test_memory_history_is_asked_of_torch_as_it_wants(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Otherwise a run that went out of memory would end with another error."""
-    for name in ("_record_memory_history", "_dump_snapshot"):
-        signature = inspect.signature(getattr(torch.cuda.memory, name))
-        monkeypatch.setattr(torch.cuda.memory, name, lambda *args, _s=signature, **named: _s.bind(*args, **named))
-    torch_private.record_memory_history(3)
-    torch_private.write_memory_history(tmp_path / "memory.pickle")
-    torch_private.record_memory_history(None)
-
-
 def test_what_makes_memory_is_told_from_views_and_operators_that_take_functions() -> None:
     aten = torch.ops.aten
     assert torch_private.makes_memory(aten.clone.default) and torch_private.makes_memory(aten.sort.default)

@@ -76,15 +76,3 @@ def refused() -> str:
 def test_a_look_that_fails_on_one_rank_is_refused_on_all(pool: WorkerPool) -> None:
     last, first = pool.run(refused, 2, init=False)
     assert "on rank 1" in last and "on rank 1" in first
-
-
-def timed() -> tuple[str, list[int]]:
-    trainer = make_trainer("sync", [], {"balance": "time"}, max_epochs=1)
-    trainer.fit(LeNet(), LeNet.loader())
-    parts = trainer.strategy.stage.partition
-    return str(parts.layers), list(parts.bounds)
-
-
-def test_measured_times_give_all_ranks_one_cut(pool: WorkerPool) -> None:
-    first, second = pool.run(timed, 2, init=False)
-    assert first == second

@@ -63,10 +63,9 @@ def test_a_call_past_the_hooks_is_told() -> None:
     assert {call.unit: call.direct for call in seen(Direct()).calls} == {"stem": False, "blocks.0": True, "head": False}
 
 
-def test_operations_are_counted_and_times_measured() -> None:
+def test_operations_are_counted() -> None:
     (stem, *_) = seen(Net()).calls
-    assert stem.operations == 2 * 5 * 3 * 6 and stem.nanoseconds == 0
-    assert all(call.nanoseconds > 0 for call in seen(Net(), timed_on=torch.device("cpu")).calls)
+    assert stem.operations == 2 * 5 * 3 * 6
 
 
 def test_values_asked_for_end_it_and_are_needed() -> None:
