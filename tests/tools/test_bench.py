@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from recipes.data.sources import headers
 from recipes.tables import Table
 from tests.pool import WorkerPool
 from tools.bench import __main__ as bench
@@ -41,7 +40,7 @@ from tools.bench.by_hand import Bare
 from tools.bench.contestants import Ours, Torch
 from tools.bench.layers import LlamaBlock, MakeOptimizer
 from tools.bench.replicated import Run, Work
-from tools.study.text import Text
+from tools.study.text import Text, headers
 from tools.study.train import parts
 
 
