@@ -1,4 +1,4 @@
-"""recipes/attempts.py, processes.py: run.json has each start of a run's workers, and how it ended."""
+"""recipes/work.py, processes.py: run.json has each start of a run's workers, and how it ended."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""recipes/clusters.py: a config and the processes that are there have to go together."""
+"""recipes/process_rules.py: a config and the processes that are there have to go together."""
 
 from __future__ import annotations
 

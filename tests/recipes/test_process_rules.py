@@ -1,4 +1,4 @@
-"""recipes/machine.py: more processes than the machine bears, and devices that it hasn't."""
+"""recipes/process_rules.py: more processes than the machine bears, devices and packages that it has not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""recipes/record.py: the record of a run."""
+"""recipes/record.py, report.py, rerun.py: the record of a run, runs side by side, and a run that is repeated."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""recipes/validate.py: what is refused, with setting, value and fix, all at once."""
+"""recipes/validate.py: what is refused, with setting, value and fix, all at once; classes that can not be used."""
 
 from __future__ import annotations
 
