@@ -295,7 +295,8 @@ class StagedStrategy(LayoutStrategy):
         loss = loss_of(output)
         if self._forward is not None:
             self._forward.add(loss)
-            self._forward, self._forward_flops = None, self._forward.total
+            self._forward_flops = self._forward.total
+            self._forward = None  # it holds the graph
         return loss
 
     def mean_staleness(self) -> float | None:

@@ -95,6 +95,7 @@ def test_attributes_of_parameters_come_along() -> None:
 
 @pytest.mark.parametrize(("model", "words"), [
     (nn.Sequential(torch.jit.script(nn.ReLU())), "0 is scripted"),
+    (nn.Sequential(torch.compile(nn.Linear(2, 2), backend="eager")), "0 is compiled"),
     (nn.Sequential(nn.LazyLinear(2)), "0.weight has no shape yet"),
 ])  # fmt: skip
 @pytest.mark.filterwarnings("ignore")
