@@ -21,7 +21,7 @@ from torch.nn.parameter import is_lazy
 from torchmetrics import Metric, MetricCollection
 
 from lightning_parallel.batch import batch_size, join_outputs, mapped, split
-from lightning_parallel.private.torch import buffers_of, modules_of, parameters_of, shallow_copy
+from lightning_parallel.private.torch import buffers_of, is_compiled, modules_of, parameters_of, shallow_copy
 from lightning_parallel.values import same_value
 
 
@@ -88,11 +88,16 @@ def replicate(model: nn.Module, devices: Sequence[torch.device]) -> list[nn.Modu
     """The model itself, which is on the first device, and a replica of it for each of the others.
 
     Raises:
-        ValueError: a part of the model can't be copied: it is scripted, or has parameters without a shape.
+        ValueError: a part of the model can't be copied: it is scripted or compiled, or has parameters without a shape.
     """
     for name, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule):
             raise ValueError(f"{name or 'The model'} is scripted, and can't be replicated: use the unscripted module.")
+        if is_compiled(module):
+            raise ValueError(
+                f"{name or 'The model'} is compiled, and can't be replicated in one process: leave torch.compile out, "
+                f"or use strategy='ddp'."
+            )
     for name, parameter in model.named_parameters():
         if is_lazy(parameter):
             raise ValueError(f"{name} has no shape yet: run the model on a batch before, for example in setup().")

@@ -359,6 +359,11 @@ def shallow_copy(module: nn.Module) -> nn.Module:
     return copy
 
 
+def is_compiled(module: nn.Module) -> bool:
+    """Is it what torch.compile has made of a module? That hands all assignments on, those of a copy too."""
+    return isinstance(module, torch._dynamo.OptimizedModule)
+
+
 # -- process groups ----------------------------------------------------------------------------------------------
 
 

@@ -94,6 +94,12 @@ def shard_module(
         rule.style.divide_in_place(rule, module, group.size())
     for chain in chains:
         chain.wrap(Site(group, region))
+    for part in module.modules():
+        # In evaluation torch's own layers run as one operation, on the weights: without their layers' forwards.
+        if isinstance(part, nn.TransformerEncoderLayer) and _has_shards(part):
+            part.activation_relu_or_gelu = 0
+        elif isinstance(part, nn.TransformerEncoder) and _has_shards(part):
+            part.use_nested_tensor = False
     shards = {
         f"{name}.{parameter}" if name else parameter: shard
         for name, layer in module.named_modules(remove_duplicate=False)
@@ -101,6 +107,10 @@ def shard_module(
         for parameter, shard in layer.shards.items()
     }
     return Sharding(shards, partial)
+
+
+def _has_shards(module: nn.Module) -> bool:
+    return any(isinstance(part, ParallelLayer) for part in module.modules())
 
 
 def _parent(rule: Rule) -> str:

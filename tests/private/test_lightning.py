@@ -131,14 +131,6 @@ def test_say_device_changes_what_a_module_says_and_moves_nothing() -> None:
     assert module.layer.weight.device.type == "cpu"
 
 
-def test_trainer_of_a_module_without_one_is_none() -> None:
-    """Otherwise a pipeline's end would raise where the module is in no Trainer any more."""
-    module = Net()
-    assert lightning_private.launching.trainer_of(module) is None
-    module.trainer = trainer()
-    assert lightning_private.launching.trainer_of(module) is module.trainer
-
-
 def test_callbacks_of_a_trainer_are_the_list_that_it_calls() -> None:
     """Otherwise the last stage's values would not reach other stages' callbacks."""
     called: list[str] = []

@@ -7,10 +7,12 @@ import warnings
 from typing import Any
 
 import pytest
+from torch import Tensor, nn
+from torch.nn import functional as F
 
 from tests.pool import WorkerPool
 from tests.strategies.harness import joined, largest_difference, train
-from tests.strategies.models import SAMPLES
+from tests.strategies.models import SAMPLES, TOKENS, Base
 from tests.strategies.test_pipeline import assert_equal
 from tests.thorough import thorough
 
@@ -36,6 +38,28 @@ def test_transformers_train_as_in_one_process(
 @pytest.mark.parametrize("ranks", [3, *thorough(2, 4)])
 def test_a_plan_of_the_module_s_own_trains_as_in_one_process(pool: WorkerPool, single: Any, ranks: int) -> None:
     assert_equal(pool.run(train, ranks, "Mixed", "tensor", init=False), single("Mixed"))
+
+
+class Encoder(Base):
+    """torch's own encoder, which takes a way of its own in evaluation."""
+
+    def build(self) -> None:
+        self.embed = nn.Embedding(TOKENS, 8)
+        layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 2)
+        self.head = nn.Linear(8, TOKENS)
+
+    def loss(self, batch: Any) -> Tensor:
+        tokens = batch["input_ids"]
+        padding = tokens.cumsum(1) > 4 * TOKENS
+        hidden = self.encoder(self.embed(tokens), src_key_padding_mask=padding)
+        return F.cross_entropy(self.head(hidden).transpose(1, 2), batch["labels"].masked_fill(padding, -100))
+
+
+def test_torch_s_encoder_is_divided_in_evaluation_too(pool: WorkerPool) -> None:
+    (expected,) = pool.run(train, 1, Encoder, init=False, max_epochs=1)
+    plan = {"encoder.layers.*.linear1": "column", "encoder.layers.*.linear2": "row"}
+    assert_equal(pool.run(train, 2, Encoder, "tensor", {"plan": plan}, init=False, max_epochs=1), expected)
 
 
 def test_a_model_that_nothing_divides_trains_where_the_user_says_so(pool: WorkerPool, single: Any) -> None:

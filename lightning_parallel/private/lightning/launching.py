@@ -81,11 +81,6 @@ def say_device(module: pl.LightningModule, device: torch.device) -> None:
     _update_properties(module, device=device)
 
 
-def trainer_of(module: pl.LightningModule) -> pl.Trainer | None:
-    """The module's Trainer, or None. ``module.trainer`` raises where there is none."""
-    return module._trainer
-
-
 def callbacks_of(trainer: pl.Trainer) -> list[Callback]:
     """The list of a Trainer's callbacks, which may be changed. A connector sets it, so it is not typed."""
     return trainer.callbacks  # type: ignore[attr-defined, no-any-return]
