@@ -37,13 +37,12 @@ class _StandIn:
         self._logger, self._note = logger, note
 
     @property
-    def __class__(self) -> Any:
+    def __class__(self) -> Any:  # type: ignore[misc]  # it can be set on other objects
         return type(self._logger)
 
     def __getattr__(self, name: str) -> Any:
-        acts = name == "experiment" or callable(getattr(self._logger, name))
-        if acts and self._note is None:
-            return getattr(DummyLogger(), name)
-        if acts:
+        if name == "experiment" or callable(getattr(self._logger, name)):
+            if self._note is None:
+                return getattr(DummyLogger(), name)
             self._note()
         return getattr(self._logger, name)
