@@ -36,8 +36,8 @@ class _StandIn:
     def __init__(self, logger: Any, note: Callable[[], None] | None) -> None:
         self._logger, self._note = logger, note
 
-    @property
-    def __class__(self) -> Any:  # type: ignore[misc]  # it can be set on other objects
+    @property  # type: ignore[misc]  # it can be set on other objects
+    def __class__(self) -> Any:
         return type(self._logger)
 
     def __getattr__(self, name: str) -> Any:
