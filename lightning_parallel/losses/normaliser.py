@@ -150,16 +150,19 @@ class BatchLoss:
         self._update_factor()
 
     def begin(self, place: int, scale: float) -> tuple[list[GradientEdge], list[Tensor]]:
-        """Where the backward of a microbatch begins, and with what; nowhere if nothing counts in it.
+        """Where the backward of a microbatch begins, and with what; nowhere if nothing counts in it. If nothing counts
+        in the batch, the last microbatch's loss stands for it: an optimizer steps by gradients of zero, too.
 
         Args:
             scale: a factor of all gradients.
         """
-        terms, weight = self._terms.pop(place), self.weights[place]
+        terms, weight, reference = self._terms.pop(place), self.weights[place], self._reference
+        if place == len(self.sizes) - 1 and not any(map(_may_count, self.weights)):
+            weight, reference = 1.0, self._batches
         if not terms or not _may_count(weight):
             return [], []
         self._begun[place] = weight
-        seeds = [(term.edge, _ratio(weight, term.above) / self._reference * scale) for term in terms]
+        seeds = [(term.edge, _ratio(weight, term.above) / reference * scale) for term in terms]
         seeds = [(edge, seed) for edge, seed in seeds if _may_count(seed)]
         return [edge for edge, _ in seeds], [_seed(edge, seed) for edge, seed in seeds]
 

@@ -145,7 +145,8 @@ def find(whole: Outcome, parts: Sequence[Outcome], sizes: Sequence[int], toleran
     def holding(value: float, values: Sequence[float]) -> frozenset[Rule]:
         expected = {rule: sum(values) if rule is Rule.SUM else _mean(values, weights[rule]) for rule in Rule}
         error = tolerance * max(abs(value), *map(abs, values))
-        return frozenset(rule for rule, each in expected.items() if each is not None and abs(each - value) <= error)
+        # Where nothing counts in any part, a mean by counts has no value that could differ.
+        return frozenset(rule for rule, each in expected.items() if each is None or abs(each - value) <= error)
 
     logs: dict[str, frozenset[Rule]] = {}
     for name, value in whole.logged.items():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections import Counter
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ from lightning_parallel.losses.normaliser import BatchLoss, Rule
 from lightning_parallel.private.lightning.metrics import set_step_value, step_value
 from lightning_parallel.ranks.user_collectives import Collectives
 from lightning_parallel.results.log_joins import LogJoins
+from lightning_parallel.results.loggers import loggers_through
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +42,7 @@ class _Call:
 
 @dataclass(slots=True)
 class _Entry:
-    """The calls with one name, one for each microbatch, and the other arguments of the first."""
+    """The n-th calls with one name, one for each microbatch, and the other arguments of the first."""
 
     options: dict[str, Any]
     calls: list[_Call] = field(default_factory=list)
@@ -64,25 +66,24 @@ class LogRecorder:
         recorder = LogRecorder()
         with logging_through(module, recorder.log):     # log_dict calls it too
             for size, microbatch in ...:
-                recorder.weight = size
+                recorder.begin(size)
                 module.training_step(microbatch, batch_idx)
         recorder.replay(module.log)
 
     Tensors and numbers become their mean, weighted by microbatch size, or by ``batch_size=`` where the user gives it (a
     loss per token is then weighted by tokens). With ``reduce_fx`` "sum", "max" or "min" they become their sum, maximum
     or minimum. Objects of torchmetrics keep their own state and are passed on once: their value over the epoch is that
-    of all samples, and their value of this step is the weighted mean of the microbatches'.
-
-    Attributes:
-        weight: the size of the microbatch that is running.
+    of all samples, and their value of this step is the weighted mean of the microbatches'. A name that a step logs
+    twice is logged twice.
     """
 
     def __init__(self, joins: LogJoins | None = None) -> None:
         self._joins = LogJoins() if joins is None else joins
         self._whole: Callable[[], Mapping[str, Mapping[str, Any]]] | None = None
         self._known: Container[str] = ()
-        self.weight = 1
-        self._entries: dict[str, _Entry] = {}
+        self._weight = 1
+        self._times = Counter[str]()  # that the running microbatch has logged a name
+        self._entries: dict[tuple[str, int], _Entry] = {}
 
     def tell(
         self,
@@ -94,13 +95,20 @@ class LogRecorder:
         the calls of ``self.log`` for the whole batch, by name; their values are known for the names in ``known``."""
         self._joins, self._whole, self._known = joins, whole and cache(whole), known
 
+    def begin(self, weight: int) -> None:
+        """A microbatch of this size begins its step."""
+        self._weight = weight
+        self._times.clear()
+
     def log(self, *args: Any, **kwargs: Any) -> None:
         """Record one value of the current microbatch. It takes the parameters of ``LightningModule.log``."""
         options = log_arguments(*args, **kwargs)
         name, value, given = (options.pop(each) for each in ("name", "value", "batch_size"))
         # A copy, as Lightning makes: the step may change the tensor afterwards. Detached, or graphs would pile up.
         kept = value.detach().clone() if isinstance(value, Tensor) else value
-        self._entries.setdefault(name, _Entry(options)).calls.append(_Call(kept, step_value(value), self.weight, given))
+        self._times[name] += 1
+        entry = self._entries.setdefault((name, self._times[name]), _Entry(options))
+        entry.calls.append(_Call(kept, step_value(value), self._weight, given))
 
     def replay(
         self,
@@ -110,8 +118,8 @@ class LogRecorder:
         *,
         as_loss: bool = False,
     ) -> None:
-        """Log each name once, by the real ``LightningModule.log``, in the order of the first calls, and forget
-        everything.
+        """Log each name as often as a microbatch did, by the real ``LightningModule.log``, in the order of the first
+        calls, and forget everything.
 
         Args:
             loss: the batch's loss. Values that equal the losses of microbatches are weighted as they are.
@@ -120,7 +128,7 @@ class LogRecorder:
         """
         entries, self._entries = self._entries, {}
         known = rules or {}
-        for name, entry in entries.items():
+        for (name, _), entry in entries.items():
             values = [call.value for call in entry.calls]
             sizes = [call.weight for call in entry.calls]
             given = [call.given for call in entry.calls if call.given is not None]
@@ -129,15 +137,22 @@ class LogRecorder:
             if as_loss and loss is not None and len(loss.weights) == len(values):
                 weights = loss.weights
             if len(given) == len(values):
-                whole = self._of_whole(name, "batch_size")
-                weights, size = self._joins.weigh(name, values, sizes, given, whole)
+                weights, size = self._joins.weigh(name, values, sizes, given, self._of_whole(name, "batch_size"))
             rule = known.get(name)
             if loss is not None and (rule is Rule.COUNTS or (name not in known and loss.are(values))):
                 weights = loss.weights if len(loss.weights) == len(values) else weights
                 rule = Rule.SUM if loss.is_sum else Rule.COUNTS
-            log(name, self._joined(name, entry, weights, rule), batch_size=size, **entry.options)
+            whole = self._of_whole(name, "value") if name in self._known and (name, 2) not in entries else None
+            log(name, self._joined(name, entry, weights, rule, whole), batch_size=size, **entry.options)
 
-    def _joined(self, name: str, entry: _Entry, weights: Sequence[Number], rule: Rule | None) -> Any:
+    def _joined(
+        self,
+        name: str,
+        entry: _Entry,
+        weights: Sequence[Number],
+        rule: Rule | None,
+        whole: Callable[[], Any] | None,
+    ) -> Any:
         values = [call.value for call in entry.calls]
         if not all(isinstance(value, Tensor | Real) for value in values):
             step_values = [call.step_value for call in entry.calls]
@@ -147,7 +162,6 @@ class LogRecorder:
             return values[-1]
         if not all(isinstance(value, Real) or value.numel() == 1 for value in values):
             return values[-1]  # which Lightning refuses, in its own words
-        whole = self._of_whole(name, "value") if name in self._known else None
         return self._joins.join(name, values, weights, entry.options["reduce_fx"], rule, whole)
 
     def _of_whole(self, name: str, argument: str) -> Callable[[], Any] | None:
@@ -174,12 +188,12 @@ def logging_through(module: pl.LightningModule, log: Callable[..., None]) -> Ite
 def trial(
     trainer: pl.Trainer, module: pl.LightningModule, log: Callable[..., None] = lambda *args, **kwargs: None
 ) -> Iterator[None]:
-    """Inside, a step doesn't count: what it logs goes to ``log``, it meets no other rank, and it doesn't end the
-    training. The step will do all this when it really runs."""
+    """Inside, a step doesn't count: what it logs goes to ``log``, it writes to no logger, it meets no other rank, and
+    it doesn't end the training. The step will do all this when it really runs."""
     stop = trainer.should_stop
     collectives: Collectives = trainer.strategy.collectives  # type: ignore[attr-defined]  # every strategy with trials has them
     try:
-        with collectives.inside_trial(), logging_through(module, log):
+        with collectives.inside_trial(), logging_through(module, log), loggers_through(trainer):
             yield
     finally:
         trainer.should_stop = stop

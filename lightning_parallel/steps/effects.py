@@ -5,6 +5,7 @@ the last stage runs its end::
     self.log("loss", loss)
     self.trainer.callback_metrics["loss"]              refused: it is logged when all microbatches have run
     if loss < 0.1: self.trainer.should_stop = True     warned of, where microbatches disagree
+    self.logger.experiment.add_image(...)              warned of
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from lightning_parallel.private.lightning.metrics import metric_places, replace_
 from lightning_parallel.private.torch import version_of
 from lightning_parallel.ranks.run import Run
 from lightning_parallel.results.late_values import LateMetrics
+from lightning_parallel.results.loggers import loggers_through
 from lightning_parallel.results.logs import log_arguments, logging_through
 from lightning_parallel.values import same_value
 
@@ -35,6 +37,7 @@ class StepEffects:
         self._found: RuntimeError | None = None
         self._is_watching = False
         self._logged: set[str] = set()  # the names that the step has logged
+        self._has_written = self._has_warned = False  # to loggers, and of it
         self._stops: list[bool] = []  # of the batch's microbatches: did the step set `should_stop`?
 
     @contextmanager
@@ -52,13 +55,16 @@ class StepEffects:
         replace_metric_places(trainer, self._guarded)
         self._is_watching = True
         try:
-            with logging_through(self._run.module, note):
+            with logging_through(self._run.module, note), loggers_through(trainer, self._note_write):
                 yield
         finally:
             self._is_watching = False
             before = iter(places)
             replace_metric_places(trainer, lambda _: next(before))
             trainer.should_stop |= stop
+
+    def _note_write(self) -> None:
+        self._has_written = True
 
     def run(self, step: Callable[[], Any]) -> Any:
         """Run a step of the batch.
@@ -116,8 +122,15 @@ class StepEffects:
             raise self._found
 
     def end_batch(self) -> None:
-        """Warn if some microbatches of a batch have set ``should_stop``, and others haven't."""
+        """Warn if some microbatches of a batch have set ``should_stop``, and others haven't, or if they have written
+        to a logger."""
         stops, self._stops = self._stops, []
+        if self._has_written and not self._has_warned and len(stops) > 1:
+            self._has_warned = True
+            rank_zero_warn(
+                "training_step writes to self.logger, and is called for each microbatch. So each of them is written, "
+                "under the same step. Use self.log, or write in on_train_batch_end."
+            )
         if len({*stops}) > 1:
             rank_zero_warn(
                 "training_step has set trainer.should_stop in some microbatches of a batch, and not in others, so the "

@@ -129,7 +129,7 @@ class Microbatches:
 
     def _step(self, arguments: tuple[Any, ...], recorder: LogRecorder, size: int, seed: int, kind: str | None) -> Any:
         """The user's step on one microbatch; ``kind=None`` for a dry run or a trial."""
-        recorder.weight = size
+        recorder.begin(size)
         seed_host_generators(seed)
         step, watched = self._run.module.training_step, self._is_watched
         with self._run.precision.train_step_context():

@@ -222,7 +222,7 @@ class DataParallelStrategy(SingleDeviceStrategy):
         def run(replica: nn.Module, share: Share) -> Any:
             for copy in {*replica.modules()} - {*module.modules()}:
                 set_device(copy, share.device)
-            recorder.weight = share.samples
+            recorder.begin(share.samples)
             with logging_through(replica, recorder.log) if isinstance(replica, pl.LightningModule) else nullcontext():
                 output = call(replica, share.batch)
             if occasion not in self._compared:

@@ -9,12 +9,14 @@ from unittest.mock import MagicMock
 import lightning.pytorch as L
 import pytest
 import torch
+from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor
 from torch.utils.data import DataLoader
 from torchmetrics import Accuracy, MeanMetric
 
 from lightning_parallel.batch import batch_size, sizes, split
 from lightning_parallel.losses.normaliser import BatchLoss, Rule
+from lightning_parallel.results.loggers import loggers_through
 from lightning_parallel.results.logs import LogRecorder, logging_trial
 
 
@@ -37,6 +39,8 @@ class Logging(L.LightningModule):
         self.log_dict({"rows": float(len(x)), "first": x.sum()}, on_epoch=True, reduce_fx="sum")
         self.log("largest", x.max(), on_step=True, on_epoch=True, reduce_fx=max)
         self.log("smallest", x.min(), reduce_fx="min", on_epoch=True)
+        for factor in (1, 2):
+            self.log("twice", factor * x.mean(), on_epoch=True)
         self.log("number", x.mean().item(), on_epoch=True)
         tokens = int((y + 1).sum())  # a mean over something else than samples
         self.log("by_tokens", x.sum() / tokens, batch_size=tokens, on_epoch=True)
@@ -61,7 +65,7 @@ class InMicrobatches(Logging):
         losses = []
         self.log = recorder.log  # type: ignore[method-assign]
         for weight, part in zip(weights, split(batch, len(weights)), strict=True):
-            recorder.weight = weight
+            recorder.begin(weight)
             losses.append(super().training_step(part, batch_idx) * weight / n)
         del self.log
         recorder.replay(self.log)
@@ -112,7 +116,7 @@ def record(calls: list[tuple[int, Any, dict[str, Any]]]) -> tuple[Any, dict[str,
     """Value and options of one name after calls of (weight, value, options)."""
     recorder = LogRecorder()
     for weight, value, options in calls:
-        recorder.weight = weight
+        recorder.begin(weight)
         recorder.log("name", value, **options)
     ((_, value, options),) = replayed(recorder)
     return value, options
@@ -168,6 +172,7 @@ def test_options_arrive_as_the_user_gave_them() -> None:
 def test_each_name_is_logged_once_in_the_order_of_first_calls() -> None:
     recorder = LogRecorder()
     for microbatch in range(2):
+        recorder.begin(1)
         recorder.log("b", 1.0)
         if microbatch:
             recorder.log("c", 1.0)
@@ -204,6 +209,7 @@ def test_what_equals_the_loss_is_weighted_as_the_loss() -> None:
     losses = [torch.tensor(1.0, requires_grad=True) * 1, torch.tensor(5.0, requires_grad=True) * 1]
     for place, loss in enumerate(losses):
         batch.add(place, loss)
+        recorder.begin(1)
         recorder.log("loss", loss)
         recorder.log("number", loss.item())
         recorder.log("other", loss * 2)
@@ -221,3 +227,19 @@ def test_a_trial_gives_arguments_by_name_however_they_are_passed() -> None:
     assert [(call["name"], call["value"], call["reduce_fx"]) for call in logged] == [
         ("one", 1.0, "sum"), ("two", 2.0, "mean")
     ]  # fmt: skip
+
+
+def test_a_trial_writes_to_no_logger_and_a_watched_step_is_noted() -> None:
+    logger, noted = CSVLogger("."), list[int]()
+    logger.log_metrics = MagicMock()  # type: ignore[method-assign]
+    trainer = MagicMock(loggers=[logger])
+    with loggers_through(trainer):
+        (stand_in,) = trainer.loggers
+        assert isinstance(stand_in, CSVLogger) and stand_in.save_dir == logger.save_dir
+        stand_in.log_metrics({"x": 1.0})
+        stand_in.experiment.add_image("x", None)
+    assert trainer.loggers == [logger] and not logger.log_metrics.called
+    with loggers_through(trainer, lambda: noted.append(1)):
+        assert trainer.loggers[0].name and not noted
+        trainer.loggers[0].log_metrics({"x": 1.0})
+    assert noted and logger.log_metrics.call_count == 1

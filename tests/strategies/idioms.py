@@ -18,6 +18,7 @@ SEQUENCES = (
     ("one microbatch", "all", "some"),
     ("the last microbatch has none", "a microbatch has none", "the first microbatch has none"),
     ("all", "all", "all", "one position", "some"),
+    ("some", "nothing", "all"),
 )
 
 

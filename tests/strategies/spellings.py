@@ -28,6 +28,7 @@ MASKS = {
     "one microbatch": [2, 3, 0, 0, 0, 0, 0, 0],
     "one position": [1, 0, 0, 0, 0, 0, 0, 0],
     "as many in each half": [1, 2, 2, 1, 3, 0, 0, 3],
+    "nothing": [0, 0, 0, 0, 0, 0, 0, 0],
 }
 
 # Numerators: the sum of what counts.

@@ -94,6 +94,9 @@ def compared(loss: Loss, masks: Sequence[str], stages: int, **options: Any) -> t
     for i, (value, gradients) in enumerate(wanted):
         if module.losses[i] != pytest.approx(value, rel=EXACT, nan_ok=True):
             off.append(f"batch {i}: loss {module.losses[i]} for {value}")
+        here = {name for name, p in module.named_parameters() if type(p) is nn.Parameter}
+        missing = (gradients.keys() & here) - module.gradients[i].keys()
+        off += [f"batch {i}: no gradient of {name}" for name in sorted(missing)]
         scale = max((float(each.abs().max()) for each in gradients.values()), default=1.0)
         for name, gradient in module.gradients[i].items():
             expected = gradients.get(name, torch.zeros_like(gradient))
@@ -129,7 +132,7 @@ def compare_idioms(start: int, microbatches: int) -> dict[str, tuple[str, list[s
     }
 
 
-@pytest.mark.parametrize(("start", "microbatches"), [(0, 4), *thorough(*((i, k) for i in range(8) for k in (4, 8)))])
+@pytest.mark.parametrize(("start", "microbatches"), [(0, 4), *thorough(*((i, k) for i in range(9) for k in (4, 8)))])
 def test_no_later_batch_is_silently_different(pool: WorkerPool, start: int, microbatches: int) -> None:
     found = pool.run(compare_idioms, 1, start, microbatches, init=False)[0]
     assert not {name: why for name, (what, why) in found.items() if what == "silent"}
