@@ -16,7 +16,7 @@ from lightning_parallel.absent.tensor import first_absent
 from lightning_parallel.messages.arrival import Arrival, Departure
 from lightning_parallel.plan.flow import Cargo, Flow, tensors_of
 from lightning_parallel.plan.partition import Partition
-from lightning_parallel.private.torch import tensors_in
+from lightning_parallel.private.torch import has_gradient_hooks, tensors_in
 from lightning_parallel.seeding import TorchGenerators, seed_host_generators
 from lightning_parallel.tracing.trace import Call
 
@@ -135,6 +135,15 @@ class ForwardPass:
             self._kept[call] = live[call]
             live[call] = [t.clone() for t in live[call]]
         self._arrived = live
+
+    def refuse_hooks(self) -> None:
+        """Refuse hooks of the user's on the gradient of what arrived, after the step: its own stage runs them, too."""
+        for (name, _), tensors in self._arrived.items():
+            if any(has_gradient_hooks(tensor) for tensor in tensors):
+                raise RuntimeError(
+                    f"A hook on the gradient of what '{name}' returns would run on several stages. Register it in the "
+                    f"layer's own forward."
+                )
 
     # -- what departs --------------------------------------------------------------------------------------------
 

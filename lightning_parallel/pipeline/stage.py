@@ -300,7 +300,8 @@ class Stage:
 
         Raises:
             RuntimeError: units were called otherwise than in the dry run of the step, so that the flow doesn't fit; or
-                what the step makes here depends on a value that only another stage has.
+                what the step makes here depends on a value that only another stage has; or a hook is on the gradient of
+                what arrived.
         """
         chunk = self.chunks[0] if chunk is None else chunk
         assert (arrival is None) == (chunk == 0)
@@ -308,9 +309,11 @@ class Stage:
         try:
             output = step()
         except LeaveStep:
+            forward.refuse_hooks()
             return forward.departure()
         finally:
             self._underway.forward = None
+        forward.refuse_hooks()
         if chunk < self.partition.chunks - 1:
             raise RuntimeError(
                 f"The step has ended on {self.partition.name_of(chunk)} of {self.partition.stages}, before it called "

@@ -57,6 +57,7 @@ __all__ = [
     "has_hooks",
     "hooks_beside",
     "is_bound_to_device",
+    "is_compiled",
     "is_zero_tensor",
     "like_edge",
     "make_parameter",
@@ -347,9 +348,9 @@ def has_full_backward_hooks(module: nn.Module) -> bool:
     return bool(module._backward_hooks)
 
 
-def has_gradient_hooks(parameter: Tensor) -> bool:
-    """Does a hook see, and perhaps change, the gradient of this parameter? torch has no public way to ask."""
-    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
+def has_gradient_hooks(tensor: Tensor) -> bool:
+    """Does a hook see, and perhaps change, the gradient of this tensor? torch has no public way to ask."""
+    return bool(tensor._backward_hooks or tensor._post_accumulate_grad_hooks)
 
 
 def shallow_copy(module: nn.Module) -> nn.Module:

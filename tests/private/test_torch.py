@@ -586,3 +586,8 @@ def test_common_scaler_is_asked_by_a_fused_optimizer(monkeypatch: pytest.MonkeyP
 def test_a_zero_tensor_is_told() -> None:
     assert torch_private.is_zero_tensor(torch._efficientzerotensor((3,)))
     assert not torch_private.is_zero_tensor(torch.zeros(3))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_is_compiled_is_what_torch_compile_gives() -> None:
+    assert torch_private.is_compiled(torch.compile(nn.ReLU())) and not torch_private.is_compiled(nn.ReLU())

@@ -199,6 +199,24 @@ def test_what_a_pipeline_cannot_train_is_refused_on_every_rank(pool: WorkerPool,
     assert_refused(failures, *CASES[name][2:])
 
 
+def halve(layer: nn.Module, args: Any, output: Tensor) -> None:
+    if output.requires_grad:
+        output.register_hook(lambda gradient: gradient / 2)
+
+
+def fit_hooked() -> None:
+    module = Net()
+    for layer in module.net:  # the gradient of a layer's output is halved on its own stage, and on the next one again
+        layer.register_forward_hook(halve)
+    make_trainer("sync", [], {"microbatches": 2}).fit(module, loader())
+
+
+def test_a_hook_on_the_gradient_of_what_crosses_a_cut_is_refused(pool: WorkerPool) -> None:
+    failures = pool.run(fit_hooked, 2, init=False, expect_errors=True, timeout=LIMIT)
+    assert any("RuntimeError: A hook on the gradient of what 'net." in str(text) for text in failures)
+    assert all(isinstance(text, Failure) for text in failures)
+
+
 def validate_iterating() -> None:
     make_trainer("sync", []).validate(OwnValidationIterator(), loader(), verbose=False)
 
