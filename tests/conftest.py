@@ -20,6 +20,7 @@ import pytest
 import torch
 
 import tests.zoo.torchvision_ops  # noqa: F401  before Lightning, which imports torchvision where it is installed
+from lightning_parallel.ranks import process_group
 from tests.pool import WorkerPool
 
 torch.set_num_threads(1)
@@ -37,10 +38,11 @@ def pool() -> Iterator[WorkerPool]:
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _default_dtype() -> Iterator[None]:
-    """What a file's tests set is not for the next file that this process runs."""
+def _left_as_found() -> Iterator[None]:
+    """What a file's tests set, and the group that their Trainers join, is not for the next file of this process."""
     yield
     torch.set_default_dtype(torch.float32)
+    process_group.close()
 
 
 @pytest.fixture
