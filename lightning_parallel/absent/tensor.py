@@ -20,8 +20,8 @@ from __future__ import annotations
 import inspect
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from types import CodeType
@@ -29,6 +29,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from lightning_parallel.absent.on_meta import Argument, computed_on_meta
 from lightning_parallel.private.torch import (
@@ -180,8 +181,6 @@ class AbsentTensor(Tensor):
             raise TakesGradientsError(tuple(args[1]))
         if func is Tensor.backward:
             raise TakesGradientsError((None,))  # by all leaves, also those with values
-        if _written is not None and func.__name__ in _WRITES and isinstance(args[0], Tensor):
-            _note_write(args, kwargs or {})
         # Tensor's own would make every result an AbsentTensor, also those that have values.
         with subclass_functions_disabled():
             output = func(*args, **(kwargs or {}))
@@ -395,33 +394,35 @@ def _refuse_writes_into_present_tensors(
             )
 
 
-_written: list[tuple[Tensor, Tensor]] | None = None  # inside `writes_followed`: tensors, and what holds their values
 _WRITES = {"__iadd__", "__isub__", "__imul__", "__itruediv__", "__setitem__", "add_", "sub_", "mul_", "div_", "copy_"}
 
 
-@contextmanager
-def writes_followed() -> Iterator[None]:
+class WritesFollowed(TorchFunctionMode):
     """Inside, tensors with values that absent ones are written into (``loss = torch.zeros(()); loss += term``) become
     absent, wherever they are kept, as far as nothing else shares their memory. Afterwards they are as before."""
-    global _written
-    _written = []
-    try:
-        yield
-    finally:
-        written, _written = _written, None
-        for tensor, kept in reversed(written):
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._swapped: list[tuple[Tensor, Tensor]] = []  # tensors, and what holds their values
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func.__name__ in _WRITES and not isinstance(args[0], AbsentTensor):
+            written = [x for x in tree_leaves((args[1:], kwargs)) if isinstance(x, AbsentTensor)]
+            if written:
+                self._become_absent(args[0], frozenset().union(*(x.origins for x in written)))
+        return func(*args, **kwargs)
+
+    def _become_absent(self, tensor: Tensor, origins: frozenset[str]) -> None:
+        kept = AbsentTensor(tensor, tensor.device, AbsentMemory(origins))
+        with suppress(RuntimeError):  # a view, or what has views: the write itself is refused
             torch.utils.swap_tensors(tensor, kept)
+            self._swapped.append((tensor, kept))
 
-
-def _note_write(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    assert _written is not None
-    absent = [x for x in tree_leaves((args[1:], dict(kwargs))) if isinstance(x, AbsentTensor)]
-    if isinstance(args[0], AbsentTensor) or not absent:
-        return
-    kept = AbsentTensor(args[0], args[0].device, AbsentMemory(frozenset().union(*(x.origins for x in absent))))
-    with suppress(RuntimeError):  # a view, or what has views: the write itself is refused
-        torch.utils.swap_tensors(args[0], kept)
-        _written.append((args[0], kept))
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        for tensor, kept in reversed(self._swapped):
+            torch.utils.swap_tensors(tensor, kept)
 
 
 def absent_like(tensor: Tensor, origin: str, device: torch.device | None = None) -> AbsentTensor:

@@ -29,7 +29,7 @@ from torchmetrics import Metric
 from lightning_parallel.absent.answers import ContainerWrittenError
 from lightning_parallel.absent.module import everything_absent
 from lightning_parallel.absent.origins import FROM_EARLIER_STEP, METRIC_STATE, STEP_OUTPUT
-from lightning_parallel.absent.tensor import AbsentTensor, AbsentValueError, ValuesGuessed, writes_followed
+from lightning_parallel.absent.tensor import AbsentTensor, AbsentValueError, ValuesGuessed, WritesFollowed
 from lightning_parallel.interception import LeaveStep
 from lightning_parallel.private.torch import buffers_of
 from lightning_parallel.seeding import TorchGenerators, host_generators_kept, seed_host_generators
@@ -192,7 +192,7 @@ class _Scene:
             guessed = ValuesGuessed(partial(_is_around_units, recorder), truth=truth, number=number)
             output: Any = None
             begin(recorder)
-            with writes_followed():
+            with WritesFollowed():
                 try:
                     with recorder.installed(self.parts, self.absent), guessed:
                         output = step()
