@@ -172,6 +172,11 @@ class LayoutStrategy(ParallelStrategy):
         return self._joined.collectives
 
     @property
+    def _background(self) -> BackgroundSave | None:
+        """Writes checkpoints while training goes on, if that is set and the processes have joined."""
+        return None if self._joined is None else self._joined.background
+
+    @property
     def is_distributed(self) -> bool:
         """Lightning reads this attribute to decide whether to put in distributed samplers. With one replica there is
         nothing to divide: every rank iterates the user's own loader, as a single process does."""
@@ -327,13 +332,13 @@ class LayoutStrategy(ParallelStrategy):
             counts: tells whether this rank's copy of a parameter, by name, enters the norm for clipping.
             norm_group: the ranks whose gradients make one norm; None if each rank has them all.
         """
-        run, joined = self.run, self._joined
+        run = self.run
         one = self.options.checkpoint == "file" or (self.options.checkpoint == "auto" and self.layout.world_size == 1)
         checkpoints = Checkpoints(
             local,
             self.layout.coordinate,
             self._group_names,
-            None if joined is None else joined.background,
+            self._background,
             file=self.checkpoint_io if one or self.saves_as_lightning else None,
             as_lightning=self.saves_as_lightning,
         )
@@ -568,10 +573,9 @@ class LayoutStrategy(ParallelStrategy):
             self._same_batches.check(batch, batch_idx)
         if self._watch is not None:
             self._watch.end()
-        background = None if self._joined is None else self._joined.background
-        if background is not None and background.begin_batch():
+        if self._background is not None and self._background.begin_batch():
             self.drain()
-            background.finish()
+            self._background.finish()
 
     def drain(self) -> None:
         """Finish the batches that are in flight. All ranks call it after the same batch."""
@@ -612,13 +616,13 @@ class LayoutStrategy(ParallelStrategy):
         self.end_watch()
         if self._held is not None and not (self.saves_as_lightning and self.layout.world_size == 1):
             self.checkpoints.have_failed = True
-        joined, self._joined = self._joined, None
-        if joined is not None and joined.background is not None:
+        background, self._joined = self._background, None  # nothing may refer to a group that is destroyed
+        if background is not None:
             try:
-                joined.background.finish()
+                background.finish()
             except RuntimeError as error:  # the exception ends the run, whatever came of the save
                 rank_zero_warn(str(error))
-        del joined  # nothing may refer to a group that is destroyed
+        del background
         process_group.close()
 
     @override
@@ -631,5 +635,5 @@ class LayoutStrategy(ParallelStrategy):
         ``teardown`` calls it, also after an error."""
         self._at_end.close()
         self._same_batches = None
-        if self._joined is not None and self._joined.background is not None:
-            self._joined.background.finish()
+        if self._background is not None:
+            self._background.finish()

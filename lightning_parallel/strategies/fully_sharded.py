@@ -141,7 +141,9 @@ class FullyShardedStrategy(LayoutStrategy):
             if self._root is not None:
                 # Lightning's summary would call the module outside of a step. Without an example it has no sizes.
                 self._example, module.example_input_array = module.example_input_array, None
+                self._at_end.callback(self._put_example_back)
             self._guard.begin([] if module.automatic_optimization else local.replicated.values())
+            self._at_end.callback(self._guard.end)
 
     def _fully_shard(self, module: pl.LightningModule) -> None:
         if any(isinstance(parameter, DTensor) for parameter in module.parameters()):
@@ -276,9 +278,7 @@ class FullyShardedStrategy(LayoutStrategy):
 
     @override
     def teardown(self) -> None:
-        self._put_example_back()
         self.end_run()
-        self._guard.end()
         if self._root is not None:
             self._part.begin(_outside_units(self._root))
         # Lightning's, without the move of the module to the CPU, from where fully_shard would not bring it back.

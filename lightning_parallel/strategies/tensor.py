@@ -98,6 +98,7 @@ class TensorParallelStrategy(LayoutStrategy):
         if run.trains:
             self.replicas.begin(watch=True)
             self._guard.begin([] if module.automatic_optimization else local.parameters.values())
+            self._at_end.callback(self._guard.end)
 
     @override
     def holding(self) -> Holding:
@@ -128,8 +129,3 @@ class TensorParallelStrategy(LayoutStrategy):
         swap_gradients(parameters, self._shards.completed(own, more_follow=manual))
         add_gradients(parameters, earlier)
         self.watch_gradients()
-
-    @override
-    def teardown(self) -> None:
-        self._guard.end()
-        super().teardown()
