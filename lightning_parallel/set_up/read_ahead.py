@@ -20,8 +20,6 @@ from torch import Tensor
 from lightning_parallel.batch import rebuilt
 from lightning_parallel.seeding import random_state, restore_random_state
 
-_GENERATORS = ("torch", "python", "numpy", "cuda")
-
 
 class ReadAhead:
     """Stands for a loader while its first batch is read, which is given as a copy: hooks may write to it."""
@@ -37,15 +35,15 @@ class ReadAhead:
         before = random_state()
         self._iterator = iter(self._loader)
         after = random_state()
-        self._before = {} if all(_same(kind, before, after) for kind in _GENERATORS) else before
+        self._before = before if _moved(before, after) else {}
         return self
 
     def __next__(self) -> Any:
         self._before = self._before or random_state()
         self._first.append(next(self._iterator))
         after = random_state()
-        moved = [kind for kind in _GENERATORS if not _same(kind, self._before, after)]
-        self._drawn = {name: state for name, state in after.items() if name.split("_")[0] in moved}
+        moved = _moved(self._before, after)
+        self._drawn = {name: state for name, state in after.items() if _kind_of(name) in moved}
         return rebuilt(self._first[0], torch.clone)
 
     def hand_on(self) -> None:
@@ -64,7 +62,7 @@ class ReadAhead:
         if first:
             self._loader.__class__ = kind
         now = random_state()
-        if first and all(_same(name, self._before, now) for name in {each.split("_")[0] for each in self._drawn}):
+        if first and _moved(self._before, now).isdisjoint(map(_kind_of, self._drawn)):
             restore_random_state(self._drawn)
             yield from first
             yield from self._iterator
@@ -78,6 +76,12 @@ class ReadAhead:
         yield from self._loader
 
 
-def _same(generator: str, one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
-    states = [{k: v for k, v in state.items() if k.split("_")[0] == generator} for state in (one, other)]
-    return states[0].keys() == states[1].keys() and all(torch.equal(states[0][k], states[1][k]) for k in states[0])
+def _moved(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> set[str]:
+    """The kinds of the generators whose states differ."""
+    same = {name for name in before.keys() & after.keys() if torch.equal(before[name], after[name])}
+    return {_kind_of(name) for name in (before.keys() | after.keys()) - same}
+
+
+def _kind_of(name: str) -> str:
+    """The generator that an entry of a random state belongs to: "torch", "python", "numpy" or "cuda"."""
+    return name.split("_")[0]
