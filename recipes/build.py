@@ -224,7 +224,7 @@ class TraceOfSteps(Callback):
 
     @override
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        # To end a trace amid messages may crash the process before the error is told.
+        # To end a trace amid messages may crash the process before the error is reported.
         self._profile = None
 
     def _end(self) -> None:

@@ -112,7 +112,7 @@ def main(text: str) -> None:
 
 
 def refuse_other_world(config: Mapping[str, Any]) -> None:
-    """Exit if there are more processes than the config is for, or fewer. torchrun starts as many as it is told."""
+    """Exit if torchrun has started more processes than the config is for, or fewer."""
     there, wanted = int(os.environ.get("WORLD_SIZE", "1")), world_size(config)
     config_file = Path(config["paths"]["output_dir"]) / record.CONFIG
     if there != wanted:
