@@ -74,6 +74,7 @@ __all__ = [
     "saved_value",
     "saves_tensors",
     "scale_all",
+    "set_version",
     "shallow_copy",
     "shape_of_operand",
     "shape_of_result",
@@ -192,6 +193,11 @@ def version_of(tensor: Tensor) -> int:
     """How often a tensor has been changed in place; 0 for one made in inference mode, where nobody counts. torch
     documents the counter, but names it as private."""
     return 0 if tensor.is_inference() else tensor._version
+
+
+def set_version(tensor: Tensor, version: int) -> None:
+    """Have :func:`version_of` count on from a number, for a tensor that has got back the value that it had then."""
+    torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))  # type: ignore[attr-defined]
 
 
 def drawing_for_nothing(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:

@@ -5,20 +5,39 @@ these parameters get their old values back::
 
     one process           t --step--> t'
     three microbatches    t --step--> t'   back to t --step--> t'   back to t --step--> t'
+
+The versions that autograd counts go back, too: the backward of an earlier microbatch may have saved t'.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from lightning_parallel.absent.tensor import AbsentTensor
 from lightning_parallel.interception import LeaveStep
-from lightning_parallel.private.torch import version_of
+from lightning_parallel.private.torch import set_version, version_of
 from lightning_parallel.ranks.writes import digest
+
+
+@dataclass(frozen=True)
+class _State:
+    """The value of a tensor, and its version."""
+
+    value: Tensor
+    version: int
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> _State:
+        return cls(tensor.detach().clone(), version_of(tensor))
+
+    def put_into(self, tensor: Tensor) -> None:
+        tensor.data.copy_(self.value)  # .data counts no version up
+        set_version(tensor, self.version)
 
 
 class OnceABatch:
@@ -30,9 +49,9 @@ class OnceABatch:
         self.names: list[str] = []
         self._runs = 1  # of the step in the batch
         self._begun = 0  # of these
-        self._changing: list[Tensor] = []
-        self._before: list[Tensor] = []
-        self._after: dict[int, Tensor] = {}  # by index, as a run has left it
+        self._changing: dict[str, Tensor] = {}  # those that change
+        self._before: dict[str, _State] = {}
+        self._after: dict[str, _State] = {}  # as the first run that has changed it has left it
         self._frozen: list[tuple[Tensor, tuple[int, int]]] = []  # those that are not to change, as they were
         self._written: dict[int, Tensor] = {}  # digests of those of them that have been written to, by id
         self._put_back: set[int] = set()  # ids of those that a run writes to, and leaves as it found them
@@ -41,14 +60,13 @@ class OnceABatch:
         """Prepare a batch that takes this many runs of the step, in which these parameters and buffers change. Those of
         other stages are ignored."""
         self.names, self._runs, self._begun = sorted(names), runs, 0
-        self._after, self._written = {}, {}
-        self._changing, self._before, self._frozen = [], [], []
+        self._changing, self._before, self._after, self._frozen, self._written = {}, {}, {}, [], {}
         if names:
             tensors = dict(self._module.named_parameters()) | dict(self._module.named_buffers())
-            self._changing = [tensors[name] for name in self.names if _is_here(tensors[name])]
+            self._changing = {name: tensors[name] for name in self.names if _is_here(tensors[name])}
         if runs > 1:
-            self._before = [tensor.detach().clone() for tensor in self._changing]
-            others = self._put_back | set(map(id, self._changing))
+            self._before = {name: _State.of(tensor) for name, tensor in self._changing.items()}
+            others = self._put_back | set(map(id, self._changing.values()))
             frozen = [p for p in self._module.parameters() if not p.requires_grad and _is_here(p)]
             self._frozen = [(p, _state_of(p)) for p in frozen if id(p) not in others]
 
@@ -57,8 +75,8 @@ class OnceABatch:
         leaves it as the other runs do, since their backwards may read it.
 
         Raises:
-            RuntimeError: the second run has changed a frozen parameter again, which the dry run of the step didn't
-                find.
+            RuntimeError: a run has changed a tensor to something else than the first one, or the second run has changed
+                a frozen parameter again, which the dry run of the step didn't find.
         """
         needed = self._changing or (self._frozen and self._begun < 2)
         return self._around_run() if needed else nullcontext()
@@ -77,19 +95,23 @@ class OnceABatch:
         finally:
             self._leave()
 
-    @torch.no_grad()
-    def _leave(self) -> None:
-        for i, (tensor, before) in enumerate(zip(self._changing, self._before, strict=False)):
-            if not torch.equal(tensor, before):
-                self._after[i] = tensor.detach().clone()
-            elif i in self._after:
-                tensor.data.copy_(self._after[i])
-
-    @torch.no_grad()
     def _restore(self) -> None:
-        # .data counts no version up, so a backward that saved the tensor accepts it: its value will be the same again.
-        for tensor, before in zip(self._changing, self._before, strict=False):
-            tensor.data.copy_(before)
+        for name, before in self._before.items():
+            before.put_into(self._changing[name])
+
+    def _leave(self) -> None:
+        for name, before in self._before.items():
+            tensor = self._changing[name]
+            if torch.equal(tensor, before.value):
+                if name in self._after:
+                    self._after[name].put_into(tensor)
+            elif name not in self._after:
+                self._after[name] = _State.of(tensor)
+            elif not torch.equal(tensor, self._after[name].value):
+                raise RuntimeError(
+                    f"training_step changes '{name}' by what is in the batch. It is called for each microbatch, and "
+                    f"changes it otherwise in each: use microbatches=1."
+                )
 
     def _check_frozen(self) -> None:
         """Compare the frozen parameters, in the first two runs of a batch. Versions cost nothing to read; only

@@ -133,6 +133,8 @@ def test_version_of_counts_changes_in_place_and_full_backward_hooks_are_told() -
     before = torch_private.version_of(x)
     x[:1].add_(1)
     assert torch_private.version_of(x) == before + 1
+    torch_private.set_version(x, before)
+    assert torch_private.version_of(x) == before
     module = nn.Linear(1, 1)
     assert not torch_private.has_full_backward_hooks(module)
     module.register_full_backward_hook(lambda *_: None)

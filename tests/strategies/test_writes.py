@@ -86,6 +86,19 @@ class Normalised(Net):
         return super().training_step(batch, batch_idx)
 
 
+class Centred(Net):
+    """A weight moves by the mean of the batch, at the beginning of the step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.centre = nn.Parameter(torch.zeros(WIDTH), requires_grad=False)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        with torch.no_grad():
+            self.centre.lerp_(batch[0].mean(0), 0.5)
+        return super().training_step((batch[0] - self.centre, batch[1]), batch_idx)
+
+
 class Teaching(Net):
     """A teacher of the last layer follows it, entry by entry."""
 
@@ -170,7 +183,7 @@ class HalvingInValidation(Net):
 MODELS: dict[str, type[Net]] = {
     "step": Normalised, "layer": HalvingNet, "mask": MaskedNet, "teacher": Teaching, "validation": HalvingInValidation,
     "clamp": ClampedNet, "scaled": ScaledNet, "checkpoint": Checkpointed, "by value": HalvingByValueNet,
-    "assigned": Assigning,
+    "assigned": Assigning, "centre": Centred,
 }  # fmt: skip
 NAMES = {
     **dict.fromkeys(("layer", "mask", "clamp", "by value"), "net.2.weight"),
@@ -214,6 +227,12 @@ def test_a_write_that_would_be_lost_or_repeated_is_refused_by_name(
     assert_refused(failures, "ValueError", [NAMES[model], "in place"])
 
 
+def test_a_write_by_what_is_in_a_microbatch_is_refused_in_the_first_batch(pool: WorkerPool) -> None:
+    options = {"microbatches": 2}
+    failures = pool.run(fit, 2, "centre", "sync", options, init=False, expect_errors=True, timeout=LIMIT)
+    assert_refused([next(each for each in failures if "centre" in str(each))], "RuntimeError", ["microbatches=1"])
+
+
 def test_the_stage_that_writes_into_parts_names_them(pool: WorkerPool) -> None:
     failures = pool.run(fit, 4, "step", "sync", STAGES_OF_TWO, init=False, expect_errors=True, timeout=LIMIT)
     assert_refused(failures[:2], "ValueError", [NAMES["step"], "in place"])
@@ -222,6 +241,9 @@ def test_the_stage_that_writes_into_parts_names_them(pool: WorkerPool) -> None:
 
 @pytest.mark.parametrize(("model", "strategy", "options", "ranks"), [
     ("step", "sync", {"microbatches": 2}, 2),
+    ("step", "sync", {"microbatches": 4, "schedule": "gpipe"}, 2),
+    ("step", "sync", {"microbatches": 4, "schedule": "zbv"}, 2),
+    ("centre", "sync", {"microbatches": 1}, 2),
     ("layer", "sync", {"microbatches": 1}, 2),
     ("mask", "sync", {"microbatches": 1}, 2),
     ("validation", "sync", {"microbatches": 2}, 2),
