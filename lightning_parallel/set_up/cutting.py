@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -19,7 +21,7 @@ from lightning_parallel.ranks.run import Run
 from lightning_parallel.results.logs import trial
 from lightning_parallel.set_up.first_batch import as_in, first_step
 from lightning_parallel.set_up.options import StagedOptions
-from lightning_parallel.set_up.splitting import Splitting
+from lightning_parallel.set_up.splitting import WAYS_TO_SPLIT, Splitting
 from lightning_parallel.set_up.step_hooks import StepHooks
 
 
@@ -34,29 +36,61 @@ def agreed_partition(run: Run, options: StagedOptions, splitting: Splitting, pla
     if placement == (0,) and options.keeps_steps_whole(layout.size("data")):
         return Partition.whole(module)
 
-    def first_microbatch(batch: Any) -> Any:
-        return splitting.parts(batch)[0][0]
+    errors_of_step: list[Exception] = []
+
+    def traced(step: Callable[..., Any], *arguments: Any) -> Any:
+        try:
+            return BatchWatch().run_on_copy(step, *arguments)
+        except Exception as error:
+            errors_of_step.append(error)
+            raise
+
+    def partition_by(step: partial[Any]) -> Partition:
+        with as_in(trainer, module), trial(trainer, module):
+            # On copies of the batch's tensors: an iterator's first batch is put back.
+            own = partial(step.func, *rebuilt(step.args, torch.clone))
+            hooks = StepHooks(trainer, module, own) if run.trains else None
+            found = partition(
+                module,
+                partial(traced, step.func, *step.args),
+                layout.stages,
+                options.layers,
+                options.balance,
+                placement=placement,
+                hooks=hooks,
+                recompute=options.activation_checkpointing and run.trains,
+            )
+            if hooks is not None:
+                hooks.check(found, layout.stage)
+            return found
+
+    def check_whole(step: partial[Any], count: int) -> None:
+        """Refuse a step that has raised an error by itself on a microbatch, and doesn't on the whole batch."""
+        errors = [error for error in errors_of_step if not _wants_values(error)]
+        if count == 1 or not errors:
+            return
+        errors_of_step.clear()
+        with suppress(Exception):
+            partition_by(step)
+        kinds = {type(error) for error in errors_of_step if not _wants_values(error)}
+        for error in errors:
+            if type(error) not in kinds:
+                raise ValueError(
+                    f"training_step fails on the first of {count} microbatches, but not on the whole batch: "
+                    f"{type(error.__cause__ or error).__name__}: {error.__cause__ or error}. {WAYS_TO_SPLIT}."
+                ) from error
 
     def cut() -> Partition:
         try:
-            step = first_step(trainer, module, first_microbatch if run.trains else lambda batch: batch)
-            with as_in(trainer, module), trial(trainer, module):
-                # On copies of the batch's tensors: an iterator's first batch is put back.
-                own = partial(step.func, *rebuilt(step.args, torch.clone))
-                hooks = StepHooks(trainer, module, own) if run.trains else None
-                found = partition(
-                    module,
-                    partial(BatchWatch().run_on_copy, step.func, *step.args),
-                    layout.stages,
-                    options.layers,
-                    options.balance,
-                    placement=placement,
-                    hooks=hooks,
-                    recompute=options.activation_checkpointing and run.trains,
-                )
-                if hooks is not None:
-                    hooks.check(found, layout.stage)
-                return found
+            step = first_step(trainer, module)
+            if not run.trains:
+                return partition_by(step)
+            batch, *others = step.args
+            parts, _ = splitting.parts(batch)
+            try:
+                return partition_by(partial(step.func, parts[0], *others))
+            finally:
+                check_whole(step, len(parts))
         except AbsentValueError as error:
             error.add_note(
                 "The step asks for a value between the layers, which only one stage has. Ask for it inside a layer's "
@@ -79,6 +113,13 @@ def agreed_partition(run: Run, options: StagedOptions, splitting: Splitting, pla
     check_equal(mine, run.groups.model)
     # Replicas see batches of their own, perhaps of other shapes: the first one decides.
     return broadcast_object(mine, 0, world, run.device)
+
+
+def _wants_values(error: Exception) -> bool:
+    """Does an error of a dry run come from absent tensors? Where shapes don't fit, operations fail as they would in one
+    process; where values are missing, torch names the meta device."""
+    of_shapes = type(error.__cause__) is RuntimeError and "meta" not in str(error.__cause__)
+    return isinstance(error, AbsentValueError) and not of_shapes
 
 
 def check_equal(mine: Partition, group: dist.ProcessGroup) -> None:

@@ -40,9 +40,8 @@ STEPS = {
 }
 
 
-def first_step(trainer: pl.Trainer, module: pl.LightningModule, part: Callable[[Any], Any]) -> partial[Any]:
-    """The first step that the Trainer is going to run, bound to a batch on the module's present device. ``part`` gives
-    the part of the batch that a step gets.
+def first_step(trainer: pl.Trainer, module: pl.LightningModule) -> partial[Any]:
+    """The first step that the Trainer is going to run, bound to a batch on the module's present device.
 
     Raises:
         ValueError: there is no batch.
@@ -58,7 +57,7 @@ def first_step(trainer: pl.Trainer, module: pl.LightningModule, part: Callable[[
     indices = [0] if is_param_in_hook_signature(step, "batch_idx", min_args=2) else []
     if one_after_another:
         indices.append(0)  # dataloader_idx
-    return partial(first_pass(step), part(batch), *indices)
+    return partial(first_pass(step), batch, *indices)
 
 
 def trial_of(trainer: pl.Trainer, module: pl.LightningModule) -> Callable[[], None]:
@@ -69,11 +68,18 @@ def trial_of(trainer: pl.Trainer, module: pl.LightningModule) -> Callable[[], No
     """
     if not module.automatic_optimization:
         raise RuntimeError("with manual optimization it can't be run ahead")
-    step = first_step(trainer, module, _few_samples)
+    step = first_step(trainer, module)
+    batch, *others = step.args
 
     def run() -> None:
         with trial(trainer, module), as_in(trainer, module):
-            step()
+            few = _few_samples(batch)
+            try:
+                step.func(few, *others)
+            except Exception:  # it may need all samples
+                if few is batch:
+                    raise
+                step()
 
     return run
 

@@ -12,7 +12,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from lightning_parallel.batch import batch_size, sizes, split
 from lightning_parallel.set_up.options import StagedOptions
 
-_WAYS = (
+WAYS_TO_SPLIT = (
     "Give the strategy split=, a function of a batch and a number that returns at most so many batches; or use "
     "microbatches=1"
 )
@@ -63,7 +63,7 @@ class Splitting:
             try:
                 size = batch_size(batch)
             except ValueError as error:
-                problem = f"microbatches={wanted!r}: {error} {_WAYS}."
+                problem = f"microbatches={wanted!r}: {error} {WAYS_TO_SPLIT}."
                 if wanted != "auto" or not first:
                     raise ValueError(problem) from None
                 self._whole = True

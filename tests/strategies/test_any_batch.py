@@ -42,6 +42,23 @@ class Tables(Base):
         return DataLoader(Rows(batches), batch_size=None)
 
 
+class Together(Base):
+    """Its layer has a weight for each sample of the batch."""
+
+    def build(self) -> None:
+        self.weights = nn.Parameter(torch.ones(4, 1))
+        self.net = nn.Sequential(nn.Linear(WIDTH, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))
+
+    def loss(self, batch: Any) -> Tensor:
+        inputs, targets = batch
+        return (self.net(inputs) * self.weights - targets).square().mean()
+
+    @classmethod
+    def loader(cls, *_: Any, **__: Any) -> DataLoader[Any]:
+        values = torch.randn(2, 4, WIDTH, generator=torch.Generator().manual_seed(3))
+        return DataLoader(Rows([(each, each[:, :1]) for each in values]), batch_size=None)
+
+
 def halves(batch: Any, count: int) -> list[Any]:
     rows, table, targets = batch
     parts = torch.arange(len(targets)).chunk(count)
@@ -52,12 +69,13 @@ def nothing(batch: Any, count: int) -> list[Any]:
     return []
 
 
-@pytest.mark.parametrize("options", [
-    {"microbatches": 1}, {}, {"microbatches": 2, "split": halves},
+@pytest.mark.parametrize(("model", "options"), [
+    (Tables, {"microbatches": 1}), (Tables, {}), (Tables, {"microbatches": 2, "split": halves}),
+    (Together, {"microbatches": 1}),
 ])  # fmt: skip
-def test_tables_train_as_in_one_process(pool: WorkerPool, options: dict[str, Any]) -> None:
-    single = pool.run(train, 1, Tables, init=False, max_epochs=1)[0]
-    reports = pool.run(train, 2, Tables, "sync", options, init=False, max_epochs=1)
+def test_any_batch_trains_as_in_one_process(pool: WorkerPool, model: type[Base], options: dict[str, Any]) -> None:
+    single = pool.run(train, 1, model, init=False, max_epochs=1)[0]
+    reports = pool.run(train, 2, model, "sync", options, init=False, max_epochs=1)
     assert largest_difference(joined(reports, "weights"), single.weights) < 1e-12
     assert all(report.metrics == pytest.approx(single.metrics, abs=1e-12) for report in reports)
 
@@ -76,12 +94,13 @@ def test_a_function_is_asked_for_the_fewest_parts_that_suit_the_schedule() -> No
     assert asked == [6]
 
 
-@pytest.mark.parametrize(("options", "words"), [
-    ({"microbatches": 2}, ["microbatches=2", "batch[0] has 10", "split=", "microbatches=1"]),
-    ({"microbatches": 2, "split": nothing}, ["split=", "0 parts"]),
+@pytest.mark.parametrize(("model", "options", "words"), [
+    (Tables, {"microbatches": 2}, ["microbatches=2", "batch[0] has 10", "split=", "microbatches=1"]),
+    (Tables, {"microbatches": 2, "split": nothing}, ["split=", "0 parts"]),
+    (Together, {"microbatches": 2}, ["first of 2 microbatches", "RuntimeError", "split=", "microbatches=1"]),
 ])  # fmt: skip
 def test_what_cannot_be_split_is_refused_before_training(
-    pool: WorkerPool, options: dict[str, Any], words: list[str]
+    pool: WorkerPool, model: type[Base], options: dict[str, Any], words: list[str]
 ) -> None:
-    failures = pool.run(train, 2, Tables, "sync", options, init=False, expect_errors=True, timeout=LIMIT)
+    failures = pool.run(train, 2, model, "sync", options, init=False, expect_errors=True, timeout=LIMIT)
     assert_refused(failures, "ValueError", words)
