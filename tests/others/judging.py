@@ -31,6 +31,9 @@ def judge(
     """The outcome of a case; arguments as `tests.zoo.outcome.judge`."""
     failed = of_errors(reports)
     if failed is not None:
+        crashed_in_replicas = failed.outcome == Outcome.CRASHED and layout.fallback == REPLICAS
+        if crashed_in_replicas and _messages(reports) == _messages(fallback()):
+            return Verdict(Outcome.BY_NATURE, "fails as under Lightning's DDP")
         return failed
     tolerance = TOLERANCES[entry.dtype]
     reports, (plain,) = _comparable(entry, reports), _comparable(entry, [plain])
@@ -50,6 +53,8 @@ def judge(
     else:
         beside, where = largest(reports, others, layout.shares)
     if not beside <= tolerance:
+        if layout.fallback == REPLICAS and [r.batches for r in reports] != [r.batches for r in others]:
+            return Verdict(Outcome.BY_NATURE, "each replica's loader draws samples of its own", deviation)
         said = f"from {PLAIN} by {deviation:.0e} and from {layout.fallback}, largest in {where}; warned: {warned}"
         return Verdict(Outcome.DIFFERENT, said, beside)
     if layout.fallback == REPLICAS:
@@ -57,6 +62,10 @@ def judge(
     if warned is None and not plain.draws:
         return Verdict(Outcome.DIFFERENT, f"as {layout.fallback}, without a warning", deviation)
     return Verdict(Outcome.BY_NATURE, Nature.DRAWS if plain.draws else f"warned: {warned}", deviation)
+
+
+def _messages(reports: list[Report]) -> list[str | None]:
+    return [report.error and report.error.message for report in reports]
 
 
 def _comparable(entry: Entry, reports: list[Report]) -> list[Report]:

@@ -141,7 +141,8 @@ and compared with one process. `make others` installs the packages, runs all of 
   checkpoint after each step that is compared, which completes the step, and then goes on for as many steps without.
 - *Different by nature*: the numbers are those of the same division of the batch without other ranks (one stage with the
   same microbatches, or Lightning's DDP), and under pipelines a step draws random numbers, or the strategy has warned.
+  Under *fully sharded* also: the module fails in replicas, with the error that it has under Lightning's DDP; or its
+  loader draws samples by itself. Under DDP all ranks draw the same ones then, here each replica draws its own.
 - *Refused*: an error of the strategy before the first update, of the same kind on all ranks. *DIFFERENT*: any other
-  difference, so one without a warning. Loaders that draw their samples by themselves, and so give other batches, count
-  as that, too.
+  difference, so one without a warning.
   *Crashed*: any other error. *Hang*: a rank that waits until the timeout."""

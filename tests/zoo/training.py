@@ -60,6 +60,7 @@ class Report:
         error: how the run ended, if not well.
         warnings: what lightning_parallel has warned of, where a run notes it.
         draws: whether a step draws random numbers, where a run notes it.
+        batches: a digest of each, where a run notes it.
     """
 
     losses: list[float] = field(default_factory=list)
@@ -70,6 +71,7 @@ class Report:
     error: Error | None = None
     warnings: list[str] = field(default_factory=list)
     draws: bool = False
+    batches: list[str] = field(default_factory=list)
 
 
 class Witness(Callback):
