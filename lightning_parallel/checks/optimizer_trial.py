@@ -280,6 +280,5 @@ def refuse_strange_parameters(module: nn.Module, optimizers: Sequence[Optimizer]
             if id(parameter) not in own:
                 raise ValueError(
                     f"{type(optimizer).__name__} has a parameter of shape {tuple(parameter.shape)} that isn't one of "
-                    f"the module's. Make the optimizer in configure_optimizers, after the module has been divided, of "
-                    f"self.parameters(). Register what else it has on the LightningModule, as an nn.Module."
+                    f"the module's. Register what holds it on the LightningModule, as an nn.Module."
                 )

@@ -85,6 +85,7 @@ FEATURES = {
     "clipping by norm": Feature(trainer={"gradient_clip_val": 0.05}),
     "clipping by value": Feature(trainer={"gradient_clip_val": 0.001, "gradient_clip_algorithm": "value"}),
     "groups": Feature(model={"groups": True}),
+    "early optimizer": Feature(model={"early": True}),
     "evaluation": Feature(trainer={"val_check_interval": 2}),  # in the middle of an epoch
     "all": Feature(
         {"groups": True},

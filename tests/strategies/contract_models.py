@@ -69,9 +69,10 @@ class Model(L.LightningModule):
 
     Args:
         groups: matrices decay, with a learning rate of their own; vectors don't; every third parameter is frozen.
+        early: the optimizer is made with the module.
     """
 
-    def __init__(self, groups: bool = False) -> None:
+    def __init__(self, groups: bool = False, early: bool = False) -> None:
         super().__init__()
         torch.manual_seed(7)
         self.groups = groups
@@ -79,6 +80,7 @@ class Model(L.LightningModule):
         if groups:
             for parameter in list(self.parameters())[1::3]:
                 parameter.requires_grad_(False)
+        self.early = self.make_optimizers() if early else None
 
     def build(self) -> None:
         raise NotImplementedError
@@ -102,6 +104,9 @@ class Model(L.LightningModule):
         return RecordingAdamW([decays, others], lr=1e-2, eps=1e-4)
 
     def configure_optimizers(self) -> Any:
+        return self.early or self.make_optimizers()
+
+    def make_optimizers(self) -> Any:
         optimizer = self.optimizer_of(*self.parameters())
         schedule = {"scheduler": StepLR(optimizer, 2, 0.5), "interval": "step"}
         return {"optimizer": optimizer, "lr_scheduler": schedule}
@@ -290,7 +295,7 @@ class TwoOptimizers(Model):
             schedule.step()
         self.log_dict({"fooled": fooled, "caught": caught}, on_step=True, on_epoch=True, sync_dist=True)
 
-    def configure_optimizers(self) -> Any:
+    def make_optimizers(self) -> Any:
         first = self.optimizer_of(*self.generator.parameters(), self.shift)
         optimizers = [first, self.optimizer_of(*self.discriminator.parameters())]
         return optimizers, [StepLR(optimizer, 2, 0.5) for optimizer in optimizers]

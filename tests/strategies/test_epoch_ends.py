@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from tests.pool import WorkerPool
 from tests.strategies.failures import assert_refused
 from tests.strategies.harness import Report, complete, here, joined, largest_difference, make_trainer
-from tests.strategies.observed import Net, loader
+from tests.strategies.observed import WIDTH, Net, loader
 
 
 class Scaled(Net):
@@ -96,10 +96,23 @@ class Outside(Scaled):
         return torch.optim.SGD([*self.parameters(), torch.nn.Parameter(torch.ones(2))], lr=0.2)
 
 
+class Stepped(Net):
+    """Its optimizer has made steps before the run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.optimizer = torch.optim.AdamW(self.parameters())
+        self.net(torch.ones(1, WIDTH)).sum().backward()
+        self.optimizer.step()
+
+    def configure_optimizers(self) -> Any:
+        return self.optimizer
+
+
 KINDS = (
     SetsAnOption, StepsAScheduler, SetsAnOptionAfterValidation, SetsANumber, SetsABuffer, Unfreezes, DividesByTheWorld,
 )  # fmt: skip
-MODULES = {kind.__name__: kind for kind in (*KINDS, Hooked, Outside)}
+MODULES = {kind.__name__: kind for kind in (*KINDS, Hooked, Outside, Stepped)}
 
 
 def train(kind: str, strategy: str, options: dict[str, Any]) -> tuple[Report, bool]:
@@ -132,3 +145,8 @@ def test_hooks_on_gradients_of_parameters_are_refused(pool: WorkerPool, strategy
 def test_parameters_that_the_module_lacks_are_refused(pool: WorkerPool) -> None:
     failures = pool.run(train, 2, "Outside", "sync", {"microbatches": 2}, init=False, expect_errors=True)
     assert_refused(failures, "ValueError", ["SGD", "shape (2,)"])
+
+
+def test_an_optimizer_that_has_made_steps_before_is_refused(pool: WorkerPool) -> None:
+    failures = pool.run(train, 2, "Stepped", "fsdp", {}, init=False, expect_errors=True)
+    assert_refused(failures, "ValueError", ["AdamW", "configure_optimizers"])
