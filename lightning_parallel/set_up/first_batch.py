@@ -10,7 +10,7 @@ loader of another kind than torch's, training goes on with that iterator (``read
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sized
 from contextlib import contextmanager
 from functools import partial
 from itertools import chain
@@ -118,8 +118,8 @@ def _first_batch(trainer: pl.Trainer, step: str) -> tuple[Any, bool]:
     """The first batch, and whether it is from one of several loaders, which are read one after another."""
     source = loader_source(trainer)
     loader = source.get()
-    # It gives each batch once: the first is put back. A CombinedLoader has an iterator's methods, too.
-    if isinstance(loader, Iterator) and not isinstance(loader, CombinedLoader):
+    # It gives each batch once: the first is put back. What has a length is a loader that is its own iterator.
+    if isinstance(loader, Iterator) and not isinstance(loader, Sized):
         first = next(loader, None)
         loader = chain([first], loader)
         source.hand_over(loader)

@@ -11,6 +11,7 @@ training goes on with::
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -65,7 +66,9 @@ class ReadAhead:
         if first and _moved(self._before, now).isdisjoint(map(_kind_of, self._drawn)):
             restore_random_state(self._drawn)
             yield from first
-            yield from self._iterator
+            with suppress(StopIteration):
+                while True:  # not `yield from`, which would rewind a loader that is its own iterator
+                    yield next(self._iterator)
             return
         if first:
             rank_zero_warn(

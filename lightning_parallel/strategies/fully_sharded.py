@@ -27,6 +27,7 @@ from typing import Any, TypeVar
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.callbacks import ModelSummary
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
@@ -40,7 +41,7 @@ from lightning_parallel.fully_sharded.units import check_dtypes, materialize, re
 from lightning_parallel.fully_sharded.uses import AssignmentsRefused, ModuleUses
 from lightning_parallel.gradients.swapping import add_gradients, swap_gradients
 from lightning_parallel.plan.layers import Layers, named_layers
-from lightning_parallel.private.lightning.launching import say_device
+from lightning_parallel.private.lightning.launching import callbacks_of, say_device
 from lightning_parallel.ranks.collectives import broadcast_tensors
 from lightning_parallel.ranks.local_model import LocalModel
 from lightning_parallel.ranks.writes import Writes
@@ -139,8 +140,7 @@ class FullyShardedStrategy(LayoutStrategy):
         if run.trains:
             self.replicas.begin(watch=False)
             if self._root is not None:
-                # Lightning's summary would call the module outside of a step. Without an example it has no sizes.
-                self._example, module.example_input_array = module.example_input_array, None
+                self._take_example(trainer)
                 self._at_end.callback(self._put_example_back)
             self._guard.begin([] if module.automatic_optimization else local.replicated.values())
             self._at_end.callback(self._guard.end)
@@ -215,6 +215,21 @@ class FullyShardedStrategy(LayoutStrategy):
             if next(module.parameters(), None) is None:
                 module.to(self.root_device)
         say_device(self.run.module, self.root_device)
+
+    def _take_example(self, trainer: pl.Trainer) -> None:
+        """Lightning's summary would call the module outside of a step. Without an example it has no sizes."""
+        module = self.run.module
+        example = module.example_input_array
+        if example is None or not any(isinstance(each, ModelSummary) for each in callbacks_of(trainer)):
+            return
+        try:
+            module.example_input_array = None
+        except AttributeError:
+            raise ValueError(
+                f"{type(module).__name__}.example_input_array is a property. Lightning's summary would call the module "
+                f"with it outside of a step, where parameters aren't gathered: use Trainer(enable_model_summary=False)."
+            ) from None
+        self._example = example
 
     def _put_example_back(self) -> None:
         if self._example is not None:

@@ -25,6 +25,9 @@ ROOMS = {  # module in rooms/: what its entries import
     "anomalib": ("anomalib",),
     "cellarium": ("cellarium",),
     "rl4co": ("rl4co",),
+    "collective_variables": ("mlcolvar",),
+    "terratorch": ("terratorch",),
+    "materials": ("matgl",),
 }
 
 

@@ -60,6 +60,27 @@ class Own:
             yield row[None]
 
 
+class ItsOwnIterator:
+    """A loader that rewinds itself, as mlcolvar's; with ``noise`` it draws."""
+
+    def __init__(self, *, noise: bool) -> None:
+        self.noise, self.place = noise, 0
+
+    def __len__(self) -> int:
+        return 3
+
+    def __iter__(self) -> ItsOwnIterator:
+        self.place = 0
+        return self
+
+    def __next__(self) -> Tensor:
+        if self.place == len(self):
+            raise StopIteration
+        self.place += 1
+        rows = ROWS[4 * self.place - 4 : 4 * self.place]
+        return rows + torch.rand(4, 2) if self.noise else rows
+
+
 class Random(torch.utils.data.Dataset[Tensor]):
     """Augments: draws whenever it is read."""
 
@@ -109,6 +130,8 @@ def loader(kind: str) -> Any:
         "own slices": lambda: Own(noise=False),
         "own noisy slices": lambda: Own(noise=True),
         "own anew": lambda: Own(noise=True, anew=True),
+        "its own iterator": lambda: ItsOwnIterator(noise=False),
+        "its own noisy iterator": lambda: ItsOwnIterator(noise=True),
         "two own": lambda: [Own(noise=True), Own(noise=True)],
         "several": lambda: {"a": DataLoader(ROWS, batch_size=4, shuffle=True), "b": DataLoader(ROWS, batch_size=4)},
     }
@@ -126,7 +149,7 @@ def trained(kind: str, strategy: Any) -> Net:
 
 @pytest.mark.parametrize("kind", [
     "plain", "shuffled", "own generator", "augmented", "stream", "generator", "several", "slices", "noisy slices",
-    "own slices", "own noisy slices", "own anew", "two own",
+    "own slices", "own noisy slices", "own anew", "its own iterator", "its own noisy iterator", "two own",
 ])  # fmt: skip
 def test_training_sees_the_batches_that_it_would_have_seen(kind: str) -> None:
     expected = trained(kind, "auto")

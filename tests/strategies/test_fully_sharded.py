@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from tests.pool import WorkerPool
+from tests.strategies.failures import assert_refused
 from tests.strategies.harness import (
     ALL,
     Report,
@@ -326,6 +327,22 @@ def summarised_and_copied() -> list[Any]:
 
 def test_a_module_is_summarised_before_training_and_not_copied_after(pool: WorkerPool) -> None:
     assert pool.run(summarised_and_copied, 2, init=False) == [[True] * 3] * 2
+
+
+class WithExamples(Blocks):
+    """Its example is a property."""
+
+    example_input_array = property(lambda self: torch.zeros(2, LENGTH, dtype=torch.int64))  # type: ignore[assignment]
+
+
+def summarised(summary: bool) -> None:
+    make_trainer("fsdp", [], {}, max_epochs=1, enable_model_summary=summary).fit(WithExamples(), Blocks.loader())
+
+
+def test_an_example_that_cannot_be_set_is_refused_where_a_summary_would_use_it(pool: WorkerPool) -> None:
+    pool.run(summarised, 2, False, init=False)
+    failures = pool.run(summarised, 2, True, init=False, expect_errors=True)
+    assert_refused(failures, "ValueError", ["example_input_array", "enable_model_summary=False"])
 
 
 class Fork(nn.Module):
