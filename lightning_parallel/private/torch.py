@@ -26,70 +26,16 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.optim import Optimizer
 
+# Names that others import from here.
 # Observing operators (recipes/traffic.py). Named as public by torch's own documentation, but its module is not.
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
 # Walking nested containers. torch has no public pytree; transformers registers its outputs with this one.
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+from torch.utils._pytree import tree_flatten as tree_flatten
+from torch.utils._pytree import tree_leaves as tree_leaves
+from torch.utils._pytree import tree_map as tree_map
+from torch.utils._pytree import tree_unflatten as tree_unflatten
 from torch.utils.hooks import RemovableHandle
-
-__all__ = [
-    "ATTENTION_ON_CPU",
-    "CommonScaler",
-    "METADATA_CLASSES",
-    "VALUE_OF",
-    "ThreadApart",
-    "asks_for_memory",
-    "TorchDispatchMode",
-    "abort_groups",
-    "boxed_group",
-    "buffers_of",
-    "default_group",
-    "default_store",
-    "dispatch_disabled",
-    "drawing_for_nothing",
-    "forget_meshes",
-    "forward_hooks",
-    "group_by_name",
-    "group_of_members",
-    "has_full_backward_hooks",
-    "has_gradient_hooks",
-    "has_hooks",
-    "hooks_beside",
-    "is_bound_to_device",
-    "is_compiled",
-    "is_zero_tensor",
-    "like_edge",
-    "make_parameter",
-    "makes_memory",
-    "memory_is_shared",
-    "modules_of",
-    "move_forward_hooks",
-    "norms_of",
-    "not_recorded",
-    "packed_tensor",
-    "parameters_of",
-    "saved_hooks",
-    "saved_tensor",
-    "saved_value",
-    "saves_tensors",
-    "scale_all",
-    "set_version",
-    "shallow_copy",
-    "shape_of_operand",
-    "shape_of_result",
-    "silent_group_of",
-    "subclass_functions_disabled",
-    "tree_flatten",
-    "tree_leaves",
-    "tree_map",
-    "tensors_in",
-    "tree_unflatten",
-    "version_of",
-    "where_created",
-    "wrapper_tensor",
-    "written_arguments",
-]
 
 T = TypeVar("T", bound=Tensor)
 
