@@ -5,7 +5,6 @@ A collective that breaks, because a rank died or stopped, raises :class:`PeerLos
 
 from __future__ import annotations
 
-import pickle
 import re
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
@@ -80,23 +79,16 @@ def _buckets(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
         yield bucket
 
 
-def broadcast_object(value: T | None, source: int, group: dist.ProcessGroup, device: torch.device) -> T:
+def broadcast_object(value: T | None, source: int, group: Group) -> T:
     """The object that global rank ``source`` passes, on all ranks of the group. It is pickled before any rank waits for
-    it. What other ranks pass is ignored. ``device`` is where the backend wants tensors.
+    it. What other ranks pass is ignored.
 
     Raises:
         PeerLostError: a rank has stopped.
     """
-    content = pickle.dumps(value) if dist.get_rank() == source else b""
-    length = torch.tensor([len(content)], device=device)
-    guarded(dist.broadcast, length, source, group)
-    if dist.get_rank() == source:
-        buffer = torch.frombuffer(bytearray(content), dtype=torch.uint8).to(device)
-    else:
-        buffer = torch.empty(int(length), dtype=torch.uint8, device=device)
-    guarded(dist.broadcast, buffer, source, group)
-    received: T = pickle.loads(buffer.cpu().numpy().tobytes())
-    return received
+    boxed: list[Any] = [value]
+    guarded(dist.broadcast_object_list, boxed, source, group)
+    return boxed[0]
 
 
 def reduce_tensor(tensor: Tensor, group: dist.ProcessGroup, operation: Any) -> Tensor:
@@ -165,20 +157,10 @@ def decided_by_first(group: Group, decide: Callable[[], T]) -> T:
     """
     if not dist.is_initialized():
         return decide()
-    error: Exception | None = None
-    boxed: list[Any] = [None]
-    if dist.get_rank(group) == 0:
-        try:
-            boxed = [(None, decide())]
-        except Exception as caught:  # any: it is raised below, when the other ranks know
-            error, boxed = caught, [(_report(caught), None)]
+    own = decide if dist.get_rank(group) == 0 else lambda: None
+    boxed: list[Any] = [together(group, own)]
     guarded(dist.broadcast_object_list, boxed, group=group, group_src=0)
-    if error is not None:
-        raise error
-    report, result = boxed[0]
-    if report is not None:
-        raise report[0](report[1])
-    return result
+    return boxed[0]
 
 
 def together(group: Group, action: Callable[[], T]) -> T:

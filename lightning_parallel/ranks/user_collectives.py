@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_parallel.private.torch import default_group
-from lightning_parallel.ranks.collectives import guarded, reduce_tensor
+from lightning_parallel.ranks.collectives import broadcast_object, guarded, reduce_tensor
 from lightning_parallel.ranks.groups import Groups
 from lightning_parallel.ranks.layout import Layout
 
@@ -105,9 +105,7 @@ class Collectives:
     def broadcast(self, value: T, source: int) -> T:
         if self._is_trial:
             return value
-        boxed = [value]
-        guarded(dist.broadcast_object_list, boxed, source)
-        return boxed[0]
+        return broadcast_object(value, source, None)
 
     def decide(self, decision: bool, all: bool) -> bool:
         """A decision of all ranks together: True if all of them say so, or if any does."""

@@ -122,7 +122,7 @@ class LastStage:
             self._publish(name)
         if spreads:
             group = self._run.groups.along("pipeline")
-            changes = broadcast_object(changes, self._run.last_rank, group, self._run.device)
+            changes = broadcast_object(changes, self._run.last_rank, group)
             if not self._layout.is_last_stage:
                 hook_changes.make(changes, module, optimizers)
 

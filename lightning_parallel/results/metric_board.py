@@ -52,7 +52,7 @@ class MetricBoard:
         places = [*own, *outputs]
         sent = ([_detached(place) for place in places], trainer.should_stop) if is_source else None
         group = self._run.groups.along("pipeline")
-        metrics, stop = broadcast_object(sent, self._run.last_rank, group, self._run.device)
+        metrics, stop = broadcast_object(sent, self._run.last_rank, group)
         if is_source:
             return
         for place, values in zip(places, metrics, strict=True):

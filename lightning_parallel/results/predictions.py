@@ -55,7 +55,7 @@ def share_predictions(run: Run) -> None:
         replicas = gather_objects(shares, groups.along("data"))
         limit = trainer.limit_predict_batches if isinstance(trainer.limit_predict_batches, int) else None
         everything = [_of_one_process(of_replicas)[:limit] for of_replicas in zip(*replicas, strict=True)]
-    everything = broadcast_object(everything, maker, groups.model, run.device)
+    everything = broadcast_object(everything, maker, groups.model)
     for own, whole in zip(of_loaders, everything, strict=True):
         own[:] = whole
 

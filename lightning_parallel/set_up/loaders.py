@@ -111,9 +111,9 @@ class SameBatches:
 
     def agree(self) -> None:
         """Give all ranks of the replica the generators of its first one. All of them call it."""
-        run, group = self._run, self._run.groups.model
+        group = self._run.groups.model
         if group.size() > 1:
-            restore_random_state(broadcast_object(random_state(), dist.get_global_rank(group, 0), group, run.device))
+            restore_random_state(broadcast_object(random_state(), dist.get_global_rank(group, 0), group))
 
     def check(self, batch: Any, index: int) -> None:
         """Called with each training batch and its index in the epoch.

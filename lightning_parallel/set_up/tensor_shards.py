@@ -69,7 +69,7 @@ class TensorShards:
                     group.size(),
                     announce=rank_zero_info,
                     make_run=make_run,
-                    agreed=lambda found: broadcast_object(found, 0, world, device),  # replicas try batches of their own
+                    agreed=lambda found: broadcast_object(found, 0, world),  # replicas try batches of their own
                 ),
             )
             self._region = ShardedRegion(group.rank(), device)

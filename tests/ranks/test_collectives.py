@@ -137,7 +137,7 @@ def exchanged() -> dict[str, Any]:
     return {
         "all": gather_objects(rank, None),
         "first": gather_objects_on_first(rank, None),
-        "object": broadcast_object({"from": rank}, 2, world, torch.device("cpu")),
+        "object": broadcast_object({"from": rank}, 2, world),
         "mean": [reduce_tensor(tensor.clone(), world, "mean").tolist() for tensor in numbers],
         "max": reduce_tensor(numbers[0].clone(), world, "max").tolist(),
         "sum": reduce_tensor(numbers[0].clone(), world, dist.ReduceOp.SUM).tolist(),
