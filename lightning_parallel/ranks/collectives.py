@@ -135,7 +135,7 @@ def gather_if_different(value: T, group: Group) -> list[T]:
         return [value]
     boxed = [value]
     guarded(dist.broadcast_object_list, boxed, group=group, group_src=0)
-    return gather_objects(value, group) if _any(boxed[0] != value, group) else boxed
+    return boxed if highest(group, int(boxed[0] != value)) == [0] else gather_objects(value, group)
 
 
 def gather_objects_on_first(value: T, group: Group) -> list[T] | None:
@@ -183,7 +183,7 @@ def together(group: Group, action: Callable[[], T]) -> T:
         raise
     except Exception as caught:  # any: it is raised below, when the other ranks know
         error = caught
-    if not _any(error is not None, group):
+    if highest(group, int(error is not None)) == [0]:
         return result
     reports = gather_objects(None if error is None else _report(error), group)
     if error is not None:
@@ -200,10 +200,14 @@ def _report(error: Exception) -> tuple[type[Exception], str]:
     return kind, f"rank {dist.get_rank()}: {words}"
 
 
-def _any(vote: bool, group: Group) -> bool:
-    """Is ``vote`` true on any rank? Each rank sends one number; objects exchanged between all ranks would grow with the
-    square of their number."""
+def highest(group: Group, *numbers: int) -> list[int]:
+    """The highest that any rank passes, of each number. Each rank sends these alone; objects exchanged between all
+    ranks would grow with the square of their number.
+
+    Raises:
+        PeerLostError: a rank has stopped.
+    """
     device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
-    votes = torch.tensor(int(vote), device=device)
-    guarded(dist.all_reduce, votes, dist.ReduceOp.MAX, group=group)
-    return bool(votes)
+    found = torch.tensor(numbers, device=device)
+    guarded(dist.all_reduce, found, dist.ReduceOp.MAX, group=group)
+    return found.tolist()

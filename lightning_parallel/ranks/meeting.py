@@ -16,11 +16,10 @@ import math
 from collections.abc import Sequence
 from datetime import timedelta
 
-import torch
 import torch.distributed as dist
 
 from lightning_parallel.private.torch import group_of_members
-from lightning_parallel.ranks.collectives import guarded
+from lightning_parallel.ranks.collectives import highest
 
 _IN_ONE_RING = 64  # ranks; an estimate of where shorter rings save more than a second collective costs
 
@@ -47,10 +46,9 @@ class Meeting:
         Raises:
             PeerLostError: a rank has stopped.
         """
-        number = torch.tensor([mine])
         for group in self._groups:
-            guarded(dist.all_reduce, number, dist.ReduceOp.MAX, group)
-        return int(number)
+            [mine] = highest(group, mine)
+        return mine
 
 
 def row_and_column(rank: int, ranks: int, longest_row: int) -> list[list[int]]:

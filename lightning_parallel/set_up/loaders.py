@@ -10,7 +10,6 @@ from itertools import product
 from typing import Any
 
 import lightning.pytorch as pl
-import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.seed import pl_worker_init_function
 from lightning_utilities.core.rank_zero import rank_zero_warn
@@ -19,7 +18,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from lightning_parallel.batch import fingerprint
 from lightning_parallel.private.lightning.replaced import replaced
-from lightning_parallel.ranks.collectives import broadcast_object, guarded
+from lightning_parallel.ranks.collectives import broadcast_object, highest
 from lightning_parallel.ranks.layout import Layout
 from lightning_parallel.ranks.run import Run
 from lightning_parallel.seeding import random_state, restore_random_state
@@ -127,10 +126,8 @@ class SameBatches:
             return
         self._has_checked = True
         number = fingerprint(batch)
-        both = torch.tensor([number, -number], device=self._run.device)
-        guarded(dist.all_reduce, both, dist.ReduceOp.MAX, group=self._run.groups.model)
-        highest, lowest = both.tolist()
-        if highest != -lowest:
+        most, least = highest(self._run.groups.model, number, -number)
+        if most != -least:
             raise RuntimeError(
                 f"The ranks of one replica see different batches: their batches {index} differ. Every stage and every "
                 f"tensor rank must load the same samples in the same order: seed the sampler with "
