@@ -58,11 +58,6 @@ class ProcessOptions:
     def __post_init__(self) -> None:
         check(self)
 
-    @property
-    def wait(self) -> timedelta:
-        """The timeout as a ``timedelta``."""
-        return self.timeout if isinstance(self.timeout, timedelta) else timedelta(seconds=self.timeout)
-
 
 @dataclass(frozen=True, kw_only=True)
 class StagedOptions(ProcessOptions):

@@ -204,7 +204,8 @@ class LayoutStrategy(ParallelStrategy):
     @property
     def timeout(self) -> timedelta:
         """How long a rank waits for another one."""
-        return self.options.wait
+        wait = self.options.timeout
+        return wait if isinstance(wait, timedelta) else timedelta(seconds=wait)
 
     @property
     def batches_ahead(self) -> int:
