@@ -193,10 +193,9 @@ class PipelineStrategy(StagedStrategy):
 
     @override
     def activation_bytes(self) -> int:
-        parts, layout = self.stage.partition, self.layout
-        actions = self._lists(self._usual_microbatches())[layout.stage]
-        fully_sharded = self.options.data_parallel_kind == "fully_shard" and layout.size("data") > 1
-        return most_held(actions, parts.held, None if fully_sharded else parts.computed)
+        parts = self.stage.partition
+        actions = self._lists(self._usual_microbatches())[self.layout.stage]
+        return most_held(actions, parts.held, parts.computed if self._stages.fully_sharded is None else None)
 
     # -- a batch -------------------------------------------------------------------------------------------------
 
