@@ -23,12 +23,13 @@ from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_parallel.batch import batch_size, split
+from lightning_parallel.batch import split
 from lightning_parallel.passes import first_pass
 from lightning_parallel.private.lightning.data import before_batch_transfer, loader_source, mode_of
 from lightning_parallel.results.logs import trial
 from lightning_parallel.seeding import TorchGenerators, host_generators_kept
 from lightning_parallel.set_up.read_ahead import ReadAhead
+from lightning_parallel.set_up.splitting import samples_of
 
 _FEW = 4  # samples
 
@@ -85,11 +86,8 @@ def trial_of(trainer: pl.Trainer, module: pl.LightningModule) -> Callable[[], No
 
 
 def _few_samples(batch: Any) -> Any:
-    try:
-        size = batch_size(batch)
-    except ValueError:  # whatever it is, the step takes it
-        return batch
-    return split(batch, -(-size // _FEW))[0]
+    size = samples_of(batch)
+    return batch if size is None else split(batch, -(-size // _FEW))[0]  # whatever it is, the step takes it
 
 
 @contextmanager

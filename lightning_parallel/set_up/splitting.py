@@ -56,7 +56,7 @@ class Splitting:
                     f"split= returned {len(parts)} parts of a batch for {count} microbatches: it has to return at "
                     f"least one, and at most so many."
                 )
-            known = [_samples(part) for part in parts]
+            known = [samples_of(part) for part in parts]
             self.counts_samples = None not in known
             return parts, [size or _guess(part) for size, part in zip(known, parts, strict=True)]
         if not self._whole:
@@ -70,7 +70,7 @@ class Splitting:
                 rank_zero_warn(f"{problem} Until then each batch is one microbatch, for which stages wait.")
             else:
                 return self._equal_parts(batch, size, first)
-        return [batch], [_samples(batch) or _guess(batch)]
+        return [batch], [samples_of(batch) or _guess(batch)]
 
     def _equal_parts(self, batch: Any, size: int, first: bool) -> tuple[list[Any], list[int]]:
         wanted = self._options.microbatches
@@ -84,7 +84,8 @@ class Splitting:
         return split(batch, count), sizes(size, count)
 
 
-def _samples(batch: Any) -> int | None:
+def samples_of(batch: Any) -> int | None:
+    """The number of samples in a batch; None if its samples don't lie along dimension 0 of all tensors."""
     try:
         return batch_size(batch)
     except ValueError:

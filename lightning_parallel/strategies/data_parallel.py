@@ -27,7 +27,6 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import nn
 from typing_extensions import override
 
-from lightning_parallel.batch import batch_size
 from lightning_parallel.callbacks.defaults import bring_along
 from lightning_parallel.checkpoint.agreement import first_few
 from lightning_parallel.checks.manual import networks
@@ -38,6 +37,7 @@ from lightning_parallel.private.lightning.launching import launched_by_make_laun
 from lightning_parallel.private.lightning.metrics import set_device
 from lightning_parallel.results.log_joins import LogJoins
 from lightning_parallel.results.logs import LogRecorder, logging_through
+from lightning_parallel.set_up.splitting import samples_of
 from lightning_parallel.settings import SET_BY_TRAINER, Auto, check, takes
 
 LossOn = Literal["replicas", "output_device"]
@@ -198,7 +198,7 @@ class DataParallelStrategy(SingleDeviceStrategy):
         def forward(path: str, part: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
             calls.remove()  # in the replicas too, which are copied here
             try:
-                if path and not _is_batch((args, kwargs)):
+                if path and samples_of((args, kwargs)) is None:
                     return part.forward(*args, **kwargs)
                 self._shared_calls += 1
                 return self._on_replicas(part, lambda replica, s: replica.forward(*s[0], **s[1]), (args, kwargs))
@@ -242,11 +242,3 @@ class DataParallelStrategy(SingleDeviceStrategy):
 
 
 _ONE_PROCESS = "DataParallelStrategy runs all replicas in one process, on one machine."
-
-
-def _is_batch(call: Any) -> bool:
-    try:
-        batch_size(call)
-    except ValueError:
-        return False
-    return True
