@@ -4,7 +4,7 @@ itself it sees one rank's gradients only."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 
 import torch
 import torch.distributed as dist
@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from lightning_parallel.gradients.clipping import clip_by_norm, clip_by_value
 from lightning_parallel.gradients.hook_watch import GradientWatch
+from lightning_parallel.private.lightning.replaced import replaced
 from lightning_parallel.private.torch import CommonScaler
 from lightning_parallel.ranks.local_model import LocalModel
 
@@ -24,16 +25,17 @@ def install_clipping(
     *,
     counts: Callable[[str], bool],
     replicas: dist.ProcessGroup,
-    parts: dist.ProcessGroup | None,
+    parts: dist.ProcessGroup,
     device: torch.device,
     watch: GradientWatch | None,
-) -> None:
-    """Make the plugin clip as :func:`~lightning_parallel.gradients.clipping.clip_by_norm` does.
+) -> Callable[[], None]:
+    """Make the plugin clip as :func:`~lightning_parallel.gradients.clipping.clip_by_norm` does. Returns a function that
+    undoes this.
 
     Args:
         counts: tells whether this rank's copy of a parameter, by name, enters the norm.
         replicas: the ranks over which fully sharded parameters are divided.
-        parts: the ranks whose gradients make one norm; None if each rank has them all.
+        parts: the ranks whose gradients make one norm.
         watch: paused while the plugin clips.
     """
     paused = nullcontext if watch is None else watch.paused
@@ -49,8 +51,10 @@ def install_clipping(
         with paused():
             clip_by_value(list(plugin.main_params(optimizer)), clip_val)
 
-    plugin.clip_grad_by_norm = by_norm  # type: ignore[method-assign, assignment]
-    plugin.clip_grad_by_value = by_value  # type: ignore[method-assign]
+    put_back = ExitStack()
+    put_back.callback(replaced(plugin, "clip_grad_by_norm", by_norm))
+    put_back.callback(replaced(plugin, "clip_grad_by_value", by_value))
+    return put_back.close
 
 
 def share_overflows(plugin: Precision, device: torch.device) -> None:

@@ -328,13 +328,11 @@ class LayoutStrategy(ParallelStrategy):
         local: LocalModel,
         *,
         counts: Callable[[str], bool] = lambda name: True,
-        norm_group: dist.ProcessGroup | None = None,
     ) -> None:
         """Take this rank's part of the divided model: move it to its device, and make the optimizers for it.
 
         Args:
             counts: tells whether this rank's copy of a parameter, by name, enters the norm for clipping.
-            norm_group: the ranks whose gradients make one norm; None if each rank has them all.
         """
         run = self.run
         one = self.options.checkpoint == "file" or (self.options.checkpoint == "auto" and self.layout.world_size == 1)
@@ -360,17 +358,23 @@ class LayoutStrategy(ParallelStrategy):
             move_optimizers(self.optimizers, self.root_device)
             if self.groups.model.size() > 1:
                 self._watch = GradientWatch(run.module, local.parameters.values(), self.precision_plugin)
-                self._at_end.callback(self.end_watch)
-        install_clipping(
+                self._at_end.callback(self._watch.close)
+        clips_as_before = install_clipping(
             self.precision_plugin,
             local,
             counts=counts,
             replicas=self.groups.along("data"),
-            parts=norm_group,
+            parts=self.norm_group,
             device=self.root_device,
             watch=self._watch,
         )
+        self._at_end.callback(clips_as_before)
         self._start_table.tell(run, self.holding, local, self.optimizers)
+
+    @property
+    def norm_group(self) -> dist.ProcessGroup:
+        """The ranks whose gradients make one norm for clipping."""
+        return self.groups.model
 
     def holding(self) -> Holding:
         """This rank's part of the model, as the table at the start describes it."""
@@ -428,12 +432,6 @@ class LayoutStrategy(ParallelStrategy):
         them."""
         if self._watch is not None:
             self._watch.begin()
-
-    def end_watch(self) -> None:
-        """Stop watching gradients for the rest of the run."""
-        if self._watch is not None:
-            self._watch.close()
-            self._watch = None
 
     # -- buffers -------------------------------------------------------------------------------------------------
 
@@ -618,7 +616,8 @@ class LayoutStrategy(ParallelStrategy):
     def on_exception(self, exception: BaseException) -> None:
         """Save nothing any more, and close the connections. When this process ends, the other ranks end within seconds,
         wherever they wait."""
-        self.end_watch()
+        if self._watch is not None:
+            self._watch.close()
         if self._held is not None and not (self.saves_as_lightning and self.layout.world_size == 1):
             self.checkpoints.have_failed = True
         background, self._joined = self._background, None  # nothing may refer to a group that is destroyed
@@ -639,6 +638,6 @@ class LayoutStrategy(ParallelStrategy):
         """Make the module as it was before the run, except that each rank has its part only. Every strategy's
         ``teardown`` calls it, also after an error."""
         self._at_end.close()
-        self._same_batches = None
+        self._same_batches = self._watch = None
         if self._background is not None:
             self._background.finish()

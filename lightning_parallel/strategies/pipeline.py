@@ -22,7 +22,6 @@ from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
-import torch.distributed as dist
 from lightning_utilities.core.rank_zero import rank_zero_info
 from typing_extensions import override
 
@@ -139,11 +138,6 @@ class PipelineStrategy(StagedStrategy):
     @override
     def counts(self, name: str) -> bool:
         return self._shards.counts(name) and self._stages.counts(name)
-
-    @property
-    @override
-    def norm_group(self) -> dist.ProcessGroup:
-        return self.groups.model
 
     @override
     def gradient_factor(self) -> Number:

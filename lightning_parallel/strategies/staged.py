@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
-import torch.distributed as dist
 from torch import nn
 from typing_extensions import override
 
@@ -129,11 +128,6 @@ class StagedStrategy(LayoutStrategy):
     def counts(self, name: str) -> bool:
         """Does this rank's copy of a parameter enter the norm for clipping?"""
 
-    @property
-    @abstractmethod
-    def norm_group(self) -> dist.ProcessGroup:
-        """The ranks over which this norm is taken."""
-
     def make_versions(self) -> Weights | None:
         """The weights that the engine's forwards read; None for the module's own parameters."""
         return None
@@ -171,7 +165,7 @@ class StagedStrategy(LayoutStrategy):
             ),
         )
         local = self._stages.local_model(self._shards.shards)
-        self.hold(local, counts=self.counts, norm_group=self.norm_group)
+        self.hold(local, counts=self.counts)
         share_overflows(self.precision_plugin, run.device)
 
         # Make equal what several ranks hold.

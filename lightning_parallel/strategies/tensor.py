@@ -91,7 +91,7 @@ class TensorParallelStrategy(LayoutStrategy):
         self._shards.divide(module, groups.along("tensor"), run.device, partial(trial_of, trainer, module))
         configure_part(module)
         local = LocalModel.of(module, self._shards.shards)
-        self.hold(local, counts=self._shards.counts, norm_group=groups.model)
+        self.hold(local, counts=self._shards.counts)
         share_overflows(self.precision_plugin, run.device)
         self.replicas.copy_parameters()
         self._shards.begin(local, groups.along("tensor"), automatic=module.automatic_optimization)

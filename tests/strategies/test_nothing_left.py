@@ -54,3 +54,16 @@ def what_many_leave(strategy: str) -> tuple[dict[str, Any], dict[str, Any]]:
 def test_each_trainer_leaves_as_much_as_the_one_before(pool: WorkerPool, strategy: str) -> None:
     for first, last in pool.run(what_many_leave, 2, strategy, init=False):
         assert first == last
+
+
+def methods_left_on_the_plugin(strategy: str) -> list[str]:
+    kind = ALL["Mixed"]
+    trainer = make_trainer(strategy, [], {}, max_epochs=1, limit_train_batches=1, gradient_clip_val=1.0)
+    trainer.fit(kind(), kind.loader())
+    return [name for name, value in vars(trainer.precision_plugin).items() if callable(value)]
+
+
+@pytest.mark.parametrize("strategy", ["sync", "async", "tensor", "fsdp"])
+def test_a_precision_plugin_gets_its_methods_back(pool: WorkerPool, strategy: str) -> None:
+    """A Trainer with another strategy may be given the same plugin."""
+    assert pool.run(methods_left_on_the_plugin, 2, strategy, init=False) == [[]] * 2
