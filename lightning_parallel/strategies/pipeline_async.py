@@ -100,7 +100,6 @@ class AsyncPipelineStrategy(StagedStrategy):
     @takes(AsyncPipelineOptions)
     def __init__(self, options: AsyncPipelineOptions) -> None:
         super().__init__(options)
-        self._microbatches_wanted = options.microbatches
         self._late = LateGradients(options.weights, options.correction, options.lr_discount, options.extra_in_flight)
         self._training: AsynchronousTraining | None = None
         self._steps = False  # does the optimizer step after the batch that runs?
@@ -146,8 +145,8 @@ class AsyncPipelineStrategy(StagedStrategy):
 
     def _updates_microbatches(self) -> int:
         """The number of microbatches of an update, as far as it is known before the first batch."""
-        if self._microbatches_wanted != "auto":
-            return self._microbatches_wanted * self._accumulation
+        if self.options.microbatches != "auto":
+            return self.options.microbatches * self._accumulation
         return self._late.wanted_microbatches(self.layout.stages)
 
     @override
