@@ -154,7 +154,7 @@ class StagedStrategy(LayoutStrategy):
             refuse_evaluation(module)
 
         splitting = Splitting(self.options, self.automatic_microbatches)
-        self._at_end.callback(self._refuse_calls)
+        self._at_end.callback(lambda: self._part.begin(filter(_has_absent_ones, module.modules())))
         self._at_end.callback(self._stages.end)
         self._stages.take(
             run,
@@ -328,9 +328,6 @@ class StagedStrategy(LayoutStrategy):
     def end_run(self) -> None:
         self._at_work = None  # with its sending threads
         super().end_run()
-
-    def _refuse_calls(self) -> None:
-        self._part.begin(part for part in self.run.module.modules() if _has_absent_ones(part))
 
 
 def _has_absent_ones(module: nn.Module) -> bool:
