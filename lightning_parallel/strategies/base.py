@@ -442,6 +442,7 @@ class LayoutStrategy(ParallelStrategy):
 
     @override
     def on_validation_start(self) -> None:
+        self.drain()
         self.share_buffers()
 
     @override
@@ -525,6 +526,7 @@ class LayoutStrategy(ParallelStrategy):
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The module's ``state_dict()``, of which each rank has its part; :meth:`save_checkpoint` joins the parts. It
         is the first call of a save, on all ranks."""
+        self.drain()
         if self._joined is not None:
             self.collectives.meet("A checkpoint")
         self.share_buffers()
@@ -581,7 +583,8 @@ class LayoutStrategy(ParallelStrategy):
             self._background.finish()
 
     def drain(self) -> None:
-        """Finish the batches that are in flight. All ranks call it after the same batch."""
+        """Finish what stages have begun of later batches, until nothing is in flight. All ranks call it after the same
+        batch."""
 
     # -- collectives ---------------------------------------------------------------------------------------------
     # Before the processes have joined, and after an error, this rank is alone.

@@ -240,31 +240,16 @@ class StagedStrategy(LayoutStrategy):
 
     # -- where stages meet ---------------------------------------------------------------------------------------
 
-    @abstractmethod
-    def drain(self) -> None:
-        """Finish what stages have begun of later batches, until nothing is in flight. Every rank calls it after the
-        same batch."""
-
     def _before_meeting(self, hook: str) -> None:
         """Drain before the stages exchange metrics at the end of this hook: it may do so after a batch or an epoch."""
         if hook in ("on_train_batch_end", "on_train_epoch_end"):
             self.drain()
-
-    @override
-    def on_validation_start(self) -> None:
-        self.drain()
-        super().on_validation_start()
 
     @property
     @override
     def holds_all(self) -> bool:
         in_parts = self.options.data_parallel_kind == "fully_shard" and self.layout.size("data") > 1
         return super().holds_all and not in_parts
-
-    @override
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        self.drain()  # the first call of a save, on all ranks
-        return super().lightning_module_state_dict()
 
     # -- evaluation ----------------------------------------------------------------------------------------------
 
