@@ -384,8 +384,8 @@ def not_recorded() -> Iterator[None]:
 
 
 def silent_group_of(ranks: Sequence[int]) -> dist.ProcessGroup:
-    """A group in which nothing is sent, known to this rank alone: each collective is over at once. ``ranks`` are global
-    ones in ascending order, this rank among them."""
+    """A group in which nothing is sent, known to this rank alone: each collective is over at once, and each rank gets
+    its own values back. ``ranks`` are global ones in ascending order, this rank among them. It is made once."""
     import torch.testing._internal.distributed.fake_pg  # noqa: F401  (makes the backend known)
 
     return group_of_members(ranks, None, "fake")

@@ -11,7 +11,7 @@ from itertools import pairwise
 import torch
 import torch.distributed as dist
 
-from lightning_parallel.private.torch import group_of_members, silent_group_of
+from lightning_parallel.private.torch import group_of_members
 from lightning_parallel.ranks.layout import Layout, Placement
 
 
@@ -78,11 +78,6 @@ class Groups:
         """The group of some ranks for tensors in host memory, so that no host waits for a GPU. Over gloo it is that of
         :meth:`joining`; over NCCL it is a gloo group of its own, made once. It is called as :meth:`joining` is."""
         return self._group(ranks, "gloo", "on the host") if self._over_nccl else self.joining(ranks)
-
-    def silent(self, axis: str) -> dist.ProcessGroup:
-        """A group like that of this rank along an axis, in which nothing is sent: each rank gets its own values back. A
-        rank may use it alone. It is made once."""
-        return silent_group_of(sorted(self._layout.peers(axis)))
 
     def _group(self, ranks: Iterable[int], backend: str | None = None, purpose: str = "") -> dist.ProcessGroup:
         members = sorted(ranks)

@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_parallel.private.torch import default_group
+from lightning_parallel.private.torch import default_group, silent_group_of
 from lightning_parallel.ranks.collectives import broadcast_object, guarded, reduce_tensor
 from lightning_parallel.ranks.groups import Groups
 from lightning_parallel.ranks.layout import Layout
@@ -79,7 +79,7 @@ class Collectives:
         before = self.inside, self._is_trial
         self.inside, self._is_trial = "the step", True
         try:
-            with default_group(self._groups.silent("data")):
+            with default_group(silent_group_of(sorted(self._layout.peers("data")))):
                 yield
         finally:
             self.inside, self._is_trial = before
