@@ -4,10 +4,10 @@ ended."""
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import ExitStack
 from typing import Any, NoReturn
 
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 
 def configure_part(module: nn.Module) -> None:
@@ -33,22 +33,10 @@ def configure_part(module: nn.Module) -> None:
         hook()
 
 
-class PartOfModel:
-    """Refuses calls of modules that work only while a Trainer runs."""
-
-    def __init__(self) -> None:
-        self._hooks: list[RemovableHandle] = []
-
-    def begin(self, modules: Iterable[nn.Module]) -> None:
-        """Refuse calls of these modules from now on. Called when a Trainer has ended."""
-        self.end()
-        self._hooks = [module.register_forward_pre_hook(_refuse) for module in modules]
-
-    def end(self) -> None:
-        """Allow calls again. Called when a Trainer begins."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
+def refuse_calls(modules: Iterable[nn.Module], until: ExitStack) -> None:
+    """Refuse calls of modules that work only while a Trainer runs, until the stack is closed."""
+    for module in modules:
+        until.callback(module.register_forward_pre_hook(_refuse).remove)
 
 
 def refuse_copies(module: nn.Module) -> None:

@@ -126,6 +126,7 @@ class LayoutStrategy(ParallelStrategy):
         self._same_batches: loaders.SameBatches | None = None
         self._watch: GradientWatch | None = None  # where ranks hold parts of the model
         self._at_end = ExitStack()  # undoes what set-up has done, in reverse order
+        self._at_next_run = ExitStack()  # undoes what the end of a run has done
 
     # -- which rank this is --------------------------------------------------------------------------------------
 
@@ -287,6 +288,7 @@ class LayoutStrategy(ParallelStrategy):
     def prepare(self, trainer: pl.Trainer) -> Run:
         """Begin a run: the accelerator, the precision, metrics. Its module is whole and unmoved."""
         assert self.accelerator is not None and self.lightning_module is not None
+        self._at_next_run.close()
         self._run = run = Run(
             trainer,
             self.lightning_module,

@@ -46,7 +46,7 @@ from lightning_parallel.ranks.collectives import broadcast_tensors
 from lightning_parallel.ranks.local_model import LocalModel
 from lightning_parallel.ranks.writes import Writes
 from lightning_parallel.set_up.options import ProcessOptions
-from lightning_parallel.set_up.part_of_model import PartOfModel, configure_part
+from lightning_parallel.set_up.part_of_model import configure_part, refuse_calls
 from lightning_parallel.settings import Auto, Count, takes
 from lightning_parallel.strategies.base import LayoutStrategy
 
@@ -113,7 +113,6 @@ class FullyShardedStrategy(LayoutStrategy):
         self._units: list[FSDPModule] = []  # all of them, the root too
         self._uses: ModuleUses | None = None
         self._writes: dict[bool, Writes] = {}  # in training, and in evaluation
-        self._part = PartOfModel()
         self._guard = BackwardGuard()
         self._example: Any = None  # the module's example_input_array, until training starts
 
@@ -122,7 +121,6 @@ class FullyShardedStrategy(LayoutStrategy):
     @override
     def setup(self, trainer: pl.Trainer) -> None:
         # Parameters that evaluation gathered are used again in training, where tensors made in inference mode fail.
-        self._part.end()
         epochs = trainer.fit_loop.epoch_loop
         for loop in (epochs.val_loop, trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
             loop.inference_mode = False
@@ -295,7 +293,7 @@ class FullyShardedStrategy(LayoutStrategy):
     def teardown(self) -> None:
         self.end_run()
         if self._root is not None:
-            self._part.begin(_outside_units(self._root))
+            refuse_calls(_outside_units(self._root), self._at_next_run)
         # Lightning's, without the move of the module to the CPU, from where fully_shard would not bring it back.
         assert self.cluster_environment is not None and self.accelerator is not None
         self.cluster_environment.teardown()

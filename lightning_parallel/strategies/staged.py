@@ -44,7 +44,7 @@ from lightning_parallel.set_up.cutting import agreed_partition
 from lightning_parallel.set_up.dry_runs import DryRuns
 from lightning_parallel.set_up.first_batch import trial_of
 from lightning_parallel.set_up.options import StagedOptions
-from lightning_parallel.set_up.part_of_model import PartOfModel
+from lightning_parallel.set_up.part_of_model import refuse_calls
 from lightning_parallel.set_up.splitting import Splitting
 from lightning_parallel.set_up.stages import Stages, refuse_evaluation, refuse_training
 from lightning_parallel.set_up.tensor_shards import TensorShards
@@ -79,7 +79,6 @@ class StagedStrategy(LayoutStrategy):
         self._shards = TensorShards(options.plan, options.sequence_parallel, self.disk_offload)
         self._stages = Stages(options)
         self._timeline = Timeline(enabled=options.timeline)
-        self._part = PartOfModel()
         self._at_work: _AtWork | None = None
 
     @property
@@ -142,7 +141,6 @@ class StagedStrategy(LayoutStrategy):
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
-        self._part.end()
         run = self.prepare(trainer)
         module, groups = run.module, run.groups
 
@@ -154,7 +152,7 @@ class StagedStrategy(LayoutStrategy):
             refuse_evaluation(module)
 
         splitting = Splitting(self.options, self.automatic_microbatches)
-        self._at_end.callback(lambda: self._part.begin(filter(_has_absent_ones, module.modules())))
+        self._at_end.callback(lambda: refuse_calls(filter(_has_absent_ones, module.modules()), self._at_next_run))
         self._at_end.callback(self._stages.end)
         self._stages.take(
             run,
