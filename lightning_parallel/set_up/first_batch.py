@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_parallel.batch import split
 from lightning_parallel.passes import first_pass
-from lightning_parallel.private.lightning.data import before_batch_transfer, loader_source, mode_of
+from lightning_parallel.private.lightning.data import LoaderSource, before_batch_transfer, mode_of
 from lightning_parallel.results.logs import trial
 from lightning_parallel.seeding import TorchGenerators, host_generators_kept
 from lightning_parallel.set_up.read_ahead import ReadAhead
@@ -114,7 +114,7 @@ def as_in(trainer: pl.Trainer, module: pl.LightningModule) -> Iterator[None]:
 
 def _first_batch(trainer: pl.Trainer, step: str) -> tuple[Any, bool]:
     """The first batch, and whether it is from one of several loaders, which are read one after another."""
-    source = loader_source(trainer)
+    source = LoaderSource(trainer)
     loader = source.get()
     # It gives each batch once: the first is put back. What has a length is a loader that is its own iterator.
     if isinstance(loader, Iterator) and not isinstance(loader, Sized):

@@ -44,12 +44,12 @@ from lightning_parallel.gradients.hook_watch import GradientWatch, refuse_hooks_
 from lightning_parallel.gradients.precision_plugin import install_clipping
 from lightning_parallel.private.lightning.data import take_back_loaders
 from lightning_parallel.private.lightning.launching import (
+    ScriptLauncher,
     asked_weights_only,
     callbacks_of,
     launched_by_make_launcher,
     layer_sync_of,
     move_optimizers,
-    script_launcher,
 )
 from lightning_parallel.private.torch import group_of_members
 from lightning_parallel.ranks import process_group
@@ -239,7 +239,7 @@ class LayoutStrategy(ParallelStrategy):
                 f"sync_batchnorm=True: under {type(self).__name__} BatchNorm normalises over one microbatch or "
                 f"one replica's samples. Leave the setting out, or use strategy='ddp'."
             )
-        return script_launcher(self.cluster_environment, self.num_processes, self.num_nodes)
+        return ScriptLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
 
     def set_world_ranks(self) -> None:
         """Set this process's rank in the cluster environment and in Lightning's helpers."""

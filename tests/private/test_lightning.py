@@ -85,14 +85,14 @@ def test_launched_by_make_launcher_is_called_once_while_a_trainer_is_made() -> N
 
 def test_script_launcher_starts_processes_by_script() -> None:
     """Otherwise a user's script would not be started for each device."""
-    launcher = lightning_private.launching.script_launcher(LightningEnvironment(), 3, 2)
+    launcher = lightning_private.launching.ScriptLauncher(LightningEnvironment(), 3, 2)
     assert (launcher.num_processes, launcher.num_nodes, launcher.is_interactive_compatible) == (3, 2, False)
 
 
 def test_asked_weights_only_is_what_the_call_was_given() -> None:
     """Otherwise a checkpoint with more than plain values could not be resumed from: Lightning drops the argument."""
     strategy = SingleDeviceStrategy()
-    strategy._launcher = lightning_private.launching.script_launcher(LightningEnvironment(), 1, 1)  # type: ignore[assignment]
+    strategy._launcher = lightning_private.launching.ScriptLauncher(LightningEnvironment(), 1, 1)  # type: ignore[assignment]
     assert lightning_private.launching.asked_weights_only(strategy) is None
     run = trainer(strategy=strategy)
     for method in (run._fit_impl, run._validate_impl, run._test_impl, run._predict_impl):
@@ -159,7 +159,7 @@ def test_loader_source_gives_loaders_and_takes_them_back_once() -> None:
 
     class Looks(SingleDeviceStrategy):
         def setup(self, trainer: L.Trainer) -> None:
-            source = lightning_private.data.loader_source(trainer)
+            source = lightning_private.data.LoaderSource(trainer)
             assert len(source.get()) == 3
             source.hand_over(DataLoader(torch.ones(1, 1)))
             super().setup(trainer)
@@ -171,7 +171,7 @@ def test_loader_source_gives_loaders_and_takes_them_back_once() -> None:
 
     class Fails(Looks):
         def setup(self, trainer: L.Trainer) -> None:
-            source = lightning_private.data.loader_source(trainer)
+            source = lightning_private.data.LoaderSource(trainer)
             source.hand_over([])
             lightning_private.data.take_back_loaders(trainer)
             late.extend(source.get())

@@ -13,8 +13,8 @@ from lightning.pytorch.utilities import CombinedLoader
 class LoaderSource:
     """Where the loop that a Trainer is about to run gets its loaders from: the loop's private ``_data_source``."""
 
-    def __init__(self, source: Any) -> None:
-        self._source = source
+    def __init__(self, trainer: pl.Trainer) -> None:
+        self._source: Any = trainer._active_loop._data_source  # type: ignore[union-attr]
 
     def get(self) -> Any:
         """The loaders as the user returns or passes them. How they were made is recorded: Lightning makes them anew
@@ -30,11 +30,6 @@ class LoaderSource:
             return loaders if self._source.instance is instance else self._source.dataloader()
 
         self._source.dataloader = dataloader
-
-
-def loader_source(trainer: pl.Trainer) -> LoaderSource:
-    """The source of the loop that the Trainer is about to run."""
-    return LoaderSource(trainer._active_loop._data_source)  # type: ignore[union-attr]
 
 
 def take_back_loaders(trainer: pl.Trainer) -> None:

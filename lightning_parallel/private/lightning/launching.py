@@ -37,7 +37,10 @@ def launched_by_make_launcher(strategy: S) -> S:
     return strategy
 
 
-class _ScriptLauncher(_SubprocessScriptLauncher):
+class ScriptLauncher(_SubprocessScriptLauncher):
+    """Starts a script once more for each further process, as Lightning's own strategies do. It keeps what the Trainer's
+    call was given as ``weights_only``."""
+
     weights_only: bool | None = None
 
     def launch(self, function: Any, *args: Any, **kwargs: Any) -> Any:
@@ -46,14 +49,9 @@ class _ScriptLauncher(_SubprocessScriptLauncher):
         return super().launch(function, *args, **kwargs)
 
 
-def script_launcher(environment: ClusterEnvironment, processes: int, nodes: int) -> Any:
-    """The launcher that starts a script once more for each further process, as Lightning's own strategies do."""
-    return _ScriptLauncher(environment, processes, nodes)
-
-
 def asked_weights_only(strategy: Strategy) -> bool | None:
     """What ``Trainer.fit(weights_only=...)``, or another call of the Trainer's, was given. Lightning doesn't hand it to
-    a strategy that loads a checkpoint after its set-up; a :func:`script_launcher` sees the call's arguments."""
+    a strategy that loads a checkpoint after its set-up; a :class:`ScriptLauncher` sees the call's arguments."""
     return getattr(strategy.launcher, "weights_only", None)
 
 
