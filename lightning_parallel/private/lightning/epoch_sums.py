@@ -19,12 +19,8 @@ def _states(metric: Metric) -> dict[str, dict[str, Any]]:
     for name, part in metric.named_modules():
         if isinstance(part, Metric):
             counts = {counter: getattr(part, counter) for counter in _COUNTERS if hasattr(part, counter)}
-            states[name] = _on(torch.device("cpu"), part.metric_state) | counts
+            states[name] = move_data_to_device(part.metric_state, torch.device("cpu")) | counts
     return states
-
-
-def _on(device: torch.device, state: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: move_data_to_device(value, device) for name, value in state.items()}
 
 
 def epoch_sums(trainer: pl.Trainer) -> dict[str, dict[str, Any]]:
@@ -62,5 +58,5 @@ def continue_sums(trainer: pl.Trainer, sums: Mapping[str, Mapping[str, Any]]) ->
         results[key]._forward_cache = None  # of no step yet
         parts = dict((results[key] if is_tensor else value).named_modules())
         for name in saved["states"].keys() & parts.keys():
-            for attribute, content in _on(device, saved["states"][name]).items():
+            for attribute, content in move_data_to_device(saved["states"][name], device).items():
                 setattr(parts[name], attribute, content)
