@@ -11,7 +11,7 @@ another one with copies from which gradients flow back. Metrics aren't copied: u
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -21,6 +21,7 @@ from torch.nn.parameter import is_lazy
 from torchmetrics import Metric, MetricCollection
 
 from lightning_parallel.batch import batch_size, join_outputs, mapped, split
+from lightning_parallel.private.lightning.replaced import replaced
 from lightning_parallel.private.torch import buffers_of, is_compiled, modules_of, parameters_of, shallow_copy
 from lightning_parallel.values import same_value
 
@@ -146,11 +147,8 @@ def _metrics_take_all_devices(model: nn.Module) -> Iterator[None]:
         args, kwargs = mapped((args, kwargs), lambda tensor: tensor.to(metric.device))
         return own(*args, **kwargs)
 
-    metrics = {module: module.update for module in model.modules() if isinstance(module, Metric)}
-    for metric, own in metrics.items():
-        vars(metric)["update"] = partial(update, metric, own)
-    try:
+    with ExitStack() as put_back:
+        for metric in model.modules():
+            if isinstance(metric, Metric):
+                put_back.callback(replaced(metric, "update", partial(update, metric, metric.update)))
         yield
-    finally:
-        for metric, own in metrics.items():
-            vars(metric)["update"] = own
