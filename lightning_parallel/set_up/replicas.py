@@ -39,11 +39,6 @@ class Replicas:
         self._factor: Callable[[], Number] = lambda: 1.0
         self._hooks: list[RemovableHandle] = []
 
-    @property
-    def averages(self) -> bool:
-        """Are gradients averaged?"""
-        return self._averager is not None
-
     def copy_parameters(self) -> None:
         """Copy the first replica's parameters and buffers. So a script needs no seed for its initial weights."""
         broadcast_tensors(self._local.replicated.values(), self._first, self._group)

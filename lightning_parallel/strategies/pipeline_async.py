@@ -183,7 +183,7 @@ class AsyncPipelineStrategy(StagedStrategy):
             self.local_model.parameters,
             self._late.weights,
             corrected=self._late.correction_factor(layout.stages, layout.stage, 1) > 0,
-            grown=self._gradient_grown if self.replicas.averages else None,
+            grown=self._gradient_grown if layout.size("data") > 1 else None,
         )
         self._training = AsynchronousTraining(
             self.run,
