@@ -159,9 +159,7 @@ class Layout:
         """The global rank at a coordinate, given by axis name. On axes that aren't given, it is this rank's."""
         rank, stride = 0, 1
         for axis, size in zip(self.axes, self.sizes, strict=True):
-            index = indices.pop(axis.name, None)
-            if index is None:
-                index = self.index(axis.name)
+            index = indices.pop(axis.name, self.index(axis.name))
             rank += stride * (size - 1 - index if axis.backwards else index)
             stride *= size
         if indices:
