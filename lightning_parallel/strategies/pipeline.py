@@ -218,9 +218,8 @@ class PipelineStrategy(StagedStrategy):
         gradients = self.replicas.averaged(swap_gradients(parameters, earlier))
         self._gradients = self._stages.summed_shared(self._shards.completed(gradients))
 
-        if not layout.is_last_stage:
-            return self.last_stage.after_step(None)
-        return self.last_stage.after_step(microbatches.joined(outputs, self._loss, recorder))
+        joined = microbatches.joined(outputs, self._loss, recorder) if layout.is_last_stage else None
+        return self.last_stage.after_step(joined)
 
     @override
     @contextmanager

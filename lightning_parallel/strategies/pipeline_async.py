@@ -252,9 +252,8 @@ class AsyncPipelineStrategy(StagedStrategy):
         actions = self.training.feed(engine, len(work), ends_update=self._steps)
         with microbatches.recorded(recorder):
             outputs = engine.run(actions, work, update=self.training.update, endless=True)
-        if not self.layout.is_last_stage:
-            return self.last_stage.after_step(None)
-        return self.last_stage.after_step(microbatches.joined(outputs, loss, recorder))
+        joined = microbatches.joined(outputs, loss, recorder) if self.layout.is_last_stage else None
+        return self.last_stage.after_step(joined)
 
     @override
     def make_gradients(self, backward: Callable[[], None]) -> None:
