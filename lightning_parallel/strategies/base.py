@@ -625,13 +625,12 @@ class LayoutStrategy(ParallelStrategy):
             self._watch.close()
         if self._held is not None and not (self.saves_as_lightning and self.layout.world_size == 1):
             self.checkpoints.have_failed = True
-        background, self._joined = self._background, None  # nothing may refer to a group that is destroyed
-        if background is not None:
+        if self._background is not None:
             try:
-                background.finish()
+                self._background.finish()
             except RuntimeError as error:  # the exception ends the run, whatever came of the save
                 rank_zero_warn(str(error))
-        del background
+        self._joined = None  # nothing may refer to a group that is destroyed
         process_group.close()
 
     @override

@@ -301,10 +301,9 @@ class StagedStrategy(LayoutStrategy):
     @override
     def on_exception(self, exception: BaseException) -> None:
         # The engine holds the connections. Neighbours notice the error only when these are closed.
-        at_work, self._at_work = self._at_work, None
-        if at_work is not None:
-            at_work.last_stage.outcomes.end()  # a callback that saves reads metrics, for which none is to wait any more
-        del at_work
+        if self._at_work is not None:
+            self.last_stage.outcomes.end()  # a callback that saves reads metrics, for which none is to wait any more
+        self._at_work = None
         super().on_exception(exception)
 
     @override
