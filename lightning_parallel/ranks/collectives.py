@@ -79,15 +79,15 @@ def _buckets(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
         yield bucket
 
 
-def broadcast_object(value: T | None, source: int, group: Group) -> T:
-    """The object that global rank ``source`` passes, on all ranks of the group. It is pickled before any rank waits for
-    it. What other ranks pass is ignored.
+def broadcast_object(value: T | None, source: int | None, group: Group) -> T:
+    """The object that global rank ``source`` passes (None: the group's first rank), on all ranks of the group. It is
+    pickled before any rank waits for it. What other ranks pass is ignored.
 
     Raises:
         PeerLostError: a rank has stopped.
     """
     boxed: list[Any] = [value]
-    guarded(dist.broadcast_object_list, boxed, source, group)
+    guarded(dist.broadcast_object_list, boxed, source, group, group_src=0 if source is None else None)
     return boxed[0]
 
 
@@ -133,9 +133,8 @@ def gather_if_different(value: T, group: Group) -> list[T]:
     """
     if not dist.is_initialized():
         return [value]
-    boxed = [value]
-    guarded(dist.broadcast_object_list, boxed, group=group, group_src=0)
-    return boxed if highest(group, int(boxed[0] != value)) == [0] else gather_objects(value, group)
+    first = broadcast_object(value, None, group)
+    return [first] if highest(group, int(first != value)) == [0] else gather_objects(value, group)
 
 
 def gather_objects_on_first(value: T, group: Group) -> list[T] | None:
@@ -158,9 +157,7 @@ def decided_by_first(group: Group, decide: Callable[[], T]) -> T:
     if not dist.is_initialized():
         return decide()
     own = decide if dist.get_rank(group) == 0 else lambda: None
-    boxed: list[Any] = [together(group, own)]
-    guarded(dist.broadcast_object_list, boxed, group=group, group_src=0)
-    return boxed[0]
+    return broadcast_object(together(group, own), None, group)
 
 
 def together(group: Group, action: Callable[[], T]) -> T:

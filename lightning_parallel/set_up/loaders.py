@@ -10,7 +10,6 @@ from itertools import product
 from typing import Any
 
 import lightning.pytorch as pl
-import torch.distributed as dist
 from lightning.fabric.utilities.seed import pl_worker_init_function
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.utils.data import DataLoader, IterableDataset
@@ -108,7 +107,7 @@ class SameBatches:
         """Give all ranks of the replica the generators of its first one. All of them call it."""
         group = self._run.groups.model
         if group.size() > 1:
-            restore_random_state(broadcast_object(random_state(), dist.get_global_rank(group, 0), group))
+            restore_random_state(broadcast_object(random_state(), None, group))
 
     def check(self, batch: Any, index: int) -> None:
         """Called with each training batch and its index in the epoch.
