@@ -137,7 +137,7 @@ class PipelineStrategy(StagedStrategy):
 
     @override
     def counts(self, name: str) -> bool:
-        return self._shards.counts(name) and self._stages.counts(name)
+        return super().counts(name) and self._stages.counts(name)
 
     @override
     def gradient_factor(self) -> Number:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -125,18 +125,10 @@ class AsyncPipelineStrategy(StagedStrategy):
     def check_partition(self, partition: Partition) -> None:
         _refuse_ties(self.run.module, partition)
 
-    @override
-    def counts(self, name: str) -> bool:
-        return self._shards.counts(name)
-
     @property
     @override
     def norm_group(self) -> dist.ProcessGroup:
         return self.groups.along("tensor")  # of this stage alone: its update is not that of others
-
-    @override
-    def completing(self, chunk: int) -> AbstractContextManager[None]:
-        return self.replicas.completing()
 
     @property
     @override

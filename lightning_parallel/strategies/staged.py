@@ -16,7 +16,7 @@ Training differs: see ``pipeline.py`` and ``pipeline_async.py``. The parts, in t
 from __future__ import annotations
 
 from abc import abstractmethod
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -123,9 +123,9 @@ class StagedStrategy(LayoutStrategy):
     def check_partition(self, partition: Partition) -> None:
         """Refuse a partition that can't be trained."""
 
-    @abstractmethod
     def counts(self, name: str) -> bool:
         """Does this rank's copy of a parameter enter the norm for clipping?"""
+        return self._shards.counts(name)
 
     def make_versions(self) -> Weights | None:
         """The weights that the engine's forwards read; None for the module's own parameters."""
@@ -133,7 +133,7 @@ class StagedStrategy(LayoutStrategy):
 
     def completing(self, chunk: int) -> AbstractContextManager[None]:
         """A context around the backward that completes a chunk's gradients of an update."""
-        return nullcontext()
+        return self.replicas.completing()
 
     def gradient_factor(self) -> Number:
         """The number by which the gradients are multiplied that a batch's backwards have added up."""
