@@ -53,12 +53,12 @@ class Runner:
         plain = self._plain(room, entry)
         try:
             reports = self._train(room, entry, layout)
+            layers = reports[0].layers  # a layer that is cut inside draws other random numbers
+            return self.judge(
+                entry, layout, reports, plain, lambda: self._reference(room, entry, layout.fallback or "", layers)
+            )
         except WorkerError as error:
             return _lost(error)
-        layers = reports[0].layers  # a layer that is cut inside draws other random numbers
-        return self.judge(
-            entry, layout, reports, plain, lambda: self._reference(room, entry, layout.fallback or "", layers)
-        )
 
     def _plain(self, room: str, entry: Entry) -> Report:
         (plain,) = self._reference(room, entry, layouts.PLAIN)
