@@ -80,6 +80,7 @@ class Stage:
         self._running: dict[str, tuple[int, Call | None]] = {}
         self._announced: Counter[str] = Counter()  # calls of wrapped units that have passed their hooks
         held = {id(p) for name, p in module.named_parameters() if index in partition.owners[name]}
+        held |= {id(b) for name, b in module.named_buffers() if index in partition.buffers.get(name, ())}
         for name, unit in self._units.items():
             if name not in self._own:
                 make_absent(unit, partial(_name_of_parameter, name), device, kept=held)

@@ -26,7 +26,7 @@ Modules without parameters and state run everywhere, except in an open ``nn.Sequ
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
+from itertools import chain, pairwise
 
 from torch import nn
 
@@ -243,6 +243,7 @@ class Candidate:
             operations=self._summed(chunk_of, [call.operations for call in calls]),
             held=self._summed(chunk_of, [call.returned if recompute else call.computed for call in calls]),
             computed=self._summed(chunk_of, [call.computed for call in calls]),
+            buffers=self._buffers_read(read, running),
         )
 
     def _summed(self, chunk_of: Sequence[int], values: Sequence[int]) -> tuple[int, ...]:
@@ -264,9 +265,22 @@ class Candidate:
             for name, source in sources:
                 held[source] |= held[name]
 
+    def _buffers_read(
+        self, read: Mapping[str, set[int]], running: Mapping[str, set[int]]
+    ) -> dict[str, tuple[int, ...]]:
+        """The stages of the buffers that the code around their units reads. One that its unit changes isn't among
+        them: elsewhere it would stay as it is."""
+        found: dict[str, tuple[int, ...]] = {}
+        for name in dict(self._module.named_buffers()).keys() & read.keys() - self.seen.own_updates.keys():
+            unit = next((unit for unit in running if name.startswith(f"{unit}.")), None)
+            if unit is not None:
+                found[name] = tuple(sorted({self._placement[chunk] for chunk in running[unit] | read[name]}))
+        return found
+
     def _read_outside(self, chunk_of: Sequence[int]) -> Mapping[str, set[int]]:
-        """The chunks in which the code around the units reads a parameter, by its name."""
-        names = {origin_of_parameter(name): name for name, _ in self._module.named_parameters(remove_duplicate=False)}
+        """The chunks in which the code around the units reads a parameter or a buffer, by its name."""
+        tensors = chain(self._module.named_parameters(remove_duplicate=False), self._module.named_buffers())
+        names = {origin_of_parameter(name): name for name, _ in tensors}
         read: dict[str, set[int]] = {}
         reads = [*zip((call.needs for call in self.seen.calls), chunk_of, strict=True)]
         for needs, chunk in [*reads, (self.seen.end, self._chunks - 1)]:

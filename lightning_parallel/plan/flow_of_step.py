@@ -201,9 +201,9 @@ class _Flows:
         holders, stage = self._partition.holders_of(name), self._stage(chunk)
         if stage not in holders:
             raise FlowError(
-                f"{consumer} on stage {stage} reads parameter '{name}', which is on stage {holders[0]}. The pipeline "
-                f"was cut by another step, which doesn't read it there: read it in that step too, or only inside its "
-                f"module."
+                f"{consumer} on stage {stage} reads '{name}', which is on stage {holders[0]}. A buffer that its layer "
+                f"changes can be read in the layer only. Anything else must be read in the step by which the pipeline "
+                f"was cut (the first), too."
             )
 
     def _need_update(self, update: Update) -> None:

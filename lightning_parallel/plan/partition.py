@@ -7,7 +7,7 @@ same. What runs is described by chunk, what is held by stage.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import nn
 
@@ -34,6 +34,7 @@ class Partition:
         operations: floating-point ones, of the forward of each chunk, on a microbatch.
         held: the bytes that each chunk holds of a microbatch from its forward to its backward: an estimate.
         computed: the bytes of all that each chunk computes in its forward.
+        buffers: the stages that hold each buffer which the step reads outside its unit.
     """
 
     layers: tuple[str, ...]
@@ -50,6 +51,7 @@ class Partition:
     operations: tuple[int, ...]
     held: tuple[int, ...]
     computed: tuple[int, ...]
+    buffers: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
     @classmethod
     def whole(cls, module: nn.Module) -> Partition:
@@ -118,8 +120,8 @@ class Partition:
 
     def holders_of(self, name: str) -> tuple[int, ...]:
         """The stages that hold a parameter or a buffer."""
-        if name in self.owners:
-            return self.owners[name]
+        if name in self.owners or name in self.buffers:
+            return (self.owners | self.buffers)[name]
         return next((self.stages_with(unit) for unit in self.units if name.startswith(f"{unit}.")), self.everywhere)
 
     @property

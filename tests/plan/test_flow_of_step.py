@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -505,7 +506,37 @@ def test_a_parameter_that_only_another_kind_of_step_reads_elsewhere_is_named() -
 
     stage = stage_of(Reads(), 2, 1)
     stage.module.validating = True  # type: ignore[assignment]
-    with pytest.raises(RuntimeError, match="the end of the step on stage 1 reads parameter 'stem.weight', which is on"):
+    with pytest.raises(RuntimeError, match="the end of the step on stage 1 reads .stem.weight., which is on"):
+        stage.flow_of(lambda: step(stage.module))
+
+
+class Counts(nn.Linear):
+    """Changes one of its buffers, and only reads the other."""
+
+    def __init__(self) -> None:
+        super().__init__(3, 6)
+        self.register_buffer("count", torch.zeros(()))
+        self.register_buffer("scale", torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count.add_(x.abs().max())
+        return super().forward(x) * self.scale
+
+
+@pytest.mark.parametrize("name", ["scale", "count"])
+def test_a_buffer_is_where_the_step_reads_it_unless_its_layer_changes_it(name: str) -> None:
+    class Reads(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.stem = Counts()
+
+        def step(self, x: Tensor) -> Tensor:
+            return super().step(x) / getattr(self.stem, name)
+
+    stage = stage_of(Reads(), 2, 1)
+    assert stage.partition.holders_of(f"stem.{name}") == ((0, 1) if name == "scale" else (0,))
+    changed = pytest.raises(RuntimeError, match="count")
+    with changed if name == "count" else nullcontext():
         stage.flow_of(lambda: step(stage.module))
 
 

@@ -232,22 +232,39 @@ class TwoTerms(Model):
         return F.mse_loss(rebuilt, batch["x"]) + 0.1 * divergence
 
 
+class Standardised(nn.Module):
+    """Its buffers are read again where the step undoes what it does."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.randn(width))
+        self.register_buffer("deviation", torch.rand(width) + 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x - self.mean) / self.deviation
+
+    def inverse(self, x: Tensor) -> Tensor:
+        return x * self.deviation + self.mean
+
+
 class Loose(Model):
-    """Parameters that belong to no layer: one before the first, one after the last, one that is never used."""
+    """Parameters that belong to no layer: one before the first, one after the last, one that is never used. Buffers of
+    the first layer that the step reads after the last."""
 
     def build(self) -> None:
         self.embedding = nn.Embedding(TOKENS, 12)
         self.position = nn.Parameter(torch.randn(LENGTH, 12) * 0.1)
         self.unused = nn.Parameter(torch.ones(3))
         self.temperature = nn.Parameter(torch.ones(()))
+        self.standardised = Standardised(12)
         self.mlps = nn.ModuleList(nn.Sequential(*layers(12, 24, 12)) for _ in range(3))
         self.head = nn.Linear(12, TOKENS)
 
     def loss(self, batch: Any) -> Tensor:
-        hidden = self.embedding(batch["tokens"]) + self.position
+        hidden = self.standardised(self.embedding(batch["tokens"])) + self.position
         for mlp in self.mlps:
             hidden = 0.9 * hidden + mlp(hidden)
-        logits = self.head(hidden) / self.temperature
+        logits = self.head(self.standardised.inverse(hidden)) / self.temperature
         return F.cross_entropy(logits.flatten(0, 1), batch["tokens"].flatten())
 
 
