@@ -28,7 +28,7 @@ def masked(batch_size: int) -> Any:
 
 
 def entry(name: str, make: Any, loader: Any = labelled, **settings: Any) -> Entry:
-    return Entry(name, "torchgeo", make, loader, validates=False, **settings)
+    return Entry(name, "torchgeo", make, loader, **settings)
 
 
 ENTRIES = (
@@ -39,7 +39,7 @@ ENTRIES = (
           lambda size: named(size, image=normal(3, 32, 32), label=normal(1))),
     entry("segmentation", lambda: SemanticSegmentationTask("unet", "resnet18", num_classes=3), masked),
     entry("change detection", lambda: ChangeDetectionTask("unet", "resnet18", in_channels=3),
-          lambda size: named(size, image=normal(2, 3, 64, 64), mask=classes(2, 64, 64))),
+          lambda size: named(size, image=normal(2, 3, 64, 64), mask=classes(2, 1, 64, 64))),
     entry("simclr", lambda: SimCLRTask("resnet18", hidden_dim=16, output_dim=8, memory_bank_size=0)),
     entry("moco", lambda: MoCoTask("resnet18", hidden_dim=16, output_dim=8, memory_bank_size=0)),
     entry("byol", lambda: BYOLTask("resnet18")),
