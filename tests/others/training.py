@@ -106,8 +106,16 @@ def _fit(entry: Any, layout: Layout, report: Report, layers: tuple[str, ...]) ->
 
 
 def _digest(batch: Any) -> str:
-    values = [leaf.detach().cpu().numpy().tobytes() for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor)]
+    values = [tensor.detach().cpu().numpy().tobytes() for tensor in _tensors(batch)]
     return hashlib.blake2b(b"".join(values), digest_size=8).hexdigest()
+
+
+def _tensors(batch: Any) -> Iterator[torch.Tensor]:
+    for leaf in tree_leaves(batch):
+        if isinstance(leaf, torch.Tensor):
+            yield leaf
+        elif hasattr(leaf, "__dict__"):  # an object of the package's own
+            yield from _tensors(vars(leaf))
 
 
 def _drawn() -> Any:

@@ -142,6 +142,8 @@ def largest(reports: list[Report], reference: list[Report], shares: bool) -> tup
     missing = sorted(weights.keys() - held)
     if missing:
         return math.inf, f"{missing[0]}, which no rank holds"
+    if not deviations:
+        return math.inf, "nothing"
     where = max(deviations, key=deviations.__getitem__)
     return deviations[where], where
 
