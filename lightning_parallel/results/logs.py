@@ -6,7 +6,7 @@ import inspect
 from collections import Counter
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from numbers import Real
 from typing import Any
@@ -32,20 +32,14 @@ class _Call:
         step_value: what the last forward of a metric object returned.
         weight: the size of the microbatch.
         given: the user's ``batch_size=``.
+        options: the other arguments.
     """
 
     value: Any
     step_value: Any
     weight: int
     given: int | None
-
-
-@dataclass(slots=True)
-class _Entry:
-    """The n-th calls with one name, one for each microbatch, and the other arguments of the first."""
-
     options: dict[str, Any]
-    calls: list[_Call] = field(default_factory=list)
 
 
 _LOG = inspect.signature(pl.LightningModule.log)
@@ -75,25 +69,24 @@ class LogRecorder:
     or minimum. Objects of torchmetrics keep their own state and are passed on once: their value over the epoch is that
     of all samples, and their value of this step is the weighted mean of the microbatches'. A name that a step logs
     twice is logged twice.
+
+    Args:
+        joins: has seen earlier batches.
+        whole: gives the arguments of the calls of ``self.log`` for the whole batch, by name; None if nothing does.
+        known: the names for which it gives values.
     """
 
-    def __init__(self, joins: LogJoins | None = None) -> None:
-        self._joins = LogJoins() if joins is None else joins
-        self._whole: Callable[[], Mapping[str, Mapping[str, Any]]] | None = None
-        self._known: Container[str] = ()
+    def __init__(
+        self,
+        joins: LogJoins | None = None,
+        whole: Callable[[], Mapping[str, Mapping[str, Any]]] | None = None,
+        known: Container[str] = (),
+    ) -> None:
+        self._joins, self._whole, self._known = joins or LogJoins(), whole and cache(whole), known
         self._weight = 1
         self._times = Counter[str]()  # that the running microbatch has logged a name
-        self._entries: dict[tuple[str, int], _Entry] = {}
-
-    def tell(
-        self,
-        joins: LogJoins,
-        whole: Callable[[], Mapping[str, Mapping[str, Any]]] | None,
-        known: Container[str],
-    ) -> None:
-        """Pass on what is known of the batch: the joins of earlier batches, and ``whole``, which gives the arguments of
-        the calls of ``self.log`` for the whole batch, by name; their values are known for the names in ``known``."""
-        self._joins, self._whole, self._known = joins, whole and cache(whole), known
+        # The n-th calls with one name, one for each microbatch.
+        self._calls: dict[tuple[str, int], list[_Call]] = {}
 
     def begin(self, weight: int) -> None:
         """A microbatch of this size begins its step."""
@@ -107,8 +100,8 @@ class LogRecorder:
         # A copy, as Lightning makes: the step may change the tensor afterwards. Detached, or graphs would pile up.
         kept = value.detach().clone() if isinstance(value, Tensor) else value
         self._times[name] += 1
-        entry = self._entries.setdefault((name, self._times[name]), _Entry(options))
-        entry.calls.append(_Call(kept, step_value(value), self._weight, given))
+        calls = self._calls.setdefault((name, self._times[name]), [])
+        calls.append(_Call(kept, step_value(value), self._weight, given, options))
 
     def replay(
         self,
@@ -126,12 +119,12 @@ class LogRecorder:
             rules: by name, the ways in which values follow from those of microbatches, as far as they are known.
             as_loss: weigh other values as the losses too, since the microbatches' sizes aren't known.
         """
-        entries, self._entries = self._entries, {}
+        recorded, self._calls = self._calls, {}
         known = rules or {}
-        for (name, _), entry in entries.items():
-            values = [call.value for call in entry.calls]
-            sizes = [call.weight for call in entry.calls]
-            given = [call.given for call in entry.calls if call.given is not None]
+        for (name, _), calls in recorded.items():
+            values = [call.value for call in calls]
+            sizes = [call.weight for call in calls]
+            given = [call.given for call in calls if call.given is not None]
             weights: Sequence[Number] = sizes
             size = sum(sizes)
             if as_loss and loss is not None and len(loss.weights) == len(values):
@@ -142,27 +135,27 @@ class LogRecorder:
             if loss is not None and (rule is Rule.COUNTS or (name not in known and loss.are(values))):
                 weights = loss.weights if len(loss.weights) == len(values) else weights
                 rule = Rule.SUM if loss.is_sum else Rule.COUNTS
-            whole = self._of_whole(name, "value") if name in self._known and (name, 2) not in entries else None
-            log(name, self._joined(name, entry, weights, rule, whole), batch_size=size, **entry.options)
+            whole = self._of_whole(name, "value") if name in self._known and (name, 2) not in recorded else None
+            log(name, self._joined(name, calls, weights, rule, whole), batch_size=size, **calls[0].options)
 
     def _joined(
         self,
         name: str,
-        entry: _Entry,
+        calls: Sequence[_Call],
         weights: Sequence[Number],
         rule: Rule | None,
         whole: Callable[[], Any] | None,
     ) -> Any:
-        values = [call.value for call in entry.calls]
+        values = [call.value for call in calls]
         if not all(isinstance(value, Tensor | Real) for value in values):
-            step_values = [call.step_value for call in entry.calls]
+            step_values = [call.step_value for call in calls]
             if all(isinstance(value, Tensor) and value.numel() == 1 for value in step_values):
                 # The metric's forward kept the value of the last microbatch.
                 set_step_value(values[-1], weighted_mean(step_values, weights))
             return values[-1]
         if not all(isinstance(value, Real) or value.numel() == 1 for value in values):
             return values[-1]  # which Lightning refuses, in its own words
-        return self._joins.join(name, values, weights, entry.options["reduce_fx"], rule, whole)
+        return self._joins.join(name, values, weights, calls[0].options["reduce_fx"], rule, whole)
 
     def _of_whole(self, name: str, argument: str) -> Callable[[], Any] | None:
         """Gives an argument of the call for the whole batch."""

@@ -65,6 +65,7 @@ class Microbatches:
         self._dry_runs, self._means, self._last_stage = dry_runs, means, last_stage
         self._watch = BatchWatch()
         self._joins = LogJoins()
+        self._recorder = LogRecorder()  # of the batch that is running
         self._effects = StepEffects(run)
         self._mixing = SampleMixing(run, last_stage, stage.partition)
         self.once = OnceABatch(run.module)
@@ -73,7 +74,7 @@ class Microbatches:
         self._is_first_batch = True
 
     def of(
-        self, arguments: tuple[Any, ...], recorder: LogRecorder, *, scale: float = 1.0, first: int = 0
+        self, arguments: tuple[Any, ...], *, scale: float = 1.0, first: int = 0
     ) -> tuple[dict[int, Microbatch], BatchLoss]:
         """The work of a batch.
 
@@ -98,7 +99,7 @@ class Microbatches:
         tries_mixing = self._is_first_batch and not self._splitting.by_user
 
         def step(part: Any, seed: int, size: int, kind: str | None) -> Callable[[], Any]:
-            return partial(self._step, (part, *rest), recorder, size, seed, kind)
+            return partial(self._step, (part, *rest), size, seed, kind)
 
         for k, part in enumerate(parts):
             seed = mix(self._run.seed, self._run.layout.index("data"), number, k)
@@ -124,12 +125,12 @@ class Microbatches:
             work = {k: replace(each, trial=None, mixing=None) for k, each in work.items()}
         of_whole = step(batch, mix(self._run.seed, number), sum(counts), None)
         whole = partial(self._dry_runs.logged, "training_step", of_whole) if self._dry_runs.may_repeat else None
-        recorder.tell(self._joins, whole, self._dry_runs.known("training_step"))
+        self._recorder = LogRecorder(self._joins, whole, self._dry_runs.known("training_step"))
         return work, loss
 
-    def _step(self, arguments: tuple[Any, ...], recorder: LogRecorder, size: int, seed: int, kind: str | None) -> Any:
+    def _step(self, arguments: tuple[Any, ...], size: int, seed: int, kind: str | None) -> Any:
         """The user's step on one microbatch; ``kind=None`` for a dry run or a trial."""
-        recorder.begin(size)
+        self._recorder.begin(size)
         seed_host_generators(seed)
         step, watched = self._run.module.training_step, self._is_watched
         with self._run.precision.train_step_context():
@@ -141,23 +142,23 @@ class Microbatches:
                 return self._effects.run(run) if watched else run()
 
     @contextmanager
-    def recorded(self, recorder: LogRecorder) -> Iterator[None]:
-        """Around the engine's run: the recorder keeps what steps log on the last stage. It is dropped on the others."""
+    def recorded(self) -> Iterator[None]:
+        """Around the engine's run: what steps log on the last stage is recorded. It is dropped on the others."""
         log: AbstractContextManager[None] = nullcontext()
         if self._is_watched:
-            log = self._effects.watching(recorder.log)
+            log = self._effects.watching(self._recorder.log)
         elif self._run.layout.is_last_stage:
-            log = logging_through(self._run.module, recorder.log)
+            log = logging_through(self._run.module, self._recorder.log)
         with log, self._last_stage.apart("training_step"):
             yield
 
-    def joined(self, outputs: list[Any], loss: BatchLoss, recorder: LogRecorder) -> Any:
+    def joined(self, outputs: list[Any], loss: BatchLoss) -> Any:
         """On the last stage: log what the batch would have logged, and return what its step would have returned,
         detached."""
         self._effects.end_batch()
         self._means.check(loss)
         guessed = not self._splitting.counts_samples
-        recorder.replay(self._run.module.log, loss, self._means.logs, as_loss=guessed)
+        self._recorder.replay(self._run.module.log, loss, self._means.logs, as_loss=guessed)
         output = join_outputs(outputs, loss.sizes)
         return {**output, "loss": loss.loss()} if isinstance(output, Mapping) else loss.loss()
 

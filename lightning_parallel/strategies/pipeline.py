@@ -29,7 +29,6 @@ from lightning_parallel.gradients.swapping import Gradients, add_gradients, swap
 from lightning_parallel.losses.graph import Number
 from lightning_parallel.losses.normaliser import BatchLoss
 from lightning_parallel.ranks.layout import Placement
-from lightning_parallel.results.logs import LogRecorder
 from lightning_parallel.schedules.actions import Schedule, placement
 from lightning_parallel.schedules.checks import check_placement, of_one_update
 from lightning_parallel.schedules.generators import SCHEDULES, Generator, interleaved
@@ -199,9 +198,8 @@ class PipelineStrategy(StagedStrategy):
             return super().training_step(*args, **kwargs)
         microbatches = self.at_work.microbatches
         parameters, layout = self.local_model.parameters, self.layout
-        recorder = LogRecorder()
         scale = loss_scale(self.precision_plugin)
-        work, self._loss = microbatches.of((*args, *kwargs.values()), recorder, scale=scale)
+        work, self._loss = microbatches.of((*args, *kwargs.values()), scale=scale)
         self._count = len(work)
         lists = self._lists(self._count)
         if self._is_own:  # our own schedules place chunks by the number of stages alone
@@ -213,12 +211,12 @@ class PipelineStrategy(StagedStrategy):
             self._stages.fully_sharded.hold_back()
             own = {*self.stage.chunks}
             self._incomplete = {name: own & {*self.stage.partition.units[name]} for name in self.stage.layers}
-        with microbatches.recorded(recorder):
+        with microbatches.recorded():
             outputs = self.at_work.engine.run(actions, work, endless=self._goes_on)
         gradients = self.replicas.averaged(swap_gradients(parameters, earlier))
         self._gradients = self._stages.summed_shared(self._shards.completed(gradients))
 
-        joined = microbatches.joined(outputs, self._loss, recorder) if layout.is_last_stage else None
+        joined = microbatches.joined(outputs, self._loss) if layout.is_last_stage else None
         return self.last_stage.after_step(joined)
 
     @override

@@ -40,7 +40,6 @@ from lightning_parallel.pipeline.staleness import Correction, Stashing
 from lightning_parallel.pipeline.weights import WeightVersions
 from lightning_parallel.plan.partition import Partition
 from lightning_parallel.private.lightning.launching import callbacks_of
-from lightning_parallel.results.logs import LogRecorder
 from lightning_parallel.set_up.options import StagedOptions
 from lightning_parallel.settings import Count, Natural, takes
 from lightning_parallel.strategies.staged import StagedStrategy
@@ -234,17 +233,16 @@ class AsyncPipelineStrategy(StagedStrategy):
                 f"{type(self.lightning_module).__name__}.optimizer_step calls the closure itself, but in the "
                 f"asynchronous pipeline each stage steps inside it. Use optimizer.step(closure=closure) in every batch."
             )
-        recorder = LogRecorder()
-        work, loss = microbatches.of((*args, *kwargs.values()), recorder, first=self.training.fed)
+        work, loss = microbatches.of((*args, *kwargs.values()), first=self.training.fed)
         if microbatches.once.names:
             raise ValueError(
                 f"training_step changes {microbatches.once.names[0]!r}. In the asynchronous pipeline several "
                 f"batches are under way at once: change it in on_train_batch_end, or use PipelineStrategy."
             )
         actions = self.training.feed(engine, len(work), ends_update=self._steps)
-        with microbatches.recorded(recorder):
+        with microbatches.recorded():
             outputs = engine.run(actions, work, update=self.training.update, endless=True)
-        joined = microbatches.joined(outputs, loss, recorder) if self.layout.is_last_stage else None
+        joined = microbatches.joined(outputs, loss) if self.layout.is_last_stage else None
         return self.last_stage.after_step(joined)
 
     @override
