@@ -43,9 +43,8 @@ _CHECKED = 5  # batches; the host waits for a GPU to look at numbers
 class _Kind(Enum):
     """How the ``batch_size=`` of a batch follows from those of its microbatches."""
 
-    SUM = "their sum, as far as each is more than 1"
+    SUM = "their sum, perhaps without 1 where nothing counts"
     SURE_SUM = "their sum"
-    BOUNDED = "their sum, without 1 where nothing counts"
     SETTING = "the same number"
     UNKNOWN = "the step doesn't come to it without its layers"
 
@@ -83,12 +82,12 @@ class LogJoins:
         if len(given) == 1 or (given == sizes and not any(bounds)):
             return given, sum(given)
         kind = self._kinds.get(name)
-        if whole is not None and (kind is None or (any(bounds) and kind in (_Kind.SUM, _Kind.BOUNDED))):
+        if whole is not None and (kind is None or (any(bounds) and kind is _Kind.SUM)):
             total = whole()
             if total == sum(given):
                 kind = _Kind.SURE_SUM if any(bounds) else _Kind.SUM
             elif any(bounds) and total is not None and sum(counted) in (total, 0):
-                self._kinds[name] = _Kind.BOUNDED
+                self._kinds[name] = _Kind.SUM
                 return (counted if any(counted) else given), total
             elif total is not None:  # a mask that is drawn at random has another sum
                 kind = _Kind.SETTING if are_equal and total == given[0] else _Kind.SURE_SUM
@@ -139,12 +138,11 @@ class LogJoins:
         if all(_are_close(each, numbers[0]) for each in numbers):
             return joined.get(hint, next(iter(joined.values())))
         expected = whole()
-        if isinstance(expected, AbsentTensor) and depends_on_layers(expected):
-            expected = None
-        if isinstance(expected, AbsentTensor) and len({float(value) for value in values}) == 1:
-            self._ways[name] = ["mean"]  # of parameters
-            return _joined("mean", values, weights)
         if expected is None or isinstance(expected, AbsentTensor):
+            of_parameters = expected is not None and not depends_on_layers(expected)
+            if of_parameters and len({float(value) for value in values}) == 1:
+                self._ways[name] = ["mean"]
+                return _joined("mean", values, weights)
             self._ways[name] = ()
             return self._by_hint(name, values, weights, hint)
         agree = [way for way, each in joined.items() if _are_close(float(each), float(expected))]
