@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
+from lightning_parallel.batch import weighted_mean
 from lightning_parallel.losses.graph import Number, Term, has_kink, terms_of
 from lightning_parallel.losses.normaliser import Rule, count_of, numbered
 from lightning_parallel.private.torch import where_created
@@ -136,17 +137,13 @@ def _line(stack: Sequence[str]) -> str:
 def find(whole: Outcome, parts: Sequence[Outcome], sizes: Sequence[int], tolerance: float) -> Findings:
     """The rules by which a whole follows from its parts."""
     counts = [part.count for part in parts]
-    weights: dict[Rule, Sequence[float] | None] = {
-        Rule.COUNTS: counts if any(counts) else None,
-        Rule.SAMPLES: [float(size) for size in sizes],
-        Rule.SUM: None,
-    }
 
     def holding(value: float, values: Sequence[float]) -> frozenset[Rule]:
-        expected = {rule: sum(values) if rule is Rule.SUM else _mean(values, weights[rule]) for rule in Rule}
-        error = tolerance * max(abs(value), *map(abs, values))
+        expected = {Rule.SAMPLES: _mean(values, sizes), Rule.SUM: sum(values)}
         # Where nothing counts in any part, a mean by counts has no value that could differ.
-        return frozenset(rule for rule, each in expected.items() if each is None or abs(each - value) <= error)
+        expected[Rule.COUNTS] = _mean(values, counts) if any(counts) else value
+        error = tolerance * max(abs(value), *map(abs, values))
+        return frozenset(rule for rule, each in expected.items() if abs(each - value) <= error)
 
     logs: dict[str, frozenset[Rule]] = {}
     for name, value in whole.logged.items():
@@ -161,11 +158,8 @@ def find(whole: Outcome, parts: Sequence[Outcome], sizes: Sequence[int], toleran
     return Findings(rules, logs, whole.lines, frozenset(losses), frozenset(fixed))
 
 
-def _mean(values: Sequence[float], weights: Sequence[float] | None) -> float | None:
-    if weights is None:
-        return None
-    counting = [(value, weight) for value, weight in zip(values, weights, strict=True) if weight]
-    return sum(value * weight for value, weight in counting) / sum(weights) if counting else None
+def _mean(values: Sequence[float], weights: Sequence[float]) -> float:
+    return float(weighted_mean(torch.tensor(values, dtype=torch.float64).unbind(), weights))
 
 
 def joined(one: Tensor, other: Tensor, sizes: tuple[int, int]) -> Tensor | None:

@@ -202,7 +202,7 @@ def _joined(way: str, values: Sequence[Any], weights: Sequence[Number]) -> Any:
     if way == "mean" and tensors:
         return weighted_mean(tensors, weights)
     if way == "mean":
-        return sum(value * weight for value, weight in zip(values, weights, strict=True)) / sum(weights)
+        return float(weighted_mean(torch.tensor(values, dtype=torch.float64).unbind(), weights))
     of_numbers, of_a_tensor = _FUNCTIONS[way]
     return of_a_tensor(torch.stack(tensors)) if tensors else of_numbers(values)
 

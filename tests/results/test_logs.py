@@ -219,6 +219,21 @@ def test_what_equals_the_loss_is_weighted_as_the_loss() -> None:
     assert calls == {"loss": 2.0, "number": 2.0, "other": 6.0, "tried": 4.0}
 
 
+def test_a_number_of_a_batch_in_which_nothing_counts_is_that_of_a_microbatch() -> None:
+    recorder = LogRecorder()
+    batch = BatchLoss([1, 1], Rule.COUNTS)
+    parameter = torch.ones(2, requires_grad=True)
+    for place in range(2):
+        mask = torch.zeros(2)
+        loss = (parameter * mask).sum() / mask.sum().clamp(min=1)
+        batch.add(place, loss)
+        recorder.begin(1)
+        recorder.log("loss", loss.item())
+    calls: dict[str, float] = {}
+    recorder.replay(lambda name, value, **_: calls.update({name: value}), batch)
+    assert calls == {"loss": 0.0}
+
+
 def test_a_trial_gives_arguments_by_name_however_they_are_passed() -> None:
     module = Logging()
     with logging_trial(MagicMock(), module) as logged:
