@@ -34,7 +34,7 @@ from lightning_parallel.ranks.run import Run
 from lightning_parallel.results import hook_changes
 from lightning_parallel.results.common_stop import CommonStop
 from lightning_parallel.results.late_values import Outcomes
-from lightning_parallel.results.metric_board import MetricBoard
+from lightning_parallel.results.metric_board import publish
 from lightning_parallel.seeding import TorchGenerators, host_generators_kept, mix, seed_host_generators
 
 EPOCH_END_HOOKS = ("on_train_epoch_end", "on_validation_epoch_end", "on_test_epoch_end", "on_predict_epoch_end")
@@ -63,7 +63,6 @@ class LastStage:
         self._before_meeting = before_meeting
         self._spreading = {name for name in EPOCH_END_HOOKS if is_overridden(name, run.module)}
         self._generators = TorchGenerators(run.device)
-        self._board = MetricBoard(run)
         self.outcomes = Outcomes(run)
         self._stop = CommonStop(run, deciding)
         self._put_back = ExitStack()
@@ -149,9 +148,9 @@ class LastStage:
         if self._run.trains:
             self.settle()
         if hook in ("on_train_batch_end", "on_train_epoch_end"):
-            self._board.publish()
+            publish(self._run)
         elif hook in ("on_validation_epoch_end", "on_test_epoch_end"):
-            self._board.publish_evaluation()
+            publish(self._run, evaluation=True)
 
     def _is_read_now(self) -> bool:
         """Will a checkpoint be saved after this batch, by a metric that a hook may have logged?"""
