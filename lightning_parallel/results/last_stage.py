@@ -34,6 +34,7 @@ from lightning_parallel.ranks.run import Run
 from lightning_parallel.results import hook_changes
 from lightning_parallel.results.common_stop import CommonStop
 from lightning_parallel.results.late_values import Outcomes
+from lightning_parallel.results.logs import discard
 from lightning_parallel.results.metric_board import publish
 from lightning_parallel.seeding import TorchGenerators, host_generators_kept, mix, seed_host_generators
 
@@ -70,11 +71,13 @@ class LastStage:
         self._publisher = _PublishMetrics(self._publish, failed)
         if run.layout.stages > 1:
             for name in WRAPPED_HOOKS:
-                hook = functools.partial(self._run_hook, name, getattr(run.module, name) or _discard)
+                hook = functools.partial(self._run_hook, name, getattr(run.module, name) or discard)
                 self._put_back.callback(replaced(run.module, name, hook))
             callbacks_of(run.trainer).insert(0, self._publisher)
+        # On the other stages a step doesn't reach its end, and a value that a hook computes (a norm of gradients) may
+        # differ from the last stage's.
         if not run.layout.is_last_stage:
-            self._put_back.callback(replaced(run.module, "log", _discard))
+            self._put_back.callback(replaced(run.module, "log", discard))
 
     def end(self) -> None:
         """Give the module back its own hooks and its ``log``."""
@@ -190,9 +193,3 @@ class _LossOnly(dict[str, Any]):
             f"on_train_batch_end looks at {key!r} of what training_step returned, which exists on the last pipeline "
             f"stage only (global rank 0). Do this in training_step, or under `if self.trainer.is_global_zero:`."
         )
-
-
-def _discard(*args: Any, **kwargs: Any) -> None:
-    """Replaces ``self.log`` on all stages but the last, which logs for all. A step doesn't reach its end on these
-    stages, and a value that a hook computes on them (a norm of gradients) may differ from the last stage's. Also stands
-    for a hook that the user has set to None."""

@@ -163,6 +163,10 @@ class LogRecorder:
         return None if whole is None else lambda: whole().get(name, {}).get(argument)
 
 
+def discard(*args: Any, **kwargs: Any) -> None:
+    """Does nothing, in the place of ``self.log`` where it doesn't count, or of a hook that is None."""
+
+
 @contextmanager
 def logging_through(module: pl.LightningModule, log: Callable[..., None]) -> Iterator[None]:
     """Inside, ``self.log`` is ``log``. It is set as an instance attribute, since it can't be passed as an argument."""
@@ -178,9 +182,7 @@ def logging_through(module: pl.LightningModule, log: Callable[..., None]) -> Ite
 
 
 @contextmanager
-def trial(
-    trainer: pl.Trainer, module: pl.LightningModule, log: Callable[..., None] = lambda *args, **kwargs: None
-) -> Iterator[None]:
+def trial(trainer: pl.Trainer, module: pl.LightningModule, log: Callable[..., None] = discard) -> Iterator[None]:
     """Inside, a step doesn't count: what it logs goes to ``log``, it writes to no logger, it meets no other rank, and
     it doesn't end the training. The step will do all this when it really runs."""
     stop = trainer.should_stop

@@ -18,7 +18,7 @@ from torchmetrics import Metric
 
 from lightning_parallel.batch import rebuilt
 from lightning_parallel.pipeline.stage import Stage
-from lightning_parallel.results.logs import logging_through
+from lightning_parallel.results.logs import discard, logging_through
 from lightning_parallel.tracing.snapshot import StateKept
 
 
@@ -39,11 +39,7 @@ class EarlierChunks:
         if not self._stage.has_last_chunk or self._stage.runs_last_chunk:
             return step(*arguments, **more)
         with ExitStack() as dropped:
-            dropped.enter_context(logging_through(self._module, _drop))
+            dropped.enter_context(logging_through(self._module, discard))
             for metric in self._metrics:
                 dropped.enter_context(StateKept(metric))
             return step(*arguments, **more)
-
-
-def _drop(*args: Any, **kwargs: Any) -> None:
-    """Replaces ``self.log`` in a run that doesn't count."""
