@@ -38,11 +38,6 @@ class LateLoss(Tensor):
 
     _get: Callable[[], Tensor]
 
-    @staticmethod
-    def on(device: torch.device, get: Callable[[], Tensor]) -> LateLoss:
-        """A loss on a device, whose value is what ``get()`` returns after waiting for it."""
-        return _late(torch.full((), torch.nan, device=device), get)
-
     @classmethod
     def __torch_function__(
         cls, function: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -63,6 +58,7 @@ class LateLoss(Tensor):
 
 
 def _late(like: Tensor, get: Callable[[], Tensor]) -> LateLoss:
+    """A loss like this one, whose value is what ``get()`` returns after waiting for it."""
     with subclass_functions_disabled():
         late = like.as_subclass(LateLoss)
     late._get = get
@@ -140,7 +136,7 @@ class Outcomes:
             replace_metric_places(self._run.trainer, self._late_metrics)
         outcome = _Outcome()
         self._pending.append(outcome)
-        return LateLoss.on(self._run.device, lambda: self._loss_of(outcome))
+        return _late(torch.full((), torch.nan, device=self._run.device), lambda: self._loss_of(outcome))
 
     def _late_metrics(self, metrics: Mapping[str, Any]) -> LateMetrics:
         late = LateMetrics(metrics)
