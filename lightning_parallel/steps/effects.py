@@ -43,7 +43,7 @@ class StepEffects:
     @contextmanager
     def watching(self, log: Callable[..., None]) -> Iterator[None]:
         """A context for the steps of a batch, which log through ``log``."""
-        trainer, stop = self._run.trainer, self._run.trainer.should_stop
+        trainer = self._run.trainer
         places = metric_places(trainer)
 
         def note(*args: Any, **kwargs: Any) -> None:
@@ -61,7 +61,6 @@ class StepEffects:
             self._is_watching = False
             before = iter(places)
             replace_metric_places(trainer, lambda _: next(before))
-            trainer.should_stop |= stop
 
     def _note_write(self) -> None:
         self._has_written = True
