@@ -13,6 +13,7 @@ whether it is a root or a maximum of sums, and whether it compares samples with 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from math import isfinite
 from pathlib import Path
@@ -78,13 +79,8 @@ def outcome(step: Callable[[], tuple[Tensor, dict[str, float]]], size: int, *, t
         step: returns the loss, with its graph, and what it has logged.
         traced: record from which lines the graph comes. This multiplies the time of small operations.
     """
-    anomalies = torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()
-    if traced:
-        torch.autograd.set_detect_anomaly(True, check_nan=False)
-    try:
+    with torch.autograd.set_detect_anomaly(True, check_nan=False) if traced else nullcontext():
         loss, logged = step()
-    finally:
-        torch.autograd.set_detect_anomaly(*anomalies)
     terms = terms_of(loss)
     kinks = [term.edge.node for term in terms if has_kink(term)]
     nodes = kinks or [term.nodes[-1] for term in terms if term.nodes]
