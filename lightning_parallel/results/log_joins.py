@@ -64,7 +64,7 @@ class LogJoins:
         values: Sequence[Any],
         sizes: Sequence[int],
         given: Sequence[int],
-        whole: Callable[[], int | None] | None = None,
+        whole: Callable[[], int | None],
     ) -> tuple[Sequence[int], int]:
         """The weights of the microbatches' numbers, and that of the batch's.
 
@@ -72,8 +72,7 @@ class LogJoins:
             values: as for :meth:`join`.
             sizes: of the microbatches, in samples.
             given: the user's ``batch_size=`` for them.
-            whole: the user's ``batch_size=`` for the whole batch, None if the step doesn't come to it; None where that
-                isn't known.
+            whole: gives the user's ``batch_size=`` for the whole batch; None if it isn't known.
         """
         # A bound may stand for 0, as in `batch_size=int(mask.sum().clamp(min=1))`.
         bounds = [size == 1 and _is_nothing(value) for size, value in zip(given, values, strict=True)]
@@ -82,7 +81,7 @@ class LogJoins:
         if len(given) == 1 or (given == sizes and not any(bounds)):
             return given, sum(given)
         kind = self._kinds.get(name)
-        if whole is not None and (kind is None or (any(bounds) and kind is _Kind.SUM)):
+        if kind is None or (any(bounds) and kind is _Kind.SUM):
             total = whole()
             if total == sum(given):
                 kind = _Kind.SURE_SUM if any(bounds) else _Kind.SUM

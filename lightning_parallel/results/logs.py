@@ -72,17 +72,17 @@ class LogRecorder:
 
     Args:
         joins: has seen earlier batches.
-        whole: gives the arguments of the calls of ``self.log`` for the whole batch, by name; None if nothing does.
-        known: the names for which it gives values.
+        whole: gives the arguments of the calls of ``self.log`` for the whole batch, by name, as far as they are known.
+        known: the names of which the values are.
     """
 
     def __init__(
         self,
         joins: LogJoins | None = None,
-        whole: Callable[[], Mapping[str, Mapping[str, Any]]] | None = None,
+        whole: Callable[[], Mapping[str, Mapping[str, Any]]] = dict,
         known: Container[str] = (),
     ) -> None:
-        self._joins, self._whole, self._known = joins or LogJoins(), whole and cache(whole), known
+        self._joins, self._whole, self._known = joins or LogJoins(), cache(whole), known
         self._weight = 1
         self._times = Counter[str]()  # that the running microbatch has logged a name
         # The n-th calls with one name, one for each microbatch.
@@ -157,10 +157,9 @@ class LogRecorder:
             return values[-1]  # which Lightning refuses, in its own words
         return self._joins.join(name, values, weights, calls[0].options["reduce_fx"], rule, whole)
 
-    def _of_whole(self, name: str, argument: str) -> Callable[[], Any] | None:
+    def _of_whole(self, name: str, argument: str) -> Callable[[], Any]:
         """Gives an argument of the call for the whole batch."""
-        whole = self._whole
-        return None if whole is None else lambda: whole().get(name, {}).get(argument)
+        return lambda: self._whole().get(name, {}).get(argument)
 
 
 def discard(*args: Any, **kwargs: Any) -> None:

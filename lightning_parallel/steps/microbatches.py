@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -94,15 +93,22 @@ class Microbatches:
         self._is_watched = self._run.layout.is_last_stage and not self._run.layout.stages == self.count == 1
         # Numbered through the whole run, so a resumed run draws the same random numbers.
         number = self._run.trainer.fit_loop.total_batch_idx
-        work: dict[int, Microbatch] = {}
+        seeds = [mix(self._run.seed, self._run.layout.index("data"), number, k) for k in range(len(parts))]
         loss = self._means.of(parts, counts)
-        tries_mixing = self._is_first_batch and not self._splitting.by_user
 
         def step(part: Any, seed: int, size: int, kind: str | None) -> Callable[[], Any]:
             return partial(self._step, (part, *rest), size, seed, kind)
 
-        for k, part in enumerate(parts):
-            seed = mix(self._run.seed, self._run.layout.index("data"), number, k)
+        flow = self._dry_runs.follow("training_step", step(parts[0], seeds[0], counts[0], None), len(counts))
+        self._watch.check("training_step", self._stage.partition)
+        if self._is_first_batch:
+            together(None, self._effects.check)
+        self.once.follow(() if flow is None else flow.updated, len(counts) * len(self._stage.chunks))
+        tries = not self.once.names  # a trial would change them once more, before the backward
+        tries_mixing = tries and self._is_first_batch and not self._splitting.by_user
+        self._is_first_batch = False
+        work: dict[int, Microbatch] = {}
+        for k, (part, seed) in enumerate(zip(parts, seeds, strict=True)):
             again = partial(step, seed=seed, size=counts[k], kind=None)
             work[first + k] = Microbatch(
                 step=step(part, seed, counts[k], "training_step"),
@@ -111,20 +117,11 @@ class Microbatches:
                 place=k,
                 seed=seed,
                 ends_batch=k == len(parts) - 1,
-                trial=self._means.trial(again, batch, counts, k, loss),
+                trial=self._means.trial(again, batch, counts, k, loss) if tries else None,
                 mixing=self._mixing.trial(again, batch, counts, k) if tries_mixing else None,
             )
-        trace = step(parts[0], work[first].seed, counts[0], None)
-        flow = self._dry_runs.follow("training_step", trace, len(counts))
-        self._watch.check("training_step", self._stage.partition)
-        if self._is_first_batch:
-            together(None, self._effects.check)
-        self.once.follow(() if flow is None else flow.updated, len(counts) * len(self._stage.chunks))
-        self._is_first_batch = False
-        if self.once.names:  # a trial would change them once more, before the backward
-            work = {k: replace(each, trial=None, mixing=None) for k, each in work.items()}
         of_whole = step(batch, mix(self._run.seed, number), sum(counts), None)
-        whole = partial(self._dry_runs.logged, "training_step", of_whole) if self._dry_runs.may_repeat else None
+        whole = partial(self._dry_runs.logged, "training_step", of_whole) if self._dry_runs.may_repeat else dict
         self._recorder = LogRecorder(self._joins, whole, self._dry_runs.known("training_step"))
         return work, loss
 
