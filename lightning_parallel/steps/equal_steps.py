@@ -13,11 +13,9 @@ import math
 from collections.abc import Callable
 from typing import TypeVar
 
-import torch
-import torch.distributed as dist
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 
-from lightning_parallel.ranks.collectives import guarded
+from lightning_parallel.ranks.collectives import gather_objects
 from lightning_parallel.ranks.run import Run
 from lightning_parallel.seeding import TorchGenerators, host_generators_kept
 from lightning_parallel.tracing.snapshot import StateKept
@@ -43,19 +41,17 @@ class EqualSteps:
         self._module = run.module
         self._generators = TorchGenerators(run.device)
         own = [float(count) for count in run.trainer.predict_loop.max_batches]  # infinite where a loader doesn't know
-        extremes = torch.tensor([*own, *(-count for count in own)], dtype=torch.float64, device=run.device)
-        guarded(dist.all_reduce, extremes, dist.ReduceOp.MAX, group=run.groups.along("data"))
-        most, least = extremes[: len(own)].tolist(), (-extremes[len(own) :]).tolist()
-        for loader, (high, low) in enumerate(zip(most, least, strict=True)):
-            if low == 0 < high:
+        of_loaders = list(zip(*gather_objects(own, run.groups.along("data")), strict=True))
+        for loader, counts in enumerate(of_loaders):
+            if min(counts) == 0 < max(counts):
                 raise ValueError(
                     f"Loader {loader} of trainer.predict has a batch for some of the fully sharded replicas and none "
                     f"for others, but they gather layers together. Use fewer replicas, or smaller batches."
                 )
         # For each loader with batches: how many are left, and how many steps are missing then.
         self._loaders = [
-            [count, high - count if math.isfinite(high) else 0.0]
-            for count, high in zip(own, most, strict=True)
+            [count, max(counts) - count if math.isfinite(max(counts)) else 0.0]
+            for count, counts in zip(own, of_loaders, strict=True)
             if count > 0
         ]
 
