@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -94,12 +95,8 @@ class _Flows:
         self._order |= {origin: (index, 1, 0) for origin, index in self._position.items()}
         self._needed: dict[str, int] = {}  # by origin: the last chunk that needs it
         self._transparent: set[str] = set()
-        self._late: set[int] = set()  # indices of calls whose chunk has left the step by then
-        reached = 0
-        for i, chunk in enumerate(self._chunks):
-            if chunk < reached:
-                self._late.add(i)
-            reached = max(reached, chunk)
+        # Indices of calls whose chunk has left the step by then.
+        self._late = {i for i, reached in enumerate(accumulate(chunks, max)) if chunks[i] < reached}
 
     def flow(self) -> Flow:
         self._check_gradients_taken()
@@ -120,13 +117,12 @@ class _Flows:
         cuts: list[list[Cargo]] = [[] for _ in range(self._last)]
         inside: set[str] = set()
         for origin in sorted(self._needed, key=self._order.__getitem__):
+            index, *_ = self._order[origin]
             if origin in self._position:
-                index = self._position[origin]
                 call = self._seen.calls[index]
                 cargo = Cargo(call.unit, call.call, call.tensors)
             else:
                 escape = self._seen.escapes[origin]
-                index = escape.within
                 cargo = Cargo(*escape.module, escape.tensors or 0)
                 inside.add(cargo.module)
             for cut in range(self._chunks[index], self._needed[origin]):
@@ -160,29 +156,24 @@ class _Flows:
 
     def _need(self, origins: Iterable[str], consumer: str, chunk: int) -> None:
         for origin in origins:
-            if origin in self._position:
-                self._need_output(origin, self._position[origin], consumer, chunk)
-            elif origin in self._seen.escapes:
-                self._need_escape(origin, consumer, chunk)
+            if origin in self._order:
+                self._need_value(origin, consumer, chunk)
             elif origin in self._seen.writes:
                 self._need_written(origin, consumer, chunk)
             elif (parameter := parameter_of(origin)) is not None:
                 self._need_parameter(parameter, consumer, chunk)
 
-    def _need_output(self, origin: str, index: int, consumer: str, chunk: int) -> None:
+    def _need_value(self, origin: str, consumer: str, chunk: int) -> None:
+        """Need the output of a call, or a value that was computed inside it, by a module or by the unit's own code from
+        its inputs."""
+        index, *_ = self._order[origin]
         self._check_order(index, consumer, chunk)
-        if chunk > self._chunks[index]:
-            self._needed[origin] = max(chunk, self._needed.get(origin, 0))
-
-    def _need_escape(self, origin: str, consumer: str, chunk: int) -> None:
-        """Need a value that was computed inside a unit, by a module or by the unit's own code from its inputs."""
-        escape = self._seen.escapes[origin]
-        call = self._seen.calls[escape.within]
-        self._check_order(escape.within, consumer, chunk)
-        if chunk == self._chunks[escape.within]:
+        if chunk == self._chunks[index]:
             return
-        self._transparent.add(call.unit)
-        if escape.tensors is None:
+        escape = None if origin in self._position else self._seen.escapes[origin]
+        if escape is not None:
+            self._transparent.add(self._seen.calls[index].unit)
+        if escape is not None and escape.tensors is None:
             self._need(escape.needs, consumer, chunk)
         else:
             self._needed[origin] = max(chunk, self._needed.get(origin, 0))
