@@ -25,6 +25,7 @@ Modules without parameters and state run everywhere, except in an open ``nn.Sequ
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from itertools import chain, pairwise
 
@@ -61,7 +62,8 @@ class Candidate:
         called = [call.unit for call in seen.calls]
         among = units.among(list(dict.fromkeys(called)), chunks)
         self._chain = [i for i, name in enumerate(called) if name in among]  # indices of calls of layers
-        self._positions = self._positions_of_calls()
+        # For each call of a unit, the place in the chain of the layer that it goes with: the next one, or the last.
+        self._positions = [min(bisect_left(self._chain, i), len(self._chain) - 1) for i in range(len(called))]
         self._uncalled = list(units.uncalled(set(called)))
         self._named = units.named
         self._cost, trainable = self._costs()
@@ -103,9 +105,9 @@ class Candidate:
         if self.largest <= UNEVEN:
             return None
         costs: dict[str, float] = {}
-        largest = [] if self.bounds is None else self._largest_chunks()
+        of_chunks = [] if self.bounds is None else self._sizes()
         for i, call in enumerate(self.seen.calls):
-            if self.bounds is None or self._chunk(self._positions[i]) in largest:
+            if self.bounds is None or of_chunks[self._chunk(self._positions[i])] == max(of_chunks):
                 costs[call.unit] = costs.get(call.unit, 0) + self._cost_of(i)
         worth = [n for n in costs if units.can_open(n, inside[n]) and 2 * self._chunks * costs[n] > sum(self._cost)]
         if self.bounds is None and not worth:
@@ -133,16 +135,6 @@ class Candidate:
 
     # -- along the chain -----------------------------------------------------------------------------------------
 
-    def _positions_of_calls(self) -> list[int]:
-        """For each call of a unit, the place in the chain of the layer that it goes with: the next one, or the last."""
-        positions: list[int] = []
-        passed = 0
-        for i in range(len(self.seen.calls)):
-            positions.append(min(passed, len(self._chain) - 1))
-            if passed < len(self._chain) and self._chain[passed] == i:
-                passed += 1
-        return positions
-
     def _chunk(self, position: int) -> int:
         assert self.bounds is not None
         return next(c for c, end in enumerate(self.bounds[1:]) if position < end)
@@ -151,10 +143,6 @@ class Candidate:
         """The cost of each chunk."""
         assert self.bounds is not None
         return [sum(self._cost[a:b]) for a, b in pairwise(self.bounds)]
-
-    def _largest_chunks(self) -> list[int]:
-        sizes = self._sizes()
-        return [c for c, size in enumerate(sizes) if size == max(sizes)]
 
     def _cost_of(self, call: int) -> int:
         """The cost of the call with this index. Further calls of a unit cost no more parameters, unless it is a layer:
