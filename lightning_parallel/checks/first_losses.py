@@ -10,7 +10,6 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from numbers import Real
 from typing import Any, TypeVar
 
@@ -36,19 +35,9 @@ _CAUSES = (
 )
 
 
-@dataclass(frozen=True)
-class _Seen:
-    """What one rank has found in a step.
-
-    Attributes:
-        returned: the scalars that the step returned, by key.
-        logged: the scalars that it logged, by name.
-        reads: the functions that read divided parameters outside of their layers, by parameter.
-    """
-
-    returned: dict[str, float]
-    logged: dict[str, float]
-    reads: dict[str, str]
+# What one rank has found in a step: the scalars that it returned, those that it logged, and the functions that read
+# divided parameters outside of their layers, by parameter.
+_Seen = tuple[dict[str, float], dict[str, float], dict[str, str]]
 
 
 class FirstLosses:
@@ -68,29 +57,25 @@ class FirstLosses:
         if kind in self._compared:
             return step()
         logged: dict[str, Any] = {}
-        reads = ReadsOfShards(self._module, self._names)
-        with _noting(self._module, logged), reads:
+        module, reads = self._module, ReadsOfShards(self._module, self._names)
+        assert isinstance(module, pl.LightningModule)
+        log = module.log
+
+        def note(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+            logged[name] = value
+            log(name, value, *args, **kwargs)
+
+        with logging_through(module, note), reads:
             output = step()
         self._compared.add(kind)
         returned = output if isinstance(output, Mapping) else {"loss": output}
-        own = _Seen(_scalars(returned), _scalars(logged), reads.found)
+        own = scalars(returned), scalars(logged), reads.found
         _compare(kind, gather_objects(own, self._group), _tolerance(output))
         return output
 
 
-def _noting(module: nn.Module, logged: dict[str, Any]) -> Any:
-    """Inside, what is passed to ``self.log`` is recorded too."""
-    assert isinstance(module, pl.LightningModule)
-    log = module.log
-
-    def note(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
-        logged[name] = value
-        log(name, value, *args, **kwargs)
-
-    return logging_through(module, note)
-
-
-def _scalars(values: Mapping[str, Any]) -> dict[str, float]:
+def scalars(values: Mapping[str, Any]) -> dict[str, float]:
+    """The real numbers among some values, and in tensors of one element."""
     return {
         str(name): float(value.detach() if isinstance(value, Tensor) else value)
         for name, value in values.items()
@@ -106,17 +91,17 @@ def _tolerance(output: Any) -> float:
 
 
 def _compare(kind: str, ranks: list[_Seen], tolerance: float) -> None:
-    for rank, seen in enumerate(ranks):
-        for name, function in seen.reads.items():
-            others = f" (and {len(seen.reads) - 1} other parameters)" if len(seen.reads) > 1 else ""
+    for rank, (_, _, reads) in enumerate(ranks):
+        for name, function in reads.items():
+            others = f" (and {len(reads) - 1} other parameters)" if len(reads) > 1 else ""
             raise RuntimeError(
                 f"{kind} reads '{name}'{others} outside of its layer, in {function}, but the plan divides it: tensor "
                 f"rank {rank} of {len(ranks)} would compute with its own shard, not with the parameter. Do this in the "
                 f"optimizer (weight_decay for an L2 penalty), or leave the layer out of the plan."
             )
-    if apart := _first_difference([seen.returned for seen in ranks], tolerance):
+    if apart := _first_difference([returned for returned, _, _ in ranks], tolerance):
         raise RuntimeError(f"The ranks of one tensor group come to different values in {kind}: {apart}. {_CAUSES}")
-    if apart := _first_difference([seen.logged for seen in ranks], tolerance):
+    if apart := _first_difference([logged for _, logged, _ in ranks], tolerance):
         rank_zero_warn(
             f"The ranks of one tensor group log different values in {kind}: {apart}. That of the first rank is shown. "
             f"A value computed from parameters is that of a shard."
@@ -130,8 +115,7 @@ def _first_difference(ranks: list[dict[str, float]], tolerance: float) -> str | 
             a, b = first.get(name), values.get(name)
             if a is None or b is None:
                 return f"{name!r} is {a} on tensor rank 0, and {b} on rank {rank}"
-            equal = a == b or (math.isnan(a) and math.isnan(b)) or abs(a - b) <= tolerance * max(abs(a), abs(b))
-            if not equal:
+            if not (math.isclose(a, b, rel_tol=tolerance) or (math.isnan(a) and math.isnan(b))):
                 return f"{name!r} is {a:.9g} on tensor rank 0, and {b:.9g} on rank {rank}"
     return None
 

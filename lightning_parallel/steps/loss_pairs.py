@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from lightning_parallel.batch import split_into
+from lightning_parallel.checks.first_losses import scalars
 from lightning_parallel.losses.graph import Term, terms_of
 from lightning_parallel.losses.normaliser import BatchLoss, count_of
 from lightning_parallel.losses.trial import Findings, Outcome, find, joined, kinds_of, outcome
@@ -154,7 +155,7 @@ class LossPairs:
             part = split_into(one.batch, lengths)[place]
             with without_effect(self._run, self._last_stage, seed) as logged:
                 step = other.step(part)
-                return outcome(lambda: (loss_of(step, tensors), _numbers(logged)), lengths[place], traced=traced)
+                return outcome(lambda: (loss_of(step, tensors), _means(logged)), lengths[place], traced=traced)
 
         def left(*runs: tuple[Sequence[int], Sequence[Tensor], int]) -> dict[str, Tensor]:
             with without_effect(self._run, self._last_stage, seed=0):
@@ -200,12 +201,7 @@ def without_effect(run: Run, last_stage: LastStage, seed: int) -> Iterator[list[
                 part.training = True
 
 
-def _numbers(logged: Sequence[dict[str, Any]]) -> dict[str, float]:
+def _means(logged: Sequence[dict[str, Any]]) -> dict[str, float]:
     """What a step has logged as the mean of numbers, by name."""
-    found: dict[str, float] = {}
-    for call in logged:
-        value = call["value"]
-        scalar = value.numel() == 1 if isinstance(value, Tensor) else isinstance(value, int | float)
-        if scalar and call["reduce_fx"] == "mean" and call["batch_size"] is None:
-            found[call["name"]] = float(value)
-    return found
+    plain = [call for call in logged if call["reduce_fx"] == "mean" and call["batch_size"] is None]
+    return scalars({call["name"]: call["value"] for call in plain})
