@@ -49,7 +49,10 @@ class CommonStop:
         mine = self._run.trainer.should_stop
         if self._decides:
             self._unread += 1
-            stop = self._read(keep=0 if meet else self._run.ahead()) or mine
+            due = max(0, self._unread - (0 if meet else self._run.ahead()))
+            self._unread -= due
+            wishes = [self._taken() for _ in range(due)]
+            stop = any(wishes) or mine
             if self._peers is not None:
                 agreed = torch.tensor(stop)
                 guarded(dist.all_reduce, agreed, dist.ReduceOp.MAX, self._peers)
@@ -67,14 +70,6 @@ class CommonStop:
         for link in self._links:
             link.flush(keep=self._run.ahead() + 1)  # older ones are known to have been read
             link.send(stop)
-
-    def _read(self, keep: int) -> bool:
-        """Does a stage want to stop? Of all but the last ``keep`` batches so far."""
-        found = False
-        while self._unread > keep:
-            self._unread -= 1
-            found |= self._taken()
-        return found
 
     def _taken(self) -> bool:
         """The next message of each of the others: does one of them say stop?"""
