@@ -89,6 +89,7 @@ class _Flows:
         self._seen, self._partition = seen, partition
         self._chunks = chunks  # of each call
         self._last = partition.chunks - 1
+        self._stages, self._name = partition.placement, partition.name_of  # of a chunk
         self._position = seen.position()
         # A value inside a unit (0) is computed before the unit's output (1).
         self._order = {origin: (escape.within, 0, i) for i, (origin, escape) in enumerate(seen.escapes.items())}
@@ -146,7 +147,7 @@ class _Flows:
     def _check_gradients_taken(self) -> None:
         """Refuse ``torch.autograd.grad`` between layers, unless the last chunk differentiates by what it has computed
         itself, or by parameters that its stage alone holds."""
-        error, stage = self._seen.stopped, self._stage(self._last)
+        error, stage = self._seen.stopped, self._stages[self._last]
         if not isinstance(error, TakesGradientsError) or self._last == 0:
             return
         own = {call.origin for call, chunk in zip(self._seen.calls, self._chunks, strict=True) if chunk == self._last}
@@ -189,7 +190,7 @@ class _Flows:
             )
 
     def _need_parameter(self, name: str, consumer: str, chunk: int) -> None:
-        holders, stage = self._partition.holders_of(name), self._stage(chunk)
+        holders, stage = self._partition.holders_of(name), self._stages[chunk]
         if stage not in holders:
             raise FlowError(
                 f"{consumer} on stage {stage} reads '{name}', which is on stage {holders[0]}. A buffer that its layer "
@@ -232,9 +233,3 @@ class _Flows:
                 f"{consumer} is on {self._name(chunk)}, but needs the output of '{unit}' on "
                 f"{self._name(owner)}: call them in the same order in every step."
             )
-
-    def _name(self, chunk: int) -> str:
-        return self._partition.name_of(chunk)
-
-    def _stage(self, chunk: int) -> int:
-        return self._partition.placement[chunk]

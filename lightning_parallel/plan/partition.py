@@ -122,12 +122,8 @@ class Partition:
         """The stages that hold a parameter or a buffer."""
         if name in self.owners or name in self.buffers:
             return (self.owners | self.buffers)[name]
-        return next((self.stages_with(unit) for unit in self.units if name.startswith(f"{unit}.")), self.everywhere)
-
-    @property
-    def everywhere(self) -> tuple[int, ...]:
-        """All stages."""
-        return tuple(range(self.stages))
+        inside = (unit for unit in self.units if name.startswith(f"{unit}."))
+        return next(map(self.stages_with, inside), tuple(range(self.stages)))
 
     def shared(self) -> dict[str, tuple[int, ...]]:
         """The parameters (by first name) that several stages hold, whose gradients must be summed over these stages."""
