@@ -20,7 +20,6 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import Node
 
 from lightning_parallel.batch import weighted_mean
 from lightning_parallel.losses.graph import Number, Term, has_kink, terms_of
@@ -85,11 +84,12 @@ def outcome(step: Callable[[], tuple[Tensor, dict[str, float]]], size: int, *, t
     kinks = [term.edge.node for term in terms if has_kink(term)]
     nodes = kinks or [term.nodes[-1] for term in terms if term.nodes]
     nodes = nodes or ([] if loss.grad_fn is None else [loss.grad_fn])
+    lines = dict.fromkeys(_line(where_created(node)) for node in nodes)
     return Outcome(
         float(loss.detach()),
         float(count_of(terms, loss, float(size))),
         {key: float(term.count) for key, term in numbered(terms).items()},
-        lines_of(nodes),
+        [line for line in lines if line],
         bool(kinks),
         logged,
     )
@@ -114,13 +114,8 @@ def kinds_of(terms: Sequence[Term], count: Number) -> frozenset[str]:
     return frozenset(found)
 
 
-def lines_of(nodes: Sequence[Node]) -> list[str]:
-    """Where the user's code has made nodes of a graph, each line once."""
-    lines = dict.fromkeys(_line(where_created(node)) for node in nodes)
-    return [line for line in lines if line]
-
-
 def _line(stack: Sequence[str]) -> str:
+    """The line of the user's code in a stack; empty if there is none."""
     for entry in reversed(stack):
         for line in entry.splitlines():
             name, _, rest = line.strip().partition('", line ')
