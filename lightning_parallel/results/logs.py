@@ -181,26 +181,20 @@ def logging_through(module: pl.LightningModule, log: Callable[..., None]) -> Ite
 
 
 @contextmanager
-def trial(trainer: pl.Trainer, module: pl.LightningModule, log: Callable[..., None] = discard) -> Iterator[None]:
-    """Inside, a step doesn't count: what it logs goes to ``log``, it writes to no logger, it meets no other rank, and
-    it doesn't end the training. The step will do all this when it really runs."""
+def trial(trainer: pl.Trainer, module: pl.LightningModule) -> Iterator[list[dict[str, Any]]]:
+    """Inside, a step doesn't count: it logs nothing, it writes to no logger, it meets no other rank, and it doesn't end
+    the training. The step will do all this when it really runs. Gives a list, to which the arguments of each call of
+    ``self.log`` are appended, by name."""
     stop = trainer.should_stop
     collectives: Collectives = trainer.strategy.collectives  # type: ignore[attr-defined]  # every strategy with trials has them
-    try:
-        with collectives.inside_trial(), logging_through(module, log), loggers_through(trainer):
-            yield
-    finally:
-        trainer.should_stop = stop
-
-
-@contextmanager
-def logging_trial(trainer: pl.Trainer, module: pl.LightningModule) -> Iterator[list[dict[str, Any]]]:
-    """A :func:`trial` that gives a list, and appends to it the arguments of each call of ``self.log``, by name."""
     logged: list[dict[str, Any]] = []
 
     def note(*args: Any, **kwargs: Any) -> None:
         _LOG.bind(module, *args, **kwargs)
         logged.append(log_arguments(*args, **kwargs))
 
-    with trial(trainer, module, note):
-        yield logged
+    try:
+        with collectives.inside_trial(), logging_through(module, note), loggers_through(trainer):
+            yield logged
+    finally:
+        trainer.should_stop = stop

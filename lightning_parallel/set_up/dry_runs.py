@@ -21,7 +21,7 @@ from lightning_parallel.ranks.collectives import gather_objects, together
 from lightning_parallel.ranks.run import Run
 from lightning_parallel.results.last_stage import LastStage
 from lightning_parallel.results.log_joins import depends_on_layers
-from lightning_parallel.results.logs import logging_trial
+from lightning_parallel.results.logs import trial
 from lightning_parallel.set_up.stages import Stages
 
 # They normalise over samples, also those that keep no statistics.
@@ -86,7 +86,7 @@ class DryRuns:
         """What the dry run found, and what was logged until the step needed a value: from there on values are
         guesses."""
         counts: list[int] = []
-        with logging_trial(self._run.trainer, self._run.module) as logged, self._last_stage.alone(kind.split()[0]):
+        with trial(self._run.trainer, self._run.module) as logged, self._last_stage.alone(kind.split()[0]):
 
             def counted() -> Any:
                 try:

@@ -28,7 +28,7 @@ from lightning_parallel.pipeline.chunk import Again, Trial
 from lightning_parallel.ranks.run import Run
 from lightning_parallel.ranks.writes import WritesRefused
 from lightning_parallel.results.last_stage import LastStage
-from lightning_parallel.results.logs import logging_trial
+from lightning_parallel.results.logs import trial
 from lightning_parallel.steps.kept_state import differing, left_by
 from lightning_parallel.tracing.snapshot import StateKept
 
@@ -190,7 +190,7 @@ def without_effect(run: Run, last_stage: LastStage, seed: int) -> Iterator[list[
     others = [part for part in run.module.modules() if part is not run.module and part.training]
     with ExitStack() as kept:
         kept.enter_context(StateKept(run.module, parameters=False))
-        logged = kept.enter_context(logging_trial(run.trainer, run.module))
+        logged = kept.enter_context(trial(run.trainer, run.module))
         kept.enter_context(last_stage.alone("training_step", seed))
         for part in others:
             part.training = False

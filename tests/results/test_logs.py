@@ -17,7 +17,7 @@ from torchmetrics import Accuracy, MeanMetric
 from lightning_parallel.batch import batch_size, sizes, split
 from lightning_parallel.losses.normaliser import BatchLoss, Rule
 from lightning_parallel.results.loggers import loggers_through
-from lightning_parallel.results.logs import LogRecorder, logging_trial
+from lightning_parallel.results.logs import LogRecorder, trial
 
 
 class Logging(L.LightningModule):
@@ -236,7 +236,7 @@ def test_a_number_of_a_batch_in_which_nothing_counts_is_that_of_a_microbatch() -
 
 def test_a_trial_gives_arguments_by_name_however_they_are_passed() -> None:
     module = Logging()
-    with logging_trial(MagicMock(), module) as logged:
+    with trial(MagicMock(), module) as logged:
         module.log("one", 1.0, reduce_fx="sum")
         module.log_dict({"two": 2.0})
     assert [(call["name"], call["value"], call["reduce_fx"]) for call in logged] == [
