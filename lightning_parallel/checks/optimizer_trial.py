@@ -80,7 +80,7 @@ def refuse_parts(optimizer: Optimizer, local: LocalModel, layout: Layout, strate
         return
     with TorchGenerators(local_part(trials[0].like).device).kept():
         try:
-            whole = _stepped(optimizer, [(trial, _as_it_is) for trial in trials])
+            whole = _stepped(optimizer, [(trial, Tensor.clone) for trial in trials])
         except Exception as error:  # any: the user's optimizer may need what a trial doesn't have
             return _warn(kind, strategy, f"{type(error).__name__}: {error}")
         moved = [(one - trial.value).abs().max() for one, trial in zip(whole, trials, strict=True)]
@@ -117,7 +117,7 @@ def _divisions(trials: list[_Trial], layout: Layout) -> dict[str, list[Pieces]]:
         divisions[axis] = [[(trial, _half(trial.dim, index)) for trial in trials] for index in range(2)]
     if layout.stages > 1:
         axis = f"each of {layout.stages} stages has only its own parameters, such as '{trials[0].name}'"
-        divisions[axis] = [[(trial, _as_it_is) for trial in trials[index::2]] for index in range(2)]
+        divisions[axis] = [[(trial, Tensor.clone) for trial in trials[index::2]] for index in range(2)]
     sharded = [trial for trial in trials if isinstance(trial.like, DTensor)]
     if sharded:
         axis = f"'{sharded[0].name}' is fully sharded over {layout.size('data')} replicas"
@@ -125,9 +125,7 @@ def _divisions(trials: list[_Trial], layout: Layout) -> dict[str, list[Pieces]]:
     return divisions
 
 
-def _difference(
-    optimizer: Optimizer, trials: list[_Trial], whole: list[Tensor], divided: list[Pieces]
-) -> str | None:
+def _difference(optimizer: Optimizer, trials: list[_Trial], whole: list[Tensor], divided: list[Pieces]) -> str | None:
     """What is wrong with the optimizer if the parameters are divided like this; None if nothing is."""
     results: dict[int, list[Tensor]] = defaultdict(list)
     for pieces in divided:
@@ -196,17 +194,13 @@ def _made_up(shape: list[int], device: torch.device, generator: torch.Generator)
     return value * growing, 0.5 + 0.2 * slope.tanh(), pull * growing
 
 
-def _as_it_is(whole: Tensor) -> Tensor:
-    return whole.clone()
-
-
 def _half(dim: int | None, index: int) -> Piece:
-    return _as_it_is if dim is None else lambda whole: whole.tensor_split(2, dim)[index].clone()
+    return Tensor.clone if dim is None else lambda whole: whole.tensor_split(2, dim)[index].clone()
 
 
 def _sharded_as(like: Tensor) -> Piece:
     if not isinstance(like, DTensor):
-        return _as_it_is
+        return Tensor.clone
     # All ranks have made the same: nothing is sent.
     return lambda whole: distribute_tensor(whole.clone(), like.device_mesh, like.placements, src_data_rank=None)
 
