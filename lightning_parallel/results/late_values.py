@@ -73,7 +73,9 @@ class LateMetrics(dict[str, Any]):
     """Metrics that are brought up to date before they are read. ``update_first`` gets the key, if one is read. Writing
     doesn't wait."""
 
-    update_first: Callable[..., None] = staticmethod(lambda *keys: None)
+    def __init__(self, metrics: Any = (), update_first: Callable[..., None] = lambda *keys: None) -> None:
+        super().__init__(metrics)
+        self.update_first = update_first
 
     def __reduce__(self) -> Any:  # copies are plain
         self.update_first()
@@ -133,15 +135,10 @@ class Outcomes:
     def coming(self) -> LateLoss:
         """The loss of the step that has just run, on the other stages."""
         if not isinstance(metric_places(self._run.trainer)[0], LateMetrics):
-            replace_metric_places(self._run.trainer, self._late_metrics)
+            replace_metric_places(self._run.trainer, lambda metrics: LateMetrics(metrics, self._await_all))
         outcome = _Outcome()
         self._pending.append(outcome)
         return _late(torch.full((), torch.nan, device=self._run.device), lambda: self._loss_of(outcome))
-
-    def _late_metrics(self, metrics: Mapping[str, Any]) -> LateMetrics:
-        late = LateMetrics(metrics)
-        late.update_first = self._await_all
-        return late
 
     # -- on the stages that receive ------------------------------------------------------------------------------
 

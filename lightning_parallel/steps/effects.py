@@ -52,7 +52,7 @@ class StepEffects:
                 self._logged.update((call["name"], f"{call['name']}_step"))
             log(*args, **kwargs)
 
-        replace_metric_places(trainer, self._guarded)
+        replace_metric_places(trainer, lambda metrics: LateMetrics(metrics, self._refuse_read))
         self._is_watching = True
         try:
             with logging_through(self._run.module, note), loggers_through(trainer, self._note_write):
@@ -97,11 +97,6 @@ class StepEffects:
                 for name, value in now.items():
                     if not same_value(value, before.get(name)):
                         self._refuse(f"changes {name!r} of {now[_KIND]}", "on_train_batch_start or on_train_batch_end")
-
-    def _guarded(self, metrics: dict[str, Any]) -> LateMetrics:
-        guard = LateMetrics(metrics)
-        guard.update_first = self._refuse_read
-        return guard
 
     def _refuse_read(self, *keys: Any) -> None:
         if self._logged.intersection(keys) if keys else self._logged:
