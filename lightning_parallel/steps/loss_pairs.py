@@ -139,10 +139,6 @@ class LossPairs:
     def _found(self, one: _Tried, other: _Tried, again: Again) -> Findings | None:
         """What follows from two neighbours; None if nothing does."""
         first, pair = one.place, (one.sizes[one.place], one.sizes[other.place])
-        arrived = [joined(*tensors, pair) for tensors in zip(one.arrived, other.arrived, strict=True)]
-        both = [tensor for tensor in arrived if tensor is not None]
-        if len(both) < len(arrived):
-            return None
         lengths = [*one.sizes[:first], sum(pair), *one.sizes[first + 2 :]]
 
         def loss_of(step: Callable[[], Tensor], tensors: Sequence[Tensor]) -> Tensor:
@@ -163,6 +159,10 @@ class LossPairs:
                 return left_by(self._run.module, lambda: [loss_of(*each) for each in steps])
 
         try:
+            arrived = [joined(*tensors, pair) for tensors in zip(one.arrived, other.arrived, strict=True)]
+            both = [tensor for tensor in arrived if tensor is not None]
+            if len(both) < len(arrived):
+                return None
             one.outcome = one.outcome or run(one.sizes, one.arrived)
             other.outcome = run(one.sizes, other.arrived, first + 1)
             whole = run(lengths, both, traced=not self.has_tried)  # a later warning may need the lines

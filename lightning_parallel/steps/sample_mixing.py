@@ -68,12 +68,6 @@ class SampleMixing:
             return
         pair = (sizes[0], sizes[1])
         first = self._arrived.pop(chunk)
-        if len(first) != len(arrived):
-            return  # as the step makes another number of tensors of other samples
-        both = [joined(*tensors, pair) for tensors in zip(first, arrived, strict=True)]
-        together = [tensor for tensor in both if tensor is not None]
-        if len(together) < len(both):
-            return
 
         def sent(lengths: Sequence[int], place: int, tensors: Sequence[Tensor], seed: int = 0) -> list[Tensor]:
             with without_effect(self._run, self._last_stage, seed), torch.no_grad():
@@ -82,6 +76,10 @@ class SampleMixing:
 
         whole = [sum(pair), *sizes[2:]]
         try:
+            both = [joined(*tensors, pair) for tensors in zip(first, arrived, strict=True)]
+            together = [tensor for tensor in both if tensor is not None]
+            if len(together) < len(both):
+                return
             one, other = sent(sizes, 0, first), sent(sizes, 1, arrived)
             # Both in any case: tensor ranks run them together, and may see differences in some of their pieces only.
             as_one, again = sent(whole, 0, together), sent(whole, 0, together, 1)
@@ -89,7 +87,7 @@ class SampleMixing:
             if not mixed or not all(map(torch.equal, as_one, again)):
                 return  # nothing is mixed, or the chunk draws random numbers in evaluation mode, too
         except FAILURES:
-            return  # the step can't run on other numbers of samples
+            return  # the step can't run on other numbers of samples, or makes another number of tensors of them
         self._warn(chunk, len(sizes))
 
     def _warn(self, chunk: int, count: int) -> None:
