@@ -64,11 +64,9 @@ class LogRecorder:
                 module.training_step(microbatch, batch_idx)
         recorder.replay(module.log)
 
-    Tensors and numbers become their mean, weighted by microbatch size, or by ``batch_size=`` where the user gives it (a
-    loss per token is then weighted by tokens). With ``reduce_fx`` "sum", "max" or "min" they become their sum, maximum
-    or minimum. Objects of torchmetrics keep their own state and are passed on once: their value over the epoch is that
-    of all samples, and their value of this step is the weighted mean of the microbatches'. A name that a step logs
-    twice is logged twice.
+    ``log_joins.py`` makes one number of many. Objects of torchmetrics keep their own state and are passed on once:
+    their value over the epoch is that of all samples, and their value of this step is the weighted mean of the
+    microbatches'. A name that a step logs twice is logged twice.
 
     Args:
         joins: has seen earlier batches.
