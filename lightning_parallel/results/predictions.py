@@ -129,12 +129,9 @@ def _items(parts: Sequence[Any], counts: Sequence[int], places: Sequence[tuple[i
 
 
 def _rows_of_members(parts: Sequence[Any], counts: Sequence[int], places: Sequence[tuple[int, int]]) -> Any:
-    try:
-        structures = [members(part) for part in parts]
-    except ValueError as error:  # of packed sequences
-        raise _NotBySampleError from error
-    keys = [list(structure[0]) for structure in structures if structure is not None]
-    values = [structure[1] for structure in structures if structure is not None]
+    structures = [structure for structure in map(members, parts) if structure is not None]
+    keys = [list(names) for names, _ in structures]
+    values = [of_part for _, of_part in structures]
     alike = all(type(part) is type(parts[0]) for part in parts) and all(each == keys[0] for each in keys)
     if not keys or not keys[0] or not alike:
         raise _NotBySampleError
