@@ -204,8 +204,6 @@ class Candidate:
         aliases = {name: first_names.setdefault(id(parameter), name) for name, parameter in tensors.items()}
         # By identity, since a module may have several names, of which one lies in a unit and one doesn't.
         places = {id(p): chunks for name, chunks in running.items() for p in self._module.get_submodule(name).modules()}
-        everywhere = set(range(self._chunks))
-        uses: dict[str, set[int]] = {}
         reads: dict[str, set[int]] = {}  # the chunks that are known to read a parameter, by its first name
         loose: set[str] = set()
         for name, first in aliases.items():
@@ -213,7 +211,8 @@ class Candidate:
             if chunks is None:
                 loose.add(first)
             reads.setdefault(first, set()).update(chunks or (), read.get(name, ()))
-            uses.setdefault(first, set()).update(everywhere if chunks is None else chunks, reads[first])
+        everywhere = set(range(self._chunks))
+        uses = {first: everywhere if first in loose else chunks for first, chunks in reads.items()}
         held = {name: {self._placement[chunk] for chunk in chunks} for name, chunks in uses.items()}
         self._hold_where_updated(held)
         return Partition(
