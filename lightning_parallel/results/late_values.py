@@ -17,6 +17,7 @@ import json
 import warnings
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,7 @@ _LATER = ("detach", "clone", "div", "mul")
 class LateLoss(Tensor):
     """A step's loss on a stage that isn't the last: a scalar whose value is awaited by any operation on it."""
 
-    _get: Callable[[], Tensor]
+    value: Callable[[], Tensor]  # the loss as an ordinary tensor, the same one each time
 
     @classmethod
     def __torch_function__(
@@ -49,19 +50,12 @@ class LateLoss(Tensor):
             return _late(args[0], lambda: function(*_read(args)))
         return function(*_read(args), **_read(kwargs or {}))
 
-    def value(self) -> Tensor:
-        """The loss as an ordinary tensor, the same one each time."""
-        value = vars(self).get("_value")
-        if value is None:
-            value = self._value = self._get()
-        return value
-
 
 def _late(like: Tensor, get: Callable[[], Tensor]) -> LateLoss:
     """A loss like this one, whose value is what ``get()`` returns after waiting for it."""
     with subclass_functions_disabled():
         late = like.as_subclass(LateLoss)
-    late._get = get
+    late.value = cache(get)
     return late
 
 
