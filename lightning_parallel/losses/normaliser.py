@@ -210,9 +210,7 @@ class BatchLoss:
 
     def message(self, device: torch.device) -> Tensor:
         """The factor as it is sent."""
-        if isinstance(self.factor, Tensor):
-            return self.factor.to(device, torch.float64)
-        return torch.tensor(self.factor, dtype=torch.float64, device=device)
+        return torch.as_tensor(self.factor, dtype=torch.float64, device=device)
 
     def normalised(self, gradient: Tensor) -> Tensor:
         """A sum of gradients, with the factor, in place."""
