@@ -36,16 +36,11 @@ def left_by(module: nn.Module, run: Callable[[], Any]) -> dict[str, Tensor]:
     run()
     found = {name: _numbers(tree_leaves(states)) for name, states in _states(module)}
     for name, container in _containers(module):
-        earlier = Counter(map(id, before.get(name, [])))
-        added = []
-        for leaf in tree_leaves(container):
-            if earlier[id(leaf)]:
-                earlier[id(leaf)] -= 1
-            else:
-                added.append(leaf)
+        leaves = {id(leaf): leaf for leaf in tree_leaves(container)}
+        earlier, now = (Counter(map(id, each)) for each in (before.get(name, []), tree_leaves(container)))
         # One that was empty, or doesn't keep what it had, may be of each step.
-        if before.get(name) and not earlier.total():
-            found[name] = _numbers(added)
+        if earlier and earlier <= now:
+            found[name] = _numbers([leaves[key] for key in (now - earlier).elements()])
     return found
 
 
