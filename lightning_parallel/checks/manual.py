@@ -52,29 +52,24 @@ class BackwardGuard:
 
     def __init__(self) -> None:
         self._hooks: list[RemovableHandle] = []
-        self._inside = False
+        self.is_open = False  # may a backward that is running make gradients?
 
     def begin(self, parameters: Iterable[Tensor]) -> None:
         """Begin training with manual optimization, in which the gradients of these parameters have to be completed."""
         self.end()
         self._hooks = [p.register_post_accumulate_grad_hook(self._grown) for p in parameters if p.requires_grad]
 
-    @property
-    def is_open(self) -> bool:
-        """Is a backward running that may make gradients?"""
-        return self._inside
-
     @contextmanager
     def open(self) -> Iterator[None]:
         """Inside, gradients may grow."""
-        before, self._inside = self._inside, True
+        before, self.is_open = self.is_open, True
         try:
             yield
         finally:
-            self._inside = before
+            self.is_open = before
 
     def _grown(self, parameter: Tensor) -> None:
-        if not self._inside:
+        if not self.is_open:
             raise RuntimeError(
                 "A backward has run outside of self.manual_backward, so its gradients are not joined with those of "
                 "other ranks. Call self.manual_backward(loss) in the place of loss.backward()."
