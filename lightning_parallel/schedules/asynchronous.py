@@ -46,7 +46,11 @@ class AsyncOneFOneB:
     """
 
     def __init__(self, stages: int, stage: int, extra_in_flight: int = 0) -> None:
-        self.warmup = _warmup(stages, stage, extra_in_flight)
+        if not 0 <= stage < stages:
+            raise ValueError(f"stage={stage}: with stages={stages} give a stage from 0 to {stages - 1}.")
+        if extra_in_flight < 0:
+            raise ValueError(f"extra_in_flight={extra_in_flight}: give 0 or more microbatches.")
+        self.warmup = (stages - 1 - stage) * (1 + extra_in_flight)
         self._stage = stage
         self._microbatch = 0  # the number of the next forward
         self._update = 0  # the number of the next step
@@ -92,11 +96,3 @@ class AsyncOneFOneB:
         if ends_update:
             yield Step(self._stage, self._update)
             self._update += 1
-
-
-def _warmup(stages: int, stage: int, extra_in_flight: int) -> int:
-    if not 0 <= stage < stages:
-        raise ValueError(f"stage={stage}: with stages={stages} give a stage from 0 to {stages - 1}.")
-    if extra_in_flight < 0:
-        raise ValueError(f"extra_in_flight={extra_in_flight}: give 0 or more microbatches.")
-    return (stages - 1 - stage) * (1 + extra_in_flight)

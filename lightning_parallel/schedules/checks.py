@@ -129,31 +129,23 @@ def _validate_stage(stage: int, actions: Sequence[Action]) -> None:
 
 def _orders(chunk: int, actions: Sequence[Action]) -> tuple[Sequence[object], ...]:
     """What the chunks must agree on: the orders of forwards and of backwards, and the microbatches of each update."""
-    forwards: list[int] = []
-    backwards: list[int] = []
-    second_halves: list[int] = []
-    updates: list[list[int]] = []
-    completed: list[int] = []  # since the last step
-    for action in actions:
+    own = [action for action in actions if isinstance(action, Step) or action.chunk == chunk]
+    forwards = [action.microbatch for action in own if isinstance(action, Forward)]
+    backwards = [action.microbatch for action in own if isinstance(action, Backward | BackwardInput)]
+    second_halves = [action.microbatch for action in own if isinstance(action, BackwardWeight)]
+    updates: list[list[int]] = [[]]  # none is left after the last step
+    for action in own:
         if isinstance(action, Step):
-            updates.append(sorted(completed))
-            completed.clear()
-        elif action.chunk == chunk:
-            if isinstance(action, Forward):
-                forwards.append(action.microbatch)
-            if isinstance(action, Backward | BackwardInput):
-                backwards.append(action.microbatch)
-            if isinstance(action, BackwardWeight):
-                second_halves.append(action.microbatch)
-            if isinstance(action, Backward | BackwardWeight):
-                completed.append(action.microbatch)
+            updates.append([])
+        elif isinstance(action, Backward | BackwardWeight):
+            updates[-1].append(action.microbatch)
     if forwards != backwards:
         raise ValueError(f"chunk {chunk}: backwards run in the order {backwards}, forwards {forwards}.")
     if second_halves != [number for number in backwards if number in set(second_halves)]:
         raise ValueError(
             f"chunk {chunk}: second halves of backwards run in the order {second_halves}, first halves {backwards}."
         )
-    return forwards, backwards, updates
+    return forwards, backwards, [sorted(completed) for completed in updates]
 
 
 def dependency_order(schedule: Schedule) -> Iterator[Action]:

@@ -19,8 +19,8 @@ name too.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
-from itertools import pairwise
+from collections.abc import Callable, Mapping, Sequence
+from itertools import chain, pairwise
 from types import MappingProxyType
 from typing import TypeAlias
 
@@ -55,14 +55,7 @@ def naive(stages: int, microbatches: int = 1) -> Schedule:
     Raises:
         ValueError: a number is less than one.
     """
-    check_sizes(stages, microbatches)
-    schedule: Schedule = []
-    for s in range(stages):
-        actions: list[Action] = []
-        for k in range(microbatches):
-            actions += [Forward(s, k), Backward(s, k)]
-        schedule.append([*actions, Step(s, 0)])
-    return schedule
+    return _one_chunk_each(stages, microbatches, lambda s: 0)
 
 
 def gpipe(stages: int, microbatches: int) -> Schedule:
@@ -81,13 +74,7 @@ def gpipe(stages: int, microbatches: int) -> Schedule:
     Raises:
         ValueError: a number is less than one.
     """
-    check_sizes(stages, microbatches)
-    schedule: Schedule = []
-    for s in range(stages):
-        forwards: list[Action] = [Forward(s, k) for k in range(microbatches)]
-        backwards: list[Action] = [Backward(s, k) for k in range(microbatches)]
-        schedule.append([*forwards, *backwards, Step(s, 0)])
-    return schedule
+    return _one_chunk_each(stages, microbatches, lambda s: microbatches)
 
 
 def one_f_one_b(stages: int, microbatches: int) -> Schedule:
@@ -106,16 +93,25 @@ def one_f_one_b(stages: int, microbatches: int) -> Schedule:
     Raises:
         ValueError: a number is less than one.
     """
+    return _one_chunk_each(stages, microbatches, lambda s: stages - 1 - s)
+
+
+def _one_chunk_each(stages: int, microbatches: int, ahead: Callable[[int], int]) -> Schedule:
+    """The schedule in which stage s runs the chunk s, and ``ahead(s)`` forwards before its first backward."""
     check_sizes(stages, microbatches)
     schedule: Schedule = []
     for s in range(stages):
-        warmup = min(stages - 1 - s, microbatches)
-        actions: list[Action] = [Forward(s, k) for k in range(warmup)]  # warm-up
-        for k in range(warmup, microbatches):  # steady state
-            actions += [Forward(s, k), Backward(s, k - warmup)]
-        actions += [Backward(s, k) for k in range(microbatches - warmup, microbatches)]  # cool-down
-        schedule.append([*actions, Step(s, 0)])
+        forwards = [Forward(s, k) for k in range(microbatches)]
+        backwards = [Backward(s, k) for k in range(microbatches)]
+        schedule.append([*_in_turn(forwards, backwards, ahead(s)), Step(s, 0)])
     return schedule
+
+
+def _in_turn(forwards: Sequence[Action], backwards: Sequence[Action], ahead: int) -> list[Action]:
+    """``ahead`` forwards (warm-up), then a forward and a backward in turn (steady state), then the other backwards
+    (cool-down)."""
+    steady = [*zip(forwards[ahead:], backwards, strict=False)]
+    return [*forwards[:ahead], *chain.from_iterable(steady), *backwards[len(steady) :]]
 
 
 def interleaved(stages: int, microbatches: int, chunks: int = 2) -> Schedule:
@@ -143,14 +139,10 @@ def interleaved(stages: int, microbatches: int, chunks: int = 2) -> Schedule:
     backwards = [(chunk, k) for numbers in rounds for chunk in reversed(range(chunks)) for k in numbers]
     schedule: Schedule = []
     for s in range(stages):
-        ahead = min((chunks - 1) * len(rounds[0]) + 2 * (stages - 1 - s), len(forwards))
-        f: list[Action] = [Forward(s + chunk * stages, k) for chunk, k in forwards]
-        b: list[Action] = [Backward(s + chunk * stages, k) for chunk, k in backwards]
-        actions = f[:ahead]  # warm-up
-        for pair in zip(f[ahead:], b, strict=False):  # steady state
-            actions += pair
-        actions += b[len(f) - ahead :]  # cool-down
-        schedule.append([*actions, Step(s, 0)])
+        ahead = (chunks - 1) * len(rounds[0]) + 2 * (stages - 1 - s)
+        f = [Forward(s + chunk * stages, k) for chunk, k in forwards]
+        b = [Backward(s + chunk * stages, k) for chunk, k in backwards]
+        schedule.append([*_in_turn(f, b, ahead), Step(s, 0)])
     return schedule
 
 
