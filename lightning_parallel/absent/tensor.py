@@ -201,16 +201,14 @@ class AbsentTensor(Tensor):
     ) -> Any:
         kwargs = dict(kwargs or {})
         kind = _kind_of(func)
-        if kind.is_foreach and (parts := _present_and_absent(args)) is not None:
-            return _joined([(places, func(*some, **kwargs)) for places, some in parts])
+        if kind.is_foreach and len(args[0]) > 1:
+            return _one_by_one(func, args, kwargs)
         flat, spec = tree_flatten((args, kwargs))
         absent = [x for x in flat if isinstance(x, AbsentTensor)]
         origins = absent[0].origins.union(*(x.origins for x in absent[1:]))
-        written: Iterable[Any] = written_arguments(func, args, kwargs)
+        written = tree_leaves([*written_arguments(func, args, kwargs)])
         if func.namespace == "c10d":  # a collective, whose schema doesn't say what it writes to; nobody is met in it
             written = flat
-            for tensor in absent:
-                tensor.memory.write(origins)
         _refuse_writes_into_present_tensors(func, written, absent[0].origin, origins)
         if kind.reshapes_in_place:  # x.unsqueeze_(0) changes only what a tensor says of its shape
             with dispatch_disabled():
@@ -246,10 +244,11 @@ class AbsentTensor(Tensor):
             memory = absent[0].memory if kind.is_view else AbsentMemory(origins)
             return AbsentTensor(value, device, memory) if isinstance(value, Tensor) else value
 
-        result = tree_unflatten([wrap(value) for value in out], out_spec)
-        if len(out) == 1 and out[0] is None:  # torch._foreach_lerp_ and its like write to lists, and return nothing
-            _write_to_lists(func, args, kwargs)
-        return result
+        if func.namespace == "c10d" or (len(out) == 1 and out[0] is None):  # torch._foreach_lerp_ returns nothing
+            for each in written:
+                if isinstance(each, AbsentTensor):
+                    each.memory.write(origins)
+        return tree_unflatten([wrap(value) for value in out], out_spec)
 
 
 @dataclass(frozen=True)
@@ -272,37 +271,14 @@ def _kind_of(func: Any) -> _Kind:
     )
 
 
-def _present_and_absent(args: tuple[Any, ...]) -> list[tuple[list[int], tuple[Any, ...]]] | None:
-    """Split an operation on lists in two: its arguments at the places where all tensors are present, and at the others,
-    each with these places. None if all places are alike."""
+def _one_by_one(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any] | None:
+    """Do an operation on lists for each place of the lists: some have present tensors, and others absent ones."""
     count = len(args[0])
-    lists = [i for i, arg in enumerate(args) if isinstance(arg, (list, tuple)) and len(arg) == count]
-    absent = [any(isinstance(args[i][place], AbsentTensor) for i in lists) for place in range(count)]
-    if len(set(absent)) < 2:
-        return None
-    parts = []
-    for wanted in (False, True):
-        places = [place for place in range(count) if absent[place] is wanted]
-        some = tuple([arg[place] for place in places] if i in lists else arg for i, arg in enumerate(args))
-        parts.append((places, some))
-    return parts
-
-
-def _joined(parts: list[tuple[list[int], Any]]) -> list[Any] | None:
-    """Join the lists that both operations have returned; None if they return nothing."""
-    at = {place: value for places, values in parts for place, value in zip(places, values or (), strict=False)}
-    return [at[place] for place in sorted(at)] if at else None
-
-
-def _write_to_lists(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    """Record that each tensor of a list is written to from those at its place in the other lists."""
-    lists = [each for each in (*args, *kwargs.values()) if isinstance(each, (list, tuple))]
-    single = [each for each in (*args, *kwargs.values()) if isinstance(each, AbsentTensor)]
-    for written in written_arguments(func, args, kwargs):
-        for i, tensor in enumerate(written if isinstance(written, (list, tuple)) else ()):
-            given = [*single, *(each[i] for each in lists if len(each) == len(written))]
-            if isinstance(tensor, AbsentTensor):
-                tensor.memory.write(frozenset().union(*(x.origins for x in given if isinstance(x, AbsentTensor))))
+    found: list[Any] = []
+    for place in range(count):
+        at = [[x[place]] if isinstance(x, (list, tuple)) and len(x) == count else x for x in args]
+        found += func(*at, **kwargs) or ()
+    return found or None
 
 
 class ValuesGuessed(TorchDispatchMode):
@@ -387,11 +363,10 @@ def _refuse_writes_into_present_tensors(
     func: Any, written: Iterable[Any], origin: str, origins: frozenset[str]
 ) -> None:
     """Refuse ``present[mask] = absent``: the tensor would then look like a value that it isn't."""
-    for each in written:
-        if any(isinstance(x, Tensor) and not isinstance(x, AbsentTensor) for x in tree_leaves(each)):
-            raise AbsentValueError(
-                f"{func} writes {origin}, which lives on another pipeline stage, into a tensor of this one.", origins
-            )
+    if any(isinstance(x, Tensor) and not isinstance(x, AbsentTensor) for x in written):
+        raise AbsentValueError(
+            f"{func} writes {origin}, which lives on another pipeline stage, into a tensor of this one.", origins
+        )
 
 
 _WRITES = {"__iadd__", "__isub__", "__imul__", "__itruediv__", "__setitem__", "add_", "sub_", "mul_", "div_", "copy_"}
