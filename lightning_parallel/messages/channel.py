@@ -27,8 +27,8 @@ memory than to copy into it.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Hashable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -70,17 +70,18 @@ class Link:
 
     def isend(self, buffer: Tensor) -> dist.Work:
         """Post a send of a flat buffer."""
-        try:
-            with self._unrecorded(buffer):
-                return self._group.send([buffer], self._peer, self._tag)
-        except RuntimeError as error:
-            raise self._lost() from error
+        return self._post(self._group.send, buffer)
 
     def irecv(self, buffer: Tensor) -> dist.Work:
         """Post a receive into a flat buffer."""
+        return self._post(self._group.recv, buffer)
+
+    def _post(self, function: Callable[..., dist.Work], buffer: Tensor) -> dist.Work:
+        # A message over gloo that a profiler has seen writes its end into the trace when it is waited for. Messages may
+        # outlive a trace, whose memory is then somebody else's.
         try:
-            with self._unrecorded(buffer):
-                return self._group.recv([buffer], self._peer, self._tag)
+            with not_recorded() if buffer.device.type == "cpu" else nullcontext():
+                return function([buffer], self._peer, self._tag)
         except RuntimeError as error:
             raise self._lost() from error
 
@@ -94,12 +95,6 @@ class Link:
             work.wait()
         except RuntimeError as error:
             raise self._lost() from error
-
-    @staticmethod
-    def _unrecorded(buffer: Tensor) -> AbstractContextManager[None]:
-        # A message over gloo that a profiler has seen writes its end into the trace when it is waited for. Messages may
-        # outlive a trace, whose memory is then somebody else's.
-        return not_recorded() if buffer.device.type == "cpu" else nullcontext()
 
     def _lost(self) -> PeerLostError:
         return PeerLostError(
