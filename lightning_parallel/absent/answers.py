@@ -101,14 +101,15 @@ class AbsentForward:
 
         return tree_unflatten([fresh(x) for x in answer.leaves], answer.structure)
 
+    def without_values(self) -> AbstractContextManager[Any]:
+        """Inside, the module's parameters and buffers are absent."""
+        return everything_absent(self._module, [self._module]) if self._has_values else nullcontext()
+
     def _ask(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Answer:
         # Parameters were made absent outside of inference mode, where torch can't divide them into views.
         generators = TorchGenerators(torch.device("cpu"))
         with torch.inference_mode(False), torch.no_grad(), generators.kept(), host_generators_kept():
-            absent: AbstractContextManager[Any] = nullcontext()
-            if self._has_values:
-                absent = everything_absent(self._module, [self._module])
-            with absent, _parts_asked(self._module):
+            with self.without_values(), _parts_asked(self._module):
                 out = asked(Invocation(self._module, self._forward, args, kwargs), INPUT)
         leaves, structure = tree_flatten(out)
         inputs = tree_leaves((args, kwargs))

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lightning_parallel.absent.answers import AbsentForward
-from lightning_parallel.absent.module import everything_absent
 from lightning_parallel.absent.tensor import AbsentValueError
 from lightning_parallel.interception import LeaveStep
 from lightning_parallel.pipeline.forward_pass import Underway
@@ -29,7 +27,6 @@ class OtherUnits:
 
     def __init__(self, units: Mapping[str, nn.Module], own: Collection[str], underway: Underway) -> None:
         self._absent = {name: AbsentForward(unit, name, has_values=name in own) for name, unit in units.items()}
-        self._units, self._own = units, own
         self._underway = underway
 
     def answer(self, name: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -43,16 +40,12 @@ class OtherUnits:
         seed = draw_seed()
         call = self._underway.forward.called(name)
         if name in self._underway.flow.transparent:
-            with self._without_values(name):
+            with self._absent[name].without_values():
                 answer = self._openly(self._absent[name], forward, args, kwargs, call[1])
         else:
             answer = self._answer_alone(self._absent[name], args, kwargs, call[1])
         self._underway.seed_after(name, seed)
-        live = self._underway.forward.arrived(call)
-        return answer if live is None else _filled(answer, live, name)
-
-    def _without_values(self, name: str) -> AbstractContextManager[Any]:
-        return everything_absent(self._units[name], [self._units[name]]) if name in self._own else nullcontext()
+        return _filled(answer, self._underway.forward.arrived.get(call), name)
 
     def _answer_alone(self, absent: AbsentForward, args: tuple[Any, ...], kwargs: dict[str, Any], call: int) -> Any:
         """Answer for a module as a whole. Calls that it makes meanwhile don't count as calls of the step."""
@@ -71,8 +64,7 @@ class OtherUnits:
             return forward(*args, **kwargs)
         call = self._underway.forward.called(name)
         answer = self._openly(absent, forward, args, kwargs, call[1])
-        live = self._underway.forward.arrived(call)
-        return answer if live is None else _filled(answer, live, name)
+        return _filled(answer, self._underway.forward.arrived.get(call), name)
 
     def _openly(
         self,
@@ -90,8 +82,10 @@ class OtherUnits:
             return self._answer_alone(absent, args, kwargs, call)
 
 
-def _filled(answer: Any, live: list[Tensor], name: str) -> Any:
-    """``answer`` with the arrived tensors in the place of absent ones."""
+def _filled(answer: Any, live: list[Tensor] | None, name: str) -> Any:
+    """``answer`` with the arrived tensors, if some have arrived, in the place of absent ones."""
+    if live is None:
+        return answer
     if isinstance(answer, Tensor) and len(live) == 1:
         return live[0]
     leaves, spec = tree_flatten(answer)
