@@ -5,13 +5,12 @@ stages. The next stage's backward computes the gradients of its arrival; they ar
 backward::
 
     stage 0                                   stage 1
-    layers --> Departure  --- activation -->  Arrival --> layers --> Departure
+    layers --> outputs  ----- activation -->  Arrival --> layers --> outputs
            <-- backward  <--- gradient ----- gradients <-- backward
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -70,10 +69,3 @@ class _Receive(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[None, None, None]:  # type: ignore[override]
         ctx.arrival._gradients = list(gradients)
         return None, None, None
-
-
-@dataclass
-class Departure:
-    """The tensors that a stage sends on, in order: the outputs that later stages need, then its last layer's."""
-
-    tensors: list[Tensor]

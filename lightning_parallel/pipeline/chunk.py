@@ -24,7 +24,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from lightning_parallel.backward.split import WeightGradients, begin_backward
 from lightning_parallel.losses.graph import Term
 from lightning_parallel.losses.normaliser import BatchLoss
-from lightning_parallel.messages.arrival import Arrival, Departure
+from lightning_parallel.messages.arrival import Arrival
 from lightning_parallel.messages.channel import Receiver
 from lightning_parallel.messages.ends import Ends
 from lightning_parallel.messages.message import Format, gradient_format
@@ -152,14 +152,12 @@ class Chunk:
 
     # -- forward -------------------------------------------------------------------------------------------------
 
-    def hold_back(self) -> None:
-        """Limit how far this chunk runs ahead if no gradients come back to confirm its messages: before a list, wait
-        until the next chunk has read all messages but one. A wait in the middle of a list could deadlock."""
+    def begin(self, place: int) -> None:
+        """Begin a list: post the receive of its first activation, that of ``place``, unless one is posted."""
+        # If no gradients come back to confirm messages, this limits how far the chunk runs ahead: the next one has read
+        # all of them but one. A wait in the middle of a list could deadlock.
         if self._is_unanswered and self._ends.activations_out is not None:
             self._ends.activations_out.flush(keep=1)
-
-    def post(self, place: int) -> None:
-        """Post the receive of the next activation, that of ``place``, unless one is posted."""
         if self._ends.activations_in is not None:
             self._ends.activations_in.post(place)
 
@@ -186,16 +184,15 @@ class Chunk:
             loss = self._loss_of(output)
             terms = microbatch.loss.add(microbatch.place, loss)
             if trial is not None:
-                trial.run(loss, terms, Again(copies, loss.dtype, self._run_again))
+                trial.run(loss, terms, Again(copies, loss.dtype, lambda *given: self._loss_of(self._again(*given))))
         else:
-            tensors = output.tensors
-            gradients = gradient_format(out.send(tensors, microbatch.place, self._gradients_taken))
+            gradients = gradient_format(out.send(output, microbatch.place, self._gradients_taken))
             sent = out.sent
             self._is_unanswered = not gradients
-            edges = [get_gradient_edge(t) for t in tensors if t.requires_grad]
+            edges = [get_gradient_edge(t) for t in output if t.requires_grad]
             if microbatch.mixing is not None:
                 assert copies is not None, "kept for it"
-                microbatch.mixing(self._index, copies, lambda *given: self._again(*given).tensors)
+                microbatch.mixing(self._index, copies, self._again)
         self._in_flight.append(_InFlight(number, microbatch, edges, gradients, sent, arrival, token))
         self._post_gradients()
         return [output] if out is None else []
@@ -217,11 +214,8 @@ class Chunk:
         with self._span(kind, number, version):
             return self._stage.run(step, arrival, self._index), arrival, copies
 
-    def _run_again(self, step: Callable[[], Any], tensors: Sequence[Tensor]) -> Tensor:
-        """Run a step on given activations, and return its loss."""
-        return self._loss_of(self._again(step, tensors))
-
     def _again(self, step: Callable[[], Any], tensors: Sequence[Tensor]) -> Any:
+        """Run a step on given activations."""
         format = tuple((tuple(tensor.shape), tensor.dtype, tensor.is_floating_point()) for tensor in tensors)
         arrival = None if self._ends.activations_in is None else Arrival([*tensors], format)
         with self._generators.kept():
@@ -240,10 +234,9 @@ class Chunk:
         if self._ends.activations_in is not None:
             self._ends.activations_in.post("evaluation")
         output, *_ = self._run("evaluate", number, step, next_place=None)
-        if not isinstance(output, Departure):
+        if self._ends.activations_out is None:
             return output
-        assert self._ends.activations_out is not None
-        self._ends.activations_out.send(output.tensors, "evaluation")
+        self._ends.activations_out.send(output, "evaluation")
         self._ends.activations_out.flush()
         return None
 

@@ -23,7 +23,7 @@ from lightning_parallel.pipeline.stage import Stage
 from lightning_parallel.pipeline.weights import CurrentWeights, Weights
 from lightning_parallel.ranks.groups import Links
 from lightning_parallel.ranks.layout import Layout
-from lightning_parallel.schedules.actions import Action, Backward, BackwardInput, BackwardWeight, Forward, Step
+from lightning_parallel.schedules.actions import Action, BackwardInput, BackwardWeight, Forward, Step
 from lightning_parallel.seeding import TorchGenerators
 from lightning_parallel.timeline.recording import Timeline
 
@@ -109,10 +109,9 @@ class Engine:
         for action in actions:
             if isinstance(action, Forward):
                 places[action.chunk].append(microbatches[action.microbatch].place)
-        for chunk, coming in places.items():
+        for index, coming in places.items():
             if coming:
-                self._chunks[chunk].hold_back()
-                self._chunks[chunk].post(coming[0])
+                self._chunks[index].begin(coming[0])
         self._streaming = endless and (self._streaming or any(places.values()))
         outputs: list[Any] = []
         with self._generators.kept(), short_switch_interval():  # backwards and updates may draw too
@@ -129,20 +128,15 @@ class Engine:
                     next_place = coming[0] if coming else 0 if endless else None
                     outputs += self._chunks[action.chunk].forward(number, microbatches[number], next_place)
                 else:
+                    chunk, number = self._chunks[action.chunk], action.microbatch
                     with self._completing(action.chunk) if i in last else nullcontext():
-                        self._backward(action)
+                        if isinstance(action, BackwardWeight):
+                            chunk.second_half(number)
+                        else:
+                            chunk.backward(number, in_halves=self._halves and isinstance(action, BackwardInput))
         if not endless:
             self.flush()  # the receives are posted already: no computation is waited for, but copies through the host
         return outputs
-
-    def _backward(self, action: Backward | BackwardInput | BackwardWeight) -> None:
-        chunk = self._chunks[action.chunk]
-        if isinstance(action, Backward):
-            chunk.backward(action.microbatch)
-        elif isinstance(action, BackwardInput):
-            chunk.backward(action.microbatch, in_halves=self._halves)
-        else:
-            chunk.second_half(action.microbatch)
 
     def flush(self) -> None:
         """Wait until every message has arrived. Messages of a process that ends before that are lost."""

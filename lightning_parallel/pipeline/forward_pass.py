@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from lightning_parallel.absent.tensor import first_absent
-from lightning_parallel.messages.arrival import Arrival, Departure
+from lightning_parallel.messages.arrival import Arrival
 from lightning_parallel.plan.flow import Cargo, Flow, tensors_of
 from lightning_parallel.plan.partition import Partition
 from lightning_parallel.private.torch import has_gradient_hooks, tensors_in
@@ -28,7 +28,6 @@ class Cuts:
     Attributes:
         cargo_in: the outputs that arrive, in the order of the message.
         cargo_out: the outputs that depart, in the order of the message.
-        due: the calls whose output arrives.
         wanted: the calls whose output a later chunk needs.
         last: the call after which the chunk leaves the step. None for the last chunk, and for one without calls.
     """
@@ -37,7 +36,6 @@ class Cuts:
     chunk: int
     cargo_in: tuple[Cargo, ...]
     cargo_out: tuple[Cargo, ...]
-    due: frozenset[Call]
     wanted: frozenset[Call]
     last: Call | None
 
@@ -45,9 +43,9 @@ class Cuts:
     def of(cls, flow: Flow, partition: Partition, chunk: int) -> Cuts:
         """The cuts around a chunk in a step with this flow."""
         cargo_in, cargo_out = flow.into(chunk), flow.out_of(chunk)
-        due, wanted = (frozenset((item.module, item.call) for item in cargo) for cargo in (cargo_in, cargo_out))
+        wanted = frozenset((item.module, item.call) for item in cargo_out)
         last = flow.last[chunk] if chunk < partition.chunks - 1 else None
-        return cls(partition, chunk, cargo_in, cargo_out, due, wanted, last)
+        return cls(partition, chunk, cargo_in, cargo_out, wanted, last)
 
     @property
     def stage(self) -> int:
@@ -87,20 +85,20 @@ class Underway:
 
 class ForwardPass:
     """A forward pass. ``arrival`` is what the previous chunk sent; None for the first chunk. It is shared out now, in
-    the gradient and inference modes in which the step begins, whatever the user's code switches later."""
+    the gradient and inference modes in which the step begins, whatever the user's code switches later.
+
+    Attributes:
+        arrived: by call, its output as the previous chunk sent it.
+    """
 
     def __init__(self, cuts: Cuts, arrival: Arrival | None) -> None:
         self.cuts = cuts
         self._reached = 0  # the latest chunk of which a call has been made
         self._calls: Counter[str] = Counter()
-        self._arrived: dict[Call, list[Tensor]] = {}
+        self.arrived: dict[Call, list[Tensor]] = {}
         self._kept: dict[Call, list[Tensor]] = {}
         if arrival is not None:
             self._unload(arrival)
-
-    def runs_here(self, name: str) -> bool:
-        """Does the chunk run the next call of a unit?"""
-        return self.chunk_of(name) == self.cuts.chunk
 
     def chunk_of(self, name: str) -> int:
         """The chunk that runs the next call of a unit."""
@@ -114,10 +112,6 @@ class ForwardPass:
         return name, self._calls[name] - 1
 
     # -- what arrives --------------------------------------------------------------------------------------------
-
-    def arrived(self, call: Call) -> list[Tensor] | None:
-        """The output of a call as the previous chunk sent it, or None if it sent none."""
-        return self._arrived.get(call)
 
     def _unload(self, arrival: Arrival) -> None:
         """Divide the arrived tensors among the calls that they are outputs of."""
@@ -134,11 +128,11 @@ class ForwardPass:
         for call in live.keys() & cuts.wanted:  # it goes further on as it came, whatever this stage does to it
             self._kept[call] = live[call]
             live[call] = [t.clone() for t in live[call]]
-        self._arrived = live
+        self.arrived = live
 
     def refuse_hooks(self) -> None:
         """Refuse hooks of the user's on the gradient of what arrived, after the step: its own stage runs them, too."""
-        for (name, _), tensors in self._arrived.items():
+        for (name, _), tensors in self.arrived.items():
             if any(has_gradient_hooks(tensor) for tensor in tensors):
                 raise RuntimeError(
                     f"A hook on the gradient of what '{name}' returns would run on several stages. Register it in the "
@@ -152,8 +146,8 @@ class ForwardPass:
         on the other stages too. If it can't any more (not ``copied``), the output itself is kept."""
         self._kept[call] = [t.clone() if copied else t for t in tensors_in(output)]
 
-    def departure(self) -> Departure:
-        """The tensors that the chunk sends on."""
+    def departure(self) -> list[Tensor]:
+        """The tensors that the chunk sends on, in order: the outputs that later chunks need, then its last layer's."""
         cuts = self.cuts
         tensors: list[Tensor] = []
         for cargo in cuts.cargo_out:
@@ -174,4 +168,4 @@ class ForwardPass:
             raise RuntimeError(
                 f"What stage {cuts.stage} hands on depends on {absent.origin}, which lives on another stage."
             )
-        return Departure(tensors)
+        return tensors

@@ -211,7 +211,8 @@ class Stage:
         self._announced[name] -= hooked
         if self._underway.is_idle:
             return forward(*args, **kwargs)
-        if self._underway.forward is not None and not self._underway.forward.runs_here(name):
+        running = self._underway.forward
+        if running is not None and running.chunk_of(name) != running.cuts.chunk:
             return self._others.answer(name, forward, *args, **kwargs)
         unit = self._units[name]
         self._enter(name, unit, args, kwargs)
@@ -297,7 +298,7 @@ class Stage:
             chunk: the chunk to run; None for the only one of this stage.
 
         Returns:
-            What ``step`` returned, for the last chunk; a :class:`.arrival.Departure` for the others.
+            What ``step`` returned, for the last chunk; the tensors to send on for the others.
 
         Raises:
             RuntimeError: units were called otherwise than in the dry run of the step, so that the flow doesn't fit; or

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_parallel.messages.arrival import Arrival, Departure
+from lightning_parallel.messages.arrival import Arrival
 from lightning_parallel.messages.message import format_of
 from lightning_parallel.pipeline.stage import Stage
 from lightning_parallel.plan.partition import Partition
@@ -43,9 +43,9 @@ class Result:
         return self.stages[0].partition
 
 
-def forward(stages: list[Stage], step: Step) -> tuple[Any, list[Departure], list[Arrival]]:
+def forward(stages: list[Stage], step: Step) -> tuple[Any, list[list[Tensor]], list[Arrival]]:
     """The last stage's output, and what passed each cut."""
-    departures: list[Departure] = []
+    departures: list[list[Tensor]] = []
     arrivals: list[Arrival] = []
     output: Any = None
     for stage in stages:
@@ -53,21 +53,21 @@ def forward(stages: list[Stage], step: Step) -> tuple[Any, list[Departure], list
         if 0 in stage.chunks:
             output = stage.run(bound, None)
         else:
-            values = [t.detach().clone() for t in departures[-1].tensors]
-            arrivals.append(Arrival(values, format_of(departures[-1].tensors)))
+            values = [t.detach().clone() for t in departures[-1]]
+            arrivals.append(Arrival(values, format_of(departures[-1])))
             output = stage.run(bound, arrivals[-1])
         if not stage.has_last_chunk:
-            assert isinstance(output, Departure)
+            assert isinstance(output, list)
             departures.append(output)
     return output, departures, arrivals
 
 
-def backward(stages: list[Stage], loss: Tensor, departures: list[Departure], arrivals: list[Arrival]) -> None:
+def backward(stages: list[Stage], loss: Tensor, departures: list[list[Tensor]], arrivals: list[Arrival]) -> None:
     if loss.requires_grad:
         with stages[-1].backward():
             loss.backward()
     for stage, departure, arrival in reversed(list(zip(stages, departures, arrivals, strict=False))):
-        live = [t for t in departure.tensors if t.requires_grad]
+        live = [t for t in departure if t.requires_grad]
         if live:
             with stage.backward():
                 torch.autograd.backward(live, arrival.gradients(CPU))
@@ -78,8 +78,8 @@ def arrived(tensors: list[Tensor], wanted: list[bool]) -> Arrival:
     return Arrival(tensors, tuple((tuple(t.shape), t.dtype, w) for t, w in zip(tensors, wanted, strict=True)))
 
 
-def requires_grad(departure: Departure) -> list[bool]:
-    return [t.requires_grad for t in departure.tensors]
+def requires_grad(departure: list[Tensor]) -> list[bool]:
+    return [t.requires_grad for t in departure]
 
 
 def gradients_of(stages: list[Stage]) -> dict[str, Tensor]:

@@ -45,13 +45,13 @@ def values(tensors: list[Tensor] | None) -> list[float] | None:
 
 def test_what_arrived_is_shared_out_among_its_calls() -> None:
     forward = begun(PARTS, FLOW, 2, arrival(1.0, 2.0, 3.0))
-    assert forward.arrived(("1", 1)) is None and forward.arrived(("2", 0)) is None
-    assert values(forward.arrived(("1", 0))) == [3.0]  # the layer before the cut
-    assert values(forward.arrived(("0", 0))) == [1.0, 2.0]
+    assert forward.arrived.get(("1", 1)) is None and forward.arrived.get(("2", 0)) is None
+    assert values(forward.arrived.get(("1", 0))) == [3.0]  # the layer before the cut
+    assert values(forward.arrived.get(("0", 0))) == [1.0, 2.0]
 
 
 def test_nothing_arrives_on_the_first_stage() -> None:
-    assert begun(PARTS, FLOW, 0, None).arrived(("0", 0)) is None
+    assert begun(PARTS, FLOW, 0, None).arrived == {}
 
 
 def test_what_passes_through_is_handed_on_as_it_came() -> None:
@@ -62,10 +62,10 @@ def test_what_passes_through_is_handed_on_as_it_came() -> None:
         2,
         arrival(1.0),
     )
-    (mine,) = forward.arrived(("0", 0)) or []
+    (mine,) = forward.arrived.get(("0", 0)) or []
     with torch.no_grad():
         mine += 10.0
-    assert values(forward.departure().tensors) == [1.0]
+    assert values(forward.departure()) == [1.0]
 
 
 def test_what_a_later_stage_needs_is_handed_on_as_it_was_returned() -> None:
@@ -75,14 +75,14 @@ def test_what_a_later_stage_needs_is_handed_on_as_it_was_returned() -> None:
     assert call == ("0", 0)
     forward.keep(call, output)
     output[0].zero_()
-    assert values(forward.departure().tensors) == [1.0, 2.0]
+    assert values(forward.departure()) == [1.0, 2.0]
 
 
 def test_what_the_last_call_returned_is_handed_on_uncopied() -> None:
     forward = begun(PARTS, CHAIN, 0, None)
     output = torch.ones(1)
     forward.keep(forward.called("0"), output, copied=False)
-    assert forward.departure().tensors[0] is output
+    assert forward.departure()[0] is output
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,7 @@ from transformers import (
 )
 
 from lightning_parallel.absent.tensor import AbsentTensor, AbsentValueError
-from lightning_parallel.messages.arrival import Arrival, Departure
+from lightning_parallel.messages.arrival import Arrival
 from lightning_parallel.pipeline.stage import Stage
 from lightning_parallel.plan.search import partition
 from tests.pipeline import by_hand
@@ -249,7 +249,7 @@ def test_nothing_wants_a_gradient_without_grad_mode() -> None:
         made = stages_of(Net(), step, 3, **BLOCKS)
         output, departures, _ = forward(made, step)
     assert not output.requires_grad
-    assert not any(t.requires_grad for departure in departures for t in departure.tensors)
+    assert not any(t.requires_grad for departure in departures for t in departure)
     torch.testing.assert_close(output, by_hand.plain(whole_again(made), step)[0])
 
 
@@ -539,7 +539,7 @@ def test_an_error_of_the_users_passes_unchanged_and_the_next_step_runs() -> None
     with pytest.raises(KeyError, match="of the user"):
         made[0].run(lambda: step(made[0].module), None)
     made[0].module.failing = False
-    assert isinstance(made[0].run(lambda: step(made[0].module), None), Departure)
+    assert isinstance(made[0].run(lambda: step(made[0].module), None), list)
 
 
 class FrozenInside(Net):
@@ -740,7 +740,7 @@ def test_activations_are_freed_with_their_last_user(kind: type[Net]) -> None:
         loss, departures, arrivals = forward(made, step)
         backward(made, loss, departures, arrivals)
         for departure, arrival in zip(departures, arrivals, strict=True):
-            refs.extend(weakref.ref(tensor) for tensor in departure.tensors)
+            refs.extend(weakref.ref(tensor) for tensor in departure)
             refs.append(weakref.ref(arrival))
             refs.extend(weakref.ref(gradient) for gradient in arrival.gradients(CPU))
         refs.append(weakref.ref(loss))
