@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial, reduce
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -36,37 +36,10 @@ from lightning_parallel.pipeline.staleness import Stashing, extrapolate
 from lightning_parallel.private.torch import parameters_of
 
 
-class Weights(Protocol):
-    """The weights as the engine uses them."""
-
-    def forward(self, step: Callable[[], Any]) -> tuple[Any, Any]:
-        """Run ``step`` with the weights that a forward starting now uses. Returns its result, and a token for the
-        backward."""
-        ...
-
-    def backward(self, token: Any, loss: BatchLoss) -> AbstractContextManager[None]:
-        """A context for the backward, or its first half, of the forward that returned ``token``. ``loss`` is the whole
-        batch's."""
-        ...
-
-    def end_batch(self, loss: BatchLoss) -> None:
-        """End a batch whose backwards, or first halves, have all run: its gradients can be normalised."""
-        ...
-
-    def second_half(self, token: Any) -> AbstractContextManager[None]:
-        """A context for the second half of the backward."""
-        ...
-
-    @property
-    def reading(self) -> int | None:
-        """The number of updates that made the weights which the next forward uses; None if they aren't counted."""
-        ...
-
-
 class CurrentWeights:
     """The module's own parameters, for synchronous schedules. Gradients accumulate in ``p.grad``."""
 
-    reading = None
+    reading = None  # updates aren't counted
 
     def __init__(self, module: nn.Module) -> None:
         # The places of the parameters: fully sharded layers have others there while they are gathered.
@@ -78,9 +51,13 @@ class CurrentWeights:
         ]
 
     def forward(self, step: Callable[[], Any]) -> tuple[Any, None]:
+        """Run ``step`` with the weights that a forward starting now uses. Returns its result, and a token for the
+        backward."""
         return step(), None
 
     def backward(self, token: None, loss: BatchLoss | None = None) -> AbstractContextManager[None]:
+        """A context for the backward, or for one of its halves, of the forward that returned ``token``. ``loss`` is the
+        whole batch's."""
         leaves = (store[key] for store, key in self._slots)
         return gradients_apart({id(leaf): leaf for leaf in leaves if leaf is not None}.values())
 
@@ -228,7 +205,7 @@ class WeightVersions:
         return gradient + self._ended[name] if name in self._ended else gradient
 
     def end_batch(self, loss: BatchLoss) -> None:
-        """End a batch whose backwards have all run: its gradients get the factor of its loss."""
+        """End a batch whose backwards, or first halves, have all run: its gradients get the factor of its loss."""
         grown: dict[str, Tensor] = {}  # summed over versions
         for version in self._versions():
             for name, leaf in version.leaves.items():
@@ -345,3 +322,6 @@ class WeightVersions:
     def _tell(self, name: str, leaf: Tensor) -> None:
         assert self._grown is not None
         self._grown(name)
+
+
+Weights: TypeAlias = CurrentWeights | WeightVersions
