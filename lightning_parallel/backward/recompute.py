@@ -20,7 +20,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from lightning_parallel.private.torch import buffers_of, parameters_of, saved_hooks
-from lightning_parallel.seeding import host_generators_from, host_generators_now
+from lightning_parallel.seeding import host_generators_kept, host_generators_now
 
 _Place = tuple[dict[str, Any], str]  # a module's dictionary of buffers or parameters, and a name in it
 
@@ -124,7 +124,7 @@ class _Again:
         for store, name, tensor in self._tensors:
             store[name] = _copy(tensor)  # there may be another backward
         if self._drawn is not None:
-            self._generators.enter_context(host_generators_from(self._drawn))
+            self._generators.enter_context(host_generators_kept(self._drawn))
 
     def __exit__(self, *error: Any) -> None:
         self._generators.close()
