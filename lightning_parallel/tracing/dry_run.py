@@ -34,7 +34,7 @@ from lightning_parallel.interception import LeaveStep
 from lightning_parallel.private.torch import buffers_of
 from lightning_parallel.seeding import TorchGenerators, host_generators_kept, seed_host_generators
 from lightning_parallel.tracing.plain_values import attribute_uses
-from lightning_parallel.tracing.recorder import Recorder, RecorderOptions, origins_in, relabelled
+from lightning_parallel.tracing.recorder import Recorder, origins_in, relabelled
 from lightning_parallel.tracing.snapshot import StateKept
 from lightning_parallel.tracing.trace import Call, Carried, Place, PlainRead, Trace
 
@@ -68,7 +68,7 @@ def trace(
             them. Steps go on with guesses then, too.
     """
     with _without_values(module, is_unit, names, seed) as scene:
-        recorder = scene.recorder(RecorderOptions(exits, twice=twice))
+        recorder = scene.recorder(exits=exits, twice=twice)
         seen = scene.follow(recorder, step, logged, hooks)
         if (beyond or plain_values) and isinstance(seen.stopped, AbsentValueError):
             seen = scene.gone_on(seen, step, logged)
@@ -87,12 +87,12 @@ def trace_after(
     """Trace the second of two steps, where the first ends after a call (None: at its end). What the first has stored on
     modules has the origin :data:`FROM_EARLIER_STEP`. The other arguments are as in :func:`trace`."""
     with _without_values(module, is_unit, names, seed) as scene:
-        first = scene.recorder(RecorderOptions(until=after))
+        first = scene.recorder(until=after)
         with first.installed(scene.parts, scene.absent), suppress(Exception, LeaveStep):  # any: an earlier trace has it
             step()
         for left in scene.state.written():
             left.memory.origins = frozenset([FROM_EARLIER_STEP])
-        return scene.follow(scene.recorder(RecorderOptions()), step, (), None)
+        return scene.follow(scene.recorder(), step, (), None)
 
 
 def names_of(module: nn.Module) -> dict[int, str]:
@@ -106,20 +106,17 @@ class _Scene:
 
     Attributes:
         names: the names of the module's parts, by their ids.
-        is_unit: tells by name whether a called module is taken as a whole.
+        recorder: makes a recorder of a step in it.
         absent: its absent parameters, by name.
         state: the state of its modules, which steps write to.
     """
 
     names: dict[int, str]
-    is_unit: Callable[[str], bool]
+    recorder: Callable[..., Recorder]
     parts: list[nn.Module]
     units: list[nn.Module]
     absent: dict[str, AbsentTensor]
     state: StateKept
-
-    def recorder(self, options: RecorderOptions) -> Recorder:
-        return Recorder(self.names, self.is_unit, self.state, options)
 
     def name_of(self, part: nn.Module, attribute: str) -> str:
         name = self.names[id(part)]
@@ -188,7 +185,7 @@ class _Scene:
         ``if not loss.isfinite(): raise``, or left something out. ``begin`` and ``end`` are called around each run;
         ``end`` gets what the step has returned, or None."""
         for truth in (False, True):
-            recorder = self.recorder(RecorderOptions())
+            recorder = self.recorder()
             guessed = ValuesGuessed(partial(_is_around_units, recorder), truth=truth, number=number)
             output: Any = None
             begin(recorder)
@@ -282,7 +279,7 @@ def _without_values(
         torch.compiler.set_stance("force_eager"),
     ):
         seed_host_generators(seed)
-        yield _Scene(names, is_unit, parts, units, absent, state)
+        yield _Scene(names, partial(Recorder, names, is_unit, state), parts, units, absent, state)
 
 
 def _is_around_units(recorder: Recorder, tensor: AbsentTensor) -> bool:

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -36,21 +35,6 @@ from lightning_parallel.tracing.snapshot import StateKept
 from lightning_parallel.tracing.trace import Call, Escape, Place, TracedCall, Update
 
 
-@dataclass(frozen=True)
-class RecorderOptions:
-    """What is to be recorded of a step, besides what is always recorded.
-
-    Attributes:
-        exits: the calls after each of which to record whether the step has stored something on modules.
-        until: the call after which to end the step; None for its end.
-        twice: the units of which to record whether they do the same when they run again.
-    """
-
-    exits: Container[Call] = ()
-    until: Call | None = None
-    twice: Container[str] = ()
-
-
 class Recorder:
     """Records what happens in one step, in attributes of the same names as :class:`.trace.Trace`'s.
 
@@ -58,10 +42,20 @@ class Recorder:
         names: the names of the module's parts, by their ids.
         is_unit: tells by name whether a called module is taken as a whole.
         state: the state of the modules, which the step writes to.
+        exits: the calls after each of which to record whether the step has stored something on modules.
+        until: the call after which to end the step; None for its end.
+        twice: the units of which to record whether they do the same when they run again.
     """
 
     def __init__(
-        self, names: dict[int, str], is_unit: Callable[[str], bool], state: StateKept, options: RecorderOptions
+        self,
+        names: dict[int, str],
+        is_unit: Callable[[str], bool],
+        state: StateKept,
+        *,
+        exits: Container[Call] = (),
+        until: Call | None = None,
+        twice: Container[str] = (),
     ) -> None:
         self.calls: list[TracedCall] = []
         self.escapes: dict[str, Escape] = {}
@@ -75,7 +69,7 @@ class Recorder:
         self._names = names
         self._is_unit = is_unit
         self._state = state
-        self._options = options
+        self._exits, self._until, self._twice = exits, until, twice
         self._generators = GeneratorsWatched(state.generators)
         self._count: Counter[str] = Counter()
         self._announced: Counter[int] = Counter()  # by id: calls whose forward is yet to come
@@ -140,7 +134,7 @@ class Recorder:
             return run.run()
         needs = origins_in(run.inputs)
         call = name, self._next(name)
-        asked_twice = name in self._options.twice
+        asked_twice = name in self._twice
         if asked_twice:
             run = Invocation(part, forward, *without_caches(args, kwargs))
         self._unit, self._inside, self._read = part, set(), set()
@@ -177,9 +171,9 @@ class Recorder:
             )
         )
         self._unit, self._in_hooks = None, not direct and id(part) in self._hooked
-        if call in self._options.exits and any(True for _ in self._state.written()):
+        if call in self._exits and any(True for _ in self._state.written()):
             self.stored_after.add(call)
-        if call == self._options.until:
+        if call == self._until:
             raise LeaveStep
         return output
 
