@@ -85,7 +85,7 @@ def begin_backward(
         shared.extend(g for g in given if g is not None and memory_is_shared(g))
 
     handles = [node.register_prehook(keep_apart) for node in now]
-    handles += [handle for part in late for use in part.uses for handle in use.handles]
+    handles += [handle for uses in late for use in uses for handle in use.handles]
     try:
         torch.autograd.backward(edges, gradients, inputs=[GradientEdge(node, 0) for node in now])
     finally:
@@ -98,13 +98,13 @@ class WeightGradients:
     """The second half of a backward. Until it runs, the tensors that it needs are held.
 
     Args:
-        parts: the parts of the graph that wait.
+        parts: the parts of the graph that wait, each by its uses of weights: the way from one or more matmuls to one
+            parameter, or to several that meet on it, such as direction and magnitude of a weight norm.
     """
 
-    def __init__(self, parts: Sequence[_Part]) -> None:
-        for part in parts:
-            part.uses = [use for use in part.uses if use.dy is not None]
-        self._parts = deque(part for part in parts if part.uses)
+    def __init__(self, parts: Sequence[list[_Use]]) -> None:
+        reached = ([use for use in uses if use.dy is not None] for uses in parts)
+        self._parts = deque(uses for uses in reached if uses)
 
     def run(self) -> None:
         """Compute the gradients that wait, one parameter after the other, and free what was held for each.
@@ -113,10 +113,10 @@ class WeightGradients:
             RuntimeError: an activation or its gradient was changed in place since the first half.
         """
         while self._parts:
-            part = self._parts.popleft()
+            uses = self._parts.popleft()
             sums: dict[tuple[Node, int], tuple[GradientEdge, Tensor]] = {}
-            while part.uses:
-                use = part.uses.pop(0)
+            while uses:
+                use = uses.pop(0)
                 edge, gradient = use.edge, use.gradient()
                 key = (edge.node, edge.output_nr)
                 if key in sums:  # a weight's node that several matmuls share
@@ -183,14 +183,6 @@ class _Use:
         return self.formula(self.x, self.dy)
 
 
-@dataclass(eq=False)
-class _Part:
-    """A part of the graph that waits: the way from one or more matmuls to one parameter, or to several that meet on it,
-    such as direction and magnitude of a weight norm."""
-
-    uses: list[_Use]
-
-
 class _Graph:
     """The graph of a backward that begins at ``roots``, where the gradients of ``inputs`` are needed now."""
 
@@ -220,20 +212,20 @@ class _Graph:
         self._path = on_path  # the nodes that a gradient passes on its way to an input
         self._saving: dict[type, bool] = {}  # kinds of nodes
 
-    def divide(self) -> tuple[list[Node], list[_Part]]:
+    def divide(self) -> tuple[list[Node], list[list[_Use]]]:
         """The leaves that the first half computes, and the parts that wait, with the matmuls that keep what they
         need."""
         if any("Checkpoint" in kind.__name__ for kind in {*map(type, self._children)}):
             return [], []  # a reentrant checkpoint refuses a backward that is told where to stop
         now = [*self._inputs]
-        late: list[_Part] = []
+        late: list[list[_Use]] = []
         seen = {*self._path}
         for start in self._children:
             if start not in seen:
                 region = self._region(start, seen)
                 uses = self._uses(region)
                 if uses:
-                    late.append(_Part(uses))
+                    late.append(uses)
                 else:
                     now += (node for node in region if not any(child for child, _ in self._children[node]))
         return now, late

@@ -753,7 +753,7 @@ def test_nothing_is_held_after_the_second_half() -> None:
     node = output.grad_fn
     del hidden, output
     assert [each() for each in held] == [None, None]  # but for what waits: not the tensor, its memory
-    activation = StorageWeakRef(next(iter(rest._parts)).uses[0].x.untyped_storage())
+    activation = StorageWeakRef(next(iter(rest._parts))[0].x.untyped_storage())
     assert not activation.expired()
     rest.run()
     assert activation.expired() and node is not None  # a node of the graph that somebody keeps
