@@ -32,6 +32,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from lightning_parallel.absent.on_meta import Argument, computed_on_meta
+from lightning_parallel.absent.origins import origin_of_parameter
 from lightning_parallel.private.torch import (
     VALUE_OF,
     TorchDispatchMode,
@@ -426,19 +427,17 @@ def first_absent(value: Any) -> AbsentTensor | None:
     return next((x for x in tree_leaves(value) if isinstance(x, AbsentTensor)), None)
 
 
-def make_absent(
-    module: nn.Module, origin: Callable[[str], str], device: torch.device, kept: Collection[int] = ()
-) -> None:
+def make_absent(module: nn.Module, name: str, device: torch.device, kept: Collection[int] = ()) -> None:
     """Replace every parameter and buffer of ``module`` by an absent one. The memory is freed with its last user.
 
     Args:
         module: the module, with all its submodules.
-        origin: gives the words of the origin for a tensor's name.
+        name: the module's name, with which origins begin.
         device: the device that the absent tensors report.
         kept: the ids of tensors that stay as they are; by default none.
     """
-    for prefix, submodule in module.named_modules():
-        for name, tensor in [*parameters_of(submodule).items(), *buffers_of(submodule).items()]:
+    for prefix, submodule in module.named_modules(prefix=name):
+        for key, tensor in [*parameters_of(submodule).items(), *buffers_of(submodule).items()]:
             if tensor is not None and id(tensor) not in kept and not isinstance(tensor, AbsentTensor):
-                absent = absent_like(tensor, origin(f"{prefix}.{name}" if prefix else name), device)
-                setattr(submodule, name, absent)  # not into the dictionaries: an RNN keeps a second list of its weights
+                absent = absent_like(tensor, origin_of_parameter(f"{prefix}.{key}" if prefix else key), device)
+                setattr(submodule, key, absent)  # not into the dictionaries: an RNN keeps a second list of its weights

@@ -35,7 +35,6 @@ import torch
 from torch import Tensor, nn
 
 from lightning_parallel.absent.answers import AbsentForward
-from lightning_parallel.absent.origins import origin_of_parameter
 from lightning_parallel.absent.tensor import AbsentTensor, first_absent, make_absent
 from lightning_parallel.backward.recompute import Recomputed
 from lightning_parallel.interception import Interception, LeaveStep, can_intercept
@@ -83,7 +82,7 @@ class Stage:
         held |= {id(b) for name, b in module.named_buffers() if index in partition.buffers.get(name, ())}
         for name, unit in self._units.items():
             if name not in self._own:
-                make_absent(unit, partial(_name_of_parameter, name), device, kept=held)
+                make_absent(unit, name, device, kept=held)
         self._recompute: bool | None = None  # None while no hooks are installed
 
     @property
@@ -341,7 +340,3 @@ class Stage:
             yield
         finally:
             self._underway.in_backward = False
-
-
-def _name_of_parameter(unit: str, name: str) -> str:
-    return origin_of_parameter(f"{unit}.{name}")

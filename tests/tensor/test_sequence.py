@@ -44,7 +44,7 @@ def shapes_of(model: nn.Module, names: list[str]) -> dict[str, list[tuple[int, .
 def test_blocks_hold_pieces_and_attention_sees_all_of_the_sequence(size: int) -> None:
     model = gpt()
     shard_module(model, find_plan(model), ranks(size), sequence_parallel=True)
-    make_absent(model, str, CPU)
+    make_absent(model, "", CPU)
     names = ["blocks.0.norm_attention", "blocks.0.attention.qkv", "blocks.0.attention", "blocks.0.mlp.0", "blocks.1"]
     seen = shapes_of(model, names)
     Loss(model)(*batch(model))
@@ -218,7 +218,7 @@ def test_the_same_tensor_as_query_and_key_is_gathered_once_and_masks_stay_whole(
     model = nn.ModuleList([Block()])
     plan = {"*.attention.q": "column", "*.attention.out": "row"}
     shard_module(model, plan, ranks(2), sequence_parallel=True)
-    make_absent(model, str, CPU)
+    make_absent(model, "", CPU)
     assert model[0](absent_like(torch.empty(2, 6, 4), "a block")).shape == (2, 6, 4)
 
 
@@ -252,7 +252,7 @@ def test_blocks_that_rearrange_the_sequence_are_refused(windows: bool) -> None:
     model = nn.Sequential(Rearranging(windows))
     plan = {"*.mlp.0": "column", "*.mlp.1": "row"}
     shard_module(model, plan, ranks(2), sequence_parallel=True)
-    make_absent(model, str, CPU)
+    make_absent(model, "", CPU)
     with pytest.raises(ValueError, match=r"'0.mlp' gets a tensor of shape .* the block rearranges it"):
         model(absent_like(torch.empty(2, 8, 4), "an embedding"))
 

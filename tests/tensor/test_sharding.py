@@ -126,7 +126,7 @@ def test_a_sharded_model_passes_absent_tensors(make: Any) -> None:
     model = make().double()
     sharding = shard_module(model, find_plan(model), ranks(2), sequence_parallel=make is not lenet)
     assert sharding.shards
-    make_absent(model, str, torch.device("cpu"))
+    make_absent(model, "", torch.device("cpu"))
     loss = Loss(model)(*batch(model))
     assert isinstance(loss, AbsentTensor) and loss.shape == ()
 
