@@ -49,7 +49,7 @@ def check_one_sided(seen: Trace, chunks_of_calls: Sequence[int], placement: Plac
 def _check_draws(seen: Trace, runs: _Runs, placement: Placement) -> None:
     """Refuse a generator that lives longer than a step unless each stage draws all of its numbers, or none, and each
     once."""
-    for places in seen.draws:
+    for places in seen.draws.values():
         for stage in range(max(placement) + 1):
             times = [sum(placement[chunk] == stage for chunk in runs(place)) for place in places]
             if max(times) > 1:

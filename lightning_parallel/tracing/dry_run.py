@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import zip_longest
 from typing import Any
@@ -71,8 +71,10 @@ def trace(
         recorder = scene.recorder(exits=exits, twice=twice)
         seen = scene.follow(recorder, step, logged, hooks)
         if (beyond or plain_values) and isinstance(seen.stopped, AbsentValueError):
-            seen = scene.gone_on(seen, step, logged)
-        return scene.with_plain_values(seen, step) if plain_values else seen
+            scene.add_rest(seen, step, logged)
+        if plain_values:
+            scene.add_plain_values(seen, step)
+        return seen
 
 
 def trace_after(
@@ -137,41 +139,26 @@ class _Scene:
     def follow(
         self, recorder: Recorder, step: Callable[[], Any], logged: Sequence[Any], hooks: Callable[[Any], Any] | None
     ) -> Trace:
-        end: set[str] = set()
-        stopped: Exception | None = None
+        trace = recorder.trace
         output: Any = None
         with recorder.installed(self.parts, self.absent):
             try:
                 output = step()
-                end |= origins_in(output)
+                trace.end |= origins_in(output)
             except ContainerWrittenError:
                 raise  # wherever it is, some stage would miss what is written
             except AbsentValueError as error:
-                stopped = error
-                end |= error.origins
+                trace.stopped = error
+                trace.end |= error.origins
             except Exception as error:  # any: it is the step's, and the caller decides what it means
-                stopped = error
-            end |= origins_in((logged, recorder.end(), [vars(metric) for metric in self.metrics()]))
-            seen = Trace(
-                calls=tuple(recorder.calls),
-                end=frozenset(end),
-                escapes=dict(recorder.escapes),
-                writes=dict(recorder.writes),
-                overwriting=frozenset(recorder.overwriting),
-                updates=(),
-                own_updates=dict.fromkeys(self._assigned(), False) | recorder.own_updates,
-                draws=tuple(map(tuple, recorder.draws.values())),
-                plain_reads=(),
-                carried=(),
-                unrepeatable=frozenset(recorder.unrepeatable),
-                stopped=stopped,
-                stored_after=frozenset(recorder.stored_after),
-            )
-            if hooks is not None and stopped is None:  # they may call modules, too: that isn't the step's
+                trace.stopped = error
+            trace.end |= origins_in((logged, recorder.end(), [vars(metric) for metric in self.metrics()]))
+            trace.own_updates = dict.fromkeys(self._assigned(), False) | trace.own_updates
+            if hooks is not None and trace.stopped is None:  # they may call modules, too: that isn't the step's
                 output = relabelled(output, STEP_OUTPUT)
                 with recorder.around_step(), ValuesGuessed(lambda tensor: tensor.origins == {STEP_OUTPUT}):
                     hooks(output)
-        return replace(seen, updates=tuple(recorder.updates))
+        return trace
 
     def go_on(
         self,
@@ -202,30 +189,27 @@ class _Scene:
             if not guessed.booleans:
                 return
 
-    def gone_on(self, seen: Trace, step: Callable[[], Any], logged: Sequence[Any]) -> Trace:
-        """The trace, with what the rest of a step needs that has stopped for a value: the last chunk will have it."""
+    def add_rest(self, seen: Trace, step: Callable[[], Any], logged: Sequence[Any]) -> None:
+        """Add what the rest of a step needs that has stopped for a value: the last chunk will have it."""
         known = len(seen.calls)
-        needs, escapes, units = set(seen.end), dict(seen.escapes), set[str]()
         recorders: list[Recorder] = []
 
         def end(output: Any) -> None:
-            further = recorders[-1].calls[known:]
-            needs.update(origins_in((output, logged, recorders[-1].end())), *(call.needs for call in further))
-            units.update(call.unit for call in further)
-            escapes.update({k: v for k, v in recorders[-1].escapes.items() if k not in escapes and v.within < known})
+            again = recorders[-1].trace
+            further = again.calls[known:]
+            seen.end.update(origins_in((output, logged, recorders[-1].end())), *(call.needs for call in further))
+            seen.beyond.update(call.unit for call in further)
+            new = {k: v for k, v in again.escapes.items() if k not in seen.escapes and v.within < known}
+            seen.escapes.update(new)
 
         self.go_on(step, number=1.0, begin=recorders.append, end=end)
-        return replace(seen, end=frozenset(needs), escapes=escapes, beyond=frozenset(units))
 
-    def with_plain_values(self, seen: Trace, step: Callable[[], Any]) -> Trace:
-        """The trace, with the uses of what modules keep besides absent tensors."""
+    def add_plain_values(self, seen: Trace, step: Callable[[], Any]) -> None:
+        """Add the uses of what modules keep besides absent tensors."""
         of_units, around = self.state.written_apart(), self.state.written_around()
         if not of_units and not around:
-            return seen
+            return
         units = {id(inner): self.names[id(part)] for part in self.units for inner in part.modules()}
-        reads: list[PlainRead] = []
-        carried: list[Carried] = []
-        advancing: set[str] = set()
         uses: dict[str, list[_Use]] = {}  # of an attribute, by its name; in the run that runs
         recorder: Recorder | None = None
 
@@ -239,7 +223,8 @@ class _Scene:
             use = _Use(recorder.place, assigned, second.content_of(part, attribute))
             uses.setdefault(self.name_of(part, attribute), []).append(use)
             if part in of_units and not assigned and not recorder.is_under_way(part):
-                reads.append(PlainRead(units[id(part)], self.names[id(part)], attribute, recorder.place))
+                read = PlainRead(units[id(part)], self.names[id(part)], attribute, recorder.place)
+                seen.plain_reads.append(read)
 
         def end(_: Any) -> None:
             for part, attributes in (of_units | around).items():
@@ -250,18 +235,17 @@ class _Scene:
                         where, changed = _reads_and_writes(used, now)
                         is_number = second.is_number(part, attribute)
                         if changed and part not in of_units:
-                            carried.append(Carried(name, is_number, where, changed))
+                            seen.carried.append(Carried(name, is_number, where, changed))
                         elif changed and is_number and not isinstance(part, Metric):
-                            advancing.add(name)
+                            seen.own_updates[name] = False
 
         with self.state.again() as second:
             with attribute_uses(of_units | around, told):
                 self.go_on(step, number=0.5, begin=begin, end=end)
         for metric in self.metrics():
             if metric in of_units and origins_in(vars(metric)) <= {METRIC_STATE}:  # it was updated with stand-ins
-                reads.append(PlainRead(units[id(metric)], self.names[id(metric)], None, Place(len(seen.calls))))
-        own_updates = seen.own_updates | dict.fromkeys(advancing, False)
-        return replace(seen, plain_reads=tuple(reads), carried=tuple(carried), own_updates=own_updates)
+                read = PlainRead(units[id(metric)], self.names[id(metric)], None, Place(len(seen.calls)))
+                seen.plain_reads.append(read)
 
 
 @contextmanager

@@ -32,11 +32,11 @@ from lightning_parallel.seeding import TorchGenerators, host_generators_state
 from lightning_parallel.tracing.operations import OperationsNoted, nbytes_of
 from lightning_parallel.tracing.own_generators import GeneratorsWatched
 from lightning_parallel.tracing.snapshot import StateKept
-from lightning_parallel.tracing.trace import Call, Escape, Place, TracedCall, Update
+from lightning_parallel.tracing.trace import Call, Escape, Place, Trace, TracedCall, Update
 
 
 class Recorder:
-    """Records what happens in one step, in attributes of the same names as :class:`.trace.Trace`'s.
+    """Records in a trace what happens in one step.
 
     Args:
         names: the names of the module's parts, by their ids.
@@ -57,15 +57,7 @@ class Recorder:
         until: Call | None = None,
         twice: Container[str] = (),
     ) -> None:
-        self.calls: list[TracedCall] = []
-        self.escapes: dict[str, Escape] = {}
-        self.writes: dict[str, int] = {}
-        self.overwriting: set[int] = set()
-        self.updates: list[Update] = []
-        self.own_updates: dict[str, bool] = {}
-        self.draws: dict[int, list[Place]] = {}
-        self.unrepeatable: set[Call] = set()
-        self.stored_after: set[Call | None] = set()
+        self.trace = Trace()
         self._names = names
         self._is_unit = is_unit
         self._state = state
@@ -106,15 +98,16 @@ class Recorder:
 
     @contextmanager
     def around_step(self) -> Iterator[None]:
-        """Inside, what happens is recorded as being in the hooks around the step."""
+        """Inside, where the hooks around the step run, only updates are recorded."""
+        of_step, self.trace = self.trace, Trace(updates=self.trace.updates)
         self._in_step = False
         yield
-        self._in_step = True
+        self.trace, self._in_step = of_step, True
 
     def end(self) -> Collection[AbsentTensor]:
         """End the step, and record what it has left on modules."""
         left = [*self._state.written()]
-        self.stored_after.update([None] if left else [])
+        self.trace.stored_after.update([None] if left else [])
         self._note_draws()
         return left
 
@@ -145,7 +138,7 @@ class Recorder:
         # With gradients on, as a checkpoint runs it the second time. Otherwise no graph is made.
         with OperationsNoted(named=asked_twice) as noted, torch.set_grad_enabled(asked_twice):
             output = self._asked(run, call)
-        self._note_draws(place=Place(len(self.calls), "call"))
+        self._note_draws(place=Place(len(self.trace.calls), "call"))
         if drawn_from is not None:
             with TorchGenerators(torch.device("cpu")).kept():
                 torch.set_rng_state(drawn_from)  # stand-ins and dropout are drawn again
@@ -155,7 +148,7 @@ class Recorder:
         own = origins_in(list(part.parameters()))
         needs |= {origin for origin in self._read - own if parameter_of(origin) is not None}
         output = self._relabelled(output, call)
-        self.calls.append(
+        self.trace.calls.append(
             TracedCall(
                 *call,
                 needs=needs,
@@ -172,7 +165,7 @@ class Recorder:
         )
         self._unit, self._in_hooks = None, not direct and id(part) in self._hooked
         if call in self._exits and any(True for _ in self._state.written()):
-            self.stored_after.add(call)
+            self.trace.stored_after.add(call)
         if call == self._until:
             raise LeaveStep
         return output
@@ -192,12 +185,12 @@ class Recorder:
         output = self._asked(run, call)
         self._read |= origins_in(output)
         count = len(tensors_in(output))
-        self.escapes[origin_of(*call)] = Escape(len(self.calls), call, count, origins_in(run.inputs))
+        self.trace.escapes[origin_of(*call)] = Escape(len(self.trace.calls), call, count, origins_in(run.inputs))
         return relabelled(output, origin_of(*call))
 
     def _asked(self, run: Invocation, call: Call) -> Any:
         inside = inside_of(*call)
-        self.escapes[inside] = Escape(len(self.calls), call, None, origins_in(run.inputs))
+        self.trace.escapes[inside] = Escape(len(self.trace.calls), call, None, origins_in(run.inputs))
         is_unit = self._depth == 0
         written = partial(self._written, call) if is_unit else None
         self._depth += 1
@@ -222,7 +215,7 @@ class Recorder:
             goes_on = counts or (again.names != before.names and state.is_changed())
             reads = FROM_EARLIER_STEP in origins_in(output)
             if again.saved != before.saved or goes_on or reads or self._generators.drawn():
-                self.unrepeatable.add(call)
+                self.trace.unrepeatable.add(call)
 
     def _next(self, name: str) -> int:
         self._count[name] += 1
@@ -234,8 +227,8 @@ class Recorder:
     def place(self) -> Place:
         """The place that the step has reached."""
         if self._depth > 0:
-            return Place(len(self.calls), "call")
-        return Place(len(self.calls) - 1, "hooks") if self._in_hooks else Place(len(self.calls))
+            return Place(len(self.trace.calls), "call")
+        return Place(len(self.trace.calls) - 1, "hooks") if self._in_hooks else Place(len(self.trace.calls))
 
     def is_under_way(self, part: nn.Module) -> bool:
         """Does the part belong to the unit whose call is running?"""
@@ -245,27 +238,27 @@ class Recorder:
         """Record that a unit's call has changed a tensor of the code around it in place. Later stages have it as it was
         before."""
         if isinstance(tensor, AbsentTensor):
-            tensor.memory.write(self._write(changed_by(*call), len(self.calls)))
+            tensor.memory.write(self._write(changed_by(*call), len(self.trace.calls)))
         else:
-            self.overwriting.add(len(self.calls))
+            self.trace.overwriting.add(len(self.trace.calls))
 
     def _write(self, origin: str, index: int) -> frozenset[str]:
-        self.writes[origin] = index
+        self.trace.writes[origin] = index
         return frozenset([origin])
 
     def _updated(self, name: str, memory: AbsentMemory, own: frozenset[str], settles: bool) -> None:
         if self._depth == 0:
             place = self.place if self._in_step else None
-            self.updates.append(Update(name, place, memory.origins - own))
+            self.trace.updates.append(Update(name, place, memory.origins - own))
         else:
-            self.own_updates[name] = settles and self.own_updates.get(name, True)
+            self.trace.own_updates[name] = settles and self.trace.own_updates.get(name, True)
 
     def _relabelled(self, output: Any, call: Call) -> Any:
         """The output as the code around the unit gets it. Tensors that share memory on the unit's own stage cross a cut
         one by one: a write to one of them doesn't change the others there."""
         output_of_call = frozenset([origin_of(*call)])
         changed = shared_with(*call)
-        index = len(self.calls)
+        index = len(self.trace.calls)
         sharing: dict[int, list[AbsentMemory]] = {}
 
         def relabel(leaf: Any) -> Any:
@@ -292,7 +285,7 @@ class Recorder:
 
     def _note_draws(self, place: Place | None = None) -> None:
         for generator in self._generators.drawn():
-            self.draws.setdefault(generator, []).append(place or self.place)
+            self.trace.draws.setdefault(generator, []).append(place or self.place)
 
 
 def origins_in(values: Any) -> frozenset[str]:

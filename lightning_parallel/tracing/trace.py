@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from lightning_parallel.absent.origins import origin_of
@@ -128,9 +128,9 @@ class Carried:
     writes: tuple[Place, ...]
 
 
-@dataclass(frozen=True)
+@dataclass
 class Trace:
-    """What a step did.
+    """What a step did. It is filled in while the step runs (``recorder.py``, ``dry_run.py``).
 
     Attributes:
         end: the origins of what the step returned, logged and stored on modules, and of the value that ended the trace,
@@ -141,7 +141,7 @@ class Trace:
         own_updates: what units change themselves: parameters, as a masked convolution does in its forward, buffers, and
             (only with ``plain_values``) numbers that they read first. True for those that another forward leaves as
             they are then, such as clamped ones.
-        draws: for each of the module's own generators that was drawn from, the places where it was.
+        draws: for each of the module's own generators that was drawn from, by its index, the places where it was.
         plain_reads, carried: found only with ``plain_values``.
         unrepeatable: of the units in question, the calls that did something else when they ran again.
         stopped: the error that ended the step early; None if it came to its end.
@@ -150,20 +150,20 @@ class Trace:
             what units return; None stands for the end of the step.
     """
 
-    calls: tuple[TracedCall, ...]
-    end: frozenset[str]
-    escapes: dict[str, Escape]
-    writes: dict[str, int]
-    overwriting: frozenset[int]
-    updates: tuple[Update, ...]
-    own_updates: dict[str, bool]
-    draws: tuple[tuple[Place, ...], ...]
-    plain_reads: tuple[PlainRead, ...]
-    carried: tuple[Carried, ...]
-    unrepeatable: frozenset[Call]
-    stopped: Exception | None
-    stored_after: frozenset[Call | None]
-    beyond: frozenset[str] = frozenset()
+    calls: list[TracedCall] = field(default_factory=list)
+    end: set[str] = field(default_factory=set)
+    escapes: dict[str, Escape] = field(default_factory=dict)
+    writes: dict[str, int] = field(default_factory=dict)
+    overwriting: set[int] = field(default_factory=set)
+    updates: list[Update] = field(default_factory=list)
+    own_updates: dict[str, bool] = field(default_factory=dict)
+    draws: dict[int, list[Place]] = field(default_factory=dict)
+    plain_reads: list[PlainRead] = field(default_factory=list)
+    carried: list[Carried] = field(default_factory=list)
+    unrepeatable: set[Call] = field(default_factory=set)
+    stopped: Exception | None = None
+    stored_after: set[Call | None] = field(default_factory=set)
+    beyond: set[str] = field(default_factory=set)
 
     def position(self) -> dict[str, int]:
         """The index of each call, by the origin of its output."""
