@@ -16,6 +16,7 @@ import copy
 import dataclasses
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from itertools import accumulate
 from numbers import Real
 from typing import Any
 
@@ -82,12 +83,36 @@ def split(batch: Any, count: int) -> list[Any]:
     Raises:
         ValueError: as :func:`batch_size` and :func:`sizes`.
     """
-    return _split(batch, sizes(batch_size(batch), count))
+    return split_into(batch, sizes(batch_size(batch), count))
 
 
-def split_into(batch: Any, lengths: Sequence[int]) -> list[Any]:
+def split_into(node: Any, lengths: Sequence[int]) -> list[Any]:
     """The batch as batches of these sizes, as :func:`split` divides it. Their sum is the batch's size."""
-    return _split(batch, [*lengths])
+    if isinstance(node, Tensor):
+        if not node.dim():
+            return [node] * len(lengths)
+        pieces = torch.split(node, [*lengths])
+        # `.data` gives each view a version counter of its own: a step that changes its microbatch in place must not
+        # invalidate what autograd has saved of the others.
+        return list(pieces) if node.requires_grad else [piece.data for piece in pieces]
+    if _one_per_sample(node, sum(lengths)) or _zipped(node, sum(lengths)):
+        return _slices(node, lengths)
+    children = members(node)
+    if children is None:
+        return split_graphs(node, lengths) if is_graphs(node) else [node] * len(lengths)
+    keys, values = children
+    parts = [split_into(value, lengths) for value in values]
+    if not parts:
+        return [node] * len(lengths)
+    if type(node) is dict:
+        return [dict(zip(keys, row, strict=True)) for row in zip(*parts, strict=True)]
+    result = [rebuild(node, keys, row) for row in zip(*parts, strict=True)]
+    # The tokenizer's own record of the samples, which a BatchEncoding keeps beside its tensors.
+    encodings = getattr(node, "_encodings", None)
+    if isinstance(encodings, list) and len(encodings) == sum(lengths):
+        for part, piece in zip(result, _slices(encodings, lengths), strict=True):
+            part._encodings = piece
+    return result
 
 
 def rebuilt(batch: Any, tensor: Callable[[Tensor], Tensor] = lambda tensor: tensor) -> Any:
@@ -296,34 +321,6 @@ def _named_sizes(node: Any, path: str) -> Iterator[tuple[str, int | None]]:
             yield from _named_sizes(child, f"{path}.{key}" if attributes else f"{path}[{key!r}]")
 
 
-def _split(node: Any, lengths: list[int]) -> list[Any]:
-    if isinstance(node, Tensor):
-        if not node.dim():
-            return [node] * len(lengths)
-        pieces = torch.split(node, lengths)
-        # `.data` gives each view a version counter of its own: a step that changes its microbatch in place must not
-        # invalidate what autograd has saved of the others.
-        return list(pieces) if node.requires_grad else [piece.data for piece in pieces]
-    if _one_per_sample(node, sum(lengths)) or _zipped(node, sum(lengths)):
-        return _slices(node, lengths)
-    children = members(node)
-    if children is None:
-        return split_graphs(node, lengths) if is_graphs(node) else [node] * len(lengths)
-    keys, values = children
-    parts = [_split(value, lengths) for value in values]
-    if not parts:
-        return [node] * len(lengths)
-    if type(node) is dict:
-        return [dict(zip(keys, row, strict=True)) for row in zip(*parts, strict=True)]
-    result = [rebuild(node, keys, row) for row in zip(*parts, strict=True)]
-    # The tokenizer's own record of the samples, which a BatchEncoding keeps beside its tensors.
-    encodings = getattr(node, "_encodings", None)
-    if isinstance(encodings, list) and len(encodings) == sum(lengths):
-        for part, piece in zip(result, _slices(encodings, lengths), strict=True):
-            part._encodings = piece
-    return result
-
-
 def _one_per_sample(node: Any, n: int) -> bool:
     if type(node) is list and len(node) == n:
         return not any(_holds_tensor(value) for value in node)
@@ -343,9 +340,6 @@ def _holds_tensor(node: Any) -> bool:
     return next(tensors(node), None) is not None
 
 
-def _slices(node: Any, lengths: list[int]) -> list[Any]:
-    result, start = [], 0
-    for length in lengths:
-        result.append(node[start : start + length])
-        start += length
-    return result
+def _slices(node: Any, lengths: Sequence[int]) -> list[Any]:
+    ends = accumulate(lengths)
+    return [node[end - length : end] for length, end in zip(lengths, ends, strict=True)]
