@@ -20,6 +20,7 @@ import hashlib
 import random
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -47,22 +48,20 @@ class TorchGenerators:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._made: list[torch.Generator] = []
 
     def seed(self, seed: int) -> None:
         """Seed both generators."""
-        for generator in self._made or self._find():
+        for generator in self._generators:
             generator.manual_seed(seed)
 
     @contextmanager
     def kept(self) -> Iterator[None]:
         """Afterwards the generators are as they were before."""
-        generators = self._find()
-        states = [generator.get_state() for generator in generators]
+        states = [generator.get_state() for generator in self._generators]
         try:
             yield
         finally:
-            for generator, state in zip(generators, states, strict=True):
+            for generator, state in zip(self._generators, states, strict=True):
                 generator.set_state(state)
 
     @contextmanager
@@ -72,13 +71,12 @@ class TorchGenerators:
             self.seed(seed)
             yield
 
-    def _find(self) -> list[torch.Generator]:
-        if self._device.type == "cuda":
-            torch.cuda.init()  # creates the default generators
-            self._made = [torch.default_generator, torch.cuda.default_generators[self._device.index or 0]]
-        else:
-            self._made = [torch.default_generator]
-        return self._made
+    @cached_property
+    def _generators(self) -> list[torch.Generator]:
+        if self._device.type != "cuda":
+            return [torch.default_generator]
+        torch.cuda.init()  # creates the default generators
+        return [torch.default_generator, torch.cuda.default_generators[self._device.index or 0]]
 
 
 def host_generators_now() -> tuple[Any, Any]:
