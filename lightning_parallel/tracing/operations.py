@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections import ChainMap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -12,17 +11,6 @@ from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
 from lightning_parallel.private.torch import ATTENTION_ON_CPU, TorchDispatchMode, tree_leaves, written_arguments
-
-# torch has formulas for attention on GPUs, and none for the CPU's. Its registry is read as it is at the time: users may
-# add formulas of their own operators.
-_FORMULAS: Mapping[Any, Callable[..., int]] = ChainMap(
-    flop_registry,
-    {
-        ATTENTION_ON_CPU: lambda query, key, value, *_, **__: (
-            attention_flops(query.shape, key.shape, value.shape)
-        ),
-    },
-)
 
 
 class OperationsNoted(TorchDispatchMode):
@@ -75,15 +63,20 @@ class OperationsNoted(TorchDispatchMode):
         return tensor
 
 
-def attention_flops(query: Sequence[int], key: Sequence[int], value: Sequence[int]) -> int:
-    """The floating-point operations of scaled dot-product attention, that is of its two products of matrices.
+def _attention(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:
+    """The floating-point operations of the two products of matrices in scaled dot-product attention.
 
     Args:
-        query: the query's shape, ``[..., queries, width]``. It may have several heads for each of the keys'.
-        key: the key's shape, ``[..., keys, width]``.
-        value: the value's shape, ``[..., keys, its width]``.
+        query: ``[..., queries, width]``. It may have several heads for each of the keys'.
+        key: ``[..., keys, width]``.
+        value: ``[..., keys, its width]``.
     """
-    return 2 * math.prod(query[:-1]) * key[-2] * (query[-1] + value[-1])
+    return 2 * query.shape[:-1].numel() * key.shape[-2] * (query.shape[-1] + value.shape[-1])
+
+
+# torch has formulas for attention on GPUs, and none for the CPU's. Its registry is read as it is at the time: users may
+# add formulas of their own operators.
+_FORMULAS: Mapping[Any, Callable[..., int]] = ChainMap(flop_registry, {ATTENTION_ON_CPU: _attention})
 
 
 def nbytes_of(output: Any) -> int:
