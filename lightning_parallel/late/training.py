@@ -63,7 +63,6 @@ class AsynchronousTraining:
         self._completed = completed
         self._list = late.actions(run.layout.stages, run.layout.stage)
         self._written: set[str] = set()  # the options that the optimizer is known to write itself
-        self._known_options: OptimizerOptions | None = None
         self._loose = _LooseParameters(sorted(partition.loose), local, run)
         self._owed: deque[_Owed] = deque()  # updates under way, the oldest first
         self.fed = 0  # microbatches so far
@@ -75,9 +74,7 @@ class AsynchronousTraining:
     def _options(self) -> OptimizerOptions:
         """The options of the Trainer's optimizer. A hook may replace the optimizer during training."""
         (optimizer,) = self._run.trainer.optimizers
-        if self._known_options is None or self._known_options.optimizer is not optimizer:
-            self._known_options = OptimizerOptions(optimizer, self._written)
-        return self._known_options
+        return OptimizerOptions(optimizer, self._written)
 
     # -- a batch -------------------------------------------------------------------------------------------------
 
