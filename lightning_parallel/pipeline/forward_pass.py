@@ -14,16 +14,15 @@ from torch import Tensor
 
 from lightning_parallel.absent.tensor import first_absent
 from lightning_parallel.messages.arrival import Arrival
-from lightning_parallel.plan.flow import Cargo, Flow, tensors_of
+from lightning_parallel.plan.flow import Flow, tensors_of
 from lightning_parallel.plan.partition import Partition
 from lightning_parallel.private.torch import has_gradient_hooks, tensors_in
 from lightning_parallel.seeding import TorchGenerators, seed_host_generators
 from lightning_parallel.tracing.trace import Call
 
 
-@dataclass(frozen=True)
 class Cuts:
-    """The cuts around one chunk, and what crosses them.
+    """The cuts around one chunk, and what crosses them in a step with this flow.
 
     Attributes:
         cargo_in: the outputs that arrive, in the order of the message.
@@ -32,20 +31,11 @@ class Cuts:
         last: the call after which the chunk leaves the step. None for the last chunk, and for one without calls.
     """
 
-    partition: Partition
-    chunk: int
-    cargo_in: tuple[Cargo, ...]
-    cargo_out: tuple[Cargo, ...]
-    wanted: frozenset[Call]
-    last: Call | None
-
-    @classmethod
-    def of(cls, flow: Flow, partition: Partition, chunk: int) -> Cuts:
-        """The cuts around a chunk in a step with this flow."""
-        cargo_in, cargo_out = flow.into(chunk), flow.out_of(chunk)
-        wanted = frozenset((item.module, item.call) for item in cargo_out)
-        last = flow.last[chunk] if chunk < partition.chunks - 1 else None
-        return cls(partition, chunk, cargo_in, cargo_out, wanted, last)
+    def __init__(self, flow: Flow, partition: Partition, chunk: int) -> None:
+        self.partition, self.chunk = partition, chunk
+        self.cargo_in, self.cargo_out = flow.into(chunk), flow.out_of(chunk)
+        self.wanted = frozenset((item.module, item.call) for item in self.cargo_out)
+        self.last = flow.last[chunk] if chunk < partition.chunks - 1 else None
 
     @property
     def stage(self) -> int:

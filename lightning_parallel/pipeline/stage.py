@@ -72,7 +72,7 @@ class Stage:
         self._on_units, self._inside_units = Interception(), Interception()
         flow = Flow(((),) * (partition.chunks - 1), (None,) * partition.chunks)
         self._underway = Underway(flow, TorchGenerators(device), partition.draw_on_host)
-        self._cuts = {chunk: Cuts.of(flow, partition, chunk) for chunk in self.chunks}
+        self._cuts = {chunk: Cuts(flow, partition, chunk) for chunk in self.chunks}
         self._own = {name for name in partition.units if index in partition.stages_with(name)}
         self._others = OtherUnits(self._units, self._own, self._underway)
         # By name, for each unit that runs: the seed to set after it, and its call.
@@ -96,7 +96,7 @@ class Stage:
             return
         changed = (flow.transparent, flow.inside) != (self.flow.transparent, self.flow.inside)
         self._underway.flow = flow
-        self._cuts = {chunk: Cuts.of(flow, self.partition, chunk) for chunk in self.chunks}
+        self._cuts = {chunk: Cuts(flow, self.partition, chunk) for chunk in self.chunks}
         if changed and self._recompute is not None:
             self._inside_units.remove()
             self._install_inside()

@@ -36,7 +36,7 @@ def begun(
     stage: int,
     arrived: Arrival | None,
 ) -> ForwardPass:
-    return ForwardPass(Cuts.of(flow, parts, stage), arrived)
+    return ForwardPass(Cuts(flow, parts, stage), arrived)
 
 
 def values(tensors: list[Tensor] | None) -> list[float] | None:
