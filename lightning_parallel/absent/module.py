@@ -1,17 +1,35 @@
-"""Makes a whole module absent, for the trace of a step (``tracing/dry_run.py``)."""
+"""Makes a whole module absent: for good, on the stages that don't run it, or for the trace of a step
+(``tracing/dry_run.py``)."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torchmetrics import Metric
 
 from lightning_parallel.absent.origins import METRIC_STATE, origin_of_parameter
 from lightning_parallel.absent.tensor import AbsentTensor, absent_like
 from lightning_parallel.private.torch import buffers_of, parameters_of
+
+
+def make_absent(module: nn.Module, name: str, device: torch.device, kept: Collection[int] = ()) -> None:
+    """Replace every parameter and buffer of ``module`` by an absent one. The memory is freed with its last user.
+
+    Args:
+        module: the module, with all its submodules.
+        name: the module's name, with which origins begin.
+        device: the device that the absent tensors report.
+        kept: the ids of tensors that stay as they are; by default none.
+    """
+    for prefix, submodule in module.named_modules(prefix=name):
+        for key, tensor in [*parameters_of(submodule).items(), *buffers_of(submodule).items()]:
+            if tensor is not None and id(tensor) not in kept and not isinstance(tensor, AbsentTensor):
+                absent = absent_like(tensor, origin_of_parameter(f"{prefix}.{key}" if prefix else key), device)
+                setattr(submodule, key, absent)  # not into the dictionaries: an RNN keeps a second list of its weights
 
 
 @contextmanager

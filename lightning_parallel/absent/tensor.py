@@ -17,30 +17,19 @@ absent tensor too, so that the generators of all stages stay equal.
 
 from __future__ import annotations
 
-import inspect
-import math
-from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
-from types import CodeType
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from lightning_parallel.absent.on_meta import Argument, computed_on_meta
-from lightning_parallel.absent.origins import origin_of_parameter
 from lightning_parallel.private.torch import (
-    VALUE_OF,
-    TorchDispatchMode,
-    buffers_of,
     dispatch_disabled,
     drawing_for_nothing,
     make_parameter,
-    parameters_of,
     subclass_functions_disabled,
     tree_flatten,
     tree_leaves,
@@ -282,56 +271,6 @@ def _one_by_one(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> 
     return found or None
 
 
-class ValuesGuessed(TorchDispatchMode):
-    """Inside, code that needs an absent tensor's value gets a guess, so that it goes on. A line that has needed many,
-    such as that of a loop until something converges, gets another guess every now and then.
-
-    Args:
-        here: tells whether a tensor's value is guessed for the code that needs it.
-        truth: the guess for booleans, such as ``x.isfinite()``.
-        number: the guess for other values, rounded up for integer types.
-
-    Raises:
-        AbsentValueError: a step has needed too many values.
-
-    Attributes:
-        booleans: the number of booleans guessed so far.
-    """
-
-    _OFTEN, _TOO_OFTEN = 20, 2000
-
-    def __init__(self, here: Callable[[AbsentTensor], bool], *, truth: bool = False, number: float = 1.0) -> None:
-        super().__init__()
-        self._here, self._truth, self._number = here, truth, number
-        self.booleans = 0
-        self._asked: Counter[tuple[CodeType, int]] = Counter()  # by line
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        asks = func is VALUE_OF and isinstance(args[0], AbsentTensor)
-        return self._guess(args[0]) if asks and self._here(args[0]) else func(*args, **(kwargs or {}))
-
-    def _guess(self, tensor: AbsentTensor) -> Any:
-        line = _line_of_user()
-        self._asked[line] += 1
-        if self._asked.total() > self._TOO_OFTEN:
-            tensor.tolist()  # refused
-        other = self._asked[line] % self._OFTEN == 0
-        if tensor.dtype is torch.bool:
-            self.booleans += 1
-            return self._truth is not other
-        number = 0.0 if other else self._number
-        return number if tensor.dtype.is_floating_point else math.ceil(number)
-
-
-def _line_of_user() -> tuple[CodeType, int]:
-    """The line that is running, of code other than torch's and this file's."""
-    frame = inspect.currentframe()
-    assert frame is not None, "CPython has frames"
-    while frame.f_back is not None and (frame.f_globals.get("__name__") or "").startswith((__name__, "torch.")):
-        frame = frame.f_back
-    return frame.f_code, frame.f_lineno
-
-
 _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 
 # Operations that only read the shape of their input, each with the value that fills the result.
@@ -370,37 +309,6 @@ def _refuse_writes_into_present_tensors(
         )
 
 
-_WRITES = {"__iadd__", "__isub__", "__imul__", "__itruediv__", "__setitem__", "add_", "sub_", "mul_", "div_", "copy_"}
-
-
-class WritesFollowed(TorchFunctionMode):
-    """Inside, tensors with values that absent ones are written into (``loss = torch.zeros(()); loss += term``) become
-    absent, wherever they are kept, as far as nothing else shares their memory. Afterwards they are as before."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._swapped: list[tuple[Tensor, Tensor]] = []  # tensors, and what holds their values
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func.__name__ in _WRITES and not isinstance(args[0], AbsentTensor):
-            written = [x for x in tree_leaves((args[1:], kwargs)) if isinstance(x, AbsentTensor)]
-            if written:
-                self._become_absent(args[0], frozenset().union(*(x.origins for x in written)))
-        return func(*args, **kwargs)
-
-    def _become_absent(self, tensor: Tensor, origins: frozenset[str]) -> None:
-        kept = AbsentTensor(tensor, tensor.device, AbsentMemory(origins))
-        with suppress(RuntimeError):  # a view, or what has views: the write itself is refused
-            torch.utils.swap_tensors(tensor, kept)
-            self._swapped.append((tensor, kept))
-
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
-        for tensor, kept in reversed(self._swapped):
-            torch.utils.swap_tensors(tensor, kept)
-
-
 def absent_like(tensor: Tensor, origin: str, device: torch.device | None = None) -> AbsentTensor:
     """A tensor like ``tensor`` without its values. A parameter stays one, trainable or frozen as it was.
 
@@ -425,19 +333,3 @@ def first_absent(value: Any) -> AbsentTensor | None:
         inside = value.values() if type(value) is dict else value
         return next((x for x in map(first_absent, inside) if x is not None), None)
     return next((x for x in tree_leaves(value) if isinstance(x, AbsentTensor)), None)
-
-
-def make_absent(module: nn.Module, name: str, device: torch.device, kept: Collection[int] = ()) -> None:
-    """Replace every parameter and buffer of ``module`` by an absent one. The memory is freed with its last user.
-
-    Args:
-        module: the module, with all its submodules.
-        name: the module's name, with which origins begin.
-        device: the device that the absent tensors report.
-        kept: the ids of tensors that stay as they are; by default none.
-    """
-    for prefix, submodule in module.named_modules(prefix=name):
-        for key, tensor in [*parameters_of(submodule).items(), *buffers_of(submodule).items()]:
-            if tensor is not None and id(tensor) not in kept and not isinstance(tensor, AbsentTensor):
-                absent = absent_like(tensor, origin_of_parameter(f"{prefix}.{key}" if prefix else key), device)
-                setattr(submodule, key, absent)  # not into the dictionaries: an RNN keeps a second list of its weights

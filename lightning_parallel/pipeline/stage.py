@@ -35,7 +35,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_parallel.absent.answers import AbsentForward
-from lightning_parallel.absent.tensor import AbsentTensor, first_absent, make_absent
+from lightning_parallel.absent.module import make_absent
+from lightning_parallel.absent.tensor import AbsentTensor, first_absent
 from lightning_parallel.backward.recompute import Recomputed
 from lightning_parallel.interception import Interception, LeaveStep, can_intercept
 from lightning_parallel.messages.arrival import Arrival

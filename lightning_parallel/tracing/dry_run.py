@@ -27,9 +27,10 @@ from torch import nn
 from torchmetrics import Metric
 
 from lightning_parallel.absent.answers import ContainerWrittenError
+from lightning_parallel.absent.modes import ValuesGuessed, WritesFollowed
 from lightning_parallel.absent.module import everything_absent
 from lightning_parallel.absent.origins import FROM_EARLIER_STEP, METRIC_STATE, STEP_OUTPUT
-from lightning_parallel.absent.tensor import AbsentTensor, AbsentValueError, ValuesGuessed, WritesFollowed
+from lightning_parallel.absent.tensor import AbsentTensor, AbsentValueError
 from lightning_parallel.interception import LeaveStep
 from lightning_parallel.private.torch import buffers_of
 from lightning_parallel.seeding import TorchGenerators, host_generators_kept, seed_host_generators

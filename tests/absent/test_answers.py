@@ -18,7 +18,8 @@ from transformers.models.gpt2.modeling_gpt2 import GPT2Block
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
 from lightning_parallel.absent.answers import ANSWERS_KEPT, AbsentForward
-from lightning_parallel.absent.tensor import AbsentTensor, AbsentValueError, absent_like, make_absent
+from lightning_parallel.absent.module import make_absent
+from lightning_parallel.absent.tensor import AbsentTensor, AbsentValueError, absent_like
 
 CPU = torch.device("cpu")
 

@@ -14,12 +14,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from lightning_parallel.absent.module import make_absent
 from lightning_parallel.absent.tensor import (
     AbsentTensor,
     AbsentValueError,
     absent_like,
     first_absent,
-    make_absent,
 )
 
 CPU = torch.device("cpu")

@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_parallel.absent.tensor import absent_like, make_absent
+from lightning_parallel.absent.module import make_absent
+from lightning_parallel.absent.tensor import absent_like
 from lightning_parallel.tensor.dropout import ShardedRegion
 from lightning_parallel.tensor.plan import find_plan
 from lightning_parallel.tensor.sharding import shard_module

@@ -13,7 +13,8 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrizations
 
-from lightning_parallel.absent.tensor import AbsentTensor, make_absent
+from lightning_parallel.absent.module import make_absent
+from lightning_parallel.absent.tensor import AbsentTensor
 from lightning_parallel.tensor.dropout import ShardedRegion
 from lightning_parallel.tensor.linear import ColumnParallelLinear, SharedHeadsLinear
 from lightning_parallel.tensor.module_styles import Experts
