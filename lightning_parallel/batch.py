@@ -118,12 +118,7 @@ def split_into(node: Any, lengths: Sequence[int]) -> list[Any]:
 def rebuilt(batch: Any, tensor: Callable[[Tensor], Tensor] = lambda tensor: tensor) -> Any:
     """The same batch in new containers, so that what a step puts into them stays in that run of the step. ``tensor``
     makes the new batch's tensors from the old one's."""
-    if isinstance(batch, Tensor):
-        return tensor(batch)
-    structure = members(batch)
-    if structure is not None:
-        return rebuild(batch, structure[0], [rebuilt(value, tensor) for value in structure[1]])
-    return copied(batch, tensor) if is_graphs(batch) or is_opaque(batch) else batch
+    return mapped(batch, tensor, anew=True)
 
 
 class _Mismatch(ValueError):
@@ -246,16 +241,17 @@ def tensors(node: Any) -> Iterator[Tensor]:
         yield from tensors_of_graphs(node)
 
 
-def mapped(node: Any, function: Callable[[Tensor], Tensor]) -> Any:
-    """The batch with ``function`` applied to its tensors. Containers in which nothing changes stay the same objects."""
+def mapped(node: Any, function: Callable[[Tensor], Tensor], *, anew: bool = False) -> Any:
+    """The batch with ``function`` applied to its tensors. Containers in which nothing changes stay the same objects,
+    unless all are to be made ``anew``, with other objects that hold tensors."""
     if isinstance(node, Tensor):
         return function(node)
     children = members(node)
     if children is None:
-        return copied(node, function) if is_graphs(node) else node
+        return copied(node, function) if is_graphs(node) or (anew and is_opaque(node)) else node
     keys, values = children
-    changed = [mapped(value, function) for value in values]
-    if all(new is old for new, old in zip(changed, values, strict=True)):
+    changed = [mapped(value, function, anew=anew) for value in values]
+    if not anew and all(new is old for new, old in zip(changed, values, strict=True)):
         return node
     return rebuild(node, keys, changed)
 
