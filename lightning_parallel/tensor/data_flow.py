@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from lightning_parallel.interception import Interception
 from lightning_parallel.private.torch import tensors_in, tree_map
 from lightning_parallel.tensor.linear import is_linear
 
@@ -94,7 +95,7 @@ def find_pairs(module: nn.Module, run: Callable[[], Any]) -> list[Pair]:
     labels = _Labels()
     inputs: dict[str, list[Label]] = {}
     calls: dict[str, Any] = {}
-    handles = []
+    hooks = Interception()
 
     def before(name: str, layer: nn.Module, args: Any, kwargs: Any) -> None:
         made = labels.of((args, kwargs))
@@ -111,18 +112,16 @@ def find_pairs(module: nn.Module, run: Callable[[], Any]) -> list[Pair]:
         labels.put(output, frozenset({name}) if is_linear(layer) else _WHOLE)
 
     for name, layer in module.named_modules():
-        holds = any(True for _ in layer.parameters(recurse=False))
         if any(is_linear(child) for child in layer.modules() if child is not layer):
-            handles.append(layer.register_forward_pre_hook(partial(keep, name), with_kwargs=True))
-        elif holds:
-            handles.append(layer.register_forward_pre_hook(partial(before, name), with_kwargs=True))
-            handles.append(layer.register_forward_hook(partial(after, name)))
+            hooks.before(layer, partial(keep, name))
+        elif any(True for _ in layer.parameters(recurse=False)):
+            hooks.before(layer, partial(before, name))
+            hooks.after(layer, partial(after, name), first=False)
     try:
         with labels, torch.no_grad():
             run()
     finally:
-        for handle in handles:
-            handle.remove()
+        hooks.remove()
     takers: dict[str, set[str]] = {}
     for name, given in inputs.items():
         for label in given:

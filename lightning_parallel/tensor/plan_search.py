@@ -52,7 +52,8 @@ def found_plan(module: nn.Module, run: Callable[[], Any], count: int) -> dict[st
     input, without side effects that matter."""
     plan: dict[str, str | Style] = {}
     known: dict[str, _Way | None] = {}  # by what blocks have in common
-    with _at_rest(module):
+    with torch.random.fork_rng(), host_generators_kept(), StateKept(module, parameters=False):
+        module.eval()
         pairs = [
             pair
             for pair in find_pairs(module, run)
@@ -213,17 +214,3 @@ def changed(changes: Sequence[tuple[object, str, Any]]) -> Iterator[None]:
         for own, name, value in before:
             own.pop(name, None)  # uncovers what the class has
             own.update(value)
-
-
-@contextmanager
-def _at_rest(module: nn.Module) -> Iterator[None]:
-    """Inside, the model is in evaluation mode. Afterwards all is as before, the modules' state and all generators
-    too."""
-    training = [part for part in module.modules() if part.training]
-    module.eval()
-    try:
-        with torch.random.fork_rng(), host_generators_kept(), StateKept(module, parameters=False):
-            yield
-    finally:
-        for part in training:
-            part.training = True
