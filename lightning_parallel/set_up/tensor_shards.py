@@ -20,7 +20,7 @@ from lightning_parallel.checks.first_losses import FirstLosses
 from lightning_parallel.disk_offload import DiskOffload
 from lightning_parallel.gradients.averaging import summed_over
 from lightning_parallel.gradients.swapping import Gradients
-from lightning_parallel.ranks.collectives import broadcast_object, broadcast_tensors, guarded, together
+from lightning_parallel.ranks.collectives import broadcast_object, broadcast_tensors, gather_objects, together
 from lightning_parallel.ranks.local_model import LocalModel, local_part
 from lightning_parallel.ranks.shard import Shard
 from lightning_parallel.ranks.writes import Writes
@@ -38,16 +38,18 @@ class TensorShards:
     """This rank's shards of a module's layers. The first two arguments are settings of the strategy; the last one has
     the files in which the module's large tensors may lie."""
 
+    # A run's, from `begin` on.
+    _local: LocalModel
+    _group: dist.ProcessGroup
+    _losses: FirstLosses | None
+    _writes: Writes | None
+
     def __init__(self, plan: Plan | Literal["none"] | None, sequence_parallel: bool, disk_offload: DiskOffload) -> None:
         self._plan, self._sequence_parallel, self._disk_offload = plan, sequence_parallel, disk_offload
         self._divided: nn.Module | None = None
         self._sharding = Sharding({}, ())
         self._region: ShardedRegion | None = None
         self._unchecked = False  # until the gradients of the first update have been compared
-        self._local: LocalModel | None = None
-        self._group: dist.ProcessGroup | None = None
-        self._losses: FirstLosses | None = None
-        self._writes: Writes | None = None
 
     def divide(self, module: nn.Module, group: dist.ProcessGroup, device: torch.device, make_run: MakeRun) -> None:
         """Replace the layers that the plan names by this rank's shards, once for a module. All ranks of the world call
@@ -101,7 +103,7 @@ class TensorShards:
             RuntimeError: on all ranks of the group, if they come to different losses in the first step of this kind.
         """
         trained: dict[str, Tensor] = {}
-        if self._writes is not None and self._local is not None and kind == "training_step":
+        if self._writes is not None and kind == "training_step":
             # Without a mean teacher's parameters, which follow the student's element by element.
             held = self._local.parameters.items()
             trained = {name: local_part(p) for name, p in held if name in self.shards and p.requires_grad}
@@ -116,7 +118,6 @@ class TensorShards:
 
     def counts(self, name: str) -> bool:
         """Does this rank's copy of a parameter enter a norm over the tensor group?"""
-        assert self._group is not None
         return name in self.shards or self._group.rank() == 0
 
     # -- gradients -----------------------------------------------------------------------------------------------
@@ -138,7 +139,6 @@ class TensorShards:
             RuntimeError: in the first update, if ranks have different gradients of what they hold whole.
             ValueError: in the first updates, if the step has changed divided parameters itself.
         """
-        assert self._local is not None and self._group is not None
         if self._writes is not None:
             self._writes.check()
         if self._region is not None and not more_follow:
@@ -154,12 +154,8 @@ class TensorShards:
         whole = [name for name in gradients if name not in self.shards]
         if not whole:
             return
-        assert self._local is not None and self._group is not None
-        device = self._local.parameters[whole[0]].device
-        own = torch.stack([_fingerprint(gradients[name]) for name in whole]).to(device)  # [names, 2]
-        everyones = [torch.empty_like(own) for _ in range(self._group.size())]
-        guarded(dist.all_gather, everyones, own, group=self._group)
-        values = torch.stack(everyones)  # [ranks, names, 2]
+        own = torch.stack([_fingerprint(gradients[name]) for name in whole])  # [names, 2]
+        values = torch.stack(gather_objects(own, self._group))  # [ranks, names, 2]
         spread = (values - values[0]).abs().amax((0, 2))  # [names]
         apart = spread > _TOLERANCE * values[:, :, 0].amax(0)
         differing = [name for name, differs in zip(whole, apart.tolist(), strict=True) if differs]
@@ -181,8 +177,8 @@ def _of_parts(name: str) -> str:
 
 
 def _fingerprint(gradient: Tensor | None) -> Tensor:
-    """Two numbers of similar size that differ where gradients do: the norm, and a scaled sum."""
+    """Two numbers of similar size that differ where gradients do: the norm, and a scaled sum. On the CPU."""
     if gradient is None:
         return torch.zeros(2, dtype=torch.float64)
     values = local_part(gradient).double().flatten()
-    return torch.stack([values.norm(), values.sum() / max(1, values.numel()) ** 0.5])
+    return torch.stack([values.norm(), values.sum() / max(1, values.numel()) ** 0.5]).cpu()
