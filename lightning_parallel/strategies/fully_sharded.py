@@ -111,6 +111,7 @@ class FullyShardedStrategy(LayoutStrategy):
         self._fully_sharded: pl.LightningModule | None = None
         self._root: _Root | None = None  # with automatic optimization
         self._units: list[FSDPModule] = []  # all of them, the root too
+        self._outside: set[nn.Module] = set()  # whose divided parameters only the root gathers, and the module
         self._uses: ModuleUses | None = None
         self._writes: dict[bool, Writes] = {}  # in training, and in evaluation
         self._guard = BackwardGuard()
@@ -195,6 +196,7 @@ class FullyShardedStrategy(LayoutStrategy):
         }
         host_group = self.groups.on_host(self.layout.peers("data"))
         self._uses = ModuleUses(units, divided, host_group)
+        self._outside = {module, *divided.values()} - {part for unit in units.values() for part in unit.modules()}
         self._writes = {training: Writes(_lost, host_group) for training in (True, False)}
 
     @property
@@ -243,10 +245,9 @@ class FullyShardedStrategy(LayoutStrategy):
         """Begin to watch a unit's parameters for writes. They are whole now, and its forward is about to run."""
         writes = self._writes[torch.is_grad_enabled()]
         if writes.is_on and not self._guard.is_open:  # in a backward a unit runs again, perhaps not to its end
-            own = {id(p) for p in unit.parameters() if not isinstance(p, DTensor)}
-            whole = {id(p) for p in self.local_model.replicated.values()}
+            own = set(unit.parameters()) - set(self.local_model.replicated.values())
             named = module.named_parameters()
-            writes.begin({name: p for name, p in named if id(p) in own and id(p) not in whole})
+            writes.begin({name: p for name, p in named if p in own and not isinstance(p, DTensor)})
 
     def _about_to_free(self, module: nn.Module, unit: nn.Module, args: Any, output: Any) -> None:
         self._writes[torch.is_grad_enabled()].end(module.named_parameters())
@@ -293,23 +294,13 @@ class FullyShardedStrategy(LayoutStrategy):
     def teardown(self) -> None:
         self.end_run()
         if self._root is not None:
-            refuse_calls(_outside_units(self._root), self._at_next_run)
+            refuse_calls(self._outside, self._at_next_run)
         # Lightning's, without the move of the module to the CPU, from where fully_shard would not bring it back.
         assert self.cluster_environment is not None and self.accelerator is not None
         self.cluster_environment.teardown()
         self.precision_plugin.teardown()
         self.accelerator.teardown()
         self.checkpoint_io.teardown()
-
-
-def _outside_units(root: _Root) -> Iterator[nn.Module]:
-    """The modules, the root's included, whose divided parameters only the root gathers."""
-    units = [part for part in root.module.modules() if isinstance(part, FSDPModule)]
-    inside = {part for unit in units for part in unit.modules()}
-    for part in root.module.modules():
-        own = any(isinstance(parameter, DTensor) for parameter in part.parameters(recurse=False))
-        if part is root.module or (own and part not in inside):
-            yield part
 
 
 def find_units(
