@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import ClassVar, Self
+from typing import Self
 
 from torch import nn
 
@@ -36,7 +36,6 @@ class Column(Style):
     shares_input = True
     leaves_divided = True
     in_sequence_blocks = True
-    _gathers: ClassVar[bool] = False
 
     @classmethod
     def read(cls, options: str) -> Self:
@@ -85,9 +84,9 @@ class Column(Style):
         return (size // count,) * count
 
     def new_layer(self, rule: Rule, site: Site) -> nn.Module:
-        parts = self.part_sizes(rule.module)
+        gathers, parts = not self.leaves_divided, self.part_sizes(rule.module)
         return ColumnParallelLinear.from_linear(
-            rule.module, group=site.group, gather_output=self._gathers, parts=parts, site=site
+            rule.module, group=site.group, gather_output=gathers, parts=parts, site=site
         )
 
 
@@ -98,7 +97,6 @@ class GatheredColumn(Column):
     leaves_divided = False
     is_alone = True
     in_sequence_blocks = False
-    _gathers = True
 
     @classmethod
     def read(cls, options: str) -> Self:
@@ -147,14 +145,13 @@ class Row(Style):
     name = "row"
     takes_divided = True
     in_sequence_blocks = True
-    _input_is_parallel: ClassVar[bool] = True
 
     def check(self, rule: Rule) -> None:
         _check_linear(rule)
 
     def new_layer(self, rule: Rule, site: Site) -> nn.Module:
         return RowParallelLinear.from_linear(
-            rule.module, group=site.group, input_is_parallel=self._input_is_parallel, site=site
+            rule.module, group=site.group, input_is_parallel=self.takes_divided, site=site
         )
 
 
@@ -164,7 +161,6 @@ class SplitRow(Row):
     name = "row_split"
     takes_divided = False
     in_sequence_blocks = False
-    _input_is_parallel = False
 
 
 # -- what they ask of modules ------------------------------------------------------------------------------------
