@@ -76,41 +76,31 @@ def find_chains(module: nn.Module, rules: list[Rule]) -> list[Chain]:
     Raises:
         ValueError: there are none, or a block holds something that can't work on a piece of a sequence.
     """
-    found: dict[str, list[tuple[int, bool]]] = {}  # by container: for each pair's layer its child, and is it the second
-    for rule in rules:
-        container, child = _block_of(module, rule.name)
-        if container is not None and (rule.style.leaves_divided or rule.style.takes_divided):
-            found.setdefault(container, []).append((child, rule.style.takes_divided))
-    found = {container: layers for container, layers in found.items() if any(second for _, second in layers)}
-    if not found:
+    pairs = [rule for rule in rules if rule.style.leaves_divided or rule.style.takes_divided]
+    chains: list[Chain] = []
+    containers: list[str] = []  # the outermost ones, as prefixes of names
+    for name, container in module.named_modules():
+        is_inside = any(name.startswith(outer) for outer in containers)
+        if is_inside or not isinstance(container, (nn.ModuleList, nn.Sequential)):
+            continue
+        containers.append(f"{name}." if name else "")
+        children = [(containers[-1] + child, block) for child, block in container.named_children()]
+        held = [[rule for rule in pairs if f"{rule.name}.".startswith(f"{child}.")] for child, _ in children]
+        rows = [i for i, layers in enumerate(held) if any(rule.style.takes_divided for rule in layers)]
+        if not rows:
+            continue
+        if len(children) < len(container):
+            raise _refused(f"{name!r} holds a block twice, so where the blocks begin and end can't be told.")
+        first = next(i for i, layers in enumerate(held) if layers)
+        blocks = dict(children[first : rows[-1] + 1])
+        chains.append(Chain(blocks, _gathering(module, blocks, rules)))
+    if not chains:
         raise _refused(
             "it needs blocks, children of an nn.ModuleList or nn.Sequential, with layers of style 'row' in them, but "
             "the plan has none."
         )
-    chains = []
-    for container, layers in found.items():
-        first, last = min(child for child, _ in layers), max(child for child, second in layers if second)
-        prefix = f"{container}." if container else ""
-        around = module.get_submodule(container)
-        assert isinstance(around, (nn.ModuleList, nn.Sequential))
-        children = list(around.named_children())
-        if len(children) < len(around):
-            raise _refused(f"{container!r} holds a block twice, so where the blocks begin and end can't be told.")
-        blocks = {prefix + name: child for name, child in children[first : last + 1]}
-        chains.append(Chain(blocks, _gathering(module, blocks, rules)))
     _check_shared(module, chains)
     return chains
-
-
-def _block_of(module: nn.Module, name: str) -> tuple[str | None, int]:
-    """The outermost container that ``name`` lies in, and the index of its child there; None if it is in no
-    container."""
-    parts = name.split(".")
-    for i in range(len(parts)):
-        container = module.get_submodule(".".join(parts[:i]))
-        if isinstance(container, (nn.ModuleList, nn.Sequential)):
-            return ".".join(parts[:i]), [child for child, _ in container.named_children()].index(parts[i])
-    return None, 0
 
 
 def _gathering(module: nn.Module, blocks: dict[str, nn.Module], rules: list[Rule]) -> dict[str, nn.Module]:
