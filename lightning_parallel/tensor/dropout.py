@@ -18,7 +18,6 @@ or be broken off there (``use_reentrant=False`` stops as soon as it has all that
 from __future__ import annotations
 
 import hashlib
-from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -33,9 +32,6 @@ class ShardedRegion:
         self._device = device
         # The generator's state outside, by its seed inside. 5 KB each on a CPU, 16 bytes on a GPU.
         self._outside: dict[int, Tensor] = {}
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        return self  # its state is that of the generator
 
     def enter(self) -> None:
         """Reseed with the generator's state and this rank's index. Inside the region this does nothing."""

@@ -16,7 +16,7 @@ their gradients, then sends the sum::
 from __future__ import annotations
 
 import weakref
-from typing import Any, Self
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -47,10 +47,6 @@ class Siblings:
         if len(self._called) == self._count:
             self._called, self._input, self._copy = set(), None, None
         return copy
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        memo[id(self)] = duplicate = type(self)(self._count)
-        return duplicate
 
 
 def copy_linear(x: Tensor, weight: Tensor, bias: Tensor | None, group: dist.ProcessGroup) -> Tensor:
