@@ -43,7 +43,6 @@ class ParallelLinear(ParallelLayer):
         weight: ``[out, in]``, one of the two being this rank's piece; ``[in, out]`` if made from a ``Conv1D``.
         bias: ``[out]``, this rank's piece if the outputs are divided; or None.
         site: what is around the layer.
-        copy_input: sum the gradient of a whole input over the ranks.
     """
 
     weight: nn.Parameter
@@ -51,11 +50,11 @@ class ParallelLinear(ParallelLayer):
     _divided: Mapping[str, int]  # along which dimension parameters are, the weight being [out, in]
 
     def _hold(self, whole: nn.Module, site: Site, parts: tuple[int, ...] = ()) -> None:
-        """Make this layer hold this rank's shard of ``whole``."""
+        """Make this layer hold this rank's shard of ``whole``, which is refused if it is more than a linear layer."""
+        _check_divisible(whole)
         super().__init__()
         assert isinstance(whole.weight, nn.Parameter)
         self.site, self.group, self.shards = site, site.group, {}
-        self.copy_input = not site.in_block and site.group.size() > 1
         self._transposed = _is_conv1d(whole)
         self.out_features, self.in_features = whole.weight.shape[:: -1 if self._transposed else 1]
         for name in ("weight", "bias"):
@@ -69,7 +68,7 @@ class ParallelLinear(ParallelLayer):
 
     def _outputs_here(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """This rank's outputs, for an ``x`` that is whole."""
-        if not self.copy_input or not x.requires_grad:
+        if self.site.in_block or self.group.size() == 1 or not x.requires_grad:
             return F.linear(x, weight, bias)
         if self.site.siblings is not None:
             return F.linear(self.site.siblings.copy(x, self.group, self), weight, bias)
@@ -128,7 +127,6 @@ class ColumnParallelLinear(ParallelLinear):
         Raises:
             ValueError: ``linear`` is something else, or more, than such a layer; or as the constructor.
         """
-        _check_divisible(linear)
         self = cls.__new__(cls)
         self._divide(linear, Site(group) if site is None else site, gather_output, parts)
         return self
@@ -199,7 +197,6 @@ class RowParallelLinear(ParallelLinear):
         cls, linear: nn.Module, *, group: dist.ProcessGroup, input_is_parallel: bool = True, site: Site | None = None
     ) -> Self:
         """This rank's shard of an existing layer: see :meth:`ColumnParallelLinear.from_linear`."""
-        _check_divisible(linear)
         self = cls.__new__(cls)
         self._hold(linear, Site(group) if site is None else site)
         self.input_is_parallel = input_is_parallel
@@ -230,16 +227,11 @@ class SharedHeadsLinear(ParallelLinear):
 
     Each rank has a part of its gradients, to be summed over the ranks. ``heads`` is the number of heads that the layer
     projects to; the number of ranks is a multiple of it.
-
-    Raises:
-        ValueError: ``linear`` is something else, or more, than an ``nn.Linear``.
     """
 
     _divided = MappingProxyType({})
 
     def __init__(self, linear: nn.Module, heads: int, site: Site) -> None:
-        problem = None if isinstance(linear, nn.Linear) else "is not nn.Linear"
-        check_plain(linear, nn.Linear, ["weight", "bias"], problem)
         self._hold(linear, site)
         self._width = self.out_features // heads
         self._start = site.group.rank() * heads // site.group.size() * self._width
