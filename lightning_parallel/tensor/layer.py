@@ -3,18 +3,48 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from lightning_parallel.private.torch import has_hooks
 from lightning_parallel.ranks.shard import Shard
+from lightning_parallel.tensor import functions
 from lightning_parallel.tensor.dropout import ShardedRegion
-from lightning_parallel.tensor.shared_input import Siblings
+
+
+class Siblings:
+    """``count`` layers that are usually called with the same tensor, one after the other, such as q, k and v. They
+    share one ``copy`` of it, so autograd first adds up their gradients, then sends the sum::
+
+        x --- copy --+-- q        backward:   dx = sum over ranks of (dx_q + dx_k + dx_v)
+                     +-- k
+                     +-- v
+
+    Once all have been called, with one input or several, nothing is kept."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self._called: set[int] = set()  # the layers, by id, since nothing was kept
+        self._input: weakref.ref[Tensor] | None = None
+        self._copy: Tensor | None = None
+
+    def copy(self, x: Tensor, group: dist.ProcessGroup, layer: object) -> Tensor:
+        """``functions.copy(x, group)``; layers that are called with this very ``x`` all get the same tensor."""
+        if id(layer) in self._called:
+            self._called = set()  # in the forward before, not all were called
+        if self._copy is None or self._input is None or self._input() is not x:
+            self._input, self._copy = weakref.ref(x), functions.copy(x, group)
+        copy = self._copy
+        self._called.add(id(layer))
+        if len(self._called) == self._count:
+            self._called, self._input, self._copy = set(), None, None
+        return copy
 
 
 @dataclass(frozen=True)

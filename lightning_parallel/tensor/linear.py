@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Self
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -32,7 +32,6 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from lightning_parallel.ranks.shard import Shard
 from lightning_parallel.tensor import functions
 from lightning_parallel.tensor.layer import ParallelLayer, Site, check_plain, shard_parameter
-from lightning_parallel.tensor.shared_input import copy_linear
 
 
 class ParallelLinear(ParallelLayer):
@@ -246,6 +245,55 @@ class SharedHeadsLinear(ParallelLinear):
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features} ({self._width} here)"
+
+
+# -- the gradient of an input ------------------------------------------------------------------------------------
+
+
+def copy_linear(x: Tensor, weight: Tensor, bias: Tensor | None, group: dist.ProcessGroup) -> Tensor:
+    """``F.linear(copy(x, group), weight, bias)``, whose backward sends the input's gradient while it computes the
+    weight's. ``x`` ``[..., in]`` is equal on all ranks, ``weight`` is ``[out here, in]``::
+
+        backward     dx = g W     all-reduce of dx ........................ wait
+                                  dW = g^T x     db = sum of g's rows
+    """
+    given, device = [x, weight, bias], x.device.type
+    if torch.is_autocast_enabled(device):  # which doesn't act on a custom autograd function: cast as for F.linear
+        dtype = torch.get_autocast_dtype(device)
+        given = [
+            t if t is None or t.dtype == torch.float64 or not t.is_floating_point() else t.to(dtype) for t in given
+        ]
+    return _CopyLinear.apply(*given, group)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class _CopyLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, group: dist.ProcessGroup
+    ) -> Tensor:
+        ctx.group = group
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
+        return F.linear(x, weight, bias).data  # no view, which autograd would let nobody change in place
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None, None]:  # type: ignore[override]
+        if torch.is_grad_enabled():  # once_differentiable would refuse only where ``g`` itself has a gradient
+            raise RuntimeError("ColumnParallelLinear has no second derivative: leave out create_graph=True.")
+        x, weight = ctx.saved_tensors
+        shape = g.shape
+        g = g.reshape(-1, shape[-1])
+        grad_x = g @ weight
+        work = dist.all_reduce(grad_x, group=ctx.group, async_op=True) if functions.has_memory(grad_x) else None
+        grad_weight = grad_bias = None
+        if x is not None:
+            x = x.reshape(-1, x.shape[-1])
+            # In the weight's own memory layout, so the gradient is accumulated without a copy.
+            grad_weight = g.t() @ x if weight.is_contiguous() else (x.t() @ g).t()
+        if ctx.needs_input_grad[2]:
+            grad_bias = g.sum(0)
+        if work is not None:
+            work.wait()
+        return grad_x.view(*shape[:-1], weight.shape[1]), grad_weight, grad_bias, None
 
 
 # -- what can be divided -----------------------------------------------------------------------------------------

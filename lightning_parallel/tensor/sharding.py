@@ -16,10 +16,9 @@ from torch import nn
 
 from lightning_parallel.ranks.shard import Shard
 from lightning_parallel.tensor.dropout import ShardedRegion
-from lightning_parallel.tensor.layer import ParallelLayer, Site
+from lightning_parallel.tensor.layer import ParallelLayer, Siblings, Site
 from lightning_parallel.tensor.rules import resolve, with_few_heads
 from lightning_parallel.tensor.sequence import find_chains
-from lightning_parallel.tensor.shared_input import Siblings
 from lightning_parallel.tensor.style import Plan, Rule
 
 

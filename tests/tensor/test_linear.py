@@ -21,8 +21,7 @@ from lightning_parallel.absent.tensor import AbsentTensor, absent_like
 from lightning_parallel.tensor import functions
 from lightning_parallel.tensor.dropout import ShardedRegion
 from lightning_parallel.tensor.layer import Site
-from lightning_parallel.tensor.linear import ColumnParallelLinear, ParallelLinear, RowParallelLinear
-from lightning_parallel.tensor.shared_input import copy_linear
+from lightning_parallel.tensor.linear import ColumnParallelLinear, ParallelLinear, RowParallelLinear, copy_linear
 from tests.pool import WorkerPool
 from tests.tensor.helpers import Messages, close, integers, ranks, values, world
 
