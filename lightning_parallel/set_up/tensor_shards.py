@@ -43,13 +43,13 @@ class TensorShards:
     _group: dist.ProcessGroup
     _losses: FirstLosses | None
     _writes: Writes | None
+    _unchecked: bool  # until the gradients of the first update have been compared
 
     def __init__(self, plan: Plan | Literal["none"] | None, sequence_parallel: bool, disk_offload: DiskOffload) -> None:
         self._plan, self._sequence_parallel, self._disk_offload = plan, sequence_parallel, disk_offload
         self._divided: nn.Module | None = None
         self._sharding = Sharding({}, ())
         self._region: ShardedRegion | None = None
-        self._unchecked = False  # until the gradients of the first update have been compared
 
     def divide(self, module: nn.Module, group: dist.ProcessGroup, device: torch.device, make_run: MakeRun) -> None:
         """Replace the layers that the plan names by this rank's shards, once for a module. All ranks of the world call

@@ -153,11 +153,9 @@ class FullyShardedStrategy(LayoutStrategy):
         manual = not module.automatic_optimization
         units = find_units(module, self.options.units, manual=manual)
         offload = self.options.cpu_offload and self.root_device.type != "cpu"
+        policy = CPUOffloadPolicy() if offload else OffloadPolicy()
         replicas = self.groups.along("data")
-        settings: dict[str, Any] = {
-            "mesh": DeviceMesh.from_group(replicas, self.root_device.type, mesh_dim_names=("data",)),
-            "offload_policy": CPUOffloadPolicy() if offload else OffloadPolicy(),
-        }
+        mesh = DeviceMesh.from_group(replicas, self.root_device.type, mesh_dim_names=("data",))
         scalars: set[nn.Parameter] = set()
         root = None if manual else _Root(module)
         self._units = []
@@ -173,7 +171,7 @@ class FullyShardedStrategy(LayoutStrategy):
             scalars.update(parameter for parameter in parameters if parameter.dim() == 0)
             # None: the root's parameters stay, since its backward begins as soon as its forward has ended.
             reshard = self.options.reshard_after_forward if part is not root else None
-            fully_shard(part, reshard_after_forward=reshard, ignored_params=scalars, **settings)
+            fully_shard(part, mesh=mesh, reshard_after_forward=reshard, offload_policy=policy, ignored_params=scalars)
             assert isinstance(part, FSDPModule)
             self._units.append(part)
             part.register_forward_pre_hook(partial(self._gathered, module))
