@@ -38,9 +38,7 @@ class FullyShardedLayers:
             layer.to(device)
             broadcast_tensors(layer.parameters(), first, group)  # a user's script need not seed its weights
             scalars = {parameter for parameter in layer.parameters() if parameter.dim() == 0}  # can't be divided
-            fully_shard(layer, mesh=mesh, reshard_after_forward=False, ignored_params=scalars)
-            assert isinstance(layer, FSDPModule)
-            self._units[name] = layer
+            self._units[name] = fully_shard(layer, mesh=mesh, reshard_after_forward=False, ignored_params=scalars)
 
     def multiply_by(self, factor: Callable[[], float | Tensor]) -> None:
         """Multiply this replica's complete gradients before they are averaged. ``factor`` is called after the last

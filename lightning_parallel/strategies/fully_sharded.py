@@ -104,6 +104,7 @@ class FullyShardedStrategy(LayoutStrategy):
 
     options: FullyShardedOptions
     calls_configure_part = True
+    _uses: ModuleUses  # from set-up on
 
     @takes(FullyShardedOptions)
     def __init__(self, options: FullyShardedOptions) -> None:
@@ -112,7 +113,6 @@ class FullyShardedStrategy(LayoutStrategy):
         self._root: _Root | None = None  # with automatic optimization
         self._units: list[FSDPModule] = []  # all of them, the root too
         self._outside: set[nn.Module] = set()  # whose divided parameters only the root gathers, and the module
-        self._uses: ModuleUses | None = None
         self._writes: dict[bool, Writes] = {}  # in training, and in evaluation
         self._guard = BackwardGuard()
         self._example: Any = None  # the module's example_input_array, until training starts
@@ -257,7 +257,6 @@ class FullyShardedStrategy(LayoutStrategy):
         with _explained(), AssignmentsRefused(self.run.module) if is_watched else nullcontext():
             output = super().run_step(kind, step)
         if kind != "training_step":
-            assert self._uses is not None
             self._uses.compare()
             self._writes[False].check()
             self._free()  # after training steps the backward does it
@@ -266,7 +265,6 @@ class FullyShardedStrategy(LayoutStrategy):
     @override
     def make_gradients(self, backward: Callable[[], None]) -> None:
         """Run the backward, and average the gradients of parameters that every rank holds whole."""
-        assert self._uses is not None
         self._uses.compare()
         self._writes[True].check()
         whole = self.local_model.replicated

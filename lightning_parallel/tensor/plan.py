@@ -179,16 +179,15 @@ def _translated(theirs: dict[str, str], name: str, model: nn.Module) -> dict[str
     parameters = dict(model.named_parameters())
     plan: dict[str, str | Style] = {}
     unknown: dict[str, str] = {}
-    divided: dict[str, list[tuple[str, int, int]]] = {}  # by the owner's pattern
-    owners: dict[str, str] = {}
+    divided: dict[str, list[tuple[str, int, int]]] = {}  # parameters, by their owner's pattern
     for pattern, style in theirs.items():
         owner, _, own = pattern.rpartition(".")
         whole = matching(pattern, modules)
         held = matching(pattern, parameters)
-        if held and not whole and style in _OF_PARAMETERS:
+        if whole and style in _OF_OWNERS:
+            divided.setdefault(pattern, [])
+        elif held and not whole and style in _OF_PARAMETERS and theirs.get(owner) in _OF_OWNERS:
             divided.setdefault(owner, []).append((own, *_OF_PARAMETERS[style](parameters[held[0]].dim())))
-        elif whole and style in _OF_OWNERS:
-            owners[pattern] = style
         elif whole and style == "mla_kv_a_proj":
             plan[pattern] = Copy(model.get_submodule(whole[0].rpartition(".")[0]).qk_rope_head_dim)  # type: ignore[arg-type]
         elif whole and style in OTHER_NAMES:
@@ -196,11 +195,10 @@ def _translated(theirs: dict[str, str], name: str, model: nn.Module) -> dict[str
         elif (whole or held) and style != "replicate":
             unknown[pattern] = style
     for owner, dims in divided.items():
-        if owner in owners:
-            plan[owner] = _OF_OWNERS[owners.pop(owner)](tuple(dims))
-        else:
-            unknown |= {f"{owner}.{own}": theirs[f"{owner}.{own}"] for own, _, _ in dims}
-    unknown |= {pattern: style for pattern, style in owners.items() if style != "local_params"}
+        if dims:
+            plan[owner] = _OF_OWNERS[theirs[owner]](tuple(dims))
+        elif theirs[owner] != "local_params":
+            unknown[owner] = theirs[owner]
     if unknown:
         # All or nothing: what remains might be one half of a pair.
         raise ValueError(

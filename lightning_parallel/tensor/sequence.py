@@ -254,8 +254,7 @@ class _OnPieces(_Wrapped):
         args, kwargs = self._mapped(self._divided, args, kwargs)
         self._site.enter_region(self._module.training)
         output = self._forward(*args, **kwargs)
-        if self._module.training:
-            self._site.leave_region()
+        self._site.leave_region()
         if not self._last:
             return output
         leaves, spec = tree_flatten(output)

@@ -87,8 +87,7 @@ def shard_module(
 
     for rule, layer in layers:
         for name in rule.names:
-            parent, _, attribute = name.rpartition(".")
-            setattr(module.get_submodule(parent), attribute, layer)
+            module.set_submodule(name, layer)
     for rule in rules:
         rule.style.divide_in_place(rule, module, group.size())
     for chain in chains:
