@@ -8,7 +8,7 @@ whole. Otherwise an incomplete plan would train wrongly without an error.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Literal, TypeVar
 
 import torch
@@ -102,19 +102,21 @@ class TensorShards:
         Raises:
             RuntimeError: on all ranks of the group, if they come to different losses in the first step of this kind.
         """
-        trained: dict[str, Tensor] = {}
-        if self._writes is not None and kind == "training_step":
-            # Without a mean teacher's parameters, which follow the student's element by element.
-            held = self._local.parameters.items()
-            trained = {name: local_part(p) for name, p in held if name in self.shards and p.requires_grad}
-            self._writes.begin(trained)
+        if self._writes is not None and self._writes.is_on and kind == "training_step":
+            self._writes.begin(dict(self._trained()))
         try:
             return step() if self._losses is None or kind is None else self._losses.run(kind, step)
         finally:
             if self._writes is not None:
-                self._writes.end(trained.items())
+                self._writes.end(self._trained())
             if self._region is not None:
                 self._region.leave()
+
+    def _trained(self) -> Iterator[tuple[str, Tensor]]:
+        """The divided parameters that are trained, as they are now. A mean teacher's follow them element by element."""
+        for name, parameter in self._local.parameters.items():
+            if name in self.shards and parameter.requires_grad:
+                yield name, local_part(parameter)
 
     def counts(self, name: str) -> bool:
         """Does this rank's copy of a parameter enter a norm over the tensor group?"""

@@ -99,6 +99,15 @@ class Centred(Net):
         return super().training_step((batch[0] - self.centre, batch[1]), batch_idx)
 
 
+class NormalisedByData(Normalised):
+    """By an assignment, which no other reference to the weight shows."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        weight = self.prototypes.weight
+        weight.data = weight.data / weight.data.norm(dim=1, keepdim=True)
+        return Net.training_step(self, batch, batch_idx)
+
+
 class Teaching(Net):
     """A teacher of the last layer follows it, entry by entry."""
 
@@ -183,11 +192,11 @@ class HalvingInValidation(Net):
 MODELS: dict[str, type[Net]] = {
     "step": Normalised, "layer": HalvingNet, "mask": MaskedNet, "teacher": Teaching, "validation": HalvingInValidation,
     "clamp": ClampedNet, "scaled": ScaledNet, "checkpoint": Checkpointed, "by value": HalvingByValueNet,
-    "assigned": Assigning, "centre": Centred,
+    "assigned": Assigning, "centre": Centred, "step by data": NormalisedByData,
 }  # fmt: skip
 NAMES = {
     **dict.fromkeys(("layer", "mask", "clamp", "by value"), "net.2.weight"),
-    "step": "prototypes.weight",
+    **dict.fromkeys(("step", "step by data"), "prototypes.weight"),
     "validation": "other.0.weight",
     "assigned": "teachers.0.weight",
 }
@@ -219,6 +228,7 @@ def fit(model: str, strategy: str, options: dict[str, Any]) -> list[float]:
     ("clamp", "async", {"microbatches": 2}, 2),
     ("clamp", "sync", SHARDED, 4),
     ("step", "tensor", {"plan": {"prototypes": "row_split"}}, 2),
+    ("step by data", "tensor", {"plan": {"prototypes": "row_split"}}, 2),
 ])  # fmt: skip
 def test_a_write_that_would_be_lost_or_repeated_is_refused_by_name(
     pool: WorkerPool, model: str, strategy: str, options: dict[str, Any], ranks: int
