@@ -103,15 +103,10 @@ def _contents(module: nn.Module) -> dict[str, int]:
 
 # -- plans of models of transformers -----------------------------------------------------------------------------
 
-# The dimension along which transformers' styles divide a bare parameter, and the equal parts that are fused there, by
-# its number of dimensions. Experts hold matrices [experts, out, in], some models' [experts, in, out].
-_OF_PARAMETERS: Mapping[str, Callable[[int], tuple[int, int]]] = MappingProxyType(
-    {
-        "colwise": lambda dims: (max(0, dims - 2), 1),
-        "rowwise": lambda dims: (dims - 1, 1),
-        "packed_colwise": lambda dims: (max(0, dims - 2), 2),
-        "packed_rowwise": lambda dims: (dims - 1, 2),
-    }
+# The dimension, from the last one, along which transformers' styles divide a bare parameter (a vector along its only
+# one), and the equal parts that are fused there. Experts hold matrices [experts, out, in], some [experts, in, out].
+_OF_PARAMETERS: Mapping[str, tuple[int, int]] = MappingProxyType(
+    {"colwise": (-2, 1), "rowwise": (-1, 1), "packed_colwise": (-2, 2), "packed_rowwise": (-1, 2)}
 )
 # transformers' style names for the module that holds such parameters.
 _OF_OWNERS: Mapping[str, type[Parameters]] = MappingProxyType({"moe_tp_experts": Experts, "local_params": Parameters})
@@ -187,7 +182,8 @@ def _translated(theirs: dict[str, str], name: str, model: nn.Module) -> dict[str
         if whole and style in _OF_OWNERS:
             divided.setdefault(pattern, [])
         elif held and not whole and style in _OF_PARAMETERS and theirs.get(owner) in _OF_OWNERS:
-            divided.setdefault(owner, []).append((own, *_OF_PARAMETERS[style](parameters[held[0]].dim())))
+            dim, parts = _OF_PARAMETERS[style]
+            divided.setdefault(owner, []).append((own, max(0, parameters[held[0]].dim() + dim), parts))
         elif whole and style == "mla_kv_a_proj":
             plan[pattern] = Copy(model.get_submodule(whole[0].rpartition(".")[0]).qk_rope_head_dim)  # type: ignore[arg-type]
         elif whole and style in OTHER_NAMES:

@@ -1,7 +1,4 @@
-"""The styles of linear layers, and the names of all styles in plans. ``docs/tensor-plans.md`` explains each.
-
-A style that is listed in :data:`STYLES` can be named in a plan. Those of other modules are in ``module_styles.py``.
-"""
+"""The styles of linear layers, and the names of all styles in plans. ``docs/tensor-plans.md`` explains each."""
 
 from __future__ import annotations
 
