@@ -70,18 +70,14 @@ class ModuleUses:
         everyones = gather_objects(used, self._host_group)
         rank, other = next((rank, each) for rank, each in enumerate(everyones) if each != everyones[0])
         part = 0 if everyones[0][0] != other[0] else 1
-        pairs = zip_longest(everyones[0][part], other[part], fillvalue="")
+        pairs = zip_longest(map(repr, everyones[0][part]), map(repr, other[part]), fillvalue="no other")
         one, another = next((a, b) for a, b in pairs if a != b)
         raise RuntimeError(
-            f"Replicas have used different modules in a step: where replica 0 used {_words(one)}, replica {rank} used "
-            f"{_words(another)}. Fully sharded replicas gather parameters and reduce gradients together, so they have "
+            f"Replicas have used different modules in a step: where replica 0 used {one}, replica {rank} used "
+            f"{another}. Fully sharded replicas gather parameters and reduce gradients together, so they have "
             f"to use the same modules: let no branch depend on the rank or on the values of a share of the batch, or "
             f"use strategy='ddp_find_unused_parameters_true'."
         )
-
-
-def _words(name: str) -> str:
-    return f"'{name}'" if name else "no other"
 
 
 class AssignmentsRefused(TorchFunctionMode):
