@@ -10,7 +10,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Literal, Self
 
 import torch
@@ -176,7 +175,13 @@ class Copy(Style):
         return cls(int(options or 0))
 
     def new_layer(self, rule: Rule, site: Site) -> nn.Module:
-        return around(rule.module, site, Work(outputs=partial(_copied, features=self.features)))
+        return around(rule.module, site, Work(outputs=self._copied))
+
+    def _copied(self, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        if not self.features:
+            return functions.copy(x, group)
+        first, last = x.split([x.shape[-1] - self.features, self.features], -1)
+        return torch.cat([first, functions.copy(last, group)], -1)
 
 
 class Reduce(Style):
@@ -287,11 +292,3 @@ class Experts(Parameters):
 def over(count: int) -> str:
     """The end of an error about something that can't be shared out over ``count`` ranks."""
     return f"which can't be shared out over {count} tensor ranks"
-
-
-def _copied(x: Tensor, group: dist.ProcessGroup, features: int) -> Tensor:
-    """``x``, of whose last ``features`` (0: all) the gradient is summed over the ranks."""
-    if not features:
-        return functions.copy(x, group)
-    first, last = x.split([x.shape[-1] - features, features], -1)
-    return torch.cat([first, functions.copy(last, group)], -1)

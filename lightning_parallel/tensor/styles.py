@@ -45,7 +45,7 @@ class Column(Style):
 
     def check_division(self, rule: Rule, root: nn.Module, rules: Sequence[Rule], count: int) -> None:
         """Refuse to cut a head in two: each head must be on one rank."""
-        for name in rule.called_names:
+        for name in rule.called_names if self.leaves_divided else ():  # a gathered output has all heads
             parent_name, _, own = name.rpartition(".")
             parent = root.get_submodule(parent_name)
             if "qk_head_dim" in vars(parent):  # DeepSeek's attention, whose keys and values differ in size
@@ -100,9 +100,6 @@ class GatheredColumn(Column):
         if options:
             raise ValueError("Gathered parts would be in another order than the layer's: use one layer for each part.")
         return cls()
-
-    def check_division(self, rule: Rule, root: nn.Module, rules: Sequence[Rule], count: int) -> None:
-        """Nothing to check: the gathered output has all heads."""
 
 
 @dataclass(frozen=True)
@@ -217,10 +214,7 @@ OTHER_NAMES: Mapping[str, str] = MappingProxyType(
 
 
 def read_style(style: str | Style) -> Style:
-    """The style that a plan names; an object is taken as it is.
-
-    Args:
-        style: a name with its options, such as ``"column:3"``, or a :class:`~lightning_parallel.tensor.style.Style`.
+    """The style that a plan names, with its options as in ``"column:3"``; an object of a style is taken as it is.
 
     Raises:
         ValueError: there is no such style, or its options can't be read.
