@@ -57,9 +57,17 @@ def install_clipping(
     return put_back.close
 
 
-def share_overflows(plugin: Precision, device: torch.device) -> None:
-    """Make a loss scaler skip the step on all ranks if the gradients of one overflow."""
-    if isinstance(plugin, MixedPrecision) and plugin.scaler is not None:
-        state = plugin.scaler.state_dict()
-        plugin.scaler = CommonScaler(device=device.type, process_group=dist.group.WORLD)
-        plugin.scaler.load_state_dict(state)
+def share_overflows(plugin: Precision, device: torch.device) -> Callable[[], None]:
+    """Make a loss scaler skip the step on all ranks if the gradients of one overflow. Returns a function that gives the
+    plugin its own scaler back, with the scale that has been reached."""
+    if not isinstance(plugin, MixedPrecision) or plugin.scaler is None:
+        return lambda: None
+    own = plugin.scaler
+    plugin.scaler = common = CommonScaler(device=device.type, process_group=dist.group.WORLD)
+    common.load_state_dict(own.state_dict())
+
+    def put_back() -> None:
+        own.load_state_dict(common.state_dict())
+        plugin.scaler = own
+
+    return put_back

@@ -164,7 +164,7 @@ class StagedStrategy(LayoutStrategy):
         )
         local = self._stages.local_model(self._shards.shards)
         self.hold(local, counts=self.counts)
-        share_overflows(self.precision_plugin, run.device)
+        self._at_end.callback(share_overflows(self.precision_plugin, run.device))
 
         # Make equal what several ranks hold.
         self.replicas.copy_parameters()

@@ -92,7 +92,7 @@ class TensorParallelStrategy(LayoutStrategy):
         configure_part(module)
         local = LocalModel.of(module, self._shards.shards)
         self.hold(local, counts=self._shards.counts)
-        share_overflows(self.precision_plugin, run.device)
+        self._at_end.callback(share_overflows(self.precision_plugin, run.device))
         self.replicas.copy_parameters()
         self._shards.begin(local, groups.along("tensor"), automatic=module.automatic_optimization)
         if run.trains:

@@ -12,6 +12,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.core.module import LightningModule
+from lightning.pytorch.plugins import MixedPrecision
 from torch.nn.modules import module as modules
 
 from tests.pool import WorkerPool
@@ -54,6 +55,18 @@ def what_many_leave(strategy: str) -> tuple[dict[str, Any], dict[str, Any]]:
 def test_each_trainer_leaves_as_much_as_the_one_before(pool: WorkerPool, strategy: str) -> None:
     for first, last in pool.run(what_many_leave, 2, strategy, init=False):
         assert first == last
+
+
+def scaler_left(strategy: str) -> list[bool]:
+    plugin = MixedPrecision("16-mixed", "cpu")
+    scaler, kind = plugin.scaler, ALL["Mixed"]
+    make_trainer(strategy, [], {}, max_epochs=1, limit_train_batches=1, plugins=[plugin]).fit(kind(), kind.loader())
+    return [plugin.scaler is scaler]
+
+
+@pytest.mark.parametrize("strategy", ["sync", "tensor"])
+def test_a_precision_plugin_gets_its_scaler_back(pool: WorkerPool, strategy: str) -> None:
+    assert pool.run(scaler_left, 2, strategy, init=False) == [[True]] * 2
 
 
 def methods_left_on_the_plugin(strategy: str) -> list[str]:
