@@ -50,7 +50,7 @@ class ValuesGuessed(TorchDispatchMode):
         line = _line_of_user()
         self._asked[line] += 1
         if self._asked.total() > self._TOO_OFTEN:
-            tensor.tolist()  # refused
+            tensor.tolist()  # raises AbsentValueError
         other = self._asked[line] % self._OFTEN == 0
         if tensor.dtype is torch.bool:
             self.booleans += 1
@@ -60,7 +60,7 @@ class ValuesGuessed(TorchDispatchMode):
 
 
 def _line_of_user() -> tuple[CodeType, int]:
-    """The line that is running, of code other than torch's and this room's."""
+    """The line that is running, of code other than torch's and this package's."""
     frame = inspect.currentframe()
     assert frame is not None, "CPython has frames"
     while frame.f_back is not None and (frame.f_globals.get("__name__") or "").startswith((__package__, "torch.")):

@@ -11,7 +11,7 @@ import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping
 from numbers import Real
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import lightning.pytorch as pl
 import torch
@@ -35,9 +35,12 @@ _CAUSES = (
 )
 
 
-# What one rank has found in a step: the scalars that it returned, those that it logged, and the functions that read
-# divided parameters outside of their layers, by parameter.
-_Seen = tuple[dict[str, float], dict[str, float], dict[str, str]]
+class _Seen(NamedTuple):
+    """What one rank has found in a step."""
+
+    returned: dict[str, float]
+    logged: dict[str, float]
+    reads: dict[str, str]  # by divided parameter, the function that read it outside of its layer
 
 
 class FirstLosses:
@@ -69,7 +72,7 @@ class FirstLosses:
             output = step()
         self._compared.add(kind)
         returned = output if isinstance(output, Mapping) else {"loss": output}
-        own = scalars(returned), scalars(logged), reads.found
+        own = _Seen(scalars(returned), scalars(logged), reads.found)
         _compare(kind, gather_objects(own, self._group), _tolerance(output))
         return output
 
@@ -91,17 +94,17 @@ def _tolerance(output: Any) -> float:
 
 
 def _compare(kind: str, ranks: list[_Seen], tolerance: float) -> None:
-    for rank, (_, _, reads) in enumerate(ranks):
-        for name, function in reads.items():
-            others = f" (and {len(reads) - 1} other parameters)" if len(reads) > 1 else ""
+    for rank, seen in enumerate(ranks):
+        for name, function in seen.reads.items():
+            others = f" (and {len(seen.reads) - 1} other parameters)" if len(seen.reads) > 1 else ""
             raise RuntimeError(
                 f"{kind} reads '{name}'{others} outside of its layer, in {function}, but the plan divides it: tensor "
                 f"rank {rank} of {len(ranks)} would compute with its own shard, not with the parameter. Do this in the "
                 f"optimizer (weight_decay for an L2 penalty), or leave the layer out of the plan."
             )
-    if apart := _first_difference([returned for returned, _, _ in ranks], tolerance):
+    if apart := _first_difference([seen.returned for seen in ranks], tolerance):
         raise RuntimeError(f"The ranks of one tensor group come to different values in {kind}: {apart}. {_CAUSES}")
-    if apart := _first_difference([logged for _, logged, _ in ranks], tolerance):
+    if apart := _first_difference([seen.logged for seen in ranks], tolerance):
         rank_zero_warn(
             f"The ranks of one tensor group log different values in {kind}: {apart}. That of the first rank is shown. "
             f"A value computed from parameters is that of a shard."

@@ -1,8 +1,8 @@
 """Normalises a batch's loss and gradients when microbatches average over different numbers.
 
 A language model's loss is a mean over the labels that count, and their number n_k isn't the same in all microbatches.
-Only when the last one has run its forward, the batch's number N is known; by then most backwards have run. So each
-backward begins with a share of a reference, and the sum of the gradients gets one factor in the end::
+The batch's number N is known only when the last one has run its forward; by then most backwards have run. So each
+backward begins with 1 / reference, and the summed gradients are multiplied by reference / N at the end::
 
     microbatch     labels n_k      its backward begins, at the sum of the losses, with
     0              12              1 / reference          reference = 12 * 3, a guess from the first one

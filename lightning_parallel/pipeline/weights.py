@@ -42,7 +42,7 @@ class CurrentWeights:
     reading = None  # updates aren't counted
 
     def __init__(self, module: nn.Module) -> None:
-        # The places of the parameters: fully sharded layers have others there while they are gathered.
+        # Where modules keep their parameters, not the parameters: gathering replaces them.
         self._slots = [
             (parameters_of(submodule), key)
             for submodule in module.modules()

@@ -80,8 +80,11 @@ def _buckets(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
 
 
 def broadcast_object(value: T | None, source: int | None, group: Group) -> T:
-    """The object that global rank ``source`` passes (None: the group's first rank), on all ranks of the group. It is
-    pickled before any rank waits for it. What other ranks pass is ignored.
+    """The object that a rank passes, on all ranks of the group. What other ranks pass is ignored.
+
+    Args:
+        source: a global rank; None for the first rank of the group.
+        group: None for all ranks.
 
     Raises:
         PeerLostError: a rank has stopped.

@@ -70,8 +70,8 @@ class LogRecorder:
 
     Args:
         joins: has seen earlier batches.
-        whole: gives the arguments of the calls of ``self.log`` for the whole batch, by name, as far as they are known.
-        known: the names of which the values are.
+        whole: returns the arguments that ``self.log`` would get for the whole batch, by name.
+        known: the names whose values depend on no layer, so ``whole()`` has them.
     """
 
     def __init__(

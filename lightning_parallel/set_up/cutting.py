@@ -36,23 +36,14 @@ def agreed_partition(run: Run, options: StagedOptions, splitting: Splitting, pla
     if placement == (0,) and options.keeps_steps_whole(layout.size("data")):
         return Partition.whole(module)
 
-    errors_of_step: list[Exception] = []
-
-    def traced(step: Callable[..., Any], *arguments: Any) -> Any:
-        try:
-            return BatchWatch().run_on_copy(step, *arguments)
-        except Exception as error:
-            errors_of_step.append(error)
-            raise
-
-    def partition_by(step: partial[Any]) -> Partition:
+    def partition_by(step: _TracedStep) -> Partition:
         with as_in(trainer, module), trial(trainer, module):
             # On copies of the batch's tensors: an iterator's first batch is put back.
-            own = partial(step.func, *rebuilt(step.args, torch.clone))
+            own = partial(step.function, *rebuilt(step.arguments, torch.clone))
             hooks = StepHooks(trainer, module, own) if run.trains else None
             found = partition(
                 module,
-                partial(traced, step.func, *step.args),
+                step.run,
                 layout.stages,
                 options.layers,
                 options.balance,
@@ -64,33 +55,38 @@ def agreed_partition(run: Run, options: StagedOptions, splitting: Splitting, pla
                 hooks.check(found, layout.stage)
             return found
 
-    def check_whole(step: partial[Any], count: int) -> None:
-        """Refuse a step that has raised an error by itself on a microbatch, and doesn't on the whole batch."""
-        errors = [error for error in errors_of_step if not _wants_values(error)]
-        if count == 1 or not errors:
+    def check_whole(part: _TracedStep, whole: _TracedStep, count: int) -> None:
+        """Refuse a step that raises an error by itself on a microbatch, and doesn't on the whole batch. A partition may
+        be found all the same: the trace ends at the error."""
+        if not part.errors:
             return
-        errors_of_step.clear()
         with suppress(Exception):
-            partition_by(step)
-        kinds = {type(error) for error in errors_of_step if not _wants_values(error)}
-        for error in errors:
-            if type(error) not in kinds:
-                raise ValueError(
-                    f"training_step fails on the first of {count} microbatches, but not on the whole batch: "
-                    f"{type(error.__cause__ or error).__name__}: {error.__cause__ or error}. {WAYS_TO_SPLIT}."
-                ) from error
+            partition_by(whole)
+        kinds = set(map(type, whole.errors))
+        error = next((error for error in part.errors if type(error) not in kinds), None)
+        if error is not None:
+            cause = error.__cause__ or error
+            raise ValueError(
+                f"training_step fails on the first of {count} microbatches, but not on the whole batch: "
+                f"{type(cause).__name__}: {cause}. {WAYS_TO_SPLIT}."
+            ) from error
 
     def cut() -> Partition:
         try:
             step = first_step(trainer, module)
-            if not run.trains:
-                return partition_by(step)
             batch, *others = step.args
-            parts, _ = splitting.parts(batch)
+            parts = splitting.parts(batch)[0] if run.trains else [batch]
+            part = _TracedStep(step.func, (parts[0], *others))
+            if len(parts) == 1:
+                return partition_by(part)
+            whole = _TracedStep(step.func, step.args)
             try:
-                return partition_by(partial(step.func, parts[0], *others))
-            finally:
-                check_whole(step, len(parts))
+                found = partition_by(part)
+            except Exception:
+                check_whole(part, whole, len(parts))
+                raise
+            check_whole(part, whole, len(parts))
+            return found
         except AbsentValueError as error:
             error.add_note(
                 "The step asks for a value between the layers, which only one stage has. Ask for it inside a layer's "
@@ -113,11 +109,24 @@ def agreed_partition(run: Run, options: StagedOptions, splitting: Splitting, pla
     return broadcast_object(mine, 0, None)
 
 
-def _wants_values(error: Exception) -> bool:
-    """Does an error of a dry run come from absent tensors? Where shapes don't fit, operations fail as they would in one
-    process; where values are missing, torch names the meta device."""
-    of_shapes = type(error.__cause__) is RuntimeError and "meta" not in str(error.__cause__)
-    return isinstance(error, AbsentValueError) and not of_shapes
+class _TracedStep:
+    """A step with its arguments. It runs on copies of the batch. ``errors`` are those that it has raised by itself, not
+    for want of a value."""
+
+    def __init__(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+        self.function, self.arguments = function, arguments
+        self.errors: list[Exception] = []
+
+    def run(self) -> Any:
+        try:
+            return BatchWatch().run_on_copy(self.function, *self.arguments)
+        except Exception as error:
+            # Operations on absent tensors fail as in one process where shapes don't fit. Where values are missing,
+            # torch names the meta device.
+            of_shapes = type(error.__cause__) is RuntimeError and "meta" not in str(error.__cause__)
+            if of_shapes or not isinstance(error, AbsentValueError):
+                self.errors.append(error)
+            raise
 
 
 def check_equal(mine: Partition, group: dist.ProcessGroup) -> None:

@@ -1,7 +1,7 @@
-"""Gives optimizers that were made before the module was divided this rank's parameters.
+"""Points an optimizer at this rank's parameters if it was made before the module was divided.
 
-Some modules take an optimizer as an argument, and return it from ``configure_optimizers``. It has the parameters that
-the module had then; where these have been divided, others stand in their place, under the same names.
+Some modules take an optimizer as an argument, and return it from ``configure_optimizers``. It has the parameters of the
+whole module. Where a module has been divided, other parameters have their names.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
 
-class ParametersBefore:
-    """The names of a whole module's parameters, by which they are known when they have been replaced."""
+class OriginalNames:
+    """The names of a whole module's parameters, also after they have been replaced."""
 
     def __init__(self, named: Iterable[tuple[str, nn.Parameter]] = ()) -> None:
         self._names = WeakIdKeyDictionary({parameter: name for name, parameter in named})
 
-    def replace(self, optimizers: Sequence[Optimizer], module: nn.Module) -> None:
-        """Put the parameters that the divided module has in the place of those before.
+    def rebind(self, optimizers: Sequence[Optimizer], module: nn.Module) -> None:
+        """Replace each parameter of the whole module by the one that now has its name.
 
         Raises:
-            ValueError: an optimizer has made steps with those before.
+            ValueError: an optimizer has already stepped a parameter that has been replaced.
         """
         now = dict(module.named_parameters(remove_duplicate=False))
         for optimizer in optimizers:
@@ -33,6 +33,6 @@ class ParametersBefore:
                 name = self._names.get(parameter, "")
                 if name in now and now[name] is not parameter:
                     raise ValueError(
-                        f"{type(optimizer).__name__} has made steps before the module was divided. Make it in "
-                        f"configure_optimizers, and resume a run by ckpt_path."
+                        f"{type(optimizer).__name__} has already stepped '{name}', which is divided now, so its state "
+                        f"doesn't fit. Make it in configure_optimizers. To continue a run, pass ckpt_path."
                     )

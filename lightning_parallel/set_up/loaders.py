@@ -96,7 +96,11 @@ class SameBatches:
         self._run = run
         self._has_checked = False
         hook = partial(self._begin, run.module.on_train_epoch_start)
-        self.end = replaced(run.module, "on_train_epoch_start", hook)  # gives the module back its own
+        self._put_back = replaced(run.module, "on_train_epoch_start", hook)
+
+    def end(self) -> None:
+        """Give the module back its own hook."""
+        self._put_back()
 
     def _begin(self, hook: Callable[[], None] | None) -> None:
         if hook is not None:  # None switches it off
@@ -121,8 +125,8 @@ class SameBatches:
             return
         self._has_checked = True
         number = fingerprint(batch)
-        most, least = highest(self._run.groups.model, number, -number)
-        if most != -least:
+        number_highest, negative_highest = highest(self._run.groups.model, number, -number)
+        if number_highest != -negative_highest:
             raise RuntimeError(
                 f"The ranks of one replica see different batches: their batches {index} differ. Every stage and every "
                 f"tensor rank must load the same samples in the same order: seed the sampler with "

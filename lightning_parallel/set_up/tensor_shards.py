@@ -38,7 +38,7 @@ class TensorShards:
     """This rank's shards of a module's layers. The first two arguments are settings of the strategy; the last one has
     the files in which the module's large tensors may lie."""
 
-    # A run's, from `begin` on.
+    # Set by `begin` in each run.
     _local: LocalModel
     _group: dist.ProcessGroup
     _losses: FirstLosses | None

@@ -134,7 +134,7 @@ class Microbatches:
             if kind is None:
                 trial = partial(self._watch.run_on_copy, step, *arguments)
                 return self._effects.try_out(trial) if watched else trial()
-            with self.once.run():
+            with self.once.around_run():
                 run = partial(self._shards.run, partial(self._earlier.run, step, *arguments), kind)
                 return self._effects.run(run) if watched else run()
 

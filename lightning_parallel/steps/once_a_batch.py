@@ -1,4 +1,4 @@
-"""Has parameters that the step itself updates, such as a mean teacher's, updated once a batch, not once a microbatch.
+"""Lets the step update a parameter, such as a mean teacher's, once a batch, not once a microbatch.
 
 The step runs for each microbatch, and on a stage with several chunks for each of them. Before each run but the first,
 these parameters get their old values back::
@@ -49,12 +49,12 @@ class OnceABatch:
         self.names: list[str] = []
         self._runs = 1  # of the step in the batch
         self._begun = 0  # of these
-        self._changing: dict[str, Tensor] = {}  # those that change
-        self._before: dict[str, _State] = {}
-        self._after: dict[str, _State] = {}  # as the first run that has changed it has left it
-        self._frozen: list[tuple[Tensor, tuple[int, int]]] = []  # those that are not to change, as they were
-        self._written: dict[int, Tensor] = {}  # digests of those of them that have been written to, by id
-        self._put_back: set[int] = set()  # ids of those that a run writes to, and leaves as it found them
+        self._changing: dict[str, Tensor] = {}  # those of `names` that are on this stage
+        self._before: dict[str, _State] = {}  # their states before the first run
+        self._after: dict[str, _State] = {}  # and after the first run that has changed them
+        self._frozen: list[tuple[Tensor, tuple[int, int]]] = []  # parameters that must not change, and their states
+        self._written: dict[int, Tensor] = {}  # by id, digests of frozen parameters that a run has written to
+        self._put_back: set[int] = set()  # ids of those that each run writes to and restores itself
 
     def follow(self, names: Collection[str], runs: int) -> None:
         """Prepare a batch that takes this many runs of the step, in which these parameters and buffers change. Those of
@@ -70,7 +70,7 @@ class OnceABatch:
             frozen = [p for p in self._module.parameters() if not p.requires_grad and _is_here(p)]
             self._frozen = [(p, _state_of(p)) for p in frozen if id(p) not in others]
 
-    def run(self) -> AbstractContextManager[None]:
+    def around_run(self) -> AbstractContextManager[None]:
         """A context for one run of the step. A run that is left before it changes a tensor (for an earlier chunk)
         leaves it as the other runs do, since their backwards may read it.
 

@@ -62,7 +62,7 @@ from lightning_parallel.ranks.user_collectives import Collectives
 from lightning_parallel.results.metric_sync import gather_within
 from lightning_parallel.results.predictions import share_predictions
 from lightning_parallel.set_up import loaders
-from lightning_parallel.set_up.early_optimizers import ParametersBefore
+from lightning_parallel.set_up.early_optimizers import OriginalNames
 from lightning_parallel.set_up.options import ProcessOptions
 from lightning_parallel.set_up.part_of_model import refuse_copies
 from lightning_parallel.set_up.replicas import Replicas
@@ -119,7 +119,7 @@ class LayoutStrategy(ParallelStrategy):
         self._joined: _Joined | None = None
         self._run: Run | None = None
         self._held: _Held | None = None
-        self._before = ParametersBefore()
+        self._original_names = OriginalNames()
         self._group_names: list[list[list[str]]] = []
         self._start_table = StartTable()
         self._equal_steps: EqualSteps | None = None
@@ -308,7 +308,7 @@ class LayoutStrategy(ParallelStrategy):
         if self.layout.size("data") == 1:
             # The warning is right for several replicas. With one, what is logged is already the whole.
             warnings.filterwarnings("ignore", message=r".*self\.log\(.*sync_dist=True")
-        self._before = ParametersBefore(run.module.named_parameters())
+        self._original_names = OriginalNames(run.module.named_parameters())
         self.accelerator.setup(trainer)
         self._at_end.callback(take_back_loaders, trainer)
         self._at_end.callback(gather_within(run.module, self.groups.along("data")))
@@ -393,7 +393,7 @@ class LayoutStrategy(ParallelStrategy):
         with self._inside_step("configure_optimizers"):  # which may scale a rate by the number of replicas
             super().setup_optimizers(trainer)
         if self._held is not None:  # a callback may want optimizers outside of a run
-            self._before.replace(self.optimizers, self.run.module)
+            self._original_names.rebind(self.optimizers, self.run.module)
             self._group_names[:] = take_groups(self.optimizers, self.run.module, self.local_model)
             together(None, self._try_optimizers)
 

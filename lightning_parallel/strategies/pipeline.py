@@ -104,8 +104,8 @@ class PipelineStrategy(StagedStrategy):
     def __init__(self, options: PipelineOptions) -> None:
         super().__init__(options)
         self._schedule_name, self._generator = options.generator
-        self._made: dict[tuple[int, int], Schedule] = {}  # all batches but an epoch's last have the same
-        self._is_own = callable(options.schedule)  # the user's
+        self._schedules: dict[tuple[int, int], Schedule] = {}  # all batches but an epoch's last have the same
+        self._by_user = callable(options.schedule)
         self._count = 1  # microbatches of the last batch
         self._gradients: Gradients = {}  # from training_step to backward
         self._loss = BatchLoss([1])  # of the batch that runs
@@ -117,8 +117,9 @@ class PipelineStrategy(StagedStrategy):
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
-        for count in range(self._usual_microbatches() if self._is_own else 0, 0, -1):
-            self._lists(count)  # of an epoch's last batch, which may be smaller
+        if self._by_user:  # an epoch's last batch may have fewer microbatches: a bad schedule is refused now
+            for count in range(self._usual_microbatches(), 0, -1):
+                self._schedule_for(count)
         self._goes_on = False  # of the run before
         super().setup(trainer)
         self._alone_in = {chunk: self.stage.used_only_in(chunk) for chunk in self.stage.chunks}
@@ -132,7 +133,7 @@ class PipelineStrategy(StagedStrategy):
     @property
     @override
     def placement(self) -> Placement:
-        return (0,) if self.is_one_process else placement(self._lists(self._usual_microbatches()))
+        return (0,) if self.is_one_process else placement(self._schedule_for(self._usual_microbatches()))
 
     @override
     def counts(self, name: str) -> bool:
@@ -142,17 +143,17 @@ class PipelineStrategy(StagedStrategy):
     def gradient_factor(self) -> Number:
         return self._loss.factor
 
-    def _lists(self, microbatches: int) -> Schedule:
+    def _schedule_for(self, microbatches: int) -> Schedule:
         """The schedule's lists."""
         key = (self.layout.stages, microbatches)
-        if key not in self._made:
-            self._made[key] = of_one_update(self._generator, *key)
-        return self._made[key]
+        if key not in self._schedules:
+            self._schedules[key] = of_one_update(self._generator, *key)
+        return self._schedules[key]
 
     def _decide_to_go_on(self) -> bool:
         """Decide whether stages go on to the next batch without waiting for each other. If not, the banner gives the
         reason."""
-        gain = gained(self._lists(self._usual_microbatches()))
+        gain = gained(self._schedule_for(self._usual_microbatches()))
         if not gain:
             return False
         module = self.run.module
@@ -187,7 +188,7 @@ class PipelineStrategy(StagedStrategy):
     @override
     def activation_bytes(self) -> int:
         parts = self.stage.partition
-        actions = self._lists(self._usual_microbatches())[self.layout.stage]
+        actions = self._schedule_for(self._usual_microbatches())[self.layout.stage]
         return most_held(actions, parts.held, parts.computed if self._stages.fully_sharded is None else None)
 
     # -- a batch -------------------------------------------------------------------------------------------------
@@ -201,10 +202,10 @@ class PipelineStrategy(StagedStrategy):
         scale = loss_scale(self.precision_plugin)
         work, self._loss = microbatches.of((*args, *kwargs.values()), scale=scale)
         self._count = len(work)
-        lists = self._lists(self._count)
-        if self._is_own:  # our own schedules place chunks by the number of stages alone
-            check_placement(lists, self.stage.partition.placement, f"schedule={self._schedule_name}")
-        actions = lists[layout.stage]
+        schedule = self._schedule_for(self._count)
+        if self._by_user:  # the function may place chunks by the number of microbatches, too
+            check_placement(schedule, self.stage.partition.placement, f"schedule={self._schedule_name}")
+        actions = schedule[layout.stage]
 
         earlier = take_earlier_gradients(self.run.module, parameters)
         if self._stages.fully_sharded is not None:
@@ -233,7 +234,7 @@ class PipelineStrategy(StagedStrategy):
 
     @override
     def make_gradients(self, backward: Callable[[], None]) -> None:
-        """Put those on the parameters that the schedule has made."""
+        """Add the gradients that the schedule has made to the parameters'."""
         if self.is_one_process:
             return backward()
         add_gradients(self.local_model.parameters, self._gradients)  # to those of accumulated batches
@@ -255,8 +256,8 @@ class PipelineStrategy(StagedStrategy):
     @override
     def theoretical_bubble(self) -> float:
         """The fraction of time that the schedule leaves stages idle, with the microbatches of the last batch."""
-        lists = self._lists(self._count)
-        return 1 - busy_across_batches(lists) if self._goes_on else ideal_bubble(lists)
+        schedule = self._schedule_for(self._count)
+        return 1 - busy_across_batches(schedule) if self._goes_on else ideal_bubble(schedule)
 
     @override
     def on_train_end(self) -> None:

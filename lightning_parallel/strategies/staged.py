@@ -6,7 +6,7 @@ Training differs: see ``pipeline.py`` and ``pipeline_async.py``. The parts, in t
     TensorShards    its layers divided over tensor ranks
     Replicas        copies of the stage, gradients averaged
     LastStage       hooks and logs of the last stage, for all
-    DryRuns       what crosses the cuts in a step
+    DryRuns         what crosses the cuts in a step
     LossMeans       by what microbatches are weighted
     Engine          runs a schedule on the stage
     Evaluation      validation, test, prediction

@@ -191,7 +191,8 @@ class _Scene:
                 return
 
     def add_rest(self, seen: Trace, step: Callable[[], Any], logged: Sequence[Any]) -> None:
-        """Add what the rest of a step needs that has stopped for a value: the last chunk will have it."""
+        """The step has stopped because it needs a value. Go on with a guess, and add what the rest needs: it runs in
+        the last chunk."""
         known = len(seen.calls)
         recorders: list[Recorder] = []
 

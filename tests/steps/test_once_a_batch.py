@@ -19,7 +19,7 @@ def test_each_microbatch_finds_what_the_batch_would_find() -> None:
     for expected in (2.0, 4.0):  # two batches
         once.follow({"weight"}, 3)
         for _ in range(3):
-            with once.run(), torch.no_grad():
+            with once.around_run(), torch.no_grad():
                 module.weight.copy_(torch.full((1, 1), expected) if expected == 2 else module.weight * 2)
         assert module.weight.item() == expected
 
@@ -29,9 +29,9 @@ def test_the_others_are_left_alone() -> None:
     once = OnceABatch(module)
     once.follow((), 2)
     nn.init.ones_(module.weight)
-    with once.run():
+    with once.around_run():
         nn.init.zeros_(module.weight)
-    with once.run():
+    with once.around_run():
         assert module.weight.item() == 0
 
 
@@ -40,10 +40,10 @@ def test_a_frozen_parameter_that_changes_unseen_is_refused_after_the_second_micr
     once = OnceABatch(module)
     for inner in (module.weight, module.bias):
         once.follow({"weight"}, 2)
-        with once.run(), torch.no_grad():
+        with once.around_run(), torch.no_grad():
             inner.add_(1)
         if inner is module.bias:
-            with pytest.raises(RuntimeError, match=r"'bias'.*microbatches=1"), once.run(), torch.no_grad():
+            with pytest.raises(RuntimeError, match=r"'bias'.*microbatches=1"), once.around_run(), torch.no_grad():
                 inner.add_(1)
                 raise LeaveStep  # as on a stage that isn't the last
 
@@ -62,7 +62,7 @@ def test_frozen_parameters_that_nobody_writes_to_are_not_read() -> None:
         for _ in range(2):
             once.follow((), 2)
             for _ in range(2):
-                with once.run():
+                with once.around_run():
                     pass
     assert not called
 
@@ -73,13 +73,13 @@ def test_a_run_that_is_left_before_the_change_leaves_what_the_others_leave() -> 
     once = OnceABatch(module)
     once.follow({"weight"}, 3)
     with torch.no_grad():
-        with once.run():
+        with once.around_run():
             pass  # an earlier chunk
         assert module.weight.item() == 1
-        with once.run():
+        with once.around_run():
             assert module.weight.item() == 1
             module.weight.mul_(2)
-        with once.run():
+        with once.around_run():
             assert module.weight.item() == 1
         assert module.weight.item() == 2
 
@@ -90,7 +90,7 @@ def test_a_frozen_parameter_that_is_changed_and_put_back_is_left_alone() -> None
     once = OnceABatch(module)
     once.follow({"weight"}, 2)
     for _ in range(2):
-        with once.run(), torch.no_grad():
+        with once.around_run(), torch.no_grad():
             own = module.bias.clone()
             module.bias.add_(1)
             module.bias.copy_(own)
