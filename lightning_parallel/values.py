@@ -1,13 +1,16 @@
-"""Compares plain values, as modules and optimizers keep them: numbers, texts, tensors, and tuples or lists of these."""
+"""Compares plain values, as modules and optimizers keep them: numbers, texts, tensors, and tuples or lists of these.
+Shortens a list of names for an error message."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 PLAIN = (bool, int, float, str, type(None))
+_SHOWN = 5  # names in an error message
 
 
 def same_value(one: Any, other: Any) -> bool:
@@ -24,3 +27,10 @@ def same_value(one: Any, other: Any) -> bool:
     if isinstance(one, tuple | list):
         return len(one) == len(other) and all(map(same_value, one, other))
     return isinstance(one, PLAIN) and bool(one == other)
+
+
+def first_few(names: Iterable[str]) -> str:
+    """The first few of some names, for an error message."""
+    names = list(names)
+    more = f", and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more

@@ -15,17 +15,9 @@ from torch.distributed.tensor import DTensor
 
 from lightning_parallel.checkpoint.keys import parameter_of
 from lightning_parallel.checkpoint.slices import Boxes
-
-_SHOWN = 5  # names in an error message
+from lightning_parallel.values import first_few
 
 Digest = tuple[int, bytes]
-
-
-def first_few(names: Iterable[str]) -> str:
-    """The first few of some names, for an error message."""
-    names = list(names)
-    more = f", and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(names[:_SHOWN]) + more
 
 
 # -- ranks that save ---------------------------------------------------------------------------------------------

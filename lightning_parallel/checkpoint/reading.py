@@ -22,7 +22,6 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import load as load_tensors
 
 from lightning_parallel.checkpoint import directory
-from lightning_parallel.checkpoint.agreement import first_few
 from lightning_parallel.checkpoint.directory import (
     FILES,
     METADATA,
@@ -33,6 +32,7 @@ from lightning_parallel.checkpoint.directory import (
     verified,
 )
 from lightning_parallel.private.torch import METADATA_CLASSES
+from lightning_parallel.values import first_few
 
 
 class _Unpickler(pickle.Unpickler):

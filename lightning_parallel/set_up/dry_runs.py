@@ -15,7 +15,6 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import nn
 
 from lightning_parallel.absent.tensor import AbsentTensor
-from lightning_parallel.checkpoint.agreement import first_few
 from lightning_parallel.plan.flow import Flow, tensors_of
 from lightning_parallel.ranks.collectives import gather_objects, together
 from lightning_parallel.ranks.run import Run
@@ -23,6 +22,7 @@ from lightning_parallel.results.last_stage import LastStage
 from lightning_parallel.results.log_joins import depends_on_layers
 from lightning_parallel.results.logs import trial
 from lightning_parallel.set_up.stages import Stages
+from lightning_parallel.values import first_few
 
 # They normalise over samples, also those that keep no statistics.
 _OVER_SAMPLES = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)

@@ -13,13 +13,13 @@ from typing import Any
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 
-from lightning_parallel.checkpoint.agreement import first_few
 from lightning_parallel.losses.normaliser import BatchLoss, Rule
 from lightning_parallel.losses.trial import Findings
 from lightning_parallel.pipeline.chunk import Trial
 from lightning_parallel.ranks.run import Run
 from lightning_parallel.results.last_stage import LastStage
 from lightning_parallel.steps.loss_pairs import LossPairs, Step
+from lightning_parallel.values import first_few
 
 _UNTRIED = 3  # batches without a trial that has shown anything are warned of
 

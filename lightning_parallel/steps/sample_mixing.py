@@ -22,7 +22,6 @@ import torch
 from torch import Tensor
 
 from lightning_parallel.batch import split_into
-from lightning_parallel.checkpoint.agreement import first_few
 from lightning_parallel.losses.trial import joined
 from lightning_parallel.pipeline.chunk import Mixing
 from lightning_parallel.plan.partition import Partition
@@ -30,6 +29,7 @@ from lightning_parallel.ranks.run import Run
 from lightning_parallel.ranks.writes import WritesRefused
 from lightning_parallel.results.last_stage import LastStage
 from lightning_parallel.steps.loss_pairs import FAILURES, TOLERANCES, without_effect
+from lightning_parallel.values import first_few
 
 Step = Callable[[Any], Callable[[], Any]]  # makes the step of a batch
 Runner = Callable[[Callable[[], Any], Sequence[Tensor]], list[Tensor]]

@@ -28,7 +28,6 @@ from torch import nn
 from typing_extensions import override
 
 from lightning_parallel.callbacks.defaults import bring_along
-from lightning_parallel.checkpoint.agreement import first_few
 from lightning_parallel.checks.manual import networks
 from lightning_parallel.checks.other_lightning import warn_of_other_modules
 from lightning_parallel.interception import Interception
@@ -39,6 +38,7 @@ from lightning_parallel.results.log_joins import LogJoins
 from lightning_parallel.results.logs import LogRecorder, logging_through
 from lightning_parallel.set_up.splitting import samples_of
 from lightning_parallel.settings import SET_BY_TRAINER, Auto, check, takes
+from lightning_parallel.values import first_few
 
 LossOn = Literal["replicas", "output_device"]
 

@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from transformers.cache_utils import StaticCache, StaticLayer, StaticSlidingWindowLayer
 
 from lightning_parallel.absent.tensor import AbsentTensor
-from lightning_parallel.checkpoint.agreement import first_few
+from lightning_parallel.values import first_few
 
 _READ = ("*.safetensors", "pytorch_model*.bin", "*.index.json")  # files of weights that transformers reads, and lists
 _OTHERS = frozenset({".gguf", ".pth", ".pt", ".ckpt", ".h5", ".msgpack", ".npz", ".onnx"})

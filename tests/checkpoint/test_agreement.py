@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_parallel.checkpoint import OptimizerState, read_full, read_plain, save
-from lightning_parallel.checkpoint.agreement import RankSummary, digests, first_few, merge_groups, writers
+from lightning_parallel.checkpoint.agreement import RankSummary, digests, merge_groups, writers
 from lightning_parallel.checkpoint.keys import key_in, nearest
 from tests.pool import WorkerPool
 
@@ -36,11 +36,6 @@ def test_groups_with_other_options_do_not_merge(other: dict[str, Any]) -> None:
 def test_options_that_are_tensors_merge() -> None:
     groups = [{"lr": torch.tensor(0.5), "params": []}]
     assert merge_groups([groups, groups], [])[0]["lr"] == 0.5
-
-
-def test_many_names_are_cut_short() -> None:
-    assert first_few("abc") == "a, b, c"
-    assert first_few("abcdefg") == "a, b, c, d, e, and 2 more"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int8])
