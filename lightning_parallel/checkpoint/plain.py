@@ -26,7 +26,6 @@ from lightning_parallel.checkpoint.directory import PathLike
 from lightning_parallel.checkpoint.keys import (
     MODEL,
     OptimizerState,
-    divided,
     of_place,
     of_replicas,
     parameter_of,
@@ -55,7 +54,10 @@ def read_plain(path: PathLike, weights_only: bool = True) -> dict[str, Any]:
     if Path(path).is_file():
         return read_file(Path(path), Path(path), weights_only)
     reader = Reader(path)
-    saved = reader.trainer(weights_only)
+    return _everything(reader, reader.trainer(weights_only))
+
+
+def _everything(reader: Reader, saved: Mapping[str, Any]) -> dict[str, Any]:
     generators = [of_place(reader.found, place).values() for place in of_replicas(reader.found).values()]
     tensors = _read(reader, (*filter(parameter_of, reader.found), *chain.from_iterable(generators)))
     return as_plain(saved, tensors, reader.contents["aliases"])
@@ -90,26 +92,29 @@ def as_plain(saved: Mapping[str, Any], tensors: Mapping[str, Tensor], aliases: M
 
 
 class PlainOnDemand(dict[str, Any]):
-    """A directory as :func:`read_plain` reads it, but a tensor is read, whole, only when it is accessed."""
+    """A directory as :func:`read_plain` reads it, but tensors are read, whole, only when one is accessed. ``saved`` is
+    the content of its trainer.pt."""
 
     def __init__(self, path: PathLike, weights_only: bool = True) -> None:
-        super().__init__(Reader(path).trainer(weights_only)["trainer"])
-        self.path, self.weights_only = Path(path), weights_only
+        self.reader = Reader(path)
+        self.saved = self.reader.trainer(weights_only)
+        super().__init__(self.saved["trainer"])
 
     @property
     def is_touched(self) -> bool:
         """Have tensors been read or set?"""
         return any(dict.__contains__(self, key) for key in OF_TENSORS)
 
-    def whole(self) -> dict[str, Any]:
-        """The whole content, with the changes that were made to it."""
-        return {**read_plain(self.path, self.weights_only), **self}
+    def complete(self) -> None:
+        """Read the tensors that haven't been read or set."""
+        read = _everything(self.reader, self.saved)
+        for key in read.keys() & {*OF_TENSORS, RANDOM_STATES}:
+            self.setdefault(key, read[key])
 
     def __missing__(self, key: str) -> Any:
         if key not in self:
             raise KeyError(key)
-        read = read_plain(self.path, self.weights_only)
-        self.update({each: read[each] for each in OF_TENSORS if each in read and not dict.__contains__(self, each)})
+        self.complete()
         return self[key]
 
     def __contains__(self, key: object) -> bool:
@@ -203,34 +208,11 @@ def by_name(states: Sequence[Mapping[str, Any]], names: Sequence[Sequence[Sequen
 
 
 class Wholes:
-    """A plain checkpoint's content, from which a rank reads its part as from a directory.
+    """A plain checkpoint's tensors, from which a rank reads its part as from a directory. ``found`` has them by their
+    keys in a directory. One that a rank is to fill may be its own, and stays as it is."""
 
-    Args:
-        model: the tensors by their first names. One that a rank is to fill may be its own, and stays as it is.
-        optimizers: the optimizers' states, by name.
-        trainer: the rest.
-        extra_state: what modules keep besides parameters and buffers.
-
-    Attributes:
-        found: the tensors by their keys in a directory.
-        saved: the content of a directory's trainer.pt.
-    """
-
-    def __init__(
-        self,
-        model: Mapping[str, Tensor],
-        optimizers: Sequence[OptimizerState],
-        trainer: Mapping[str, Any],
-        extra_state: Mapping[str, Any],
-    ) -> None:
-        tensors, scalars = divided([each.state for each in optimizers])
-        self.found = tensors | {MODEL + name: tensor for name, tensor in model.items()}
-        self.saved: dict[str, Any] = {
-            "optimizer_scalars": scalars,
-            "param_groups": [each.param_groups for each in optimizers],
-            "extra_state": extra_state,
-            "trainer": trainer,
-        }
+    def __init__(self, found: Mapping[str, Tensor]) -> None:
+        self.found = found
 
     def check(self, tensors: dict[str, Tensor]) -> None:
         """They are in memory."""

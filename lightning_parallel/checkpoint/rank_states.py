@@ -152,11 +152,14 @@ def optimizer_state(optimizer: Optimizer, local: LocalModel) -> OptimizerState:
 def refuse_other_groups(
     path: str | os.PathLike[str], saved: Sequence[Collection[Mapping[str, Any]]], optimizers: Sequence[Optimizer]
 ) -> None:
-    """Refuse a checkpoint that has ``saved`` other optimizers or groups than the run.
+    """Refuse a checkpoint that has ``saved`` other optimizers or groups than the run. One of weights has none, and a
+    run that trains nothing asks for none.
 
     Raises:
         ValueError: it says how many there are.
     """
+    if not saved or not optimizers:
+        return
     if len(saved) != len(optimizers):
         raise ValueError(
             f"The checkpoint {os.fspath(path)} has the state of {len(saved)} optimizer{'s' * (len(saved) != 1)}, but "

@@ -19,14 +19,13 @@ import lightning.pytorch as pl
 import torch
 from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_parallel.checkpoint import directory, format
 from lightning_parallel.checkpoint.background import BackgroundSave
-from lightning_parallel.checkpoint.keys import OptimizerState
+from lightning_parallel.checkpoint.keys import MODEL, OptimizerState, divided
 from lightning_parallel.checkpoint.plain import OF_TENSORS, PlainOnDemand, Wholes, by_name
 from lightning_parallel.checkpoint.rank_states import (
     fill_optimizer,
@@ -59,6 +58,7 @@ class Checkpoints:
         file: writes one file; None: a checkpoint is a directory.
         as_lightning: every rank holds all of the model, and the file is what Lightning has collected.
         have_failed: after an error nothing is saved any more, since a save would need every rank.
+        opened: the path of the checkpoint that is loaded, for errors.
     """
 
     local: LocalModel
@@ -68,6 +68,7 @@ class Checkpoints:
     file: CheckpointIO | None = None
     as_lightning: bool = False
     have_failed: bool = False
+    opened: str | Path = ""
 
     def finish(self) -> None:
         """Wait for a save in the background.
@@ -205,92 +206,78 @@ class Checkpoints:
     def load(
         self,
         path: str | Path,
-        module: pl.LightningModule,
-        optimizers: Sequence[Optimizer],
         weights_only: bool | None,
         io: CheckpointIO,
     ) -> dict[str, Any]:
-        """Fill this rank's tensors and its optimizers (none where nothing is trained) from a directory that was written
-        under any layout, or from a plain file. All ranks call it.
+        """Open a directory that was written under any layout, or a plain file. All ranks call it.
 
         Returns:
-            The trainer's state, and under :data:`RANDOM_STATE` the state of this rank's generators; if the layout has
-            changed, that of another rank of the same replica. For a module with an ``on_load_checkpoint`` it is the
-            whole content, as in one process, and nothing has been filled: :meth:`take` does so after the hook.
+            The content, as in one process, for ``on_load_checkpoint``. Then :meth:`take` reads this rank's part of it.
+
+        Raises:
+            ValueError: on every rank, if the checkpoint is damaged.
+        """
+        self.finish()
+        self.opened, safe = path, weights_only is not False
+        if is_directory(path):
+            return together(None, lambda: PlainOnDemand(path, safe))
+        return together(None, lambda: io.load_checkpoint(path, weights_only=safe))
+
+    def take(self, content: dict[str, Any], module: pl.LightningModule, optimizers: Sequence[Optimizer]) -> None:
+        """Fill this rank's tensors and its optimizers (none where nothing is trained) from what :meth:`load` has
+        returned. All ranks call it.
+
+        The content loses its tensors, and gets the state of this rank's generators under :data:`RANDOM_STATE`; if the
+        layout has changed, that of another rank of the same replica.
 
         Raises:
             ValueError: on every rank, before anything has changed, if the checkpoint is damaged, of another model, or
                 has another number of optimizers.
         """
-        self.finish()
-        safe, asked = weights_only is not False, is_overridden("on_load_checkpoint", module)
-        of_ranks = is_directory(path)
-
-        def opened() -> Reader | dict[str, Any]:
-            if not of_ranks:
-                return io.load_checkpoint(path, weights_only=safe)
-            return PlainOnDemand(path, safe) if asked else Reader(path)
-
-        content = together(None, opened)
-        return content if asked and isinstance(content, dict) else self._fill(content, path, module, optimizers, safe)
-
-    def take(self, content: dict[str, Any], module: pl.LightningModule, optimizers: Sequence[Optimizer]) -> None:
-        """Read this rank's part of what :meth:`load` has returned, after ``on_load_checkpoint``."""
-        if not is_overridden("on_load_checkpoint", module):
-            return
-        if isinstance(content, PlainOnDemand):
-            path, safe = content.path, content.weights_only
-            whole = together(None, lambda: content.whole() if content.is_touched else Reader(path))
-            loaded = self._fill(whole, path, module, optimizers, safe)
-        else:
-            loaded = self._fill(content, "the checkpoint", module, optimizers, safe=True)
-        content.update({key: value for key, value in loaded.items() if key in OF_TENSORS or key not in content})
-
-    def _fill(
-        self,
-        content: Reader | dict[str, Any],
-        path: str | Path,
-        module: pl.LightningModule,
-        optimizers: Sequence[Optimizer],
-        safe: bool,
-    ) -> dict[str, Any]:
         model = self._model
 
-        def opened() -> tuple[Reader | Wholes, dict[str, Any]]:
-            if isinstance(content, Reader):
-                source: Reader | Wholes = content
-                saved = content.trainer(safe)
-                groups = saved["param_groups"]
-            else:
-                groups = [state["param_groups"] for state in content.get("optimizer_states") or ()]
-            if optimizers and groups:  # none in a file of weights
-                refuse_other_groups(path, groups, optimizers)
-            if not isinstance(content, Reader):
-                source = self._source(content, model, module, with_optimizers=bool(optimizers and groups))
-                saved = source.saved
-            return source, saved
+        def source() -> tuple[Reader | Wholes, dict[str, Any]]:
+            if isinstance(content, PlainOnDemand):
+                if not content.is_touched:
+                    refuse_other_groups(self.opened, content.saved["param_groups"], optimizers)
+                    return content.reader, content.saved
+                content.complete()
+            return self._wholes(content, model, module, optimizers)
 
-        source, saved = together(None, opened)
+        found, saved = together(None, source)
         names, strict = [*self.local.parameters] if optimizers else [], module.strict_loading
-        loaded = format.load_from(source, saved, path, model, names, self.coordinate, strict=strict)
+        loaded = format.load_from(found, saved, self.opened, model, names, self.coordinate, strict=strict)
         module.load_state_dict(loaded.extra_state, strict=False)
         for optimizer, state in zip(optimizers, loaded.optimizers, strict=False):
             fill_optimizer(optimizer, state, self.local)
-        return {**loaded.trainer, "state_dict": {}, "optimizer_states": [], RANDOM_STATE: loaded.rank_state}
+        content |= {"state_dict": {}, "optimizer_states": [], RANDOM_STATE: loaded.rank_state}
 
-    def _source(
-        self, content: Mapping[str, Any], model: Mapping[str, Tensor], module: pl.LightningModule, with_optimizers: bool
-    ) -> Wholes:
-        """A plain checkpoint's content. What a hook has put there of this rank's own tensors stays as it is."""
+    def _wholes(
+        self,
+        content: Mapping[str, Any],
+        model: Mapping[str, Tensor],
+        module: pl.LightningModule,
+        optimizers: Sequence[Optimizer],
+    ) -> tuple[Wholes, dict[str, Any]]:
+        """A plain checkpoint's tensors, and the rest as a directory's trainer.pt has it. What a hook has put there of
+        this rank's own tensors stays as it is."""
         state_dict, tied = content["state_dict"], self.local.tied_names(module)
         others = nn.Module.state_dict(module, keep_vars=True).keys() - named_tensors(module).keys()
         extra = {name: each for name, each in state_dict.items() if name in others or not isinstance(each, Tensor)}
         tensors = {tied.get(name, name): each for name, each in state_dict.items() if name not in extra}
         own = {name: model[name] for name, each in tensors.items() if name in model and _share(model[name], each)}
+        numbered = content.get("optimizer_states") or [] if optimizers else []
+        refuse_other_groups(self.opened, [state["param_groups"] for state in numbered], optimizers)
         # States are numbered through an optimizer's groups, in the order of `group_names`.
-        states = by_name(content["optimizer_states"], self.group_names) if with_optimizers else []
-        trainer = {key: value for key, value in content.items() if key not in OF_TENSORS}
-        return Wholes(tensors | own, states, trainer, extra)
+        states = by_name(numbered, self.group_names) if numbered else []
+        of_optimizers, scalars = divided([each.state for each in states])
+        saved = {
+            "trainer": content,
+            "optimizer_scalars": scalars,
+            "param_groups": [each.param_groups for each in states],
+            "extra_state": extra,
+        }
+        return Wholes(of_optimizers | {MODEL + name: each for name, each in (tensors | own).items()}), saved
 
 
 def is_directory(path: str | Path) -> bool:

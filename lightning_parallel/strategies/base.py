@@ -547,27 +547,22 @@ class LayoutStrategy(ParallelStrategy):
 
     @override
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
-        """Read this rank's part of a checkpoint: of a directory written under any layout, or of a plain file."""
+        """Open a directory written under any layout, or a plain file, for the module's ``on_load_checkpoint``."""
         if self.saves_as_lightning:
             is_directory(checkpoint_path)  # a damaged file is refused
             return super().load_checkpoint(checkpoint_path, weights_only)
         if weights_only is None:
             weights_only = asked_weights_only(self)
-        optimizers = self._optimizers_to_fill()
-        return self.checkpoints.load(checkpoint_path, self.run.module, optimizers, weights_only, self.checkpoint_io)
+        return self.checkpoints.load(checkpoint_path, weights_only, self.checkpoint_io)
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Load the model after the module's ``on_load_checkpoint``, if it has one. Otherwise load_checkpoint has done
-        it."""
+        """Read this rank's part of the checkpoint."""
         if self.saves_as_lightning:
             super().load_model_state_dict(checkpoint, strict)
             return
         assert isinstance(checkpoint, dict)
-        self.checkpoints.take(checkpoint, self.run.module, self._optimizers_to_fill())
-
-    def _optimizers_to_fill(self) -> list[Optimizer]:
-        return self.optimizers if self.run.trains else []
+        self.checkpoints.take(checkpoint, self.run.module, self.optimizers if self.run.trains else [])
 
     @override
     def remove_checkpoint(self, filepath: str | Path) -> None:
