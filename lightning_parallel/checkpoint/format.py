@@ -23,10 +23,10 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save as save_tensors
 
-from lightning_parallel.checkpoint import directory
+from lightning_parallel.checkpoint import directory, keys
 from lightning_parallel.checkpoint.agreement import RankSummary, agree, digests, refuse_misfits, writers
 from lightning_parallel.checkpoint.directory import CONTENTS, TRAINER, PathLike, contents_of
-from lightning_parallel.checkpoint.keys import MODEL, OptimizerState, divided, key_in, nearest, parts_of
+from lightning_parallel.checkpoint.keys import MODEL, OptimizerState
 from lightning_parallel.checkpoint.plain import Wholes, as_plain
 from lightning_parallel.checkpoint.reading import Reader, plain_errors
 from lightning_parallel.checkpoint.slices import Slices, collected, empty_like
@@ -93,9 +93,9 @@ def save(
         RuntimeError: copies of one parameter differ, or a rank could not write. What was at ``path`` is untouched.
     """
     path = Path(path)
-    tensors, scalars = divided([each.state for each in optimizers])
+    tensors, scalars = keys.divided([each.state for each in optimizers])
     tensors |= {MODEL + name: tensor for name, tensor in model.items()}
-    tensors |= {key_in(coordinate, name): tensor for name, tensor in rank_state.items()}
+    tensors |= {keys.key_in(coordinate, name): tensor for name, tensor in rank_state.items()}
     summary = RankSummary(
         shapes={key: (tuple(tensor.shape), tensor.dtype) for key, tensor in tensors.items()},
         digests=digests(model) if dist.is_initialized() else {},
@@ -183,30 +183,25 @@ def load_from(
 ) -> Loaded:
     """:func:`load` from a directory or a plain checkpoint that has been opened. ``saved`` is what its trainer.pt holds;
     ``path`` is for errors."""
-    shapes = {key.removeprefix(MODEL): each.shape for key, each in source.found.items() if key.startswith(MODEL)}
+    shapes = {name: source.found[key].shape for name, key in keys.of_model(source.found).items()}
     ranks = gather_objects_on_first({name: tensor.shape for name, tensor in model.items()}, group)
     decided_by_first(group, lambda: refuse_misfits(path, ranks or (), shapes, strict=strict))
-    states: list[dict[str, dict[str, Any]]] = [{} for _ in saved["param_groups"]]
     trained = set(parameters)
     wanted = {MODEL + name: tensor for name, tensor in model.items() if name in shapes}
     for key, found in source.found.items():
-        parts = parts_of(key)
+        parts = keys.parts_of(key)
         if parts is not None and parts[1] in trained:
-            index, parameter, name = parts
-            like = model.get(parameter)  # a step has another shape
+            like = model.get(parts[1])  # a step has another shape
             wanted[key] = empty_like(found if like is None or like.shape != found.shape else like, found.dtype)
-            states[index].setdefault(parameter, {})[name] = wanted[key]
-    of_rank = nearest(coordinate, source.found)
-    rank_state = {name: empty_like(source.found[key], source.found[key].dtype) for name, key in of_rank.items()}
-    wanted |= {key: rank_state[name] for name, key in of_rank.items()}
+    of_rank = keys.nearest(coordinate, source.found)
+    wanted |= {key: empty_like(source.found[key], source.found[key].dtype) for key in of_rank.values()}
     together(group, lambda: source.check(wanted))
     together(group, lambda: source.fill(wanted))
-    for values in (values for by_name in states for values in by_name.values()):
-        values.update({key: value.local for key, value in values.items() if isinstance(value, Slices)})
-    for by_name, scalars in zip(states, saved["optimizer_scalars"], strict=True):
-        for name in (name for name in parameters if name in scalars):
-            by_name.setdefault(name, {}).update(scalars[name])
+    tensors = {key: value.local if isinstance(value, Slices) else value for key, value in wanted.items()}
+    scalars = [{name: each[name] for name in parameters if name in each} for each in saved["optimizer_scalars"]]
+    states = keys.joined(tensors, scalars)
     optimizers = [OptimizerState(*pair) for pair in zip(states, saved["param_groups"], strict=True)]
+    rank_state = {name: wanted[key] for name, key in of_rank.items()}
     return Loaded(saved["trainer"], optimizers, rank_state, saved["extra_state"])
 
 

@@ -34,6 +34,15 @@ class OptimizerState:
     param_groups: Sequence[Mapping[str, Any]] = ()
 
 
+def of_model(keys: Collection[str]) -> dict[str, str]:
+    """The keys of the model's tensors, by the tensors' names."""
+    return _after(MODEL, keys)
+
+
+def _after(prefix: str, keys: Collection[str]) -> dict[str, str]:
+    return {key.removeprefix(prefix): key for key in keys if key.startswith(prefix)}
+
+
 def divided(states: Sequence[State]) -> tuple[dict[str, Tensor], list[dict[str, dict[str, Any]]]]:
     """Split several optimizers' states, in the order in which ``configure_optimizers`` returned these: their tensors by
     key, and for each optimizer its other values by parameter."""
@@ -47,6 +56,16 @@ def divided(states: Sequence[State]) -> tuple[dict[str, Tensor], list[dict[str, 
                 else:
                     others[index].setdefault(parameter, {})[name] = value
     return tensors, others
+
+
+def joined(tensors: Mapping[str, Tensor], others: Sequence[State]) -> list[dict[str, dict[str, Any]]]:
+    """The states that :func:`divided` has split."""
+    states = [{parameter: dict(values) for parameter, values in each.items()} for each in others]
+    for key, tensor in tensors.items():
+        if (parts := parts_of(key)) is not None:
+            index, parameter, name = parts
+            states[index].setdefault(parameter, {})[name] = tensor
+    return states
 
 
 def parts_of(key: str) -> tuple[int, str, str] | None:
@@ -77,8 +96,7 @@ def key_in(coordinate: str, name: str) -> str:
 
 def of_place(keys: Collection[str], coordinate: str) -> dict[str, str]:
     """The keys of a place's tensors, by the tensors' names."""
-    prefix = key_in(coordinate, "")
-    return {key.removeprefix(prefix): key for key in keys if key.startswith(prefix)}
+    return _after(key_in(coordinate, ""), keys)
 
 
 def of_replicas(keys: Collection[str]) -> dict[str, str]:

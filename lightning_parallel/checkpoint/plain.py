@@ -23,14 +23,7 @@ import torch
 from torch import Tensor
 
 from lightning_parallel.checkpoint.directory import PathLike
-from lightning_parallel.checkpoint.keys import (
-    MODEL,
-    OptimizerState,
-    of_place,
-    of_replicas,
-    parameter_of,
-    parts_of,
-)
+from lightning_parallel.checkpoint.keys import OptimizerState, joined, of_model, of_place, of_replicas, parameter_of
 from lightning_parallel.checkpoint.reading import Reader, read_file
 from lightning_parallel.checkpoint.slices import empty_like, fill
 
@@ -71,16 +64,9 @@ def as_plain(saved: Mapping[str, Any], tensors: Mapping[str, Tensor], aliases: M
         tensors: by their keys in a directory.
         aliases: the further names of tied tensors, with the name that each has in ``tensors``.
     """
-    states: list[dict[str, dict[str, Any]]] = [
-        {name: dict(values) for name, values in scalars.items()} for scalars in saved["optimizer_scalars"]
-    ]
-    for key, tensor in tensors.items():
-        if (parts := parts_of(key)) is not None:
-            index, parameter, name = parts
-            states[index].setdefault(parameter, {})[name] = tensor
     plain: dict[str, Any] = {**saved["trainer"], "state_dict": _state_dict(aliases, tensors) | saved["extra_state"]}
     if "lr_schedulers" in plain:  # else only the weights were saved
-        pairs = zip(states, saved["param_groups"], strict=True)
+        pairs = zip(joined(tensors, saved["optimizer_scalars"]), saved["param_groups"], strict=True)
         plain["optimizer_states"] = [_numbered(state, groups) for state, groups in pairs]
     places = of_replicas(tensors)
     if places:
@@ -148,14 +134,10 @@ def read_full(path: PathLike, weights_only: bool = True) -> dict[str, Tensor]:
         content = read_file(Path(path), Path(path), weights_only)
         return dict(content.get("state_dict", content))
     reader = Reader(path)
-    state_dict = _state_dict(reader.contents["aliases"], _read(reader, filter(_is_of_model, reader.found)))
+    state_dict = _state_dict(reader.contents["aliases"], _read(reader, of_model(reader.found).values()))
     if reader.contents["extra_state"]:
         state_dict |= reader.trainer(weights_only)["extra_state"]
     return state_dict
-
-
-def _is_of_model(key: str) -> bool:
-    return key.startswith(MODEL)
 
 
 def _read(reader: Reader, keys: Iterable[str]) -> dict[str, Tensor]:
@@ -168,7 +150,7 @@ def _read(reader: Reader, keys: Iterable[str]) -> dict[str, Tensor]:
 
 def _state_dict(aliases: Mapping[str, str], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The model's tensors among those of a checkpoint, tied ones under all their names."""
-    held = {key.removeprefix(MODEL): tensor for key, tensor in tensors.items() if _is_of_model(key)}
+    held = {name: tensors[key] for name, key in of_model(tensors).items()}
     return held | {name: held[first] for name, first in aliases.items() if first in held}
 
 
