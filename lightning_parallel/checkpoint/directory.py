@@ -58,8 +58,9 @@ def begin(path: Path) -> Path:
 
 
 def replace(new: Path, path: Path) -> None:
-    """Move a directory or a file to its place so that it survives a crash. Its content is on the disk already."""
-    _sync(new)
+    """Write a directory or a file to disk, and move it to its place so that it survives a crash."""
+    for written in (*(new.iterdir() if new.is_dir() else ()), new):
+        _sync(written)
     if path.is_dir() or new.is_dir():
         _move_away(path)
     os.replace(new, path)  # of a file by a file: at once
@@ -141,7 +142,7 @@ def delete(path: Path) -> None:
 
 
 def _sync(path: Path) -> None:
-    """Write the names in a directory to disk, as fsync does with the content of a file."""
+    """Write the content of a file, or the names in a directory, to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -8,13 +8,11 @@ old one or the new one.
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
-from typing import IO, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -124,9 +122,8 @@ def save(
         return
 
     def end() -> None:
-        with _on_disk(new / CONTENTS) as file:
-            file.write(contents_of(new, aliases, of_all["extra_state"]))
-        with _on_disk(new / TRAINER) as file:
+        (new / CONTENTS).write_bytes(contents_of(new, aliases, of_all["extra_state"]))
+        with open(new / TRAINER, "wb") as file:
             torch.save({"trainer": dict(trainer), **of_all}, file)
         directory.replace(new, path)
 
@@ -218,12 +215,3 @@ def _write_tensors(new: Path, tensors: dict[str, Tensor], group: Group) -> None:
             process_group=group,
             no_dist=not dist.is_initialized(),
         )
-
-
-@contextmanager
-def _on_disk(path: Path) -> Iterator[IO[bytes]]:
-    """Inside, a file to be written. Afterwards it is flushed to disk."""
-    with open(path, "wb") as file:
-        yield file
-        file.flush()
-        os.fsync(file.fileno())
