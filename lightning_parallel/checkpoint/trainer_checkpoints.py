@@ -81,7 +81,13 @@ class Checkpoints:
 
     def remove(self, path: str | Path, io: CheckpointIO) -> None:
         """Delete a checkpoint, a directory or a file, once the newer one is whole. One rank calls it."""
-        remove = partial(_remove, path, io)
+
+        def remove() -> None:
+            if directory.is_checkpoint(path):
+                directory.remove(path)
+            else:
+                io.remove_checkpoint(path)
+
         if self.background is None:
             remove()
         else:
@@ -136,7 +142,7 @@ class Checkpoints:
         background = self.background if trains else None
         self.finish()  # one copy in memory at a time
         copied = background is not None
-        write = together(None, lambda: self._writer(checkpoint, path, module, optimizers, file, copied=copied))
+        write = together(None, lambda: self._writer(checkpoint, path, module, optimizers, file, copied))
         if background is None:
             write(None)
             return
@@ -159,7 +165,6 @@ class Checkpoints:
         module: pl.LightningModule,
         optimizers: Sequence[Optimizer],
         file: Callable[[dict[str, Any]], None] | None,
-        *,
         copied: bool,
     ) -> Callable[[Group], None]:
         """A function that writes the checkpoint with the ranks of a group.
@@ -184,8 +189,9 @@ class Checkpoints:
         states = [optimizer_state(optimizer, self.local) for optimizer in saved]
         model = {name: tensor for name, tensor in self._model.items() if name in state_dict}
         if copied:
-            trainer, extra = _written_and_read(trainer), _written_and_read(extra)
-            model, states = {name: on_host(tensor) for name, tensor in model.items()}, _on_host(states)
+            trainer, extra = _written_and_read((trainer, extra))
+            model = tree_map(_on_host, model)
+            states = [OptimizerState(*tree_map(_on_host, (each.state, each.param_groups))) for each in states]
         save = partial(
             format.save,
             path,
@@ -298,31 +304,20 @@ def is_directory(path: str | Path) -> bool:
     return decided_by_first(None, look)
 
 
-def _written_and_read(trainer: dict[str, Any]) -> dict[str, Any]:
+def _written_and_read(values: Any) -> Any:
     """A copy as writing and reading it would give: it shares nothing, and lies on the CPU. ``deepcopy`` refuses tensors
     with a graph."""
     file = io.BytesIO()
-    torch.save(trainer, file)
+    torch.save(values, file)
     file.seek(0)
-    copy: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=False)  # of this process
-    return copy
+    return torch.load(file, map_location="cpu", weights_only=False)  # of this process
 
 
-def _on_host(states: Sequence[OptimizerState]) -> list[OptimizerState]:
-    def copied(value: Any) -> Any:
-        return on_host(value) if isinstance(value, Tensor) else deepcopy(value)
-
-    return [OptimizerState(tree_map(copied, each.state), tree_map(copied, each.param_groups)) for each in states]
+def _on_host(value: Any) -> Any:
+    return on_host(value) if isinstance(value, Tensor) else deepcopy(value)
 
 
 def _share(tensor: Tensor, other: Tensor) -> bool:
     """Is one the other, or a view of it?"""
     memory = memory_of(tensor.local if isinstance(tensor, Slices) else tensor)
     return memory != 0 and memory == memory_of(other)
-
-
-def _remove(path: str | Path, io: CheckpointIO) -> None:
-    if directory.is_checkpoint(path):
-        directory.remove(path)
-    else:
-        io.remove_checkpoint(path)
