@@ -31,8 +31,7 @@ class BackgroundSave:
         self._group = group
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
-        self._open = False  # a save is on its way, and actions can wait for it
-        self._after: list[Callable[[], None]] = []
+        self._after: list[Callable[[], None]] | None = None  # what waits for the save under way; None: none is
         self._gate = threading.Lock()  # for what follows a save; closed while the threads agree
         self._batch = 0  # that this rank has begun
         self._stop = 0  # the batch before which a failure ends the run
@@ -45,14 +44,14 @@ class BackgroundSave:
             RuntimeError: the one before has failed.
         """
         self.finish()
-        self._open, self._after = True, []
+        self._after = []
         self._thread = ThreadApart(target=self._run, args=(path, save), name=f"save {path}")
         self._thread.start()
 
     def after(self, action: Callable[[], None]) -> None:
         """Run ``action`` when the save under way has succeeded; now if none is under way."""
         with self._gate:
-            if self._open:
+            if self._after is not None:
                 self._after.append(action)
                 return
         action()
@@ -83,11 +82,11 @@ class BackgroundSave:
             failure = RuntimeError(f"The checkpoint {path} could not be saved in the background: {error}")
             failure.__cause__ = error
             with self._gate:
-                self._stop, self._error, self._open = self._agreed(), failure, False
+                self._stop, self._error, self._after = self._agreed(), failure, None
             return
         with self._gate:
-            self._open = False
-        for action in self._after:
+            actions, self._after = self._after or (), None
+        for action in actions:
             try:
                 action()
             except OSError as error:
