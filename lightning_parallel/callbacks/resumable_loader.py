@@ -61,16 +61,11 @@ class ResumableDataLoader(DataLoader):
         self._place = 0  # batches of this epoch that have been handed out
         self._began = self._order.get_state()
         self._next: str | None = None  # what the next iteration gives; None: another epoch
-        self._ended = False
-
-    @property
-    def has_ended(self) -> bool:
-        """Has the loader given all batches of its epoch, and been asked for one more? Of several loaders, Lightning may
-        go on with the longer ones."""
-        return self._ended
+        # It has given all batches of its epoch, and been asked for one more; Lightning may go on with longer ones.
+        self.has_ended = False
 
     def __iter__(self) -> Any:
-        comes, self._next, self._ended = self._next, None, False
+        comes, self._next, self.has_ended = self._next, None, False
         if comes == "nothing":
             return self._counted(lambda: iter(()))
         if comes == "the rest":
@@ -88,7 +83,7 @@ class ResumableDataLoader(DataLoader):
         for batch in batches:
             self._place += 1
             yield batch
-        self._ended = True
+        self.has_ended = True
 
     def _from(self, place: int) -> DataLoader:
         """The batches of the epoch that are left."""
