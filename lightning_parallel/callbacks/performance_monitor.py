@@ -170,7 +170,8 @@ class PerformanceMonitor(Callback):
     def _figures(
         self, trainer: pl.Trainer, seconds: float, stage: StageFigures | None, everyone: list[dict[str, float]]
     ) -> dict[str, float]:
-        rate = _replicas(trainer) * self._count / seconds
+        replicas = (trainer.distributed_sampler_kwargs or {}).get("num_replicas", 1)  # they get different batches
+        rate = replicas * self._count / seconds
         figures = {f"{self._unit}_per_second": rate}
         if self._flops and self._peak:
             mfu = rate * self._flops / (self._peak * trainer.world_size)
@@ -196,11 +197,6 @@ class PerformanceMonitor(Callback):
 def _stage_figures(trainer: pl.Trainer) -> StageFigures | None:
     ask = getattr(trainer.strategy, "stage_figures", None)
     return ask() if ask is not None else None
-
-
-def _replicas(trainer: pl.Trainer) -> int:
-    """The number of replicas that get different batches."""
-    return int((trainer.distributed_sampler_kwargs or {}).get("num_replicas", 1))
 
 
 def _peak_of(trainer: pl.Trainer) -> float | None:
