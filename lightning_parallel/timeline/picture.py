@@ -71,7 +71,7 @@ def write_png(
         panel.spines[["top", "right", "left"]].set_visible(False)
         panel.xaxis.set_major_formatter("{x:,.0f}")
         panel.set_xlabel("time (ms)")
-    panels[0].set_yticks(range(len(rows)), labels or _stages(rows))
+    panels[0].set_yticks(range(len(rows)), labels or [f"stage {s}" for s in range(len(rows))])
     panels[0].set_title(title, loc="left", fontweight="bold", pad=20)
     panels[0].annotate(
         report(rows, theory), (0, 1), xytext=(0, 6), xycoords="axes fraction", textcoords="offset points"
@@ -146,16 +146,12 @@ def _lighter(look: dict[str, Any], chunk: int) -> tuple[float, ...]:
     return tuple(1 - kept * (1 - part) for part in to_rgb(look["facecolor"]))
 
 
-def _stages(rows: Sequence[Sequence[Span]]) -> list[str]:
-    return [f"stage {s}" for s in range(len(rows))]
-
-
-def write_trace(rows: Sequence[Sequence[Span]], path: str | Path, *, labels: Sequence[str] | None = None) -> None:
-    """Write the recording for Perfetto, https://ui.perfetto.dev, in Chrome's trace format: a thread for each row. The
-    rows' names are by default "stage 0" and so on."""
+def write_trace(rows: Sequence[Sequence[Span]], path: str | Path, *, labels: Sequence[str]) -> None:
+    """Write the recording for Perfetto, https://ui.perfetto.dev, in Chrome's trace format: a thread for each row, whose
+    names are ``labels``."""
     begin = min((span.start for row in rows for span in row), default=0.0)
     events: list[dict[str, object]] = []
-    for s, (row, label) in enumerate(zip(rows, labels or _stages(rows), strict=True)):
+    for s, (row, label) in enumerate(zip(rows, labels, strict=True)):
         thread = {"pid": 0, "tid": s}
         events.append({"ph": "M", "name": "thread_name", "args": {"name": label}, **thread})
         events.append({"ph": "M", "name": "thread_sort_index", "args": {"sort_index": s}, **thread})
