@@ -21,9 +21,9 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
+from lightning_parallel.ranks.local_model import local_part
 from lightning_parallel.ranks.notice import Notice
 from lightning_parallel.results.late_values import LateLoss
 
@@ -72,7 +72,7 @@ class FiniteLoss(Callback):
         loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
         # No loss: the step has skipped the batch, or optimizes by hand. A late one: the last stage looks at it.
         if isinstance(loss, Tensor) and not isinstance(loss, LateLoss):
-            self._unread.append((trainer.global_step, loss.detach()))
+            self._unread.append((trainer.global_step, local_part(loss)))
         number = trainer.fit_loop.total_batch_idx + 1
         if number % self._every:
             return
@@ -95,8 +95,7 @@ class FiniteLoss(Callback):
 
     def _look(self) -> bool:
         """Read the losses, and warn of the first one that isn't finite. True if there are too many in a row."""
-        losses = [loss.to_local() if isinstance(loss, DTensor) else loss for _, loss in self._unread]
-        finite = torch.stack([loss.isfinite().all() for loss in losses]).tolist() if losses else []
+        finite = torch.stack([loss.isfinite().all() for _, loss in self._unread]).tolist() if self._unread else []
         for (step, _), is_finite in zip(self._unread, finite, strict=True):
             self._in_a_row = 0 if is_finite else self._in_a_row + 1
             if not is_finite and not self._warned:
