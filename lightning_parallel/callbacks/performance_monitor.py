@@ -90,7 +90,7 @@ class PerformanceMonitor(Callback):
         self._flops: float | None = None  # of one token or sample, on all ranks of a replica, if it is known
         self._unit, self._count = "samples", 0  # what batches hold, and how much since the last log
         self._since: float | None = None  # of the clock; None before the first batch has ended
-        self._paused: float | None = None
+        self._paused = 0.0
         self._spans = 0  # of the timeline, read so far
         self._bubble: float | None = None
 
@@ -98,7 +98,7 @@ class PerformanceMonitor(Callback):
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._since = self._paused = self._bubble = self._flops = None
+        self._since = self._bubble = self._flops = None
         self._count = self._spans = 0
         self._peak = self._given_peak or _peak_of(trainer)
         self._board = Noticeboard() if trainer.world_size > 1 else None
@@ -142,9 +142,8 @@ class PerformanceMonitor(Callback):
 
     @override
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self._since is not None and self._paused is not None:
+        if self._since is not None:
             self._since += time.monotonic() - self._paused
-        self._paused = None
 
     # -- figures -------------------------------------------------------------------------------------------------
 
