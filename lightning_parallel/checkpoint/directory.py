@@ -38,7 +38,6 @@ TRAINER = "trainer.pt"
 CONTENTS = "contents.json"
 FILES = (METADATA, TRAINER)  # one that has both is finished: they are written last
 _REPLACED = ".replaced"
-_NOT_WRITTEN = "it is not, or no longer, what was written"
 
 # -- replaced as a whole -----------------------------------------------------------------------------------------
 
@@ -253,7 +252,7 @@ def instead_of(path: Path) -> str:
 # -- a file --------------------------------------------------------------------------------------------------------
 
 
-def damaged(checkpoint: Path, file: Path, reason: str = _NOT_WRITTEN) -> ValueError:
+def damaged(checkpoint: Path, file: Path, reason: str = "it is not, or no longer, what was written") -> ValueError:
     """The error for a damaged ``file`` of a ``checkpoint`` (the same if that is a file). It offers the newest whole
     checkpoint beside the damaged one."""
     advice = instead_of(checkpoint)
