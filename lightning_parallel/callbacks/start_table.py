@@ -77,11 +77,7 @@ class StartTable:
 def row(
     holding: Holding, layout: Layout, device: str, local: LocalModel, optimizers: Sequence[optim.Optimizer] | None
 ) -> Row:
-    """This rank's row.
-
-    Args:
-        optimizers: of the training; None where nothing is trained.
-    """
+    """This rank's row. The optimizers are those of the training; None where nothing is trained."""
     parts = [local_part(parameter) for parameter in local.parameters.values()]
     sizes: list[int | None] = [part.nbytes for part in parts]
     if optimizers is None:

@@ -122,9 +122,6 @@ def merge_groups(ranks: list[list[dict[str, Any]]], order: Sequence[str]) -> lis
     Args:
         ranks: for each rank its groups: options, and the names of the parameters under "params".
         order: all names in the order of the model. Names that it lacks come last, rank after rank.
-
-    Raises:
-        ValueError: the ranks have different numbers of groups, or different values of an option.
     """
     counts = [len(groups) for groups in ranks]
     if len(set(counts)) > 1:

@@ -78,11 +78,7 @@ def _move_away(path: Path) -> None:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A name to write a file to, which replaces the file or the checkpoint at ``path`` if there is no error.
-
-    Raises:
-        ValueError: at ``path`` is a folder of something else.
-    """
+    """The name that :func:`begin` gives, to write a file to. If there is no error, it replaces what is at ``path``."""
     new = begin(path)
     try:
         yield new

@@ -115,11 +115,7 @@ class Reader(FileSystemReader):
             load_tensors(tensors, storage_reader=self, planner=_load_planner(), no_dist=True)
 
     def trainer(self, weights_only: bool) -> dict[str, Any]:
-        """The content of trainer.pt. With ``weights_only``, anything but tensors and plain containers is refused.
-
-        Raises:
-            ValueError: it holds what ``weights_only`` forbids, or is damaged.
-        """
+        """The content of trainer.pt, as :func:`read_file` reads it."""
         state = read_file(self._folder, self._folder / TRAINER, weights_only)
         if not state.keys() >= {"trainer", "optimizer_scalars", "param_groups", "extra_state"}:
             raise damaged(self._folder, self._folder / TRAINER, "it is another file")

@@ -71,11 +71,7 @@ class Checkpoints:
     opened: str | Path = ""
 
     def finish(self) -> None:
-        """Wait for a save in the background.
-
-        Raises:
-            RuntimeError: it has failed.
-        """
+        """Wait for a save in the background: :meth:`.BackgroundSave.finish`."""
         if self.background is not None:
             self.background.finish()
 
@@ -103,11 +99,7 @@ class Checkpoints:
     # -- save ----------------------------------------------------------------------------------------------------
 
     def state_dict(self, module: pl.LightningModule) -> dict[str, Any]:
-        """The module's ``state_dict()``, after a check. Tensors of other ranks are absent or in parts.
-
-        Raises:
-            ValueError: it has other names or other values than the module.
-        """
+        """The module's ``state_dict()``, checked by :func:`.refuse_others`. Tensors of other ranks are absent."""
         state_dict = module.state_dict()
         if not self.as_lightning:
             refuse_others(state_dict, module, f"{type(module).__name__}.state_dict()")
