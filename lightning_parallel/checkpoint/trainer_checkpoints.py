@@ -136,13 +136,13 @@ class Checkpoints:
         copied = background is not None
         write = together(None, lambda: self._writer(checkpoint, path, module, optimizers, file, copied))
         if background is None:
-            write(None)
+            write(group=None)
             return
         taken = module.trainer.is_global_zero and directory.take_name(Path(path), as_folder=file is None)
 
         def save(group: Group) -> None:
             try:
-                write(group)
+                write(group=group)
             except Exception:
                 if taken:
                     directory.give_back_name(Path(path))
@@ -158,8 +158,8 @@ class Checkpoints:
         optimizers: Sequence[Optimizer],
         file: Callable[[dict[str, Any]], None] | None,
         copied: bool,
-    ) -> Callable[[Group], None]:
-        """A function that writes the checkpoint with the ranks of a group.
+    ) -> Callable[..., None]:
+        """A function that writes the checkpoint with the ranks of a ``group``.
 
         Args:
             checkpoint: the trainer's state, as Lightning's ``dump_checkpoint`` makes it. What a hook has taken out of
@@ -169,9 +169,9 @@ class Checkpoints:
         """
         save_as_given(checkpoint, module)
         if file is not None and self.as_lightning:
-            write, content = file, checkpoint if module.trainer.is_global_zero else {}
-            content = _written_and_read(content) if copied else content
-            return lambda group: decided_by_first(group, lambda: write(content))
+            content = checkpoint if module.trainer.is_global_zero else {}
+            first = partial(file, _written_and_read(content) if copied else content)
+            return partial(decided_by_first, decide=first)
         state_dict = checkpoint["state_dict"]
         refuse_others(state_dict, module, "on_save_checkpoint sets checkpoint['state_dict']")
         own = named_tensors(module)
@@ -184,7 +184,7 @@ class Checkpoints:
             trainer, extra = _written_and_read((trainer, extra))
             model = tree_map(_on_host, model)
             states = [OptimizerState(*tree_map(_on_host, (each.state, each.param_groups))) for each in states]
-        save = partial(
+        return partial(
             format.save,
             path,
             model=model,
@@ -197,16 +197,10 @@ class Checkpoints:
             extra_state=extra,
             file=file,
         )
-        return lambda group: save(group=group)
 
     # -- load ----------------------------------------------------------------------------------------------------
 
-    def load(
-        self,
-        path: str | Path,
-        weights_only: bool | None,
-        io: CheckpointIO,
-    ) -> dict[str, Any]:
+    def load(self, path: str | Path, weights_only: bool | None, io: CheckpointIO) -> dict[str, Any]:
         """Open a directory that was written under any layout, or a plain file. All ranks call it.
 
         Returns:
