@@ -58,6 +58,7 @@ def write_png(
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
+    told = report(rows, theory)
     windows = _windows(rows)
     zero = windows[0][0]
     lengths = [end - begin for begin, end in windows]
@@ -73,9 +74,7 @@ def write_png(
         panel.set_xlabel("time (ms)")
     panels[0].set_yticks(range(len(rows)), labels or [f"stage {s}" for s in range(len(rows))])
     panels[0].set_title(title, loc="left", fontweight="bold", pad=20)
-    panels[0].annotate(
-        report(rows, theory), (0, 1), xytext=(0, 6), xycoords="axes fraction", textcoords="offset points"
-    )
+    panels[0].annotate(told, (0, 1), xytext=(0, 6), xycoords="axes fraction", textcoords="offset points")
     drawn = {span.kind for row in rows for span in row}
     legend = [
         Patch(label="waiting for a message" if kind == "receive" else kind, **look)
@@ -92,8 +91,6 @@ def write_png(
 def _windows(rows: Sequence[Sequence[Span]]) -> list[tuple[float, float]]:
     """The times to draw: the whole run, or the beginning and the end of a long one, cut between updates."""
     passes = [[span for span in row if span.kind in PASSES] for row in rows]
-    if not any(passes):
-        raise ValueError("The timeline has no forward or backward: record at least one training step.")
     computed = [span for row in rows for span in row if span.kind in COMPUTE]
     begin, end = min(span.start for span in computed), max(span.end for span in computed)
     if max(map(len, passes)) <= _WHOLE:
