@@ -185,7 +185,7 @@ class ExactResume(Callback):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        return {"of": "generators"}  # only callbacks with a state are asked to load it
+        return {"of": "generators"}  # without a state, Lightning wouldn't warn of a run that is resumed without it
 
 
 def _is_in_step(trainer: pl.Trainer) -> bool:
