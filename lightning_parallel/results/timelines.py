@@ -15,14 +15,9 @@ from lightning_parallel.timeline.picture import write_png, write_trace
 from lightning_parallel.timeline.recording import Span, Timeline, report
 
 
-def has_pictures() -> bool:
-    """Is matplotlib installed?"""
-    return find_spec("matplotlib") is not None
-
-
 def warn_without_pictures() -> None:
     """Warn at the start of a run that no picture will be written at its end."""
-    if not has_pictures():
+    if find_spec("matplotlib") is None:
         rank_zero_warn(
             "timeline=True, but matplotlib is not installed: only the trace and the measured bubble will be written. "
             "For the picture: pip install 'lightning-parallel[pictures]'."
@@ -60,9 +55,10 @@ def write_timeline(
     labels = [f"stage {stage} (rank {layout.rank_at(pipeline=stage)})" for stage in range(layout.stages)]
     directory.mkdir(parents=True, exist_ok=True)
     write_trace(rows, directory / "timeline.json", labels=labels)
-    if has_pictures():
+    written = "timeline.json"
+    if find_spec("matplotlib") is not None:
         write_png(rows, directory / "timeline.png", title=title, theory=theory, labels=labels)
-    written = "timeline.png and timeline.json" if has_pictures() else "timeline.json"
+        written = "timeline.png and timeline.json"
     rank_zero_info(f"{report(rows, theory)}\nWritten: {directory}/{written}")
     for stage, (_, late) in enumerate(stages):
         if late is not None:
