@@ -46,14 +46,9 @@ def read_plain(path: PathLike, weights_only: bool = True) -> dict[str, Any]:
     """
     if Path(path).is_file():
         return read_file(Path(path), Path(path), weights_only)
-    reader = Reader(path)
-    return _everything(reader, reader.trainer(weights_only))
-
-
-def _everything(reader: Reader, saved: Mapping[str, Any]) -> dict[str, Any]:
-    generators = [of_place(reader.found, place).values() for place in of_replicas(reader.found).values()]
-    tensors = _read(reader, (*filter(parameter_of, reader.found), *chain.from_iterable(generators)))
-    return as_plain(saved, tensors, reader.contents["aliases"])
+    content = PlainOnDemand(path, weights_only)
+    content.complete()
+    return dict(content)
 
 
 def as_plain(saved: Mapping[str, Any], tensors: Mapping[str, Tensor], aliases: Mapping[str, str]) -> dict[str, Any]:
@@ -93,9 +88,13 @@ class PlainOnDemand(dict[str, Any]):
 
     def complete(self) -> None:
         """Read the tensors that haven't been read or set."""
-        read = _everything(self.reader, self.saved)
-        for key in read.keys() & {*OF_TENSORS, RANDOM_STATES}:
-            self.setdefault(key, read[key])
+        found = self.reader.found
+        generators = [of_place(found, place).values() for place in of_replicas(found).values()]
+        tensors = _read(self.reader, (*filter(parameter_of, found), *chain.from_iterable(generators)))
+        read = as_plain(self.saved, tensors, self.reader.contents["aliases"])
+        for key in (*OF_TENSORS, RANDOM_STATES):
+            if key in read:
+                self.setdefault(key, read[key])
 
     def __missing__(self, key: str) -> Any:
         if key not in self:
