@@ -17,7 +17,9 @@ class OriginalNames:
     """The names of a whole module's parameters, also after they have been replaced."""
 
     def __init__(self, named: Iterable[tuple[str, nn.Parameter]] = ()) -> None:
-        self._names = WeakIdKeyDictionary({parameter: name for name, parameter in named})
+        # Others are of a module that has been divided. torch can't move a DTensor that has a weak reference.
+        plain = {parameter: name for name, parameter in named if type(parameter) is nn.Parameter}
+        self._names = WeakIdKeyDictionary(plain)
 
     def rebind(self, optimizers: Sequence[Optimizer], module: nn.Module) -> None:
         """Replace each parameter of the whole module by the one that now has its name.

@@ -258,30 +258,6 @@ def test_a_process_group_of_another_size_is_refused(pool: WorkerPool) -> None:
     assert_refused(failures[:2], "RuntimeError", words)
 
 
-class MadeBefore(Net):
-    """It makes its optimizer when it is made, of parameters that tensor ranks and fully sharded replicas replace."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.made = torch.optim.SGD(self.parameters(), lr=0.1)
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return self.made
-
-    def configure_tensor_parallel(self) -> dict[str, str]:
-        return {"net.0": "column", "net.2": "row"}
-
-
-def fit_made_before(strategy: str) -> None:
-    make_trainer(strategy, []).fit(MadeBefore(), loader())
-
-
-@pytest.mark.parametrize("strategy", ["tensor", "fsdp"])
-def test_an_optimizer_of_parameters_that_are_replaced_is_refused_on_every_rank(pool: WorkerPool, strategy: str) -> None:
-    failures = pool.run(fit_made_before, 2, strategy, init=False, expect_errors=True, timeout=LIMIT)
-    assert_refused(failures, "ValueError", ["SGD", "configure_optimizers"])
-
-
 # -- seen on one stage only ----------------------------------------------------------------------------------
 
 
