@@ -58,13 +58,12 @@ def agreed_partition(run: Run, options: StagedOptions, splitting: Splitting, pla
     def check_whole(part: _TracedStep, whole: _TracedStep, count: int) -> None:
         """Refuse a step that raises an error by itself on a microbatch, and doesn't on the whole batch. A partition may
         be found all the same: the trace ends at the error."""
-        if not part.errors:
+        error = next(iter(part.errors), None)
+        if error is None:
             return
         with suppress(Exception):
             partition_by(whole)
-        kinds = set(map(type, whole.errors))
-        error = next((error for error in part.errors if type(error) not in kinds), None)
-        if error is not None:
+        if not any(whole.errors[:1]):
             cause = error.__cause__ or error
             raise ValueError(
                 f"training_step fails on the first of {count} microbatches, but not on the whole batch: "
@@ -110,14 +109,15 @@ def agreed_partition(run: Run, options: StagedOptions, splitting: Splitting, pla
 
 
 class _TracedStep:
-    """A step with its arguments. It runs on copies of the batch. ``errors`` are those that it has raised by itself, not
-    for want of a value."""
+    """A step with its arguments. It runs on copies of the batch. ``errors`` are those that its runs have raised by
+    themselves, not for want of a value: None for a run without one. Later runs go on with guessed values."""
 
     def __init__(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
         self.function, self.arguments = function, arguments
-        self.errors: list[Exception] = []
+        self.errors: list[Exception | None] = []
 
     def run(self) -> Any:
+        self.errors.append(None)
         try:
             return BatchWatch().run_on_copy(self.function, *self.arguments)
         except Exception as error:
@@ -125,7 +125,7 @@ class _TracedStep:
             # torch names the meta device.
             of_shapes = type(error.__cause__) is RuntimeError and "meta" not in str(error.__cause__)
             if of_shapes or not isinstance(error, AbsentValueError):
-                self.errors.append(error)
+                self.errors[-1] = error
             raise
 
 

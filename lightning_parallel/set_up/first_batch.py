@@ -28,7 +28,7 @@ from lightning_parallel.passes import first_pass
 from lightning_parallel.private.lightning.data import LoaderSource, before_batch_transfer, mode_of
 from lightning_parallel.results.logs import trial
 from lightning_parallel.seeding import TorchGenerators, host_generators_kept
-from lightning_parallel.set_up.read_ahead import ReadAhead
+from lightning_parallel.set_up.read_ahead import ReadAhead, can_hand_on
 from lightning_parallel.set_up.splitting import samples_of
 
 _FEW = 4  # samples
@@ -116,8 +116,9 @@ def _first_batch(trainer: pl.Trainer, step: str) -> tuple[Any, bool]:
     """The first batch, and whether it is from one of several loaders, which are read one after another."""
     source = LoaderSource(trainer)
     loader = source.get()
-    # It gives each batch once: the first is put back. What has a length is a loader that is its own iterator.
-    if isinstance(loader, Iterator) and not isinstance(loader, Sized):
+    # Python's own iterators, such as a generator, give each batch once: the first is put back. An iterator of another
+    # class may be a loader that `iter` rewinds.
+    if isinstance(loader, Iterator) and not can_hand_on(loader) and not isinstance(loader, Sized):
         first = next(loader, None)
         loader = chain([first], loader)
         source.hand_over(loader)

@@ -22,6 +22,17 @@ from lightning_parallel.batch import rebuilt
 from lightning_parallel.seeding import random_state, restore_random_state
 
 
+def can_hand_on(loader: Any) -> bool:
+    """Can :meth:`ReadAhead.hand_on` have the loader give its first batch again?"""
+    kind = type(loader)
+    try:
+        loader.__class__ = type(kind.__name__, (kind,), {})
+    except TypeError:  # of Python's own kinds
+        return False
+    loader.__class__ = kind
+    return True
+
+
 class ReadAhead:
     """Stands for a loader while its first batch is read, which is given as a copy: hooks may write to it."""
 

@@ -81,6 +81,23 @@ class ItsOwnIterator:
         return rows + torch.rand(4, 2) if self.noise else rows
 
 
+class Rewound(ItsOwnIterator):
+    __len__ = None  # type: ignore[assignment]
+
+    def __next__(self) -> Tensor:
+        if self.place == 3:
+            raise StopIteration
+        self.place += 1
+        return ROWS[4 * self.place - 4 : 4 * self.place]
+
+
+class Once(Rewound):
+    """Is not rewound."""
+
+    def __iter__(self) -> Once:
+        return self
+
+
 class Random(torch.utils.data.Dataset[Tensor]):
     """Augments: draws whenever it is read."""
 
@@ -131,6 +148,8 @@ def loader(kind: str) -> Any:
         "own noisy slices": lambda: Own(noise=True),
         "own anew": lambda: Own(noise=True, anew=True),
         "its own iterator": lambda: ItsOwnIterator(noise=False),
+        "rewound": lambda: Rewound(noise=False),
+        "once": lambda: Once(noise=False),
         "its own noisy iterator": lambda: ItsOwnIterator(noise=True),
         "two own": lambda: [Own(noise=True), Own(noise=True)],
         "several": lambda: {"a": DataLoader(ROWS, batch_size=4, shuffle=True), "b": DataLoader(ROWS, batch_size=4)},
@@ -149,7 +168,8 @@ def trained(kind: str, strategy: Any) -> Net:
 
 @pytest.mark.parametrize("kind", [
     "plain", "shuffled", "own generator", "augmented", "stream", "generator", "several", "slices", "noisy slices",
-    "own slices", "own noisy slices", "own anew", "its own iterator", "its own noisy iterator", "two own",
+    "own slices", "own noisy slices", "own anew", "its own iterator", "its own noisy iterator",
+    "rewound", "once", "two own",
 ])  # fmt: skip
 def test_training_sees_the_batches_that_it_would_have_seen(kind: str) -> None:
     expected = trained(kind, "auto")
