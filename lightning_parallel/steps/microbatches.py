@@ -67,7 +67,7 @@ class Microbatches:
         self._recorder = LogRecorder()  # of the batch that is running
         self._effects = StepEffects(run)
         self._mixing = SampleMixing(run, last_stage, stage.partition)
-        self.once = OnceABatch(run.module)
+        self.once = OnceABatch(run.module, [name for name, on in stage.partition.buffers.items() if len(on) > 1])
         self.count = 0
         self._is_watched = False  # in the last batch, did this stage end steps that aren't called as in one process?
         self._is_first_batch = True

@@ -42,10 +42,11 @@ class _State:
 
 class OnceABatch:
     """Puts back the parameters of ``module`` before each further run of the step in a batch. ``names`` are the
-    parameters and buffers that change in the batch that is running."""
+    parameters and buffers that change in the batch that is running. ``shared`` are the buffers of layers that other
+    stages read."""
 
-    def __init__(self, module: nn.Module) -> None:
-        self._module = module
+    def __init__(self, module: nn.Module, shared: Collection[str] = ()) -> None:
+        self._module, self._shared = module, shared
         self.names: list[str] = []
         self._runs = 1  # of the step in the batch
         self._begun = 0  # of these
@@ -75,23 +76,27 @@ class OnceABatch:
         leaves it as the other runs do, since their backwards may read it.
 
         Raises:
-            RuntimeError: a run has changed a tensor to something else than the first one, or the second run has changed
-                a frozen parameter again, which the dry run of the step didn't find.
+            RuntimeError: a layer has changed a buffer that several stages hold; a run has changed a tensor to something
+                else than the first one; or the second run has changed a frozen parameter again, which the dry run of
+                the step didn't find.
         """
-        needed = self._changing or (self._frozen and self._begun < 2)
+        needed = self._changing or self._shared or (self._frozen and self._begun < 2)
         return self._around_run() if needed else nullcontext()
 
     @contextmanager
     def _around_run(self) -> Iterator[None]:
         self._begun += 1
         self._restore()
+        shared = self._shared_now()
         try:
             yield
         except LeaveStep:
             self._check_frozen()
+            self._check_shared(shared)
             raise
         else:
             self._check_frozen()
+            self._check_shared(shared)
         finally:
             self._leave()
 
@@ -111,6 +116,19 @@ class OnceABatch:
                 raise RuntimeError(
                     f"training_step changes '{name}' by what is in the batch. It is called for each microbatch, and "
                     f"changes it otherwise in each: use microbatches=1."
+                )
+
+    def _shared_now(self) -> dict[str, tuple[int, int]]:
+        """The identities and versions of the buffers that other stages read."""
+        buffers = {name: self._module.get_buffer(name) for name in self._shared if name not in self.names}
+        return {name: (id(buffer), version_of(buffer)) for name, buffer in buffers.items() if _is_here(buffer)}
+
+    def _check_shared(self, before: dict[str, tuple[int, int]]) -> None:
+        for name, state in self._shared_now().items():
+            if state != before[name]:
+                raise RuntimeError(
+                    f"A layer has changed its buffer '{name}', but not in the first step. training_step reads it on "
+                    f"another stage, where it stays as it was: change it in a hook such as on_train_batch_end."
                 )
 
     def _check_frozen(self) -> None:

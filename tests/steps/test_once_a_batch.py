@@ -94,3 +94,13 @@ def test_a_frozen_parameter_that_is_changed_and_put_back_is_left_alone() -> None
             own = module.bias.clone()
             module.bias.add_(1)
             module.bias.copy_(own)
+
+
+def test_a_buffer_that_other_stages_read_must_not_be_changed_by_its_layer() -> None:
+    module = nn.BatchNorm1d(2)
+    once = OnceABatch(module, ["running_mean"])
+    once.follow((), 1)
+    with once.around_run():
+        module.num_batches_tracked.add_(1)
+    with pytest.raises(RuntimeError, match="'running_mean'"), once.around_run():
+        module(torch.ones(3, 2))
