@@ -260,7 +260,8 @@ class Candidate:
         found: dict[str, tuple[int, ...]] = {}
         for name in dict(self._module.named_buffers()).keys() & read.keys() - self.seen.own_updates.keys():
             unit = next((unit for unit in running if name.startswith(f"{unit}.")), None)
-            if unit is not None:
+            # torch's kernels update running statistics unseen.
+            if unit is not None and not _collects(self._module.get_submodule(name.rpartition(".")[0])):
                 found[name] = tuple(sorted({self._placement[chunk] for chunk in running[unit] | read[name]}))
         return found
 

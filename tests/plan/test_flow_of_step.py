@@ -540,6 +540,20 @@ def test_a_buffer_is_where_the_step_reads_it_unless_its_layer_changes_it(name: s
         stage.flow_of(lambda: step(stage.module))
 
 
+def test_running_statistics_are_on_their_own_stage_only() -> None:
+    class Reads(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.stem = nn.Sequential(nn.Linear(3, 6), nn.BatchNorm1d(6))
+
+        def step(self, x: Tensor) -> Tensor:
+            return super().step(x) / self.stem[1].running_var.sum()
+
+    stage = stage_of(Reads(), 2, 1)
+    with pytest.raises(RuntimeError, match="running_var"):
+        stage.flow_of(lambda: step(stage.module))
+
+
 def test_a_step_may_leave_layers_out_that_another_kind_calls() -> None:
     class Encodes(Net):
         validating = False
