@@ -15,12 +15,10 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-import torch
-import torch.distributed as dist
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_parallel.private.torch import ThreadApart
-from lightning_parallel.ranks.collectives import Group, PeerLostError, guarded
+from lightning_parallel.ranks.collectives import Group, PeerLostError, highest
 
 
 class BackgroundSave:
@@ -94,10 +92,10 @@ class BackgroundSave:
 
     def _agreed(self) -> int:
         """The first batch that no rank has begun."""
-        batch = torch.tensor(self._batch + 1)
-        if self._group is not None:
-            try:
-                guarded(dist.all_reduce, batch, dist.ReduceOp.MAX, group=self._group)
-            except PeerLostError:
-                return 0
-        return int(batch)
+        batch = self._batch + 1
+        if self._group is None:
+            return batch
+        try:
+            return highest(self._group, batch)[0]
+        except PeerLostError:
+            return 0

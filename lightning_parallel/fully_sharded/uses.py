@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
-from lightning_parallel.ranks.collectives import gather_objects, guarded
+from lightning_parallel.ranks.collectives import all_equal, gather_objects
 
 _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 
@@ -62,10 +62,7 @@ class ModuleUses:
         used = (self._units, sorted(self._modules))
         self._units, self._modules = [], set()
         number = int.from_bytes(hashlib.blake2b(repr(used).encode(), digest_size=7).digest(), "little")
-        extremes = torch.tensor([number, -number])
-        guarded(dist.all_reduce, extremes, dist.ReduceOp.MAX, group=self._host_group)
-        largest, smallest = extremes.tolist()
-        if largest == -smallest:
+        if all_equal(self._host_group, number):
             return
         everyones = gather_objects(used, self._host_group)
         rank, other = next((rank, each) for rank, each in enumerate(everyones) if each != everyones[0])

@@ -120,8 +120,9 @@ class Partition:
 
     def holders_of(self, name: str) -> tuple[int, ...]:
         """The stages that hold a parameter or a buffer."""
-        if name in self.owners or name in self.buffers:
-            return (self.owners | self.buffers)[name]
+        for known in (self.owners, self.buffers):
+            if name in known:
+                return known[name]
         inside = (unit for unit in self.units if name.startswith(f"{unit}."))
         return next(map(self.stages_with, inside), tuple(range(self.stages)))
 

@@ -211,3 +211,13 @@ def highest(group: Group, *numbers: int) -> list[int]:
     found = torch.tensor(numbers, device=device)
     guarded(dist.all_reduce, found, dist.ReduceOp.MAX, group=group)
     return found.tolist()
+
+
+def all_equal(group: Group, number: int) -> bool:
+    """Do all ranks pass the same number? Each sends two numbers.
+
+    Raises:
+        PeerLostError: a rank has stopped.
+    """
+    largest, negative = highest(group, number, -number)
+    return largest == -negative

@@ -12,11 +12,8 @@ If the first stage sets it, too, by a value that all have read, they stop after 
 
 from __future__ import annotations
 
-import torch
-import torch.distributed as dist
-
 from lightning_parallel.messages.side_links import SideLinks
-from lightning_parallel.ranks.collectives import guarded
+from lightning_parallel.ranks.collectives import highest
 from lightning_parallel.ranks.run import Run
 
 
@@ -54,9 +51,7 @@ class CommonStop:
             wishes = [self._taken() for _ in range(due)]
             stop = any(wishes) or mine
             if self._peers is not None:
-                agreed = torch.tensor(stop)
-                guarded(dist.all_reduce, agreed, dist.ReduceOp.MAX, self._peers)
-                stop = bool(agreed)
+                stop = highest(self._peers, int(stop)) == [1]
             self._send(stop)
             self._run.trainer.should_stop = stop
         else:

@@ -58,17 +58,16 @@ def agreed_partition(run: Run, options: StagedOptions, splitting: Splitting, pla
     def check_whole(part: _TracedStep, whole: _TracedStep, count: int) -> None:
         """Refuse a step that raises an error by itself on a microbatch, and doesn't on the whole batch. A partition may
         be found all the same: the trace ends at the error."""
-        error = next(iter(part.errors), None)
-        if error is None:
+        if part.error is None:
             return
         with suppress(Exception):
             partition_by(whole)
-        if not any(whole.errors[:1]):
-            cause = error.__cause__ or error
+        if whole.error is None:
+            cause = part.error.__cause__ or part.error
             raise ValueError(
                 f"training_step fails on the first of {count} microbatches, but not on the whole batch: "
                 f"{type(cause).__name__}: {cause}. {WAYS_TO_SPLIT}."
-            ) from error
+            ) from part.error
 
     def cut() -> Partition:
         try:
@@ -109,23 +108,24 @@ def agreed_partition(run: Run, options: StagedOptions, splitting: Splitting, pla
 
 
 class _TracedStep:
-    """A step with its arguments. It runs on copies of the batch. ``errors`` are those that its runs have raised by
-    themselves, not for want of a value: None for a run without one. Later runs go on with guessed values."""
+    """A step with its arguments. It runs on copies of the batch. ``error`` is what its first run has raised by itself,
+    not for want of a value. Later runs go on with guessed values."""
 
     def __init__(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
         self.function, self.arguments = function, arguments
-        self.errors: list[Exception | None] = []
+        self.error: Exception | None = None
+        self._has_run = False
 
     def run(self) -> Any:
-        self.errors.append(None)
+        is_first, self._has_run = not self._has_run, True
         try:
             return BatchWatch().run_on_copy(self.function, *self.arguments)
         except Exception as error:
             # Operations on absent tensors fail as in one process where shapes don't fit. Where values are missing,
             # torch names the meta device.
             of_shapes = type(error.__cause__) is RuntimeError and "meta" not in str(error.__cause__)
-            if of_shapes or not isinstance(error, AbsentValueError):
-                self.errors[-1] = error
+            if is_first and (of_shapes or not isinstance(error, AbsentValueError)):
+                self.error = error
             raise
 
 

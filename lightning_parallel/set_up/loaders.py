@@ -17,7 +17,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from lightning_parallel.batch import fingerprint
 from lightning_parallel.private.lightning.replaced import replaced
-from lightning_parallel.ranks.collectives import broadcast_object, highest
+from lightning_parallel.ranks.collectives import all_equal, broadcast_object
 from lightning_parallel.ranks.layout import Layout
 from lightning_parallel.ranks.run import Run
 from lightning_parallel.seeding import random_state, restore_random_state
@@ -124,9 +124,7 @@ class SameBatches:
         if self._run.groups.model.size() == 1 or (self._has_checked and not due):
             return
         self._has_checked = True
-        number = fingerprint(batch)
-        number_highest, negative_highest = highest(self._run.groups.model, number, -number)
-        if number_highest != -negative_highest:
+        if not all_equal(self._run.groups.model, fingerprint(batch)):
             raise RuntimeError(
                 f"The ranks of one replica see different batches: their batches {index} differ. Every stage and every "
                 f"tensor rank must load the same samples in the same order: seed the sampler with "

@@ -25,11 +25,19 @@ from lightning_parallel.seeding import random_state, restore_random_state
 def can_hand_on(loader: Any) -> bool:
     """Can :meth:`ReadAhead.hand_on` have the loader give its first batch again?"""
     kind = type(loader)
+    can = _specialise(loader, {})
+    if can:
+        loader.__class__ = kind
+    return can
+
+
+def _specialise(loader: Any, methods: dict[str, Any]) -> bool:
+    """Give a loader methods of its own, by a subclass of its class. False for Python's own kinds, which refuse it."""
+    kind = type(loader)
     try:
-        loader.__class__ = type(kind.__name__, (kind,), {})
-    except TypeError:  # of Python's own kinds
+        loader.__class__ = type(kind.__name__, (kind,), methods)
+    except TypeError:
         return False
-    loader.__class__ = kind
     return True
 
 
@@ -63,10 +71,7 @@ class ReadAhead:
         kinds (lists) begin anew by themselves."""
         kind = type(self._loader)
         if self._first:
-            try:
-                self._loader.__class__ = type(kind.__name__, (kind,), {"__iter__": lambda _: self._go_on(kind)})
-            except TypeError:
-                return
+            _specialise(self._loader, {"__iter__": lambda _: self._go_on(kind)})
 
     def _go_on(self, kind: type[Any]) -> Iterator[Any]:
         """An iterator of the loader. Only the first that is read gives the batch."""

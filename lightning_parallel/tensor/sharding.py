@@ -93,11 +93,10 @@ def shard_module(
     for chain in chains:
         chain.wrap(Site(group, region))
     for part in module.modules():
-        has_shards = any(isinstance(inner, ParallelLayer) for inner in part.modules())
         # In evaluation torch's own layers run as one operation, on the weights: without their layers' forwards.
-        if has_shards and isinstance(part, nn.TransformerEncoderLayer):
+        if isinstance(part, nn.TransformerEncoderLayer) and _has_shards(part):
             part.activation_relu_or_gelu = 0
-        elif has_shards and isinstance(part, nn.TransformerEncoder):
+        elif isinstance(part, nn.TransformerEncoder) and _has_shards(part):
             part.use_nested_tensor = False
     shards = {
         f"{name}.{parameter}" if name else parameter: shard
@@ -106,6 +105,10 @@ def shard_module(
         for parameter, shard in layer.shards.items()
     }
     return Sharding(shards, partial)
+
+
+def _has_shards(module: nn.Module) -> bool:
+    return any(isinstance(inner, ParallelLayer) for inner in module.modules())
 
 
 def _parent(rule: Rule) -> str:
