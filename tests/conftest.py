@@ -39,10 +39,15 @@ def pool() -> Iterator[WorkerPool]:
 
 @pytest.fixture(autouse=True, scope="module")
 def _left_as_found() -> Iterator[None]:
-    """What a file's tests set, and the group that their Trainers join, is not for the next file of this process."""
+    """What a file's tests set, and the group that their Trainers join, is not for the next file of this process. A
+    Trainer that ends before its tear-down leaves WORLD_SIZE behind, for one."""
+    environment = dict(os.environ)
     yield
     torch.set_default_dtype(torch.float32)
     process_group.close()
+    for name in set(os.environ) - set(environment):
+        del os.environ[name]
+    os.environ.update(environment)
 
 
 @pytest.fixture
