@@ -37,6 +37,7 @@ from lightning_parallel.steps.effects import StepEffects
 from lightning_parallel.steps.loss_means import LossMeans
 from lightning_parallel.steps.once_a_batch import OnceABatch
 from lightning_parallel.steps.sample_mixing import SampleMixing
+from lightning_parallel.steps.unseen_writes import UnseenWrites
 
 
 class Microbatches:
@@ -67,7 +68,8 @@ class Microbatches:
         self._recorder = LogRecorder()  # of the batch that is running
         self._effects = StepEffects(run)
         self._mixing = SampleMixing(run, last_stage, stage.partition)
-        self.once = OnceABatch(run.module, [name for name, on in stage.partition.buffers.items() if len(on) > 1])
+        self.once = OnceABatch(run.module)
+        self._unseen = UnseenWrites(run.module, [name for name, on in stage.partition.buffers.items() if len(on) > 1])
         self.count = 0
         self._is_watched = False  # in the last batch, did this stage end steps that aren't called as in one process?
         self._is_first_batch = True
@@ -96,22 +98,24 @@ class Microbatches:
         seeds = [mix(self._run.seed, self._run.layout.index("data"), number, k) for k in range(len(parts))]
         loss = self._means.of(parts, counts)
 
-        def step(part: Any, seed: int, size: int, kind: str | None) -> Callable[[], Any]:
-            return partial(self._step, (part, *rest), size, seed, kind)
+        def trial(part: Any, seed: int, size: int) -> Callable[[], Any]:
+            return partial(self._trial, (part, *rest), size, seed)
 
-        flow = self._dry_runs.follow("training_step", step(parts[0], seeds[0], counts[0], None), len(counts))
+        flow = self._dry_runs.follow("training_step", trial(parts[0], seeds[0], counts[0]), len(counts))
         self._watch.check("training_step", self._stage.partition)
         if self._is_first_batch:
             together(None, self._effects.check)
-        self.once.follow(() if flow is None else flow.updated, len(counts) * len(self._stage.chunks))
+        chunks = len(self._stage.chunks)
+        self.once.follow(() if flow is None else flow.updated, len(counts) * chunks)
+        self._unseen.follow(self.once.names, len(counts), chunks)
         tries = not self.once.names  # a trial would change them once more, before the backward
         tries_mixing = tries and self._is_first_batch and not self._splitting.by_user
         self._is_first_batch = False
         work: dict[int, Microbatch] = {}
         for k, (part, seed) in enumerate(zip(parts, seeds, strict=True)):
-            again = partial(step, seed=seed, size=counts[k], kind=None)
+            again = partial(trial, seed=seed, size=counts[k])
             work[first + k] = Microbatch(
-                step=step(part, seed, counts[k], "training_step"),
+                step=partial(self._step, (part, *rest), counts[k], seed, k),
                 scale=scale,
                 loss=loss,
                 place=k,
@@ -120,23 +124,30 @@ class Microbatches:
                 trial=self._means.trial(again, batch, counts, k, loss) if tries else None,
                 mixing=self._mixing.trial(again, batch, counts, k) if tries_mixing else None,
             )
-        of_whole = step(batch, mix(self._run.seed, number), sum(counts), None)
+        of_whole = trial(batch, mix(self._run.seed, number), sum(counts))
         whole = partial(self._dry_runs.logged, "training_step", of_whole) if self._dry_runs.may_repeat else dict
         self._recorder = LogRecorder(self._joins, whole, self._dry_runs.known("training_step"))
         return work, loss
 
-    def _step(self, arguments: tuple[Any, ...], size: int, seed: int, kind: str | None) -> Any:
-        """The user's step on one microbatch; ``kind=None`` for a dry run or a trial."""
+    def _trial(self, arguments: tuple[Any, ...], size: int, seed: int) -> Any:
+        """The user's step on a copy of a batch or a microbatch, for a dry run or a trial."""
+        with self._prepared(size, seed):
+            trial = partial(self._watch.run_on_copy, self._run.module.training_step, *arguments)
+            return self._effects.try_out(trial) if self._is_watched else trial()
+
+    def _step(self, arguments: tuple[Any, ...], size: int, seed: int, number: int) -> Any:
+        """The user's step on the microbatch of this number."""
+        step = partial(self._earlier.run, self._run.module.training_step, *arguments)
+        run = partial(self._shards.run, step, "training_step")
+        with self._prepared(size, seed), self.once.around_run(), self._unseen.around_run(number):
+            return self._effects.run(run) if self._is_watched else run()
+
+    @contextmanager
+    def _prepared(self, size: int, seed: int) -> Iterator[None]:
         self._recorder.begin(size)
         seed_host_generators(seed)
-        step, watched = self._run.module.training_step, self._is_watched
         with self._run.precision.train_step_context():
-            if kind is None:
-                trial = partial(self._watch.run_on_copy, step, *arguments)
-                return self._effects.try_out(trial) if watched else trial()
-            with self.once.around_run():
-                run = partial(self._shards.run, partial(self._earlier.run, step, *arguments), kind)
-                return self._effects.run(run) if watched else run()
+            yield
 
     @contextmanager
     def recorded(self) -> Iterator[None]:

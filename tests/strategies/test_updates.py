@@ -57,6 +57,24 @@ class Teacher(Net):
             mine.lerp_(other, 0.2)
 
 
+class Replacing(Net):
+    """Replaces the memory of weights that its gradients pass through: a teacher's, or the last layer's."""
+
+    def __init__(self, whose: str) -> None:
+        super().__init__()
+        self.whose = whose
+        self.teacher = copy.deepcopy(self.net).requires_grad_(False)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if self.whose == "teacher":
+            for mine, other in zip(self.teacher.parameters(), self.net.parameters(), strict=True):
+                mine.data = mine.data.lerp(other.data, 0.3)
+        else:
+            self.net[4].weight.data = F.normalize(self.net[4].weight.data, dim=1)
+        out = self.net(batch[0])
+        return F.cross_entropy(out, batch[1]) + self.teacher(out.repeat(1, 2).tanh()).square().mean()
+
+
 class Annealed(Net):
     """A weight that depends on a count of the steps."""
 
@@ -153,6 +171,51 @@ class Advancing(Net):
         self.net = nn.Sequential(*parts, nn.LayerNorm(8), nn.Linear(8, CLASSES))
 
 
+class ChangesItself(nn.Linear):
+    """A trained layer that changes its own weight."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__(8, 8)
+        self.way, self.is_due = way, way != "later"
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.change(x)
+        return super().forward(x)
+
+    def change(self, x: Tensor) -> None:
+        if self.way == "to its signs":
+            self.weight.copy_(self.weight.sign())
+        elif self.way == "replaced":
+            self.weight.data = self.weight.data * 0.9
+        elif self.way != "by samples" and self.is_due:
+            self.weight.mul_(0.9)
+        elif self.way == "by samples" and x[0, 0] > x[-1, 0]:
+            self.weight[0] *= 0.5
+
+
+class Changing(Net):
+    """A layer changes its own weight, or the step does after the first batch."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way = way
+        if way != "in the step":
+            self.net[2] = ChangesItself(way)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if self.way == "later":
+            self.net[2].is_due = batch_idx == 1
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if self.way == "in the step" and batch_idx == 1:
+            with torch.no_grad():
+                self.net[4].weight.mul_(0.9)
+        return super().training_step(batch, batch_idx)
+
+
+WAYS = ("always", "later", "replaced", "by samples", "in the step", "to its signs")
+
 KINDS: dict[str, Callable[[], Net]] = {
     "leaving": Leaving,
     "advancing": Advancing,
@@ -160,6 +223,9 @@ KINDS: dict[str, Callable[[], Net]] = {
     "annealed": Annealed,
     "metric": MetricInside,
     "metric that asks": partial(MetricInside, followed=False),
+    "teacher's memory": partial(Replacing, "teacher"),
+    "own memory": partial(Replacing, "own"),
+    **{way: partial(Changing, way) for way in WAYS},
 }
 
 
@@ -172,27 +238,52 @@ def train(kind: str, strategy: str, options: dict[str, Any], follows: str = "in 
     trainer = make_trainer(strategy, [], options)
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
-        trainer.fit(module, loader(16, 8))
+        trainer.fit(module, loader(64 if kind == "by samples" else 16, 8))
     logged = {name: float(value) for name, value in trainer.callback_metrics.items()}
     return {n: p.detach().clone() for n, p in here(module).items()}, logged, [str(each.message) for each in told]
+
+
+def assert_as_in_one_process(pool: WorkerPool, kind: str, options: dict[str, Any], follows: str = "") -> None:
+    ((expected, _, _),) = pool.run(train, 1, kind, "single", {}, follows, init=False)
+    weights: dict[str, Tensor] = {}
+    for part, _, _ in pool.run(train, options["stages"], kind, "sync", options, follows, init=False):
+        weights |= part
+    assert weights.keys() == expected.keys()
+    assert all(torch.allclose(weights[name], expected[name], rtol=0, atol=1e-12) for name in expected)
 
 
 @PIPELINE
 @pytest.mark.parametrize("follows", ["in the step", "on_train_batch_end", "on_before_zero_grad"])
 def test_a_mean_teacher_follows_as_in_one_process(pool: WorkerPool, options: dict[str, Any], follows: str) -> None:
-    ((expected, _, _),) = pool.run(train, 1, "teacher", "single", {}, follows, init=False)
-    ranks = options["stages"]
-    weights: dict[str, Tensor] = {}
-    for part, _, _ in pool.run(train, ranks, "teacher", "sync", options, follows, init=False):
-        weights |= part
-    assert weights.keys() == expected.keys()
-    assert all(torch.allclose(weights[name], expected[name], rtol=0, atol=1e-12) for name in expected)
+    assert_as_in_one_process(pool, "teacher", options, follows)
+
+
+@pytest.mark.parametrize("kind", ["teacher's memory", "own memory"])
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "interleaved", "zbv"])
+def test_a_parameter_whose_memory_is_replaced_is_that_of_one_process(
+    pool: WorkerPool, schedule: str, kind: str
+) -> None:
+    """In the path of gradients: backwards of earlier microbatches still read it."""
+    assert_as_in_one_process(pool, kind, {"stages": 2, "microbatches": 4, "schedule": schedule})
 
 
 def test_an_asynchronous_pipeline_refuses_one_that_follows_in_the_step(pool: WorkerPool) -> None:
     options = {"stages": 1, "microbatches": 2}
     failures = pool.run(train, 1, "teacher", "async", options, init=False, expect_errors=True)
     assert_refused(failures, "ValueError", ["training_step changes 'teacher.", "on_train_batch_end"])
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "interleaved", "zbv", "asynchronous"])
+def test_a_trained_parameter_is_not_changed_once_a_microbatch(pool: WorkerPool, schedule: str, way: str) -> None:
+    kind, options = ("async", {}) if schedule == "asynchronous" else ("sync", {"schedule": schedule})
+    options |= {"microbatches": 2, "stages": 2}
+    failures = pool.run(train, 2, way, kind, options, init=False, expect_errors=True)
+    causes = [failure for failure in failures if isinstance(failure, str) and "PeerLostError" not in failure]
+    name = f"'net.{4 if way == 'in the step' else 2}.weight'"
+    assert causes and all(name in each or "modified by an inplace operation" in each for each in causes), failures
+    if way in ("always", "replaced", "to its signs"):
+        assert_refused(failures, "ValueError", [name])
 
 
 @PIPELINE
