@@ -171,7 +171,7 @@ def first_batch(world_size: int, rank: int, name: str) -> tuple[float, int, list
         engine = Engine(stage, layout, links, META, loss_of=lambda loss: loss)
         loss, last = BatchLoss([1] * microbatches), microbatches - 1
         work = {
-            k: Microbatch(lambda: net(given).sum(), 1.0, loss, place=k, seed=k, ends_batch=k == last)
+            k: Microbatch(lambda: net(given).sum(), 1.0, loss, index=k, seed=k, ends_batch=k == last)
             for k in range(microbatches)
         }
         engine.run([action for action in lists[layout.stage] if not isinstance(action, Step)], work)

@@ -78,7 +78,7 @@ class BatchLoss:
 
     # -- on the last stage -----------------------------------------------------------------------------------------
 
-    def add(self, place: int, loss: Tensor) -> list[Term]:
+    def add(self, index: int, loss: Tensor) -> list[Term]:
         """The forward of a microbatch has run, after those of the microbatches before it.
 
         Args:
@@ -92,31 +92,31 @@ class BatchLoss:
         """
         if loss.requires_grad:
             self._like = loss.detach()
-        elif place == len(self.sizes) - 1 and self._like is None:
+        elif index == len(self.sizes) - 1 and self._like is None:
             raise RuntimeError(
                 "The loss that training_step returned has no gradient: it is a number, was detached, or depends on no "
                 "trainable parameter."
             )
         self._losses.append(loss.detach().reshape(()))
         terms = [] if self._rule is Rule.SAMPLES else terms_of(loss)
-        self._terms[place] = terms or ([Term(get_gradient_edge(loss))] if loss.requires_grad else [])
+        self._terms[index] = terms or ([Term(get_gradient_edge(loss))] if loss.requires_grad else [])
         main = _main(terms, self._key)
         if self._rule is Rule.SUM and terms:  # by the same number in all microbatches
             self._ratios.append((1.0, {"": 1.0 if main is None else main.count}))
         elif main is not None:
             self._key = self._key or main.key
             self._ratios.append((main.count, _ratios(main, terms)))
-        self.weights.append(self._weight(place, terms))
-        if place == 0:
+        self.weights.append(self._weight(index, terms))
+        if index == 0:
             self._reference = self._guess()
         self._update_factor()
         return terms
 
-    def _weight(self, place: int, terms: Sequence[Term]) -> Number:
+    def _weight(self, index: int, terms: Sequence[Term]) -> Number:
         if self.is_sum:
             return 1.0
-        weight = float(self._given[place])
-        return weight if self._rule is Rule.SAMPLES else count_of(terms, self._losses[place], weight, self._key)
+        weight = float(self._given[index])
+        return weight if self._rule is Rule.SAMPLES else count_of(terms, self._losses[index], weight, self._key)
 
     def _guess(self) -> Number:
         """About what the gradients are to be divided by, from the first microbatch. Exact for a mean over samples."""
@@ -141,7 +141,7 @@ class BatchLoss:
             return
         self._rule = rule
         self._ratios = []
-        self.weights = [self._weight(place, ()) for place in range(len(self.weights))]
+        self.weights = [self._weight(index, ()) for index in range(len(self.weights))]
         # Backwards that have begun keep their weights, so the reference is what makes these the new ones.
         references: list[Number] = [self._reference / old * self.weights[k] for k, old in self._begun.items()]
         self._reference = next((each for each in references if float(each)), None) or self._guess()
@@ -149,19 +149,19 @@ class BatchLoss:
         self._is_unsuited |= any(not isclose(float(each), reference, rel_tol=_EQUAL) for each in references)
         self._update_factor()
 
-    def begin(self, place: int, scale: float) -> tuple[list[GradientEdge], list[Tensor]]:
+    def begin(self, index: int, scale: float) -> tuple[list[GradientEdge], list[Tensor]]:
         """Where the backward of a microbatch begins, and with what; nowhere if nothing counts in it. If nothing counts
         in the batch, the last microbatch's loss stands for it: an optimizer steps by gradients of zero, too.
 
         Args:
             scale: a factor of all gradients.
         """
-        terms, weight, reference = self._terms.pop(place), self.weights[place], self._reference
-        if place == len(self.sizes) - 1 and not any(map(_may_count, self.weights)):
+        terms, weight, reference = self._terms.pop(index), self.weights[index], self._reference
+        if index == len(self.sizes) - 1 and not any(map(_may_count, self.weights)):
             weight, reference = 1.0, self._batches
         if not terms or not _may_count(weight):
             return [], []
-        self._begun[place] = weight
+        self._begun[index] = weight
         seeds = [(term.edge, _ratio(weight, term.above) / reference * scale) for term in terms]
         seeds = [(edge, seed) for edge, seed in seeds if _may_count(seed)]
         return [edge for edge, _ in seeds], [_seed(edge, seed) for edge, seed in seeds]

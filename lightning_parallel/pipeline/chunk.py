@@ -75,8 +75,7 @@ class Microbatch:
         step: the user's step, bound to this microbatch. What it returns in the last chunk is given to ``loss_of``.
         scale: the loss scale of 16-bit precision; 1 otherwise.
         loss: the whole batch's loss, which is made of its microbatches' losses.
-        place: the microbatch's index within its batch: the place in the schedule for which formats of messages are
-            remembered.
+        index: the microbatch's number within its batch, for which formats of messages are remembered.
         seed: the seed of the random numbers that its forward draws.
         ends_batch: whether it is the batch's last.
         trial: an experiment on how the batch's loss is made from those of microbatches; None for none.
@@ -86,7 +85,7 @@ class Microbatch:
     step: Callable[[], Any]
     scale: float
     loss: BatchLoss
-    place: int
+    index: int
     seed: int
     ends_batch: bool
     trial: Trial | None = None
@@ -152,21 +151,21 @@ class Chunk:
 
     # -- forward -------------------------------------------------------------------------------------------------
 
-    def begin(self, place: int) -> None:
-        """Begin a list: post the receive of its first activation, that of ``place``, unless one is posted."""
+    def begin(self, index: int) -> None:
+        """Begin a list: post the receive of its first activation, that of ``index``, unless one is posted."""
         # If no gradients come back to confirm messages, this limits how far the chunk runs ahead: the next one has read
         # all of them but one. A wait in the middle of a list could deadlock.
         if self._is_unanswered and self._ends.activations_out is not None:
             self._ends.activations_out.flush(keep=1)
         if self._ends.activations_in is not None:
-            self._ends.activations_in.post(place)
+            self._ends.activations_in.post(index)
 
-    def forward(self, number: int, microbatch: Microbatch, next_place: int | None) -> list[Any]:
+    def forward(self, number: int, microbatch: Microbatch, next_index: int | None) -> list[Any]:
         """Run the forward of a microbatch.
 
         Args:
             microbatch: what is to be run, and with which random numbers.
-            next_place: the place of the forward after it, whose activation is posted; None to post nothing.
+            next_index: the index of the microbatch after it, whose activation is posted; None to post nothing.
 
         Returns:
             What the user's step returned, in the last chunk; an empty list in the others.
@@ -175,18 +174,18 @@ class Chunk:
         trial, out = microbatch.trial, self._ends.activations_out
         is_last = out is None
         keeps = trial is not None and trial.wants_activations() if is_last else microbatch.mixing is not None
-        run = partial(self._run, "forward", number, microbatch.step, next_place, keeps)
+        run = partial(self._run, "forward", number, microbatch.step, next_index, keeps)
         (output, arrival, copies), token = self._weights.forward(run)
         edges: list[GradientEdge] = []
         gradients: Format = ()
         sent = 0
         if out is None:
             loss = self._loss_of(output)
-            terms = microbatch.loss.add(microbatch.place, loss)
+            terms = microbatch.loss.add(microbatch.index, loss)
             if trial is not None:
                 trial.run(loss, terms, Again(copies, loss.dtype, lambda *given: self._loss_of(self._again(*given))))
         else:
-            gradients = gradient_format(out.send(output, microbatch.place, self._gradients_taken))
+            gradients = gradient_format(out.send(output, microbatch.index, self._gradients_taken))
             sent = out.sent
             self._is_unanswered = not gradients
             edges = [get_gradient_edge(t) for t in output if t.requires_grad]
@@ -198,7 +197,7 @@ class Chunk:
         return [output] if out is None else []
 
     def _run(
-        self, kind: str, number: int, step: Callable[[], Any], next_place: int | None, keeps: bool = False
+        self, kind: str, number: int, step: Callable[[], Any], next_index: int | None, keeps: bool = False
     ) -> tuple[Any, Arrival | None, list[Tensor] | None]:
         """Run a step. Returns the output, the arrival, and copies of the arrived tensors (None if they weren't kept,
         empty in the first chunk)."""
@@ -207,7 +206,7 @@ class Chunk:
         copies: list[Tensor] | None = []
         if receiver is not None:
             with self._span("receive", number):
-                arrival = receiver.take(then=next_place)
+                arrival = receiver.take(then=next_index)
             assert arrival is not None, "a stream ends between batches"
             copies = arrival.copies() if keeps else None
         version = self._weights.reading if kind == "forward" else None
@@ -233,7 +232,7 @@ class Chunk:
         """
         if self._ends.activations_in is not None:
             self._ends.activations_in.post("evaluation")
-        output, *_ = self._run("evaluate", number, step, next_place=None)
+        output, *_ = self._run("evaluate", number, step, next_index=None)
         if self._ends.activations_out is None:
             return output
         self._ends.activations_out.send(output, "evaluation")
@@ -254,7 +253,7 @@ class Chunk:
         with self._weights.backward(flight.token, work.loss), self._stage.backward():  # before it waits
             edges, gradients = flight.edges, list[Tensor]()
             if ends.activations_out is None:
-                edges, gradients = work.loss.begin(work.place, work.scale)
+                edges, gradients = work.loss.begin(work.index, work.scale)
             elif ends.gradients_in is not None:
                 if flight.gradients:
                     following = self._in_flight[1].gradients if len(self._in_flight) > 1 else ()

@@ -105,14 +105,14 @@ class Engine:
         """
         # Without halves the first one does all.
         actions = [action for action in actions if self._halves or not isinstance(action, BackwardWeight)]
-        places: dict[int, deque[int]] = {chunk: deque() for chunk in self._chunks}  # of the forwards to come
+        coming: dict[int, deque[int]] = {chunk: deque() for chunk in self._chunks}  # microbatches, by index
         for action in actions:
             if isinstance(action, Forward):
-                places[action.chunk].append(microbatches[action.microbatch].place)
-        for index, coming in places.items():
-            if coming:
-                self._chunks[index].begin(coming[0])
-        self._streaming = endless and (self._streaming or any(places.values()))
+                coming[action.chunk].append(microbatches[action.microbatch].index)
+        for which, indices in coming.items():
+            if indices:
+                self._chunks[which].begin(indices[0])
+        self._streaming = endless and (self._streaming or any(coming.values()))
         outputs: list[Any] = []
         with self._generators.kept(), short_switch_interval():  # backwards and updates may draw too
             last = _completing(actions)
@@ -122,11 +122,11 @@ class Engine:
                         if update is not None:
                             update()
                 elif isinstance(action, Forward):
-                    coming, number = places[action.chunk], action.microbatch
-                    coming.popleft()
-                    # Of a batch that is yet to come, the first place is expected.
-                    next_place = coming[0] if coming else 0 if endless else None
-                    outputs += self._chunks[action.chunk].forward(number, microbatches[number], next_place)
+                    indices, number = coming[action.chunk], action.microbatch
+                    indices.popleft()
+                    # Of a batch that is yet to come, the first microbatch is expected.
+                    next_index = indices[0] if indices else 0 if endless else None
+                    outputs += self._chunks[action.chunk].forward(number, microbatches[number], next_index)
                 else:
                     chunk, number = self._chunks[action.chunk], action.microbatch
                     with self._completing(action.chunk) if i in last else nullcontext():

@@ -77,12 +77,12 @@ class LossMeans:
         given = self._by_function(self._wanted, parts) if first or self._run.layout.is_last_stage else None
         return BatchLoss(sizes, given=given, batches=batches)
 
-    def trial(self, step: Step, batch: Any, sizes: Sequence[int], place: int, batch_loss: BatchLoss) -> Trial | None:
+    def trial(self, step: Step, batch: Any, sizes: Sequence[int], index: int, batch_loss: BatchLoss) -> Trial | None:
         """What a microbatch is tried with (:meth:`.LossPairs.trial`)."""
         known = len(sizes) == 1 or self._wanted is not None or "loss" in self._warned
         if known or self._by_user or not self._run.layout.is_last_stage:
             return None
-        return self._pairs.trial(step, batch, sizes, place, batch_loss)
+        return self._pairs.trial(step, batch, sizes, index, batch_loss)
 
     def check(self, loss: BatchLoss) -> None:
         """All microbatches of a batch have run: warn if no weights suit its loss. A GPU's answer is read in the next

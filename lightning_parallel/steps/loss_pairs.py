@@ -1,8 +1,8 @@
 """Tries neighbouring microbatches as one (:mod:`lightning_parallel.losses.trial`).
 
 In the first batch each microbatch is tried with the one before it. Later batches may differ from the first one, so a
-pair is tried in the second, third, fifth, ninth, ... batch as well, at another place each time. So is a loss of a make
-that hasn't been tried::
+pair is tried in the second, third, fifth, ninth, ... batch as well, other microbatches each time. So is a loss of a
+make that hasn't been tried::
 
     batch 0    0-1  1-2  2-3        batch 1    1-2        batch 2    2-3        batch 4    0-1
 """
@@ -56,7 +56,7 @@ class _Tried:
     step: Step
     batch: Any
     sizes: Sequence[int]
-    place: int
+    index: int
     arrived: Sequence[Tensor] = ()
     make: frozenset[str] = frozenset()
     share: float | None = None
@@ -88,16 +88,16 @@ class LossPairs:
     def has_tried(self) -> bool:
         return bool(self._makes)
 
-    def trial(self, step: Step, batch: Any, sizes: Sequence[int], place: int, batch_loss: BatchLoss) -> Trial | None:
+    def trial(self, step: Step, batch: Any, sizes: Sequence[int], index: int, batch_loss: BatchLoss) -> Trial | None:
         """The trial that follows a microbatch's forward; None if nothing is to be tried.
 
         Args:
             step: makes the user's step of a part of the batch.
         """
-        due = self._is_due(place, len(sizes))
+        due = self._is_due(index, len(sizes))
         if not due and not self._left:
             return None
-        this = _Tried(step, batch, sizes, place)
+        this = _Tried(step, batch, sizes, index)
         return Trial(lambda: due or self._wants_next, partial(self._try, this, batch_loss, due))
 
     def end_batch(self) -> None:
@@ -105,17 +105,17 @@ class LossPairs:
         self.batches += 1
         self._before = None
 
-    def _is_due(self, place: int, count: int) -> bool:
+    def _is_due(self, index: int, count: int) -> bool:
         if self.batches == 0:
-            return place <= _TRIALS
+            return index <= _TRIALS
         first = self.batches.bit_length() % (count - 1)
-        return self.batches.bit_count() == 1 and place in (first, first + 1)
+        return self.batches.bit_count() == 1 and index in (first, first + 1)
 
     def _try(
         self, this: _Tried, batch_loss: BatchLoss, due: bool, loss: Tensor, terms: list[Term], again: Again
     ) -> None:
         terms = terms or terms_of(loss)
-        size = this.sizes[this.place]
+        size = this.sizes[this.index]
         count = count_of(terms, loss, float(size))
         this.make = kinds_of(terms, count)
         this.share = count / size if isinstance(count, float) else None
@@ -125,7 +125,7 @@ class LossPairs:
             self._wants_next |= is_new
             return
         this.arrived, self._before = again.arrived, this
-        if before is None or before.batch is not this.batch or before.place != this.place - 1:
+        if before is None or before.batch is not this.batch or before.index != this.index - 1:
             return
         self._left -= not due
         found = self._found(before, this, again)
@@ -138,7 +138,7 @@ class LossPairs:
 
     def _found(self, one: _Tried, other: _Tried, again: Again) -> Findings | None:
         """What follows from two neighbours; None if nothing does."""
-        first, pair = one.place, (one.sizes[one.place], one.sizes[other.place])
+        first, pair = one.index, (one.sizes[one.index], one.sizes[other.index])
         lengths = [*one.sizes[:first], sum(pair), *one.sizes[first + 2 :]]
 
         def loss_of(step: Callable[[], Tensor], tensors: Sequence[Tensor]) -> Tensor:
@@ -146,16 +146,16 @@ class LossPairs:
                 return again.run(step, tensors)
 
         def run(
-            lengths: Sequence[int], tensors: Sequence[Tensor], place: int = first, seed: int = 0, traced: bool = False
+            lengths: Sequence[int], tensors: Sequence[Tensor], index: int = first, seed: int = 0, traced: bool = False
         ) -> Outcome:
-            part = split_into(one.batch, lengths)[place]
+            part = split_into(one.batch, lengths)[index]
             with without_effect(self._run, self._last_stage, seed) as logged:
                 step = other.step(part)
-                return outcome(lambda: (loss_of(step, tensors), _means(logged)), lengths[place], traced=traced)
+                return outcome(lambda: (loss_of(step, tensors), _means(logged)), lengths[index], traced=traced)
 
         def left(*runs: tuple[Sequence[int], Sequence[Tensor], int]) -> dict[str, Tensor]:
             with without_effect(self._run, self._last_stage, seed=0):
-                steps = [(one.step(split_into(one.batch, lengths)[place]), tensors) for lengths, tensors, place in runs]
+                steps = [(one.step(split_into(one.batch, lengths)[index]), tensors) for lengths, tensors, index in runs]
                 return left_by(self._run.module, lambda: [loss_of(*each) for each in steps])
 
         try:

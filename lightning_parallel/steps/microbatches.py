@@ -118,7 +118,7 @@ class Microbatches:
                 step=partial(self._step, (part, *rest), counts[k], seed, k),
                 scale=scale,
                 loss=loss,
-                place=k,
+                index=k,
                 seed=seed,
                 ends_batch=k == len(parts) - 1,
                 trial=self._means.trial(again, batch, counts, k, loss) if tries else None,

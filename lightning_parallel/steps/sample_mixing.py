@@ -42,37 +42,37 @@ class SampleMixing:
         self._run, self._last_stage, self._partition = run, last_stage, partition
         self._arrived: dict[int, Sequence[Tensor]] = {}  # by chunk, for the first microbatch
 
-    def trial(self, step: Step, batch: Any, sizes: Sequence[int], place: int) -> Mixing | None:
+    def trial(self, step: Step, batch: Any, sizes: Sequence[int], index: int) -> Mixing | None:
         """The trial that a chunk before the last runs after a microbatch's forward in the first batch, or None.
 
         Args:
             step: makes the user's step of a part of the batch.
             batch: as the loader gave it.
             sizes: the number of samples in each microbatch.
-            place: the microbatch's index in the batch.
+            index: the microbatch's number in the batch.
         """
-        return partial(self._try, step, batch, sizes, place) if place < 2 <= len(sizes) else None
+        return partial(self._try, step, batch, sizes, index) if index < 2 <= len(sizes) else None
 
     def _try(
         self,
         step: Step,
         batch: Any,
         sizes: Sequence[int],
-        place: int,
+        index: int,
         chunk: int,
         arrived: Sequence[Tensor],
         run: Runner,
     ) -> None:
-        if place == 0:
+        if index == 0:
             self._arrived[chunk] = arrived
             return
         pair = (sizes[0], sizes[1])
         first = self._arrived.pop(chunk)
 
-        def sent(lengths: Sequence[int], place: int, tensors: Sequence[Tensor], seed: int = 0) -> list[Tensor]:
+        def sent(lengths: Sequence[int], index: int, tensors: Sequence[Tensor], seed: int = 0) -> list[Tensor]:
             with without_effect(self._run, self._last_stage, seed), torch.no_grad():
                 with WritesRefused(self._run.module.parameters()):
-                    return run(step(split_into(batch, lengths)[place]), tensors)
+                    return run(step(split_into(batch, lengths)[index]), tensors)
 
         whole = [sum(pair), *sizes[2:]]
         try:

@@ -88,7 +88,7 @@ class Rank:
         parts, loss = batch.split(list(sizes)), BatchLoss(sizes)
         return {
             first + k: Microbatch(
-                partial(self._step, part), 1.0, loss, place=k, seed=first + k, ends_batch=k == len(sizes) - 1
+                partial(self._step, part), 1.0, loss, index=k, seed=first + k, ends_batch=k == len(sizes) - 1
             )
             for k, part in enumerate(parts)
         }
@@ -752,9 +752,9 @@ def gradient_in_halves(count: int, batches: int) -> tuple[float, float]:
 
     size = count // batches
 
-    def microbatch(place: int, loss: BatchLoss) -> Microbatch:
+    def microbatch(index: int, loss: BatchLoss) -> Microbatch:
         step = partial(model, torch.ones(1, 1))
-        return Microbatch(step, 1.0, loss, place=place, seed=place, ends_batch=place == size - 1)
+        return Microbatch(step, 1.0, loss, index=index, seed=index, ends_batch=index == size - 1)
 
     for _ in range(2):
         weight.grad = None

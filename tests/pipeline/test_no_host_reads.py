@@ -91,7 +91,7 @@ class StageOnDevice:
     def run(self) -> None:
         loss, last = BatchLoss([1] * MICROBATCHES), MICROBATCHES - 1
         work = {
-            k: Microbatch(step=self._step, scale=1.0, loss=loss, place=k, seed=k, ends_batch=k == last)
+            k: Microbatch(step=self._step, scale=1.0, loss=loss, index=k, seed=k, ends_batch=k == last)
             for k in range(MICROBATCHES)
         }
         self._engine.run(self._actions, work)

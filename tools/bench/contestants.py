@@ -95,7 +95,7 @@ def _work(layers: nn.Sequential, batch: Tensor, microbatches: int) -> list[Micro
     parts = torch.tensor_split(batch, microbatches)
     loss = BatchLoss([len(part) for part in parts])
     return [
-        Microbatch(bind(part), 1.0, loss, place=k, seed=k, ends_batch=k == microbatches - 1)
+        Microbatch(bind(part), 1.0, loss, index=k, seed=k, ends_batch=k == microbatches - 1)
         for k, part in enumerate(parts)
     ]
 
