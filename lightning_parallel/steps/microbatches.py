@@ -101,16 +101,10 @@ class Microbatches:
         def trial(part: Any, seed: int, size: int) -> Callable[[], Any]:
             return partial(self._trial, (part, *rest), size, seed)
 
-        flow = self._dry_runs.follow("training_step", trial(parts[0], seeds[0], counts[0]), len(counts))
-        self._watch.check("training_step", self._stage.partition)
-        if self._is_first_batch:
-            together(None, self._effects.check)
-        chunks = len(self._stage.chunks)
-        self.once.follow(() if flow is None else flow.updated, len(counts) * chunks)
-        self._unseen.follow(self.once.names, len(counts), chunks)
+        is_first, self._is_first_batch = self._is_first_batch, False
+        self._expect(trial(parts[0], seeds[0], counts[0]), len(parts), is_first)
         tries = not self.once.names  # a trial would change them once more, before the backward
-        tries_mixing = tries and self._is_first_batch and not self._splitting.by_user
-        self._is_first_batch = False
+        tries_mixing = tries and is_first and not self._splitting.by_user
         work: dict[int, Microbatch] = {}
         for k, (part, seed) in enumerate(zip(parts, seeds, strict=True)):
             again = partial(trial, seed=seed, size=counts[k])
@@ -128,6 +122,16 @@ class Microbatches:
         whole = partial(self._dry_runs.logged, "training_step", of_whole) if self._dry_runs.may_repeat else dict
         self._recorder = LogRecorder(self._joins, whole, self._dry_runs.known("training_step"))
         return work, loss
+
+    def _expect(self, trial: Callable[[], Any], microbatches: int, is_first: bool) -> None:
+        """Find out by a dry run, if one is due, what the batch's steps will do, and check or prepare for it."""
+        flow = self._dry_runs.follow("training_step", trial, microbatches)
+        self._watch.check("training_step", self._stage.partition)
+        if is_first:
+            together(None, self._effects.check)
+        chunks = len(self._stage.chunks)
+        self.once.follow(() if flow is None else flow.updated, microbatches * chunks)
+        self._unseen.follow(self.once.names, microbatches, chunks)
 
     def _trial(self, arguments: tuple[Any, ...], size: int, seed: int) -> Any:
         """The user's step on a copy of a batch or a microbatch, for a dry run or a trial."""
