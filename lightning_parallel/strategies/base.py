@@ -99,6 +99,7 @@ class LayoutStrategy(ParallelStrategy):
     the axis."""
 
     refused_callbacks: Reasons = IN_PARTS
+    refused_on_one_rank: Reasons = ()
     calls_configure_part = False  # is a module's configure_part called (set_up/part_of_model.py)?
 
     def __init__(self, options: ProcessOptions, **axes: Size) -> None:
@@ -300,8 +301,10 @@ class LayoutStrategy(ParallelStrategy):
             self._seed,
             ahead=lambda: self.batches_ahead,
         )
-        refuse_callbacks(callbacks_of(trainer), self.refused_callbacks, type(self).__name__)
-        if run.trains and self.layout.world_size > 1:
+        is_alone = self.layout.world_size == 1
+        refused = self.refused_on_one_rank if is_alone else self.refused_callbacks
+        refuse_callbacks(callbacks_of(trainer), refused, type(self).__name__)
+        if run.trains and not is_alone:
             refuse_saves_after_errors(callbacks_of(trainer))
         if run.trains:
             refuse_hooks_of_parameters(run.module)

@@ -35,6 +35,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_parallel.callbacks.defaults import IN_PARTS
 from lightning_parallel.callbacks.start_table import Holding
 from lightning_parallel.checks.manual import BackwardGuard, networks
 from lightning_parallel.fully_sharded.units import check_dtypes, materialize, refuse_second_derivatives, untied
@@ -103,6 +104,7 @@ class FullyShardedStrategy(LayoutStrategy):
     """
 
     options: FullyShardedOptions
+    refused_on_one_rank = IN_PARTS  # also there, what averages or prunes would meet DTensors
     calls_configure_part = True
     _uses: ModuleUses  # from set-up on
 

@@ -12,6 +12,7 @@ from lightning.pytorch.callbacks import (
     Callback,
     EMAWeightAveraging,
     LearningRateFinder,
+    ModelPruning,
     StochasticWeightAveraging,
 )
 
@@ -36,6 +37,7 @@ MAKE: dict[str, Any] = {
     "Unfreezes": Unfreezes,
     "EMAWeightAveraging": lambda: EMAWeightAveraging(decay=0.9),
     "StochasticWeightAveraging": lambda: StochasticWeightAveraging(0.05, swa_epoch_start=1),
+    "Prunes": lambda: ModelPruning("l1_unstructured", amount=0.3, use_lottery_ticket_hypothesis=False),
     "BatchSizeFinder": lambda: BatchSizeFinder(max_trials=2),
     "LearningRateFinder": lambda: LearningRateFinder(min_lr=1e-4, num_training_steps=30),
 }
@@ -90,6 +92,14 @@ def test_what_works_has_the_numbers_of_one_process(pool: WorkerPool, callback: s
     assert (rate != Learned.lr) == (callback == "LearningRateFinder")
     assert [found for _, found in results] == [rate] * ranks
     assert largest_difference(joined([report for report, _ in results], "weights"), whole.weights) < 1e-10
+
+
+@pytest.mark.parametrize("strategy", ["sync", "tensor"])
+@pytest.mark.parametrize("callback", ["EMAWeightAveraging", "StochasticWeightAveraging", "Unfreezes", "Prunes"])
+def test_on_one_rank_which_holds_the_whole_model_all_work(pool: WorkerPool, callback: str, strategy: str) -> None:
+    [(whole, _)] = pool.run(fit, 1, callback, "single", init=False)
+    [(report, _)] = pool.run(fit, 1, callback, strategy, init=False)
+    assert largest_difference(report.weights, whole.weights) < 1e-10
 
 
 def test_replicas_find_one_learning_rate(pool: WorkerPool) -> None:
