@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from functools import update_wrapper
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -54,8 +55,9 @@ class Interception:
 
     def instead(self, module: nn.Module, forward: Callable[..., Any]) -> None:
         """Call ``forward`` in the place of the module's. It is set as an instance attribute, which hides the class's
-        method; the user may have set one too."""
+        method; the user may have set one too. Its signature is the module's: some choose by it what to pass."""
         self._hooks_of(module)
+        update_wrapper(forward, module.forward, updated=())
         self._forwards.append((module, module.__dict__.get("forward")))
         module.forward = forward  # type: ignore[method-assign]
 

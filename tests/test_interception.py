@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import pickle
 from functools import partial
 from typing import Any
@@ -27,6 +28,15 @@ def test_hooks_come_around_the_users() -> None:
     assert order == ["user before", "before", "first", "user after", "last"]
     interception.remove()
     assert forward_hooks(module) == 1
+
+
+def test_a_forward_s_signature_stays_that_of_the_module() -> None:
+    """Some choose by it what to pass."""
+    module, interception = nn.Bilinear(1, 1, 1), Interception()
+    interception.instead(module, partial(lambda *args: args))
+    assert [*inspect.signature(module.forward).parameters] == ["input1", "input2"]
+    assert module.forward(1) == (1,)
+    interception.remove()
 
 
 def test_a_forward_of_the_instances_own_is_given_back() -> None:
@@ -77,7 +87,7 @@ def test_a_metric_is_copied_alone_after_its_state_and_so_its_hash_have_changed()
     metric, interception = CatMetric(), Interception()
     interception.after(metric, lambda *_: None, first=True)
     metric.update(1.0)
-    interception.instead(metric, metric.forward)
+    interception.instead(metric, partial(metric.forward))
     assert not copy.deepcopy(metric)._forward_hooks
     interception.remove()
     assert not metric._forward_hooks and "__reduce_ex__" not in vars(metric)

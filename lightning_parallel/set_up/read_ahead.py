@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from operator import methodcaller
 from typing import Any
 
 import torch
@@ -64,7 +65,7 @@ class ReadAhead:
         after = random_state()
         moved = _moved(self._before, after)
         self._drawn = {name: state for name, state in after.items() if _kind_of(name) in moved}
-        return rebuilt(self._first[0], torch.clone)
+        return rebuilt(self._first[0], methodcaller("clone"))
 
     def hand_on(self) -> None:
         """Have the loader give the batch again when it is next read, and go on from there. Loaders of Python's own

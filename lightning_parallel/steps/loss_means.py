@@ -121,19 +121,16 @@ class LossMeans:
             self.logs[name] = next((rule for rule in (Rule.SAMPLES, *Rule) if rule in rules), None)
         self.logs |= dict.fromkeys(found.losses & found.logs.keys(), self._rule)
         wrong = [name for name, rule in self.logs.items() if rule is None and name not in self._known()]
-        if wrong:
-            self._warn(
-                "logs",
-                f"What is logged as {first_few([repr(name) for name in wrong])} is the mean over microbatches, which "
-                f"differs from its value for the whole batch. Log an object of torchmetrics, or use microbatches=1.",
+        if wrong := self._not_named(wrong, "logged as"):
+            rank_zero_warn(
+                f"What is logged as {first_few(wrong)} is the mean over microbatches, which differs from its value for "
+                f"the whole batch. Log an object of torchmetrics, or use microbatches=1."
             )
-        if found.left:
-            self._warn(
-                "left",
-                f"training_step is called for each microbatch, and leaves other values in "
-                f"{first_few([repr(name) for name in sorted(found.left)])} than for the whole batch, such as a maximum "
-                f"or a list of numbers of microbatches. Pass what each sample has, use self.log, or use "
-                f"microbatches=1.",
+        if left := self._not_named(sorted(found.left), "left in"):
+            rank_zero_warn(
+                f"training_step is called for each microbatch, and leaves other values in {first_few(left)} than for "
+                f"the whole batch, such as a maximum or a list of numbers of microbatches. Pass what each sample has, "
+                f"use self.log, or use microbatches=1."
             )
         batch_loss.change(self._rule)
         return len(self._rules) > 1
@@ -162,6 +159,12 @@ class LossMeans:
             f"its gradients differ from those of one process. Use microbatches=1, or give the strategy "
             f"microbatch_weight, a function of a batch that returns what its loss averages over.",
         )
+
+    def _not_named(self, names: Sequence[str], kind: str) -> list[str]:
+        """Those, quoted, of which no warning of this kind has told."""
+        new = [name for name in names if f"{kind} {name}" not in self._warned]
+        self._warned.update(f"{kind} {name}" for name in new)
+        return list(map(repr, new))
 
     def _warn(self, key: str, words: str) -> None:
         if key not in self._warned:

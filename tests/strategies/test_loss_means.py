@@ -12,8 +12,9 @@ from torch.nn import functional as F
 
 from tests.pool import WorkerPool
 from tests.strategies.counted import COUNTED, EQUAL, labels_that_count
-from tests.strategies.harness import Report, joined, largest_difference, train
+from tests.strategies.harness import Report, joined, largest_difference, make_trainer, train
 from tests.strategies.models import Base
+from tests.strategies.observed import Net, loader
 from tests.strategies.reference import delayed
 from tests.thorough import thorough
 
@@ -120,6 +121,30 @@ def test_what_can_t_be_a_mean_is_warned_of_once_by_name(pool: WorkerPool, model:
 @pytest.mark.parametrize("model", ["Blocks", "Autoencoder", *thorough("DemoTransformer", *EQUAL)])
 def test_there_is_no_warning_of_what_is_right(pool: WorkerPool, model: str) -> None:
     assert pool.run(warned, 2, model, init=False)[0] == []
+
+
+class LogsMore(Net):
+    """What it logs from the second batch on isn't a mean over samples either."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        logits, loss = self.logits_and_loss(batch)
+        self.log("spread", logits.detach().std())
+        if batch_idx > 0:
+            self.log("root", logits.detach().square().mean().sqrt())
+        return loss
+
+
+def warned_of_logs() -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        make_trainer("sync", [], {"microbatches": 4}).fit(LogsMore(), loader(32, 8))
+    return [str(each.message) for each in caught if "logged as" in str(each.message)]
+
+
+def test_each_name_is_warned_of_once_whenever_it_comes(pool: WorkerPool) -> None:
+    first, later = pool.run(warned_of_logs, 2, init=False)[0]
+    assert "'spread'" in first and "'root'" not in first
+    assert "'root'" in later and "'spread'" not in later
 
 
 def test_there_is_no_warning_of_undivided_batches(pool: WorkerPool) -> None:
