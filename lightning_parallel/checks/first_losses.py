@@ -1,14 +1,16 @@
-"""Compares the losses of a tensor group's ranks in the first step of each kind.
+"""Compares the losses of a tensor group's ranks in the first step of each kind, and in some later ones.
 
 They compute one model together, so all of them must return the same. A difference has causes that no later check finds:
 a parameter read outside of its layer (each rank sees its own shard), or random numbers that the step draws differently.
-The step is compared before its backward, so nothing has been updated.
+The first step is compared before its backward, so nothing has been updated. A step may do so later only, in another
+epoch or in every third batch: so steps 1, 2, 3, 5, 8, 13, ... are compared, fewer and fewer.
 """
 
 from __future__ import annotations
 
 import inspect
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from numbers import Real
 from typing import Any, NamedTuple, TypeVar
@@ -30,7 +32,8 @@ T = TypeVar("T")
 _ROUNDING = 1e3  # units of the last place by which kernels that add in any order may differ
 _CAUSES = (
     "Either the step reads a divided parameter outside of its layer, so that each rank sees its own shard (a norm, a "
-    "penalty, F.linear(x, layer.weight)): do this in the optimizer (weight_decay), or leave the layer out of the plan. "
+    "penalty, F.linear(x, layer.weight)), or returns what a divided layer has computed: do this in the optimizer "
+    "(weight_decay), or leave the layer out of the plan. "
     "Or it draws random numbers of its own on each rank: draw them with torch's default generator."
 )
 
@@ -44,21 +47,25 @@ class _Seen(NamedTuple):
 
 
 class FirstLosses:
-    """Compares the ranks of a tensor ``group``, once for each kind of step. ``names`` are those of the module's divided
+    """Compares the ranks of a tensor ``group`` in steps of each kind. ``names`` are those of the module's divided
     parameters."""
 
     def __init__(self, module: nn.Module, names: list[str], group: dist.ProcessGroup) -> None:
         self._module, self._names, self._group = module, names, group
-        self._compared: set[str] = set()
+        self._steps: Counter[str] = Counter()  # so far, by kind
+        self._due: dict[str, tuple[int, int]] = {}  # by kind, the next two that are compared
 
     def run(self, kind: str, step: Callable[[], T]) -> T:
-        """Run a step of a kind (its name). The first of each kind is compared between ranks: a collective.
+        """Run a step of a kind (its name). Some are compared between ranks: a collective.
 
         Raises:
             RuntimeError: on all ranks of the group, if they come to different losses.
         """
-        if kind in self._compared:
+        self._steps[kind] += 1
+        due, then = self._due.get(kind, (1, 2))
+        if self._steps[kind] < due:
             return step()
+        self._due[kind] = then, due + then
         logged: dict[str, Any] = {}
         module, reads = self._module, ReadsOfShards(self._module, self._names)
         assert isinstance(module, pl.LightningModule)
@@ -70,9 +77,8 @@ class FirstLosses:
 
         with logging_through(module, note), reads:
             output = step()
-        self._compared.add(kind)
         returned = output if isinstance(output, Mapping) else {"loss": output}
-        own = _Seen(scalars(returned), scalars(logged), reads.found)
+        own = _Seen(scalars(returned) | _norms(kind, output), scalars(logged), reads.found)
         _compare(kind, gather_objects(own, self._group), _tolerance(output))
         return output
 
@@ -84,6 +90,12 @@ def scalars(values: Mapping[str, Any]) -> dict[str, float]:
         for name, value in values.items()
         if isinstance(value, Real) or (isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex())
     }
+
+
+def _norms(kind: str, output: Any) -> dict[str, float]:
+    """Of the tensors that a prediction consists of."""
+    found = enumerate(tensors_in(output)) if kind == "predict_step" else ()
+    return {f"prediction {i}": float(torch.linalg.vector_norm(x.detach().to(torch.complex128))) for i, x in found}
 
 
 def _tolerance(output: Any) -> float:

@@ -115,8 +115,7 @@ class TensorParallelStrategy(LayoutStrategy):
 
     @override
     def run_step(self, kind: str, step: Callable[[], T]) -> T:
-        run = partial(super().run_step, kind, step)
-        return run() if kind == "predict_step" else self._shards.run(run, kind)
+        return self._shards.run(partial(super().run_step, kind, step), kind)
 
     @override
     def make_gradients(self, backward: Callable[[], None]) -> None:

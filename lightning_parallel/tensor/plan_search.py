@@ -202,6 +202,8 @@ def find_pairs(module: nn.Module, run: Callable[[], Any]) -> list[Pair]:
     return pairs
 
 
+_DROPOUT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+
 # -- ways to divide one, by trying -------------------------------------------------------------------------------
 
 
@@ -219,6 +221,7 @@ class _Block:
         shapes = [tuple(weight.shape) for weight, _ in self._weights.values()]
         self.kind = f"{type(self._around).__name__} {inside} {shapes}"  # what equal blocks of a model have in common
         self._whole = self._run(self._weights, (), None)
+        self._whole_in_training = self._repeatable_in_training()
 
     def ways(self) -> Iterator[_Way]:
         """The ways to divide the pair, the likely ones first."""
@@ -242,10 +245,13 @@ class _Block:
 
     def allows(self, way: _Way) -> bool:
         """Does each rank's row layer get that rank's piece of what the whole one gets, and is the rest of the run
-        equal?"""
-        if self._whole is None:
+        equal? In evaluation, and if it can be seen there, in training, where a layer may quantise, for example."""
+        if self._whole is None or not self._divides(way, self._whole, training=False):
             return False
-        reached, answer, returned = self._whole
+        return self._whole_in_training is None or self._divides(way, self._whole_in_training, training=True)
+
+    def _divides(self, way: _Way, whole: _Run, training: bool) -> bool:
+        reached, answer, returned = whole
         for rank in range(self._count):
             columns: dict[str, tuple[Tensor, Tensor | None]] = {}
             for name, (weight, bias) in self._weights.items():
@@ -254,13 +260,22 @@ class _Block:
                     return False  # nothing would be left for the last rank
                 cut = Shard((weight.shape[0],), 0, (size,) * way.parts, rank, self._count)
                 columns[name] = cut.take(weight), None if bias is None else cut.take(bias)
-            mine = self._run(columns, way.attributes, answer)
+            mine = self._run(columns, way.attributes, answer, training)
             start, stop = piece(reached.shape[-1], rank, self._count)
             if mine is None or not _equal(mine[0], reached[..., start:stop]) or len(mine[2]) != len(returned):
                 return False
             if not all(map(_equal, mine[2], returned)):
                 return False
         return bool(reached.norm() > 0)
+
+    def _repeatable_in_training(self) -> _Run | None:
+        """A run in training mode; None if two of them differ, since random numbers are drawn."""
+        first, second = (self._run(self._weights, (), None, training=True) for _ in range(2))
+        if first is None or second is None:
+            return None
+        (reached, answer, returned), (again, other, others) = first, second
+        same = len(returned) == len(others) and all(map(_equal, (reached, answer, *returned), (again, other, *others)))
+        return first if same else None
 
     def rules(self, way: _Way) -> dict[str, str | Style]:
         column = f"column:{way.parts}" if way.parts > 1 else "column"
@@ -285,10 +300,11 @@ class _Block:
         columns: Mapping[str, tuple[Tensor, Tensor | None]],
         divided: Iterable[tuple[str, str]],
         answer: Tensor | None,
+        training: bool = False,
     ) -> _Run | None:
         """Run the block with other weights of its column layers, with divided integers, and with a row layer that
-        returns ``answer``, or its own output if that is None. Returns None if the block fails, or calls its row layer
-        more than once."""
+        returns ``answer``, or its own output if that is None. In training, dropout layers stay out of it. Returns None
+        if the block fails, or calls its row layer more than once."""
         calls: list[tuple[Tensor, Tensor]] = []
         own = self._row.forward
 
@@ -303,7 +319,8 @@ class _Block:
         for owner, name in divided:
             module = self._around.get_submodule(owner)
             changes.append((module, name, getattr(module, name) // self._count))
-        with changed(changes), torch.no_grad():
+        modes = [(part, "training", not isinstance(part, _DROPOUT)) for part in self._around.modules() if training]
+        with changed([*changes, *modes]), torch.no_grad():
             try:
                 args, kwargs = cloned(self._call)
                 output = self._around(*args, **kwargs)

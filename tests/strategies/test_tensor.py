@@ -7,12 +7,14 @@ import warnings
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tests.pool import WorkerPool
-from tests.strategies.harness import joined, largest_difference, train
+from tests.strategies.harness import joined, largest_difference, make_trainer, train
 from tests.strategies.models import SAMPLES, TOKENS, Base
+from tests.strategies.shardable import Mixed
 from tests.strategies.test_pipeline import assert_equal
 from tests.thorough import thorough
 
@@ -152,6 +154,34 @@ def test_validation_is_compared_too(pool: WorkerPool, strategy: str, ranks: int)
     errors = pool.run(train, ranks, "DrawsInValidation", strategy, options, init=False, expect_errors=True)
     told = [error for error in errors if "different values in validation_step" in str(error)]
     assert len(errors) == ranks and len(told) >= 2
+
+
+class Later(Mixed):
+    """Reads a divided weight in the third batch, or predicts what a divided layer has computed."""
+
+    reads = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        return loss + self.mlp[0].weight.square().mean() if self.reads and batch_idx == 2 else loss
+
+    def predict_step(self, batch: Any) -> Any:
+        return self.mlp[0](self.body(batch[0]))
+
+
+def fit_later(reads: bool) -> None:
+    torch.set_default_dtype(torch.float64)
+    module, trainer = Later(), make_trainer("tensor", [], {}, max_epochs=1)
+    module.reads = reads
+    trainer.fit(module, Later.loader(False, 4))
+    trainer.predict(module, Later.loader())
+
+
+def test_later_steps_are_compared_too_and_predictions(pool: WorkerPool) -> None:
+    for error in pool.run(fit_later, 2, True, init=False, expect_errors=True):
+        assert "training_step reads 'mlp.0.weight'" in error
+    for error in pool.run(fit_later, 2, False, init=False, expect_errors=True):
+        assert "different values in predict_step: 'prediction 0'" in error
 
 
 def test_a_logged_norm_of_shards_is_warned_of(pool: WorkerPool, single: Any) -> None:

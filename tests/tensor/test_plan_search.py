@@ -95,6 +95,30 @@ def test_equal_positions_do_not_hide_wrong_heads() -> None:
     assert find_plan(net, make_run=lambda: lambda: net(EXAMPLE))["blocks.0"] == "divide:count"
 
 
+class InTraining(nn.Module):
+    """An MLP with something between its layers, in training mode."""
+
+    def __init__(self, does: str) -> None:
+        super().__init__()
+        self.does = does
+        self.embed, self.up, self.drop, self.down = nn.Embedding(8, 8), nn.Linear(8, 16), nn.Dropout(), nn.Linear(16, 8)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        y = self.drop(self.up(self.embed(ids)).relu())
+        if self.training and self.does == "quantises":
+            y = (y / y.abs().max() * 7).round()
+        if self.training and self.does == "draws":
+            y = nn.functional.dropout(y)
+        out: Tensor = self.down(y)
+        return out
+
+
+@pytest.mark.parametrize(("does", "is_divided"), [("nothing", True), ("quantises", False), ("draws", True)])
+def test_what_a_block_does_in_training_only_is_tried_unless_it_draws(does: str, is_divided: bool) -> None:
+    net = InTraining(does)
+    assert ("up" in found_plan(net, lambda: net(EXAMPLE), 2)) == is_divided
+
+
 @torch.no_grad()
 def average_in_place(net: Net) -> None:
     net.head.weight.lerp_(net.embed.weight, 0.5)
