@@ -10,6 +10,7 @@ loader of another kind than torch's, training goes on with that iterator (``read
 from __future__ import annotations
 
 import copy
+import random
 from collections.abc import Callable, Iterator, Sized
 from contextlib import contextmanager
 from functools import partial
@@ -17,11 +18,12 @@ from itertools import chain
 from typing import Any
 
 import lightning.pytorch as pl
+import numpy as np
 import torch
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
 from lightning_parallel.batch import split
 from lightning_parallel.passes import first_pass
@@ -156,6 +158,25 @@ def _of_its_own(loader: Any) -> Any:
     own.num_workers = min(1, loader.num_workers)
     own.prefetch_factor = 1 if own.num_workers else None
     object.__setattr__(own, "persistent_workers", False)
+    if is_table:
+        for name in ("dataset", "sampler", "batch_sampler"):
+            object.__setattr__(own, name, _with_its_own_state(getattr(loader, name)))
+    return own
+
+
+def _with_its_own_state(part: Any) -> Any:
+    """A copy of a dataset or a sampler that draws from copies of its generators, and counts by itself: some count their
+    epochs or samples. What else it holds is shared, since it may be large. Other objects are given back."""
+    kind: Any = type(part)
+    if not hasattr(part, "__dict__") or kind.__new__ is not object.__new__:
+        return part
+    own = object.__new__(kind)
+    for name, value in vars(part).items():
+        if isinstance(value, np.random.Generator | np.random.RandomState | random.Random):
+            value = copy.deepcopy(value)
+        elif isinstance(value, Dataset | Sampler):
+            value = _with_its_own_state(value)
+        vars(own)[name] = value
     return own
 
 

@@ -9,12 +9,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import lightning as L
+import numpy as np
 import pytest
 import torch
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Subset, TensorDataset
 
 from lightning_parallel import PipelineStrategy
 from lightning_parallel.set_up.first_batch import trial_of
@@ -108,6 +109,31 @@ class Random(torch.utils.data.Dataset[Tensor]):
         return ROWS[index] + torch.rand(2)
 
 
+class Counts(torch.utils.data.Sampler[int]):
+    """Shuffles by its own count of the epochs."""
+
+    def __init__(self) -> None:
+        self.epoch = 0
+
+    def __len__(self) -> int:
+        return 12
+
+    def __iter__(self) -> Iterator[int]:
+        self.epoch += 1
+        return iter(torch.randperm(12, generator=torch.Generator().manual_seed(self.epoch)).tolist())
+
+
+class Noisy(Random):
+    """Draws from a generator of its own, and counts what it gives."""
+
+    def __init__(self) -> None:
+        self.generator, self.count = np.random.default_rng(0), 0
+
+    def __getitem__(self, index: int) -> Tensor:
+        self.count += 1
+        return ROWS[index] * (self.count / 100) + self.generator.random()
+
+
 class Net(L.LightningModule):
     def __init__(self, loader: str) -> None:
         super().__init__()
@@ -140,6 +166,9 @@ def loader(kind: str) -> Any:
         "shuffled": lambda: DataLoader(rows, batch_size=4, shuffle=True),
         "own generator": lambda: DataLoader(rows, batch_size=4, shuffle=True, generator=generator),
         "augmented": lambda: DataLoader(Random(), batch_size=4, shuffle=True),
+        "counts": lambda: DataLoader(rows, batch_size=4, sampler=Counts()),
+        "batches": lambda: DataLoader(rows, batch_sampler=BatchSampler(Counts(), 4, False)),
+        "noisy": lambda: DataLoader(Subset(Noisy(), range(11, -1, -1)), batch_size=4),
         "stream": lambda: DataLoader(Stream(), batch_size=4),
         "generator": lambda: (ROWS[i : i + 4] for i in range(0, 12, 4)),
         "slices": lambda: DataLoader(Goes(noise=False), batch_size=4),
@@ -167,7 +196,8 @@ def trained(kind: str, strategy: Any) -> Net:
 
 
 @pytest.mark.parametrize("kind", [
-    "plain", "shuffled", "own generator", "augmented", "stream", "generator", "several", "slices", "noisy slices",
+    "plain", "shuffled", "own generator", "augmented", "counts", "batches", "noisy", "stream", "generator", "several",
+    "slices", "noisy slices",
     "own slices", "own noisy slices", "own anew", "its own iterator", "its own noisy iterator",
     "rewound", "once", "two own",
 ])  # fmt: skip
