@@ -66,7 +66,7 @@ ONCE_A_BATCH = {
 AT_MOST = {"optimizer.py _get_value": 200, "seeding.py draw_seed": 100, "dropout.py enter": 20,
             "message.py __init__": 8, "graph.py number_of": 12, "first_losses.py <dictcomp>": 2, "trial.py outcome": 2,
             "trial.py _mean": 8, "batch.py fingerprint": 4, "first_losses.py __torch_function__": 8,
-            "collectives.py guarded": 2}
+            "collectives.py guarded": 8}
 
 
 class Watch(Callback):
