@@ -2,5 +2,6 @@
 
 ``optimizer_trial.py`` finds optimizers that treat parameters as a whole, ``manual.py`` is about modules that step
 optimizers themselves, ``batch_watch.py`` finds steps that change their batch, ``first_losses.py`` tensor ranks with
-different losses, and ``other_lightning.py`` modules of ``pytorch_lightning``.
+different losses, ``reads_of_shards.py`` code that takes a rank's part of a parameter for the parameter, and
+``other_lightning.py`` modules of ``pytorch_lightning``.
 """

@@ -8,10 +8,9 @@ epoch or in every third batch: so steps 1, 2, 3, 5, 8, 13, ... are compared, few
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from numbers import Real
 from typing import Any, NamedTuple, TypeVar
 
@@ -20,12 +19,11 @@ import torch
 import torch.distributed as dist
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode, resolve_name
 
+from lightning_parallel.checks.reads_of_shards import ReadsOfShards, warn_of_sizes
 from lightning_parallel.private.torch import tensors_in
 from lightning_parallel.ranks.collectives import gather_objects
 from lightning_parallel.results.logs import logging_through
-from lightning_parallel.tensor.functions import has_memory
 
 T = TypeVar("T")
 
@@ -54,6 +52,7 @@ class FirstLosses:
         self._module, self._names, self._group = module, names, group
         self._steps: Counter[str] = Counter()  # so far, by kind
         self._due: dict[str, tuple[int, int]] = {}  # by kind, the next two that are compared
+        self._warned: set[str] = set()  # of these names
 
     def run(self, kind: str, step: Callable[[], T]) -> T:
         """Run a step of a kind (its name). Some are compared between ranks: a collective.
@@ -77,6 +76,8 @@ class FirstLosses:
 
         with logging_through(module, note), reads:
             output = step()
+        warn_of_sizes(reads.sizes - self._warned, kind)
+        self._warned |= reads.sizes
         returned = output if isinstance(output, Mapping) else {"loss": output}
         own = _Seen(scalars(returned) | _norms(kind, output), scalars(logged), reads.found)
         _compare(kind, gather_objects(own, self._group), _tolerance(output))
@@ -133,57 +134,3 @@ def _first_difference(ranks: list[dict[str, float]], tolerance: float) -> str | 
             if not (math.isclose(a, b, rel_tol=tolerance) or (math.isnan(a) and math.isnan(b))):
                 return f"{name!r} is {a:.9g} on tensor rank 0, and {b:.9g} on rank {rank}"
     return None
-
-
-# -- reads of divided parameters -----------------------------------------------------------------------------------
-
-
-class ReadsOfShards(TorchFunctionMode):
-    """Inside, records in ``found``, by the parameter's name, the functions that read a divided parameter (one of
-    ``names``) while no method of its layer runs, and through which a gradient flows back.
-
-    A step may read parameters by itself, as an L2 penalty over ``self.parameters()`` does. Each rank would compute a
-    penalty of its own shard. Comparing the ranks' losses may miss it: shards of ones and zeros have equal norms at the
-    start, and a small penalty is lost in rounding.
-    """
-
-    def __init__(self, module: nn.Module, names: Iterable[str]) -> None:
-        super().__init__()
-        self.found: dict[str, str] = {}
-        self._names: dict[int, str] = {}
-        self._owners: dict[int, list[nn.Module]] = {}
-        for name in names:
-            owner, _, own = name.rpartition(".")
-            holder = module.get_submodule(owner)
-            parameter = getattr(holder, own)
-            if isinstance(parameter, Tensor) and parameter.requires_grad and has_memory(parameter):
-                self._names.setdefault(id(parameter), name)
-                self._owners.setdefault(id(parameter), []).append(holder)
-
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if torch.compiler.is_compiling():
-            return result
-        given = [id(tensor) for tensor in tensors_in((args, kwargs)) if id(tensor) in self._names]
-        # A result without a gradient (a shape, a copy for an average) can't change what is trained.
-        made = given and any(t.requires_grad and id(t) not in self._names for t in tensors_in(result))
-        for key in given if made else ():
-            if not _runs(self._owners[key]):
-                self.found.setdefault(self._names[key], resolve_name(func) or getattr(func, "__name__", str(func)))
-        return result
-
-
-def _runs(owners: list[nn.Module]) -> bool:
-    """Is a method of one of these modules running? The stack is searched, since ``layer.forward(x)`` calls no hooks."""
-    frame = inspect.currentframe()
-    while frame is not None:
-        if any(frame.f_locals.get("self") is owner for owner in owners):
-            return True
-        frame = frame.f_back
-    return False

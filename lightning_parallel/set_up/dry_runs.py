@@ -120,7 +120,11 @@ class DryRuns:
     def _warn_of_carried(self, flow: Flow, of_layers: Iterable[str], count: int) -> None:
         parts = dict.fromkeys(name.rpartition(".")[0] for name in sorted(of_layers))
         named = self._run.module.named_modules()
-        parts |= dict.fromkeys(name for name, part in named if isinstance(part, _OVER_SAMPLES) and part.training)
+        parts |= dict.fromkeys(
+            name
+            for name, part in named
+            if (isinstance(part, _OVER_SAMPLES) and part.training) or getattr(part, "scale_grad_by_freq", False)
+        )
         if parts:
             kinds = [f"'{name}' is a {type(self._run.module.get_submodule(name)).__name__}" for name in parts]
             rank_zero_warn(

@@ -39,6 +39,7 @@ from lightning_parallel.checkpoint.rank_states import take_groups
 from lightning_parallel.checkpoint.trainer_checkpoints import Checkpoints, is_directory
 from lightning_parallel.checks.optimizer_trial import refuse_parts, refuse_strange_parameters
 from lightning_parallel.checks.other_lightning import warn_of_other_modules
+from lightning_parallel.checks.reads_of_shards import sizes_watched
 from lightning_parallel.disk_offload import DiskOffload
 from lightning_parallel.gradients.hook_watch import GradientWatch, refuse_hooks_of_parameters
 from lightning_parallel.gradients.precision_plugin import install_clipping
@@ -393,7 +394,9 @@ class LayoutStrategy(ParallelStrategy):
     @override
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
         """``configure_optimizers`` sees the whole model's parameters; then those of other ranks are dropped."""
-        with self._inside_step("configure_optimizers"):  # which may scale a rate by the number of replicas
+        hook = "configure_optimizers"  # which may scale a rate by the number of replicas
+        shards = [] if self._held is None else list(self.local_model.shards)
+        with self._inside_step(hook), sizes_watched(trainer.lightning_module, shards, hook):
             super().setup_optimizers(trainer)
         if self._held is not None:  # a callback may want optimizers outside of a run
             self._original_names.rebind(self.optimizers, self.run.module)

@@ -184,6 +184,31 @@ def test_later_steps_are_compared_too_and_predictions(pool: WorkerPool) -> None:
         assert "different values in predict_step: 'prediction 0'" in error
 
 
+class AsksForSizes(Mixed):
+    """A rate by width, and a loss by the number of classes, which is the same on all ranks."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD([{"params": [p], "lr": 0.1 / p.shape[0]} for p in self.parameters()])
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return super().training_step(batch, batch_idx) / self.head.weight.shape[0]
+
+
+def fit_with_warnings(model: type[Base]) -> list[str]:
+    torch.set_default_dtype(torch.float64)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        make_trainer("tensor", [], {}, max_epochs=1).fit(model(), model.loader(False, 4))
+    return [str(each.message) for each in caught if "asks for the size" in str(each.message)]
+
+
+def test_a_size_of_a_shard_is_warned_of_once_where_the_module_asks_for_it(pool: WorkerPool) -> None:
+    found = pool.run(fit_with_warnings, 2, AsksForSizes, init=False)[0]
+    assert [text.split()[0] for text in found] == ["configure_optimizers", "training_step"]
+    assert "'mlp.0.weight'" in found[0] and "'head.weight'" in found[1]
+    assert pool.run(fit_with_warnings, 2, Mixed, init=False) == [[], []]
+
+
 def test_a_logged_norm_of_shards_is_warned_of(pool: WorkerPool, single: Any) -> None:
     reports = pool.run(train_with_warnings, 2, "LogsShards", init=False)
     assert any("log different values" in text and "'norm'" in text for text in reports[0])

@@ -28,6 +28,17 @@ PIPELINE = pytest.mark.parametrize("options", [
 ], ids=["1f1b", "gpipe", "one stage"])  # fmt: skip
 
 
+class ByFrequency(Net):
+    """Gradients are divided by how often a label is in the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(CLASSES, CLASSES, scale_grad_by_freq=True)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return F.cross_entropy(self.net(batch[0]) + self.table(batch[1]), batch[1])
+
+
 class Teacher(Net):
     """A mean teacher, the target of the loss. It follows in a hook, or in the step."""
 
@@ -220,6 +231,7 @@ KINDS: dict[str, Callable[[], Net]] = {
     "leaving": Leaving,
     "advancing": Advancing,
     "teacher": Teacher,
+    "by frequency": ByFrequency,
     "annealed": Annealed,
     "metric": MetricInside,
     "metric that asks": partial(MetricInside, followed=False),
@@ -325,6 +337,14 @@ def test_layers_whose_state_advances_with_each_microbatch_are_warned_of_by_name(
     text = warned_of_microbatches(pool, "advancing", options, "depends on how often it runs")
     assert named(text) == {"net.2", "net.3", "net.4", "net.5", "net.8.parametrizations.weight.0"}, text
     assert "1 more" in text  # BatchNorm
+
+
+@PIPELINE
+def test_a_layer_whose_gradient_depends_on_the_other_samples_is_warned_of(
+    pool: WorkerPool, options: dict[str, Any]
+) -> None:
+    text = warned_of_microbatches(pool, "by frequency", options, "which samples run together")
+    assert named(text) == {"table"}, text
 
 
 def warned_of_microbatches(pool: WorkerPool, model: str, options: dict[str, Any], words: str) -> str:

@@ -1,0 +1,107 @@
+"""Finds code outside of a layer that reads a divided parameter of the layer, or asks for its size: it gets a part's."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode, resolve_name
+
+from lightning_parallel.private.torch import tensors_in
+from lightning_parallel.tensor.functions import has_memory
+from lightning_parallel.values import first_few
+
+_SIZES = (Tensor.shape.__get__, Tensor.size, Tensor.numel, Tensor.nelement, Tensor.__len__, torch.numel)  # type: ignore[attr-defined]
+
+
+class ReadsOfShards(TorchFunctionMode):
+    """Inside, records in ``found``, by the parameter's name, the functions that read a divided parameter (one of
+    ``names``) while no method of its layer runs, and through which a gradient flows back; and in ``sizes`` the names of
+    those whose size the module's own code asks for.
+
+    A step may read parameters by itself, as an L2 penalty over ``self.parameters()`` does. Each rank would compute a
+    penalty of its own shard. Comparing the ranks' losses may miss it: shards of ones and zeros have equal norms at the
+    start, and a small penalty is lost in rounding.
+    """
+
+    def __init__(self, module: nn.Module, names: Iterable[str]) -> None:
+        super().__init__()
+        self.found: dict[str, str] = {}
+        self.sizes: set[str] = set()
+        self._module = module
+        self._names: dict[int, str] = {}
+        self._owners: dict[int, list[nn.Module]] = {}
+        for name in names:
+            owner, _, own = name.rpartition(".")
+            holder = module.get_submodule(owner)
+            parameter = getattr(holder, own)
+            if isinstance(parameter, Tensor) and parameter.requires_grad and has_memory(parameter):
+                self._names.setdefault(id(parameter), name)
+                self._owners.setdefault(id(parameter), []).append(holder)
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if torch.compiler.is_compiling():
+            return result
+        given = [id(tensor) for tensor in tensors_in((args, kwargs)) if id(tensor) in self._names]
+        if given and func in _SIZES and _is_asked_by(self._module):
+            self.sizes.add(self._names[given[0]])
+        # A result without a gradient (a shape, a copy for an average) can't change what is trained.
+        made = given and any(t.requires_grad and id(t) not in self._names for t in tensors_in(result))
+        for key in given if made else ():
+            if not _runs(self._owners[key]):
+                self.found.setdefault(self._names[key], resolve_name(func) or getattr(func, "__name__", str(func)))
+        return result
+
+
+def _runs(owners: list[nn.Module]) -> bool:
+    """Is a method of one of these modules running? The stack is searched, since ``layer.forward(x)`` calls no hooks."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        if any(frame.f_locals.get("self") is owner for owner in owners):
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _is_asked_by(module: nn.Module) -> bool:
+    """Is a method of the module the innermost one that runs, outside of this file?"""
+    frame = inspect.currentframe()
+    while frame is not None:
+        own = frame.f_locals.get("self")
+        if own is not None and not isinstance(own, ReadsOfShards):
+            return own is module
+        frame = frame.f_back
+    return False
+
+
+@contextmanager
+def sizes_watched(module: nn.Module, names: Collection[str], where: str) -> Iterator[None]:
+    """Warn if the module's code asks for the size of a divided parameter (one of ``names``) inside: a rank holds a part
+    of it. ``where`` is the hook that runs."""
+    with ReadsOfShards(module, names) if names else nullcontext() as reads:
+        yield
+    if reads is not None:
+        warn_of_sizes(reads.sizes, where)
+
+
+def warn_of_sizes(names: Collection[str], where: str) -> None:
+    """Warn of divided parameters whose sizes have been asked for."""
+    if names:
+        rank_zero_warn(
+            f"{where} asks for the size of {first_few(map(repr, sorted(names)))}, which the plan divides: it gets that "
+            f"of a rank's part. What depends on it, such as a learning rate by width or a count of parameters, differs "
+            f"from that of one process. Take the size from the model's configuration, or leave the layer out of the "
+            f"plan."
+        )
