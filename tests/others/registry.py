@@ -28,6 +28,9 @@ ROOMS = {  # module in rooms/: what its entries import
     "collective_variables": ("mlcolvar",),
     "terratorch": ("terratorch",),
     "materials": ("matgl",),
+    "atoms": ("schnetpack",),
+    "recommending": ("replay",),
+    "equations": ("pina",),
 }
 
 
