@@ -26,6 +26,7 @@ def partition(
     balance: Balance = "parameters",
     *,
     placement: Placement | None = None,
+    logged: list[Any] | None = None,
     hooks: Callable[[Any], Any] | None = None,
     recompute: bool = False,
 ) -> Partition:
@@ -40,6 +41,7 @@ def partition(
             floating-point operations of the forward), ``"layers"`` (equal counts), or the number of layers of each
             chunk.
         placement: the stage of each chunk. By default each stage has one chunk.
+        logged: a list to which the step appends what it logs.
         hooks: runs the module's hooks around a step, given what the step returns.
         recompute: layers run again in the backward. This is then tried too.
 
@@ -52,8 +54,10 @@ def partition(
     placement = tuple(range(stages)) if placement is None else placement
     units = Layers(module, named_layers(module, layers))
     cuts: list[Candidate] = []
+    logged = [] if logged is None else logged
     while True:
-        seen = trace(module, units.is_unit, step, names=units.names, hooks=hooks, beyond=True)
+        logged.clear()
+        seen = trace(module, units.is_unit, step, names=units.names, logged=logged, hooks=hooks, beyond=True)
         if overlapping := units.overlapping({call.unit for call in seen.calls}):
             units.open(overlapping)
             continue

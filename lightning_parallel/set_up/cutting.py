@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
+from operator import methodcaller
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from lightning_parallel.absent.tensor import AbsentValueError
@@ -37,9 +37,9 @@ def agreed_partition(run: Run, options: StagedOptions, splitting: Splitting, pla
         return Partition.whole(module)
 
     def partition_by(step: _TracedStep) -> Partition:
-        with as_in(trainer, module), trial(trainer, module):
+        with as_in(trainer, module), trial(trainer, module) as logged:
             # On copies of the batch's tensors: an iterator's first batch is put back.
-            own = partial(step.function, *rebuilt(step.arguments, torch.clone))
+            own = partial(step.function, *rebuilt(step.arguments, methodcaller("clone")))
             hooks = StepHooks(trainer, module, own) if run.trains else None
             found = partition(
                 module,
@@ -48,6 +48,7 @@ def agreed_partition(run: Run, options: StagedOptions, splitting: Splitting, pla
                 options.layers,
                 options.balance,
                 placement=placement,
+                logged=logged,
                 hooks=hooks,
                 recompute=options.activation_checkpointing and run.trains,
             )

@@ -251,7 +251,7 @@ class Counts(Untied):
             "constant": 2.0, "batch": batch_idx, "step": self.trainer.global_step, "size": len(inputs),
             "elements": inputs.numel(), "tensor": torch.tensor(3.0), "weight": self.net[8].weight.detach().sum(),
             "labels": labels.double().sum(), "largest label": labels.max(), "mean label": labels.double().mean(),
-            "spread": labels.double().std(), "loss": loss,
+            "spread": labels.double().std(), "loss": loss, "first weight": self.net[0].weight.detach().norm(),
         }  # fmt: skip
         for name, value in values.items():
             self.log(name, value, reduce_fx=self.reduce_fx, on_step=True, on_epoch=True)
