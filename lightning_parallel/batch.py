@@ -91,10 +91,13 @@ def split_into(node: Any, lengths: Sequence[int]) -> list[Any]:
     if isinstance(node, Tensor):
         if not node.dim():
             return [node] * len(lengths)
-        pieces = torch.split(node, [*lengths])
+        pieces: Sequence[Tensor] = torch.split(node, [*lengths])
         # `.data` gives each view a version counter of its own: a step that changes its microbatch in place must not
         # invalidate what autograd has saved of the others.
-        return list(pieces) if node.requires_grad else [piece.data for piece in pieces]
+        pieces = pieces if node.requires_grad else [piece.data for piece in pieces]
+        for piece in pieces:
+            vars(piece).update(vars(node))  # what a subclass carries, such as the names of columns
+        return list(pieces)
     if _one_per_sample(node, sum(lengths)) or _zipped(node, sum(lengths)):
         return _slices(node, lengths)
     children = members(node)

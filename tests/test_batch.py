@@ -330,3 +330,13 @@ def test_a_mapping_that_counts_its_samples_is_an_object() -> None:
     with pytest.raises(ValueError, match="batch\\['inputs'\\]"):
         batch_size(batch)
     assert mapped(batch, torch.clone)["inputs"] is batch["inputs"]
+
+
+def test_parts_of_a_tensor_carry_what_it_carries() -> None:
+    class Labelled(Tensor):
+        pass
+
+    batch = torch.ones(3, 2).as_subclass(Labelled)
+    batch.labels = ["a", "b"]  # type: ignore[attr-defined]
+    parts = split({"x": batch}, 2)
+    assert [part["x"].labels for part in parts] == [["a", "b"]] * 2 and [len(part["x"]) for part in parts] == [2, 1]

@@ -336,10 +336,21 @@ def _explained() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if "mixed torch.Tensor and DTensor" not in str(error):
-            raise
-        raise RuntimeError(
-            "A parameter was used while it was sharded: its unit's `forward` was not running. A unit's weights can "
-            "only be used inside its `forward`. Name other modules in `units`, or leave this setting out. With manual "
-            "optimization the module's children are units: name the layers of a child that the step doesn't call."
-        ) from error
+        for problem, words in _PROBLEMS.items():
+            if problem in str(error):
+                raise RuntimeError(words) from error
+        raise
+
+
+_PROBLEMS = {
+    "mixed torch.Tensor and DTensor": (
+        "A parameter was used while it was sharded: its unit's `forward` was not running. A unit's weights can "
+        "only be used inside its `forward`. Name other modules in `units`, or leave this setting out. With manual "
+        "optimization the module's children are units: name the layers of a child that the step doesn't call."
+    ),
+    "appears to not have been used in the graph": (
+        "A step differentiates by a tensor that it doesn't depend on. fully_shard hands a unit new tensors for those "
+        "that want a gradient, also for those in a dictionary. So a unit's input can't be differentiated by after a "
+        "later unit has run (forces): leave the modules that it passes out of `units`, or use strategy='ddp'."
+    ),
+}

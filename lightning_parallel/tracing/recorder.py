@@ -33,6 +33,7 @@ from lightning_parallel.tracing.operations import OperationsNoted, nbytes_of
 from lightning_parallel.tracing.own_generators import GeneratorsWatched
 from lightning_parallel.tracing.snapshot import StateKept
 from lightning_parallel.tracing.trace import Call, Escape, Place, Trace, TracedCall, Update
+from lightning_parallel.values import first_few
 
 
 class Recorder:
@@ -125,6 +126,7 @@ class Recorder:
             return self._called_inside(name, run)
         if not self._is_unit(name):
             return run.run()
+        _refuse_carriers(name, run.inputs)
         needs = origins_in(run.inputs)
         call = name, self._next(name)
         asked_twice = name in self._twice
@@ -306,3 +308,19 @@ def _plain_parts(output: Any) -> tuple[Any, ...]:
         for leaf in leaves
         if isinstance(leaf, (Tensor, int, float, str))
     )
+
+
+def _refuse_carriers(name: str, inputs: Any) -> None:
+    """Refuse tensors of a subclass that carries something, such as the names of its columns: what layers of other
+    stages return for them wouldn't.
+
+    Raises:
+        ValueError: there are some.
+    """
+    for tensor in tensors_in(inputs):
+        if not isinstance(tensor, AbsentTensor | nn.Parameter) and type(tensor) is not Tensor and vars(tensor):
+            raise ValueError(
+                f"'{name}' is given a {type(tensor).__name__}, which carries {first_few(sorted(vars(tensor)))}. "
+                f"Where a layer is on another stage, what it returns is a plain tensor. Give layers plain tensors "
+                f"(tensor.as_subclass(torch.Tensor)), or use FullyShardedStrategy or strategy='ddp'."
+            )

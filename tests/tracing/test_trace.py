@@ -88,6 +88,20 @@ def test_an_error_of_the_steps_ends_it() -> None:
     assert isinstance(seen(Fails()).stopped, KeyError)
 
 
+class Labelled(Tensor):
+    """With the names of its columns."""
+
+
+def test_a_layer_that_is_given_what_carries_more_than_numbers_is_refused_by_name() -> None:
+    """A layer of another stage returns a plain tensor for it."""
+    x = X.as_subclass(Labelled)
+    net = UNet()
+    assert trace(net, Layers(net, None).is_unit, lambda: net.step(x)).stopped is None
+    x.labels = ["a", "b", "c"]  # type: ignore[attr-defined]
+    stopped = trace(net, Layers(net, None).is_unit, lambda: net.step(x)).stopped
+    assert isinstance(stopped, ValueError) and "'stem' is given a Labelled" in str(stopped) and "labels" in str(stopped)
+
+
 def test_the_module_and_the_generators_are_left_as_they_were() -> None:
     class Writes(Net):
         def __init__(self) -> None:
