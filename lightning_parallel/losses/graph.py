@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from math import inf, isinf, prod
 from types import MappingProxyType
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from lightning_parallel.private.torch import saved_tensor, saved_value, shape_of_operand, shape_of_result
@@ -179,17 +179,33 @@ def _number_beside(node: Node, operand: int) -> Number | None:
     return None if saved is None else float(saved)
 
 
+def is_of_weights(term: Term) -> bool:
+    """Is a term computed from parameters alone, as weight decay is? Its number is no number of samples."""
+    return _is_learned(term.edge.node)
+
+
 def _is_learned(node: Node) -> bool:
-    """Does a node give a number that is computed from parameters of one element, such as a temperature?"""
-    waiting = [node]
+    """Does a node give what is computed from parameters alone, such as a temperature, or the squares of weights?"""
+    waiting, scaled = [node], list[Node]()
     for _ in range(20):
         if not waiting:
-            return True
+            return all(_number_beside(each, 1 - next(iter(_operands(each)))) is not None for each in scaled)
         each = waiting.pop()
-        is_parameter = hasattr(each, "variable")
-        if prod(shape_of_result(each)) != 1 or not (is_parameter or each.next_functions):
+        operands, shape = _operands(each), shape_of_result(each)
+        if hasattr(each, "variable"):
+            if prod(shape) != 1 and not isinstance(each.variable, nn.Parameter):
+                return False
+        elif not operands:
             return False
-        waiting += [edge.node for edge in _operands(each).values()]
+        elif max(prod(shape), *(prod(shape_of_operand(each, i) or ()) for i in operands)) != 1:
+            # Not just numbers. What looks samples up in weights, or joins them with weights, gives another shape.
+            if each.name() in _PRODUCTS | _DIVISIONS and len(operands) == 1:
+                scaled.append(each)
+            elif len(operands) < len(each.next_functions):
+                return False
+            if each.name() not in _REDUCTIONS and shape not in [shape_of_operand(each, i) for i in operands]:
+                return False
+        waiting += [edge.node for edge in operands.values()]
     return False
 
 
@@ -260,6 +276,12 @@ _ADDITIONS = frozenset({*_SIGNS, "StackBackward0", "CatBackward0"})
 _SUMS = frozenset({"SumBackward0", "SumBackward1", "NansumBackward0"})
 _DIVISIONS = frozenset({"DivBackward0", "DivBackward1"})
 _PRODUCTS = frozenset({"MulBackward0", "MulBackward1"})
+_REDUCTIONS = frozenset(  # of one operand, whatever its shape
+    {
+        *_LINEAR, *_SUMS, "MeanBackward0", "MeanBackward1", "NormBackward0", "NormBackward1",
+        "LinalgVectorNormBackward0", "SelectBackward0", "UnbindBackward0",
+    }
+)  # fmt: skip
 # Straight on either side of a value, so parts of a batch may agree with the whole.
 _KINKED = frozenset(
     {

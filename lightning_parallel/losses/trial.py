@@ -126,13 +126,20 @@ def _line(stack: Sequence[str]) -> str:
 
 
 def find(whole: Outcome, parts: Sequence[Outcome], sizes: Sequence[int], tolerance: float) -> Findings:
-    """The rules by which a whole follows from its parts."""
+    """The rules by which a whole follows from its parts.
+
+    What a mean averages over adds up. A number that doesn't, such as a factor, is no count, though a mean by it is
+    right as long as microbatches are of one size.
+    """
     counts = [part.count for part in parts]
+    add_up = abs(whole.count - sum(counts)) <= tolerance * abs(whole.count)
 
     def holding(value: float, values: Sequence[float]) -> frozenset[Rule]:
         expected = {Rule.SAMPLES: _mean(values, sizes), Rule.SUM: sum(values)}
-        # Where nothing counts in any part, a mean by counts has no value that could differ.
-        expected[Rule.COUNTS] = _mean(values, counts) if any(counts) else value
+        if not any(counts):  # a mean by counts has no value that could differ
+            expected[Rule.COUNTS] = value
+        elif add_up:
+            expected[Rule.COUNTS] = _mean(values, counts)
         error = tolerance * max(abs(value), *map(abs, values))
         return frozenset(rule for rule, each in expected.items() if abs(each - value) <= error)
 

@@ -9,12 +9,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lightning_parallel.losses import graph
 from lightning_parallel.losses.graph import terms_of
 from lightning_parallel.losses.normaliser import BatchLoss, Rule
 
 MASK = torch.tensor([True, True, False, True, False, False])
 LABELS = torch.tensor([0, 1, -100, 2, -100, -100])
 TEMPERATURE = nn.Parameter(torch.tensor(2.0, dtype=torch.float64))
+FACTORS = nn.Parameter(torch.tensor([4.0, 2.0], dtype=torch.float64))
 
 
 @pytest.mark.parametrize(
@@ -24,6 +26,10 @@ TEMPERATURE = nn.Parameter(torch.tensor(2.0, dtype=torch.float64))
         (lambda z: z[MASK].mean(0).mean(), [9.0]),
         (lambda z: F.cross_entropy(z, LABELS), [3.0]),
         (lambda z: F.cross_entropy(z, LABELS) / TEMPERATURE, [6.0]),
+        (lambda z: z.mean() / FACTORS[1], [36.0]),
+        (lambda z: z[MASK].mean() * FACTORS.pow(-1)[1], [18.0]),
+        (lambda z: z.mean() / next(iter(FACTORS)) + FACTORS[0], [72.0, 1.0]),
+        (lambda z: z[0, 0] * z.mean(), [1.0]),  # a sample's number is no factor
         (lambda z: (z.sum(1) * MASK).sum() / MASK.sum(), [3.0]),
         (lambda z: 1 - (z.sum(1) * MASK).sum() / int(MASK.sum()), [-3.0]),
         (lambda z: 0.5 * z.mean() + z[MASK].mean(), [36.0, 9.0]),
@@ -38,6 +44,27 @@ def test_what_terms_average_over(loss: Callable[[Tensor], Tensor], counts: list[
     z = torch.rand(6, 3, dtype=torch.float64, requires_grad=True)
     found = terms_of(loss(z))
     assert [term.count for term in found] == pytest.approx(counts)
+
+
+@pytest.mark.parametrize(
+    ("term", "is_of_weights"),
+    [
+        (lambda z, w: 0.5 * w[0, 0], True),
+        (lambda z, w: 1e-3 * w.square().sum(), True),
+        (lambda z, w: (w * w / 2).abs().mean(), True),
+        (lambda z, w: torch.linalg.vector_norm(w) ** 2, True),
+        (lambda z, w: (w @ w.T).square().mean(), True),
+        (lambda z, w: z.mean(), False),
+        (lambda z, w: (z * w).mean(), False),
+        (lambda z, w: (z.detach() * w).mean(), False),
+        (lambda z, w: (z.detach() @ w).mean(), False),
+        (lambda z, w: F.cross_entropy(w[:2], torch.tensor([0, 1])), False),
+    ],
+)
+def test_terms_of_weights_alone(term: Callable[[Tensor, Tensor], Tensor], is_of_weights: bool) -> None:
+    z = torch.rand(3, 3, requires_grad=True)
+    (found,) = terms_of(term(z, nn.Parameter(torch.rand(3, 3))))
+    assert graph.is_of_weights(found) == is_of_weights
 
 
 def test_nothing_is_read_from_a_device() -> None:

@@ -8,16 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-SAMPLES, POSITIONS, CLASSES = 8, 3, 5
+POSITIONS, CLASSES = 3, 5
 Loss = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
-# What of a batch counts, by the number of positions in each sample. Microbatches have two samples.
+# What of a batch counts, by the number of positions in each sample. Microbatches have two samples; of five samples
+# they have two, one, one and one.
 MASKS = {
     "all": [3, 3, 3, 3, 3, 3, 3, 3],
     "some": [3, 1, 2, 3, 1, 1, 3, 2],
@@ -29,6 +31,8 @@ MASKS = {
     "one position": [1, 0, 0, 0, 0, 0, 0, 0],
     "as many in each half": [1, 2, 2, 1, 3, 0, 0, 3],
     "nothing": [0, 0, 0, 0, 0, 0, 0, 0],
+    "five samples": [3, 3, 3, 3, 3],
+    "some of five samples": [1, 3, 2, 3, 1],
 }
 
 # Numerators: the sum of what counts.
@@ -132,6 +136,42 @@ MEANS: dict[str, Loss] = {
 }
 
 
+class _Mean(torch.autograd.Function):
+    """A mean whose graph doesn't tell over how many."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.shape = x.shape
+        return x.sum() / x.numel()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient.expand(ctx.shape) / ctx.shape.numel()
+
+
+# Means beside numbers that don't depend on how many samples there are. They have learned factors ``s [2]``, too.
+LEARNED: dict[str, Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]] = {
+    "uncertainty": lambda s, x, z, m: 0.5 * torch.exp(-s[0]) * x.mean() + 0.5 * s[0],
+    "uncertainty of what counts": lambda s, x, z, m: torch.exp(-s[0]) * x[m].mean() + 0.5 * s[0],
+    "uncertainty, chosen at the end": lambda s, x, z, m: s.neg().exp()[1] * x[m].mean() + 0.5 * s.sum(),
+    "uncertainties": lambda s, x, z, m: sum(  # type: ignore[return-value]
+        torch.exp(-own) * each + 0.5 * own for own, each in zip(s, (x.mean(), z.pow(2).mean()), strict=True)
+    ),
+    "uncertainties of a stack": lambda s, x, z, m: (
+        (0.5 * torch.exp(-s) * torch.stack([x.mean(), z.pow(2).mean()])).sum() + 0.5 * s.sum()
+    ),
+    "shares of a stack": lambda s, x, z, m: (
+        (s.softmax(0) * torch.stack([x.mean(), z.pow(2).mean()])).sum() + 0.01 * s.abs().sum()
+    ),
+    "decay": lambda s, x, z, m: torch.exp(-s[0]) * x.mean() + 1e-3 * s.square().sum(),
+    "mean of squared weights": lambda s, x, z, m: s.square().mean() + torch.exp(-s[0]) * x.mean(),
+    "mean of squared weights beside what counts": lambda s, x, z, m: s.square().mean() + x[m].mean(),
+    "what counts, and absolute weights": lambda s, x, z, m: (x * m).sum() * (1 / m.sum()) + 0.1 * s.abs().sum(),
+    "a function of one's own": lambda s, x, z, m: 2 * _Mean.apply(x),
+    "a function of one's own, and decay": lambda s, x, z, m: _Mean.apply(x) + 1e-2 * s.square().sum(),
+}
+
+
 @dataclass(frozen=True)
 class Spelling:
     """A way to write a loss, on a batch in which some count."""
@@ -160,7 +200,7 @@ def spellings() -> Iterator[Spelling]:
 def batch_of(mask: str, seed: int = 1) -> tuple[Tensor, Tensor, Tensor]:
     """Inputs, labels, and what counts."""
     generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(SAMPLES, POSITIONS, 4, generator=generator, dtype=torch.float64)
     m = torch.arange(POSITIONS) < torch.tensor(MASKS[mask])[:, None]
-    y = torch.randint(0, CLASSES, (SAMPLES, POSITIONS), generator=generator).masked_fill(~m, -100)
+    x = torch.randn(len(m), POSITIONS, 4, generator=generator, dtype=torch.float64)
+    y = torch.randint(0, CLASSES, m.shape, generator=generator).masked_fill(~m, -100)
     return x, y, m

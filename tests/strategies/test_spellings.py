@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 import lightning_parallel as lp
 from tests.pool import WorkerPool
 from tests.strategies.idioms import IDIOMS, SEQUENCES
-from tests.strategies.spellings import CLASSES, Loss, batch_of, spellings
+from tests.strategies.spellings import CLASSES, LEARNED, Loss, batch_of, spellings
 from tests.thorough import thorough
 
 ALL = {f"{each.name}, {each.mask}": each for each in spellings()}
@@ -137,3 +137,34 @@ def test_no_later_batch_is_silently_different(pool: WorkerPool, start: int, micr
     found = pool.run(compare_idioms, 1, start, microbatches, init=False)[0]
     assert not {name: why for name, (what, why) in found.items() if what == "silent"}
     assert sum(what == "equal" for what, _ in found.values()) >= 0.35 * len(found)
+
+
+class Learned(nn.Module):
+    """A loss with learned factors."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.loss = LEARNED[name]
+        self.factors = nn.Parameter(torch.tensor([0.1, -0.2]))
+
+    def forward(self, x: Tensor, z: Tensor, y: Tensor, m: Tensor) -> Tensor:
+        return self.loss(self.factors, x, z, m)
+
+
+def compare_learned(stages: int, schedule: str) -> dict[str, list[str]]:
+    """What differs, by the names of losses, where a later batch isn't split evenly."""
+    torch.set_default_dtype(torch.float64)
+    options = {"microbatches": 4, "schedule": schedule}
+    found = {}
+    for name in LEARNED:
+        for masks in (("all", "five samples"), ("some", "all", "some of five samples")):
+            what, why = compared(Learned(name), masks, stages, **options)
+            found[f"{name}: {', '.join(masks)}"] = [what, *why]
+    return {name: why for name, why in found.items() if why != ["equal"]}
+
+
+@pytest.mark.parametrize(
+    ("stages", "schedule"), [(1, "1f1b"), (2, "zbv"), *thorough((2, "1f1b"), (2, "gpipe"), (2, "interleaved"))]
+)
+def test_numbers_beside_a_mean_weigh_no_microbatch(pool: WorkerPool, stages: int, schedule: str) -> None:
+    assert pool.run(compare_learned, stages, stages, schedule, init=False)[0] == {}
