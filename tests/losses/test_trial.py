@@ -15,6 +15,7 @@ from lightning_parallel.losses.trial import Outcome, find
         ((6, 6, 12), (1.0, 3.0, 2.0), (2, 2), {Rule.COUNTS, Rule.SAMPLES}),
         ((6, 3, 9), (1.0, 4.0, 2.0), (2, 1), {Rule.COUNTS, Rule.SAMPLES}),
         ((3, 0, 3), (2.0, 0.0, 2.0), (2, 2), {Rule.COUNTS, Rule.SUM}),
+        ((2, 0, 4), (2.0, 0.0, 2.0), (2, 2), {Rule.COUNTS, Rule.SUM}),  # of samples, as no number is read
         ((0, 0, 0), (0.0, 0.0, 0.0), (2, 2), {*Rule}),
         ((2, 2, 2), (1.0, 3.0, 2.0), (2, 2), {Rule.SAMPLES}),  # a factor, no count
         ((2, 2, 2), (1.0, 4.0, 2.0), (2, 1), {Rule.SAMPLES}),
