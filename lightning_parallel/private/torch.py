@@ -23,6 +23,7 @@ from torch.autograd.graph import GradientEdge, Node
 from torch.distributed import Store  # type: ignore[attr-defined]
 from torch.distributed.checkpoint import metadata
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.optim import Optimizer
 
@@ -460,3 +461,19 @@ def forget_meshes() -> None:
     """Forget the device meshes that DTensor's caches of operators hold. They name process groups. If these have been
     destroyed, a DTensor of an equal mesh would still use them, or others of the same name."""
     _clear_sharding_prop_cache()
+
+
+@contextmanager
+def values_read_by(read: Callable[[DTensor], Any]) -> Iterator[None]:
+    """Inside, ``read`` gives Python the value of a DTensor (:data:`VALUE_OF`). torch reads what this rank has of it:
+    of a norm or a sum, the one over its own part. Only the operators' private table of exceptions can change that."""
+    handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
+    before = handlers.get(VALUE_OF)
+    handlers[VALUE_OF] = lambda operator, args, kwargs: read(args[0])
+    try:
+        yield
+    finally:
+        if before is None:
+            del handlers[VALUE_OF]
+        else:
+            handlers[VALUE_OF] = before

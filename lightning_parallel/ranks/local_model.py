@@ -19,6 +19,13 @@ def local_part(tensor: Tensor) -> Tensor:
     return here.detach()
 
 
+def whole(tensor: DTensor) -> Tensor:
+    """The whole of a tensor, without autograd. All its ranks call it, and get it on the device on which they meet."""
+    there = tensor.detach().to(tensor.device_mesh.device_type)  # offloaded parts are on the CPU
+    assert isinstance(there, DTensor)
+    return there.full_tensor()
+
+
 def memory_of(tensor: Tensor) -> int:
     """The address of a tensor's memory; 0 if it has none, as absent tensors and the pending result of a collective."""
     local = local_part(tensor)

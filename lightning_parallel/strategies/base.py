@@ -52,12 +52,12 @@ from lightning_parallel.private.lightning.launching import (
     layer_sync_of,
     move_optimizers,
 )
-from lightning_parallel.private.torch import group_of_members
+from lightning_parallel.private.torch import group_of_members, values_read_by
 from lightning_parallel.ranks import process_group
 from lightning_parallel.ranks.collectives import together
 from lightning_parallel.ranks.groups import Groups
 from lightning_parallel.ranks.layout import Layout, Size
-from lightning_parallel.ranks.local_model import LocalModel
+from lightning_parallel.ranks.local_model import LocalModel, whole
 from lightning_parallel.ranks.run import Run
 from lightning_parallel.ranks.user_collectives import Collectives
 from lightning_parallel.results.metric_sync import gather_within
@@ -354,6 +354,7 @@ class LayoutStrategy(ParallelStrategy):
         self._at_end.callback(self.replicas.end)
         if local.is_fully_sharded:
             refuse_copies(run.module)
+            self._at_end.enter_context(values_read_by(lambda tensor: whole(tensor).item()))
         self.model_to_device()
         self.disk_offload.load()
         if run.trains:

@@ -431,6 +431,18 @@ def test_forget_meshes_empties_the_cache_that_holds_them(pool: WorkerPool) -> No
     assert all(before > after == 0 for before, after in pool.run(sizes_of_the_cache_of_meshes, 2))
 
 
+def sums_read() -> list[float]:
+    whole = DTensor.from_local(torch.ones(2), init_device_mesh("cpu", (2,)), [Shard(0)]).sum()
+    with torch_private.values_read_by(lambda tensor: tensor.full_tensor().item()):
+        inside = [whole.item(), float(whole), float(bool(whole == 4))]
+    return [*inside, whole.item()]
+
+
+def test_values_read_by_reads_a_dtensor_and_is_undone(pool: WorkerPool) -> None:
+    """Otherwise a norm of a fully sharded weight, as a number, would be that of this rank's part."""
+    assert pool.run(sums_read, 2) == [[4, 4, 1, 2]] * 2
+
+
 def write_into_the_store() -> int:
     return torch_private.default_store().add("test", 1 + dist.get_rank())
 

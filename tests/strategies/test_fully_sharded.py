@@ -126,6 +126,44 @@ def test_only_one_block_is_whole_at_a_time(pool: WorkerPool) -> None:
         assert gathered < blocks[0] + 1.1 * sum(blocks[1:]) / 4
 
 
+# -- numbers of parts --------------------------------------------------------------------------------------------
+
+
+class ReadsNumbers(Blocks):
+    """Whatever decides by a number of a weight or of a gradient does so by that of the whole, in each place."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return super().training_step(batch, batch_idx) * (1 + self.blocks[0].mix.weight.norm().item())
+
+    def configure_optimizers(self) -> Any:
+        groups = [{"params": [p], "lr": 0.01 * (1 + float(p.detach().abs().mean()))} for p in self.parameters()]
+        return torch.optim.AdamW(groups)
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        norm = sum(p.grad.norm().item() ** 2 for p in self.parameters() if p.grad is not None) ** 0.5
+        for p in self.parameters():
+            if p.grad is not None:
+                p.grad.mul_(0.5 / norm)
+                if p.grad.abs().max() > 0.1:
+                    p.grad.clamp_(-0.1, 0.1)
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        weight = self.blocks[1].mix.weight.detach()
+        weight.mul_(min(1.0, 2 / weight.norm().item()))
+        self.log("number", weight.sum().item())
+        self.log("largest", weight.max(), prog_bar=True, on_step=True, on_epoch=True)  # which one rank's bar reads
+
+
+def test_a_number_of_a_weight_is_that_of_the_whole(pool: WorkerPool) -> None:
+    (expected,) = pool.run(train, 1, ReadsNumbers, init=False, enable_progress_bar=True)
+    given = {"batch_size": BATCH // 2, "enable_progress_bar": True}
+    reports = pool.run(train, 2, ReadsNumbers, "fsdp", init=False, **given)
+    assert_equal(reports, expected)
+    for report in reports:
+        for name in ("number", "largest_step", "largest_epoch"):
+            assert report.metrics[name] == pytest.approx(expected.metrics[name], rel=0, abs=EXACT)
+
+
 # -- evaluation, and what ranks have to agree on -----------------------------------------------------------------
 
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 from lightning.pytorch.core.module import LightningModule
 from lightning.pytorch.plugins import MixedPrecision
+from torch.distributed.tensor import DTensor
 from torch.nn.modules import module as modules
 
 from tests.pool import WorkerPool
@@ -80,3 +81,14 @@ def methods_left_on_the_plugin(strategy: str) -> list[str]:
 def test_a_precision_plugin_gets_its_methods_back(pool: WorkerPool, strategy: str) -> None:
     """A Trainer with another strategy may be given the same plugin."""
     assert pool.run(methods_left_on_the_plugin, 2, strategy, init=False) == [[]] * 2
+
+
+def reads_as_before() -> bool:
+    handlers = DTensor._op_dispatcher._custom_op_handlers
+    before = dict(handlers)
+    fit("fsdp")
+    return handlers == before
+
+
+def test_dtensors_are_read_as_before(pool: WorkerPool) -> None:
+    assert pool.run(reads_as_before, 2, init=False) == [True] * 2
