@@ -9,20 +9,26 @@ may also set something there that other stages read later::
         self.layers[0].requires_grad_(True)                          which parameters are trained
         self.temperature.mul_(0.9)                                   a buffer outside the layers
 
-Lists, metrics and other objects stay as they are: they hold what was gathered on the last stage.
+Lists, metrics and other objects stay as they are: they hold what was gathered on the last stage. Values of parameters
+aren't sent either: the hook may change those that only this stage has, and a change of another one is refused.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from itertools import chain
+from typing import Any, NoReturn
 
+import torch
 from lightning.pytorch import LightningModule
 from torch import nn
 from torch.optim import Optimizer
 from torchmetrics import Metric
 
 from lightning_parallel.absent.tensor import AbsentTensor
+from lightning_parallel.ranks.writes import digest
 from lightning_parallel.values import PLAIN, same_value
 
 _LARGE = 2**20  # elements; a larger buffer is somebody's data
@@ -71,6 +77,45 @@ def make(changes: Settings, module: nn.Module, optimizers: Sequence[Optimizer]) 
                 buffers[where[0]].copy_(value)
         else:
             optimizers[where[0]].param_groups[where[1]][where[2]] = value
+
+
+@contextmanager
+def only_own_changed(hook: str, module: nn.Module, shared: Mapping[str, nn.Parameter]) -> Iterator[None]:
+    """Inside, the module's own ``hook`` runs on this stage alone. A change of a parameter that another stage has, or of
+    a buffer of its layers, raises a RuntimeError, where it can at the line that makes it: it would be made here only.
+
+    Args:
+        shared: the parameters that this stage and others have, by name.
+    """
+
+    def refuse(name: str, settles: bool = False) -> NoReturn:
+        raise RuntimeError(
+            f"{hook} changes '{name}', which is on another pipeline stage, but this hook of the module runs on the "
+            f"last stage only: the change would be lost there. Make it in on_train_batch_end, or in a callback's "
+            f"{hook}, which run on all stages."
+        )
+
+    def absent_ones() -> dict[str, AbsentTensor]:
+        named = chain(module.named_parameters(), module.named_buffers())
+        return {name: tensor for name, tensor in named if isinstance(tensor, AbsentTensor)}
+
+    before = absent_ones()
+    digests = {name: digest(parameter) for name, parameter in shared.items()}
+    listeners = [(tensor.memory, tensor.memory.listeners) for tensor in before.values()]
+    try:
+        for name, tensor in before.items():
+            tensor.memory.listeners += (partial(refuse, name),)
+        yield
+    finally:
+        for memory, listening in listeners:
+            memory.listeners = listening
+    after = absent_ones()
+    for name, tensor in before.items():
+        if after.get(name) is not tensor:  # another one was put in its place
+            refuse(name)
+    for name, parameter in shared.items():
+        if not torch.equal(digest(parameter), digests[name]):
+            refuse(name)
 
 
 def _is_plain(value: Any) -> bool:

@@ -8,7 +8,8 @@ there. What they and the steps log is sent to the other stages (``metric_board.p
     on_validation_batch_end, ...         last stage    what the step returned
     on_train_batch_end                   all stages    perhaps the weights: a moving average
 
-What an epoch's end sets, such as a learning rate, is set on the other stages too (``hook_changes.py``).
+What an epoch's end sets, such as a learning rate, is set on the other stages too, and a hook that runs on one stage
+must not change other stages' parameters (``hook_changes.py``).
 
 The other stages get the loss (``late_values.py``), but nothing else that ``training_step`` returned. Collectives of
 code that runs on one stage only are over its replicas. A save of a checkpoint there is refused: all ranks take part.
@@ -17,13 +18,14 @@ code that runs on one stage only are over its replicas. A save of a checkpoint t
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import nn
 
 from lightning_parallel.private.lightning.batches import time_without_broadcasts
 from lightning_parallel.private.lightning.launching import callbacks_of
@@ -48,6 +50,7 @@ class LastStage:
 
     Args:
         deciding: the stage with the step's first chunk.
+        shared: the parameters that this stage and others have, by name.
         before_meeting: called with the name of a hook at whose end all stages meet.
         failed: called with an exception, before other callbacks see it.
     """
@@ -57,12 +60,15 @@ class LastStage:
         run: Run,
         *,
         deciding: int,
+        shared: Mapping[str, nn.Parameter],
         before_meeting: Callable[[str], None],
         failed: Callable[[BaseException], None],
     ) -> None:
         self._run, self._trainer, self._layout = run, run.trainer, run.layout
         self._before_meeting = before_meeting
-        self._spreading = {name for name in EPOCH_END_HOOKS if is_overridden(name, run.module)}
+        self._shared = shared
+        self._by_user = {name for name in WRAPPED_HOOKS if is_overridden(name, run.module)}
+        self._spreading = self._by_user.intersection(EPOCH_END_HOOKS)
         self._generators = TorchGenerators(run.device)
         self.outcomes = Outcomes(run)
         self._stop = CommonStop(run, deciding)
@@ -117,7 +123,9 @@ class LastStage:
         changes: hook_changes.Settings = {}
         if self._layout.is_last_stage:
             before = hook_changes.settings_of(module, optimizers) if spreads else {}
-            with self.alone(name):
+            is_users = name in self._by_user
+            checked = hook_changes.only_own_changed(name, module, self._shared) if is_users else nullcontext()
+            with self.alone(name), checked:
                 hook(*args)
             changes = hook_changes.changed(before, hook_changes.settings_of(module, optimizers)) if spreads else {}
         if name not in OUTPUT_HOOKS:

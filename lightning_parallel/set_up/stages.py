@@ -115,6 +115,11 @@ class Stages:
                 self._shared.append((group, groups.on_host(ranks), parameters))
                 broadcast_tensors(parameters.values(), layout.rank_at(pipeline=stages[0]), group)
 
+    @property
+    def shared(self) -> dict[str, nn.Parameter]:
+        """The parameters that this stage and others have, by name, once they are joined."""
+        return {name: parameter for *_, parameters in self._shared for name, parameter in parameters.items()}
+
     def summed_shared(self, gradients: Gradients) -> Gradients:
         """The gradients, those of shared parameters summed over the stages that hold them. A parameter that got a
         gradient on no stage keeps none, as in a single process, where the optimizer skips it."""

@@ -182,6 +182,7 @@ class StagedStrategy(LayoutStrategy):
         last_stage = LastStage(
             run,
             deciding=self.stage.partition.placement[0],
+            shared=self._stages.shared,
             before_meeting=self._before_meeting,
             failed=self.on_exception,
         )

@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import LambdaCallback
 from torch.nn import functional as F
 
-from tests.pool import WorkerPool
-from tests.strategies.failures import assert_refused
+from tests.pool import Failure, WorkerPool
+from tests.strategies.failures import assert_lost, assert_refused
 from tests.strategies.harness import Report, complete, here, joined, largest_difference, make_trainer
 from tests.strategies.observed import WIDTH, Net, loader
 
@@ -73,6 +74,74 @@ class Unfreezes(Scaled):
         self.net[0].requires_grad_(True)
 
 
+class ScalesItsLastLayer(Scaled):
+    """Which is on the last stage, so the change is whole there."""
+
+    def on_train_epoch_end(self) -> None:
+        self.net[-1].weight.data.mul_(0.9)
+
+
+class ScalesByACallback(Scaled):
+    """A callback's hook runs on all stages."""
+
+    def configure_callbacks(self) -> Any:
+        return [LambdaCallback(on_train_epoch_end=lambda trainer, module: scale(module))]
+
+
+def scale(module: torch.nn.Module) -> None:
+    module.load_state_dict({name: 0.9 * value for name, value in module.state_dict().items()})
+
+
+class ScalesAll(Scaled):
+    def on_train_epoch_end(self) -> None:
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.mul_(0.9)
+
+
+class ScalesData(Scaled):
+    def on_train_epoch_end(self) -> None:
+        torch._foreach_mul_([parameter.data for parameter in self.parameters()], 0.9)
+
+
+class LoadsItsState(Scaled):
+    def on_validation_epoch_end(self) -> None:
+        scale(self)
+
+
+class SetsData(Scaled):
+    def on_train_epoch_end(self) -> None:
+        for parameter in self.parameters():
+            parameter.data = parameter.data * 0.9
+
+
+class SetsUpAnew(Scaled):
+    def on_train_epoch_end(self) -> None:
+        self.net[0].reset_parameters()
+
+
+class PutsAnother(Scaled):
+    def on_train_epoch_end(self) -> None:
+        self.net[0].weight = torch.nn.Parameter(torch.ones(8, WIDTH))
+
+
+class AfterABatch(Scaled):
+    def on_validation_batch_end(self, *args: Any) -> None:
+        self.net[0].weight.data.zero_()
+
+
+class ScalesWhatIsShared(Scaled):
+    """The first stage and the last have this parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net[2], self.net[4] = torch.nn.Linear(8, WIDTH), torch.nn.Linear(WIDTH, 8)
+        self.net[4].weight = self.net[0].weight
+
+    def on_train_epoch_end(self) -> None:
+        self.net[4].weight.data.mul_(0.9)
+
+
 class DividesByTheWorld(Scaled):
     """The size of batches, as in DataModules: for each of the processes that get different ones."""
 
@@ -111,8 +180,12 @@ class Stepped(Net):
 
 KINDS = (
     SetsAnOption, StepsAScheduler, SetsAnOptionAfterValidation, SetsANumber, SetsABuffer, Unfreezes, DividesByTheWorld,
+    ScalesItsLastLayer, ScalesByACallback,
 )  # fmt: skip
-MODULES = {kind.__name__: kind for kind in (*KINDS, Hooked, Outside, Stepped)}
+LOST = (
+    ScalesAll, ScalesData, LoadsItsState, SetsData, SetsUpAnew, PutsAnother, AfterABatch, ScalesWhatIsShared,
+)  # fmt: skip
+MODULES = {kind.__name__: kind for kind in (*KINDS, *LOST, Hooked, Outside, Stepped)}
 
 
 def train(kind: str, strategy: str, options: dict[str, Any]) -> tuple[Report, bool]:
@@ -133,6 +206,15 @@ def test_what_an_epoch_s_end_sets_is_set_on_all_stages(pool: WorkerPool, kind: A
     weights = joined([report for report, _ in reports], "weights")
     assert largest_difference(weights, expected.weights) < 1e-12
     assert not any(left for _, left in reports)
+
+
+@pytest.mark.parametrize("kind", LOST)
+def test_changes_of_other_stages_parameters_at_an_epoch_s_end_are_refused(pool: WorkerPool, kind: Any) -> None:
+    """By the last stage, at the line that makes them. The others end with it."""
+    failures = pool.run(train, 2, kind.__name__, "sync", {"microbatches": 2}, init=False, expect_errors=True)
+    last = [each for each in failures if isinstance(each, Failure) and "runs on the last stage only" in each]
+    assert len(last) == 1 and "'net.0." in last[0] and "on another pipeline stage" in last[0], failures
+    assert_lost([each for each in failures if each is not last[0]])
 
 
 @pytest.mark.parametrize("strategy", ["sync", "tensor", "fsdp"])
