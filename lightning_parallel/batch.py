@@ -96,7 +96,8 @@ def split_into(node: Any, lengths: Sequence[int]) -> list[Any]:
         # invalidate what autograd has saved of the others.
         pieces = pieces if node.requires_grad else [piece.data for piece in pieces]
         for piece in pieces:
-            vars(piece).update(vars(node))  # what a subclass carries, such as the names of columns
+            for name, value in vars(node).items():
+                vars(piece).setdefault(name, value)  # what a subclass carries and doesn't divide by itself
         return list(pieces)
     if _one_per_sample(node, sum(lengths)) or _zipped(node, sum(lengths)):
         return _slices(node, lengths)

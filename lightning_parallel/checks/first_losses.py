@@ -2,8 +2,9 @@
 
 They compute one model together, so all of them must return the same. A difference has causes that no later check finds:
 a parameter read outside of its layer (each rank sees its own shard), or random numbers that the step draws differently.
-The first step is compared before its backward, so nothing has been updated. A step may do so later only, in another
-epoch or in every third batch: so steps 1, 2, 3, 5, 8, 13, ... are compared, fewer and fewer.
+The first step is compared before its backward, so nothing has been updated. Ranks may part later, in another epoch or
+in every third batch: so steps 1, 2, 3, 5, 8, 13, ... are compared, fewer and fewer. In a pipeline these are runs of the
+step for microbatches and chunks.
 """
 
 from __future__ import annotations
@@ -96,7 +97,13 @@ def scalars(values: Mapping[str, Any]) -> dict[str, float]:
 def _norms(kind: str, output: Any) -> dict[str, float]:
     """Of the tensors that a prediction consists of."""
     found = enumerate(tensors_in(output)) if kind == "predict_step" else ()
-    return {f"prediction {i}": float(torch.linalg.vector_norm(x.detach().to(torch.complex128))) for i, x in found}
+    return {f"prediction {i}": _norm(x.detach()) for i, x in found}
+
+
+def _norm(x: Tensor) -> float:
+    is_number = x.is_floating_point() or x.is_complex()
+    wide = torch.complex128 if x.is_complex() else torch.float64
+    return float(torch.linalg.vector_norm(x if is_number else x.double(), dtype=wide))
 
 
 def _tolerance(output: Any) -> float:

@@ -76,7 +76,7 @@ def _runs(owners: list[nn.Module]) -> bool:
 
 
 def _is_asked_by(module: nn.Module) -> bool:
-    """Is a method of the module the innermost one that runs, outside of this file?"""
+    """Is the innermost method on the stack, this file's aside, one of the module's?"""
     frame = inspect.currentframe()
     while frame is not None:
         own = frame.f_locals.get("self")
@@ -102,6 +102,6 @@ def warn_of_sizes(names: Collection[str], where: str) -> None:
         rank_zero_warn(
             f"{where} asks for the size of {first_few(map(repr, sorted(names)))}, which the plan divides: it gets that "
             f"of a rank's part. What depends on it, such as a learning rate by width or a count of parameters, differs "
-            f"from that of one process. Take the size from the model's configuration, or leave the layer out of the "
-            f"plan."
+            f"from that of one process; the number of dimensions doesn't. Take the size from the model's "
+            f"configuration, or leave the layer out of the plan."
         )

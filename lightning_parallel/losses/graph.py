@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 from math import inf, isinf, prod
 from types import MappingProxyType
 
@@ -54,6 +55,11 @@ class Term:
     def count(self) -> Number:
         """What the term averages over, in all."""
         return self.above * self.below
+
+    @cached_property
+    def is_of_weights(self) -> bool:
+        """Is the term computed from parameters alone, as weight decay is? Its number is no number of samples."""
+        return _is_learned(self.edge.node)
 
     @property
     def is_guarded(self) -> bool:
@@ -177,11 +183,6 @@ def _number_beside(node: Node, operand: int) -> Number | None:
     if isinstance(saved, Tensor):
         return number_of(saved) if saved.numel() == 1 else None
     return None if saved is None else float(saved)
-
-
-def is_of_weights(term: Term) -> bool:
-    """Is a term computed from parameters alone, as weight decay is? Its number is no number of samples."""
-    return _is_learned(term.edge.node)
 
 
 def _is_learned(node: Node) -> bool:

@@ -29,7 +29,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from lightning_parallel.batch import weighted_mean
 from lightning_parallel.gradients.swapping import multiplied
-from lightning_parallel.losses.graph import Number, Term, anything_counts, is_of_weights, number_of, terms_of
+from lightning_parallel.losses.graph import Number, Term, anything_counts, number_of, terms_of
 from lightning_parallel.private.torch import like_edge
 
 _EQUAL = 1e-6  # relative; sums of class weights are rounded
@@ -220,7 +220,7 @@ class BatchLoss:
 def _averaging(terms: Sequence[Term]) -> list[Term]:
     """The terms that are divided; if there are none, those that are multiplied with a number, as with ``1 / n``. Those
     of weights alone average over no samples."""
-    terms = [term for term in terms if not is_of_weights(term)]
+    terms = [term for term in terms if not term.is_of_weights]
     divided = [term for term in terms if term.nodes]
     return divided or [term for term in terms if isinstance(term.count, Tensor) or abs(term.count) != 1]
 
@@ -272,7 +272,7 @@ def numbered(terms: Sequence[Term]) -> dict[str, Term]:
 
 def _ratios(main: Term, terms: Sequence[Term]) -> dict[str, Number]:
     """What other terms average over, by the number of the main one; what counts in neither is left out."""
-    averaging = {key: term for key, term in numbered(terms).items() if term.nodes and not is_of_weights(term)}
+    averaging = {key: term for key, term in numbered(terms).items() if term.nodes and not term.is_of_weights}
     others = {key: term.count for key, term in averaging.items() if term is not main}
     some = {key: count for key, count in others.items() if _may_count(count) or _may_count(main.count)}
     return {key: _ratio(main.count, count) for key, count in some.items()}

@@ -132,7 +132,7 @@ def find(whole: Outcome, parts: Sequence[Outcome], sizes: Sequence[int], toleran
     right as long as microbatches are of one size.
     """
     counts = [part.count for part in parts]
-    # Where nothing counts in a part, the other's number doesn't matter. If it isn't read, it is that of samples.
+    # Where nothing counts in a part, the other's number doesn't matter. A count that isn't read is that of samples.
     add_up = not all(counts) or abs(whole.count - sum(counts)) <= tolerance * abs(whole.count)
 
     def holding(value: float, values: Sequence[float]) -> frozenset[Rule]:

@@ -81,8 +81,8 @@ def make(changes: Settings, module: nn.Module, optimizers: Sequence[Optimizer]) 
 
 @contextmanager
 def only_own_changed(hook: str, module: nn.Module, shared: Mapping[str, nn.Parameter]) -> Iterator[None]:
-    """Inside, the module's own ``hook`` runs on this stage alone. A change of a parameter that another stage has, or of
-    a buffer of its layers, raises a RuntimeError, where it can at the line that makes it: it would be made here only.
+    """Inside, the module's own ``hook`` runs on this stage alone. A change of a parameter or buffer that another stage
+    has raises a RuntimeError, at that line if it is seen there: it would be made here only.
 
     Args:
         shared: the parameters that this stage and others have, by name.

@@ -159,23 +159,33 @@ def _of_its_own(loader: Any) -> Any:
     own.prefetch_factor = 1 if own.num_workers else None
     object.__setattr__(own, "persistent_workers", False)
     if is_table:
+        copies: dict[int, Any] = {}
         for name in ("dataset", "sampler", "batch_sampler"):
-            object.__setattr__(own, name, _with_its_own_state(getattr(loader, name)))
+            object.__setattr__(own, name, _with_its_own_state(getattr(loader, name), copies))
     return own
 
 
-def _with_its_own_state(part: Any) -> Any:
+def _with_its_own_state(part: Any, copies: dict[int, Any]) -> Any:
     """A copy of a dataset or a sampler that draws from copies of its generators, and counts by itself: some count their
-    epochs or samples. What else it holds is shared, since it may be large. Other objects are given back."""
+    epochs or samples. What else it holds is shared, since it may be large. Other objects are given back, and those that
+    close something at their end.
+
+    Args:
+        copies: those that have been made, by the id of the original. They may refer to each other.
+    """
     kind: Any = type(part)
-    if not hasattr(part, "__dict__") or kind.__new__ is not object.__new__:
+    if id(part) in copies:
+        return copies[id(part)]
+    if not hasattr(part, "__dict__") or kind.__new__ is not object.__new__ or hasattr(kind, "__del__"):
         return part
-    own = object.__new__(kind)
+    own = copies[id(part)] = object.__new__(kind)
     for name, value in vars(part).items():
         if isinstance(value, np.random.Generator | np.random.RandomState | random.Random):
             value = copy.deepcopy(value)
+        elif isinstance(value, torch.Generator):
+            value = value.clone_state()
         elif isinstance(value, Dataset | Sampler):
-            value = _with_its_own_state(value)
+            value = _with_its_own_state(value, copies)
         vars(own)[name] = value
     return own
 

@@ -1,9 +1,9 @@
 """What strategies with a tensor axis do besides running the divided layers.
 
 The layers that the plan names are replaced by this rank's shards before optimizers are made. From then on the ranks of
-a tensor group compute one model together: they must compute the same loss. In the first update the loss is compared
-between ranks (:mod:`lightning_parallel.checks.first_losses`), then the gradients of parameters that the plan leaves
-whole. Otherwise an incomplete plan would train wrongly without an error.
+a tensor group compute one model together: they must compute the same loss. In the first step and some later ones the
+loss is compared between ranks (:mod:`lightning_parallel.checks.first_losses`), in the first update also the gradients
+of parameters that the plan leaves whole. Otherwise an incomplete plan would train wrongly without an error.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class TensorShards:
         same random numbers again, even if the step raised.
 
         Raises:
-            RuntimeError: on all ranks of the group, if they come to different losses in the first step of this kind.
+            RuntimeError: on all ranks of the group, if they come to different losses.
         """
         if self._writes is not None and self._writes.is_on and kind == "training_step":
             self._writes.begin(dict(self._trained()))

@@ -102,7 +102,7 @@ class Microbatches:
             return partial(self._trial, (part, *rest), size, seed)
 
         is_first, self._is_first_batch = self._is_first_batch, False
-        self._expect(trial(parts[0], seeds[0], counts[0]), len(parts), is_first)
+        self._prepare_for(trial(parts[0], seeds[0], counts[0]), len(parts), is_first)
         tries = not self.once.names  # a trial would change them once more, before the backward
         tries_mixing = tries and is_first and not self._splitting.by_user
         work: dict[int, Microbatch] = {}
@@ -123,7 +123,7 @@ class Microbatches:
         self._recorder = LogRecorder(self._joins, whole, self._dry_runs.known("training_step"))
         return work, loss
 
-    def _expect(self, trial: Callable[[], Any], microbatches: int, is_first: bool) -> None:
+    def _prepare_for(self, trial: Callable[[], Any], microbatches: int, is_first: bool) -> None:
         """Find out by a dry run, if one is due, what the batch's steps will do, and check or prepare for it."""
         flow = self._dry_runs.follow("training_step", trial, microbatches)
         self._watch.check("training_step", self._stage.partition)
@@ -139,11 +139,11 @@ class Microbatches:
             trial = partial(self._watch.run_on_copy, self._run.module.training_step, *arguments)
             return self._effects.try_out(trial) if self._is_watched else trial()
 
-    def _step(self, arguments: tuple[Any, ...], size: int, seed: int, number: int) -> Any:
-        """The user's step on the microbatch of this number."""
+    def _step(self, arguments: tuple[Any, ...], size: int, seed: int, index: int) -> Any:
+        """The user's step on the microbatch of this index."""
         step = partial(self._earlier.run, self._run.module.training_step, *arguments)
         run = partial(self._shards.run, step, "training_step")
-        with self._prepared(size, seed), self.once.around_run(), self._unseen.around_run(number):
+        with self._prepared(size, seed), self.once.around_run(), self._unseen.around_run(index):
             return self._effects.run(run) if self._is_watched else run()
 
     @contextmanager

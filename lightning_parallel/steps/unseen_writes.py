@@ -43,8 +43,9 @@ class UnseenWrites:
             if parameter is not None
         ]
         self._known: Collection[str] = ()
-        self._is_on = self._changes_all = False
-        self._written: set[str] = set()  # in one run of this batch
+        self._is_on = False  # does a batch take several runs?
+        self._must_all_change = False  # would each microbatch's run have to make a change?
+        self._written: set[str] = set()  # by exactly one run of this batch so far
         self._put_back: set[str] = set()  # in each run, after a write: so does PEFT, for the time of a call
 
     def follow(self, known: Collection[str], microbatches: int, chunks: int) -> None:
@@ -54,23 +55,23 @@ class UnseenWrites:
         Raises:
             RuntimeError: only one of the last batch's first microbatches has changed a parameter.
         """
-        if self._changes_all and self._written:
+        if self._must_all_change and self._written:
             raise RuntimeError(
                 f"training_step has changed '{min(self._written)}' for one microbatch and not for another, so by what "
                 f"is in it. In one process it sees the whole batch. {_FIX}"
             )
         self._known, self._written = known, set()
-        self._is_on, self._changes_all = microbatches * chunks > 1, microbatches > 1 and chunks == 1
+        self._is_on, self._must_all_change = microbatches * chunks > 1, microbatches > 1 and chunks == 1
 
     @contextmanager
-    def around_run(self, microbatch: int) -> Iterator[None]:
-        """A context for one run of the step, with the batch's microbatch of this number.
+    def around_run(self, index: int) -> Iterator[None]:
+        """A context for one run of the step, with the batch's microbatch of this index.
 
         Raises:
             RuntimeError: a layer has changed a buffer that other stages read; or a second run has changed a parameter.
         """
         buffers = self._buffers()
-        parameters = self._parameters() if self._is_on and microbatch < _WATCHED else {}
+        parameters = self._parameters() if self._is_on and index < _WATCHED else {}
         values = {name: digest(parameters[name][0]) for name in self._written if name in parameters}
         try:
             yield

@@ -9,7 +9,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_parallel.losses import graph
 from lightning_parallel.losses.graph import terms_of
 from lightning_parallel.losses.normaliser import BatchLoss, Rule
 
@@ -64,7 +63,7 @@ def test_what_terms_average_over(loss: Callable[[Tensor], Tensor], counts: list[
 def test_terms_of_weights_alone(term: Callable[[Tensor, Tensor], Tensor], is_of_weights: bool) -> None:
     z = torch.rand(3, 3, requires_grad=True)
     (found,) = terms_of(term(z, nn.Parameter(torch.rand(3, 3))))
-    assert graph.is_of_weights(found) == is_of_weights
+    assert found.is_of_weights == is_of_weights
 
 
 def test_nothing_is_read_from_a_device() -> None:

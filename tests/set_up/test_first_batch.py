@@ -15,7 +15,7 @@ import torch
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor, nn
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Subset, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler, Subset, TensorDataset
 
 from lightning_parallel import PipelineStrategy
 from lightning_parallel.set_up.first_batch import trial_of
@@ -124,14 +124,30 @@ class Counts(torch.utils.data.Sampler[int]):
 
 
 class Noisy(Random):
-    """Draws from a generator of its own, and counts what it gives."""
+    """Draws from generators of its own, counts what it gives, and knows its sampler, which knows it."""
 
     def __init__(self) -> None:
         self.generator, self.count = np.random.default_rng(0), 0
+        self.torchs = torch.Generator().manual_seed(0)
+        self.sampler = SequentialSampler(self)
 
     def __getitem__(self, index: int) -> Tensor:
         self.count += 1
-        return ROWS[index] * (self.count / 100) + self.generator.random()
+        return ROWS[index] * (self.count / 100) + self.generator.random() + torch.rand((), generator=self.torchs)
+
+
+class Closes(Random):
+    """Closes what it has opened."""
+
+    def __init__(self) -> None:
+        self.file = {"open": True}
+
+    def __del__(self) -> None:
+        self.file["open"] = False
+
+    def __getitem__(self, index: int) -> Tensor:
+        assert self.file["open"]
+        return ROWS[index]
 
 
 class Net(L.LightningModule):
@@ -169,6 +185,7 @@ def loader(kind: str) -> Any:
         "counts": lambda: DataLoader(rows, batch_size=4, sampler=Counts()),
         "batches": lambda: DataLoader(rows, batch_sampler=BatchSampler(Counts(), 4, False)),
         "noisy": lambda: DataLoader(Subset(Noisy(), range(11, -1, -1)), batch_size=4),
+        "closes": lambda: DataLoader(Closes(), batch_size=4),
         "stream": lambda: DataLoader(Stream(), batch_size=4),
         "generator": lambda: (ROWS[i : i + 4] for i in range(0, 12, 4)),
         "slices": lambda: DataLoader(Goes(noise=False), batch_size=4),
@@ -196,8 +213,8 @@ def trained(kind: str, strategy: Any) -> Net:
 
 
 @pytest.mark.parametrize("kind", [
-    "plain", "shuffled", "own generator", "augmented", "counts", "batches", "noisy", "stream", "generator", "several",
-    "slices", "noisy slices",
+    "plain", "shuffled", "own generator", "augmented", "counts", "batches", "noisy", "closes", "stream", "generator",
+    "several", "slices", "noisy slices",
     "own slices", "own noisy slices", "own anew", "its own iterator", "its own noisy iterator",
     "rewound", "once", "two own",
 ])  # fmt: skip
