@@ -105,16 +105,17 @@ class InTraining(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         y = self.drop(self.up(self.embed(ids)).relu())
-        if self.training and self.does == "quantises":
-            y = (y / y.abs().max() * 7).round()
+        if self.training and self.does == "scales by the largest":
+            y = y / y.abs().max()
         if self.training and self.does == "draws":
             y = nn.functional.dropout(y)
         out: Tensor = self.down(y)
         return out
 
 
-@pytest.mark.parametrize(("does", "is_divided"), [("nothing", True), ("quantises", False), ("draws", True)])
+@pytest.mark.parametrize(("does", "is_divided"), [("nothing", True), ("scales by the largest", False), ("draws", True)])
 def test_what_a_block_does_in_training_only_is_tried_unless_it_draws(does: str, is_divided: bool) -> None:
+    torch.manual_seed(0)
     net = InTraining(does)
     assert ("up" in found_plan(net, lambda: net(EXAMPLE), 2)) == is_divided
 
