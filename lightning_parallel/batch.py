@@ -18,6 +18,7 @@ import hashlib
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from itertools import accumulate
 from numbers import Real
+from operator import methodcaller
 from typing import Any
 
 import numpy as np
@@ -123,6 +124,11 @@ def rebuilt(batch: Any, tensor: Callable[[Tensor], Tensor] = lambda tensor: tens
     """The same batch in new containers, so that what a step puts into them stays in that run of the step. ``tensor``
     makes the new batch's tensors from the old one's."""
     return mapped(batch, tensor, anew=True)
+
+
+def cloned(batch: Any) -> Any:
+    """The same batch in new containers, with copies of its tensors. Those of a subclass make their own."""
+    return rebuilt(batch, methodcaller("clone"))
 
 
 class _Mismatch(ValueError):

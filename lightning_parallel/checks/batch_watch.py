@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from operator import methodcaller
 from typing import Any
 
-from lightning_parallel.batch import rebuilt, tensors
+from lightning_parallel.batch import cloned, tensors
 from lightning_parallel.plan.flow import FlowError
 from lightning_parallel.plan.one_sided import TWICE
 from lightning_parallel.plan.partition import Partition
@@ -21,7 +20,7 @@ class BatchWatch:
 
     def run_on_copy(self, step: Callable[..., Any], *arguments: Any, **more: Any) -> Any:
         """Run a trial of a step on a copy of its batch, and note whether it changed the copy."""
-        own = rebuilt((arguments, more), methodcaller("clone"))
+        own = cloned((arguments, more))
         given = [(tensor, version_of(tensor)) for tensor in tensors(own)]
         try:
             return step(*own[0], **own[1])

@@ -259,7 +259,8 @@ def _like(value: Any, parameter: Tensor, small: Tensor) -> Any:
     if not isinstance(value, Tensor) or value.shape != parameter.shape:
         return copy.deepcopy(value)
     here = local_part(value).flatten()
-    # After steps of an earlier fit, ranks hold different entries. The trial's are to be the same on all.
+    # A constant was set before the first step, on all ranks. After steps of an earlier fit each rank has entries of its
+    # own, and the trial's are to be the same on all.
     is_constant = here.numel() > 1 and bool((here == here[0]).all())
     return torch.full_like(small, float(here[0]) if is_constant else 0.0, requires_grad=False)
 

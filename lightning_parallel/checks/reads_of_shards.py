@@ -67,23 +67,22 @@ class ReadsOfShards(TorchFunctionMode):
 
 def _runs(owners: list[nn.Module]) -> bool:
     """Is a method of one of these modules running? The stack is searched, since ``layer.forward(x)`` calls no hooks."""
-    frame = inspect.currentframe()
-    while frame is not None:
-        if any(frame.f_locals.get("self") is owner for owner in owners):
-            return True
-        frame = frame.f_back
-    return False
+    return any(own is owner for own in _running() for owner in owners)
 
 
 def _is_asked_by(module: nn.Module) -> bool:
     """Is the innermost method on the stack, this file's aside, one of the module's?"""
+    return next((own for own in _running() if not isinstance(own, ReadsOfShards)), None) is module
+
+
+def _running() -> Iterator[Any]:
+    """The objects of which methods are running, the innermost first."""
     frame = inspect.currentframe()
     while frame is not None:
         own = frame.f_locals.get("self")
-        if own is not None and not isinstance(own, ReadsOfShards):
-            return own is module
+        if own is not None:
+            yield own
         frame = frame.f_back
-    return False
 
 
 @contextmanager

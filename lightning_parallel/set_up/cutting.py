@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
-from operator import methodcaller
 from typing import Any
 
 import torch.distributed as dist
 
 from lightning_parallel.absent.tensor import AbsentValueError
-from lightning_parallel.batch import rebuilt
+from lightning_parallel.batch import cloned
 from lightning_parallel.checks.batch_watch import BatchWatch
 from lightning_parallel.plan.partition import Partition
 from lightning_parallel.plan.search import partition
@@ -39,7 +38,7 @@ def agreed_partition(run: Run, options: StagedOptions, splitting: Splitting, pla
     def partition_by(step: _TracedStep) -> Partition:
         with as_in(trainer, module), trial(trainer, module) as logged:
             # On copies of the batch's tensors: an iterator's first batch is put back.
-            own = partial(step.function, *rebuilt(step.arguments, methodcaller("clone")))
+            own = partial(step.function, *cloned(step.arguments))
             hooks = StepHooks(trainer, module, own) if run.trains else None
             found = partition(
                 module,

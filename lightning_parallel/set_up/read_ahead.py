@@ -12,14 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from operator import methodcaller
 from typing import Any
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 
-from lightning_parallel.batch import rebuilt
+from lightning_parallel.batch import cloned
 from lightning_parallel.seeding import random_state, restore_random_state
 
 
@@ -65,7 +64,7 @@ class ReadAhead:
         after = random_state()
         moved = _moved(self._before, after)
         self._drawn = {name: state for name, state in after.items() if _kind_of(name) in moved}
-        return rebuilt(self._first[0], methodcaller("clone"))
+        return cloned(self._first[0])
 
     def hand_on(self) -> None:
         """Have the loader give the batch again when it is next read, and go on from there. Loaders of Python's own

@@ -202,9 +202,9 @@ def find_pairs(module: nn.Module, run: Callable[[], Any]) -> list[Pair]:
     return pairs
 
 
-_DROPOUT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
-
 # -- ways to divide one, by trying -------------------------------------------------------------------------------
+
+_DROPOUT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 
 
 class _Block:
