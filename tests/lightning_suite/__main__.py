@@ -38,27 +38,41 @@ CAUSES = (
 )
 
 
-def outcomes(folder: Path, layout: str, jobs: int, only: list[str]) -> dict[str, tuple[bool, bool, str]]:
-    """By test: whether a strategy takes part, whether it passed, and the cause if it failed."""
+Outcomes = dict[str, tuple[bool, bool, str]]  # by test: does a strategy take part, did it pass, and the cause if not
+
+
+def outcomes(tests: Path, layout: str, jobs: int, only: list[str], file: Path, among: Path | None) -> Outcomes:
+    """Run what isn't in ``file`` yet: the tests whose names are in ``among``, a line each, or all."""
+    file.touch()
+    done = file.with_suffix(".done")
+    done.write_text("".join(f"{test}\n" for test in read(file)))
     with tempfile.TemporaryDirectory() as scratch:
         (Path(scratch) / "pytest.ini").write_text("[pytest]\nxfail_strict = true\n")
-        file = Path(scratch) / "outcomes"
-        file.touch()
-        command = [sys.executable, "-m", "pytest", "-c", f"{scratch}/pytest.ini", "--rootdir", str(folder.parent), "-q"]
+        command = [sys.executable, "-m", "pytest", "-c", f"{scratch}/pytest.ini", "--rootdir", str(tests.parent), "-q"]
         command += ["-p", "tests.lightning_suite.plugin", "--layout", layout, "--outcomes", str(file), "--tb=no"]
         command += ["-p", "no:cacheprovider", "--timeout=120", f"--basetemp={scratch}/temp", "-n", str(jobs)]
-        subprocess.run([*command, *(str(folder / part) for part in only)], check=False)  # some tests fail
-        found: dict[str, tuple[bool, bool, str]] = {}
-        for test, outcome, takes_part, cause in map(json.loads, file.read_text().splitlines()):
-            took, passed, earlier = found.get(test, (False, True, ""))
-            failed = outcome == "failed"
-            found[test] = (took or takes_part, passed and outcome == "passed", earlier or (cause if failed else ""))
+        command += ["--without", str(done), *(["--among", str(among)] if among else [])]
+        subprocess.run([*command, *(str(tests / part) for part in only)], check=False)  # some tests fail
+    return read(file)
+
+
+def read(file: Path) -> Outcomes:
+    found: Outcomes = {}
+    for test, outcome, takes_part, cause in map(json.loads, file.read_text().splitlines()):
+        took, passed, earlier = found.get(test, (False, True, ""))
+        failed = outcome == "failed"
+        found[test] = (took or takes_part, passed and outcome == "passed", earlier or (cause if failed else ""))
     return found
 
 
-def record(found: dict[str, dict[str, tuple[bool, bool, str]]]) -> dict[str, Any]:
-    """For ``recorded.json``: how many tests make a Trainer and pass in one process, and which of them fail here."""
-    counted = [test for test, (takes_part, passed, _) in found["single"].items() if takes_part and passed]
+def that_count(single: Outcomes) -> list[str]:
+    """The tests that make a Trainer for the layout, and pass in one process."""
+    return [test for test, (takes_part, passed, _) in single.items() if takes_part and passed]
+
+
+def record(found: dict[str, Outcomes]) -> dict[str, Any]:
+    """For ``recorded.json``: how many tests count, and which of them fail here."""
+    counted = that_count(found["single"])
     kept = {"lightning": version("lightning"), "tests": len(counted), "layouts": {}}
     for layout in [layout for layout in found if layout != "single"]:
         ends = {test: found[layout].get(test, (True, False, "not run")) for test in counted}
@@ -87,9 +101,19 @@ def main() -> None:
     parser.add_argument("--layouts", nargs="+", choices=list(LAYOUTS), default=list(LAYOUTS))
     parser.add_argument("--only", nargs="+", default=PARTS.split(), help="files and folders in it")
     parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--out", type=Path, default=Path("build/lightning-tests"), help="written as they come")
+    parser.add_argument("--resume", action="store_true", help="keep what is in --out, and run the others")
     given = parser.parse_args()
-    layouts = dict.fromkeys(["single", *given.layouts])
-    kept = record({layout: outcomes(given.tests.resolve(), layout, given.jobs, given.only) for layout in layouts})
+    given.out.mkdir(parents=True, exist_ok=True)
+    among, found = given.out / "that_count", dict[str, Outcomes]()
+    for layout in dict.fromkeys(["single", *given.layouts]):
+        file = given.out / f"{layout}.jsonl"
+        if not given.resume:
+            file.unlink(missing_ok=True)
+        chosen = among if layout != "single" else None
+        found[layout] = outcomes(given.tests.resolve(), layout, given.jobs, given.only, file, chosen)
+        among.write_text("".join(f"{test}\n" for test in that_count(found["single"])))
+    kept = record(found)
     RECORD.write_text(json.dumps(kept, indent=1) + "\n")
     before, rest = PAGE.read_text().split(BEGIN)
     PAGE.write_text(before + BEGIN + section(kept) + END + rest.split(END)[1])

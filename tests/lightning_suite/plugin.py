@@ -33,11 +33,21 @@ _HERE = Path(lp.__file__).parent
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--layout", choices=list(LAYOUTS), default="single")
     parser.addoption("--outcomes", type=Path, required=True, help="a file that gets a line of JSON for each report")
+    parser.addoption("--among", type=Path, help="a file with the names of the tests that may run")
+    parser.addoption("--without", type=Path, help="a file with the names of others")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "cloud: of Lightning's")
     config.addinivalue_line("markers", "flaky: of pytest-rerunfailures")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    files = [config.getoption(name) for name in ("among", "without")]
+    among, without = (None if file is None else {*file.read_text().splitlines()} for file in files)
+    items[:] = [
+        item for item in items if (among is None or item.nodeid in among) and item.nodeid not in (without or ())
+    ]
 
 
 @pytest.hookimpl(wrapper=True)
