@@ -74,6 +74,14 @@ def batch_size(batch: Any) -> int:
     return found
 
 
+def samples_of(batch: Any) -> int | None:
+    """The number of samples in a batch; None if its samples don't lie along dimension 0 of all tensors."""
+    try:
+        return batch_size(batch)
+    except ValueError:
+        return None
+
+
 def split(batch: Any, count: int) -> list[Any]:
     """The batch as ``count`` batches of the sizes that :func:`sizes` gives. Tensors are views; nothing is copied.
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
@@ -152,3 +152,19 @@ def restore_random_state(state: Mapping[str, Tensor]) -> None:
         np.random.set_state(("MT19937", key, int(state["numpy_position"]), int("numpy_gauss" in state), kept))
     if "cuda" in state and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"])
+
+
+def moved(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> set[str]:
+    """The kinds of the generators that have drawn between two random states."""
+    same = {name for name in before.keys() & after.keys() if torch.equal(before[name], after[name])}
+    return {_kind_of(name) for name in (before.keys() | after.keys()) - same}
+
+
+def states_of(state: Mapping[str, Tensor], kinds: Collection[str]) -> dict[str, Tensor]:
+    """The part of a random state that belongs to generators of these kinds."""
+    return {name: value for name, value in state.items() if _kind_of(name) in kinds}
+
+
+def _kind_of(name: str) -> str:
+    """The generator that an entry of a random state belongs to: "torch", "python", "numpy" or "cuda"."""
+    return name.split("_")[0]

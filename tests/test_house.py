@@ -20,7 +20,7 @@ ROWS = (
     {"steps", "late"},
     {"set_up"},
     {"checks"},
-    {"pipeline", "tensor", "callbacks", "fully_sharded", "local_replicas"},
+    {"pipeline", "tensor", "callbacks", "fully_sharded", "local_replicas", "loading"},
     {"plan", "results"},
     {"checkpoint", "tracing", "losses", "timeline", "schedules"},
     {"absent", "messages", "gradients"},

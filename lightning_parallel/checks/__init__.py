@@ -3,5 +3,5 @@
 ``optimizer_trial.py`` finds optimizers that treat parameters as a whole, ``manual.py`` is about modules that step
 optimizers themselves, ``batch_watch.py`` finds steps that change their batch, ``first_losses.py`` tensor ranks with
 different losses, ``reads_of_shards.py`` code that takes a rank's part of a parameter for the parameter, and
-``other_lightning.py`` modules of ``pytorch_lightning``.
+``other_lightning.py`` modules of ``pytorch_lightning``. ``error_notes.py`` explains what ends a run all the same.
 """

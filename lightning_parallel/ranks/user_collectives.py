@@ -9,8 +9,8 @@ group, over which the collectives run that a step calls. ``local_rank`` stays wh
     trainer.global_rank                   0, 1 | 2, 3            0, 1 | 0, 1
     dist.all_reduce(x)                    over all               over the replicas of this stage
 
-The hooks that set up data and make loaders see these ranks, too: a batch size is divided by the number of replicas.
-There all ranks may wait for each other, so collectives are over all of them.
+The hooks that set up data and make loaders see these ranks, too: a batch size is divided by the number of replicas. In
+``setup`` all ranks may wait for each other, so torch.distributed's default group there has all of them.
 
 Outside, decisions, barriers and broadcasts are for all ranks; ``self.all_gather`` and ``sync_dist=True`` always run
 over the data axis.

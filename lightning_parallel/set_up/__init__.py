@@ -1,11 +1,10 @@
 """Before the first batch: what the user's step does, where the module is cut, and what this rank holds of it.
 
 ``options.py`` has the settings that several strategies share. ``cutting.py`` decides where the module is cut, with a
-batch of ``first_batch.py``, split as ``splitting.py`` says, and the hooks that ``step_hooks.py`` traces. ``stages.py``
-takes this rank's part, ``tensor_shards.py`` divides its layers, and ``replicas.py`` has its copies. ``dry_runs.py``
-finds what crosses the cuts, when the first step of a kind is about to run. ``loaders.py`` gives the ranks of one
-replica the same data, and other replicas other data. ``part_of_model.py`` is about a module that is only a part of the
-model.
+batch that is split as ``splitting.py`` says, and the hooks that ``step_hooks.py`` traces. ``stages.py`` takes this
+rank's part, ``tensor_shards.py`` divides its layers, and ``replicas.py`` has its copies. ``dry_runs.py`` finds what
+crosses the cuts, when the first step of a kind is about to run. ``part_of_model.py`` is about a module that is only a
+part of the model.
 
 What runs in each batch belongs in ``steps/``.
 """

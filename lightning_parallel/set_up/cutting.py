@@ -12,13 +12,13 @@ import torch.distributed as dist
 from lightning_parallel.absent.tensor import AbsentValueError
 from lightning_parallel.batch import cloned
 from lightning_parallel.checks.batch_watch import BatchWatch
+from lightning_parallel.loading.first_batch import as_in, first_step
 from lightning_parallel.plan.partition import Partition
 from lightning_parallel.plan.search import partition
 from lightning_parallel.ranks.collectives import broadcast_object, gather_if_different, together
 from lightning_parallel.ranks.layout import Placement
 from lightning_parallel.ranks.run import Run
 from lightning_parallel.results.logs import trial
-from lightning_parallel.set_up.first_batch import as_in, first_step
 from lightning_parallel.set_up.options import StagedOptions
 from lightning_parallel.set_up.splitting import WAYS_TO_SPLIT, Splitting
 from lightning_parallel.set_up.step_hooks import StepHooks
@@ -71,7 +71,7 @@ def agreed_partition(run: Run, options: StagedOptions, splitting: Splitting, pla
 
     def cut() -> Partition:
         try:
-            step = first_step(trainer, module)
+            step = first_step(run)
             batch, *others = step.args
             parts = splitting.parts(batch)[0] if run.trains else [batch]
             part = _TracedStep(step.func, (parts[0], *others))

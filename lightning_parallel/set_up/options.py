@@ -29,6 +29,9 @@ class ProcessOptions:
             elsewhere.
         share_predictions: ``trainer.predict`` returns on every rank what one process would, in the order of the data.
             By default the last stage of each replica returns those of its share of the samples, and other stages None.
+        share_batches: one rank of each replica reads the data loaders in ``fit``, ``validate`` and ``test``, and sends
+            the batches to the others. By default each rank reads them, so they have to draw the same samples
+            everywhere. For loaders that draw by themselves, or for slow ones.
         checkpoint: ``"directory"``: all ranks write a directory together. ``"file"``: the first rank collects the model
             in its host memory, and writes one file, as Lightning does in one process. ``"auto"``: a file where a rank
             holds all of the model, else a directory. Either opens under every layout.
@@ -47,6 +50,7 @@ class ProcessOptions:
     timeout: Seconds | timedelta = 1800
     process_group_backend: Literal["gloo", "nccl"] | None = None
     share_predictions: bool = False
+    share_batches: bool = False
     checkpoint: Literal["auto", "directory", "file"] = "auto"
     async_save: bool = False
     accelerator: Accelerator | None = field(default=None, metadata=SET_BY_TRAINER)

@@ -9,7 +9,7 @@ from typing import Any
 from lightning.pytorch.utilities.data import extract_batch_size
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
-from lightning_parallel.batch import batch_size, sizes, split
+from lightning_parallel.batch import batch_size, samples_of, sizes, split
 from lightning_parallel.set_up.options import StagedOptions
 
 WAYS_TO_SPLIT = (
@@ -82,14 +82,6 @@ class Splitting:
             )
         count = min(count, size)  # the last batch of an epoch may be smaller
         return split(batch, count), sizes(size, count)
-
-
-def samples_of(batch: Any) -> int | None:
-    """The number of samples in a batch; None if its samples don't lie along dimension 0 of all tensors."""
-    try:
-        return batch_size(batch)
-    except ValueError:
-        return None
 
 
 def _guess(batch: Any) -> int:

@@ -45,31 +45,34 @@ class Evaluation:
     ) -> None:
         self._engine, self._stages, self._shards, self._earlier = engine, stages, shards, earlier
         self._dry_runs, self._last_stage = dry_runs, last_stage
+        self._module = run.module
         self._relay = Relay(run)
         self._watch = BatchWatch()
         self._batches = 0
 
-    def run(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run ``validation_step``, ``test_step`` or ``predict_step`` on one batch, the first of ``args``. Returns what
-        the step returned on the last stage, and None on the others; a step of several passes returns on all."""
+    def run(self, kind: str, *args: Any, **kwargs: Any) -> Any:
+        """Run ``validation_step``, ``test_step`` or ``predict_step`` (the ``kind``) on one batch, the first of
+        ``args``. Returns what the step returned on the last stage, and None on the others; a step of several passes
+        returns on all."""
+        step = getattr(self._module, kind)
         self._batches += 1
         # Each loader may have a step of its own.
         trial = partial(self._watch.run_on_copy, first_pass(step), *args, **kwargs)
-        flow = self._dry_runs.follow(f"{step.__name__} {args[2:]}", trial)
-        self._watch.check(step.__name__, self._stages.stage.partition)
+        flow = self._dry_runs.follow(f"{kind} {args[2:]}", trial)
+        self._watch.check(kind, self._stages.stage.partition)
         indices = [index for index in args[1:] if isinstance(index, int)]
         if flow is not None and not any(flow.last):  # it calls no layer, so no stage would leave it
             if not self._stages.stage.has_last_chunk:
                 return None
-            with self._last_stage.alone(step.__name__, *indices):
+            with self._last_stage.alone(kind, *indices):
                 return step(*args, **kwargs)
         passes = passes_of(step)
         if passes is None or self._stages.stage.partition.stages == 1:
-            return self._pass(partial(step, *args, **kwargs), step.__name__, indices)
+            return self._pass(partial(step, *args, **kwargs), kind, indices)
         counter = count()
 
         def run(one: Callable[[], Any]) -> Any:
-            return self._pass(one, step.__name__, [*indices, next(counter)])  # each draws numbers of its own
+            return self._pass(one, kind, [*indices, next(counter)])  # each draws numbers of its own
 
         return run_in_passes(passes, run, self._stages.stage.partition.stages, self._relay, *args, *kwargs.values())
 

@@ -37,12 +37,15 @@ from lightning_parallel.callbacks.start_table import Holding, StartTable
 from lightning_parallel.checkpoint.background import BackgroundSave
 from lightning_parallel.checkpoint.rank_states import take_groups
 from lightning_parallel.checkpoint.trainer_checkpoints import Checkpoints, is_directory
+from lightning_parallel.checks.error_notes import explain
 from lightning_parallel.checks.optimizer_trial import refuse_parts, refuse_strange_parameters
 from lightning_parallel.checks.other_lightning import warn_of_other_modules
 from lightning_parallel.checks.reads_of_shards import sizes_watched
 from lightning_parallel.disk_offload import DiskOffload
 from lightning_parallel.gradients.hook_watch import GradientWatch, refuse_hooks_of_parameters
 from lightning_parallel.gradients.precision_plugin import install_clipping
+from lightning_parallel.loading import loaders
+from lightning_parallel.loading.shared_batches import SharedLoader
 from lightning_parallel.private.lightning.data import take_back_loaders
 from lightning_parallel.private.lightning.launching import (
     ScriptLauncher,
@@ -62,7 +65,6 @@ from lightning_parallel.ranks.run import Run
 from lightning_parallel.ranks.user_collectives import Collectives
 from lightning_parallel.results.metric_sync import gather_within
 from lightning_parallel.results.predictions import share_predictions
-from lightning_parallel.set_up import loaders
 from lightning_parallel.set_up.early_optimizers import OriginalNames
 from lightning_parallel.set_up.options import ProcessOptions
 from lightning_parallel.set_up.part_of_model import refuse_copies
@@ -266,7 +268,7 @@ class LayoutStrategy(ParallelStrategy):
                 background = BackgroundSave(group_of_members(everyone, timeout, "gloo", "saves"))
             self._joined = _Joined(groups, Collectives(self.layout, groups, device), background)
         owners = self.lightning_module, getattr(self.lightning_module.trainer, "datamodule", None)
-        self._at_end.callback(loaders.data_hooks_inside(owners, self.collectives.inside_data_hook))
+        self._at_end.callback(loaders.data_hooks_inside(owners, self.collectives))
         self._seed = process_group.agree_on_seed(self.layout)
         self._held = None  # that of an earlier run, which may have failed
 
@@ -274,7 +276,10 @@ class LayoutStrategy(ParallelStrategy):
     def process_dataloader(self, dataloader: object) -> object:
         if self._same_batches is not None:
             self._same_batches.agree()  # what Lightning does next is to make the first epoch's iterator
-        return loaders.prepare(dataloader, self.layout)
+        prepared = loaders.prepare(dataloader, self.layout)
+        if not self.run.shares_batches or self.run.trainer.predicting:  # predictions go by a loader's record of samples
+            return prepared
+        return SharedLoader(prepared, self.run)
 
     @override
     @contextmanager
@@ -300,6 +305,7 @@ class LayoutStrategy(ParallelStrategy):
             self.root_device,
             self.precision_plugin,
             self._seed,
+            self.options.share_batches,
             ahead=lambda: self.batches_ahead,
         )
         is_alone = self.layout.world_size == 1
@@ -623,6 +629,8 @@ class LayoutStrategy(ParallelStrategy):
     def on_exception(self, exception: BaseException) -> None:
         """Save nothing any more, and close the connections. When this process ends, the other ranks end within seconds,
         wherever they wait."""
+        if self._joined is not None:
+            explain(exception, self.layout)
         if self._watch is not None:
             self._watch.close()
         if self._held is not None and not (self.saves_as_lightning and self.layout.world_size == 1):

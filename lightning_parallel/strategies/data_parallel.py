@@ -27,6 +27,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import nn
 from typing_extensions import override
 
+from lightning_parallel.batch import samples_of
 from lightning_parallel.callbacks.defaults import bring_along
 from lightning_parallel.checks.manual import networks
 from lightning_parallel.checks.other_lightning import warn_of_other_modules
@@ -36,7 +37,6 @@ from lightning_parallel.private.lightning.launching import launched_by_make_laun
 from lightning_parallel.private.lightning.metrics import set_device
 from lightning_parallel.results.log_joins import LogJoins
 from lightning_parallel.results.logs import LogRecorder, logging_through
-from lightning_parallel.set_up.splitting import samples_of
 from lightning_parallel.settings import SET_BY_TRAINER, Auto, check, takes
 from lightning_parallel.values import first_few
 

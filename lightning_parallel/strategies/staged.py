@@ -32,6 +32,7 @@ from lightning_parallel.callbacks.performance_monitor import StageFigures
 from lightning_parallel.callbacks.start_table import Holding
 from lightning_parallel.checks.manual import SEVERAL_OPTIMIZERS, refuse_manual_optimization
 from lightning_parallel.gradients.precision_plugin import share_overflows
+from lightning_parallel.loading.first_batch import trial_of
 from lightning_parallel.losses.graph import Number
 from lightning_parallel.pipeline.engine import Engine
 from lightning_parallel.pipeline.stage import Stage
@@ -42,7 +43,6 @@ from lightning_parallel.results.last_stage import LastStage
 from lightning_parallel.results.timelines import warn_without_pictures, write_timeline
 from lightning_parallel.set_up.cutting import agreed_partition
 from lightning_parallel.set_up.dry_runs import DryRuns
-from lightning_parallel.set_up.first_batch import trial_of
 from lightning_parallel.set_up.options import StagedOptions
 from lightning_parallel.set_up.part_of_model import refuse_calls
 from lightning_parallel.set_up.splitting import Splitting
@@ -159,7 +159,7 @@ class StagedStrategy(LayoutStrategy):
             cut=lambda: agreed_partition(run, self.options, splitting, self.placement),
             check=self.check_partition,
             divide=lambda: self._shards.divide(
-                module, groups.along("tensor"), run.device, partial(trial_of, trainer, module)
+                module, groups.along("tensor"), run.device, partial(trial_of, run)
             ),
         )
         local = self._stages.local_model(self._shards.shards)
@@ -255,16 +255,16 @@ class StagedStrategy(LayoutStrategy):
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         with self.precision_plugin.val_step_context():
-            return self.at_work.evaluation.run(self.run.module.validation_step, *args, **kwargs)
+            return self.at_work.evaluation.run("validation_step", *args, **kwargs)
 
     @override
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
         with self.precision_plugin.test_step_context():
-            return self.at_work.evaluation.run(self.run.module.test_step, *args, **kwargs)
+            return self.at_work.evaluation.run("test_step", *args, **kwargs)
 
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        step = partial(self.at_work.evaluation.run, self.run.module.predict_step, *args, **kwargs)
+        step = partial(self.at_work.evaluation.run, "predict_step", *args, **kwargs)
         with self.precision_plugin.predict_step_context():
             return self.predict_equally(step)
 

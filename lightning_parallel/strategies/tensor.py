@@ -27,8 +27,8 @@ from lightning_parallel.callbacks.start_table import Holding
 from lightning_parallel.checks.manual import BackwardGuard
 from lightning_parallel.gradients.precision_plugin import share_overflows
 from lightning_parallel.gradients.swapping import add_gradients, swap_gradients
+from lightning_parallel.loading.first_batch import trial_of
 from lightning_parallel.ranks.local_model import LocalModel
-from lightning_parallel.set_up.first_batch import trial_of
 from lightning_parallel.set_up.options import ProcessOptions
 from lightning_parallel.set_up.part_of_model import configure_part
 from lightning_parallel.set_up.tensor_shards import TensorShards
@@ -88,7 +88,7 @@ class TensorParallelStrategy(LayoutStrategy):
     def setup(self, trainer: pl.Trainer) -> None:
         run = self.prepare(trainer)
         module, groups = run.module, run.groups
-        self._shards.divide(module, groups.along("tensor"), run.device, partial(trial_of, trainer, module))
+        self._shards.divide(module, groups.along("tensor"), run.device, partial(trial_of, run))
         configure_part(module)
         local = LocalModel.of(module, self._shards.shards)
         self.hold(local, counts=self._shards.counts)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -142,5 +143,6 @@ def time_without_broadcasts(trainer: pl.Trainer) -> Callable[[], None]:
 def _stop_in_time(timer: Timer, trainer: pl.Trainer, *_: Any) -> None:
     left = timer.time_remaining() if timer._interval == "step" else None
     if left is not None and left <= 0 and not trainer.should_stop:
-        rank_zero_info(f"Time limit reached after {timer.time_elapsed():.0f} s: training ends.")
+        elapsed = timedelta(seconds=int(timer.time_elapsed()))  # as Lightning words it:
+        rank_zero_info(f"Time limit reached. Elapsed time is {elapsed}. Signaling Trainer to stop.")
         trainer.should_stop = True

@@ -12,6 +12,7 @@ from tests.others.entry import Entry
 
 def entry(name: str, kind: Any, setup: dict[str, Any] | None = None, **settings: Any) -> Entry:
     def train(batch_size: int) -> None:
+        scvi.settings.seed = 0  # as its tutorials begin; without it each process divides the cells otherwise
         data = scvi.data.synthetic_iid(batch_size=40, n_genes=20)
         kind.setup_anndata(data, **({"batch_key": "batch"} if setup is None else setup))
         kind(data, **settings).train(max_epochs=1, batch_size=batch_size, accelerator="cpu", devices=1, logger=False)

@@ -25,13 +25,14 @@ from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
-from lightning_parallel.batch import split
+from lightning_parallel.batch import samples_of, split
+from lightning_parallel.loading.read_ahead import ReadAhead, can_hand_on
+from lightning_parallel.loading.shared_batches import read_by_one
 from lightning_parallel.passes import first_pass
 from lightning_parallel.private.lightning.data import LoaderSource, before_batch_transfer, mode_of
+from lightning_parallel.ranks.run import Run
 from lightning_parallel.results.logs import trial
 from lightning_parallel.seeding import TorchGenerators, host_generators_kept
-from lightning_parallel.set_up.read_ahead import ReadAhead, can_hand_on
-from lightning_parallel.set_up.splitting import samples_of
 
 _FEW = 4  # samples
 
@@ -43,17 +44,24 @@ STEPS = {
 }
 
 
-def first_step(trainer: pl.Trainer, module: pl.LightningModule) -> partial[Any]:
-    """The first step that the Trainer is going to run, bound to a batch on the module's present device.
+def first_step(run: Run) -> partial[Any]:
+    """The first step that the Trainer is going to run, bound to a batch on the module's present device. All ranks of a
+    replica call it.
 
     Raises:
         ValueError: there is no batch.
     """
+    trainer, module = run.trainer, run.module
     assert trainer.state.fn is not None
     name = STEPS[trainer.state.fn]
     step = getattr(module, name)
     with TorchGenerators(trainer.strategy.root_device).kept(), host_generators_kept():
-        batch, one_after_another = _first_batch(trainer, name)
+        source = LoaderSource(trainer)
+        loader = source.get()
+        if trainer.ckpt_path is None:  # otherwise the loader may depend on what the checkpoint restores
+            source.hand_over(loader)
+        read = partial(_first_batch, trainer, source, loader, name)
+        batch, one_after_another = read_by_one(read, run.groups.model) if run.shares_batches else read()
         batch = trainer.precision_plugin.convert_input(batch)
         batch = before_batch_transfer(module, batch)
         batch = trainer.strategy.batch_to_device(batch, device=module.device)
@@ -63,18 +71,19 @@ def first_step(trainer: pl.Trainer, module: pl.LightningModule) -> partial[Any]:
     return partial(first_pass(step), batch, *indices)
 
 
-def trial_of(trainer: pl.Trainer, module: pl.LightningModule) -> Callable[[], None]:
+def trial_of(run: Run) -> Callable[[], None]:
     """A function that runs the first step on some samples. What a run changes in the module, the caller has to undo.
 
     Raises:
         RuntimeError: with manual optimization. There are no optimizers yet.
     """
+    trainer, module = run.trainer, run.module
     if not module.automatic_optimization:
         raise RuntimeError("with manual optimization it can't be run ahead")
-    step = first_step(trainer, module)
+    step = first_step(run)
     batch, *others = step.args
 
-    def run() -> None:
+    def run_on_few() -> None:
         with trial(trainer, module), as_in(trainer, module):
             few = _few_samples(batch)
             try:
@@ -84,7 +93,7 @@ def trial_of(trainer: pl.Trainer, module: pl.LightningModule) -> Callable[[], No
                     raise
                 step()
 
-    return run
+    return run_on_few
 
 
 def _few_samples(batch: Any) -> Any:
@@ -114,10 +123,9 @@ def as_in(trainer: pl.Trainer, module: pl.LightningModule) -> Iterator[None]:
             part.training = training
 
 
-def _first_batch(trainer: pl.Trainer, step: str) -> tuple[Any, bool]:
-    """The first batch, and whether it is from one of several loaders, which are read one after another."""
-    source = LoaderSource(trainer)
-    loader = source.get()
+def _first_batch(trainer: pl.Trainer, source: LoaderSource, loader: Any, step: str) -> tuple[Any, bool]:
+    """The first batch of the ``loader`` that the ``source`` has given, and whether it is from one of several loaders,
+    which are read one after another."""
     # Python's own iterators, such as a generator, give each batch once: the first is put back. An iterator of another
     # class may be a loader that `iter` rewinds.
     if isinstance(loader, Iterator) and not can_hand_on(loader) and not isinstance(loader, Sized):
@@ -125,8 +133,6 @@ def _first_batch(trainer: pl.Trainer, step: str) -> tuple[Any, bool]:
         loader = chain([first], loader)
         source.hand_over(loader)
         return first, False
-    if trainer.ckpt_path is None:  # otherwise the loader may depend on what the checkpoint restores
-        source.hand_over(loader)
     if isinstance(loader, CombinedLoader):
         combined = CombinedLoader(loader.iterables, mode_of(loader))
     else:

@@ -1,4 +1,4 @@
-"""Loaders that would give every replica the same samples are warned of, once and on rank 0."""
+"""Loaders as the ranks see them: those that would give every replica the same samples, and samplers by hand."""
 
 from __future__ import annotations
 
@@ -6,10 +6,14 @@ import warnings
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler
+from torch.utils.data.distributed import DistributedSampler
 
 from tests.pool import WorkerPool
-from tests.strategies.harness import make_trainer
+from tests.strategies.harness import complete, here, make_trainer
 from tests.strategies.models import LeNet, Rows
 
 
@@ -42,3 +46,26 @@ def test_replicas_that_would_train_on_the_same_samples_are_warned_of(
     assert other == []
     assert len(told) == (words is not None)
     assert all(word in told[0] for word in words or [])
+
+
+class OwnSampler(LeNet):
+    """As under DDP: the sampler asks torch.distributed for the ranks."""
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        alone = {} if dist.is_initialized() else {"num_replicas": 1, "rank": 0}
+        data = Rows(self.samples())
+        return DataLoader(data, batch_size=4, sampler=DistributedSampler(data, **alone))
+
+
+def trained(strategy: str) -> dict[str, Tensor]:
+    torch.set_default_dtype(torch.float64)
+    module = OwnSampler()
+    make_trainer(strategy, [], {} if strategy == "single" else {"microbatches": 2}, max_epochs=2).fit(module)
+    return {name: complete(parameter.detach()) for name, parameter in here(module).items()}
+
+
+def test_samplers_that_hooks_make_see_replicas_as_ranks(pool: WorkerPool) -> None:
+    (expected,) = pool.run(trained, 1, "single", init=False)
+    for weights in pool.run(trained, 2, "sync", init=False):
+        for name, weight in weights.items():
+            torch.testing.assert_close(weight, expected[name], rtol=0, atol=1e-10)

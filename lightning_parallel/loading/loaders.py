@@ -20,30 +20,33 @@ from lightning_parallel.private.lightning.replaced import replaced
 from lightning_parallel.ranks.collectives import all_equal, broadcast_object
 from lightning_parallel.ranks.layout import Layout
 from lightning_parallel.ranks.run import Run
+from lightning_parallel.ranks.user_collectives import Collectives
 from lightning_parallel.seeding import random_state, restore_random_state
 
-_DATA_HOOKS = ("setup", "train_dataloader", "val_dataloader", "test_dataloader", "predict_dataloader")
+_LOADER_HOOKS = ("train_dataloader", "val_dataloader", "test_dataloader", "predict_dataloader")
 
 
 def data_hooks_inside(
-    owners: Sequence[pl.LightningModule | pl.LightningDataModule | None],
-    context: Callable[[], AbstractContextManager[None]],
+    owners: Sequence[pl.LightningModule | pl.LightningDataModule | None], collectives: Collectives
 ) -> Callable[[], None]:
-    """Make ``setup`` and the hooks that make loaders run inside a context. Returns a function that undoes this.
+    """Make ``setup`` and the hooks that make loaders see the ranks of the data axis. In those that make loaders so does
+    ``torch.distributed``, since a ``DistributedSampler(dataset)`` asks it. Returns a function that undoes this.
 
     Args:
         owners: the LightningModule and the LightningDataModule, if there is one.
     """
     put_back = ExitStack()
+    contexts: dict[str, Callable[[], AbstractContextManager[None]]] = {"setup": collectives.inside_data_hook}
+    contexts |= {name: partial(collectives.inside_step, name) for name in _LOADER_HOOKS}
 
-    def inside(hook: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        with context():
+    def inside(name: str, hook: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        with contexts[name]():
             return hook(*args, **kwargs)
 
-    for owner, name in product(filter(None, owners), _DATA_HOOKS):
+    for owner, name in product(filter(None, owners), contexts):
         hook = getattr(owner, name)
         if hook is not None:  # `module.val_dataloader = None` switches it off
-            put_back.callback(replaced(owner, name, partial(inside, hook)))
+            put_back.callback(replaced(owner, name, partial(inside, name, hook)))
     return put_back.close
 
 
@@ -127,8 +130,8 @@ class SameBatches:
         if not all_equal(self._run.groups.model, fingerprint(batch)):
             raise RuntimeError(
                 f"The ranks of one replica see different batches: their batches {index} differ. Every stage and every "
-                f"tensor rank must load the same samples in the same order: seed the sampler with "
-                f"`seed_everything(...)` or a generator of its own, or leave `use_distributed_sampler=True`. Code that "
-                f"runs on some ranks only (`if trainer.is_global_zero:`) mustn't draw from the generators that the "
-                f"data are drawn from."
+                f"tensor rank must load the same samples in the same order. With share_batches=True one rank reads "
+                f"them for all. Or seed the sampler with `seed_everything(...)` or a generator of its own, or leave "
+                f"`use_distributed_sampler=True`. Code that runs on some ranks only (`if trainer.is_global_zero:`) "
+                f"mustn't draw from the generators that the data are drawn from."
             )

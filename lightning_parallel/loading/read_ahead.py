@@ -10,16 +10,15 @@ training goes on with::
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 
-import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from lightning_parallel.batch import cloned
-from lightning_parallel.seeding import random_state, restore_random_state
+from lightning_parallel.seeding import moved, random_state, restore_random_state, states_of
 
 
 def can_hand_on(loader: Any) -> bool:
@@ -55,15 +54,14 @@ class ReadAhead:
         before = random_state()
         self._iterator = iter(self._loader)
         after = random_state()
-        self._before = before if _moved(before, after) else {}
+        self._before = before if moved(before, after) else {}
         return self
 
     def __next__(self) -> Any:
         self._before = self._before or random_state()
         self._first.append(next(self._iterator))
         after = random_state()
-        moved = _moved(self._before, after)
-        self._drawn = {name: state for name, state in after.items() if _kind_of(name) in moved}
+        self._drawn = states_of(after, moved(self._before, after))
         return cloned(self._first[0])
 
     def hand_on(self) -> None:
@@ -79,7 +77,7 @@ class ReadAhead:
         if first:
             self._loader.__class__ = kind
         now = random_state()
-        if first and _moved(self._before, now).isdisjoint(map(_kind_of, self._drawn)):
+        if first and not states_of(self._drawn, moved(self._before, now)):
             restore_random_state(self._drawn)
             yield from first
             with suppress(StopIteration):
@@ -93,14 +91,3 @@ class ReadAhead:
                 f"missing: let nothing draw between set-up and training, or give the loader a generator of its own."
             )
         yield from self._loader
-
-
-def _moved(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> set[str]:
-    """The kinds of the generators whose states differ."""
-    same = {name for name in before.keys() & after.keys() if torch.equal(before[name], after[name])}
-    return {_kind_of(name) for name in (before.keys() | after.keys()) - same}
-
-
-def _kind_of(name: str) -> str:
-    """The generator that an entry of a random state belongs to: "torch", "python", "numpy" or "cuda"."""
-    return name.split("_")[0]

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler, Subset, TensorDataset
 
 from lightning_parallel import PipelineStrategy
-from lightning_parallel.set_up.first_batch import trial_of
+from lightning_parallel.loading.first_batch import trial_of
 from lightning_parallel.tracing.snapshot import StateKept
 
 ROWS = torch.arange(24, dtype=torch.float32).view(12, 2)
@@ -318,7 +318,7 @@ class Tried(SingleDeviceStrategy):
             return step(batch, batch_idx)
 
         module.training_step = noting  # type: ignore[method-assign]
-        run = trial_of(trainer, module)
+        run = trial_of(SimpleNamespace(trainer=trainer, module=module, shares_batches=False))  # type: ignore[arg-type]
         with StateKept(module):
             run()
             run()

@@ -1,0 +1,34 @@
+"""Adds a note to errors that end training and don't say what they have to do with the layout."""
+
+from __future__ import annotations
+
+from lightning_parallel.ranks.layout import Layout
+
+# By a strategy's axis: words of the error, and the note.
+_NOTES = (
+    (
+        "pipeline",
+        "'NoneType' object has no attribute",
+        "Hooks run on every stage, where parameters of other stages have no gradient. A hook that reads gradients has "
+        "to skip parameters whose grad is None.",
+    ),
+    (
+        "pipeline",
+        "Expected more than 1 value per channel when training",
+        "BatchNorm sees one microbatch at a time, and an epoch's last batch may leave a microbatch one sample. Use "
+        "drop_last=True in the DataLoader, or fewer microbatches.",
+    ),
+    (
+        "data",
+        "but its data is not allocated yet",
+        "Parameters and gradients are divided over replicas (DTensor), which torch.tensor([...]) can't read, so "
+        "neither can Lightning's grad_norm. Use torch.stack([...]).",
+    ),
+)
+
+
+def explain(error: BaseException, layout: Layout) -> None:
+    """Add a note to an error of the user's code that has its cause in the layout."""
+    for axis, words, note in _NOTES:
+        if layout.size(axis) > 1 and words in str(error):
+            error.add_note(note)

@@ -1,0 +1,58 @@
+"""Errors of the user's code that have their cause in the layout say so."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.utilities import grad_norm
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from tests.pool import WorkerPool
+from tests.strategies.harness import make_trainer
+
+
+class Net(L.LightningModule):
+    def __init__(self, between: nn.Module | None = None) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 8), between or nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss: Tensor = self.layers(batch).square().mean()
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+class ReadsAllGradients(Net):
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        for parameter in self.parameters():
+            assert parameter.grad.norm() >= 0  # type: ignore[union-attr]
+
+
+class LogsNorms(Net):
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.log_dict(grad_norm(self, norm_type=2))
+
+
+def trained(case: str) -> None:
+    made, strategy = {
+        "gradients": (ReadsAllGradients, "sync"),
+        "BatchNorm": (lambda: Net(nn.BatchNorm1d(8)), "sync"),
+        "norms": (LogsNorms, "fsdp"),
+    }[case]
+    options = {"microbatches": 2} if strategy == "sync" else {}
+    trainer = make_trainer(strategy, [], options)
+    trainer.fit(made(), DataLoader(torch.randn(10, 4), batch_size=8))  # type: ignore[operator]
+
+
+@pytest.mark.parametrize(
+    ("case", "words"), [("gradients", "whose grad is None"), ("BatchNorm", "drop_last=True"), ("norms", "torch.stack")]
+)
+def test_errors_that_the_layout_causes_have_a_note(pool: WorkerPool, case: str, words: str) -> None:
+    failures = pool.run(trained, 2, case, init=False, expect_errors=True)
+    assert any(words in failure for failure in failures)
