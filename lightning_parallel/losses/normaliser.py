@@ -158,12 +158,13 @@ class BatchLoss:
         """
         terms, weight, reference = self._terms.pop(index), self.weights[index], self._reference
         if index == len(self.sizes) - 1 and not any(map(_may_count, self.weights)):
-            weight, reference = 1.0, self._batches
-        if not terms or not _may_count(weight):
-            return [], []
-        self._begun[index] = weight
-        seeds = [(term.edge, _ratio(weight, term.above) / reference * scale) for term in terms]
-        seeds = [(edge, seed) for edge, seed in seeds if _may_count(seed)]
+            seeds = [(term.edge, _inverse(term.above) / self._batches * scale) for term in terms]
+        elif terms and _may_count(weight):
+            self._begun[index] = weight
+            seeds = [(term.edge, _ratio(weight, term.above) / reference * scale) for term in terms]
+            seeds = [(edge, seed) for edge, seed in seeds if _may_count(seed)]
+        else:
+            seeds = []
         return [edge for edge, _ in seeds], [_seed(edge, seed) for edge, seed in seeds]
 
     # -- the batch -------------------------------------------------------------------------------------------------
@@ -284,6 +285,11 @@ def _ratio(main: Number, other: Number) -> Number:
         main, other = torch.as_tensor(main, dtype=torch.float64), torch.as_tensor(other, dtype=torch.float64)
         return torch.where(main == other, 1.0, torch.where(other == 0, 0.0, main / other))
     return 1.0 if main == other else main / other if other else 0.0
+
+
+def _inverse(count: Number) -> Number:
+    """1 / count, infinite for 0: a loss that is divided by 0 has no other gradient in one process."""
+    return 1 / count if isinstance(count, Tensor) or count else inf
 
 
 def _ratio_of_nothing(count: Number) -> Number:
