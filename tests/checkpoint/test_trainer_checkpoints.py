@@ -189,3 +189,12 @@ def test_what_modules_keep_besides_tensors_is_saved_and_opens_everywhere(pool: W
     fresh.load_state_dict(read_full(tmp_path / "sync.ckpt"))
     assert (fresh.first.calls, fresh.last.calls) == (9, 18)
     assert Counting.load_from_checkpoint(tmp_path / "sync.ckpt").last.calls == 18
+
+
+def test_a_module_that_has_not_run_is_saved_as_by_lightning(tmp_path: Path) -> None:
+    module = ALL["LeNet"]()
+    trainer = L.Trainer(accelerator="cpu", devices=1, strategy=STRATEGIES["sync"](), logger=False)
+    trainer.strategy.connect(module)
+    trainer.save_checkpoint(tmp_path / "begin.ckpt")
+    saved = torch.load(tmp_path / "begin.ckpt", weights_only=True)["state_dict"]
+    assert saved.keys() == module.state_dict().keys()
