@@ -24,6 +24,12 @@ _NOTES = (
         "Parameters and gradients are divided over replicas (DTensor), which torch.tensor([...]) can't read, so "
         "neither can Lightning's grad_norm. Use torch.stack([...]).",
     ),
+    (
+        "data",
+        "got mixed torch.Tensor and DTensor",
+        "Some parameters are divided over replicas (DTensor), and some are whole. For a mean teacher, or other code that "
+        "computes with both, use data_parallel_kind='replicate', or strategy='ddp'.",
+    ),
 )
 
 

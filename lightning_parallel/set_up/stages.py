@@ -21,8 +21,8 @@ from lightning_parallel.gradients.averaging import summed_over
 from lightning_parallel.gradients.swapping import Gradients
 from lightning_parallel.pipeline.stage import Stage
 from lightning_parallel.plan.partition import Partition
-from lightning_parallel.ranks.collectives import broadcast_tensors
-from lightning_parallel.ranks.local_model import LocalModel
+from lightning_parallel.ranks.collectives import broadcast_tensors, gather_objects
+from lightning_parallel.ranks.local_model import LocalModel, local_part
 from lightning_parallel.ranks.run import Run
 from lightning_parallel.ranks.shard import Shard
 from lightning_parallel.set_up.options import StagedOptions
@@ -101,9 +101,15 @@ class Stages:
 
     def join_shared(self, local: LocalModel, run: Run) -> None:
         """Make parameters that several stages hold equal on them, as the first of these stages has them. All ranks call
-        it."""
+        it.
+
+        Raises:
+            ValueError: replicas hold one of them whole on a stage, and in parts on another.
+        """
         self._shared = []
         layout, groups = run.layout, run.groups
+        if self.fully_sharded is not None:
+            self._refuse_whole_and_in_parts(local, groups.along("pipeline"))
         by_stages: dict[tuple[int, ...], list[str]] = {}
         for name, stages in self.stage.partition.shared().items():
             by_stages.setdefault(stages, []).append(name)
@@ -113,7 +119,19 @@ class Stages:
                 group = groups.joining(ranks)
                 parameters = {name: local.parameters[name] for name in names}
                 self._shared.append((group, groups.on_host(ranks), parameters))
-                broadcast_tensors(parameters.values(), layout.rank_at(pipeline=stages[0]), group)
+                broadcast_tensors(map(local_part, parameters.values()), layout.rank_at(pipeline=stages[0]), group)
+
+    def _refuse_whole_and_in_parts(self, local: LocalModel, pipeline: dist.ProcessGroup) -> None:
+        """A stage that reads a parameter outside of its layer, as a mean teacher does, holds it whole."""
+        own = {name: name in local.replicated for name in self.stage.partition.shared() if name in local.parameters}
+        seen: dict[str, bool] = {}
+        for stage in gather_objects(own, pipeline):
+            for name, is_whole in stage.items():
+                if seen.setdefault(name, is_whole) != is_whole:
+                    raise ValueError(
+                        f"data_parallel_kind='fully_shard': '{name}' is in parts on the stage of its layer, and whole "
+                        f"on another one, which reads it outside of the layer or changes it. Use 'replicate'."
+                    )
 
     @property
     def shared(self) -> dict[str, nn.Parameter]:

@@ -143,7 +143,8 @@ class FullyShardedStrategy(LayoutStrategy):
             if self._root is not None:
                 self._take_example(trainer)
                 self._at_end.callback(self._put_example_back)
-            self._guard.begin([] if module.automatic_optimization else local.replicated.values())
+            by_hand = not module.automatic_optimization and self.layout.world_size > 1
+            self._guard.begin(local.replicated.values() if by_hand else [])
             self._at_end.callback(self._guard.end)
 
     def _fully_shard(self, module: pl.LightningModule) -> None:

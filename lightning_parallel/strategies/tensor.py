@@ -97,7 +97,8 @@ class TensorParallelStrategy(LayoutStrategy):
         self._shards.begin(local, groups.along("tensor"), automatic=module.automatic_optimization)
         if run.trains:
             self.replicas.begin(watch=True)
-            self._guard.begin([] if module.automatic_optimization else local.parameters.values())
+            by_hand = not module.automatic_optimization and self.layout.world_size > 1
+            self._guard.begin(local.parameters.values() if by_hand else [])
             self._at_end.callback(self._guard.end)
 
     @override

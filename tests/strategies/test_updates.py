@@ -270,6 +270,24 @@ def test_a_mean_teacher_follows_as_in_one_process(pool: WorkerPool, options: dic
     assert_as_in_one_process(pool, "teacher", options, follows)
 
 
+IN_PARTS = {"microbatches": 2, "data_parallel": 2, "data_parallel_kind": "fully_shard"}
+
+
+@pytest.mark.parametrize(
+    ("stages", "words"), [(1, ["training_step changes 'teacher.", "'replicate'"]), (2, ["'net.", "'replicate'"])]
+)
+def test_a_mean_teacher_in_parts_is_refused(pool: WorkerPool, stages: int, words: list[str]) -> None:
+    options = IN_PARTS | {"stages": stages}
+    failures = pool.run(train, 2 * stages, "teacher", "sync", options, init=False, expect_errors=True)
+    assert_refused(failures, "ValueError", [*words, "fully_shard"])
+
+
+def test_a_hook_that_mixes_whole_parameters_and_parts_has_a_note(pool: WorkerPool) -> None:
+    options, follows = IN_PARTS | {"stages": 1}, "on_before_zero_grad"
+    for failure in pool.run(train, 2, "teacher", "sync", options, follows, init=False, expect_errors=True):
+        assert "data_parallel_kind='replicate'" in failure
+
+
 @pytest.mark.parametrize("kind", ["teacher's memory", "own memory"])
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "interleaved", "zbv"])
 def test_a_parameter_whose_memory_is_replaced_is_that_of_one_process(
