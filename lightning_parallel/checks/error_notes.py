@@ -27,8 +27,8 @@ _NOTES = (
     (
         "data",
         "got mixed torch.Tensor and DTensor",
-        "Some parameters are divided over replicas (DTensor), and some are whole. For a mean teacher, or other code that "
-        "computes with both, use data_parallel_kind='replicate', or strategy='ddp'.",
+        "Some parameters are divided over replicas (DTensor), and some are whole. A mean teacher, or other code that "
+        "computes with both, needs data_parallel_kind='replicate', or strategy='ddp'.",
     ),
 )
 
