@@ -26,7 +26,7 @@ Modules without parameters and state run everywhere, except in an open ``nn.Sequ
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain, pairwise
 
 from torch import nn
@@ -126,11 +126,19 @@ class Candidate:
         stages = max(self._placement) + 1
         each = self._chunks // stages
         several = "" if each == 1 else f" with {each} chunks each"
-        fewer = [f"at most {most // each} stages"] if most >= each else []
+        fewer = [f"at most {most // each} stages"] if most > each else []
         fewer += ["one chunk each ('1f1b')"] if each > 1 else []
+        use = f"use {', or '.join([*fewer, advice])}."
+        collecting = next(self._collecting(), None)
+        if collecting is not None and len(names) >= self._chunks:
+            return ValueError(
+                f"stages={stages}{several}, but the model can't be cut between the calls of '{collecting[0]}', which a "
+                f"step calls several times: it collects statistics of its inputs, so one stage has to make all of "
+                f"them. Call it once, on all inputs together (torch.cat), or {use}"
+            )
         return ValueError(
             f"stages={stages}{several}, but the model has only {max(most, len(names))} {calls_of}layers to share out "
-            f"({enumerated(names)}): use {', or '.join([*fewer, advice])}."
+            f"({enumerated(names)}): {use}"
         )
 
     # -- along the chain -----------------------------------------------------------------------------------------
@@ -172,14 +180,21 @@ class Candidate:
         collects statistics of its inputs, since two copies would differ; with ``keep_together``, not between the calls
         of any unit."""
         allowed = [True] * len(self._chain)
+        for _, first, last in self._spans() if keep_together else self._collecting():
+            allowed[first:last] = [False] * (last - first)
+        return allowed
+
+    def _spans(self) -> Iterator[tuple[str, int, int]]:
+        """The units that are called at several places in the chain, each with the first and the last of these."""
         spans: dict[str, tuple[int, int]] = {}
         for call, position in zip(self.seen.calls, self._positions, strict=True):
             first, _ = spans.get(call.unit, (position, position))
             spans[call.unit] = first, position
-        for name, (first, last) in spans.items():
-            if keep_together or _collects(self._module.get_submodule(name)):
-                allowed[first:last] = [False] * (last - first)
-        return allowed
+        return ((name, first, last) for name, (first, last) in spans.items() if first < last)
+
+    def _collecting(self) -> Iterator[tuple[str, int, int]]:
+        """Those that collect statistics of their inputs."""
+        return (span for span in self._spans() if _collects(self._module.get_submodule(span[0])))
 
     # -- who owns what -------------------------------------------------------------------------------------------
 
