@@ -35,7 +35,6 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_parallel.callbacks.defaults import IN_PARTS
 from lightning_parallel.callbacks.start_table import Holding
 from lightning_parallel.checks.manual import BackwardGuard, networks
 from lightning_parallel.fully_sharded.units import check_dtypes, materialize, refuse_second_derivatives, untied
@@ -101,10 +100,11 @@ class FullyShardedStrategy(LayoutStrategy):
     Mixed precision is autocast's, as under DDP, with the same numbers: parameters are gathered, and gradients reduced,
     in the parameters' own dtype, and a loss scaler finds the overflow of any rank. Gradients are reduced after each
     batch, also when several are accumulated: a rank never holds more than its part of them.
+
+    On one rank nothing is divided, unless ``cpu_offload`` asks for it: Lightning runs the module as in one process.
     """
 
     options: FullyShardedOptions
-    refused_on_one_rank = IN_PARTS  # also there, what averages or prunes would meet DTensors
     calls_configure_part = True
     _uses: ModuleUses  # from set-up on
 
@@ -129,6 +129,10 @@ class FullyShardedStrategy(LayoutStrategy):
             loop.inference_mode = False
         run = self.prepare(trainer)
         module = run.module
+        if self.is_one_process:
+            configure_part(module)
+            self.hold(LocalModel.of(module))
+            return
         is_new = self._fully_sharded is not module
         if is_new:
             self._fully_shard(module)
@@ -143,8 +147,7 @@ class FullyShardedStrategy(LayoutStrategy):
             if self._root is not None:
                 self._take_example(trainer)
                 self._at_end.callback(self._put_example_back)
-            by_hand = not module.automatic_optimization and self.layout.world_size > 1
-            self._guard.begin(local.replicated.values() if by_hand else [])
+            self._guard.begin([] if module.automatic_optimization else local.replicated.values())
             self._at_end.callback(self._guard.end)
 
     def _fully_shard(self, module: pl.LightningModule) -> None:
@@ -201,16 +204,23 @@ class FullyShardedStrategy(LayoutStrategy):
         self._writes = {training: Writes(_lost, host_group) for training in (True, False)}
 
     @property
+    def is_one_process(self) -> bool:
+        """Is there one rank, which has no reason to keep its parameters elsewhere?"""
+        return self.layout.world_size == 1 and not self.options.cpu_offload
+
+    @property
     @override
     def holds_all(self) -> bool:
-        return False  # parameters are DTensors, also of a single rank
+        return self.is_one_process
 
     @override
     def holding(self) -> Holding:
-        return Holding("all, fully sharded")
+        return Holding("all" if self.is_one_process else "all, fully sharded")
 
     @override
     def model_to_device(self) -> None:
+        if self.is_one_process:
+            return super().model_to_device()
         # fully_shard has moved all parameters and buffers, or left them on the CPU. Metrics hold other tensors.
         for module in self.run.module.modules():
             if next(module.parameters(), None) is None:
@@ -255,6 +265,8 @@ class FullyShardedStrategy(LayoutStrategy):
 
     @override
     def run_step(self, kind: str, step: Callable[[], T]) -> T:
+        if self.is_one_process:
+            return super().run_step(kind, step)
         # As for writes to gathered parameters, the first steps are watched.
         is_watched = kind == "training_step" and self._writes[True].is_on
         with _explained(), AssignmentsRefused(self.run.module) if is_watched else nullcontext():
@@ -268,6 +280,8 @@ class FullyShardedStrategy(LayoutStrategy):
     @override
     def make_gradients(self, backward: Callable[[], None]) -> None:
         """Run the backward, and average the gradients of parameters that every rank holds whole."""
+        if self.is_one_process:
+            return backward()
         self._uses.compare()
         self._writes[True].check()
         whole = self.local_model.replicated
