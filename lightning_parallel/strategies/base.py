@@ -479,25 +479,26 @@ class LayoutStrategy(ParallelStrategy):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        return self.run_step("training_step", partial(super().training_step, *args, **kwargs))
+        return self.run_step("training_step", *args, **kwargs)
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        return self.run_step("validation_step", partial(super().validation_step, *args, **kwargs))
+        return self.run_step("validation_step", *args, **kwargs)
 
     @override
     def test_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        return self.run_step("test_step", partial(super().test_step, *args, **kwargs))
+        return self.run_step("test_step", *args, **kwargs)
 
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        step = partial(super().predict_step, *args, **kwargs)
-        return self.predict_equally(partial(self.run_step, "predict_step", step))
+        """Where layers are gathered together, a replica predicts as often as all others do."""
+        step = partial(self.run_step, "predict_step", *args, **kwargs)
+        return step() if self._equal_steps is None else self._equal_steps.run(step)
 
-    def run_step(self, kind: str, step: Callable[[], T]) -> T:
-        """Run a step of Lightning's of a kind (its name) on a batch."""
+    def run_step(self, kind: str, *args: Any, **kwargs: Any) -> Any:
+        """Run the user's step of a kind (its name) on a batch."""
         with self._inside_step(kind):
-            return step()
+            return getattr(super(), kind)(*args, **kwargs)
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
@@ -521,10 +522,6 @@ class LayoutStrategy(ParallelStrategy):
     def on_predict_start(self) -> None:
         self.share_buffers()
         self._equal_steps = EqualSteps(self.run) if self.local_model.is_fully_sharded else None
-
-    def predict_equally(self, step: Callable[[], T]) -> T:
-        """Run ``predict_step`` on a batch; where layers are gathered together, as often as all replicas do."""
-        return step() if self._equal_steps is None else self._equal_steps.run(step)
 
     @override
     def on_predict_end(self) -> None:

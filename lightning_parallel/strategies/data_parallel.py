@@ -158,8 +158,7 @@ class DataParallelStrategy(SingleDeviceStrategy):
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         self._shared_calls = 0
-        with self.precision_plugin.train_step_context():
-            output = self._step("training_step", *args, *kwargs.values())
+        output = self._step("training_step", *args, *kwargs.values())
         if self._loss_on == "output_device" and not self._shared_calls:
             use = "loss_on='replicas'" if self._module().automatic_optimization else "strategy='ddp'"
             raise ValueError(
@@ -170,24 +169,22 @@ class DataParallelStrategy(SingleDeviceStrategy):
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self.precision_plugin.val_step_context():
-            return self._step("validation_step", *args, *kwargs.values())
+        return self._step("validation_step", *args, *kwargs.values())
 
     @override
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self.precision_plugin.test_step_context():
-            return self._step("test_step", *args, *kwargs.values())
+        return self._step("test_step", *args, *kwargs.values())
 
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self.precision_plugin.predict_step_context():
-            return self._step("predict_step", *args, *kwargs.values())
+        return self._step("predict_step", *args, *kwargs.values())
 
     def _step(self, name: str, batch: Any, *indices: int) -> Any:
         """Run the user's step ``name`` on the replicas, or on the output device with its forwards on the replicas."""
         module = self._module()
         if self._loss_on == "replicas":
-            return self._on_replicas(module, lambda replica, part: getattr(replica, name)(part, *indices), batch)
+            with self.precision_plugin.forward_context():
+                return self._on_replicas(module, lambda replica, part: getattr(replica, name)(part, *indices), batch)
         called = {"": module} if module.automatic_optimization else {"": module, **networks(module)}
         calls = Interception()
 
@@ -207,7 +204,8 @@ class DataParallelStrategy(SingleDeviceStrategy):
 
         share()
         try:
-            return getattr(module, name)(batch, *indices)
+            with self.precision_plugin.forward_context():
+                return getattr(module, name)(batch, *indices)
         finally:
             calls.remove()
 

@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -49,8 +49,6 @@ from lightning_parallel.set_up.options import ProcessOptions
 from lightning_parallel.set_up.part_of_model import configure_part, refuse_calls
 from lightning_parallel.settings import Auto, Count, takes
 from lightning_parallel.strategies.base import LayoutStrategy
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -264,13 +262,13 @@ class FullyShardedStrategy(LayoutStrategy):
         self._writes[torch.is_grad_enabled()].end(module.named_parameters())
 
     @override
-    def run_step(self, kind: str, step: Callable[[], T]) -> T:
+    def run_step(self, kind: str, *args: Any, **kwargs: Any) -> Any:
         if self.is_one_process:
-            return super().run_step(kind, step)
+            return super().run_step(kind, *args, **kwargs)
         # As for writes to gathered parameters, the first steps are watched.
         is_watched = kind == "training_step" and self._writes[True].is_on
         with _explained(), AssignmentsRefused(self.run.module) if is_watched else nullcontext():
-            output = super().run_step(kind, step)
+            output = super().run_step(kind, *args, **kwargs)
         if kind != "training_step":
             self._uses.compare()
             self._writes[False].check()

@@ -253,20 +253,11 @@ class StagedStrategy(LayoutStrategy):
     # -- evaluation ----------------------------------------------------------------------------------------------
 
     @override
-    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self.precision_plugin.val_step_context():
-            return self.at_work.evaluation.run("validation_step", *args, **kwargs)
-
-    @override
-    def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self.precision_plugin.test_step_context():
-            return self.at_work.evaluation.run("test_step", *args, **kwargs)
-
-    @override
-    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        step = partial(self.at_work.evaluation.run, "predict_step", *args, **kwargs)
-        with self.precision_plugin.predict_step_context():
-            return self.predict_equally(step)
+    def run_step(self, kind: str, *args: Any, **kwargs: Any) -> Any:
+        if kind == "training_step":  # of one process
+            return super().run_step(kind, *args, **kwargs)
+        with self.precision_plugin.forward_context():
+            return self.at_work.evaluation.run(kind, *args, **kwargs)
 
     # -- the end -------------------------------------------------------------------------------------------------
 

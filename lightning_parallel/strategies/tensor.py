@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import lightning.pytorch as pl
 from lightning.pytorch.utilities.types import STEP_OUTPUT
@@ -35,8 +35,6 @@ from lightning_parallel.set_up.tensor_shards import TensorShards
 from lightning_parallel.settings import Auto, Count, takes
 from lightning_parallel.strategies.base import LayoutStrategy
 from lightning_parallel.tensor.style import Plan
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,8 +113,8 @@ class TensorParallelStrategy(LayoutStrategy):
         return output
 
     @override
-    def run_step(self, kind: str, step: Callable[[], T]) -> T:
-        return self._shards.run(partial(super().run_step, kind, step), kind)
+    def run_step(self, kind: str, *args: Any, **kwargs: Any) -> Any:
+        return self._shards.run(partial(super().run_step, kind, *args, **kwargs), kind)
 
     @override
     def make_gradients(self, backward: Callable[[], None]) -> None:
