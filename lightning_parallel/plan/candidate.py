@@ -33,10 +33,11 @@ from torch import nn
 
 from lightning_parallel.absent.origins import origin_of_parameter, parameter_of
 from lightning_parallel.plan.balance import Balance, bounds_of
-from lightning_parallel.plan.layers import Layers, enumerated
+from lightning_parallel.plan.layers import Layers
 from lightning_parallel.plan.partition import Partition
 from lightning_parallel.ranks.layout import Placement
 from lightning_parallel.tracing.trace import Trace
+from lightning_parallel.values import first_few
 
 TOGETHER = 1.1  # the calls of a unit stay together if the largest chunk grows by no more than this
 UNEVEN = 1.4  # the largest chunk may be this much larger than the mean before layers are opened for a better cut
@@ -138,7 +139,7 @@ class Candidate:
             )
         return ValueError(
             f"stages={stages}{several}, but the model has only {max(most, len(names))} {calls_of}layers to share out "
-            f"({enumerated(names)}): {use}"
+            f"({first_few(map(repr, names))}): {use}"
         )
 
     # -- along the chain -----------------------------------------------------------------------------------------

@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from torch import nn
 
 from lightning_parallel.tracing.dry_run import names_of
+from lightning_parallel.values import first_few
 
 _LISTS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
@@ -154,6 +155,12 @@ class Layers:
         return any(name in self._with_state for name in names)
 
 
+def matching(pattern: str, names: Iterable[str]) -> list[str]:
+    """The dotted names that a pattern matches, in which ``*`` stands for one part, or for some characters of one."""
+    regex = re.compile(re.escape(pattern).replace(r"\*", "[^.]*"))
+    return [name for name in names if regex.fullmatch(name)]
+
+
 def named_layers(module: nn.Module, patterns: Sequence[str] | None, setting: str = "layers") -> list[str] | None:
     """The names of modules that match patterns, in their order; None for no patterns. ``setting`` is the setting's
     name, for errors.
@@ -169,12 +176,11 @@ def named_layers(module: nn.Module, patterns: Sequence[str] | None, setting: str
     layers: list[str] = []
     taken: set[int] = set()
     for pattern in patterns:
-        regex = re.compile(r"\.".join(re.escape(part).replace(r"\*", "[^.]*") for part in pattern.split(".")))
-        matched = [name for name in names if regex.fullmatch(name)]
+        matched = matching(pattern, names)
         if not matched:
             lists = [name for name, part in module.named_modules() if isinstance(part, (nn.Sequential, nn.ModuleList))]
             close = difflib.get_close_matches(pattern, names, n=3) or lists[:5] or names[:5]
-            raise ValueError(f"{setting}: {pattern!r} matches no module. Did you mean {enumerated(close)}?")
+            raise ValueError(f"{setting}: {pattern!r} matches no module. Did you mean {first_few(map(repr, close))}?")
         for name in matched:
             if id(module.get_submodule(name)) not in taken:  # one module under two names is one layer
                 taken.add(id(module.get_submodule(name)))
@@ -190,13 +196,6 @@ def named_layers(module: nn.Module, patterns: Sequence[str] | None, setting: str
         if nested:
             raise ValueError(f"{setting}: {nested[0]!r} is a part of {name!r}: name one of them, not both.")
     return layers
-
-
-def enumerated(names: Iterable[str], limit: int = 6) -> str:
-    """Some of the names, for an error."""
-    names = list(names)
-    shown = ", ".join(repr(name) for name in names[:limit])
-    return shown + (f", ... ({len(names)} in all)" if len(names) > limit else "")
 
 
 def _has_state(part: nn.Module) -> bool:

@@ -11,11 +11,12 @@ from torch import nn
 from lightning_parallel.absent.origins import FROM_EARLIER_STEP, parameter_of
 from lightning_parallel.plan.balance import Balance, balanced
 from lightning_parallel.plan.candidate import Candidate
-from lightning_parallel.plan.layers import Layers, enumerated, named_layers
+from lightning_parallel.plan.layers import Layers, named_layers
 from lightning_parallel.plan.partition import Partition
 from lightning_parallel.ranks.layout import Placement
 from lightning_parallel.tracing.dry_run import trace, trace_after
 from lightning_parallel.tracing.trace import Call, Trace
+from lightning_parallel.values import first_few
 
 
 def partition(
@@ -93,7 +94,7 @@ def _check_called(named: Sequence[str] | None, seen: Trace) -> None:
     missing = set(named or ()) - {call.unit for call in seen.calls}
     if missing:
         raise ValueError(
-            f"layers: the step doesn't call {enumerated(sorted(missing))}. Leave out what it doesn't call."
+            f"layers: the step doesn't call {first_few(map(repr, sorted(missing)))}. Leave out what it doesn't call."
         )
 
 
@@ -116,7 +117,8 @@ def _check_repeatable(first: Trace, second: Trace) -> None:
     calls, again = ([(call.unit, call.call) for call in seen.calls] for seen in (first, second))
     if calls != again:
         differing = sorted({name for name, _ in set(calls) ^ set(again)})
-        does = f"calls {enumerated(differing)} or not" if differing else "calls its layers in one order or another"
+        names = first_few(map(repr, differing))
+        does = f"calls {names} or not" if differing else "calls its layers in one order or another"
         raise ValueError(
             f"The step {does}, by the random numbers that it draws or by what an earlier step has stored. A pipeline's "
             f"stages need the same calls in every microbatch: switch this off (layer drop, as in layerdrop=0.0), or "
@@ -170,6 +172,6 @@ def _check_trainable(parts: Partition, trainable: set[str]) -> None:
             possible = all(any(learns[a:b]) for a, b in pairwise(bounds))
             owned = [parts.layers[i] for chunk in parts.chunks_of(stage) for i in parts.layers_of(chunk)]
             raise ValueError(
-                f"Stage {stage} of {parts.stages} has no trainable parameter: it owns {enumerated(owned)}. Use fewer "
-                f"stages{move if possible else ''}."
+                f"Stage {stage} of {parts.stages} has no trainable parameter: it owns {first_few(map(repr, owned))}. "
+                f"Use fewer stages{move if possible else ''}."
             )

@@ -17,11 +17,12 @@ from typing import Any, Literal
 
 from torch import nn
 
+from lightning_parallel.plan.layers import matching
 from lightning_parallel.ranks.writes import digest
 from lightning_parallel.tensor.layer import ParallelLayer
 from lightning_parallel.tensor.module_styles import Copy, Experts, Parameters
 from lightning_parallel.tensor.plan_search import changed, found_plan, table_of
-from lightning_parallel.tensor.rules import layers_of, matching, resolve
+from lightning_parallel.tensor.rules import layers_of, resolve
 from lightning_parallel.tensor.style import Plan, Style
 from lightning_parallel.tensor.styles import OTHER_NAMES
 

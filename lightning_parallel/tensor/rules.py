@@ -15,12 +15,12 @@ are recognised by the names of their children, without importing PEFT.
 from __future__ import annotations
 
 import difflib
-import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from torch import nn
 
+from lightning_parallel.plan.layers import matching
 from lightning_parallel.tensor.layer import ParallelLayer, Site
 from lightning_parallel.tensor.linear import is_linear
 from lightning_parallel.tensor.module_styles import Divide, Work, around
@@ -66,12 +66,6 @@ def resolve(module: nn.Module, plan: Plan) -> list[Rule]:
                     raise RuntimeError(rule.misfit(": it is divided already."))
                 rule.style.check(rule)
     return list(rules.values())
-
-
-def matching(pattern: str, names: Iterable[str]) -> list[str]:
-    """The dotted names that a pattern matches, in which ``*`` stands for one whole part."""
-    regex = re.compile(r"\.".join("[^.]+" if part == "*" else re.escape(part) for part in pattern.split(".")))
-    return [name for name in names if regex.fullmatch(name)]
 
 
 def layers_of(module: nn.Module) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from torch import Tensor, nn
 
-from lightning_parallel.plan.layers import Layers, enumerated, named_layers
+from lightning_parallel.plan.layers import Layers, named_layers
 
 
 class Block(nn.Module):
@@ -92,7 +92,3 @@ def test_wrong_names_are_refused(patterns: Any, words: str) -> None:
     with pytest.raises(ValueError) as caught:
         named_layers(net(), patterns)
     assert words in str(caught.value)
-
-
-def test_names_for_an_error_are_few() -> None:
-    assert enumerated(["a", "b"]) == "'a', 'b'" and enumerated("abcd", limit=2) == "'a', 'b', ... (4 in all)"
