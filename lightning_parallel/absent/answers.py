@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from enum import Enum
 from functools import partial
 from types import FunctionType
@@ -22,7 +21,7 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 
 from lightning_parallel.absent.module import everything_absent
-from lightning_parallel.absent.on_meta import meta_of
+from lightning_parallel.absent.on_meta import Argument, meta_of
 from lightning_parallel.absent.origins import INPUT, origin_of
 from lightning_parallel.absent.tensor import AbsentMemory, AbsentTensor, AbsentValueError, absent_like
 from lightning_parallel.interception import Interception, Invocation, can_intercept
@@ -46,15 +45,9 @@ ANSWERS_KEPT = 32  # of one module, for the inputs that came last
 _PLAIN = (int, float, str, bool, type(None), torch.dtype, torch.device, Enum)
 
 
-@dataclass(frozen=True, slots=True)
-class _Given:
-    """Stands, in an answer, for an object that the module was given: its index among the inputs' leaves."""
-
-    index: int
-
-
 class _Answer(NamedTuple):
-    """An answer: its leaves, with tensors as meta tensors, the device, and the structure."""
+    """An answer: its leaves, with tensors as meta tensors, and an :class:`Argument` for each object that the module was
+    given; the device, and the structure."""
 
     leaves: list[Any]
     device: torch.device
@@ -87,7 +80,7 @@ class AbsentForward:
             self._answers.move_to_end(key)
         else:
             answer = self._ask(args, kwargs)
-            if all(isinstance(x, (Tensor, _Given, *_PLAIN)) for x in answer.leaves):
+            if all(isinstance(x, (Tensor, Argument, *_PLAIN)) for x in answer.leaves):
                 self._answers[key] = answer
             if len(self._answers) > ANSWERS_KEPT:  # a counter among the inputs makes a new signature in each call
                 self._answers.popitem(last=False)
@@ -97,7 +90,7 @@ class AbsentForward:
             # A new tensor each time: an in-place operation of the caller must not reach the next answer.
             if isinstance(x, Tensor):
                 return AbsentTensor(x, answer.device, AbsentMemory(origins))
-            return tree_leaves((args, kwargs))[x.index] if isinstance(x, _Given) else x
+            return tree_leaves((args, kwargs))[x.index] if isinstance(x, Argument) else x
 
         return tree_unflatten([fresh(x) for x in answer.leaves], answer.structure)
 
@@ -114,7 +107,7 @@ class AbsentForward:
         leaves, structure = tree_flatten(out)
         inputs = tree_leaves((args, kwargs))
         device = next((x.device for x in (*inputs, *leaves) if isinstance(x, Tensor)), torch.device("cpu"))
-        given = {id(x): _Given(i) for i, x in enumerate(inputs) if not isinstance(x, (Tensor, *_PLAIN))}
+        given = {id(x): Argument(i) for i, x in enumerate(inputs) if not isinstance(x, (Tensor, *_PLAIN))}
         return _Answer([given.get(id(x), meta_of(x)) for x in leaves], device, structure)
 
 

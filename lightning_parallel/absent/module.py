@@ -45,30 +45,24 @@ def everything_absent(module: nn.Module, units: Iterable[nn.Module]) -> Iterator
     made: dict[int, AbsentTensor] = {}  # a parameter with two names is one tensor
     named: dict[AbsentTensor, str] = {}  # by identity
 
-    def replace(store: dict[str, Any], key: str, origin: str) -> AbsentTensor | None:
+    def replace(store: dict[str, Any], key: str, origin: str) -> AbsentTensor:
         tensor = store[key]
-        if tensor is None or isinstance(tensor, AbsentTensor):  # another stage's
-            return tensor
-        kept.append((store, key, tensor))
-        made.setdefault(id(tensor), absent_like(tensor, origin))
-        store[key] = made[id(tensor)]
-        return made[id(tensor)]
+        if not isinstance(tensor, AbsentTensor):  # as another stage's is
+            kept.append((store, key, tensor))
+            store[key] = made.setdefault(id(tensor), absent_like(tensor, origin))
+        return store[key]
 
     try:
         for prefix, part in module.named_modules():
-            stores: list[dict[str, Any]] = [parameters_of(part)]
-            if id(part) in in_units:
-                stores.append(buffers_of(part))
+            in_unit = id(part) in in_units
+            stores: list[dict[str, Any]] = [parameters_of(part), buffers_of(part) if in_unit else {}]
             for store in stores:
-                for key in store:
+                for key in [key for key, tensor in store.items() if tensor is not None]:
                     name = f"{prefix}.{key}" if prefix else key
-                    absent = replace(store, key, origin_of_parameter(name))
-                    if absent is not None:
-                        named.setdefault(absent, name)
-            if id(part) in in_units and isinstance(part, Metric):
-                for key, state in part.metric_state.items():
-                    if isinstance(state, Tensor):
-                        replace(vars(part), key, METRIC_STATE)
+                    named.setdefault(replace(store, key, origin_of_parameter(name)), name)
+            for key, state in part.metric_state.items() if in_unit and isinstance(part, Metric) else ():
+                if isinstance(state, Tensor):
+                    replace(vars(part), key, METRIC_STATE)
         yield {name: absent for absent, name in named.items()}
     finally:
         for store, key, tensor in kept:

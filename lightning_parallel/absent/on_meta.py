@@ -37,7 +37,7 @@ class _Like:
 
 @dataclass(frozen=True)
 class Argument:
-    """An output that is the input with this index."""
+    """Stands, in an output, for the input with this index among the inputs' leaves."""
 
     index: int
 

@@ -30,10 +30,8 @@ b = c, agrees with the series up to c^2 and leaves c^3 times a difference. The w
 at -c / (1 - c), and amplifies noise without bound where c > 1/2. Second order's root is at -b, so what it starts with
 dies away. (In 16-bit numbers b is at most 0.45: with more than 0.5, rounding would keep the last bit from dying away.)
 
-Both take the last update for the next, which it resembles as far as the optimizer has momentum. On a quadratic, with
-c = 7/8 and a momentum of 0.9, the largest stable product of rate and curvature is 1.1 without a correction, 3.2 with
-error feedback and 5.7 with second order. With a momentum of 0.5 it is 1.1, 1.2 and 1.7; without momentum 1.1, 0.7 and
-0.7: there a correction does harm.
+Both take the last update for the next, which it resembles as far as the optimizer has momentum: without, a correction
+does harm (docs/late-gradients.md).
 
 The optimizer moves v alone. So weight decay, clipping, schedules, parameter groups, precision and every optimizer mean
 what they mean without correction. Once the pipeline has drained nothing is late, and forwards read v itself. So a

@@ -105,6 +105,7 @@ class LayoutStrategy(ParallelStrategy):
     refused_callbacks: Reasons = IN_PARTS
     refused_on_one_rank: Reasons = ()
     calls_configure_part = False  # is a module's configure_part called (set_up/part_of_model.py)?
+    run: Run  # from `prepare` on
 
     def __init__(self, options: ProcessOptions, **axes: Size) -> None:
         warn_of_other_modules()
@@ -122,7 +123,6 @@ class LayoutStrategy(ParallelStrategy):
         self._layout: Layout | None = None
         self._seed = 0
         self._joined: _Joined | None = None
-        self._run: Run | None = None
         self._held: _Held | None = None
         self._original_names = OriginalNames()
         self._group_names: list[list[list[str]]] = []
@@ -302,7 +302,7 @@ class LayoutStrategy(ParallelStrategy):
         """Begin a run: the accelerator, the precision, metrics. Its module is whole and unmoved."""
         assert self.accelerator is not None and self.lightning_module is not None
         self._at_next_run.close()
-        self._run = run = Run(
+        self.run = run = Run(
             trainer,
             self.lightning_module,
             self.layout,
@@ -334,12 +334,6 @@ class LayoutStrategy(ParallelStrategy):
         with self.disk_offload:  # it may be a copy of the whole model, in another precision
             self.model = self.precision_plugin.convert_module(run.module)
         return run
-
-    @property
-    def run(self) -> Run:
-        """The run, from :meth:`prepare` on."""
-        assert self._run is not None, "it begins in Trainer.fit, validate, test and predict"
-        return self._run
 
     def hold(
         self,

@@ -78,18 +78,13 @@ class StagedStrategy(LayoutStrategy):
         super().__init__(options, pipeline=options.stages, data=options.data_parallel, tensor=options.tensor_parallel)
         self._shards = TensorShards(options.plan, options.sequence_parallel, self.disk_offload)
         self._stages = Stages(options)
-        self._timeline = Timeline(enabled=options.timeline)
+        self.timeline = Timeline(enabled=options.timeline)  # what this rank has run when, in this run
         self._at_work: _AtWork | None = None
 
     @property
     def stage(self) -> Stage:
         """This rank's stage, from set-up on."""
         return self._stages.stage
-
-    @property
-    def timeline(self) -> Timeline:
-        """The actions that this rank has recorded in this run."""
-        return self._timeline
 
     @property
     def at_work(self) -> _AtWork:
@@ -176,8 +171,8 @@ class StagedStrategy(LayoutStrategy):
                 self._stages.fully_sharded.multiply_by(self.gradient_factor)
 
         # What runs a batch.
-        self._timeline = Timeline(enabled=self._timeline.enabled, device=run.device)  # of this run alone
-        if self._timeline.enabled and run.trains:
+        self.timeline = Timeline(enabled=self.options.timeline, device=run.device)
+        if self.timeline.enabled and run.trains:
             warn_without_pictures()
         last_stage = LastStage(
             run,
@@ -196,7 +191,7 @@ class StagedStrategy(LayoutStrategy):
             run.device,
             loss_of=loss_of,
             weights=versions,
-            timeline=self._timeline,
+            timeline=self.timeline,
             # Layers that are gathered for a backward are freed at the end of its first half.
             halves=self._stages.fully_sharded is None,
             completing=self.completing,
@@ -268,7 +263,7 @@ class StagedStrategy(LayoutStrategy):
     def stage_figures(self) -> StageFigures:
         """The figures that :class:`~lightning_parallel.PerformanceMonitor` reads from a pipeline while it trains."""
         forward = self.at_work.microbatches.count * sum(self.stage.partition.operations)
-        return StageFigures(forward, self.theoretical_bubble, self._timeline, self.mean_staleness())
+        return StageFigures(forward, self.theoretical_bubble, self.timeline, self.mean_staleness())
 
     def mean_staleness(self) -> float | None:
         """By how many updates this rank's gradients were late so far, on average; None for a pipeline without late
@@ -277,11 +272,11 @@ class StagedStrategy(LayoutStrategy):
 
     def write_timeline(self, title: str, theory: float, staleness: dict[int, int] | None = None) -> None:
         """Write the timeline at the end of training, if it is on. All ranks call it."""
-        if self._timeline.enabled:
+        if self.timeline.enabled:
             trainer = self.run.trainer
             directory = Path(trainer.log_dir or trainer.default_root_dir)
             write_timeline(
-                self._timeline,
+                self.timeline,
                 self.layout,
                 self.groups.host_group,
                 directory,

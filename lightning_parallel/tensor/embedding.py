@@ -94,8 +94,6 @@ class VocabParallelEmbedding(ParallelLayer):
         Raises:
             IndexError: an id isn't in the vocabulary, on all ranks alike. On a GPU the look-up's own assertion fails.
         """
-        if self.group.size() == 1:
-            return F.embedding(ids, self.weight, self.padding_idx)
         # Only ids that another rank holds are replaced: an id outside the vocabulary is outside the shard's rows, too.
         elsewhere = ((ids >= 0) & (ids < self._start)) | ((ids >= self._stop) & (ids < self.num_embeddings))
         rows = F.embedding((ids - self._start).masked_fill(elsewhere, 0), self.weight, self._padding)

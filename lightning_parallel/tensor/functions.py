@@ -117,7 +117,7 @@ def all_reduced(x: Tensor, group: Group, op: dist.ReduceOp.RedOpType = dist.Redu
 
 def all_reduced_(x: Tensor, group: Group, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
     """:func:`all_reduced` in the memory of ``x``."""
-    if has_memory(x):
+    if group.size() > 1 and has_memory(x):
         dist.all_reduce(x, op, group)
     return x
 

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_parallel.ranks.shard import Shard
@@ -74,13 +73,6 @@ def vocab_parallel_cross_entropy(
         )
 
     rows, ids = logits.reshape(-1, shard.size), target.reshape(-1).long()  # [rows, vocabulary here], [rows]
-    if shard.count == 1:
-        rows = rows.to(torch.promote_types(rows.dtype, torch.float32))
-        loss = F.cross_entropy(
-            rows, ids, ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing
-        )
-        return loss.view(target.shape) if reduction == "none" else loss
-
     counts = ids != ignore_index
     wrong = counts & ((ids < 0) | (ids >= vocab_size))
     if ids.device.type == "cpu" and has_memory(ids) and wrong.any():  # a GPU would have to be waited for
