@@ -88,15 +88,6 @@ class _Joined:
     background: BackgroundSave | None
 
 
-@dataclass(frozen=True)
-class _Held:
-    """What this rank holds of a divided model, from set-up until the next one."""
-
-    local: LocalModel
-    replicas: Replicas
-    checkpoints: Checkpoints
-
-
 @launched_by_make_launcher
 class LayoutStrategy(ParallelStrategy):
     """Base of the strategies that run a process on each device. ``axes`` are the sizes that the user gave, by name of
@@ -106,6 +97,10 @@ class LayoutStrategy(ParallelStrategy):
     refused_on_one_rank: Reasons = ()
     calls_configure_part = False  # is a module's configure_part called (set_up/part_of_model.py)?
     run: Run  # from `prepare` on
+    # From `hold` on: this rank's parameters and buffers, its replica beside the others, and what saves and loads them.
+    local_model: LocalModel
+    replicas: Replicas
+    checkpoints: Checkpoints
 
     def __init__(self, options: ProcessOptions, **axes: Size) -> None:
         warn_of_other_modules()
@@ -123,7 +118,7 @@ class LayoutStrategy(ParallelStrategy):
         self._layout: Layout | None = None
         self._seed = 0
         self._joined: _Joined | None = None
-        self._held: _Held | None = None
+        self._holds_part = False  # has `hold` been called in this run?
         self._original_names = OriginalNames()
         self._group_names: list[list[list[str]]] = []
         self._start_table = StartTable()
@@ -276,7 +271,7 @@ class LayoutStrategy(ParallelStrategy):
         owners = self.lightning_module, getattr(self.lightning_module.trainer, "datamodule", None)
         self._at_end.callback(loaders.data_hooks_inside(owners, self.collectives))
         self._seed = process_group.agree_on_seed(self.layout)
-        self._held = None  # that of an earlier run, which may have failed
+        self._holds_part = False
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
@@ -348,7 +343,9 @@ class LayoutStrategy(ParallelStrategy):
         """
         run = self.run
         one = self.options.checkpoint == "file" or (self.options.checkpoint == "auto" and self.layout.world_size == 1)
-        checkpoints = Checkpoints(
+        self.local_model = local
+        self.replicas = Replicas(local, self.groups.along("data"))
+        self.checkpoints = Checkpoints(
             local,
             self.layout.coordinate,
             self._group_names,
@@ -356,7 +353,7 @@ class LayoutStrategy(ParallelStrategy):
             file=self.checkpoint_io if one or self.saves_as_lightning else None,
             as_lightning=self.saves_as_lightning,
         )
-        self._held = _Held(local, Replicas(local, self.groups.along("data")), checkpoints)
+        self._holds_part = True
         self._at_end.callback(self.replicas.end)
         if local.is_fully_sharded:
             refuse_copies(run.module)
@@ -402,10 +399,10 @@ class LayoutStrategy(ParallelStrategy):
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
         """``configure_optimizers`` sees the whole model's parameters; then those of other ranks are dropped."""
         hook = "configure_optimizers"  # which may scale a rate by the number of replicas
-        shards = [] if self._held is None else list(self.local_model.shards)
+        shards = list(self.local_model.shards) if self._holds_part else []
         with self._inside_step(hook), sizes_watched(trainer.lightning_module, shards, hook):
             super().setup_optimizers(trainer)
-        if self._held is not None:  # a callback may want optimizers outside of a run
+        if self._holds_part:  # a callback may want optimizers outside of a run
             self._original_names.rebind(self.optimizers, self.run.module)
             self._group_names[:] = take_groups(self.optimizers, self.run.module, self.local_model)
             together(None, self._try_optimizers)
@@ -419,27 +416,6 @@ class LayoutStrategy(ParallelStrategy):
         for optimizer in self.optimizers:
             refuse_parts(optimizer, self.local_model, self.layout, type(self).__name__)
 
-    @property
-    def held(self) -> _Held:
-        """What this rank holds of the model, from set-up on."""
-        assert self._held is not None, "the model is divided in Trainer.fit, validate, test and predict"
-        return self._held
-
-    @property
-    def local_model(self) -> LocalModel:
-        """This rank's parameters and buffers."""
-        return self.held.local
-
-    @property
-    def checkpoints(self) -> Checkpoints:
-        """Saves and loads this rank's part."""
-        return self.held.checkpoints
-
-    @property
-    def replicas(self) -> Replicas:
-        """This rank's replica beside the others."""
-        return self.held.replicas
-
     # -- gradients -----------------------------------------------------------------------------------------------
 
     def watch_gradients(self) -> None:
@@ -452,7 +428,7 @@ class LayoutStrategy(ParallelStrategy):
 
     def share_buffers(self) -> None:
         """Copy the first replica's buffers to all replicas, before buffers are used for evaluation or saved."""
-        if self._held is not None and not self.checkpoints.have_failed and self._joined is not None:
+        if self._holds_part and not self.checkpoints.have_failed and self._joined is not None:
             self.replicas.copy_buffers()
 
     @override
@@ -635,7 +611,7 @@ class LayoutStrategy(ParallelStrategy):
             explain(exception, self.layout)
         if self._watch is not None:
             self._watch.close()
-        if self._held is not None and not (self.saves_as_lightning and self.layout.world_size == 1):
+        if self._holds_part and not (self.saves_as_lightning and self.layout.world_size == 1):
             self.checkpoints.have_failed = True
         if self._background is not None:
             try:

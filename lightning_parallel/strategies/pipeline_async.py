@@ -95,12 +95,12 @@ class AsyncPipelineStrategy(StagedStrategy):
 
     refused_callbacks = ASYNCHRONOUS
     gradients_on_parameters = False  # they grow on the leaves of versions, which come and go
+    training: AsynchronousTraining  # this stage's updates, from set-up on
 
     @takes(AsyncPipelineOptions)
     def __init__(self, options: AsyncPipelineOptions) -> None:
         super().__init__(options)
         self._late = LateGradients(options.weights, options.correction, options.lr_discount, options.extra_in_flight)
-        self._training: AsynchronousTraining | None = None
         self._steps = False  # does the optimizer step after the batch that runs?
         self._accumulates = False  # or does Lightning only accumulate its gradients?
 
@@ -114,7 +114,6 @@ class AsyncPipelineStrategy(StagedStrategy):
                 "precision='16-mixed': its loss scale follows overflows that all stages see at the same time, which an "
                 "asynchronous pipeline doesn't have. Use 'bf16-mixed' or '32-true'."
             )
-        self._training = None
         assert self.lightning_module is not None
         if trainer.state.fn == TrainerFn.FITTING:
             _refuse_hooks(trainer, self.lightning_module)
@@ -176,7 +175,7 @@ class AsyncPipelineStrategy(StagedStrategy):
             corrected=self._late.correction_factor(layout.stages, layout.stage, 1) > 0,
             grown=self._gradient_grown if layout.size("data") > 1 else None,
         )
-        self._training = AsynchronousTraining(
+        self.training = AsynchronousTraining(
             self.run,
             self._late,
             local=self.local_model,
@@ -192,12 +191,6 @@ class AsyncPipelineStrategy(StagedStrategy):
 
     def _completed(self, gradients: Gradients) -> Gradients:
         return self._shards.completed(self.replicas.averaged(gradients))
-
-    @property
-    def training(self) -> AsynchronousTraining:
-        """This stage's updates; known from set-up on."""
-        assert self._training is not None, "made in Trainer.fit, validate, test and predict"
-        return self._training
 
     @override
     def on_train_start(self) -> None:
@@ -255,8 +248,8 @@ class AsyncPipelineStrategy(StagedStrategy):
     def drain(self) -> None:
         """Run the actions that are left, until nothing is in flight on any stage. Every rank calls it after the same
         batch."""
-        if self._training is not None and self._at_work is not None:
-            self._training.drain(self._at_work.engine)
+        if self._at_work is not None:
+            self.training.drain(self._at_work.engine)
 
     @override
     def on_train_end(self) -> None:
