@@ -90,7 +90,7 @@ class _Flows:
         self._chunks = chunks  # of each call
         self._last = partition.chunks - 1
         self._stages, self._name = partition.placement, partition.name_of  # of a chunk
-        self._position = seen.position()
+        self._position = {call.origin: i for i, call in enumerate(seen.calls)}
         # A value inside a unit (0) is computed before the unit's output (1).
         self._order = {origin: (escape.within, 0, i) for i, (origin, escape) in enumerate(seen.escapes.items())}
         self._order |= {origin: (index, 1, 0) for origin, index in self._position.items()}

@@ -15,9 +15,10 @@ from lightning_parallel.ranks.layout import Placement
 from lightning_parallel.tracing.trace import Call
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Partition:
-    """The chunks and stages that run and hold each part of the module, by the names of the original module.
+    """The chunks and stages that run and hold each part of the module, by the names of the original module. By default
+    there is one chunk, of which nothing is known.
 
     Attributes:
         layers: the chain: the names of layers in the order of their calls. A layer that is called twice is in it twice.
@@ -37,20 +38,20 @@ class Partition:
         buffers: the stages that hold each buffer which the step reads outside its unit.
     """
 
-    layers: tuple[str, ...]
-    bounds: tuple[int, ...]
-    placement: Placement
-    units: dict[str, tuple[int, ...]]
-    calls: dict[Call, int]
     owners: dict[str, tuple[int, ...]]
     uses: dict[str, frozenset[int]]
     aliases: dict[str, str]
-    loose: dict[str, tuple[int, ...]]
-    direct: frozenset[str]
-    draw_on_host: frozenset[str]
-    operations: tuple[int, ...]
-    held: tuple[int, ...]
-    computed: tuple[int, ...]
+    layers: tuple[str, ...] = ()
+    bounds: tuple[int, ...] = (0, 0)
+    placement: Placement = (0,)
+    units: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    calls: dict[Call, int] = field(default_factory=dict)
+    loose: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    direct: frozenset[str] = frozenset()
+    draw_on_host: frozenset[str] = frozenset()
+    operations: tuple[int, ...] = (0,)
+    held: tuple[int, ...] = (0,)
+    computed: tuple[int, ...] = (0,)
     buffers: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
     @classmethod
@@ -58,22 +59,8 @@ class Partition:
         """One chunk of everything, without a dry run of the step: nothing is intercepted, and no costs are known."""
         names: dict[int, str] = {}
         aliases = {name: names.setdefault(id(p), name) for name, p in module.named_parameters(remove_duplicate=False)}
-        return cls(
-            layers=(),
-            bounds=(0, 0),
-            placement=(0,),
-            units={},
-            calls={},
-            owners=dict.fromkeys(aliases, (0,)),
-            uses=dict.fromkeys(names.values(), frozenset({0})),
-            aliases=aliases,
-            loose={},
-            direct=frozenset(),
-            draw_on_host=frozenset(),
-            operations=(0,),
-            held=(0,),
-            computed=(0,),
-        )
+        uses = dict.fromkeys(names.values(), frozenset({0}))
+        return cls(owners=dict.fromkeys(aliases, (0,)), uses=uses, aliases=aliases)
 
     @property
     def chunks(self) -> int:

@@ -164,7 +164,3 @@ class Trace:
     stopped: Exception | None = None
     stored_after: set[Call | None] = field(default_factory=set)
     beyond: set[str] = field(default_factory=set)
-
-    def position(self) -> dict[str, int]:
-        """The index of each call, by the origin of its output."""
-        return {call.origin: i for i, call in enumerate(self.calls)}
