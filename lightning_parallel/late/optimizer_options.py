@@ -24,38 +24,30 @@ from lightning_parallel.values import same_value
 Options = list[dict[str, Any]]  # a dictionary for each parameter group
 
 
-class OptimizerOptions:
-    """The options of an optimizer, at different moments. ``written`` are the keys that the optimizer is known to write
-    to; it is added to."""
+def options_of(optimizer: Optimizer, factor: float = 1.0) -> Options:
+    """A copy of an optimizer's present options, the learning rate multiplied by ``factor``."""
+    groups = [
+        {key: _copied(value) for key, value in group.items() if key != "params"} for group in optimizer.param_groups
+    ]
+    return [{**group, "lr": group["lr"] * factor} if factor != 1 else group for group in groups]
 
-    def __init__(self, optimizer: Optimizer, written: set[str]) -> None:
-        self.optimizer = optimizer
-        self._written = written
 
-    def now(self, factor: float = 1.0) -> Options:
-        """A copy of the present options, the learning rate multiplied by ``factor``."""
-        groups = [
-            {key: _copied(value) for key, value in group.items() if key != "params"}
-            for group in self.optimizer.param_groups
-        ]
-        return [{**group, "lr": group["lr"] * factor} if factor != 1 else group for group in groups]
-
-    @contextmanager
-    def restored(self, options: Options) -> Iterator[None]:
-        """Inside, the optimizer has these options. Afterwards it has its present ones again, except what it wrote
-        itself."""
-        groups = self.optimizer.param_groups
-        given = [{k: v for k, v in values.items() if k not in self._written} for values in options]
-        # The objects themselves: a scheduler changes a rate that is a tensor in place.
-        current = [{key: group[key] for key in values} for group, values in zip(groups, given, strict=True)]
-        for group, values in zip(groups, given, strict=True):
-            group.update({key: _copied(value) for key, value in values.items()})
-        try:
-            yield
-        finally:
-            for group, values, before in zip(groups, given, current, strict=True):
-                self._written |= {key for key, value in values.items() if not same_value(group[key], value)}
-                group.update({key: value for key, value in before.items() if key not in self._written})
+@contextmanager
+def restored(optimizer: Optimizer, options: Options, written: set[str]) -> Iterator[None]:
+    """Inside, the optimizer has these options. Afterwards it has its present ones again, except what it wrote itself.
+    ``written`` are the keys that it is known to write to; it is added to."""
+    groups = optimizer.param_groups
+    given = [{k: v for k, v in values.items() if k not in written} for values in options]
+    # The objects themselves: a scheduler changes a rate that is a tensor in place.
+    current = [{key: group[key] for key in values} for group, values in zip(groups, given, strict=True)]
+    for group, values in zip(groups, given, strict=True):
+        group.update({key: _copied(value) for key, value in values.items()})
+    try:
+        yield
+    finally:
+        for group, values, before in zip(groups, given, current, strict=True):
+            written |= {key for key, value in values.items() if not same_value(group[key], value)}
+            group.update({key: value for key, value in before.items() if key not in written})
 
 
 def _copied(value: Any) -> Any:

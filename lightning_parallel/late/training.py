@@ -16,9 +16,10 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from torch.optim import Optimizer
 
 from lightning_parallel.gradients.swapping import Gradients, swap_gradients
-from lightning_parallel.late.optimizer_options import OptimizerOptions, Options
+from lightning_parallel.late.optimizer_options import Options, options_of, restored
 from lightning_parallel.late.settings import LateGradients
 from lightning_parallel.pipeline.engine import Engine
 from lightning_parallel.pipeline.staleness import is_second_order
@@ -71,10 +72,10 @@ class AsynchronousTraining:
         self._last = 0  # microbatches of the last of those begun
 
     @property
-    def _options(self) -> OptimizerOptions:
-        """The options of the Trainer's optimizer. A hook may replace the optimizer during training."""
+    def _optimizer(self) -> Optimizer:
+        """The Trainer's optimizer. A hook may replace it during training."""
         (optimizer,) = self._run.trainer.optimizers
-        return OptimizerOptions(optimizer, self._written)
+        return optimizer
 
     # -- a batch -------------------------------------------------------------------------------------------------
 
@@ -91,7 +92,7 @@ class AsynchronousTraining:
         if ends_update:
             stages, stage = self._layout.stages, self._layout.stage
             factor = self._late.rate_factor(stages, stage, self._fed_to_next, self._run.trainer.global_step)
-            self._owed.append(_Owed(self._options.now(factor), self._fed_to_next))
+            self._owed.append(_Owed(options_of(self._optimizer, factor), self._fed_to_next))
             self.begun += 1
             self._last, self._fed_to_next = self._fed_to_next, 0
         return self._list.feed(count, ends_update=ends_update)
@@ -99,15 +100,15 @@ class AsynchronousTraining:
     def update(self) -> None:
         """One update of this stage: the hooks, the clipping and the step that Lightning would run, with the options
         that were in force when its batch came."""
-        options, owed = self._options, self._owed.popleft()
+        optimizer, owed = self._optimizer, self._owed.popleft()
         gradients = self._completed({**self.versions.take_gradients()})
         self._loose.note(gradients)
 
         def update() -> None:
             swap_gradients(self._local.parameters, gradients)
-            with options.restored(owed.options):
+            with restored(optimizer, owed.options, self._written):
                 step = self._run.precision.optimizer_step
-                step(options.optimizer, model=self._run.module, closure=_nothing)  # type: ignore[arg-type]
+                step(optimizer, model=self._run.module, closure=_nothing)  # type: ignore[arg-type]
             swap_gradients(self._local.parameters, {})
 
         weight = self._late.correction_factor(self._layout.stages, self._layout.stage, owed.microbatches)
