@@ -108,7 +108,7 @@ class AsynchronousTraining:
             swap_gradients(self._local.parameters, gradients)
             with restored(optimizer, owed.options, self._written):
                 step = self._run.precision.optimizer_step
-                step(optimizer, model=self._run.module, closure=_nothing)  # type: ignore[arg-type]
+                step(optimizer, model=self._run.module, closure=lambda: None)  # type: ignore[arg-type]
             swap_gradients(self._local.parameters, {})
 
         weight = self._late.correction_factor(self._layout.stages, self._layout.stage, owed.microbatches)
@@ -165,7 +165,3 @@ class _LooseParameters:
                 )
             for stage in stages:
                 broadcast_tensors((self._local.parameters[name],), self._layout.rank_at(pipeline=stage), self._group)
-
-
-def _nothing() -> None:
-    """A closure for an optimizer that computes nothing."""
