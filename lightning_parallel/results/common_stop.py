@@ -12,7 +12,9 @@ If the first stage sets it, too, by a value that all have read, they stop after 
 
 from __future__ import annotations
 
-from lightning_parallel.messages.side_links import SideLinks
+import torch
+
+from lightning_parallel.messages.side_links import SideLinks, next_message
 from lightning_parallel.ranks.collectives import highest
 from lightning_parallel.ranks.run import Run
 
@@ -28,7 +30,8 @@ class CommonStop:
         layout = run.layout
         self._run, self._decides = run, layout.stage == deciding
         stages = range(layout.stages) if self._decides else [deciding]
-        self._links = SideLinks(run, 1).flags(stages)
+        links = SideLinks(run, 1)
+        self._senders, self._receivers = links.senders(stages), links.receivers(stages)
         # On the deciding stage, the ranks of all copies of it.
         copies = [each.rank for each in layout.everyone() if each.stage == deciding]
         self._peers = run.groups.on_host(copies) if self._decides and len(copies) > 1 else None
@@ -58,15 +61,15 @@ class CommonStop:
             self._send(mine)
             self._run.trainer.should_stop = self._taken()
         if meet:
-            for link in self._links:
-                link.flush()
+            for sender in self._senders:
+                sender.flush()
 
     def _send(self, stop: bool) -> None:
-        for link in self._links:
-            link.flush(keep=self._run.ahead() + 1)  # older ones are known to have been read
-            link.send(stop)
+        for sender in self._senders:
+            sender.flush(keep=self._run.ahead() + 1)  # older ones are known to have been read
+            sender.send([torch.tensor(stop)], place=0)
 
     def _taken(self) -> bool:
         """The next message of each of the others: does one of them say stop?"""
-        flags = [link.take() for link in self._links]
-        return any(flags)
+        messages = [next_message(receiver) for receiver in self._receivers]
+        return any(bool(stop) for (stop,) in messages)

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_parallel.messages.side_links import SideLinks
+from lightning_parallel.messages.side_links import SideLinks, next_message
 from lightning_parallel.private.lightning.metrics import metric_places, replace_metric_places, step_metrics
 from lightning_parallel.private.torch import subclass_functions_disabled, tree_map
 from lightning_parallel.ranks.run import Run
@@ -109,7 +109,7 @@ class Outcomes:
     def __init__(self, run: Run) -> None:
         self.awaited = 0
         self._run = run
-        last, links = run.layout.stages - 1, SideLinks(run, 0)
+        last, links = run.layout.stages - 1, SideLinks(run, 0, run.device)
         self._senders = links.senders(range(last) if run.layout.is_last_stage else ())
         self._receivers = links.receivers([last])
         self._pending: deque[_Outcome] = deque()
@@ -159,10 +159,7 @@ class Outcomes:
 
     def _take(self) -> None:
         (receiver,) = self._receivers
-        receiver.post(0)
-        arrival = receiver.take()
-        assert arrival is not None, "outcomes have no end of stream"
-        head, loss, *values = arrival.receive()
+        head, loss, *values = next_message(receiver)
         names = json.loads(head.numpy().tobytes())
         # Copies: no metric is a view of the message.
         self._pending.popleft().loss = loss.to(self._run.device, copy=True)

@@ -20,7 +20,7 @@ from typing import Any
 from torch import Tensor
 
 from lightning_parallel.batch import batch_size, join_outputs, sizes, split
-from lightning_parallel.messages.side_links import SideLinks
+from lightning_parallel.messages.side_links import SideLinks, next_message
 from lightning_parallel.passes import Passes
 from lightning_parallel.ranks.run import Run
 
@@ -62,7 +62,7 @@ class Relay:
     """Sends tensors from the last stage to all, in order. The last stage doesn't wait for the others."""
 
     def __init__(self, run: Run) -> None:
-        last, links = run.layout.stages - 1, SideLinks(run, 2)
+        last, links = run.layout.stages - 1, SideLinks(run, 2, run.device)
         self._is_source, self._device = run.layout.is_last_stage, run.device
         self._senders = links.senders(range(last) if self._is_source else ())
         self._receivers = links.receivers([last])
@@ -93,8 +93,5 @@ class Relay:
                 sender.flush(keep=len(self._mine))
             return value
         (receiver,) = self._receivers
-        receiver.post(0)
-        arrival = receiver.take()
-        assert arrival is not None, "the tensors of passes have no end of stream"
-        (value,) = arrival.receive()
+        (value,) = next_message(receiver)
         return value.to(self._device, copy=True)

@@ -41,7 +41,7 @@ IN_HOST_MEMORY = {
     "meeting.py highest": "what ranks tell each other of signals",
     "message.py __init__": "the words of a packet",
     "metric_board.py _receive": "the flags before a step's metrics; over NCCL, from host to host",
-    "side_links.py take": "whether another stage wants to stop, from host to host",
+    "common_stop.py <genexpr>": "whether another stage wants to stop, from host to host",
     "common_stop.py agree": "whether a replica wants to stop, from host to host",
     "late_values.py _take": "the names of metrics, from host to host",
     "late_values.py <dictcomp>": "metrics of the progress bar, which came from host to host",
