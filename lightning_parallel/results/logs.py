@@ -1,4 +1,12 @@
-"""``self.log`` inside microbatches: logs for each name the one value that the undivided batch would have logged."""
+"""``self.log`` inside microbatches: logs for each name the one value that the undivided batch would have logged.
+
+What ``training_step`` writes to a logger by itself is written for each microbatch, and in a dry run it would be made
+up. So stand-ins take the loggers' places::
+
+    self.log("loss", loss)                              one value for the batch, whatever the number of microbatches
+    self.logger.log_metrics({"loss": loss.item()})      through the stand-in
+    self.logger.experiment.add_image(...)
+"""
 
 from __future__ import annotations
 
@@ -12,15 +20,16 @@ from numbers import Real
 from typing import Any
 
 import lightning.pytorch as pl
+from lightning.pytorch.loggers.logger import DummyLogger
 from torch import Tensor
 
 from lightning_parallel.batch import weighted_mean
 from lightning_parallel.losses.graph import Number
 from lightning_parallel.losses.normaliser import BatchLoss, Rule
 from lightning_parallel.private.lightning.metrics import set_step_value, step_value
+from lightning_parallel.private.lightning.replaced import replaced
 from lightning_parallel.ranks.user_collectives import Collectives
 from lightning_parallel.results.log_joins import LogJoins
-from lightning_parallel.results.loggers import loggers_through
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,15 +176,41 @@ def discard(*args: Any, **kwargs: Any) -> None:
 @contextmanager
 def logging_through(module: pl.LightningModule, log: Callable[..., None]) -> Iterator[None]:
     """Inside, ``self.log`` is ``log``. It is set as an instance attribute, since it can't be passed as an argument."""
-    before = vars(module).get("log")
-    module.log = log  # type: ignore[method-assign]
+    put_back = replaced(module, "log", log)
     try:
         yield
     finally:
-        if before is None:
-            del module.log
-        else:
-            module.log = before  # type: ignore[method-assign]
+        put_back()
+
+
+@contextmanager
+def loggers_through(trainer: pl.Trainer, note: Callable[[], None] | None = None) -> Iterator[None]:
+    """Inside, stand-ins take the loggers' places. They write nothing, or, with ``note``, call it and write."""
+    loggers = trainer.loggers
+    trainer.loggers = [_StandIn(logger, note) for logger in loggers]  # type: ignore[misc]
+    try:
+        yield
+    finally:
+        trainer.loggers = loggers
+
+
+class _StandIn:
+    """Passes for a logger, also for ``isinstance``. What a logger does, it does by a method or by its ``experiment``;
+    its other attributes can be read."""
+
+    def __init__(self, logger: Any, note: Callable[[], None] | None) -> None:
+        self._logger, self._note = logger, note
+
+    @property  # type: ignore[misc]  # it can be set on other objects
+    def __class__(self) -> Any:
+        return type(self._logger)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "experiment" or callable(getattr(self._logger, name)):
+            if self._note is None:
+                return getattr(DummyLogger(), name)
+            self._note()
+        return getattr(self._logger, name)
 
 
 @contextmanager

@@ -23,8 +23,7 @@ from lightning_parallel.private.lightning.metrics import metric_places, replace_
 from lightning_parallel.private.torch import version_of
 from lightning_parallel.ranks.run import Run
 from lightning_parallel.results.late_values import LateMetrics
-from lightning_parallel.results.loggers import loggers_through
-from lightning_parallel.results.logs import log_arguments, logging_through
+from lightning_parallel.results.logs import log_arguments, loggers_through, logging_through
 from lightning_parallel.values import same_value
 
 

@@ -16,8 +16,7 @@ from torchmetrics import Accuracy, MeanMetric
 
 from lightning_parallel.batch import batch_size, sizes, split
 from lightning_parallel.losses.normaliser import BatchLoss, Rule
-from lightning_parallel.results.loggers import loggers_through
-from lightning_parallel.results.logs import LogRecorder, trial
+from lightning_parallel.results.logs import LogRecorder, loggers_through, trial
 
 
 class Logging(L.LightningModule):
