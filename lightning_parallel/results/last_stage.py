@@ -1,7 +1,7 @@
 """Runs on the last stage what only that stage can run, and tells the other stages the results.
 
 Only the last stage reaches the end of the user's steps. So the user's hooks that work on outputs of steps run only
-there. What they and the steps log is sent to the other stages (``metric_board.py`` says when)::
+there::
 
     hook                                 runs on       because it works on
     on_..._epoch_end                     last stage    what the steps gathered: a list of outputs, a metric
@@ -13,6 +13,18 @@ must not change other stages' parameters (``hook_changes.py``).
 
 The other stages get the loss (``late_values.py``), but nothing else that ``training_step`` returned. Collectives of
 code that runs on one stage only are over its replicas. A save of a checkpoint there is refused: all ranks take part.
+
+Callbacks run on every rank and read metrics there. One that decides differently on one rank (a checkpoint's monitor,
+early stopping) would make the others wait forever. So the last stage alone logs, and publishes what it logged; the
+other stages put it where Lightning's callbacks look::
+
+    when                             who reads it
+    a step after which a             ModelCheckpoint(every_n_train_steps)
+    checkpoint reads a metric
+    end of a training epoch          EarlyStopping, ModelCheckpoint, ReduceLROnPlateau
+    end of validation, test          the same, and the caller of trainer.validate()
+
+In between, metrics of steps are awaited when they are read (``late_values.py``).
 """
 
 from __future__ import annotations
@@ -23,13 +35,19 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import lightning.pytorch as pl
+from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from torch import nn
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor, nn
 
 from lightning_parallel.private.lightning.batches import time_without_broadcasts
 from lightning_parallel.private.lightning.launching import callbacks_of
-from lightning_parallel.private.lightning.metrics import reads_training_metric
+from lightning_parallel.private.lightning.metrics import (
+    evaluation_outputs,
+    metrics_of_no_loader,
+    reads_training_metric,
+)
 from lightning_parallel.private.lightning.replaced import replaced
 from lightning_parallel.ranks.collectives import broadcast_object
 from lightning_parallel.ranks.run import Run
@@ -37,7 +55,6 @@ from lightning_parallel.results import hook_changes
 from lightning_parallel.results.common_stop import CommonStop
 from lightning_parallel.results.late_values import Outcomes
 from lightning_parallel.results.logs import discard
-from lightning_parallel.results.metric_board import publish
 from lightning_parallel.seeding import TorchGenerators, host_generators_kept, mix, seed_host_generators
 
 EPOCH_END_HOOKS = ("on_train_epoch_end", "on_validation_epoch_end", "on_test_epoch_end", "on_predict_epoch_end")
@@ -158,15 +175,34 @@ class LastStage:
         self._before_meeting(hook)
         if self._run.trains:
             self.settle()
-        if hook in ("on_train_batch_end", "on_train_epoch_end"):
-            publish(self._run)
-        elif hook in ("on_validation_epoch_end", "on_test_epoch_end"):
-            publish(self._run, evaluation=True)
+        if hook != "on_predict_epoch_end":
+            _share_metrics(self._run, evaluation=hook in ("on_validation_epoch_end", "on_test_epoch_end"))
 
     def _is_read_now(self) -> bool:
         """Will a checkpoint be saved after this batch, by a metric that a hook may have logged?"""
         trainer = self._trainer
         return any(reads_training_metric(callback, trainer.global_step) for callback in trainer.checkpoint_callbacks)
+
+
+def _share_metrics(run: Run, *, evaluation: bool) -> None:
+    """Publish all metrics that the trainer has on the last stage to the other stages, at a point where all stages meet.
+    At the end of an evaluation also what ``trainer.validate()`` is going to return. A collective."""
+    trainer, is_source = run.trainer, run.layout.is_last_stage
+    outputs = evaluation_outputs(trainer) if evaluation else []
+    own: list[dict[str, Any]] = [trainer.callback_metrics, trainer.logged_metrics, trainer.progress_bar_metrics]
+    sent = None
+    if is_source:
+        rest = metrics_of_no_loader(trainer) if evaluation else {}
+        sent = apply_to_collection([*own, *({**output, **rest} for output in outputs)], Tensor, _detached)
+    metrics = broadcast_object(sent, run.last_rank, run.groups.along("pipeline"))
+    if not is_source:
+        for place, values in zip([*own, *outputs], metrics, strict=True):
+            place.update(move_data_to_device(values, run.device))
+
+
+def _detached(metric: Tensor) -> Tensor:
+    """A copy that can be pickled by itself: a view would take the whole of its tensor along."""
+    return metric.detach().cpu().clone()
 
 
 class _PublishMetrics(Callback):
