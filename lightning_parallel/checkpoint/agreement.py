@@ -15,10 +15,8 @@ from torch.distributed.tensor import DTensor
 
 from lightning_parallel.checkpoint.keys import parameter_of
 from lightning_parallel.checkpoint.slices import Boxes
+from lightning_parallel.ranks.writes import digest
 from lightning_parallel.values import first_few
-
-Digest = tuple[int, bytes]
-
 
 # -- ranks that save ---------------------------------------------------------------------------------------------
 
@@ -36,7 +34,7 @@ class RankSummary:
     """
 
     shapes: dict[str, tuple[tuple[int, ...], torch.dtype]]
-    digests: dict[str, Digest]
+    digests: dict[str, int]
     scalars: list[dict[str, dict[str, Any]]]
     param_groups: list[list[dict[str, Any]]]
     extra_state: dict[str, Any]
@@ -67,9 +65,9 @@ def agree(ranks: Sequence[RankSummary], order: Sequence[str]) -> tuple[dict[str,
         )
     groups = [merge_groups(list(copies), order) for copies in zip(*(r.param_groups for r in ranks), strict=True)]
     names = {name for of_one in groups for group in of_one for name in group["params"]}
-    known: dict[str, Digest] = {}
-    copies = [(name, digest) for rank in ranks for name, digest in rank.digests.items() if name in names]
-    differing = [name for name, digest in copies if known.setdefault(name, digest) != digest]
+    known: dict[str, int] = {}
+    copies = [(name, number) for rank in ranks for name, number in rank.digests.items() if name in names]
+    differing = [name for name, number in copies if known.setdefault(name, number) != number]
     if differing:
         raise RuntimeError(f"Copies of one parameter differ between ranks, nothing is saved: {first_few(differing)}.")
     scalars = [
@@ -101,19 +99,10 @@ def writers(ranks: Sequence[RankSummary], shared: Set[str]) -> dict[str, int]:
     return chosen
 
 
-def digests(model: Mapping[str, Tensor]) -> dict[str, Digest]:
-    """For each tensor that this rank holds as a whole, numbers that differ between copies that have drifted apart: the
-    sum of its words, wrapping around, which costs little on the tensor's device, and its last bytes. Shards are left
-    out: they are no copies of each other."""
-    found = {}
-    for name, tensor in model.items():
-        if not isinstance(tensor, (DTensor, Boxes)):
-            raw = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-            words, rest = raw.tensor_split([len(raw) // 8 * 8])
-            if words.storage_offset() % 8:  # a view into something else
-                words = words.clone()
-            found[name] = int(words.view(torch.int64).sum()), rest.cpu().numpy().tobytes()
-    return found
+def digests(model: Mapping[str, Tensor]) -> dict[str, int]:
+    """For each tensor that this rank holds as a whole, a number that differs between copies that have drifted apart.
+    Shards are left out: they are no copies of each other."""
+    return {name: int(digest(each)) for name, each in model.items() if not isinstance(each, DTensor | Boxes)}
 
 
 def merge_groups(ranks: list[list[dict[str, Any]]], order: Sequence[str]) -> list[dict[str, Any]]:
