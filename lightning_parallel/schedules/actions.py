@@ -25,35 +25,27 @@ from lightning_parallel.ranks.layout import Placement
 
 
 @dataclass(frozen=True, slots=True)
-class Forward:
+class OnChunk:
+    """What a chunk does for a microbatch."""
+
+    chunk: int
+    microbatch: int
+
+
+class Forward(OnChunk):
     """Run a chunk's layers on a microbatch. Its activations are held until its backward."""
 
-    chunk: int
-    microbatch: int
 
-
-@dataclass(frozen=True, slots=True)
-class Backward:
+class Backward(OnChunk):
     """Run the whole backward of a microbatch. Its gradients are added to those of the update under way."""
 
-    chunk: int
-    microbatch: int
 
-
-@dataclass(frozen=True, slots=True)
-class BackwardInput:
+class BackwardInput(OnChunk):
     """Run the first half of a backward: the gradient of the chunk's input, and of parameters that can't wait."""
 
-    chunk: int
-    microbatch: int
 
-
-@dataclass(frozen=True, slots=True)
-class BackwardWeight:
+class BackwardWeight(OnChunk):
     """Run the second half of a backward: the gradients that were left for later."""
-
-    chunk: int
-    microbatch: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +56,6 @@ class Step:
     update: int
 
 
-OnChunk: TypeAlias = Forward | Backward | BackwardInput | BackwardWeight
 Action: TypeAlias = OnChunk | Step
 Schedule: TypeAlias = list[list[Action]]  # the index is the stage
 
