@@ -63,15 +63,10 @@ class StartTable:
         if told is run.module and for_training >= run.trains:
             return
         self._told = (run.module, run.trains)
-        rows = [row(holding(), run.layout, str(run.device), local, optimizers if run.trains else None)]
-        # Axis after axis, so that no rank receives from more ranks than there are along one of them.
-        for axis in run.layout.axes:
-            if run.layout.size(axis.name) > 1:
-                received = gather_objects_on_first(rows, run.groups.along(axis.name))
-                if received is None:
-                    return
-                rows = [each for part in received for each in part]
-        rank_zero_info(table(sorted(rows, key=lambda each: each["rank"])))
+        own = row(holding(), run.layout, str(run.device), local, optimizers if run.trains else None)
+        rows = gather_objects_on_first(own, None)
+        if rows is not None:
+            rank_zero_info(table(rows))
 
 
 def row(
