@@ -19,7 +19,7 @@ from __future__ import annotations
 import hashlib
 import random
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import cached_property
 from typing import Any
 
@@ -54,15 +54,9 @@ class TorchGenerators:
         for generator in self._generators:
             generator.manual_seed(seed)
 
-    @contextmanager
-    def kept(self) -> Iterator[None]:
+    def kept(self) -> AbstractContextManager[None]:
         """Afterwards the generators are as they were before."""
-        states = [generator.get_state() for generator in self._generators]
-        try:
-            yield
-        finally:
-            for generator, state in zip(self._generators, states, strict=True):
-                generator.set_state(state)
+        return torch.random.fork_rng([self._device.index or 0] if self._device.type == "cuda" else [])
 
     @contextmanager
     def seeded(self, seed: int) -> Iterator[None]:
