@@ -15,6 +15,8 @@ from lightning_parallel.messages.streams import Streams
 from lightning_parallel.ranks.groups import Links, Wire
 from lightning_parallel.ranks.layout import Layout, Placement
 
+_ANNOUNCED: dict[type[Any], type[Any]] = {Receiver: AnnouncedReceiver, Sender: AnnouncingSender}
+
 
 @dataclass(frozen=True)
 class Ends:
@@ -32,14 +34,7 @@ def ends_of(placement: Placement, layout: Layout, links: Links, device: torch.de
     activations: dict[int, Handover] = {}
     gradients: dict[int, Handover] = {}
 
-    def over(
-        cut: int,
-        neighbour: int,
-        wires: dict[int, Wire],
-        inside: dict[int, Handover],
-        end: type[Any],
-        announced: type[Any],
-    ) -> Any:
+    def over(cut: int, neighbour: int, wires: dict[int, Wire], inside: dict[int, Handover], end: type[Any]) -> Any:
         if not 0 <= neighbour < len(placement):
             return None
         if placement[neighbour] == layout.stage:
@@ -50,14 +45,14 @@ def ends_of(placement: Placement, layout: Layout, links: Links, device: torch.de
         for_messages = link(wire, device=device, streams=streams)
         if wire.host_group is None:
             return end(for_messages)
-        return announced(for_messages, link(Wire(wire.host_group, wire.tag), device=torch.device("cpu")))
+        return _ANNOUNCED[end](for_messages, link(Wire(wire.host_group, wire.tag), device=torch.device("cpu")))
 
     return {
         chunk: Ends(
-            activations_in=over(chunk - 1, chunk - 1, links.activations, activations, Receiver, AnnouncedReceiver),
-            activations_out=over(chunk, chunk + 1, links.activations, activations, Sender, AnnouncingSender),
-            gradients_in=over(chunk, chunk + 1, links.gradients, gradients, Receiver, AnnouncedReceiver),
-            gradients_out=over(chunk - 1, chunk - 1, links.gradients, gradients, Sender, AnnouncingSender),
+            activations_in=over(chunk - 1, chunk - 1, links.activations, activations, Receiver),
+            activations_out=over(chunk, chunk + 1, links.activations, activations, Sender),
+            gradients_in=over(chunk, chunk + 1, links.gradients, gradients, Receiver),
+            gradients_out=over(chunk - 1, chunk - 1, links.gradients, gradients, Sender),
         )
         for chunk, stage in enumerate(placement)
         if stage == layout.stage
