@@ -1,9 +1,11 @@
 """Compares plain values, as modules and optimizers keep them: numbers, texts, tensors, and tuples or lists of these.
-Shortens a list of names for an error message."""
+Words for error messages: a list of names, shortened, and the line that is running."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import inspect
+from collections.abc import Container, Iterable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -34,3 +36,12 @@ def first_few(names: Iterable[str]) -> str:
     names = list(names)
     more = f", and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return ", ".join(names[:_SHOWN]) + more
+
+
+def line_outside(packages: Container[str]) -> str:
+    """The line that is running, of code that is in none of these packages."""
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in packages:
+        frame = frame.f_back
+    assert frame is not None, "the script is in none of them"
+    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} ({frame.f_code.co_qualname})"

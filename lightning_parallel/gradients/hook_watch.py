@@ -12,7 +12,6 @@ that is computed from gradients, is of this rank's part only. It may be logged, 
 
 from __future__ import annotations
 
-import inspect
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -30,9 +29,11 @@ from lightning_parallel.private.lightning.batches import around_step_hooks
 from lightning_parallel.private.lightning.launching import callbacks_of
 from lightning_parallel.private.torch import has_gradient_hooks, tensors_in
 from lightning_parallel.ranks.local_model import memory_of
+from lightning_parallel.values import line_outside
 
 _SET_GRADIENT = Tensor.grad.__set__  # type: ignore[union-attr]
 _ASKS = ("__bool__", "equal", "allclose")  # what branches are decided by
+_LIBRARIES = ("torch", "lightning", "lightning_parallel", "contextlib")
 _NUMBERS = ("item", "tolist", "numpy", "__float__", "__array__")
 
 
@@ -93,14 +94,15 @@ class GradientWatch(TorchFunctionMode):
         name = getattr(function, "__name__", "")
         if self._number and self._changes(function, name, args):
             raise RuntimeError(
-                f"{_line()} changes gradients, after {self._number} has computed a number from gradients. Each rank "
-                f"has those of its own part of the model, so each would change them otherwise. To clip by the norm of "
-                f"the whole model set gradient_clip_val, or call self.clip_gradients in configure_gradient_clipping."
+                f"{line_outside(_LIBRARIES)} changes gradients, after {self._number} has computed a number from "
+                f"gradients. Each rank has those of its own part of the model, so each would change them otherwise. To "
+                f"clip by the norm of the whole model set gradient_clip_val, or call self.clip_gradients in "
+                f"configure_gradient_clipping."
             )
         if given and name in _ASKS:
             raise RuntimeError(
-                f"{_line()} decides by the gradients of this rank, which has a part of the model, so ranks may decide "
-                f"differently. For losses that are NaN there is the callback FiniteLoss."
+                f"{line_outside(_LIBRARIES)} decides by the gradients of this rank, which has a part of the model, so "
+                f"ranks may decide differently. For losses that are NaN there is the callback FiniteLoss."
             )
         output = function(*args, **(kwargs or {}))
         if given:
@@ -128,7 +130,7 @@ class GradientWatch(TorchFunctionMode):
                 self._found_number(name)
 
     def _found_number(self, name: str) -> None:
-        self._number = self._number or f"{name}() in {_line()}"
+        self._number = self._number or f"{name}() in {line_outside(_LIBRARIES)}"
         if not self._has_warned:
             self._has_warned = True
             rank_zero_warn(
@@ -162,14 +164,3 @@ def _sees_gradients(module: pl.LightningModule) -> bool:
     if any(is_overridden(hook, module) for hook in own):
         return True
     return any(is_overridden(hook, each, Callback) for each in callbacks_of(module.trainer) for hook in seen)
-
-
-def _line() -> str:
-    """The line of the user's code that is running."""
-    frame = inspect.currentframe()
-    while frame is not None and frame.f_globals.get("__name__", "").split(".")[0] in _LIBRARIES:
-        frame = frame.f_back
-    return "a hook" if frame is None else f"{frame.f_code.co_qualname} (line {frame.f_lineno})"
-
-
-_LIBRARIES = ("torch", "lightning", "lightning_parallel", "contextlib")

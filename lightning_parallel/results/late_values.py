@@ -12,13 +12,12 @@ A stage that has ended its step on a batch has sent all that the last stage need
 
 from __future__ import annotations
 
-import inspect
 import json
 import warnings
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,8 +27,9 @@ from lightning_parallel.messages.side_links import SideLinks, next_message
 from lightning_parallel.private.lightning.metrics import metric_places, replace_metric_places, step_metrics
 from lightning_parallel.private.torch import subclass_functions_disabled, tree_map
 from lightning_parallel.ranks.run import Run
+from lightning_parallel.values import line_outside
 
-_BETWEEN = ("lightning_parallel.", "torch.", "copy.")  # modules between the reader and a value
+_BETWEEN = ("lightning_parallel", "torch", "copy")  # between the reader and a value
 # Lightning calls these on each loss. They are done when the value is read.
 _LATER = ("detach", "clone", "div", "mul")
 
@@ -93,12 +93,6 @@ for _name in (
     setattr(LateMetrics, _name, _reading(_name))
 
 
-class _Outcome:
-    """The outcome of one step, perhaps not received yet."""
-
-    loss: Tensor | None = None
-
-
 class Outcomes:
     """The results of the last stage's steps, on all stages of a pipeline.
 
@@ -112,7 +106,7 @@ class Outcomes:
         last, links = run.layout.stages - 1, SideLinks(run, 0, run.device)
         self._senders = links.senders(range(last) if run.layout.is_last_stage else ())
         self._receivers = links.receivers([last])
-        self._pending: deque[_Outcome] = deque()
+        self._pending: deque[Future[Tensor]] = deque()  # the losses of steps whose outcomes haven't been received
 
     def send(self, loss: Tensor) -> None:
         """Send a step's outcome from the last stage. It waits for nothing, not even for a GPU."""
@@ -130,20 +124,20 @@ class Outcomes:
         """The loss of the step that has just run, on the other stages."""
         if not isinstance(metric_places(self._run.trainer)[0], LateMetrics):
             replace_metric_places(self._run.trainer, lambda metrics: LateMetrics(metrics, self._await_all))
-        outcome = _Outcome()
-        self._pending.append(outcome)
-        return _late(torch.full((), torch.nan, device=self._run.device), lambda: self._loss_of(outcome))
+        loss: Future[Tensor] = Future()
+        self._pending.append(loss)
+        return _late(torch.full((), torch.nan, device=self._run.device), lambda: self._received(loss))
 
     # -- on the stages that receive ------------------------------------------------------------------------------
 
-    def _loss_of(self, outcome: _Outcome) -> Tensor:
-        if outcome.loss is None:
+    def _received(self, loss: Future[Tensor]) -> Tensor:
+        if not loss.done():
             self._note_wait()
-        while outcome.loss is None:
+        while not loss.done():
             if not self._pending:
                 raise RuntimeError("The run ended before the last stage came to the loss of this step.")
             self._take()
-        return outcome.loss
+        return loss.result()
 
     def _await_all(self, *keys: Any) -> None:
         if self._pending:
@@ -162,7 +156,7 @@ class Outcomes:
         head, loss, *values = next_message(receiver)
         names = json.loads(head.numpy().tobytes())
         # Copies: no metric is a view of the message.
-        self._pending.popleft().loss = loss.to(self._run.device, copy=True)
+        self._pending.popleft().set_result(loss.to(self._run.device, copy=True))
         own = [value.to(self._run.device, copy=True) for value in values]
         callback, logged, shown = metric_places(self._run.trainer)
         callback.update({name: own[i] for name, i in names[0].items()})
@@ -173,8 +167,8 @@ class Outcomes:
         self.awaited += 1
         if self.awaited == 1 and self._run.ahead():
             warnings.warn(
-                f"{_reader()} reads the loss or a metric of a step, so this pipeline stage waits for the last one "
-                f"there. To keep the stages from waiting for each other, read them once in a while, or under "
+                f"{line_outside(_BETWEEN)} reads the loss or a metric of a step, so this pipeline stage waits for the "
+                f"last one there. To keep the stages from waiting for each other, read them once in a while, or under "
                 f"`if trainer.is_global_zero:`.",
                 stacklevel=2,
             )
@@ -184,13 +178,3 @@ class Outcomes:
         self._pending.clear()
         if isinstance(metric_places(self._run.trainer)[0], LateMetrics):
             replace_metric_places(self._run.trainer, dict)
-
-
-def _reader() -> str:
-    """The line that reads a value: of the user's code, or else of Lightning's."""
-    frame = inspect.currentframe()
-    while frame is not None and f"{frame.f_globals.get('__name__')}.".startswith(_BETWEEN):
-        frame = frame.f_back
-    if frame is None:
-        return "Something"
-    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} ({frame.f_code.co_qualname})"
