@@ -29,7 +29,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -192,19 +191,6 @@ class Sender:
         return Packet(format, trailer, self._link.device, self._link.through_host)
 
 
-@dataclass(slots=True)
-class _Posted:
-    """A receive in flight, into ``packet``.
-
-    Attributes:
-        place: the message's place in the schedule; None for gradients.
-    """
-
-    work: dist.Work
-    packet: Packet
-    place: Hashable
-
-
 class Receiver:
     """Receives messages over a link, in order. One receive is posted ahead. ``acknowledged`` is the number of gradient
     messages that the peer had received when it sent the last message taken."""
@@ -213,7 +199,8 @@ class Receiver:
         self.acknowledged = 0
         self._link = link
         self._formats: dict[Hashable, Format] = {}
-        self._posted: _Posted | None = None
+        # A receive in flight, with its message's place in the schedule; None for gradients.
+        self._posted: tuple[dist.Work, Packet, Hashable] | None = None
 
     # -- activations ---------------------------------------------------------------------------------------------
 
@@ -226,13 +213,13 @@ class Receiver:
         """Wait for the posted message, read it, and post the receive of the next one, that of place ``then`` (None:
         post nothing). Returns what arrived; None if the sender ended the stream."""
         following = None if then is None else self._packet(self._formats.get(then, ()), trailer=True)
-        posted = self._wait()
-        status, self.acknowledged = posted.packet.words()
+        packet, place = self._wait()
+        status, self.acknowledged = packet.words()
         arrival: Arrival | None = None
         if status == 0:
-            arrival = Arrival(self._on_device(posted.packet), posted.packet.format)
+            arrival = Arrival(self._on_device(packet), packet.format)
         elif status != END:
-            arrival = self._take_described(status, posted.place)
+            arrival = self._take_described(status, place)
         if following is not None:
             format = self._formats.get(then, ())  # a described message may have changed it
             self._begin(following if following.format == format else self._packet(format, trailer=True), then)
@@ -257,7 +244,7 @@ class Receiver:
         """Wait for the posted gradients, and post the receive of the next ones, of format ``then`` (empty: post
         nothing)."""
         following = self._packet(then, trailer=False) if then else None
-        packet = self._wait().packet
+        packet, _ = self._wait()
         if following is not None:
             self._begin(following, None)
         return self._on_device(packet)
@@ -270,14 +257,14 @@ class Receiver:
 
     def _begin(self, packet: Packet, place: Hashable) -> None:
         with self._link.streams.incoming():
-            self._posted = _Posted(self._link.irecv(packet.buffer), packet, place)
+            self._posted = self._link.irecv(packet.buffer), packet, place
 
-    def _wait(self) -> _Posted:
+    def _wait(self) -> tuple[Packet, Hashable]:
         assert self._posted is not None, "post before you take"
+        (work, packet, place), self._posted = self._posted, None
         with self._link.streams.incoming():
-            self._link.wait(self._posted.work)
-        posted, self._posted = self._posted, None
-        return posted
+            self._link.wait(work)
+        return packet, place
 
     def _on_device(self, packet: Packet) -> list[Tensor]:
         """The tensors of a received packet, on this link's device."""
