@@ -17,6 +17,7 @@ from __future__ import annotations
 import os
 import time
 import uuid
+from collections.abc import Iterator
 from datetime import timedelta
 from functools import lru_cache
 
@@ -37,20 +38,21 @@ def store_of_next_group(environment: ClusterEnvironment, timeout: timedelta, pur
     Raises:
         TimeoutError: the others have not come.
     """
-    store, deadline = script_store(environment, timeout), _Deadline(timeout)
+    store = script_store(environment, timeout)
     asks = f"lightning_parallel/{purpose}/asks_"
     if environment.global_rank() > 0:
         token = uuid.uuid4().hex
         store.set(f"{asks}{environment.global_rank()}", token)
-        while not store.check([token]):
-            deadline.wait("Rank 0 has not come")
+        for _ in _looks(timeout, "Rank 0 has not come"):
+            if store.check([token]):
+                break
         meeting = PrefixStore(store.get(token).decode(), store)
         meeting.set(token, "")
         return meeting
     name, answered = uuid.uuid4().hex, set[str]()
     meeting = PrefixStore(name, store)
     keys = [f"{asks}{rank}" for rank in range(1, environment.world_size())]
-    while keys:
+    for _ in _looks(timeout, f"Not all of the other {len(keys)} ranks have come") if keys else ():
         if store.check(keys):
             tokens = [token.decode() for token in store.multi_get(keys)]
             for token in set(tokens) - answered:
@@ -58,22 +60,18 @@ def store_of_next_group(environment: ClusterEnvironment, timeout: timedelta, pur
             answered.update(tokens)
             if meeting.check(tokens):  # none of them is one of an earlier meeting
                 break
-        deadline.wait(f"Not all of the other {len(keys)} ranks have come")
     return meeting
 
 
-class _Deadline:
-    """Pauses that get longer, until the time is over."""
-
-    def __init__(self, timeout: timedelta) -> None:
-        self._end = time.monotonic() + timeout.total_seconds()
-        self._pause, self._longest = _PAUSES
-
-    def wait(self, what: str) -> None:
-        if time.monotonic() > self._end:
-            raise TimeoutError(f"{what} to make a process group. The cause is in the output of the others.")
-        time.sleep(self._pause)
-        self._pause = min(2 * self._pause, self._longest)
+def _looks(timeout: timedelta, missing: str) -> Iterator[None]:
+    """Looks, with pauses between them that get longer, until the time is over."""
+    end = time.monotonic() + timeout.total_seconds()
+    pause, longest = _PAUSES
+    while time.monotonic() <= end:
+        yield
+        time.sleep(pause)
+        pause = min(2 * pause, longest)
+    raise TimeoutError(f"{missing} to make a process group. The cause is in the output of the others.")
 
 
 def script_store(environment: ClusterEnvironment, timeout: timedelta) -> Store:
