@@ -106,12 +106,7 @@ class PlainOnDemand(dict[str, Any]):
         saved = key == "state_dict" or (key == "optimizer_states" and "lr_schedulers" in self)
         return saved or super().__contains__(key)
 
-    def get(self, key: str, default: Any = None) -> Any:
-        """``dict.get``, reading the value where needed."""
-        try:
-            return self[key]
-        except KeyError:
-            return default
+    get = Mapping.get  # type: ignore[assignment]  # that of dictionaries knows no __missing__
 
 
 def read_full(path: PathLike, weights_only: bool = True) -> dict[str, Tensor]:
