@@ -23,7 +23,7 @@ from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
 from typing_extensions import override
 
-from lightning_parallel.batch import batch_size
+from lightning_parallel.batch import samples_of
 from lightning_parallel.private.lightning.batches import ends_update
 from lightning_parallel.private.lightning.metrics import logged_step, show_in_progress_bar
 from lightning_parallel.private.torch import tree_leaves
@@ -227,10 +227,8 @@ def content(batch: Any) -> tuple[str, int]:
     for leaf in tree_leaves(batch):
         if isinstance(leaf, Tensor) and leaf.dim() == 2 and leaf.dtype in _INTEGERS:
             return "tokens", leaf.numel()
-    try:
-        return "samples", batch_size(batch)
-    except ValueError:  # whatever it is, the step takes it
-        return "batches", 1
+    samples = samples_of(batch)
+    return ("batches", 1) if samples is None else ("samples", samples)
 
 
 def memory_in_use(device: torch.device) -> int:
