@@ -37,8 +37,8 @@ from lightning_parallel.private.lightning.batches import (
     ends_update,
     validation_has_ended,
 )
-from lightning_parallel.private.lightning.epoch_sums import continue_sums, epoch_sums
 from lightning_parallel.private.lightning.launching import callbacks_of
+from lightning_parallel.private.lightning.metrics import continue_sums, epoch_sums
 from lightning_parallel.ranks.collectives import gather_objects_on_first
 from lightning_parallel.ranks.layout import Layout
 from lightning_parallel.seeding import random_state, restore_random_state

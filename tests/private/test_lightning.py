@@ -574,11 +574,11 @@ def test_epoch_sums_go_into_the_rest_of_the_epoch(batches_left: int) -> None:
 
     class Takes(Callback):
         def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
-            sums.update(lightning_private.epoch_sums.epoch_sums(trainer))
+            sums.update(lightning_private.metrics.epoch_sums(trainer))
 
     class Continues(Callback):
         def on_train_epoch_start(self, trainer: L.Trainer, *_: Any) -> None:
-            lightning_private.epoch_sums.continue_sums(trainer, sums)
+            lightning_private.metrics.continue_sums(trainer, sums)
 
     loader = torch.utils.data.DataLoader(torch.ones(2, 1))
     trainer(Takes()).fit(Logs([1.0, 3.0]), loader)
