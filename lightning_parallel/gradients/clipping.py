@@ -1,21 +1,27 @@
 """Clipping where a rank holds shards of some gradients, a part of the model, and copies of what other ranks hold too.
 
 The result is that of clipping the whole model's gradients in one process. torch's own functions see one rank's
-gradients only, and refuse a list that mixes DTensors with plain tensors.
+gradients only, and refuse a list that mixes DTensors with plain tensors. Lightning's precision plugin calls them, and
+is made to clip so, and to skip a step on all ranks or on none.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Callable, Iterable, Sequence, Set
+from contextlib import ExitStack, nullcontext
 
 import torch
 import torch.distributed as dist
+from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
-from lightning_parallel.private.torch import norms_of, scale_all
+from lightning_parallel.gradients.hook_watch import GradientWatch
+from lightning_parallel.private.lightning.replaced import replaced
+from lightning_parallel.private.torch import CommonScaler, norms_of, scale_all
 from lightning_parallel.ranks.collectives import guarded
-from lightning_parallel.ranks.local_model import local_part
+from lightning_parallel.ranks.local_model import LocalModel, local_part
 
 
 def clip_by_norm(
@@ -75,3 +81,59 @@ def _square_of_norm(gradients: list[Tensor], device: torch.device) -> Tensor:
         norms = norms_of(alike, torch.promote_types(alike[0].dtype, torch.float32))
         square += torch.stack(norms).double().square().sum().to(device)
     return square
+
+
+# -- in Lightning's precision plugin ---------------------------------------------------------------------------
+
+
+def install_clipping(
+    plugin: Precision,
+    local: LocalModel,
+    *,
+    counts: Callable[[str], bool],
+    replicas: dist.ProcessGroup,
+    parts: dist.ProcessGroup,
+    device: torch.device,
+    watch: GradientWatch | None,
+) -> Callable[[], None]:
+    """Make the plugin clip as :func:`clip_by_norm` does. Returns a function that undoes this.
+
+    Args:
+        counts: tells whether this rank's copy of a parameter, by name, enters the norm.
+        replicas: the ranks over which fully sharded parameters are divided.
+        parts: the ranks whose gradients make one norm.
+        watch: paused while the plugin clips.
+    """
+    paused = nullcontext if watch is None else watch.paused
+    sharded_over = replicas if local.is_fully_sharded else None
+
+    def by_norm(optimizer: Optimizer, clip_val: int | float) -> None:
+        with paused():
+            held = list(plugin.main_params(optimizer))
+            counted: set[Tensor] = {parameter for parameter in held if counts(local.names[id(parameter)])}
+            clip_by_norm(held, clip_val, counted=counted, replicas=sharded_over, parts=parts, device=device)
+
+    def by_value(optimizer: Optimizer, clip_val: int | float) -> None:
+        with paused():
+            clip_by_value(list(plugin.main_params(optimizer)), clip_val)
+
+    put_back = ExitStack()
+    put_back.callback(replaced(plugin, "clip_grad_by_norm", by_norm))
+    put_back.callback(replaced(plugin, "clip_grad_by_value", by_value))
+    return put_back.close
+
+
+def share_overflows(plugin: Precision, device: torch.device) -> Callable[[], None]:
+    """Make a loss scaler skip the step on all ranks if the gradients of one overflow. Returns a function that gives the
+    plugin its own scaler back, with the scale that has been reached."""
+    if not isinstance(plugin, MixedPrecision) or plugin.scaler is None:
+        return lambda: None
+    own = plugin.scaler
+    plugin.scaler = common = CommonScaler(device=device.type, process_group=dist.group.WORLD)
+    common.load_state_dict(own.state_dict())
+
+    def put_back() -> None:
+        own.load_state_dict(common.state_dict())
+        plugin.scaler = own
+
+    return put_back

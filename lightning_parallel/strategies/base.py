@@ -42,8 +42,8 @@ from lightning_parallel.checks.optimizer_trial import refuse_parts, refuse_stran
 from lightning_parallel.checks.other_lightning import warn_of_other_modules
 from lightning_parallel.checks.reads_of_shards import sizes_watched
 from lightning_parallel.disk_offload import DiskOffload
+from lightning_parallel.gradients.clipping import install_clipping
 from lightning_parallel.gradients.hook_watch import GradientWatch, refuse_hooks_of_parameters
-from lightning_parallel.gradients.precision_plugin import install_clipping
 from lightning_parallel.loading import loaders
 from lightning_parallel.loading.shared_batches import SharedLoader
 from lightning_parallel.private.lightning.data import take_back_loaders

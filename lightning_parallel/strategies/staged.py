@@ -31,7 +31,7 @@ from lightning_parallel.callbacks.defaults import IN_STAGES
 from lightning_parallel.callbacks.performance_monitor import StageFigures
 from lightning_parallel.callbacks.start_table import Holding
 from lightning_parallel.checks.manual import SEVERAL_OPTIMIZERS, refuse_manual_optimization
-from lightning_parallel.gradients.precision_plugin import share_overflows
+from lightning_parallel.gradients.clipping import share_overflows
 from lightning_parallel.loading.first_batch import trial_of
 from lightning_parallel.losses.graph import Number
 from lightning_parallel.pipeline.engine import Engine

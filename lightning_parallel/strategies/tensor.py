@@ -25,7 +25,7 @@ from typing_extensions import override
 
 from lightning_parallel.callbacks.start_table import Holding
 from lightning_parallel.checks.manual import BackwardGuard
-from lightning_parallel.gradients.precision_plugin import share_overflows
+from lightning_parallel.gradients.clipping import share_overflows
 from lightning_parallel.gradients.swapping import add_gradients, swap_gradients
 from lightning_parallel.loading.first_batch import trial_of
 from lightning_parallel.ranks.local_model import LocalModel
