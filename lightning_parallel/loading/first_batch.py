@@ -82,10 +82,11 @@ def trial_of(run: Run) -> Callable[[], None]:
         raise RuntimeError("with manual optimization it can't be run ahead")
     step = first_step(run)
     batch, *others = step.args
+    size = samples_of(batch)
+    few = batch if size is None else split(batch, -(-size // _FEW))[0]  # whatever it is, the step takes it
 
     def run_on_few() -> None:
         with trial(trainer, module), as_in(trainer, module):
-            few = _few_samples(batch)
             try:
                 step.func(few, *others)
             except Exception:  # it may need all samples
@@ -96,27 +97,14 @@ def trial_of(run: Run) -> Callable[[], None]:
     return run_on_few
 
 
-def _few_samples(batch: Any) -> Any:
-    size = samples_of(batch)
-    return batch if size is None else split(batch, -(-size // _FEW))[0]  # whatever it is, the step takes it
-
-
 @contextmanager
 def as_in(trainer: pl.Trainer, module: pl.LightningModule) -> Iterator[None]:
     """Inside, the module's parts are in the mode in which Lightning will run them, in the Trainer's precision."""
-    precision = trainer.precision_plugin
-    contexts = {
-        TrainerFn.FITTING: precision.train_step_context,
-        TrainerFn.VALIDATING: precision.val_step_context,
-        TrainerFn.TESTING: precision.test_step_context,
-        TrainerFn.PREDICTING: precision.predict_step_context,
-    }
-    assert trainer.state.fn is not None
     before = {part: part.training for part in module.modules()}
     try:
         if trainer.state.fn != TrainerFn.FITTING:
             module.eval()
-        with contexts[trainer.state.fn]():
+        with trainer.precision_plugin.forward_context():
             yield
     finally:
         for part, training in before.items():

@@ -99,11 +99,7 @@ class SameBatches:
         self._run = run
         self._has_checked = False
         hook = partial(self._begin, run.module.on_train_epoch_start)
-        self._put_back = replaced(run.module, "on_train_epoch_start", hook)
-
-    def end(self) -> None:
-        """Give the module back its own hook."""
-        self._put_back()
+        self.end = replaced(run.module, "on_train_epoch_start", hook)  # gives the module back its own hook
 
     def _begin(self, hook: Callable[[], None] | None) -> None:
         if hook is not None:  # None switches it off

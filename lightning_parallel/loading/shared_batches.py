@@ -14,22 +14,15 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch.distributed as dist
-from torch import Tensor
 
 from lightning_parallel.ranks.collectives import broadcast_object, decided_by_first
 from lightning_parallel.ranks.run import Run
 from lightning_parallel.seeding import moved, random_state, restore_random_state, states_of
 
 T = TypeVar("T")
-
-
-class _Message(NamedTuple):
-    batch: Any
-    is_end: bool  # there is no batch any more
-    drawn: dict[str, Tensor]  # the states of the generators that the loader has drawn from since the last message
 
 
 class SharedLoader:
@@ -39,11 +32,7 @@ class SharedLoader:
         self.loader, self._replica, self._collectives = loader, run.groups.model, run.collectives
 
     def __iter__(self) -> Iterator[Any]:
-        batches = self._read() if self._replica.rank() == 0 else self._received()
-        for message in batches:
-            if message.is_end:
-                return
-            yield message.batch
+        return self._read() if self._replica.rank() == 0 else self._received()
 
     def __len__(self) -> int:
         return len(self.loader)
@@ -53,27 +42,30 @@ class SharedLoader:
             raise AttributeError(name)
         return getattr(self.loader, name)
 
-    def _read(self) -> Iterator[_Message]:
+    def _read(self) -> Iterator[Any]:
         before, iterator = random_state(), None
         while True:
-            batch, is_end = None, False
             with self._collectives.inside_step("a loader"):  # it may divide the samples over the ranks that it sees
                 iterator = iter(self.loader) if iterator is None else iterator
                 try:
-                    batch = next(iterator)
+                    batch = [next(iterator)]
                 except StopIteration:
-                    is_end = True
+                    batch = []
             after = random_state()
-            message = _Message(batch, is_end, states_of(after, moved(before, after)))
-            broadcast_object(message, None, self._replica)
-            yield message
+            broadcast_object((batch, states_of(after, moved(before, after))), None, self._replica)
+            if not batch:
+                return
+            yield batch[0]
             before = random_state()
 
-    def _received(self) -> Iterator[_Message]:
+    def _received(self) -> Iterator[Any]:
         while True:
             message: Any = broadcast_object(None, None, self._replica)
-            restore_random_state(message.drawn)
-            yield message
+            batch, drawn = message
+            restore_random_state(drawn)
+            if not batch:
+                return
+            yield batch[0]
 
 
 def read_by_one(read: Callable[[], T], replica: dist.ProcessGroup) -> T:
@@ -82,13 +74,11 @@ def read_by_one(read: Callable[[], T], replica: dist.ProcessGroup) -> T:
     Raises:
         ValueError: it can't be sent. What ``read`` raises is raised on all ranks.
     """
-    own: T | None = None
 
     def packed() -> bytes:
-        nonlocal own
-        own = read()
+        batch = read()
         try:
-            return pickle.dumps(own)
+            return pickle.dumps(batch)
         except Exception as error:  # any: an object may refuse it as it likes
             raise ValueError(
                 f"share_batches=True: the first batch can't be sent, since it can't be pickled "
@@ -96,5 +86,5 @@ def read_by_one(read: Callable[[], T], replica: dist.ProcessGroup) -> T:
                 f"setting out."
             ) from error
 
-    data = decided_by_first(replica, packed)
-    return own if replica.rank() == 0 else pickle.loads(data)  # type: ignore[return-value]
+    found: T = pickle.loads(decided_by_first(replica, packed))
+    return found

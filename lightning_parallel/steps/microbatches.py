@@ -150,7 +150,7 @@ class Microbatches:
     def _prepared(self, size: int, seed: int) -> Iterator[None]:
         self._recorder.begin(size)
         seed_host_generators(seed)
-        with self._run.precision.train_step_context():
+        with self._run.precision.forward_context():
             yield
 
     @contextmanager

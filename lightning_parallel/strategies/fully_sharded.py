@@ -303,6 +303,8 @@ class FullyShardedStrategy(LayoutStrategy):
 
     @override
     def teardown(self) -> None:
+        if self.is_one_process:
+            return super().teardown()
         self.end_run()
         if self._root is not None:
             refuse_calls(self._outside, self._at_next_run)
