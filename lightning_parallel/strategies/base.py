@@ -278,7 +278,7 @@ class LayoutStrategy(ParallelStrategy):
         if self._same_batches is not None:
             self._same_batches.agree()  # what Lightning does next is to make the first epoch's iterator
         prepared = loaders.prepare(dataloader, self.layout)
-        if not self.run.shares_batches or self.run.trainer.predicting:  # predictions go by a loader's record of samples
+        if not self.options.share_batches or self.run.trainer.predicting:  # predictions go by a loader's own record
             return prepared
         return SharedLoader(prepared, self.run)
 
