@@ -36,7 +36,7 @@ from torch import Tensor
 
 from lightning_parallel.messages.arrival import Arrival
 from lightning_parallel.messages.message import Format, Packet, decode, encode, format_of
-from lightning_parallel.messages.posting import Poster, PostsFromThread
+from lightning_parallel.messages.posting import PostsDirectly, PostsFromThread
 from lightning_parallel.messages.streams import Streams
 from lightning_parallel.private.torch import not_recorded
 from lightning_parallel.ranks.collectives import PeerLostError
@@ -106,7 +106,7 @@ class Sender:
     """Sends messages over a link, in order. ``poster`` posts the sends; by default it is a thread of its own. ``sent``
     is the number of messages since the start."""
 
-    def __init__(self, link: Link, poster: Poster | None = None) -> None:
+    def __init__(self, link: Link, poster: PostsFromThread | PostsDirectly | None = None) -> None:
         self.sent = 0
         self._link = link
         self._formats: dict[Hashable, Format] = {}

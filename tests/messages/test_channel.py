@@ -330,8 +330,8 @@ def drops_its_sender() -> list[bool]:
             continue
         before = set(threading.enumerate())
         sender = Sender(connection)
-        sender.send([], 0)
         (thread,) = set(threading.enumerate()) - before
+        sender.send([], 0)
         if flushed:
             sender.flush()
         reference = weakref.ref(connection)

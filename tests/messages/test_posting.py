@@ -35,7 +35,7 @@ def test_sends_come_back_in_the_order_of_handing_them_over(kind: Any) -> None:
     for number in range(5):
         posts.hand(torch.tensor(number))
     assert [int(cast(Tensor, posts.posted())) for _ in range(5)] == list(range(5))
-    assert set(link.threads) == {"send_0" if kind is PostsFromThread else threading.current_thread().name}
+    assert set(link.threads) == {"send" if kind is PostsFromThread else threading.current_thread().name}
 
 
 def test_an_error_of_a_send_is_raised_where_it_is_asked_for_and_later_ones_go_on() -> None:
@@ -49,16 +49,15 @@ def test_an_error_of_a_send_is_raised_where_it_is_asked_for_and_later_ones_go_on
 
 def test_the_thread_ends_with_the_object() -> None:
     def sending() -> set[threading.Thread]:
-        return {thread for thread in threading.enumerate() if thread.name == "send_0"}
+        return {thread for thread in threading.enumerate() if thread.name == "send"}
 
     gc.collect()  # what earlier tests have left
     before = sending()
     posts = PostsFromThread(Link().send)
-    posts.hand(torch.tensor(1))
-    (thread,) = sending() - before
+    assert len(sending() - before) == 1
     del posts
     gc.collect()
-    assert not thread.is_alive()
+    assert sending() <= before
 
 
 def test_a_sending_thread_gets_the_interpreter_soon_while_a_schedule_runs() -> None:
