@@ -4,37 +4,29 @@ from __future__ import annotations
 
 from lightning_parallel.ranks.layout import Layout
 
-# By a strategy's axis: words of the error, and the note.
-_NOTES = (
-    (
-        "pipeline",
-        "'NoneType' object has no attribute",
+# By a strategy's axis and words of the error.
+_NOTES = {
+    ("pipeline", "'NoneType' object has no attribute"): (
         "Hooks run on every stage, where parameters of other stages have no gradient. A hook that reads gradients has "
-        "to skip parameters whose grad is None.",
+        "to skip parameters whose grad is None."
     ),
-    (
-        "pipeline",
-        "Expected more than 1 value per channel when training",
+    ("pipeline", "Expected more than 1 value per channel when training"): (
         "BatchNorm sees one microbatch at a time, and an epoch's last batch may leave a microbatch one sample. Use "
-        "drop_last=True in the DataLoader, or fewer microbatches.",
+        "drop_last=True in the DataLoader, or fewer microbatches."
     ),
-    (
-        "data",
-        "but its data is not allocated yet",
+    ("data", "but its data is not allocated yet"): (
         "Parameters and gradients are divided over replicas (DTensor), which torch.tensor([...]) can't read, so "
-        "neither can Lightning's grad_norm. Use torch.stack([...]).",
+        "neither can Lightning's grad_norm. Use torch.stack([...])."
     ),
-    (
-        "data",
-        "got mixed torch.Tensor and DTensor",
+    ("data", "got mixed torch.Tensor and DTensor"): (
         "Some parameters are divided over replicas (DTensor), and some are whole. A mean teacher, or other code that "
-        "computes with both, needs data_parallel_kind='replicate', or strategy='ddp'.",
+        "computes with both, needs data_parallel_kind='replicate', or strategy='ddp'."
     ),
-)
+}
 
 
 def explain(error: BaseException, layout: Layout) -> None:
     """Add a note to an error of the user's code that has its cause in the layout."""
-    for axis, words, note in _NOTES:
+    for (axis, words), note in _NOTES.items():
         if layout.size(axis) > 1 and words in str(error):
             error.add_note(note)

@@ -174,7 +174,7 @@ class _Scene:
         ``end`` gets what the step has returned, or None."""
         for truth in (False, True):
             recorder = self.recorder()
-            guessed = ValuesGuessed(partial(_is_around_units, recorder), truth=truth, number=number)
+            guessed = ValuesGuessed(lambda _: recorder.place.during != "call", truth=truth, number=number)  # noqa: B023
             output: Any = None
             begin(recorder)
             with WritesFollowed():
@@ -266,10 +266,6 @@ def _without_values(
     ):
         seed_host_generators(seed)
         yield _Scene(names, partial(Recorder, names, is_unit, state), parts, units, absent, state)
-
-
-def _is_around_units(recorder: Recorder, tensor: AbsentTensor) -> bool:
-    return recorder.place.during != "call"
 
 
 @dataclass(frozen=True)
