@@ -22,7 +22,6 @@ import torchmetrics
 from lightning.fabric.plugins.io import torch_io
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint, ProgressBar, Timer
 from lightning.pytorch.core import saving
-from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.overrides.distributed import UnrepeatedDistributedSampler
 from lightning.pytorch.plugins.environments import LightningEnvironment, SLURMEnvironment
@@ -671,13 +670,3 @@ def test_the_hooks_that_strategies_override_exist() -> None:
              "lightning_restore_optimizer", "distributed_sampler_kwargs", "pre_backward", "post_backward",
              "block_backward_sync")  # fmt: skip
     assert all(hasattr(Strategy, hook) or hasattr(L.pytorch.strategies.ParallelStrategy, hook) for hook in hooks)
-
-
-def test_filled_in_is_what_a_trainer_sets() -> None:
-    """Otherwise a copied Trainer's strategy would lack its devices."""
-    strategy = SingleDeviceStrategy(torch.device("cpu"))
-    module = BoringModel()
-    trainer(strategy=strategy).strategy.connect(module)
-    found = lightning_private.launching.filled_in(strategy)
-    assert found["_accelerator"] is strategy.accelerator and found["_lightning_module"] is module
-    assert {"_precision_plugin", "_checkpoint_io", "_model", "_optimizers"} <= found.keys()
