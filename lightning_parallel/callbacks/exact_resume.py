@@ -88,8 +88,8 @@ class ExactResume(Callback):
 
     def __init__(self) -> None:
         self._saved: Mapping[str, Any] = {}  # what the checkpoint holds, until the run has begun
-        self._restore: Callable[[], None] = _nothing  # the generators
-        self._put_back: Callable[[], None] = _nothing  # ends what the run hasn't come to
+        self._restore: Callable[[], None] = lambda: None  # the generators
+        self._put_back: Callable[[], None] = lambda: None  # ends what the run hasn't come to
 
     @override
     def on_save_checkpoint(
@@ -168,7 +168,7 @@ class ExactResume(Callback):
         moment = SavedMoment(saved["moment"])
         if not moment.is_in_epoch:
             # Before the first epoch, the loaders have yet to draw.
-            begin = self._restore if trainer.current_epoch > 0 else _nothing
+            begin = self._restore if trainer.current_epoch > 0 else lambda: None
             self._put_back = continue_after_epoch(trainer, begin, stepped=moment is SavedMoment.OVER)
             trainer.should_stop |= saved["should_stop"]  # unless min_epochs or min_steps say otherwise
 
@@ -186,10 +186,6 @@ class ExactResume(Callback):
     @override
     def state_dict(self) -> dict[str, Any]:
         return {"of": "generators"}  # without a state, Lightning wouldn't warn of a run that is resumed without it
-
-
-def _nothing() -> None:
-    """A function of the file, so that the callback can be pickled."""
 
 
 def _is_in_step(trainer: pl.Trainer) -> bool:

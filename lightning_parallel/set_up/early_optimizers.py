@@ -7,7 +7,6 @@ whole module. Where a module has been divided, other parameters have their names
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
@@ -21,9 +20,6 @@ class OriginalNames:
         # Others are of a module that has been divided. torch can't move a DTensor that has a weak reference.
         plain = {parameter: name for name, parameter in named if type(parameter) is nn.Parameter}
         self._names = WeakIdKeyDictionary(plain)
-
-    def __reduce__(self) -> Any:
-        return OriginalNames, ()  # a copy is of no module
 
     def rebind(self, optimizers: Sequence[Optimizer], module: nn.Module) -> None:
         """Replace each parameter of the whole module by the one that now has its name.

@@ -10,7 +10,7 @@ import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -51,7 +51,6 @@ from lightning_parallel.private.lightning.launching import (
     ScriptLauncher,
     asked_weights_only,
     callbacks_of,
-    filled_in,
     launched_by_make_launcher,
     layer_sync_of,
     move_optimizers,
@@ -127,11 +126,6 @@ class LayoutStrategy(ParallelStrategy):
         self._watch: GradientWatch | None = None  # where ranks hold parts of the model
         self._at_end = ExitStack()  # undoes what set-up has done, in reverse order
         self._at_next_run = ExitStack()  # undoes what the end of a run has done
-
-    def __getstate__(self) -> dict[str, Any]:
-        """A copy has the settings, and what the Trainer has filled in, but no run."""
-        settings = {field.name: getattr(self.options, field.name) for field in fields(self.options)}
-        return vars(type(self)(**settings)) | filled_in(self)
 
     # -- which rank this is --------------------------------------------------------------------------------------
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import gc
 import os
-import pickle
 import threading
 from collections import Counter
 from typing import Any
@@ -94,18 +92,3 @@ def reads_as_before() -> bool:
 
 def test_dtensors_are_read_as_before(pool: WorkerPool) -> None:
     assert pool.run(reads_as_before, 2, init=False) == [True] * 2
-
-
-def copies_of_a_trainer(strategy: str) -> list[float]:
-    """What a Trainer, its copy, and one that was pickled validate to after it has trained."""
-    kind = ALL["Mixed"]
-    trainer = make_trainer(strategy, [], {}, max_epochs=1)
-    trainer.fit(kind(), kind.loader())
-    copies = [trainer, copy.deepcopy(trainer), pickle.loads(pickle.dumps(trainer))]
-    return [float(each.validate(each.lightning_module, kind.loader())[0]["val_loss"]) for each in copies]
-
-
-@pytest.mark.parametrize("strategy", ["sync", "async", "tensor", "fsdp"])
-def test_a_trainer_that_has_run_can_be_copied_and_pickled(pool: WorkerPool, strategy: str) -> None:
-    (losses,) = pool.run(copies_of_a_trainer, 1, strategy, init=False)
-    assert losses == [losses[0]] * 3

@@ -14,7 +14,7 @@ from lightning.fabric.utilities.device_dtype_mixin import _update_properties
 from lightning.fabric.utilities.distributed import _init_dist_connection
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.strategies import DDPStrategy, Strategy
+from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from torch.optim import Optimizer
 
@@ -82,9 +82,3 @@ def say_device(module: pl.LightningModule, device: torch.device) -> None:
 def callbacks_of(trainer: pl.Trainer) -> list[Callback]:
     """The list of a Trainer's callbacks, which may be changed. A connector sets it, so it is not typed."""
     return trainer.callbacks  # type: ignore[attr-defined, no-any-return]
-
-
-def filled_in(strategy: Strategy) -> dict[str, Any]:
-    """The attributes of a strategy that Lightning's Trainer sets."""
-    names = {*vars(DDPStrategy()), "num_nodes"} - {"_lightning_optimizers"}  # classes that are made on the way
-    return {name: value for name, value in vars(strategy).items() if name in names}
