@@ -7,8 +7,8 @@ from lightning_parallel.ranks.layout import Layout
 # By a strategy's axis and words of the error.
 _NOTES = {
     ("pipeline", "'NoneType' object has no attribute"): (
-        "Hooks run on every stage, where parameters of other stages have no gradient. A hook that reads gradients has "
-        "to skip parameters whose grad is None."
+        "Hooks run on every stage, where parameters of other stages have no gradient. If this is a hook that reads "
+        "gradients, it has to skip parameters whose grad is None."
     ),
     ("pipeline", "Expected more than 1 value per channel when training"): (
         "BatchNorm sees one microbatch at a time, and an epoch's last batch may leave a microbatch one sample. Use "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from functools import partial
 from itertools import product
 from typing import Any
@@ -23,27 +23,25 @@ from lightning_parallel.ranks.run import Run
 from lightning_parallel.ranks.user_collectives import Collectives
 from lightning_parallel.seeding import random_state, restore_random_state
 
-_LOADER_HOOKS = ("train_dataloader", "val_dataloader", "test_dataloader", "predict_dataloader")
+_DATA_HOOKS = ("setup", "train_dataloader", "val_dataloader", "test_dataloader", "predict_dataloader")
 
 
 def data_hooks_inside(
     owners: Sequence[pl.LightningModule | pl.LightningDataModule | None], collectives: Collectives
 ) -> Callable[[], None]:
-    """Make ``setup`` and the hooks that make loaders see the ranks of the data axis. In those that make loaders so does
-    ``torch.distributed``, since a ``DistributedSampler(dataset)`` asks it. Returns a function that undoes this.
+    """Make ``setup`` and the hooks that make loaders see the ranks of the data axis. Returns a function that undoes
+    this.
 
     Args:
         owners: the LightningModule and the LightningDataModule, if there is one.
     """
     put_back = ExitStack()
-    contexts: dict[str, Callable[[], AbstractContextManager[None]]] = {"setup": collectives.inside_data_hook}
-    contexts |= {name: partial(collectives.inside_step, name) for name in _LOADER_HOOKS}
 
     def inside(name: str, hook: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        with contexts[name]():
+        with collectives.inside_data_hook(name):
             return hook(*args, **kwargs)
 
-    for owner, name in product(filter(None, owners), contexts):
+    for owner, name in product(filter(None, owners), _DATA_HOOKS):
         hook = getattr(owner, name)
         if hook is not None:  # `module.val_dataloader = None` switches it off
             put_back.callback(replaced(owner, name, partial(inside, name, hook)))

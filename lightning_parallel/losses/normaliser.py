@@ -20,7 +20,7 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 from enum import Enum
 from functools import reduce
-from math import inf, isclose, log2, nan
+from math import inf, isclose, isnan, log2, nan
 from operator import or_
 
 import torch
@@ -297,9 +297,12 @@ def _ratio_of_nothing(count: Number) -> Number:
     return torch.where(count == 0, nan, 0.0) if isinstance(count, Tensor) else 0.0 if count else nan
 
 
-def _differ(ratios: Sequence[Number]) -> Tensor:
+def _differ(ratios: Sequence[Number]) -> bool | Tensor:
     """Are they different numbers? NaN equals all."""
     device = next((ratio.device for ratio in ratios if isinstance(ratio, Tensor)), None)
+    if device is None:
+        numbers = [ratio for ratio in ratios if not isinstance(ratio, Tensor) and not isnan(ratio)]
+        return max(numbers) - min(numbers) > _EQUAL * max(map(abs, numbers))
     values = torch.stack([torch.as_tensor(ratio, dtype=torch.float64, device=device) for ratio in ratios])
     highest, lowest = values.nan_to_num(nan=-inf).max(), values.nan_to_num(nan=inf).min()
     return highest - lowest > _EQUAL * torch.maximum(highest.abs(), lowest.abs())

@@ -19,7 +19,7 @@ over the data axis.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, TypeVar
 
 import torch
@@ -52,11 +52,13 @@ class Collectives:
         return self.inside is not None or self._is_data_hook
 
     @contextmanager
-    def inside_data_hook(self) -> Iterator[None]:
-        """Inside, the ranks are those of the data axis, and collectives are over all ranks."""
+    def inside_data_hook(self, name: str) -> Iterator[None]:
+        """Inside, the ranks are those of the data axis. In ``setup`` torch.distributed's default group has all ranks;
+        in a hook that makes loaders the data axis's, since a ``DistributedSampler(dataset)`` asks it."""
         before, self._is_data_hook = self._is_data_hook, True
         try:
-            yield
+            with nullcontext() if name == "setup" else default_group(self._groups.along("data")):
+                yield
         finally:
             self._is_data_hook = before
 

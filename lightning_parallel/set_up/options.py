@@ -31,7 +31,7 @@ class ProcessOptions:
             By default the last stage of each replica returns those of its share of the samples, and other stages None.
         share_batches: one rank of each replica reads the data loaders in ``fit``, ``validate`` and ``test``, and sends
             the batches to the others. By default each rank reads them, so they have to draw the same samples
-            everywhere. For loaders that draw by themselves, or for slow ones.
+            everywhere. For loaders whose random generators are their own, or for slow ones.
         checkpoint: ``"directory"``: all ranks write a directory together. ``"file"``: the first rank collects the model
             in its host memory, and writes one file, as Lightning does in one process. ``"auto"``: a file where a rank
             holds all of the model, else a directory. Either opens under every layout.

@@ -272,9 +272,8 @@ class LayoutStrategy(ParallelStrategy):
         if self._same_batches is not None:
             self._same_batches.agree()  # what Lightning does next is to make the first epoch's iterator
         prepared = loaders.prepare(dataloader, self.layout)
-        if not self.options.share_batches or self.run.trainer.predicting:  # predictions go by a loader's own record
-            return prepared
-        return SharedLoader(prepared, self.run)
+        is_shared = self.options.share_batches and self.run.shares_batches
+        return SharedLoader(prepared, self.run) if is_shared else prepared
 
     @override
     @contextmanager
@@ -300,7 +299,8 @@ class LayoutStrategy(ParallelStrategy):
             self.root_device,
             self.precision_plugin,
             self._seed,
-            self.options.share_batches,
+            # Predictions go by a loader's own record of its samples.
+            self.options.share_batches and not trainer.predicting,
             ahead=lambda: self.batches_ahead,
         )
         is_alone = self.layout.world_size == 1
@@ -508,7 +508,7 @@ class LayoutStrategy(ParallelStrategy):
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The module's ``state_dict()``, of which each rank has its part; :meth:`save_checkpoint` joins the parts. It
         is the first call of a save, on all ranks."""
-        if not self._holds_part:  # `trainer.strategy.connect(module)`, and no run: the module is whole
+        if self.layout.world_size == 1 and not self._holds_part:  # `trainer.strategy.connect(module)`, and no run
             return super().lightning_module_state_dict()
         self.drain()
         if self._joined is not None:
@@ -525,7 +525,7 @@ class LayoutStrategy(ParallelStrategy):
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
     ) -> None:
         """Write a directory with every rank's part, or a file. All ranks call it."""
-        if not self._holds_part:
+        if self.layout.world_size == 1 and not self._holds_part:
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
         self.checkpoints.save(checkpoint, filepath, self.run.module, self.optimizers, storage_options)

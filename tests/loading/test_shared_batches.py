@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -10,6 +11,7 @@ import lightning as L
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -208,3 +210,82 @@ def test_nobody_waits_for_a_loader_that_fails(pool: WorkerPool) -> None:
     own, other = pool.run(broken, 2, "later", init=False, expect_errors=True)
     assert "the disk is gone" in own
     assert "PeerLostError" in other
+
+
+class ByRank(IterableDataset[Any]):
+    """Each rank that torch.distributed knows of reads a share."""
+
+    def __iter__(self) -> Iterator[Any]:
+        rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        for i in range(rank, 12, ranks):
+            yield torch.full((4,), float(i)), torch.full((2,), 1.0 * i)
+
+
+class Noting(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[list[float]] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if isinstance(batch, dict):
+            batch = batch["a"]
+        return self._loss(batch)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        each = batch.values() if isinstance(batch, dict) else [batch]
+        self.seen += [x[:, 0].tolist() for x, _ in each]
+
+
+def seen_by(kind: str, strategy: str, options: dict[str, Any]) -> list[list[float]]:
+    torch.set_default_dtype(torch.float64)
+    data = [(torch.full((4,), float(i)), torch.zeros(2)) for i in range(12)]
+    shuffled = {name: DataLoader(data, batch_size=4, shuffle=True) for name in "ab"}
+    module = Noting()
+    L.seed_everything(1)
+    loader: Any = DataLoader(ByRank(), batch_size=2) if kind == "by rank" else shuffled
+    make_trainer(strategy, [], options, use_distributed_sampler=False).fit(module, loader)
+    return module.seen
+
+
+def test_a_stream_that_divides_by_ranks_sees_replicas(pool: WorkerPool) -> None:
+    options = {"stages": 2, "data_parallel": 2, "microbatches": 2, "share_batches": True}
+    ranks = pool.run(seen_by, 4, "by rank", "sync", options, init=False)
+    epoch = [sorted(x for batch in seen[:3] for x in batch) for seen in ranks]
+    assert [len(seen) for seen in ranks] == [6] * 4
+    assert sorted(map(tuple, epoch)) == sorted([tuple(range(0, 12, 2)), tuple(range(1, 12, 2))] * 2)
+
+
+def test_several_loaders_draw_as_in_one_process(pool: WorkerPool) -> None:
+    (expected,) = pool.run(seen_by, 1, "several", "single", {}, init=False)
+    for seen in pool.run(seen_by, 2, "several", "sync", {"microbatches": 2, "share_batches": True}, init=False):
+        assert seen == expected
+
+
+class OnOneRank(Net):
+    """Its loader can be made on the first rank only, or has another length there."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+
+    def train_dataloader(self) -> Any:
+        is_first = os.environ["RANK"] == "0"
+        if self.kind == "fails" and not is_first:
+            raise OSError("no data here")
+        return Drawing(4 if is_first else 2)
+
+
+def fitted_on_one(kind: str) -> int:
+    torch.set_default_dtype(torch.float64)
+    trainer = make_trainer("sync", [], {"microbatches": 2, "share_batches": True}, max_epochs=1)
+    trainer.fit(OnOneRank(kind))
+    return trainer.global_step
+
+
+def test_the_first_rank_s_loader_counts(pool: WorkerPool) -> None:
+    assert pool.run(fitted_on_one, 2, "longer", init=False) == [4, 4]
+
+
+def test_a_loader_that_cannot_be_made_on_a_rank_is_reported_on_all(pool: WorkerPool) -> None:
+    for failure in pool.run(fitted_on_one, 2, "fails", init=False, expect_errors=True):
+        assert "no data here" in failure

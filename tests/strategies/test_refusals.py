@@ -170,7 +170,7 @@ CASES: dict[str, tuple[type[Net], dict[str, Any], str, list[str]]] = {
     "layers-text": (Net, {"layers": "net.*"}, "ValueError", ["layers='net.*'", "give a list"]),
     "balance": (Net, {"balance": [1, 1]}, "ValueError", ["balance=[1, 1]", "3 positive layer counts", "sum to 5"]),
     "balance-text": (Net, {"balance": "weight"}, "ValueError", ["balance='weight'", "'parameters'", "'layers'"]),
-    "no-chain": (NoChain, {}, "ValueError", ["stages=3", "only 1 layers", "at most 1 stages"]),
+    "no-chain": (NoChain, {}, "ValueError", ["stages=3", "only 1 layers", "other axes"]),
     "frozen": (
         Frozen, {"balance": [1, 2, 2]}, "ValueError", ["Stage 0 of 3", "no trainable parameter", "stages.", "'net.0'"]
     ),
