@@ -40,9 +40,12 @@ class ModuleUses:
         self._modules: set[str] = set()
         if host_group.size() > 1:
             for name, unit in units.items():
-                unit.register_forward_pre_hook(lambda unit, args, name=name: self._units.append(name))
+                unit.register_forward_pre_hook(partial(self._note_unit, name))
             for name, module in modules.items():
                 module.register_forward_pre_hook(partial(self._note_module, name))
+
+    def _note_unit(self, name: str, unit: nn.Module, args: Any) -> None:
+        self._units.append(name)
 
     def _note_module(self, name: str, module: nn.Module, args: Any) -> None:
         if torch.is_grad_enabled() and any(p.requires_grad for p in module.parameters(recurse=False)):
