@@ -2,9 +2,22 @@
 
 from __future__ import annotations
 
-from lightning_parallel.values import first_few
+from lightning_parallel.values import first_few, line_outside
 
 
 def test_many_names_are_cut_short() -> None:
     assert first_few("abc") == "a, b, c"
     assert first_few("abcdefg") == "a, b, c, d, e, and 2 more"
+
+
+def test_the_line_that_runs_is_named() -> None:
+    assert line_outside(()).startswith("values.py:")
+    assert line_outside(("lightning_parallel",)).startswith("test_values.py:")
+
+
+def test_a_thread_of_libraries_alone_has_no_line() -> None:
+    class Everything:
+        def __contains__(self, package: object) -> bool:
+            return True
+
+    assert line_outside(Everything()) == "Something"

@@ -294,7 +294,9 @@ def _inverse(count: Number) -> Number:
 
 def _ratio_of_nothing(count: Number) -> Number:
     """The ratio for a term that a microbatch's loss lacks; NaN if nothing counts in the microbatch at all."""
-    return torch.where(count == 0, nan, 0.0) if isinstance(count, Tensor) else 0.0 if count else nan
+    if isinstance(count, Tensor):
+        return torch.where(count == 0, nan, 0.0)
+    return 0.0 if count else nan
 
 
 def _differ(ratios: Sequence[Number]) -> bool | Tensor:

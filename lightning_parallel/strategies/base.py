@@ -272,7 +272,7 @@ class LayoutStrategy(ParallelStrategy):
         if self._same_batches is not None:
             self._same_batches.agree()  # what Lightning does next is to make the first epoch's iterator
         prepared = loaders.prepare(dataloader, self.layout)
-        is_shared = self.options.share_batches and self.run.shares_batches
+        is_shared = self.options.share_batches and self.run.shares_batches  # searches prepare loaders before a run
         return SharedLoader(prepared, self.run) if is_shared else prepared
 
     @override

@@ -445,28 +445,19 @@ def test_replicas_may_take_another_way_together(pool: WorkerPool) -> None:
     pool.run(refused, 2, Together, {}, init=False)
 
 
-def on_one_rank() -> tuple[dict[str, Tensor], bool]:
+def trained_twice(strategy: str) -> tuple[dict[str, Tensor], bool]:
     """The weights after two Trainers, and whether any is divided."""
     torch.set_default_dtype(torch.float64)
     module = ALL["LeNet"]()
     for _ in range(2):
-        trainer = make_trainer("fsdp", [], {}, max_epochs=1)
-        trainer.fit(module, ALL["LeNet"].loader())
+        make_trainer(strategy, [], {}, max_epochs=1).fit(module, ALL["LeNet"].loader())
     weights = {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
     return weights, any(isinstance(p, DTensor) for p in module.parameters())
 
 
-def twice_in_one_process() -> dict[str, Tensor]:
-    torch.set_default_dtype(torch.float64)
-    module = ALL["LeNet"]()
-    for _ in range(2):
-        make_trainer("single", [], {}, max_epochs=1).fit(module, ALL["LeNet"].loader())
-    return {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
-
-
 def test_one_rank_is_one_process(pool: WorkerPool) -> None:
-    ((weights, is_divided),) = pool.run(on_one_rank, 1, init=False)
-    (expected,) = pool.run(twice_in_one_process, 1, init=False)
+    ((weights, is_divided),) = pool.run(trained_twice, 1, "fsdp", init=False)
+    ((expected, _),) = pool.run(trained_twice, 1, "single", init=False)
     assert not is_divided
     for name, weight in weights.items():
         torch.testing.assert_close(weight, expected[name], rtol=0, atol=0)
