@@ -20,6 +20,7 @@ parameters: one copy more than without.
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -316,12 +317,16 @@ class WeightVersions:
         }
         for name, leaf in leaves.items() if self._grown is not None else ():
             if leaf.requires_grad:
-                leaf.register_post_accumulate_grad_hook(partial(self._tell, name))
+                leaf.register_post_accumulate_grad_hook(partial(_tell, weakref.ref(self), name))
         return Version(self.updates, leaves, copied=set(values))
 
-    def _tell(self, name: str, leaf: Tensor) -> None:
-        assert self._grown is not None
-        self._grown(name)
+
+def _tell(versions: weakref.ref[WeightVersions], name: str, leaf: Tensor) -> None:
+    """Report that a leaf's gradient has grown. The collector doesn't look into graphs: a graph that a failed step
+    leaves, and that the versions refer to, would keep them and all connections if its leaves referred to them."""
+    alive = versions()
+    if alive is not None and alive._grown is not None:
+        alive._grown(name)
 
 
 Weights: TypeAlias = CurrentWeights | WeightVersions

@@ -5,6 +5,7 @@ The reference is a plain loop that keeps a copy of every version.
 
 from __future__ import annotations
 
+import gc
 import weakref
 from collections import Counter, deque
 from typing import Any
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_parallel.gradients.swapping import swap_gradients
+from lightning_parallel.losses.normaliser import BatchLoss
 from lightning_parallel.pipeline.staleness import Stashing
 from lightning_parallel.pipeline.weights import WeightVersions
 from tests.pipeline.nets import LAYERS
@@ -687,3 +689,19 @@ def test_swapped_gradients_come_back_untouched() -> None:
     assert layer.weight.grad is ours["weight"] and layer.bias.grad is None
     assert swap_gradients(parameters, before) == {"weight": ours["weight"], "bias": None}
     assert all(p.grad is first[name] for name, p in parameters.items())
+
+
+def test_a_failed_batch_doesnt_keep_the_versions_in_memory() -> None:
+    # The loss of a batch that ends in an error keeps its graph. With it the versions would keep the connections open,
+    # by which other stages notice the error.
+    model = Between(next(iter(LAYERS)))
+    versions = WeightVersions(model, parameters_of(model), grown=[].append)
+    loss = BatchLoss([2])
+    output, token = versions.forward(lambda: model(batch(0)))
+    loss.add(0, output)
+    with pytest.raises(ValueError), versions.backward(token, loss):
+        raise ValueError
+    alive = weakref.ref(versions)
+    del versions, output, token, loss
+    gc.collect()
+    assert alive() is None
