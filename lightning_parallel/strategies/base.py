@@ -55,6 +55,7 @@ from lightning_parallel.private.lightning.launching import (
     layer_sync_of,
     move_optimizers,
 )
+from lightning_parallel.private.lightning.replaced import replaced
 from lightning_parallel.private.torch import group_of_members, values_read_by
 from lightning_parallel.ranks import process_group
 from lightning_parallel.ranks.collectives import together
@@ -322,6 +323,14 @@ class LayoutStrategy(ParallelStrategy):
             self._at_end.callback(self._same_batches.end)
         with self.disk_offload:  # it may be a copy of the whole model, in another precision
             self.model = self.precision_plugin.convert_module(run.module)
+        autograds = self.precision_plugin.backward
+        self._at_end.callback(
+            replaced(
+                self.precision_plugin,
+                "backward",
+                lambda *args, **kwargs: self.make_gradients(partial(autograds, *args, **kwargs)),
+            )
+        )
         return run
 
     def hold(
@@ -464,21 +473,10 @@ class LayoutStrategy(ParallelStrategy):
         with self._inside_step(kind):
             return getattr(super(), kind)(*args, **kwargs)
 
-    @override
-    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
-        """Lightning's backward, with :meth:`make_gradients` between its hooks."""
-        module = self.run.module
-        self.pre_backward(closure_loss)
-        closure_loss = self.precision_plugin.pre_backward(closure_loss, module)
-        self.make_gradients(partial(self.precision_plugin.backward, closure_loss, module, optimizer, *args, **kwargs))
-        closure_loss = self.precision_plugin.post_backward(closure_loss, module)
-        self.post_backward(closure_loss)
-        return closure_loss
-
     @abstractmethod
     def make_gradients(self, backward: Callable[[], None]) -> None:
-        """Put the gradients of a batch on the parameters, complete, before any hook sees them. ``backward`` is
-        autograd's."""
+        """Put the gradients of a batch on the parameters, complete, in the place of Lightning's ``backward``, which is
+        given."""
 
     # -- prediction ----------------------------------------------------------------------------------------------
 
