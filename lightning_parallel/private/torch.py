@@ -302,8 +302,10 @@ def has_full_backward_hooks(module: nn.Module) -> bool:
 
 
 def has_gradient_hooks(tensor: Tensor) -> bool:
-    """Does a hook see, and perhaps change, the gradient of this tensor? torch has no public way to ask."""
-    return bool(tensor._backward_hooks or tensor._post_accumulate_grad_hooks)
+    """Does a hook see, and perhaps change, the gradient of this tensor? torch has no public way to ask. fully_shard's
+    own hooks, on what a unit returns, only gather the unit."""
+    hooks = [*(tensor._backward_hooks or {}).values(), *(tensor._post_accumulate_grad_hooks or {}).values()]
+    return any(not getattr(hook, "__module__", "").startswith("torch.distributed.fsdp") for hook in hooks)
 
 
 def shallow_copy(module: nn.Module) -> nn.Module:

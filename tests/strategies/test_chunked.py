@@ -56,12 +56,13 @@ def test_unmodified_models_train_as_in_one_process(
     [
         ("Blocks", 4, {"stages": 2, "data_parallel": 2}, "zbv", ALL_AT_ONCE),
         ("ShardableLlama", 4, RANKS_OF["Shardable"], "zbv", ALL_AT_ONCE),
-        ("Shifts", 4, {**FULLY, "microbatches": BATCH // 2}, "interleaved", {"accumulate_grad_batches": 2}),
+        ("Shifts", 4, {**FULLY, "microbatches": BATCH // 2}, "zbv", {"accumulate_grad_batches": 2}),
         *thorough(
             ("Llama", 4, {**FULLY, "activation_checkpointing": True}, "interleaved", ALL_AT_ONCE),
             ("Blocks", 4, {"stages": 2, "data_parallel": 2}, "interleaved", ALL_AT_ONCE),
             ("GPT2", 4, FULLY, "zbv", {}),
             ("Blocks", 4, FULLY, "interleaved", {}),
+            ("Shifts", 4, {**FULLY, "microbatches": BATCH // 2}, "interleaved", {"accumulate_grad_batches": 2}),
             ("ShardableGPT2", 4, RANKS_OF["Shardable"], "interleaved", {}),
             ("Blocks", 2, {"activation_checkpointing": True}, "zbv", ALL_AT_ONCE),
         ),
