@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, UnshardHandle, fully_shard
 
 from lightning_parallel.gradients.swapping import multiplied
 from lightning_parallel.ranks.collectives import broadcast_tensors
@@ -34,6 +34,7 @@ class FullyShardedLayers:
         mesh = DeviceMesh.from_group(group, device.type, mesh_dim_names=("data",))
         first = dist.get_global_rank(group, 0)
         self._units: dict[str, FSDPModule] = {}
+        self._gathering: list[UnshardHandle | None] = []
         for name, layer in layers.items():
             layer.to(device)
             broadcast_tensors(layer.parameters(), first, group)  # a user's script need not seed its weights
@@ -47,8 +48,10 @@ class FullyShardedLayers:
             unit.set_custom_reduce_scatter(_Multiplied(factor))  # type: ignore[arg-type]  # by its methods
 
     def hold_back(self) -> None:
-        """From now on backwards add up their gradients, and send nothing."""
+        """Begin an update: gather the layers, without waiting for it. From now on backwards add up their gradients, and
+        send nothing."""
         self._end_with(False, self._units)
+        self._gathering = [unit.unshard(async_op=True) for unit in self._units.values()]
 
     def release(self, names: Collection[str]) -> None:
         """Make the next backward through each of these layers its last of an update."""
@@ -71,7 +74,10 @@ class FullyShardedLayers:
             self.free()
 
     def free(self) -> None:
-        """Free the gathered parameters after a forward that has no backward."""
+        """Free the gathered parameters of layers through which no backward has freed them."""
+        for handle in self._gathering:
+            if handle is not None:
+                handle.wait()  # for a layer that wasn't called
         for unit in self._units.values():
             unit.reshard()
 

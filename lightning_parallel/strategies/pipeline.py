@@ -214,6 +214,8 @@ class PipelineStrategy(StagedStrategy):
             self._incomplete = {name: own & {*self.stage.partition.units[name]} for name in self.stage.layers}
         with microbatches.recorded():
             outputs = self.at_work.engine.run(actions, work, endless=self._goes_on)
+        if self._stages.fully_sharded is not None:
+            self._stages.fully_sharded.free()
         gradients = self.replicas.averaged(swap_gradients(parameters, earlier))
         self._gradients = self._stages.summed_shared(self._shards.completed(gradients))
 
