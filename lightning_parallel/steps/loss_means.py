@@ -113,8 +113,8 @@ class LossMeans:
             self._rules = frozenset(Rule)
             self._warn_of_loss(
                 "is neither a mean over samples, nor over a number that adds up over microbatches, nor a sum: samples "
-                "may be compared with each other, several terms may average over different numbers, or the mean is "
-                "rooted or smoothed"
+                "may be compared with each other, several terms may average over different numbers, the mean may be "
+                "rooted or smoothed, or torch.compile may hide by what it is divided"
             )
         for name, rules in found.logs.items():
             rules = self._rules_of_logs[name] = self._rules_of_logs.get(name, frozenset(Rule)) & rules

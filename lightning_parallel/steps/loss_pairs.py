@@ -10,7 +10,7 @@ make that hasn't been tried::
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -21,8 +21,8 @@ from torch import Tensor
 
 from lightning_parallel.batch import split_into
 from lightning_parallel.checks.first_losses import scalars
-from lightning_parallel.losses.graph import Term, terms_of
-from lightning_parallel.losses.normaliser import BatchLoss, count_of
+from lightning_parallel.losses.graph import Number, Term, terms_of
+from lightning_parallel.losses.normaliser import BatchLoss, count_of, numbered
 from lightning_parallel.losses.trial import Findings, Outcome, find, joined, kinds_of, outcome
 from lightning_parallel.pipeline.chunk import Again, Trial
 from lightning_parallel.ranks.run import Run
@@ -49,7 +49,8 @@ class _Tried:
         step: makes the user's step of a part of the batch.
         arrived: its activations; empty until its forward has run, as what follows is unknown.
         make: the operations that its loss is made of.
-        share: what a sample's loss averages over.
+        terms: the keys of its loss's terms.
+        count: what its loss averages over.
         outcome: what its step alone has come to.
     """
 
@@ -59,8 +60,19 @@ class _Tried:
     index: int
     arrived: Sequence[Tensor] = ()
     make: frozenset[str] = frozenset()
-    share: float | None = None
+    terms: Collection[str] = ()
+    count: Number = 0.0
     outcome: Outcome | None = None
+
+    @property
+    def share(self) -> float | None:
+        """What a sample's loss averages over, if the host has the number."""
+        return self.count / self.sizes[self.index] if isinstance(self.count, float) else None
+
+    def as_run(self, outcome: Outcome) -> Outcome:
+        """What the step alone has come to, with the count of its run in the schedule. There torch.compile may hide by
+        what the loss is divided; a trial runs nothing compiled."""
+        return outcome if outcome.terms.keys() == self.terms else replace(outcome, count=float(self.count))
 
 
 class LossPairs:
@@ -115,10 +127,8 @@ class LossPairs:
         self, this: _Tried, batch_loss: BatchLoss, due: bool, loss: Tensor, terms: list[Term], again: Again
     ) -> None:
         terms = terms or terms_of(loss)
-        size = this.sizes[this.index]
-        count = count_of(terms, loss, float(size))
-        this.make = kinds_of(terms, count)
-        this.share = count / size if isinstance(count, float) else None
+        this.count = count_of(terms, loss, float(this.sizes[this.index]))
+        this.make, this.terms = kinds_of(terms, this.count), numbered(terms).keys()
         before, self._before = self._before, None
         is_new = this.make not in self._makes or (self._is_open and this.share not in self._shares)
         if again.arrived is None:
@@ -163,8 +173,8 @@ class LossPairs:
             both = [tensor for tensor in arrived if tensor is not None]
             if len(both) < len(arrived):
                 return None
-            one.outcome = one.outcome or run(one.sizes, one.arrived)
-            other.outcome = run(one.sizes, other.arrived, first + 1)
+            one.outcome = one.outcome or one.as_run(run(one.sizes, one.arrived))
+            other.outcome = other.as_run(run(one.sizes, other.arrived, first + 1))
             whole = run(lengths, both, traced=not self.has_tried)  # a later warning may need the lines
             parts = [one.outcome, other.outcome]
             if not math.isfinite(whole.loss) or not (whole.loss or any(part.loss for part in parts)):

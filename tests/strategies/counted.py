@@ -209,4 +209,4 @@ COUNTED = {
         PaddedLlama, Bert, Tokens, Masked, Selected, ClassWeights, LossInHead, Compiled, Noisy, Summed, InBatch,
     )
 } | {"BatchNormed": Normalised}  # fmt: skip
-EQUAL = ("PaddedLlama", "Tokens", "Masked", "ClassWeights", "LossInHead", "Summed", "Compiled")
+EQUAL = ("PaddedLlama", "Tokens", "Masked", "ClassWeights", "LossInHead", "Summed")

@@ -32,7 +32,7 @@ def assert_equal(reports: list[Report], reference: Report, exact: float = EXACT)
 
 # Of 8 samples, the last batch of 6: in 4 microbatches of 2, the last batch 2, 2, 1, 1; in 3 of 3, 3, 2.
 @pytest.mark.parametrize(("schedule", "microbatches"), [("gpipe", 3), *thorough(("1f1b", 4))])
-@pytest.mark.parametrize("model", [*EQUAL[:-1], *thorough(*EQUAL[-1:])])  # compiling takes long
+@pytest.mark.parametrize("model", EQUAL)
 def test_means_over_what_counts_are_those_of_one_process(
     pool: WorkerPool, single: Any, model: str, schedule: str, microbatches: int
 ) -> None:
@@ -110,6 +110,7 @@ def warned(model: str, **options: Any) -> list[str]:
         ("Bert", "modeling_bert.py:"),
         ("Selected", "counted.py:"),
         ("InBatch", "counted.py:"),
+        ("Compiled", "torch.compile"),
         ("BatchNormed", "'net.1' is a BatchNorm2d"),
     ],
 )
