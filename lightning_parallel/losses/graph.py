@@ -39,12 +39,14 @@ class Term:
         above: by what the loss divides the term, up to ``edge``.
         below: by what the graph below ``edge`` divides.
         nodes: the operations that divide the term, the outermost first; without any it may be a sum.
+        is_summed: has its sum been read? Below, tensors of one element may hold something for each sample of one.
     """
 
     edge: GradientEdge
     above: Number = 1.0
     below: Number = 1.0
     nodes: tuple[Node, ...] = ()
+    is_summed: bool = False
 
     @property
     def key(self) -> str:
@@ -150,7 +152,7 @@ def _factors(node: Node) -> list[float]:
 
 def _reduction(term: Term, reached: GradientEdge, count: Number) -> _Step:
     """A sum or a mean. Of what has been joined for it, each begins by itself; what has been divided, below that."""
-    edge = _operand(reached.node)
+    edge, term = _operand(reached.node), replace(term, is_summed=True)
     goes_on = edge.node.name() in ("StackBackward0", "CatBackward0", *_DIVISIONS)
     return _moved(term, reached, edge, count, stays=not goes_on)
 
@@ -163,7 +165,7 @@ def _scaled(term: Term, reached: GradientEdge) -> Iterator[_Step]:
     summed = [i for i, edge in operands.items() if not _is_learned(edge.node)]
     if len(summed) != 1 or (divides and summed != [0]):
         return  # of two sums: no mean
-    number = _number_beside(node, 1 - summed[0])
+    number = _number_beside(node, 1 - summed[0], of_samples=term.is_summed)
     if number is None:
         return
     if divides:
@@ -173,15 +175,19 @@ def _scaled(term: Term, reached: GradientEdge) -> Iterator[_Step]:
     yield _moved(term, reached, operands[summed[0]], number if divides else _inverse(number), stays=is_learned)
 
 
-def _number_beside(node: Node, operand: int) -> Number | None:
-    """The operand of a product or a division that is no sum; None if it is more than one number."""
+def _number_beside(node: Node, operand: int, *, of_samples: bool = False) -> Number | None:
+    """The operand of a product or a division that is no sum; None if it is more than one number.
+
+    Args:
+        of_samples: it may have an element for each sample. Then only a tensor without dimensions is one number.
+    """
     saved: Tensor | float | None
     if node.name() in ("MulBackward1", "DivBackward1"):
         saved = saved_value(node, "other")
     else:
         saved = saved_tensor(node, "other" if operand else "self")
     if isinstance(saved, Tensor):
-        return number_of(saved) if saved.numel() == 1 else None
+        return number_of(saved) if saved.numel() == 1 and not (of_samples and saved.dim()) else None
     return None if saved is None else float(saved)
 
 
@@ -228,9 +234,10 @@ def anything_counts(term: Term) -> bool | Tensor | None:
         if name in ("IndexBackward0", "MaskedSelectBackward0"):
             return prod(shape_of_result(node)) > 0
         for mask in _masks(node):
-            if mask is not None and mask.numel() > 1:
-                found = (mask != 0).any()
-                return bool(found) if found.device.type == "cpu" else found
+            if mask is not None and mask.dim():
+                found, is_here = (mask != 0).any(), mask.device.type == "cpu"
+                if mask.numel() > 1 or (is_here and not found):  # that of one sample may be a factor
+                    return bool(found) if is_here else found
         if name not in _LINEAR | _SUMS | _PRODUCTS | _DIVISIONS or not _operands(node):
             return None
         node = _operand(node).node

@@ -171,6 +171,21 @@ LEARNED: dict[str, Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]] = {
     "a function of one's own, and decay": lambda s, x, z, m: _Mean.apply(x) + 1e-2 * s.square().sum(),
 }
 
+# Of losses, weights and what counts that each sample has one of (its first position's). All equal one process.
+OF_SAMPLES: dict[str, Loss] = {
+    "masked": lambda x, z, y, m: (x[:, 0] * m[:, 0]).sum() / m[:, 0].sum(),
+    "clamped": lambda x, z, y, m: (x[:, 0] * m[:, 0]).sum() / m[:, 0].sum().clamp(min=1),
+    "eps": lambda x, z, y, m: (x[:, 0] * m[:, 0]).sum() / (m[:, 0].sum() + 1e-12),
+    "filled": lambda x, z, y, m: x[:, 0].masked_fill(~m[:, 0], 0).sum() / m[:, 0].sum(),
+    "weighted": lambda x, z, y, m: (x[:, 0] * (y[:, 0] + 200.0)).sum() / (y[:, 0] + 200.0).sum(),
+    "weighted before the sum": lambda x, z, y, m: (x[:, 0] * (y[:, 0] + 200.0) / (y[:, 0] + 200.0).sum()).sum(),
+    "weighted mean": lambda x, z, y, m: (x[:, 0] * (y[:, 0] + 200.0)).mean(),
+    "weights of rows": lambda x, z, y, m: (z[:, 0] * (y[:, 0] + 200.0)[:, None]).sum() / len(y),
+    "chosen and weighted": lambda x, z, y, m: (x[m] * (y[m] + 1.0)).sum() / (y[m] + 1.0).sum(),
+    "a factor of one number": lambda x, z, y, m: (x[:, 0] * m[:, 0] * x.new_full((1,), 0.5)).sum() / m[:, 0].sum(),
+    "mean, times one number": lambda x, z, y, m: (x[:, 0].mean() * x.new_full((1,), 0.5)).squeeze(),
+}
+
 
 @dataclass(frozen=True)
 class Spelling:

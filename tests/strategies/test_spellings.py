@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 import lightning_parallel as lp
 from tests.pool import WorkerPool
 from tests.strategies.idioms import IDIOMS, SEQUENCES
-from tests.strategies.spellings import CLASSES, LEARNED, Loss, batch_of, spellings
+from tests.strategies.spellings import CLASSES, LEARNED, OF_SAMPLES, Loss, batch_of, spellings
 from tests.thorough import thorough
 
 ALL = {f"{each.name}, {each.mask}": each for each in spellings()}
@@ -142,6 +142,21 @@ def test_no_later_batch_is_silently_different(pool: WorkerPool, start: int, micr
     found = pool.run(compare_idioms, 1, start, microbatches, init=False)[0]
     assert not {name: why for name, (what, why) in found.items() if what == "silent"}
     assert sum(what == "equal" for what, _ in found.values()) >= 0.35 * len(found)
+
+
+def compare_samples(stages: int, microbatches: int) -> dict[str, list[str]]:
+    """What differs, by the names of losses, where microbatches may have one sample."""
+    found = {}
+    for name, loss in OF_SAMPLES.items():
+        for masks in (("a sample has none", "five samples"), ("one microbatch", "some of five samples")):
+            what, why = compared(loss, masks, stages, microbatches=microbatches)
+            found[f"{name}: {', '.join(masks)}"] = [what, *why]
+    return {name: why for name, why in found.items() if why != ["equal"]}
+
+
+@pytest.mark.parametrize(("stages", "microbatches"), [(1, 8), (2, 4), *thorough((2, 8), (1, 3))])
+def test_microbatches_of_one_sample_are_weighted_as_others(pool: WorkerPool, stages: int, microbatches: int) -> None:
+    assert pool.run(compare_samples, stages, stages, microbatches, init=False)[0] == {}
 
 
 class Learned(nn.Module):
