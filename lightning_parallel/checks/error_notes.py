@@ -10,6 +10,14 @@ _NOTES = {
         "Hooks run on every stage, where parameters of other stages have no gradient. If this is a hook that reads "
         "gradients, it has to skip parameters whose grad is None."
     ),
+    ("pipeline", "'NoneType' object is not subscriptable"): (
+        "What an evaluation step returns is on the last stage. If this is a callback's on_validation_batch_end, or that "
+        "of a test, it has to skip outputs that are None, or to log in the step and read trainer.callback_metrics."
+    ),
+    ("tensor", "must match the size of tensor"): (
+        "Of a divided layer each tensor rank has a part of the parameters. Code that computes with them and a stored copy "
+        'of the whole (a penalty towards earlier weights) needs a plan without these layers, or plan="none".'
+    ),
     ("pipeline", "Expected more than 1 value per channel when training"): (
         "BatchNorm sees one microbatch at a time, and an epoch's last batch may leave a microbatch one sample. Use "
         "drop_last=True in the DataLoader, or fewer microbatches."

@@ -7,6 +7,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities import grad_norm
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -39,19 +40,54 @@ class LogsNorms(Net):
         self.log_dict(grad_norm(self, norm_type=2))
 
 
+class ReadsOutputs(Callback):
+    def on_validation_batch_end(self, trainer: Any, module: Any, outputs: Any, *args: Any, **kwargs: Any) -> None:
+        assert outputs["loss"] >= 0
+
+
+class Validated(Net):
+    def validation_step(self, batch: Tensor, batch_idx: int) -> Any:
+        return {"loss": self.layers(batch).square().mean()}
+
+    def configure_callbacks(self) -> Any:
+        return ReadsOutputs()
+
+
+class StaysNear(Net):
+    """A penalty towards the first weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = {name: parameter.detach().clone() for name, parameter in self.named_parameters()}
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        near = sum((p - self.first[name]).square().sum() for name, p in self.named_parameters())
+        return super().training_step(batch, batch_idx) + near
+
+
 def trained(case: str) -> None:
     made, strategy = {
         "gradients": (ReadsAllGradients, "sync"),
         "BatchNorm": (lambda: Net(nn.BatchNorm1d(8)), "sync"),
         "norms": (LogsNorms, "fsdp"),
+        "outputs": (Validated, "sync"),
+        "stored weights": (StaysNear, "tensor"),
     }[case]
     options = {"microbatches": 2} if strategy == "sync" else {}
     trainer = make_trainer(strategy, [], options)
-    trainer.fit(made(), DataLoader(torch.randn(10, 4), batch_size=8))  # type: ignore[operator]
+    loader = DataLoader(torch.randn(10, 4), batch_size=8)  # type: ignore[arg-type]
+    trainer.fit(made(), loader, loader)  # type: ignore[operator]
 
 
 @pytest.mark.parametrize(
-    ("case", "words"), [("gradients", "whose grad is None"), ("BatchNorm", "drop_last=True"), ("norms", "torch.stack")]
+    ("case", "words"),
+    [
+        ("gradients", "whose grad is None"),
+        ("BatchNorm", "drop_last=True"),
+        ("norms", "torch.stack"),
+        ("outputs", "outputs that are None"),
+        ("stored weights", 'plan="none"'),
+    ],
 )
 def test_errors_that_the_layout_causes_have_a_note(pool: WorkerPool, case: str, words: str) -> None:
     failures = pool.run(trained, 2, case, init=False, expect_errors=True)
