@@ -45,35 +45,10 @@ def test_rates_that_tie_run_all_seeds_and_their_mean_decides() -> None:
     assert chosen(TINY, ARM, 2, known | dict(zip(others, (1.0, 2.0), strict=True))) == LOW
 
 
-def test_no_rate_is_chosen_before_all_have_been_tried() -> None:
-    assert chosen(TINY, ARM, 3, losses({LOW: 3.0, MIDDLE: 1.0})) is None
-
-
-def test_a_diverged_rate_beyond_the_edge_leaves_the_edge_chosen() -> None:
-    assert tried(TINY, ARM, losses({LOW: 3.0, MIDDLE: 2.0, HIGH: 1.0, 2 * HIGH: inf}))[1] == HIGH
-
-
 def test_extensions_are_bounded() -> None:
     rates = {HIGH * 2.0**power: -float(power) for power in range(-2, EXTENSIONS + 1)}
     assert len(rates) == 3 + EXTENSIONS
     assert tried(TINY, ARM, losses(rates)) == (list(rates), max(rates))
-
-
-def test_another_setting_s_runs_decide_nothing() -> None:
-    assert tried(TINY, Arm("adamw", 4, 4), losses({LOW: 2.0, MIDDLE: 1.0, HIGH: 3.0}))[1] is None
-
-
-def test_every_arm_comes_once_and_a_synchronous_one_before_an_optimizer_s_others() -> None:
-    plan = list(arms(OPTIMIZERS, STAGES))
-    assert len(plan) == len(set(plan)) == len(OPTIMIZERS) * (1 + 10 + 2 * 7)
-    for name in OPTIMIZERS:
-        assert next(arm for arm in plan if arm.optimizer == name).synchronous
-    assert plan[:4] == [Arm(name) for name in ("adamw", "muon")] + [
-        Arm(name, 8, 16, "stash", "second_order") for name in ("adamw", "muon")
-    ]
-    depths = [(arm.stages, arm.optimizer == "nadamw") for arm in plan if not arm.synchronous]
-    assert depths[:20] == [(8, False)] * 20 and depths[20:30] == [(8, True)] * 10
-    assert [p for p, _ in depths[30:]] == [4] * 21 + [2] * 21
 
 
 def test_every_arm_can_run() -> None:
@@ -81,11 +56,6 @@ def test_every_arm_can_run() -> None:
         assert 16 % arm.microbatches == 0
         assert arm.weights != "2bw" or arm.microbatches >= arm.stages
         assert arm.weights != "latest" or arm.microbatches == 1
-
-
-def test_a_part_of_the_plan_keeps_its_order() -> None:
-    plan = list(arms(["nadamw"], [2]))
-    assert plan[0] == Arm("nadamw") and {arm.stages for arm in plan[1:]} == {2} and len(plan) == 8
 
 
 def test_the_key_holds_all_that_decides_a_result() -> None:

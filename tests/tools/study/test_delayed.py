@@ -1,10 +1,11 @@
-"""Late gradients in one process: equal to loops written by hand, and to the bit to the weight versions of processes."""
+"""Late gradients in one process are those of loops written by hand.
+
+tests/strategies/test_pipeline_async.py compares what processes compute with them, to the bit.
+"""
 
 from __future__ import annotations
 
-import weakref
-from collections import Counter, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from copy import deepcopy
 from typing import Any
 
@@ -13,42 +14,16 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from lightning_parallel.gradients.swapping import swap_gradients
-from lightning_parallel.pipeline.staleness import Correction, Stashing, copies, correction_weight, is_second_order
-from lightning_parallel.pipeline.weights import WeightVersions
-from lightning_parallel.schedules.actions import Action, Backward, Forward
-from lightning_parallel.schedules.asynchronous import AsyncOneFOneB
-from recipes.schedule.figures import asynchronous
+from lightning_parallel.pipeline.staleness import Correction, Stashing
 from tests.pipeline.nets import LAYERS
-from tests.pipeline.versions import copies_held, version
 from tools.study.delayed import Delayed, Reading
 
 ADAMW = {"lr": 0.03, "eps": 1e-3, "weight_decay": 0.1}
 KINDS = ("gru", "x * w", "attention", "conv1d", "layernorm", "x @ w", "rmsnorm", "batchnorm", "linear")
-OPTIONS = [
-    (weights, correction)
-    for weights in ("stash", "2bw", "latest")
-    for correction in (None, "error_feedback", "second_order", 0.6)
-]
+OPTIONS = [("stash", "second_order"), ("2bw", None), ("latest", 0.6)]
 
 
 pytestmark = pytest.mark.usefixtures("in_double_precision")
-
-
-class Contiguous(nn.Module):
-    """Where stages meet, both ways: layouts change the order of sums, and a message between processes has its own."""
-
-    class _Both(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: Tensor) -> Tensor:  # type: ignore[override]
-            return x.contiguous()
-
-        @staticmethod
-        def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
-            return gradient.contiguous()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self._Both.apply(x)
 
 
 def net(stages: int) -> nn.Sequential:
@@ -58,7 +33,7 @@ def net(stages: int) -> nn.Sequential:
     for s in range(stages):
         layers = [LAYERS[kind](6) for kind in KINDS[s::stages][:3]]
         frozen = LAYERS["x * w"](6).requires_grad_(False)
-        stage = nn.Sequential(*layers, nn.Tanh(), frozen, Contiguous())
+        stage = nn.Sequential(*layers, nn.Tanh(), frozen)
         stage.unused = nn.Parameter(torch.randn(2))
         parts.append(stage)
     return nn.Sequential(*parts)
@@ -285,39 +260,7 @@ def test_latest_multiplies_by_the_newest_weights_and_the_forwards_activations(
             assert parameters[s][f"w{s}"].item() == pytest.approx(v[s], rel=1e-12)
 
 
-def test_latest_differs_from_stash() -> None:
-    stash, latest = (Trained(3, weights=weights, correction=None).run(1, 5) for weights in ("stash", "latest"))
-    assert stash.losses[:3] == latest.losses[:3]  # late backwards come after the first update
-    assert stash.losses[3:] != latest.losses[3:]
-
-
-# -- versions, memory, gradients ----------------------------------------------------------------------------------
-
-
-def versions_in(stages: int, m: int, updates: int, extra: int) -> list[list[int]]:
-    """By counting the steps before each forward in the lists."""
-    counted = []
-    for actions in asynchronous(stages, m, updates, extra):
-        steps, row = 0, []
-        for action in actions:
-            if isinstance(action, Forward):
-                row.append(steps)
-            elif not isinstance(action, Backward):
-                steps += 1
-        counted.append(row)
-    return counted
-
-
-@pytest.mark.parametrize("weights", ["stash", "latest"])
-@pytest.mark.parametrize(("stages", "m", "extra"), SIZES)
-def test_versions_are_those_of_the_schedules_lists(stages: int, m: int, extra: int, weights: Stashing) -> None:
-    delayed = Delayed(scalars(stages), weights=weights, extra_in_flight=extra)
-    found = []
-    for _ in range(6):
-        found += [reading.versions for reading in delayed.feed(m)]
-        delayed.update(lambda s: None)
-    assert [list(row) for row in zip(*found, strict=True)] == versions_in(stages, m, 6, extra)
-    assert delayed.updates == 6
+# -- versions ------------------------------------------------------------------------------------------------------
 
 
 def test_2bw_without_the_version_it_reads_is_refused() -> None:
@@ -332,44 +275,6 @@ def test_2bw_without_the_version_it_reads_is_refused() -> None:
     for _ in range(5):
         enough.feed(3)
         enough.update(lambda s: None)
-
-
-@pytest.mark.parametrize(("weights", "m"), [("stash", 1), ("stash", 2), ("stash", 4), ("latest", 1), ("2bw", 4)])
-def test_versions_that_nothing_reads_any_more_are_freed(weights: Stashing, m: int) -> None:
-    delayed = Delayed(scalars(4), weights=weights)
-    read: list[dict[int, weakref.ref[Tensor]]] = [{} for _ in range(4)]
-    for update in range(8):
-        for reading in delayed.feed(m):
-            for s, leaves in enumerate(reading.stages):
-                read[s][reading.versions[s]] = weakref.ref(leaves[f"w{s}"])
-        del reading, leaves
-        delayed.update(lambda s: None)
-        for s in range(4):
-            following = max(0, update) if weights == "2bw" else version(4, s, m, (update + 1) * m)
-            living = [number for number, ref in read[s].items() if ref() is not None]
-            assert living == [number for number in read[s] if number >= following]
-
-
-@pytest.mark.parametrize(("weights", "correction"), OPTIONS)
-def test_frozen_and_unused_parameters_stay_as_they_are(weights: Stashing, correction: Correction) -> None:
-    trained = Trained(3, weights=weights, correction=correction)
-    before = {name: p.detach().clone() for name, p in trained.model.named_parameters()}
-    without: list[set[str]] = []
-    for optimizer, stage in zip(trained.optimizers, parameters_of(trained.model), strict=True):
-        optimizer.register_step_pre_hook(
-            lambda *_, stage=stage: without.append({name for name, p in stage.items() if p.grad is None})
-        )
-    trained.run(4, 4)
-    still = {name for name, p in before.items() if torch.equal(p, trained.model.get_parameter(name))}
-    frozen = {name for name, p in trained.model.named_parameters() if not p.requires_grad}
-    assert len(frozen) == 3
-    assert still == frozen | {f"{s}.unused" for s in range(3)}  # nor is one without gradient decayed
-    assert set.union(*without) == still and len(without) == 12
-    for reading in trained.readings:
-        for name in still:
-            leaf = reading.weights[name]
-            assert torch.equal(leaf, before[name]) and leaf.requires_grad == (name not in frozen) and leaf.grad is None
-    assert all(p.grad is None for p in trained.model.parameters())
 
 
 # -- drains -------------------------------------------------------------------------------------------------------
@@ -432,20 +337,6 @@ def test_an_update_left_open_keeps_its_gradients_over_a_drain() -> None:
     assert seen[2:] == [(0, 1), (1, 1), (1, 1), (1, 1), (1, 1)]
 
 
-def test_updates_are_asked_for_in_their_turn() -> None:
-    delayed = Delayed(scalars(2))
-    with pytest.raises(AssertionError):
-        delayed.update(lambda s: None)
-    delayed.feed(1, ends_update=False)
-    with pytest.raises(AssertionError):
-        delayed.update(lambda s: None)
-    delayed.feed(1)
-    with pytest.raises(AssertionError):
-        delayed.feed(1)
-    with pytest.raises(AssertionError):
-        delayed.drain()
-
-
 def test_the_weight_of_a_correction_is_that_of_the_updates_own_microbatches() -> None:
     """An update with fewer, or fed in parts; the correction before is what it was, by whatever weight."""
     delayed = Delayed(parameters := scalars(3))
@@ -468,142 +359,3 @@ def test_the_weight_of_a_correction_is_that_of_the_updates_own_microbatches() ->
             expected = v - corrections[s]
             found = delayed._stages[s].versions[t + 1][f"w{s}"]
             assert found.item() == pytest.approx(expected, rel=1e-13), (t, s)
-
-
-# -- what processes do --------------------------------------------------------------------------------------------
-
-
-class Pipeline:
-    """All stages of a real pipeline in one process: each with its list of actions and its weight versions."""
-
-    def __init__(self, stages: int, weights: Stashing, correction: Correction, extra: int, m: int) -> None:
-        self.model = net(stages)
-        self.optimizers = optimizers_of(self.model)
-        self.lists = [AsyncOneFOneB(stages, s, extra) for s in range(stages)]
-        self.parameters = [dict(stage.named_parameters()) for stage in self.model]
-        self.corrections = [correction_weight(correction, weights, actions.warmup, m) for actions in self.lists]
-        self.second_order = [is_second_order(correction, c) for c in self.corrections]
-        self.versions = [
-            WeightVersions(stage, parameters, weights, corrected=c != 0)
-            for stage, parameters, c in zip(self.model, self.parameters, self.corrections, strict=True)
-        ]
-        self.activations: list[dict[int, Tensor]] = [{} for _ in range(stages)]
-        self.gradients: list[dict[int, Tensor]] = [{} for _ in range(stages)]
-        self.flights: list[dict[int, tuple[Tensor, Tensor, Any]]] = [{} for _ in range(stages)]
-        self.copies = [0] * stages
-        self.losses: list[float] = []
-        self.weight = 1 / m
-        self.begun = self.k = 0
-
-    def feed(self, count: int, *, ends_update: bool = True) -> None:
-        for k in range(self.k, self.k + count):
-            self.activations[0][k] = batch(k)
-        self.k += count
-        for versions in self.versions:
-            versions.begin(self.begun)
-        self._run([deque(actions.feed(count, ends_update=ends_update)) for actions in self.lists])
-        self.begun += ends_update
-
-    def drain(self) -> None:
-        self._run([deque(actions.drain()) for actions in self.lists])
-        for versions in self.versions:
-            versions.refresh()
-
-    def _run(self, lists: list[deque[Action]]) -> None:
-        while any(lists):
-            before = [len(actions) for actions in lists]
-            for s, actions in enumerate(lists):
-                while actions and self._can(s, actions[0]):
-                    self._do(s, actions.popleft())
-                    self.copies[s] = max(self.copies[s], copies_held(self.versions[s]))
-            assert before != [len(actions) for actions in lists]
-
-    def _can(self, s: int, action: Action) -> bool:
-        if isinstance(action, Forward):
-            return action.microbatch in self.activations[s]
-        last = s == len(self.lists) - 1
-        return not isinstance(action, Backward) or last or action.microbatch in self.gradients[s]
-
-    def _do(self, s: int, action: Action) -> None:
-        last = s == len(self.lists) - 1
-        if isinstance(action, Forward):
-            x = self.activations[s].pop(action.microbatch).requires_grad_(s > 0)
-            y, token = self.versions[s].forward(lambda: self.model[s](x))
-            if last:
-                y = loss_of(y)
-                self.losses.append(y.item())
-            else:
-                self.activations[s + 1][action.microbatch] = y.detach()
-            self.flights[s][action.microbatch] = (x, y, token)
-        elif isinstance(action, Backward):
-            x, y, token = self.flights[s].pop(action.microbatch)
-            gradient = torch.full_like(y, self.weight) if last else self.gradients[s].pop(action.microbatch)
-            with self.versions[s].backward(token):
-                y.backward(gradient)
-            if s:
-                assert x.grad is not None
-                self.gradients[s - 1][action.microbatch] = x.grad
-        else:
-            gradients = self.versions[s].take_gradients()
-
-            def apply() -> None:
-                swap_gradients(self.parameters[s], gradients)
-                self.optimizers[s].step()
-                swap_gradients(self.parameters[s], {})
-
-            self.versions[s].update(apply, self.corrections[s], self.second_order[s])
-
-
-def assert_equal_to_the_bit(pipeline: Pipeline, trained: Trained) -> None:
-    assert pipeline.losses == trained.losses
-    expected: Mapping[str, Tensor] = trained.model.state_dict()  # with the buffers of batchnorm
-    for name, value in pipeline.model.state_dict().items():
-        assert torch.equal(value, expected[name]), name
-        assert value.isfinite().all()
-
-
-@pytest.mark.parametrize(("stages", "m", "extra"), [(3, 1, 0), (3, 4, 1)])
-@pytest.mark.parametrize(("weights", "correction"), OPTIONS)
-def test_weight_versions_compute_the_same_to_the_bit(
-    weights: Stashing, correction: Correction, stages: int, m: int, extra: int
-) -> None:
-    if weights == "2bw" and m < ahead(stages, 0, extra):
-        m = ahead(stages, 0, extra)
-    pipeline = Pipeline(stages, weights, correction, extra, m)
-    trained = Trained(stages, weights=weights, correction=correction, extra_in_flight=extra)
-    for updates in (6, 1, 3):  # drained after each
-        for _ in range(updates):
-            pipeline.feed(m)
-            trained.feed(m)
-        pipeline.drain()
-        trained.delayed.drain()
-        assert_equal_to_the_bit(pipeline, trained)
-    for s in range(stages):
-        assert pipeline.copies[s] <= copies(weights, correction, ahead(stages, s, extra), m)
-        late: Counter[int] = Counter()
-        for updates in (6, 1, 3):
-            for k in range(updates * m):
-                read = max(k // m - 1, 0) if weights == "2bw" else version(stages, s, m, k, extra)
-                late[k // m - read] += 1
-        assert pipeline.versions[s].staleness == late
-
-
-@pytest.mark.parametrize(("weights", "correction"), OPTIONS)
-def test_weight_versions_compute_the_same_where_updates_are_open_over_drains(
-    weights: Stashing, correction: Correction
-) -> None:
-    pipeline = Pipeline(3, weights, correction, 0, 6)
-    trained = Trained(3, weights=weights, correction=correction)
-    for part in range(9):  # of three an update, two microbatches each
-        ends_update = part % 3 == 2
-        pipeline.feed(2, ends_update=ends_update)
-        trained.feed(2, ends_update=ends_update, weight=1 / 6)
-        if part in (3, 4, 7, 8):
-            pipeline.drain()
-            trained.delayed.drain()
-    for _ in range(4):
-        pipeline.feed(6)
-        trained.feed(6)
-    pipeline.drain()
-    trained.delayed.drain()
-    assert_equal_to_the_bit(pipeline, trained)

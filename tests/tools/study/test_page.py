@@ -56,20 +56,6 @@ def test_the_page_counts_and_names_what_is_missing(tmp_path: Path) -> None:
     assert "### AdamW, 8 stages" in text and "Muon, 8" not in text and "4 stages" not in text
 
 
-def test_a_study_without_runs_has_a_page_that_says_so(tmp_path: Path) -> None:
-    page.write(tmp_path, STUDY, TINY, PLAN, 3, Store(tmp_path))
-    text = (tmp_path / page.PAGE).read_text()
-    assert f"**0 of {5 * len(PLAN)} runs done**" in text and "Nothing yet" in text and ".png" not in text
-
-
-def test_arms_without_their_synchronous_one_are_left_out(tmp_path: Path) -> None:
-    store = Store(tmp_path)
-    fill(store, TINY, [Arm("adamw"), Arm("muon", 4, 8)], 2, made_up)
-    page.write(tmp_path, STUDY, TINY, PLAN, 2, store)
-    text = (tmp_path / page.PAGE).read_text()
-    assert "### AdamW, first seed" in text and "### Muon" not in text
-
-
 @pytest.mark.thorough
 def test_the_command_runs_a_small_study_and_reports_it_again(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     study = replace(STUDY, task=write_text(tmp_path / "text"))
@@ -88,27 +74,6 @@ def test_fewer_updates_keep_the_share_of_the_warm_up(tmp_path: Path) -> None:
     main(["asynchrony", "--output", str(tmp_path), "--report", "--updates", "50"], study)
     text = (tmp_path / page.PAGE).read_text()
     assert "updates 50," in text and "linearly over 10 updates" in " ".join(text.split())
-
-
-def test_a_study_that_chooses_its_rates_on_other_text_says_so(tmp_path: Path) -> None:
-    apart = replace(STUDY, name="apart", title="Apart", setting=replace(TINY, choice=4), tried="")
-    page.write(tmp_path, apart, apart.setting, [Arm("adamw"), Arm("adamw", 8, 16)], 2, Store(tmp_path))
-    text = " ".join((tmp_path / page.PAGE).read_text().split())
-    assert text.startswith("# Apart") and "python -m tools.study apart" in text
-    assert "4 windows of other files than those of the validation" in text
-    assert not any(word in text for word in ("validation loss that is reported", "Tried", "2BW", "NAdam", "nadamw"))
-
-
-def test_a_page_speaks_of_its_study_s_task(tmp_path: Path) -> None:
-    images = STUDIES["asynchrony_on_images"]
-    setting = replace(images.setting, data="digits")
-    store = Store(tmp_path)
-    fill(store, setting, images.plan, 2, made_up)
-    page.write(tmp_path, images, setting, images.plan, 2, store)
-    text = " ".join((tmp_path / page.PAGE).read_text().split())
-    assert "on the 64 pixels of scikit-learn's digits" in text and "in nats an image" in text
-    assert "1800 fixed images, of 180 held-out digits" in text and "1800 images of other digits than" in text
-    assert not any(word in text for word in ("heads", "context", "byte", "files", "windows,"))
 
 
 def test_arms_that_a_study_does_not_have_are_not_asked_for(tmp_path: Path) -> None:

@@ -38,17 +38,7 @@ def float64() -> Iterator[None]:
 
 @pytest.mark.parametrize(
     ("microbatches", "weights", "correction"),
-    [
-        (8, "stash", "second_order"),
-        (8, "stash", None),
-        (4, "stash", "error_feedback"),
-        (4, "stash", None),
-        (4, "2bw", "second_order"),
-        (4, "2bw", None),
-        (1, "stash", None),
-        (1, "stash", "error_feedback"),
-        (1, "latest", None),
-    ],
+    [(8, "stash", "second_order"), (4, "stash", None), (4, "2bw", "second_order"), (1, "latest", None)],
 )
 def test_microbatches_together_give_the_numbers_of_one_at_a_time(
     microbatches: int, weights: Stashing, correction: Correction, tmp_path: Path
@@ -137,12 +127,6 @@ def test_corrected_weights_are_read_and_parameters_are_validated(tmp_path: Path)
     assert corrected["final_read"] != corrected["final"]
 
 
-def test_late_gradients_change_the_losses_and_equal_settings_do_not(tmp_path: Path) -> None:
-    task = write_text(tmp_path)
-    curves = [execute(Run(TINY, Arm("adamw", stages), 0.01, 0), task)["curve"] for stages in (1, 4, 4)]
-    assert curves[0] != curves[1] == curves[2]
-
-
 def test_a_diverged_run_ends_early_without_a_loss(tmp_path: Path) -> None:
     task = write_text(tmp_path)
     result = execute(Run(replace(TINY, updates=60, warmup=1), Arm("adamw"), 1e200, 0), task)
@@ -178,8 +162,3 @@ def test_muon_gets_the_blocks_matrices_and_nothing_else() -> None:
     matrices, others = (group["params"] for group in optimizer.param_groups)
     assert len(matrices) == 4 * TINY.layers and all(p.dim() == 2 for p in matrices)
     assert len(matrices) + len(others) == len(list(whole.parameters()))
-
-
-def test_an_unknown_optimizer_is_refused() -> None:
-    with pytest.raises(ValueError, match="optimizer='sgd' is not known"):
-        optimizer_of("sgd", {}, TINY)

@@ -10,7 +10,7 @@ import pytest
 from recipes.data.sources import stdlib
 from tests.tools.study.small import TINY, write_text
 from tools.study import work
-from tools.study.arms import RATES, Arm, Run, Setting
+from tools.study.arms import RATES, Arm, Run
 from tools.study.store import Store
 from tools.study.text import Text
 
@@ -52,6 +52,7 @@ def test_no_run_starts_after_the_deadline(tmp_path: Path) -> None:
     assert not Store(tmp_path).results
 
 
+@pytest.mark.thorough
 def test_a_run_that_fails_ends_the_study_with_its_name(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match=r"optimizer='adamw'.* ended with exit code 1"):
         work.perform(TINY, PLAN, 2, Store(tmp_path), Text(stdlib, "none", tmp_path / "no text"), jobs=1)
@@ -70,10 +71,3 @@ def test_later_arms_start_while_an_earlier_one_s_rates_are_decided(tmp_path: Pat
     for run, loss in ((first, 2.0), (second, 1.0), (third, 2.0)):
         store.add(run, {"final": loss})
     assert following(Run(TINY, PLAN[1], LOW, 0)) == Run(TINY, PLAN[0], MIDDLE, 1)
-
-
-def test_results_of_another_setting_do_not_count(tmp_path: Path) -> None:
-    store = Store(tmp_path)
-    other = Setting("other text", updates=5)
-    store.add(Run(other, PLAN[0], LOW, 0), {"final": 1.0})
-    assert work.following(TINY, PLAN, 2, store, []) == Run(TINY, PLAN[0], LOW, 0)
