@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from recipes.tables import Table
 from tests.pool import WorkerPool
+from tests.thorough import thorough
 from tools.bench import __main__ as bench
 from tools.bench import (
     checkpoints,
@@ -55,41 +59,52 @@ def column(table: Table, name: str) -> list[object]:
     return [record[name] for record in table.records()]
 
 
-def test_sleeping_stages() -> None:
-    few = {"rounds": 1, "steps": 1, "fits": 1, "batches": 5}
-    sizes = sleeping.Sizes(((2, 3),), ((2, 4),), (2,), forward=1e-3, backward=2e-3, width=4, **few)
-    synchronous, onwards, inside, asynchronous = sleeping.measure(sizes)
-    assert column(onwards, "schedule") == ["zbv, ours", "zbv, by hand"]
-    assert column(synchronous, "schedule") == [
-        f"{s}, {w}" for s in ("gpipe", "1f1b", "interleaved", "zbv") for w in ("ours", "torch", "by hand")
-    ]
-    assert all(isinstance(part, float) and 0 < part <= 1 for part in column(synchronous, "utilisation"))
-    assert column(inside, "schedule") == ["1f1b", "interleaved", "zbv", "async"]
-    assert all(isinstance(part, float) and 0 < part <= 1 for part in column(inside, "utilisation"))
-    assert column(asynchronous, "schedule") == ["async, 0 extra in flight", "async, 1 extra in flight"]
-    assert all(isinstance(part, float) and 0 < part <= 1 for part in column(asynchronous, "utilisation"))
+SPEEDS: Any = {"rounds": 1, "steps": 1, "fits": 1, "batches": 5, "forward": 1e-3, "backward": 2e-3, "width": 4}
+WHOLE: Any = {"layers": 2, "width": 64, "samples": 1, "length": 4, "batches": 3, "rounds": 1}
+COMPUTE: Any = {"layers": 4, "width": 64, "length": 4, "samples": 1, "microbatches": 2, "rounds": 1, "pairs": 2}
+
+
+def replicas(group: data.Group) -> list[Table]:
+    microbatches = 4 if group is data.PIPELINE_GROUP else 1  # with two, torch's DDP fails in its 1F1B
+    work = Work(layers=2, width=8, heads=2, length=4, samples=4, microbatches=microbatches)
+    return data.measure(group, data.Sizes(work, rounds=2, steps=1, skip=0))
+
+
+# Each measurement in a small form, with the number of rows of each of its tables.
+MEASUREMENTS: dict[str, tuple[Callable[[], list[Table]], list[int]]] = {
+    "sleeping": (lambda: sleeping.measure(sleeping.Sizes(((2, 3),), ((2, 4),), (2,), **SPEEDS)), [12, 2, 4, 2]),
+    "compute": (lambda: compute.measure(compute.Sizes(**COMPUTE)), [9, 4]),
+    "halves": (lambda: halves.measure(halves.Sizes(width=64, length=8, depth=1, pairs=2)), [2]),
+    "overhead": (
+        lambda: overhead.measure(overhead.Sizes(step=5e-3, microbatches=2, width=4, rounds=1, batches=4, skip=1)), [3]
+    ),
+    "whole": (lambda: whole.measure(whole.Sizes(sleeping=2, forward=1e-3, backward=2e-3, **WHOLE)), [8]),
+    "mlp": (lambda: tensor.measure_mlp(tensor.MLPSizes(((8, 2), (4, 3)), rounds=2, steps=(2, 1))), [8]),
+    "block": (lambda: tensor.measure_block(tensor.BlockSizes(((8, 2, 2, 4),), layers=2, rounds=1, steps=(1,))), [7]),
+    "alone": (lambda: tensor.measure_alone(tensor.AloneSizes(((4, 2),), rounds=2, steps=(3,))), [3]),
+    **{
+        f"replicas {number}": (partial(replicas, group), [len(group.contestants)])
+        for number, group in enumerate((data.DDP_GROUP, data.FSDP_GROUP, data.PIPELINE_GROUP, data.THREADS_GROUP))
+    },
+    "generation": (lambda: generation.measure(generation.QUICK), [2]),
+    "folder": (
+        lambda: folder.measure(folder.Sizes(layers=2, width=64, vocabulary=64, ranks=2, rounds=1)), [2]
+    ),
+    "checkpoints": (lambda: checkpoints.measure(checkpoints.Sizes(ranks=2, megabytes=1, tensors=4, rounds=1)), [6]),
+    "one device": (lambda: one_device.measure(one_device.QUICK), [2 * len(one_device.PRECISIONS)]),
+    "shared device": (lambda: shared_device.measure(shared_device.QUICK), [3]),
+    "late": (lambda: late.measure(late.QUICK), [2]),
+}  # fmt: skip
 
 
 @pytest.mark.thorough
-def test_real_compute() -> None:
-    small = compute.Sizes(layers=4, width=64, length=4, samples=1, microbatches=2, rounds=1, pairs=2)
-    table, beside = compute.measure(small)
-    assert column(table, "contestant") == [
-        "one process, one thread",
-        "gpipe, ours",
-        "gpipe, torch",
-        "1f1b, ours",
-        "1f1b, torch",
-        "1f1b, ours in Trainer.fit",
-        "async, by hand",
-        "async, ours",
-        "async, ours in Trainer.fit",
-    ]
-    assert all(isinstance(speed, float) and speed > 0 for speed in column(table, "tokens/s"))
-    assert column(beside, "schedule") == ["gpipe", "1f1b", "interleaved", "zbv"]
-    for ratio, faster in zip(column(beside, "ours / torch"), column(beside, "faster, of 2"), strict=True):
-        assert isinstance(ratio, float) and ratio > 0
-        assert faster in (0, 1, 2)
+@pytest.mark.parametrize("name", MEASUREMENTS)
+def test_it_measures_all_contestants(name: str) -> None:
+    measure, rows = MEASUREMENTS[name]
+    tables = measure()
+    assert [len(table.rows) for table in tables] == rows
+    numbers = [cell for table in tables for row in table.rows for cell in row if isinstance(cell, float)]
+    assert numbers and all(map(math.isfinite, numbers))
 
 
 def trained(schedule: str) -> list[list[Tensor]]:
@@ -107,19 +122,12 @@ def trained(schedule: str) -> list[list[Tensor]]:
     return results
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("schedule", ["1f1b", *thorough("gpipe")])
 def test_contestants_of_a_schedule_train_alike(schedule: str) -> None:
     ranks = processes.run(trained, 3, schedule)
     for rank, (ours, _, by_hand) in enumerate(ranks):
         torch.testing.assert_close(by_hand, ours)
         torch.testing.assert_close(ranks[-1 - rank][1], ours)
-
-
-@pytest.mark.thorough
-def test_halves() -> None:
-    (table,) = halves.measure(halves.Sizes(width=64, length=8, depth=1, pairs=2))
-    assert [row[0] for row in table.rows] == ["Llama", "encoder"]
-    assert all(value > 0 for row in table.rows for value in row[1:5])
 
 
 def test_a_llama_block_is_causal_and_knows_positions() -> None:
@@ -134,53 +142,11 @@ def test_a_llama_block_is_causal_and_knows_positions() -> None:
     assert not torch.allclose(swapped[:, 2], block(x[:, :3])[:, 2])
 
 
-def test_overhead() -> None:
-    (table,) = overhead.measure(overhead.Sizes(step=5e-3, microbatches=2, width=4, rounds=1, batches=4, skip=1))
-    assert column(table, "schedule") == ["one process", "1f1b, 2 stages", "async, 2 stages"]
-
-
 def test_what_is_held_is_what_theory_says() -> None:
     (table,) = memory.measure(memory.Sizes(stages=2, microbatches=3))
     assert len(table.rows) == 7
     assert column(table, "activations") == column(table, "theory")
     assert column(table, "weight copies") == column(table, "theory, copies")
-
-
-@pytest.mark.thorough
-def test_whole_trainings() -> None:
-    small = {"layers": 2, "width": 64, "samples": 1, "length": 4, "batches": 3, "rounds": 1}
-    (table,) = whole.measure(whole.Sizes(sleeping=2, forward=1e-3, backward=2e-3, **small))  # type: ignore[arg-type]
-    schedules = ["1f1b", "async, uncorrected", "async, error feedback", "async, second order"]
-    assert column(table, "schedule") == 2 * schedules
-    assert column(table, "speed-up")[::4] == [1.0, 1.0]
-
-
-def test_eight_layers_divided() -> None:
-    (table,) = tensor.measure_mlp(tensor.MLPSizes(((8, 2), (4, 3)), rounds=2, steps=(2, 1)))
-    contestants = ["one process, one thread", "by hand", "ours", "DTensor"]
-    assert column(table, "contestant") == contestants * 2
-    for name in ("step (ms)", "least (ms)", "DTensor / this", "of least", "this / by hand", "of the least"):
-        assert all(isinstance(value, float) and value > 0 for value in column(table, name))
-    assert column(table, "DTensor / this")[3::4] == column(table, "this / by hand")[1::4] == [1.0, 1.0]
-
-
-def test_gpt_blocks_divided() -> None:
-    (table,) = tensor.measure_block(tensor.BlockSizes(((8, 2, 2, 4),), layers=2, rounds=1, steps=(1,)))
-    assert column(table, "contestant") == [
-        "one process, one thread",
-        "by hand",
-        "ours",
-        "ours, dropout allowed for",
-        "DTensor",
-        "ours, sequence-parallel",
-        "DTensor, sequence-parallel",
-    ]
-
-
-def test_layers_of_a_group_of_one() -> None:
-    (table,) = tensor.measure_alone(tensor.AloneSizes(((4, 2),), rounds=2, steps=(3,)))
-    assert column(table, "layer") == ["nn.Linear", "ColumnParallelLinear", "RowParallelLinear"]
-    assert column(table, "added")[0] == 0.0
 
 
 def test_contestants_that_compute_something_else_are_refused() -> None:
@@ -201,49 +167,6 @@ def test_what_tensor_parallelism_sends_is_what_theory_says() -> None:
     assert "ours, sequence-parallel" in column(table, "contestant")
     assert column(table, "count") == column(table, "theory")
     assert column(table, "MiB") == column(table, "theory (MiB)")
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("group", [data.DDP_GROUP, data.FSDP_GROUP, data.PIPELINE_GROUP, data.THREADS_GROUP])
-def test_replicas(group: data.Group) -> None:
-    microbatches = 4 if group is data.PIPELINE_GROUP else 1  # with two, torch's DDP fails in its 1F1B
-    work = Work(layers=2, width=8, heads=2, length=4, samples=4, microbatches=microbatches)
-    (table,) = data.measure(group, data.Sizes(work, rounds=2, steps=1, skip=0))
-    assert column(table, "contestant") == list(group.contestants)
-    assert column(table, "speed-up")[0] == 1.0
-    for row in table.records():
-        assert all(isinstance(row[name], float) and row[name] > 0 for name in ("step (ms)", "speed-up", "ratio"))
-        if row["contestant"] == group.reference:
-            assert row["ratio"] == row["of the least"] == 1.0
-        assert (row["met"] in ("yes", "no")) == (row["contestant"] == group.judged)
-
-
-@pytest.mark.thorough
-def test_texts_are_written_by_one_process_and_by_two_stages() -> None:
-    [table] = generation.measure(generation.QUICK)
-    assert [row[0] for row in table.rows] == ["Llama, keys and values kept", "GPT, nothing kept"]
-    assert all(isinstance(cell, float) and cell > 0 for row in table.rows for cell in row[1:4])
-
-
-@pytest.mark.thorough
-def test_a_folder_is_opened_by_several_ranks() -> None:
-    [table] = folder.measure(folder.Sizes(layers=2, width=64, vocabulary=64, ranks=2, rounds=1))
-    assert [row[0] for row in table.rows] == ["pipeline", "tensor"]
-    assert all(cell > 0 for row in table.rows for cell in row[1:4])
-
-
-@pytest.mark.thorough
-def test_checkpoints_are_saved_and_opened() -> None:
-    [table] = checkpoints.measure(checkpoints.Sizes(ranks=2, megabytes=1, tensors=4, rounds=1))
-    assert column(table, "ranks hold") == ["stages"] * 3 + ["replicas"] * 3
-    assert all(isinstance(ratio, float) and ratio > 0 for ratio in column(table, "ours / torch"))
-
-
-def test_a_target_is_met_or_not() -> None:
-    assert data.verdict(("at most", 1.03), 1.03) == ("at most 1.03", "yes")
-    assert data.verdict(("at most", 1.03), 1.04) == ("at most 1.03", "no")
-    assert data.verdict(("above", 1.0), 1.0) == ("above 1.00", "no")
-    assert data.verdict(("above", 1.0), 1.01) == ("above 1.00", "yes")
 
 
 def test_rounds_of_replicas_are_compared_one_by_one() -> None:
@@ -308,29 +231,6 @@ def test_an_unknown_part_is_refused() -> None:
         bench.main(["tensor", "--only", "sleeping"])
     with pytest.raises(SystemExit, match="no 'mlp'; choose among ddp, fsdp, pipeline, dp"):
         bench.main(["data", "--only", "mlp"])
-
-
-@pytest.mark.thorough
-def test_one_stage_is_measured_beside_a_plain_loop_in_each_precision() -> None:
-    (table,) = one_device.measure(one_device.QUICK)
-    assert [(row["precision"], row["microbatches"]) for row in table.records()] == [
-        (precision, count) for precision in one_device.PRECISIONS for count in (1, 2)
-    ]
-    assert all(isinstance(ms, float) and ms > 0 for ms in column(table, "one stage (ms)"))
-
-
-@pytest.mark.thorough
-def test_stages_that_share_a_device_are_measured_beside_one_process() -> None:
-    (table,) = shared_device.measure(shared_device.QUICK)
-    assert column(table, "contestant") == ["one process", "gpipe, 2 stages", "1f1b, 2 stages"]
-    assert all(isinstance(ms, float) and ms > 0 for ms in column(table, "step (ms)"))
-
-
-@pytest.mark.thorough
-def test_late_gradients_are_compared_with_synchronous_ones() -> None:
-    (table,) = late.measure(late.QUICK)
-    assert column(table, "arm") == ["synchronous", "8 stages, m=16, second_order"]
-    assert column(table, "loss beside synchronous")[0] == "+0.00%"
 
 
 def test_the_large_model_has_a_hundred_million_parameters() -> None:
