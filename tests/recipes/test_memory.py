@@ -23,7 +23,7 @@ from tests.thorough import thorough
 
 MIB = 2**20
 LAYERS, WIDTH, TIME, SAMPLES = 24, 512, 64, 4  # 290 MiB of parameters
-UPDATES = 4
+UPDATES = 2
 
 
 class Start(Callback):
