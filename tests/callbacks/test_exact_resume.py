@@ -103,7 +103,7 @@ class TwoLoaders(Remembers):
 
 @pytest.mark.parametrize("mode", ["max_size", "max_size_cycle", "min_size"])
 @pytest.mark.parametrize(("hook", "saved"), [
-    ("on_train_batch_start", 3), ("on_train_batch_end", 3), ("on_train_batch_end", 1), ("on_train_batch_end", 5)
+    ("on_train_batch_start", 3), ("on_train_batch_end", 1), ("on_train_batch_end", 5)
 ])  # fmt: skip
 def test_loaders_of_unequal_lengths_go_on(tmp_path: Path, mode: str, hook: str, saved: int) -> None:
     path = tmp_path / "inside.ckpt"

@@ -97,7 +97,7 @@ def stop(name: str, first: int, stop_after: int, value: float, rank: int | None,
     return train(name, Model(range(first, 1000), value, rank), [FiniteLoss(stop_after)], **options)
 
 
-OFTEN = ("single", "ddp", "pipeline", "asynchronous replicas")
+OFTEN = ("single", "ddp", "asynchronous replicas")
 
 
 @pytest.mark.parametrize("name", [*OFTEN, *thorough(*(name for name in WORLDS if name not in OFTEN))])
@@ -138,7 +138,7 @@ def test_asynchronous_stages_drain_before_they_leave(pool: WorkerPool) -> None:
     assert pool.run(updates_at_the_end, 2, init=False) == [12, 12]
 
 
-@pytest.mark.parametrize("name", ["ddp", "replicas", "asynchronous replicas"])
+@pytest.mark.parametrize("name", ["ddp", "asynchronous replicas", *thorough("replicas")])
 def test_one_rank_s_loss_ends_all(pool: WorkerPool, name: str) -> None:
     """In a pipeline with two replicas, ranks 0 and 1 are the last stages."""
     found = pool.run(stop, WORLDS[name], name, 0, 2, float("inf"), 1, {}, init=False)
@@ -147,14 +147,14 @@ def test_one_rank_s_loss_ends_all(pool: WorkerPool, name: str) -> None:
     assert len(set(errors)) == 1 and errors[0] is not None
 
 
-@pytest.mark.parametrize("name", ["single", "pipeline", "asynchronous"])
+@pytest.mark.parametrize("name", ["single", "asynchronous", *thorough("pipeline")])
 def test_batches_count_where_gradients_are_accumulated(pool: WorkerPool, name: str) -> None:
     found = pool.run(stop, WORLDS[name], name, 0, 5, float("nan"), None, {"accumulate_grad_batches": 3}, init=False)
     assert {error is None for _, error, _ in found} == {False}
     assert {ended for ended, _, _ in found} == {4 if name != "asynchronous" else 9}
 
 
-@pytest.mark.parametrize("name", ["single", "ddp", "pipeline", "asynchronous"])
+@pytest.mark.parametrize("name", ["ddp", "asynchronous", *thorough("single", "pipeline")])
 def test_the_last_batches_count_too(pool: WorkerPool, name: str) -> None:
     found = pool.run(stop, WORLDS[name], name, 2, 4, float("nan"), None, {"max_steps": 6}, init=False)
     assert all(error is not None and "up to step 6" in error for _, error, _ in found)
@@ -189,7 +189,7 @@ def warn_only(name: str) -> Any:
     return train(name, model, [NoMeetings()])
 
 
-@pytest.mark.parametrize("name", ["threads", "tensor", "pipeline", "asynchronous", "fully sharded"])
+@pytest.mark.parametrize("name", ["tensor", "asynchronous", *thorough("threads", "pipeline", "fully sharded")])
 def test_the_strategies_bring_along_one_that_only_warns(pool: WorkerPool, name: str) -> None:
     found = pool.run(warn_only, WORLDS[name], name, init=False)
     assert [(ended, error) for ended, error, _ in found] == [(30, None)] * WORLDS[name]

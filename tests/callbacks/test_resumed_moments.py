@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from itertools import product
 from pathlib import Path
@@ -23,6 +23,7 @@ from tests.pool import WorkerPool
 from tests.thorough import thorough
 
 Event = tuple[Any, ...]
+Equal = Callable[[str, Mapping[str, Any]], list[Event]]
 SAVED = "saved"
 
 
@@ -137,16 +138,22 @@ def after(events: list[Event], number: int) -> list[Event]:
     return [event for event in events[events.index((SAVED, number)) :] if SAVED not in event[0]]
 
 
-def equal_from_each_save(folder: Path, hook: str, options: Mapping[str, Any]) -> list[Event]:
-    """Resume a run from each of its saves, and compare all that follows. Returns what the whole run has done."""
-    whole, *end = run(None, folder, hook, options)
-    saved = [event[1] for event in whole if event[0] == SAVED]
-    assert saved
-    for number in saved:
-        found, *found_end = run(folder / f"{number}.ckpt", None, hook, options)
-        rest = after(whole, number)
-        assert (found, found_end) == (rest, end), (number, [event for event in found if event not in rest])
-    return whole
+@pytest.fixture
+def equal_from_saves(request: pytest.FixtureRequest, tmp_path: Path) -> Equal:
+    """Resumes a run from its saves, and compares all that follows. Returns what the whole run has done."""
+
+    def equal(hook: str, options: Mapping[str, Any]) -> list[Event]:
+        whole, *end = run(None, tmp_path, hook, options)
+        saved = [event[1] for event in whole if event[0] == SAVED]
+        assert saved
+        # Each fourth one is at another place between validations and in an epoch.
+        for number in saved if request.config.getoption("thorough") else saved[-1::-4]:
+            found, *found_end = run(tmp_path / f"{number}.ckpt", None, hook, options)
+            rest = after(whole, number)
+            assert (found, found_end) == (rest, end), (number, [event for event in found if event not in rest])
+        return whole
+
+    return equal
 
 
 OPTIONS = {
@@ -167,8 +174,8 @@ USUAL = [row for row in ROWS if row[0] == "on_train_batch_end" or row == (HOOKS[
 
 
 @pytest.mark.parametrize(("hook", "options"), [*USUAL, *thorough(*(row for row in ROWS if row not in USUAL))])
-def test_what_is_left_is_done(tmp_path: Path, hook: str, options: str) -> None:
-    equal_from_each_save(tmp_path, hook, OPTIONS[options])
+def test_what_is_left_is_done(equal_from_saves: Equal, hook: str, options: str) -> None:
+    equal_from_saves(hook, OPTIONS[options])
 
 
 def test_a_checkpoint_without_the_gradients_of_its_update_is_warned_of(tmp_path: Path) -> None:
@@ -221,8 +228,8 @@ class DrawsInHooks(Scheduled):
 
 
 @pytest.mark.parametrize("hook", ["on_train_batch_end", "on_validation_end", "on_train_epoch_end"])
-def test_the_run_may_draw_where_it_likes(tmp_path: Path, hook: str) -> None:
-    equal_from_each_save(tmp_path, hook, {"val_check_interval": 4, "kind": DrawsInHooks})
+def test_the_run_may_draw_where_it_likes(equal_from_saves: Equal, hook: str) -> None:
+    equal_from_saves(hook, {"val_check_interval": 4, "kind": DrawsInHooks})
 
 
 class AsksForItsLength(Scheduled):
@@ -234,8 +241,8 @@ class AsksForItsLength(Scheduled):
 
 
 @pytest.mark.parametrize("hook", ["on_train_batch_end", "on_train_epoch_end"])
-def test_the_optimizers_may_ask_for_the_run_s_length(tmp_path: Path, hook: str) -> None:
-    equal_from_each_save(tmp_path, hook, {"val_check_interval": 4, "kind": AsksForItsLength})
+def test_the_optimizers_may_ask_for_the_run_s_length(equal_from_saves: Equal, hook: str) -> None:
+    equal_from_saves(hook, {"val_check_interval": 4, "kind": AsksForItsLength})
 
 
 class SkipsTheRest(Scheduled):
@@ -247,8 +254,8 @@ class SkipsTheRest(Scheduled):
 
 
 @pytest.mark.parametrize("hook", ["on_train_batch_end", "on_validation_end", "on_train_epoch_end"])
-def test_the_rest_of_an_epoch_may_be_left_out(tmp_path: Path, hook: str) -> None:
-    equal_from_each_save(tmp_path, hook, {"val_check_interval": 2, "kind": SkipsTheRest})
+def test_the_rest_of_an_epoch_may_be_left_out(equal_from_saves: Equal, hook: str) -> None:
+    equal_from_saves(hook, {"val_check_interval": 2, "kind": SkipsTheRest})
 
 
 class MeanOfMeans(Metric):
@@ -286,8 +293,8 @@ class Wraps(Scheduled):
 
 
 @pytest.mark.parametrize("hook", ["on_train_batch_start", "on_train_batch_end", "on_validation_end"])
-def test_metrics_that_wrap_others_or_count_go_on(tmp_path: Path, hook: str) -> None:
-    equal_from_each_save(tmp_path, hook, {"val_check_interval": 4, "kind": Wraps})
+def test_metrics_that_wrap_others_or_count_go_on(equal_from_saves: Equal, hook: str) -> None:
+    equal_from_saves(hook, {"val_check_interval": 4, "kind": Wraps})
 
 
 class Stops(Scheduled):
@@ -299,8 +306,8 @@ class Stops(Scheduled):
 
 
 @pytest.mark.parametrize("hook", ["on_train_batch_end", "on_validation_end"])
-def test_a_callback_that_comes_first_may_save(tmp_path: Path, hook: str) -> None:
-    equal_from_each_save(tmp_path, hook, {"val_check_interval": 4, "kind": DrawsInHooks, "saver": SavesFirst})
+def test_a_callback_that_comes_first_may_save(equal_from_saves: Equal, hook: str) -> None:
+    equal_from_saves(hook, {"val_check_interval": 4, "kind": DrawsInHooks, "saver": SavesFirst})
 
 
 class StopsEarly(Stops, DrawsInHooks):
@@ -308,17 +315,17 @@ class StopsEarly(Stops, DrawsInHooks):
 
 
 @pytest.mark.parametrize("hook", ["on_train_batch_end", "on_validation_end", "on_train_epoch_end"])
-def test_a_run_that_was_to_stop_stops(tmp_path: Path, caplog: pytest.LogCaptureFixture, hook: str) -> None:
+def test_a_run_that_was_to_stop_stops(equal_from_saves: Equal, caplog: pytest.LogCaptureFixture, hook: str) -> None:
     with caplog.at_level("INFO"):
-        whole = equal_from_each_save(tmp_path, hook, {"val_check_interval": 4, "kind": Stops})
+        whole = equal_from_saves(hook, {"val_check_interval": 4, "kind": Stops})
     assert "To train on, resume it from an earlier checkpoint" in caplog.text
     assert [event[-1] for event in whole if event[0] != SAVED][-1] == 8
 
 
 @pytest.mark.parametrize("hook", HOOKS)
-def test_a_run_that_was_to_stop_goes_on_to_its_least_epochs(tmp_path: Path, hook: str) -> None:
+def test_a_run_that_was_to_stop_goes_on_to_its_least_epochs(equal_from_saves: Equal, hook: str) -> None:
     options = {"val_check_interval": 4, "kind": StopsEarly, "min_epochs": 4, "max_epochs": 6}
-    whole = equal_from_each_save(tmp_path, hook, options)
+    whole = equal_from_saves(hook, options)
     assert [event[-1] for event in whole if event[0] != SAVED][-1] == 24
 
 
@@ -334,8 +341,8 @@ def test_a_run_that_has_ended_goes_on_with_a_raised_limit(tmp_path: Path, limit:
 
 
 @pytest.mark.parametrize("limit", [{}, {"max_epochs": None, "max_steps": 14}])
-def test_a_run_that_was_saved_before_it_began_begins(tmp_path: Path, limit: Any) -> None:
-    equal_from_each_save(tmp_path, "on_fit_start", limit)
+def test_a_run_that_was_saved_before_it_began_begins(equal_from_saves: Equal, limit: Any) -> None:
+    equal_from_saves("on_fit_start", limit)
 
 
 class Batches(Timer):

@@ -252,11 +252,3 @@ def test_strategies_are_run_and_reported(tmp_path: Path) -> None:
         single, replicas = csv.DictReader(stream)
     assert float(single["loss"]) == pytest.approx(float(replicas["loss"]), rel=1e-5)
     assert processes_of(tmp_path) == []
-
-
-def test_help_is_one_readable_page() -> None:
-    text = subprocess.run(
-        [sys.executable, "-m", "recipes.compare", "--help"], cwd=ROOT, capture_output=True, text=True, check=True
-    ).stdout
-    assert all(strategy in text for strategy in run.STRATEGIES)
-    assert len(text.splitlines()) < 60 and max(map(len, text.splitlines())) < 121

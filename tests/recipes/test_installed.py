@@ -1,4 +1,4 @@
-"""The wheel: the library in a script, and the recipes as commands with modules and configs of the user's own."""
+"""The wheel: the recipes as commands with modules and configs of the user's own."""
 
 from __future__ import annotations
 
@@ -49,28 +49,12 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_the_library_trains_from_a_script_outside_of_the_checkout(lib: Path, tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(
-        "import sys; sys.path.insert(0, sys.argv[1])\n"
-        "import lightning as L, lightning_parallel\n"
-        "from lightning.pytorch.demos.boring_classes import BoringModel\n"
-        "assert lightning_parallel.__file__.startswith(sys.argv[1]), lightning_parallel.__file__\n"
-        "strategy = lightning_parallel.DataParallelStrategy()\n"
-        "trainer = L.Trainer(accelerator='cpu', devices=2, strategy=strategy, max_steps=2, logger=False,\n"
-        "                    enable_checkpointing=False, enable_progress_bar=False)\n"
-        "trainer.fit(BoringModel())\n"
-        "assert trainer.global_step == 2\n"
-    )
-    subprocess.run([sys.executable, script, str(lib)], cwd=tmp_path, check=True, capture_output=True)
-    assert (lib / "lightning_parallel" / "py.typed").exists()
-
-
 def test_the_wheel_has_all_configs_and_plugins(lib: Path) -> None:
     def configs(folder: Path) -> dict[Path, str]:
         return {file.relative_to(folder): file.read_text() for file in folder.rglob("*.yaml")}
 
     assert configs(lib / "recipes" / "conf") == configs(CONF) and len(configs(CONF)) > 40
+    assert (lib / "lightning_parallel" / "py.typed").exists()
     for package in ("hydra_plugins", "recipes", "lightning_parallel"):
         modules = {file.relative_to(ROOT) for file in (ROOT / package).rglob("*.py")}
         assert modules == {file.relative_to(lib) for file in (lib / package).rglob("*.py")}

@@ -6,6 +6,7 @@ import csv
 import io
 import itertools
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from rich.console import Console
 
 from recipes import launch, record, report, rerun
 from recipes.problem import ConfigError
+from recipes.train import UnknownMetric, _optimized
 from tests.recipes.test_configs import composed
 from tests.recipes.test_launch import TINY
 
@@ -163,3 +165,14 @@ def test_a_folder_without_a_record_is_refused(tmp_path: Path) -> None:
         rerun.rerun(tmp_path)
     with pytest.raises(SystemExit, match="is no folder of a run"):
         rerun.main([str(tmp_path)])
+
+
+def test_the_metric_to_optimise_is_returned_or_its_name_refused() -> None:
+    metrics = {"val_loss": 1.5, "train_loss": None}
+    assert _optimized("val_loss", metrics, sweeping=True) == 1.5
+    assert _optimized(None, metrics, sweeping=True) is None
+    assert _optimized("loss", metrics, sweeping=False) is None  # nobody asks for it
+    diverged = _optimized("train_loss", metrics, sweeping=True)
+    assert diverged is not None and math.isnan(diverged)
+    with pytest.raises(UnknownMetric, match="optimized_metric=loss: .*; use one of val_loss, train_loss"):
+        _optimized("loss", metrics, sweeping=True)
