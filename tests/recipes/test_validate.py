@@ -25,22 +25,18 @@ HERE = "tests.recipes.test_validate"
     [
         ("strategy.schedule=gpip", "naive or gpipe or 1f1b"),
         ("strategy.microbatches=0", "an integer of at least 1, or auto"),
-        ("strategy.microbatches=2.5", "an integer of at least 1, or auto"),
-        ("strategy.stages=true", "an integer of at least 1, or auto"),
         ("optimizer.lr=fast", "a number of at least 0"),
         ("model.dropout=1.5", "from 0 to 1"),
         ("trainer.precision=bf17", "bf16-mixed"),
-        ("trainer.accumulate_grad_batches=0", "at least 1"),
         ("cluster.devices=0", "at least 1"),
         ("test=perhaps", "true or false"),
         ("seed=-1", "at least 0"),
         ("strategy.correction=second_ordr", "error_feedback or second_order, or a number of at least 0, or null"),
         ("strategy.weights=stsh", "stash or 2bw or latest"),
-        ("optimizer.momentum=1.5", "from 0 to 1"),
     ],
 )
 def test_a_value_of_the_wrong_kind_is_refused_with_what_it_can_be(override: str, said: str) -> None:
-    late = override.split("=")[0] in ("strategy.correction", "strategy.weights", "optimizer.momentum")
+    late = override.split("=")[0] in ("strategy.correction", "strategy.weights")
     (problem,) = problems("experiment=async_quality" if late else "strategy=pipeline_sync", override)
     key, value = override.split("=")
     assert str(problem).lower().startswith(f"{key}={value}:")
@@ -195,7 +191,6 @@ NOT_A_CLASS = 3
     ("overrides", "said"),
     [
         (["optimizer._target_=torch.optim.AdamV"], "optimizer._target_=torch.optim.AdamV: torch.optim has no AdamV; "),
-        (["optimizer._target_=torch.optim.AdaGrad"], "did you mean Adagrad?"),
         (["optimizer._target_=trch.optim.Adam"], "there is no module trch"),
         (["optimizer._target_=torch.nn.Linear"], "not what optimizer needs; name a subclass of torch's Optimizer"),
         (
@@ -203,10 +198,7 @@ NOT_A_CLASS = 3
             "optimizer.eps_=1: no ar",
         ),
         (["+model._target_=torch.nn.Linear"], "name a subclass of lightning's LightningModule"),
-        (["+model._target_=my.Model"], "there is no module my"),
         ([f"+model._target_={HERE}.NOT_A_CLASS"], "not a class"),
-        (["+data._target_=torch.nn.Linear"], "LightningDataModule"),
-        (["strategy._target_=lightning_parallel.PipelineStrat"], "did you mean PipelineStrategy?"),
         (["+callbacks.mine._target_=lightning.pytorch.callbacks.EarlyStoping"], "did you mean EarlyStopping?"),
         (
             ["+callbacks.mine._target_=lightning.pytorch.callbacks.EarlyStopping"],
