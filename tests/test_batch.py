@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import time
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,7 +11,6 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
-from torch.utils.data import default_collate
 from transformers import BatchEncoding
 from transformers.modeling_outputs import CausalLMOutput
 
@@ -40,11 +38,6 @@ class Computed:
     def __post_init__(self) -> None:
         self.calls += 1
         self.total = self.x * 2
-
-
-@pytest.mark.parametrize(("n", "count"), [(1, 1), (7, 3), (8, 3), (8, 8), (16, 4), (5, 4)])
-def test_sizes_are_those_of_tensor_split(n: int, count: int) -> None:
-    assert sizes(n, count) == [len(part) for part in torch.arange(n).tensor_split(count)]
 
 
 @pytest.mark.parametrize(("n", "count"), [(3, 4), (3, 0), (0, 1)])
@@ -150,18 +143,6 @@ def test_an_object_whose_samples_cannot_be_told_is_not_split() -> None:
     assert batch[0].nodes.sum() == 4
 
 
-def test_every_sample_is_in_one_microbatch_in_order() -> None:
-    x = torch.arange(7)
-    assert torch.equal(torch.cat(split(x, 3)), x)
-
-
-def test_microbatches_share_the_memory_of_the_batch() -> None:
-    x = torch.zeros(4, 2)
-    first, second = split(x, 2)
-    first += 1
-    assert x.sum() == 4 and second.data_ptr() == x[2:].data_ptr()
-
-
 def test_a_change_in_place_leaves_the_graphs_of_other_microbatches() -> None:
     weight = torch.ones(2, requires_grad=True)
     first, second = split(torch.ones(4, 2), 2)
@@ -202,12 +183,6 @@ def test_what_a_collate_function_zips_is_split() -> None:
     assert first[3] is second[3]
 
 
-def test_strings_from_the_default_collate_function_are_split() -> None:
-    batch = default_collate([(torch.zeros(2), "a"), (torch.ones(2), "b"), (torch.ones(2), "c")])
-    first, second = split(batch, 2)
-    assert list(first[1]) == ["a", "b"] and list(second[1]) == ["c"]
-
-
 def test_a_dataclass_is_not_built_anew() -> None:
     parts = split(Computed(torch.arange(4)), 2)
     assert [part.calls for part in parts] == [1, 1]
@@ -225,20 +200,6 @@ def test_a_batch_encoding_keeps_its_records_beside_its_rows() -> None:
 def test_a_model_output_answers_by_key_and_by_attribute() -> None:
     second = split(CausalLMOutput(logits=torch.arange(4)), 2)[1]
     assert second.logits.tolist() == second["logits"].tolist() == [2, 3]
-
-
-def test_splitting_costs_little_beside_a_microbatch() -> None:
-    batch = {
-        "input_ids": torch.zeros(32, 8),
-        "attention_mask": torch.zeros(32, 8),
-        "labels": torch.zeros(32, 8),
-    }
-    best = float("inf")
-    for _ in range(20):
-        start = time.perf_counter()
-        split(batch, 16)
-        best = min(best, time.perf_counter() - start)
-    assert best / 16 < 1e-4  # seconds a microbatch, of some 5e-3
 
 
 def test_joined_losses_are_the_loss_of_the_batch() -> None:
@@ -267,12 +228,6 @@ def test_outputs_join_element_by_element() -> None:
     assert joined["acc"] == pytest.approx(1 / 3)
     assert joined["top"] == (pytest.approx(1 / 3), "s")
     assert joined["f"] is True
-
-
-def test_texts_of_samples_are_joined_as_they_are_split() -> None:
-    batch = {"x": torch.arange(3.0), "texts": ["a", "b", "c"]}
-    joined = join_outputs(split(batch, 2), sizes(3, 2))
-    assert joined["x"].tolist() == [0, 1, 2] and joined["texts"] == ["a", "b", "c"]
 
 
 def test_what_has_no_mean_is_the_last() -> None:

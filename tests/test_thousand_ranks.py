@@ -83,9 +83,7 @@ def start(world_size: int, rank: int, pipeline: int, tensor: int) -> Start:
 
 @pytest.mark.parametrize(("pipeline", "tensor"), [(8, 8), (16, 8)])
 @pytest.mark.parametrize("rank", [0, 515, 1023])
-def test_a_rank_makes_only_the_groups_that_it_is_in(
-    pool: WorkerPool, rank: int, pipeline: int, tensor: int
-) -> None:
+def test_a_rank_makes_only_the_groups_that_it_is_in(pool: WorkerPool, rank: int, pipeline: int, tensor: int) -> None:
     [found] = pool.run(start, 1, 1024, rank, pipeline, tensor, init=False)
     layout = Layout.resolve(1024, rank, pipeline=pipeline, data="auto", tensor=tensor)
     expected = [layout.peers("tensor"), layout.peers("data"), layout.peers("pipeline"), layout.model_peers()]
@@ -118,13 +116,6 @@ def groups_over_nccl(name: str) -> tuple[int, int]:
 def test_over_nccl_there_are_groups_for_lanes_and_for_hosts_too(pool: WorkerPool, name: str, joined: int) -> None:
     """World, three axes, model, hosts of the pipeline, two kinds of messages a lane; row and column of the signals."""
     assert pool.run(groups_over_nccl, 1, name, init=False) == [(joined, joined + 2)]
-
-
-def test_a_start_takes_hardly_longer_with_more_replicas(pool: WorkerPool) -> None:
-    def best(world_size: int) -> float:
-        return min(pool.run(start, 1, world_size, 0, 8, 8, init=False)[0].seconds for _ in range(3))
-
-    assert best(8192) < 20 * best(256)  # 128 replicas beside 4: only lists of ranks are longer
 
 
 def first_batch(world_size: int, rank: int, name: str) -> tuple[float, int, list[int]]:
@@ -219,12 +210,8 @@ def agreed(world_size: int) -> tuple[float, int, set[int]]:
     return seconds, len(pickle.dumps(summaries[-1])), set(counts.values())
 
 
-def test_a_rank_writes_less_of_a_checkpoint_with_more_replicas() -> None:
-    (_, few_bytes, few), (_, many_bytes, many) = agreed(128), agreed(1024)
+def test_with_more_replicas_a_rank_writes_less_and_the_first_one_s_work_grows_linearly() -> None:
+    (few_seconds, few_bytes, few), (many_seconds, many_bytes, many) = agreed(128), agreed(1024)
     assert few == {27} and many <= {3, 4}  # 432 of a stage over 16 replicas, and over 128
     assert many_bytes <= few_bytes + 8 < 50_000  # the number of a rank is longer
-
-
-def test_the_first_rank_s_work_for_a_checkpoint_grows_linearly_with_the_ranks() -> None:
-    few, many = min(agreed(128)[0] for _ in range(2)), agreed(1024)[0]
-    assert many < 16 * few + 1  # eight times the ranks, on a machine that does something else
+    assert many_seconds < 16 * few_seconds + 1  # eight times the ranks, on a machine that does something else

@@ -60,13 +60,6 @@ def summary(sizes: dict[str, int]) -> RankSummary:
     return RankSummary({key: ((size,), torch.int8) for key, size in sizes.items()}, {}, [], [], {})
 
 
-def test_replicas_write_equal_shares() -> None:
-    sizes = {f"model/layer{i}": 10 * (i + 1) for i in range(8)}
-    chosen = writers([summary(sizes), summary(sizes)], {f"layer{i}" for i in range(8)})
-    shares = [sum(size for key, size in sizes.items() if chosen[key] == rank) for rank in range(2)]
-    assert sum(shares) == 360 and max(shares) <= 180 + 80
-
-
 def test_a_rank_that_has_more_of_its_own_writes_less_of_what_is_shared() -> None:
     shared = {"model/a": 10, "model/b": 10}
     chosen = writers([summary({"model/own": 100, **shared}), summary(shared)], {"a", "b"})
@@ -77,10 +70,6 @@ def test_what_only_some_holders_have_is_not_left_to_others() -> None:
     """A stage that holds a copy without training it."""
     chosen = writers([summary({"model/a": 10}), summary({"model/a": 10, "optimizer/0/a/exp_avg": 5})], {"a"})
     assert chosen == {"model/a": 0, "optimizer/0/a/exp_avg": 1}
-
-
-def test_buffers_are_left_to_the_lowest_rank() -> None:
-    assert writers([summary({"model/mean": 1}), summary({"model/mean": 1})], {"a"}) == {}
 
 
 def save_replica(path: Path) -> None:

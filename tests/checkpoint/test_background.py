@@ -96,7 +96,7 @@ def after_fit(folder: Path, layout: str) -> list[bool]:
     return [*there, is_checkpoint(folder / "later.ckpt")]
 
 
-@pytest.mark.parametrize("layout", ["stages", "fully sharded"])
+@pytest.mark.parametrize("layout", ["stages", *thorough("fully sharded")])
 def test_the_end_of_a_run_waits_and_after_it_a_save_does(pool: WorkerPool, tmp_path: Path, layout: str) -> None:
     assert pool.run(after_fit, 2, tmp_path, layout, init=False) == [[True, True]] * 2
 
@@ -159,7 +159,7 @@ def failing(folder: Path, layout: str) -> tuple[str, int]:
     raise AssertionError("nothing has failed")
 
 
-@pytest.mark.parametrize("layout", ["stages", "asynchronous"])
+@pytest.mark.parametrize("layout", ["asynchronous", *thorough("stages")])
 def test_a_failed_save_ends_all_ranks_before_the_same_batch(pool: WorkerPool, tmp_path: Path, layout: str) -> None:
     (one, begun), (other, begun_there) = pool.run(failing, 2, tmp_path, layout, init=False)
     for message in (one, other):

@@ -76,7 +76,7 @@ def test_a_damaged_file_is_named(
 
 
 @pytest.mark.parametrize("file", [METADATA, TRAINER, "__0_0.distcp"])
-@pytest.mark.parametrize("read", [load_all, read_plain, read_full], ids=["by-a-rank", "as-one-process", "weights"])
+@pytest.mark.parametrize("read", [load_all, read_full], ids=["by-a-rank", "weights"])
 def test_a_missing_file_is_named(checkpoint: Path, file: str, read: Callable[[Path], object]) -> None:
     (checkpoint / file).unlink()
     with pytest.raises(ValueError, match=f"last.ckpt/{file} is damaged: it is missing"):
@@ -89,7 +89,7 @@ def test_a_flipped_bit_is_named_or_does_no_harm(checkpoint: Path, file: str) -> 
     whole = (checkpoint / file).read_bytes()
     chosen = random.Random(0)
     named = 0
-    for _ in range(100):
+    for _ in range(40):
         flipped = bytearray(whole)
         flipped[chosen.randrange(len(whole))] ^= 1 << chosen.randrange(8)
         (checkpoint / file).write_bytes(flipped)
@@ -100,7 +100,7 @@ def test_a_flipped_bit_is_named_or_does_no_harm(checkpoint: Path, file: str) -> 
             named += 1
         else:
             assert all(torch.equal(read[name], tensor) for name, tensor in tensors().items())
-    assert named >= 30
+    assert named >= 12
 
 
 def test_the_newest_whole_checkpoint_beside_it_is_offered(checkpoint: Path) -> None:
