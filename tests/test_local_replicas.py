@@ -5,9 +5,7 @@ Errors, dropout that is computed again, and the order of metrics are shown in st
 
 from __future__ import annotations
 
-import gc
 import random
-import weakref
 from collections import namedtuple
 from collections.abc import Callable
 from typing import Any
@@ -21,7 +19,7 @@ from torchmetrics import Metric, MetricCollection
 from transformers.modeling_outputs import CausalLMOutput
 
 from lightning_parallel.batch import join_outputs
-from lightning_parallel.local_replicas import Share, on_replicas, replicate, scatter
+from lightning_parallel.local_replicas import on_replicas, replicate, scatter
 
 CPU = torch.device("cpu")
 CPUS = [CPU] * 3
@@ -65,21 +63,6 @@ def test_weights_that_no_replica_used_get_no_gradient_and_without_gradients_ther
     assert not forward(net().requires_grad_(False), torch.ones(3, 4).double()).requires_grad
 
 
-def test_the_model_s_own_weights_and_hooks_on_them_count_once() -> None:
-    """What was bound to the model before replicas were made, uses them."""
-    model, alone, batch, seen = net(), net(), torch.ones(3, 4).double(), []
-    model[0].weight.register_hook(seen.append)
-
-    def loss(replica: Any, share: Any) -> Tensor:
-        result: Tensor = replica(share.batch).mean() + model[0].weight.pow(2).sum()
-        return result
-
-    on_replicas(loss, model, batch, CPUS).backward()
-    (alone(batch).mean() + alone[0].weight.pow(2).sum()).backward()
-    assert all(torch.allclose(p.grad, q.grad) for p, q in zip(model.parameters(), alone.parameters(), strict=True))
-    assert len(seen) == 1 and torch.equal(seen[0], model[0].weight.grad)
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("replicas", [1, 3])
 def test_replicas_on_gpus_train_as_one_model(replicas: int) -> None:
@@ -114,22 +97,6 @@ def test_replicas_draw_other_numbers_each_and_the_same_in_every_run(draw: Callab
     assert runs[0] == runs[1]
 
 
-def test_replicas_are_gone_when_the_loss_is() -> None:
-    model, alive = nn.Linear(2, 1), []
-
-    def run(replica: Any, share: Share) -> Tensor:
-        alive.append(weakref.ref(replica))
-        output: Tensor = replica(share.batch)
-        return output
-
-    gc.disable()  # by their references alone, at once
-    try:
-        on_replicas(run, model, torch.ones(3, 2), CPUS).sum().backward()
-        assert [reference() for reference in alive] == [model, None, None]
-    finally:
-        gc.enable()
-
-
 class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -142,12 +109,8 @@ class Net(nn.Module):
         self.tied.weight.decay = 0.1  # type: ignore[attr-defined]
         self.frozen = nn.Parameter(torch.ones(3), requires_grad=False)
         self.register_parameter("none", None)
-        self.register_buffer("count", torch.zeros(()))
-        self.calls = 0
 
     def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
-        self.count = self.count + 1
         hidden, _ = self.recurrent(self.norm(self.first(x)).unsqueeze(1))
         return self.tied(hidden[:, 0]) * self.frozen
 
@@ -167,20 +130,6 @@ def test_a_replica_has_the_model_s_structure_and_its_graph(device: torch.device)
     if device == CPU:
         output.sum().backward()
         assert all((p.grad is not None) == p.requires_grad for p in model.parameters())
-
-
-def test_the_model_keeps_what_replica_0_changes() -> None:
-    model = Net()
-    first, second = replicate(model, [CPU] * 2)
-    batches = [torch.randn(8, 3), torch.randn(8, 3) + 5]
-    first(batches[0])
-    second(batches[1])
-    second(batches[1])
-    expected = nn.BatchNorm1d(3)
-    expected(model.first(batches[0]))
-    assert model.calls == 1 and model.count == 1 and model.norm.num_batches_tracked == 1
-    assert torch.allclose(model.norm.running_mean, expected.running_mean)
-    assert second.norm.num_batches_tracked == 2
 
 
 def test_parametrized_modules_are_replicated() -> None:

@@ -17,7 +17,6 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
 import lightning_parallel
@@ -25,11 +24,10 @@ from lightning_parallel.settings import settings_of
 from lightning_parallel.strategies.pipeline import PipelineOptions
 from lightning_parallel.strategies.pipeline_async import AsyncPipelineOptions
 from lightning_parallel.strategies.tensor import TensorParallelOptions
-from recipes import ROOT, record, work
+from recipes import ROOT, record
 from recipes.compose import check, jobs
-from recipes.schema import world_size
-from recipes.validate import validate
 from tests.pool import WorkerPool
+from tests.recipes import runs
 from tests.recipes.test_configs import composed
 from tests.tensor.test_sharding import ranks
 from tests.thorough import thorough
@@ -37,10 +35,7 @@ from tests.thorough import thorough
 README, KOREAN = ROOT / "README.md", ROOT / "README.ko.md"
 DOCS = sorted((ROOT / "docs").rglob("*.md"))
 PAGES = [README, KOREAN, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *DOCS]
-SMALL = [
-    "trainer.max_steps=2", "trainer.limit_val_batches=1", "trainer.enable_progress_bar=false", "logger=none",
-    "print_config=false",
-]  # fmt: skip
+SMALL = ["trainer.max_steps=2", "trainer.limit_val_batches=1"]
 SMALL_GPT = ["model.layers=4", "model.width=16", "model.heads=2", "data.batch_size=12", "data.context=16"]
 CHECKPOINT = "step-300.ckpt"
 
@@ -98,14 +93,7 @@ def trained(pool: WorkerPool, folder: Path, overrides: list[str]) -> Path:
     """Run a recipe in a small form, in the pool's processes; the folder of the run."""
     gpt = composed(*overrides)["model"].get("name") == "gpt"
     words = [*SMALL, *(SMALL_GPT if gpt else []), *(word for word in overrides if "max_steps=200" not in word)]
-    output = folder / "run"
-    config = composed(*words, folder=output)
-    config["callbacks"].pop("progress_bar", None)
-    assert validate(config) == []
-    file = folder / record.CONFIG
-    file.write_text(yaml.safe_dump(config))
-    pool.run(work.main, world_size(config), file.read_text(), init=False)
-    return output
+    return runs.trained(pool, folder / "run", *words)
 
 
 @pytest.mark.parametrize("words", ELSEWHERE, ids=" ".join)

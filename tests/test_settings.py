@@ -18,7 +18,6 @@ from lightning_parallel.settings import (
     NotNegative,
     Range,
     check,
-    described,
     fits,
     settings_of,
     takes,
@@ -81,17 +80,6 @@ class Machine:
 )  # fmt: skip
 def test_a_value_fits_a_type_or_does_not(value: Any, hint: Any, right: bool) -> None:
     assert fits(value, hint) is right
-
-
-def test_types_are_described_as_python_and_as_yaml_write_their_values() -> None:
-    assert described(Count | Auto, python=True) == "an integer of at least 1, or 'auto'"
-    assert described(Count | None) == "an integer of at least 1, or null"
-    assert described(Fraction) == "a number from 0 to 1"
-    assert described(Literal["a", "b"]) == "a or b" and described(bool) == "true or false"
-    assert described(Sequence[str], python=True) == "a list (a string each)"
-    choice = Literal["slow"] | Callable[[int], int]
-    assert described(choice, python=True) == "'slow', or a function"
-    assert described(choice) == "slow"  # a text can't name a function
 
 
 def test_a_constructor_takes_the_fields_and_shows_them_with_its_own_first() -> None:

@@ -41,6 +41,7 @@ from lightning_parallel.ranks.layout import Layout
 from lightning_parallel.schedules.actions import Step, placement
 from lightning_parallel.schedules.generators import SCHEDULES
 from tests.pool import WorkerPool
+from tests.thorough import thorough
 
 META = torch.device("meta")  # messages carry nothing here
 
@@ -172,7 +173,7 @@ def first_batch(world_size: int, rank: int, name: str) -> tuple[float, int, list
     return seconds, peak, counts
 
 
-@pytest.mark.parametrize("name", ["1f1b", "zbv"])
+@pytest.mark.parametrize("name", ["1f1b", *thorough("zbv")])
 def test_a_first_batch_costs_the_same_with_a_thousand_ranks_as_with_few(pool: WorkerPool, name: str) -> None:
     """128 ranks have 2 replicas, 1,024 have 16, 8,192 have 128."""
     found = {n: pool.run(first_batch, 1, n, n // 2, name, init=False)[0] for n in (128, 1024, 8192)}

@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-from lightning_parallel.values import first_few, line_outside
-
-
-def test_many_names_are_cut_short() -> None:
-    assert first_few("abc") == "a, b, c"
-    assert first_few("abcdefg") == "a, b, c, d, e, and 2 more"
+from lightning_parallel.values import line_outside
 
 
 def test_the_line_that_runs_is_named() -> None:

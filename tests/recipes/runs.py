@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,15 @@ def done(pool: WorkerPool, config: Mapping[str, Any]) -> Path:
     launch.write(config)
     pool.run(work.main, world_size(config), (folder / record.CONFIG).read_text(), init=False)
     return folder
+
+
+def in_the_pool(
+    pool: WorkerPool, config: Mapping[str, Any], overrides: Sequence[str] | None
+) -> dict[str, float | None]:
+    """In the place of ``recipes.launch.launch``, for commands that come after a run. Returns the numbers."""
+    folder = done(pool, config)
+    record.update(folder, overrides=overrides)
+    return record.read_metrics(folder)
 
 
 def trained(pool: WorkerPool, folder: Path, *overrides: str) -> Path:

@@ -9,7 +9,8 @@ import torch
 
 from recipes import ROOT, commands, record
 from tests.pool import WorkerPool
-from tests.recipes.test_pretrained_page import in_the_pool, run_page
+from tests.recipes.runs import in_the_pool
+from tests.recipes.test_pretrained_page import run_page
 from tests.recipes.tiny import images
 from tests.test_pages import commands as commands_of
 

@@ -91,7 +91,7 @@ def test_a_module_and_configs_of_the_users_own_train_in_an_empty_folder(lib: Pat
     (here / "recipes").mkdir()
     (here / "recipes" / "__init__.py").write_text("raise RuntimeError('a package of the name of ours')")
     program = [sys.executable, lib / "bin" / "lp-train", "--config-dir", "my_conf", "experiment=mine"]
-    few = ["trainer.max_steps=2", "trainer.limit_val_batches=1", "hydra.run.dir=logs/run", *QUIET]
+    few = ["strategy=single", "trainer.max_steps=2", "trainer.limit_val_batches=1", "hydra.run.dir=logs/run", *QUIET]
     variables = {**os.environ, "PYTHONPATH": str(lib)}
     done = subprocess.run([*program, *few], cwd=here, env=variables, capture_output=True, text=True, timeout=250)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -6,19 +6,17 @@ import json
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from recipes import ROOT, commands, evaluate, export, generate, launch, record, work
+from recipes import ROOT, commands, evaluate, export, generate, record
 from recipes.record import TEXTS
-from recipes.schema import world_size
-from recipes.validate import validate
 from tests.pool import WorkerPool
+from tests.recipes.runs import in_the_pool
 from tests.recipes.test_configs import composed
 from tests.recipes.tiny import chats, model, texts
 from tests.test_pages import commands as commands_of
@@ -64,15 +62,6 @@ def assert_there(here: Path) -> None:
     assert not torch.allclose(outputs["my-new-model"], outputs["my-model"], rtol=0, atol=1e-5)
 
 
-def in_the_pool(pool: WorkerPool, config: Mapping[str, Any], overrides: Sequence[str] | None) -> Any:
-    folder = Path(config["paths"]["output_dir"])
-    folder.mkdir(parents=True, exist_ok=True)
-    file = launch.write(config)
-    record.start(folder, config, {}, overrides)
-    pool.run(work.main, world_size(config), file.read_text(), init=False)
-    return record.read_metrics(folder)
-
-
 @pytest.mark.thorough
 def test_its_commands_do_what_it_says(pool: WorkerPool, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the pool's processes, with fewer steps."""
@@ -109,7 +98,6 @@ def run_page(pool: WorkerPool, here: Path, page: Sequence[str], small: Sequence[
         config = composed(*line, f"paths.data_dir={here / 'data'}")
         config["paths"]["output_dir"] = str(folder)
         config["callbacks"]["checkpoint"]["dirpath"] = str(folder / "checkpoints")
-        assert validate(config) == []
         in_the_pool(pool, config, line)
 
 

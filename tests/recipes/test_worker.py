@@ -174,6 +174,3 @@ def test_another_number_of_processes_than_the_config_s_is_refused_on_every_rank(
     (told_alone,) = pool.run(start_too_many, 1, str(file), "1", init=False)
     assert told_alone.startswith("1 process started, but the config is for 2")
     assert not (tmp_path / "run").exists()
-
-
-# -- its end -------------------------------------------------------------------------------------------------

@@ -14,13 +14,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from recipes import commands, evaluate, export, launch, record, work
+from recipes import commands, evaluate, export, record
 from recipes.data.images import ImageData
 from recipes.models.timm import TimmClassifier
-from recipes.schema import world_size
 from tests.pool import WorkerPool
 from tests.recipes.models.one_process import assert_equal, fitted
-from tests.recipes.runs import trained
+from tests.recipes.runs import in_the_pool, trained
 from tests.recipes.test_configs import problems
 from tests.recipes.tiny import images
 from tests.thorough import thorough
@@ -30,6 +29,8 @@ pytestmark = pytest.mark.timm
 OPTIMIZER = {"_target_": "torch.optim.AdamW", "lr": 1e-2, "eps": 1e-4}
 VIT = "vit_tiny_patch16_224"
 SMALL: dict[str, Any] = {"img_size": 16, "patch_size": 4, "embed_dim": 32, "depth": 4, "num_heads": 4}
+
+
 def small(**more: Any) -> TimmClassifier:
     return TimmClassifier(**{"architecture": VIT, "classes": 4, "arguments": SMALL, "optimizer": OPTIMIZER, **more})
 
@@ -186,12 +187,7 @@ def test_a_run_is_scored_and_exported_as_one_process_has_it(
     assert about["label_names"] == [f"digit-{label}" for label in range(4)]
     assert about["pretrained_cfg"]["mean"] == [0.485, 0.456, 0.406] and about["pretrained_cfg"]["crop_pct"] == 1.0
 
-    def in_the_pool(config: Any, choices: Any, overrides: Any) -> None:
-        file = launch.write(config)
-        record.start(file.parent, config, {}, overrides)
-        pool.run(work.main, world_size(config), file.read_text(), init=False)
-
-    monkeypatch.setattr(commands, "launch", in_the_pool)
+    monkeypatch.setattr(commands, "launch", lambda config, choices, overrides: in_the_pool(pool, config, overrides))
     evaluate.main([str(four), "strategy=single"])
     (scored,) = (four / "evaluate").iterdir()
     found = record.read_metrics(scored)

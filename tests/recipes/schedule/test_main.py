@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import runpy
-import sys
-
 import pytest
 
-from lightning_parallel.schedules.generators import naive, one_f_one_b
+from lightning_parallel.schedules.generators import one_f_one_b
 from recipes.schedule.__main__ import main
 from recipes.schedule.figures import asynchronous, clock_table
 
@@ -43,9 +40,3 @@ def test_command_line_refuses_bad_sizes_without_a_traceback(
     with pytest.raises(SystemExit):
         main(arguments.split())
     assert message in capsys.readouterr().err
-
-
-def test_schedule_runs_as_a_program(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(sys, "argv", ["schedule", "naive", "--stages", "2", "--microbatches", "1"])
-    runpy.run_module("recipes.schedule", run_name="__main__")
-    assert clock_table(naive(2)) in capsys.readouterr().out

@@ -23,14 +23,6 @@ def test_an_update_takes_as_long_as_was_measured() -> None:
     assert clock.asynchronous(8, 16, 1000) == pytest.approx((1000 + 7 / 16) / 0.8)  # it is filled once
 
 
-def test_what_was_not_measured_loses_least_synchronously_and_most_asynchronously() -> None:
-    kept = max(0.6 / (8 / 11), 0.5 / (16 / 23))
-    assert clock.synchronous("1f1b", 2, 4, 1) == pytest.approx(5 / 4 / kept)
-    kept = max(0.9 / clock.theory("zbv", 4, 8), 0.8 / clock.theory("zbv", 8, 16))
-    assert clock.busy("zbv", 2, 4) == pytest.approx(clock.theory("zbv", 2, 4) * kept)
-    assert clock.asynchronous(2, 2, 10) == pytest.approx(10.5 / 0.8)
-
-
 @pytest.mark.parametrize(("stages", "microbatches"), [(8, 16), (4, 4), (2, 1)])
 def test_theory_is_the_schedules(stages: int, microbatches: int) -> None:
     f, b, updates = 1.0, 2.0, 5
