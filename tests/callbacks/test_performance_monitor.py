@@ -17,6 +17,7 @@ from lightning_parallel.callbacks.performance_monitor import _texts, content, me
 from tests.flops import flop_counter
 from tests.pool import WorkerPool
 from tests.strategies.harness import ALL, make_trainer, train
+from tests.thorough import thorough
 
 PEAK = 1e9
 
@@ -56,10 +57,10 @@ def flops_of_a_forward(model: str) -> float:
 
 
 @pytest.mark.parametrize(("strategy", "model", "options", "more"), [
-    ("sync", "GPT2Untied", {"microbatches": 2}, {"bubble_theory"}),
     ("sync", "GPT2Untied", {"schedule": "zbv", "microbatches": 2, "timeline": True},
      {"bubble_theory", "bubble_measured"}),
     ("async", "GPT2Untied", {"timeline": True}, {"bubble_theory", "bubble_measured", "staleness"}),
+    *thorough(("sync", "GPT2Untied", {"microbatches": 2}, {"bubble_theory"})),
 ])  # fmt: skip
 def test_pipelines_figures_are_logged_on_one_rank_and_count_the_operations_of_one_process(
     pool: WorkerPool, strategy: str, model: str, options: dict[str, Any], more: set[str]

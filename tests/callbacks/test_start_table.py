@@ -15,6 +15,7 @@ from lightning_parallel.ranks.layout import Layout
 from lightning_parallel.ranks.local_model import LocalModel
 from tests.pool import WorkerPool
 from tests.strategies.harness import ALL, make_trainer
+from tests.thorough import thorough
 
 
 @pytest.mark.parametrize(("kind", "options"), [
@@ -86,9 +87,9 @@ def told(strategy: str, model: str, options: dict[str, Any]) -> list[str]:
 
 
 @pytest.mark.parametrize(("strategy", "model", "options", "members"), [
-    ("fsdp", "Blocks", {}, "replica"),
     ("tensor", "ShardableGPT2", {}, "shard"),
     ("sync", "Blocks", {"schedule": "zbv"}, "stage"),
+    *thorough(("fsdp", "Blocks", {}, "replica")),
 ])  # fmt: skip
 def test_every_strategy_tells_once_for_an_evaluation_and_once_for_a_training(
     pool: WorkerPool, strategy: str, model: str, options: dict[str, Any], members: str

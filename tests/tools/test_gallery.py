@@ -44,6 +44,7 @@ def test_a_picture_of_something_else_is_not_taken() -> None:
     assert unmet("gpipe", rows) and unmet("interleaved", rows)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["gpipe", "async"])
 def test_a_picture_is_drawn_and_keeps_what_it_shows(tmp_path: Path, name: str) -> None:
     """Whatever else this machine does meanwhile: how long things took is for `python -m tools.gallery`."""

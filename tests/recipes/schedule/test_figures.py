@@ -58,13 +58,6 @@ def test_one_round_of_a_synchronous_schedule_has_no_steady_state() -> None:
     assert steady(simulate(gpipe(4, 8))) is None
 
 
-def test_sizes_are_refused_by_name() -> None:
-    with pytest.raises(ValueError, match="updates=0"):
-        asynchronous(2, 1, 0)
-    with pytest.raises(ValueError, match="microbatches=0"):
-        asynchronous(2, 0, 1)
-
-
 def test_the_table_draws_columns_in_proportion_to_time() -> None:
     assert clock_table(gpipe(2, 2)).splitlines() == [
         "stage 0 | F0 F1  .  .  . B0 == B1 ==|",
