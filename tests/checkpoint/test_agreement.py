@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -15,27 +14,11 @@ from lightning_parallel.checkpoint.keys import key_in, nearest
 from tests.pool import WorkerPool
 
 
-def test_groups_merge_in_the_order_of_the_model() -> None:
-    last = [{"lr": 0.1, "params": ["c.w", "tied"]}, {"lr": 0.2, "params": []}]
-    first = [{"lr": 0.1, "params": ["tied", "a.w"]}, {"lr": 0.2, "params": ["a.b"]}]
-    order = ["a.w", "a.b", "tied", "c.w"]
-    assert merge_groups([last, first], order) == [
-        {"lr": 0.1, "params": ["a.w", "tied", "c.w"]},
-        {"lr": 0.2, "params": ["a.b"]},
-    ]
-    assert merge_groups([last, first], [])[0]["params"] == ["c.w", "tied", "a.w"]
-    assert merge_groups([[], []], order) == []
-
-
-@pytest.mark.parametrize("other", [{"lr": 0.2}, {"lr": 0.1, "momentum": 0.9}, {"lr": torch.tensor(0.2)}])
-def test_groups_with_other_options_do_not_merge(other: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="parameter group 0 has"):
-        merge_groups([[{"lr": 0.1, "params": []}], [{**other, "params": []}]], [])
-
-
-def test_options_that_are_tensors_merge() -> None:
-    groups = [{"lr": torch.tensor(0.5), "params": []}]
+def test_options_that_are_tensors_merge_where_they_are_equal() -> None:
+    groups, others = ([{"lr": torch.tensor(rate), "params": []}] for rate in (0.5, 0.2))
     assert merge_groups([groups, groups], [])[0]["lr"] == 0.5
+    with pytest.raises(ValueError, match="parameter group 0 has"):
+        merge_groups([groups, others], [])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int8])

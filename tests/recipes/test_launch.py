@@ -50,6 +50,14 @@ class FailsOnRankOne(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
+def of_two_replicas(folder: Path, module: str, *words: str) -> Path:
+    """The config of a run of a module."""
+    config = composed("strategy=ddp", "callbacks=none", "logger=none", *TINY, *words, folder=folder)
+    config["model"] = {"_target_": module}
+    (folder / record.CONFIG).write_text(yaml.safe_dump(config))
+    return folder / record.CONFIG
+
+
 def train(folder: Path, *overrides: str, sweep: bool = False) -> subprocess.Popen[str]:
     folders = [f"paths.log_dir={folder}/logs", f"paths.data_dir={folder}/data"]
     return subprocess.Popen(
@@ -101,12 +109,7 @@ def test_every_job_of_a_sweep_gets_workers_and_a_world_of_its_own(tmp_path: Path
 def test_a_failing_rank_is_named_and_the_launcher_is_left_as_it_was(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = composed("strategy=ddp", "callbacks=none", *TINY)
-    config["paths"]["output_dir"] = str(tmp_path)
-    config["logger"] = {}
-    config["model"] = {"_target_": "tests.recipes.test_launch.FailsOnRankOne"}
-    (tmp_path / record.CONFIG).write_text(yaml.safe_dump(config))
-
+    config_file = of_two_replicas(tmp_path, "tests.recipes.test_launch.FailsOnRankOne")
     environment = dict(os.environ)
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
     handlers = [signal.getsignal(number) for number in numbers]
@@ -115,7 +118,7 @@ def test_a_failing_rank_is_named_and_the_launcher_is_left_as_it_was(
     monkeypatch.setattr(tempfile, "tempdir", str(scratch))
     started = time.monotonic()
     with pytest.raises(WorkersFailed, match="ValueError: no luck today") as raised:
-        LocalLauncher(devices=2, threads=1).launch(tmp_path / record.CONFIG, processes=2)
+        LocalLauncher(devices=2, threads=1).launch(config_file, processes=2)
     assert time.monotonic() - started < 60  # rank 0 waited in a collective without an end
     assert (raised.value.failure.rank, raised.value.failure.place) == (1, "replica 1 of 2")
     told = str(raised.value)

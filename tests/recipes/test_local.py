@@ -15,7 +15,6 @@ from typing import Any
 import psutil
 import pytest
 import torch
-import yaml
 from lightning_utilities.core.rank_zero import rank_zero_only
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
@@ -26,8 +25,7 @@ from recipes.launchers import local as watch
 from recipes.launchers.launcher import Failure, WorkersFailed
 from recipes.launchers.local import Ended, LocalLauncher
 from recipes.processes import REQUEUE
-from tests.recipes.test_configs import composed
-from tests.recipes.test_launch import TINY, FailsOnRankOne, processes_of
+from tests.recipes.test_launch import FailsOnRankOne, of_two_replicas, processes_of
 
 OWN, LOST = "ValueError: no luck", "PeerLostError: The link to stage 1 broke"
 ERROR, KILLED, STOPPED, SLOW, TERMINATED, LEFT = 1, -9, "stopped", "slow", -15, REQUEUE
@@ -104,13 +102,9 @@ class StopsOnRankOne(FailsOnRankOne):
 
 
 def test_a_stopped_worker_ends_the_others_and_is_named(tmp_path: Path) -> None:
-    config = composed("strategy=ddp", "strategy.timeout=3", "callbacks=none", *TINY)
-    config["paths"]["output_dir"] = str(tmp_path)
-    config["logger"] = {}
-    config["model"] = {"_target_": "tests.recipes.test_local.StopsOnRankOne"}
-    (tmp_path / record.CONFIG).write_text(yaml.safe_dump(config))
+    config_file = of_two_replicas(tmp_path, "tests.recipes.test_local.StopsOnRankOne", "strategy.timeout=3")
     with pytest.raises(WorkersFailed, match="stopped") as raised:
-        LocalLauncher(devices=2, threads=1).launch(tmp_path / record.CONFIG, processes=2)
+        LocalLauncher(devices=2, threads=1).launch(config_file, processes=2)
     assert raised.value.failure.rank == 1
     assert processes_of(tmp_path) == []
 

@@ -27,23 +27,6 @@ def made_up(run: Run) -> float | None:
     return (2.0 + 0.1 * run.seed) * (1 + cost + abs(run.rate - 0.012))
 
 
-@pytest.mark.thorough
-def test_a_finished_study_s_page_has_every_arm_and_its_figures(tmp_path: Path) -> None:
-    store = Store(tmp_path)
-    fill(store, TINY, PLAN, 2, made_up)
-    page.write(tmp_path, STUDY, TINY, PLAN, 2, store)
-    text = (tmp_path / page.PAGE).read_text()
-    assert f"All {len(store.results)} runs are done" in text
-    assert text.count("| synchronous |") == 2 * 2 + 2  # in each table of results, and in each of rates
-    assert "| m=8, second order | 0.38 | 2 | 0.012 | 2 | 2.0602 ± 0.0711 | +0.50 | +0.50, +0.50 | 100% |" in text
-    assert "never (0.50% short)" in text and "diverged" in text
-    assert "AdamW, 4 stages, m=8: +0.50 % with second order (by seed +0.50, +0.50); +10.00 % without" in text
-    assert "AdamW, 8 stages, m=16: +0.50 % with second order (by seed +0.50, +0.50); +10.00 % with error" in text
-    for picture in ("gaps.png", "curves.png"):
-        assert f"({picture})" in text and (tmp_path / picture).read_bytes().startswith(b"\x89PNG")
-    assert str(tmp_path) not in text
-
-
 def test_the_page_counts_and_names_what_is_missing(tmp_path: Path) -> None:
     store = Store(tmp_path)
     fill(store, TINY, [arm for arm in PLAN if arm.stages != 4 and arm.optimizer == "adamw"], 2, made_up)
