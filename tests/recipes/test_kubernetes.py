@@ -27,8 +27,7 @@ FIELDS = {
 
 def written(folder: Path, *overrides: str) -> dict[str, Any]:
     """The file that the launcher leaves in the folder of a run."""
-    config = composed(*overrides)
-    config["paths"]["output_dir"] = str(folder)
+    config = composed(*overrides, folder=folder)
     record.start(folder, config, {}, overrides)
     launcher = build.launcher(config)
     assert isinstance(launcher, KubernetesLauncher)

@@ -115,8 +115,7 @@ def test_a_command_after_a_run_knows_the_runs_configs(folder: Path, tmp_path: Pa
     configs = Configs(own=(f"file://{folder}",))
     run, words = tmp_path / "run", ["experiment=mine"]
     run.mkdir()
-    config = {**composed("model=mlp", "data=digits"), "callbacks": {}}
-    config["paths"]["output_dir"] = str(run)
+    config = {**composed("model=mlp", "data=digits", folder=run), "callbacks": {}}
     launch.write(config)
     record.start(run, config, {}, words, configs.recorded)
     checkpoint = tmp_path / "weights.safetensors"

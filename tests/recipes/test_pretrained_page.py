@@ -95,9 +95,7 @@ def run_page(pool: WorkerPool, here: Path, page: Sequence[str], small: Sequence[
             continue
         (folder,) = (here / word.partition("=")[2] for word in arguments if word.startswith("hydra.run.dir="))
         line = [*(word for word in arguments if not word.startswith("hydra.")), *small]
-        config = composed(*line, f"paths.data_dir={here / 'data'}")
-        config["paths"]["output_dir"] = str(folder)
-        config["callbacks"]["checkpoint"]["dirpath"] = str(folder / "checkpoints")
+        config = composed(*line, f"paths.data_dir={here / 'data'}", folder=folder)
         in_the_pool(pool, config, line)
 
 

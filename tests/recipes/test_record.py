@@ -121,9 +121,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr("recipes.build.launcher", lambda config: Recorded())
     folder = tmp_path / "run"
     folder.mkdir()
-    config = composed("strategy=single", "ckpt_path=last", *TINY)
-    config["paths"]["output_dir"] = str(folder)
-    config["callbacks"]["checkpoint"]["dirpath"] = f"{folder}/checkpoints"
+    config = composed("strategy=single", "ckpt_path=last", *TINY, folder=folder)
     launch.write(config)
     launch.launch(config, {"model": "mlp"}, ["model=mlp"])
     return folder

@@ -138,8 +138,7 @@ def other_images(folder: Path) -> Path:
 def recorded(run: Path, folder: Path, model: list[str]) -> Path:
     """A run, as far as later commands look at it. Returns its checkpoint."""
     words = [*model, "data=images", f"data.path={folder}"]
-    config = composed(*words)
-    config["paths"]["output_dir"] = str(run)
+    config = composed(*words, folder=run)
     run.mkdir()
     launch.write(config)
     record.start(run, config, {}, words)
