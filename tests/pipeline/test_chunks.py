@@ -116,18 +116,15 @@ def check(
             assert_equal(buffers, dict(model.named_buffers()))
 
 
-KINDS = ["Tuples", "Frozen", "Loose", "InPlace", "Dicts", "Checkpointed", "SkipChanged", "SameTwice", "MultiExit"]
+KINDS = ["Tuples", "Frozen", "Loose", "InPlace", "SkipChanged", "SameTwice", "MultiExit"]
 
 
 @pytest.mark.parametrize(
     ("kind", "stages", "chunks"),
     [
-        ("Tied", 2, 2),
-        ("UNet", 2, 2),
         ("MixedWithBatchNorm", 2, 2),
         ("Mixed", 2, 3),
-        ("Mixed", 3, 2),
-        *thorough(*((kind, 2, 2) for kind in KINDS), ("Mixed", 4, 2), ("Mixed", 1, 3)),
+        *thorough(*((kind, 2, 2) for kind in (*KINDS, "Tied", "UNet")), ("Mixed", 4, 2), ("Mixed", 1, 3)),
     ],
 )
 def test_interleaved_gradients_equal_one_process_s(pool: WorkerPool, kind: str, stages: int, chunks: int) -> None:
@@ -137,14 +134,11 @@ def test_interleaved_gradients_equal_one_process_s(pool: WorkerPool, kind: str, 
 @pytest.mark.parametrize(
     ("kind", "stages"),
     [
-        ("Loose", 2),
         ("Shifted", 2),
         ("Summed", 2),
-        ("InPlace", 2),
-        ("HiddenPenalty", 2),
         ("Checkpointed", 2),
         ("Mixed", 3),
-        *thorough(*((kind, 2) for kind in (*KINDS, "Tied", "UNet", "MixedWithBatchNorm")), ("Mixed", 4), ("Mixed", 1)),
+        *thorough(*((kind, 2) for kind in (*KINDS, "Tied", "UNet", "MixedWithBatchNorm")), ("Mixed", 1)),
     ],
 )
 def test_gradients_in_a_v_equal_one_process_s(pool: WorkerPool, kind: str, stages: int) -> None:
@@ -152,7 +146,7 @@ def test_gradients_in_a_v_equal_one_process_s(pool: WorkerPool, kind: str, stage
     check(pool, kind, stages, zbv, batches)
 
 
-@pytest.mark.parametrize("seed", [0, 1, *thorough(*range(2, 20))])
+@pytest.mark.parametrize("seed", [1, *thorough(*range(2, 20))])
 def test_any_valid_lists_give_the_same_numbers(pool: WorkerPool, seed: int) -> None:
     stages = 2 + seed % 2
     check(pool, "Mixed", stages, partial(any_order, seed=seed), [[3, 3, 2, 2, 2], [4, 4, 3], [1]])
