@@ -74,12 +74,10 @@ def any_order(stages: int, microbatches: int, seed: int) -> Schedule:
     return lists
 
 
-def trained(
-    kind: str, generator: Generator, batches: list[list[int]], options: dict[str, Any], recompute: bool
-) -> list[Any]:
+def trained(kind: str, generator: Generator, batches: list[list[int]], options: dict[str, Any]) -> list[Any]:
     """For each batch losses and gradients; the buffers at the end."""
     stages = torch.distributed.get_world_size()
-    rank = Rank(kind, options={**options, "placement": placement(generator(stages, 2))}, recompute=recompute)
+    rank = Rank(kind, options={**options, "placement": placement(generator(stages, 2))})
     results = []
     for seed, sizes in enumerate(batches):
         actions = of_one_update(generator, stages, len(sizes))[rank.layout.stage]
@@ -94,11 +92,9 @@ def trained(
     return [results, {name: b.detach().clone() for name, b in rank.stage.named_buffers().items()}]
 
 
-def check(
-    pool: WorkerPool, kind: str, stages: int, generator: Generator, batches: list[list[int]], recompute: bool = False
-) -> None:
+def check(pool: WorkerPool, kind: str, stages: int, generator: Generator, batches: list[list[int]]) -> None:
     """Against a loop over the microbatches in one process."""
-    ranks = pool.run(trained, stages, kind, generator, batches, LAYERS, recompute)
+    ranks = pool.run(trained, stages, kind, generator, batches, LAYERS)
     with double():
         model = model_of(kind)
         for i, sizes in enumerate(batches):
@@ -112,23 +108,10 @@ def check(
         buffers: dict[str, Tensor] = {}
         for rank in ranks:
             buffers |= rank[1]
-        if not recompute:
-            assert_equal(buffers, dict(model.named_buffers()))
+        assert_equal(buffers, dict(model.named_buffers()))
 
 
 KINDS = ["Tuples", "Frozen", "Loose", "InPlace", "SkipChanged", "SameTwice", "MultiExit"]
-
-
-@pytest.mark.parametrize(
-    ("kind", "stages", "chunks"),
-    [
-        ("MixedWithBatchNorm", 2, 2),
-        ("Mixed", 2, 3),
-        *thorough(*((kind, 2, 2) for kind in (*KINDS, "Tied", "UNet")), ("Mixed", 4, 2), ("Mixed", 1, 3)),
-    ],
-)
-def test_interleaved_gradients_equal_one_process_s(pool: WorkerPool, kind: str, stages: int, chunks: int) -> None:
-    check(pool, kind, stages, partial(interleaved, chunks=chunks), BATCHES)
 
 
 @pytest.mark.parametrize(
@@ -150,11 +133,6 @@ def test_gradients_in_a_v_equal_one_process_s(pool: WorkerPool, kind: str, stage
 def test_any_valid_lists_give_the_same_numbers(pool: WorkerPool, seed: int) -> None:
     stages = 2 + seed % 2
     check(pool, "Mixed", stages, partial(any_order, seed=seed), [[3, 3, 2, 2, 2], [4, 4, 3], [1]])
-
-
-@pytest.mark.parametrize("generator", [zbv, *thorough(interleaved)])
-def test_layers_that_run_again_in_the_backward_give_the_same_gradients(pool: WorkerPool, generator: Generator) -> None:
-    check(pool, "Mixed", 2, generator, [[3, 3, 2, 2, 2], [4, 4]], recompute=True)
 
 
 def breadth_first(stages: int, microbatches: int) -> Schedule:

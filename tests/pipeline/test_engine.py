@@ -1,8 +1,7 @@
-"""A schedule run by real processes: the gradients of the whole batch, messages that match, memory that is bounded."""
+"""A schedule run by real processes: memory that is bounded, messages that aren't lost, generators left alone."""
 
 from __future__ import annotations
 
-import copy
 import gc
 import time
 import weakref
@@ -25,11 +24,9 @@ from lightning_parallel.pipeline.chunk import Microbatch
 from lightning_parallel.pipeline.engine import Engine
 from lightning_parallel.pipeline.stage import Stage
 from lightning_parallel.pipeline.weights import WeightVersions
-from lightning_parallel.plan.partition import Partition
 from lightning_parallel.plan.search import partition
 from lightning_parallel.ranks.groups import Groups
 from lightning_parallel.ranks.layout import Layout
-from lightning_parallel.schedules.actions import Forward, Step
 from lightning_parallel.schedules.asynchronous import AsyncOneFOneB
 from lightning_parallel.schedules.generators import SCHEDULES
 from lightning_parallel.timeline.recording import Timeline
@@ -37,7 +34,6 @@ from tests.pipeline import nets
 from tests.pipeline.nets import BLOCKS, Net
 from tests.pipeline.versions import copies_held, version
 from tests.pool import WorkerPool
-from tests.thorough import thorough
 
 CPU = torch.device("cpu")
 ADAMW = {"lr": 0.05, "eps": 1e-3}  # with a small eps, gradients that are zero but for rounding become updates
@@ -58,9 +54,8 @@ class Rank:
     """One stage, its engine and what it needs. Made on every rank at once."""
 
     kind: str
-    asynchronous: str | None = None
+    asynchronous: bool = False
     options: dict[str, Any] = field(default_factory=lambda: dict(BLOCKS))
-    recompute: bool = False
 
     def __post_init__(self) -> None:
         torch.set_default_dtype(torch.float64)
@@ -68,13 +63,11 @@ class Rank:
         self.model = model_of(self.kind)
         self.partition = partition(self.model, lambda: self.model.step(rows(2)), self.layout.stages, **self.options)
         self.stage = Stage(self.model, self.partition, self.layout.stage, CPU)
-        self.stage.install(self.recompute)
+        self.stage.install()
         self.stage.flow = self.stage.flow_of(lambda: self.model.step(rows(2)))
         self.parameters = self.stage.named_parameters()
         self.optimizer = torch.optim.AdamW(self.parameters.values(), **ADAMW)
-        self.versions = (
-            WeightVersions(self.model, self.parameters, self.asynchronous) if self.asynchronous else None  # type: ignore[arg-type]
-        )
+        self.versions = WeightVersions(self.model, self.parameters) if self.asynchronous else None
         self.engine = Engine(
             self.stage, self.layout, Groups(self.layout).links(self.partition.placement), CPU,
             loss_of=lambda loss: loss,
@@ -124,9 +117,6 @@ class Rank:
         self.versions.update(apply)
         self.copies.append(copies_held(self.versions))
 
-    def state(self) -> dict[str, Tensor]:
-        return {name: p.detach().clone() for name, p in self.parameters.items()}
-
 
 def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     assert found.keys() == expected.keys()
@@ -138,25 +128,6 @@ def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 
 # Microbatch sizes of the batches of one run: uneven, changing in number and size, fewer than stages.
 BATCHES = [[3, 3, 2, 2, 2], [3, 3, 2, 2, 2], [4, 4, 3], [1], [2, 2], [1, 1, 1, 1, 1, 1, 1], [5, 5]]
-# What crosses the cuts of others is pinned without processes, in test_stage.py.
-NETS = ["Mixed", "Tuples", "FrozenFirst", "UNet"]
-
-
-def synchronous(kind: str, schedule: str, batches: list[list[int]], options: dict[str, Any]) -> list[Any]:
-    """For each batch: losses, gradients, activations held at most."""
-    rank = Rank(kind, options=options)
-    results = []
-    for seed, sizes in enumerate(batches):
-        actions = SCHEDULES[schedule](rank.layout.stages, len(sizes))[rank.layout.stage]
-        steps: list[int] = []
-        losses = rank.engine.run(
-            actions, rank.work(rows(sum(sizes), seed), sizes), update=lambda steps=steps: steps.append(1)
-        )
-        assert len(steps) == 1 and rank.engine.activations_held == 0
-        results.append(([loss.item() for loss in losses], rank.gradients(), max(rank.held)))
-        rank.held.clear()
-    buffers = {name: b.detach().clone() for name, b in rank.stage.named_buffers().items()}
-    return [results, buffers]
 
 
 def joined(gradients: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
@@ -190,27 +161,6 @@ def whole_batch(model: Any, sizes: list[int], seed: int, *, split: bool) -> tupl
             if p.grad is not None:
                 gradients[name] = p.grad + gradients.get(name, 0.0)
     return losses, gradients
-
-
-@pytest.mark.parametrize("stages", [3, *thorough(2, 4)])
-@pytest.mark.parametrize("kind", NETS)
-def test_gradients_equal_those_of_the_whole_batch(pool: WorkerPool, kind: str, stages: int) -> None:
-    options = {**BLOCKS, "balance": getattr(nets, kind).balance(stages)}
-    schedules = ["naive", "gpipe", "1f1b"] if kind == "Mixed" else ["1f1b"]
-    for schedule in schedules:
-        ranks = pool.run(synchronous, stages, kind, schedule, BATCHES, options)
-        with double():
-            model = model_of(kind)
-            for i, sizes in enumerate(BATCHES):
-                (loss,), expected = whole_batch(model, sizes, i, split=False)
-                losses = ranks[0][0][i][0]  # the last stage is on rank 0
-                assert all(not rank[0][i][0] for rank in ranks[1:])
-                mean = sum(one * size for one, size in zip(losses, sizes, strict=True)) / sum(sizes)
-                assert mean == pytest.approx(loss, rel=0, abs=1e-12), (schedule, i)
-                found = joined([rank[0][i][1] for rank in ranks])
-                for name in found.keys() - expected.keys():
-                    assert not found.pop(name).any(), name
-                assert_equal(found, expected)
 
 
 class Token:
@@ -276,152 +226,26 @@ def test_activations_held_are_those_that_the_schedule_promises(pool: WorkerPool)
 # -- endless schedules -------------------------------------------------------------------------------------------------
 
 
-def fed(stages: int, stage: int, phases: list[list[int]], extra: int) -> list[list[Any]]:
-    """The actions of a stage, phase by phase; a phase is drained at its end."""
-    actions = AsyncOneFOneB(stages, stage, extra)
-    return [[*(a for count in phase for a in actions.feed(count)), *actions.drain()] for phase in phases]
-
-
-def asynchronous(
-    kind: str, weights: str, phases: list[list[int]], extra: int, options: dict[str, Any]
-) -> dict[str, Any]:
-    """Phases of endless training, each drained and followed by an evaluation; the second by two."""
-    rank = Rank(kind, asynchronous=weights, options=options)
+def trained_late(count: int, extra: int) -> dict[str, Any]:
+    """Twenty updates, and what they have held."""
+    rank = Rank("Net", asynchronous=True)
     engine, layout = rank.engine, rank.layout
     actions = AsyncOneFOneB(layout.stages, layout.stage, extra)
-    losses: list[float] = []
-    evaluated: list[float] = []
-    first = 0
-    for number, phase in enumerate(phases):
-        for count in phase:
-            batch = rows(2 * count, seed=first)
-            outputs = engine.run(
-                actions.feed(count), rank.work(batch, [2] * count, first), update=rank.update, endless=True
-            )
-            losses += [loss.item() for loss in outputs]
-            first += count
-        assert engine.run(actions.drain(), {}, update=rank.update, endless=True) == []
-        engine.end_stream()
-        engine.end_stream()  # nothing is left to end
-        assert engine.activations_held == 0
-        assert rank.versions is not None
-        rank.versions.refresh()
-        with torch.inference_mode():
-            for i in range(4 * min(number, 2)):
-                output = engine.evaluate(partial(rank.model.step, rows(1 + i)), i)
-                assert (output is not None) == layout.is_last_stage
-                evaluated += [output.item()] if output is not None else []
-    kinds = {span.kind for span in engine._timeline.spans}
-    assert {"forward", "backward", "step"} <= kinds
-    unconfirmed = max(
-        len(sender._unconfirmed)  # type: ignore[union-attr]
-        for sender in (rank.ends.activations_out, rank.ends.gradients_out)
-        if sender is not None
-    )
-    return {
-        "weights": rank.state(), "losses": losses, "evaluated": evaluated, "held": max(rank.held), "used": rank.used,
-        "copies": max(rank.copies), "unconfirmed": unconfirmed, "updates": rank.versions.updates,
-    }  # fmt: skip
-
-
-@dataclass
-class Reference:
-    """Delayed gradients in one process: a plain loop over microbatches and stages, with every version kept."""
-
-    model: Any
-    parts: Partition
-
-    def __post_init__(self) -> None:
-        named = dict(self.model.named_parameters())
-        self.names = [[n for n in named if s in self.parts.owners[n]] for s in range(self.parts.stages)]
-        self.masters = [{n: named[n].detach().clone().requires_grad_() for n in names} for names in self.names]
-        self.optimizers = [torch.optim.AdamW(m.values(), **ADAMW) for m in self.masters]
-        self.history = [[self._copy(m)] for m in self.masters]
-
-    @staticmethod
-    def _copy(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-        return {name: w.detach().clone() for name, w in weights.items()}
-
-    def microbatch(self, part: Tensor, weight: float, versions: Sequence[int]) -> float:
-        """Forward and backward with each stage's weights at its version; gradients gather in the masters."""
-        for stage, used in enumerate(versions):
-            for name, value in self.history[stage][used].items():
-                self.model.get_parameter(name).data = value.clone()
-        self.model.zero_grad()
-        loss = self.model.step(part)
-        (loss * weight).backward()
-        for master in self.masters:
-            for name, w in master.items():
-                gradient = self.model.get_parameter(name).grad
-                if gradient is not None:
-                    w.grad = gradient.clone() if w.grad is None else w.grad + gradient
-        return loss.item()
-
-    def update(self) -> None:
-        for stage, optimizer in enumerate(self.optimizers):
-            optimizer.step()
-            optimizer.zero_grad()
-            self.history[stage].append(self._copy(self.masters[stage]))
-
-    def current(self) -> Any:
-        model = copy.deepcopy(self.model)
-        for stage in self.history:
-            for name, value in stage[-1].items():
-                model.get_parameter(name).data = value
-        return model
-
-
-def versions_used(stages: int, stage: int, phases: list[list[int]], extra: int) -> list[int]:
-    """By microbatch: how many steps the stage has done when its forward runs."""
-    used, steps = [], 0
-    for action in (a for phase in fed(stages, stage, phases, extra) for a in phase):
-        if isinstance(action, Forward):
-            used.append(steps)
-        steps += isinstance(action, Step)
-    return used
-
-
-PHASES = [[1] * 7, [1], [1, 1, 1], [1] * 5]
-
-
-@pytest.mark.parametrize(
-    ("kind", "stages", "phases", "extra"),
-    [
-        ("Mixed", 4, [[3] * 4, [2], [2, 3, 1, 4]], 0),  # several microbatches an update, in changing numbers
-        ("Mixed", 3, PHASES, 1),
-        ("UNet", 3, PHASES, 0),
-    ],
-)
-def test_asynchronous_training_equals_delayed_gradients(
-    pool: WorkerPool, kind: str, stages: int, phases: list[list[int]], extra: int
-) -> None:
-    options = {**BLOCKS, "balance": "layers"}
-    ranks = pool.run(asynchronous, stages, kind, "stash", phases, extra, options)
-    used = [versions_used(stages, stage, phases, extra) for stage in range(stages)]
-    with double():
-        model = model_of(kind)
-        reference = Reference(model, partition(model, lambda: model.step(rows(2)), stages, **options))
-        losses: list[float] = []
-        evaluated: list[float] = []
-        for number, phase in enumerate(phases):
-            for count in phase:
-                for part in rows(2 * count, seed=len(losses)).split(2):
-                    versions = [used[stage][len(losses)] for stage in range(stages)]
-                    losses.append(reference.microbatch(part, 1 / count, versions))
-                reference.update()
-            evaluated += [reference.current().step(rows(1 + i)).item() for i in range(4 * min(number, 2))]
-    for stage in range(stages):
-        rank = ranks[stages - 1 - stage]
-        assert rank["used"] == used[stage]
-        assert rank["updates"] == sum(len(phase) for phase in phases)
-        assert_equal(rank["weights"], reference.history[stage][-1])
-    assert ranks[0]["losses"] == pytest.approx(losses, rel=0, abs=1e-12)
-    assert ranks[0]["evaluated"] == pytest.approx(evaluated, rel=0, abs=1e-12)
+    for first in range(0, 20 * count, count):
+        work = rank.work(rows(2 * count, seed=first), [2] * count, first)
+        engine.run(actions.feed(count), work, update=rank.update, endless=True)
+    assert engine.run(actions.drain(), {}, update=rank.update, endless=True) == []
+    engine.end_stream()
+    engine.end_stream()  # nothing is left to end
+    assert engine.activations_held == 0
+    senders = [sender for sender in (rank.ends.activations_out, rank.ends.gradients_out) if sender is not None]
+    unconfirmed = max(len(sender._unconfirmed) for sender in senders)  # type: ignore[union-attr]
+    return {"held": max(rank.held), "used": rank.used, "copies": max(rank.copies), "unconfirmed": unconfirmed}
 
 
 @pytest.mark.parametrize(("stages", "count", "extra"), [(4, 1, 0), (4, 2, 0), (3, 1, 1)])
 def test_asynchronous_memory_and_versions_are_bounded(pool: WorkerPool, stages: int, count: int, extra: int) -> None:
-    ranks = pool.run(asynchronous, stages, "Net", "stash", [[count] * 20], extra, BLOCKS)
+    ranks = pool.run(trained_late, stages, count, extra)
     for stage in range(stages):
         rank = ranks[stages - 1 - stage]
         ahead = (stages - 1 - stage) * (1 + extra)
@@ -433,7 +257,7 @@ def test_asynchronous_memory_and_versions_are_bounded(pool: WorkerPool, stages: 
 
 def runs_ahead(kind: str) -> tuple[int, int]:
     """Messages that the first stage holds although no gradient ever confirms one."""
-    rank = Rank(kind, asynchronous="stash", options={**BLOCKS, "balance": getattr(nets, kind).balance(2)})
+    rank = Rank(kind, asynchronous=True, options={**BLOCKS, "balance": getattr(nets, kind).balance(2)})
     actions = AsyncOneFOneB(2, rank.layout.stage)
     most = 0
     for k in range(30):
@@ -456,7 +280,7 @@ def test_a_stage_that_gets_no_gradients_does_not_run_away(pool: WorkerPool) -> N
 
 def draws_everywhere() -> bool:
     """Forwards, backwards and updates draw, each stage as many as it likes: are the next numbers the usual ones?"""
-    rank = Rank("Net", asynchronous="stash")
+    rank = Rank("Net", asynchronous=True)
     torch.manual_seed(3)
     expected = torch.get_rng_state()
     for parameter in rank.parameters.values():
@@ -500,7 +324,7 @@ class Slow(Net):
 
 def leaves_at_once(how: str) -> list[float]:
     """A rank that is done closes its connections, whatever the others still have to do."""
-    rank = Rank("Slow", asynchronous="stash" if how == "asynchronous" else None)
+    rank = Rank("Slow", asynchronous=how == "asynchronous")
     results: list[Any] = []
     if how == "evaluation":
         rank.model.eval()

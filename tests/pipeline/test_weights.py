@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from lightning_parallel.gradients.swapping import swap_gradients
 from lightning_parallel.losses.normaliser import BatchLoss
@@ -173,32 +172,6 @@ def test_stashed_training_equals_delayed_gradients(kind: str, delay: int, count:
     assert max(training.copies) <= -(-delay // count)
 
 
-@pytest.mark.parametrize(
-    ("stashing", "delay", "count", "correction", "second_order"),
-    [
-        ("2bw", 0, 2, 0.0, False),
-        ("2bw", 2, 2, 0.0, False),
-        ("2bw", 1, 2, 1.0, False),
-        ("2bw", 2, 3, 1.0, True),
-        ("stash", 3, 1, 3.0, False),
-        ("stash", 2, 3, 2 / 3, False),
-        ("stash", 2, 3, 2 / 3, True),
-        ("stash", 3, 3, 1.0, True),
-    ],
-)
-@pytest.mark.parametrize("kind", ["x * w", "batchnorm"])
-def test_two_versions_and_corrections_equal_delayed_gradients(
-    kind: str, stashing: Stashing, delay: int, count: int, correction: float, second_order: bool
-) -> None:
-    rule: Any = {"correction": correction, "second_order": second_order}
-    training = Training(made(kind), stashing, delay, count, **rule).run(12)
-    model = made(kind)
-    expected, losses = reference(model, 12, delay, count, stashing=stashing, **rule)
-    assert_equal(training.parameters, expected)
-    assert training.losses == pytest.approx(losses, rel=0, abs=1e-12)
-    assert_equal(dict(training.model.named_buffers()), dict(model.named_buffers()))
-
-
 def test_corrections_move_what_forwards_read_not_the_parameters() -> None:
     model = Scalars()
     parameters = parameters_of(model)
@@ -286,25 +259,6 @@ def test_no_copy_is_made_where_nothing_is_in_flight() -> None:
     before = {name: p.data_ptr() for name, p in training.parameters.items()}
     training.run(3)
     assert {name: p.data_ptr() for name, p in training.parameters.items()} == before
-
-
-def test_one_copy_is_made_for_an_update_not_for_a_microbatch() -> None:
-    training = Training(made("x * w"), "stash", delay=8, count=4)
-    addresses = set()
-    for k in range(16):
-        training.microbatch(batch(k))
-        addresses.add(training.parameters["layer.weight"].data_ptr())
-    assert training.versions.updates == 2 and len(addresses) == 3
-
-
-def test_a_forward_costs_no_memory() -> None:
-    model = made("x * w")
-    versions = WeightVersions(model, parameters_of(model))
-    seen = []
-    versions.forward(lambda: seen.append(model.layer.weight) or model(batch(0)))  # type: ignore[func-returns-value]
-    (leaf,) = seen
-    assert leaf is not model.layer.weight and leaf.data_ptr() == model.layer.weight.data_ptr()
-    assert leaf.is_leaf and leaf.requires_grad
 
 
 def test_old_versions_are_freed_after_their_last_backward() -> None:
@@ -488,23 +442,6 @@ def test_tied_names_read_one_version_and_sum_their_gradients() -> None:
 def tied_inside() -> TiedInside:
     torch.manual_seed(2)
     return TiedInside()
-
-
-class Checkpointed(Between):
-    """The user's own activation checkpointing: the layer's forward runs again in the backward."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = checkpoint(lambda h: self.layer(h).tanh(), self.before(x), use_reentrant=False)
-        return self.after(y).square().mean()
-
-
-@pytest.mark.parametrize("kind", ["x * w", "gru"])
-def test_what_a_backward_computes_again_it_computes_with_the_weights_of_its_forward(kind: str) -> None:
-    torch.manual_seed(1)
-    training = Training(Checkpointed(kind), "stash", delay=2).run(8)
-    expected, losses = reference(made(kind), 8, delay=2)
-    assert_equal(training.parameters, expected)
-    assert training.losses == pytest.approx(losses, rel=0, abs=1e-12)
 
 
 def test_the_modules_parameters_are_back_after_a_step_that_fails() -> None:
