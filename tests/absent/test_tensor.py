@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -43,15 +42,6 @@ def made_absent(module: nn.Module) -> nn.Module:
 
 
 # -- tensors -----------------------------------------------------------------------------------------------------------
-
-
-def test_it_looks_like_the_tensor_but_for_the_values(absent: AbsentTensor) -> None:
-    like = torch.empty(2, 3, 5, dtype=torch.bfloat16).transpose(0, 2)
-    found = absent_like(like, "x")
-    assert found.shape == like.shape and found.stride() == like.stride()
-    assert found.dtype == like.dtype and found.device == like.device and not found.requires_grad
-    assert isinstance(found, Tensor) and not isinstance(found, nn.Parameter)
-    assert "the output of 'far'" in repr(absent)
 
 
 def test_it_holds_no_memory() -> None:
@@ -130,22 +120,6 @@ def test_what_depends_on_its_shape_alone_has_values(
     assert type(found) is Tensor and found.dtype == expected.dtype and torch.equal(found, expected)
 
 
-def test_what_is_made_like_a_parameter_stays_absent() -> None:
-    layer = made_absent(nn.Linear(3, 2))
-    optimizer = torch.optim.Adagrad(layer.parameters())  # makes its state in its constructor
-    assert all(isinstance(state["sum"], AbsentTensor) for state in optimizer.state.values())
-
-
-def test_a_change_in_place_stays_the_same_object(absent: AbsentTensor) -> None:
-    result = absent.mul_(2)
-    assert result is absent
-    absent += 1
-    absent[0] = 5
-    absent[:, 1].fill_(0)
-    nn.functional.relu(absent, inplace=True)
-    assert isinstance(absent, AbsentTensor) and absent.shape == (3, 4)
-
-
 @pytest.mark.parametrize(
     "change", [lambda x: x.t_(), lambda x: x.unsqueeze_(1), lambda x: x[:1].squeeze_(0), lambda x: x.transpose_(0, 1)]
 )
@@ -209,16 +183,6 @@ def test_a_question_for_its_values_is_refused_naming_the_origin(
         question(absent)
 
 
-def test_a_wrong_shape_is_told_as_such(absent: AbsentTensor) -> None:
-    with pytest.raises(AbsentValueError, match=r"\[3, 4\] X \[3, 4\]"):
-        absent @ absent
-
-
-def test_first_absent_looks_into_structures(absent: AbsentTensor) -> None:
-    assert first_absent({"a": [torch.ones(1), (absent,)]}) is absent
-    assert first_absent({"a": [torch.ones(1), "text"]}) is None
-
-
 @pytest.mark.parametrize(
     "draw",
     [
@@ -251,30 +215,7 @@ def test_noise_in_its_shape_has_values(absent: AbsentTensor) -> None:
         assert not isinstance(noise, AbsentTensor) and torch.equal(noise, plain(3, 4))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_autocast_decides_on_dtypes_as_ever(absent: AbsentTensor, dtype: torch.dtype) -> None:
-    with torch.autocast("cpu", dtype=dtype):
-        assert (absent @ absent.t()).dtype == dtype
-        assert nn.functional.linear(absent, torch.ones(2, 4)).dtype == dtype
-        assert nn.functional.mse_loss(absent.to(dtype), absent.to(dtype)).dtype == torch.float32
-    assert (absent @ absent.t()).dtype == torch.float32
-
-
 # -- modules -----------------------------------------------------------------------------------------------------------
-
-
-def test_parameters_stay_parameters() -> None:
-    module = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
-    module[0].bias.requires_grad_(False)
-    before = {name: (p.shape, p.requires_grad) for name, p in module.named_parameters()}
-    buffers = {name: (b.shape, b.dtype) for name, b in module.named_buffers()}
-    made_absent(module)
-    assert {name: (p.shape, p.requires_grad) for name, p in module.named_parameters()} == before
-    assert {name: (b.shape, b.dtype) for name, b in module.named_buffers()} == buffers
-    for parameter in module.parameters():
-        assert isinstance(parameter, AbsentTensor) and isinstance(parameter, nn.Parameter) and parameter.is_leaf
-    assert all(isinstance(b, AbsentTensor) and not isinstance(b, nn.Parameter) for b in module.buffers())
-    assert module[0].weight.origin == "parameter '0.weight'"
 
 
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW, torch.optim.RMSprop, torch.optim.Adagrad])
@@ -308,24 +249,6 @@ def test_modules_move_and_change_dtype() -> None:
         assert output.dtype == dtype and output.shape == (4, 2)
     module.to("meta")
     assert all(p.device.type == "meta" for p in module.parameters())
-
-
-def test_modules_are_copied() -> None:
-    module = made_absent(nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2)))
-    module[0].bias.requires_grad_(False)
-    twin = copy.deepcopy(module)
-    for (name, one), (_, other) in zip(module.named_parameters(), twin.named_parameters(), strict=True):
-        assert isinstance(other, AbsentTensor) and isinstance(other, nn.Parameter) and one is not other
-        assert other.requires_grad == one.requires_grad and other.origins == one.origins, name
-    both = copy.deepcopy([module[0].weight, module[0].weight])
-    assert both[0] is both[1]
-
-
-def test_loading_a_state_dict_changes_nothing_and_fails_on_nothing() -> None:
-    module = made_absent(nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2)))
-    state = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2)).state_dict()
-    module.load_state_dict(state)
-    assert all(isinstance(value, AbsentTensor) for value in module.state_dict().values())
 
 
 # -- memory that tensors share -----------------------------------------------------------------------------------

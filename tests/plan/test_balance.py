@@ -19,13 +19,6 @@ def counts(costs: Sequence[int], stages: int, balance: Balance = "parameters") -
     return [b - a for a, b in pairwise(bounds)]
 
 
-@pytest.mark.parametrize(("layers", "stages"), [(30, 4), (80, 6), (7, 7), (13, 5), (3, 2), (101, 8)])
-@pytest.mark.parametrize("balance", ["parameters", "layers"])
-def test_equal_layers_are_shared_out_evenly(layers: int, stages: int, balance: str) -> None:
-    found = counts([3] * layers, stages, balance)
-    assert min(found) >= 1 and max(found) - min(found) <= 1
-
-
 @pytest.mark.parametrize(
     ("costs", "stages", "expected"),
     [
@@ -55,12 +48,6 @@ def test_the_balance_is_the_users(balance: Balance) -> None:
 def test_another_balance_is_refused(balance: Balance) -> None:
     with pytest.raises(ValueError, match="balance="):
         bounds_of([1] * 4, [True] * 4, 2, balance)
-
-
-def test_hundreds_of_layers_are_cut_in_no_time() -> None:
-    costs = [1 + i % 7 for i in range(300)]
-    bounds = bounds_of(costs, [True] * 300, 8, "parameters")
-    assert max(sum(costs[a:b]) for a, b in pairwise(bounds)) - sum(costs) / 8 <= 7
 
 
 def test_a_deep_model_is_cut_for_many_stages_in_no_time() -> None:

@@ -17,9 +17,7 @@ from torchmetrics import MeanMetric
 
 from lightning_parallel.plan.flow import Flow, FlowError
 from lightning_parallel.plan.flow_of_step import flow_of_step
-from lightning_parallel.plan.one_sided import chunks_running
 from lightning_parallel.plan.search import partition
-from lightning_parallel.tracing.trace import Place
 from tests.pipeline.nets import Net
 
 X = torch.linspace(-1, 1, 15).view(5, 3)
@@ -30,15 +28,6 @@ def flow_of(model: Any, stages: int = 2, placement: tuple[int, ...] | None = Non
         return model.step(X)
 
     return flow_of_step(model, partition(model, step, stages, placement=placement), step)
-
-
-def test_code_runs_in_the_chunks_that_have_not_left() -> None:
-    chunks_of_calls = [0, 0, 1, 2, 2]
-    code = [chunks_running(Place(index), chunks_of_calls, 3) for index in range(6)]
-    assert [list(each) for each in code] == [[0, 1, 2], [0, 1, 2], [1, 2], [2], [2], [2]]
-    hooks = [chunks_running(Place(index, "hooks"), chunks_of_calls, 3) for index in range(5)]
-    assert [list(each) for each in hooks] == [[0, 1, 2], [0, 1, 2], [1, 2], [2], [2]]
-    assert list(chunks_running(Place(2, "call"), chunks_of_calls, 3)) == [1]
 
 
 class Draws(Net):
