@@ -13,23 +13,20 @@ from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import lightning as L
 import pytest
 import torch
 import torchmetrics
 from lightning.fabric.plugins.io import torch_io
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint, ProgressBar, Timer
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint, ProgressBar
 from lightning.pytorch.core import saving
 from lightning.pytorch.loggers.logger import DummyLogger
-from lightning.pytorch.overrides.distributed import UnrepeatedDistributedSampler
 from lightning.pytorch.plugins.environments import LightningEnvironment, SLURMEnvironment
 from lightning.pytorch.strategies import SingleDeviceStrategy, Strategy
 from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor
 from torch.utils.data import DataLoader
-from torch.utils.data.distributed import DistributedSampler
 
 from lightning_parallel.private import lightning as lightning_private
 from tests.test_house import is_private, modules
@@ -57,8 +54,22 @@ def trainer(*callbacks: Callback, **given: Any) -> L.Trainer:
     return L.Trainer(**({"accelerator": "cpu", "max_steps": 2, "callbacks": list(callbacks)} | quiet | given))
 
 
-def test_every_function_is_used_and_pinned_here() -> None:
+# What tests of strategies would miss at once, each with their file.
+ELSEWHERE = {
+    "LoaderSource": "loading/test_first_batch.py",
+    "take_back_loaders": "loading/test_first_batch.py",
+    "samples_predicted": "results/test_predictions.py",
+    "step_metrics": "strategies/test_late_values.py",
+    "metric_places": "strategies/test_late_values.py",
+    "replace_metric_places": "strategies/test_late_values.py",
+    "time_without_broadcasts": "strategies/test_late_values.py",
+    "around_step_hooks": "strategies/test_lightning_idioms.py",
+}
+
+
+def test_every_function_is_used_and_pinned() -> None:
     here, private = Path(__file__), Path(lightning_private.__file__).parent
+    assert all((here.parents[1] / file).exists() for file in ELSEWHERE.values())
     others = [file.read_text() for file in modules(private.parents[1]) if file.parent != private]
     own = [node for file in modules(private) for node in ast.parse(file.read_text()).body]
     for name in [node.name for node in own if isinstance(node, ast.FunctionDef) and not is_private(node.name)]:
@@ -148,39 +159,6 @@ def test_callbacks_of_a_trainer_are_the_list_that_it_calls() -> None:
 # -- data ----------------------------------------------------------------------------------------------------
 
 
-def test_loader_source_gives_loaders_and_takes_them_back_once() -> None:
-    """Otherwise the user's train_dataloader() would be called twice, or the batch for the look be lost."""
-    asked: list[int] = []
-
-    class Loads(Net):
-        def train_dataloader(self) -> Any:
-            asked.append(1)
-            return DataLoader(torch.ones(3, 1), batch_size=1)
-
-    class Looks(SingleDeviceStrategy):
-        def setup(self, trainer: L.Trainer) -> None:
-            source = lightning_private.data.LoaderSource(trainer)
-            assert len(source.get()) == 3
-            source.hand_over(DataLoader(torch.ones(1, 1)))
-            super().setup(trainer)
-
-    one = trainer(strategy=Looks(torch.device("cpu")), max_steps=-1, max_epochs=1)
-    one.fit(Loads())
-    assert one.global_step == 1 and len(asked) == 1
-    late: list[Any] = []
-
-    class Fails(Looks):
-        def setup(self, trainer: L.Trainer) -> None:
-            source = lightning_private.data.LoaderSource(trainer)
-            source.hand_over([])
-            lightning_private.data.take_back_loaders(trainer)
-            late.extend(source.get())
-            super().setup(trainer)
-
-    trainer(strategy=Fails(torch.device("cpu")), max_steps=1).fit(Loads())
-    assert len(late) == 3
-
-
 def test_mode_of_a_combined_loader() -> None:
     assert lightning_private.data.mode_of(CombinedLoader([[1]], "min_size")) == "min_size"
 
@@ -199,26 +177,6 @@ def test_before_batch_transfer_calls_the_users_hook() -> None:
 
     trainer(strategy=Looks(torch.device("cpu"))).fit(Doubles(), DataLoader(torch.ones(1, 1)))
     assert found == [6]
-
-
-def test_samples_predicted_are_those_of_each_batch() -> None:
-    """Otherwise the predictions of several replicas could not be put in order."""
-    found: list[Any] = []
-
-    class Looks(Callback):
-        def on_predict_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-            found.append(lightning_private.data.samples_predicted(trainer))
-
-    class Predicts(Net):
-        def predict_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-            return self.layer(batch)
-
-    data = torch.ones(5, 1)
-    divided = DataLoader(data, 2, sampler=UnrepeatedDistributedSampler(data, num_replicas=2, rank=0))  # type: ignore[arg-type]
-    padded = DataLoader(data, 2, sampler=DistributedSampler(data, 2, 0))  # type: ignore[arg-type]
-    for loader in (divided, padded, DataLoader(data, 2), iter(data.split(2))):  # type: ignore[arg-type]
-        trainer(Looks()).predict(Predicts(), loader)
-    assert found == [[([2, 1], 2)], [([2, 1], None)], [([2, 2, 1], None)], [([], None)]]
 
 
 # -- metrics and loops ---------------------------------------------------------------------------------------
@@ -241,54 +199,6 @@ def test_reads_training_metric(given: dict[str, Any], reads: bool) -> None:
     assert (
         lightning_private.metrics.reads_training_metric(ModelCheckpoint(filename="{epoch}-{step}", **given), 6) is False
     )
-
-
-def test_step_metrics_are_all_of_a_step_and_read_none_for_the_progress_bar() -> None:
-    """Otherwise the last stage of a pipeline would wait for its GPU before each update."""
-    found: list[Any] = []
-
-    class Shows(Net):
-        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-            loss = super().training_step(batch, batch_idx)
-            self.log("shown", loss, prog_bar=True)
-            return loss
-
-    class Looks(Callback):
-        def on_before_zero_grad(self, trainer: L.Trainer, *args: Any) -> None:
-            with patch.object(Tensor, "item", side_effect=AssertionError("the host waits")):
-                metrics = [{*place} for place in lightning_private.metrics.step_metrics(trainer)]
-            places = (trainer.callback_metrics, trainer.logged_metrics, trainer.progress_bar_metrics)
-            found.append((metrics, [{*place} for place in places]))
-
-    trainer(Looks()).fit(Shows(), DataLoader(torch.ones(2, 1)))
-    metrics, places = found[-1]
-    assert metrics == places == [{"loss", "shown"}, {"loss", "shown"}, {"shown"}]
-
-
-def test_replace_metric_places_replaces_what_the_trainer_shows() -> None:
-    """Otherwise stages that don't have a step's metrics yet would show old ones."""
-
-    class Places(dict[str, Any]):
-        pass
-
-    run = trainer()
-    lightning_private.metrics.replace_metric_places(run, Places)
-    shown = (run.callback_metrics, run.logged_metrics, run.progress_bar_metrics)
-    for place, metrics in zip(lightning_private.metrics.metric_places(run), shown, strict=True):
-        assert isinstance(place, Places) and metrics is place
-
-
-def test_time_without_broadcasts_ends_a_run_by_its_own_clock() -> None:
-    """Otherwise all stages of a pipeline would wait for rank 0 after each batch."""
-    run = trainer(max_time={"seconds": 0.2}, max_steps=-1, max_epochs=-1)
-    put_back = lightning_private.batches.time_without_broadcasts(run)
-    with patch.object(type(run.strategy), "broadcast", side_effect=lambda value, src=0: value) as broadcast:
-        run.fit(Net(), DataLoader(torch.ones(8, 1)))
-        begun = broadcast.call_count  # Lightning's own, at the start
-        put_back()
-        timer = next(callback for callback in run.callbacks if isinstance(callback, Timer))  # type: ignore[attr-defined]
-        timer.on_train_batch_end(run)
-    assert run.should_stop and begun < 8 < run.global_step and broadcast.call_count == begun + 1
 
 
 def test_show_in_progress_bar_shows_texts_beside_what_is_logged() -> None:
@@ -495,38 +405,6 @@ class TwoLoaders(Net):
         super().validation_step(batch, batch_idx)
 
 
-def test_around_step_hooks_begins_with_complete_gradients_and_ends_before_the_optimizer() -> None:
-    """Otherwise a norm that a hook takes of a part of the model would clip without a word."""
-    seen: list[str] = []
-
-    class Hooks(Net):
-        def on_after_backward(self) -> None:
-            seen.append("backward")
-
-        def on_before_optimizer_step(self, *_: Any) -> None:
-            seen.append("hook")
-
-        def configure_gradient_clipping(self, *_: Any, **__: Any) -> None:
-            seen.append("clip")
-
-        def configure_optimizers(self) -> torch.optim.Optimizer:
-            class Optimizer(torch.optim.SGD):
-                def step(self, closure: Any = None) -> Any:
-                    closure()
-                    seen.append("step")
-
-            return Optimizer(self.parameters(), lr=0.1)
-
-    made = trainer(max_steps=1)
-    put_back = lightning_private.batches.around_step_hooks(
-        made.precision_plugin, lambda: seen.append("begin"), lambda: seen.append("end")
-    )
-    made.fit(Hooks(), torch.utils.data.DataLoader(torch.ones(2, 1)))
-    assert seen == ["backward", "begin", "hook", "clip", "end", "step"]
-    put_back()
-    assert "_after_closure" not in vars(made.precision_plugin)
-
-
 def test_continue_after_epoch_steps_plateau_schedulers_of_that_epoch(tmp_path: Path) -> None:
     """Otherwise the run that goes on after it has a step less: Lightning saves before."""
     metrics: list[float] = []
@@ -655,13 +533,6 @@ def test_workers_are_seeded_where_no_init_function_is_given() -> None:
     source = inspect.getsource(data_connector._process_dataloader)
     assert source.index("strategy.process_dataloader") < source.index("_auto_add_worker_init_fn")
     assert list(inspect.signature(pl_worker_init_function).parameters) == ["worker_id", "rank"]
-
-
-def test_rank_zero_only_reads_the_rank_that_is_set() -> None:
-    """Otherwise all ranks would print."""
-    from lightning_utilities.core.rank_zero import rank_zero_only
-
-    assert isinstance(rank_zero_only.rank, int)  # type: ignore[attr-defined]
 
 
 def test_the_hooks_that_strategies_override_exist() -> None:

@@ -17,8 +17,6 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.dlpack import to_dlpack
 
@@ -50,7 +48,28 @@ def marked() -> Marked:
     return torch_private.wrapper_tensor(Marked, (2, 3), dtype=torch.float64, device=torch.device("meta"))
 
 
-def test_every_name_is_used_and_pinned_here() -> None:
+# What other tests would miss at once, each with their file.
+ELSEWHERE = {
+    "make_parameter": "absent/test_tensor.py",
+    "written_arguments": "absent/test_tensor.py",
+    "VALUE_OF": "plan/test_one_sided.py",
+    "norms_of": "gradients/test_clipping.py",
+    "scale_all": "gradients/test_clipping.py",
+    "saved_value": "backward/test_split.py",
+    "packed_tensor": "backward/test_split.py",
+    "saved_hooks": "backward/test_split.py",
+    "saves_tensors": "backward/test_split.py",
+    "memory_is_shared": "backward/test_split.py",
+    "shape_of_result": "losses/test_graph.py",
+    "shape_of_operand": "losses/test_graph.py",
+    "like_edge": "losses/test_graph.py",
+    "where_created": "strategies/test_loss_means.py",
+    "forget_meshes": "ranks/test_process_group.py",
+    "values_read_by": "strategies/test_fully_sharded.py",
+}
+
+
+def test_every_name_is_used_and_pinned() -> None:
     package = Path(torch_private.__file__).parent
     others = [
         f.read_text() for f in modules(package, ROOT / "recipes") if f not in (package / "private/torch.py", Path())
@@ -60,6 +79,7 @@ def test_every_name_is_used_and_pinned_here() -> None:
     public = [name for name in vars(torch_private) if not name.startswith("_")]
     found = {name: rf"(?m)^((def|class) )?{name}\b|\b{name} as {name}$" for name in public}
     given = [name for name, pattern in found.items() if re.search(pattern, source)]
+    assert all((Path(__file__).parents[1] / file).exists() for file in ELSEWHERE.values())
     assert {"tensors_in", "ThreadApart", "VALUE_OF", "tree_map"} <= {*given}
     for name in given:
         assert any(name in text for text in others), f"{name} is not used"
@@ -82,14 +102,6 @@ def test_wrapper_tensor_has_a_shape_and_no_memory() -> None:
     assert torch_private.asks_for_memory(raised.value)
 
 
-def test_make_parameter_makes_a_tensor_a_parameter() -> None:
-    """Otherwise optimizers' and Lightning's code would take an absent parameter for a plain tensor."""
-    made = marked()
-    assert not isinstance(made, nn.Parameter)
-    torch_private.make_parameter(made)
-    assert isinstance(made, nn.Parameter)
-
-
 def test_subclass_functions_disabled_and_dispatch_disabled_take_the_short_way() -> None:
     """Otherwise an absent tensor's own methods would call themselves."""
     made = marked()
@@ -104,18 +116,6 @@ def test_subclass_functions_disabled_and_dispatch_disabled_take_the_short_way() 
         made.t_()
         assert made.shape == (3, 2)
     assert (Marked.functions, Marked.operators) == (1, 2)
-
-
-def test_written_arguments_are_those_of_the_operator_s_schema() -> None:
-    """Otherwise a value that is written into an absent tensor would be lost without a word."""
-    x, y, out = torch.zeros(1), torch.ones(1), torch.zeros(1)
-
-    def written(operator: Any, *args: Any, **kwargs: Any) -> list[Any]:
-        return [id(each) for each in torch_private.written_arguments(operator, args, kwargs)]
-
-    assert written(torch.ops.aten.add.Tensor, x, y) == []
-    assert written(torch.ops.aten.add_.Tensor, x, y) == [id(x)]
-    assert written(torch.ops.aten.add.out, x, y, out=out) == [id(out)]
 
 
 def test_drawing_for_nothing_reads_what_switches_draws_off() -> None:
@@ -161,18 +161,6 @@ def test_forward_hooks_are_counted() -> None:
     assert torch_private.forward_hooks(module) == 1
 
 
-def test_norms_of_gives_norms_in_the_dtype_that_is_asked_for() -> None:
-    """Clipping adds up norms that bfloat16 would have rounded."""
-    tensors = [torch.ones(259, dtype=torch.bfloat16), torch.zeros(0, dtype=torch.bfloat16)]
-    assert [each.item() for each in torch_private.norms_of(tensors, torch.float64)] == [259**0.5, 0]
-
-
-def test_scale_all_scales_in_place() -> None:
-    tensors = [torch.ones(2), torch.full((3,), 2.0)]
-    torch_private.scale_all(tensors, torch.tensor(0.5))
-    assert [each.tolist() for each in tensors] == [[0.5, 0.5], [1, 1, 1]]
-
-
 def test_tree_flatten_tree_leaves_tree_map_and_tree_unflatten_know_transformers_outputs() -> None:
     """Otherwise a layer's output that is an output class of transformers could not cross a cut."""
     transformers = pytest.importorskip("transformers")
@@ -203,28 +191,6 @@ def test_a_torch_dispatch_mode_sees_operators() -> None:
 # -- the graph of a backward ---------------------------------------------------------------------------------
 
 
-def test_saved_value_and_saved_tensor_are_what_weights_gradients_are_computed_from() -> None:
-    """Otherwise no backward could be split: all of it would run in its first half, or fail there."""
-    x, w = torch.ones(2, 3, requires_grad=True), torch.ones(3, 4, requires_grad=True)
-    node = (x * 2) @ w
-    product = node.grad_fn
-    assert product is not None and type(product).__name__ == "MmBackward0"
-    assert torch.equal(torch_private.saved_tensor(product, "self"), torch.full((2, 3), 2.0))  # type: ignore[arg-type]
-    assert tuple(torch_private.saved_value(product, "mat2_sym_sizes")) == (3, 4)
-    assert tuple(torch_private.saved_value(product, "mat2_sym_strides")) == (4, 1)
-    biased = torch.addmm(torch.ones(4), x, w, alpha=3).grad_fn
-    assert biased is not None and type(biased).__name__ == "AddmmBackward0"
-    assert torch_private.saved_tensor(biased, "mat1") is x and torch_private.saved_value(biased, "alpha") == 3
-    batched = torch.bmm(x[None], w[None]).grad_fn
-    assert batched is not None and type(batched).__name__ == "BmmBackward0"
-    assert torch_private.saved_tensor(batched, "self").shape == (1, 2, 3)  # type: ignore[union-attr]
-    convolved = nn.Conv1d(1, 1, 1)(x[:, None]).grad_fn
-    assert convolved is not None and type(convolved).__name__ == "ConvolutionBackward0"
-    names = ("stride", "padding", "dilation", "transposed", "output_padding", "groups")
-    assert [torch_private.saved_value(convolved, name) for name in names] == [(1,), (0,), (1,), False, (0,), 1]
-    assert [len(torch_private.saved_tensor(convolved, name).shape) for name in ("input", "weight")] == [3, 3]  # type: ignore[union-attr]
-
-
 def test_saved_tensor_is_none_where_hooks_hold_it() -> None:
     """Otherwise a layer of a user's that runs again would fail: its tensors are handed out once."""
     asked = []
@@ -240,36 +206,6 @@ def test_saved_tensor_is_none_where_hooks_hold_it() -> None:
     assert torch_private.packed_tensor(Silent(), "self") is None  # type: ignore[arg-type]
 
 
-def test_packed_tensor_and_saved_hooks_are_those_of_the_hooks_around() -> None:
-    """Otherwise no weight could wait in a layer that runs again."""
-    assert torch_private.saved_hooks() is None
-    with torch.autograd.graph.saved_tensors_hooks(lambda x: ("packed", x), lambda packed: packed[1]):
-        hooks = torch_private.saved_hooks()
-        assert hooks is not None
-        pack, unpack = hooks
-        x = torch.ones(2, 2, requires_grad=True)
-        product = (x @ torch.ones(2, 2, requires_grad=True)).grad_fn
-    assert unpack(pack(x)) is x and product is not None
-    word, saved = torch_private.packed_tensor(product, "self")
-    assert word == "packed" and torch.equal(saved, x)
-
-
-def test_saves_tensors_tells_which_nodes_need_some() -> None:
-    """Otherwise a layer would run again in the second half of a backward, for its weight norm."""
-
-    class Own(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: Tensor) -> Tensor:
-            return x.clone()
-
-    x = torch.ones(2, 2, requires_grad=True)
-    for output in (x.t(), x.to(torch.bfloat16), x.view(4), x[0], x.chunk(2)[0], x.expand(3, 2, 2)):
-        assert output.grad_fn is not None and not torch_private.saves_tensors(output.grad_fn)
-    for output in (x * x, x.exp(), x.norm(), Own.apply(x)):
-        assert output.grad_fn is not None and torch_private.saves_tensors(output.grad_fn)
-    assert not torch_private.saves_tensors(torch.autograd.graph.get_gradient_edge(x).node)
-
-
 def test_hooks_beside_counts_the_other_hooks_on_a_node() -> None:
     """Otherwise a hook that changes a weight's gradient would be passed over."""
     node = (torch.ones(2, requires_grad=True) * 2).grad_fn
@@ -279,26 +215,6 @@ def test_hooks_beside_counts_the_other_hooks_on_a_node() -> None:
     assert torch_private.hooks_beside(handle) == 0
     other = node.register_hook(lambda *given: None)
     assert torch_private.hooks_beside(handle) == torch_private.hooks_beside(other) == 1
-
-
-def test_memory_is_shared_with_views_and_aliases() -> None:
-    """Otherwise a gradient that waits would be written to: its memory is that of another parameter's gradient."""
-    x = torch.ones(2, 2)
-    assert not torch_private.memory_is_shared(x)
-    view = x.view(4)
-    assert torch_private.memory_is_shared(x) and torch_private.memory_is_shared(view)
-    del view
-    assert not torch_private.memory_is_shared(x)
-    assert torch_private.memory_is_shared(x.to_sparse()) and torch_private.memory_is_shared(nn.Parameter(x))
-
-
-def test_shape_of_result_and_shape_of_operand_read_the_graph() -> None:
-    x, w = torch.randn(5, 3), torch.randn(3, 4, requires_grad=True)
-    product = (x @ w).grad_fn
-    assert product is not None
-    assert torch_private.shape_of_result(product) == (5, 4)
-    assert torch_private.shape_of_operand(product, 0) is None
-    assert torch_private.shape_of_operand(product, 1) == (3, 4)
 
 
 def test_attention_on_a_cpu_runs_as_ATTENTION_ON_CPU() -> None:
@@ -416,33 +332,6 @@ def test_boxed_group_and_group_by_name_give_the_group_of_a_collective(pool: Work
     assert pool.run(groups_of_collectives, 2) == [([2], 2, True)] * 2
 
 
-def sizes_of_the_cache_of_meshes() -> tuple[int, int]:
-    """The misses that have filled it, before it is emptied and after."""
-    half = DTensor.from_local(torch.ones(2), init_device_mesh("cpu", (2,)), [Shard(0)])
-    half + half
-    _, before = torch._C._get_DTensor_sharding_propagator_cache_stats()
-    torch_private.forget_meshes()
-    _, after = torch._C._get_DTensor_sharding_propagator_cache_stats()
-    return before, after
-
-
-def test_forget_meshes_empties_the_cache_that_holds_them(pool: WorkerPool) -> None:
-    """Otherwise a second run in a process fails: "Could not resolve the process group registered under the name"."""
-    assert all(before > after == 0 for before, after in pool.run(sizes_of_the_cache_of_meshes, 2))
-
-
-def sums_read() -> list[float]:
-    whole = DTensor.from_local(torch.ones(2), init_device_mesh("cpu", (2,)), [Shard(0)]).sum()
-    with torch_private.values_read_by(lambda tensor: tensor.full_tensor().item()):
-        inside = [whole.item(), float(whole), float(bool(whole == 4))]
-    return [*inside, whole.item()]
-
-
-def test_values_read_by_reads_a_dtensor_and_is_undone(pool: WorkerPool) -> None:
-    """Otherwise a norm of a fully sharded weight, as a number, would be that of this rank's part."""
-    assert pool.run(sums_read, 2) == [[4, 4, 1, 2]] * 2
-
-
 def write_into_the_store() -> int:
     return torch_private.default_store().add("test", 1 + dist.get_rank())
 
@@ -547,38 +436,6 @@ def test_checkpoints_ask_a_tensor_for_its_boxes_by_three_methods() -> None:
 
     methods = {"__create_write_items__", "__create_chunk_list__", "__get_tensor_shard__"}
     assert methods <= set(vars(_Checkpointable)) and methods <= set(vars(Boxes))
-
-
-def test_like_edge_tells_of_a_gradient_and_where_created_of_a_line() -> None:
-    """Otherwise a backward couldn't begin inside a loss, and a warning would name no line."""
-    w = torch.randn(3, 2, dtype=torch.float64, requires_grad=True)
-    torch.autograd.set_detect_anomaly(True, check_nan=False)
-    total = (w * 2).sum()
-    torch.autograd.set_detect_anomaly(False)
-    assert total.grad_fn is not None
-    ((below, output),) = total.grad_fn.next_functions
-    assert below is not None
-    edge = torch.autograd.graph.GradientEdge(below, output)
-    assert torch_private.like_edge(edge) == (torch.Size((3, 2)), torch.float64, torch.device("cpu"))
-    assert "total = (w * 2).sum()" in "".join(torch_private.where_created(total.grad_fn))
-    made_elsewhere = (w * 2).grad_fn
-    assert made_elsewhere is not None and torch_private.where_created(made_elsewhere) == []
-
-
-def test_a_value_is_asked_for_by_one_operator() -> None:
-    """Otherwise the look at a step would end where code asks for a value, and miss what the step changes after that."""
-    asked: list[bool] = []
-
-    class Watches(torch_private.TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            asked.append(func is torch_private.VALUE_OF)
-            return func(*args, **(kwargs or {}))
-
-    value = torch.ones(())
-    with Watches():
-        for ask in (bool, float, int, torch.Tensor.item):
-            ask(value)
-    assert asked == [True] * 4
 
 
 def test_what_makes_memory_is_told_from_views_and_operators_that_take_functions() -> None:
