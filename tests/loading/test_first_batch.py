@@ -203,11 +203,15 @@ def loader(kind: str) -> Any:
     return made[kind]()
 
 
+def trainer_with(strategy: Any, epochs: int = 1) -> L.Trainer:
+    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    return L.Trainer(accelerator="cpu", devices=1, max_epochs=epochs, strategy=strategy, **quiet)
+
+
 def trained(kind: str, strategy: Any) -> Net:
     L.seed_everything(1)
     module = Net(kind)
-    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
-    trainer = L.Trainer(accelerator="cpu", devices=1, max_epochs=2, strategy=strategy, **quiet)
+    trainer = trainer_with(strategy, epochs=2)
     trainer.fit(module)
     return module
 
@@ -263,21 +267,19 @@ def test_a_look_leaves_a_batch_that_is_put_back_as_it_was() -> None:
     for strategy in ("auto", looking()):
         module = InPlace("generator")
         module.train_dataloader = lambda: (ROWS[i : i + 4].clone() for i in range(0, 12, 4))  # type: ignore[method-assign]
-        quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
-        L.Trainer(accelerator="cpu", devices=1, max_epochs=1, strategy=strategy, **quiet).fit(module)
+        trainer_with(strategy).fit(module)
         seen.append(module.seen[-3:])
     torch.testing.assert_close(seen[1], seen[0], rtol=0, atol=0)
 
 
 def test_a_loader_of_the_next_fit_is_not_mistaken_for_the_last() -> None:
-    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
-    trainer = L.Trainer(accelerator="cpu", devices=1, max_epochs=1, strategy=looking(), **quiet)
+    trainer = trainer_with(looking())
     module = Net("plain")
     module.layers[1] = nn.Linear(3, 3)  # fails in the look
     with pytest.raises(RuntimeError):
         trainer.fit(module, DataLoader(TensorDataset(ROWS), batch_size=2))
     module = Net("plain")
-    trainer = L.Trainer(accelerator="cpu", devices=1, max_epochs=1, strategy=looking(), **quiet)
+    trainer = trainer_with(looking())
     trainer.fit(module, DataLoader(TensorDataset(ROWS + 100), batch_size=6))
     assert all(batch[0].min() >= 100 and len(batch[0]) == 6 for batch in module.seen[-2:])
 
@@ -293,8 +295,7 @@ class FailsOnce(Net):
 
 
 def test_after_an_error_at_set_up_the_module_is_asked_for_its_loaders_again() -> None:
-    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
-    trainer = L.Trainer(accelerator="cpu", devices=1, max_epochs=1, strategy=looking(), **quiet)
+    trainer = trainer_with(looking())
     module = FailsOnce("plain")
     with pytest.raises(ValueError, match="no luck"):
         trainer.fit(module)
@@ -347,8 +348,7 @@ def test_a_step_that_optimizes_by_hand_is_not_run_ahead() -> None:
 
 
 def test_an_empty_loader_is_refused() -> None:
-    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
-    trainer = L.Trainer(accelerator="cpu", devices=1, max_epochs=1, strategy=looking(), **quiet)
+    trainer = trainer_with(looking())
     with pytest.raises(ValueError, match="The loader of training_step gives no batch"):
         trainer.fit(Net("plain"), DataLoader(ROWS[:0], batch_size=4))
 
@@ -358,8 +358,7 @@ def test_one_rank_without_a_look_is_one_process() -> None:
     seen = []
     weights = []
     for strategy in ("auto", PipelineStrategy()):
-        quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
-        trainer = L.Trainer(accelerator="cpu", devices=1, max_epochs=1, strategy=strategy, **quiet)
+        trainer = trainer_with(strategy)
         L.seed_everything(1)
         module = Hooked("plain")
         trainer.fit(module)
@@ -381,20 +380,8 @@ class Pairs(Net):
 def test_an_evaluation_may_read_its_loaders_together() -> None:
     seen = []
     for strategy in ("auto", looking()):
-        quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
         module = Pairs("plain")
         loaders = {"a": [0, 1, 2], "b": DataLoader(ROWS, batch_size=6)}  # a list is a loader too
-        L.Trainer(accelerator="cpu", devices=1, strategy=strategy, **quiet).validate(
-            module, CombinedLoader(loaders, "min_size"), verbose=False
-        )
+        trainer_with(strategy).validate(module, CombinedLoader(loaders, "min_size"), verbose=False)
         seen.append(module.seen[-2:])
     torch.testing.assert_close(seen[1], seen[0], rtol=0, atol=0)
-
-
-def test_evaluation_alone_is_cut_by_its_own_step() -> None:
-    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
-    module = Net("plain")
-    trainer = L.Trainer(accelerator="cpu", devices=1, strategy=looking(), **quiet)
-    trainer.validate(module, [DataLoader(TensorDataset(ROWS), batch_size=6)] * 2, verbose=False)
-    assert [number for number, _ in module.seen] == [0, 0, 1, 1]
-    assert module.training

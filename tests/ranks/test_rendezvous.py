@@ -33,9 +33,8 @@ def sums_of_groups(late: int) -> list[float]:
     return found
 
 
-@pytest.mark.parametrize("late", [0, 1])
-def test_a_group_can_be_joined_after_one_that_was_closed(pool: WorkerPool, late: int) -> None:
-    assert pool.run(sums_of_groups, 2, late, init=False) == [[2.0, 2.0, 2.0]] * 2
+def test_a_group_can_be_joined_after_one_that_was_closed(pool: WorkerPool) -> None:
+    assert pool.run(sums_of_groups, 2, 1, init=False) == [[2.0, 2.0, 2.0]] * 2
 
 
 def sum_after_a_restart(ranks: list[int]) -> float:
@@ -56,6 +55,6 @@ def sum_after_a_restart(ranks: list[int]) -> float:
     return total.item()
 
 
-@pytest.mark.parametrize("ranks", [[0], [1], [0, 2], [1, 2]], ids=str)
+@pytest.mark.parametrize("ranks", [[0], [1, 2]], ids=str)
 def test_processes_that_were_started_again_meet(pool: WorkerPool, ranks: list[int]) -> None:
     assert pool.run(sum_after_a_restart, 3, ranks, init=False) == [3.0] * 3

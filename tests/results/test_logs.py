@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 from unittest.mock import MagicMock
 
@@ -12,11 +11,11 @@ import torch
 from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor
 from torch.utils.data import DataLoader
-from torchmetrics import Accuracy, MeanMetric
+from torchmetrics import Accuracy
 
 from lightning_parallel.batch import batch_size, sizes, split
 from lightning_parallel.losses.normaliser import BatchLoss, Rule
-from lightning_parallel.results.logs import LogRecorder, loggers_through, trial
+from lightning_parallel.results.logs import LogRecorder, loggers_through
 
 
 class Logging(L.LightningModule):
@@ -101,123 +100,6 @@ def test_metrics_do_not_depend_on_the_number_of_microbatches(count: int) -> None
             assert other[name] == pytest.approx(value, rel=1e-5, abs=1e-6), name
 
 
-def replayed(recorder: LogRecorder) -> list[tuple[str, Any, dict[str, Any]]]:
-    calls: list[tuple[str, Any, dict[str, Any]]] = []
-
-    def log(name: str, value: Any, **options: Any) -> None:
-        calls.append((name, value, options))
-
-    recorder.replay(log)
-    return calls
-
-
-def record(calls: list[tuple[int, Any, dict[str, Any]]]) -> tuple[Any, dict[str, Any]]:
-    """Value and options of one name after calls of (weight, value, options)."""
-    recorder = LogRecorder()
-    for weight, value, options in calls:
-        recorder.begin(weight)
-        recorder.log("name", value, **options)
-    ((_, value, options),) = replayed(recorder)
-    return value, options
-
-
-def test_the_mean_is_weighted_by_size_and_logged_with_the_whole_size() -> None:
-    value, options = record([(3, torch.tensor(1.0), {}), (1, torch.tensor(5.0), {})])
-    assert value.item() == 2.0 and options["batch_size"] == 4
-
-
-@pytest.mark.parametrize(
-    ("reduce_fx", "expected"),
-    [
-        ("sum", 6.0), (sum, 6.0), (torch.sum, 6.0),
-        ("MAX", 5.0), (max, 5.0), (torch.max, 5.0),
-        ("min", 1.0), (min, 1.0), (torch.min, 1.0),
-        ("mean", 2.0), (torch.mean, 2.0), ("avg", 2.0),
-    ],
-)  # fmt: skip
-@pytest.mark.parametrize("make", [float, torch.tensor, lambda value: torch.tensor([value])])
-def test_the_users_reduction_is_the_reduction(reduce_fx: Any, expected: float, make: Callable[[float], Any]) -> None:
-    value, options = record([(3, make(1.0), {"reduce_fx": reduce_fx}), (1, make(5.0), {"reduce_fx": reduce_fx})])
-    assert float(value) == expected and options["reduce_fx"] is reduce_fx
-
-
-def test_the_users_batch_size_is_the_weight() -> None:
-    value, options = record([(2, torch.tensor(1.0), {"batch_size": 10}), (2, torch.tensor(4.0), {"batch_size": 20})])
-    assert value.item() == 3.0 and options["batch_size"] == 30
-
-
-def test_a_constant_batch_size_is_no_weight() -> None:
-    value, options = record([(3, torch.tensor(1.0), {"batch_size": 64}), (1, torch.tensor(5.0), {"batch_size": 64})])
-    assert value.item() == 2.0 and options["batch_size"] == 4
-
-
-def test_options_arrive_as_the_user_gave_them() -> None:
-    given = {
-        "prog_bar": True,
-        "logger": False,
-        "on_step": False,
-        "on_epoch": True,
-        "enable_graph": False,
-        "sync_dist": True,
-        "sync_dist_group": "group",
-        "add_dataloader_idx": False,
-        "metric_attribute": "metric",
-        "rank_zero_only": True,
-    }
-    _, options = record([(1, 1.0, given), (1, 2.0, given)])
-    assert {name: options[name] for name in given} == given
-
-
-def test_each_name_is_logged_once_in_the_order_of_first_calls() -> None:
-    recorder = LogRecorder()
-    for microbatch in range(2):
-        recorder.begin(1)
-        recorder.log("b", 1.0)
-        if microbatch:
-            recorder.log("c", 1.0)
-        recorder.log("a", 1.0)
-    assert [name for name, _, _ in replayed(recorder)] == ["b", "a", "c"]
-    assert replayed(recorder) == []
-
-
-def test_a_metric_object_is_passed_on_once() -> None:
-    metric = MeanMetric()
-    value, _ = record([(1, metric, {}), (2, metric, {})])
-    assert value is metric
-
-
-def test_no_graph_is_kept_and_later_changes_in_place_do_not_show() -> None:
-    loss = torch.ones((), requires_grad=True) * 2
-    recorder = LogRecorder()
-    recorder.log("loss", loss)
-    with torch.no_grad():
-        loss.mul_(100)
-    ((_, value, _),) = replayed(recorder)
-    assert value.item() == 2.0 and not value.requires_grad
-
-
-def test_what_lightning_refuses_reaches_lightning() -> None:
-    vector, text = torch.ones(3), "text"
-    assert record([(1, vector, {}), (2, vector, {})])[0].shape == (3,)
-    assert record([(1, text, {}), (2, text, {})])[0] is text
-
-
-def test_what_equals_the_loss_is_weighted_as_the_loss() -> None:
-    recorder = LogRecorder()
-    batch = BatchLoss([1, 1], given=[3.0, 1.0])
-    losses = [torch.tensor(1.0, requires_grad=True) * 1, torch.tensor(5.0, requires_grad=True) * 1]
-    for place, loss in enumerate(losses):
-        batch.add(place, loss)
-        recorder.begin(1)
-        recorder.log("loss", loss)
-        recorder.log("number", loss.item())
-        recorder.log("other", loss * 2)
-        recorder.log("tried", loss * 2)
-    calls: dict[str, float] = {}
-    recorder.replay(lambda name, value, **_: calls.update({name: float(value)}), batch, {"tried": Rule.COUNTS})
-    assert calls == {"loss": 2.0, "number": 2.0, "other": 6.0, "tried": 4.0}
-
-
 def test_a_number_of_a_batch_in_which_nothing_counts_is_that_of_a_microbatch() -> None:
     recorder = LogRecorder()
     batch = BatchLoss([1, 1], Rule.COUNTS)
@@ -231,16 +113,6 @@ def test_a_number_of_a_batch_in_which_nothing_counts_is_that_of_a_microbatch() -
     calls: dict[str, float] = {}
     recorder.replay(lambda name, value, **_: calls.update({name: value}), batch)
     assert calls == {"loss": 0.0}
-
-
-def test_a_trial_gives_arguments_by_name_however_they_are_passed() -> None:
-    module = Logging()
-    with trial(MagicMock(), module) as logged:
-        module.log("one", 1.0, reduce_fx="sum")
-        module.log_dict({"two": 2.0})
-    assert [(call["name"], call["value"], call["reduce_fx"]) for call in logged] == [
-        ("one", 1.0, "sum"), ("two", 2.0, "mean")
-    ]  # fmt: skip
 
 
 def test_a_trial_writes_to_no_logger_and_a_watched_step_is_noted() -> None:

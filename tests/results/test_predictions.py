@@ -95,8 +95,10 @@ def structure(value: Any) -> Any:
     return tuple(value.shape) if isinstance(value, Tensor) else value
 
 
-@pytest.mark.parametrize(("ranks", "strategy", "options"), LAYOUTS)
-@pytest.mark.parametrize("counts", [[10], [13, 6]], ids=["one loader", "two"])
+@pytest.mark.parametrize(
+    ("ranks", "strategy", "options", "counts"),
+    [*((*layout, [13, 6]) for layout in LAYOUTS), (2, "sync", {}, [10]), (3, "fsdp", {}, [10])],
+)
 def test_every_rank_has_the_predictions_of_one_process(
     pool: WorkerPool, ranks: int, strategy: str, options: dict[str, Any], counts: list[int]
 ) -> None:

@@ -5,6 +5,7 @@ Whatever is set there is read later by all stages: an option of an optimizer, a 
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pytest
@@ -188,8 +189,14 @@ LOST = (
 MODULES = {kind.__name__: kind for kind in (*KINDS, *LOST, Hooked, Outside, Stepped)}
 
 
+def train_all(strategy: str, options: dict[str, Any]) -> list[tuple[Report, bool]]:
+    """One after the other, in the order of KINDS."""
+    return [train(kind.__name__, strategy, options) for kind in KINDS]
+
+
 def train(kind: str, strategy: str, options: dict[str, Any]) -> tuple[Report, bool]:
     torch.set_default_dtype(torch.float64)
+    os.environ["WORLD_SIZE"] = os.environ["LOCAL_WORLD_SIZE"]  # a Trainer that ends deletes it
     module = MODULES[kind]()
     trainer = make_trainer(strategy, [], options, max_epochs=2, use_distributed_sampler=False)
     given = () if kind == "DividesByTheWorld" else (loader(12, 4), loader(8, 4, 5))
@@ -199,13 +206,13 @@ def train(kind: str, strategy: str, options: dict[str, Any]) -> tuple[Report, bo
 
 
 @pytest.mark.parametrize("options", [{"microbatches": 2}, {"microbatches": 2, "schedule": "zbv"}], ids=["1f1b", "zbv"])
-@pytest.mark.parametrize("kind", KINDS)
-def test_what_an_epoch_s_end_sets_is_set_on_all_stages(pool: WorkerPool, kind: Any, options: dict[str, Any]) -> None:
-    (expected, _) = pool.run(train, 1, kind.__name__, "single", {}, init=False)[0]
-    reports = pool.run(train, 2, kind.__name__, "sync", options, init=False)
-    weights = joined([report for report, _ in reports], "weights")
-    assert largest_difference(weights, expected.weights) < 1e-12
-    assert not any(left for _, left in reports)
+def test_what_an_epoch_s_end_sets_is_set_on_all_stages(pool: WorkerPool, options: dict[str, Any]) -> None:
+    (single,) = pool.run(train_all, 1, "single", {}, init=False)
+    ranks = pool.run(train_all, 2, "sync", options, init=False)
+    for kind, (expected, _), *reports in zip(KINDS, single, *ranks, strict=True):
+        weights = joined([report for report, _ in reports], "weights")
+        assert largest_difference(weights, expected.weights) < 1e-12, kind.__name__
+        assert not any(left for _, left in reports), kind.__name__
 
 
 @pytest.mark.parametrize("kind", LOST)

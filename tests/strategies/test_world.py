@@ -15,10 +15,10 @@ from torch.distributed.nn.functional import all_reduce
 from tests.pool import WorkerPool
 from tests.strategies.failures import LIMIT
 from tests.strategies.observed import Net, loader, make_trainer
+from tests.thorough import thorough
 
 # By name: the strategy, its options, the number of processes, and that of replicas.
 LAYOUTS: dict[str, tuple[str, dict[str, Any], int, int]] = {
-    "pipeline": ("sync", {"microbatches": 1}, 2, 1),
     "pipeline, replicas": ("sync", {"stages": 2, "microbatches": 1, "data_parallel": 2}, 4, 2),
     "fully sharded": (
         "sync",
@@ -29,10 +29,8 @@ LAYOUTS: dict[str, tuple[str, dict[str, Any], int, int]] = {
     "three stages": ("sync", {"microbatches": 1}, 3, 1),
     "zbv": ("sync", {"microbatches": 1, "schedule": "zbv"}, 2, 1),
     "async": ("async", {"microbatches": 1}, 2, 1),
-    "tensor": ("tensor", {}, 2, 1),
     "tensor, replicas": ("tensor", {"tensor_parallel": 2, "data_parallel": 2}, 4, 2),
 }
-EVERYWHERE = pytest.mark.parametrize("layout", LAYOUTS)
 
 
 SEEN: dict[str, Any] = {}  # by place, in this process; not on the module, where a step's chunks would share it
@@ -94,7 +92,7 @@ def fit(
     return losses.losses, dict(SEEN)
 
 
-@EVERYWHERE
+@pytest.mark.parametrize("layout", ["pipeline, replicas", "async", "tensor, replicas", *thorough("zbv")])
 def test_a_step_sees_the_ranks_of_the_data_axis(pool: WorkerPool, layout: str) -> None:
     strategy, options, processes, replicas = LAYOUTS[layout]
     peers = pool.run(fit, processes, Counting, strategy, options, True, init=False, timeout=LIMIT)
@@ -107,7 +105,7 @@ def test_a_step_sees_the_ranks_of_the_data_axis(pool: WorkerPool, layout: str) -
         assert len(seen) == 5
 
 
-@pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "async"])
+@pytest.mark.parametrize("layout", ["three stages", "fully sharded", *thorough("zbv", "tensor, replicas")])
 def test_a_step_that_takes_its_share_by_the_rank_has_ddp_s_losses(pool: WorkerPool, layout: str) -> None:
     strategy, options, processes, replicas = LAYOUTS[layout]
     expected = pool.run(fit, replicas, Counting, *(("single", {}) if replicas == 1 else ("ddp", {})), init=False)
@@ -152,7 +150,7 @@ class Meeting(Net):
         dist.is_initialized() and dist.barrier()
 
 
-@EVERYWHERE
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_collectives_in_a_step_are_over_the_replicas(pool: WorkerPool, layout: str) -> None:
     strategy, options, processes, replicas = LAYOUTS[layout]
     expected = pool.run(fit, replicas, Meeting, *(("single", {}) if replicas == 1 else ("ddp", {})), init=False)
@@ -176,7 +174,7 @@ class MeetingInside(Net):
         return logits, torch.nn.functional.cross_entropy(logits, batch[1])
 
 
-@pytest.mark.parametrize("layout", ["pipeline", "pipeline, replicas", "three stages"])
+@pytest.mark.parametrize("layout", ["pipeline, replicas", "three stages"])
 def test_collectives_between_the_layers(pool: WorkerPool, layout: str) -> None:
     strategy, options, processes, replicas = LAYOUTS[layout]
     expected = pool.run(fit, replicas, MeetingInside, *(("single", {}) if replicas == 1 else ("ddp", {})), init=False)

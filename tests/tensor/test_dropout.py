@@ -95,20 +95,6 @@ def test_however_much_is_drawn_inside_counts_as_one_number_outside_and_nothing_a
     assert torch.equal(state(device), before) and not region._outside
 
 
-@on_devices
-def test_entering_inside_and_leaving_outside_do_nothing_and_reseeding_ends_the_region(device: torch.device) -> None:
-    region = ShardedRegion(1, device)
-    for act, changes in (
-        (region.leave, False), (region.close, False), (region.enter, True), (region.enter, False), (region.leave, True),
-        (region.leave, False), (region.enter, True), (partial(torch.manual_seed, 5), True), (region.leave, False),
-        (region.enter, True),
-    ):  # fmt: skip
-        before = state(device)
-        act()
-        assert torch.equal(state(device), before) != changes
-        drop(ones(device))
-
-
 # The parts of two blocks, cut into what is checkpointed: whole blocks; from inside the first block's region to inside
 # the second's; one part each, so that regions are entered in one and left in another.
 CUTS = {"whole": [0, 4, 8], "inside": [0, 1, 5, 8], "outside inside": [0, 2, 4, 6, 8], "each": list(range(9))}

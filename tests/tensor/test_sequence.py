@@ -5,7 +5,6 @@ That models train as the whole with it is shown in test_training.py.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -19,10 +18,9 @@ from lightning_parallel.absent.tensor import absent_like
 from lightning_parallel.tensor.dropout import ShardedRegion
 from lightning_parallel.tensor.plan import find_plan
 from lightning_parallel.tensor.sharding import shard_module
-from tests.pipeline import by_hand
 from tests.pool import WorkerPool
-from tests.tensor.helpers import close, ranks, world
-from tests.tensor.models import TIME, Loss, batch, gpt, gpt2, lenet, llama, mlp, phi3, seeded
+from tests.tensor.helpers import ranks, world
+from tests.tensor.models import TIME, Loss, batch, gpt, lenet, mlp, phi3
 
 CPU = torch.device("cpu")
 
@@ -59,49 +57,7 @@ def test_blocks_hold_pieces_and_attention_sees_all_of_the_sequence(size: int) ->
     }
 
 
-def test_partial_gradients_are_those_of_what_blocks_leave_whole() -> None:
-    model = gpt2()
-    partial = shard_module(model, find_plan(model), ranks(2), sequence_parallel=True).partial
-    ends = ("ln_1.weight", "ln_1.bias", "attn.c_proj.bias", "ln_2.weight", "ln_2.bias", "mlp.c_proj.bias")
-    assert partial == tuple(f"transformer.h.{i}.{end}" for i in (0, 1) for end in ends)
-
-
-def test_a_copy_works_on_itself_with_the_same_group_and_region() -> None:
-    model = gpt()
-    region, group = ShardedRegion(0, CPU), ranks(2)
-    shard_module(model, find_plan(model), group, sequence_parallel=True, region=region)
-    for name in ("blocks.0", "blocks.1.mlp"):
-        block = copy.deepcopy(model.get_submodule(name))
-        wrapped: Any = block.forward
-        assert wrapped._module is block and wrapped._forward.__self__ is block
-        assert wrapped._site.group is group and wrapped._site.region is region
-
-
 # -- with a pipeline ---------------------------------------------------------------------------------------------
-
-
-def pipelines_equal_the_whole() -> None:
-    group = world()
-
-    def step(model: Any) -> Any:
-        return model(*batch(model.model))
-
-    for make in (gpt, llama):
-        whole = Loss(seeded(make))
-        loss, gradients = by_hand.plain(whole, step)
-        plan = {f"model.{pattern}": style for pattern, style in find_plan(whole.model).items()}
-        for sequence_parallel in (False, True):
-            sharded = copy.deepcopy(whole)
-            sharding = shard_module(sharded, plan, group, sequence_parallel=sequence_parallel)
-            result = by_hand.run(sharded, step, 2)
-            close(result.output.detach(), loss, "loss")
-            assert result.gradients.keys() == gradients.keys()
-            for name, gradient in gradients.items():
-                mine = result.gradients[name]
-                if name in sharding.partial:
-                    dist.all_reduce(mine)
-                shard = sharding.shards.get(name)
-                close(mine, gradient if shard is None else shard.take(gradient), name)
 
 
 def dropout_differs_between_pieces_and_nowhere_else() -> None:
@@ -130,13 +86,8 @@ def dropout_differs_between_pieces_and_nowhere_else() -> None:
     assert not torch.equal(states[0], states[1])
 
 
-def with_pipelines_and_dropout() -> None:
-    pipelines_equal_the_whole()
-    dropout_differs_between_pieces_and_nowhere_else()
-
-
-def test_stages_equal_the_whole_model_and_dropout_differs_between_pieces(pool: WorkerPool) -> None:
-    pool.run(with_pipelines_and_dropout, 2)
+def test_dropout_differs_between_pieces(pool: WorkerPool) -> None:
+    pool.run(dropout_differs_between_pieces_and_nowhere_else, 2)
 
 
 # -- refusals ----------------------------------------------------------------------------------------------------
@@ -193,34 +144,6 @@ def test_blocks_that_cannot_run_on_a_piece_are_refused(
     model = make()
     with pytest.raises(ValueError, match=message):
         shard_module(model, plan or find_plan(model), ranks(2), sequence_parallel=True)
-
-
-def test_the_same_tensor_as_query_and_key_is_gathered_once_and_masks_stay_whole() -> None:
-    class Attention(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.q, self.out = nn.Linear(4, 4), nn.Linear(4, 4)
-
-        def forward(self, mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
-            assert query is key and query.shape == (2, 6, 4) and mask.shape == (2, 6)
-            return self.out(self.q(query))
-
-    class Block(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.attention = Attention()
-
-        def forward(self, x: Tensor) -> Tensor:
-            assert x.shape == (2, 3, 4)
-            x = self.attention(torch.ones(2, 6, dtype=torch.bool), x, key=x)
-            assert x.shape == (2, 3, 4)
-            return x
-
-    model = nn.ModuleList([Block()])
-    plan = {"*.attention.q": "column", "*.attention.out": "row"}
-    shard_module(model, plan, ranks(2), sequence_parallel=True)
-    make_absent(model, "", CPU)
-    assert model[0](absent_like(torch.empty(2, 6, 4), "a block")).shape == (2, 6, 4)
 
 
 @pytest.mark.parametrize(("shape", "message"), [
