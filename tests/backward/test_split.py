@@ -24,7 +24,7 @@ from transformers.pytorch_utils import Conv1D
 
 from lightning_parallel.backward.recompute import Recomputed
 from lightning_parallel.backward.split import WeightGradients, begin_backward
-from lightning_parallel.private.torch import TorchDispatchMode, hooks_beside
+from lightning_parallel.private.torch import TorchDispatchMode
 from lightning_parallel.tensor import functions
 from tests.pool import WorkerPool
 
@@ -119,12 +119,6 @@ def weight(*shape: int, **how: Any) -> nn.Parameter:
 
 
 # -- which weights wait ------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("shape", [(4, D), (2, 3, D), (2, 2, 2, D), (D,)], ids=str)
-@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
-def test_the_weight_of_a_linear_layer_waits(shape: tuple[int, ...], bias: bool) -> None:
-    assert late(nn.Linear(D, 5, bias=bias), x(*shape)) == {"weight"}
 
 
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
@@ -302,11 +296,6 @@ def test_all_matrices_of_a_transformer_wait(kind: str, autocast: bool) -> None:
     assert late(module.to(dtype), *inputs, autocast=autocast) == matrices(module)
 
 
-def test_a_weight_that_is_cast_waits_wherever_it_is_used() -> None:
-    module = Calls(lambda m, a: m.linear(m.linear(m.linear(m.linear(a)))), linear=nn.Linear(D, D).float())
-    assert late(module, x(3, D, dtype=torch.float32), autocast=True) == {"linear.weight"}
-
-
 def test_a_compiled_block_is_done_in_the_first_half() -> None:
     block = torch.compile(nn.Linear(D, D), backend="aot_eager")
     module = Calls(lambda m, a: m.after(block(m.before(a))), before=nn.Linear(D, D), after=nn.Linear(D, D))
@@ -387,83 +376,10 @@ def test_the_weights_of_divided_layers_wait(pool: WorkerPool) -> None:
 # -- what the backward begins and ends with ----------------------------------------------------------------------
 
 
-def test_a_backward_that_nobody_waits_for_runs_whole() -> None:
-    assert late(nn.Linear(D, D), x(3, D).detach()) == set()
-    linear, given = nn.Linear(D, D), torch.randn(3, D)
-    assert not begin(linear(given), x(3, D))._parts and linear.weight.grad is not None  # another graph's leaf
-
-
-@pytest.mark.parametrize("again", [False, True], ids=["kept", "computed again"])
-def test_no_hook_stays_on_the_graph(again: bool) -> None:
-    linears, given = [nn.Linear(D, D) for _ in range(2)], x(3, D)
-    outputs = [(Again(linear) if again else linear)(given) for linear in linears]
-    ends = [outputs[1], outputs[0] * linears[1].weight.sum()]  # the second weight is also used otherwise
-    rest = begin_backward([get_gradient_edge(end) for end in ends], [torch.ones_like(end) for end in ends], [given])
-    assert len(rest._parts) == 1
-    for node in (
-        *(output.grad_fn for output in outputs),
-        *(get_gradient_edge(p).node for p in linears[0].parameters()),
-    ):
-        assert node is not None and hooks_beside(node.register_hook(lambda *given: None)) == 0
-        assert hooks_beside(node.register_prehook(lambda *given: None)) == 0
-
-
-def test_several_outputs_and_inputs_need_not_depend_on_one_another() -> None:
-    layers = nn.ModuleList(nn.Linear(D, D) for _ in range(4))
-    found = []
-    for split in (False, True):
-        layers.zero_grad()
-        inputs = [x(3, D), x(3, D), x(3, D)]
-        with torch.no_grad():
-            for i, each in enumerate(inputs):
-                each.copy_(torch.arange(3.0 * D).view(3, D) + i)
-        outputs = [layers[0](inputs[0]) + layers[1](inputs[1]), layers[1](inputs[0]), layers[2](torch.ones(2, D))]
-        gradients = [torch.full_like(output, 2.0 + i) for i, output in enumerate(outputs)]
-        rest = begin_backward([get_gradient_edge(o) for o in outputs], gradients, inputs if split else [])
-        assert len(rest._parts) == (2 if split else 0)
-        assert layers[2].weight.grad is not None and (layers[1].weight.grad is None) == split
-        rest.run()
-        found.append([p.grad for p in (*layers.parameters(), *inputs)])
-    assert found[0][-1] is None and found[0][6] is None
-    assert all(one is other or torch.equal(one, other) for one, other in zip(*found, strict=True))
-
-
 def test_an_input_that_is_no_leaf_is_refused() -> None:
     given = x(3, D) * 2
     with pytest.raises(ValueError, match="detach"):
         begin(nn.Linear(D, D)(given), given)
-
-
-def test_a_weight_that_is_an_output_too_does_not_wait() -> None:
-    linear, given = nn.Linear(D, D, bias=False), torch.arange(3.0 * D).view(3, D).requires_grad_()
-    outputs = [linear(given), linear.weight.t(), linear(given)]
-    rest = begin_backward([get_gradient_edge(o) for o in outputs], [torch.ones_like(o) for o in outputs], [given])
-    assert not rest._parts
-    assert torch.equal(linear.weight.grad, 2 * given.detach().sum(0).expand(D, D) + 1)  # type: ignore[arg-type]
-
-
-class Stopped(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, a: Tensor) -> Tensor:  # type: ignore[override]
-        return a.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        return None
-
-
-def test_a_weight_that_no_gradient_reaches_has_none() -> None:
-    module = Calls(lambda m, a: Stopped.apply(m.first(a)) + m.second(a), first=nn.Linear(D, D), second=nn.Linear(D, D))
-    assert late(module, x(3, D)) == {"second.weight"}
-    assert module.first.weight.grad is None
-
-
-def test_an_output_may_be_the_input_or_a_view_of_it() -> None:
-    linear, given = nn.Linear(D, D), x(3, D)
-    outputs = [linear(given), given.view(-1), given]
-    rest = begin_backward([get_gradient_edge(o) for o in outputs], [torch.ones_like(o) for o in outputs], [given])
-    rest.run()
-    assert torch.equal(given.grad, linear.weight.sum(0).expand(3, D) + 2)  # type: ignore[arg-type]
 
 
 # -- microbatches ------------------------------------------------------------------------------------------------
@@ -517,16 +433,6 @@ def test_a_tensor_that_is_changed_between_the_halves_is_told(what: str) -> None:
         (hidden if what == "activation" else kept[0]).add_(1)
     with pytest.raises(RuntimeError, match=r"shape \[3, 6\].*changed in place between"):
         rest.run()
-
-
-def test_an_activation_that_was_changed_before_is_autograd_s_error() -> None:
-    linear, given = nn.Linear(D, D), x(3, D)
-    hidden = given * 2
-    output = linear(hidden)
-    with torch.no_grad():
-        hidden.add_(1)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        begin(output, given)
 
 
 def test_weights_may_be_updated_between_the_halves() -> None:
@@ -595,16 +501,6 @@ def test_hooks_on_activations_and_modules_change_what_they_would() -> None:
     assert module.kept is not None and module.kept.grad is not None and len(module.seen) == 1  # type: ignore[unreachable,arg-type]
 
 
-def test_a_matmul_whose_weight_s_gradient_a_hook_may_change_is_done_in_the_first_half() -> None:
-    def hooked(m: Any, a: Tensor) -> Tensor:
-        output = m.first(a)
-        output.grad_fn.register_hook(lambda into, out: (*into[:2], into[2] * 3))
-        return m.second(output)
-
-    module = Calls(hooked, first=nn.Linear(D, D), second=nn.Linear(D, D))
-    assert late(module, x(3, D)) == {"second.weight"}
-
-
 # -- layers that run again, saved tensors that are elsewhere -----------------------------------------------------
 
 
@@ -631,14 +527,6 @@ def test_the_weights_of_layers_that_run_again_wait(autocast: bool) -> None:
     assert late(module.to(dtype), x(2, 3, 16, dtype=dtype), autocast=autocast) == matrices(module)
     assert [each.runs for each in module] == [2, 2]
     assert late(module.eval(), x(2, 3, 16, dtype=dtype), autocast=autocast) == matrices(module)
-
-
-def test_layers_that_run_again_may_contain_others() -> None:
-    inner = Again(nn.Linear(D, D))
-    user_s = Calls(lambda m, a: checkpoint(m.linear, a, use_reentrant=False), linear=nn.Linear(D, D))
-    named = Calls(lambda m, a: m.linear(a.as_subclass(Named)).as_subclass(Tensor), linear=nn.Linear(D, D))
-    module = Again(nn.Sequential(nn.Linear(D, D), inner, user_s, named, nn.BatchNorm1d(D), nn.Linear(D, D)))
-    assert late(module, x(3, D)) == {"layer.0.weight", "layer.1.layer.weight", "layer.5.weight"}
 
 
 def test_no_layer_runs_again_in_the_second_half() -> None:
@@ -720,28 +608,6 @@ def test_what_waits_holds_about_as_much_as_the_forward_did(kind: str) -> None:
         rest.run()
         assert memory.held() == 0
     assert 0 < between <= 1.3 * forward, (between / forward, forward)
-
-
-def test_layers_that_run_again_hold_their_inputs_and_then_what_waits() -> None:
-    layer = nn.TransformerEncoderLayer(32, 4, 128, batch_first=True)
-    held = []
-    for module in (layer, Again(layer)):
-        for p in module.parameters():
-            p.grad = torch.zeros_like(p)
-        given = x(4, 32, 32)
-        with Allocations(given, *(each for p in module.parameters() for each in (p, p.grad))) as memory:
-            output = module(given)
-            edges, gradient = [get_gradient_edge(output)], torch.ones_like(output)
-            forward = memory.held() - gradient.nbytes - output.nbytes
-            del output
-            rest = begin_backward(edges, [gradient], [given])
-            del edges, gradient
-            given.grad = None
-            held.append((forward, memory.held()))
-            rest.run()
-            assert memory.held() == 0
-    (whole, between), (inputs, between_again) = held
-    assert inputs < whole / 20 and between_again == between
 
 
 def test_nothing_is_held_after_the_second_half() -> None:

@@ -6,24 +6,18 @@ import copy
 import weakref
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch.nn.utils import parametrizations
 
-from lightning_parallel.absent.module import make_absent
-from lightning_parallel.absent.tensor import AbsentTensor
-from lightning_parallel.tensor.dropout import ShardedRegion
-from lightning_parallel.tensor.linear import ColumnParallelLinear, SharedHeadsLinear
+from lightning_parallel.tensor.linear import SharedHeadsLinear
 from lightning_parallel.tensor.module_styles import Experts
 from lightning_parallel.tensor.plan import find_plan
-from lightning_parallel.tensor.rules import resolve, with_few_heads
 from lightning_parallel.tensor.sharding import shard_module
-from lightning_parallel.tensor.styles import Column, SharedHeads
 from tests.tensor.helpers import ranks
-from tests.tensor.models import EXPERTS, Loss, batch, gpt, gpt2, lenet, llama, qwen3, seeded
+from tests.tensor.models import EXPERTS, gpt, gpt2, llama, seeded
 
 # -- what a rank holds -------------------------------------------------------------------------------------------
 
@@ -65,17 +59,6 @@ def test_with_fewer_heads_than_ranks_each_computes_the_head_of_its_queries(rank:
     assert f"{name}.k_proj.weight" not in sharding.shards and f"{name}.k_proj.weight" in sharding.partial
 
 
-@pytest.mark.parametrize(("heads", "queries", "count", "style"), [
-    (2, 4, 4, SharedHeads(2)), (1, 4, 2, SharedHeads(1)), (2, 4, 2, Column()), (4, 12, 6, Column()),
-])  # fmt: skip
-def test_heads_are_shared_where_the_ranks_are_a_multiple_of_them(
-    heads: int, queries: int, count: int, style: object
-) -> None:
-    model = llama(num_key_value_heads=heads, num_attention_heads=queries, hidden_size=2 * queries)
-    rules = with_few_heads(model, resolve(model, find_plan(model)), count)
-    assert next(rule.style for rule in rules if rule.name.endswith("k_proj")) == style
-
-
 def test_parameters_of_experts_are_cut_part_by_part() -> None:
     model = EXPERTS["mixtral"]()
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
@@ -98,56 +81,6 @@ def test_tied_layers_share_one_shard_under_both_names() -> None:
     shard = weakref.ref(model.get_parameter("blocks.0.mlp.0.weight"))
     model.get_submodule("blocks.0.mlp.0").weight = None  # as on another stage
     assert shard() is None  # no other layer keeps it
-
-
-def test_a_layer_with_two_names_is_replaced_under_both_by_one() -> None:
-    layer = nn.Linear(4, 4)
-    model: Any = nn.ModuleDict({"first": layer, "second": layer})
-    sharding = shard_module(model, {"first": "column"}, ranks(2))
-    assert model.first is model.second and model.first.weight.shape == (2, 4)
-    assert sharding.shards.keys() == {"first.weight", "first.bias", "second.weight", "second.bias"}
-
-
-def test_fused_parts_of_given_sizes_are_divided_one_by_one() -> None:
-    model = nn.Sequential(nn.Linear(3, 8, bias=False))
-    rows = model[0].weight.detach().clone()
-    shard_module(model, {"0": "column:4,2,2"}, ranks(2, 1))
-    assert torch.equal(model.get_parameter("0.weight"), rows[[2, 3, 5, 7]])
-
-
-def test_partial_gradients_are_those_of_replicated_modules_between_sharded_ones() -> None:
-    model = qwen3()
-    norms = tuple(f"model.layers.{i}.self_attn.{n}_norm.weight" for i in (0, 1) for n in "qk")
-    assert shard_module(model, find_plan(model), ranks(2)).partial == norms
-
-
-@pytest.mark.parametrize("make", [llama, gpt2, gpt, lenet])
-def test_a_sharded_model_passes_absent_tensors(make: Any) -> None:
-    """As a pipeline surveys it: right shapes, and no messages."""
-    model = make().double()
-    sharding = shard_module(model, find_plan(model), ranks(2), sequence_parallel=make is not lenet)
-    assert sharding.shards
-    make_absent(model, "", torch.device("cpu"))
-    loss = Loss(model)(*batch(model))
-    assert isinstance(loss, AbsentTensor) and loss.shape == ()
-
-
-@pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_layers_tell_the_region_unless_their_block_does(sequence_parallel: bool) -> None:
-    model = nn.ModuleDict({"gpt": gpt(), "up": nn.Linear(4, 4), "down": nn.Linear(4, 4)})
-    plan = {f"gpt.{pattern}": style for pattern, style in find_plan(model["gpt"]).items()}
-    region = ShardedRegion(0, torch.device("cpu"))
-    options = {"sequence_parallel": sequence_parallel, "region": region}
-    shard_module(model, plan | {"up": "column", "down": "row"}, ranks(2), **options)  # type: ignore[arg-type]
-    told = {name for name, layer in model.named_modules() if hasattr(layer, "site") and layer.site.region is region}
-    blocks = {f"gpt.blocks.{i}.{end}" for i in (0, 1) for end in ("attention.qkv", "attention.out", "mlp.0", "mlp.2")}
-    assert told - {"gpt.head"} == {"up", "down"} | (set() if sequence_parallel else blocks)
-
-
-def test_layers_that_a_user_sharded_are_reported_without_a_plan() -> None:
-    model = nn.Sequential(ColumnParallelLinear(4, 6, group=ranks(2)))
-    sharding = shard_module(model, find_plan(model), ranks(2))
-    assert {name: shard.shape for name, shard in sharding.shards.items()} == {"0.weight": (6, 4), "0.bias": (6,)}
 
 
 # -- refusals ----------------------------------------------------------------------------------------------------
