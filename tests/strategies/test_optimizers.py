@@ -11,11 +11,12 @@ from torch import Tensor
 
 from tests import optimizers
 from tests.pool import WorkerPool
+from tests.strategies.equality import EXACT
 from tests.strategies.failures import LIMIT, assert_refused
 from tests.strategies.harness import Report, complete, here, joined, largest_difference, make_trainer, train
 from tests.strategies.models import BATCH, Base, Blocks
 from tests.strategies.shardable import Mixed
-from tests.strategies.test_fully_sharded import EXACT, SAMPLES
+from tests.strategies.test_fully_sharded import SAMPLES
 
 
 def by(kind: str, model: type[Base]) -> type[Base]:

@@ -12,13 +12,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tests.pool import WorkerPool
+from tests.strategies.equality import EXACT, assert_equal
 from tests.strategies.harness import joined, largest_difference, make_trainer, train
 from tests.strategies.models import SAMPLES, TOKENS, Base
 from tests.strategies.shardable import Mixed
-from tests.strategies.test_pipeline import assert_equal
 from tests.thorough import thorough
-
-EXACT = 1e-12  # float64
 
 
 @pytest.mark.parametrize(("model", "ranks", "sequence_parallel"), [
