@@ -17,7 +17,7 @@ from transformers import GPT2Config, LlamaConfig
 from transformers.models.gpt2.modeling_gpt2 import GPT2Block
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
-from lightning_parallel.absent.answers import AbsentForward
+from lightning_parallel.absent.answers import ANSWERS_KEPT, AbsentForward
 from lightning_parallel.absent.module import make_absent
 from lightning_parallel.absent.tensor import AbsentTensor, AbsentValueError, absent_like
 
@@ -162,6 +162,19 @@ def test_the_module_is_asked_once_for_each_kind_of_input() -> None:
         for kind in kinds:
             kind()
     assert module.calls == len(kinds)
+
+
+def test_answers_are_kept_for_the_inputs_that_came_last() -> None:
+    """A step that hands a layer a number that counts up must not fill the memory."""
+    module = made_absent(Counting(4, 2))
+    forward = absent_forward(module, "far")
+    x = torch.ones(3, 4)
+    for number in range(3 * ANSWERS_KEPT):
+        forward(x)
+        forward(x, number)
+    assert module.calls == 1 + 3 * ANSWERS_KEPT  # what comes again and again is asked once
+    forward(x, 0)
+    assert module.calls == 2 + 3 * ANSWERS_KEPT  # what came long ago was forgotten
 
 
 class Settings:

@@ -90,6 +90,12 @@ def test_what_depends_on_it_is_absent_with_the_right_shape(operation: Callable[[
         assert one.shape == other.shape and one.dtype == other.dtype and one.device == other.device
 
 
+def test_equal_numbers_of_other_types_give_other_dtypes() -> None:
+    """What an operation gives is remembered."""
+    whole = absent_like(torch.arange(3), "x")
+    assert [(whole * factor).dtype for factor in (1, 1.0, True)] == [torch.int64, torch.float32, torch.int64]
+
+
 def test_origins_gather(absent: AbsentTensor) -> None:
     other = absent_like(torch.ones(3, 4), "another")
     assert (absent + other * 2).origins == {"the output of 'far'", "another"}

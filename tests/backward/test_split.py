@@ -382,6 +382,58 @@ def test_an_input_that_is_no_leaf_is_refused() -> None:
         begin(nn.Linear(D, D)(given), given)
 
 
+def test_several_outputs_and_inputs_need_not_depend_on_one_another() -> None:
+    layers = nn.ModuleList(nn.Linear(D, D) for _ in range(4))
+    found = []
+    for split in (False, True):
+        layers.zero_grad()
+        inputs = [x(3, D), x(3, D), x(3, D)]
+        with torch.no_grad():
+            for i, each in enumerate(inputs):
+                each.copy_(torch.arange(3.0 * D).view(3, D) + i)
+        outputs = [layers[0](inputs[0]) + layers[1](inputs[1]), layers[1](inputs[0]), layers[2](torch.ones(2, D))]
+        gradients = [torch.full_like(output, 2.0 + i) for i, output in enumerate(outputs)]
+        rest = begin_backward([get_gradient_edge(o) for o in outputs], gradients, inputs if split else [])
+        assert len(rest._parts) == (2 if split else 0)
+        assert layers[2].weight.grad is not None and (layers[1].weight.grad is None) == split
+        rest.run()
+        found.append([p.grad for p in (*layers.parameters(), *inputs)])
+    assert found[0][-1] is None and found[0][6] is None
+    assert all(one is other or torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
+def test_a_weight_that_is_an_output_too_does_not_wait() -> None:
+    linear, given = nn.Linear(D, D, bias=False), torch.arange(3.0 * D).view(3, D).requires_grad_()
+    outputs = [linear(given), linear.weight.t(), linear(given)]
+    rest = begin_backward([get_gradient_edge(o) for o in outputs], [torch.ones_like(o) for o in outputs], [given])
+    assert not rest._parts
+    assert torch.equal(linear.weight.grad, 2 * given.detach().sum(0).expand(D, D) + 1)  # type: ignore[arg-type]
+
+
+class Stopped(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, a: Tensor) -> Tensor:  # type: ignore[override]
+        return a.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return None
+
+
+def test_a_weight_that_no_gradient_reaches_has_none() -> None:
+    module = Calls(lambda m, a: Stopped.apply(m.first(a)) + m.second(a), first=nn.Linear(D, D), second=nn.Linear(D, D))
+    assert late(module, x(3, D)) == {"second.weight"}
+    assert module.first.weight.grad is None
+
+
+def test_an_output_may_be_the_input_or_a_view_of_it() -> None:
+    linear, given = nn.Linear(D, D), x(3, D)
+    outputs = [linear(given), given.view(-1), given]
+    rest = begin_backward([get_gradient_edge(o) for o in outputs], [torch.ones_like(o) for o in outputs], [given])
+    rest.run()
+    assert torch.equal(given.grad, linear.weight.sum(0).expand(3, D) + 2)  # type: ignore[arg-type]
+
+
 # -- microbatches ------------------------------------------------------------------------------------------------
 
 
@@ -499,6 +551,16 @@ def test_hooks_on_activations_and_modules_change_what_they_would() -> None:
     module.kept = None  # type: ignore[assignment]
     assert late(module, x(3, D)) == {"first.weight", "second.weight", "third.weight"}
     assert module.kept is not None and module.kept.grad is not None and len(module.seen) == 1  # type: ignore[unreachable,arg-type]
+
+
+def test_a_matmul_whose_weight_s_gradient_a_hook_may_change_is_done_in_the_first_half() -> None:
+    def hooked(m: Any, a: Tensor) -> Tensor:
+        output = m.first(a)
+        output.grad_fn.register_hook(lambda into, out: (*into[:2], into[2] * 3))
+        return m.second(output)
+
+    module = Calls(hooked, first=nn.Linear(D, D), second=nn.Linear(D, D))
+    assert late(module, x(3, D)) == {"second.weight"}
 
 
 # -- layers that run again, saved tensors that are elsewhere -----------------------------------------------------

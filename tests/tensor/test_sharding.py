@@ -6,6 +6,7 @@ import copy
 import weakref
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -81,6 +82,14 @@ def test_tied_layers_share_one_shard_under_both_names() -> None:
     shard = weakref.ref(model.get_parameter("blocks.0.mlp.0.weight"))
     model.get_submodule("blocks.0.mlp.0").weight = None  # as on another stage
     assert shard() is None  # no other layer keeps it
+
+
+def test_a_layer_with_two_names_is_replaced_under_both_by_one() -> None:
+    layer = nn.Linear(4, 4)
+    model: Any = nn.ModuleDict({"first": layer, "second": layer})
+    sharding = shard_module(model, {"first": "column"}, ranks(2))
+    assert model.first is model.second and model.first.weight.shape == (2, 4)
+    assert sharding.shards.keys() == {"first.weight", "first.bias", "second.weight", "second.bias"}
 
 
 # -- refusals ----------------------------------------------------------------------------------------------------
