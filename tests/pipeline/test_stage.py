@@ -98,18 +98,17 @@ def test_loss_and_gradients_equal_the_whole_models(kind: type[Net], stages: int)
     assert_equal_to_the_whole(kind(), step, stages, **BLOCKS, balance=kind.balance(stages))
 
 
-@pytest.mark.parametrize("kind", [Glue, UNet, Mixed])
-def test_a_compiled_step_equals_the_whole_models(kind: type[Net]) -> None:
+def test_a_compiled_step_equals_the_whole_models() -> None:
     def compiled(model: Any) -> Any:
         return torch.compile(model.step, backend="aot_eager")(X)
 
     torch.compiler.reset()
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message="Dynamo does not know")  # our own code is none for it
-        assert_equal_to_the_whole(kind(), compiled, 3, **BLOCKS, balance=kind.balance(3))
+        assert_equal_to_the_whole(UNet(), compiled, 3, **BLOCKS)
 
 
-@pytest.mark.parametrize("what", ["blocks.0", "blocks.1", "blocks.3", ""])
+@pytest.mark.parametrize("what", ["blocks.1", ""])
 def test_compiled_modules_equal_the_whole_models(what: str) -> None:
     model = Called()
     loss, gradients = by_hand.plain(model, step)

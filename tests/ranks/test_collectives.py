@@ -77,11 +77,6 @@ def test_the_failure_of_one_rank_is_raised_on_all(pool: WorkerPool, error: type[
     assert all(f"{kind}: rank 1: {named}no luck" in errors[rank] for rank in (0, 2))
 
 
-def test_without_a_failure_each_rank_has_its_result(pool: WorkerPool) -> None:
-    assert pool.run(fail_on, 2, 9, ValueError) == [[0, 1]] * 2
-    assert together(None, lambda: 3) == 3 and gather_objects(3, None) == [3]
-
-
 def decide(fails: type[Exception] | None) -> int:
     def choose() -> int:
         assert dist.get_rank() == 0, "the others are told"
@@ -151,10 +146,6 @@ def test_objects_and_numbers_are_exchanged(pool: WorkerPool) -> None:
         assert found["mean"] == [[1, 5], [1.0, 5.0]] and found["max"] == [2, 5] and found["sum"] == [3, 15]
 
 
-class OwnError(RuntimeError):
-    pass
-
-
 def compared(differs: int | None) -> tuple[list[int], int]:
     """What ranks see of each other's objects, and how many each has gathered."""
     own = 7 if dist.get_rank() != differs else 8
@@ -178,14 +169,6 @@ def test_a_collective_that_breaks_says_that_a_rank_is_gone(pool: WorkerPool) -> 
     *others, last = pool.run(lose_the_last, 3, expect_errors=True, timeout=30)
     assert "died" in last
     assert all("PeerLostError" in text and "The cause is in its own output" in text for text in others)
-
-
-def test_an_error_of_the_rank_s_own_is_not_taken_for_a_lost_peer() -> None:
-    def fails() -> None:
-        raise OwnError("mine")
-
-    with pytest.raises(OwnError, match="mine"):
-        guarded(fails)
 
 
 def reduce_what_the_backend_does_not_know() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from datetime import timedelta
 from typing import Any
 
@@ -14,7 +13,7 @@ from lightning.pytorch.plugins.environments import LightningEnvironment
 from lightning_parallel.ranks import process_group
 from lightning_parallel.ranks.layout import Layout
 from tests.pool import WorkerPool
-from tests.strategies.harness import ALL, Report, joined, make_trainer, train
+from tests.strategies.harness import Report, joined, train
 from tests.thorough import thorough
 from tests.worker import rejoin
 
@@ -131,22 +130,3 @@ def test_a_rank_whose_gpu_has_failed_leaves_too(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(process_group.rendezvous, "end", lambda: found.append("left"))
     process_group.leave()
     assert found == ["aborted", "left"]
-
-
-def threads_after_trainers(strategy: str, trainers: int) -> list[int]:
-    """How many threads this process has after each of some Trainers, of which a script keeps the modules."""
-    kept: list[Any] = []
-    threads = []
-    for _ in range(trainers):
-        os.environ["WORLD_SIZE"] = "2"  # a Trainer that ends deletes it
-        trainer = make_trainer(strategy, [], {}, max_epochs=1)
-        kept.append(ALL["Mixed"]())
-        trainer.fit(kept[-1], kept[-1].loader())
-        threads.append(len(os.listdir("/proc/self/task")))
-    return threads
-
-
-@pytest.mark.parametrize("strategy", ["sync", *thorough("data", "async")])
-def test_many_trainers_in_a_process_have_no_more_groups_than_one(pool: WorkerPool, strategy: str) -> None:
-    for threads in pool.run(threads_after_trainers, 2, strategy, 4, init=False):
-        assert threads[1:] == threads[:1] * 3

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,12 +11,11 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 from transformers.pytorch_utils import Conv1D
 
-from lightning_parallel.absent.tensor import AbsentTensor, absent_like
 from lightning_parallel.tensor import functions
 from lightning_parallel.tensor.layer import Site
 from lightning_parallel.tensor.linear import ColumnParallelLinear, ParallelLinear, RowParallelLinear
 from tests.pool import WorkerPool
-from tests.tensor.helpers import Messages, close, integers, ranks, values, world
+from tests.tensor.helpers import Messages, close, ranks, values, world
 
 IN, HIDDEN, OUT = 6, 10, 7  # 10 over 3 ranks: 4, 4, 2; over 4: 3, 3, 3, 1
 KINDS: tuple[type[ColumnParallelLinear] | type[RowParallelLinear], ...] = (ColumnParallelLinear, RowParallelLinear)
@@ -128,41 +126,6 @@ def test_frozen_weights_get_no_gradient_keep_no_input_and_let_the_inputs_gradien
     pool.run(frozen, 2)
 
 
-def autocast(kind: str, dtype: torch.dtype) -> None:
-    """Integers: equal, not close."""
-    whole = linear(0, 4, 6, kind=kind).to(dtype)
-    with torch.no_grad():
-        for i, parameter in enumerate(whole.parameters()):
-            parameter.copy_(integers(i, *parameter.shape))
-    layers: list[ParallelLinear] = [
-        ColumnParallelLinear.from_linear(whole, group=world(), gather_output=True),
-        RowParallelLinear.from_linear(whole, group=world(), input_is_parallel=False),
-    ]
-    for layer in layers:
-        for input_dtype in {dtype, torch.float64 if dtype == torch.float64 else torch.bfloat16}:
-            x, whole_x = (integers(5, 3, 4, dtype=input_dtype).requires_grad_() for _ in range(2))
-            whole.zero_grad()
-            layer.zero_grad()
-            with torch.autocast("cpu", torch.bfloat16):
-                y, expected = layer(x), whole(whole_x)
-            assert y.dtype == expected.dtype == (torch.float64 if dtype == torch.float64 else torch.bfloat16)
-            assert torch.equal(y, expected)
-            g = integers(6, 3, 6, dtype=y.dtype)
-            y.backward(g)
-            expected.backward(g)
-            close(x.grad, whole_x.grad)
-            same_gradients(layer, whole)
-
-
-@pytest.mark.parametrize(("dtype", "kind"), [
-    (torch.float32, "linear"), (torch.bfloat16, "conv1d"), (torch.float64, "linear"),
-])  # fmt: skip
-def test_under_autocast_dtypes_and_numbers_are_those_of_the_whole_layer(
-    pool: WorkerPool, dtype: torch.dtype, kind: str
-) -> None:
-    pool.run(autocast, 2, kind, dtype)
-
-
 def second_derivatives() -> None:
     column, row = ColumnParallelLinear(4, 4, group=world()), RowParallelLinear(8, 4, group=world())
     x = torch.ones(2, 4, requires_grad=True)
@@ -229,30 +192,6 @@ def test_a_layer_sends_one_message_in_the_direction_that_needs_it(pool: WorkerPo
         "row, in a block on pieces": [scattered, joined],
         "row, in a block on pieces, data": [scattered, joined],
     }
-
-
-def without_memory() -> None:
-    for layer, size in layers_and_inputs().values():
-        like = torch.empty(2, 4, size)
-        shape = layer(like).shape
-        absent = [absent_like(like, "elsewhere"), absent_like(like, "elsewhere").requires_grad_()]
-        for x in [*absent, torch.empty_like(like, device="meta", requires_grad=True)]:
-            module = layer if isinstance(x, AbsentTensor) else copy.deepcopy(layer).to("meta")
-            with Messages() as sent:
-                y = module(x)
-                torch.autograd.backward(y, torch.empty_like(y))
-            assert y.shape == shape and y.device == x.device and y.dtype == x.dtype
-            assert not x.requires_grad or x.grad is not None and x.grad.shape == x.shape
-            assert not sent.sent
-        for parameter in ("weight", "bias"):  # the layer is elsewhere, its input is here
-            setattr(layer, parameter, nn.Parameter(absent_like(getattr(layer, parameter).detach(), "elsewhere")))
-        with Messages() as sent:
-            y = layer(like)
-        assert isinstance(y, AbsentTensor) and y.shape == shape and not sent.sent
-
-
-def test_tensors_without_memory_get_their_shapes_and_send_nothing(pool: WorkerPool) -> None:
-    pool.run(without_memory, 2)
 
 
 # -- parameters --------------------------------------------------------------------------------------------------
