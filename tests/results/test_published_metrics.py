@@ -18,7 +18,6 @@ from lightning.pytorch.callbacks import (
     EarlyStopping,
     LearningRateMonitor,
     ModelCheckpoint,
-    Timer,
     TQDMProgressBar,
 )
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
@@ -298,8 +297,7 @@ def stop_early(strategy: str, moves: bool, patience: int, **options: Any) -> Any
     return trainer.global_step, stopper.stopped_epoch, stopper.wait_count, float(stopper.best_score)
 
 
-@BOTH
-@pytest.mark.parametrize("options", [{}, {"val_check_interval": 2}], ids=["epoch", "mid-epoch"])
+@pytest.mark.parametrize(("strategy", "options"), [("sync", {"val_check_interval": 2}), ("async", {})])
 def test_early_stopping_ends_all_ranks_at_the_step_of_a_single_process(
     pool: WorkerPool, single: Any, strategy: str, options: dict[str, Any]
 ) -> None:
@@ -348,9 +346,9 @@ def on_plateau(strategy: str, moves: bool, monitor: str, interval: str) -> list[
     return rates.seen
 
 
-@BOTH
-@pytest.mark.parametrize(("monitor", "interval"), [
-    ("val_level", "epoch"), ("train_level_step", "step"), *thorough(("train_level_epoch", "epoch")),
+@pytest.mark.parametrize(("strategy", "monitor", "interval"), [
+    ("sync", "val_level", "epoch"), ("async", "val_level", "epoch"), ("sync", "train_level_step", "step"),
+    *thorough(("async", "train_level_step", "step"), ("sync", "train_level_epoch", "epoch")),
 ])  # fmt: skip
 def test_a_plateau_lowers_the_rate_on_every_rank_at_the_same_step(
     pool: WorkerPool, single: Any, strategy: str, monitor: str, interval: str
@@ -477,8 +475,16 @@ def run_until_stopped(strategy: str, moves: bool, place: str) -> int:
     return int(trainer.global_step)
 
 
-@BOTH
-@pytest.mark.parametrize("place", ["training_step", "on_train_epoch_end", "on_validation_epoch_end", "callback"])
+@pytest.mark.parametrize(
+    ("strategy", "place"),
+    [
+        ("sync", "training_step"),
+        ("async", "training_step"),
+        ("sync", "on_train_epoch_end"),
+        ("async", "on_validation_epoch_end"),
+        ("sync", "callback"),
+    ],
+)
 def test_should_stop_ends_all_ranks_at_the_same_step(pool: WorkerPool, single: Any, strategy: str, place: str) -> None:
     moves = strategy == "sync"
     expected = single(run_until_stopped, moves, place)
@@ -486,20 +492,6 @@ def test_should_stop_ends_all_ranks_at_the_same_step(pool: WorkerPool, single: A
         expected = 8  # the end of its epoch: the stages are at different batches before
     ranks = pool.run(run_until_stopped, STAGES[strategy], strategy, moves, place, init=False, timeout=30)
     assert ranks == [expected] * STAGES[strategy]
-
-
-def run_for_a_second(strategy: str) -> tuple[int, bool]:
-    trainer = make_trainer(strategy, [], max_epochs=-1, max_time={"seconds": 1})
-    trainer.fit(Net(), loader(400), loader(8, 4, 5))
-    timer = next(callback for callback in trainer.callbacks if isinstance(callback, Timer))
-    return trainer.global_step, timer.time_elapsed() >= 1
-
-
-@BOTH
-def test_max_time_ends_all_ranks_at_the_same_step(pool: WorkerPool, strategy: str) -> None:
-    ranks = pool.run(run_for_a_second, STAGES[strategy], strategy, init=False, timeout=30)
-    assert len({steps for steps, _ in ranks}) == 1
-    assert ranks[0][0] > 0
 
 
 def test_module_hooks_are_wrapped_only_while_a_pipeline_runs(pool: WorkerPool) -> None:

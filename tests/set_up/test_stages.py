@@ -10,7 +10,6 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
 
@@ -171,20 +170,3 @@ def test_a_module_that_was_cut_says_so_when_it_is_used(pool: WorkerPool) -> None
 
 
 # -- groups --------------------------------------------------------------------------------------------------
-
-
-def groups_after_fits(strategy: str, model: str) -> tuple[int, int]:
-    """How many process groups there are after one fit of a strategy, and after three."""
-    trainer = harness.make_trainer(strategy, [], {"microbatches": 2}, max_epochs=1, limit_val_batches=0)
-    module, counts = MODELS[model](), []
-    for _ in range(3):
-        trainer.fit_loop.epoch_progress.reset()
-        trainer.fit(module, MODELS[model].loader())
-        counts.append(len(dist.distributed_c10d._world.pg_names))
-    return counts[0], counts[-1]
-
-
-@pytest.mark.parametrize(("strategy", "model"), [("sync", "GPT2"), ("sync", "Blocks"), ("async", "Blocks")])
-def test_another_fit_makes_no_other_groups(pool: WorkerPool, strategy: str, model: str) -> None:
-    for after_one, after_three in pool.run(groups_after_fits, 3, strategy, model, init=False):
-        assert after_three == after_one

@@ -10,7 +10,6 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.plugins.precision import MixedPrecision
-from torch import Tensor
 
 from tests.pool import WorkerPool
 from tests.strategies.harness import (
@@ -19,7 +18,6 @@ from tests.strategies.harness import (
     Witness,
     complete,
     here,
-    joined,
     largest_difference,
     make_trainer,
     spoil,
@@ -61,35 +59,6 @@ def test_a_resumed_run_is_the_run_to_the_bit(pool: WorkerPool, tmp_path: Path, m
     for a, b in zip(whole, resumed, strict=True):
         assert a.losses[3:] == b.losses
         assert largest_difference(a.weights, b.weights) == 0
-
-
-@pytest.fixture(scope="module")
-def saved(pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Tensor], Path]:
-    """The weights at the end of a run in shards on two ranks, and the checkpoint after its first epoch."""
-    directory = tmp_path_factory.mktemp("two")
-    reports = pool.run(fit, 2, "Blocks", "fsdp", {}, directory, init=False)
-    return joined(reports, "weights"), directory / "epoch=0.ckpt"
-
-
-@pytest.mark.parametrize(("strategy", "ranks", "options"), [
-    ("sync", 3, {"schedule": "1f1b"}),
-    *thorough(("fsdp", 4, {}), ("fsdp", 1, {}), ("sync", 2, {"microbatches": 1})),
-])  # fmt: skip
-def test_shards_continue_under_another_layout(
-    pool: WorkerPool, tmp_path: Path, saved: tuple[dict[str, Tensor], Path], strategy: str, ranks: int,
-    options: dict[str, Any],
-) -> None:  # fmt: skip
-    weights, path = saved
-    resumed = pool.run(fit, ranks, "Blocks", strategy, options, tmp_path, path, init=False)
-    assert largest_difference(joined(resumed, "weights"), weights) < EXACT
-
-
-@pytest.mark.parametrize(("strategy", "ranks"), [("single", 1), *thorough(("sync", 3))])
-def test_other_layouts_continue_in_shards(pool: WorkerPool, tmp_path: Path, strategy: str, ranks: int) -> None:
-    whole = pool.run(fit, ranks, "Blocks", strategy, {}, tmp_path / "a", init=False)
-    path = tmp_path / "a" / "epoch=0.ckpt"
-    resumed = pool.run(fit, 4, "Blocks", "fsdp", {}, tmp_path / "b", path, init=False)
-    assert largest_difference(joined(resumed, "weights"), joined(whole, "weights")) < EXACT
 
 
 # -- precision ---------------------------------------------------------------------------------------------------

@@ -181,8 +181,10 @@ def train(kinds: list[str], layout: str | None, **options: Any) -> list[tuple[Re
     return reports
 
 
-@pytest.mark.parametrize("accumulate", [1, 2], ids=["", "accumulating"])
-@pytest.mark.parametrize("layout", ["1f1b", "zbv", "replicas", "tensor", "fully sharded"])
+@pytest.mark.parametrize(
+    ("layout", "accumulate"),
+    [("1f1b", 1), ("1f1b", 2), ("zbv", 2), ("replicas", 2), ("tensor", 1), ("fully sharded", 2)],
+)
 def test_overridden_hooks_give_the_numbers_of_one_process(pool: WorkerPool, layout: str, accumulate: int) -> None:
     kinds = [kind.__name__ for kind in EQUAL]
     (single,) = pool.run(train, 1, kinds, None, init=False, accumulate_grad_batches=accumulate)
@@ -193,8 +195,10 @@ def test_overridden_hooks_give_the_numbers_of_one_process(pool: WorkerPool, layo
         assert all(report.metrics == pytest.approx(expected.metrics) for report, _ in reports), kind
 
 
-@pytest.mark.parametrize("layout", ["1f1b", "tensor"])
-@pytest.mark.parametrize("kind", [ClipsByHand, ClipsBeforeStep, ClipsAfterBackward, ClipsBetween])
+@pytest.mark.parametrize(
+    ("kind", "layout"),
+    [(ClipsByHand, "tensor"), (ClipsBeforeStep, "1f1b"), (ClipsAfterBackward, "1f1b"), (ClipsBetween, "1f1b")],
+)
 def test_a_clip_by_the_norm_of_a_part_is_refused(pool: WorkerPool, kind: Any, layout: str) -> None:
     failures = pool.run(train, 2, [kind.__name__], layout, init=False, expect_errors=True)
     assert_refused(failures, "RuntimeError", ["changes gradients", "self.clip_gradients", "gradient_clip_val"])
@@ -275,8 +279,9 @@ def count(reduce_fx: str, layout: str | None) -> tuple[dict[str, float], list[st
     return metrics, [str(each.message) for each in told]
 
 
-@pytest.mark.parametrize("layout", ["1f1b", "zbv", "tensor"])
-@pytest.mark.parametrize("reduce_fx", ["mean", "sum", "max"])
+@pytest.mark.parametrize(
+    ("reduce_fx", "layout"), [("mean", "1f1b"), ("sum", "zbv"), ("sum", "tensor"), ("max", "1f1b")]
+)
 def test_what_a_step_logs_is_the_batch_s(pool: WorkerPool, reduce_fx: str, layout: str) -> None:
     ((expected, _),) = pool.run(count, 1, reduce_fx, None, init=False)
     ranks = pool.run(count, 2, reduce_fx, layout, init=False)

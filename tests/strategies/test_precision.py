@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from tests.pool import WorkerPool
 from tests.strategies.harness import here, largest_difference, paste
 from tests.strategies.observed import CLASSES, WIDTH, Net, loader, make_trainer
+from tests.thorough import thorough
 
 
 class Deep(Net):
@@ -90,8 +91,9 @@ TOLERANCE = {"32-true": 1e-5, "64-true": 1e-12, "bf16-mixed": 0.02, "bf16-true":
 
 
 @pytest.mark.parametrize(("strategy", "precision"), [
-    ("sync", "32-true"), ("sync", "64-true"), ("sync", "bf16-mixed"), ("sync", "bf16-true"), ("sync", "16-mixed"),
-    ("tensor", "32-true"), ("tensor", "bf16-mixed"), ("tensor", "bf16-true"), ("tensor", "16-mixed"),
+    ("sync", "64-true"), ("sync", "bf16-mixed"), ("sync", "bf16-true"), ("sync", "16-mixed"),
+    ("tensor", "bf16-mixed"), ("tensor", "bf16-true"), ("tensor", "16-mixed"),
+    *thorough(("sync", "32-true"), ("tensor", "32-true")),
 ])  # fmt: skip
 def test_numbers_are_those_of_a_single_process(pool: WorkerPool, strategy: str, precision: str) -> None:
     single = pool.run(train, 1, "single", precision, init=False, gradient_clip_val=1.0)[0]
@@ -110,7 +112,7 @@ def test_numbers_are_those_of_a_single_process(pool: WorkerPool, strategy: str, 
     assert largest_difference(joined(ranks, 0), single["gradients"][0]) < tolerance * max(1.0, scale)
 
 
-@pytest.mark.parametrize("precision", ["32-true", "64-true", "bf16-mixed", "bf16-true"])
+@pytest.mark.parametrize("precision", ["64-true", "bf16-mixed", *thorough("32-true", "bf16-true")])
 def test_asynchronous_training_learns_in_every_precision(pool: WorkerPool, precision: str) -> None:
     single = pool.run(train, 1, "single", precision, init=False, max_epochs=1)[0]
     ranks = pool.run(train, 2, "async", precision, init=False, max_epochs=1)
