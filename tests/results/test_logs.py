@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from typing import Any
 from unittest.mock import MagicMock
 
 import torch
@@ -24,6 +25,42 @@ def test_a_number_of_a_batch_in_which_nothing_counts_is_that_of_a_microbatch() -
     calls: dict[str, float] = {}
     recorder.replay(lambda name, value, **_: calls.update({name: value}), batch)
     assert calls == {"loss": 0.0}
+
+
+def replayed(recorder: LogRecorder) -> list[tuple[str, Any, dict[str, Any]]]:
+    calls: list[tuple[str, Any, dict[str, Any]]] = []
+
+    def log(name: str, value: Any, **options: Any) -> None:
+        calls.append((name, value, options))
+
+    recorder.replay(log)
+    return calls
+
+
+def test_no_graph_is_kept_and_later_changes_in_place_do_not_show() -> None:
+    loss = torch.ones((), requires_grad=True) * 2
+    recorder = LogRecorder()
+    recorder.log("loss", loss)
+    with torch.no_grad():
+        loss.mul_(100)
+    ((_, value, _),) = replayed(recorder)
+    assert value.item() == 2.0 and not value.requires_grad
+
+
+def test_what_equals_the_loss_is_weighted_as_the_loss() -> None:
+    recorder = LogRecorder()
+    batch = BatchLoss([1, 1], given=[3.0, 1.0])
+    losses = [torch.tensor(1.0, requires_grad=True) * 1, torch.tensor(5.0, requires_grad=True) * 1]
+    for place, loss in enumerate(losses):
+        batch.add(place, loss)
+        recorder.begin(1)
+        recorder.log("loss", loss)
+        recorder.log("number", loss.item())
+        recorder.log("other", loss * 2)
+        recorder.log("tried", loss * 2)
+    calls: dict[str, float] = {}
+    recorder.replay(lambda name, value, **_: calls.update({name: float(value)}), batch, {"tried": Rule.COUNTS})
+    assert calls == {"loss": 2.0, "number": 2.0, "other": 6.0, "tried": 4.0}
 
 
 def test_a_trial_writes_to_no_logger_and_a_watched_step_is_noted() -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_parallel.interception import LeaveStep
 from lightning_parallel.private.torch import TorchDispatchMode
 from lightning_parallel.steps.unseen_writes import UnseenWrites
 
@@ -22,6 +23,33 @@ def test_one_that_changes_for_one_microbatch_alone_is_refused_at_the_next_batch(
                 module.weight.add_(1)
     with pytest.raises(RuntimeError, match=r"'weight'.*microbatches=1"):
         unseen.follow((), 2, 1)
+
+
+@pytest.mark.parametrize("trained", [True, False])
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_a_parameter_that_two_runs_of_a_batch_change_is_refused(trained: bool, chunks: int) -> None:
+    """Two microbatches, or two chunks of one."""
+    module = nn.Linear(1, 1).requires_grad_(trained)
+    unseen = UnseenWrites(module)
+    for inner in (module.weight, module.bias):
+        unseen.follow({"weight"}, 3 - chunks, chunks)
+        with unseen.around_run(0), torch.no_grad():
+            inner.add_(1)
+        if inner is module.bias:
+            with pytest.raises(RuntimeError, match=r"'bias'.*microbatches=1"), unseen.around_run(0), torch.no_grad():
+                inner.add_(1)
+                raise LeaveStep  # as on a stage that isn't the last
+
+
+def test_one_of_which_the_only_microbatch_is_run_once_a_chunk_may_change_in_its_layer() -> None:
+    module = nn.Linear(1, 1)
+    unseen = UnseenWrites(module)
+    for _ in range(2):
+        unseen.follow((), 1, 2)
+        for chunk in range(2):
+            with unseen.around_run(0), torch.no_grad():
+                if chunk == 1:
+                    module.weight.add_(1)
 
 
 def test_one_that_is_changed_and_put_back_is_left_alone() -> None:
