@@ -59,11 +59,8 @@ ELSEWHERE = {
     "LoaderSource": "loading/test_first_batch.py",
     "take_back_loaders": "loading/test_first_batch.py",
     "samples_predicted": "results/test_predictions.py",
-    "step_metrics": "strategies/test_late_values.py",
-    "metric_places": "strategies/test_late_values.py",
-    "replace_metric_places": "strategies/test_late_values.py",
+    "step_metrics": "strategies/test_host_reads.py",
     "time_without_broadcasts": "strategies/test_late_values.py",
-    "around_step_hooks": "strategies/test_lightning_idioms.py",
 }
 
 
@@ -199,6 +196,19 @@ def test_reads_training_metric(given: dict[str, Any], reads: bool) -> None:
     assert (
         lightning_private.metrics.reads_training_metric(ModelCheckpoint(filename="{epoch}-{step}", **given), 6) is False
     )
+
+
+def test_replace_metric_places_replaces_what_the_trainer_shows() -> None:
+    """Otherwise stages that don't have a step's metrics yet would show old ones."""
+
+    class Places(dict[str, Any]):
+        pass
+
+    run = trainer()
+    lightning_private.metrics.replace_metric_places(run, Places)
+    shown = (run.callback_metrics, run.logged_metrics, run.progress_bar_metrics)
+    for place, metrics in zip(lightning_private.metrics.metric_places(run), shown, strict=True):
+        assert isinstance(place, Places) and metrics is place
 
 
 def test_show_in_progress_bar_shows_texts_beside_what_is_logged() -> None:
@@ -403,6 +413,38 @@ def test_validation_has_ended_in_the_hooks_after_it() -> None:
 class TwoLoaders(Net):
     def validation_step(self, batch: Tensor, batch_idx: int, dataloader_idx: int) -> None:  # type: ignore[override]
         super().validation_step(batch, batch_idx)
+
+
+def test_around_step_hooks_begins_with_complete_gradients_and_ends_before_the_optimizer() -> None:
+    """Otherwise a norm that a hook takes of a part of the model would clip without a word."""
+    seen: list[str] = []
+
+    class Hooks(Net):
+        def on_after_backward(self) -> None:
+            seen.append("backward")
+
+        def on_before_optimizer_step(self, *_: Any) -> None:
+            seen.append("hook")
+
+        def configure_gradient_clipping(self, *_: Any, **__: Any) -> None:
+            seen.append("clip")
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            class Optimizer(torch.optim.SGD):
+                def step(self, closure: Any = None) -> Any:
+                    closure()
+                    seen.append("step")
+
+            return Optimizer(self.parameters(), lr=0.1)
+
+    made = trainer(max_steps=1)
+    put_back = lightning_private.batches.around_step_hooks(
+        made.precision_plugin, lambda: seen.append("begin"), lambda: seen.append("end")
+    )
+    made.fit(Hooks(), torch.utils.data.DataLoader(torch.ones(2, 1)))
+    assert seen == ["backward", "begin", "hook", "clip", "end", "step"]
+    put_back()
+    assert "_after_closure" not in vars(made.precision_plugin)
 
 
 def test_continue_after_epoch_steps_plateau_schedulers_of_that_epoch(tmp_path: Path) -> None:

@@ -17,6 +17,8 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.dlpack import to_dlpack
 
@@ -64,8 +66,6 @@ ELSEWHERE = {
     "shape_of_operand": "losses/test_graph.py",
     "like_edge": "losses/test_graph.py",
     "where_created": "strategies/test_loss_means.py",
-    "forget_meshes": "ranks/test_process_group.py",
-    "values_read_by": "strategies/test_fully_sharded.py",
 }
 
 
@@ -330,6 +330,33 @@ def groups_of_collectives() -> tuple[list[int], int, bool]:
 def test_boxed_group_and_group_by_name_give_the_group_of_a_collective(pool: WorkerPool) -> None:
     """Otherwise recipes.compare could not tell how many ranks a message is for."""
     assert pool.run(groups_of_collectives, 2) == [([2], 2, True)] * 2
+
+
+def sizes_of_the_cache_of_meshes() -> tuple[int, int]:
+    """The misses that have filled it, before it is emptied and after."""
+    half = DTensor.from_local(torch.ones(2), init_device_mesh("cpu", (2,)), [Shard(0)])
+    half + half
+    _, before = torch._C._get_DTensor_sharding_propagator_cache_stats()
+    torch_private.forget_meshes()
+    _, after = torch._C._get_DTensor_sharding_propagator_cache_stats()
+    return before, after
+
+
+def test_forget_meshes_empties_the_cache_that_holds_them(pool: WorkerPool) -> None:
+    """Otherwise a second run in a process fails: "Could not resolve the process group registered under the name"."""
+    assert all(before > after == 0 for before, after in pool.run(sizes_of_the_cache_of_meshes, 2))
+
+
+def sums_read() -> list[float]:
+    whole = DTensor.from_local(torch.ones(2), init_device_mesh("cpu", (2,)), [Shard(0)]).sum()
+    with torch_private.values_read_by(lambda tensor: tensor.full_tensor().item()):
+        inside = [whole.item(), float(whole), float(bool(whole == 4))]
+    return [*inside, whole.item()]
+
+
+def test_values_read_by_reads_a_dtensor_and_is_undone(pool: WorkerPool) -> None:
+    """Otherwise a norm of a fully sharded weight, as a number, would be that of this rank's part."""
+    assert pool.run(sums_read, 2) == [[4, 4, 1, 2]] * 2
 
 
 def write_into_the_store() -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -192,6 +193,25 @@ def test_a_layer_sends_one_message_in_the_direction_that_needs_it(pool: WorkerPo
         "row, in a block on pieces": [scattered, joined],
         "row, in a block on pieces, data": [scattered, joined],
     }
+
+
+def region_borders() -> None:
+    region = mock.Mock()
+    options: dict[str, Any] = {"group": world(), "site": Site(world(), region)}
+
+    def calls(layer: nn.Module) -> list[str]:
+        region.reset_mock()
+        layer(torch.ones(2, 4))
+        return [name for name, *_ in region.mock_calls]
+
+    assert calls(ColumnParallelLinear.from_linear(nn.Linear(4, 6), **options)) == ["enter"]
+    assert calls(ColumnParallelLinear.from_linear(nn.Linear(4, 6).eval(), **options)) == []
+    assert calls(ColumnParallelLinear.from_linear(nn.Linear(4, 6), gather_output=True, **options)) == []
+    assert calls(RowParallelLinear.from_linear(nn.Linear(8, 6), **options)) == ["leave"]
+
+
+def test_a_region_is_entered_after_columns_in_training_and_left_before_rows(pool: WorkerPool) -> None:
+    pool.run(region_borders, 2)
 
 
 # -- parameters --------------------------------------------------------------------------------------------------
