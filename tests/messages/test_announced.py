@@ -14,7 +14,7 @@ from torch import Tensor
 from lightning_parallel.messages.announced import AnnouncedReceiver, AnnouncingSender
 from lightning_parallel.messages.channel import Link
 from lightning_parallel.ranks.groups import Wire
-from tests.messages.test_channel import CPU, check_stream, described, stream, tensor
+from tests.messages.test_channel import CPU, check_stream, described, stream, tensor, wanting
 from tests.pool import WorkerPool
 
 
@@ -91,6 +91,28 @@ def written_again() -> list[float] | None:
 
 def test_what_is_sent_is_what_a_layer_returned_also_where_it_writes_again(pool: WorkerPool) -> None:
     assert pool.run(written_again, 2)[0] == [0.0, 1.0, 2.0]
+
+
+def kept_announcements() -> list[int] | None:
+    """The announcements that are kept for messages without proof of arrival."""
+    if dist.get_rank() == 0:
+        sender = AnnouncingSender(*links())
+        kept = []
+        for i in range(4):
+            sender.send(wanting(tensor(i, 3)), 0)
+            sender.confirm(i)
+            kept.append(len(sender._announced))
+        sender.flush()
+        return [*kept, len(sender._announced)]
+    receiver = AnnouncedReceiver(*links())
+    for _ in range(4):
+        receiver.post(0)
+        receiver.take()
+    return None
+
+
+def test_announcements_are_kept_as_long_as_their_messages(pool: WorkerPool) -> None:
+    assert pool.run(kept_announcements, 2)[0] == [1, 1, 1, 1, 0]
 
 
 class Unread:

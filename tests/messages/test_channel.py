@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -140,6 +141,32 @@ def test_gradients_arrive_as_they_were_sent_without_a_header(pool: WorkerPool) -
         assert received == described(sent), f"message {i}"
 
 
+def counts_its_sends() -> list[int] | None:
+    changing = [[tensor(0, 2)], [tensor(1, 2)], [tensor(2, 3)], [tensor(3, 3)], [tensor(4, 2)]]
+    if dist.get_rank() == 0:
+        connection = link()
+        posted: list[int] = []
+        isend = connection.isend
+        connection.isend = lambda buffer: (posted.append(buffer.numel()), isend(buffer))[1]  # type: ignore[method-assign]
+        sender = Sender(connection)
+        counts = []
+        for tensors in changing:
+            sender.send(tensors, 0)
+            sender.flush()  # posting is left to a thread
+            counts.append(len(posted))
+            posted.clear()
+        return counts
+    receiver = Receiver(link())
+    for _ in changing:
+        receiver.post(0)
+        receiver.take()
+    return None
+
+
+def test_a_message_like_the_one_before_is_a_single_send(pool: WorkerPool) -> None:
+    assert pool.run(counts_its_sends, 2)[0] == [3, 1, 3, 1, 3]
+
+
 def ends_its_stream() -> list[bool] | None:
     """Ends before any message, in the middle of messages, where a large one was expected; and goes on."""
     messages: list[Tensor | None] = [None, tensor(0, 100), tensor(1, 100), None, tensor(2, 100), tensor(3, 1), None]
@@ -228,6 +255,41 @@ def test_packets_of_messages_that_arrived_are_used_again(pool: WorkerPool) -> No
     assert [alive for _, alive, _ in found] == [5] * 9
 
 
+def takes_with_the_next_posted() -> list[tuple[int, list[Any]]] | None:
+    """Packets made in all, and what came, after each message."""
+    messages = [[tensor(0, 2)], [tensor(1, 2)], [tensor(2, 2)], [tensor(3, 3)]]
+    gradients = [[tensor(9, 4)], [tensor(10, 5)]]
+    if dist.get_rank() == 0:
+        sender = Sender(link())
+        for message in messages:
+            sender.send(message, 0)
+        for message in gradients:
+            sender.send_gradients(message)
+        sender.flush()
+        return None
+    with packets_made() as made:
+        receiver = Receiver(link())
+        found: list[tuple[int, list[Any]]] = []
+        receiver.post(0)
+        for i, message in enumerate(messages):
+            arrival = receiver.take(then=0 if i < 3 else None)
+            assert arrival is not None
+            found.append((len(made), described(arrival.receive())))
+            assert found[-1][1] == described(message)
+        receiver.post_gradients(format_of(gradients[0]))
+        assert described(receiver.take_gradients(format_of(gradients[1]))) == described(gradients[0])
+        assert described(receiver.take_gradients()) == described(gradients[1])
+        assert len(made) == found[-1][0] + 2
+        return found
+
+
+def test_the_next_receive_is_made_while_a_message_is_on_its_way(pool: WorkerPool) -> None:
+    found = pool.run(takes_with_the_next_posted, 2)[1]
+    # One packet for each message, made for the next one while it was on its way. The first and the last are of a new
+    # format: the message itself comes into a further packet, and what the first one made for the next doesn't fit.
+    assert [count for count, _ in found] == [4, 5, 6, 7]
+
+
 def confirms_nothing() -> list[int] | None:
     """Nothing is known of messages that were sent: no buffer is used again, or what was sent would change."""
     if dist.get_rank() == 1:
@@ -251,6 +313,57 @@ def confirms_nothing() -> list[int] | None:
 
 def test_buffers_in_flight_are_left_alone(pool: WorkerPool) -> None:
     assert pool.run(confirms_nothing, 2)[1] == [0, 1, 2, 3]
+
+
+def drops_its_sender() -> list[bool]:
+    """Do the sending thread and the link end with the sender, while a send is outstanding and after all arrived?"""
+    ended = []
+    for flushed in (True, False):
+        connection = link()
+        dist.barrier()
+        if dist.get_rank() == 1:
+            receiver = Receiver(connection)
+            if flushed:
+                receiver.post(0)
+                receiver.take()
+            dist.barrier()
+            continue
+        before = set(threading.enumerate())
+        sender = Sender(connection)
+        (thread,) = set(threading.enumerate()) - before
+        sender.send([], 0)
+        if flushed:
+            sender.flush()
+        reference = weakref.ref(connection)
+        del connection, sender
+        ended.append(not thread.is_alive() and reference() is None)
+        dist.barrier()
+    return ended
+
+
+def test_a_senders_thread_and_link_end_with_it(pool: WorkerPool) -> None:
+    assert pool.run(drops_its_sender, 2)[0] == [True, True]
+
+
+def changes_what_it_sent() -> list[float] | None:
+    if dist.get_rank() == 1:
+        receiver = Receiver(link())
+        dist.barrier()  # by now the sender has changed its tensor
+        receiver.post(0)
+        arrival = receiver.take()
+        assert arrival is not None
+        return arrival.receive()[0].tolist()
+    sender = Sender(link())
+    tensors = torch.ones(3)
+    sender.send([tensors], 0)
+    tensors.zero_()
+    dist.barrier()
+    sender.flush()
+    return None
+
+
+def test_what_is_sent_may_be_changed_in_place_afterwards(pool: WorkerPool) -> None:
+    assert pool.run(changes_what_it_sent, 2)[1] == [1.0, 1.0, 1.0]
 
 
 def loses_its_peer(how: str) -> str:

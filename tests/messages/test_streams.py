@@ -38,6 +38,14 @@ class Stream:
         return f"event of {self.name}"
 
 
+class Buffer:
+    def __init__(self, diary: list[str], device: torch.device = GPU) -> None:
+        self.diary, self.device = diary, device
+
+    def record_stream(self, stream: Stream) -> None:
+        self.diary.append(f"memory is used on {stream.name}")
+
+
 @pytest.fixture
 def diary(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     found: list[str] = []
@@ -54,6 +62,31 @@ def diary(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(torch.cuda, "stream", on)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current[-1])
     return found
+
+
+def test_a_copy_to_the_host_waits_for_the_layers_before_it_and_keeps_their_memory(diary: list[str]) -> None:
+    streams = Streams(GPU)
+    tensors: list[Any] = [Buffer(diary), Buffer(diary, CPU)]
+    with streams.outgoing(tensors):
+        diary.append(f"copy on {torch.cuda.current_stream(GPU).name}")  # type: ignore[attr-defined]
+    assert diary == ["outgoing waits for compute", "copy on outgoing", "memory is used on outgoing"]
+    assert str(streams.copied()) == "event of outgoing"
+
+
+def test_a_receive_waits_for_no_layer_and_layers_wait_for_it(diary: list[str]) -> None:
+    streams = Streams(GPU)
+    buffer: Any = Buffer(diary)
+    with streams.incoming():
+        diary.append(f"receive on {torch.cuda.current_stream(GPU).name}")  # type: ignore[attr-defined]
+    streams.arrived(buffer)
+    assert diary == ["receive on incoming", "compute waits for incoming", "memory is used on compute"]
+
+
+def test_on_a_cpu_nothing_is_ordered() -> None:
+    streams = Streams(CPU)
+    with streams.incoming(), streams.outgoing([torch.ones(1)]):
+        streams.arrived(torch.ones(1))
+    assert streams.copied() is None
 
 
 class Copy:
@@ -117,6 +150,15 @@ def test_a_message_leaves_when_it_has_been_copied_to_the_host_and_the_stage_goes
     copy.ends.set()
     sender.flush()
     assert link.sent[-1][:12].view(torch.float32).tolist() == [1.0] * 3
+
+
+def test_what_arrives_through_the_host_is_copied_to_the_device_beside_the_layers(link: Link) -> None:
+    done: list[str] = []
+    link.streams.arrived = lambda buffer: done.append(buffer.device.type)
+    receiver = Receiver(link)  # type: ignore[arg-type]
+    receiver.post_gradients((((3,), torch.float32, False),))
+    (gradient,) = receiver.take_gradients()
+    assert gradient.device.type == "meta" and done == ["meta"]
 
 
 class Sending:

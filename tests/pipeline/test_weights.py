@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from lightning_parallel.gradients.swapping import swap_gradients
 from lightning_parallel.losses.normaliser import BatchLoss
@@ -158,9 +159,8 @@ def made(kind: str) -> Between:
     return Between(kind)
 
 
-@pytest.mark.parametrize(
-    ("kind", "delay", "count"), [*((kind, 3, 2) for kind in LAYERS), ("gru", 0, 1), ("gru", 3, 1), ("gru", 2, 4)]
-)
+@pytest.mark.parametrize(("delay", "count"), [(0, 1), (1, 1), (3, 1), (3, 2), (2, 4)])
+@pytest.mark.parametrize("kind", LAYERS)
 def test_stashed_training_equals_delayed_gradients(kind: str, delay: int, count: int) -> None:
     training = Training(made(kind), "stash", delay, count).run(12)
     model = made(kind)
@@ -170,6 +170,32 @@ def test_stashed_training_equals_delayed_gradients(kind: str, delay: int, count:
     assert_equal(dict(training.model.named_buffers()), dict(model.named_buffers()))
     assert training.versions.updates == 12 // count
     assert max(training.copies) <= -(-delay // count)
+
+
+@pytest.mark.parametrize(
+    ("stashing", "delay", "count", "correction", "second_order"),
+    [
+        ("2bw", 0, 2, 0.0, False),
+        ("2bw", 2, 2, 0.0, False),
+        ("2bw", 1, 2, 1.0, False),
+        ("2bw", 2, 3, 1.0, True),
+        ("stash", 3, 1, 3.0, False),
+        ("stash", 2, 3, 2 / 3, False),
+        ("stash", 2, 3, 2 / 3, True),
+        ("stash", 3, 3, 1.0, True),
+    ],
+)
+@pytest.mark.parametrize("kind", ["gru", "x * w", "attention", "batchnorm"])
+def test_two_versions_and_corrections_equal_delayed_gradients(
+    kind: str, stashing: Stashing, delay: int, count: int, correction: float, second_order: bool
+) -> None:
+    rule: Any = {"correction": correction, "second_order": second_order}
+    training = Training(made(kind), stashing, delay, count, **rule).run(12)
+    model = made(kind)
+    expected, losses = reference(model, 12, delay, count, stashing=stashing, **rule)
+    assert_equal(training.parameters, expected)
+    assert training.losses == pytest.approx(losses, rel=0, abs=1e-12)
+    assert_equal(dict(training.model.named_buffers()), dict(model.named_buffers()))
 
 
 def test_corrections_move_what_forwards_read_not_the_parameters() -> None:
@@ -222,6 +248,16 @@ def test_corrected_latest_multiplies_by_the_newest_corrected_weights() -> None:
     assert copies_held(versions) == 1
 
 
+@pytest.mark.parametrize("kind", LAYERS)
+def test_latest_weights_are_another_thing_than_stashed_ones(kind: str) -> None:
+    stash, latest = (Training(made(kind), stashing, 2).run(8) for stashing in ("stash", "latest"))
+    assert stash.losses[:3] == latest.losses[:3]  # the first update is made of a backward without delay in both
+    assert any(not torch.allclose(w, latest.parameters[name]) for name, w in stash.parameters.items())
+    assert max(latest.copies) == 0 and max(stash.copies) == 2
+    without_delay = [Training(made(kind), stashing, 0).run(8) for stashing in ("stash", "latest")]
+    assert_equal(without_delay[0].parameters, {n: w.detach() for n, w in without_delay[1].parameters.items()})
+
+
 class Scalars(nn.Module):
     """x * w * v: each factor's gradient is the product of the others."""
 
@@ -259,6 +295,25 @@ def test_no_copy_is_made_where_nothing_is_in_flight() -> None:
     before = {name: p.data_ptr() for name, p in training.parameters.items()}
     training.run(3)
     assert {name: p.data_ptr() for name, p in training.parameters.items()} == before
+
+
+def test_one_copy_is_made_for_an_update_not_for_a_microbatch() -> None:
+    training = Training(made("x * w"), "stash", delay=8, count=4)
+    addresses = set()
+    for k in range(16):
+        training.microbatch(batch(k))
+        addresses.add(training.parameters["layer.weight"].data_ptr())
+    assert training.versions.updates == 2 and len(addresses) == 3
+
+
+def test_a_forward_costs_no_memory() -> None:
+    model = made("x * w")
+    versions = WeightVersions(model, parameters_of(model))
+    seen = []
+    versions.forward(lambda: seen.append(model.layer.weight) or model(batch(0)))  # type: ignore[func-returns-value]
+    (leaf,) = seen
+    assert leaf is not model.layer.weight and leaf.data_ptr() == model.layer.weight.data_ptr()
+    assert leaf.is_leaf and leaf.requires_grad
 
 
 def test_old_versions_are_freed_after_their_last_backward() -> None:
@@ -373,6 +428,44 @@ def test_copies_held_are_all_the_memory_there_is() -> None:
                 assert copies_held(versions) == len(held), (stashing, correction, k)
 
 
+@pytest.mark.parametrize("stashing", ["stash", "2bw", "latest"])
+def test_an_update_that_no_forward_came_before_is_corrected_too(stashing: Stashing) -> None:
+    model = Scalars()
+    versions = WeightVersions(model, parameters_of(model), stashing, corrected=True)
+    with torch.no_grad():
+        versions.update(lambda: model.w.sub_(1.0), 1.0)  # type: ignore[arg-type, return-value]
+    assert model.w.item() == 1.0
+    assert versions.forward(lambda: model.w.item())[0] == 0.0
+
+
+def test_with_a_correction_parameters_move_once_not_at_every_update() -> None:
+    training = Training(made("x * w"), "stash", delay=2, correction=2.0)
+    addresses = []
+    for k in range(8):
+        training.microbatch(batch(k))
+        addresses.append(training.parameters["layer.weight"].data_ptr())
+    assert training.versions.updates == 6
+    assert len(set(addresses)) == 2 and len(set(addresses[2:])) == 1  # leaves have memory of their own by then
+
+
+def test_2bw_keeps_exactly_two_versions() -> None:
+    training = Training(made("gru"), "2bw", delay=2, count=3)
+    for k in range(14):
+        training.microbatch(batch(k))
+        if k >= 3:
+            assert training.versions.reading == k // 3 - 1
+    assert [version.updates for version in training.versions._versions()] == [3]  # and version 4, the parameters
+    assert training.versions.updates == 4
+
+
+def test_2bw_refuses_to_read_what_the_stage_has_not_made() -> None:
+    training = Training(made("linear"), "2bw", delay=3, count=2)
+    for k in range(4):
+        training.microbatch(batch(k))
+    with pytest.raises(AssertionError, match="2bw"):
+        training.microbatch(batch(4))
+
+
 @pytest.mark.parametrize(("delay", "count"), [(0, 1), (3, 1), (3, 2), (2, 4)])
 @pytest.mark.parametrize("stashing", ["stash", "latest", "2bw"])
 def test_staleness_is_counted_for_every_microbatch(stashing: Stashing, delay: int, count: int) -> None:
@@ -381,6 +474,33 @@ def test_staleness_is_counted_for_every_microbatch(stashing: Stashing, delay: in
     training = Training(made("linear"), stashing, delay, count).run(12)
     read = [max(0, k // count - 1) if stashing == "2bw" else max(0, k - delay) // count for k in range(12)]
     assert training.versions.staleness == Counter(k // count - read[k] for k in range(12))
+
+
+@pytest.mark.parametrize(("correction", "second_order"), [(0.0, False), (1.0, False), (1.0, True)])
+@pytest.mark.parametrize("stashing", ["stash", "2bw", "latest"])
+def test_after_a_refresh_forwards_read_the_parameters_themselves(
+    stashing: Stashing, correction: float, second_order: bool
+) -> None:
+    training = Training(made("gru"), stashing, 2, 2, correction=correction, second_order=second_order).run(8)
+    versions = training.versions
+    versions.refresh()
+    assert copies_held(versions) == 0
+    training.microbatch(batch(8))
+    _, token = training.flights[-1]
+    for name, p in training.parameters.items():
+        assert torch.equal(token.leaves[name], p)
+        shares = token.leaves[name].data_ptr() == p.data_ptr()
+        assert shares == (stashing != "latest" or not correction)  # corrections of "latest" are written to leaves
+    before = {name: p.detach().clone() for name, p in training.parameters.items()}
+    training.microbatch(batch(9))
+    training.microbatch(batch(10))
+    training.microbatch(batch(11))  # the first update since then
+    assert versions.updates == 5
+    if correction:  # knows of no correction before
+        read = versions._versions()[-1].leaves
+        for name, p in training.parameters.items():
+            expected = p - correction * (1 + 0.9 * second_order) * (before[name] - p)
+            torch.testing.assert_close(read[name].detach(), expected.detach(), rtol=0, atol=1e-14)
 
 
 @pytest.mark.parametrize(("correction", "second_order"), [(0.0, False), (1.0, False), (1.0, True)])
@@ -444,6 +564,34 @@ def tied_inside() -> TiedInside:
     return TiedInside()
 
 
+class Checkpointed(Between):
+    """The user's own activation checkpointing: the layer's forward runs again in the backward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = checkpoint(lambda h: self.layer(h).tanh(), self.before(x), use_reentrant=False)
+        return self.after(y).square().mean()
+
+
+@pytest.mark.parametrize("kind", ["linear", "x * w", "gru", "attention", "layernorm"])
+def test_what_a_backward_computes_again_it_computes_with_the_weights_of_its_forward(kind: str) -> None:
+    torch.manual_seed(1)
+    training = Training(Checkpointed(kind), "stash", delay=2).run(8)
+    expected, losses = reference(made(kind), 8, delay=2)
+    assert_equal(training.parameters, expected)
+    assert training.losses == pytest.approx(losses, rel=0, abs=1e-12)
+
+
+def test_a_second_run_in_the_backward_reads_the_weights_of_its_forward() -> None:
+    model = Scalars()
+    versions = WeightVersions(model, parameters_of(model))
+    _, token = versions.forward(lambda: model(1.0))
+    with torch.no_grad():
+        versions.update(lambda: model.w.fill_(100.0))  # type: ignore[arg-type, return-value]
+    with versions.backward(token):
+        assert model.w.item() == 2.0
+    assert model.w.item() == 100.0
+
+
 def test_the_modules_parameters_are_back_after_a_step_that_fails() -> None:
     model = made("gru")
     before = {name: id(p) for name, p in model.named_parameters()}
@@ -458,6 +606,32 @@ def test_the_modules_parameters_are_back_after_a_step_that_fails() -> None:
     assert {name: id(p) for name, p in model.named_parameters()} == before
     assert versions.updates == 0
     versions.refresh()  # nothing is in flight
+
+
+def test_outside_of_forwards_the_module_computes_with_its_newest_weights() -> None:
+    training = Training(made("gru"), "stash", delay=2)
+    for k in range(6):
+        training.microbatch(batch(k))
+    fresh = Between("gru")
+    fresh.load_state_dict(training.model.state_dict())
+    assert torch.equal(training.model(batch(9)), fresh(batch(9)))
+    assert all(isinstance(p, nn.Parameter) for p in training.model.parameters())
+
+
+def test_gradients_are_taken_once_and_a_parameter_without_one_is_missing() -> None:
+    model = made("linear")
+    model.unused = nn.Linear(2, 2)
+    versions = WeightVersions(model, parameters_of(model))
+    for k in range(2):
+        loss, token = versions.forward(lambda k=k: model(batch(k)))  # type: ignore[misc]
+        with versions.backward(token):
+            loss.backward()
+    gradients = versions.take_gradients()
+    assert set(gradients) == {name for name, _ in model.named_parameters() if not name.startswith("unused")}
+    assert versions.take_gradients() == {}
+    assert all(p.grad is None for p in model.parameters())
+    (model(batch(0)) + model(batch(1))).backward()
+    assert_equal(gradients, {name: p.grad for name, p in model.named_parameters() if p.grad is not None})
 
 
 def test_a_change_from_outside_is_seen_after_a_refresh() -> None:
@@ -477,6 +651,44 @@ def test_a_change_from_outside_is_seen_after_a_refresh() -> None:
     with versions.backward(token):
         loss.backward()
     assert {name: g.item() for name, g in versions.take_gradients().items()} == {"w": 3.0}
+
+
+def test_a_refresh_in_the_middle_of_an_update_loses_no_gradient() -> None:
+    """Validation between two batches whose gradients accumulate."""
+    model = Scalars()
+    versions = WeightVersions(model, parameters_of(model))
+    for _ in range(3):
+        loss, token = versions.forward(lambda: model(1.0))
+        with versions.backward(token):
+            loss.backward()
+        versions.refresh()
+        assert copies_held(versions) == 0
+    assert {name: g.item() for name, g in versions.take_gradients().items()} == {"w": 9.0, "v": 6.0}
+    versions.refresh()
+    assert versions.take_gradients() == {}
+
+
+def test_only_this_stages_parameters_are_swapped() -> None:
+    model = made("linear")
+    mine = {name: p for name, p in model.named_parameters() if name.startswith("layer")}
+    versions = WeightVersions(model, mine)
+    inside: dict[str, Any] = {}
+    versions.forward(lambda: inside.update(model.named_parameters()) or model(batch(0)))  # type: ignore[func-returns-value]
+    for name, p in model.named_parameters():
+        assert (inside[name] is p) == (name not in mine)
+
+
+def test_swapped_gradients_come_back_untouched() -> None:
+    layer = nn.Linear(2, 2)
+    parameters = parameters_of(layer)
+    layer(torch.ones(1, 2)).sum().backward()
+    first = {name: p.grad for name, p in parameters.items()}
+    ours = {"weight": torch.zeros(2, 2)}
+    before = swap_gradients(parameters, ours)
+    assert all(before[name] is gradient for name, gradient in first.items())
+    assert layer.weight.grad is ours["weight"] and layer.bias.grad is None
+    assert swap_gradients(parameters, before) == {"weight": ours["weight"], "bias": None}
+    assert all(p.grad is first[name] for name, p in parameters.items())
 
 
 def test_a_failed_batch_doesnt_keep_the_versions_in_memory() -> None:
