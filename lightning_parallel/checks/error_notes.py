@@ -11,12 +11,12 @@ _NOTES = {
         "gradients, it has to skip parameters whose grad is None."
     ),
     ("pipeline", "'NoneType' object is not subscriptable"): (
-        "What an evaluation step returns is on the last stage. If this is a callback's on_validation_batch_end, or that "
-        "of a test, it has to skip outputs that are None, or to log in the step and read trainer.callback_metrics."
+        "What an evaluation step returns is on the last stage. If this is a callback's on_validation_batch_end or "
+        "on_test_batch_end, it has to skip outputs that are None. What the step logs is on all stages."
     ),
     ("tensor", "must match the size of tensor"): (
-        "Of a divided layer each tensor rank has a part of the parameters. Code that computes with them and a stored copy "
-        'of the whole (a penalty towards earlier weights) needs a plan without these layers, or plan="none".'
+        "Of a divided layer each tensor rank has a part of the parameters. Code that computes with them and a stored "
+        'copy of the whole (a penalty towards earlier weights) needs a plan without these layers, or plan="none".'
     ),
     ("pipeline", "Expected more than 1 value per channel when training"): (
         "BatchNorm sees one microbatch at a time, and an epoch's last batch may leave a microbatch one sample. Use "
