@@ -210,6 +210,9 @@ class AbsentTensor(Tensor):
                 return drawn
 
         device = absent[0].device
+        if func is torch.ops.aten._pack_padded_sequence.default and not isinstance(args[1], AbsentTensor):
+            data, sizes = func(_stand_in_for(args[0]), *args[1:])  # the lengths, of the batch, say how many there are
+            return AbsentTensor(data.to("meta"), device, AbsentMemory(origins)), sizes
         if "device" in kwargs:  # x.to("cuda"): the result is said to be there, and still has no values
             device = torch.device(kwargs["device"] or device)
             flat, spec = tree_flatten((args, kwargs | {"device": torch.device("meta")}))

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pack_padded_sequence
 from torch.utils.data import DataLoader
 
 from lightning_parallel.set_up.options import StagedOptions
@@ -40,6 +41,28 @@ class Tables(Base):
             values = torch.randn(len(table) + 4, WIDTH, generator=generator)
             batches.append((values[4:], table, values[:4, :1]))
         return DataLoader(Rows(batches), batch_size=None)
+
+
+class Packed(Base):
+    """Sequences of different lengths, packed between the layers."""
+
+    def build(self) -> None:
+        self.embedding = nn.Embedding(11, 4)
+        self.lstm = nn.LSTM(4, 5, batch_first=True)
+        self.head = nn.Sequential(nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 1))
+
+    def loss(self, batch: Any) -> Tensor:
+        tokens, lengths = batch
+        packed = pack_padded_sequence(self.embedding(tokens), lengths, batch_first=True, enforce_sorted=False)
+        _, (last, _) = self.lstm(packed)
+        return self.head(last[-1]).square().mean()
+
+    @classmethod
+    def loader(cls, *_: Any, **__: Any) -> DataLoader[Any]:
+        generator = torch.Generator().manual_seed(3)
+        tokens = [torch.randint(0, 11, (4, 6), generator=generator) for _ in range(2)]
+        lengths = [torch.randint(1, 7, (4,), generator=generator) for _ in range(2)]
+        return DataLoader(Rows([*zip(tokens, lengths, strict=True)]), batch_size=None)
 
 
 class FailsAlways(Base):
@@ -83,7 +106,7 @@ def nothing(batch: Any, count: int) -> list[Any]:
 
 @pytest.mark.parametrize(("model", "options"), [
     (Tables, {"microbatches": 1}), (Tables, {}), (Tables, {"microbatches": 2, "split": halves}),
-    (Together, {"microbatches": 1}),
+    (Together, {"microbatches": 1}), (Packed, {"microbatches": 1}), (Packed, {"microbatches": 2}),
 ])  # fmt: skip
 def test_any_batch_trains_as_in_one_process(pool: WorkerPool, model: type[Base], options: dict[str, Any]) -> None:
     single = pool.run(train, 1, model, init=False, max_epochs=1)[0]
