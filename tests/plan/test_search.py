@@ -535,6 +535,16 @@ def test_a_refusal_names_the_setting_and_the_fix(options: dict[str, Any], words:
         assert word in str(refusal.value)
 
 
+def test_a_step_that_fails_after_all_layers_is_refused_for_their_number() -> None:
+    class AsksAtTheEnd(Blocks):
+        def step(self) -> Tensor:
+            loss = super().step()
+            return loss if loss > 0 else -loss
+
+    with pytest.raises(ValueError, match="layers to share out"):
+        cut(AsksAtTheEnd(), 40)
+
+
 def test_an_error_of_the_step_before_it_calls_anything_is_the_users() -> None:
     class Fails(Blocks):
         def step(self) -> Tensor:
