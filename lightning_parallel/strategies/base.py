@@ -323,6 +323,7 @@ class LayoutStrategy(ParallelStrategy):
             self._at_end.callback(self._same_batches.end)
         with self.disk_offload:  # it may be a copy of the whole model, in another precision
             self.model = self.precision_plugin.convert_module(run.module)
+        # In the place of autograd's call alone: what wraps or counts Lightning's own `backward` sees it.
         autograds = self.precision_plugin.backward
         self._at_end.callback(
             replaced(
