@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 from lightning_parallel.absent.on_meta import Argument, computed_on_meta
 from lightning_parallel.private.torch import (
+    PACK_SEQUENCES,
     dispatch_disabled,
     drawing_for_nothing,
     make_parameter,
@@ -210,7 +211,7 @@ class AbsentTensor(Tensor):
                 return drawn
 
         device = absent[0].device
-        if func is torch.ops.aten._pack_padded_sequence.default and not isinstance(args[1], AbsentTensor):
+        if func is PACK_SEQUENCES and not isinstance(args[1], AbsentTensor):
             data, sizes = func(_stand_in_for(args[0]), *args[1:])  # the lengths, of the batch, say how many there are
             return AbsentTensor(data.to("meta"), device, AbsentMemory(origins)), sizes
         if "device" in kwargs:  # x.to("cuda"): the result is said to be there, and still has no values

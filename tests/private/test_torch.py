@@ -55,6 +55,7 @@ ELSEWHERE = {
     "make_parameter": "absent/test_tensor.py",
     "written_arguments": "absent/test_tensor.py",
     "VALUE_OF": "plan/test_one_sided.py",
+    "PACK_SEQUENCES": "strategies/test_any_batch.py",
     "norms_of": "gradients/test_clipping.py",
     "scale_all": "gradients/test_clipping.py",
     "saved_value": "backward/test_split.py",
