@@ -117,9 +117,7 @@ class Candidate:
 
     def refusal(self) -> Exception:
         """The error that says why there is no cut: the step's own if it ended the trace before the last layer."""
-        called = {p for call in self.seen.calls for p in self._module.get_submodule(call.unit).parameters()}
-        is_early = any(p not in called for p in self._module.parameters())
-        if self.seen.stopped is not None and is_early and len(self._chain) < self._chunks:
+        if self.seen.stopped is not None and self._uncalled and len(self._chain) < self._chunks:
             return self.seen.stopped
         calls = self.seen.calls
         names = list(dict.fromkeys(calls[i].unit for i in self._chain))
