@@ -1,11 +1,12 @@
 """A stage's layers, fully sharded over its replicas, through a schedule of many forwards and backwards an update.
 
 Each layer is a unit of torch's ``fully_shard``. Used as it is, it would gather a layer and reduce its gradients for
-every microbatch. Instead, from an update's first forward to its last backward, the layers stay gathered and add up
-their gradients. The last backward sends the gradients, and frees all but the rank's own part::
+every microbatch. Instead, all layers are gathered when an update begins, while the stage waits for its first
+activation. They stay gathered and add up their gradients. The last backward sends the gradients, and frees all but the
+rank's own part::
 
-    forward 0   ...   backward 0   ...   backward m-1
-    gather             add up             add up, reduce-scatter, free
+    begin    forward 0   ...   backward 0   ...   backward m-1
+    gather                     add up             add up, reduce-scatter, free
 
 So between steps a rank holds its part of the parameters, and of the optimizer's state at any time.
 """
@@ -75,9 +76,8 @@ class FullyShardedLayers:
 
     def free(self) -> None:
         """Free the gathered parameters of layers through which no backward has freed them."""
-        for handle in self._gathering:
-            if handle is not None:
-                handle.wait()  # for a layer that wasn't called
+        for handle in filter(None, self._gathering):
+            handle.wait()  # for a layer that wasn't called
         for unit in self._units.values():
             unit.reshard()
 

@@ -476,8 +476,7 @@ class LayoutStrategy(ParallelStrategy):
 
     @abstractmethod
     def make_gradients(self, backward: Callable[[], None]) -> None:
-        """Put the gradients of a batch on the parameters, complete, in the place of Lightning's ``backward``, which is
-        given."""
+        """Put the gradients of a batch on the parameters, complete. ``backward`` is autograd's."""
 
     # -- prediction ----------------------------------------------------------------------------------------------
 

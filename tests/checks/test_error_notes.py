@@ -65,6 +65,20 @@ class StaysNear(Net):
         return super().training_step(batch, batch_idx) + near
 
 
+class MixesParts(Net):
+    """Its own parameter lies in no layer, so every replica holds it whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.own = nn.Parameter(torch.ones(8, 4))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return super().training_step(batch, batch_idx) + self.own.square().mean()
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.layers[0].weight.detach() + self.own.detach()
+
+
 def trained(case: str) -> None:
     made, strategy = {
         "gradients": (ReadsAllGradients, "sync"),
@@ -72,8 +86,11 @@ def trained(case: str) -> None:
         "norms": (LogsNorms, "fsdp"),
         "outputs": (Validated, "sync"),
         "stored weights": (StaysNear, "tensor"),
+        "parts and wholes": (MixesParts, "sync"),
     }[case]
-    options = {"microbatches": 2} if strategy == "sync" else {}
+    options: dict[str, Any] = {"microbatches": 2} if strategy == "sync" else {}
+    if case == "parts and wholes":
+        options |= {"stages": 1, "data_parallel": 2, "data_parallel_kind": "fully_shard"}
     trainer = make_trainer(strategy, [], options)
     loader = DataLoader(torch.randn(10, 4), batch_size=8)  # type: ignore[arg-type]
     trainer.fit(made(), loader, loader)  # type: ignore[operator]
@@ -87,6 +104,7 @@ def trained(case: str) -> None:
         ("norms", "torch.stack"),
         ("outputs", "outputs that are None"),
         ("stored weights", 'plan="none"'),
+        ("parts and wholes", "data_parallel_kind='replicate'"),
     ],
 )
 def test_errors_that_the_layout_causes_have_a_note(pool: WorkerPool, case: str, words: str) -> None:

@@ -175,6 +175,7 @@ LEARNED: dict[str, Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]] = {
 OF_SAMPLES: dict[str, Loss] = {
     "masked": lambda x, z, y, m: (x[:, 0] * m[:, 0]).sum() / m[:, 0].sum(),
     "clamped": lambda x, z, y, m: (x[:, 0] * m[:, 0]).sum() / m[:, 0].sum().clamp(min=1),
+    "clamped, and a number": lambda x, z, y, m: 3 + (x[:, 0] * m[:, 0]).sum() / m[:, 0].sum().clamp(min=1),
     "eps": lambda x, z, y, m: (x[:, 0] * m[:, 0]).sum() / (m[:, 0].sum() + 1e-12),
     "filled": lambda x, z, y, m: x[:, 0].masked_fill(~m[:, 0], 0).sum() / m[:, 0].sum(),
     "weighted": lambda x, z, y, m: (x[:, 0] * (y[:, 0] + 200.0)).sum() / (y[:, 0] + 200.0).sum(),
