@@ -12,21 +12,15 @@ In a run, ``trainer_checkpoints.py`` saves and loads for the Trainer, ``rank_sta
 
 from lightning_parallel.checkpoint.convert import convert
 from lightning_parallel.checkpoint.directory import is_checkpoint, is_whole, newest_in, remove
-from lightning_parallel.checkpoint.format import Loaded, load, save
-from lightning_parallel.checkpoint.keys import OptimizerState
 from lightning_parallel.checkpoint.plain import PlainOnDemand, read_full, read_plain
 
 __all__ = [
-    "Loaded",
-    "OptimizerState",
     "PlainOnDemand",
     "convert",
     "is_checkpoint",
     "is_whole",
-    "load",
     "newest_in",
     "read_full",
     "read_plain",
     "remove",
-    "save",
 ]

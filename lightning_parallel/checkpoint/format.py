@@ -136,38 +136,6 @@ def save(
 
 
 def load(
-    path: PathLike,
-    *,
-    model: Mapping[str, Tensor],
-    parameters: Sequence[str],
-    coordinate: str,
-    group: Group = None,
-    strict: bool = True,
-    weights_only: bool = True,
-) -> Loaded:
-    """Read a checkpoint of any layout. Every rank of the group calls it.
-
-    Args:
-        path: the directory, written under any layout.
-        model: the tensors held here, by their names in the whole model. They are filled in place and keep their dtypes.
-            Those of which this rank holds a shard are :class:`~lightning_parallel.checkpoint.slices.Slices`.
-        parameters: the names of the parameters whose optimizer state is wanted here; of a shard, the shard's state.
-        coordinate: this rank's place in the layout.
-        group: the ranks that load; None for all, or for a single process.
-        strict: every tensor in ``model`` must be in the checkpoint, and every tensor there must be in the ``model`` of
-            some rank. Otherwise tensors without a counterpart stay as they are.
-        weights_only: refuse a checkpoint whose trainer state holds anything but tensors and plain containers:
-            unpickling other objects can run code. Turn it off for files that you trust.
-
-    Raises:
-        ValueError: on every rank, if there is no checkpoint, or some rank lacks names or finds other shapes.
-    """
-    reader = together(group, lambda: Reader(path))
-    saved = together(group, lambda: reader.trainer(weights_only))
-    return load_from(reader, saved, path, model, parameters, coordinate, group=group, strict=strict)
-
-
-def load_from(
     source: Reader | Wholes,
     saved: Mapping[str, Any],
     path: PathLike,
@@ -175,14 +143,27 @@ def load_from(
     parameters: Sequence[str],
     coordinate: str,
     *,
-    group: Group = None,
     strict: bool = True,
 ) -> Loaded:
-    """:func:`load` from a directory or a plain checkpoint that has been opened. ``saved`` is what its trainer.pt holds;
-    ``path`` is for errors."""
+    """Read this rank's part of a checkpoint of any layout. Every rank calls it.
+
+    Args:
+        source: the tensors of a directory or of a plain checkpoint.
+        saved: what trainer.pt holds, or would hold.
+        path: the checkpoint's, for errors.
+        model: the tensors held here, by their names in the whole model. They are filled in place and keep their dtypes.
+            Those of which this rank holds a shard are :class:`~lightning_parallel.checkpoint.slices.Slices`.
+        parameters: the names of the parameters whose optimizer state is wanted here; of a shard, the shard's state.
+        coordinate: this rank's place in the layout.
+        strict: every tensor in ``model`` must be in the checkpoint, and every tensor there must be in the ``model`` of
+            some rank. Otherwise tensors without a counterpart stay as they are.
+
+    Raises:
+        ValueError: on every rank, if some rank lacks names or finds other shapes, or the checkpoint is damaged.
+    """
     shapes = {name: source.found[key].shape for name, key in keys.of_model(source.found).items()}
-    ranks = gather_objects_on_first({name: tensor.shape for name, tensor in model.items()}, group)
-    decided_by_first(group, lambda: refuse_misfits(path, ranks or (), shapes, strict=strict))
+    ranks = gather_objects_on_first({name: tensor.shape for name, tensor in model.items()}, None)
+    decided_by_first(None, lambda: refuse_misfits(path, ranks or (), shapes, strict=strict))
     trained = set(parameters)
     wanted = {MODEL + name: tensor for name, tensor in model.items() if name in shapes}
     for key, found in source.found.items():
@@ -192,8 +173,8 @@ def load_from(
             wanted[key] = empty_like(found if like is None or like.shape != found.shape else like, found.dtype)
     of_rank = keys.nearest(coordinate, source.found)
     wanted |= {key: empty_like(source.found[key], source.found[key].dtype) for key in of_rank.values()}
-    together(group, lambda: source.check(wanted))
-    together(group, lambda: source.fill(wanted))
+    together(None, lambda: source.check(wanted))
+    together(None, lambda: source.fill(wanted))
     tensors = {key: value.local if isinstance(value, Slices) else value for key, value in wanted.items()}
     scalars = [{name: each[name] for name in parameters if name in each} for each in saved["optimizer_scalars"]]
     states = keys.joined(tensors, scalars)

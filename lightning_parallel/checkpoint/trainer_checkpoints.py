@@ -238,7 +238,7 @@ class Checkpoints:
 
         found, saved = together(None, source)
         names, strict = [*self.local.parameters] if optimizers else [], module.strict_loading
-        loaded = format.load_from(found, saved, self.opened, model, names, self.coordinate, strict=strict)
+        loaded = format.load(found, saved, self.opened, model, names, self.coordinate, strict=strict)
         module.load_state_dict(loaded.extra_state, strict=False)
         for optimizer, state in zip(optimizers, loaded.optimizers, strict=False):
             fill_optimizer(optimizer, state, self.local)

@@ -8,9 +8,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_parallel.checkpoint import OptimizerState, read_full, read_plain, save
+from lightning_parallel.checkpoint import read_full, read_plain
 from lightning_parallel.checkpoint.agreement import RankSummary, digests, merge_groups, writers
-from lightning_parallel.checkpoint.keys import key_in, nearest
+from lightning_parallel.checkpoint.format import save
+from lightning_parallel.checkpoint.keys import OptimizerState, key_in, nearest
 from tests.pool import WorkerPool
 
 

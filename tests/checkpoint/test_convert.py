@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_parallel.checkpoint import OptimizerState, convert, read_full, read_plain, save
+from lightning_parallel.checkpoint import convert, read_full, read_plain
+from lightning_parallel.checkpoint.format import save
+from lightning_parallel.checkpoint.keys import OptimizerState
 from tests.strategies.harness import largest_difference
 
 WEIGHTS = {"a": torch.randn(3, 4), "b": torch.ones(2, dtype=torch.bfloat16), "c": torch.tensor(3)}

@@ -17,7 +17,10 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from lightning_parallel.checkpoint import Loaded, OptimizerState, is_checkpoint, load, remove, save
+from lightning_parallel.checkpoint import PlainOnDemand, format, is_checkpoint, remove
+from lightning_parallel.checkpoint.format import Loaded, save
+from lightning_parallel.checkpoint.keys import OptimizerState
+from lightning_parallel.ranks.collectives import together
 from tests.pool import WorkerError, WorkerPool
 
 
@@ -104,6 +107,11 @@ def load_here(path: str, **changes: Any) -> list[int]:
     loaded = load(path, **arguments)
     assert_right(loaded, arguments["model"], rank, size)
     return loaded.rank_state["rng"].tolist() if loaded.rank_state else []
+
+
+def load(path: str, **arguments: Any) -> Loaded:
+    content = together(None, lambda: PlainOnDemand(path))
+    return format.load(content.reader, content.saved, path, **arguments)
 
 
 def place() -> tuple[int, int]:

@@ -15,8 +15,8 @@ import pytest
 import torch
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
-from lightning_parallel.checkpoint import save
 from lightning_parallel.checkpoint.directory import CONTENTS, METADATA, TRAINER
+from lightning_parallel.checkpoint.format import save
 from lightning_parallel.checkpoint.reading import Reader
 
 TRAINER_STATE = {"epoch": 3, "loops": {"seen": [1, 2]}, "sum": torch.ones(2, dtype=torch.bfloat16)}

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_parallel.checkpoint import is_checkpoint, read_full, save
+from lightning_parallel.checkpoint import is_checkpoint, read_full
+from lightning_parallel.checkpoint.format import save
 from recipes import convert
 
 WEIGHTS = {"a": torch.arange(6.0).reshape(2, 3)}

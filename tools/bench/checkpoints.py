@@ -17,7 +17,9 @@ from torch import Tensor
 from torch.distributed.checkpoint.state_dict_loader import load as torch_load
 from torch.distributed.checkpoint.state_dict_saver import save as torch_save
 
-from lightning_parallel.checkpoint import OptimizerState, load, save
+from lightning_parallel.checkpoint import PlainOnDemand, format
+from lightning_parallel.checkpoint.format import save
+from lightning_parallel.checkpoint.keys import OptimizerState
 from lightning_parallel.checkpoint.slices import on_host
 from recipes.tables import Cell, Table
 from tools.bench import processes
@@ -78,7 +80,7 @@ def _seconds(sizes: Sizes, replicas: bool, folder: Path) -> Seconds:
             folder / "ours", model=model, optimizers=[optimizer], trainer={}, rank_state={}, coordinate=f"pp{rank}"
         ),
         "torch, save": lambda: torch_save(flat, checkpoint_id=folder / "torch"),
-        "ours, open": lambda: load(folder / "ours", model=model, parameters=names, coordinate=f"pp{rank}"),
+        "ours, open": lambda: _open(folder / "ours", model, names, f"pp{rank}"),
         "torch, open": lambda: torch_load(flat, checkpoint_id=folder / "torch"),
         "ours, copy": lambda: [on_host(tensor) for tensor in flat.values()],
     }
@@ -94,3 +96,8 @@ def _seconds(sizes: Sizes, replicas: bool, folder: Path) -> Seconds:
             if number:  # the first one warms up
                 seconds[name].append(time.perf_counter() - begin)
     return seconds
+
+
+def _open(path: Path, model: dict[str, Tensor], names: list[str], coordinate: str) -> None:
+    content = PlainOnDemand(path)
+    format.load(content.reader, content.saved, path, model, names, coordinate)
