@@ -29,8 +29,9 @@ Make = Callable[..., nn.Module]
 def of_transformers(name: str, kind: str = "ForCausalLM", **options: Any) -> nn.Module:
     import transformers  # takes seconds: only in the workers that need it
 
-    model: nn.Module = getattr(transformers, name + kind)(getattr(transformers, f"{name}Config")(**options))
-    return model
+    model = getattr(transformers, name + kind)
+    made: nn.Module = model(model.config_class(**options))
+    return made
 
 
 def without(options: dict[str, Any], *names: str) -> dict[str, Any]:
