@@ -30,7 +30,7 @@ class Spelled(L.LightningModule):
 
     def __init__(self, loss: Loss) -> None:
         super().__init__()
-        self.layers = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, CLASSES))
+        self.layers = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 6), nn.Linear(6, CLASSES))
         self.loss = loss
         self.losses: list[float] = []
         self.gradients: list[Gradients] = []
