@@ -98,10 +98,8 @@ def state_bytes(optimizer: optim.Optimizer) -> int | None:
     """The bytes that torch's optimizers keep for their parameters, by their formulas; None for others."""
     total = 0
     for group in optimizer.param_groups:
-        if isinstance(optimizer, optim.Adam | optim.AdamW):
-            copies = 2 + bool(group["amsgrad"])
-        elif isinstance(optimizer, optim.NAdam | optim.RAdam | optim.Adamax | optim.Adadelta):
-            copies = 2
+        if isinstance(optimizer, optim.Adam | optim.NAdam | optim.RAdam | optim.Adamax | optim.Adadelta):
+            copies = 2 + bool(group.get("amsgrad"))  # AdamW is an Adam
         elif isinstance(optimizer, optim.RMSprop):
             copies = 1 + bool(group["momentum"]) + bool(group["centered"])
         elif isinstance(optimizer, optim.Adagrad | optim.SGD):

@@ -63,23 +63,19 @@ def prepare(dataloader: object, layout: Layout) -> object:
 
 def warn_of_equal_shares(dataloader: DataLoader[Any], replicas: int) -> None:
     """Warn of a loader that doesn't divide its samples over the replicas, after Lightning has done what it can."""
+    samplers = (dataloader.sampler, getattr(dataloader.batch_sampler, "sampler", None))
     if isinstance(dataloader.dataset, IterableDataset):
         rank_zero_warn(
             f"{type(dataloader.dataset).__name__} is an iterable dataset: each of the {replicas} replicas iterates it "
             f"by itself. Unless it selects its samples by trainer.strategy.layout.index('data'), all replicas train "
             f"on the same samples."
         )
-    elif not _is_distributed(dataloader):
+    elif not any(isinstance(sampler, DistributedSampler) for sampler in samplers):
         rank_zero_warn(
             f"The sampler {type(dataloader.sampler).__name__} isn't distributed: all {replicas} replicas draw from all "
             f"samples. Use DistributedSampler(dataset, **trainer.distributed_sampler_kwargs), or leave "
             f"use_distributed_sampler=True."
         )
-
-
-def _is_distributed(dataloader: DataLoader[Any]) -> bool:
-    samplers = (dataloader.sampler, getattr(dataloader.batch_sampler, "sampler", None))
-    return any(isinstance(sampler, DistributedSampler) for sampler in samplers)
 
 
 class SameBatches:

@@ -302,10 +302,6 @@ _KINKED = frozenset(
 _MEAN = 1  # torch's number of reduction="mean"
 
 
-def _of_mean(node: Node) -> Number:
-    return float(prod(saved_value(node, "self_sym_sizes")))
-
-
 def _of_mean_over_dims(node: Node) -> Number:
     sizes = saved_value(node, "self_sym_sizes")
     # torch saves dims as numbers without sign.
@@ -332,7 +328,7 @@ def _of_rows(node: Node) -> Number | None:
 
 _MEANS = MappingProxyType(
     {
-        "MeanBackward0": _of_mean,
+        "MeanBackward0": lambda node: float(prod(saved_value(node, "self_sym_sizes"))),
         "MeanBackward1": _of_mean_over_dims,
         "NllLossBackward0": _of_labels,
         "NllLoss2DBackward0": _of_labels,

@@ -290,12 +290,9 @@ def forward_hooks(module: nn.Module) -> int:
     return len(module._forward_hooks)
 
 
-_OF_FORWARD_HOOKS = ("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called")
-
-
 def move_forward_hooks(old: nn.Module, new: nn.Module) -> None:
     """Move the hooks on a module's outputs to another module. The handles that remove them keep working."""
-    for name in _OF_FORWARD_HOOKS:
+    for name in ("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called"):
         setattr(new, name, getattr(old, name))
 
 
