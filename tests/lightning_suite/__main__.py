@@ -17,6 +17,9 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from lightning.pytorch.strategies import DDPStrategy
+
+from tests.lightning_suite.pairs import run_in_pairs
 from tests.lightning_suite.plugin import LAYOUTS
 
 PARTS = "callbacks trainer/logging_ loops models/test_hooks.py checkpointing tuner"
@@ -48,10 +51,16 @@ def outcomes(tests: Path, layout: str, jobs: int, only: list[str], file: Path, a
     done.write_text("".join(f"{test}\n" for test in read(file)))
     with tempfile.TemporaryDirectory() as scratch:
         (Path(scratch) / "pytest.ini").write_text("[pytest]\nxfail_strict = true\n")
-        command = [sys.executable, "-m", "pytest", "-c", f"{scratch}/pytest.ini", "--rootdir", str(tests.parent), "-q"]
-        command += ["-p", "tests.lightning_suite.plugin", "--layout", layout, "--outcomes", str(file), "--tb=no"]
-        command += ["-p", "no:cacheprovider", "--timeout=120", f"--basetemp={scratch}/temp", "-n", str(jobs)]
-        command += ["--without", str(done), *(["--among", str(among)] if among else [])]
+        arguments = ["-c", f"{scratch}/pytest.ini", "--rootdir", str(tests.parent), "-q", "--tb=no"]
+        arguments += ["-p", "no:cacheprovider", "-p", "tests.lightning_suite.plugin", "--layout", layout]
+        if LAYOUTS[layout].ranks > 1:
+            wanted = (among.read_text() if among else "").splitlines()
+            has_run = read(file)
+            run_in_pairs([test for test in wanted if test not in has_run], tests.parent, arguments, file)
+            return read(file)
+        command = [sys.executable, "-m", "pytest", *arguments, "--outcomes", str(file), "--timeout=120"]
+        command += [f"--basetemp={scratch}/temp", "-n", str(jobs), "--without", str(done)]
+        command += ["--among", str(among)] if among else []
         subprocess.run([*command, *(str(tests / part) for part in only)], check=False)  # some tests fail
     return read(file)
 
@@ -65,30 +74,32 @@ def read(file: Path) -> Outcomes:
     return found
 
 
-def that_count(single: Outcomes) -> list[str]:
-    """The tests that make a Trainer for the layout, and pass in one process."""
-    return [test for test, (takes_part, passed, _) in single.items() if takes_part and passed]
+def that_count(beside: Outcomes) -> list[str]:
+    """The tests that make a Trainer for the layout, and pass there."""
+    return [test for test, (takes_part, passed, _) in beside.items() if takes_part and passed]
 
 
-def record(found: dict[str, Outcomes]) -> dict[str, Any]:
-    """For ``recorded.json``: how many tests count, and which of them fail here."""
-    counted = that_count(found["single"])
-    kept = {"lightning": version("lightning"), "tests": len(counted), "layouts": {}}
-    for layout in [layout for layout in found if layout != "single"]:
+def record(found: dict[str, Outcomes], layouts: list[str]) -> dict[str, Any]:
+    """For ``recorded.json``: of each layout, how many tests count, and which of them fail."""
+    kept: dict[str, Any] = {"lightning": version("lightning")}
+    for layout in layouts:
+        counted = that_count(found[LAYOUTS[layout].beside])
         ends = {test: found[layout].get(test, (True, False, "not run")) for test in counted}
-        kept["layouts"][layout] = {test: cause or "skipped" for test, (_, passed, cause) in ends.items() if not passed}
+        failed = {test: cause or "skipped" for test, (_, passed, cause) in ends.items() if not passed}
+        kept[layout] = {"tests": len(counted), "failed": failed}
     return kept
 
 
 def section(kept: dict[str, Any]) -> str:
     """The page's table: for each cause and layout, how many tests fail of it."""
-    layouts = kept["layouts"]
-    rows = {name: Counter(_cause(cause) for cause in failed.values()) for name, failed in layouts.items()}
+    layouts = {name: each for name, each in kept.items() if name in LAYOUTS}
+    rows = {name: Counter(_cause(cause) for cause in each["failed"].values()) for name, each in layouts.items()}
     causes = sorted(set().union(*rows.values()), key=lambda cause: -sum(row[cause] for row in rows.values()))
-    lines = [f"| of {kept['tests']} tests, fail because | {' | '.join(layouts)} |", "|---|" + "--:|" * len(layouts)]
-    lines += [f"| {cause} | {' | '.join(str(row[cause] or '') for row in rows.values())} |" for cause in causes]
-    lines += [f"| **pass** | {' | '.join(str(kept['tests'] - len(failed)) for failed in layouts.values())} |"]
-    return "\n".join(lines) + "\n"
+    table = [(cause, *(row[cause] or "" for row in rows.values())) for cause in causes]
+    table += [("**pass**", *(each["tests"] - len(each["failed"]) for each in layouts.values()))]
+    table += [("of", *(each["tests"] for each in layouts.values()))]
+    lines = [f"| tests that fail because | {' | '.join(layouts)} |", "|---|" + "--:|" * len(layouts)]
+    return "\n".join([*lines, *(f"| {' | '.join(map(str, row))} |" for row in table)]) + "\n"
 
 
 def _cause(text: str) -> str:
@@ -105,15 +116,15 @@ def main() -> None:
     parser.add_argument("--resume", action="store_true", help="keep what is in --out, and run the others")
     given = parser.parse_args()
     given.out.mkdir(parents=True, exist_ok=True)
-    among, found = given.out / "that_count", dict[str, Outcomes]()
-    for layout in dict.fromkeys(["single", *given.layouts]):
-        file = given.out / f"{layout}.jsonl"
+    found, among = dict[str, Outcomes](), given.out / "among"
+    for layout in dict.fromkeys(["single", *(LAYOUTS[each].beside for each in given.layouts), *given.layouts]):
+        file = given.out / f"{layout.replace(' ', '')}.jsonl"
         if not given.resume:
             file.unlink(missing_ok=True)
-        chosen = among if layout != "single" else None
-        found[layout] = outcomes(given.tests.resolve(), layout, given.jobs, given.only, file, chosen)
-        among.write_text("".join(f"{test}\n" for test in that_count(found["single"])))
-    kept = record(found)
+        beside = found.get(LAYOUTS[layout].beside, {})
+        among.write_text("".join(f"{test}\n" for test in that_count(beside)))
+        found[layout] = outcomes(given.tests.resolve(), layout, given.jobs, given.only, file, among if beside else None)
+    kept = record(found, [layout for layout in given.layouts if LAYOUTS[layout].make not in (None, DDPStrategy)])
     RECORD.write_text(json.dumps(kept, indent=1) + "\n")
     before, rest = PAGE.read_text().split(BEGIN)
     PAGE.write_text(before + BEGIN + section(kept) + END + rest.split(END)[1])

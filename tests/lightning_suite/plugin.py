@@ -1,31 +1,54 @@
 """A pytest plugin that runs Lightning's own tests with another default strategy, and notes how each of them ends.
 
 ``pytest -p tests.lightning_suite.plugin --layout pipeline --outcomes FILE``. The strategy takes the place of
-Lightning's default wherever a test makes a Trainer for one process and names none.
+Lightning's default wherever a test makes a Trainer for one process and names none. Layouts of two ranks need two
+processes (``pairs.py``), each with such a Trainer.
 """
 
 from __future__ import annotations
 
 import functools
 import json
+import os
 import traceback
 from collections.abc import Callable, Generator
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
-from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.strategies import DDPStrategy, Strategy
 
 import lightning_parallel as lp
 
-LAYOUTS: dict[str, Callable[[], Strategy] | None] = {
-    "single": None,
-    "pipeline": lp.PipelineStrategy,
-    "tensor": lp.TensorParallelStrategy,
-    "fully_sharded": lp.FullyShardedStrategy,
-    "data_parallel": lp.DataParallelStrategy,
+
+@dataclass(frozen=True)
+class Layout:
+    """What takes the default's place.
+
+    Attributes:
+        beside: the layout in which a test has to pass to count.
+    """
+
+    make: Callable[[], Strategy] | None
+    ranks: int = 1
+    beside: str = "single"
+
+
+LAYOUTS = {
+    "single": Layout(None),
+    "pipeline": Layout(lp.PipelineStrategy),
+    "tensor": Layout(lp.TensorParallelStrategy),
+    "fully_sharded": Layout(lp.FullyShardedStrategy),
+    "data_parallel": Layout(lp.DataParallelStrategy),
+    "ddp x 2": Layout(DDPStrategy, 2),  # Lightning's own
+    "pipeline x 2": Layout(partial(lp.PipelineStrategy, stages=1, data_parallel=2), 2, "ddp x 2"),
+    "tensor x 2": Layout(partial(lp.TensorParallelStrategy, tensor_parallel=2, plan="none"), 2),
+    "fully_sharded x 2": Layout(lp.FullyShardedStrategy, 2, "ddp x 2"),
 }
+SHARED = "LIGHTNING_SUITE_FILES"  # an environment variable: the folder of a test's files, of both ranks
 _TAKES_PART = pytest.StashKey[bool]()  # by test: was a Trainer made for the layout?
 _HERE = Path(lp.__file__).parent
 
@@ -50,9 +73,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     ]
 
 
+@pytest.fixture
+def tmp_path(tmp_path: Path) -> Path:
+    """The folder that the ranks share, or pytest's own."""
+    shared = Path(os.environ.get(SHARED, tmp_path))
+    shared.mkdir(exist_ok=True)
+    return shared
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
-    make, init = LAYOUTS[item.config.getoption("layout")], pl.Trainer.__init__
+    layout, init = LAYOUTS[item.config.getoption("layout")], pl.Trainer.__init__
     item.stash[_TAKES_PART] = False
 
     @functools.wraps(init)
@@ -61,7 +92,8 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
         on_cpu = settings.get("accelerator", "auto") in ("auto", "cpu")
         if alone and on_cpu and settings.get("strategy", "auto") == "auto":
             item.stash[_TAKES_PART] = True
-            settings |= {} if make is None else {"strategy": make(), "accelerator": "cpu", "devices": 1}
+            if layout.make is not None:
+                settings |= {"strategy": layout.make(), "accelerator": "cpu", "devices": layout.ranks}
         init(self, *args, **settings)
 
     pl.Trainer.__init__ = replaced  # type: ignore[method-assign]
