@@ -49,8 +49,7 @@ class Candidate:
     Attributes:
         is_unit: tells which modules were taken as a whole.
         bounds: the bounds between the chain's calls; None if the chain has fewer calls than there are chunks.
-        largest: the cost of the largest chunk, as a multiple of the mean.
-        idle: the number of stages whose layers have no trainable parameters, though some of the module's have.
+        largest: the cost of the largest chunk, as a multiple of the mean; infinite if a stage has nothing to do.
     """
 
     def __init__(
@@ -67,20 +66,17 @@ class Candidate:
         self._positions = [min(bisect_left(self._chain, i), len(self._chain) - 1) for i in range(len(called))]
         self._uncalled = list(units.uncalled(set(called)))
         self._named = units.named
-        self._cost, trainable = self._costs()
+        self._cost = self._costs()
         allowed = self._allowed(keep_together)
         self.bounds: list[int] | None = None
         self.largest = float("inf")
-        self.idle = chunks
         if chunks == 1:
             self.bounds, self.largest = [0, len(self._chain)], 1.0
         elif 1 + sum(allowed[:-1]) >= chunks and self._chain:
-            self.bounds = bounds_of(self._cost, trainable, chunks, balance, allowed)
+            self.bounds = bounds_of(self._cost, chunks, balance, allowed)
             sizes = self._sizes()
-            self.largest = chunks * max(sizes) / max(sum(sizes), 1)
-        if self.bounds is not None:
-            learning = {self._placement[self._chunk(position)] for position, learns in enumerate(trainable) if learns}
-            self.idle = len({*placement} - learning) if learning else 0
+            if {stage for stage, size in zip(placement, sizes, strict=True) if size} == {*placement}:
+                self.largest = chunks * max(sizes) / sum(sizes)
 
     @classmethod
     def best(cls, module: nn.Module, units: Layers, seen: Trace, placement: Placement, balance: Balance) -> Candidate:
@@ -90,8 +86,7 @@ class Candidate:
             return cls(module, units, seen, placement, balance, keep_together=False)
         together = cls(module, units, seen, placement, balance, keep_together=True)
         apart = cls(module, units, seen, placement, balance, keep_together=False)
-        as_even = together.largest <= TOGETHER * apart.largest
-        return together if together.idle < apart.idle or (together.idle == apart.idle and as_even) else apart
+        return together if together.largest <= TOGETHER * apart.largest else apart
 
     def worth_opening(self, units: Layers) -> str | None:
         """The unit to be opened for a more even cut, or None."""
@@ -99,10 +94,6 @@ class Candidate:
         if self.bounds is not None and by_hand:
             return None
         inside = {call.unit: call.inside for call in self.seen.calls}
-        if self.bounds is not None and self.idle:
-            sizes = {name: _trained(self._module.get_submodule(name)) for name in inside}
-            worth = [name for name, size in sizes.items() if size and units.can_open(name, inside[name])]
-            return max(worth, key=lambda name: sizes[name], default=None)
         if self.largest <= UNEVEN:
             return None
         costs: dict[str, float] = {}
@@ -163,18 +154,16 @@ class Candidate:
             return 0
         return sum(p.numel() for p in self._module.get_submodule(traced.unit).parameters())
 
-    def _costs(self) -> tuple[list[int], list[bool]]:
-        """The cost of each call in the chain, with what goes with it, and whether any of that is trainable."""
-        costs, trainable = [0] * len(self._chain), [False] * len(self._chain)
+    def _costs(self) -> list[int]:
+        """The cost of each call in the chain, with what goes with it."""
+        costs = [0] * len(self._chain)
         if not self._chain:
-            return costs, trainable
+            return costs
         for i, position in enumerate(self._positions):
             costs[position] += self._cost_of(i)
-            unit = self._module.get_submodule(self.seen.calls[i].unit)
-            trainable[position] |= _trained(unit) > 0
         for name in self._uncalled if self._balance != "operations" else ():
             costs[-1] += sum(p.numel() for p in self._module.get_submodule(name).parameters())
-        return costs, trainable
+        return costs
 
     def _allowed(self, keep_together: bool) -> list[bool]:
         """Whether a cut may fall after each call in the chain. It may not fall between the calls of a unit that
@@ -291,11 +280,6 @@ class Candidate:
             for origin in needs & names.keys():
                 read.setdefault(names[origin], set()).add(chunk)
         return read
-
-
-def _trained(unit: nn.Module) -> int:
-    """The number of its elements that are trained."""
-    return sum(p.numel() for p in unit.parameters() if p.requires_grad)
 
 
 def _collects(unit: nn.Module) -> bool:

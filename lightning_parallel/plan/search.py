@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from itertools import pairwise
 from typing import Any
 
 from torch import nn
 
 from lightning_parallel.absent.origins import FROM_EARLIER_STEP, parameter_of
-from lightning_parallel.plan.balance import Balance, balanced
+from lightning_parallel.plan.balance import Balance
 from lightning_parallel.plan.candidate import Candidate
 from lightning_parallel.plan.layers import Layers, named_layers
 from lightning_parallel.plan.partition import Partition
@@ -48,7 +47,7 @@ def partition(
 
     Raises:
         ValueError: a pattern matches nothing or what isn't called, ``balance`` doesn't fit, there are more stages than
-            layers, the step's calls depend on random numbers, or a stage would have no trainable parameters. Or a layer
+            layers, the step's calls depend on random numbers, or a stage would have no parameters. Or a layer
             that is to run again would do something else.
         Exception: the step's own, if it has called too few layers by then.
     """
@@ -71,7 +70,7 @@ def partition(
             break
         units.open(too_large)
     # The first of nearly equal ones has larger units.
-    best = min(cuts, key=lambda cut: (cut.bounds is None, cut.idle, round(cut.largest, 2)))
+    best = min(cuts, key=lambda cut: (cut.bounds is None, round(cut.largest, 2)))
     if best.bounds is None:
         raise best.refusal()
     result = best.partition(recompute)
@@ -86,7 +85,7 @@ def partition(
         third = trace_after(module, best.is_unit, step, call, names=units.names, seed=2)
         _check_repeatable(best.seen, third)
         _check_independent(result, third, {exits[call]} if call is not None else set(exits.values()))
-    _check_trainable(result, {name for name, p in module.named_parameters(remove_duplicate=False) if p.requires_grad})
+    _check_held(result, {name for name, _ in module.named_parameters(remove_duplicate=False)})
     return result
 
 
@@ -163,15 +162,11 @@ def _check_independent(parts: Partition, second: Trace, chunks: Collection[int])
             )
 
 
-def _check_trainable(parts: Partition, trainable: set[str]) -> None:
+def _check_held(parts: Partition, parameters: set[str]) -> None:
     for stage in range(parts.stages):
-        if not any(stage in parts.owners[name] for name in trainable):
-            learns = [any(name.startswith(f"{layer}.") for name in trainable) for layer in parts.layers]
-            bounds = balanced([1] * len(learns), learns, parts.chunks)
-            move = f", or balance={[b - a for a, b in pairwise(bounds)]}"
-            possible = all(any(learns[a:b]) for a, b in pairwise(bounds))
+        if not any(stage in parts.owners[name] for name in parameters):
             owned = [parts.layers[i] for chunk in parts.chunks_of(stage) for i in parts.layers_of(chunk)]
             raise ValueError(
-                f"Stage {stage} of {parts.stages} has no trainable parameter: it owns {first_few(map(repr, owned))}. "
-                f"Use fewer stages{move if possible else ''}."
+                f"Stage {stage} of {parts.stages} has no parameters: it owns {first_few(map(repr, owned))}. Use fewer "
+                f"stages, or move the cuts (`balance`)."
             )

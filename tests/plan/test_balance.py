@@ -14,7 +14,7 @@ from lightning_parallel.plan.balance import Balance, balanced, bounds_of
 
 def counts(costs: Sequence[int], stages: int, balance: Balance = "parameters") -> list[int]:
     """Layers of each stage."""
-    bounds = bounds_of(costs, [True] * len(costs), stages, balance)
+    bounds = bounds_of(costs, stages, balance)
     assert len(bounds) == stages + 1 and bounds[0] == 0 and bounds[-1] == len(costs)
     return [b - a for a, b in pairwise(bounds)]
 
@@ -34,11 +34,6 @@ def test_the_largest_stage_is_as_small_as_can_be(costs: Sequence[int], stages: i
     assert counts(costs, stages) == expected
 
 
-def test_a_stage_that_learns_nothing_is_taken_only_where_there_is_no_other_way() -> None:
-    assert balanced([50, 50, 50, 2, 2], [False, False, False, True, True], 2) == [0, 4, 5]
-    assert balanced([5, 5], [True, False], 2) == [0, 1, 2]
-
-
 @pytest.mark.parametrize("balance", ["layers", [3, 1], (1, 3)])
 def test_the_balance_is_the_users(balance: Balance) -> None:
     assert counts([9, 1, 1, 1], 2, balance) == ([2, 2] if balance == "layers" else list(balance))
@@ -47,14 +42,14 @@ def test_the_balance_is_the_users(balance: Balance) -> None:
 @pytest.mark.parametrize("balance", ["weight", [1, 1], [4, 0], [1, 1, 2]])
 def test_another_balance_is_refused(balance: Balance) -> None:
     with pytest.raises(ValueError, match="balance="):
-        bounds_of([1] * 4, [True] * 4, 2, balance)
+        bounds_of([1] * 4, 2, balance)
 
 
 def test_a_deep_model_is_cut_for_many_stages_in_no_time() -> None:
     costs, times = [10**6 + 977 * (i * i % 1009) for i in range(400)], []
     for _ in range(3):
         start = time.perf_counter()
-        bounds = balanced(costs, [True] * 400, 32)
+        bounds = balanced(costs, 32)
         times.append(time.perf_counter() - start)
     assert len(set(bounds)) == 33
     assert min(times) < 0.5, "it takes 0.05 s on an idle core; by loops it took 5 s"
@@ -66,14 +61,13 @@ def test_the_split_is_the_best_of_all() -> None:
         count = generator.randint(1, 8)
         stages = generator.randint(1, count)
         costs = [generator.choice([0, 1, 2, 5, 100, generator.randint(1, 10**6)]) for _ in range(count)]
-        learns = [generator.random() < 0.8 for _ in range(count)]
 
-        def worth(bounds: Sequence[int], costs: list[int] = costs, learns: list[bool] = learns) -> tuple[int, int, int]:
+        def worth(bounds: Sequence[int], costs: list[int] = costs) -> tuple[int, int]:
             sizes = [sum(costs[a:b]) for a, b in pairwise(bounds)]
-            return sum(not any(learns[a:b]) for a, b in pairwise(bounds)), max(sizes), sum(s * s for s in sizes)
+            return max(sizes), sum(s * s for s in sizes)
 
         splits = [(0, *inner, count) for inner in combinations(range(1, count), stages - 1)]
-        assert worth(balanced(costs, learns, stages)) == min(map(worth, splits))
+        assert worth(balanced(costs, stages)) == min(map(worth, splits))
 
 
 @pytest.mark.parametrize(
@@ -88,11 +82,11 @@ def test_the_split_is_the_best_of_all() -> None:
 def test_bounds_fall_where_they_are_allowed(
     costs: Sequence[int], allowed: Sequence[bool], expected: list[int], balance: str
 ) -> None:
-    bounds = bounds_of(costs, [True] * 4, 2, balance, allowed)
+    bounds = bounds_of(costs, 2, balance, allowed)
     found = [b - a for a, b in pairwise(bounds)]
     assert sorted(found) == sorted(expected) and allowed[bounds[1] - 1]
 
 
 def test_counts_that_put_a_bound_where_none_may_be_are_refused() -> None:
     with pytest.raises(ValueError, match=r"balance=\[2, 2\]: .*collects statistics"):
-        bounds_of((1, 1, 1, 1), [True] * 4, 2, [2, 2], (True, False, True, True))
+        bounds_of((1, 1, 1, 1), 2, [2, 2], (True, False, True, True))

@@ -145,7 +145,7 @@ def test_no_partition_has_more_stages(model: str, options: dict[str, int]) -> No
     most_stages = MODELS[model].most_stages
     assert most_stages is not None
     most = most_stages(options.get("layers", 0))
-    with pytest.raises(ValueError, match="no trainable parameter|stages"):
+    with pytest.raises(ValueError, match="stages"):
         partition(module, lambda: module.training_step(batch, 0), most + 1)
     if model != "gpt":  # whose layers are opened by their sizes
         partition(module, lambda: module.training_step(batch, 0), most)

@@ -143,6 +143,14 @@ class Perceptron(Model):
         self.log("epoch", float(self.current_epoch), sync_dist=True)
 
 
+class Probe(Perceptron):
+    """Only its head is trained, so the first stages only run forwards."""
+
+    def build(self) -> None:
+        super().build()
+        self.net[:-1].requires_grad_(False)
+
+
 class Residual(nn.Module):
     def __init__(self, channels: int) -> None:
         super().__init__()
@@ -318,4 +326,6 @@ class TwoOptimizers(Model):
         return optimizers, [StepLR(optimizer, 2, 0.5) for optimizer in optimizers]
 
 
-MODELS = {kind.__name__: kind for kind in (Perceptron, ResNet, Language, Skipping, TwoTerms, Loose, TwoOptimizers)}
+MODELS = {
+    kind.__name__: kind for kind in (Perceptron, Probe, ResNet, Language, Skipping, TwoTerms, Loose, TwoOptimizers)
+}

@@ -102,13 +102,6 @@ class SecondOrder(Net):
         return torch.optim.LBFGS(self.parameters())
 
 
-class Frozen(Net):
-    def __init__(self) -> None:
-        super().__init__()
-        self.net[0].requires_grad_(False)
-        self.net[2].requires_grad_(False)
-
-
 class NoChain(Net):
     def __init__(self) -> None:
         super().__init__()
@@ -161,8 +154,8 @@ CASES: dict[str, tuple[type[Net], dict[str, Any], str, list[str]]] = {
     "layers": (Net, {"layers": ["nett.*"]}, "ValueError", ["'nett.*' matches no module", "Did you mean"]),
     "balance": (Net, {"balance": [1, 1]}, "ValueError", ["balance=[1, 1]", "3 positive layer counts", "sum to 5"]),
     "no-chain": (NoChain, {}, "ValueError", ["stages=3", "only 1 layers", "other axes"]),
-    "frozen": (
-        Frozen, {"balance": [1, 2, 2]}, "ValueError", ["Stage 0 of 3", "no trainable parameter", "stages.", "'net.0'"]
+    "without parameters": (
+        Net, {"balance": [1, 1, 3]}, "ValueError", ["Stage 1 of 3", "no parameters", "fewer stages", "'net.1'"]
     ),
     "manual": (Manual, {}, "ValueError", ["automatic_optimization=False", "Use automatic"]),
     "backward": (OwnBackward, {}, "ValueError", ["OwnBackward.backward", "Remove the override"]),
