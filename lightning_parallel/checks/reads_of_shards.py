@@ -22,7 +22,7 @@ _SIZES = (Tensor.shape.__get__, Tensor.size, Tensor.numel, Tensor.nelement, Tens
 class ReadsOfShards(TorchFunctionMode):
     """Inside, records in ``found``, by the parameter's name, the functions that read a divided parameter (one of
     ``names``) while no method of its layer runs, and through which a gradient flows back; and in ``sizes`` the names of
-    those whose size the module's own code asks for.
+    those whose size a module's code outside of the layer asks for.
 
     A step may read parameters by itself, as an L2 penalty over ``self.parameters()`` does. Each rank would compute a
     penalty of its own shard. Comparing the ranks' losses may miss it: shards of ones and zeros have equal norms at the
@@ -33,7 +33,7 @@ class ReadsOfShards(TorchFunctionMode):
         super().__init__()
         self.found: dict[str, str] = {}
         self.sizes: set[str] = set()
-        self._module = module
+        self._modules = [*module.modules()]
         self._names: dict[int, str] = {}
         self._owners: dict[int, list[nn.Module]] = {}
         for name in names:
@@ -55,7 +55,7 @@ class ReadsOfShards(TorchFunctionMode):
         if torch.compiler.is_compiling():
             return result
         given = [id(tensor) for tensor in tensors_in((args, kwargs)) if id(tensor) in self._names]
-        if given and func in _SIZES and _is_asked_by(self._module):
+        if given and func in _SIZES and self._is_asked_from_outside(given[0]):
             self.sizes.add(self._names[given[0]])
         # A result without a gradient (a shape, a copy for an average) can't change what is trained.
         made = given and any(t.requires_grad and id(t) not in self._names for t in tensors_in(result))
@@ -65,14 +65,15 @@ class ReadsOfShards(TorchFunctionMode):
         return result
 
 
+    def _is_asked_from_outside(self, key: int) -> bool:
+        """Is the innermost method on the stack, this file's aside, one of a module that isn't the parameter's owner?"""
+        asks = next((own for own in _running() if not isinstance(own, ReadsOfShards)), None)
+        return any(asks is part for part in self._modules) and all(asks is not own for own in self._owners[key])
+
+
 def _runs(owners: list[nn.Module]) -> bool:
     """Is a method of one of these modules running? The stack is searched, since ``layer.forward(x)`` calls no hooks."""
     return any(own is owner for own in _running() for owner in owners)
-
-
-def _is_asked_by(module: nn.Module) -> bool:
-    """Is the innermost method on the stack, this file's aside, one of the module's?"""
-    return next((own for own in _running() if not isinstance(own, ReadsOfShards)), None) is module
 
 
 def _running() -> Iterator[Any]:
@@ -87,8 +88,8 @@ def _running() -> Iterator[Any]:
 
 @contextmanager
 def sizes_watched(module: nn.Module, names: Collection[str], where: str) -> Iterator[None]:
-    """Warn if the module's code asks for the size of a divided parameter (one of ``names``) inside: a rank holds a part
-    of it. ``where`` is the hook that runs."""
+    """Warn if code of the module's asks for the size of a divided parameter (one of ``names``) inside: a rank holds a
+    part of it. ``where`` is the hook that runs."""
     with ReadsOfShards(module, names) if names else nullcontext() as reads:
         yield
     if reads is not None:

@@ -1,9 +1,9 @@
 """What strategies with a tensor axis do besides running the divided layers.
 
-The layers that the plan names are replaced by this rank's shards before optimizers are made. From then on the ranks of
-a tensor group compute one model together: they must compute the same loss. In the first step and some later ones the
-loss is compared between ranks (:mod:`lightning_parallel.checks.first_losses`), in the first update also the gradients
-of parameters that the plan leaves whole. Otherwise an incomplete plan would train wrongly without an error.
+The layers that the plan names become this rank's shards before optimizers are made. From then on the ranks of a tensor
+group compute one model together: they must compute the same loss. In the first step and some later ones the loss is
+compared between ranks (:mod:`lightning_parallel.checks.first_losses`), in the first updates also the gradients of
+parameters that the plan leaves whole. Otherwise an incomplete plan would train wrongly without an error.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from lightning_parallel.tensor.style import Plan
 
 T = TypeVar("T")
 
+_CHECKED = 5  # updates
 _TOLERANCE = 1e-2  # of norms: rounding differs by far less, a forgotten sum by far more
 
 
@@ -43,7 +44,8 @@ class TensorShards:
     _group: dist.ProcessGroup
     _losses: FirstLosses | None
     _writes: Writes | None
-    _unchecked: bool  # until the gradients of the first update have been compared
+    _unchecked: int  # updates whose gradients are still to be compared
+    _compared: set[str]  # whole parameters whose gradients have been, when they weren't zero
 
     def __init__(self, plan: Plan | Literal["none"] | None, sequence_parallel: bool, disk_offload: DiskOffload) -> None:
         self._plan, self._sequence_parallel, self._disk_offload = plan, sequence_parallel, disk_offload
@@ -89,7 +91,7 @@ class TensorShards:
         """Make parameters and buffers that are whole on every tensor rank equal, at the start of a run. If not
         ``automatic``, steps run the optimizer themselves."""
         self._local, self._group = local, group
-        self._unchecked = group.size() > 1
+        self._unchecked, self._compared = _CHECKED if group.size() > 1 else 0, set()
         self._losses = None if self._divided is None else FirstLosses(self._divided, list(self.shards), group)
         self._writes = Writes(_of_parts, group) if group.size() > 1 and automatic else None
         whole = [local_part(parameter) for name, parameter in local.parameters.items() if name not in self.shards]
@@ -126,7 +128,7 @@ class TensorShards:
 
     def end_step(self) -> None:
         """End a step that ran backwards itself."""
-        self._unchecked = False
+        self._unchecked = max(0, self._unchecked - 1)
         if self._region is not None:
             self._region.close()
 
@@ -138,7 +140,7 @@ class TensorShards:
             more_follow: other backwards of the step may follow, until :meth:`end_step` is called.
 
         Raises:
-            RuntimeError: in the first update, if ranks have different gradients of what they hold whole.
+            RuntimeError: in the first updates, if ranks have different gradients of what they hold whole.
             ValueError: in the first updates, if the step has changed divided parameters itself.
         """
         if self._writes is not None:
@@ -148,25 +150,29 @@ class TensorShards:
         partial = {name: self._local.parameters[name] for name in self._sharding.partial if name in gradients}
         gradients = {**gradients, **summed_over(self._group, partial, gradients)}
         if self._unchecked:
-            self._unchecked = more_follow
+            self._unchecked -= not more_follow
             self._check_whole(gradients)
         return gradients
 
     def _check_whole(self, gradients: Gradients) -> None:
-        whole = [name for name in gradients if name not in self.shards]
+        whole = [name for name in gradients if name not in self.shards and name not in self._compared]
         if not whole:
             return
         own = torch.stack([_fingerprint(gradients[name]) for name in whole])  # [names, 2]
         values = torch.stack(gather_objects(own, self._group))  # [ranks, names, 2]
         spread = (values - values[0]).abs().amax((0, 2))  # [names]
-        apart = spread > _TOLERANCE * values[:, :, 0].amax(0)
+        largest = values[:, :, 0].amax(0)
+        # One that is zero is compared again: it may be behind a layer whose weights begin at zero.
+        self._compared.update(name for name, size in zip(whole, largest.tolist(), strict=True) if size)
+        apart = spread > _TOLERANCE * largest
         differing = [name for name, differs in zip(whole, apart.tolist(), strict=True) if differs]
         if differing:
             raise RuntimeError(
                 f"'{differing[0]}' is whole on every tensor rank, but its gradient differs between them"
                 + (f" (so do {len(differing) - 1} others, such as '{differing[1]}')" if len(differing) > 1 else "")
-                + ". If it works on shards, give its module the style 'sum_gradient' in the plan. Otherwise the ranks "
-                "come to different losses: by random numbers of their own, or by gathered outputs that differ."
+                + ". If it works on shards, put it into a module of its own, and give that the style 'sum_gradient' in "
+                "the plan. Otherwise the ranks come to different losses: by random numbers of their own, or by "
+                "gathered outputs that differ."
             )
 
 

@@ -15,7 +15,7 @@ from lightning_parallel.tensor import functions
 from lightning_parallel.tensor.layer import ParallelLayer, Site, check_plain, shard_parameter
 
 
-class VocabParallelEmbedding(ParallelLayer):
+class VocabParallelEmbedding(ParallelLayer, nn.Embedding):
     """``nn.Embedding`` with the rows of the table divided over the ranks.
 
     It takes ids ``[...]``, equal on all ranks, and returns ``[..., embedding_dim]``, equal on all ranks. Each rank
@@ -73,7 +73,7 @@ class VocabParallelEmbedding(ParallelLayer):
 
     def _hold(self, whole: nn.Embedding, site: Site) -> None:
         """Make this module hold this rank's shard of ``whole``."""
-        super().__init__()
+        nn.Module.__init__(self)
         self.num_embeddings, self.embedding_dim = whole.num_embeddings, whole.embedding_dim
         self.padding_idx = whole.padding_idx
         # Nothing but these is taken; adapters ask for them.

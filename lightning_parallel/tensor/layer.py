@@ -116,6 +116,7 @@ def shard_parameter(whole: nn.Parameter, shard: Shard, shared: dict[int, nn.Para
             )
         return tied
     parameter = nn.Parameter(shard.take(whole.detach()), whole.requires_grad)
+    vars(parameter).update(vars(whole))  # by which a user's code may group it
     parameter.shard = shard  # type: ignore[attr-defined]
     if shared is not None:
         shared[id(whole)] = parameter

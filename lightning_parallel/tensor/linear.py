@@ -34,8 +34,9 @@ from lightning_parallel.tensor import functions
 from lightning_parallel.tensor.layer import ParallelLayer, Site, check_plain, shard_parameter
 
 
-class ParallelLinear(ParallelLayer):
-    """Base of the divided linear layers: it holds a shard of the weight, and a shard or all of the bias.
+class ParallelLinear(ParallelLayer, nn.Linear):
+    """Base of the divided linear layers: it holds a shard of the weight, and a shard or all of the bias. It is an
+    ``nn.Linear`` for code that asks what a layer is, such as to decay its weights.
 
     Attributes:
         in_features, out_features: the sizes of the whole layer.
@@ -45,13 +46,13 @@ class ParallelLinear(ParallelLayer):
     """
 
     weight: nn.Parameter
-    bias: nn.Parameter | None
+    bias: nn.Parameter | None  # type: ignore[assignment]  # torch's declaration leaves out None
     _divided: Mapping[str, int]  # along which dimension parameters are, the weight being [out, in]
 
     def _hold(self, whole: nn.Module, site: Site, parts: tuple[int, ...] = ()) -> None:
         """Make this layer hold this rank's shard of ``whole``, which is refused if it is more than a linear layer."""
         _check_divisible(whole)
-        super().__init__()
+        nn.Module.__init__(self)
         assert isinstance(whole.weight, nn.Parameter)
         self.site, self.group, self.shards = site, site.group, {}
         self._transposed = _is_conv1d(whole)

@@ -88,6 +88,10 @@ class SumGradient(Style):
     sums_gradients = True
     in_sequence_blocks = True
 
+    def check(self, rule: Rule) -> None:
+        if any(True for _ in rule.module.children()):  # those may work on whole values
+            raise ValueError(rule.misfit(" with modules inside: name those that work on divided values."))
+
 
 # -- around modules that stay ------------------------------------------------------------------------------------
 

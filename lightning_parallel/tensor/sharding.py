@@ -1,6 +1,7 @@
-"""Dividing a model in place, as a plan says: layers are replaced by their parallel counterparts.
+"""Dividing a model in place, as a plan says: layers become their parallel counterparts.
 
-Everything is checked, and every new layer made, before the first one is put in its place. So a plan that is refused
+They stay the same objects, with the user's attributes, so whoever holds one (a list, a wrapper) holds the divided one.
+Everything is checked, and every parallel counterpart made, before the first layer changes. So a plan that is refused
 leaves the model as it was.
 """
 
@@ -44,8 +45,8 @@ def shard_module(
     sequence_parallel: bool = False,
     region: ShardedRegion | None = None,
 ) -> Sharding:
-    """Replace layers of ``module``, which is equal on all ranks, by this rank's shards of them, wherever they are
-    registered. Parameters are new objects afterwards, so make optimizers later.
+    """Make layers of ``module``, which is equal on all ranks, this rank's shards of them. Parameters are new objects
+    afterwards, so make optimizers later.
 
     Args:
         sequence_parallel: divide the activations between the divided layers along the sequence.
@@ -86,8 +87,8 @@ def shard_module(
     partial = tuple(name for name, p in module.named_parameters() if id(p) in summed and name not in divided)
 
     for rule, layer in layers:
-        for name in rule.names:
-            module.set_submodule(name, layer)
+        rule.module.__class__ = type(layer)
+        vars(rule.module).update(vars(layer))
     for rule in rules:
         rule.style.divide_in_place(rule, module, group.size())
     for chain in chains:

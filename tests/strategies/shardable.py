@@ -160,6 +160,65 @@ class Forgetful(ShardableLlama):
         return {**columns, f"{layer}self_attn.o_proj": "row"}
 
 
+class Asks(Mixed):
+    """Code that asks a layer what it is, keeps it in a list, and groups parameters by attributes of theirs."""
+
+    def build(self) -> None:
+        self.up, self.down, self.head = nn.Linear(25, 14), nn.Linear(14, 24), nn.Linear(24, 10)
+        self.up.gain, self.down.rate = 1.5, 3.0  # type: ignore[assignment]
+        self.up.bias.decays = self.head.weight.decays = True  # type: ignore[attr-defined]
+        self.pair = [self.up, self.down]
+
+    def loss(self, batch: Any) -> Tensor:
+        x = batch[0].flatten(1)[:, :25]
+        for layer in self.pair:
+            x = torch.tanh(layer(x)) * getattr(layer, "gain", 1.0) if isinstance(layer, nn.Linear) else x
+        return F.cross_entropy(self.head(x), batch[1])
+
+    def configure_tensor_parallel(self) -> dict[str, str]:
+        return {"up": "column", "down": "row"}
+
+    def configure_optimizers(self) -> Any:
+        layers = [layer for layer in self.modules() if isinstance(layer, nn.Linear)]
+        groups = [
+            {"params": [p], "lr": 0.01 * getattr(layer, "rate", 1.0), "weight_decay": 0.5 * hasattr(p, "decays")}
+            for layer in layers
+            for p in layer.parameters()
+        ]
+        return torch.optim.AdamW(groups, lr=0.01, eps=1e-4)
+
+
+class Scale(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.beta = nn.Parameter(torch.tensor(1.1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.beta * x)
+
+
+class Scaled(Mixed):
+    """A number that is trained between the layers of a pair, whose output begins at zero."""
+
+    style = {"scale": "sum_gradient"}
+
+    def build(self) -> None:
+        self.up, self.scale, self.down = nn.Linear(25, 14), Scale(), nn.Linear(14, 25)
+        self.head = nn.Linear(25, 10)
+        nn.init.zeros_(self.down.weight)
+
+    def loss(self, batch: Any) -> Tensor:
+        x = batch[0].flatten(1)[:, :25]
+        return F.cross_entropy(self.head(x + self.down(self.scale(self.up(x)))), batch[1])
+
+    def configure_tensor_parallel(self) -> dict[str, str]:
+        return {"up": "column", "down": "row", **self.style}
+
+
+class ScaledWithoutASum(Scaled):
+    style: dict[str, str] = {}
+
+
 class Apart(ShardableLlama):
     """Every rank sees samples of its own, as when a loader is seeded by rank."""
 
@@ -244,6 +303,7 @@ SHARDABLE = {
     model.__name__: model
     for model in (
         ShardableGPT2, DroppingGPT2, ShardableLlama, ShardableQwen2, Mixed, Forgetful, Apart, Fails, Counting,
+        Asks, Scaled, ScaledWithoutASum,
         LoraLlama, FewHeadsLlama, PlanlessOPT, Experts, PenalisesShards, PenalisesZeros, DrawsByRank,
         DrawsInValidation, LogsShards, ByForward,
     )

@@ -56,6 +56,11 @@ class Encoder(Base):
         return F.cross_entropy(self.head(hidden).transpose(1, 2), batch["labels"].masked_fill(padding, -100))
 
 
+@pytest.mark.parametrize("model", ["Asks", "Scaled"])
+def test_divided_layers_are_what_they_were_for_code_that_asks(pool: WorkerPool, single: Any, model: str) -> None:
+    assert_equal(pool.run(train, 2, model, "tensor", init=False), single(model))
+
+
 def test_torch_s_encoder_is_divided_in_evaluation_too(pool: WorkerPool) -> None:
     (expected,) = pool.run(train, 1, Encoder, init=False, max_epochs=1)
     plan = {"encoder.layers.*.linear1": "column", "encoder.layers.*.linear2": "row"}
@@ -128,6 +133,11 @@ def test_a_forgotten_sum_of_gradients_is_told_by_name(pool: WorkerPool) -> None:
     for error in pool.run(train, 2, "Forgetful", "tensor", init=False, expect_errors=True):
         assert "q_norm" in str(error) or "k_norm" in str(error)
         assert "sum_gradient" in str(error)
+
+
+def test_a_gradient_that_is_zero_at_first_is_compared_later(pool: WorkerPool) -> None:
+    for error in pool.run(train, 2, "ScaledWithoutASum", "tensor", init=False, expect_errors=True):
+        assert "'scale.beta' is whole" in str(error) and "sum_gradient" in str(error)
 
 
 @pytest.mark.parametrize(("model", "name"), [
