@@ -10,8 +10,9 @@ that is ahead of its device, and never for a device::
     sender's device         layer ........... send
     receiver's device                         receive, layer ...........
 
-    announcement    [ 0, a ]     a message in the format of the last one of this place, or a gradient
+    announcement    [ 0, a ]     a message in the format of the last one of this place, or gradients
                     [ n, a ]     in another one: its description follows, n bytes, on the host too
+                    [ n, 0 ]     gradients, of which n are missing: their indices follow, on the host too
                     [ -1, a ]    end of stream
 
 Gradients are announced too, though their format is known. NCCL's receive is a kernel that spins until the message
@@ -31,7 +32,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_parallel.messages.arrival import Arrival
-from lightning_parallel.messages.channel import END, Link, Receiver, Sender
+from lightning_parallel.messages.channel import END, Link, Receiver, Sender, indices_from, indices_of
 from lightning_parallel.messages.message import Format, decode, encode, format_of
 from lightning_parallel.messages.posting import PostsDirectly
 
@@ -56,10 +57,10 @@ class AnnouncingSender(Sender):
             self._formats[place] = format
         return format
 
-    def send_gradients(self, gradients: Sequence[Tensor]) -> None:
+    def send_gradients(self, gradients: Sequence[Tensor], missing: Sequence[int] = ()) -> None:
         self._launch(gradients)
         if gradients:
-            self._announce(0, 0)
+            self._announce(len(missing), 0, *indices_of(missing))
         else:
             self._announced.append([])
 
@@ -125,11 +126,12 @@ class AnnouncedReceiver(Receiver):
     def post_gradients(self, format: Format) -> None:
         self.post(format)
 
-    def take_gradients(self, then: Format = ()) -> list[Tensor]:
-        _, format = self._announced()
+    def take_gradients(self, then: Format = ()) -> tuple[list[Tensor], list[int]]:
+        count, format = self._announced()
+        missing = indices_from(self._by_host, count)
         if then:
             self.post_gradients(then)
-        return self._launched(format)
+        return self._launched(format), missing
 
     # -- both ----------------------------------------------------------------------------------------------------
 

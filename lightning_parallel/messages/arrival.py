@@ -33,7 +33,7 @@ class Arrival:
         self.format = format
         self._tensors = tensors
         self.anchor: Tensor | None = None
-        self._gradients: list[Tensor] | None = None
+        self._gradients: list[Tensor | None] = []
 
     def copies(self) -> list[Tensor]:
         """Copies of the values. To be made before :meth:`receive`."""
@@ -52,20 +52,27 @@ class Arrival:
         live = iter(_Receive.apply(self.anchor, self, [t for t, w in zip(tensors, wanted, strict=True) if w]))  # type: ignore[no-untyped-call]
         return [next(live) if w else t for t, w in zip(tensors, wanted, strict=True)]
 
-    def gradients(self, device: torch.device) -> list[Tensor]:
-        """A gradient for each tensor of which the sender wants one; zeros where the loss doesn't depend on it."""
-        if self._gradients is None:
-            return [torch.zeros(shape, dtype=dtype, device=device) for shape, dtype, wanted in self.format if wanted]
-        return self._gradients
+    def gradients(self, device: torch.device) -> tuple[list[Tensor], list[int]]:
+        """A gradient for each tensor of which the sender wants one, and the indices of those on which the loss doesn't
+        depend. They are zeros here. But an optimizer leaves parameters alone whose gradient is None, so no backward
+        begins at them."""
+        wanted = [(shape, dtype) for shape, dtype, wants in self.format if wants]
+        found = self._gradients or [None] * len(wanted)
+        filled = [
+            torch.zeros(shape, dtype=dtype, device=device) if gradient is None else gradient
+            for gradient, (shape, dtype) in zip(found, wanted, strict=True)
+        ]
+        return filled, [i for i, gradient in enumerate(found) if gradient is None]
 
 
 class _Receive(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, arrival: Arrival, tensors: list[Tensor]) -> tuple[Tensor, ...]:  # type: ignore[override]
         ctx.arrival = arrival
+        ctx.set_materialize_grads(False)
         return tuple(tensors)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, None, None]:  # type: ignore[override]
         ctx.arrival._gradients = list(gradients)
         return None, None, None

@@ -12,10 +12,15 @@ after it::
     otherwise       [ as long, no contents | n, a ]  [ format, n bytes ]  [ tensors | 0, a ]
     end of stream   [ as long, no contents | -1, a ]
 
-Gradients need no words: both sides know their format, which follows from that of the activations. In each direction
-only one receive is posted ahead, since a format is known only once the message before it has been read. It is in flight
-while the stage computes, which hides its latency. Waiting holds up this stage and all later ones, so the buffer of the
-next message is allocated before.
+Both sides know the format of gradients, which follows from that of the activations. Their first word counts those on
+which the loss doesn't depend; their indices follow::
+
+    as expected     [ gradients .......... | 0, 0 ]
+    otherwise       [ gradients .......... | n, 0 ]  [ n indices ]
+
+In each direction only one receive is posted ahead, since a format is known only once the message before it has been
+read. It is in flight while the stage computes, which hides its latency. Waiting holds up this stage and all later ones,
+so the buffer of the next message is allocated before.
 
 gloo can't tell whether a send is done except by waiting for it. So a sender keeps a buffer until something proves that
 its message arrived (:meth:`Sender.confirm`). The gradient of a microbatch proves that its activation arrived. The
@@ -102,6 +107,19 @@ class Link:
         )
 
 
+def indices_of(missing: Sequence[int]) -> list[Tensor]:
+    """The part of a message that has the indices of missing gradients; none if none is missing."""
+    return [torch.tensor(missing)] if missing else []
+
+
+def indices_from(link: Link, count: int) -> list[int]:
+    """So many indices, which come over a link."""
+    indices = torch.empty(count, dtype=torch.int64)
+    if count:
+        link.wait(link.irecv(indices))
+    return indices.tolist()
+
+
 class Sender:
     """Sends messages over a link, in order. ``poster`` posts the sends; by default it is a thread of its own. ``sent``
     is the number of messages since the start."""
@@ -136,15 +154,16 @@ class Sender:
         """Answer the receive that the peer has posted for ``place``: this message won't come."""
         self._post(self._packet(self._formats.get(place, ()), trailer=True).fill((), (END, acknowledged)))
 
-    def send_gradients(self, gradients: Sequence[Tensor]) -> None:
-        """Send gradients, whose format the receiver knows. Without gradients nothing is sent, but it counts as a
-        message.
+    def send_gradients(self, gradients: Sequence[Tensor], missing: Sequence[int] = ()) -> None:
+        """Send gradients, whose format the receiver knows, and the indices of those that are ``missing``. Without
+        gradients nothing is sent, but it counts as a message.
 
         They are copied first: other tensors may share their memory, and be written to. In ``x + p[None]`` autograd
         takes one memory for the gradients of x and p, and adds the next microbatch's gradient of p to it.
         """
         if gradients:
-            self._post(self._fill(self._packet(format_of(gradients), trailer=False), gradients))
+            packet = self._packet(format_of(gradients), trailer=True)
+            self._post(self._fill(packet, gradients, (len(missing), 0)), *indices_of(missing))
         else:
             self._post()
 
@@ -238,16 +257,17 @@ class Receiver:
     def post_gradients(self, format: Format) -> None:
         """Post the receive of gradients (:func:`.message.gradient_format`), unless one is posted."""
         if self._posted is None:
-            self._begin(self._packet(format, trailer=False), None)
+            self._begin(self._packet(format, trailer=True), None)
 
-    def take_gradients(self, then: Format = ()) -> list[Tensor]:
+    def take_gradients(self, then: Format = ()) -> tuple[list[Tensor], list[int]]:
         """Wait for the posted gradients, and post the receive of the next ones, of format ``then`` (empty: post
-        nothing)."""
-        following = self._packet(then, trailer=False) if then else None
+        nothing). Returns them, and the indices of those that are missing."""
+        following = self._packet(then, trailer=True) if then else None
         packet, _ = self._wait()
+        missing = indices_from(self._link, packet.words()[0])
         if following is not None:
             self._begin(following, None)
-        return self._on_device(packet)
+        return self._on_device(packet), missing
 
     # -- both ----------------------------------------------------------------------------------------------------
 

@@ -26,7 +26,7 @@ class Handover:
         self.sent = 0
         self.acknowledged = 0
         self._activations: deque[Arrival] = deque()
-        self._gradients: deque[list[Tensor]] = deque()
+        self._gradients: deque[tuple[list[Tensor], list[int]]] = deque()
 
     # -- activations ---------------------------------------------------------------------------------------------
 
@@ -47,17 +47,17 @@ class Handover:
 
     # -- gradients -----------------------------------------------------------------------------------------------
 
-    def send_gradients(self, gradients: Sequence[Tensor]) -> None:
+    def send_gradients(self, gradients: Sequence[Tensor], missing: Sequence[int] = ()) -> None:
         """Hand over copies of gradients, if there are any (see :meth:`.Sender.send_gradients`)."""
         self.sent += 1
         if gradients:
-            self._gradients.append([gradient.clone() for gradient in gradients])
+            self._gradients.append(([gradient.clone() for gradient in gradients], [*missing]))
 
     def post_gradients(self, format: Format) -> None:
         """Nothing: there is no receive to post."""
 
-    def take_gradients(self, then: Format = ()) -> list[Tensor]:
-        """The oldest gradients that haven't been taken."""
+    def take_gradients(self, then: Format = ()) -> tuple[list[Tensor], list[int]]:
+        """The oldest gradients that haven't been taken, and the indices of those that are missing."""
         return self._gradients.popleft()
 
     # -- both ----------------------------------------------------------------------------------------------------

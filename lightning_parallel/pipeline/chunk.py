@@ -258,8 +258,11 @@ class Chunk:
                 if flight.gradients:
                     following = self._in_flight[1].gradients if len(self._in_flight) > 1 else ()
                     with self._span("receive", number):
-                        *gradients, factor = ends.gradients_in.take_gradients(then=following)
+                        (*gradients, factor), missing = ends.gradients_in.take_gradients(then=following)
                     work.loss.receive(factor)
+                    pairs = zip(edges, gradients, strict=True)
+                    present = [pair for i, pair in enumerate(pairs) if i not in missing]
+                    edges, gradients = [edge for edge, _ in present], [gradient for _, gradient in present]
                     ends.activations_out.confirm(flight.sent)
                 self._gradients_taken += 1
             self._in_flight.popleft()
@@ -274,8 +277,8 @@ class Chunk:
                     torch.autograd.backward(edges, gradients)
             if ends.gradients_out is not None and ends.activations_in is not None:
                 assert flight.arrival is not None
-                back = flight.arrival.gradients(self._device)
-                ends.gradients_out.send_gradients([*back, work.loss.message(self._device)] if back else [])
+                back, missing = flight.arrival.gradients(self._device)
+                ends.gradients_out.send_gradients([*back, work.loss.message(self._device)] if back else [], missing)
                 ends.gradients_out.confirm(ends.activations_in.acknowledged)
         if work.ends_batch:
             self._weights.end_batch(work.loss)

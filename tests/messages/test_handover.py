@@ -30,7 +30,9 @@ def test_gradients_come_back_and_none_where_there_are_none() -> None:
     ways = Handover()
     ways.send_gradients([])  # nobody takes them
     ways.send_gradients([torch.ones(2)])
-    assert [g.tolist() for g in ways.take_gradients()] == [[1.0, 1.0]]
+    ways.send_gradients([torch.zeros(2)], [0])
+    taken = [ways.take_gradients() for _ in range(2)]
+    assert [([g.tolist() for g in given], missing) for given, missing in taken] == [([[1, 1]], []), ([[0, 0]], [0])]
 
 
 def test_gradients_are_not_written_to_when_others_are_added_to() -> None:
@@ -41,5 +43,5 @@ def test_gradients_are_not_written_to_when_others_are_added_to() -> None:
         (x,) = arrival.receive()
         output = x + shift[None]
         output.backward(torch.full_like(output, number))  # one memory for the gradients of both
-        ways.send_gradients(arrival.gradients(CPU))
-    assert [ways.take_gradients()[0].tolist() for _ in range(3)] == [[[float(number)] * 4] for number in (1, 2, 3)]
+        ways.send_gradients(*arrival.gradients(CPU))
+    assert [ways.take_gradients()[0][0].tolist() for _ in range(3)] == [[[float(number)] * 4] for number in (1, 2, 3)]

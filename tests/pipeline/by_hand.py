@@ -70,7 +70,7 @@ def backward(stages: list[Stage], loss: Tensor, departures: list[list[Tensor]], 
         live = [t for t in departure if t.requires_grad]
         if live:
             with stage.backward():
-                torch.autograd.backward(live, arrival.gradients(CPU))
+                torch.autograd.backward(live, arrival.gradients(CPU)[0])
 
 
 def arrived(tensors: list[Tensor], wanted: list[bool]) -> Arrival:

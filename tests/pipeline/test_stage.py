@@ -551,7 +551,7 @@ def test_activations_are_freed_with_their_last_user(kind: type[Net]) -> None:
         for departure, arrival in zip(departures, arrivals, strict=True):
             refs.extend(weakref.ref(tensor) for tensor in departure)
             refs.append(weakref.ref(arrival))
-            refs.extend(weakref.ref(gradient) for gradient in arrival.gradients(CPU))
+            refs.extend(weakref.ref(gradient) for gradient in arrival.gradients(CPU)[0])
         refs.append(weakref.ref(loss))
 
     one_pass()

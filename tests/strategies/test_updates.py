@@ -39,19 +39,24 @@ class ByFrequency(Net):
 
 
 class Teacher(Net):
-    """A mean teacher, the target of the loss. It follows in a hook, or in the step."""
+    """A mean teacher, the target of the loss. It follows in a hook, or in the step. The step may ask for the loss's
+    value."""
 
     follows = "in the step"
 
-    def __init__(self) -> None:
+    def __init__(self, asks: bool = False) -> None:
         super().__init__()
+        self.asks = asks
         self.teacher = copy.deepcopy(self.net).requires_grad_(False)
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         if self.follows == "in the step":
             self.follow()
         out = self.net(batch[0])
-        return F.cross_entropy(out, batch[1]) + (out - self.teacher(batch[0])).square().mean()
+        loss = F.cross_entropy(out, batch[1]) + (out - self.teacher(batch[0])).square().mean()
+        if self.asks:
+            self.log("value", loss.item())
+        return loss
 
     def on_train_batch_end(self, *args: Any) -> None:
         if self.follows == "on_train_batch_end":
@@ -65,6 +70,21 @@ class Teacher(Net):
     def follow(self) -> None:
         for mine, other in zip(self.teacher.parameters(), self.net.parameters(), strict=True):
             mine.lerp_(other, 0.2)
+
+
+class Turns(Net):
+    """Two towers, of which every other batch trains one: the other one's gradients are None, and it doesn't decay."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.other = copy.deepcopy(self.net)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        towers = self.net(batch[0]), self.other(batch[0])
+        return F.cross_entropy(towers[batch_idx % 2], batch[1])
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), 0.01, eps=1e-4, weight_decay=0.5)
 
 
 class Replacing(Net):
@@ -230,6 +250,8 @@ KINDS: dict[str, Callable[[], Net]] = {
     "leaving": Leaving,
     "advancing": Advancing,
     "teacher": Teacher,
+    "teacher that asks": partial(Teacher, asks=True),
+    "turns": Turns,
     "by frequency": ByFrequency,
     "annealed": Annealed,
     "metric": MetricInside,
@@ -271,6 +293,19 @@ def assert_as_in_one_process(pool: WorkerPool, kind: str, options: dict[str, Any
 @pytest.mark.parametrize("follows", ["in the step", "on_train_batch_end", "on_before_zero_grad"])
 def test_a_mean_teacher_follows_as_in_one_process(pool: WorkerPool, options: dict[str, Any], follows: str) -> None:
     assert_as_in_one_process(pool, "teacher", options, follows)
+
+
+@PIPELINE
+@pytest.mark.parametrize("kind", ["teacher that asks", "turns"])
+def test_what_a_step_leaves_out_or_asks_for_changes_no_update(
+    pool: WorkerPool, options: dict[str, Any], kind: str
+) -> None:
+    assert_as_in_one_process(pool, kind, options, "on_train_batch_end")
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "zbv"])
+def test_gradients_that_are_none_on_one_stage_are_none_on_all(pool: WorkerPool, schedule: str) -> None:
+    assert_as_in_one_process(pool, "turns", {"stages": 2, "microbatches": 2, "schedule": schedule})
 
 
 IN_PARTS = {"microbatches": 2, "data_parallel": 2, "data_parallel_kind": "fully_shard"}
