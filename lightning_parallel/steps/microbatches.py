@@ -39,6 +39,8 @@ from lightning_parallel.steps.once_a_batch import OnceABatch
 from lightning_parallel.steps.sample_mixing import SampleMixing
 from lightning_parallel.steps.unseen_writes import UnseenWrites
 
+_RETURNED = "outputs['{}']"  # the name under which a number that the step returns is recorded
+
 
 class Microbatches:
     """Splits batches into microbatches, and joins what these return.
@@ -136,15 +138,25 @@ class Microbatches:
     def _trial(self, arguments: tuple[Any, ...], size: int, seed: int) -> Any:
         """The user's step on a copy of a batch or a microbatch, for a dry run or a trial."""
         with self._prepared(size, seed):
-            trial = partial(self._watch.run_on_copy, self._run.module.training_step, *arguments)
+            trial = partial(self._watch.run_on_copy, self._noted_step, *arguments)
             return self._effects.try_out(trial) if self._is_watched else trial()
 
     def _step(self, arguments: tuple[Any, ...], size: int, seed: int, index: int) -> Any:
         """The user's step on the microbatch of this index."""
-        step = partial(self._earlier.run, self._run.module.training_step, *arguments)
+        step = partial(self._earlier.run, self._noted_step, *arguments)
         run = partial(self._shards.run, step, "training_step")
         with self._prepared(size, seed), self.once.around_run(), self._unseen.around_run(index):
             return self._effects.run(run) if self._is_watched else run()
+
+    def _noted_step(self, *arguments: Any) -> Any:
+        """The user's step. Numbers that it returns beside the loss are recorded as if they were logged, so they are
+        joined as those are."""
+        output = self._run.module.training_step(*arguments)
+        for name, value in output.items() if isinstance(output, Mapping) else ():
+            is_number = value.dim() == 0 if isinstance(value, Tensor) else type(value) in (int, float)
+            if is_number and name != "loss":
+                self._run.module.log(_RETURNED.format(name), value)
+        return output
 
     @contextmanager
     def _prepared(self, size: int, seed: int) -> Iterator[None]:
@@ -170,9 +182,21 @@ class Microbatches:
         self._effects.end_batch()
         self._means.check(loss)
         guessed = not self._splitting.counts_samples
-        self._recorder.replay(self._run.module.log, loss, self._means.logs, as_loss=guessed)
         output = join_outputs(outputs, loss.sizes)
-        return {**output, "loss": loss.loss()} if isinstance(output, Mapping) else loss.loss()
+        if not isinstance(output, Mapping):
+            self._recorder.replay(self._run.module.log, loss, self._means.logs, as_loss=guessed)
+            return loss.loss()
+        returned = {_RETURNED.format(name): name for name in output}
+        joined = {**output}
+
+        def log(name: str, value: Any, **options: Any) -> None:
+            if name in returned:
+                joined[returned[name]] = value
+            else:
+                self._run.module.log(name, value, **options)
+
+        self._recorder.replay(log, loss, self._means.logs, as_loss=guessed)
+        return {**joined, "loss": loss.loss()}
 
 
 def loss_of(output: Any) -> Tensor:

@@ -87,6 +87,35 @@ class Turns(Net):
         return torch.optim.AdamW(self.parameters(), 0.01, eps=1e-4, weight_decay=0.5)
 
 
+class Returns(Net):
+    """Numbers beside the loss, of labels of which some count, and what a hook makes of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[list[float]] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        logits, counted = self.net(batch[0]), batch[1] != 0
+        losses = F.cross_entropy(logits, batch[1], reduction="none")[counted]
+        loss = losses.sum() / counted.sum()
+        hits = (logits.argmax(1) == batch[1]).sum()
+        rows = len(batch[0])
+        return {
+            "loss": loss + 0,
+            "nll": loss.detach(),
+            "hits": hits,
+            "sum": logits.sum().detach(),
+            "rows": rows,
+            "float": float(rows),
+            "mean": logits.mean().detach(),
+            "index": batch_idx,
+            "tensor": torch.tensor(rows),
+        }
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.seen.append([float(value) for name, value in outputs.items() if name != "loss"])
+
+
 class Replacing(Net):
     """Replaces the memory of weights that its gradients pass through: a teacher's, or the last layer's."""
 
@@ -306,6 +335,21 @@ def test_what_a_step_leaves_out_or_asks_for_changes_no_update(
 @pytest.mark.parametrize("schedule", ["gpipe", "zbv"])
 def test_gradients_that_are_none_on_one_stage_are_none_on_all(pool: WorkerPool, schedule: str) -> None:
     assert_as_in_one_process(pool, "turns", {"stages": 2, "microbatches": 2, "schedule": schedule})
+
+
+def returned(strategy: str, options: dict[str, Any]) -> list[list[float]]:
+    torch.set_default_dtype(torch.float64)
+    module = Returns()
+    make_trainer(strategy, [], options).fit(module, loader(16, 8))
+    return module.seen[-2:]  # the dry run of the hook is before
+
+
+@pytest.mark.parametrize("options", [{"stages": 1, "microbatches": 4}, {"stages": 1, "microbatches": 3}])
+def test_numbers_that_a_step_returns_are_those_of_the_batch(pool: WorkerPool, options: dict[str, Any]) -> None:
+    ((expected), (found)) = (
+        pool.run(returned, 1, *given, init=False)[0] for given in (("single", {}), ("sync", options))
+    )
+    assert found == [pytest.approx(each, rel=1e-12) for each in expected]
 
 
 IN_PARTS = {"microbatches": 2, "data_parallel": 2, "data_parallel_kind": "fully_shard"}
