@@ -22,7 +22,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import combinations, islice
 from typing import Any
@@ -63,7 +63,7 @@ def found_plan(module: nn.Module, run: Callable[[], Any], count: int) -> dict[st
     input, without side effects that matter."""
     plan: dict[str, str | Style] = {}
     known: dict[str, _Way | None] = {}  # by what blocks have in common
-    with torch.random.fork_rng(), host_generators_kept(), StateKept(module, parameters=False):
+    with torch.random.fork_rng(), host_generators_kept(), StateKept(module, parameters=False), _layers_called():
         module.eval()
         pairs = [
             pair
@@ -78,6 +78,17 @@ def found_plan(module: nn.Module, run: Callable[[], Any], count: int) -> dict[st
             if way is not None:
                 plan |= block.rules(way)
     return plan
+
+
+@contextmanager
+def _layers_called() -> Iterator[None]:
+    """Inside, torch's own transformer layers call their linear layers in evaluation too."""
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)
 
 
 def table_of(module: nn.Module, plan: dict[str, str | Style]) -> str:
@@ -97,16 +108,13 @@ _WHOLE: Label = frozenset()
 @dataclass(frozen=True)
 class Pair:
     """Linear layers that may be divided by output features (``columns``, in the order of calls), and the one that takes
-    their outputs (``row``), by name. ``call`` are the arguments with which the module around them was first called."""
+    their outputs (``row``), by name. ``around`` is the smallest module that is called and holds all of them; ``call``
+    are the arguments of its first call."""
 
     columns: tuple[str, ...]
     row: str
+    around: str = field(default="", compare=False)
     call: Any = field(default=((), {}), compare=False)
-
-    @property
-    def around(self) -> str:
-        """The smallest module that holds all layers of the pair."""
-        return ".".join(os.path.commonprefix([name.split(".")[:-1] for name in (*self.columns, self.row)]))
 
 
 def cloned(values: Any) -> Any:
@@ -196,8 +204,13 @@ def find_pairs(module: nn.Module, run: Callable[[], Any]) -> list[Pair]:
         if not makers or any(label != makers for label in given):
             continue
         if not any(maker in labels.mixed or maker in rows or takers[maker] != {name} for maker in makers):
-            pair = Pair(tuple(maker for maker in inputs if maker in makers), name)
-            pairs.append(replace(pair, call=calls.get(pair.around, pair.call)))  # containers are never called
+            columns = tuple(maker for maker in inputs if maker in makers)
+            inner = around = ".".join(os.path.commonprefix([each.split(".")[:-1] for each in (*columns, name)]))
+            while around and around not in calls:  # a list of layers never is
+                around = around.rpartition(".")[0]
+            call = calls.get(around, ((), {}))
+            has_noise = any(x.is_floating_point() for x in tensors_in(call))  # without it any way may seem to fit
+            pairs.append(Pair(columns, name, around, call) if has_noise else Pair(columns, name, inner, call))
             rows.add(name)
     return pairs
 

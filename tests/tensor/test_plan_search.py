@@ -168,3 +168,27 @@ def test_only_models_without_a_plan_get_one() -> None:
     plan = find_plan(both, make_run=lambda: run)
     assert plan["opt.model.decoder.layers.0.fc1"] == "column" and plan["gpt.transformer.h.*.attn.c_attn"] == "column:3"
     assert not any(name.startswith("gpt.transformer.h.0") for name in plan)
+
+
+class Listed(nn.Module):
+    """Its layers hang in a list, which is never called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(8, 12), nn.Tanh(), nn.Linear(12, 8), nn.Tanh(), nn.Linear(8, 3)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+@pytest.mark.parametrize(("net", "columns"), [
+    (Listed(), ["layers.0"]),
+    (nn.TransformerEncoderLayer(8, 2, 12, batch_first=True), ["linear1"]),  # one operation, in evaluation
+])  # fmt: skip
+def test_layers_are_found_in_lists_and_in_torch_s_own(net: nn.Module, columns: list[str]) -> None:
+    x = torch.randn(2, 3, 8, generator=torch.Generator().manual_seed(1))
+    found = found_plan(net, lambda: net(x), 2)
+    assert [name for name, style in found.items() if style == "column"] == columns
+    assert torch.backends.mha.get_fastpath_enabled()
