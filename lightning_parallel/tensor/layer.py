@@ -97,6 +97,13 @@ class ParallelLayer(nn.Module):
             f"{type(self).__name__} can't be pickled: it belongs to a process group. Save its state_dict() instead."
         )
 
+    def reset_parameters(self) -> None:
+        """Refused: what is drawn for a shard is no slice of what is drawn for the whole."""
+        raise RuntimeError(
+            f"{type(self).__name__}.reset_parameters(): a rank holds a shard. Draw the weights before the model is "
+            f"divided, in __init__ or configure_model."
+        )
+
 
 def shard_parameter(whole: nn.Parameter, shard: Shard, shared: dict[int, nn.Parameter] | None = None) -> nn.Parameter:
     """This rank's shard of a parameter, trainable or frozen as the whole is. Its attribute ``shard`` says how it was
