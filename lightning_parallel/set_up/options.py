@@ -20,28 +20,7 @@ DataParallelKind = Literal["replicate", "fully_shard"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainerOptions:
-    """What the Trainer fills in, under Lightning's names.
-
-    Args:
-        parallel_devices: may name one GPU several times, for ranks or replicas that share it.
-
-    Raises:
-        ValueError: a value that its setting doesn't take.
-    """
-
-    accelerator: Accelerator | None = field(default=None, metadata=SET_BY_TRAINER)
-    parallel_devices: list[torch.device] | None = field(default=None, metadata=SET_BY_TRAINER)
-    cluster_environment: ClusterEnvironment | None = field(default=None, metadata=SET_BY_TRAINER)
-    checkpoint_io: CheckpointIO | None = field(default=None, metadata=SET_BY_TRAINER)
-    precision_plugin: Precision | None = field(default=None, metadata=SET_BY_TRAINER)
-
-    def __post_init__(self) -> None:
-        check(self)
-
-
-@dataclass(frozen=True, kw_only=True)
-class ProcessOptions(TrainerOptions):
+class ProcessOptions:
     """What every strategy takes that runs a process on each device.
 
     Args:
@@ -58,6 +37,14 @@ class ProcessOptions(TrainerOptions):
             holds all of the model, else a directory. Either opens under every layout.
         async_save: write checkpoints while training goes on: a save waits only until the state has been copied to host
             memory. Training ends if a save has failed, and the run's end waits for the last one.
+        accelerator: filled in by the Trainer, as in Lightning's strategies.
+        parallel_devices: filled in by the Trainer; may name one GPU several times, for ranks that share it.
+        cluster_environment: filled in by the Trainer.
+        checkpoint_io: filled in by the Trainer.
+        precision_plugin: filled in by the Trainer.
+
+    Raises:
+        ValueError: a value that its setting doesn't take.
     """
 
     timeout: Seconds | timedelta = 1800
@@ -66,6 +53,14 @@ class ProcessOptions(TrainerOptions):
     share_batches: bool = False
     checkpoint: Literal["auto", "directory", "file"] = "auto"
     async_save: bool = False
+    accelerator: Accelerator | None = field(default=None, metadata=SET_BY_TRAINER)
+    parallel_devices: list[torch.device] | None = field(default=None, metadata=SET_BY_TRAINER)
+    cluster_environment: ClusterEnvironment | None = field(default=None, metadata=SET_BY_TRAINER)
+    checkpoint_io: CheckpointIO | None = field(default=None, metadata=SET_BY_TRAINER)
+    precision_plugin: Precision | None = field(default=None, metadata=SET_BY_TRAINER)
+
+    def __post_init__(self) -> None:
+        check(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,6 +96,9 @@ class StagedOptions(ProcessOptions):
             ``fully_shard``). With tensor parallelism, these are parts of the tensor rank's shards.
         timeline: record what each rank runs when. At the end of training a picture (with matplotlib installed) and a
             trace are written to the log directory, and the measured bubble is printed beside the theoretical one.
+
+    Raises:
+        ValueError: a value that its setting doesn't take.
     """
 
     stages: Count | Auto = "auto"

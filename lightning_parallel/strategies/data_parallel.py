@@ -12,12 +12,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_warn
@@ -34,15 +37,14 @@ from lightning_parallel.private.lightning.launching import launched_by_make_laun
 from lightning_parallel.private.lightning.metrics import set_device
 from lightning_parallel.results.log_joins import LogJoins
 from lightning_parallel.results.logs import LogRecorder, logging_through
-from lightning_parallel.set_up.options import TrainerOptions
-from lightning_parallel.settings import Auto, takes
+from lightning_parallel.settings import SET_BY_TRAINER, Auto, check, takes
 from lightning_parallel.values import first_few
 
 LossOn = Literal["replicas", "output_device"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class DataParallelOptions(TrainerOptions):
+class DataParallelOptions:
     """The settings of :class:`DataParallelStrategy`.
 
     Args:
@@ -52,9 +54,18 @@ class DataParallelOptions(TrainerOptions):
             calls of ``self(...)`` in it, as in torch.nn.DataParallel, so the loss may compare samples of the whole
             batch. With manual optimization they share the calls of the module's children too, such as a GAN's
             generator. ``"auto"``: on the output device with manual optimization, otherwise on the replicas.
+        parallel_devices: filled in by the Trainer, as are those below; may name one GPU several times.
     """
 
     loss_on: LossOn | Auto = "auto"
+    parallel_devices: list[torch.device] | None = field(default=None, metadata=SET_BY_TRAINER)
+    accelerator: Accelerator | None = field(default=None, metadata=SET_BY_TRAINER)
+    cluster_environment: ClusterEnvironment | None = field(default=None, metadata=SET_BY_TRAINER)
+    checkpoint_io: CheckpointIO | None = field(default=None, metadata=SET_BY_TRAINER)
+    precision_plugin: Precision | None = field(default=None, metadata=SET_BY_TRAINER)
+
+    def __post_init__(self) -> None:
+        check(self)
 
 
 @launched_by_make_launcher
