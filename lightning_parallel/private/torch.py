@@ -302,10 +302,11 @@ def has_full_backward_hooks(module: nn.Module) -> bool:
 
 
 def has_gradient_hooks(tensor: Tensor) -> bool:
-    """Does a hook see, and perhaps change, the gradient of this tensor? torch has no public way to ask. fully_shard's
-    own hooks, on what a unit returns, only gather the unit."""
+    """Does a hook of the user's see, and perhaps change, the gradient of this tensor? torch has no public way to ask.
+    fully_shard's own hooks, on what a unit returns, only gather the unit."""
     hooks = [*(tensor._backward_hooks or {}).values(), *(tensor._post_accumulate_grad_hooks or {}).values()]
-    return any(not getattr(hook, "__module__", "").startswith("torch.distributed.fsdp") for hook in hooks)
+    modules = (getattr(getattr(hook, "func", hook), "__module__", "") for hook in hooks)  # of a partial's function
+    return any(not module.startswith(("torch.distributed.fsdp", "lightning_parallel.")) for module in modules)
 
 
 def shallow_copy(module: nn.Module) -> nn.Module:

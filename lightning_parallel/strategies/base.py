@@ -556,6 +556,8 @@ class LayoutStrategy(ParallelStrategy):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         if self._same_batches is not None:
             self._same_batches.check(batch, batch_idx)
+        if batch_idx == 0:
+            refuse_hooks_of_parameters(self.run.module)  # that were registered since, in on_train_start
         if self._watch is not None:
             self._watch.end()
         if self._background is not None and self._background.begin_batch():

@@ -146,9 +146,9 @@ def begins_and_ends(schedule: str) -> tuple[float, float]:
 class Slow(ALL["Llama"]):  # type: ignore[misc]
     """The gradients of the weights in its middle, on the first stage, take some time: that stage ends last."""
 
-    def on_train_start(self) -> None:  # before, hooks on parameters are refused
-        for name, parameter in self.named_parameters():
-            if parameter.dim() == 2 and (".layers.1." in name or ".layers.2." in name):
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        for name, parameter in self.named_parameters():  # before the first batch, hooks on parameters are refused
+            if batch_idx == 1 and parameter.dim() == 2 and (".layers.1." in name or ".layers.2." in name):
                 parameter.register_hook(lambda gradient: time.sleep(0.003))
 
 

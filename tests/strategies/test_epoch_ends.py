@@ -159,6 +159,11 @@ class Hooked(Scaled):
         self.net[2].weight.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
 
 
+class HookedLater(Scaled):
+    def on_train_start(self) -> None:
+        self.net[2].weight.register_post_accumulate_grad_hook(lambda parameter: None)
+
+
 class Outside(Scaled):
     """An optimizer has a parameter that isn't the module's."""
 
@@ -186,7 +191,7 @@ KINDS = (
 LOST = (
     ScalesAll, ScalesData, LoadsItsState, SetsData, SetsUpAnew, PutsAnother, AfterABatch, ScalesWhatIsShared,
 )  # fmt: skip
-MODULES = {kind.__name__: kind for kind in (*KINDS, *LOST, Hooked, Outside, Stepped)}
+MODULES = {kind.__name__: kind for kind in (*KINDS, *LOST, Hooked, HookedLater, Outside, Stepped)}
 
 
 def train_all(strategy: str, options: dict[str, Any]) -> list[tuple[Report, bool]]:
@@ -224,10 +229,12 @@ def test_changes_of_other_stages_parameters_at_an_epoch_s_end_are_refused(pool: 
     assert_lost([each for each in failures if each is not last[0]])
 
 
-@pytest.mark.parametrize("strategy", ["sync", "tensor", "fsdp"])
-def test_hooks_on_gradients_of_parameters_are_refused(pool: WorkerPool, strategy: str) -> None:
+@pytest.mark.parametrize(("kind", "strategy"), [
+    (Hooked, "sync"), (Hooked, "tensor"), (Hooked, "fsdp"), (HookedLater, "sync"), (HookedLater, "fsdp"),
+])  # fmt: skip
+def test_hooks_on_gradients_of_parameters_are_refused(pool: WorkerPool, kind: Any, strategy: str) -> None:
     options = {"tensor": {"plan": {"net.2": "column", "net.4": "row"}}}.get(strategy, {})
-    failures = pool.run(train, 2, "Hooked", strategy, options, init=False, expect_errors=True)
+    failures = pool.run(train, 2, kind.__name__, strategy, options, init=False, expect_errors=True)
     assert_refused(failures, "ValueError", ["net.2.weight", "on_before_optimizer_step"])
 
 

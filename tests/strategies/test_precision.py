@@ -203,7 +203,7 @@ class OverflowsOnOneRank(Overflows):
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         self.before.append({name: p.detach().clone() for name, p in here(self).items()})
-        if batch_idx == 0 and self.global_rank == 1:
+        if batch_idx == 1 and self.global_rank == 1:  # before, hooks on parameters are refused
             self.net[4].weight.register_hook(self._spiked)
 
     def _spiked(self, gradient: Tensor) -> Tensor:
