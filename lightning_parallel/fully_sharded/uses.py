@@ -1,4 +1,4 @@
-"""Compares between the replicas which modules a step has used, and refuses assignments that would be lost.
+"""Compares between the replicas which modules a step has used.
 
 Fully sharded replicas gather a unit's parameters together, and reduce those of its gradients that exist together. If a
 branch of the user's step depends on values or on the rank, one replica may use module A where another one uses module
@@ -19,13 +19,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
-from torch.overrides import TorchFunctionMode
+from torch import nn
 
 from lightning_parallel.ranks.collectives import all_equal, gather_objects
-
-_SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 
 
 class ModuleUses:
@@ -75,26 +71,3 @@ class ModuleUses:
             f"to use the same modules: let no branch depend on the rank or on the values of a share of the batch, or "
             f"use strategy='ddp_find_unused_parameters_true'."
         )
-
-
-class AssignmentsRefused(TorchFunctionMode):
-    """Inside, an assignment to the ``.data`` of a divided parameter of the module raises a ValueError.
-
-    The parameter is a DTensor, which computes with a tensor of its own, this rank's part, whatever its ``.data`` is set
-    to. Neither its version nor an address tells of it, so the assignment itself has to be seen.
-    """
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self._module = module
-
-    def __torch_function__(
-        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        if function == _SET_DATA and isinstance(args[0], DTensor):
-            names = {id(parameter): name for name, parameter in self._module.named_parameters()}
-            raise ValueError(
-                f"A step assigns to '{names.get(id(args[0]))}.data', which is fully sharded: the assignment would be "
-                f"lost. Change it in place, by `.data.copy_(...)` or `.data.lerp_(...)`."
-            )
-        return function(*args, **(kwargs or {}))

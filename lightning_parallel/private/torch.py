@@ -127,6 +127,11 @@ def makes_memory(operator: Any) -> bool:
     return is_plain and all(result.alias_info is None for result in operator._schema.returns)
 
 
+def base_of(tensor: Tensor) -> Tensor | None:
+    """The tensor that autograd takes this one for a view of; None if it is no view."""
+    return tensor._base
+
+
 def is_zero_tensor(tensor: Tensor) -> bool:
     """Does the tensor stand for zeros, without memory? Autograd makes such ones in forward mode."""
     return tensor._is_zerotensor()

@@ -370,8 +370,8 @@ class LayoutStrategy(ParallelStrategy):
         self.setup_precision_plugin()
         if run.trains:
             move_optimizers(self.optimizers, self.root_device)
-            if self.groups.model.size() > 1:
-                self._watch = GradientWatch(run.module, local.parameters.values(), self.precision_plugin)
+            if local.is_fully_sharded or self.groups.model.size() > 1:
+                self._watch = GradientWatch(run, local.parameters.values())
                 self._at_end.callback(self._watch.close)
         clips_as_before = install_clipping(
             self.precision_plugin,

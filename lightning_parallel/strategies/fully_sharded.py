@@ -38,7 +38,7 @@ from typing_extensions import override
 from lightning_parallel.callbacks.start_table import Holding
 from lightning_parallel.checks.manual import BackwardGuard, networks
 from lightning_parallel.fully_sharded.units import check_dtypes, materialize, refuse_second_derivatives, untied
-from lightning_parallel.fully_sharded.uses import AssignmentsRefused, ModuleUses
+from lightning_parallel.fully_sharded.uses import ModuleUses
 from lightning_parallel.gradients.swapping import add_gradients, swap_gradients
 from lightning_parallel.plan.layers import Layers, named_layers
 from lightning_parallel.private.lightning.launching import callbacks_of, say_device
@@ -267,7 +267,7 @@ class FullyShardedStrategy(LayoutStrategy):
             return super().run_step(kind, *args, **kwargs)
         # As for writes to gathered parameters, the first steps are watched.
         is_watched = kind == "training_step" and self._writes[True].is_on
-        with _explained(), AssignmentsRefused(self.run.module) if is_watched else nullcontext():
+        with _explained(), self._watch if self._watch is not None and is_watched else nullcontext():
             output = super().run_step(kind, *args, **kwargs)
         if kind != "training_step":
             self._uses.compare()
@@ -287,6 +287,7 @@ class FullyShardedStrategy(LayoutStrategy):
         with _explained(), self._guard.open():
             backward()
         add_gradients(whole, self.replicas.averaged(swap_gradients(whole, accumulated)))
+        self.watch_gradients()
 
     @override
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:

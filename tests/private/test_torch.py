@@ -156,6 +156,11 @@ def test_hooks_on_the_gradient_of_a_parameter_are_found() -> None:
         assert not torch_private.has_gradient_hooks(parameter)
 
 
+def test_a_view_knows_what_it_is_a_view_of() -> None:
+    tensor = torch.ones(2, 2)
+    assert torch_private.base_of(tensor[0]) is tensor and torch_private.base_of(tensor) is None
+
+
 def test_forward_hooks_are_counted() -> None:
     module = nn.Linear(1, 1)
     assert torch_private.forward_hooks(module) == 0

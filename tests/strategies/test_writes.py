@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
@@ -139,6 +140,35 @@ class Assigning(Net):
         return F.cross_entropy(logits, batch[1]) + (logits - taught).square().mean()
 
 
+class ZeroesRows(Net):
+    """The rows of a gradient, by a view, in a hook."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.net[2].weight.grad[1:3].zero_()
+
+
+class ZeroesRow(Net):
+    """The row of a weight, which lies in a unit that doesn't run, in the step."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        with torch.no_grad():
+            self.net[2].weight[0] *= 0.5
+        return super().training_step(batch, batch_idx)
+
+
+class Masks(Net):
+    """What the error advises: a mask of rows. And views of columns, which each rank has."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        gradient = self.net[2].weight.grad
+        mask = torch.ones(gradient.shape)
+        mask[1:3] = 0
+        if isinstance(gradient, DTensor):
+            mask = distribute_tensor(mask, gradient.device_mesh, gradient.placements)
+        gradient.mul_(mask)
+        gradient[:, :2].mul_(0.5)
+
+
 class HalvingNet(Net):
     layer: type[nn.Linear] = Halving
 
@@ -192,10 +222,11 @@ class HalvingInValidation(Net):
 MODELS: dict[str, type[Net]] = {
     "step": Normalised, "layer": HalvingNet, "mask": MaskedNet, "teacher": Teaching, "validation": HalvingInValidation,
     "clamp": ClampedNet, "scaled": ScaledNet, "checkpoint": Checkpointed, "by value": HalvingByValueNet,
-    "assigned": Assigning, "centre": Centred, "step by data": NormalisedByData,
+    "assigned": Assigning, "centre": Centred, "step by data": NormalisedByData, "rows": ZeroesRows, "row": ZeroesRow,
+    "masked": Masks,
 }  # fmt: skip
 NAMES = {
-    **dict.fromkeys(("layer", "mask", "clamp", "by value"), "net.2.weight"),
+    **dict.fromkeys(("layer", "mask", "clamp", "by value", "rows", "row"), "net.2.weight"),
     **dict.fromkeys(("step", "step by data"), "prototypes.weight"),
     "validation": "other.0.weight",
     "assigned": "teachers.0.weight",
@@ -218,6 +249,9 @@ def fit(model: str, strategy: str, options: dict[str, Any]) -> list[float]:
     ("layer", "fsdp", {}, 2),
     ("validation", "fsdp", {}, 2),
     ("assigned", "fsdp", {}, 2),
+    ("row", "fsdp", {}, 2),
+    ("rows", "fsdp", {}, 2),
+    ("rows", "sync", SHARDED | {"stages": 1}, 2),
     ("layer", "sync", SHARDED, 4),
     ("layer", "sync", {"microbatches": 2}, 2),
     ("by value", "sync", {"microbatches": 2}, 2),
@@ -256,6 +290,7 @@ def test_the_stage_that_writes_into_parts_names_them(pool: WorkerPool) -> None:
     ("clamp", "sync", {"microbatches": 4, "activation_checkpointing": True}, 2),
     ("scaled", "sync", {"microbatches": 4}, 2),
     ("checkpoint", "fsdp", {}, 2),
+    ("masked", "fsdp", {}, 2),
     ("teacher", "tensor", {"plan": PLAN}, 2),
 ])  # fmt: skip
 def test_other_writes_are_as_in_one_process(
