@@ -23,6 +23,7 @@ from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from lightning_utilities.core.rank_zero import rank_zero_only, rank_zero_warn
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -618,7 +619,15 @@ class LayoutStrategy(ParallelStrategy):
     @override
     def teardown(self) -> None:
         self.end_run()
-        super().teardown()
+        module = self.lightning_module
+        if module is None or not any(isinstance(parameter, DTensor) for parameter in module.parameters()):
+            return super().teardown()
+        # Lightning's, without the move to the CPU: fully_shard doesn't move back, and recurrent layers can't be moved.
+        assert self.cluster_environment is not None and self.accelerator is not None
+        self.cluster_environment.teardown()
+        self.precision_plugin.teardown()
+        self.accelerator.teardown()
+        self.checkpoint_io.teardown()
 
     def end_run(self) -> None:
         """Make the module as it was before the run, except that each rank has its part only. Every strategy's

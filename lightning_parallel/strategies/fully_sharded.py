@@ -304,17 +304,9 @@ class FullyShardedStrategy(LayoutStrategy):
 
     @override
     def teardown(self) -> None:
-        if self.is_one_process:
-            return super().teardown()
-        self.end_run()
+        super().teardown()
         if self._root is not None:
             refuse_calls(self._outside, self._at_next_run)
-        # Lightning's, without the move of the module to the CPU, from where fully_shard would not bring it back.
-        assert self.cluster_environment is not None and self.accelerator is not None
-        self.cluster_environment.teardown()
-        self.precision_plugin.teardown()
-        self.accelerator.teardown()
-        self.checkpoint_io.teardown()
 
 
 def find_units(

@@ -9,7 +9,7 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
@@ -234,3 +234,22 @@ def fit_reentrant() -> None:
 def test_a_gradient_that_grows_after_it_was_sent_is_refused(pool: WorkerPool) -> None:
     failures = pool.run(fit_reentrant, 2, init=False, expect_errors=True)
     assert_refused(failures, "RuntimeError", ["'layer.", "grew twice", "use_reentrant=False"])
+
+
+class Recurrent(LeNet):
+    """An LSTM, which refuses to have its divided parameters replaced, as a move to another device would."""
+
+    def build(self) -> None:
+        self.net = nn.Sequential(nn.Flatten(1, 2), nn.LSTM(8, 8, batch_first=True), Last(), nn.Linear(8, 10))
+
+
+class Last(nn.Module):
+    def forward(self, outputs: tuple[Tensor, Any]) -> Tensor:
+        return outputs[0][:, -1]
+
+
+def test_recurrent_layers_are_fully_sharded(pool: WorkerPool) -> None:
+    options = {"stages": 2, "data_parallel_kind": "fully_shard", "microbatches": 1}
+    reports = pool.run(train, 4, Recurrent, "sync", options, init=False, batch_size=BATCH // 2, samples=22)
+    (expected,) = pool.run(train, 1, Recurrent, init=False, samples=22)
+    assert_equal(reports, expected, replicas=2)
