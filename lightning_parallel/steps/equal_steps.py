@@ -10,7 +10,7 @@ another. But a replica can gather its layers only together with the others::
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
@@ -21,6 +21,19 @@ from lightning_parallel.seeding import TorchGenerators, host_generators_kept
 from lightning_parallel.tracing.snapshot import StateKept
 
 T = TypeVar("T")
+
+
+def refuse_unequal_steps(run: Run, kind: str, batches: Sequence[float]) -> None:
+    """Refuse loaders that are known to have more batches on one replica than on another, which it would wait for in
+    vain. ``kind`` is in the name of the Trainer's limit. All replicas call it before their first step."""
+    for loader, counts in enumerate(zip(*gather_objects([*batches], run.groups.along("data")), strict=True)):
+        known = {count for count in counts if math.isfinite(count)}
+        if len(known) > 1:
+            raise ValueError(
+                f"Of loader {loader} one replica has {min(known):.0f} batches, and another one {max(known):.0f}, but "
+                f"they take their steps together. Leave use_distributed_sampler=True, give samplers equal lengths, or "
+                f"set limit_{kind}_batches={min(known):.0f}."
+            )
 
 
 class EqualSteps:

@@ -71,7 +71,7 @@ from lightning_parallel.set_up.early_optimizers import OriginalNames
 from lightning_parallel.set_up.options import ProcessOptions
 from lightning_parallel.set_up.part_of_model import refuse_copies
 from lightning_parallel.set_up.replicas import Replicas
-from lightning_parallel.steps.equal_steps import EqualSteps
+from lightning_parallel.steps.equal_steps import EqualSteps, refuse_unequal_steps
 
 T = TypeVar("T")
 
@@ -440,10 +440,14 @@ class LayoutStrategy(ParallelStrategy):
     def on_validation_start(self) -> None:
         self.drain()
         self.share_buffers()
+        if self.local_model.is_fully_sharded:
+            refuse_unequal_steps(self.run, "val", self.run.trainer.num_val_batches)
 
     @override
     def on_test_start(self) -> None:
         self.share_buffers()
+        if self.local_model.is_fully_sharded:
+            refuse_unequal_steps(self.run, "test", self.run.trainer.num_test_batches)
 
     # -- steps ---------------------------------------------------------------------------------------------------
 
@@ -558,6 +562,7 @@ class LayoutStrategy(ParallelStrategy):
         if self._same_batches is not None:
             self._same_batches.check(batch, batch_idx)
         if batch_idx == 0:
+            refuse_unequal_steps(self.run, "train", [self.run.trainer.num_training_batches])
             refuse_hooks_of_parameters(self.run.module)  # that were registered since, in on_train_start
         if self._watch is not None:
             self._watch.end()

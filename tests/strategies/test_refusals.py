@@ -229,6 +229,33 @@ def test_loss_scaling_is_refused_by_the_asynchronous_pipeline(pool: WorkerPool) 
     assert_refused(failures, "ValueError", ["precision='16-mixed'", "overflows", "'bf16-mixed'", "'32-true'"])
 
 
+class Evaluated(Net):
+    def test_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.logits_and_loss(batch)[1]
+
+    validation_step = test_step
+
+
+def run_unequally(what: str, strategy: str, options: dict[str, Any]) -> None:
+    batches = DataLoader(loader().dataset, batch_size=2, sampler=range(4 + 2 * int(os.environ["RANK"])))
+    trainer = make_trainer(strategy, [], options, use_distributed_sampler=False)
+    getattr(trainer, what)(Evaluated(), batches)
+
+
+@pytest.mark.parametrize(("what", "strategy", "options"), [
+    ("fit", "fsdp", {}),
+    ("validate", "fsdp", {}),
+    ("test", "fsdp", {}),
+    ("fit", "tensor", {"tensor_parallel": 1, "data_parallel": 2}),
+    ("fit", "sync", {"stages": 1, "data_parallel": 2, "microbatches": 1}),
+])  # fmt: skip
+def test_replicas_with_unequal_numbers_of_batches_are_refused(
+    pool: WorkerPool, what: str, strategy: str, options: dict[str, Any]
+) -> None:
+    failures = pool.run(run_unequally, 2, what, strategy, options, init=False, expect_errors=True, timeout=LIMIT)
+    assert_refused(failures, "ValueError", ["one replica has 2 batches, and another one 3", "_batches=2"])
+
+
 def fit_in_another_world() -> None:
     os.environ.update(WORLD_SIZE="2", LOCAL_WORLD_SIZE="2")  # as the second job of a sweep finds it
     if dist.get_rank() < 2:
