@@ -27,8 +27,8 @@ _NOTES = {
         "neither can Lightning's grad_norm. Use torch.stack([...])."
     ),
     ("data", "got mixed torch.Tensor and DTensor"): (
-        "Some parameters are divided over replicas (DTensor), and some are whole. Code that computes with both needs "
-        "data_parallel_kind='replicate', or strategy='ddp'."
+        "Some tensors are divided over replicas (DTensor), and some are whole. Code that computes with both needs "
+        "strategy='ddp', or in a pipeline data_parallel_kind='replicate'."
     ),
 }
 

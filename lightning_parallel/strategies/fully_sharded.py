@@ -353,7 +353,8 @@ def _explained() -> Iterator[None]:
 _PROBLEMS = {
     "mixed torch.Tensor and DTensor": (
         "A parameter was used while it was sharded: its unit's `forward` was not running. A unit's weights can "
-        "only be used inside its `forward`. Name other modules in `units`, or leave this setting out. With manual "
+        "only be used inside its `forward`. Name other modules in `units`, so that this parameter lies in none; by "
+        "default the layers of lists are units. A penalty over all weights needs strategy='ddp'. With manual "
         "optimization the module's children are units: name the layers of a child that the step doesn't call."
     ),
     "appears to not have been used in the graph": (

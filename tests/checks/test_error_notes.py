@@ -79,6 +79,11 @@ class MixesParts(Net):
         self.layers[0].weight.detach() + self.own.detach()
 
 
+class Masks(Net):
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.layers[0].weight.grad.mul_(torch.ones(8, 4))  # type: ignore[union-attr, operator]
+
+
 def trained(case: str) -> None:
     made, strategy = {
         "gradients": (ReadsAllGradients, "sync"),
@@ -87,6 +92,7 @@ def trained(case: str) -> None:
         "outputs": (Validated, "sync"),
         "stored weights": (StaysNear, "tensor"),
         "parts and wholes": (MixesParts, "sync"),
+        "parts and a mask": (Masks, "fsdp"),
     }[case]
     options: dict[str, Any] = {"microbatches": 2} if strategy == "sync" else {}
     if case == "parts and wholes":
@@ -104,7 +110,8 @@ def trained(case: str) -> None:
         ("norms", "torch.stack"),
         ("outputs", "outputs that are None"),
         ("stored weights", 'plan="none"'),
-        ("parts and wholes", "data_parallel_kind='replicate'"),
+        ("parts and wholes", "in a pipeline data_parallel_kind='replicate'"),
+        ("parts and a mask", "needs strategy='ddp', or in a pipeline"),
     ],
 )
 def test_errors_that_the_layout_causes_have_a_note(pool: WorkerPool, case: str, words: str) -> None:

@@ -291,7 +291,7 @@ def refused(model: Any, options: dict[str, Any], trainers: int = 1) -> None:
 @pytest.mark.parametrize(("arguments", "words"), [
     ((GateOnMeta, {}), ["net.7", "Gate", "scale", "reset_parameters"]),
     ((TwoKinds, {}), ["net.7", "float32, torch.float64", "units"]),
-    ((Borrowed, {}), ["while it was sharded", "units"]),
+    ((Borrowed, {}), ["while it was sharded", "by default the layers of lists are units", "strategy='ddp'"]),
     ((Blocks, {"data_parallel": 3}), ["data 3", "devices"]),
     ((Blocks, {}, 2), ["sharded already", "checkpoint"]),
 ], ids=lambda value: "-".join(value) if isinstance(value, list) else "")  # fmt: skip
