@@ -206,6 +206,14 @@ class Blocks(Base):
         return [{**row, "name": f"sample {i}"} for i, row in enumerate(rows)]
 
 
+class SharedPart(Blocks):
+    """One layer in two blocks, far from each other."""
+
+    def build(self) -> None:
+        super().build()
+        self.blocks[4].mix = self.blocks[0].mix
+
+
 class Autoencoder(Base):
     """Variational, but for the noise. The loss and a log use what the encoder, on the first stage, has returned."""
 
@@ -252,5 +260,5 @@ class Shifts(Base):
         return F.cross_entropy(self.head(x).flatten(0, 1), batch["labels"].flatten())
 
 
-_MODELS = (GPT2, GPT2Untied, Llama, DemoTransformer, LeNet, Blocks, Autoencoder, Shifts)
+_MODELS = (GPT2, GPT2Untied, Llama, DemoTransformer, LeNet, Blocks, SharedPart, Autoencoder, Shifts)
 MODELS = {model.__name__: model for model in _MODELS}
