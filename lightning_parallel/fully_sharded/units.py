@@ -20,15 +20,16 @@ from lightning_parallel.private.torch import tensors_in
 def untied(module: nn.Module, names: Iterable[str]) -> dict[str, nn.Module]:
     """Those of the named modules inside ``module`` that hold parameters, and share none with another part of it.
 
-    A parameter that two units share (tied weights) would be freed with one of them and missing in the other. Such
-    modules are left to the root.
+    A parameter that two units share (tied weights, or a layer that is in both) would be freed with one of them and
+    missing in the other. Such modules are left to the root.
     """
     uses = _uses(module)
     units = {}
     for name in names:
         unit = module.get_submodule(name)
-        inside = _uses(unit)
-        if inside and all(uses[key] == count for key, count in inside.items()):
+        inside, parts = _uses(unit), {*unit.modules()}
+        elsewhere = {child for part in module.modules() if part not in parts for child in part.children()}
+        if inside and all(uses[key] == count for key, count in inside.items()) and elsewhere & parts <= {unit}:
             units[name] = unit
     return units
 

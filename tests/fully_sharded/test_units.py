@@ -29,6 +29,9 @@ def test_a_module_that_shares_a_weight_is_no_unit() -> None:
     assert list(find_units(net)) == ["1"]
     twice = nn.Linear(4, 4)  # one module in two places shares nothing
     assert list(find_units(nn.Sequential(twice, nn.Linear(4, 4), twice))) == ["0", "1"]
+    blocks = Blocks()
+    blocks.blocks[3].mix = blocks.blocks[1].mix  # but blocks with one layer in both do
+    assert list(find_units(blocks)) == ["blocks.0", "blocks.2", "blocks.4"]
 
 
 @pytest.mark.parametrize(("patterns", "words"), [

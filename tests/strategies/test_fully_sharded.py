@@ -36,7 +36,8 @@ SAMPLES = {2: 22, 4: 20}  # for as many ranks, with a last batch that isn't full
 
 
 @pytest.mark.parametrize(("model", "ranks"), [
-    ("GPT2", 2), *thorough(("LeNet", 2), ("Llama", 2), ("Blocks", 4), ("GPT2", 4), ("GPT2Untied", 2), ("LeNet", 4)),
+    ("GPT2", 2), ("SharedPart", 2),
+    *thorough(("LeNet", 2), ("Llama", 2), ("Blocks", 4), ("GPT2", 4), ("GPT2Untied", 2), ("LeNet", 4)),
 ])  # fmt: skip
 def test_unmodified_models_train_as_in_one_process(pool: WorkerPool, single: Any, model: str, ranks: int) -> None:
     samples = SAMPLES[ranks]
