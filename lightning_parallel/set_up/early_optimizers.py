@@ -1,12 +1,13 @@
 """Points an optimizer at this rank's parameters if it was made before the module was divided.
 
 Some modules take an optimizer as an argument, and return it from ``configure_optimizers``. It has the parameters of the
-whole module. Where a module has been divided, other parameters have their names.
+whole module. Where a module has been divided, other parameters have their names. What keeps the old ones is refused.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
@@ -20,6 +21,7 @@ class OriginalNames:
         # Others are of a module that has been divided. torch can't move a DTensor that has a weak reference.
         plain = {parameter: name for name, parameter in named if type(parameter) is nn.Parameter}
         self._names = WeakIdKeyDictionary(plain)
+        self._of_ids = {id(parameter): name for parameter, name in plain.items()}
 
     def rebind(self, optimizers: Sequence[Optimizer], module: nn.Module) -> None:
         """Replace each parameter of the whole module by the one that now has its name.
@@ -38,3 +40,26 @@ class OriginalNames:
                         f"{type(optimizer).__name__} has already stepped '{name}', which is divided now, so its state "
                         f"doesn't fit. Make it in configure_optimizers. To continue a run, pass ckpt_path."
                     )
+
+    def refuse_kept(self, module: nn.Module, strategy: str) -> None:
+        """Refuse a module that keeps a parameter of the whole module, or its id, though another one has its name."""
+        now = dict(module.named_parameters(remove_duplicate=False))
+        replaced = {name for number, name in self._of_ids.items() if id(now.get(name)) != number}
+        for path, part in module.named_modules() if replaced else ():
+            for key, leaf in ((key, leaf) for key, kept in vars(part).items() for leaf in _leaves(kept)):
+                # Not all by id: another parameter may have the memory of one that is gone.
+                if (name := (self._of_ids if type(leaf) is int else self._names).get(leaf)) in replaced:
+                    raise ValueError(
+                        f"'{f'{path}.{key}' if path else key}' keeps the parameter '{name}', or its id. Under "
+                        f"{strategy} each rank's part takes its place, and what is kept is no longer trained. Keep "
+                        f"names, and look them up by self.get_parameter(name) where they are used."
+                    )
+
+
+def _leaves(kept: Any, depth: int = 3) -> Iterator[Any]:
+    """The integers and parameters in lists, tuples, sets, and dictionaries with their keys."""
+    if depth and isinstance(kept, (dict, list, tuple, set, frozenset)):
+        for each in (*kept, *kept.values()) if isinstance(kept, dict) else kept:
+            yield from _leaves(each, depth - 1)
+    elif type(kept) in (int, nn.Parameter):
+        yield kept

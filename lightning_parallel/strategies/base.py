@@ -359,6 +359,7 @@ class LayoutStrategy(ParallelStrategy):
             as_lightning=self.saves_as_lightning,
         )
         self._holds_part = True
+        together(None, partial(self._original_names.refuse_kept, run.module, type(self).__name__))
         self._at_end.callback(self.replicas.end)
         if local.is_fully_sharded:
             refuse_copies(run.module)

@@ -209,6 +209,39 @@ def test_an_evaluation_step_that_takes_its_own_batches_is_refused_on_every_rank(
     assert_refused(failures, "ValueError", ["validation_step(dataloader_iter)", "validation_step(batch, batch_idx)"])
 
 
+class Keeps(Net):
+    """Keeps parameters, or their ids, as a list of pairs, a dictionary or a set. A second run keeps the parts."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        named = [(n, p) for n, p in self.net.named_parameters() if n.endswith("weight")]
+        made: dict[str, Any] = {"pairs": named, "dictionary": dict(named), "ids": {id(p) for _, p in named}}
+        self.kept = made.get(how)
+
+    def on_train_start(self) -> None:
+        self.kept = [*self.parameters()]
+
+
+def fit_keeping(how: str, strategy: str) -> None:
+    plan = {"tensor": {"plan": {"net.0": "column", "net.2": "row"}}}
+    module, trainer = Keeps(how), make_trainer(strategy, [], plan.get(strategy))
+    trainer.fit(module, loader())
+    trainer.fit(module, loader())  # the module is divided already
+
+
+@pytest.mark.parametrize(("how", "strategy", "ranks"), [
+    ("pairs", "sync", 2), ("ids", "async", 2), ("dictionary", "tensor", 2), ("ids", "fsdp", 2), ("nothing", "sync", 2),
+    ("pairs", "sync", 1), ("ids", "fsdp", 1),
+])  # fmt: skip
+def test_parameters_that_a_module_keeps_are_refused_where_parts_replace_them(
+    pool: WorkerPool, how: str, strategy: str, ranks: int
+) -> None:
+    refused = how != "nothing" and ranks > 1
+    failures = pool.run(fit_keeping, ranks, how, strategy, init=False, expect_errors=refused, timeout=LIMIT)
+    if refused:
+        assert_refused(failures, "ValueError", ["'kept'", "parameter 'net.", "weight'", "self.get_parameter(name)"])
+
+
 def fit_words(strategy: str) -> None:
     make_trainer(strategy, []).fit(NoTensors(), DataLoader(["some", "words"], batch_size=2))  # type: ignore[arg-type]
 
