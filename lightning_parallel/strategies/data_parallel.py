@@ -106,7 +106,7 @@ class DataParallelStrategy(SingleDeviceStrategy):
         self._loss_on: LossOn = "replicas"
         self.num_nodes = 1  # the Trainer sets its own
         self._joins = LogJoins()
-        self._shared_calls = 0  # of the step that runs
+        self._shared_calls = 0  # in training steps so far
         self._compared = set[Any]()  # replicas of what, and in which stage of the Trainer
 
     @property
@@ -157,10 +157,10 @@ class DataParallelStrategy(SingleDeviceStrategy):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        self._shared_calls = 0
         output = self._step("training_step", *args, *kwargs.values())
-        if self._loss_on == "output_device" and not self._shared_calls:
-            use = "loss_on='replicas'" if self._module().automatic_optimization else "strategy='ddp'"
+        automatic = self._module().automatic_optimization
+        if self._loss_on == "output_device" and not self._shared_calls and not (automatic and output is None):
+            use = "loss_on='replicas'" if automatic else "strategy='ddp'"
             raise ValueError(
                 f"loss_on='output_device': training_step never called self(...), whose calls the replicas share, so "
                 f"one device did everything. Let training_step call self(...) with the inputs, or use {use}."
@@ -197,7 +197,7 @@ class DataParallelStrategy(SingleDeviceStrategy):
             try:
                 if path and samples_of((args, kwargs)) is None:
                     return part.forward(*args, **kwargs)
-                self._shared_calls += 1
+                self._shared_calls += name == "training_step"
                 return self._on_replicas(part, lambda replica, s: replica.forward(*s[0], **s[1]), (args, kwargs))
             finally:
                 share()

@@ -312,6 +312,20 @@ def test_modules_that_cannot_be_replicated_are_refused_before_an_update(
     assert all(word in str(caught.value) for word in words), caught.value
 
 
+class Skips(Forward):
+    """Skips the first and the third batch."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return super().training_step(batch, batch_idx) if batch_idx == 1 else None
+
+
+def test_a_step_on_the_output_device_may_skip_batches() -> None:
+    module = Skips()
+    before = module.net[0].weight.detach().clone()
+    trainer("output_device", enable_checkpointing=False, max_epochs=1).fit(module, module.loader())
+    assert not torch.equal(module.net[0].weight, before)
+
+
 def test_manual_optimization_trains_on_the_output_device() -> None:
     weights = []
     for strategy in ("auto", lp.DataParallelStrategy(loss_on="output_device")):
