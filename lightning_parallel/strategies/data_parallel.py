@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -35,6 +36,7 @@ from lightning_parallel.interception import Interception
 from lightning_parallel.local_replicas import Share, on_replicas, set_apart
 from lightning_parallel.private.lightning.launching import launched_by_make_launcher, layer_sync_of
 from lightning_parallel.private.lightning.metrics import set_device
+from lightning_parallel.ranks.writes import digest
 from lightning_parallel.results.log_joins import LogJoins
 from lightning_parallel.results.logs import LogRecorder, logging_through
 from lightning_parallel.settings import SET_BY_TRAINER, Auto, check, takes
@@ -107,7 +109,7 @@ class DataParallelStrategy(SingleDeviceStrategy):
         self.num_nodes = 1  # the Trainer sets its own
         self._joins = LogJoins()
         self._shared_calls = 0  # in training steps so far
-        self._compared = set[Any]()  # replicas of what, and in which stage of the Trainer
+        self._compared = Counter[Any]()  # how often: replicas of what, and in which stage of the Trainer
 
     @property
     @override
@@ -216,19 +218,28 @@ class DataParallelStrategy(SingleDeviceStrategy):
         recorder = LogRecorder(self._joins)
         apart: dict[str, None] = {}
         occasion = (id(module), self._module().trainer.state.stage)
+        # A mean teacher that begins as a copy doesn't change in the first step. What is the same again does no harm.
+        watched = [*module.parameters()] if self._loss_on == "replicas" and self._compared[occasion] < 2 else []
 
         def run(replica: nn.Module, share: Share) -> Any:
             for copy in {*replica.modules()} - {*module.modules()}:
                 set_device(copy, share.device)
             recorder.begin(share.samples)
+            before = [int(digest(parameter)) for parameter in watched if replica is not module]
             with logging_through(replica, recorder.log) if isinstance(replica, pl.LightningModule) else nullcontext():
                 output = call(replica, share.batch)
-            if occasion not in self._compared:
+            if not self._compared[occasion]:
                 apart.update(dict.fromkeys(set_apart(module, replica)))
+            for (name, parameter), was in zip(replica.named_parameters(), before, strict=False):
+                if int(digest(parameter)) != was:
+                    raise ValueError(
+                        f"The step changes the parameter '{name}' in place: each replica does so again. Do it in "
+                        f"on_train_batch_end, or use loss_on='output_device' or strategy='ddp'."
+                    )
             return output
 
         joined = on_replicas(run, module, batch, self.parallel_devices)
-        self._compared.add(occasion)
+        self._compared[occasion] += 1
         if apart:
             rank_zero_warn(
                 f"Replicas come to different values of {first_few([repr(name) for name in apart])}. Those of the first "

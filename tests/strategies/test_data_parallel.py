@@ -292,6 +292,27 @@ class Manual(Forward):
         optimizer.step()
 
 
+class Teaches(Forward):
+    """A mean teacher follows in each step. It begins as a copy."""
+
+    def build(self) -> None:
+        super().build()
+        self.teacher = copy.deepcopy(self.net).requires_grad_(False)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        for student, teacher in zip(self.net.parameters(), self.teacher.parameters(), strict=True):
+            teacher.data.lerp_(student.data, 0.5)
+        return super().training_step(batch, batch_idx)
+
+
+class Masks(Teaches):
+    """What is the same again for each replica may be written."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.net[0].weight.data.clamp_(-0.01, 0.01)
+        return Forward.training_step(self, batch, batch_idx)
+
+
 class OneText(Forward):
     @classmethod
     def loader(cls, *_: Any) -> Any:
@@ -302,6 +323,7 @@ class OneText(Forward):
     (MODELS["LeNet"], "output_device", ["never called self(...)", "loss_on='replicas'"]),
     (Manual, "replicas", ["automatic_optimization=False", "loss_on='auto'"]),
     (Iterating, "replicas", ["split"]),
+    (Teaches, "replicas", ["parameter 'teacher.0.weight'", "loss_on='output_device'", "'ddp'"]),
     (OneText, "replicas", ["no tensor that could be split along dimension 0"]),
 ])  # fmt: skip
 def test_modules_that_cannot_be_replicated_are_refused_before_an_update(
@@ -310,6 +332,16 @@ def test_modules_that_cannot_be_replicated_are_refused_before_an_update(
     with pytest.raises(ValueError) as caught:
         fit(module(), loss_on)
     assert all(word in str(caught.value) for word in words), caught.value
+
+
+@pytest.mark.parametrize(("module", "loss_on"), [(Masks, "replicas"), (Teaches, "output_device")])
+def test_a_step_may_write_to_parameters_what_is_the_same_again(module: Any, loss_on: str) -> None:
+    weights = []
+    for options in ({}, {"strategy": "auto", "devices": 1}):
+        made = module()
+        trainer(loss_on, enable_checkpointing=False, max_epochs=1, **options).fit(made, made.loader())
+        weights.append({name: p.detach() for name, p in made.named_parameters()})
+    assert largest_difference(*weights) < 1e-5  # float32
 
 
 class Skips(Forward):
