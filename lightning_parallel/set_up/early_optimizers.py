@@ -59,6 +59,8 @@ class OriginalNames:
 def _leaves(kept: Any, depth: int = 3) -> Iterator[Any]:
     """The integers and parameters in lists, tuples, sets, and dictionaries with their keys."""
     if depth and isinstance(kept, (dict, list, tuple, set, frozenset)):
+        if len(kept) > 10_000:  # somebody's data
+            return
         for each in (*kept, *kept.values()) if isinstance(kept, dict) else kept:
             yield from _leaves(each, depth - 1)
     elif type(kept) in (int, nn.Parameter):
