@@ -41,8 +41,8 @@ from lightning_parallel.private.torch import (
 )
 
 _IN_STEPS = (
-    "A callback, or a hook outside of the steps, can't call a model in stages: compute it in validation_step or "
-    "predict_step."
+    "If this is a callback, or a hook outside of the steps: compute it in validation_step or predict_step. If it is a "
+    "step: what it uses of a layer in a later batch, it has to use in the first one too."
 )
 
 
@@ -154,8 +154,8 @@ class AbsentTensor(Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise RuntimeError(
-            f"{self.origin} lives on another pipeline stage, so it can't be saved from here. Save the whole model with "
-            f"trainer.save_checkpoint(path) on all ranks; lightning_parallel.checkpoint.read_full(path) reads it."
+            f"{self.origin} lives on another pipeline stage, so it can't be saved or logged here. Save the whole model "
+            f"with trainer.save_checkpoint(path) on all ranks; lightning_parallel.checkpoint.read_full(path) reads it."
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> AbsentTensor:

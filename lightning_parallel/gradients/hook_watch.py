@@ -108,7 +108,7 @@ class GradientWatch(TorchFunctionMode):
         if given and name in _ASKS:
             raise RuntimeError(
                 f"{line_outside(_LIBRARIES)} decides by the gradients of this rank, which has a part of the model, so "
-                f"ranks may decide differently. For losses that are NaN there is the callback FiniteLoss."
+                f"ranks may decide differently. Leave it out. The callback FiniteLoss ends a run whose loss is NaN."
             )
         output = function(*args, **(kwargs or {}))
         if given:

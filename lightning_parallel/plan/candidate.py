@@ -118,8 +118,8 @@ class Candidate:
         stages = max(self._placement) + 1
         each = self._chunks // stages
         several = "" if each == 1 else f" with {each} chunks each"
-        fewer = [f"at most {most // each} stages"] if most > each else []
-        fewer += ["one chunk each ('1f1b')"] if each > 1 else []
+        fewer = [f"at most {most // each} stages"] if most // each > 1 else []
+        fewer += ["one chunk each ('1f1b')"] if most >= stages and each > 1 else []
         use = f"use {', or '.join([*fewer, advice])}."
         collecting = next(self._collecting(), None)
         if collecting is not None and len(names) >= self._chunks:

@@ -75,9 +75,9 @@ def find_plan(
             plan = found | plan
     if not plan and not any(isinstance(m, ParallelLayer) for m in module.modules()):  # divided by hand needs none
         raise ValueError(
-            f"Tensor parallelism needs a plan, but {source}. Give plan={{'pattern': 'style'}}, or a "
-            f"configure_tensor_parallel() method that returns one; or plan='none', and each rank holds and computes "
-            f"all of it. The layers are {layers_of(module)}."
+            f"Tensor parallelism needs a plan, but {source}. Use another strategy, or plan='none', with which each "
+            f"rank holds and computes all of it. Or give plan={{'pattern': 'style'}}, or a configure_tensor_parallel() "
+            f"that returns one. The layers are {layers_of(module)}."
         )
     return plan
 
