@@ -126,7 +126,8 @@ _INTRODUCTION = """\
 # Other people's modules
 
 {models} LightningModules of {packages} packages from PyPI, as their users write them, each trained under every layout
-and compared with one process. `make others` installs the packages, runs all of them and writes this page.
+and compared with one process. `make others` installs the packages, runs all of them and writes this page. What becomes
+of [modules drawn at random](drawn.md) from public repositories is a page of its own.
 
 - **What runs**: {steps} steps with batches of {batch} samples, with Lightning's default checkpoint at the end,
   a logger, and validation where the module has it. One real process for each rank, over gloo, two ranks. The module,
