@@ -27,6 +27,7 @@ from torch.testing._internal.distributed import fake_pg  # noqa: F401  # registe
 from lightning_parallel.checkpoint.agreement import RankSummary, agree, writers
 from lightning_parallel.checkpoint.keys import divided
 from lightning_parallel.losses.normaliser import BatchLoss
+from lightning_parallel.messages import announced
 from lightning_parallel.messages.channel import Link
 from lightning_parallel.messages.message import encode
 from lightning_parallel.pipeline.chunk import Microbatch
@@ -143,7 +144,11 @@ def first_batch(world_size: int, rank: int, name: str) -> tuple[float, int, list
             buffer.copy_(description)
         return SimpleNamespace(wait=bool, is_completed=bool)
 
-    with one_of(world_size, rank), patch.object(Link, "isend", isend), patch.object(Link, "irecv", irecv):
+    with ExitStack() as patches:
+        patches.enter_context(one_of(world_size, rank))
+        patches.enter_context(patch.object(Link, "isend", isend))
+        patches.enter_context(patch.object(Link, "irecv", irecv))
+        patches.enter_context(patch.object(announced, "indices_from", lambda link, count: []))  # of missing gradients
         tracemalloc.start()
         begin = time.perf_counter()
         layout = Layout.resolve(world_size, rank, pipeline=stages, data="auto", tensor=8)

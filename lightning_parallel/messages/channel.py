@@ -114,9 +114,10 @@ def indices_of(missing: Sequence[int]) -> list[Tensor]:
 
 def indices_from(link: Link, count: int) -> list[int]:
     """So many indices, which come over a link."""
+    if not count:
+        return []
     indices = torch.empty(count, dtype=torch.int64)
-    if count:
-        link.wait(link.irecv(indices))
+    link.wait(link.irecv(indices))
     return indices.tolist()
 
 

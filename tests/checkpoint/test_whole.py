@@ -11,17 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_parallel.checkpoint import (
-    OptimizerState,
-    directory,
-    is_whole,
-    load,
-    newest_in,
-    read_full,
-    read_plain,
-    save,
-)
+from lightning_parallel.checkpoint import PlainOnDemand, directory, is_whole, newest_in, read_full, read_plain
 from lightning_parallel.checkpoint.directory import CONTENTS, METADATA, TRAINER, check_archive
+from lightning_parallel.checkpoint.format import load, save
+from lightning_parallel.checkpoint.keys import OptimizerState
 
 FILES = (METADATA, TRAINER, CONTENTS, "__0_0.distcp")
 
@@ -52,7 +45,8 @@ def load_all(path: Path) -> dict[str, Tensor]:
     """Read it as a rank does; what has been read."""
     model = empty()
     try:
-        load(path, model=model, parameters=["net.weight"], coordinate="pp0.dp0.tp0")
+        content = PlainOnDemand(path)
+        load(content.reader, content.saved, path, model, ["net.weight"], "pp0.dp0.tp0")
     except ValueError:
         assert all(torch.equal(model[name], tensor) for name, tensor in empty().items()), "filled before the error"
         raise
