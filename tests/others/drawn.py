@@ -38,6 +38,7 @@ def page(record: dict[str, Any]) -> str:
     texts = (
         _INTRODUCTION.format(files=len(files), ran=len(ran), modules=len(modules), **record["draw"]),
         "\n".join(summary),
+        "## What went wrong\n\n" + "\n".join(f"- {said}" for said in record["wrong"]),
         "## Modules\n\n`=` equal, `n` different by nature, `r` refused.\n\n" + "\n".join(rows),
         "## Stand-ins\n\nWhat isn't there was replaced by something small, or left out:\n\n" + "\n".join(changed),
         "## Files that were not run\n\n" + "\n".join(skipped),
