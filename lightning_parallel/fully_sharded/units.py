@@ -27,9 +27,8 @@ def untied(module: nn.Module, names: Iterable[str]) -> dict[str, nn.Module]:
     units = {}
     for name in names:
         unit = module.get_submodule(name)
-        inside, parts = _uses(unit), {*unit.modules()}
-        elsewhere = {child for part in module.modules() if part not in parts for child in part.children()}
-        if inside and all(uses[key] == count for key, count in inside.items()) and elsewhere & parts <= {unit}:
+        inside = _uses(unit)
+        if inside and all(uses[key] == count for key, count in inside.items()):
             units[name] = unit
     return units
 
@@ -54,12 +53,12 @@ def refuse_second_derivatives(name: str, unit: nn.Module) -> None:
 
 
 def _uses(module: nn.Module) -> Counter[int]:
-    """The number of places in a module at which each of its parameters is registered."""
-    return Counter(
-        id(parameter)
-        for part in module.modules()
-        for _, parameter in part.named_parameters(recurse=False, remove_duplicate=False)
-    )
+    """The number of places in a module at which each of its parameters is registered, and each part that holds any."""
+    uses = Counter[int]()
+    for part in module.modules():
+        uses.update(id(each) for _, each in part.named_parameters(recurse=False, remove_duplicate=False))
+        uses.update(id(child) for child in part.children() if any(True for _ in child.parameters()))
+    return uses
 
 
 def check_dtypes(name: str, parameters: Sequence[nn.Parameter]) -> None:

@@ -32,6 +32,8 @@ def test_a_module_that_shares_a_weight_is_no_unit() -> None:
     blocks = Blocks()
     blocks.blocks[3].mix = blocks.blocks[1].mix  # but blocks with one layer in both do
     assert list(find_units(blocks)) == ["blocks.0", "blocks.2", "blocks.4"]
+    activation = nn.Tanh()  # one that holds nothing is no share
+    assert list(find_units(nn.ModuleList(nn.Sequential(nn.Linear(4, 4), activation) for _ in range(2)))) == ["0", "1"]
 
 
 @pytest.mark.parametrize(("patterns", "words"), [
