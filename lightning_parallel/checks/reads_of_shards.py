@@ -33,7 +33,7 @@ class ReadsOfShards(TorchFunctionMode):
         super().__init__()
         self.found: dict[str, str] = {}
         self.sizes: set[str] = set()
-        self._modules = [*module.modules()]
+        self._modules = {id(part) for part in module.modules()}
         self._names: dict[int, str] = {}
         self._owners: dict[int, list[nn.Module]] = {}
         for name in names:
@@ -64,11 +64,10 @@ class ReadsOfShards(TorchFunctionMode):
                 self.found.setdefault(self._names[key], resolve_name(func) or getattr(func, "__name__", str(func)))
         return result
 
-
     def _is_asked_from_outside(self, key: int) -> bool:
         """Is the innermost method on the stack, this file's aside, one of a module that isn't the parameter's owner?"""
         asks = next((own for own in _running() if not isinstance(own, ReadsOfShards)), None)
-        return any(asks is part for part in self._modules) and all(asks is not own for own in self._owners[key])
+        return id(asks) in self._modules and all(asks is not own for own in self._owners[key])
 
 
 def _runs(owners: list[nn.Module]) -> bool:

@@ -160,7 +160,7 @@ def refuse_lost_changes(module: nn.Module, function: Any, args: tuple[Any, ...])
             names = {local_part(t).data_ptr(): n for n, p in named for t in (p, p.grad) if isinstance(t, DTensor)}
             raise ValueError(
                 f"{line_outside(_LIBRARIES)} {'assigns to .data' if assigns else 'writes to some rows'} of "
-                f"'{names.get(base.to_local().data_ptr())}', which is fully sharded: the change would be lost. Change "
+                f"'{names.get(local_part(base).data_ptr())}', which is fully sharded: the change would be lost. Change "
                 f"all of it in place, as by `.data.copy_(...)`, or `.mul_(mask)` with a mask that is made by "
                 f"torch.distributed.tensor.distribute_tensor(mask, p.device_mesh, p.placements). Or use strategy='ddp'."
             )

@@ -209,8 +209,9 @@ class Candidate:
         aliases = {name: first_names.setdefault(id(parameter), name) for name, parameter in tensors.items()}
         # By identity, since a module may have several names, of which one lies in a unit and one doesn't.
         places: dict[int, set[int]] = {}
-        for part, ran in ((p, c) for name, c in running.items() for p in self._module.get_submodule(name).modules()):
-            places.setdefault(id(part), set()).update(ran)
+        for name, ran in running.items():
+            for part in self._module.get_submodule(name).modules():
+                places.setdefault(id(part), set()).update(ran)
         reads: dict[str, set[int]] = {}  # the chunks that are known to read a parameter, by its first name
         loose: set[str] = set()
         for name, first in aliases.items():

@@ -47,8 +47,8 @@ def partition(
 
     Raises:
         ValueError: a pattern matches nothing or what isn't called, ``balance`` doesn't fit, there are more stages than
-            layers, the step's calls depend on random numbers, or a stage would have no parameters. Or a layer
-            that is to run again would do something else.
+            layers, the step's calls depend on random numbers, or a stage would have no parameters. Or a layer that is
+            to run again would do something else.
         Exception: the step's own, if it has called too few layers by then.
     """
     placement = tuple(range(stages)) if placement is None else placement

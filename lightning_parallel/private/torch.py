@@ -308,7 +308,7 @@ def has_full_backward_hooks(module: nn.Module) -> bool:
 
 def has_gradient_hooks(tensor: Tensor) -> bool:
     """Does a hook of the user's see, and perhaps change, the gradient of this tensor? torch has no public way to ask.
-    fully_shard's own hooks, on what a unit returns, only gather the unit."""
+    fully_shard's own hooks only gather a unit, and those of this library are known."""
     hooks = [*(tensor._backward_hooks or {}).values(), *(tensor._post_accumulate_grad_hooks or {}).values()]
     modules = (getattr(getattr(hook, "func", hook), "__module__", "") for hook in hooks)  # of a partial's function
     return any(not module.startswith(("torch.distributed.fsdp", "lightning_parallel.")) for module in modules)

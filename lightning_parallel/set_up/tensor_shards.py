@@ -162,7 +162,7 @@ class TensorShards:
         values = torch.stack(gather_objects(own, self._group))  # [ranks, names, 2]
         spread = (values - values[0]).abs().amax((0, 2))  # [names]
         largest = values[:, :, 0].amax(0)
-        # One that is zero is compared again: it may be behind a layer whose weights begin at zero.
+        # A gradient of zero, as behind a layer with zero-initialised weights, proves nothing. It is compared again.
         self._compared.update(name for name, size in zip(whole, largest.tolist(), strict=True) if size)
         apart = spread > _TOLERANCE * largest
         differing = [name for name, differs in zip(whole, apart.tolist(), strict=True) if differs]

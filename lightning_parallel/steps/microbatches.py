@@ -183,11 +183,8 @@ class Microbatches:
         self._means.check(loss)
         guessed = not self._splitting.counts_samples
         output = join_outputs(outputs, loss.sizes)
-        if not isinstance(output, Mapping):
-            self._recorder.replay(self._run.module.log, loss, self._means.logs, as_loss=guessed)
-            return loss.loss()
-        returned = {_RETURNED.format(name): name for name in output}
-        joined = {**output}
+        joined = {**output} if isinstance(output, Mapping) else {}
+        returned = {_RETURNED.format(name): name for name in joined}
 
         def log(name: str, value: Any, **options: Any) -> None:
             if name in returned:
@@ -196,7 +193,7 @@ class Microbatches:
                 self._run.module.log(name, value, **options)
 
         self._recorder.replay(log, loss, self._means.logs, as_loss=guessed)
-        return {**joined, "loss": loss.loss()}
+        return {**joined, "loss": loss.loss()} if isinstance(output, Mapping) else loss.loss()
 
 
 def loss_of(output: Any) -> Tensor:

@@ -63,7 +63,7 @@ def found_plan(module: nn.Module, run: Callable[[], Any], count: int) -> dict[st
     input, without side effects that matter."""
     plan: dict[str, str | Style] = {}
     known: dict[str, _Way | None] = {}  # by what blocks have in common
-    with torch.random.fork_rng(), host_generators_kept(), StateKept(module, parameters=False), _layers_called():
+    with torch.random.fork_rng(), host_generators_kept(), StateKept(module, parameters=False), _without_fast_path():
         module.eval()
         pairs = [
             pair
@@ -81,7 +81,7 @@ def found_plan(module: nn.Module, run: Callable[[], Any], count: int) -> dict[st
 
 
 @contextmanager
-def _layers_called() -> Iterator[None]:
+def _without_fast_path() -> Iterator[None]:
     """Inside, torch's own transformer layers call their linear layers in evaluation too."""
     before = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
@@ -209,8 +209,9 @@ def find_pairs(module: nn.Module, run: Callable[[], Any]) -> list[Pair]:
             while around and around not in calls:  # a list of layers never is
                 around = around.rpartition(".")[0]
             call = calls.get(around, ((), {}))
-            has_noise = any(x.is_floating_point() for x in tensors_in(call))  # without it any way may seem to fit
-            pairs.append(Pair(columns, name, around, call) if has_noise else Pair(columns, name, inner, call))
+            # Only floats get noise, without which any way may seem to fit: then the list itself is asked, in vain.
+            has_noise = any(x.is_floating_point() for x in tensors_in(call))
+            pairs.append(Pair(columns, name, around if has_noise else inner, call))
             rows.add(name)
     return pairs
 

@@ -346,9 +346,8 @@ def returned(strategy: str, options: dict[str, Any]) -> list[list[float]]:
 
 @pytest.mark.parametrize("options", [{"stages": 1, "microbatches": 4}, {"stages": 1, "microbatches": 3}])
 def test_numbers_that_a_step_returns_are_those_of_the_batch(pool: WorkerPool, options: dict[str, Any]) -> None:
-    ((expected), (found)) = (
-        pool.run(returned, 1, *given, init=False)[0] for given in (("single", {}), ("sync", options))
-    )
+    [expected] = pool.run(returned, 1, "single", {}, init=False)
+    [found] = pool.run(returned, 1, "sync", options, init=False)
     assert found == [pytest.approx(each, rel=1e-12) for each in expected]
 
 
