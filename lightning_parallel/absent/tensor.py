@@ -40,9 +40,9 @@ from lightning_parallel.private.torch import (
     written_arguments,
 )
 
-_IN_STEPS = (
-    "If this is a callback, or a hook outside of the steps: compute it in validation_step or predict_step. If it is a "
-    "step: what it uses of a layer in a later batch, it has to use in the first one too."
+_ADVICE = (
+    "In a callback, or a hook outside of the steps, compute it in validation_step or predict_step instead. In a step, "
+    "use it in the first batch too: only what that uses of other stages' layers is sent."
 )
 
 
@@ -148,7 +148,7 @@ class AbsentTensor(Tensor):
     def _refuse(self, name: str) -> NoReturn:
         raise AbsentValueError(
             f"{name} failed on {self.origin}, which lives on another pipeline stage: its shape is known here, its "
-            f"values are not. {_IN_STEPS}",
+            f"values are not. {_ADVICE}",
             self.origins,
         )
 
@@ -225,7 +225,7 @@ class AbsentTensor(Tensor):
         except (RuntimeError, NotImplementedError) as error:
             raise AbsentValueError(
                 f"{func} failed on {absent[0].origin}, which lives on another pipeline stage: its shape is known here, "
-                f"its values are not ({error}). {_IN_STEPS}",
+                f"its values are not ({error}). {_ADVICE}",
                 origins,
             ) from error
 

@@ -53,7 +53,7 @@ def refuse_second_derivatives(name: str, unit: nn.Module) -> None:
 
 
 def _uses(module: nn.Module) -> Counter[int]:
-    """The number of places in a module at which each of its parameters is registered, and each part that holds any."""
+    """How often each parameter, and each part that holds parameters, is registered in a module; by id."""
     uses = Counter[int]()
     for part in module.modules():
         uses.update(id(each) for _, each in part.named_parameters(recurse=False, remove_duplicate=False))

@@ -1,4 +1,4 @@
-"""Refuses hooks that change gradients, or branch, by a number computed from this rank's part of them, or change a copy.
+"""Refuses hooks that change gradients, or branch, by a number computed from this rank's part of them.
 
 Elementwise changes give what they give in one process: scaling, masks, clipping by value. A norm, or any other number
 that is computed from gradients, is of this rank's part only. It may be logged, but nothing may be decided by it::
@@ -12,7 +12,6 @@ that is computed from gradients, is of this rank's part only. It may be logged, 
 
 from __future__ import annotations
 
-import re
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -23,27 +22,26 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
+from lightning_parallel.gradients.lost_changes import IN_PLACE, refuse_lost_changes
 from lightning_parallel.private.lightning.batches import around_step_hooks
 from lightning_parallel.private.lightning.launching import callbacks_of
-from lightning_parallel.private.torch import base_of, has_gradient_hooks, tensors_in
-from lightning_parallel.ranks.local_model import local_part, memory_of
+from lightning_parallel.private.torch import has_gradient_hooks, tensors_in
+from lightning_parallel.ranks.local_model import memory_of
 from lightning_parallel.ranks.run import Run
 from lightning_parallel.values import line_outside
 
-_SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 _SET_GRADIENT = Tensor.grad.__set__  # type: ignore[union-attr]
 _ASKS = ("__bool__", "equal", "allclose")  # what branches are decided by
-_IN_PLACE = re.compile("__setitem__|__i.*__|(?!_amp_).*[^_]_")  # what writes to its first argument; no loss scaler
 _LIBRARIES = ("torch", "lightning", "lightning_parallel", "contextlib")
 _NUMBERS = ("item", "tolist", "numpy", "__float__", "__array__")
 
 
 class GradientWatch(TorchFunctionMode):
-    """Watches what hooks do between the end of a backward and the optimizer's work. Where ranks hold all of the model,
-    fully sharded, only changes that would be lost are refused."""
+    """Watches hooks between the end of a backward and the optimizer's work (:meth:`begin`, :meth:`end`). Where
+    parameters are only fully sharded, it refuses nothing but changes that would be lost. As a context it does so in a
+    step, too."""
 
     def __init__(self, run: Run, parameters: Iterable[nn.Parameter]) -> None:
         super().__init__()
@@ -116,7 +114,7 @@ class GradientWatch(TorchFunctionMode):
         return output
 
     def _changes(self, function: Any, name: str, args: tuple[Any, ...]) -> bool:
-        if not _IN_PLACE.fullmatch(name):
+        if not IN_PLACE.fullmatch(name):
             return bool(function == _SET_GRADIENT)
         return any(memory_of(tensor) in self._memories for tensor in tensors_in(args[:1]))
 
@@ -145,25 +143,6 @@ class GradientWatch(TorchFunctionMode):
     def _is_of_gradients(self, tensor: Tensor) -> bool:
         known = self._made.get(id(tensor))
         return (known is not None and known[0]() is tensor) or memory_of(tensor) in self._memories
-
-
-def refuse_lost_changes(module: nn.Module, function: Any, args: tuple[Any, ...]) -> None:
-    """Refuse a call that would change a copy of a fully sharded parameter or gradient. A DTensor computes with a tensor
-    of its own, whatever its ``.data`` is set to, and what torch calls a view of some of its rows is gathered."""
-    name = getattr(function, "__name__", "")
-    assigns = function == _SET_DATA
-    for tensor in tensors_in(args[:1]) if assigns or _IN_PLACE.fullmatch(name) else ():
-        written = tensor[args[1]] if name == "__setitem__" and isinstance(tensor, DTensor) else tensor
-        base = tensor if assigns else base_of(written)
-        if isinstance(base, DTensor) and (assigns or memory_of(base) != memory_of(written)):
-            named = module.named_parameters()
-            names = {local_part(t).data_ptr(): n for n, p in named for t in (p, p.grad) if isinstance(t, DTensor)}
-            raise ValueError(
-                f"{line_outside(_LIBRARIES)} {'assigns to .data' if assigns else 'writes to some rows'} of "
-                f"'{names.get(local_part(base).data_ptr())}', which is fully sharded: the change would be lost. Change "
-                f"all of it in place, as by `.data.copy_(...)`, or `.mul_(mask)` with a mask that is made by "
-                f"torch.distributed.tensor.distribute_tensor(mask, p.device_mesh, p.placements). Or use strategy='ddp'."
-            )
 
 
 def refuse_hooks_of_parameters(module: pl.LightningModule) -> None:

@@ -53,9 +53,9 @@ class Arrival:
         return [next(live) if w else t for t, w in zip(tensors, wanted, strict=True)]
 
     def gradients(self, device: torch.device) -> tuple[list[Tensor], list[int]]:
-        """A gradient for each tensor of which the sender wants one, and the indices of those on which the loss doesn't
-        depend. They are zeros here. But an optimizer leaves parameters alone whose gradient is None, so no backward
-        begins at them."""
+        """The gradients of the tensors of which the sender wants one, and the indices of those on which the loss
+        doesn't depend. Those are zeros, to fill the message. The sender begins no backward at them, so parameters
+        behind them keep a gradient of None, as in one process."""
         wanted = [(shape, dtype) for shape, dtype, wants in self.format if wants]
         found = self._gradients or [None] * len(wanted)
         filled = [

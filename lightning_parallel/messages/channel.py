@@ -108,12 +108,12 @@ class Link:
 
 
 def indices_of(missing: Sequence[int]) -> list[Tensor]:
-    """The part of a message that has the indices of missing gradients; none if none is missing."""
+    """The indices of missing gradients as parts of a message: one tensor of int64, or nothing if none is missing."""
     return [torch.tensor(missing)] if missing else []
 
 
 def indices_from(link: Link, count: int) -> list[int]:
-    """So many indices, which come over a link."""
+    """Receive ``count`` indices. With none, no message comes."""
     if not count:
         return []
     indices = torch.empty(count, dtype=torch.int64)

@@ -260,6 +260,7 @@ class Chunk:
                     with self._span("receive", number):
                         (*gradients, factor), missing = ends.gradients_in.take_gradients(then=following)
                     work.loss.receive(factor)
+                    # From zeros, parameters would get zeros that have None in one process.
                     pairs = zip(edges, gradients, strict=True)
                     present = [pair for i, pair in enumerate(pairs) if i not in missing]
                     edges, gradients = [edge for edge, _ in present], [gradient for _, gradient in present]

@@ -49,7 +49,8 @@ class Candidate:
     Attributes:
         is_unit: tells which modules were taken as a whole.
         bounds: the bounds between the chain's calls; None if the chain has fewer calls than there are chunks.
-        largest: the cost of the largest chunk, as a multiple of the mean; infinite if a stage has nothing to do.
+        largest: the cost of the largest chunk, as a multiple of the mean; infinite without bounds, or if a stage's
+            chunks cost nothing.
     """
 
     def __init__(

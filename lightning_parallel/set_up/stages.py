@@ -59,7 +59,7 @@ class Stages:
         Args:
             cut: decides who owns what.
             check: refuses a partition that the schedule can't train.
-            divide: replaces layers by this rank's shards. It is called after the partition, which weighs whole layers,
+            divide: makes layers this rank's shards. It is called after the partition, which weighs whole layers,
                 and before the other stages' layers are dropped.
 
         Raises:

@@ -44,8 +44,8 @@ class TensorShards:
     _group: dist.ProcessGroup
     _losses: FirstLosses | None
     _writes: Writes | None
-    _unchecked: int  # updates whose gradients are still to be compared
-    _compared: set[str]  # whole parameters whose gradients have been, when they weren't zero
+    _checks_left: int  # updates whose gradients will be compared
+    _compared: set[str]  # whole parameters of which a gradient other than zero has been
 
     def __init__(self, plan: Plan | Literal["none"] | None, sequence_parallel: bool, disk_offload: DiskOffload) -> None:
         self._plan, self._sequence_parallel, self._disk_offload = plan, sequence_parallel, disk_offload
@@ -54,8 +54,8 @@ class TensorShards:
         self._region: ShardedRegion | None = None
 
     def divide(self, module: nn.Module, group: dist.ProcessGroup, device: torch.device, make_run: MakeRun) -> None:
-        """Replace the layers that the plan names by this rank's shards, once for a module. All ranks of the world call
-        it. ``make_run`` makes a function that runs the first step, to find a plan by if none is known.
+        """Make the layers that the plan names this rank's shards, once for a module. All ranks of the world call it.
+        ``make_run`` makes a function that runs the first step, to find a plan by if none is known.
 
         Raises:
             ValueError: there is no plan, or it doesn't fit.
@@ -91,7 +91,7 @@ class TensorShards:
         """Make parameters and buffers that are whole on every tensor rank equal, at the start of a run. If not
         ``automatic``, steps run the optimizer themselves."""
         self._local, self._group = local, group
-        self._unchecked, self._compared = _CHECKED if group.size() > 1 else 0, set()
+        self._checks_left, self._compared = _CHECKED if group.size() > 1 else 0, set()
         self._losses = None if self._divided is None else FirstLosses(self._divided, list(self.shards), group)
         self._writes = Writes(_of_parts, group) if group.size() > 1 and automatic else None
         whole = [local_part(parameter) for name, parameter in local.parameters.items() if name not in self.shards]
@@ -128,7 +128,7 @@ class TensorShards:
 
     def end_step(self) -> None:
         """End a step that ran backwards itself."""
-        self._unchecked = max(0, self._unchecked - 1)
+        self._checks_left = max(0, self._checks_left - 1)
         if self._region is not None:
             self._region.close()
 
@@ -149,8 +149,8 @@ class TensorShards:
             self._region.close()
         partial = {name: self._local.parameters[name] for name in self._sharding.partial if name in gradients}
         gradients = {**gradients, **summed_over(self._group, partial, gradients)}
-        if self._unchecked:
-            self._unchecked -= not more_follow
+        if self._checks_left:
+            self._checks_left -= not more_follow
             self._check_whole(gradients)
         return gradients
 

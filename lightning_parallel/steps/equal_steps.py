@@ -1,7 +1,8 @@
-"""Gives all fully sharded replicas the same number of prediction steps, though some have fewer batches.
+"""Replicas take their steps together, so all need the same number of them.
 
-Lightning deals out the samples of ``trainer.predict`` without repeating any, so a replica may have one batch less than
-another. But a replica can gather its layers only together with the others::
+In training and evaluation, loaders of unequal lengths are refused. In ``trainer.predict`` Lightning deals out the
+samples without repeating any, so a replica may have one batch less than another. It then repeats its last one, since
+fully sharded replicas gather their layers together::
 
     replica 0    batch 0 | batch 1 | batch 2
     replica 1    batch 0 | batch 1 | batch 1 again, without an effect
@@ -24,8 +25,16 @@ T = TypeVar("T")
 
 
 def refuse_unequal_steps(run: Run, kind: str, batches: Sequence[float]) -> None:
-    """Refuse loaders that are known to have more batches on one replica than on another, which it would wait for in
-    vain. ``kind`` is in the name of the Trainer's limit. All replicas call it before their first step."""
+    """Refuse loaders that have more batches on one replica than on another, which would wait for it in vain. All
+    replicas call it before their first step.
+
+    Args:
+        kind: as in ``limit_{kind}_batches``.
+        batches: for each loader their number, infinite where it isn't known.
+
+    Raises:
+        ValueError: on all replicas.
+    """
     for loader, counts in enumerate(zip(*gather_objects([*batches], run.groups.along("data")), strict=True)):
         known = {count for count in counts if math.isfinite(count)}
         if len(known) > 1:

@@ -67,8 +67,8 @@ from lightning_parallel.ranks.run import Run
 from lightning_parallel.ranks.user_collectives import Collectives
 from lightning_parallel.results.metric_sync import gather_within
 from lightning_parallel.results.predictions import share_predictions
-from lightning_parallel.set_up.early_optimizers import OriginalNames
 from lightning_parallel.set_up.options import ProcessOptions
+from lightning_parallel.set_up.original_names import OriginalNames
 from lightning_parallel.set_up.part_of_model import refuse_copies
 from lightning_parallel.set_up.replicas import Replicas
 from lightning_parallel.steps.equal_steps import EqualSteps, refuse_unequal_steps
@@ -125,7 +125,7 @@ class LayoutStrategy(ParallelStrategy):
         self._start_table = StartTable()
         self._equal_steps: EqualSteps | None = None
         self._same_batches: loaders.SameBatches | None = None
-        self._watch: GradientWatch | None = None  # where ranks hold parts of the model
+        self._watch: GradientWatch | None = None  # in training, where ranks hold parts of the model or of parameters
         self._at_end = ExitStack()  # undoes what set-up has done, in reverse order
         self._at_next_run = ExitStack()  # undoes what the end of a run has done
 
@@ -324,13 +324,13 @@ class LayoutStrategy(ParallelStrategy):
             self._at_end.callback(self._same_batches.end)
         with self.disk_offload:  # it may be a copy of the whole model, in another precision
             self.model = self.precision_plugin.convert_module(run.module)
-        # In the place of autograd's call alone: what wraps or counts Lightning's own `backward` sees it.
-        autograds = self.precision_plugin.backward
+        # The precision plugin's alone, so that what wraps or counts Lightning's `Strategy.backward` sees that.
+        plugins = self.precision_plugin.backward
         self._at_end.callback(
             replaced(
                 self.precision_plugin,
                 "backward",
-                lambda *args, **kwargs: self.make_gradients(partial(autograds, *args, **kwargs)),
+                lambda *args, **kwargs: self.make_gradients(partial(plugins, *args, **kwargs)),
             )
         )
         return run
@@ -482,7 +482,8 @@ class LayoutStrategy(ParallelStrategy):
 
     @abstractmethod
     def make_gradients(self, backward: Callable[[], None]) -> None:
-        """Put the gradients of a batch on the parameters, complete. ``backward`` is autograd's."""
+        """Put the gradients of a batch on the parameters, complete. ``backward`` calls the precision plugin's, which
+        runs the module's."""
 
     # -- prediction ----------------------------------------------------------------------------------------------
 

@@ -109,7 +109,7 @@ class DataParallelStrategy(SingleDeviceStrategy):
         self.num_nodes = 1  # the Trainer sets its own
         self._joins = LogJoins()
         self._shared_calls = 0  # in training steps so far
-        self._compared = Counter[Any]()  # how often: replicas of what, and in which stage of the Trainer
+        self._runs = Counter[Any]()  # on replicas so far, by the module's id and the Trainer's stage
 
     @property
     @override
@@ -218,8 +218,9 @@ class DataParallelStrategy(SingleDeviceStrategy):
         recorder = LogRecorder(self._joins)
         apart: dict[str, None] = {}
         occasion = (id(module), self._module().trainer.state.stage)
-        # A mean teacher that begins as a copy doesn't change in the first step. What is the same again does no harm.
-        watched = [*module.parameters()] if self._loss_on == "replicas" and self._compared[occasion] < 2 else []
+        # Two runs: a mean teacher that begins as a copy doesn't change in the first. The first replica may write, and
+        # the others may write the same again.
+        watched = [*module.parameters()] if self._loss_on == "replicas" and self._runs[occasion] < 2 else []
 
         def run(replica: nn.Module, share: Share) -> Any:
             for copy in {*replica.modules()} - {*module.modules()}:
@@ -228,7 +229,7 @@ class DataParallelStrategy(SingleDeviceStrategy):
             before = [int(digest(parameter)) for parameter in watched if replica is not module]
             with logging_through(replica, recorder.log) if isinstance(replica, pl.LightningModule) else nullcontext():
                 output = call(replica, share.batch)
-            if not self._compared[occasion]:
+            if not self._runs[occasion]:
                 apart.update(dict.fromkeys(set_apart(module, replica)))
             for (name, parameter), was in zip(replica.named_parameters(), before, strict=False):
                 if int(digest(parameter)) != was:
@@ -239,7 +240,7 @@ class DataParallelStrategy(SingleDeviceStrategy):
             return output
 
         joined = on_replicas(run, module, batch, self.parallel_devices)
-        self._compared[occasion] += 1
+        self._runs[occasion] += 1
         if apart:
             rank_zero_warn(
                 f"Replicas come to different values of {first_few([repr(name) for name in apart])}. Those of the first "

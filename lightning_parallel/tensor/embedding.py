@@ -49,7 +49,7 @@ class VocabParallelEmbedding(ParallelLayer, nn.Embedding):
     @classmethod
     def from_embedding(cls, embedding: nn.Module, *, group: dist.ProcessGroup, site: Site | None = None) -> Self:
         """This rank's shard of an ``nn.Embedding``, which stays as it is. Hooks on its outputs, such as that of
-        transformers' gradient checkpointing, go on with the new layer. ``site`` is what is around it in a divided
+        transformers' gradient checkpointing, are the new layer's, too. ``site`` is what is around it in a divided
         model.
 
         Raises:

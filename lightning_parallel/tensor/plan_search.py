@@ -205,14 +205,14 @@ def find_pairs(module: nn.Module, run: Callable[[], Any]) -> list[Pair]:
             continue
         if not any(maker in labels.mixed or maker in rows or takers[maker] != {name} for maker in makers):
             columns = tuple(maker for maker in inputs if maker in makers)
-            inner = around = ".".join(os.path.commonprefix([each.split(".")[:-1] for each in (*columns, name)]))
+            smallest = around = ".".join(os.path.commonprefix([each.split(".")[:-1] for each in (*columns, name)]))
             while around and around not in calls:  # a list of layers never is
                 around = around.rpartition(".")[0]
             call = calls.get(around, ((), {}))
-            # Only floats get noise, without which any way may seem to fit: then the list itself is asked, in vain.
-            has_noise = any(x.is_floating_point() for x in tensors_in(call))
-            pairs.append(Pair(columns, name, around if has_noise else inner, call))
             rows.add(name)
+            # Only floats get noise. Without it any way may seem to fit in a larger block.
+            if around == smallest or any(x.is_floating_point() for x in tensors_in(call)):
+                pairs.append(Pair(columns, name, around, call))
     return pairs
 
 
@@ -222,7 +222,7 @@ _DROPOUT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropou
 
 
 class _Block:
-    """A pair inside the smallest module that holds it."""
+    """A pair inside the smallest called module that holds it."""
 
     def __init__(self, root: nn.Module, pair: Pair, count: int) -> None:
         self._root, self._pair, self._count = root, pair, count

@@ -95,12 +95,12 @@ class Style:
         ``rules`` are the rules of all its modules."""
 
     def new_layer(self, rule: Rule, site: Site) -> nn.Module | None:
-        """A layer with this rank's shard of the module, to be put in its place; None if the module stays. The names in
-        its ``shards`` are those of the module's parameters that are divided."""
+        """A layer with this rank's shard of the module, which takes its class and content; None if the module stays.
+        The names in its ``shards`` are those of the module's parameters that are divided."""
         return None
 
     def divide_in_place(self, rule: Rule, root: nn.Module, count: int) -> None:
-        """Change a module that stays, when everything has been checked and the new layers are in their places."""
+        """Change a module that stays, when everything has been checked and the layers have been divided."""
 
     def partial_parameters(self, module: nn.Module) -> list[nn.Parameter]:
         """The parameters that stay whole, of whose gradient each rank computes a part. The parts are summed."""

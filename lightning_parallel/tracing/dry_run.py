@@ -155,9 +155,10 @@ class _Scene:
                 trace.stopped = error
             trace.end |= origins_in((logged, recorder.end(), [vars(metric) for metric in self.metrics()]))
             trace.own_updates = dict.fromkeys(self._assigned(), False) | trace.own_updates
-            needs_value = isinstance(trace.stopped, AbsentValueError)  # as where it logs `loss.item()`
+            # A step that has asked for a value (`loss.item()`) has returned nothing, so hooks get any number. They may
+            # call modules, too: that isn't the step's.
+            needs_value = isinstance(trace.stopped, AbsentValueError)
             if hooks is not None and (trace.stopped is None or needs_value):
-                # They may call modules, too: that isn't the step's.
                 output = torch.ones(()) if needs_value else relabelled(output, STEP_OUTPUT)
                 with recorder.around_step(), ValuesGuessed(lambda tensor: tensor.origins == {STEP_OUTPUT}):
                     hooks(output)

@@ -17,8 +17,6 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from lightning.pytorch.strategies import DDPStrategy
-
 from tests.lightning_suite.pairs import run_in_pairs
 from tests.lightning_suite.plugin import LAYOUTS
 
@@ -124,7 +122,8 @@ def main() -> None:
         beside = found.get(LAYOUTS[layout].beside, {})
         among.write_text("".join(f"{test}\n" for test in that_count(beside)))
         found[layout] = outcomes(given.tests.resolve(), layout, given.jobs, given.only, file, among if beside else None)
-    kept = record(found, [layout for layout in given.layouts if LAYOUTS[layout].make not in (None, DDPStrategy)])
+    references = {layout.beside for layout in LAYOUTS.values()}
+    kept = record(found, [layout for layout in given.layouts if layout not in references])
     RECORD.write_text(json.dumps(kept, indent=1) + "\n")
     before, rest = PAGE.read_text().split(BEGIN)
     PAGE.write_text(before + BEGIN + section(kept) + END + rest.split(END)[1])

@@ -40,9 +40,9 @@ def run_in_pairs(tests: list[str], root: Path, arguments: list[str], file: Path)
             _run([*arguments, f"{root / test}"], folder)
             lines = [(folder / f"notes{rank}").read_text() for rank in range(_RANKS)]
         # A rank that has ended within the test has noted its set-up at most.
-        ended = [json.dumps([test, "failed", True, "Timeout, or an end of the process"]) + "\n"]
+        ended = json.dumps([test, "failed", True, "Timeout, or an end of the process"]) + "\n"
         with file.open("a") as notes:
-            notes.writelines(each if each.count("\n") > 1 else each + ended[0] for each in lines)
+            notes.writelines(each if each.count("\n") > 1 else each + ended for each in lines)
 
 
 def _run(arguments: list[str], folder: Path) -> None:

@@ -26,9 +26,11 @@ import lightning_parallel as lp
 
 @dataclass(frozen=True)
 class Layout:
-    """What takes the default's place.
+    """A strategy in the place of the default.
 
     Attributes:
+        make: makes it; None leaves Lightning's default.
+        ranks: processes for each test.
         beside: the layout in which a test has to pass to count.
     """
 

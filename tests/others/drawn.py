@@ -10,13 +10,12 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from tests.others.layouts import LAYOUTS
+from tests.others.page import HEAD, NAMES
 from tests.zoo.outcome import Outcome
 from tests.zoo.page import MARKS
 
 RECORD = Path(__file__).parent / "drawn.json"
 PAGE = Path(__file__).parents[2] / "docs" / "drawn.md"
-NAMES = [layout.name for layout in LAYOUTS]
 
 
 def page(record: dict[str, Any]) -> str:
@@ -25,10 +24,9 @@ def page(record: dict[str, Any]) -> str:
     ran = [file for file in files if file["modules"]]
     modules = [module for file in ran for module in file["modules"]]
     counts = {name: Counter(module["outcomes"].get(name) for module in modules) for name in NAMES}
-    head = f"| | {' | '.join(NAMES)} |"
-    summary = [head, "|---|" + "--:|" * len(NAMES)]
+    summary = [HEAD, "|---|" + "--:|" * len(NAMES)]
     summary += [f"| {o} | {' | '.join(str(counts[name][o.value]) for name in NAMES)} |" for o in Outcome]
-    rows = [head, "|---|" + ":-:|" * len(NAMES)]
+    rows = [HEAD, "|---|" + ":-:|" * len(NAMES)]
     for module in modules:
         marks = (MARKS[Outcome(o)] if (o := module["outcomes"].get(name)) else "" for name in NAMES)
         rows.append(f"| {module['class']} | {' | '.join(marks)} |")
@@ -49,15 +47,15 @@ def page(record: dict[str, Any]) -> str:
 _INTRODUCTION = """\
 # Modules drawn at random
 
-{files} files that define a LightningModule, drawn at random from public repositories, each tried as it is. {ran} of
-them could be trained in one process from the file alone, with {modules} modules, which were trained under every layout
-and compared with one process. [Other people's modules](others.md) says how, and what the words mean.
+{files} files that define a LightningModule were drawn at random from public repositories, and each was tried as it is.
+{ran} of them could be trained in one process from the file alone, with {modules} modules, which were trained under
+every layout and compared with one process. [Other people's modules](others.md) says how, and what the words mean.
 
-The draw: a search in public source code for ends of class definitions, such as `{example}`. There are {possible} such
-strings, of the letters and three usual names of the base class. {queries} of them were searched for, drawn by
-`random.Random({seed}).sample`, and `r(pl.LightningModule):`; each gave up to ten files. These were shuffled by
-`random.Random({seed}).shuffle`, and of the first, second and third of every three files the first two were taken. The
-search names no repositories, so only the classes are named. Run on {date} with torch {torch}."""
+How they were drawn: the last letter of a class's name and one of three usual base classes give {possible} search
+strings, such as `{example}`. `random.Random({seed}).sample` chose {queries} of them; `r(pl.LightningModule):` was
+added. A search of public source code gave up to ten files for each. `random.Random({seed}).shuffle` put the files in
+order, and every third one was left out. The search names no repositories, so only classes are named here. Run on {date}
+with torch {torch}."""
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
-"""Points an optimizer at this rank's parameters if it was made before the module was divided.
+"""Finds what still refers to the parameters of a whole module after it has been divided.
 
 Some modules take an optimizer as an argument, and return it from ``configure_optimizers``. It has the parameters of the
-whole module. Where a module has been divided, other parameters have their names. What keeps the old ones is refused.
+whole module, and is pointed at those that now have their names. A module that keeps old ones in an attribute is
+refused.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ class OriginalNames:
         # Others are of a module that has been divided. torch can't move a DTensor that has a weak reference.
         plain = {parameter: name for name, parameter in named if type(parameter) is nn.Parameter}
         self._names = WeakIdKeyDictionary(plain)
-        self._of_ids = {id(parameter): name for parameter, name in plain.items()}
+        self._names_by_id = {id(parameter): name for parameter, name in plain.items()}
 
     def rebind(self, optimizers: Sequence[Optimizer], module: nn.Module) -> None:
         """Replace each parameter of the whole module by the one that now has its name.
@@ -44,22 +45,25 @@ class OriginalNames:
     def refuse_kept(self, module: nn.Module, strategy: str) -> None:
         """Refuse a module that keeps a parameter of the whole module, or its id, though another one has its name."""
         now = dict(module.named_parameters(remove_duplicate=False))
-        replaced = {name for number, name in self._of_ids.items() if id(now.get(name)) != number}
+        replaced = {name for number, name in self._names_by_id.items() if id(now.get(name)) != number}
         for path, part in module.named_modules() if replaced else ():
-            for key, leaf in ((key, leaf) for key, kept in vars(part).items() for leaf in _leaves(kept)):
-                # Not all by id: another parameter may have the memory of one that is gone.
-                if (name := (self._of_ids if type(leaf) is int else self._names).get(leaf)) in replaced:
-                    raise ValueError(
-                        f"'{f'{path}.{key}' if path else key}' keeps the parameter '{name}', or its id. Under "
-                        f"{strategy} each rank's part takes its place, and what is kept is no longer trained. Keep "
-                        f"names, and look them up by self.get_parameter(name) where they are used."
-                    )
+            for key, kept in vars(part).items():
+                for leaf in _leaves(kept):
+                    # A parameter isn't looked up by its id, which may have been that of one that is gone.
+                    name = self._names_by_id.get(leaf) if type(leaf) is int else self._names.get(leaf)
+                    if name in replaced:
+                        raise ValueError(
+                            f"'{f'{path}.{key}' if path else key}' keeps the parameter '{name}', or its id. Under "
+                            f"{strategy} each rank's part takes its place, and what is kept is no longer trained. Keep "
+                            f"names, and look them up by self.get_parameter(name) where they are used."
+                        )
 
 
 def _leaves(kept: Any, depth: int = 3) -> Iterator[Any]:
-    """The integers and parameters in lists, tuples, sets, and dictionaries with their keys."""
+    """The integers and parameters in containers, at most ``depth`` deep; of dictionaries the keys, too. A container of
+    more than 10,000 items is left out: it is data."""
     if depth and isinstance(kept, (dict, list, tuple, set, frozenset)):
-        if len(kept) > 10_000:  # somebody's data
+        if len(kept) > 10_000:
             return
         for each in (*kept, *kept.values()) if isinstance(kept, dict) else kept:
             yield from _leaves(each, depth - 1)
