@@ -12,8 +12,8 @@ from lightning_parallel.private.torch import base_of, tensors_in
 from lightning_parallel.ranks.local_model import local_part, memory_of
 from lightning_parallel.values import line_outside
 
-# Names of what writes to its first argument. `_amp_` is a loss scaler's.
-IN_PLACE = re.compile("__setitem__|__i.*__|(?!_amp_).*[^_]_")
+# Names of what writes to its first argument. `__int__`, `__index__` and `__invert__` read; `_amp_` is a loss scaler's.
+IN_PLACE = re.compile("__setitem__|__i(?!n).*__|(?!_amp_).*[^_]_")
 
 _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 
