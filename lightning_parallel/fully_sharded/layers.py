@@ -9,6 +9,9 @@ rank's own part::
     gather                     add up             add up, reduce-scatter, free
 
 So between steps a rank holds its part of the parameters, and of the optimizer's state at any time.
+
+The last backward may reach fewer layers than others, or others than on another replica: under a branch on values a loss
+may leave layers out. Layers that it doesn't reach, and all of them where replicas differ, are averaged after it.
 """
 
 from __future__ import annotations
@@ -20,18 +23,31 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, UnshardHandle, fully_shard
+from torch.distributed.tensor import DTensor, Replicate
 
+from lightning_parallel.gradients.averaging import GradientAverager
 from lightning_parallel.gradients.swapping import multiplied
-from lightning_parallel.ranks.collectives import broadcast_tensors
+from lightning_parallel.ranks.collectives import all_alike, broadcast_tensors
 
 
 class FullyShardedLayers:
     """Layers of a stage, each a unit of ``fully_shard`` over the replicas in ``group``. No layer lies inside another,
-    and none shares a parameter with the rest of the model."""
+    and none shares a parameter with the rest of the model. ``host_group`` are the same ranks, for tensors in host
+    memory."""
 
-    def __init__(self, layers: Mapping[str, nn.Module], group: dist.ProcessGroup, device: torch.device) -> None:
+    def __init__(
+        self,
+        layers: Mapping[str, nn.Module],
+        group: dist.ProcessGroup,
+        host_group: dist.ProcessGroup,
+        device: torch.device,
+    ) -> None:
+        self._group, self._host_group = group, host_group
+        self._factor: Callable[[], float | Tensor] = lambda: 1.0
+        self._late: set[str] = set()  # layers whose gradients are averaged after an update's backwards
         mesh = DeviceMesh.from_group(group, device.type, mesh_dim_names=("data",))
         first = dist.get_global_rank(group, 0)
         self._units: dict[str, FSDPModule] = {}
@@ -45,18 +61,60 @@ class FullyShardedLayers:
     def multiply_by(self, factor: Callable[[], float | Tensor]) -> None:
         """Multiply this replica's complete gradients before they are averaged. ``factor`` is called after the last
         backward through a layer."""
+        self._factor = factor
         for unit in self._units.values():
             unit.set_custom_reduce_scatter(_Multiplied(factor))  # type: ignore[arg-type]  # by its methods
 
     def hold_back(self) -> None:
         """Begin an update: gather the layers, without waiting for it. From now on backwards add up their gradients, and
         send nothing."""
+        self._late = set()
         self._end_with(False, self._units)
         self._gathering = [unit.unshard(async_op=True) for unit in self._units.values()]
 
-    def release(self, names: Collection[str]) -> None:
-        """Make the next backward through each of these layers its last of an update."""
-        self._end_with(True, names)
+    def release(
+        self, names: Collection[str], edges: Sequence[GradientEdge], parameters: Mapping[str, nn.Parameter]
+    ) -> bool:
+        """Make the next backward, which begins at ``edges``, the last of an update through each of these layers. All
+        replicas call it.
+
+        Args:
+            parameters: all parameters of the stage by name.
+
+        Returns:
+            Whether all replicas will then have gradients of the same parameters, some of them from just this backward.
+            If not, the order in which they send them would differ: what isn't sent yet is to be sent after it.
+        """
+        reached = _leaves(edges)
+        now = [name for name, parameter in parameters.items() if parameter in reached]
+        earlier = [name for name, parameter in parameters.items() if parameter.grad is not None]
+        alike = all_alike(self._host_group, (now, earlier))
+        if alike:
+            self._end_with(True, names)
+        else:
+            self._late.update(names)
+        return alike
+
+    def complete(self) -> None:
+        """End an update: average the gradients that no backward has sent, and free the layers. All replicas call it."""
+        self._wait()
+        for name, unit in self._units.items():
+            assert isinstance(unit, nn.Module)
+            whole = {key: p for key, p in unit.named_parameters() if not isinstance(p, DTensor) and p.dim() > 0}
+            gradients = {key: parameter.grad for key, parameter in whole.items()}
+            if name not in self._late and all(gradient is None for gradient in gradients.values()):
+                continue
+            averages = GradientAverager(whole, self._group, factor=self._factor).finish(gradients)
+            for parameter in whole.values():
+                parameter.grad = None
+            unit.reshard()
+            for key, parameter in unit.named_parameters():
+                average = averages.get(key)
+                if average is not None:
+                    assert isinstance(parameter, DTensor)
+                    everywhere = DTensor.from_local(average, parameter.device_mesh, [Replicate()], run_check=False)
+                    parameter.grad = everywhere.redistribute(placements=parameter.placements)
+        self.free()
 
     def _end_with(self, last: bool, names: Collection[str]) -> None:
         for unit in (unit for name, unit in self._units.items() if name in names):
@@ -76,10 +134,26 @@ class FullyShardedLayers:
 
     def free(self) -> None:
         """Free the gathered parameters of layers through which no backward has freed them."""
-        for handle in filter(None, self._gathering):
-            handle.wait()  # for a layer that wasn't called
+        self._wait()
         for unit in self._units.values():
             unit.reshard()
+
+    def _wait(self) -> None:
+        """Wait until all layers are gathered. One that wasn't called may not be."""
+        for handle in filter(None, self._gathering):
+            handle.wait()
+
+
+def _leaves(edges: Sequence[GradientEdge]) -> set[Tensor]:
+    """The leaves to whose gradients a backward adds that begins at these edges."""
+    nodes = dict.fromkeys(edge.node for edge in edges)
+    waiting = [*nodes]
+    for node in waiting:  # it grows
+        for below, _ in node.next_functions:
+            if below is not None and below not in nodes:
+                nodes[below] = None
+                waiting.append(below)
+    return {node.variable for node in nodes if hasattr(node, "variable")}
 
 
 class _Multiplied:

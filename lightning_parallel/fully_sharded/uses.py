@@ -11,7 +11,6 @@ replicas compare one number, a hash of what they have used since the last compar
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping
 from functools import partial
 from itertools import zip_longest
@@ -21,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lightning_parallel.ranks.collectives import all_equal, gather_objects
+from lightning_parallel.ranks.collectives import all_alike, gather_objects
 
 
 class ModuleUses:
@@ -57,8 +56,7 @@ class ModuleUses:
             return
         used = (self._units, sorted(self._modules))
         self._units, self._modules = [], set()
-        number = int.from_bytes(hashlib.blake2b(repr(used).encode(), digest_size=7).digest(), "little")
-        if all_equal(self._host_group, number):
+        if all_alike(self._host_group, used):
             return
         everyones = gather_objects(used, self._host_group)
         rank, other = next((rank, each) for rank, each in enumerate(everyones) if each != everyones[0])

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -61,6 +62,10 @@ class Trial:
     wants_activations: Callable[[], bool]
     run: Callable[[Tensor, list[Term], Again], None]
 
+
+# A context around a backward that completes gradients for an update. It is called with the chunk and the edges at which
+# the backward begins (none for a second half).
+Completing = Callable[[int, Sequence[GradientEdge]], AbstractContextManager[None]]
 
 # An experiment that follows a microbatch's forward in another chunk. It is called with the chunk, what arrived for it,
 # and a function that runs a step on such activations again, and returns what would be sent on.
@@ -122,6 +127,7 @@ class Chunk:
         generators: the random generators that forwards draw from.
         loss_of: takes the loss out of what the user's step returned, in the last chunk.
         weights: decides which version of the weights a forward uses.
+        completing: a context around the backwards that complete gradients for an update.
     """
 
     def __init__(
@@ -135,7 +141,9 @@ class Chunk:
         loss_of: Callable[[Any], Tensor],
         weights: Weights,
         timeline: Timeline,
+        completing: Completing,
     ) -> None:
+        self._completing = partial(completing, index)
         self._index, self._stage, self._ends, self._device = index, stage, ends, device
         self._generators, self._loss_of, self._weights = generators, loss_of, weights
         self._span = partial(timeline.span, chunk=stage.chunks.index(index))
@@ -185,6 +193,8 @@ class Chunk:
             if trial is not None:
                 trial.run(loss, terms, Again(copies, loss.dtype, lambda *given: self._loss_of(self._again(*given))))
         else:
+            if microbatch.ends_batch:
+                output = self._asking(output, arrival)
             gradients = gradient_format(out.send(output, microbatch.index, self._gradients_taken))
             sent = out.sent
             self._is_unanswered = not gradients
@@ -212,6 +222,18 @@ class Chunk:
         version = self._weights.reading if kind == "forward" else None
         with self._span(kind, number, version):
             return self._stage.run(step, arrival, self._index), arrival, copies
+
+    def _asking(self, output: list[Tensor], arrival: Arrival | None) -> list[Tensor]:
+        """What is to be sent in a batch's last microbatch. If the batch may have made gradients here, one is asked for,
+        even where the step has cut this microbatch off: the factor of all of them comes with it."""
+        uses, parameters = self._stage.partition.uses, self._stage.named_parameters
+        if any(tensor.requires_grad for tensor in output) or not (
+            (arrival is not None and arrival.anchor is not None)
+            or any(p.requires_grad and self._index in uses[name] for name, p in parameters().items())
+        ):
+            return output
+        first = next((i for i, tensor in enumerate(output) if tensor.is_floating_point()), None)
+        return [t.detach().requires_grad_() if i == first else t for i, t in enumerate(output)]
 
     def _again(self, step: Callable[[], Any], tensors: Sequence[Tensor]) -> Any:
         """Run a step on given activations."""
@@ -241,11 +263,12 @@ class Chunk:
 
     # -- backward ------------------------------------------------------------------------------------------------
 
-    def backward(self, number: int, *, in_halves: bool = False) -> None:
+    def backward(self, number: int, *, in_halves: bool, completes: bool) -> None:
         """Run the backward of a microbatch.
 
         Args:
             in_halves: leave the gradients that nobody waits for to :meth:`second_half`.
+            completes: it completes gradients for an update.
         """
         ends, flight = self._ends, self._in_flight[0]
         assert flight.number == number, "schedules run backwards in the order of the forwards"
@@ -268,7 +291,8 @@ class Chunk:
                 self._gradients_taken += 1
             self._in_flight.popleft()
             self._post_gradients()
-            with self._span("backward input" if in_halves else "backward", number):
+            completing = self._completing(edges) if completes else nullcontext()
+            with completing, self._span("backward input" if in_halves else "backward", number):
                 if in_halves:
                     anchor = None if flight.arrival is None else flight.arrival.anchor
                     inputs = [] if anchor is None else [anchor]
@@ -284,12 +308,14 @@ class Chunk:
         if work.ends_batch:
             self._weights.end_batch(work.loss)
 
-    def second_half(self, number: int) -> None:
-        """Run the second half of the backward of a microbatch."""
+    def second_half(self, number: int, *, completes: bool) -> None:
+        """Run the second half of the backward of a microbatch. ``completes``: it completes gradients for an update."""
         begun, gradients, token = self._second_halves.popleft()
         assert begun == number, "second halves run in the order of the first ones"
+        completing = self._completing(()) if completes else nullcontext()
         with self._span("backward weight", number), self._weights.second_half(token), self._stage.backward():
-            gradients.run()
+            with completing:
+                gradients.run()
 
     def _post_gradients(self) -> None:
         """Post the receive for the next backward, if its forward has run."""

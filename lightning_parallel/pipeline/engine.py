@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from lightning_parallel.messages.ends import ends_of
 from lightning_parallel.messages.posting import short_switch_interval
-from lightning_parallel.pipeline.chunk import Chunk, Microbatch
+from lightning_parallel.pipeline.chunk import Chunk, Completing, Microbatch
 from lightning_parallel.pipeline.stage import Stage
 from lightning_parallel.pipeline.weights import CurrentWeights, Weights
 from lightning_parallel.ranks.groups import Links
@@ -37,8 +37,9 @@ class Engine:
         loss_of: takes the loss out of what the user's step returned, in the last chunk.
         weights: decides which version of the weights a forward uses; by default the module's own parameters.
         halves: run a backward's second half where the schedule has it. Otherwise both halves run together.
-        completing: given a chunk, a context around the actions that complete gradients of the chunk for an update: its
-            last backward before a ``Step``; of one in halves, both of them.
+        completing: a context around autograd's part of the actions that complete a chunk's gradients for an update: of
+            its last backward before a ``Step``; of one in halves, of both. It is given the chunk, and the edges at
+            which a backward begins (none for a second half).
     """
 
     def __init__(
@@ -52,11 +53,10 @@ class Engine:
         weights: Weights | None = None,
         timeline: Timeline | None = None,
         halves: bool = True,
-        completing: Callable[[int], AbstractContextManager[None]] = lambda chunk: nullcontext(),
+        completing: Completing = lambda chunk, edges: nullcontext(),
     ) -> None:
         self._timeline = timeline or Timeline(enabled=False)
         self._halves = halves
-        self._completing = completing
         self._generators = TorchGenerators(device)
         self._streaming = False  # endless: chunks have posted receives for a batch yet to come
         self._chunks = {
@@ -69,6 +69,7 @@ class Engine:
                 loss_of=loss_of,
                 weights=weights or CurrentWeights(stage.module),
                 timeline=self._timeline,
+                completing=completing,
             )
             for index, ends in ends_of(stage.partition.placement, layout, links, device).items()
         }
@@ -129,11 +130,11 @@ class Engine:
                     outputs += self._chunks[action.chunk].forward(number, microbatches[number], next_index)
                 else:
                     chunk, number = self._chunks[action.chunk], action.microbatch
-                    with self._completing(action.chunk) if i in last else nullcontext():
-                        if isinstance(action, BackwardWeight):
-                            chunk.second_half(number)
-                        else:
-                            chunk.backward(number, in_halves=self._halves and isinstance(action, BackwardInput))
+                    if isinstance(action, BackwardWeight):
+                        chunk.second_half(number, completes=i in last)
+                    else:
+                        in_halves = self._halves and isinstance(action, BackwardInput)
+                        chunk.backward(number, in_halves=in_halves, completes=i in last)
         if not endless:
             self.flush()  # the receives are posted already: no computation is waited for, but copies through the host
         return outputs

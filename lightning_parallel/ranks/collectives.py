@@ -5,6 +5,7 @@ A collective that breaks, because a rank died or stopped, raises :class:`PeerLos
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
@@ -211,6 +212,15 @@ def highest(group: Group, *numbers: int) -> list[int]:
     found = torch.tensor(numbers, device=device)
     guarded(dist.all_reduce, found, dist.ReduceOp.MAX, group=group)
     return found.tolist()
+
+
+def all_alike(group: Group, value: object) -> bool:
+    """Do all ranks pass a value with the same ``repr``? Each sends a hash of it.
+
+    Raises:
+        PeerLostError: a rank has stopped.
+    """
+    return all_equal(group, int.from_bytes(hashlib.blake2b(repr(value).encode(), digest_size=7).digest(), "little"))
 
 
 def all_equal(group: Group, number: int) -> bool:

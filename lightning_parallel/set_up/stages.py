@@ -81,7 +81,8 @@ class Stages:
             if self._options.data_parallel_kind == "fully_shard" and replicas.size() > 1:
                 # Before the stage's hooks: after its last layer they leave the step, and torch's have to run by then.
                 layers = untied(module, self._stage.layers)
-                self.fully_sharded = FullyShardedLayers(layers, replicas, run.device)
+                hosts = run.groups.on_host(run.layout.peers("data"))
+                self.fully_sharded = FullyShardedLayers(layers, replicas, hosts, run.device)
         self.stage.install(recompute=self._options.activation_checkpointing)
 
     @property

@@ -14,7 +14,7 @@ usual::
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -23,6 +23,7 @@ from typing import Any, Literal
 import lightning.pytorch as pl
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_info
+from torch.autograd.graph import GradientEdge
 from typing_extensions import override
 
 from lightning_parallel.gradients.swapping import Gradients, add_gradients, swap_gradients, take_earlier_gradients
@@ -215,7 +216,7 @@ class PipelineStrategy(StagedStrategy):
         with microbatches.recorded():
             outputs = self.at_work.engine.run(actions, work, endless=self._goes_on)
         if self._stages.fully_sharded is not None:
-            self._stages.fully_sharded.free()
+            self._stages.fully_sharded.complete()
         gradients = self.replicas.averaged(swap_gradients(parameters, earlier))
         self._gradients = self._stages.summed_shared(self._shards.completed(gradients))
 
@@ -224,14 +225,16 @@ class PipelineStrategy(StagedStrategy):
 
     @override
     @contextmanager
-    def completing(self, chunk: int) -> Iterator[None]:
+    def completing(self, chunk: int, edges: Sequence[GradientEdge]) -> Iterator[None]:
         """Gradients are averaged while a chunk's last backward in a batch runs."""
-        layers = self._stages.fully_sharded
+        layers, completed = self._stages.fully_sharded, self._alone_in[chunk]
         if layers is not None:
-            layers.release([name for name, chunks in self._incomplete.items() if chunks <= {chunk}])
+            names = [name for name, chunks in self._incomplete.items() if chunks <= {chunk}]
+            if not layers.release(names, edges, self.stage.named_parameters()):
+                completed = []
             for chunks in self._incomplete.values():
                 chunks.discard(chunk)
-        with self.replicas.completing(self._alone_in[chunk]):
+        with self.replicas.completing(completed):
             yield
 
     @override

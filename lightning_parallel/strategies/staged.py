@@ -16,6 +16,7 @@ Training differs: see ``pipeline.py`` and ``pipeline_async.py``. The parts, in t
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
@@ -24,6 +25,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 from torch import nn
+from torch.autograd.graph import GradientEdge
 from typing_extensions import override
 
 from lightning_parallel.absent.tensor import AbsentTensor
@@ -126,8 +128,8 @@ class StagedStrategy(LayoutStrategy):
         """The weights that the engine's forwards read; None for the module's own parameters."""
         return None
 
-    def completing(self, chunk: int) -> AbstractContextManager[None]:
-        """A context around the backward that completes a chunk's gradients of an update."""
+    def completing(self, chunk: int, edges: Sequence[GradientEdge]) -> AbstractContextManager[None]:
+        """A context around the backward that completes a chunk's gradients of an update. It begins at ``edges``."""
         return self.replicas.completing()
 
     def gradient_factor(self) -> Number:

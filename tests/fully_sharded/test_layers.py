@@ -8,6 +8,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.autograd.graph import get_gradient_edge
 from torch.distributed.tensor import DTensor
 
 from lightning_parallel.fully_sharded.layers import FullyShardedLayers
@@ -21,7 +22,7 @@ def two_updates() -> tuple[list[str], list[bool], bool]:
     net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     value = net[1].weight.detach().clone()
     assert dist.group.WORLD is not None
-    layers = FullyShardedLayers({"0": net[0], "1": net[1]}, dist.group.WORLD, torch.device("cpu"))
+    layers = FullyShardedLayers({"0": net[0], "1": net[1]}, dist.group.WORLD, dist.group.WORLD, torch.device("cpu"))
     order: list[str] = []
     for layer in net:
         layer.register_forward_hook(lambda *args: order.append("layer"))
@@ -34,14 +35,16 @@ def two_updates() -> tuple[list[str], list[bool], bool]:
 
     with patch.object(dist, name, gather):
         layers.hold_back()
-        layers.release(["0", "1"])
-        net(torch.ones(2, 4)).sum().backward()
-        layers.free()
+        sum = net(torch.ones(2, 4)).sum()
+        assert layers.release(["0", "1"], [get_gradient_edge(sum)], dict(net.named_parameters()))
+        sum.backward()
+        layers.complete()
     in_order = [*order]
     layers.hold_back()
-    layers.release(["0"])
-    net[0](torch.ones(2, 4)).sum().backward()
-    layers.free()
+    sum = net[0](torch.ones(2, 4)).sum()
+    assert layers.release(["0"], [get_gradient_edge(sum)], dict(net.named_parameters()))
+    sum.backward()
+    layers.complete()
     in_parts = [isinstance(layer.weight, DTensor) for layer in net]
     with torch.no_grad():
         net[1].weight.mul_(2)

@@ -160,10 +160,10 @@ def measured(generator: Generator, count: int) -> tuple[int, int, int]:
         parameter.register_post_accumulate_grad_hook(lambda _, name=name: late.add(name) if second else None)  # type: ignore[misc]
     for chunk in rank.engine._chunks.values():
 
-        def second_half(number: int, run: Any = chunk.second_half) -> None:
+        def second_half(number: int, *, completes: bool, run: Any = chunk.second_half) -> None:
             nonlocal second
             second = True
-            run(number)
+            run(number, completes=completes)
             second = False
 
         chunk.second_half = second_half  # type: ignore[method-assign]

@@ -87,6 +87,20 @@ class Turns(Net):
         return torch.optim.AdamW(self.parameters(), 0.01, eps=1e-4, weight_decay=0.5)
 
 
+class Sometimes(Turns):
+    """In some microbatches of some replicas, by their labels, the loss leaves the first layers out."""
+
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        self.layers = layers
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        hidden = self.net[: self.layers](batch[0])
+        if batch[1].sum() % 2:
+            hidden = hidden.detach()
+        return F.cross_entropy(self.net[self.layers :](hidden), batch[1])
+
+
 class Returns(Net):
     """Numbers beside the loss, of labels of which some count, and what a hook makes of them."""
 
@@ -281,6 +295,8 @@ KINDS: dict[str, Callable[[], Net]] = {
     "teacher": Teacher,
     "teacher that asks": partial(Teacher, asks=True),
     "turns": Turns,
+    "sometimes the first": partial(Sometimes, 1),
+    "sometimes the first four": partial(Sometimes, 4),
     "by frequency": ByFrequency,
     "annealed": Annealed,
     "metric": MetricInside,
@@ -300,7 +316,7 @@ def train(kind: str, strategy: str, options: dict[str, Any], follows: str = "in 
     trainer = make_trainer(strategy, [], options)
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
-        trainer.fit(module, loader(64 if kind == "by samples" else 16, 8))
+        trainer.fit(module, loader(64 if kind.startswith(("by samples", "sometimes")) else 16, 8))
     logged = {name: float(value) for name, value in trainer.callback_metrics.items()}
     return (
         {n: complete(p.detach()).clone() for n, p in here(module).items()},
@@ -337,6 +353,22 @@ def test_gradients_that_are_none_on_one_stage_are_none_on_all(pool: WorkerPool, 
     assert_as_in_one_process(pool, "turns", {"stages": 2, "microbatches": 2, "schedule": schedule})
 
 
+@pytest.mark.parametrize(
+    "options", [{"stages": 3}, {"stages": 2, "schedule": "interleaved"}, {"stages": 2, "schedule": "zbv"}], ids=str
+)
+@pytest.mark.parametrize("kind", ["sometimes the first", "sometimes the first four"])
+def test_a_batch_whose_last_microbatch_leaves_stages_out_has_the_same_gradients(
+    pool: WorkerPool, options: dict[str, Any], kind: str
+) -> None:
+    """The factor of a batch's gradients comes with the gradients of its last microbatch."""
+    ((expected, _, _),) = pool.run(train, 1, kind, "sync", {"stages": 1, "microbatches": 2}, "", init=False)
+    found: dict[str, Tensor] = {}
+    for part, _, _ in pool.run(train, options["stages"], kind, "sync", options | {"microbatches": 2}, "", init=False):
+        found |= part
+    assert found.keys() == expected.keys()
+    assert all(torch.allclose(found[name], expected[name], rtol=0, atol=1e-12) for name in expected)
+
+
 def returned(strategy: str, options: dict[str, Any]) -> list[list[float]]:
     torch.set_default_dtype(torch.float64)
     module = Returns()
@@ -363,13 +395,26 @@ def test_a_mean_teacher_in_parts_is_refused(pool: WorkerPool, stages: int, words
     assert_refused(failures, "ValueError", [*words, "fully_shard"])
 
 
-def test_a_mean_teacher_in_parts_may_follow_in_a_hook(pool: WorkerPool) -> None:
-    options, follows = IN_PARTS | {"stages": 1}, "on_before_zero_grad"
+def assert_as_whole(pool: WorkerPool, kind: str, options: dict[str, Any], follows: str = "") -> None:
+    """Fully sharded stages train as replicated ones do."""
     whole = options | {"data_parallel_kind": "replicate"}
-    (found, _, _), _ = pool.run(train, 2, "teacher", "sync", options, follows, init=False)
-    (expected, _, _), _ = pool.run(train, 2, "teacher", "sync", whole, follows, init=False)
-    assert found.keys() == expected.keys()
-    assert all(torch.allclose(found[name], expected[name], rtol=0, atol=1e-12) for name in expected)
+    ranks = 2 * options["stages"]
+    found = [weights for weights, _, _ in pool.run(train, ranks, kind, "sync", options, follows, init=False)]
+    expected = [weights for weights, _, _ in pool.run(train, ranks, kind, "sync", whole, follows, init=False)]
+    for mine, theirs in zip(found, expected, strict=True):
+        assert mine.keys() == theirs.keys()
+        assert all(torch.allclose(mine[name], theirs[name], rtol=0, atol=1e-12) for name in theirs)
+
+
+def test_a_mean_teacher_in_parts_may_follow_in_a_hook(pool: WorkerPool) -> None:
+    assert_as_whole(pool, "teacher", IN_PARTS | {"stages": 1}, "on_before_zero_grad")
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zbv"])
+@pytest.mark.parametrize("kind", ["sometimes the first", "sometimes the first four", "turns"])
+def test_layers_that_a_loss_leaves_out_are_averaged_in_parts(pool: WorkerPool, schedule: str, kind: str) -> None:
+    """The last microbatch may not reach a layer that earlier ones did, or that it reaches on another replica."""
+    assert_as_whole(pool, kind, IN_PARTS | {"stages": 2, "schedule": schedule})
 
 
 @pytest.mark.parametrize("kind", ["teacher's memory", "own memory"])
