@@ -3,8 +3,8 @@ ended."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any, NoReturn
 
 from torch import nn
@@ -31,6 +31,17 @@ def configure_part(module: nn.Module) -> None:
     hook = getattr(module, "configure_part", None)
     if callable(hook):
         hook()
+
+
+@contextmanager
+def attributes_kept(module: nn.Module) -> Iterator[None]:
+    """Inside, parameters are replaced. The new ones get what the user has set on the old ones of the same names, by
+    which ``configure_optimizers`` may tell them apart (``weight._no_weight_decay = True``)."""
+    attributes = {name: {**vars(p)} for name, p in module.named_parameters(remove_duplicate=False)}
+    yield
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        own = vars(parameter)
+        own.update({**attributes.get(name, {}), **own})
 
 
 def refuse_calls(modules: Iterable[nn.Module], until: ExitStack) -> None:

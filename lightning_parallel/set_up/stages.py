@@ -26,7 +26,7 @@ from lightning_parallel.ranks.local_model import LocalModel, local_part
 from lightning_parallel.ranks.run import Run
 from lightning_parallel.ranks.shard import Shard
 from lightning_parallel.set_up.options import StagedOptions
-from lightning_parallel.set_up.part_of_model import configure_part
+from lightning_parallel.set_up.part_of_model import attributes_kept, configure_part
 
 
 class Stages:
@@ -66,7 +66,7 @@ class Stages:
             ValueError: the module can't be cut like this.
             RuntimeError: another Trainer has cut it.
         """
-        module, replicas = run.module, run.groups.along("data")
+        module = run.module
         if self._stage is None or self._stage.module is not module:
             if any(isinstance(p, AbsentTensor) for p in module.parameters()):
                 raise RuntimeError(
@@ -76,14 +76,19 @@ class Stages:
             parts = cut()
             check(parts)
             divide()
-            self._stage = Stage(module, parts, run.layout.stage, run.device)
-            configure_part(module)
-            if self._options.data_parallel_kind == "fully_shard" and replicas.size() > 1:
-                # Before the stage's hooks: after its last layer they leave the step, and torch's have to run by then.
-                layers = untied(module, self._stage.layers)
-                hosts = run.groups.on_host(run.layout.peers("data"))
-                self.fully_sharded = FullyShardedLayers(layers, replicas, hosts, run.device)
+            with attributes_kept(module):
+                self._make(run, parts)
         self.stage.install(recompute=self._options.activation_checkpointing)
+
+    def _make(self, run: Run, parts: Partition) -> None:
+        module, replicas = run.module, run.groups.along("data")
+        self._stage = Stage(module, parts, run.layout.stage, run.device)
+        configure_part(module)
+        if self._options.data_parallel_kind == "fully_shard" and replicas.size() > 1:
+            # Before the stage's hooks: after its last layer they leave the step, and torch's have to run by then.
+            layers = untied(module, self._stage.layers)
+            hosts = run.groups.on_host(run.layout.peers("data"))
+            self.fully_sharded = FullyShardedLayers(layers, replicas, hosts, run.device)
 
     @property
     def layers(self) -> str:

@@ -69,7 +69,7 @@ from lightning_parallel.results.metric_sync import gather_within
 from lightning_parallel.results.predictions import share_predictions
 from lightning_parallel.set_up.options import ProcessOptions
 from lightning_parallel.set_up.original_names import OriginalNames
-from lightning_parallel.set_up.part_of_model import refuse_copies
+from lightning_parallel.set_up.part_of_model import attributes_kept, refuse_copies
 from lightning_parallel.set_up.replicas import Replicas
 from lightning_parallel.steps.equal_steps import EqualSteps, refuse_unequal_steps
 
@@ -399,7 +399,8 @@ class LayoutStrategy(ParallelStrategy):
     @override
     def model_to_device(self) -> None:
         assert self.model is not None
-        self.model.to(self.root_device)
+        with attributes_kept(self.model):  # DTensors lose theirs
+            self.model.to(self.root_device)
 
     @override
     def setup_optimizers(self, trainer: pl.Trainer) -> None:

@@ -46,7 +46,7 @@ from lightning_parallel.ranks.collectives import broadcast_tensors
 from lightning_parallel.ranks.local_model import LocalModel
 from lightning_parallel.ranks.writes import Writes
 from lightning_parallel.set_up.options import ProcessOptions
-from lightning_parallel.set_up.part_of_model import configure_part, refuse_calls
+from lightning_parallel.set_up.part_of_model import attributes_kept, configure_part, refuse_calls
 from lightning_parallel.settings import Auto, Count, takes
 from lightning_parallel.strategies.base import LayoutStrategy
 
@@ -133,7 +133,8 @@ class FullyShardedStrategy(LayoutStrategy):
             return
         is_new = self._fully_sharded is not module
         if is_new:
-            self._fully_shard(module)
+            with attributes_kept(module):
+                self._fully_shard(module)
         if self._root is not None:
             self.model = self._root
         local = LocalModel.of(module)

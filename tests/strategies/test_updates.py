@@ -87,6 +87,21 @@ class Turns(Net):
         return torch.optim.AdamW(self.parameters(), 0.01, eps=1e-4, weight_decay=0.5)
 
 
+class Marked(Net):
+    """Attributes of parameters tell which of them decay."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for layer in (self.net[0], self.net[4]):
+            layer.weight._no_weight_decay = True
+
+    def configure_optimizers(self) -> Any:
+        groups: tuple[list[nn.Parameter], list[nn.Parameter]] = ([], [])
+        for parameter in self.parameters():
+            groups[getattr(parameter, "_no_weight_decay", False)].append(parameter)
+        return torch.optim.AdamW([{"params": groups[0]}, {"params": groups[1], "weight_decay": 0.0}], weight_decay=5.0)
+
+
 class Sometimes(Turns):
     """In some microbatches of some replicas, by their labels, the loss leaves the first layers out."""
 
@@ -295,6 +310,7 @@ KINDS: dict[str, Callable[[], Net]] = {
     "teacher": Teacher,
     "teacher that asks": partial(Teacher, asks=True),
     "turns": Turns,
+    "marked": Marked,
     "sometimes the first": partial(Sometimes, 1),
     "sometimes the first four": partial(Sometimes, 4),
     "by frequency": ByFrequency,
@@ -408,6 +424,15 @@ def assert_as_whole(pool: WorkerPool, kind: str, options: dict[str, Any], follow
 
 def test_a_mean_teacher_in_parts_may_follow_in_a_hook(pool: WorkerPool) -> None:
     assert_as_whole(pool, "teacher", IN_PARTS | {"stages": 1}, "on_before_zero_grad")
+
+
+def test_attributes_of_parameters_are_there_for_the_optimizer(pool: WorkerPool) -> None:
+    assert_as_in_one_process(pool, "marked", {"stages": 2, "microbatches": 2})
+    assert_as_whole(pool, "marked", IN_PARTS | {"stages": 2})
+    (found, _, _), _ = pool.run(train, 2, "marked", "fsdp", {}, init=False)
+    (expected, _, _), _ = pool.run(train, 2, "marked", "ddp", {}, init=False)
+    assert found.keys() == expected.keys()
+    assert all(torch.allclose(found[name], expected[name], rtol=0, atol=1e-12) for name in expected)
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zbv"])
