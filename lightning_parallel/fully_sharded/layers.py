@@ -28,6 +28,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, UnshardHandle, fully_shard
 from torch.distributed.tensor import DTensor, Replicate
 
+from lightning_parallel.fully_sharded.uses import leaves
 from lightning_parallel.gradients.averaging import GradientAverager
 from lightning_parallel.gradients.swapping import multiplied
 from lightning_parallel.ranks.collectives import all_alike, broadcast_tensors
@@ -85,7 +86,7 @@ class FullyShardedLayers:
             Whether all replicas will then have gradients of the same parameters, some of them from just this backward.
             If not, the order in which they send them would differ: what isn't sent yet is to be sent after it.
         """
-        reached = _leaves(edges)
+        reached = leaves(edges)
         now = [name for name, parameter in parameters.items() if parameter in reached]
         earlier = [name for name, parameter in parameters.items() if parameter.grad is not None]
         alike = all_alike(self._host_group, (now, earlier))
@@ -142,18 +143,6 @@ class FullyShardedLayers:
         """Wait until all layers are gathered. One that wasn't called may not be."""
         for handle in filter(None, self._gathering):
             handle.wait()
-
-
-def _leaves(edges: Sequence[GradientEdge]) -> set[Tensor]:
-    """The leaves to whose gradients a backward adds that begins at these edges."""
-    nodes = dict.fromkeys(edge.node for edge in edges)
-    waiting = [*nodes]
-    for node in waiting:  # it grows
-        for below, _ in node.next_functions:
-            if below is not None and below not in nodes:
-                nodes[below] = None
-                waiting.append(below)
-    return {node.variable for node in nodes if hasattr(node, "variable")}
 
 
 class _Multiplied:

@@ -86,7 +86,8 @@ class Stages:
         configure_part(module)
         if self._options.data_parallel_kind == "fully_shard" and replicas.size() > 1:
             # Before the stage's hooks: after its last layer they leave the step, and torch's have to run by then.
-            layers = untied(module, self._stage.layers)
+            # One that is called twice would be freed between its backwards, which needn't be as many on all replicas.
+            layers = untied(module, (name for name in self._stage.layers if parts.layers.count(name) == 1))
             hosts = run.groups.on_host(run.layout.peers("data"))
             self.fully_sharded = FullyShardedLayers(layers, replicas, hosts, run.device)
 

@@ -28,7 +28,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import ModelSummary
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -38,7 +38,7 @@ from typing_extensions import override
 from lightning_parallel.callbacks.start_table import Holding
 from lightning_parallel.checks.manual import BackwardGuard, networks
 from lightning_parallel.fully_sharded.units import check_dtypes, materialize, refuse_second_derivatives, untied
-from lightning_parallel.fully_sharded.uses import ModuleUses
+from lightning_parallel.fully_sharded.uses import Uses
 from lightning_parallel.gradients.swapping import add_gradients, swap_gradients
 from lightning_parallel.plan.layers import Layers, named_layers
 from lightning_parallel.private.lightning.launching import callbacks_of, say_device
@@ -104,7 +104,7 @@ class FullyShardedStrategy(LayoutStrategy):
 
     options: FullyShardedOptions
     calls_configure_part = True
-    _uses: ModuleUses  # from set-up on
+    _uses: Uses  # from set-up on
 
     @takes(FullyShardedOptions)
     def __init__(self, options: FullyShardedOptions) -> None:
@@ -198,7 +198,7 @@ class FullyShardedStrategy(LayoutStrategy):
             if any(isinstance(parameter, DTensor) for parameter in part.parameters(recurse=False))
         }
         host_group = self.groups.on_host(self.layout.peers("data"))
-        self._uses = ModuleUses(units, divided, host_group)
+        self._uses = Uses(units, divided, host_group)
         self._outside = {module, *divided.values()} - {part for unit in units.values() for part in unit.modules()}
         self._writes = {training: Writes(_lost, host_group) for training in (True, False)}
 
@@ -277,11 +277,15 @@ class FullyShardedStrategy(LayoutStrategy):
         return output
 
     @override
+    def pre_backward(self, closure_loss: Tensor) -> None:
+        if not self.is_one_process:
+            self._uses.compare(closure_loss)
+
+    @override
     def make_gradients(self, backward: Callable[[], None]) -> None:
         """Run the backward, and average the gradients of parameters that every rank holds whole."""
         if self.is_one_process:
             return backward()
-        self._uses.compare()
         self._writes[True].check()
         whole = self.local_model.replicated
         accumulated = swap_gradients(whole, {})  # of earlier batches: means already

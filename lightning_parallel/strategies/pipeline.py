@@ -112,7 +112,6 @@ class PipelineStrategy(StagedStrategy):
         self._loss = BatchLoss([1])  # of the batch that runs
         self._goes_on = False  # do stages not wait for each other between batches?
         self._alone_in: dict[int, list[str]] = {}  # by chunk, the parameters that no other chunk here uses
-        self._incomplete: dict[str, set[int]] = {}  # by layer, the chunks whose gradients of the update are to come
 
     # -- set-up --------------------------------------------------------------------------------------------------
 
@@ -211,8 +210,6 @@ class PipelineStrategy(StagedStrategy):
         earlier = take_earlier_gradients(self.run.module, parameters)
         if self._stages.fully_sharded is not None:
             self._stages.fully_sharded.hold_back()
-            own = {*self.stage.chunks}
-            self._incomplete = {name: own & {*self.stage.partition.units[name]} for name in self.stage.layers}
         with microbatches.recorded():
             outputs = self.at_work.engine.run(actions, work, endless=self._goes_on)
         if self._stages.fully_sharded is not None:
@@ -229,11 +226,10 @@ class PipelineStrategy(StagedStrategy):
         """Gradients are averaged while a chunk's last backward in a batch runs."""
         layers, completed = self._stages.fully_sharded, self._alone_in[chunk]
         if layers is not None:
-            names = [name for name, chunks in self._incomplete.items() if chunks <= {chunk}]
+            parts = self.stage.partition
+            names = [parts.layers[i] for i in parts.layers_of(chunk)]
             if not layers.release(names, edges, self.stage.named_parameters()):
                 completed = []
-            for chunks in self._incomplete.values():
-                chunks.discard(chunk)
         with self.replicas.completing(completed):
             yield
 

@@ -361,7 +361,7 @@ class Fork(nn.Module):
 class Branching(LeNet):
     """From the second batch on, each replica takes a way of its own."""
 
-    branches = ""  # between units, inside a unit, or outside of them; "together": all replicas take another way
+    branches = ""  # between units, inside one, outside, in the backward only; "together": all replicas take another way
 
     def build(self) -> None:
         self.net = nn.ModuleList(Fork() for _ in range(3))
@@ -372,6 +372,7 @@ class Branching(LeNet):
         own = way * self.global_rank
         first = own if self.branches == "between" else way if self.branches == "together" else 0
         x = self.net[first](x, own if self.branches == "inside" else 0)
+        x = x.detach() if self.branches == "detached" and own else x
         x = self.net[2](x, way if self.branches == "together" else 0)
         return self.head(x, own if self.branches == "outside" else 0).pow(2).mean()
 
@@ -388,15 +389,20 @@ class Outside(Branching):
     branches = "outside"
 
 
+class Detached(Branching):
+    branches = "detached"
+
+
 class Together(Branching):
     branches = "together"
 
 
 @pytest.mark.parametrize(("model", "words"), [
     (Between, ["replica 0 used 'net.0', replica 1 used 'net.1'"]),
-    (Inside, ["replica 0 used 'net.0.ways.0', replica 1 used 'net.0.ways.1'"]),
+    (Inside, ["replica 0 used 'net.0.ways.0.bias', replica 1 used 'net.0.ways.1.bias'"]),
     (Outside, ["replica 0 used 'head.ways.0', replica 1 used 'head.ways.1'"]),
-], ids=["between", "inside", "outside"])  # fmt: skip
+    (Detached, ["replica 0 used 'net.0.ways.0.bias', replica 1 used 'net.2.ways.0.bias'"]),
+], ids=["between", "inside", "outside", "detached"])  # fmt: skip
 def test_replicas_that_use_different_modules_of_one_size_are_refused(
     pool: WorkerPool, model: Any, words: list[str]
 ) -> None:

@@ -116,6 +116,17 @@ class Sometimes(Turns):
         return F.cross_entropy(self.net[self.layers :](hidden), batch[1])
 
 
+class Twice(Turns):
+    """Layers run twice, and in some microbatches gradients pass only one of the runs."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        hidden = self.net[:2](batch[0])
+        logits = self.net[2:](hidden)
+        self.log("hits", (logits.argmax(1) == batch[1]).double().mean())
+        hidden = hidden.detach() if (batch[1] == 1).sum() > 1 else hidden
+        return F.cross_entropy(self.net[2:](hidden), batch[1])
+
+
 class Returns(Net):
     """Numbers beside the loss, of labels of which some count, and what a hook makes of them."""
 
@@ -311,6 +322,7 @@ KINDS: dict[str, Callable[[], Net]] = {
     "teacher that asks": partial(Teacher, asks=True),
     "turns": Turns,
     "marked": Marked,
+    "twice": Twice,
     "sometimes the first": partial(Sometimes, 1),
     "sometimes the first four": partial(Sometimes, 4),
     "by frequency": ByFrequency,
@@ -332,7 +344,7 @@ def train(kind: str, strategy: str, options: dict[str, Any], follows: str = "in 
     trainer = make_trainer(strategy, [], options)
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
-        trainer.fit(module, loader(64 if kind.startswith(("by samples", "sometimes")) else 16, 8))
+        trainer.fit(module, loader(64 if kind.startswith(("by samples", "sometimes", "twice")) else 16, 8))
     logged = {name: float(value) for name, value in trainer.callback_metrics.items()}
     return (
         {n: complete(p.detach()).clone() for n, p in here(module).items()},
@@ -436,7 +448,7 @@ def test_attributes_of_parameters_are_there_for_the_optimizer(pool: WorkerPool) 
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zbv"])
-@pytest.mark.parametrize("kind", ["sometimes the first", "sometimes the first four", "turns"])
+@pytest.mark.parametrize("kind", ["sometimes the first", "sometimes the first four", "turns", "twice"])
 def test_layers_that_a_loss_leaves_out_are_averaged_in_parts(pool: WorkerPool, schedule: str, kind: str) -> None:
     """The last microbatch may not reach a layer that earlier ones did, or that it reaches on another replica."""
     assert_as_whole(pool, kind, IN_PARTS | {"stages": 2, "schedule": schedule})
