@@ -65,7 +65,3 @@ class VocabParallelEmbedding(ParallelLayer, nn.Embedding):
         elsewhere = ((ids >= 0) & (ids < self._start)) | ((ids >= self._stop) & (ids < self.num_embeddings))
         rows = F.embedding((ids - self._start).masked_fill(elsewhere, 0), self.weight, self._padding)
         return functions.reduce_(rows.masked_fill(elsewhere.unsqueeze(-1), 0), self.group)
-
-    def extra_repr(self) -> str:
-        padding = "" if self.padding_idx is None else f", padding_idx={self.padding_idx}"
-        return f"{self.num_embeddings} ({self._stop - self._start} here), {self.embedding_dim}{padding}"

@@ -97,6 +97,10 @@ class ParallelLayer(nn.Module):
             f"{type(self).__name__} can't be pickled: it belongs to a process group. Save its state_dict() instead."
         )
 
+    def extra_repr(self) -> str:
+        here = "".join(f", {name} {list(getattr(self, name).shape)} here" for name in self.shards)
+        return super().extra_repr() + here
+
     def reset_parameters(self) -> None:
         """Refused: what is drawn for a shard is no slice of what is drawn for the whole."""
         raise RuntimeError(

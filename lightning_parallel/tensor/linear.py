@@ -122,12 +122,6 @@ class ColumnParallelLinear(ParallelLinear):
         self.site.enter_region(self.training)
         return y
 
-    def extra_repr(self) -> str:
-        return (
-            f"in_features={self.in_features}, out_features={self.out_features} ({self.shards['weight'].size} here), "
-            f"bias={self.bias is not None}, gather_output={self.gather_output}"
-        )
-
 
 class RowParallelLinear(ParallelLinear):
     """``nn.Linear`` with the inputs divided over the ranks.
@@ -167,12 +161,6 @@ class RowParallelLinear(ParallelLinear):
         y = functions.reduce_scatter(y, 1, self.group) if self.site.in_block else functions.reduce_(y, self.group)
         return y if self.bias is None else y + self.bias.to(y.dtype)  # their dtypes differ under autocast
 
-    def extra_repr(self) -> str:
-        return (
-            f"in_features={self.in_features} ({self.shards['weight'].size} here), out_features={self.out_features}, "
-            f"bias={self.bias is not None}, input_is_parallel={self.input_is_parallel}"
-        )
-
 
 class SharedHeadsLinear(ParallelLinear):
     """An ``nn.Linear`` that is whole on every rank, and computes the one head that this rank needs.
@@ -195,9 +183,6 @@ class SharedHeadsLinear(ParallelLinear):
         y = self._outputs_here(x, weight, bias)
         self.site.enter_region(self.training)
         return y
-
-    def extra_repr(self) -> str:
-        return f"in_features={self.in_features}, out_features={self.out_features} ({self._width} here)"
 
 
 # -- the gradient of an input ------------------------------------------------------------------------------------
