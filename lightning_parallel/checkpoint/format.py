@@ -9,7 +9,6 @@ old one or the new one.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -29,25 +28,6 @@ from lightning_parallel.checkpoint.plain import Wholes, as_plain
 from lightning_parallel.checkpoint.reading import Reader, plain_errors
 from lightning_parallel.checkpoint.slices import Slices, collected, empty_like
 from lightning_parallel.ranks.collectives import Group, decided_by_first, gather_objects_on_first, guarded, together
-
-
-@dataclass(frozen=True, slots=True)
-class Loaded:
-    """What a checkpoint holds besides the model.
-
-    Attributes:
-        trainer: what was given to :func:`save` as ``trainer``.
-        optimizers: the saved optimizers, with the state of the wanted parameters and the whole model's groups. Tensors
-            are on the CPU.
-        rank_state: what was saved at this coordinate. If the layout that saved had no such coordinate: that of another
-            rank of the same replica; empty if there was no such replica.
-        extra_state: what modules keep besides parameters and buffers, of all modules.
-    """
-
-    trainer: dict[str, Any]
-    optimizers: list[OptimizerState]
-    rank_state: dict[str, Tensor]
-    extra_state: Mapping[str, Any] = field(default_factory=dict)
 
 
 def save(
@@ -144,7 +124,7 @@ def load(
     coordinate: str,
     *,
     strict: bool = True,
-) -> Loaded:
+) -> tuple[list[OptimizerState], dict[str, Tensor]]:
     """Read this rank's part of a checkpoint of any layout. Every rank calls it.
 
     Args:
@@ -157,6 +137,11 @@ def load(
         coordinate: this rank's place in the layout.
         strict: every tensor in ``model`` must be in the checkpoint, and every tensor there must be in the ``model`` of
             some rank. Otherwise tensors without a counterpart stay as they are.
+
+    Returns:
+        The saved optimizers, with the state of the wanted parameters and the whole model's groups; and what was saved
+        at this coordinate. If the layout that saved had no such coordinate, that of another rank of the same replica;
+        nothing if there was no such replica. Tensors are on the CPU.
 
     Raises:
         ValueError: on every rank, if some rank lacks names or finds other shapes, or the checkpoint is damaged.
@@ -179,8 +164,7 @@ def load(
     scalars = [{name: each[name] for name in parameters if name in each} for each in saved["optimizer_scalars"]]
     states = keys.joined(tensors, scalars)
     optimizers = [OptimizerState(*pair) for pair in zip(states, saved["param_groups"], strict=True)]
-    rank_state = {name: wanted[key] for name, key in of_rank.items()}
-    return Loaded(saved["trainer"], optimizers, rank_state, saved["extra_state"])
+    return optimizers, {name: wanted[key] for name, key in of_rank.items()}
 
 
 def _write_tensors(new: Path, tensors: dict[str, Tensor], group: Group) -> None:

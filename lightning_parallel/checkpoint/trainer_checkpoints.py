@@ -238,11 +238,11 @@ class Checkpoints:
 
         found, saved = together(None, source)
         names, strict = [*self.local.parameters] if optimizers else [], module.strict_loading
-        loaded = format.load(found, saved, self.opened, model, names, self.coordinate, strict=strict)
-        module.load_state_dict(loaded.extra_state, strict=False)
-        for optimizer, state in zip(optimizers, loaded.optimizers, strict=False):
+        states, random = format.load(found, saved, self.opened, model, names, self.coordinate, strict=strict)
+        module.load_state_dict(saved["extra_state"], strict=False)
+        for optimizer, state in zip(optimizers, states, strict=False):
             fill_optimizer(optimizer, state, self.local)
-        content |= {"state_dict": {}, "optimizer_states": [], RANDOM_STATE: loaded.rank_state}
+        content |= {"state_dict": {}, "optimizer_states": [], RANDOM_STATE: random}
 
     def _wholes(
         self,
