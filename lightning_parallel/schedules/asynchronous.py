@@ -46,10 +46,6 @@ class AsyncOneFOneB:
     """
 
     def __init__(self, stages: int, stage: int, extra_in_flight: int = 0) -> None:
-        if not 0 <= stage < stages:
-            raise ValueError(f"stage={stage}: with stages={stages} give a stage from 0 to {stages - 1}.")
-        if extra_in_flight < 0:
-            raise ValueError(f"extra_in_flight={extra_in_flight}: give 0 or more microbatches.")
         self.warmup = (stages - 1 - stage) * (1 + extra_in_flight)
         self._stage = stage
         self._microbatch = 0  # the number of the next forward
@@ -64,12 +60,7 @@ class AsyncOneFOneB:
 
         Args:
             ends_update: if False (gradient accumulation), the update goes on with the next call.
-
-        Raises:
-            ValueError: `count` < 1.
         """
-        if count < 1:
-            raise ValueError(f"count={count}: feed at least one microbatch.")
         actions: list[Action] = []
         for i in range(count):
             actions.append(Forward(self._stage, self._microbatch))

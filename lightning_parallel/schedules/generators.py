@@ -1,6 +1,6 @@
 """Pipeline schedules: for each stage, the list of what it computes, in order.
 
-A schedule is data. The generators here are pure functions of integers. The same lists are checked
+A schedule is data. The generators here are pure functions of integers from one on. The same lists are checked
 (``checks.py``), simulated (``simulate.py``), and run (``engine.py``). Messages are implied: the
 forward of a microbatch on chunk c needs the activation that its forward on chunk c - 1 sent, and its backward needs the
 gradient that its backward on chunk c + 1 sent (``actions.py``).
@@ -51,9 +51,6 @@ def naive(stages: int, microbatches: int = 1) -> Schedule:
         stage 0 | F0  .  .  .  . B0 F1  .  .  .  . B1|
         stage 1 |  . F0  .  . B0  .  . F1  .  . B1| .
         stage 2 |  .  . F0 B0  .  .  .  . F1 B1| .  .
-
-    Raises:
-        ValueError: a number is less than one.
     """
     return _one_chunk_each(stages, microbatches, lambda s: 0)
 
@@ -70,9 +67,6 @@ def gpipe(stages: int, microbatches: int) -> Schedule:
         stage 0 | F0 F1 F2 F3  .  .  .  . B0 B1 B2 B3|
         stage 1 |  . F0 F1 F2 F3  .  . B0 B1 B2 B3| .
         stage 2 |  .  . F0 F1 F2 F3 B0 B1 B2 B3| .  .
-
-    Raises:
-        ValueError: a number is less than one.
     """
     return _one_chunk_each(stages, microbatches, lambda s: microbatches)
 
@@ -89,16 +83,12 @@ def one_f_one_b(stages: int, microbatches: int) -> Schedule:
         stage 0 | F0 F1 F2  .  . B0 F3 B1  . B2  . B3|
         stage 1 |  . F0 F1  . B0 F2 B1 F3 B2  . B3| .
         stage 2 |  .  . F0 B0 F1 B1 F2 B2 F3 B3| .  .
-
-    Raises:
-        ValueError: a number is less than one.
     """
     return _one_chunk_each(stages, microbatches, lambda s: stages - 1 - s)
 
 
 def _one_chunk_each(stages: int, microbatches: int, ahead: Callable[[int], int]) -> Schedule:
     """The schedule in which stage s runs the chunk s, and ``ahead(s)`` forwards before its first backward."""
-    check_sizes(stages, microbatches)
     schedule: Schedule = []
     for s in range(stages):
         forwards = [Forward(s, k) for k in range(microbatches)]
@@ -127,13 +117,7 @@ def interleaved(stages: int, microbatches: int, chunks: int = 2) -> Schedule:
 
         stage 0 | F0a F1a F0b F1b F2a B0b F3a B1b F2b B0a F3b B1a   . B2b   . B3b B2a B3a|
         stage 1 |   . F0a F1a F0b B0b F1b B1b F2a B0a F3a B1a F2b B2b F3b B3b B2a B3a|  .
-
-    Raises:
-        ValueError: a number is less than one.
     """
-    check_sizes(stages, microbatches)
-    if chunks < 1:
-        raise ValueError(f"chunks={chunks}: give at least one chunk a stage.")
     rounds = _rounds(stages, microbatches)
     forwards = [(chunk, k) for numbers in rounds for chunk in range(chunks) for k in numbers]
     backwards = [(chunk, k) for numbers in rounds for chunk in reversed(range(chunks)) for k in numbers]
@@ -173,11 +157,7 @@ def zbv(stages: int, microbatches: int) -> Schedule:
 
     With fewer than 2 `stages` - 1 microbatches the lists are those for that number, without the microbatches that don't
     exist.
-
-    Raises:
-        ValueError: a number is less than one.
     """
-    check_sizes(stages, microbatches)
     count = max(microbatches, 2 * stages - 1)
     schedule: Schedule = []
     for s in range(stages):
@@ -220,11 +200,3 @@ class _Numbered:
 SCHEDULES: Mapping[str, Generator] = MappingProxyType(
     {"naive": naive, "gpipe": gpipe, "1f1b": one_f_one_b, "interleaved": interleaved, "zbv": zbv}
 )
-
-
-def check_sizes(stages: int, microbatches: int) -> None:
-    """Refuse sizes below one."""
-    if stages < 1:
-        raise ValueError(f"stages={stages}: give at least one stage.")
-    if microbatches < 1:
-        raise ValueError(f"microbatches={microbatches}: give at least one microbatch.")

@@ -7,15 +7,11 @@ from collections.abc import Sequence
 
 from lightning_parallel.schedules.actions import Action, Backward, BackwardInput, Forward, Schedule, Step, placement
 from lightning_parallel.schedules.asynchronous import AsyncOneFOneB
-from lightning_parallel.schedules.generators import check_sizes
 from lightning_parallel.schedules.simulate import Simulation, most_held, simulate
 
 
 def asynchronous(stages: int, microbatches: int, updates: int, extra_in_flight: int = 0) -> Schedule:
     """`updates` updates of `microbatches` each by `AsyncOneFOneB`, then the drain."""
-    check_sizes(stages, microbatches)
-    if updates < 1:
-        raise ValueError(f"updates={updates}: give at least one update.")
     schedule: Schedule = []
     for s in range(stages):
         stage = AsyncOneFOneB(stages, s, extra_in_flight)

@@ -31,6 +31,7 @@ def test_command_line_describes_the_asynchronous_schedule(capsys: pytest.Capture
         ("gpipe --stages 0", "stages=0"),
         ("gpipe --stages 2 --microbatches 0", "microbatches=0"),
         ("gpipe --stages 2 --updates 3", "belong to async"),
+        ("async --stages 2 --updates 0", "updates=0"),
         ("async --stages 2 --extra-in-flight -1", "extra_in_flight=-1"),
     ],
 )
