@@ -111,18 +111,9 @@ def _validate_stage(stage: int, actions: Sequence[Action]) -> None:
         place = action.chunk, action.microbatch
         if isinstance(action, Backward | BackwardInput) and Forward(*place) not in done:
             raise ValueError(f"{where} comes before its forward.")
-        if isinstance(action, Backward | BackwardInput) and {Backward(*place), BackwardInput(*place)} <= done:
-            raise ValueError(f"{where} comes twice, whole and in halves.")
         if isinstance(action, BackwardWeight) and BackwardInput(*place) not in done:
             raise ValueError(f"{where} comes before its BackwardInput.")
         pending += not isinstance(action, Forward)
-    for action in actions:
-        if isinstance(action, Forward) and done.isdisjoint(
-            [Backward(action.chunk, action.microbatch), BackwardInput(action.chunk, action.microbatch)]
-        ):
-            raise ValueError(f"stage {stage}: {action} has no backward.")
-        if isinstance(action, BackwardInput) and BackwardWeight(action.chunk, action.microbatch) not in done:
-            raise ValueError(f"stage {stage}: {action} has no BackwardWeight.")
     if pending or not steps:
         raise ValueError(f"stage {stage}: after {actions[-1] if actions else 'no action'} a Step is missing.")
 
@@ -132,7 +123,7 @@ def _orders(chunk: int, actions: Sequence[Action]) -> tuple[Sequence[object], ..
     own = [action for action in actions if isinstance(action, Step) or action.chunk == chunk]
     forwards = [action.microbatch for action in own if isinstance(action, Forward)]
     backwards = [action.microbatch for action in own if isinstance(action, Backward | BackwardInput)]
-    second_halves = [action.microbatch for action in own if isinstance(action, BackwardWeight)]
+    halves = [[a.microbatch for a in own if isinstance(a, kind)] for kind in (BackwardInput, BackwardWeight)]
     updates: list[list[int]] = [[]]  # none is left after the last step
     for action in own:
         if isinstance(action, Step):
@@ -141,9 +132,9 @@ def _orders(chunk: int, actions: Sequence[Action]) -> tuple[Sequence[object], ..
             updates[-1].append(action.microbatch)
     if forwards != backwards:
         raise ValueError(f"chunk {chunk}: backwards run in the order {backwards}, forwards {forwards}.")
-    if second_halves != [number for number in backwards if number in set(second_halves)]:
+    if halves[0] != halves[1]:
         raise ValueError(
-            f"chunk {chunk}: second halves of backwards run in the order {second_halves}, first halves {backwards}."
+            f"chunk {chunk}: second halves of backwards run in the order {halves[1]}, first halves {halves[0]}."
         )
     return forwards, backwards, [sorted(completed) for completed in updates]
 

@@ -201,7 +201,7 @@ def test_what_generators_make_of_no_microbatches_is_no_schedule(name: str) -> No
 @pytest.mark.parametrize(
     ("stage_1", "message"),
     [
-        ("F0 B0 F1 S0", r"stage 1: Forward\(chunk=1, microbatch=1\) has no backward"),
+        ("F0 B0 F1 S0", r"chunk 1: backwards run in the order \[0\], forwards \[0, 1\]"),
         ("F0 F0 B0 F1 B1 S0", r"stage 1: Forward\(chunk=1, microbatch=0\) comes twice"),
         ("F0 B0 B0 F1 B1 S0", r"stage 1: Backward\(chunk=1, microbatch=0\) comes twice"),
         ("B0 F0 F1 B1 S0", r"stage 1: Backward\(chunk=1, microbatch=0\) comes before its forward"),
@@ -336,9 +336,9 @@ def test_activations_held_with_several_chunks(stages: int, count: int) -> None:
         ([["F0", "B0"], ["F0", "B0", "F1", "B1"]], "chunk 0 is on the stages 0 and 1"),
         ([["F0", "B0"], ["F2", "B2"]], r"the chunks are \[0, 2\]: number them"),
         ([["F1", "B1"], ["F0", "B0"]], "the last chunk, 1, is on stage 0 of 2: put it on the last stage"),
-        ([["F0", "I0"], ["F1", "B1"]], r"BackwardInput\(chunk=0, microbatch=0\) has no BackwardWeight"),
+        ([["F0", "I0"], ["F1", "B1"]], r"chunk 0: second halves .* in the order \[\], first halves \[0\]"),
         ([["F0", "W0", "I0"], ["F1", "B1"]], r"BackwardWeight\(chunk=0, microbatch=0\) comes before its BackwardInput"),
-        ([["F0", "I0", "B0", "W0"], ["F1", "B1"]], "comes twice, whole and in halves"),
+        ([["F0", "I0", "B0", "W0"], ["F1", "B1"]], r"chunk 0: backwards run in the order \[0, 0\], forwards \[0\]"),
     ],
 )
 def test_lists_with_misplaced_chunks_or_halves_are_refused(lists: list[list[str]], said: str) -> None:
