@@ -87,7 +87,8 @@ def simulate(
     step: float | Sequence[float] = 0.0,
     latency: float = 0.0,
 ) -> Simulation:
-    """Run a schedule on paper: every action starts as soon as its stage is free and its message is there.
+    """Run a schedule on paper: every action starts as soon as its stage is free and its message is there. By default
+    chunks are equal, backwards take twice as long as forwards, and messages no time, which gives the bubble by theory.
 
     Args:
         schedule: a list of actions for each stage.
@@ -140,15 +141,6 @@ def _durations(
     if any(v < 0 or (v == 0 and not allow_zero) for v in values):
         raise ValueError(f"{name}={value}: durations must be {'0 or more' if allow_zero else 'above 0'}.")
     return values
-
-
-def ideal_bubble(schedule: Schedule) -> float:
-    """The bubble of a schedule by theory: equal chunks, backwards of twice the forwards, messages that take no time.
-
-    For p stages and m microbatches it is (p - 1) / (m + p - 1) for GPipe and 1F1B, and (p - 1) / p for the naive
-    schedule. An asynchronous schedule has none in its steady state.
-    """
-    return simulate(schedule).bubble
 
 
 _BATCHES, _FILL = 5, 2  # batches, and those until the period is steady

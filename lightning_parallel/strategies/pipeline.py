@@ -33,7 +33,7 @@ from lightning_parallel.ranks.layout import Placement
 from lightning_parallel.schedules.actions import Schedule, placement
 from lightning_parallel.schedules.checks import check_placement, of_one_update
 from lightning_parallel.schedules.generators import SCHEDULES, Generator, interleaved
-from lightning_parallel.schedules.simulate import busy_across_batches, ideal_bubble, most_held
+from lightning_parallel.schedules.simulate import busy_across_batches, most_held, simulate
 from lightning_parallel.set_up.options import StagedOptions
 from lightning_parallel.settings import Auto, Count, takes
 from lightning_parallel.steps.between_batches import gained, reasons_to_wait
@@ -258,7 +258,7 @@ class PipelineStrategy(StagedStrategy):
     def theoretical_bubble(self) -> float:
         """The fraction of time that the schedule leaves stages idle, with the microbatches of the last batch."""
         schedule = self._schedule_for(self._count)
-        return 1 - busy_across_batches(schedule) if self._goes_on else ideal_bubble(schedule)
+        return 1 - busy_across_batches(schedule) if self._goes_on else simulate(schedule).bubble
 
     @override
     def on_train_end(self) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from lightning_parallel.schedules.asynchronous import AsyncOneFOneB
 from lightning_parallel.schedules.checks import validate
 from lightning_parallel.schedules.generators import SCHEDULES
-from lightning_parallel.schedules.simulate import ideal_bubble, simulate
+from lightning_parallel.schedules.simulate import simulate
 from recipes.schedule.figures import (
     asynchronous,
     asynchronous_utilisation,
@@ -61,7 +61,7 @@ def _described(options: argparse.Namespace) -> str:
         schedule = SCHEDULES[name](stages, microbatches)
     validate(schedule)
     simulation = simulate(schedule, options.forward, options.backward, options.step, options.latency)
-    theory = 0.0 if name == "async" else ideal_bubble(schedule)
+    theory = 0.0 if name == "async" else simulate(schedule).bubble
     lines = [
         f"{name}: {stages} stages, {microbatches} microbatches per update",
         "",

@@ -13,7 +13,6 @@ from lightning_parallel.schedules.generators import SCHEDULES, gpipe, interleave
 from lightning_parallel.schedules.simulate import (
     Timed,
     busy_across_batches,
-    ideal_bubble,
     most_held,
     repeated,
     simulate,
@@ -42,7 +41,7 @@ def test_the_simulated_bubble_is_the_formula_s(stages: int, microbatches: int) -
     for name, formula in formulas.items():
         schedule = SCHEDULES[name](stages, microbatches)
         assert simulate(schedule, forward=20.0, backward=40.0).bubble == pytest.approx(formula)
-        assert ideal_bubble(schedule) == pytest.approx(formula)
+        assert simulate(schedule).bubble == pytest.approx(formula)
 
 
 def test_latency_delays_every_message() -> None:

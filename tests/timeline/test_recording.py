@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lightning_parallel.schedules.generators import SCHEDULES, gpipe
-from lightning_parallel.schedules.simulate import ideal_bubble
+from lightning_parallel.schedules.simulate import simulate
 from lightning_parallel.timeline.recording import (
     Span,
     Timeline,
@@ -96,9 +96,9 @@ def test_long_run_keeps_its_first_and_last_spans() -> None:
 @pytest.mark.parametrize(("stages", "microbatches"), [(1, 1), (2, 4), (4, 8)])
 def test_measured_bubble_equals_theory_where_the_run_is_ideal(name: str, stages: int, microbatches: int) -> None:
     rows = rows_of(SCHEDULES[name](stages, microbatches), forward=20.0, backward=40.0)
-    assert measured_bubble(rows) == pytest.approx(ideal_bubble(SCHEDULES[name](stages, microbatches)))
+    assert measured_bubble(rows) == pytest.approx(simulate(SCHEDULES[name](stages, microbatches)).bubble)
     # Idle time before and after belongs to no training step.
-    assert measured_bubble(later(rows, 17.0)) == pytest.approx(ideal_bubble(SCHEDULES[name](stages, microbatches)))
+    assert measured_bubble(later(rows, 17.0)) == pytest.approx(simulate(SCHEDULES[name](stages, microbatches)).bubble)
 
 
 def test_step_counts_as_busy_between_first_forward_and_last_backward() -> None:
@@ -119,7 +119,7 @@ def test_evaluation_is_neither_waiting_nor_work() -> None:
     training = rows_of(gpipe(2, 3))
     evaluating = [[Span("evaluate", 0, 1.0, 3.0)], [Span("evaluate", 0, 2.0, 5.0)]]
     rows = joined(evaluating, later(training, 10.0), later(evaluating, 20.0), later(training, 30.0))
-    assert measured_bubble(rows) == pytest.approx(ideal_bubble(gpipe(2, 3)))
+    assert measured_bubble(rows) == pytest.approx(simulate(gpipe(2, 3)).bubble)
 
 
 def test_omitted_time_is_neither_waiting_nor_work() -> None:
@@ -150,7 +150,7 @@ def test_utilisation_is_none_where_the_pipeline_never_is_full() -> None:
 
 def test_report_puts_the_measured_bubble_beside_theory() -> None:
     rows = rows_of(gpipe(4, 8))
-    assert report(rows, ideal_bubble(gpipe(4, 8))) == "bubble 27.3% measured, 27.3% by theory"
+    assert report(rows, simulate(gpipe(4, 8)).bubble) == "bubble 27.3% measured, 27.3% by theory"
     assert report(rows, None) == "bubble 27.3% measured"
     endless = rows_of(asynchronous(4, 1, 24))
     whole = f"({measured_bubble(endless):.1%} with fill and drain)"
