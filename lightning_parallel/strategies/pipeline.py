@@ -218,7 +218,7 @@ class PipelineStrategy(StagedStrategy):
         self._gradients = self._stages.summed_shared(self._shards.completed(gradients))
 
         joined = microbatches.joined(outputs, self._loss) if layout.is_last_stage else None
-        return self.last_stage.after_step(joined)
+        return self.at_work.last_stage.after_step(joined)
 
     @override
     @contextmanager
@@ -261,8 +261,5 @@ class PipelineStrategy(StagedStrategy):
         return 1 - busy_across_batches(schedule) if self._goes_on else simulate(schedule).bubble
 
     @override
-    def on_train_end(self) -> None:
-        self.drain()
-        self.last_stage.settle()
-        title = f"{self._schedule_name}, {self.layout.stages} stages, {self._count} microbatches"
-        self.write_timeline(title, self.theoretical_bubble())
+    def timeline_title(self) -> str:
+        return f"{self._schedule_name}, {self.layout.stages} stages, {self._count} microbatches"

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -236,7 +236,7 @@ class AsyncPipelineStrategy(StagedStrategy):
         with microbatches.recorded():
             outputs = engine.run(actions, work, update=self.training.update, endless=True)
         joined = microbatches.joined(outputs, loss) if self.layout.is_last_stage else None
-        return self.last_stage.after_step(joined)
+        return self.at_work.last_stage.after_step(joined)
 
     @override
     def make_gradients(self, backward: Callable[[], None]) -> None:
@@ -251,27 +251,24 @@ class AsyncPipelineStrategy(StagedStrategy):
         if self._at_work is not None:
             self.training.drain(self._at_work.engine)
 
+    # -- the end -------------------------------------------------------------------------------------------------
+
     @override
-    def on_train_end(self) -> None:
-        self.drain()
-        self.last_stage.settle()
+    def timeline_title(self) -> str:
         extra, count = self._late.extra_in_flight, self.training.fed // max(1, self.training.begun)
         more = f", {extra} extra in flight" if extra else ""
         batches = f"{count} microbatch{'' if count == 1 else 'es'}"
-        title = f"asynchronous 1F1B, {self.layout.stages} stages, {batches} an update{more}"
-        self.write_timeline(title, self.theoretical_bubble(), self.training.versions.staleness)
-
-    # -- the end -------------------------------------------------------------------------------------------------
+        return f"asynchronous 1F1B, {self.layout.stages} stages, {batches} an update{more}"
 
     @override
     def theoretical_bubble(self) -> float:
         """The fraction of time that the schedule leaves stages idle in its steady state."""
         return 0.0
 
+    @property
     @override
-    def mean_staleness(self) -> float | None:
-        counts = self.training.versions.staleness
-        return sum(late * count for late, count in counts.items()) / max(1, sum(counts.values()))
+    def staleness(self) -> Mapping[int, int]:
+        return self.training.versions.staleness
 
 
 def _refuse_hooks(trainer: pl.Trainer, module: pl.LightningModule) -> None:

@@ -16,7 +16,7 @@ Training differs: see ``pipeline.py`` and ``pipeline_async.py``. The parts, in t
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
@@ -93,11 +93,6 @@ class StagedStrategy(LayoutStrategy):
         """What runs batches, from set-up to the end of the run."""
         assert self._at_work is not None, "made in Trainer.fit, validate, test and predict"
         return self._at_work
-
-    @property
-    def last_stage(self) -> LastStage:
-        """Hooks and logs that the last stage runs for all."""
-        return self.at_work.last_stage
 
     @property
     def is_one_process(self) -> bool:
@@ -265,33 +260,43 @@ class StagedStrategy(LayoutStrategy):
     def stage_figures(self) -> StageFigures:
         """The figures that :class:`~lightning_parallel.PerformanceMonitor` reads from a pipeline while it trains."""
         forward = self.at_work.microbatches.count * sum(self.stage.partition.operations)
-        return StageFigures(forward, self.theoretical_bubble, self.timeline, self.mean_staleness())
+        counts, late = self.staleness, None
+        if counts is not None:
+            late = sum(updates * count for updates, count in counts.items()) / max(1, sum(counts.values()))
+        return StageFigures(forward, self.theoretical_bubble, self.timeline, late)
 
-    def mean_staleness(self) -> float | None:
-        """By how many updates this rank's gradients were late so far, on average; None for a pipeline without late
-        gradients."""
+    @abstractmethod
+    def timeline_title(self) -> str:
+        """The title of the picture of a training."""
+
+    @property
+    def staleness(self) -> Mapping[int, int] | None:
+        """For each number of updates that this rank's gradients were late so far, how many were; None for a pipeline
+        without late gradients."""
         return None
 
-    def write_timeline(self, title: str, theory: float, staleness: dict[int, int] | None = None) -> None:
-        """Write the timeline at the end of training, if it is on. All ranks call it."""
+    @override
+    def on_train_end(self) -> None:
+        self.drain()
+        self.at_work.last_stage.settle()
         if self.timeline.enabled:
             trainer = self.run.trainer
-            directory = Path(trainer.log_dir or trainer.default_root_dir)
             write_timeline(
                 self.timeline,
                 self.layout,
                 self.groups.host_group,
-                directory,
-                title=title,
-                theory=theory,
-                staleness=staleness,
+                Path(trainer.log_dir or trainer.default_root_dir),
+                title=self.timeline_title(),
+                theory=self.theoretical_bubble(),
+                staleness=self.staleness,
             )
 
     @override
     def on_exception(self, exception: BaseException) -> None:
         # The engine holds the connections. Neighbours notice the error only when these are closed.
         if self._at_work is not None:
-            self.last_stage.outcomes.end()  # a callback that saves reads metrics, for which none is to wait any more
+            # A callback that saves reads metrics, for which none is to wait any more.
+            self._at_work.last_stage.outcomes.end()
         self._at_work = None
         super().on_exception(exception)
 

@@ -131,7 +131,7 @@ class Counts(Callback):
         trainer.callback_metrics.update({"own": torch.tensor(1.0)})
 
     def on_train_end(self, trainer: L.Trainer, module: Any) -> None:
-        self.awaited = trainer.strategy.last_stage.outcomes.awaited  # type: ignore[attr-defined]
+        self.awaited = trainer.strategy.at_work.last_stage.outcomes.awaited  # type: ignore[attr-defined]
 
 
 def read_at_the_end(strategy: str, options: dict[str, Any]) -> tuple[int, list[float]]:
