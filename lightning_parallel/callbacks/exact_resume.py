@@ -97,7 +97,7 @@ class ExactResume(Callback):
     ) -> None:
         moment = SavedMoment.of(trainer)
         _warn_of_what_is_lost(trainer, moment)
-        if not getattr(trainer.strategy, "saves_random_states", False):
+        if getattr(trainer.strategy, "saves_as_lightning", True):
             checkpoint[RANDOM_STATES] = _gathered(random_state(), trainer)
         loaders = _loaders(checkpoint).get(_LIGHTNINGS)
         if loaders:

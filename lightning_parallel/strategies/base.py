@@ -221,13 +221,8 @@ class LayoutStrategy(ParallelStrategy):
 
     @property
     def saves_as_lightning(self) -> bool:
-        """Are checkpoints saved and loaded as by Lightning's own strategies?"""
+        """Are checkpoints saved and loaded as by Lightning's own strategies, without the states of generators?"""
         return self.holds_all and self.options.checkpoint != "directory"
-
-    @property
-    def saves_random_states(self) -> bool:
-        """Does the strategy save them itself? ExactResume asks for it."""
-        return not self.saves_as_lightning
 
     # -- launch --------------------------------------------------------------------------------------------------
 

@@ -127,7 +127,7 @@ class FullyShardedStrategy(LayoutStrategy):
             loop.inference_mode = False
         run = self.prepare(trainer)
         module = run.module
-        if self.is_one_process:
+        if self.holds_all:
             configure_part(module)
             self.hold(LocalModel.of(module))
             return
@@ -203,22 +203,18 @@ class FullyShardedStrategy(LayoutStrategy):
         self._writes = {training: Writes(_lost, host_group) for training in (True, False)}
 
     @property
-    def is_one_process(self) -> bool:
+    @override
+    def holds_all(self) -> bool:
         """Is there one rank, which has no reason to keep its parameters elsewhere?"""
         return self.layout.world_size == 1 and not self.options.cpu_offload
 
-    @property
-    @override
-    def holds_all(self) -> bool:
-        return self.is_one_process
-
     @override
     def holding(self) -> Holding:
-        return Holding("all" if self.is_one_process else "all, fully sharded")
+        return Holding("all" if self.holds_all else "all, fully sharded")
 
     @override
     def model_to_device(self) -> None:
-        if self.is_one_process:
+        if self.holds_all:
             return super().model_to_device()
         # fully_shard has moved all parameters and buffers, or left them on the CPU. Metrics hold other tensors.
         for module in self.run.module.modules():
@@ -264,7 +260,7 @@ class FullyShardedStrategy(LayoutStrategy):
 
     @override
     def run_step(self, kind: str, *args: Any, **kwargs: Any) -> Any:
-        if self.is_one_process:
+        if self.holds_all:
             return super().run_step(kind, *args, **kwargs)
         # As for writes to gathered parameters, the first steps are watched.
         is_watched = kind == "training_step" and self._writes[True].is_on
@@ -284,7 +280,7 @@ class FullyShardedStrategy(LayoutStrategy):
     @override
     def make_gradients(self, backward: Callable[[], None]) -> None:
         """Run the backward, and average the gradients of parameters that every rank holds whole."""
-        if self.is_one_process:
+        if self.holds_all:
             return backward()
         self._writes[True].check()
         whole = self.local_model.replicated
