@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import pairwise, zip_longest
 
-from lightning_parallel.ranks.layout import Placement
 from lightning_parallel.schedules.actions import (
     Action,
     Backward,
@@ -48,19 +47,6 @@ def of_one_update(generator: Generator, stages: int, microbatches: int) -> Sched
     except ValueError as error:
         raise ValueError(f"schedule={name}, {stages} stages, {microbatches} microbatches: {error}") from None
     return made
-
-
-def check_placement(schedule: Schedule, cut_for: Placement, name: str) -> None:
-    """Check that a schedule's chunks are where a module's are.
-
-    Raises:
-        ValueError: they aren't.
-    """
-    if placement(schedule) != cut_for:
-        raise ValueError(
-            f"{name}: its chunks are on the stages {placement(schedule)} with this batch's number of microbatches, but "
-            f"the module was cut for {cut_for}. Place chunks by the number of stages alone."
-        )
 
 
 def validate(schedule: Schedule) -> None:

@@ -31,7 +31,7 @@ from lightning_parallel.losses.graph import Number
 from lightning_parallel.losses.normaliser import BatchLoss
 from lightning_parallel.ranks.layout import Placement
 from lightning_parallel.schedules.actions import Schedule, placement
-from lightning_parallel.schedules.checks import check_placement, of_one_update
+from lightning_parallel.schedules.checks import of_one_update
 from lightning_parallel.schedules.generators import SCHEDULES, Generator, interleaved
 from lightning_parallel.schedules.simulate import busy_across_batches, most_held, simulate
 from lightning_parallel.set_up.options import StagedOptions
@@ -118,8 +118,12 @@ class PipelineStrategy(StagedStrategy):
     @override
     def setup(self, trainer: pl.Trainer) -> None:
         if self._by_user:  # an epoch's last batch may have fewer microbatches: a bad schedule is refused now
-            for count in range(self._usual_microbatches(), 0, -1):
-                self._schedule_for(count)
+            places = {placement(self._schedule_for(count)) for count in range(self._usual_microbatches(), 0, -1)}
+            if len(places) > 1:
+                raise ValueError(
+                    f"schedule={self._schedule_name}: with other numbers of microbatches its chunks are on other "
+                    f"stages, {sorted(places)}. Place them by the number of stages alone."
+                )
         self._goes_on = False  # of the run before
         super().setup(trainer)
         self._alone_in = {chunk: self.stage.used_only_in(chunk) for chunk in self.stage.chunks}
@@ -202,10 +206,7 @@ class PipelineStrategy(StagedStrategy):
         scale = loss_scale(self.precision_plugin)
         work, self._loss = microbatches.of((*args, *kwargs.values()), scale=scale)
         self._count = len(work)
-        schedule = self._schedule_for(self._count)
-        if self._by_user:  # the function may place chunks by the number of microbatches, too
-            check_placement(schedule, self.stage.partition.placement, f"schedule={self._schedule_name}")
-        actions = schedule[layout.stage]
+        actions = self._schedule_for(self._count)[layout.stage]
 
         earlier = take_earlier_gradients(self.run.module, parameters)
         if self._stages.fully_sharded is not None:

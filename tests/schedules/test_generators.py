@@ -20,7 +20,7 @@ from lightning_parallel.schedules.actions import (
     placement,
 )
 from lightning_parallel.schedules.asynchronous import AsyncOneFOneB
-from lightning_parallel.schedules.checks import check_placement, dependency_order, of_one_update, validate
+from lightning_parallel.schedules.checks import dependency_order, of_one_update, validate
 from lightning_parallel.schedules.generators import SCHEDULES, Generator, gpipe, interleaved, naive, one_f_one_b, zbv
 from lightning_parallel.schedules.simulate import simulate
 from recipes.schedule.figures import asynchronous, clock_table, peak_activations
@@ -355,9 +355,3 @@ def test_second_halves_run_in_the_order_of_first_halves() -> None:
     halves: list[Action] = [BackwardInput(0, 0), BackwardInput(0, 1), BackwardWeight(0, 1), BackwardWeight(0, 0)]
     with pytest.raises(ValueError, match=r"second halves of backwards run in the order \[1, 0\]"):
         validate([[*forwards, *halves, Step(0, 0)]])
-
-
-def test_a_schedule_whose_chunks_move_with_the_number_of_microbatches_is_refused() -> None:
-    check_placement(zbv(2, 3), (1, 0, 0, 1), "mine")
-    with pytest.raises(ValueError, match=r"mine: its chunks are on the stages \(1, 0, 0, 1\) .* cut for \(0, 1\)"):
-        check_placement(zbv(2, 3), (0, 1), "mine")

@@ -12,7 +12,7 @@ import pytest
 
 from lightning_parallel import PipelineStrategy
 from lightning_parallel.schedules.actions import Action, Backward, Forward, Schedule, Step
-from lightning_parallel.schedules.generators import one_f_one_b
+from lightning_parallel.schedules.generators import interleaved, one_f_one_b, zbv
 from tests.pool import WorkerPool
 from tests.strategies.equality import assert_equal
 from tests.strategies.harness import train
@@ -72,16 +72,24 @@ def forgetful(stages: int, microbatches: int) -> Schedule:
     return one_f_one_b(stages, microbatches - 1)
 
 
+def moving(stages: int, microbatches: int) -> Schedule:
+    return (interleaved if microbatches % 2 else zbv)(stages, microbatches)
+
+
 @pytest.mark.parametrize("schedule", [eager, Eager(more=1)], ids=["function", "object"])
 def test_a_schedule_of_one_s_own_is_a_function_that_makes_lists(pool: WorkerPool, single: Any, schedule: Any) -> None:
     options = {"schedule": schedule, "microbatches": 4}
     assert_equal(pool.run(train, 3, "LeNet", "sync", options, init=False), single("LeNet"))
 
 
-def test_a_schedule_of_one_s_own_is_checked_before_it_runs(pool: WorkerPool) -> None:
-    options = {"schedule": forgetful, "microbatches": 4}
+@pytest.mark.parametrize(("schedule", "said"), [
+    (forgetful, "ValueError: schedule=forgetful, 2 stages, 4 microbatches: chunk 0: the forwards are of"),
+    (moving, "its chunks are on other stages, [(0, 1, 0, 1), (1, 0, 0, 1)]. Place them by the number of stages alone."),
+])  # fmt: skip
+def test_a_schedule_of_one_s_own_is_checked_before_it_runs(pool: WorkerPool, schedule: Any, said: str) -> None:
+    options = {"schedule": schedule, "microbatches": 4}
     for failure in pool.run(train, 2, "LeNet", "sync", options, init=False, expect_errors=True):
-        assert "ValueError: schedule=forgetful, 2 stages, 4 microbatches: chunk 0: the forwards are of" in failure
+        assert said in failure
 
 
 # -- the timeline ----------------------------------------------------------------------------------------------------
