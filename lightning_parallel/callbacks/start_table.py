@@ -10,9 +10,8 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import optim
@@ -45,28 +44,12 @@ class Holding:
     extra: int | None = None
 
 
-class StartTable:
-    """Prints the table of all ranks once for a module, and again when one that was evaluated is trained."""
-
-    def __init__(self) -> None:
-        self._told: tuple[Any, bool] = (None, False)  # of which module, and whether it was to be trained
-
-    def tell(
-        self, run: Run, holding: Callable[[], Holding], local: LocalModel, optimizers: Sequence[optim.Optimizer]
-    ) -> None:
-        """Print it, if it hasn't been. All ranks call it.
-
-        Args:
-            holding: says what this rank holds; in a pipeline by a simulation, which isn't asked for twice.
-        """
-        told, for_training = self._told
-        if told is run.module and for_training >= run.trains:
-            return
-        self._told = (run.module, run.trains)
-        own = row(holding(), run.layout, str(run.device), local, optimizers if run.trains else None)
-        rows = gather_objects_on_first(own, None)
-        if rows is not None:
-            rank_zero_info(table(rows))
+def tell(run: Run, holding: Holding, local: LocalModel, optimizers: Sequence[optim.Optimizer]) -> None:
+    """Print the table of all ranks, given what this one holds. All ranks call it."""
+    own = row(holding, run.layout, str(run.device), local, optimizers if run.trains else None)
+    rows = gather_objects_on_first(own, None)
+    if rows is not None:
+        rank_zero_info(table(rows))
 
 
 def row(

@@ -34,7 +34,7 @@ from lightning_parallel.callbacks.defaults import (
     refuse_callbacks,
     refuse_saves_after_errors,
 )
-from lightning_parallel.callbacks.start_table import Holding, StartTable
+from lightning_parallel.callbacks.start_table import Holding, tell
 from lightning_parallel.checkpoint.background import BackgroundSave
 from lightning_parallel.checkpoint.rank_states import take_groups
 from lightning_parallel.checkpoint.trainer_checkpoints import Checkpoints, is_directory
@@ -122,7 +122,7 @@ class LayoutStrategy(ParallelStrategy):
         self._holds_part = False  # has `hold` been called in this run?
         self._original_names = OriginalNames()
         self._group_names: list[list[list[str]]] = []
-        self._start_table = StartTable()
+        self._told: tuple[Any, bool] = (None, False)  # of which module the start table is, and of a training?
         self._equal_steps: EqualSteps | None = None
         self._same_batches: loaders.SameBatches | None = None
         self._watch: GradientWatch | None = None  # in training, where ranks hold parts of the model or of parameters
@@ -380,7 +380,10 @@ class LayoutStrategy(ParallelStrategy):
             watch=self._watch,
         )
         self._at_end.callback(clips_as_before)
-        self._start_table.tell(run, self.holding, local, self.optimizers)
+        module, of_training = self._told
+        if module is not run.module or run.trains > of_training:  # again when one that was evaluated is trained
+            self._told = run.module, run.trains
+            tell(run, self.holding(), local, self.optimizers)
 
     @property
     def norm_group(self) -> dist.ProcessGroup:
