@@ -32,6 +32,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from lightning_parallel.batch import cloned
 from lightning_parallel.interception import Interception
 from lightning_parallel.private.torch import tensors_in, tree_map
 from lightning_parallel.ranks.shard import Shard, piece
@@ -115,10 +116,6 @@ class Pair:
     row: str
     around: str = field(default="", compare=False)
     call: Any = field(default=((), {}), compare=False)
-
-
-def cloned(values: Any) -> Any:
-    return tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, values)
 
 
 class _Labels(TorchFunctionMode):
