@@ -24,7 +24,6 @@ from lightning_parallel.plan.partition import Partition
 from lightning_parallel.ranks.collectives import broadcast_tensors, gather_objects
 from lightning_parallel.ranks.local_model import LocalModel, local_part
 from lightning_parallel.ranks.run import Run
-from lightning_parallel.ranks.shard import Shard
 from lightning_parallel.set_up.options import StagedOptions
 from lightning_parallel.set_up.part_of_model import attributes_kept, configure_part
 
@@ -98,11 +97,6 @@ class Stages:
         span = " and ".join(_span([parts.layers[i] for i in parts.layers_of(chunk)]) for chunk in self.stage.chunks)
         outside = [name for name in parts.outside if stage in parts.stages_with(name)]
         return f"{span} with {', '.join(outside)}" if outside else span
-
-    def local_model(self, shards: Mapping[str, Shard]) -> LocalModel:
-        """What this rank holds, given how the divided layers were cut."""
-        stage = self.stage
-        return LocalModel(stage.named_parameters(), stage.named_buffers, shards, stage.partition.aliases)
 
     # -- tied and loose parameters -------------------------------------------------------------------------------
 

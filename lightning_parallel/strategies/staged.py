@@ -41,6 +41,7 @@ from lightning_parallel.pipeline.stage import Stage
 from lightning_parallel.pipeline.weights import Weights
 from lightning_parallel.plan.partition import Partition
 from lightning_parallel.ranks.layout import Placement
+from lightning_parallel.ranks.local_model import LocalModel
 from lightning_parallel.results.last_stage import LastStage
 from lightning_parallel.results.timelines import warn_without_pictures, write_timeline
 from lightning_parallel.set_up.cutting import agreed_partition
@@ -150,11 +151,10 @@ class StagedStrategy(LayoutStrategy):
             run,
             cut=lambda: agreed_partition(run, self.options, splitting, self.placement),
             check=self.check_partition,
-            divide=lambda: self._shards.divide(
-                module, groups.along("tensor"), run.device, partial(trial_of, run)
-            ),
+            divide=lambda: self._shards.divide(module, groups.along("tensor"), run.device, partial(trial_of, run)),
         )
-        local = self._stages.local_model(self._shards.shards)
+        stage, shards = self.stage, self._shards.shards
+        local = LocalModel(stage.named_parameters(), stage.named_buffers, shards, stage.partition.aliases)
         self.hold(local, counts=self.counts)
         self._at_end.callback(share_overflows(self.precision_plugin, run.device))
 
@@ -173,7 +173,7 @@ class StagedStrategy(LayoutStrategy):
             warn_without_pictures()
         last_stage = LastStage(
             run,
-            deciding=self.stage.partition.placement[0],
+            deciding=stage.partition.placement[0],
             shared=self._stages.shared,
             before_meeting=self._before_meeting,
             failed=self.on_exception,
@@ -182,9 +182,9 @@ class StagedStrategy(LayoutStrategy):
         versions = self.make_versions()
         dry_runs = DryRuns(run, self._stages, last_stage, late=versions is not None)
         engine = Engine(
-            self.stage,
+            stage,
             run.layout,
-            groups.links(self.stage.partition.placement),
+            groups.links(stage.partition.placement),
             run.device,
             loss_of=loss_of,
             weights=versions,
@@ -193,7 +193,7 @@ class StagedStrategy(LayoutStrategy):
             halves=self._stages.fully_sharded is None,
             completing=self.completing,
         )
-        earlier = EarlierChunks(module, self.stage)
+        earlier = EarlierChunks(module, stage)
         evaluation = Evaluation(run, engine, self._stages, dry_runs, last_stage, self._shards, earlier)
         known = partial(dry_runs.known, "training_step")
         means = LossMeans(run, self.options.microbatch_weight, last_stage, known, by_user=splitting.by_user)
@@ -205,7 +205,7 @@ class StagedStrategy(LayoutStrategy):
             means=means,
             last_stage=last_stage,
             earlier=earlier,
-            stage=self.stage,
+            stage=stage,
         )
         self._at_work = _AtWork(last_stage, engine, evaluation, microbatches)
 
