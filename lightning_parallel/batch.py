@@ -235,12 +235,12 @@ def weighted_mean(values: Sequence[Tensor], weights: Sequence[float | Tensor]) -
     return (total / sum(weights)).to(exact[0].dtype)
 
 
-def fingerprint(batch: Any) -> int:
-    """A 56-bit hash of the batch's tensors: batches with different tensors have different numbers."""
-    digest = hashlib.blake2b(digest_size=7)  # 56 bits: the number and its negative both fit into int64
+def fingerprint(batch: Any) -> str:
+    """A hash of the batch's tensors: batches with different tensors have different ones."""
+    digest = hashlib.blake2b()
     for tensor in tensors(batch):
         digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-    return int.from_bytes(digest.digest(), "little")
+    return digest.hexdigest()
 
 
 # -- walking through a batch -------------------------------------------------------------------------------------

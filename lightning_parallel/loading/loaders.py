@@ -17,7 +17,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from lightning_parallel.batch import fingerprint
 from lightning_parallel.private.lightning.replaced import replaced
-from lightning_parallel.ranks.collectives import all_equal, broadcast_object
+from lightning_parallel.ranks.collectives import all_alike, broadcast_object
 from lightning_parallel.ranks.layout import Layout
 from lightning_parallel.ranks.run import Run
 from lightning_parallel.ranks.user_collectives import Collectives
@@ -117,7 +117,7 @@ class SameBatches:
         if self._run.groups.model.size() == 1 or (self._has_checked and not due):
             return
         self._has_checked = True
-        if not all_equal(self._run.groups.model, fingerprint(batch)):
+        if not all_alike(self._run.groups.model, fingerprint(batch)):
             raise RuntimeError(
                 f"The ranks of one replica see different batches: their batches {index} differ. Every stage and every "
                 f"tensor rank must load the same samples in the same order. With share_batches=True one rank reads "

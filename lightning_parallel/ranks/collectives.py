@@ -128,19 +128,6 @@ def gather_objects(value: T, group: Group) -> list[T]:
     return values
 
 
-def gather_if_different(value: T, group: Group) -> list[T]:
-    """The objects of all ranks, in their order, if any differs (``!=``) from the first rank's; else only the first
-    rank's. As long as all are equal, no rank gets more than one.
-
-    Raises:
-        PeerLostError: a rank has stopped.
-    """
-    if not dist.is_initialized():
-        return [value]
-    first = broadcast_object(value, None, group)
-    return [first] if highest(group, int(first != value)) == [0] else gather_objects(value, group)
-
-
 def gather_objects_on_first(value: T, group: Group) -> list[T] | None:
     """The objects of all ranks, in the order of ranks, on the group's first rank; None on the others."""
     if not dist.is_initialized():
@@ -215,19 +202,11 @@ def highest(group: Group, *numbers: int) -> list[int]:
 
 
 def all_alike(group: Group, value: object) -> bool:
-    """Do all ranks pass a value with the same ``repr``? Each sends a hash of it.
+    """Do all ranks pass a value with the same ``repr``? Each sends a hash of it, and the hash's negative.
 
     Raises:
         PeerLostError: a rank has stopped.
     """
-    return all_equal(group, int.from_bytes(hashlib.blake2b(repr(value).encode(), digest_size=7).digest(), "little"))
-
-
-def all_equal(group: Group, number: int) -> bool:
-    """Do all ranks pass the same number? Each sends two numbers.
-
-    Raises:
-        PeerLostError: a rank has stopped.
-    """
+    number = int.from_bytes(hashlib.blake2b(repr(value).encode(), digest_size=7).digest(), "little")
     largest, negative = highest(group, number, -number)
     return largest == -negative

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import gc
-import hashlib
 import os
 import random
 import time
@@ -19,7 +18,7 @@ from lightning.fabric.plugins import ClusterEnvironment
 from lightning_parallel.private.lightning.launching import init_process_group
 from lightning_parallel.private.torch import abort_groups, forget_meshes, is_bound_to_device
 from lightning_parallel.ranks import rendezvous
-from lightning_parallel.ranks.collectives import gather_if_different
+from lightning_parallel.ranks.collectives import all_alike, broadcast_object
 from lightning_parallel.ranks.layout import Layout
 
 _BACKENDS = ("gloo", "nccl")
@@ -77,9 +76,8 @@ def agree_on_seed(layout: Layout) -> int:
     """
     own = int(os.environ.get("PL_GLOBAL_SEED", torch.initial_seed()))
     states = (torch.get_rng_state().numpy().tobytes(), np.random.get_state()[1].tobytes(), random.getstate())  # type: ignore[index,union-attr]
-    everyones = gather_if_different((own, hashlib.sha256(repr(states).encode()).hexdigest()), None)
-    agreed = everyones[0][0]
-    if len(everyones) > 1 or layout.size("data") > 1:
+    agreed = broadcast_object(own, None, None)
+    if layout.size("data") > 1 or not all_alike(None, (own, states)):
         seed = agreed + layout.index("data")
         torch.manual_seed(seed)
         np.random.seed(seed % 2**32)

@@ -15,7 +15,7 @@ from lightning_parallel.checks.batch_watch import BatchWatch
 from lightning_parallel.loading.first_batch import as_in, first_step
 from lightning_parallel.plan.partition import Partition
 from lightning_parallel.plan.search import partition
-from lightning_parallel.ranks.collectives import broadcast_object, gather_if_different, together
+from lightning_parallel.ranks.collectives import all_alike, broadcast_object, gather_objects, together
 from lightning_parallel.ranks.layout import Placement
 from lightning_parallel.ranks.run import Run
 from lightning_parallel.results.logs import trial
@@ -135,7 +135,10 @@ def check_equal(mine: Partition, group: dist.ProcessGroup) -> None:
     Raises:
         RuntimeError: on all ranks. It names the first call that differs.
     """
-    views = gather_if_different((list(mine.calls), mine.bounds), group)
+    own = list(mine.calls), mine.bounds
+    if all_alike(group, own):
+        return
+    views = gather_objects(own, group)
     first_calls, _ = views[0]
     for rank, view in enumerate(views):
         if view == views[0]:

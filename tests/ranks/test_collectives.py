@@ -12,10 +12,10 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_parallel.ranks.collectives import (
+    all_alike,
     broadcast_object,
     broadcast_tensors,
     decided_by_first,
-    gather_if_different,
     gather_objects,
     gather_objects_on_first,
     guarded,
@@ -146,17 +146,13 @@ def test_objects_and_numbers_are_exchanged(pool: WorkerPool) -> None:
         assert found["mean"] == [[1, 5], [1.0, 5.0]] and found["max"] == [2, 5] and found["sum"] == [3, 15]
 
 
-def compared(differs: int | None) -> tuple[list[int], int]:
-    """What ranks see of each other's objects, and how many each has gathered."""
-    own = 7 if dist.get_rank() != differs else 8
-    with patch("lightning_parallel.ranks.collectives.gather_objects", wraps=gather_objects) as gather:
-        return gather_if_different(own, None), gather.call_count
+def alike(differs: int | None) -> bool:
+    return all_alike(None, 7 if dist.get_rank() != differs else 8)
 
 
-def test_equal_objects_are_not_gathered(pool: WorkerPool) -> None:
-    assert pool.run(compared, 3, None) == [([7], 0)] * 3
-    assert pool.run(compared, 3, 0) == [([8, 7, 7], 1)] * 3
-    assert pool.run(compared, 3, 2) == [([7, 7, 8], 1)] * 3
+@pytest.mark.parametrize("differs", [None, 0, 2])
+def test_all_ranks_learn_whether_their_objects_are_alike(pool: WorkerPool, differs: int | None) -> None:
+    assert pool.run(alike, 3, differs) == [differs is None] * 3
 
 
 def lose_the_last() -> None:

@@ -99,7 +99,7 @@ def _place() -> str:
     frame: Any = sys._getframe(2)
     helpers = (
         "apply_func.py", "watching.py", "recording.py call", "loss_terms.py numbers", "result.py metrics",
-        "collectives.py highest", "collectives.py all_equal",
+        "collectives.py highest", "collectives.py all_alike",
     )  # fmt: skip
     while True:
         file, function = frame.f_code.co_filename, frame.f_code.co_name
