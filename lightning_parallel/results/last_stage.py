@@ -34,9 +34,8 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
-import lightning.pytorch as pl
 from lightning.fabric.utilities import move_data_to_device
-from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.callbacks import LambdaCallback
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
@@ -60,6 +59,7 @@ from lightning_parallel.seeding import TorchGenerators, host_generators_kept, mi
 EPOCH_END_HOOKS = ("on_train_epoch_end", "on_validation_epoch_end", "on_test_epoch_end", "on_predict_epoch_end")
 OUTPUT_HOOKS = ("on_validation_batch_end", "on_test_batch_end", "on_predict_batch_end")
 WRAPPED_HOOKS = (*EPOCH_END_HOOKS, *OUTPUT_HOOKS, "on_train_batch_end")
+PUBLISHING_HOOKS = ("on_train_batch_end", "on_train_epoch_end", "on_validation_epoch_end", "on_test_epoch_end")
 
 
 class LastStage:
@@ -91,7 +91,10 @@ class LastStage:
         self._stop = CommonStop(run, deciding)
         self._put_back = ExitStack()
         self._put_back.callback(time_without_broadcasts(run.trainer))
-        self._publisher = _PublishMetrics(self._publish, failed)
+        # It runs before all other callbacks: when they read metrics at the end of an epoch, every stage has them. After
+        # an error one of them may want to save a checkpoint, for which all ranks would meet.
+        hooks = {hook: functools.partial(self._publish, hook) for hook in PUBLISHING_HOOKS}
+        self._publisher = LambdaCallback(**hooks, on_exception=lambda trainer, module, error: failed(error))
         if run.layout.stages > 1:
             for name in WRAPPED_HOOKS:
                 hook = functools.partial(self._run_hook, name, getattr(run.module, name) or discard)
@@ -169,19 +172,18 @@ class LastStage:
         self.outcomes.take(keep=0)
         self._stop.agree(meet=True)
 
-    def _publish(self, hook: str) -> None:
-        if hook == "on_train_batch_end" and not self._is_read_now():
+    def _publish(self, hook: str, *_: Any) -> None:
+        trainer = self._trainer
+        # After a batch only if a checkpoint will be saved, by a metric that a hook may have logged.
+        if hook == "on_train_batch_end" and not any(
+            reads_training_metric(callback, trainer.global_step) for callback in trainer.checkpoint_callbacks
+        ):
             return
         self._before_meeting(hook)
         if self._run.trains:
             self.settle()
         if hook != "on_predict_epoch_end":
             _share_metrics(self._run, evaluation=hook in ("on_validation_epoch_end", "on_test_epoch_end"))
-
-    def _is_read_now(self) -> bool:
-        """Will a checkpoint be saved after this batch, by a metric that a hook may have logged?"""
-        trainer = self._trainer
-        return any(reads_training_metric(callback, trainer.global_step) for callback in trainer.checkpoint_callbacks)
 
 
 def _share_metrics(run: Run, *, evaluation: bool) -> None:
@@ -193,40 +195,14 @@ def _share_metrics(run: Run, *, evaluation: bool) -> None:
     sent = None
     if is_source:
         rest = metrics_of_no_loader(trainer) if evaluation else {}
-        sent = apply_to_collection([*own, *({**output, **rest} for output in outputs)], Tensor, _detached)
+        # Copies that can be pickled by themselves: a view would take the whole of its tensor along.
+        sent = apply_to_collection(
+            [*own, *({**output, **rest} for output in outputs)], Tensor, lambda metric: metric.detach().cpu().clone()
+        )
     metrics = broadcast_object(sent, run.last_rank, run.groups.along("pipeline"))
     if not is_source:
         for place, values in zip([*own, *outputs], metrics, strict=True):
             place.update(move_data_to_device(values, run.device))
-
-
-def _detached(metric: Tensor) -> Tensor:
-    """A copy that can be pickled by itself: a view would take the whole of its tensor along."""
-    return metric.detach().cpu().clone()
-
-
-class _PublishMetrics(Callback):
-    """A callback that runs before all others: when they read metrics at the end of an epoch, every stage has them."""
-
-    def __init__(self, publish: Callable[[str], None], failed: Callable[[BaseException], None]) -> None:
-        self._publish = publish
-        self._failed = failed
-
-    def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
-        self._publish("on_train_batch_end")
-
-    def on_train_epoch_end(self, trainer: pl.Trainer, *args: Any) -> None:
-        self._publish("on_train_epoch_end")
-
-    def on_validation_epoch_end(self, trainer: pl.Trainer, *args: Any) -> None:
-        self._publish("on_validation_epoch_end")
-
-    def on_test_epoch_end(self, trainer: pl.Trainer, *args: Any) -> None:
-        self._publish("on_test_epoch_end")
-
-    def on_exception(self, trainer: pl.Trainer, module: pl.LightningModule, exception: BaseException) -> None:
-        # Before the other callbacks', one of which may want to save a checkpoint, for which all ranks would meet.
-        self._failed(exception)
 
 
 class _LossOnly(dict[str, Any]):
