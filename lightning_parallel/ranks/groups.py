@@ -60,7 +60,6 @@ class Groups:
         self._along = {axis.name: self.joining(layout.peers(axis.name)) for axis in layout.axes}
         self.model = self.joining(layout.model_peers())
         self.host_group = self.on_host(layout.peers("pipeline"))
-        self._links: dict[Placement, Links] = {}
 
     def along(self, axis: str) -> dist.ProcessGroup:
         """The group of this rank along an axis."""
@@ -85,8 +84,8 @@ class Groups:
         return group_of_members(members, self._timeout, backend, purpose)
 
     def links(self, placement: Placement | None = None) -> Links:
-        """The links between chunks, made once for a placement (the stage of each chunk; by default each stage has one).
-        All ranks of a pipeline call it.
+        """The links between chunks at a placement (the stage of each chunk; by default each stage has one). All ranks of
+        a pipeline call it.
 
         Messages over one cut and of one kind are used in the order in which they are sent. Others needn't follow that
         order, so each cut and kind has a wire of its own. Over gloo that is a tag of the pipeline axis's group. Over
@@ -98,11 +97,6 @@ class Groups:
                                          lane     0    0    0    0    1    1    1
         """
         placement = tuple(range(self._layout.stages)) if placement is None else placement
-        if placement not in self._links:
-            self._links[placement] = self._connect(placement)
-        return self._links[placement]
-
-    def _connect(self, placement: Placement) -> Links:
         links = Links()
         lanes: Counter[frozenset[int]] = Counter()
         for cut, (earlier, later) in enumerate(pairwise(placement)):
