@@ -16,26 +16,19 @@ _FIRST_TAG = 1 << 20  # a schedule's links count their tags from 0
 _HOST = torch.device("cpu")
 
 
-class SideLinks:
-    """Links from and to this rank's stage for one kind of message, of number ``kind``. This rank sends tensors on
-    ``device``; a send waits for no GPU."""
+def side_links(
+    run: Run, kind: int, to: Iterable[int], of: Iterable[int], device: torch.device = _HOST
+) -> tuple[list[Sender], list[Receiver]]:
+    """Senders ``to`` stages, and receivers into host memory ``of`` stages, for one kind of message, of number ``kind``.
+    This rank's own stage is left out. It sends tensors on ``device``; a send waits for no GPU."""
+    layout, wire = run.layout, Wire(run.groups.host_group, _FIRST_TAG + kind)
 
-    def __init__(self, run: Run, kind: int, device: torch.device = _HOST) -> None:
-        self._layout, self._device = run.layout, device
-        self._wire = Wire(run.groups.host_group, _FIRST_TAG + kind)
+    def links(stages: Iterable[int], device: torch.device) -> list[Link]:
+        peers = [layout.rank_at(pipeline=stage) for stage in stages if stage != layout.stage]
+        return [Link(wire, peer, layout.describe(peer), device) for peer in peers]
 
-    def senders(self, stages: Iterable[int]) -> list[Sender]:
-        """Senders to each of these stages but this one."""
-        links = [self._link(stage, self._device) for stage in stages if stage != self._layout.stage]
-        return [Sender(link, None if link.through_host else PostsDirectly(link.isend)) for link in links]
-
-    def receivers(self, stages: Iterable[int]) -> list[Receiver]:
-        """Receivers from each of these stages but this one, into host memory."""
-        return [Receiver(self._link(stage, _HOST)) for stage in stages if stage != self._layout.stage]
-
-    def _link(self, stage: int, device: torch.device) -> Link:
-        peer = self._layout.rank_at(pipeline=stage)
-        return Link(self._wire, peer, self._layout.describe(peer), device)
+    senders = [Sender(link, None if link.through_host else PostsDirectly(link.isend)) for link in links(to, device)]
+    return senders, [Receiver(link) for link in links(of, _HOST)]
 
 
 def next_message(receiver: Receiver) -> list[Tensor]:

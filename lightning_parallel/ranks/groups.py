@@ -84,8 +84,8 @@ class Groups:
         return group_of_members(members, self._timeout, backend, purpose)
 
     def links(self, placement: Placement | None = None) -> Links:
-        """The links between chunks at a placement (the stage of each chunk; by default each stage has one). All ranks of
-        a pipeline call it.
+        """The links between chunks at a placement (the stage of each chunk; by default each stage has one). All ranks
+        of a pipeline call it.
 
         Messages over one cut and of one kind are used in the order in which they are sent. Others needn't follow that
         order, so each cut and kind has a wire of its own. Over gloo that is a tag of the pipeline axis's group. Over

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import torch
 
-from lightning_parallel.messages.side_links import SideLinks, next_message
+from lightning_parallel.messages.side_links import next_message, side_links
 from lightning_parallel.ranks.collectives import highest
 from lightning_parallel.ranks.run import Run
 
@@ -30,8 +30,7 @@ class CommonStop:
         layout = run.layout
         self._run, self._decides = run, layout.stage == deciding
         stages = range(layout.stages) if self._decides else [deciding]
-        links = SideLinks(run, 1)
-        self._senders, self._receivers = links.senders(stages), links.receivers(stages)
+        self._senders, self._receivers = side_links(run, 1, to=stages, of=stages)
         # On the deciding stage, the ranks of all copies of it.
         copies = [each.rank for each in layout.everyone() if each.stage == deciding]
         self._peers = run.groups.on_host(copies) if self._decides and len(copies) > 1 else None

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_parallel.messages.side_links import SideLinks, next_message
+from lightning_parallel.messages.side_links import next_message, side_links
 from lightning_parallel.private.lightning.metrics import metric_places, replace_metric_places, step_metrics
 from lightning_parallel.private.torch import subclass_functions_disabled, tree_map
 from lightning_parallel.ranks.run import Run
@@ -103,9 +103,9 @@ class Outcomes:
     def __init__(self, run: Run) -> None:
         self.awaited = 0
         self._run = run
-        last, links = run.layout.stages - 1, SideLinks(run, 0, run.device)
-        self._senders = links.senders(range(last) if run.layout.is_last_stage else ())
-        self._receivers = links.receivers([last])
+        last = run.layout.stages - 1
+        to = range(last if run.layout.is_last_stage else 0)
+        self._senders, self._receivers = side_links(run, 0, to=to, of=[last], device=run.device)
         self._pending: deque[Future[Tensor]] = deque()  # the losses of steps whose outcomes haven't been received
 
     def send(self, loss: Tensor) -> None:

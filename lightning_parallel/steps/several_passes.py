@@ -20,7 +20,7 @@ from typing import Any
 from torch import Tensor
 
 from lightning_parallel.batch import batch_size, join_outputs, sizes, split
-from lightning_parallel.messages.side_links import SideLinks, next_message
+from lightning_parallel.messages.side_links import next_message, side_links
 from lightning_parallel.passes import Passes
 from lightning_parallel.ranks.run import Run
 
@@ -62,10 +62,10 @@ class Relay:
     """Sends tensors from the last stage to all, in order. The last stage doesn't wait for the others."""
 
     def __init__(self, run: Run) -> None:
-        last, links = run.layout.stages - 1, SideLinks(run, 2, run.device)
+        last = run.layout.stages - 1
         self._is_source, self._device = run.layout.is_last_stage, run.device
-        self._senders = links.senders(range(last) if self._is_source else ())
-        self._receivers = links.receivers([last])
+        to = range(last if self._is_source else 0)
+        self._senders, self._receivers = side_links(run, 2, to=to, of=[last], device=run.device)
         self._mine: deque[Tensor] = deque()  # on the source
 
     def hand_on(self, value: Tensor | None) -> None:
