@@ -13,7 +13,7 @@ from lightning_parallel.plan.candidate import Candidate
 from lightning_parallel.plan.layers import Layers, named_layers
 from lightning_parallel.plan.partition import Partition
 from lightning_parallel.ranks.layout import Placement
-from lightning_parallel.tracing.dry_run import trace, trace_after
+from lightning_parallel.tracing.dry_run import trace
 from lightning_parallel.tracing.trace import Call, Trace
 from lightning_parallel.values import first_few
 
@@ -82,7 +82,7 @@ def partition(
         again = trace(module, best.is_unit, step, names=units.names, seed=1, twice=set(result.layers))
         _check_recomputable(again)
     for call in second.stored_after:
-        third = trace_after(module, best.is_unit, step, call, names=units.names, seed=2)
+        third = trace(module, best.is_unit, step, names=units.names, seed=2, earlier=[call])
         _check_repeatable(best.seen, third)
         _check_independent(result, third, {exits[call]} if call is not None else set(exits.values()))
     _check_held(result, {name for name, _ in module.named_parameters(remove_duplicate=False)})

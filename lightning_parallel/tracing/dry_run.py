@@ -51,6 +51,7 @@ def trace(
     hooks: Callable[[Any], Any] | None = None,
     exits: Container[Call] = (),
     twice: Container[str] = (),
+    earlier: Sequence[Call | None] = (),
     beyond: bool = False,
     plain_values: bool = False,
 ) -> Trace:
@@ -64,11 +65,19 @@ def trace(
         hooks: runs the module's hooks around a step, given what the step returns. They are run after it.
         exits: the calls in question for :attr:`Trace.stored_after`.
         twice: the units in question for :attr:`Trace.unrepeatable`.
+        earlier: a step runs before it for each of these, and ends after this call (None: at its end). What it stores on
+            modules has the origin :data:`FROM_EARLIER_STEP`.
         beyond: if the step needs a value, let it go on with guesses, to find what the rest needs.
         plain_values: if modules keep other values than absent tensors in the step, trace a second one, to find who uses
             them. Steps go on with guesses then, too.
     """
     with _without_values(module, is_unit, names, seed) as scene:
+        for call in earlier:
+            first = scene.recorder(until=call)
+            with first.installed(scene.parts, scene.absent), suppress(Exception, LeaveStep):  # an earlier trace has it
+                step()
+            for left in scene.state.written():
+                left.memory.origins = frozenset([FROM_EARLIER_STEP])
         recorder = scene.recorder(exits=exits, twice=twice)
         seen = scene.follow(recorder, step, logged, hooks)
         if (beyond or plain_values) and isinstance(seen.stopped, AbsentValueError):
@@ -76,26 +85,6 @@ def trace(
         if plain_values:
             scene.add_plain_values(seen, step)
         return seen
-
-
-def trace_after(
-    module: nn.Module,
-    is_unit: Callable[[str], bool],
-    step: Callable[[], Any],
-    after: Call | None,
-    *,
-    names: dict[int, str] | None = None,
-    seed: int = 0,
-) -> Trace:
-    """Trace the second of two steps, where the first ends after a call (None: at its end). What the first has stored on
-    modules has the origin :data:`FROM_EARLIER_STEP`. The other arguments are as in :func:`trace`."""
-    with _without_values(module, is_unit, names, seed) as scene:
-        first = scene.recorder(until=after)
-        with first.installed(scene.parts, scene.absent), suppress(Exception, LeaveStep):  # any: an earlier trace has it
-            step()
-        for left in scene.state.written():
-            left.memory.origins = frozenset([FROM_EARLIER_STEP])
-        return scene.follow(scene.recorder(), step, (), None)
 
 
 def names_of(module: nn.Module) -> dict[int, str]:
