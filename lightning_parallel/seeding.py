@@ -98,12 +98,6 @@ def _set_host_generators(state: tuple[Any, Any]) -> None:
     np.random.set_state(legacy)
 
 
-def host_generators_state() -> Any:
-    """A key for the states of Python's and NumPy's generators: equal as long as nobody has drawn from them."""
-    legacy = np.random.get_state(legacy=False)["state"]
-    return random.getstate(), legacy["pos"], legacy["key"].tobytes()
-
-
 def seed_host_generators(seed: int) -> None:
     """Seed Python's and NumPy's generators."""
     random.seed(seed)

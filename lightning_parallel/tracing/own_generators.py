@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 import random
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 _TYPES = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
-# Their methods are functions of the modules. All stages seed them.
-_DEFAULT = (torch.default_generator, *map(attrgetter("__self__"), (np.random.random, random.random)))
+# Python's and NumPy's default generators: their methods are functions of the modules. All stages seed them.
+ON_HOST = tuple(map(attrgetter("__self__"), (np.random.random, random.random)))
 LIBRARIES = frozenset({"torch", "lightning", "pytorch_lightning", "lightning_parallel", *sys.stdlib_module_names})
 
 
@@ -23,7 +23,7 @@ def is_own_generator(value: Any) -> bool:
     """Is an object a generator with a state, other than the default ones?"""
     if not isinstance(value, _TYPES) or isinstance(value, random.SystemRandom):
         return False
-    return all(value is not each for each in _DEFAULT)
+    return all(value is not each for each in (torch.default_generator, *ON_HOST))
 
 
 def state_of(generator: Any) -> Any:
@@ -52,9 +52,9 @@ def globals_beside(parts: Iterable[nn.Module]) -> Iterator[Any]:
 
 
 class GeneratorsWatched:
-    """Finds which of some generators of the user's own have been drawn from."""
+    """Finds which of some generators have been drawn from."""
 
-    def __init__(self, generators: list[Any]) -> None:
+    def __init__(self, generators: Sequence[Any]) -> None:
         self._generators = generators
         self._states = [self._seen(each) for each in self._generators]
 

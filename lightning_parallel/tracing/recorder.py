@@ -28,9 +28,9 @@ from lightning_parallel.absent.tensor import AbsentMemory, AbsentTensor
 from lightning_parallel.backward.recompute import without_caches
 from lightning_parallel.interception import Interception, Invocation, LeaveStep, can_intercept
 from lightning_parallel.private.torch import forward_hooks, tensors_in, tree_leaves, tree_map
-from lightning_parallel.seeding import TorchGenerators, host_generators_state
+from lightning_parallel.seeding import TorchGenerators
 from lightning_parallel.tracing.operations import OperationsNoted, nbytes_of
-from lightning_parallel.tracing.own_generators import GeneratorsWatched
+from lightning_parallel.tracing.own_generators import ON_HOST, GeneratorsWatched
 from lightning_parallel.tracing.snapshot import StateKept
 from lightning_parallel.tracing.trace import Call, Escape, Place, Trace, TracedCall, Update
 from lightning_parallel.values import first_few
@@ -134,7 +134,7 @@ class Recorder:
             run = Invocation(part, forward, *without_caches(args, kwargs))
         self._unit, self._inside, self._read = part, set(), set()
         self._note_draws()
-        host = host_generators_state()
+        host = GeneratorsWatched(ON_HOST)
         drawn_from = torch.get_rng_state() if asked_twice else None
         detached = self._with_gradients and not torch.is_grad_enabled()
         # With gradients on, as a checkpoint runs it the second time. Otherwise no graph is made.
@@ -160,7 +160,7 @@ class Recorder:
                 returned=nbytes_of(output),
                 inside=frozenset(self._inside),
                 plain=_plain_parts(output),
-                draws_on_host=host_generators_state() != host,
+                draws_on_host=bool(host.drawn()),
                 direct=direct,
                 detached=detached,
             )

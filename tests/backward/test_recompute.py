@@ -14,7 +14,7 @@ from transformers import DynamicCache
 
 from lightning_parallel.backward import recompute
 from lightning_parallel.backward.recompute import Recomputed
-from lightning_parallel.seeding import host_generators_state
+from lightning_parallel.tracing.own_generators import ON_HOST, GeneratorsWatched
 
 
 class Layer(nn.Module):
@@ -74,10 +74,10 @@ class Masked(nn.Module):
 def test_masks_of_python_and_numpy_are_the_same_again() -> None:
     layer, x = Masked(), torch.randn(2, 3, requires_grad=True)
     output = Recomputed(layer, layer, True)(x)
-    state = host_generators_state()
+    host = GeneratorsWatched(ON_HOST)
     output.sum().backward()
     assert torch.allclose(x.grad * x, output)  # type: ignore[operator]
-    assert host_generators_state() == state
+    assert not host.drawn()
 
 
 class Writes(nn.Module):
