@@ -10,9 +10,7 @@ from torch import Tensor
 Balance = str | Sequence[int]
 
 
-def bounds_of(
-    costs: Sequence[int], chunks: int, balance: Balance, allowed: Sequence[bool] | None = None
-) -> list[int]:
+def bounds_of(costs: Sequence[int], chunks: int, balance: Balance, allowed: Sequence[bool]) -> list[int]:
     """The bounds between chunks: chunk c gets the layers ``[bounds[c], bounds[c + 1])``.
 
     Args:
@@ -20,13 +18,11 @@ def bounds_of(
         chunks: the number of chunks, at most the number of layers.
         balance: ``"parameters"`` or ``"operations"``, whichever the costs are; ``"layers"``; or the number
             of layers of each chunk.
-        allowed: whether a bound may be after each layer. After the last one there always is one; by default after all.
+        allowed: whether a bound may be after each layer. After the last one there always is one.
 
     Raises:
-        ValueError: ``balance`` is none of these, its numbers don't sum to the number of layers, or they put a bound
-            where none is allowed.
+        ValueError: the numbers in ``balance`` don't sum to that of layers, or put a bound where none is allowed.
     """
-    allowed = allowed or [True] * len(costs)
     if not isinstance(balance, str):
         counts = list(balance)
         if len(counts) != chunks or sum(counts) != len(costs) or min(counts) < 1:
@@ -43,16 +39,10 @@ def bounds_of(
         return bounds
     if balance == "layers" and all(allowed):
         return [round(chunk * len(costs) / chunks) for chunk in range(chunks + 1)]
-    if balance == "layers":
-        costs = [1] * len(costs)
-    elif balance not in ("parameters", "operations"):
-        raise ValueError(
-            f"balance={balance!r}: use 'parameters', 'operations', 'layers', or a list of layer counts."
-        )
-    return balanced(costs, chunks, allowed)
+    return balanced([1] * len(costs) if balance == "layers" else costs, chunks, allowed)
 
 
-def balanced(costs: Sequence[int], chunks: int, allowed: Sequence[bool] | None = None) -> list[int]:
+def balanced(costs: Sequence[int], chunks: int, allowed: Sequence[bool]) -> list[int]:
     """The contiguous split whose largest chunk is smallest; among those, the one with the least sum of squares.
 
     It is found by dynamic programming over (chunks used, layers used), where the choices of a round are matrices
@@ -63,9 +53,8 @@ def balanced(costs: Sequence[int], chunks: int, allowed: Sequence[bool] | None =
     prefix = torch.tensor([0, *costs], dtype=torch.float64).cumsum(0)
     size = prefix[:, None] - prefix[None, :]  # of a chunk with the layers [start, end)
     possible = torch.ones_like(size, dtype=torch.bool).tril(-1)  # start < end
-    if allowed is not None:
-        inner = torch.tensor([True, *allowed[:-1], True])
-        possible &= inner[:, None] & inner[None, :]
+    inner = torch.tensor([True, *allowed[:-1], True])
+    possible &= inner[:, None] & inner[None, :]
     _, largest = _best_split(possible, size, torch.maximum, chunks)
     bounds, _ = _best_split(possible & (size <= largest), size.square(), torch.add, chunks)
     return bounds

@@ -9,12 +9,13 @@ from itertools import combinations, pairwise
 
 import pytest
 
+from lightning_parallel import PipelineStrategy
 from lightning_parallel.plan.balance import Balance, balanced, bounds_of
 
 
 def counts(costs: Sequence[int], stages: int, balance: Balance = "parameters") -> list[int]:
     """Layers of each stage."""
-    bounds = bounds_of(costs, stages, balance)
+    bounds = bounds_of(costs, stages, balance, [True] * len(costs))
     assert len(bounds) == stages + 1 and bounds[0] == 0 and bounds[-1] == len(costs)
     return [b - a for a, b in pairwise(bounds)]
 
@@ -39,17 +40,22 @@ def test_the_balance_is_the_users(balance: Balance) -> None:
     assert counts([9, 1, 1, 1], 2, balance) == ([2, 2] if balance == "layers" else list(balance))
 
 
-@pytest.mark.parametrize("balance", ["weight", [1, 1], [4, 0], [1, 1, 2]])
+@pytest.mark.parametrize("balance", [[1, 1], [4, 0], [1, 1, 2]])
 def test_another_balance_is_refused(balance: Balance) -> None:
     with pytest.raises(ValueError, match="balance="):
-        bounds_of([1] * 4, 2, balance)
+        bounds_of([1] * 4, 2, balance, [True] * 4)
+
+
+def test_another_word_is_refused_by_the_setting() -> None:
+    with pytest.raises(ValueError, match="balance='weight'"):
+        PipelineStrategy(balance="weight")  # type: ignore[arg-type]
 
 
 def test_a_deep_model_is_cut_for_many_stages_in_no_time() -> None:
     costs, times = [10**6 + 977 * (i * i % 1009) for i in range(400)], []
     for _ in range(3):
         start = time.perf_counter()
-        bounds = balanced(costs, 32)
+        bounds = balanced(costs, 32, [True] * 400)
         times.append(time.perf_counter() - start)
     assert len(set(bounds)) == 33
     assert min(times) < 0.5, "it takes 0.05 s on an idle core; by loops it took 5 s"
@@ -67,7 +73,7 @@ def test_the_split_is_the_best_of_all() -> None:
             return max(sizes), sum(s * s for s in sizes)
 
         splits = [(0, *inner, count) for inner in combinations(range(1, count), stages - 1)]
-        assert worth(balanced(costs, stages)) == min(map(worth, splits))
+        assert worth(balanced(costs, stages, [True] * count)) == min(map(worth, splits))
 
 
 @pytest.mark.parametrize(

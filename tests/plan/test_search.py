@@ -523,7 +523,6 @@ def test_patterns_name_layers(patterns: list[str], expected: list[str] | None) -
         ({"balance": [1, 2]}, ["balance=[1, 2]", "2 positive layer counts", "sum to 4"]),
         ({"balance": [4, 0]}, ["balance=[4, 0]", "positive"]),
         ({"balance": [1, 1, 2]}, ["balance=[1, 1, 2]", "2 positive layer counts"]),
-        ({"balance": "weight"}, ["balance='weight'", "'parameters'", "'operations'", "'layers'"]),
     ],
 )  # fmt: skip
 def test_a_refusal_names_the_setting_and_the_fix(options: dict[str, Any], words: list[str]) -> None:
