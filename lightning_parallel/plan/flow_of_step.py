@@ -46,25 +46,20 @@ def flow_of_step(module: nn.Module, partition: Partition, step: Callable[[], Any
             f"forward, or after the layers. {seen.stopped}"
         )
     flow = _Flows(seen, partition, placed).flow()
-    _check_backward_hooks(module, flow)
     _check_gradients(module, partition, flow, {(call.unit, call.call) for call in seen.calls if call.detached})
     return flow
-
-
-def _check_backward_hooks(module: nn.Module, flow: Flow) -> None:
-    for name in {cargo.module for cut in flow.cuts for cargo in cut}:
-        if torch.is_grad_enabled() and has_full_backward_hooks(module.get_submodule(name)):
-            raise RuntimeError(
-                f"'{name}' has a full backward hook, and its output crosses a cut, where it would miss gradients. "
-                f"Register it on a module inside '{name}'."
-            )
 
 
 def _check_gradients(module: nn.Module, partition: Partition, flow: Flow, detached: Container[Call]) -> None:
     for chunk, cut in enumerate(flow.cuts):
         for cargo in cut:
-            trains = any(p.requires_grad for p in module.get_submodule(cargo.module).parameters())
-            if trains and (cargo.module, cargo.call) in detached:
+            unit = module.get_submodule(cargo.module)
+            if torch.is_grad_enabled() and has_full_backward_hooks(unit):
+                raise RuntimeError(
+                    f"'{cargo.module}' has a full backward hook, and its output crosses a cut, where it would miss "
+                    f"gradients. Register it on a module inside '{cargo.module}'."
+                )
+            if any(p.requires_grad for p in unit.parameters()) and (cargo.module, cargo.call) in detached:
                 raise RuntimeError(
                     f"'{cargo.module}' hands its output from {partition.name_of(chunk)} to a later one, but "
                     f"runs under torch.no_grad() or in a checkpoint with use_reentrant=True, so no gradient would come "

@@ -14,7 +14,7 @@ from lightning_parallel.plan.layers import Layers, named_layers
 from lightning_parallel.plan.partition import Partition
 from lightning_parallel.ranks.layout import Placement
 from lightning_parallel.tracing.dry_run import trace
-from lightning_parallel.tracing.trace import Call, Trace
+from lightning_parallel.tracing.trace import Trace
 from lightning_parallel.values import first_few
 
 
@@ -61,8 +61,10 @@ def partition(
         if overlapping := units.overlapping({call.unit for call in seen.calls}):
             units.open(overlapping)
             continue
-        if seen.stopped is None:
-            _check_called(units.named, seen)
+        missing = set(units.named or ()) - {call.unit for call in seen.calls}
+        if seen.stopped is None and missing:
+            names = first_few(map(repr, sorted(missing)))
+            raise ValueError(f"layers: the step doesn't call {names}. Leave out what it doesn't call.")
         cut = Candidate.best(module, units, seen, placement, balance)
         cuts.append(cut)
         too_large = cut.worth_opening(units)
@@ -75,26 +77,25 @@ def partition(
         raise best.refusal()
     result = best.partition(recompute)
     _check_updates(result, best.seen)
-    exits = _exits(result)
+    # The calls after which chunks leave the step, with these chunks: all but the last one.
+    last = {chunk: call for call, chunk in result.calls.items()}
+    exits = {call: chunk for chunk, call in last.items() if chunk < result.chunks - 1}
     second = trace(module, best.is_unit, step, names=units.names, seed=1, exits=exits)
     _check_repeatable(best.seen, second)
     if recompute:
         again = trace(module, best.is_unit, step, names=units.names, seed=1, twice=set(result.layers))
-        _check_recomputable(again)
+        if again.unrepeatable:
+            raise ValueError(
+                f"activation_checkpointing=True: '{min(again.unrepeatable)[0]}' does something else when it runs again "
+                f"on the same inputs: it keeps a state, or draws from a generator of its own. Leave "
+                f"activation_checkpointing out."
+            )
     for call in second.stored_after:
         third = trace(module, best.is_unit, step, names=units.names, seed=2, earlier=[call])
         _check_repeatable(best.seen, third)
         _check_independent(result, third, {exits[call]} if call is not None else set(exits.values()))
     _check_held(result, {name for name, _ in module.named_parameters(remove_duplicate=False)})
     return result
-
-
-def _check_called(named: Sequence[str] | None, seen: Trace) -> None:
-    missing = set(named or ()) - {call.unit for call in seen.calls}
-    if missing:
-        raise ValueError(
-            f"layers: the step doesn't call {first_few(map(repr, sorted(missing)))}. Leave out what it doesn't call."
-        )
 
 
 def _check_updates(parts: Partition, seen: Trace) -> None:
@@ -130,21 +131,6 @@ def _check_repeatable(first: Trace, second: Trace) -> None:
                 f"{other.plain} in two dry runs of the step. Other stages can't know them: return tensors of fixed "
                 f"shapes."
             )
-
-
-def _check_recomputable(again: Trace) -> None:
-    if again.unrepeatable:
-        raise ValueError(
-            f"activation_checkpointing=True: '{min(again.unrepeatable)[0]}' does something else when it runs again on "
-            f"the same inputs: it keeps a state, or draws from a generator of its own. Leave "
-            f"activation_checkpointing out."
-        )
-
-
-def _exits(parts: Partition) -> dict[Call, int]:
-    """The calls after which chunks leave the step, with these chunks: all but the last one."""
-    last = {chunk: call for call, chunk in parts.calls.items()}
-    return {call: chunk for chunk, call in last.items() if chunk < parts.chunks - 1}
 
 
 def _check_independent(parts: Partition, second: Trace, chunks: Collection[int]) -> None:
