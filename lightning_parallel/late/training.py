@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -29,15 +28,6 @@ from lightning_parallel.ranks.collectives import broadcast_tensors, guarded
 from lightning_parallel.ranks.local_model import LocalModel
 from lightning_parallel.ranks.run import Run
 from lightning_parallel.schedules.actions import Action
-
-
-@dataclass(frozen=True)
-class _Owed:
-    """An update whose batches have been fed: its number of microbatches, and the optimizer's options as they were when
-    the last of these batches came."""
-
-    options: Options
-    microbatches: int
 
 
 class AsynchronousTraining:
@@ -65,7 +55,9 @@ class AsynchronousTraining:
         self._list = late.actions(run.layout.stages, run.layout.stage)
         self._written: set[str] = set()  # the options that the optimizer is known to write itself
         self._loose = _LooseParameters(sorted(partition.loose), local, run)
-        self._owed: deque[_Owed] = deque()  # updates under way, the oldest first
+        # Updates whose batches have been fed, the oldest first: the optimizer's options as they were when the last of
+        # these batches came, and the number of microbatches.
+        self._owed: deque[tuple[Options, int]] = deque()
         self.fed = 0  # microbatches so far
         self.begun = 0  # updates whose last batch has been fed
         self._fed_to_next = 0  # microbatches fed to the next update
@@ -92,7 +84,7 @@ class AsynchronousTraining:
         if ends_update:
             stages, stage = self._layout.stages, self._layout.stage
             factor = self._late.rate_factor(stages, stage, self._fed_to_next, self._run.trainer.global_step)
-            self._owed.append(_Owed(options_of(self._optimizer, factor), self._fed_to_next))
+            self._owed.append((options_of(self._optimizer, factor), self._fed_to_next))
             self.begun += 1
             self._last, self._fed_to_next = self._fed_to_next, 0
         return self._list.feed(count, ends_update=ends_update)
@@ -100,18 +92,18 @@ class AsynchronousTraining:
     def update(self) -> None:
         """One update of this stage: the hooks, the clipping and the step that Lightning would run, with the options
         that were in force when its batch came."""
-        optimizer, owed = self._optimizer, self._owed.popleft()
+        optimizer, (options, microbatches) = self._optimizer, self._owed.popleft()
         gradients = self._completed({**self.versions.take_gradients()})
         self._loose.note(gradients)
 
         def update() -> None:
             swap_gradients(self._local.parameters, gradients)
-            with restored(optimizer, owed.options, self._written):
+            with restored(optimizer, options, self._written):
                 step = self._run.precision.optimizer_step
                 step(optimizer, model=self._run.module, closure=lambda: None)  # type: ignore[arg-type]
             swap_gradients(self._local.parameters, {})
 
-        weight = self._late.correction_factor(self._layout.stages, self._layout.stage, owed.microbatches)
+        weight = self._late.correction_factor(self._layout.stages, self._layout.stage, microbatches)
         self.versions.update(update, weight, is_second_order(self._late.correction, weight))
 
     # -- where the stages meet -----------------------------------------------------------------------------------
