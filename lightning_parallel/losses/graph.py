@@ -104,7 +104,7 @@ def _read(term: Term, reached: GradientEdge) -> Iterator[_Step]:
         yield _moved(term, reached, _operand(node), -1.0 if name in _NEGATIONS else 1.0)
     elif name in _ADDITIONS and reached is term.edge:
         for edge, factor in zip(_operands(node).values(), _factors(node), strict=True):
-            yield _moved(term, reached, edge, _inverse(factor))
+            yield _moved(term, reached, edge, inverse(factor))
     elif name in _MEANS:
         count = _MEANS[name](node)
         if count is not None:
@@ -137,8 +137,9 @@ def _moved(term: Term, reached: GradientEdge, edge: GradientEdge, divisor: Numbe
     return replace(term, above=term.above * divisor, edge=edge), edge
 
 
-def _inverse(number: Number) -> Number:
-    return inf if isinstance(number, float) and number == 0 else 1 / number
+def inverse(number: Number) -> Number:
+    """1 / number, infinite for 0: a loss that is divided by 0 has no other gradient in one process."""
+    return 1 / number if isinstance(number, Tensor) or number else inf
 
 
 def _factors(node: Node) -> list[float]:
@@ -172,7 +173,7 @@ def _scaled(term: Term, reached: GradientEdge) -> Iterator[_Step]:
         term = replace(term, nodes=(*term.nodes, node))
     # What is learned gets its own gradient from this node.
     is_learned = len(operands) > len(summed)
-    yield _moved(term, reached, operands[summed[0]], number if divides else _inverse(number), stays=is_learned)
+    yield _moved(term, reached, operands[summed[0]], number if divides else inverse(number), stays=is_learned)
 
 
 def _number_beside(node: Node, operand: int, *, of_samples: bool = False) -> Number | None:

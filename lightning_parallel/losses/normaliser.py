@@ -28,8 +28,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from lightning_parallel.batch import weighted_mean
-from lightning_parallel.gradients.swapping import multiplied
-from lightning_parallel.losses.graph import Number, Term, anything_counts, number_of, terms_of
+from lightning_parallel.losses.graph import Number, Term, anything_counts, inverse, number_of, terms_of
 from lightning_parallel.private.torch import like_edge
 
 _EQUAL = 1e-6  # relative; sums of class weights are rounded
@@ -158,7 +157,7 @@ class BatchLoss:
         """
         terms, weight, reference = self._terms.pop(index), self.weights[index], self._reference
         if index == len(self.sizes) - 1 and not any(map(_may_count, self.weights)):
-            seeds = [(term.edge, _inverse(term.above) / self._batches * scale) for term in terms]
+            seeds = [(term.edge, inverse(term.above) / self._batches * scale) for term in terms]
         elif terms and _may_count(weight):
             self._begun[index] = weight
             seeds = [(term.edge, _ratio(weight, term.above) / reference * scale) for term in terms]
@@ -212,10 +211,6 @@ class BatchLoss:
     def message(self, device: torch.device) -> Tensor:
         """The factor as it is sent."""
         return torch.as_tensor(self.factor, dtype=torch.float64, device=device)
-
-    def normalised(self, gradient: Tensor) -> Tensor:
-        """A sum of gradients, with the factor, in place."""
-        return multiplied(gradient, self.factor)
 
 
 def _averaging(terms: Sequence[Term]) -> list[Term]:
@@ -285,11 +280,6 @@ def _ratio(main: Number, other: Number) -> Number:
         main, other = torch.as_tensor(main, dtype=torch.float64), torch.as_tensor(other, dtype=torch.float64)
         return torch.where(main == other, 1.0, torch.where(other == 0, 0.0, main / other))
     return 1.0 if main == other else main / other if other else 0.0
-
-
-def _inverse(count: Number) -> Number:
-    """1 / count, infinite for 0: a loss that is divided by 0 has no other gradient in one process."""
-    return 1 / count if isinstance(count, Tensor) or count else inf
 
 
 def _ratio_of_nothing(count: Number) -> Number:

@@ -32,6 +32,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_parallel.absent.tensor import AbsentTensor
+from lightning_parallel.gradients.swapping import multiplied
 from lightning_parallel.losses.normaliser import BatchLoss
 from lightning_parallel.pipeline.staleness import Stashing, extrapolate
 from lightning_parallel.private.torch import parameters_of
@@ -202,7 +203,7 @@ class WeightVersions:
     def gradient(self, name: str) -> Tensor:
         """A parameter's gradient so far, in the last backward of an update. It must have one."""
         parts = [g for version in self._versions() if (g := version.leaves[name].grad) is not None]
-        gradient = self._loss.normalised(reduce(torch.add, parts[1:], parts[0].clone()))
+        gradient = multiplied(reduce(torch.add, parts[1:], parts[0].clone()), self._loss.factor)
         return gradient + self._ended[name] if name in self._ended else gradient
 
     def end_batch(self, loss: BatchLoss) -> None:
@@ -214,7 +215,7 @@ class WeightVersions:
                     grown[name] = grown[name].add_(leaf.grad) if name in grown else leaf.grad
                     leaf.grad = None
         for name, gradient in grown.items():
-            loss.normalised(gradient)
+            multiplied(gradient, loss.factor)
             self._ended[name] = self._ended[name].add_(gradient) if name in self._ended else gradient
         self._old = [version for version in self._old if self._is_needed(version)]
 
