@@ -17,8 +17,7 @@ absent tensor too, so that the generators of all stages stay equal.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any, NoReturn
 
@@ -191,8 +190,8 @@ class AbsentTensor(Tensor):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs = dict(kwargs or {})
-        kind = _kind_of(func)
-        if kind.is_foreach and len(args[0]) > 1:
+        is_foreach, is_view, reshapes_in_place, may_draw = _kind_of(func)
+        if is_foreach and len(args[0]) > 1:
             return _one_by_one(func, args, kwargs)
         flat, spec = tree_flatten((args, kwargs))
         absent = [x for x in flat if isinstance(x, AbsentTensor)]
@@ -200,12 +199,15 @@ class AbsentTensor(Tensor):
         written = tree_leaves([*written_arguments(func, args, kwargs)])
         if func.namespace == "c10d":  # a collective, whose schema doesn't say what it writes to; nobody is met in it
             written = flat
-        _refuse_writes_into_present_tensors(func, written, absent[0].origin, origins)
-        if kind.reshapes_in_place:  # x.unsqueeze_(0) changes only what a tensor says of its shape
+        if any(isinstance(x, Tensor) and not isinstance(x, AbsentTensor) for x in written):
+            # present[mask] = absent: the tensor would then look like a value that it isn't.
+            where = f"{absent[0].origin}, which lives on another pipeline stage, into a tensor of this one."
+            raise AbsentValueError(f"{func} writes {where}", origins)
+        if reshapes_in_place:  # x.unsqueeze_(0) changes only what a tensor says of its shape
             with dispatch_disabled():
                 return func(*args, **kwargs)
 
-        if kind.may_draw and not drawing_for_nothing(func, args, kwargs):
+        if may_draw and not drawing_for_nothing(func, args, kwargs):
             drawn = func(*tree_map(_stand_in_for, args), **tree_map(_stand_in_for, kwargs))
             if func.overloadpacket in _DRAWN_BY_SHAPE:
                 return drawn
@@ -235,7 +237,7 @@ class AbsentTensor(Tensor):
                 if isinstance(same, AbsentTensor):
                     same.memory.write(origins, settles=func.overloadpacket in _SETTLE)
                 return same
-            memory = absent[0].memory if kind.is_view else AbsentMemory(origins)
+            memory = absent[0].memory if is_view else AbsentMemory(origins)
             return AbsentTensor(value, device, memory) if isinstance(value, Tensor) else value
 
         if func.namespace == "c10d" or (len(out) == 1 and out[0] is None):  # torch._foreach_lerp_ returns nothing
@@ -245,24 +247,12 @@ class AbsentTensor(Tensor):
         return tree_unflatten([wrap(value) for value in out], out_spec)
 
 
-@dataclass(frozen=True)
-class _Kind:
-    """The properties of an operator that every call of it needs."""
-
-    is_foreach: bool
-    is_view: bool
-    reshapes_in_place: bool
-    may_draw: bool
-
-
 @cache  # to ask the operator itself takes as long as all else
-def _kind_of(func: Any) -> _Kind:
-    return _Kind(
-        is_foreach=func.overloadpacket.__name__.startswith("_foreach"),
-        is_view=func.is_view,
-        reshapes_in_place=torch.Tag.inplace_view in func.tags,
-        may_draw=torch.Tag.nondeterministic_seeded in func.tags,
-    )
+def _kind_of(func: Any) -> tuple[bool, bool, bool, bool]:
+    """Does an operator work on lists? Does it return a view, reshape in place, perhaps draw random numbers?"""
+    is_foreach = func.overloadpacket.__name__.startswith("_foreach")
+    reshapes, draws = torch.Tag.inplace_view, torch.Tag.nondeterministic_seeded
+    return is_foreach, func.is_view, reshapes in func.tags, draws in func.tags
 
 
 def _one_by_one(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any] | None:
@@ -301,16 +291,6 @@ def _stand_in_for(value: Any) -> Any:
     if isinstance(value, AbsentTensor):
         return torch.ones(value.shape, dtype=value.dtype, device=value.device)
     return value
-
-
-def _refuse_writes_into_present_tensors(
-    func: Any, written: Iterable[Any], origin: str, origins: frozenset[str]
-) -> None:
-    """Refuse ``present[mask] = absent``: the tensor would then look like a value that it isn't."""
-    if any(isinstance(x, Tensor) and not isinstance(x, AbsentTensor) for x in written):
-        raise AbsentValueError(
-            f"{func} writes {origin}, which lives on another pipeline stage, into a tensor of this one.", origins
-        )
 
 
 def absent_like(tensor: Tensor, origin: str, device: torch.device | None = None) -> AbsentTensor:
