@@ -64,12 +64,7 @@ def begin_backward(
 
     Returns:
         The second half. It is empty where no weight can wait.
-
-    Raises:
-        ValueError: an input is not a leaf.
     """
-    if not all(x.is_leaf for x in inputs):
-        raise ValueError("`inputs` must be leaves: give the stage x.detach().requires_grad_() instead of x")
     leaves = [get_gradient_edge(x).node for x in inputs if x.requires_grad]
     now, late = _Graph([edge.node for edge in edges], leaves).divide()
     if not late:

@@ -376,12 +376,6 @@ def test_the_weights_of_divided_layers_wait(pool: WorkerPool) -> None:
 # -- what the backward begins and ends with ----------------------------------------------------------------------
 
 
-def test_an_input_that_is_no_leaf_is_refused() -> None:
-    given = x(3, D) * 2
-    with pytest.raises(ValueError, match="detach"):
-        begin(nn.Linear(D, D)(given), given)
-
-
 def test_several_outputs_and_inputs_need_not_depend_on_one_another() -> None:
     layers = nn.ModuleList(nn.Linear(D, D) for _ in range(4))
     found = []
