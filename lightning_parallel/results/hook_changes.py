@@ -52,8 +52,10 @@ def settings_of(module: nn.Module, optimizers: Sequence[Optimizer]) -> Settings:
     }
     for index, optimizer in enumerate(optimizers):
         for number, group in enumerate(optimizer.param_groups):
-            options = {name: value for name, value in group.items() if name != "params"}
-            found |= {("option", index, number, name): value for name, value in options.items() if _is_plain(value)}
+            for name, value in group.items():  # Adam's betas are a tuple
+                items = value if isinstance(value, tuple) else (value,)
+                if name != "params" and all(type(item) in PLAIN for item in items):
+                    found["option", index, number, name] = value
     return found
 
 
@@ -116,7 +118,3 @@ def only_own_changed(hook: str, module: nn.Module, shared: Mapping[str, nn.Param
     for name, parameter in shared.items():
         if not torch.equal(digest(parameter), digests[name]):
             refuse(name)
-
-
-def _is_plain(value: Any) -> bool:
-    return type(value) in PLAIN or (isinstance(value, tuple) and all(type(item) in PLAIN for item in value))

@@ -72,7 +72,11 @@ def _of_one_process(replicas: Sequence[_Share]) -> list[Any]:
         if size is None:
             raise _NotBySampleError
         counts = [[share.samples[k] for share in shares] for k, shares in enumerate(present)]
-        return [batch for parts, each in zip(rounds, counts, strict=True) for batch in _regrouped(parts, each, size)]
+        regrouped: list[Any] = []
+        for parts, each in zip(rounds, counts, strict=True):
+            order = sorted((row, part) for part, count in enumerate(each) for row in range(count))
+            regrouped += [_rows(parts, each, order[start : start + size]) for start in range(0, len(order), size)]
+        return regrouped
     except _NotBySampleError:
         rank_zero_warn(
             "share_predictions=True: predict_step returned something that hasn't a row of one shape, or an item of a "
@@ -80,12 +84,6 @@ def _of_one_process(replicas: Sequence[_Share]) -> list[Any]:
             "replicas returned for a batch is listed in turn, so it isn't what one process would return."
         )
         return [prediction for parts in rounds for prediction in parts]
-
-
-def _regrouped(parts: Sequence[Any], counts: Sequence[int], size: int) -> list[Any]:
-    """Predictions in batches of ``size`` samples, made of the replicas' predictions for ``counts`` samples each."""
-    order = sorted((row, part) for part, count in enumerate(counts) for row in range(count))
-    return [_rows(parts, counts, order[start : start + size]) for start in range(0, len(order), size)]
 
 
 def _rows(parts: Sequence[Any], counts: Sequence[int], places: Sequence[tuple[int, int]]) -> Any:

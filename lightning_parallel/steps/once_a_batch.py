@@ -75,18 +75,15 @@ class OnceABatch:
         try:
             yield
         finally:
-            self._leave()
-
-    def _leave(self) -> None:
-        for name, before in self._before.items():
-            tensor = self._changing[name]
-            if torch.equal(tensor, before.value):
-                if name in self._after:
-                    self._after[name].put_into(tensor)
-            elif name not in self._after:
-                self._after[name] = _State.of(tensor)
-            elif not torch.equal(tensor, self._after[name].value):
-                raise RuntimeError(
-                    f"training_step changes '{name}' by what is in the batch. It is called for each microbatch, and "
-                    f"changes it otherwise in each: use microbatches=1."
-                )
+            for name, before in self._before.items():
+                tensor = self._changing[name]
+                if torch.equal(tensor, before.value):
+                    if name in self._after:
+                        self._after[name].put_into(tensor)
+                elif name not in self._after:
+                    self._after[name] = _State.of(tensor)
+                elif not torch.equal(tensor, self._after[name].value):
+                    raise RuntimeError(
+                        f"training_step changes '{name}' by what is in the batch. It is called for each microbatch, "
+                        f"and changes it otherwise in each: use microbatches=1."
+                    )
