@@ -154,31 +154,28 @@ class _Scene:
         return trace
 
     def go_on(
-        self,
-        step: Callable[[], Any],
-        number: float,
-        begin: Callable[[Recorder], None] = lambda recorder: None,
-        end: Callable[[Any], None] = lambda output: None,
+        self, step: Callable[[], Any], number: float, follow: Callable[[Recorder, Callable[[], Any]], None]
     ) -> None:
         """Run a traced step again, going on where the code around the units needs values: with ``number``, and with
         False for booleans. If it has needed a boolean, it is run once more with True: False may have ended it, as in
-        ``if not loss.isfinite(): raise``, or left something out. ``begin`` and ``end`` are called around each run;
-        ``end`` gets what the step has returned, or None."""
+        ``if not loss.isfinite(): raise``, or left something out. ``follow`` gets the recorder of each run, and what
+        runs it and returns what the step has returned, or None."""
+
+        def run(recorder: Recorder, guessed: ValuesGuessed) -> Any:
+            try:
+                with recorder.installed(self.parts, self.absent), guessed:
+                    return step()
+            except Exception:  # any: the trace has it
+                return None
+            except SystemExit as error:
+                if type(error) is not SystemExit:  # not the step's sys.exit, but a signal's, such as Lightning's
+                    raise
+
         for truth in (False, True):
             recorder = self.recorder()
             guessed = ValuesGuessed(lambda _: recorder.place.during != "call", truth=truth, number=number)  # noqa: B023
-            output: Any = None
-            begin(recorder)
             with WritesFollowed():
-                try:
-                    with recorder.installed(self.parts, self.absent), guessed:
-                        output = step()
-                except Exception:  # any: the trace has it
-                    pass
-                except SystemExit as error:
-                    if type(error) is not SystemExit:  # not the step's sys.exit, but a signal's, such as Lightning's
-                        raise
-                end(output)
+                follow(recorder, partial(run, recorder, guessed))
             if not guessed.booleans:
                 return
 
@@ -186,17 +183,16 @@ class _Scene:
         """The step has stopped because it needs a value. Go on with a guess, and add what the rest needs: it runs in
         the last chunk."""
         known = len(seen.calls)
-        recorders: list[Recorder] = []
 
-        def end(output: Any) -> None:
-            again = recorders[-1].trace
+        def follow(recorder: Recorder, run: Callable[[], Any]) -> None:
+            output, again = run(), recorder.trace
             further = again.calls[known:]
-            seen.end.update(origins_in((output, logged, recorders[-1].end())), *(call.needs for call in further))
+            seen.end.update(origins_in((output, logged, recorder.end())), *(call.needs for call in further))
             seen.beyond.update(call.unit for call in further)
             new = {k: v for k, v in again.escapes.items() if k not in seen.escapes and v.within < known}
             seen.escapes.update(new)
 
-        self.go_on(step, number=1.0, begin=recorders.append, end=end)
+        self.go_on(step, 1.0, follow)
 
     def add_plain_values(self, seen: Trace, step: Callable[[], Any]) -> None:
         """Add the uses of what modules keep besides absent tensors."""
@@ -204,27 +200,23 @@ class _Scene:
         if not of_units and not around:
             return
         units = {id(inner): self.names[id(part)] for part in self.units for inner in part.modules()}
-        uses: dict[str, list[_Use]] = {}  # of an attribute, by its name; in the run that runs
-        recorder: Recorder | None = None
 
-        def begin(fresh: Recorder) -> None:
-            nonlocal recorder
-            recorder = fresh
-            uses.clear()
+        def follow(recorder: Recorder, run: Callable[[], Any]) -> None:
+            uses: dict[str, list[_Use]] = {}  # of an attribute, by its name
 
-        def told(part: nn.Module, attribute: str, assigned: bool) -> None:
-            assert recorder is not None
-            use = _Use(recorder.place, assigned, second.content_of(part, attribute))
-            uses.setdefault(self.name_of(part, attribute), []).append(use)
-            if part in of_units and not assigned and not recorder.is_under_way(part):
-                read = PlainRead(units[id(part)], self.names[id(part)], attribute, recorder.place)
-                seen.plain_reads.append(read)
+            def told(part: nn.Module, attribute: str, assigned: bool) -> None:
+                use = _Use(recorder.place, assigned, second.content_of(part, attribute))
+                uses.setdefault(self.name_of(part, attribute), []).append(use)
+                if part in of_units and not assigned and not recorder.is_under_way(part):
+                    read = PlainRead(units[id(part)], self.names[id(part)], attribute, recorder.place)
+                    seen.plain_reads.append(read)
 
-        def end(_: Any) -> None:
+            with attribute_uses(of_units | around, told):
+                run()
             for part, attributes in (of_units | around).items():
                 for attribute in sorted(attributes):
                     name = self.name_of(part, attribute)
-                    used, now = [*uses.get(name, [])], second.content_of(part, attribute)
+                    used, now = uses.get(name, []), second.content_of(part, attribute)
                     if used and not used[0].assigns:  # it is read first: the value of the step before
                         where, changed = _reads_and_writes(used, now)
                         is_number = second.is_number(part, attribute)
@@ -234,8 +226,7 @@ class _Scene:
                             seen.own_updates[name] = False
 
         with self.state.again() as second:
-            with attribute_uses(of_units | around, told):
-                self.go_on(step, number=0.5, begin=begin, end=end)
+            self.go_on(step, 0.5, follow)
         for metric in self.metrics():
             if metric in of_units and origins_in(vars(metric)) <= {METRIC_STATE}:  # it was updated with stand-ins
                 read = PlainRead(units[id(metric)], self.names[id(metric)], None, Place(len(seen.calls)))
