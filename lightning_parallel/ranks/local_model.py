@@ -52,13 +52,9 @@ class LocalModel:
     @classmethod
     def of(cls, module: nn.Module, shards: Mapping[str, Shard] | None = None) -> LocalModel:
         """The record of a rank that holds all of ``module``, where the parameters in ``shards`` are shards."""
-        aliases: dict[str, str] = {}
-        first: dict[int, str] = {}
-        parameters = {}
-        for name, parameter in module.named_parameters(remove_duplicate=False):
-            aliases[name] = first.setdefault(id(parameter), name)
-            if aliases[name] == name:
-                parameters[name] = parameter
+        parameters = dict(module.named_parameters())  # under their first names
+        first = {id(parameter): name for name, parameter in parameters.items()}
+        aliases = {name: first[id(parameter)] for name, parameter in module.named_parameters(remove_duplicate=False)}
 
         def buffers() -> dict[str, Tensor]:
             persistent = nn.Module.state_dict(module, keep_vars=True)  # whatever the module leaves out of its own
