@@ -18,7 +18,7 @@ over the data axis.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any, TypeVar
 
@@ -121,16 +121,10 @@ class Collectives:
 
     def reduce(self, tensor: Any, group: Any | None, operation: Any) -> Any:
         """Reduce over the replicas (or ``group``)."""
-        group = self._replicas_or(group)
+        group = self.replicas_or(group)
         return tensor if group is None or not isinstance(tensor, Tensor) else reduce_tensor(tensor, group, operation)
 
-    def all_gather(self, tensor: Tensor, group: Any | None, gather: Callable[[Any], Tensor]) -> Tensor:
-        """Gather over the replicas (or ``group``, as the user gave it). With one replica the tensor is returned as it
-        is, as in one process."""
-        group = self._replicas_or(group)
-        return tensor if group is None else gather(group)
-
-    def _replicas_or(self, group: Any | None) -> Any | None:
+    def replicas_or(self, group: Any | None) -> Any | None:
         """The group given. If none is given, or the world, which ``LightningModule.all_gather`` passes when the user
         gives none, it is that of the replicas. None for this rank alone."""
         if group is not None and group is not dist.group.WORLD:

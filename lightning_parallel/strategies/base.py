@@ -584,10 +584,8 @@ class LayoutStrategy(ParallelStrategy):
 
     @override
     def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
-        gather = super().all_gather
-        if self._joined is None:
-            return tensor
-        return self.collectives.all_gather(tensor, group, lambda over: gather(tensor, over, sync_grads))
+        over = None if self._joined is None else self.collectives.replicas_or(group)
+        return tensor if over is None else super().all_gather(tensor, over, sync_grads)
 
     @override
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
