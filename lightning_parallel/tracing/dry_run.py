@@ -103,6 +103,7 @@ class _Scene:
         state: the state of its modules, which steps write to.
     """
 
+    module: nn.Module
     names: dict[int, str]
     recorder: Callable[..., Recorder]
     parts: list[nn.Module]
@@ -225,7 +226,7 @@ class _Scene:
                         elif changed and is_number and not isinstance(part, Metric):
                             seen.own_updates[name] = False
 
-        with self.state.again() as second:
+        with StateKept(self.module, apart=self.units) as second:
             self.go_on(step, 0.5, follow)
         for metric in self.metrics():
             if metric in of_units and origins_in(vars(metric)) <= {METRIC_STATE}:  # it was updated with stand-ins
@@ -248,7 +249,7 @@ def _without_values(
         torch.compiler.set_stance("force_eager"),
     ):
         seed_host_generators(seed)
-        yield _Scene(names, partial(Recorder, names, is_unit, state), parts, units, absent, state)
+        yield _Scene(module, names, partial(Recorder, names, is_unit, state), parts, units, absent, state)
 
 
 @dataclass(frozen=True)

@@ -47,11 +47,11 @@ class StateKept:
     """
 
     def __init__(self, module: nn.Module, apart: Iterable[nn.Module] = (), *, parameters: bool = True) -> None:
-        self._module, self._parts_apart = module, tuple(apart)
+        self._module = module
         self._left_out = () if parameters else tuple(module.parameters())
         self._modules = {id(m): m for m in module.modules()}
         self._owners = {id(vars(m)): key for key, m in self._modules.items()}
-        self._apart = {id(m) for part in self._parts_apart for m in part.modules()}
+        self._apart = {id(m) for part in apart for m in part.modules()}
         self._containers: list[tuple[Any, _Held, bool]] = []  # with what they held; does `written` look at it?
         self._tensors: list[tuple[Tensor, Tensor]] = []
         self._arrays: list[tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]] = []
@@ -128,10 +128,6 @@ class StateKept:
         """Does an attribute hold a number, or an array or a tensor of them?"""
         value = vars(part).get(name, buffers_of(part).get(name))
         return isinstance(value, (Number, np.generic, np.ndarray, Tensor))
-
-    def again(self) -> StateKept:
-        """The same, beginning from the present state."""
-        return StateKept(self._module, self._parts_apart)
 
     @property
     def generators(self) -> list[Any]:
