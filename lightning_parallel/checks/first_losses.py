@@ -96,14 +96,12 @@ def scalars(values: Mapping[str, Any]) -> dict[str, float]:
 
 def _norms(kind: str, output: Any) -> dict[str, float]:
     """Of the tensors that a prediction consists of."""
-    found = enumerate(tensors_in(output)) if kind == "predict_step" else ()
-    return {f"prediction {i}": _norm(x.detach()) for i, x in found}
-
-
-def _norm(x: Tensor) -> float:
-    is_number = x.is_floating_point() or x.is_complex()
-    wide = torch.complex128 if x.is_complex() else torch.float64
-    return float(torch.linalg.vector_norm(x if is_number else x.double(), dtype=wide))
+    norms: dict[str, float] = {}
+    for i, x in enumerate(tensors_in(output) if kind == "predict_step" else ()):
+        x = x.detach() if x.is_floating_point() or x.is_complex() else x.double()
+        wide = torch.complex128 if x.is_complex() else torch.float64
+        norms[f"prediction {i}"] = float(torch.linalg.vector_norm(x, dtype=wide))
+    return norms
 
 
 def _tolerance(output: Any) -> float:

@@ -92,11 +92,9 @@ class Candidate:
     def worth_opening(self, units: Layers) -> str | None:
         """The unit to be opened for a more even cut, or None."""
         by_hand = not isinstance(self._balance, str) or self._balance == "layers"
-        if self.bounds is not None and by_hand:
+        if self.largest <= UNEVEN or (self.bounds is not None and by_hand):
             return None
         inside = {call.unit: call.inside for call in self.seen.calls}
-        if self.largest <= UNEVEN:
-            return None
         costs: dict[str, float] = {}
         of_chunks = [] if self.bounds is None else self._sizes()
         for i, call in enumerate(self.seen.calls):

@@ -83,8 +83,9 @@ class UnseenWrites:
 
     def _buffers(self) -> dict[str, tuple[int, int]]:
         """The identities and versions of the shared buffers that mustn't change."""
-        buffers = {name: self._module.get_buffer(name) for name in self._shared if name not in self._known}
-        return {name: (id(buffer), version_of(buffer)) for name, buffer in buffers.items() if _is_here(buffer)}
+        buffers = ((name, self._module.get_buffer(name)) for name in self._shared if name not in self._known)
+        here = ((name, buffer) for name, buffer in buffers if not isinstance(buffer, AbsentTensor))
+        return {name: (id(buffer), version_of(buffer)) for name, buffer in here}
 
     def _parameters(self) -> dict[str, tuple[Tensor, int, int]]:
         """The parameters that are watched, with their addresses and versions."""
@@ -93,7 +94,7 @@ class UnseenWrites:
             name: (parameter, parameter.data_ptr(), version_of(parameter))
             for name, parameter in found
             if parameter is not None
-            and _is_here(parameter)
+            and not isinstance(parameter, AbsentTensor)
             and name not in self._known
             and name not in self._put_back
         }
@@ -123,7 +124,3 @@ class UnseenWrites:
                     f"training_step has changed '{name}' inside a layer, or not in the first step. It is called for "
                     f"each microbatch, and would change it each time. {_FIX}"
                 )
-
-
-def _is_here(tensor: Tensor) -> bool:
-    return not isinstance(tensor, AbsentTensor)
