@@ -49,33 +49,28 @@ def data_hooks_inside(
 
 
 def prepare(dataloader: object, layout: Layout) -> object:
-    """A loader as this rank uses it, with its workers seeded by replica. If it gives all replicas the same samples, a
-    warning says so."""
+    """A loader as this rank uses it, with its workers seeded by replica. If it doesn't divide its samples over the
+    replicas, after Lightning has done what it can, a warning says so."""
     if not isinstance(dataloader, DataLoader):
         return dataloader
-    if layout.size("data") > 1:
-        warn_of_equal_shares(dataloader, layout.size("data"))
-    # Lightning seeds workers by global rank, which would give the stages of one replica different augmentations.
-    if int(os.environ.get("PL_SEED_WORKERS", 0)) and dataloader.worker_init_fn is None:
-        dataloader.worker_init_fn = partial(pl_worker_init_function, rank=layout.index("data"))
-    return dataloader
-
-
-def warn_of_equal_shares(dataloader: DataLoader[Any], replicas: int) -> None:
-    """Warn of a loader that doesn't divide its samples over the replicas, after Lightning has done what it can."""
+    replicas = layout.size("data")
     samplers = (dataloader.sampler, getattr(dataloader.batch_sampler, "sampler", None))
-    if isinstance(dataloader.dataset, IterableDataset):
+    if replicas > 1 and isinstance(dataloader.dataset, IterableDataset):
         rank_zero_warn(
             f"{type(dataloader.dataset).__name__} is an iterable dataset: each of the {replicas} replicas iterates it "
             f"by itself. Unless it selects its samples by trainer.strategy.layout.index('data'), all replicas train "
             f"on the same samples."
         )
-    elif not any(isinstance(sampler, DistributedSampler) for sampler in samplers):
+    elif replicas > 1 and not any(isinstance(sampler, DistributedSampler) for sampler in samplers):
         rank_zero_warn(
             f"The sampler {type(dataloader.sampler).__name__} isn't distributed: all {replicas} replicas draw from all "
             f"samples. Use DistributedSampler(dataset, **trainer.distributed_sampler_kwargs), or leave "
             f"use_distributed_sampler=True."
         )
+    # Lightning seeds workers by global rank, which would give the stages of one replica different augmentations.
+    if int(os.environ.get("PL_SEED_WORKERS", 0)) and dataloader.worker_init_fn is None:
+        dataloader.worker_init_fn = partial(pl_worker_init_function, rank=layout.index("data"))
+    return dataloader
 
 
 class SameBatches:
