@@ -59,8 +59,7 @@ class Layers:
 
     def frozen(self) -> Callable[[str], bool]:
         """:meth:`is_unit` as it answers now, whatever is opened later."""
-        units = {name for name in self._parts if self.is_unit(name)}
-        return units.__contains__
+        return {name for name in self._parts if self.is_unit(name)}.__contains__
 
     def open(self, name: str) -> None:
         """Take the modules that a unit calls as units in its place. If it was a layer, they are layers."""
