@@ -13,7 +13,7 @@ from contextlib import ExitStack, nullcontext
 import torch
 import torch.distributed as dist
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
@@ -51,18 +51,8 @@ def clip_by_norm(
     if parts is not None:
         guarded(dist.all_reduce, square, group=parts)
     scale = (clip_val / (square.sqrt() + 1e-6)).clamp(max=1.0)  # as torch.nn.utils.clip_grad_norm_
-    for gradients in _alike(_local_gradients(held)):
+    for gradients in _alike([local_part(parameter.grad) for parameter in held if parameter.grad is not None]):
         scale_all(gradients, scale.to(gradients[0]))
-
-
-def clip_by_value(parameters: Sequence[Tensor], clip_val: float) -> None:
-    """Limit every element of the gradients to the range from ``-clip_val`` to ``clip_val``."""
-    for gradient in _local_gradients(parameters):
-        gradient.clamp_(-clip_val, clip_val)
-
-
-def _local_gradients(parameters: Iterable[Tensor]) -> list[Tensor]:
-    return [local_part(parameter.grad) for parameter in parameters if parameter.grad is not None]
 
 
 def _alike(gradients: list[Tensor]) -> Iterable[list[Tensor]]:
@@ -115,7 +105,8 @@ def install_clipping(
 
     def by_value(optimizer: Optimizer, clip_val: int | float) -> None:
         with paused():
-            clip_by_value(list(plugin.main_params(optimizer)), clip_val)
+            # One by one: for several at a time torch takes no mix of DTensors and plain tensors.
+            nn.utils.clip_grad_value_(plugin.main_params(optimizer), clip_val, foreach=False)
 
     put_back = ExitStack()
     put_back.callback(replaced(plugin, "clip_grad_by_norm", by_norm))
