@@ -274,7 +274,7 @@ class FullyShardedStrategy(LayoutStrategy):
 
     @override
     def pre_backward(self, closure_loss: Tensor) -> None:
-        if not self.is_one_process:
+        if not self.holds_all:
             self._uses.compare(closure_loss)
 
     @override

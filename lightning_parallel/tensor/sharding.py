@@ -87,7 +87,9 @@ def shard_module(
     partial = tuple(name for name, p in module.named_parameters() if id(p) in summed and name not in divided)
 
     for rule, layer in layers:
-        rule.module.__class__ = type(layer)
+        kind, own = type(layer), type(rule.module)
+        # A subclass of the user's keeps its methods, and `isinstance` holds.
+        rule.module.__class__ = kind if issubclass(kind, own) else type(kind.__name__, (kind, own), {})
         vars(rule.module).update(vars(layer))
     for rule in rules:
         rule.style.divide_in_place(rule, module, group.size())

@@ -160,11 +160,18 @@ class Forgetful(ShardableLlama):
         return {**columns, f"{layer}self_attn.o_proj": "row"}
 
 
+class Own(nn.Linear):
+    """A linear layer with a method of the user's."""
+
+    def faster(self) -> float:
+        return 2.0
+
+
 class Asks(Mixed):
     """Code that asks a layer what it is, keeps it in a list, and groups parameters by attributes of theirs."""
 
     def build(self) -> None:
-        self.up, self.down, self.head = nn.Linear(25, 14), nn.Linear(14, 24), nn.Linear(24, 10)
+        self.up, self.down, self.head = Own(25, 14), nn.Linear(14, 24), nn.Linear(24, 10)
         self.up.gain, self.down.rate = 1.5, 3.0  # type: ignore[assignment]
         self.up.bias.decays = self.head.weight.decays = True  # type: ignore[attr-defined]
         self.pair = [self.up, self.down]
@@ -181,8 +188,9 @@ class Asks(Mixed):
     def configure_optimizers(self) -> Any:
         layers = [layer for layer in self.modules() if isinstance(layer, nn.Linear)]
         groups = [
-            {"params": [p], "lr": 0.01 * getattr(layer, "rate", 1.0), "weight_decay": 0.5 * hasattr(p, "decays")}
+            {"params": [p], "lr": 0.01 * rate, "weight_decay": 0.5 * hasattr(p, "decays")}
             for layer in layers
+            for rate in [layer.faster() if isinstance(layer, Own) else getattr(layer, "rate", 1.0)]
             for p in layer.parameters()
         ]
         return torch.optim.AdamW(groups, lr=0.01, eps=1e-4)
