@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Self
+
+import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -16,19 +19,42 @@ class VocabParallelEmbedding(ParallelLayer, nn.Embedding):
     """``nn.Embedding`` with the rows of the table divided over the ranks.
 
     It takes ids ``[...]``, equal on all ranks, and returns ``[..., embedding_dim]``, equal on all ranks. Each rank
-    looks up the ids that it holds; it returns zeros for the others, and the results are summed.
+    looks up the ids that it holds; it returns zeros for the others, and the results are summed. Weights start as the
+    slices of ``nn.Embedding``'s for the same seed.
 
     Args:
-        embedding: an ``nn.Embedding``, of which this layer takes its rank's shard. It stays as it is. Hooks on its
-            outputs, such as that of transformers' gradient checkpointing, are this layer's, too.
+        num_embeddings: the size of the whole vocabulary.
+        embedding_dim: the size of each row.
+        padding_idx: an id of the whole vocabulary whose row starts as zeros and gets no gradient.
         group: the tensor group, over whose ranks the rows are divided.
-        site: what is around the layer in a divided model.
+        device: where the table is made; None for torch's default.
+        dtype: the table's dtype; None for torch's default.
 
     Raises:
-        ValueError: ``embedding`` is something else, or more, than a table; or a rank would get no rows.
+        ValueError: a rank would get no rows.
     """
 
-    def __init__(self, embedding: nn.Module, *, group: dist.ProcessGroup, site: Site | None = None) -> None:
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        padding_idx: int | None = None,
+        *,
+        group: dist.ProcessGroup,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        self._hold(nn.Embedding(num_embeddings, embedding_dim, padding_idx, device=device, dtype=dtype), Site(group))
+
+    @classmethod
+    def from_embedding(cls, embedding: nn.Module, *, group: dist.ProcessGroup, site: Site | None = None) -> Self:
+        """This rank's shard of an ``nn.Embedding``, which stays as it is. Hooks on its outputs, such as that of
+        transformers' gradient checkpointing, are the new layer's, too. ``site`` is what is around it in a divided
+        model.
+
+        Raises:
+            ValueError: ``embedding`` is something else, or more, than a table; or as the constructor.
+        """
         problem = None
         if not isinstance(embedding, nn.Embedding):
             problem = "is not nn.Embedding"
@@ -39,21 +65,28 @@ class VocabParallelEmbedding(ParallelLayer, nn.Embedding):
         elif embedding.sparse:
             problem = "has sparse=True: gradients are dense here"
         check_plain(embedding, nn.Embedding, ["weight"], problem, keeps_forward_hooks=True)
-        assert isinstance(embedding, nn.Embedding) and isinstance(embedding.weight, nn.Parameter)
+        assert isinstance(embedding, nn.Embedding)
+        self = cls.__new__(cls)
+        self._hold(embedding, Site(group) if site is None else site)
+        move_forward_hooks(embedding, self)
+        return self
+
+    def _hold(self, whole: nn.Embedding, site: Site) -> None:
+        """Make this module hold this rank's shard of ``whole``."""
         nn.Module.__init__(self)
-        self.num_embeddings, self.embedding_dim = embedding.num_embeddings, embedding.embedding_dim
-        self.padding_idx = embedding.padding_idx
+        self.num_embeddings, self.embedding_dim = whole.num_embeddings, whole.embedding_dim
+        self.padding_idx = whole.padding_idx
         # Nothing but these is taken; adapters ask for them.
-        self.max_norm, self.norm_type, self.scale_grad_by_freq, self.sparse = None, embedding.norm_type, False, False
-        self.group = group
-        shard = Shard.of(embedding.weight.shape, 0, group)
+        self.max_norm, self.norm_type, self.scale_grad_by_freq, self.sparse = None, whole.norm_type, False, False
+        self.group = site.group
+        assert isinstance(whole.weight, nn.Parameter)
+        shard = Shard.of(whole.weight.shape, 0, site.group)
         self.shards = {"weight": shard}
-        self.weight = shard_parameter(embedding.weight, shard, None if site is None else site.shared)
+        self.weight = shard_parameter(whole.weight, shard, site.shared)
         [(self._start, self._stop)] = shard.ranges()
         padding = self.padding_idx
         self._padding = padding - self._start if padding is not None and self._start <= padding < self._stop else None
-        self.train(embedding.training)
-        move_forward_hooks(embedding, self)
+        self.train(whole.training)
 
     def forward(self, ids: Tensor) -> Tensor:
         """Look up ids.

@@ -7,7 +7,7 @@ function between (an MLP; or attention, whose pieces are heads) needs one messag
     RowParallelLinear      y = sum_i x_i W_i^T + b        x_i a piece, y whole    backward: nothing to send
 
 "Column" and "row" refer to the matrix A in y = x A, which is the transpose of ``nn.Linear``'s weight ``[out, in]``.
-They are made from a whole layer.
+Weights start as the slices of ``nn.Linear``'s for the same seed.
 
 Grouped-query attention may have fewer key-value heads than there are ranks. Then the projection stays whole, and each
 rank computes one head of it, that of its queries (:class:`SharedHeadsLinear`)::
@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -82,35 +82,62 @@ class ColumnParallelLinear(ParallelLinear):
     ``[..., out here]``.
 
     Args:
-        linear: an ``nn.Linear`` or a transformers ``Conv1D``, of which this layer takes its rank's shard, in the
-            orientation that it has there. It stays as it is.
+        in_features: the number of inputs of the whole layer.
+        out_features: the number of outputs of the whole layer.
+        bias: add a bias, divided as the outputs are.
         group: the tensor group, over whose ranks the outputs are divided.
         gather_output: return ``[..., out_features]`` on all ranks. Only for a layer of one part.
         parts: the sizes of fused projections, such as q, k and v in one weight. Each is divided by itself.
-        site: what is around the layer in a divided model.
+        device: where the parameters are made; None for torch's default.
+        dtype: the parameters' dtype; None for torch's default.
 
     Raises:
-        ValueError: ``linear`` is something else, or more, than such a layer; a rank would get no outputs; or several
-            parts are to be gathered.
+        ValueError: a rank would get no outputs, or several parts are to be gathered.
     """
 
     _divided = MappingProxyType({"weight": 0, "bias": 0})
 
     def __init__(
         self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        group: dist.ProcessGroup,
+        gather_output: bool = False,
+        parts: tuple[int, ...] = (),
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        self._divide(nn.Linear(in_features, out_features, bias, device, dtype), Site(group), gather_output, parts)
+
+    @classmethod
+    def from_linear(
+        cls,
         linear: nn.Module,
         *,
         group: dist.ProcessGroup,
         gather_output: bool = False,
         parts: tuple[int, ...] = (),
         site: Site | None = None,
-    ) -> None:
+    ) -> Self:
+        """This rank's shard of an ``nn.Linear`` or a transformers ``Conv1D``, in the orientation that it has there.
+        ``linear`` stays as it is. ``site`` is what is around it in a divided model.
+
+        Raises:
+            ValueError: ``linear`` is something else, or more, than such a layer; or as the constructor.
+        """
+        self = cls.__new__(cls)
+        self._divide(linear, Site(group) if site is None else site, gather_output, parts)
+        return self
+
+    def _divide(self, linear: nn.Module, site: Site, gather_output: bool, parts: tuple[int, ...]) -> None:
         if gather_output and len(parts) > 1:
             raise ValueError(
                 f"gather_output=True with parts={parts}: the joined outputs of the ranks wouldn't be in the order of "
                 f"the parts. Use one layer for each part."
             )
-        self._hold(linear, Site(group) if site is None else site, parts)
+        self._hold(linear, site, parts)
         self.gather_output = gather_output
 
     def forward(self, x: Tensor) -> Tensor:
@@ -130,23 +157,44 @@ class RowParallelLinear(ParallelLinear):
     equal on all ranks. The bias is whole on every rank, and is added once, to the sum.
 
     Args:
-        linear: see :class:`ColumnParallelLinear`.
+        in_features: the number of inputs of the whole layer.
+        out_features: the number of outputs of the whole layer.
+        bias: add a bias, which is whole on every rank.
         group: the tensor group, over whose ranks the inputs are divided.
         input_is_parallel: by default the input is this rank's piece. False: it is whole, ``[..., in_features]``, equal
             on all ranks, and is cut here.
-        site: what is around the layer in a divided model.
+        device: where the parameters are made; None for torch's default.
+        dtype: the parameters' dtype; None for torch's default.
 
     Raises:
-        ValueError: ``linear`` is something else, or more, than such a layer; or a rank would get no inputs.
+        ValueError: a rank would get no inputs.
     """
 
     _divided = MappingProxyType({"weight": 1})
 
     def __init__(
-        self, linear: nn.Module, *, group: dist.ProcessGroup, input_is_parallel: bool = True, site: Site | None = None
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        group: dist.ProcessGroup,
+        input_is_parallel: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
+        self._hold(nn.Linear(in_features, out_features, bias, device, dtype), Site(group))
+        self.input_is_parallel = input_is_parallel
+
+    @classmethod
+    def from_linear(
+        cls, linear: nn.Module, *, group: dist.ProcessGroup, input_is_parallel: bool = True, site: Site | None = None
+    ) -> Self:
+        """This rank's shard of an existing layer: see :meth:`ColumnParallelLinear.from_linear`."""
+        self = cls.__new__(cls)
         self._hold(linear, Site(group) if site is None else site)
         self.input_is_parallel = input_is_parallel
+        return self
 
     def forward(self, x: Tensor) -> Tensor:
         """``[..., in here]`` -> ``[..., out_features]``, equal on all ranks. In a block that works on pieces of the

@@ -37,7 +37,7 @@ class Embedding(Style):
             raise ValueError(rule.misfit(": it is for nn.Embedding."))
 
     def new_layer(self, rule: Rule, site: Site) -> nn.Module:
-        return VocabParallelEmbedding(rule.module, group=site.group, site=site)
+        return VocabParallelEmbedding.from_embedding(rule.module, group=site.group, site=site)
 
 
 @dataclass(frozen=True)

@@ -82,7 +82,9 @@ class Column(Style):
 
     def new_layer(self, rule: Rule, site: Site) -> nn.Module:
         gathers, parts = not self.leaves_divided, self.part_sizes(rule.module)
-        return ColumnParallelLinear(rule.module, group=site.group, gather_output=gathers, parts=parts, site=site)
+        return ColumnParallelLinear.from_linear(
+            rule.module, group=site.group, gather_output=gathers, parts=parts, site=site
+        )
 
 
 class GatheredColumn(Column):
@@ -142,7 +144,9 @@ class Row(Style):
         _check_linear(rule)
 
     def new_layer(self, rule: Rule, site: Site) -> nn.Module:
-        return RowParallelLinear(rule.module, group=site.group, input_is_parallel=self.takes_divided, site=site)
+        return RowParallelLinear.from_linear(
+            rule.module, group=site.group, input_is_parallel=self.takes_divided, site=site
+        )
 
 
 class SplitRow(Row):

@@ -28,11 +28,15 @@ def equals_the_whole_table(vocabulary: int, device: str = "cpu") -> None:
     ids[0] = torch.tensor([0, vocabulary - 1, vocabulary - 1, 0, 2])  # the same row several times, and both ends
     upstream = torch.randn(3, 5, 4, dtype=torch.float64, device=device)
     for padding in (None, 0, 2, vocabulary - 1, -2):
-        torch.manual_seed(3)  # or each rank would divide another table
+        torch.manual_seed(3)
         whole = nn.Embedding(vocabulary, 4, padding, dtype=torch.float64, device=device)
-        nn.init.normal_(whole.weight)  # the padding row, too: it is looked up as any other
-        layer = VocabParallelEmbedding(whole, group=world())
+        after = torch.get_rng_state()
+        torch.manual_seed(3)
+        layer = VocabParallelEmbedding(vocabulary, 4, padding, group=world(), dtype=torch.float64, device=device)
+        assert torch.equal(torch.get_rng_state(), after)
         assert torch.equal(layer.weight, layer.shards["weight"].take(whole.weight))
+        nn.init.normal_(whole.weight)  # the padding row, too: it is looked up as any other
+        layer = VocabParallelEmbedding.from_embedding(whole, group=world())
         for shape in (ids, ids[0], ids[0, 0], ids[:0], ids.t(), ids.int()):
             assert torch.equal(layer(shape), whole(shape))  # one rank's row plus zeros: nothing is rounded
         whole(ids).backward(upstream)
@@ -61,8 +65,8 @@ def is_tied_to_a_head() -> None:
     ids = torch.tensor([[0, 6, 3]])
     F.cross_entropy(head(table(ids))[0], ids[0]).backward()
     site = Site(world(), shared={})
-    parallel_table = VocabParallelEmbedding(table, group=world(), site=site)
-    parallel_head = ColumnParallelLinear(head, group=world(), gather_output=True, site=site)
+    parallel_table = VocabParallelEmbedding.from_embedding(table, group=world(), site=site)
+    parallel_head = ColumnParallelLinear.from_linear(head, group=world(), gather_output=True, site=site)
     assert parallel_head.weight is parallel_table.weight
     F.cross_entropy(parallel_head(parallel_table(ids))[0], ids[0]).backward()
     assert table.weight.grad is not None
@@ -70,9 +74,9 @@ def is_tied_to_a_head() -> None:
     clones = copy.deepcopy(nn.ModuleList([parallel_table, parallel_head]))
     assert clones[0].weight is clones[1].weight is not parallel_table.weight
     site = Site(world(), shared={})
-    RowParallelLinear(head, group=world(), site=site)
+    RowParallelLinear.from_linear(head, group=world(), site=site)
     with pytest.raises(ValueError, match="in two ways"):
-        VocabParallelEmbedding(table, group=world(), site=site)
+        VocabParallelEmbedding.from_embedding(table, group=world(), site=site)
 
 
 def test_it_stays_tied_to_a_column_wise_head(pool: WorkerPool) -> None:
@@ -118,4 +122,4 @@ MORE: list[tuple[str, Callable[[], nn.Module]]] = [
 @pytest.mark.parametrize(("problem", "make"), MORE)
 def test_what_is_more_than_a_table_that_can_be_divided_is_refused(problem: str, make: Callable[[], nn.Module]) -> None:
     with pytest.raises(ValueError, match=problem):
-        VocabParallelEmbedding(make(), group=ranks(5))
+        VocabParallelEmbedding.from_embedding(make(), group=ranks(5))

@@ -56,8 +56,8 @@ def inputs() -> Iterator[Tensor]:
 
 def equals_the_whole(kind: str, bias: bool) -> None:
     first, second = linear(1, IN, HIDDEN, bias, kind), linear(2, HIDDEN, OUT, bias, kind)
-    column = ColumnParallelLinear(first, group=world())
-    row = RowParallelLinear(second, group=world())
+    column = ColumnParallelLinear.from_linear(first, group=world())
+    row = RowParallelLinear.from_linear(second, group=world())
     contiguous: list[bool] = []  # what the weights accumulate: a gradient in another layout would be copied
     for parameter in (column.weight, row.weight):
         parameter.register_hook(lambda gradient: contiguous.append(gradient.is_contiguous()))
@@ -81,8 +81,8 @@ def equals_the_whole(kind: str, bias: bool) -> None:
 
     whole = linear(1, HIDDEN, OUT, bias, kind)
     alone: list[ParallelLinear] = [
-        ColumnParallelLinear(whole, group=world(), gather_output=True),
-        RowParallelLinear(whole, group=world(), input_is_parallel=False),
+        ColumnParallelLinear.from_linear(whole, group=world(), gather_output=True),
+        RowParallelLinear.from_linear(whole, group=world(), input_is_parallel=False),
     ]
     for layer in alone:
         whole.zero_grad()
@@ -110,8 +110,8 @@ def frozen() -> None:
         for whole in (first, second):
             for name in names:
                 getattr(whole, name).requires_grad_(False)
-        column = ColumnParallelLinear(first, group=world())
-        row = RowParallelLinear(second, group=world())
+        column = ColumnParallelLinear.from_linear(first, group=world())
+        row = RowParallelLinear.from_linear(second, group=world())
         x, whole_x = values(1, 5, IN).requires_grad_(), values(1, 5, IN).requires_grad_()
         hidden = column(x)
         assert (hidden.grad_fn.saved_tensors[0] is None) == ("weight" in names)
@@ -128,8 +128,7 @@ def test_frozen_weights_get_no_gradient_keep_no_input_and_let_the_inputs_gradien
 
 
 def second_derivatives() -> None:
-    column = ColumnParallelLinear(nn.Linear(4, 4), group=world())
-    row = RowParallelLinear(nn.Linear(8, 4), group=world())
+    column, row = ColumnParallelLinear(4, 4, group=world()), RowParallelLinear(8, 4, group=world())
     x = torch.ones(2, 4, requires_grad=True)
     for gradient_depends in (False, True):  # on x: without, the result would be a constant, without a word
         y = column(x).square() if gradient_depends else column(x)
@@ -157,12 +156,12 @@ def layers_and_inputs() -> dict[str, tuple[ParallelLinear, int]]:
     """Layers in all ways, and how many features they take here."""
     pieces: dict[str, Any] = {"group": world(), "site": Site(world(), in_block=True)}
     return {
-        "column": (ColumnParallelLinear(nn.Linear(4, 6), group=world()), 4),
-        "column, gathered": (ColumnParallelLinear(nn.Linear(4, 6), group=world(), gather_output=True), 4),
-        "column, in a block on pieces": (ColumnParallelLinear(nn.Linear(4, 6), **pieces), 4),
-        "row": (RowParallelLinear(nn.Linear(8, 6), group=world()), 4),
-        "row, splits": (RowParallelLinear(nn.Linear(8, 6), group=world(), input_is_parallel=False), 8),
-        "row, in a block on pieces": (RowParallelLinear(nn.Linear(8, 6), **pieces), 4),
+        "column": (ColumnParallelLinear(4, 6, group=world()), 4),
+        "column, gathered": (ColumnParallelLinear(4, 6, group=world(), gather_output=True), 4),
+        "column, in a block on pieces": (ColumnParallelLinear.from_linear(nn.Linear(4, 6), **pieces), 4),
+        "row": (RowParallelLinear(8, 6, group=world()), 4),
+        "row, splits": (RowParallelLinear(8, 6, group=world(), input_is_parallel=False), 8),
+        "row, in a block on pieces": (RowParallelLinear.from_linear(nn.Linear(8, 6), **pieces), 4),
     }
 
 
@@ -205,10 +204,10 @@ def region_borders() -> None:
         layer(torch.ones(2, 4))
         return [name for name, *_ in region.mock_calls]
 
-    assert calls(ColumnParallelLinear(nn.Linear(4, 6), **options)) == ["enter"]
-    assert calls(ColumnParallelLinear(nn.Linear(4, 6).eval(), **options)) == []
-    assert calls(ColumnParallelLinear(nn.Linear(4, 6), gather_output=True, **options)) == []
-    assert calls(RowParallelLinear(nn.Linear(8, 6), **options)) == ["leave"]
+    assert calls(ColumnParallelLinear.from_linear(nn.Linear(4, 6), **options)) == ["enter"]
+    assert calls(ColumnParallelLinear.from_linear(nn.Linear(4, 6).eval(), **options)) == []
+    assert calls(ColumnParallelLinear.from_linear(nn.Linear(4, 6), gather_output=True, **options)) == []
+    assert calls(RowParallelLinear.from_linear(nn.Linear(8, 6), **options)) == ["leave"]
 
 
 def test_a_region_is_entered_after_columns_in_training_and_left_before_rows(pool: WorkerPool) -> None:
@@ -224,9 +223,13 @@ def test_a_region_is_entered_after_columns_in_training_and_left_before_rows(pool
 def test_first_weights_and_names_are_those_of_the_whole_layer(count: int, bias: bool, device: str) -> None:
     for kind in KINDS:
         for dtype in (torch.float32, torch.bfloat16):
+            torch.manual_seed(3)
             whole = nn.Linear(HIDDEN, HIDDEN, bias, device, dtype)
+            after = torch.get_rng_state()
             for rank in range(count):
-                layer = kind(whole, group=ranks(count, rank))
+                torch.manual_seed(3)
+                layer = kind(HIDDEN, HIDDEN, bias, group=ranks(count, rank), dtype=dtype, device=device)
+                assert torch.equal(torch.get_rng_state(), after)
                 assert list(layer.state_dict()) == list(whole.state_dict())
                 for name, parameter in whole.named_parameters():
                     part = layer.shards[name].take(parameter) if name in layer.shards else parameter
@@ -270,17 +273,14 @@ REFUSED: list[tuple[str, nn.Module]] = [
 def test_a_layer_that_is_more_than_linear_is_refused_by_name(problem: str, layer: nn.Module) -> None:
     for kind in KINDS:
         with pytest.raises(ValueError, match=f"{type(layer).__name__} .*{problem}"):
-            kind(layer, group=ranks(2))
+            kind.from_linear(layer, group=ranks(2))
 
 
 @pytest.mark.parametrize(("make", "message"), [
-    (lambda: ColumnParallelLinear(nn.Linear(3, 5), group=ranks(4)), "5 can't be divided over 4 tensor ranks"),
-    (lambda: RowParallelLinear(nn.Linear(5, 3), group=ranks(4)), "5 can't be divided over 4 tensor ranks"),
-    (lambda: ColumnParallelLinear(nn.Linear(3, 9), group=ranks(2), parts=(4, 4)), r"\(4, 4\) add up to 8"),
-    (
-        lambda: ColumnParallelLinear(nn.Linear(3, 8), group=ranks(2), parts=(4, 4), gather_output=True),
-        "gather_output=True",
-    ),
+    (lambda: ColumnParallelLinear(3, 5, group=ranks(4)), "5 can't be divided over 4 tensor ranks"),
+    (lambda: RowParallelLinear(5, 3, group=ranks(4)), "5 can't be divided over 4 tensor ranks"),
+    (lambda: ColumnParallelLinear(3, 9, group=ranks(2), parts=(4, 4)), r"\(4, 4\) add up to 8"),
+    (lambda: ColumnParallelLinear(3, 8, group=ranks(2), parts=(4, 4), gather_output=True), "gather_output=True"),
 ])  # fmt: skip
 def test_sizes_that_do_not_fit_are_refused_with_the_numbers(make: Callable[[], object], message: str) -> None:
     with pytest.raises(ValueError, match=message):

@@ -179,8 +179,8 @@ def _alone_times(width: int, rows: int, rounds: int, steps: int, device: str) ->
     assert group is not None
     layers = {
         PLAIN: plain,
-        COLUMN: ColumnParallelLinear(plain, group=group),
-        ROW: RowParallelLinear(plain, group=group),
+        COLUMN: ColumnParallelLinear.from_linear(plain, group=group),
+        ROW: RowParallelLinear.from_linear(plain, group=group),
     }
     contestants = {name: Contestant.of(layer, x) for name, layer in layers.items()}
     agree(contestants)
