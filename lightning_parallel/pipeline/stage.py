@@ -327,8 +327,8 @@ class Stage:
             raise RuntimeError(
                 f"What the step returned on stage {self.index} depends on {absent.origin}, which lives on another "
                 f"stage. Outputs of modules cross between stages if the first step shows that they are needed, but not "
-                f"what is used only after the step has asked for a value (.item(), a mask as an index): compute that "
-                f"before."
+                f"what is used in later steps only, or after the step has asked for a value (.item(), a mask as an "
+                f"index). Use it in each step, before that, with a weight: loss + float(global_step >= 100) * term."
             )
         return output
 
