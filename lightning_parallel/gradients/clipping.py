@@ -105,8 +105,9 @@ def install_clipping(
 
     def by_value(optimizer: Optimizer, clip_val: int | float) -> None:
         with paused():
-            # One by one: for several at a time torch takes no mix of DTensors and plain tensors.
-            nn.utils.clip_grad_value_(plugin.main_params(optimizer), clip_val, foreach=False)
+            held = [parameter for parameter in plugin.main_params(optimizer) if parameter.grad is not None]
+            if held:  # torch takes no empty list, and for several at a time no mix of DTensors and plain tensors
+                nn.utils.clip_grad_value_(held, clip_val, foreach=False)
 
     put_back = ExitStack()
     put_back.callback(replaced(plugin, "clip_grad_by_norm", by_norm))

@@ -228,6 +228,8 @@ def test_what_an_asynchronous_stage_does_itself_is_refused(
     pool: WorkerPool, kind: Any, error: str, words: list[str]
 ) -> None:
     failures = pool.run(train_untied, 2, kind.__name__, init=False, expect_errors=True)
+    if error == "RuntimeError":  # in an update: the stage that comes there first may end the other one
+        failures = [each for each in failures if "PeerLostError" not in each] or failures
     assert_refused(failures, error, words)
 
 
