@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Iterator
 
 from lightning_parallel.schedules.actions import Action, Backward, Forward, Step
+from lightning_parallel.schedules.generators import refuse_below
 
 
 class AsyncOneFOneB:
@@ -46,6 +47,9 @@ class AsyncOneFOneB:
     """
 
     def __init__(self, stages: int, stage: int, extra_in_flight: int = 0) -> None:
+        if not 0 <= stage < stages:
+            raise ValueError(f"stage={stage}: with stages={stages} give a stage from 0 to {stages - 1}.")
+        refuse_below(0, extra_in_flight=extra_in_flight)
         self.warmup = (stages - 1 - stage) * (1 + extra_in_flight)
         self._stage = stage
         self._microbatch = 0  # the number of the next forward
@@ -61,6 +65,7 @@ class AsyncOneFOneB:
         Args:
             ends_update: if False (gradient accumulation), the update goes on with the next call.
         """
+        refuse_below(1, count=count)
         actions: list[Action] = []
         for i in range(count):
             actions.append(Forward(self._stage, self._microbatch))

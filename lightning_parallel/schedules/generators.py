@@ -1,7 +1,7 @@
 """Pipeline schedules: for each stage, the list of what it computes, in order.
 
-A schedule is data. The generators here are pure functions of integers from one on. The same lists are checked
-(``checks.py``), simulated (``simulate.py``), and run (``engine.py``). Messages are implied: the
+A schedule is data. The generators here are pure functions of integers; below one they raise a ValueError. The same
+lists are checked (``checks.py``), simulated (``simulate.py``), and run (``engine.py``). Messages are implied: the
 forward of a microbatch on chunk c needs the activation that its forward on chunk c - 1 sent, and its backward needs the
 gradient that its backward on chunk c + 1 sent (``actions.py``).
 
@@ -89,6 +89,7 @@ def one_f_one_b(stages: int, microbatches: int) -> Schedule:
 
 def _one_chunk_each(stages: int, microbatches: int, ahead: Callable[[int], int]) -> Schedule:
     """The schedule in which stage s runs the chunk s, and ``ahead(s)`` forwards before its first backward."""
+    refuse_below(1, stages=stages, microbatches=microbatches)
     schedule: Schedule = []
     for s in range(stages):
         forwards = [Forward(s, k) for k in range(microbatches)]
@@ -118,6 +119,7 @@ def interleaved(stages: int, microbatches: int, chunks: int = 2) -> Schedule:
         stage 0 | F0a F1a F0b F1b F2a B0b F3a B1b F2b B0a F3b B1a   . B2b   . B3b B2a B3a|
         stage 1 |   . F0a F1a F0b B0b F1b B1b F2a B0a F3a B1a F2b B2b F3b B3b B2a B3a|  .
     """
+    refuse_below(1, stages=stages, microbatches=microbatches, chunks=chunks)
     rounds = _rounds(stages, microbatches)
     forwards = [(chunk, k) for numbers in rounds for chunk in range(chunks) for k in numbers]
     backwards = [(chunk, k) for numbers in rounds for chunk in reversed(range(chunks)) for k in numbers]
@@ -158,6 +160,7 @@ def zbv(stages: int, microbatches: int) -> Schedule:
     With fewer than 2 `stages` - 1 microbatches the lists are those for that number, without the microbatches that don't
     exist.
     """
+    refuse_below(1, stages=stages, microbatches=microbatches)
     count = max(microbatches, 2 * stages - 1)
     schedule: Schedule = []
     for s in range(stages):
@@ -200,3 +203,10 @@ class _Numbered:
 SCHEDULES: Mapping[str, Generator] = MappingProxyType(
     {"naive": naive, "gpipe": gpipe, "1f1b": one_f_one_b, "interleaved": interleaved, "zbv": zbv}
 )
+
+
+def refuse_below(least: int, **numbers: int) -> None:
+    """Refuse numbers that are too small, by their names."""
+    for name, number in numbers.items():
+        if number < least:
+            raise ValueError(f"{name}={number}: give at least {least}.")

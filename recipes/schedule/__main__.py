@@ -38,9 +38,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--column", type=float, help="time per column (default: that of the shortest action)")
     parser.add_argument("--width", type=int, help="cut the table at so many characters")
     options = parser.parse_args(arguments)
-    for name, least in (("stages", 1), ("microbatches", 1), ("updates", 1), ("extra_in_flight", 0)):
-        if (given := getattr(options, name)) is not None and given < least:
-            parser.error(f"{name}={given}: give at least {least}.")
     try:
         print(_described(options))
     except ValueError as error:

@@ -7,11 +7,13 @@ from collections.abc import Sequence
 
 from lightning_parallel.schedules.actions import Action, Backward, BackwardInput, Forward, Schedule, Step, placement
 from lightning_parallel.schedules.asynchronous import AsyncOneFOneB
+from lightning_parallel.schedules.generators import refuse_below
 from lightning_parallel.schedules.simulate import Simulation, most_held, simulate
 
 
 def asynchronous(stages: int, microbatches: int, updates: int, extra_in_flight: int = 0) -> Schedule:
     """`updates` updates of `microbatches` each by `AsyncOneFOneB`, then the drain."""
+    refuse_below(1, stages=stages, microbatches=microbatches, updates=updates)
     schedule: Schedule = []
     for s in range(stages):
         stage = AsyncOneFOneB(stages, s, extra_in_flight)

@@ -192,10 +192,22 @@ def test_bookkeeping_does_not_depend_on_consuming_the_slice() -> None:
     assert list(last.feed(1)) == stage(1, "F3 B3 S1")
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
-def test_what_generators_make_of_no_microbatches_is_no_schedule(name: str) -> None:
-    with pytest.raises(ValueError, match=r"0 microbatches: stage 0: Step\(.*\) has no backward before it"):
-        of_one_update(SCHEDULES[name], 2, 0)
+@pytest.mark.parametrize(
+    ("make", "setting"),
+    [
+        (lambda: gpipe(0, 1), "stages=0"),
+        (lambda: one_f_one_b(2, 0), "microbatches=0"),
+        (lambda: naive(2, -1), "microbatches=-1"),
+        (lambda: interleaved(2, 2, 0), "chunks=0"),
+        (lambda: zbv(2, 0), "microbatches=0"),
+        (lambda: AsyncOneFOneB(2, 2), "stage=2"),
+        (lambda: AsyncOneFOneB(2, 0, -1), "extra_in_flight=-1"),
+        (lambda: AsyncOneFOneB(2, 0).feed(0), "count=0"),
+    ],
+)
+def test_bad_sizes_are_refused_by_name(make: Callable[[], object], setting: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(setting)):
+        make()
 
 
 @pytest.mark.parametrize(
