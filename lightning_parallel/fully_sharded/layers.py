@@ -48,7 +48,7 @@ class FullyShardedLayers:
     ) -> None:
         self._group, self._host_group = group, host_group
         self._factor: Callable[[], float | Tensor] = lambda: 1.0
-        self._late: set[str] = set()  # layers whose gradients are averaged after an update's backwards
+        self._unsent: set[str] = set()  # layers whose gradients no backward of the update sends
         mesh = DeviceMesh.from_group(group, device.type, mesh_dim_names=("data",))
         first = dist.get_global_rank(group, 0)
         self._units: dict[str, FSDPModule] = {}
@@ -69,7 +69,7 @@ class FullyShardedLayers:
     def hold_back(self) -> None:
         """Begin an update: gather the layers, without waiting for it. From now on backwards add up their gradients, and
         send nothing."""
-        self._late = set()
+        self._unsent = set()
         self._end_with(False, self._units)
         self._gathering = [unit.unshard(async_op=True) for unit in self._units.values()]
 
@@ -93,7 +93,7 @@ class FullyShardedLayers:
         if alike:
             self._end_with(True, names)
         else:
-            self._late.update(names)
+            self._unsent.update(names)
         return alike
 
     def complete(self) -> None:
@@ -103,19 +103,16 @@ class FullyShardedLayers:
             assert isinstance(unit, nn.Module)
             whole = {key: p for key, p in unit.named_parameters() if not isinstance(p, DTensor) and p.dim() > 0}
             gradients = {key: parameter.grad for key, parameter in whole.items()}
-            if name not in self._late and all(gradient is None for gradient in gradients.values()):
-                continue
-            averages = GradientAverager(whole, self._group, factor=self._factor).finish(gradients)
+            is_left = name in self._unsent or any(gradient is not None for gradient in gradients.values())
+            averages = GradientAverager(whole, self._group, factor=self._factor).finish(gradients) if is_left else {}
             for parameter in whole.values():
                 parameter.grad = None
             unit.reshard()
             for key, parameter in unit.named_parameters():
-                average = averages.get(key)
-                if average is not None:
+                if (average := averages.get(key)) is not None:
                     assert isinstance(parameter, DTensor)
                     everywhere = DTensor.from_local(average, parameter.device_mesh, [Replicate()], run_check=False)
                     parameter.grad = everywhere.redistribute(placements=parameter.placements)
-        self.free()
 
     def _end_with(self, last: bool, names: Collection[str]) -> None:
         for unit in (unit for name, unit in self._units.items() if name in names):

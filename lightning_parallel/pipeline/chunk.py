@@ -63,8 +63,8 @@ class Trial:
     run: Callable[[Tensor, list[Term], Again], None]
 
 
-# A context around a backward that completes gradients for an update. It is called with the chunk and the edges at which
-# the backward begins (none for a second half).
+# A context around autograd's part of an action that completes a chunk's gradients for an update (both halves of a
+# backward do). It is given the chunk, and the edges at which the backward begins; none for a second half.
 Completing = Callable[[int, Sequence[GradientEdge]], AbstractContextManager[None]]
 
 # An experiment that follows a microbatch's forward in another chunk. It is called with the chunk, what arrived for it,
@@ -313,9 +313,9 @@ class Chunk:
         begun, gradients, token = self._second_halves.popleft()
         assert begun == number, "second halves run in the order of the first ones"
         completing = self._completing(()) if completes else nullcontext()
-        with self._span("backward weight", number), self._weights.second_half(token), self._stage.backward():
-            with completing:
-                gradients.run()
+        weights = self._weights.second_half(token)
+        with self._span("backward weight", number), weights, self._stage.backward(), completing:
+            gradients.run()
 
     def _post_gradients(self) -> None:
         """Post the receive for the next backward, if its forward has run."""

@@ -37,9 +37,7 @@ class Engine:
         loss_of: takes the loss out of what the user's step returned, in the last chunk.
         weights: decides which version of the weights a forward uses; by default the module's own parameters.
         halves: run a backward's second half where the schedule has it. Otherwise both halves run together.
-        completing: a context around autograd's part of the actions that complete a chunk's gradients for an update: of
-            its last backward before a ``Step``; of one in halves, of both. It is given the chunk, and the edges at
-            which a backward begins (none for a second half).
+        completing: a context around the actions that complete a chunk's gradients for an update.
     """
 
     def __init__(

@@ -40,8 +40,7 @@ def attributes_kept(module: nn.Module) -> Iterator[None]:
     attributes = {name: {**vars(p)} for name, p in module.named_parameters(remove_duplicate=False)}
     yield
     for name, parameter in module.named_parameters(remove_duplicate=False):
-        own = vars(parameter)
-        own.update({**attributes.get(name, {}), **own})
+        vars(parameter).update({**attributes.get(name, {}), **vars(parameter)})
 
 
 def refuse_calls(modules: Iterable[nn.Module], until: ExitStack) -> None:
