@@ -126,7 +126,11 @@ class Slurm:
         return job["JobState"]
 
     def release(self, job_id: str) -> None:
-        """Let a requeued job, which waits, start at once."""
+        """Let a requeued job, which waits, start at once.
+
+        Not within the second in which its last run was ended, though: nodes compare times in whole seconds, take the
+        new launch for one of before (`slurm_cred_revoked`), and the job fails before its first command."""
+        time.sleep(1.0)
         self.run("scontrol", "update", f"JobId={job_id}", "StartTime=now")
 
 
