@@ -6,8 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from lightning_parallel.batch import cloned, tensors
-from lightning_parallel.plan.flow import FlowError
-from lightning_parallel.plan.one_sided import TWICE
+from lightning_parallel.plan.flow import TWICE, FlowError
 from lightning_parallel.plan.partition import Partition
 from lightning_parallel.private.torch import version_of
 

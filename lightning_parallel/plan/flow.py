@@ -23,8 +23,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from lightning_parallel.ranks.layout import Placement
 from lightning_parallel.tracing.trace import Call
+
+TWICE = "A stage with several chunks runs this code once in each of them:"  # in errors
 
 
 @dataclass(frozen=True)
@@ -64,12 +65,6 @@ class Flow:
 
     def out_of(self, chunk: int) -> tuple[Cargo, ...]:
         return self.cuts[chunk] if chunk < len(self.cuts) else ()
-
-    def heaviest(self, placement: Placement) -> int | None:
-        """The chunk before the cut that most tensors cross, among the cuts between two stages; None if there is
-        none."""
-        between = [cut for cut in range(len(self.cuts)) if placement[cut] != placement[cut + 1]]
-        return max(between, key=lambda cut: tensors_of(self.cuts[cut]), default=None)
 
 
 def tensors_of(cargo: Iterable[Cargo]) -> int:

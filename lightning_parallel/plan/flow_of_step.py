@@ -1,8 +1,14 @@
-"""Finds by a dry run of a step what crosses the cuts in it (``flow.py``), or why it can't be run in stages."""
+"""Finds by a dry run of a step what crosses the cuts in it (``flow.py``), or why it can't be run in stages.
+
+A chunk leaves the step after its last layer, and the layers of others don't run in it. So it doesn't draw from the
+user's random generators what the rest of the step draws, and has no numbers that other stages' layers keep. Where a
+stage runs several chunks, the code around the layers runs once in each of them, for the same microbatch. A step that
+would make the stages drift apart from one process is refused.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -11,12 +17,11 @@ from torch import nn
 
 from lightning_parallel.absent.origins import origin_of_parameter, parameter_of
 from lightning_parallel.absent.tensor import TakesGradientsError
-from lightning_parallel.plan.flow import Cargo, Flow, FlowError
-from lightning_parallel.plan.one_sided import TWICE, check_one_sided, chunks_running
+from lightning_parallel.plan.flow import TWICE, Cargo, Flow, FlowError
 from lightning_parallel.plan.partition import Partition
 from lightning_parallel.private.torch import has_full_backward_hooks
 from lightning_parallel.tracing.dry_run import names_of, trace
-from lightning_parallel.tracing.trace import Call, Trace, TracedCall, Update
+from lightning_parallel.tracing.trace import Call, Place, Trace, TracedCall, Update
 
 
 def flow_of_step(module: nn.Module, partition: Partition, step: Callable[[], Any], logged: Sequence[Any] = ()) -> Flow:
@@ -34,37 +39,39 @@ def flow_of_step(module: nn.Module, partition: Partition, step: Callable[[], Any
     names = names_of(module) | {id(module.get_submodule(name)): name for name in units}
     seen = trace(module, units.__contains__, step, names=names, logged=logged, plain_values=True)
     placed = _placed(seen.calls, partition)
-    # Later errors are the last chunk's: what the loss can't do with absent values, it may do with real ones.
-    if seen.stopped is not None and max(placed, default=0) < partition.chunks - 1:
-        raise seen.stopped
     last = partition.chunks - 1
-    elsewhere = [unit for unit in sorted(seen.beyond) if last not in partition.units[unit]]
+    # Later errors are the last chunk's: what the loss can't do with absent values, it may do with real ones.
+    if seen.stopped is not None and max(placed, default=0) < last:
+        raise seen.stopped
+    elsewhere = [unit for unit in sorted(seen.beyond) if last not in units[unit]]
     if elsewhere:
         raise FlowError(
             f"The step asks for a value, which only {partition.name_of(last)} has, and then calls '{elsewhere[0]}', "
-            f"which is on {partition.name_of(partition.units[elsewhere[0]][-1])}. Ask for it inside a layer's own "
+            f"which is on {partition.name_of(units[elsewhere[0]][-1])}. Ask for it inside a layer's own "
             f"forward, or after the layers. {seen.stopped}"
         )
     flow = _Flows(seen, partition, placed).flow()
-    _check_gradients(module, partition, flow, {(call.unit, call.call) for call in seen.calls if call.detached})
+    if torch.is_grad_enabled():
+        _check_gradients(module, partition, flow, seen)
     return flow
 
 
-def _check_gradients(module: nn.Module, partition: Partition, flow: Flow, detached: Container[Call]) -> None:
-    for chunk, cut in enumerate(flow.cuts):
-        for cargo in cut:
-            unit = module.get_submodule(cargo.module)
-            if torch.is_grad_enabled() and has_full_backward_hooks(unit):
-                raise RuntimeError(
-                    f"'{cargo.module}' has a full backward hook, and its output crosses a cut, where it would miss "
-                    f"gradients. Register it on a module inside '{cargo.module}'."
-                )
-            if any(p.requires_grad for p in unit.parameters()) and (cargo.module, cargo.call) in detached:
-                raise RuntimeError(
-                    f"'{cargo.module}' hands its output from {partition.name_of(chunk)} to a later one, but "
-                    f"runs under torch.no_grad() or in a checkpoint with use_reentrant=True, so no gradient would come "
-                    f"back: use use_reentrant=False, or freeze it with requires_grad_(False)."
-                )
+def _check_gradients(module: nn.Module, partition: Partition, flow: Flow, seen: Trace) -> None:
+    """Refuse layers that would miss the gradient of an output that crosses a cut."""
+    detached = {(call.unit, call.call) for call in seen.calls if call.detached}
+    for chunk, cargo in ((chunk, cargo) for chunk, cut in enumerate(flow.cuts) for cargo in cut):
+        unit = module.get_submodule(cargo.module)
+        if has_full_backward_hooks(unit):
+            raise RuntimeError(
+                f"'{cargo.module}' has a full backward hook, and its output crosses a cut, where it would miss "
+                f"gradients. Register it on a module inside '{cargo.module}'."
+            )
+        if any(p.requires_grad for p in unit.parameters()) and (cargo.module, cargo.call) in detached:
+            raise RuntimeError(
+                f"'{cargo.module}' hands its output from {partition.name_of(chunk)} to a later one, but "
+                f"runs under torch.no_grad() or in a checkpoint with use_reentrant=True, so no gradient would come "
+                f"back: use use_reentrant=False, or freeze it with requires_grad_(False)."
+            )
 
 
 def _placed(calls: Sequence[TracedCall], partition: Partition) -> list[int]:
@@ -96,7 +103,9 @@ class _Flows:
 
     def flow(self) -> Flow:
         self._check_gradients_taken()
-        check_one_sided(self._seen, self._chunks, self._partition.placement)
+        self._check_draws()
+        self._check_plain_reads()
+        self._check_carried()
         for index in self._seen.overwriting:
             if self._chunks[index] < self._last:
                 raise FlowError(
@@ -128,7 +137,7 @@ class _Flows:
             if i not in self._late:
                 last[chunk] = (call.unit, call.call)
         in_step = [update for update in self._seen.updates if update.place is not None]
-        by_layers = {update.name for update in in_step if any(parameter_of(origin) is None for origin in update.needs)}
+        by_layers = {update.name for update in in_step if _by_layers(update)}
         return Flow(
             tuple(map(tuple, cuts)),
             tuple(last),
@@ -139,16 +148,7 @@ class _Flows:
             self._seen.own_updates,
         )
 
-    def _check_gradients_taken(self) -> None:
-        """Refuse ``torch.autograd.grad`` between layers, unless the last chunk differentiates by what it has computed
-        itself, or by parameters that its stage alone holds."""
-        error, stage = self._seen.stopped, self._stages[self._last]
-        if not isinstance(error, TakesGradientsError) or self._last == 0:
-            return
-        own = {call.origin for call, chunk in zip(self._seen.calls, self._chunks, strict=True) if chunk == self._last}
-        own |= {origin_of_parameter(name) for name, stages in self._partition.owners.items() if stages == (stage,)}
-        if error.present or not error.origins <= own:
-            raise error
+    # -- what a chunk needs --------------------------------------------------------------------------------------
 
     def _need(self, origins: Iterable[str], consumer: str, chunk: int) -> None:
         for origin in origins:
@@ -196,8 +196,7 @@ class _Flows:
     def _need_update(self, update: Update) -> None:
         """Need an update of a parameter by the code around the units. Each stage that holds it must change it: in each
         of the stage's chunks that run this code, all of which change it from the same old value."""
-        running = chunks_running(update.place, self._chunks, self._last + 1) if update.place else range(self._last + 1)
-        by_layers = update.place is not None and any(parameter_of(origin) is None for origin in update.needs)
+        running = self._running(update.place) if update.place else range(self._last + 1)
         for stage in self._partition.holders_of(update.name):
             chunks = [chunk for chunk in self._partition.chunks_of(stage) if chunk in running]
             if not chunks:
@@ -205,7 +204,7 @@ class _Flows:
                     f"The step changes '{update.name}', which is on stage {stage}, after that stage has left it: "
                     f"change it at the beginning of training_step, or in on_train_batch_end."
                 )
-            if by_layers and len(chunks) > 1:
+            if update.place and _by_layers(update) and len(chunks) > 1:
                 raise FlowError(
                     f"The step changes '{update.name}', on stage {stage}, by what layers return. {TWICE} change it in "
                     f"on_train_batch_end, or take a schedule with one chunk a stage ('1f1b')."
@@ -228,3 +227,95 @@ class _Flows:
                 f"{consumer} is on {self._name(chunk)}, but needs the output of '{unit}' on "
                 f"{self._name(owner)}: call them in the same order in every step."
             )
+
+    # -- what some chunks only do, though all would have to ------------------------------------------------------
+
+    def _running(self, place: Place) -> range:
+        """The chunks that run the code at a place."""
+        chunks = self._chunks
+        if place.during == "call" and place.index < len(chunks):
+            return range(chunks[place.index], chunks[place.index] + 1)
+        before = chunks[: place.index + (place.during == "hooks")]
+        reached = max(before, default=0)
+        # After its last call a chunk has left the step: the hooks on it are the last that it runs.
+        has_left = place.during == "code" and reached in before and reached not in chunks[place.index :]
+        return range(min(reached + has_left, self._last), self._last + 1)
+
+    def _check_gradients_taken(self) -> None:
+        """Refuse ``torch.autograd.grad`` between layers, unless the last chunk differentiates by what it has computed
+        itself, or by parameters that its stage alone holds."""
+        error, stage = self._seen.stopped, self._stages[self._last]
+        if not isinstance(error, TakesGradientsError) or self._last == 0:
+            return
+        own = {call.origin for call, chunk in zip(self._seen.calls, self._chunks, strict=True) if chunk == self._last}
+        own |= {origin_of_parameter(name) for name, stages in self._partition.owners.items() if stages == (stage,)}
+        if error.present or not error.origins <= own:
+            raise error
+
+    def _check_draws(self) -> None:
+        """Refuse a generator that lives longer than a step unless each stage draws all of its numbers, or none, and
+        each once."""
+        for places in self._seen.draws.values():
+            for stage in range(self._partition.stages):
+                times = [sum(self._stages[chunk] == stage for chunk in self._running(place)) for place in places]
+                if max(times) > 1:
+                    raise FlowError(
+                        f"The step draws from a random generator of its own, and would draw several times on stage "
+                        f"{stage}. {TWICE} draw from torch's default generator, which all stages follow, make the "
+                        f"generator anew in each step, or take a schedule with one chunk a stage ('1f1b')."
+                    )
+                if sum(times) not in (0, len(places)):
+                    raise FlowError(
+                        f"The step draws from a random generator of its own in {len(places)} places, of which stage "
+                        f"{stage} runs {sum(times)}, so its numbers would differ from then on. Draw from torch's "
+                        f"default generator, which all stages follow, or make the generator anew in each step."
+                    )
+
+    def _check_plain_reads(self) -> None:
+        """Refuse to read a number that another stage's layer keeps."""
+        for read in self._seen.plain_reads:
+            calls = zip(self._seen.calls, self._chunks, strict=True)
+            owners = {chunk for call, chunk in calls if call.unit == read.unit}
+            missing = [chunk for chunk in self._running(read.place) if chunk not in owners]
+            if not owners or not missing:
+                continue
+            if read.attribute is None:
+                raise FlowError(
+                    f"The metric '{read.module}' is updated inside a layer on stage {self._stages[min(owners)]}, and "
+                    f"depends on values in a way that can't be followed to the last stage, where metrics are "
+                    f"computed. Update it in the step, by what the layer returns (or switch its checks of values off, "
+                    f"as nan_strategy='disable' does)."
+                )
+            raise FlowError(
+                f"'{read.module}', on stage {self._stages[min(owners)]}, keeps something in its attribute "
+                f"{read.attribute!r} that isn't computed from tensors alone, and stage {self._stages[missing[0]]} "
+                f"reads it. It can't be sent: keep a tensor instead of a number (without .item()), or return it."
+            )
+
+    def _check_carried(self) -> None:
+        """Refuse what the step keeps for the next one if a stage reads it that doesn't change it, or changes it several
+        times."""
+        for carried in self._seen.carried:
+            readers = {chunk for place in carried.reads for chunk in self._running(place)}
+            writers = {chunk for place in carried.writes for chunk in self._running(place)}
+            for place in carried.writes:
+                stale = readers.difference(self._running(place))
+                if stale:
+                    raise FlowError(
+                        f"The step reads '{carried.name}' on stage {self._stages[min(stale)]}, but changes it after "
+                        f"that stage has left the step, so the stage keeps the old value: change it at the beginning "
+                        f"of the step, or in a hook such as on_train_batch_end."
+                    )
+            stages = [self._stages[chunk] for chunk in writers]
+            again = next((stage for stage in stages if stages.count(stage) > 1), None)
+            if again is not None:
+                raise FlowError(
+                    f"The step reads and changes '{carried.name}', and would change it several times on stage "
+                    f"{again}. {TWICE} change it in a hook such as on_train_batch_start, or take a schedule with one "
+                    f"chunk a stage ('1f1b')."
+                )
+
+
+def _by_layers(update: Update) -> bool:
+    """Is a parameter updated by what layers return, and not by parameters alone?"""
+    return any(parameter_of(origin) is None for origin in update.needs)

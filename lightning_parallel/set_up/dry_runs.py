@@ -148,16 +148,14 @@ class DryRuns:
         """Warn of a residual sum between layers: each stage computes it again, from all its terms, O(layers) of
         them."""
         places = self._stages.stage.partition.placement
-        chunk = flow.heaviest(places)
-        if chunk is None:
-            return
-        cargo = flow.out_of(chunk)
-        if self._warned or tensors_of(cargo) <= MANY:
+        between = [cut for cut in range(len(flow.cuts)) if places[cut] != places[cut + 1]]
+        heaviest = max(between, key=lambda cut: tensors_of(flow.cuts[cut]), default=None)
+        if self._warned or heaviest is None or tensors_of(cargo := flow.cuts[heaviest]) <= MANY:
             return
         self._warned = True
         rank_zero_warn(
-            f"{tensors_of(cargo)} tensors cross the cut between stages {places[chunk]} and {places[chunk + 1]} for "
-            f"each microbatch, and their gradients come back: the outputs of "
+            f"{tensors_of(cargo)} tensors cross the cut between stages {places[heaviest]} and {places[heaviest + 1]} "
+            f"for each microbatch, and their gradients come back: the outputs of "
             f"{first_few([repr(item.module) for item in cargo])}. Later stages use them. If training_step or forward "
             f"adds them up between the layers, as in `x = x + layer(x)`, move this into the layer's forward: then its "
             f"output is all that crosses."

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_parallel.absent.tensor import AbsentTensor, AbsentValueError
 from lightning_parallel.pipeline.stage import Stage
-from lightning_parallel.plan.flow import Cargo, Flow, FlowError, tensors_of
+from lightning_parallel.plan.flow import Cargo, FlowError
 from lightning_parallel.plan.search import partition
 from tests.pipeline import by_hand
 from tests.pipeline.by_hand import CPU
@@ -177,16 +177,6 @@ def test_an_error_after_the_layers_is_the_last_stages() -> None:
             return x.square().mean()
 
     assert crossing(Odd(), 2) == [set()]
-
-
-def test_the_heaviest_cut_is_told_by_tensors() -> None:
-    many, one = Cargo("many", 0, 3), Cargo("one", 0, 1)
-    assert [tensors_of(cut) for cut in ((), (one,), (one, many))] == [0, 1, 4]
-    assert Flow(((one, one), (many,), ()), (None,) * 4).heaviest((0, 1, 2, 3)) == 1
-    assert Flow(((one, one), (one, many), (many,)), (None,) * 4).heaviest((0, 1, 2, 3)) == 1
-    assert Flow(((one, one), (one, many), (many,)), (None,) * 4).heaviest((1, 0, 0, 1)) == 2  # not at the turn
-    assert Flow(((), ()), (None,) * 3).heaviest((0, 1, 2)) == 0
-    assert Flow((), (None,)).heaviest((0,)) is None
 
 
 # -- what the dry run sees --------------------------------------------------------------------------------------------
