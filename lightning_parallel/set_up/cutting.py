@@ -9,9 +9,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from lightning_parallel.absent.tensor import AbsentValueError
+from lightning_parallel.absent.tensor import AbsentTensor, AbsentValueError
 from lightning_parallel.batch import cloned
-from lightning_parallel.checks.batch_watch import BatchWatch
 from lightning_parallel.loading.first_batch import as_in, first_step
 from lightning_parallel.plan.partition import Partition
 from lightning_parallel.plan.search import partition
@@ -29,9 +28,14 @@ def agreed_partition(run: Run, options: StagedOptions, splitting: Splitting, pla
 
     Raises:
         ValueError: the module can't be cut like this.
-        RuntimeError: ranks that get the same batch see different calls.
+        RuntimeError: another Trainer has cut it, or ranks that get the same batch see different calls.
     """
     trainer, module, layout = run.trainer, run.module, run.layout
+    if any(isinstance(p, AbsentTensor) for p in module.parameters()):
+        raise RuntimeError(
+            "This LightningModule holds one stage of a pipeline that another Trainer has made of it. Make a new one, "
+            "and load it from a checkpoint."
+        )
     if placement == (0,) and options.keeps_steps_whole(layout.size("data")):
         return Partition.whole(module)
 
@@ -58,11 +62,9 @@ def agreed_partition(run: Run, options: StagedOptions, splitting: Splitting, pla
     def check_whole(part: _TracedStep, whole: _TracedStep, count: int) -> None:
         """Refuse a step that raises an error by itself on a microbatch, and doesn't on the whole batch. A partition may
         be found all the same: the trace ends at the error."""
-        if part.error is None:
-            return
         with suppress(Exception):
             partition_by(whole)
-        if whole.error is None:
+        if part.error is not None and whole.error is None:
             cause = part.error.__cause__ or part.error
             raise ValueError(
                 f"training_step fails on the first of {count} microbatches, but not on the whole batch: "
@@ -75,16 +77,11 @@ def agreed_partition(run: Run, options: StagedOptions, splitting: Splitting, pla
             batch, *others = step.args
             parts = splitting.parts(batch)[0] if run.trains else [batch]
             part = _TracedStep(step.func, (parts[0], *others))
-            if len(parts) == 1:
-                return partition_by(part)
-            whole = _TracedStep(step.func, step.args)
             try:
-                found = partition_by(part)
-            except Exception:
-                check_whole(part, whole, len(parts))
-                raise
-            check_whole(part, whole, len(parts))
-            return found
+                return partition_by(part)
+            finally:
+                if part.error is not None and len(parts) > 1:
+                    check_whole(part, _TracedStep(step.func, step.args), len(parts))
         except AbsentValueError as error:
             error.add_note(
                 "The step asks for a value between the layers, which only one stage has. Ask for it inside a layer's "
@@ -119,7 +116,7 @@ class _TracedStep:
     def run(self) -> Any:
         is_first, self._has_run = not self._has_run, True
         try:
-            return BatchWatch().run_on_copy(self.function, *self.arguments)
+            return self.function(*cloned(self.arguments))
         except Exception as error:
             # Operations on absent tensors fail as in one process where shapes don't fit. Where values are missing,
             # torch names the meta device.

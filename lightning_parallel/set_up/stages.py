@@ -6,7 +6,7 @@ stages hold, tied and loose ones, are made equal on them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import lightning.pytorch as pl
 import torch.distributed as dist
@@ -14,7 +14,6 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import nn
 
-from lightning_parallel.absent.tensor import AbsentTensor
 from lightning_parallel.fully_sharded.layers import FullyShardedLayers
 from lightning_parallel.fully_sharded.units import untied
 from lightning_parallel.gradients.averaging import summed_over
@@ -45,50 +44,27 @@ class Stages:
         assert self._stage is not None, "stages are made in Trainer.fit, validate, test and predict"
         return self._stage
 
-    def take(
-        self,
-        run: Run,
-        *,
-        cut: Callable[[], Partition],
-        check: Callable[[Partition], None],
-        divide: Callable[[], None],
-    ) -> None:
-        """Make this rank's stage of the module, once for a module, and hook it.
+    def are_of(self, module: pl.LightningModule) -> bool:
+        """Has the module been divided here, in an earlier run?"""
+        return self._stage is not None and self._stage.module is module
 
-        Args:
-            cut: decides who owns what.
-            check: refuses a partition that the schedule can't train.
-            divide: makes layers this rank's shards. It is called after the partition, which weighs whole layers,
-                and before the other stages' layers are dropped.
-
-        Raises:
-            ValueError: the module can't be cut like this.
-            RuntimeError: another Trainer has cut it.
-        """
-        module = run.module
-        if self._stage is None or self._stage.module is not module:
-            if any(isinstance(p, AbsentTensor) for p in module.parameters()):
-                raise RuntimeError(
-                    "This LightningModule holds one stage of a pipeline that another Trainer has made of it. Make a "
-                    "new one, and load it from a checkpoint."
-                )
-            parts = cut()
-            check(parts)
-            divide()
-            with attributes_kept(module):
-                self._make(run, parts)
-        self.stage.install(recompute=self._options.activation_checkpointing)
-
-    def _make(self, run: Run, parts: Partition) -> None:
+    def take(self, run: Run, parts: Partition) -> None:
+        """Make this rank's stage of the module, once for a module. The other stages' layers are dropped."""
         module, replicas = run.module, run.groups.along("data")
-        self._stage = Stage(module, parts, run.layout.stage, run.device)
-        configure_part(module)
-        if self._options.data_parallel_kind == "fully_shard" and replicas.size() > 1:
-            # Before the stage's hooks: after its last layer they leave the step, and torch's have to run by then.
-            # One that is called twice would be freed between its backwards, which needn't be as many on all replicas.
-            layers = untied(module, (name for name in self._stage.layers if parts.layers.count(name) == 1))
-            hosts = run.groups.on_host(run.layout.peers("data"))
-            self.fully_sharded = FullyShardedLayers(layers, replicas, hosts, run.device)
+        with attributes_kept(module):
+            self._stage = Stage(module, parts, run.layout.stage, run.device)
+            configure_part(module)
+            if self._options.data_parallel_kind == "fully_shard" and replicas.size() > 1:
+                # Before the stage's hooks: after its last layer they leave the step, and torch's have to run by then.
+                # One that is called twice would be freed between its backwards, which needn't be as many on all
+                # replicas.
+                layers = untied(module, (name for name in self._stage.layers if parts.layers.count(name) == 1))
+                hosts = run.groups.on_host(run.layout.peers("data"))
+                self.fully_sharded = FullyShardedLayers(layers, replicas, hosts, run.device)
+
+    def install(self) -> None:
+        """Hook the module: from now on its steps are cut."""
+        self.stage.install(recompute=self._options.activation_checkpointing)
 
     @property
     def layers(self) -> str:

@@ -147,12 +147,13 @@ class StagedStrategy(LayoutStrategy):
         splitting = Splitting(self.options, self.automatic_microbatches)
         self._at_end.callback(lambda: refuse_calls(filter(_has_absent_ones, module.modules()), self._at_next_run))
         self._at_end.callback(self._stages.end)
-        self._stages.take(
-            run,
-            cut=lambda: agreed_partition(run, self.options, splitting, self.placement),
-            check=self.check_partition,
-            divide=lambda: self._shards.divide(module, groups.along("tensor"), run.device, partial(trial_of, run)),
-        )
+        if not self._stages.are_of(module):
+            parts = agreed_partition(run, self.options, splitting, self.placement)
+            self.check_partition(parts)
+            # After the partition, which weighs whole layers.
+            self._shards.divide(module, groups.along("tensor"), run.device, partial(trial_of, run))
+            self._stages.take(run, parts)
+        self._stages.install()
         stage, shards = self.stage, self._shards.shards
         local = LocalModel(stage.named_parameters(), stage.named_buffers, shards, stage.partition.aliases)
         self.hold(local, counts=self.counts)
