@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -14,6 +15,7 @@ from lightning_parallel.plan.layers import Layers, named_layers
 from lightning_parallel.plan.partition import Partition
 from lightning_parallel.ranks.layout import Placement
 from lightning_parallel.tracing.dry_run import trace
+from lightning_parallel.tracing.repeated import unrepeatable
 from lightning_parallel.tracing.trace import Trace
 from lightning_parallel.values import first_few
 
@@ -80,18 +82,16 @@ def partition(
     # The calls after which chunks leave the step, with these chunks: all but the last one.
     last = {chunk: call for call, chunk in result.calls.items()}
     exits = {call: chunk for chunk, call in last.items() if chunk < result.chunks - 1}
-    second = trace(module, best.is_unit, step, names=units.names, seed=1, exits=exits)
+    again = partial(trace, module, best.is_unit, step, names=units.names)
+    second = again(seed=1, exits=exits)
     _check_repeatable(best.seen, second)
-    if recompute:
-        again = trace(module, best.is_unit, step, names=units.names, seed=1, twice=set(result.layers))
-        if again.unrepeatable:
-            raise ValueError(
-                f"activation_checkpointing=True: '{min(again.unrepeatable)[0]}' does something else when it runs again "
-                f"on the same inputs: it keeps a state, or draws from a generator of its own. Leave "
-                f"activation_checkpointing out."
-            )
+    if recompute and (changed := unrepeatable(module, result.layers, again)):
+        raise ValueError(
+            f"activation_checkpointing=True: '{min(changed)}' does something else when it runs again on the same "
+            f"inputs: it keeps a state, or draws from a generator of its own. Leave activation_checkpointing out."
+        )
     for call in second.stored_after:
-        third = trace(module, best.is_unit, step, names=units.names, seed=2, earlier=[call])
+        third = again(seed=2, earlier=[call])
         _check_repeatable(best.seen, third)
         _check_independent(result, third, {exits[call]} if call is not None else set(exits.values()))
     _check_held(result, {name for name, _ in module.named_parameters(remove_duplicate=False)})

@@ -16,9 +16,8 @@ with the origins of its inputs. The code around the units runs as it stands::
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
-from functools import partial
 from itertools import zip_longest
 from typing import Any
 
@@ -30,12 +29,12 @@ from lightning_parallel.absent.answers import ContainerWrittenError
 from lightning_parallel.absent.modes import ValuesGuessed, WritesFollowed
 from lightning_parallel.absent.module import everything_absent
 from lightning_parallel.absent.origins import FROM_EARLIER_STEP, METRIC_STATE, STEP_OUTPUT
-from lightning_parallel.absent.tensor import AbsentTensor, AbsentValueError
+from lightning_parallel.absent.tensor import AbsentValueError
 from lightning_parallel.interception import LeaveStep
 from lightning_parallel.private.torch import buffers_of
 from lightning_parallel.seeding import TorchGenerators, host_generators_kept, seed_host_generators
 from lightning_parallel.tracing.plain_values import attribute_uses
-from lightning_parallel.tracing.recorder import Recorder, origins_in, relabelled
+from lightning_parallel.tracing.recorder import Recorder, Scene, origins_in, relabelled
 from lightning_parallel.tracing.snapshot import StateKept
 from lightning_parallel.tracing.trace import Call, Carried, Place, PlainRead, Trace
 
@@ -50,7 +49,6 @@ def trace(
     seed: int = 0,
     hooks: Callable[[Any], Any] | None = None,
     exits: Container[Call] = (),
-    twice: Container[str] = (),
     earlier: Sequence[Call | None] = (),
     beyond: bool = False,
     plain_values: bool = False,
@@ -64,26 +62,23 @@ def trace(
         seed: the seed of the random numbers that the step draws meanwhile.
         hooks: runs the module's hooks around a step, given what the step returns. They are run after it.
         exits: the calls in question for :attr:`Trace.stored_after`.
-        twice: the units in question for :attr:`Trace.unrepeatable`.
         earlier: a step runs before it for each of these, and ends after this call (None: at its end). What it stores on
             modules has the origin :data:`FROM_EARLIER_STEP`.
         beyond: if the step needs a value, let it go on with guesses, to find what the rest needs.
         plain_values: if modules keep other values than absent tensors in the step, trace a second one, to find who uses
             them. Steps go on with guesses then, too.
     """
-    with _without_values(module, is_unit, names, seed) as scene:
+    with _without_values(module, is_unit, names or names_of(module), seed) as scene:
         for call in earlier:
-            first = scene.recorder(until=call)
-            with first.installed(scene.parts, scene.absent), suppress(Exception, LeaveStep):  # an earlier trace has it
+            with Recorder(scene, until=call).installed(), suppress(Exception, LeaveStep):  # an earlier trace has it
                 step()
             for left in scene.state.written():
                 left.memory.origins = frozenset([FROM_EARLIER_STEP])
-        recorder = scene.recorder(exits=exits, twice=twice)
-        seen = scene.follow(recorder, step, logged, hooks)
+        seen = _followed(scene, Recorder(scene, exits=exits), step, logged, hooks)
         if (beyond or plain_values) and isinstance(seen.stopped, AbsentValueError):
-            scene.add_rest(seen, step, logged)
+            _add_rest(scene, seen, step, logged)
         if plain_values:
-            scene.add_plain_values(seen, step)
+            _add_plain_values(scene, seen, step)
         return seen
 
 
@@ -92,153 +87,10 @@ def names_of(module: nn.Module) -> dict[int, str]:
     return {id(part): name for name, part in module.named_modules()}
 
 
-@dataclass(frozen=True)
-class _Scene:
-    """A module without values, in which steps can be traced.
-
-    Attributes:
-        names: the names of the module's parts, by their ids.
-        recorder: makes a recorder of a step in it.
-        absent: its absent parameters, by name.
-        state: the state of its modules, which steps write to.
-    """
-
-    module: nn.Module
-    names: dict[int, str]
-    recorder: Callable[..., Recorder]
-    parts: list[nn.Module]
-    units: list[nn.Module]
-    absent: dict[str, AbsentTensor]
-    state: StateKept
-
-    def name_of(self, part: nn.Module, attribute: str) -> str:
-        name = self.names[id(part)]
-        return f"{name}.{attribute}" if name else attribute
-
-    def _assigned(self) -> Iterator[str]:
-        """The buffers of units that have been replaced by what was computed from them, such as a running mean."""
-        buffers = ((part, *item) for unit in self.units for part in unit.modules() for item in buffers_of(part).items())
-        for part, key, buffer in buffers:
-            before = self.absent.get(self.name_of(part, key))
-            if before is not None and before is not buffer and before.origins & origins_in(buffer):
-                yield self.name_of(part, key)
-
-    def metrics(self) -> Iterator[nn.Module]:
-        """The metrics of units. They are computed after the step, as are those of the code around the units."""
-        yield from dict.fromkeys(part for unit in self.units for part in unit.modules() if isinstance(part, Metric))
-
-    def follow(
-        self, recorder: Recorder, step: Callable[[], Any], logged: Sequence[Any], hooks: Callable[[Any], Any] | None
-    ) -> Trace:
-        trace = recorder.trace
-        output: Any = None
-        with recorder.installed(self.parts, self.absent):
-            try:
-                output = step()
-                trace.end |= origins_in(output)
-            except ContainerWrittenError:
-                raise  # wherever it is, some stage would miss what is written
-            except AbsentValueError as error:
-                trace.stopped = error
-                trace.end |= error.origins
-            except Exception as error:  # any: it is the step's, and the caller decides what it means
-                trace.stopped = error
-            trace.end |= origins_in((logged, recorder.end(), [vars(metric) for metric in self.metrics()]))
-            trace.own_updates = dict.fromkeys(self._assigned(), False) | trace.own_updates
-            # A step that has asked for a value (`loss.item()`) has returned nothing, so hooks get any number. They may
-            # call modules, too: that isn't the step's.
-            needs_value = isinstance(trace.stopped, AbsentValueError)
-            if hooks is not None and (trace.stopped is None or needs_value):
-                output = torch.ones(()) if needs_value else relabelled(output, STEP_OUTPUT)
-                with recorder.around_step(), ValuesGuessed(lambda tensor: tensor.origins == {STEP_OUTPUT}):
-                    hooks(output)
-        return trace
-
-    def go_on(
-        self, step: Callable[[], Any], number: float, follow: Callable[[Recorder, Callable[[], Any]], None]
-    ) -> None:
-        """Run a traced step again, going on where the code around the units needs values: with ``number``, and with
-        False for booleans. If it has needed a boolean, it is run once more with True: False may have ended it, as in
-        ``if not loss.isfinite(): raise``, or left something out. ``follow`` gets the recorder of each run, and what
-        runs it and returns what the step has returned, or None."""
-
-        def run(recorder: Recorder, guessed: ValuesGuessed) -> Any:
-            try:
-                with recorder.installed(self.parts, self.absent), guessed:
-                    return step()
-            except Exception:  # any: the trace has it
-                return None
-            except SystemExit as error:
-                if type(error) is not SystemExit:  # not the step's sys.exit, but a signal's, such as Lightning's
-                    raise
-
-        for truth in (False, True):
-            recorder = self.recorder()
-            guessed = ValuesGuessed(lambda _: recorder.place.during != "call", truth=truth, number=number)  # noqa: B023
-            with WritesFollowed():
-                follow(recorder, partial(run, recorder, guessed))
-            if not guessed.booleans:
-                return
-
-    def add_rest(self, seen: Trace, step: Callable[[], Any], logged: Sequence[Any]) -> None:
-        """The step has stopped because it needs a value. Go on with a guess, and add what the rest needs: it runs in
-        the last chunk."""
-        known = len(seen.calls)
-
-        def follow(recorder: Recorder, run: Callable[[], Any]) -> None:
-            output, again = run(), recorder.trace
-            further = again.calls[known:]
-            seen.end.update(origins_in((output, logged, recorder.end())), *(call.needs for call in further))
-            seen.beyond.update(call.unit for call in further)
-            new = {k: v for k, v in again.escapes.items() if k not in seen.escapes and v.within < known}
-            seen.escapes.update(new)
-
-        self.go_on(step, 1.0, follow)
-
-    def add_plain_values(self, seen: Trace, step: Callable[[], Any]) -> None:
-        """Add the uses of what modules keep besides absent tensors."""
-        of_units, around = self.state.written_apart(), self.state.written_around()
-        if not of_units and not around:
-            return
-        units = {id(inner): self.names[id(part)] for part in self.units for inner in part.modules()}
-
-        def follow(recorder: Recorder, run: Callable[[], Any]) -> None:
-            uses: dict[str, list[_Use]] = {}  # of an attribute, by its name
-
-            def told(part: nn.Module, attribute: str, assigned: bool) -> None:
-                use = _Use(recorder.place, assigned, second.content_of(part, attribute))
-                uses.setdefault(self.name_of(part, attribute), []).append(use)
-                if part in of_units and not assigned and not recorder.is_under_way(part):
-                    read = PlainRead(units[id(part)], self.names[id(part)], attribute, recorder.place)
-                    seen.plain_reads.append(read)
-
-            with attribute_uses(of_units | around, told):
-                run()
-            for part, attributes in (of_units | around).items():
-                for attribute in sorted(attributes):
-                    name = self.name_of(part, attribute)
-                    used, now = uses.get(name, []), second.content_of(part, attribute)
-                    if used and not used[0].assigns:  # it is read first: the value of the step before
-                        where, changed = _reads_and_writes(used, now)
-                        is_number = second.is_number(part, attribute)
-                        if changed and part not in of_units:
-                            seen.carried.append(Carried(name, is_number, where, changed))
-                        elif changed and is_number and not isinstance(part, Metric):
-                            seen.own_updates[name] = False
-
-        with StateKept(self.module, apart=self.units) as second:
-            self.go_on(step, 0.5, follow)
-        for metric in self.metrics():
-            if metric in of_units and origins_in(vars(metric)) <= {METRIC_STATE}:  # it was updated with stand-ins
-                read = PlainRead(units[id(metric)], self.names[id(metric)], None, Place(len(seen.calls)))
-                seen.plain_reads.append(read)
-
-
 @contextmanager
 def _without_values(
-    module: nn.Module, is_unit: Callable[[str], bool], names: dict[int, str] | None, seed: int
-) -> Iterator[_Scene]:
-    names = names or names_of(module)
+    module: nn.Module, is_unit: Callable[[str], bool], names: dict[int, str], seed: int
+) -> Iterator[Scene]:
     parts = [part for part in module.modules() if part is not module]
     units = [part for part in parts if is_unit(names[id(part)])]
     with (
@@ -249,7 +101,141 @@ def _without_values(
         torch.compiler.set_stance("force_eager"),
     ):
         seed_host_generators(seed)
-        yield _Scene(module, names, partial(Recorder, names, is_unit, state), parts, units, absent, state)
+        yield Scene(module, names, is_unit, parts, units, absent, state)
+
+
+def _followed(
+    scene: Scene,
+    recorder: Recorder,
+    step: Callable[[], Any],
+    logged: Sequence[Any],
+    hooks: Callable[[Any], Any] | None,
+) -> Trace:
+    seen = recorder.trace
+    output: Any = None
+    with recorder.installed():
+        try:
+            output = step()
+            seen.end |= origins_in(output)
+        except ContainerWrittenError:
+            raise  # wherever it is, some stage would miss what is written
+        except AbsentValueError as error:
+            seen.stopped = error
+            seen.end |= error.origins
+        except Exception as error:  # any: it is the step's, and the caller decides what it means
+            seen.stopped = error
+        # Metrics of units are computed after the step, as are those of the code around the units.
+        seen.end |= origins_in((logged, recorder.end(), [vars(metric) for metric in _metrics(scene)]))
+        seen.own_updates = dict.fromkeys(_assigned(scene), False) | seen.own_updates
+        # A step that has asked for a value (`loss.item()`) has returned nothing, so hooks get any number. They may
+        # call modules, too: that isn't the step's.
+        needs_value = isinstance(seen.stopped, AbsentValueError)
+        if hooks is not None and (seen.stopped is None or needs_value):
+            output = torch.ones(()) if needs_value else relabelled(output, STEP_OUTPUT)
+            with recorder.around_step(), ValuesGuessed(lambda tensor: tensor.origins == {STEP_OUTPUT}):
+                hooks(output)
+    return seen
+
+
+def _metrics(scene: Scene) -> dict[nn.Module, None]:
+    """The metrics of units."""
+    return dict.fromkeys(part for unit in scene.units for part in unit.modules() if isinstance(part, Metric))
+
+
+def _assigned(scene: Scene) -> Iterator[str]:
+    """The buffers of units that have been replaced by what was computed from them, such as a running mean."""
+    for part in (part for unit in scene.units for part in unit.modules()):
+        for key, buffer in buffers_of(part).items():
+            name = _name_of(scene, part, key)
+            before = scene.absent.get(name)
+            if before is not None and before is not buffer and before.origins & origins_in(buffer):
+                yield name
+
+
+def _name_of(scene: Scene, part: nn.Module, attribute: str) -> str:
+    return f"{scene.names[id(part)]}.{attribute}".removeprefix(".")
+
+
+# -- what a step does after it has asked for a value -----------------------------------------------------------------
+
+
+def _guessed(
+    scene: Scene,
+    step: Callable[[], Any],
+    number: float,
+    around: Callable[[Recorder], AbstractContextManager[Any]] = nullcontext,
+) -> Iterator[tuple[Recorder, Any]]:
+    """Run a traced step again, going on where the code around the units needs values: with ``number``, and with False
+    for booleans. If it has needed a boolean, it is run once more with True: False may have ended it, as in
+    ``if not loss.isfinite(): raise``, or left something out. Each run is inside ``around(recorder)``.
+
+    Yields:
+        The recorder of each run, and what the step has returned, or None.
+    """
+    for truth in (False, True):
+        recorder = Recorder(scene)
+        guesses = ValuesGuessed(lambda _: recorder.place.during != "call", truth=truth, number=number)  # noqa: B023
+        output = None
+        with WritesFollowed():
+            with suppress(Exception), around(recorder), recorder.installed(), guesses:  # any error: the trace has it
+                try:
+                    output = step()
+                except SystemExit as error:
+                    if type(error) is not SystemExit:  # not the step's sys.exit, but a signal's, such as Lightning's
+                        raise
+            yield recorder, output
+        if not guesses.booleans:
+            return
+
+
+def _add_rest(scene: Scene, seen: Trace, step: Callable[[], Any], logged: Sequence[Any]) -> None:
+    """The step has stopped because it needs a value. Go on with a guess, and add what the rest needs: it runs in the
+    last chunk."""
+    known = len(seen.calls)
+    for recorder, output in _guessed(scene, step, 1.0):
+        again = recorder.trace
+        further = again.calls[known:]
+        seen.end.update(origins_in((output, logged, recorder.end())), *(call.needs for call in further))
+        seen.beyond.update(call.unit for call in further)
+        new = {k: v for k, v in again.escapes.items() if k not in seen.escapes and v.within < known}
+        seen.escapes.update(new)
+
+
+def _add_plain_values(scene: Scene, seen: Trace, step: Callable[[], Any]) -> None:
+    """Add the uses of what modules keep besides absent tensors."""
+    of_units, around = scene.state.written_apart(), scene.state.written_around()
+    if not of_units and not around:
+        return
+    units = {id(inner): scene.names[id(part)] for part in scene.units for inner in part.modules()}
+    uses: dict[str, list[_Use]] = {}  # of an attribute in a run, by its name
+
+    def watched(recorder: Recorder) -> AbstractContextManager[None]:
+        def told(part: nn.Module, attribute: str, assigned: bool) -> None:
+            use = _Use(recorder.place, assigned, second.content_of(part, attribute))
+            uses.setdefault(_name_of(scene, part, attribute), []).append(use)
+            if part in of_units and not assigned and not recorder.is_under_way(part):
+                read = PlainRead(units[id(part)], scene.names[id(part)], attribute, recorder.place)
+                seen.plain_reads.append(read)
+
+        uses.clear()
+        return attribute_uses(of_units | around, told)
+
+    with StateKept(scene.module, apart=scene.units) as second:
+        for _ in _guessed(scene, step, 0.5, watched):
+            for part, attribute in ((part, each) for part, names in (of_units | around).items() for each in names):
+                name = _name_of(scene, part, attribute)
+                used, now = uses.get(name, []), second.content_of(part, attribute)
+                if used and not used[0].assigns:  # it is read first: the value of the step before
+                    where, changed = _reads_and_writes(used, now)
+                    is_number = second.is_number(part, attribute)
+                    if changed and part not in of_units:
+                        seen.carried.append(Carried(name, is_number, where, changed))
+                    elif changed and is_number and not isinstance(part, Metric):
+                        seen.own_updates[name] = False
+    for metric in _metrics(scene):
+        if metric in of_units and origins_in(vars(metric)) <= {METRIC_STATE}:  # it was updated with stand-ins
+            read = PlainRead(units[id(metric)], scene.names[id(metric)], None, Place(len(seen.calls)))
+            seen.plain_reads.append(read)
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Records the operations on tensors: which ones run, how much they compute, and what their backward needs."""
+"""Counts operations on tensors: how much they compute, and what their backward needs."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from collections import ChainMap
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
@@ -14,37 +13,18 @@ from lightning_parallel.private.torch import ATTENTION_ON_CPU, TorchDispatchMode
 
 
 class OperationsNoted(TorchDispatchMode):
-    """Records the operations of the code that runs inside.
+    """Counts what the code that runs inside computes.
 
     Attributes:
-        flops: their floating-point operations, by torch's formulas.
-        nbytes: the bytes of their results, without views and in-place changes: about what a backward needs if nothing
+        flops: the floating-point operations, by torch's formulas.
+        nbytes: the bytes of the results, without views and in-place changes: about what a backward needs if nothing
             is computed again in it.
-        names: with ``named``, the operations and their inputs: shape, dtype and requires_grad of tensors, and plain
-            values.
-        saved: with ``named``, the shape and dtype of the tensors that are saved for the backward, as a checkpoint
-            compares them.
     """
 
-    def __init__(self, *, named: bool = False) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.flops = 0
         self.nbytes = 0
-        self.names: list[tuple[str, tuple[Any, ...]]] = []
-        self.saved: list[tuple[torch.Size, torch.dtype]] = []
-        self._named = named
-        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._save, lambda tensor: tensor)
-
-    def __enter__(self) -> OperationsNoted:
-        super().__enter__()
-        if self._named:
-            self._hooks.__enter__()
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        if self._named:
-            self._hooks.__exit__(*error)
-        super().__exit__(*error)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = func(*args, **(kwargs or {}))
@@ -54,13 +34,7 @@ class OperationsNoted(TorchDispatchMode):
         shares = func.is_view or func.overloadpacket.__name__ == "_unsafe_view"
         if not shares and not any(True for _ in written_arguments(func, args, kwargs or {})):
             self.nbytes += nbytes_of(output)
-        if self._named:
-            self.names.append((str(func), tuple(map(_described, tree_leaves((args, kwargs))))))
         return output
-
-    def _save(self, tensor: Tensor) -> Tensor:
-        self.saved.append((tensor.shape, tensor.dtype))
-        return tensor
 
 
 def _attention(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:
@@ -82,9 +56,3 @@ _FORMULAS: Mapping[Any, Callable[..., int]] = ChainMap(flop_registry, {ATTENTION
 def nbytes_of(output: Any) -> int:
     """The memory that the tensors in an output take."""
     return sum(leaf.nbytes for leaf in tree_leaves(output) if isinstance(leaf, Tensor))
-
-
-def _described(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.shape, value.dtype, value.requires_grad
-    return value if isinstance(value, int | float | str | bool) else type(value)

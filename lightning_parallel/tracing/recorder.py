@@ -6,8 +6,9 @@ A module is taken as a whole, or its own code runs. ``is_unit`` decides, as ``is
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Container, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -16,19 +17,10 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from lightning_parallel.absent.answers import asked
-from lightning_parallel.absent.origins import (
-    FROM_EARLIER_STEP,
-    changed_by,
-    inside_of,
-    origin_of,
-    parameter_of,
-    shared_with,
-)
+from lightning_parallel.absent.origins import changed_by, inside_of, origin_of, parameter_of, shared_with
 from lightning_parallel.absent.tensor import AbsentMemory, AbsentTensor
-from lightning_parallel.backward.recompute import without_caches
 from lightning_parallel.interception import Interception, Invocation, LeaveStep, can_intercept
 from lightning_parallel.private.torch import forward_hooks, tensors_in, tree_leaves, tree_map
-from lightning_parallel.seeding import TorchGenerators
 from lightning_parallel.tracing.operations import OperationsNoted, nbytes_of
 from lightning_parallel.tracing.own_generators import ON_HOST, GeneratorsWatched
 from lightning_parallel.tracing.snapshot import StateKept
@@ -36,34 +28,40 @@ from lightning_parallel.tracing.trace import Call, Escape, Place, Trace, TracedC
 from lightning_parallel.values import first_few
 
 
+@dataclass(frozen=True)
+class Scene:
+    """A module without values, in which steps are traced.
+
+    Attributes:
+        names: the names of the module's parts, by their ids.
+        is_unit: tells by name whether a called module is taken as a whole.
+        parts: the parts of the module; ``units`` those that are taken as a whole.
+        absent: its absent parameters, and buffers of units, by name.
+        state: the state of its modules, which steps write to.
+    """
+
+    module: nn.Module
+    names: dict[int, str]
+    is_unit: Callable[[str], bool]
+    parts: list[nn.Module]
+    units: list[nn.Module]
+    absent: dict[str, AbsentTensor]
+    state: StateKept
+
+
 class Recorder:
     """Records in a trace what happens in one step.
 
     Args:
-        names: the names of the module's parts, by their ids.
-        is_unit: tells by name whether a called module is taken as a whole.
-        state: the state of the modules, which the step writes to.
         exits: the calls after each of which to record whether the step has stored something on modules.
         until: the call after which to end the step; None for its end.
-        twice: the units of which to record whether they do the same when they run again.
     """
 
-    def __init__(
-        self,
-        names: dict[int, str],
-        is_unit: Callable[[str], bool],
-        state: StateKept,
-        *,
-        exits: Container[Call] = (),
-        until: Call | None = None,
-        twice: Container[str] = (),
-    ) -> None:
+    def __init__(self, scene: Scene, *, exits: Container[Call] = (), until: Call | None = None) -> None:
         self.trace = Trace()
-        self._names = names
-        self._is_unit = is_unit
-        self._state = state
-        self._exits, self._until, self._twice = exits, until, twice
-        self._generators = GeneratorsWatched(state.generators)
+        self._scene, self._names, self._state = scene, scene.names, scene.state
+        self._exits, self._until = exits, until
+        self._generators = GeneratorsWatched(scene.state.generators)
         self._count: Counter[str] = Counter()
         self._announced: Counter[int] = Counter()  # by id: calls whose forward is yet to come
         self._with_gradients = torch.is_grad_enabled()
@@ -76,18 +74,17 @@ class Recorder:
         self._read: set[str] = set()  # origins of what it and these returned, before they get their own
 
     @contextmanager
-    def installed(self, parts: Iterable[nn.Module], absent: Mapping[str, AbsentTensor]) -> Iterator[None]:
-        """Inside, the calls of these parts of the module, and the changes of these parameters, are recorded."""
-        watched = Interception()
+    def installed(self) -> Iterator[None]:
+        """Inside, the calls of the module's parts, and the changes of its parameters, are recorded."""
+        absent, watched = self._scene.absent, Interception()
         announced = register_module_forward_pre_hook(self._announce)
         own = {name: tensor.origins for name, tensor in absent.items()}
         try:
             for name, tensor in absent.items():
                 tensor.memory.listeners = (partial(self._updated, name, tensor.memory, own[name]),)
-            for part in parts:
-                if can_intercept(part):
-                    watched.instead(part, partial(self._called, part, part.forward))
-                if can_intercept(part) and forward_hooks(part) > 0 and self._is_unit(self._names[id(part)]):
+            for part in filter(can_intercept, self._scene.parts):
+                watched.instead(part, partial(self._called, part, part.forward))
+                if forward_hooks(part) > 0 and self._scene.is_unit(self._names[id(part)]):
                     self._hooked.add(id(part))
                     watched.after(part, self._hooks_over, first=False)
             yield
@@ -124,27 +121,18 @@ class Recorder:
         run = Invocation(part, forward, args, kwargs)
         if self._depth > 0:
             return self._called_inside(name, run)
-        if not self._is_unit(name):
+        if not self._scene.is_unit(name):
             return run.run()
         _refuse_carriers(name, run.inputs)
         needs = origins_in(run.inputs)
         call = name, self._next(name)
-        asked_twice = name in self._twice
-        if asked_twice:
-            run = Invocation(part, forward, *without_caches(args, kwargs))
         self._unit, self._inside, self._read = part, set(), set()
         self._note_draws()
         host = GeneratorsWatched(ON_HOST)
-        drawn_from = torch.get_rng_state() if asked_twice else None
         detached = self._with_gradients and not torch.is_grad_enabled()
-        # With gradients on, as a checkpoint runs it the second time. Otherwise no graph is made.
-        with OperationsNoted(named=asked_twice) as noted, torch.set_grad_enabled(asked_twice):
+        with OperationsNoted() as noted, torch.no_grad():
             output = self._asked(run, call)
         self._note_draws(place=Place(len(self.trace.calls), "call"))
-        if drawn_from is not None:
-            with TorchGenerators(torch.device("cpu")).kept():
-                torch.set_rng_state(drawn_from)  # stand-ins and dropout are drawn again
-                self._ask_again(run, call, noted)
         self._read |= origins_in(output)
         # A unit may read another one's parameters, which it was given as a module.
         own = origins_in(list(part.parameters()))
@@ -200,24 +188,6 @@ class Recorder:
             return asked(run, inside, written, strict=is_unit)
         finally:
             self._depth -= 1
-
-    def _ask_again(self, run: Invocation, call: Call, before: OperationsNoted) -> None:
-        """Run a unit's call again, as a recomputation would."""
-        with StateKept(run.module, parameters=False) as state:
-            for kept in state.absent():
-                kept.memory.origins = frozenset([FROM_EARLIER_STEP])
-            with OperationsNoted(named=True) as again, torch.enable_grad():
-                try:
-                    output = self._asked(run, call)
-                except Exception:  # any: of the second time only, so it is what differs
-                    output, again.saved = None, []
-            # What it makes the first time only, such as a mask, does no harm.
-            written = state.written_around().items()
-            counts = any(state.is_number(inner, name) for inner, names in written for name in names)
-            goes_on = counts or (again.names != before.names and state.is_changed())
-            reads = FROM_EARLIER_STEP in origins_in(output)
-            if again.saved != before.saved or goes_on or reads or self._generators.drawn():
-                self.trace.unrepeatable.add(call)
 
     def _next(self, name: str) -> int:
         self._count[name] += 1

@@ -143,7 +143,6 @@ class Trace:
             they are then, such as clamped ones.
         draws: for each of the module's own generators that was drawn from, by its index, the places where it was.
         plain_reads, carried: found only with ``plain_values``.
-        unrepeatable: of the units in question, the calls that did something else when they ran again.
         stopped: the error that ended the step early; None if it came to its end.
         beyond: the units that it goes on to call then.
         stored_after: the exits in question at which the step's own code had stored on modules what it computed from
@@ -160,7 +159,6 @@ class Trace:
     draws: dict[int, list[Place]] = field(default_factory=dict)
     plain_reads: list[PlainRead] = field(default_factory=list)
     carried: list[Carried] = field(default_factory=list)
-    unrepeatable: set[Call] = field(default_factory=set)
     stopped: Exception | None = None
     stored_after: set[Call | None] = field(default_factory=set)
     beyond: set[str] = field(default_factory=set)
