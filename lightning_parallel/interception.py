@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
+from contextlib import ExitStack
 from functools import update_wrapper
-from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 _HOOKS = {name for name in vars(nn.Module()) if name.startswith("_forward")}
 
@@ -39,52 +40,34 @@ class Interception:
     have none of them."""
 
     def __init__(self) -> None:
-        # By the ids of modules: the hash of a metric changes with its state.
-        self._hooks: dict[int, list[torch.utils.hooks.RemovableHandle]] = {}
-        self._alone: list[_Alone] = []
-        self._forwards: list[tuple[nn.Module, Callable[..., Any] | None]] = []
+        self._put_on = ExitStack()
 
     def before(self, module: nn.Module, hook: Callable[..., None]) -> None:
         """Call ``hook(module, args, kwargs)`` before each call, after the hooks that the user has registered by now."""
-        self._hooks_of(module).append(module.register_forward_pre_hook(hook, with_kwargs=True))
+        self._hook(module, module.register_forward_pre_hook(hook, with_kwargs=True))
 
     def after(self, module: nn.Module, hook: Callable[..., None], *, first: bool) -> None:
         """Call ``hook(module, args, output)`` after each call, before the user's hooks or after
         those that are registered by now."""
-        self._hooks_of(module).append(module.register_forward_hook(hook, prepend=first))
+        self._hook(module, module.register_forward_hook(hook, prepend=first))
 
     def instead(self, module: nn.Module, forward: Callable[..., Any]) -> None:
         """Call ``forward`` in the place of the module's. It is set as an instance attribute, which hides the class's
         method; the user may have set one too. Its signature is the module's: some choose by it what to pass."""
-        self._hooks_of(module)
+        self._put_on.callback(_Alone.of(module).end)
+        self._put_on.callback(_put_back, module.__dict__, module.__dict__.get("forward"))
         update_wrapper(forward, module.forward, updated=())
-        self._forwards.append((module, module.__dict__.get("forward")))
         module.forward = forward  # type: ignore[method-assign]
 
     def remove(self) -> None:
         """Remove everything, and put back what was there."""
-        for hook in chain.from_iterable(self._hooks.values()):
-            hook.remove()
-        for alone in self._alone:
-            alone.forget(self)
-        for module, forward in reversed(self._forwards):
-            _put_back(module.__dict__, forward)
-        self._hooks, self._alone, self._forwards = {}, [], []
+        self._put_on.close()
 
-    def removed_from(self, module: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
-        """A copy of a module's ``__dict__`` without what is here."""
-        ids = {hook.id for hook in self._hooks[id(module)]}
-        state = {key: _without(ids, value) if key in _HOOKS else value for key, value in state.items()}
-        for forward in (forward for patched, forward in reversed(self._forwards) if patched is module):
-            _put_back(state, forward)
-        return state
-
-    def _hooks_of(self, module: nn.Module) -> list[torch.utils.hooks.RemovableHandle]:
-        if id(module) not in self._hooks:
-            self._hooks[id(module)] = []
-            self._alone.append(_Alone.of(module))
-            self._alone[-1].interceptions.append(self)
-        return self._hooks[id(module)]
+    def _hook(self, module: nn.Module, hook: RemovableHandle) -> None:
+        alone = _Alone.of(module)
+        alone.hooks.add(hook.id)
+        self._put_on.callback(alone.end)
+        self._put_on.callback(hook.remove)
 
 
 class _Alone:
@@ -92,45 +75,47 @@ class _Alone:
     It is set as an attribute of the instance, where they find it before the class's.
 
     Attributes:
-        interceptions: those of the module, in the order in which they began.
+        hooks: the ids of the hooks that were put on.
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self._module = module
-        self.interceptions: list[Interception] = []
+        self._attributes = module.__dict__
+        self._forward: Callable[..., Any] | None = module.__dict__.get("forward")  # the user's own
         self._reduce: Callable[[Any], Any] = module.__reduce_ex__
+        self._interceptions = 0
+        self.hooks: set[int] = set()
         module.__dict__["__reduce_ex__"] = self
 
     @classmethod
     def of(cls, module: nn.Module) -> _Alone:
-        """The one of a module, made if there is none."""
+        """The one of a module, made if there is none, for one interception more."""
         found = module.__dict__.get("__reduce_ex__")
-        return found if isinstance(found, cls) else cls(module)
+        alone = found if isinstance(found, cls) else cls(module)
+        alone._interceptions += 1
+        return alone
 
     def __call__(self, protocol: Any) -> Any:
         make, arguments, state, *rest = self._reduce(protocol)
         if isinstance(state, dict):
-            for interception in reversed(self.interceptions):
-                state = interception.removed_from(self._module, state)
+            state = {key: self._without_hooks(value) if key in _HOOKS else value for key, value in state.items()}
             state.pop("__reduce_ex__")
+            _put_back(state, self._forward)
         return (make, arguments, state, *rest)
 
-    def forget(self, interception: Interception) -> None:
-        """Note that an interception has been removed."""
-        self.interceptions.remove(interception)
-        if not self.interceptions:
-            del self._module.__dict__["__reduce_ex__"]
+    def _without_hooks(self, hooks: dict[int, Any]) -> dict[int, Any]:
+        return type(hooks)((id, hook) for id, hook in hooks.items() if id not in self.hooks)
+
+    def end(self) -> None:
+        """Note that one has been removed."""
+        self._interceptions -= 1
+        if not self._interceptions:
+            del self._attributes["__reduce_ex__"]
 
 
 def _put_back(attributes: dict[str, Any], forward: Callable[..., Any] | None) -> None:
-    if forward is None:
-        del attributes["forward"]
-    else:
+    attributes.pop("forward", None)
+    if forward is not None:
         attributes["forward"] = forward
-
-
-def _without(ids: Collection[int], hooks: dict[int, Any]) -> dict[int, Any]:
-    return type(hooks)((id, hook) for id, hook in hooks.items() if id not in ids)
 
 
 def can_intercept(part: nn.Module) -> bool:
