@@ -47,26 +47,33 @@ class Candidate:
     """A trace cut into chunks.
 
     Attributes:
-        is_unit: tells which modules were taken as a whole.
+        units: the modules that were taken as a whole, as in the trace.
         bounds: the bounds between the chain's calls; None if the chain has fewer calls than there are chunks.
         largest: the cost of the largest chunk, as a multiple of the mean; infinite without bounds, or if a stage's
             chunks cost nothing.
     """
 
     def __init__(
-        self, module: nn.Module, units: Layers, seen: Trace, placement: Placement, balance: Balance, keep_together: bool
+        self,
+        module: nn.Module,
+        modules: Layers,
+        seen: Trace,
+        placement: Placement,
+        balance: Balance,
+        *,
+        keep_together: bool,
     ) -> None:
         self.seen = seen
         self._module, self._placement, self._balance = module, placement, balance
         self._chunks = chunks = len(placement)
-        self.is_unit = units.frozen()
+        self.units = modules.units
         called = [call.unit for call in seen.calls]
-        among = units.among(list(dict.fromkeys(called)), chunks)
+        among = modules.among(list(dict.fromkeys(called)), chunks)
         self._chain = [i for i, name in enumerate(called) if name in among]  # indices of calls of layers
         # For each call of a unit, the place in the chain of the layer that it goes with: the next one, or the last.
         self._positions = [min(bisect_left(self._chain, i), len(self._chain) - 1) for i in range(len(called))]
-        self._uncalled = list(units.uncalled(set(called)))
-        self._named = units.named
+        self._uncalled = list(modules.uncalled(set(called)))
+        self._named = modules.named
         self._cost = self._costs()
         allowed = self._allowed(keep_together)
         self.bounds: list[int] | None = None
@@ -80,16 +87,16 @@ class Candidate:
                 self.largest = chunks * max(sizes) / sum(sizes)
 
     @classmethod
-    def best(cls, module: nn.Module, units: Layers, seen: Trace, placement: Placement, balance: Balance) -> Candidate:
+    def best(cls, module: nn.Module, modules: Layers, seen: Trace, placement: Placement, balance: Balance) -> Candidate:
         """The better of two candidates: the one that keeps the calls of each unit in one chunk, unless its largest
         chunk is much larger."""
         if not isinstance(balance, str):  # the user has said where the cuts are
-            return cls(module, units, seen, placement, balance, keep_together=False)
-        together = cls(module, units, seen, placement, balance, keep_together=True)
-        apart = cls(module, units, seen, placement, balance, keep_together=False)
+            return cls(module, modules, seen, placement, balance, keep_together=False)
+        together = cls(module, modules, seen, placement, balance, keep_together=True)
+        apart = cls(module, modules, seen, placement, balance, keep_together=False)
         return together if together.largest <= TOGETHER * apart.largest else apart
 
-    def worth_opening(self, units: Layers) -> str | None:
+    def worth_opening(self, modules: Layers) -> str | None:
         """The unit to be opened for a more even cut, or None."""
         by_hand = not isinstance(self._balance, str) or self._balance == "layers"
         if self.largest <= UNEVEN or (self.bounds is not None and by_hand):
@@ -100,9 +107,9 @@ class Candidate:
         for i, call in enumerate(self.seen.calls):
             if self.bounds is None or of_chunks[self._chunk(self._positions[i])] == max(of_chunks):
                 costs[call.unit] = costs.get(call.unit, 0) + self._cost_of(i)
-        worth = [n for n in costs if units.can_open(n, inside[n]) and 2 * self._chunks * costs[n] > sum(self._cost)]
+        worth = [n for n in costs if modules.can_open(n, inside[n]) and 2 * self._chunks * costs[n] > sum(self._cost)]
         if self.bounds is None and not worth:
-            worth = [n for n in costs if units.can_open(n, inside[n])]
+            worth = [n for n in costs if modules.can_open(n, inside[n])]
         return max(worth, key=lambda name: costs[name], default=None)
 
     def refusal(self) -> Exception:

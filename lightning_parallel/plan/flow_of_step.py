@@ -20,7 +20,7 @@ from lightning_parallel.absent.tensor import TakesGradientsError
 from lightning_parallel.plan.flow import TWICE, Cargo, Flow, FlowError
 from lightning_parallel.plan.partition import Partition
 from lightning_parallel.private.torch import has_full_backward_hooks
-from lightning_parallel.tracing.dry_run import names_of, trace
+from lightning_parallel.tracing.dry_run import trace
 from lightning_parallel.tracing.trace import Call, Place, Trace, TracedCall, Update
 
 
@@ -36,8 +36,8 @@ def flow_of_step(module: nn.Module, partition: Partition, step: Callable[[], Any
             code before or between the layers asks for values that only one stage has.
     """
     units = partition.units
-    names = names_of(module) | {id(module.get_submodule(name)): name for name in units}
-    seen = trace(module, units.__contains__, step, names=names, logged=logged, plain_values=True)
+    by_id = {id(module.get_submodule(name)): name for name in units}
+    seen = trace(module, by_id, step, logged=logged, plain_values=True)
     placed = _placed(seen.calls, partition)
     last = partition.chunks - 1
     # Later errors are the last chunk's: what the loss can't do with absent values, it may do with real ones.

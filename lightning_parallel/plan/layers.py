@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from torch import nn
 
@@ -51,15 +51,11 @@ class Layers:
             self._opened -= set(named)
         self._in_sequence = self._parts_of_sequences()
 
-    def is_unit(self, name: str) -> bool:
-        """Is a module taken as a whole when it is called?"""
-        if name in self._opened:
-            return False
-        return name in self._with_state or name in self._in_sequence
-
-    def frozen(self) -> Callable[[str], bool]:
-        """:meth:`is_unit` as it answers now, whatever is opened later."""
-        return {name for name in self._parts if self.is_unit(name)}.__contains__
+    @property
+    def units(self) -> dict[int, str]:
+        """The names of the modules that are taken as a whole when they are called, by their ids."""
+        names = (self._with_state | self._in_sequence) - self._opened
+        return {key: name for key, name in self.names.items() if name in names}
 
     def open(self, name: str) -> None:
         """Take the modules that a unit calls as units in its place. If it was a layer, they are layers."""

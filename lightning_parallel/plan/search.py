@@ -54,25 +54,25 @@ def partition(
         Exception: the step's own, if it has called too few layers by then.
     """
     placement = tuple(range(stages)) if placement is None else placement
-    units = Layers(module, named_layers(module, layers))
+    modules = Layers(module, named_layers(module, layers))
     cuts: list[Candidate] = []
     logged = [] if logged is None else logged
     while True:
         logged.clear()
-        seen = trace(module, units.is_unit, step, names=units.names, logged=logged, hooks=hooks, beyond=True)
-        if overlapping := units.overlapping({call.unit for call in seen.calls}):
-            units.open(overlapping)
+        seen = trace(module, modules.units, step, logged=logged, hooks=hooks, beyond=True)
+        if overlapping := modules.overlapping({call.unit for call in seen.calls}):
+            modules.open(overlapping)
             continue
-        missing = set(units.named or ()) - {call.unit for call in seen.calls}
+        missing = set(modules.named or ()) - {call.unit for call in seen.calls}
         if seen.stopped is None and missing:
             names = first_few(map(repr, sorted(missing)))
             raise ValueError(f"layers: the step doesn't call {names}. Leave out what it doesn't call.")
-        cut = Candidate.best(module, units, seen, placement, balance)
+        cut = Candidate.best(module, modules, seen, placement, balance)
         cuts.append(cut)
-        too_large = cut.worth_opening(units)
+        too_large = cut.worth_opening(modules)
         if too_large is None:
             break
-        units.open(too_large)
+        modules.open(too_large)
     # The first of nearly equal ones has larger units.
     best = min(cuts, key=lambda cut: (cut.bounds is None, round(cut.largest, 2)))
     if best.bounds is None:
@@ -82,7 +82,7 @@ def partition(
     # The calls after which chunks leave the step, with these chunks: all but the last one.
     last = {chunk: call for call, chunk in result.calls.items()}
     exits = {call: chunk for chunk, call in last.items() if chunk < result.chunks - 1}
-    again = partial(trace, module, best.is_unit, step, names=units.names)
+    again = partial(trace, module, best.units, step)
     second = again(seed=1, exits=exits)
     _check_repeatable(best.seen, second)
     if recompute and (changed := unrepeatable(module, result.layers, again)):

@@ -15,7 +15,7 @@ with the origins of its inputs. The code around the units runs as it stands::
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -41,10 +41,9 @@ from lightning_parallel.tracing.trace import Call, Carried, Place, PlainRead, Tr
 
 def trace(
     module: nn.Module,
-    is_unit: Callable[[str], bool],
+    units: Mapping[int, str],
     step: Callable[[], Any],
     *,
-    names: dict[int, str] | None = None,
     logged: Sequence[Any] = (),
     seed: int = 0,
     hooks: Callable[[Any], Any] | None = None,
@@ -56,8 +55,7 @@ def trace(
     """Trace one step. If an error ends it, the trace has what was called before: the rest may need values.
 
     Args:
-        is_unit: tells by name whether a called module is taken as a whole.
-        names: the names of the module's parts, by their ids; by default the first name of each.
+        units: the names of the modules that are taken as a whole when they are called, by their ids.
         logged: a list to which ``step`` appends what it logs.
         seed: the seed of the random numbers that the step draws meanwhile.
         hooks: runs the module's hooks around a step, given what the step returns. They are run after it.
@@ -68,7 +66,7 @@ def trace(
         plain_values: if modules keep other values than absent tensors in the step, trace a second one, to find who uses
             them. Steps go on with guesses then, too.
     """
-    with _without_values(module, is_unit, names or names_of(module), seed) as scene:
+    with _without_values(module, units, seed) as scene:
         for call in earlier:
             with Recorder(scene, until=call).installed(), suppress(Exception, LeaveStep):  # an earlier trace has it
                 step()
@@ -88,20 +86,17 @@ def names_of(module: nn.Module) -> dict[int, str]:
 
 
 @contextmanager
-def _without_values(
-    module: nn.Module, is_unit: Callable[[str], bool], names: dict[int, str], seed: int
-) -> Iterator[Scene]:
-    parts = [part for part in module.modules() if part is not module]
-    units = [part for part in parts if is_unit(names[id(part)])]
+def _without_values(module: nn.Module, units: Mapping[int, str], seed: int) -> Iterator[Scene]:
+    whole = [part for part in module.modules() if id(part) in units]
     with (
-        everything_absent(module, units) as absent,
-        StateKept(module, apart=units) as state,
+        everything_absent(module, whole) as absent,
+        StateKept(module, apart=whole) as state,
         TorchGenerators(torch.device("cpu")).seeded(seed),
         host_generators_kept(),
         torch.compiler.set_stance("force_eager"),
     ):
         seed_host_generators(seed)
-        yield Scene(module, names, is_unit, parts, units, absent, state)
+        yield Scene(module, {**names_of(module), **units}, whole, absent, state)
 
 
 def _followed(

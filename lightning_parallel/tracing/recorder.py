@@ -1,6 +1,6 @@
 """Replaces the forwards of a module's parts while a step runs, and records what happens (``trace.py``).
 
-A module is taken as a whole, or its own code runs. ``is_unit`` decides, as ``is_leaf_module`` does in torch.fx.
+A module is taken as a whole, as a leaf module is in torch.fx, or its own code runs.
 """
 
 from __future__ import annotations
@@ -34,16 +34,13 @@ class Scene:
 
     Attributes:
         names: the names of the module's parts, by their ids.
-        is_unit: tells by name whether a called module is taken as a whole.
-        parts: the parts of the module; ``units`` those that are taken as a whole.
+        units: the parts that are taken as a whole.
         absent: its absent parameters, and buffers of units, by name.
         state: the state of its modules, which steps write to.
     """
 
     module: nn.Module
     names: dict[int, str]
-    is_unit: Callable[[str], bool]
-    parts: list[nn.Module]
     units: list[nn.Module]
     absent: dict[str, AbsentTensor]
     state: StateKept
@@ -60,6 +57,7 @@ class Recorder:
     def __init__(self, scene: Scene, *, exits: Container[Call] = (), until: Call | None = None) -> None:
         self.trace = Trace()
         self._scene, self._names, self._state = scene, scene.names, scene.state
+        self._units = set(map(id, scene.units))
         self._exits, self._until = exits, until
         self._generators = GeneratorsWatched(scene.state.generators)
         self._count: Counter[str] = Counter()
@@ -82,9 +80,11 @@ class Recorder:
         try:
             for name, tensor in absent.items():
                 tensor.memory.listeners = (partial(self._updated, name, tensor.memory, own[name]),)
-            for part in filter(can_intercept, self._scene.parts):
+            for part in self._scene.module.modules():
+                if part is self._scene.module or not can_intercept(part):
+                    continue
                 watched.instead(part, partial(self._called, part, part.forward))
-                if forward_hooks(part) > 0 and self._scene.is_unit(self._names[id(part)]):
+                if forward_hooks(part) > 0 and id(part) in self._units:
                     self._hooked.add(id(part))
                     watched.after(part, self._hooks_over, first=False)
             yield
@@ -121,7 +121,7 @@ class Recorder:
         run = Invocation(part, forward, args, kwargs)
         if self._depth > 0:
             return self._called_inside(name, run)
-        if not self._scene.is_unit(name):
+        if id(part) not in self._units:
             return run.run()
         _refuse_carriers(name, run.inputs)
         needs = origins_in(run.inputs)
