@@ -15,7 +15,9 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import nn
 
 from lightning_parallel.absent.tensor import AbsentTensor
-from lightning_parallel.plan.flow import Flow, tensors_of
+from lightning_parallel.batch import cloned, tensors
+from lightning_parallel.plan.flow import TWICE, Flow, FlowError, tensors_of
+from lightning_parallel.private.torch import version_of
 from lightning_parallel.ranks.collectives import gather_objects, together
 from lightning_parallel.ranks.run import Run
 from lightning_parallel.results.last_stage import LastStage
@@ -43,6 +45,16 @@ class DryRuns:
         self._flows: dict[str, Flow] = {}  # by the kind of step
         self._known: dict[str, set[str]] = {}  # the names logged in it, of values that depend on no layer
         self._warned = False
+        self._changes_batch = False  # has a step changed the copy of its batch?
+
+    def on_copy(self, step: Callable[..., Any], *arguments: Any, **more: Any) -> Any:
+        """Run a step on a copy of its batch, which it may change: as a trial, or for :meth:`follow`."""
+        own = cloned((arguments, more))
+        given = [(tensor, version_of(tensor)) for tensor in tensors(own)]
+        try:
+            return step(*own[0], **own[1])
+        finally:
+            self._changes_batch |= any(version_of(tensor) != version for tensor, version in given)
 
     def follow(self, kind: str, step: Callable[[], Any], count: int = 1) -> Flow | None:
         """Set what crosses the cuts in steps of this kind, before such a step runs.
@@ -55,7 +67,8 @@ class DryRuns:
             The flow; None if there is one stage and one call, as in one process.
 
         Raises:
-            RuntimeError: on all ranks, if the step can't be run in stages.
+            RuntimeError: on all ranks, if the step can't be run in stages. Or it changes its batch, and would do so
+                once for each of a stage's chunks.
             ValueError: on all ranks, if layers change their parameters in a way that can't be as in one process.
         """
         if self._group.size() == 1 and count == 1:
@@ -80,7 +93,14 @@ class DryRuns:
         return self._flows[kind]
 
     def _flow_of(self, kind: str, step: Callable[[], Any]) -> Flow:
+        self._changes_batch = False
         flow, logged = self._traced(kind, step)
+        parts = self._stages.stage.partition
+        if self._changes_batch and parts.chunks > parts.stages:
+            raise FlowError(
+                f"{kind.split()[0]} changes a tensor of its batch in place. {TWICE} change a clone, do it in the data "
+                f"loader, or take a schedule with one chunk a stage ('1f1b')."
+            )
         values = {name: call["value"] for name, call in logged.items()}
         self._known[kind] = {
             name for name, value in values.items() if not (isinstance(value, AbsentTensor) and depends_on_layers(value))

@@ -12,7 +12,6 @@ from functools import partial
 from itertools import count
 from typing import Any
 
-from lightning_parallel.checks.batch_watch import BatchWatch
 from lightning_parallel.passes import first_pass, passes_of
 from lightning_parallel.pipeline.engine import Engine
 from lightning_parallel.ranks.run import Run
@@ -47,7 +46,6 @@ class Evaluation:
         self._dry_runs, self._last_stage = dry_runs, last_stage
         self._module = run.module
         self._relay = Relay(run)
-        self._watch = BatchWatch()
         self._batches = 0
 
     def run(self, kind: str, *args: Any, **kwargs: Any) -> Any:
@@ -57,9 +55,8 @@ class Evaluation:
         step = getattr(self._module, kind)
         self._batches += 1
         # Each loader may have a step of its own.
-        trial = partial(self._watch.run_on_copy, first_pass(step), *args, **kwargs)
+        trial = partial(self._dry_runs.on_copy, first_pass(step), *args, **kwargs)
         flow = self._dry_runs.follow(f"{kind} {args[2:]}", trial)
-        self._watch.check(kind, self._stages.stage.partition)
         indices = [index for index in args[1:] if isinstance(index, int)]
         if flow is not None and not any(flow.last):  # it calls no layer, so no stage would leave it
             if not self._stages.stage.has_last_chunk:

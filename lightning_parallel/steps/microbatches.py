@@ -19,7 +19,6 @@ from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from torch import Tensor
 
 from lightning_parallel.batch import join_outputs
-from lightning_parallel.checks.batch_watch import BatchWatch
 from lightning_parallel.losses.normaliser import BatchLoss
 from lightning_parallel.pipeline.chunk import Microbatch
 from lightning_parallel.pipeline.stage import Stage
@@ -65,7 +64,6 @@ class Microbatches:
         self._run, self._splitting = run, splitting
         self._shards, self._earlier, self._stage = shards, earlier, stage
         self._dry_runs, self._means, self._last_stage = dry_runs, means, last_stage
-        self._watch = BatchWatch()
         self._joins = LogJoins()
         self._recorder = LogRecorder()  # of the batch that is running
         self._effects = StepEffects(run)
@@ -128,7 +126,6 @@ class Microbatches:
     def _prepare_for(self, trial: Callable[[], Any], microbatches: int, is_first: bool) -> None:
         """Find out by a dry run, if one is due, what the batch's steps will do, and check or prepare for it."""
         flow = self._dry_runs.follow("training_step", trial, microbatches)
-        self._watch.check("training_step", self._stage.partition)
         if is_first:
             together(None, self._effects.check)
         chunks = len(self._stage.chunks)
@@ -138,7 +135,7 @@ class Microbatches:
     def _trial(self, arguments: tuple[Any, ...], size: int, seed: int) -> Any:
         """The user's step on a copy of a batch or a microbatch, for a dry run or a trial."""
         with self._prepared(size, seed):
-            trial = partial(self._watch.run_on_copy, self._noted_step, *arguments)
+            trial = partial(self._dry_runs.on_copy, self._noted_step, *arguments)
             return self._effects.try_out(trial) if self._is_watched else trial()
 
     def _step(self, arguments: tuple[Any, ...], size: int, seed: int, index: int) -> Any:
