@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
+from itertools import zip_longest
 from typing import Any
 
 import torch.distributed as dist
@@ -14,13 +15,14 @@ from lightning_parallel.batch import cloned
 from lightning_parallel.loading.first_batch import as_in, first_step
 from lightning_parallel.plan.partition import Partition
 from lightning_parallel.plan.search import partition
-from lightning_parallel.ranks.collectives import all_alike, broadcast_object, gather_objects, together
+from lightning_parallel.ranks.collectives import broadcast_object, gather_objects, together
 from lightning_parallel.ranks.layout import Placement
 from lightning_parallel.ranks.run import Run
 from lightning_parallel.results.logs import trial
 from lightning_parallel.set_up.options import StagedOptions
 from lightning_parallel.set_up.splitting import WAYS_TO_SPLIT, Splitting
 from lightning_parallel.set_up.step_hooks import StepHooks
+from lightning_parallel.tracing.trace import Call
 
 
 def agreed_partition(run: Run, options: StagedOptions, splitting: Splitting, placement: Placement) -> Partition:
@@ -127,25 +129,21 @@ class _TracedStep:
 
 
 def check_equal(mine: Partition, group: dist.ProcessGroup) -> None:
-    """Check that all ranks of a group have seen the same calls and cut them alike.
+    """Check that all ranks of a group have seen the same calls.
 
     Raises:
         RuntimeError: on all ranks. It names the first call that differs.
     """
-    own = list(mine.calls), mine.bounds
-    if all_alike(group, own):
-        return
-    views = gather_objects(own, group)
-    first_calls, _ = views[0]
-    for rank, view in enumerate(views):
-        if view == views[0]:
-            continue
-        calls, _ = view
-        differ = next((k for k, (a, b) in enumerate(zip(first_calls, calls, strict=False)) if a != b), None)
-        k = min(len(first_calls), len(calls)) if differ is None else differ
-        names = [repr(c[k][0]) if k < len(c) else "the end" for c in (first_calls, calls)]
-        raise RuntimeError(
-            f"The ranks of one replica see different calls in the first step: call {k + 1} is {names[0]} on the first "
-            f"rank, and {names[1]} on rank {rank} of the group. The step must not depend on the rank, nor on random "
-            f"numbers that differ from rank to rank: seed them with seed_everything(...)."
-        )
+    first, *others = gather_objects(list(mine.calls), group)
+    for rank, calls in enumerate(others, start=1):
+        pairs = enumerate(zip_longest(first, calls), start=1)
+        for number, (one, other) in ((number, pair) for number, pair in pairs if pair[0] != pair[1]):
+            raise RuntimeError(
+                f"The ranks of one replica see different calls in the first step: call {number} is {_named(one)} on "
+                f"the first rank, and {_named(other)} on rank {rank} of the group. The step must not depend on the "
+                f"rank, nor on random numbers that differ from rank to rank: seed them with seed_everything(...)."
+            )
+
+
+def _named(call: Call | None) -> str:
+    return "the end" if call is None else repr(call[0])
