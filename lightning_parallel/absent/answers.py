@@ -116,9 +116,7 @@ class ContainerWrittenError(RuntimeError):
     written."""
 
 
-def asked(
-    call: Invocation, origin: str, written: Callable[[Tensor], None] | None = None, strict: bool = False
-) -> Any:
+def asked(call: Invocation, origin: str, written: Callable[[Tensor], None] | None = None, strict: bool = False) -> Any:
     """What a module without values returns for inputs without values. If it needs values, it runs on stand-ins. It may
     draw random numbers.
 
@@ -138,8 +136,8 @@ def asked(
             raise
         if any(forward_hooks(part) > 0 for part in call.module.modules() if part is not call.module):
             raise
-    with on_stand_ins(call.module, stand_in):
-        return _watched(call, lambda tree: tree_map(stand_in, tree), written, strict)
+    with _on_stand_ins(call.module):
+        return _watched(call, lambda tree: tree_map(_stand_in, tree), written, strict)
 
 
 def _watched(
@@ -209,9 +207,9 @@ def _absentees(tree: Any, origin: str) -> Any:
 
 
 @contextmanager
-def on_stand_ins(module: nn.Module, made_of: Callable[[Tensor], Tensor]) -> Iterator[None]:
-    """Inside, absent parameters and buffers of the module and its parts are ordinary tensors, which ``made_of`` makes.
-    What is written to these counts as written to the absent ones."""
+def _on_stand_ins(module: nn.Module) -> Iterator[None]:
+    """Inside, absent parameters and buffers of the module and its parts are stand-ins. What is written to these counts
+    as written to the absent ones."""
     kept: list[tuple[nn.Module, str, AbsentTensor]] = []
     made: dict[int, Tensor] = {}  # a parameter with two names is one tensor
     before: dict[int, Tensor] = {}  # digests
@@ -222,7 +220,7 @@ def on_stand_ins(module: nn.Module, made_of: Callable[[Tensor], Tensor]) -> Iter
                 if isinstance(tensor, AbsentTensor):
                     kept.append((part, name, tensor))
                     if id(tensor) not in made:
-                        made[id(tensor)] = made_of(tensor)
+                        made[id(tensor)] = _stand_in(tensor)
                         before[id(tensor)] = digest(made[id(tensor)])
                     setattr(part, name, made[id(tensor)])  # as in make_absent
         yield
@@ -234,23 +232,16 @@ def on_stand_ins(module: nn.Module, made_of: Callable[[Tensor], Tensor]) -> Iter
             setattr(part, name, tensor)
 
 
-def stand_in(value: Any, device: torch.device | None = None, trains: bool = False) -> Any:
+def _stand_in(value: Any) -> Any:
     """For an absent tensor, a stand-in: small random numbers, zeros for integers (which are indices of something), True
-    for masks. Other values stay.
-
-    Args:
-        device: the stand-in's device; by default the one that the absent tensor reports.
-        trains: floating-point stand-ins require gradients, except those of frozen parameters.
-    """
+    for masks. Other values stay."""
     if not isinstance(value, AbsentTensor):
-        return value.to(device) if isinstance(value, Tensor) and device is not None else value
-    made = torch.empty(value.shape, dtype=value.dtype, device=device or value.device)
+        return value
+    made = torch.empty(value.shape, dtype=value.dtype, device=value.device)
     if not (value.dtype.is_floating_point or value.dtype.is_complex):
         return made.fill_(value.dtype is torch.bool)
     made = made.normal_().mul_(0.1)
-    if isinstance(value, nn.Parameter):
-        return nn.Parameter(made, requires_grad=trains and value.requires_grad)
-    return made.requires_grad_().clone() if trains else made  # no leaf: the module may work in place
+    return nn.Parameter(made, requires_grad=False) if isinstance(value, nn.Parameter) else made
 
 
 def _signature(x: Any) -> Any:

@@ -34,17 +34,17 @@ def parameter_of(origin: str) -> str | None:
     return origin[len(before) : -len(after)] if origin.startswith(before) else None
 
 
-def inside_of(module: str, call: int = 0) -> str:
+def inside_of(module: str, call: int) -> str:
     """The origin of a value that a module's own code computes from its inputs."""
     return f"a value inside {_numbered(module, call)}"
 
 
-def changed_by(module: str, call: int = 0) -> str:
+def changed_by(module: str, call: int) -> str:
     """The origin of an input that a module's call writes to."""
     return f"what {_numbered(module, call)} changes in place"
 
 
-def shared_with(module: str, call: int = 0) -> str:
+def shared_with(module: str, call: int) -> str:
     """The origin of a tensor that has changed because it shares memory with one that a module's call has returned."""
     return f"what shares memory with an output of {_numbered(module, call)} and is changed in place"
 

@@ -80,7 +80,7 @@ class AbsentMemory:
 
     Attributes:
         origins: what the tensor was computed from, in words that an error can show: "the output of 'blocks.1'".
-        copy_of: the memory of the input of which this is a copy, while a module runs on copies (``forward.py``).
+        copy_of: the memory of the input of which this is a copy, while a module runs on copies (``answers.py``).
         listeners: functions that are called after each write, with whether it is one that changes nothing when it is
             made again, such as a clamp.
     """

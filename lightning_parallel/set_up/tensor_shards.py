@@ -97,9 +97,9 @@ class TensorShards:
         whole = [local_part(parameter) for name, parameter in local.parameters.items() if name not in self.shards]
         broadcast_tensors((*whole, *local.buffers().values()), dist.get_global_rank(group, 0), group)
 
-    def run(self, step: Callable[[], T], kind: str | None) -> T:
-        """Run a step of a kind (its name; None for a dry run on absent tensors). Afterwards the tensor ranks draw the
-        same random numbers again, even if the step raised.
+    def run(self, step: Callable[[], T], kind: str) -> T:
+        """Run a step of a kind (its name). Afterwards the tensor ranks draw the same random numbers again, even if the
+        step raised.
 
         Raises:
             RuntimeError: on all ranks of the group, if they come to different losses.
@@ -107,7 +107,7 @@ class TensorShards:
         if self._writes is not None and self._writes.is_on and kind == "training_step":
             self._writes.begin(dict(self._trained()))
         try:
-            return step() if self._losses is None or kind is None else self._losses.run(kind, step)
+            return step() if self._losses is None else self._losses.run(kind, step)
         finally:
             if self._writes is not None:
                 self._writes.end(self._trained())
