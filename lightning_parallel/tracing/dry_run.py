@@ -198,8 +198,8 @@ def _add_rest(scene: Scene, seen: Trace, step: Callable[[], Any], logged: Sequen
 
 def _add_plain_values(scene: Scene, seen: Trace, step: Callable[[], Any]) -> None:
     """Add the uses of what modules keep besides absent tensors."""
-    of_units, around = scene.state.written_apart(), scene.state.written_around()
-    if not of_units and not around:
+    written = scene.state.written_plainly()
+    if not written:
         return
     units = {id(inner): scene.names[id(part)] for part in scene.units for inner in part.modules()}
     uses: dict[str, list[_Use]] = {}  # of an attribute in a run, by its name
@@ -208,27 +208,28 @@ def _add_plain_values(scene: Scene, seen: Trace, step: Callable[[], Any]) -> Non
         def told(part: nn.Module, attribute: str, assigned: bool) -> None:
             use = _Use(recorder.place, assigned, second.content_of(part, attribute))
             uses.setdefault(_name_of(scene, part, attribute), []).append(use)
-            if part in of_units and not assigned and not recorder.is_under_way(part):
+            if id(part) in units and not assigned and not recorder.is_under_way(part):
                 read = PlainRead(units[id(part)], scene.names[id(part)], attribute, recorder.place)
                 seen.plain_reads.append(read)
 
         uses.clear()
-        return attribute_uses(of_units | around, told)
+        return attribute_uses(written, told)
 
     with StateKept(scene.module, apart=scene.units) as second:
         for _ in _guessed(scene, step, 0.5, watched):
-            for part, attribute in ((part, each) for part, names in (of_units | around).items() for each in names):
+            places = ((part, each) for part, names in written.items() for each in sorted(names))
+            for part, attribute in places:
                 name = _name_of(scene, part, attribute)
                 used, now = uses.get(name, []), second.content_of(part, attribute)
                 if used and not used[0].assigns:  # it is read first: the value of the step before
                     where, changed = _reads_and_writes(used, now)
                     is_number = second.is_number(part, attribute)
-                    if changed and part not in of_units:
+                    if changed and id(part) not in units:
                         seen.carried.append(Carried(name, is_number, where, changed))
                     elif changed and is_number and not isinstance(part, Metric):
                         seen.own_updates[name] = False
     for metric in _metrics(scene):
-        if metric in of_units and origins_in(vars(metric)) <= {METRIC_STATE}:  # it was updated with stand-ins
+        if metric in written and origins_in(vars(metric)) <= {METRIC_STATE}:  # it was updated with stand-ins
             read = PlainRead(units[id(metric)], scene.names[id(metric)], None, Place(len(seen.calls)))
             seen.plain_reads.append(read)
 

@@ -132,7 +132,6 @@ class Recorder:
         detached = self._with_gradients and not torch.is_grad_enabled()
         with OperationsNoted() as noted, torch.no_grad():
             output = self._asked(run, call)
-        self._note_draws(place=Place(len(self.trace.calls), "call"))
         self._read |= origins_in(output)
         # A unit may read another one's parameters, which it was given as a module.
         own = origins_in(list(part.parameters()))
@@ -187,6 +186,8 @@ class Recorder:
         try:
             return asked(run, inside, written, strict=is_unit)
         finally:
+            if is_unit:
+                self._note_draws()
             self._depth -= 1
 
     def _next(self, name: str) -> int:
@@ -255,9 +256,9 @@ class Recorder:
                 listen(memory, [other for other in memories if other is not memory])
         return relabelled_output
 
-    def _note_draws(self, place: Place | None = None) -> None:
+    def _note_draws(self) -> None:
         for generator in self._generators.drawn():
-            self.trace.draws.setdefault(generator, []).append(place or self.place)
+            self.trace.draws.setdefault(generator, []).append(self.place)
 
 
 def origins_in(values: Any) -> frozenset[str]:

@@ -42,7 +42,7 @@ class StateKept:
     lists, dictionaries, sets and objects (other than libraries') that are found there, to any depth.
 
     Args:
-        apart: parts whose changed state is reported by :meth:`written_apart`, not by :meth:`written`.
+        apart: parts of whose state :meth:`written` says nothing.
         parameters: restore the module's parameters too. They are copied.
     """
 
@@ -110,10 +110,6 @@ class StateKept:
                 if isinstance(item, AbsentTensor) and id(item) not in own:
                     yield item
 
-    def is_changed(self) -> bool:
-        """Has anything but a tensor's values changed?"""
-        return bool(self._changed_containers())
-
     def content_of(self, part: nn.Module, name: str) -> Any:
         """An attribute's present content, for comparisons: a number itself, a container's items, a tensor's version."""
         value = vars(part).get(name, buffers_of(part).get(name))
@@ -142,47 +138,35 @@ class StateKept:
                 new = [item for item in _items(now) if id(item) not in before]
                 yield from (leaf for leaf in tree_leaves(new) if isinstance(leaf, AbsentTensor))
 
-    def written_apart(self) -> dict[nn.Module, set[str]]:
-        """For each part in ``apart``, the attributes that have changed and hold no absent tensors, such as numbers. A
-        value that several parts share is left out."""
-        written = list(self._written_attributes(self._changed_containers()))
+    def written_plainly(self) -> dict[nn.Module, set[str]]:
+        """For each part, the attributes that have changed and hold no absent tensors, such as numbers. Left out are, of
+        parts in ``apart``, what several of them share; and of the others the state of metrics, and what has the same
+        value again."""
+        changed = {id(each) for each, held, _ in self._containers if self._changed(each, held) is not None}
+        changed |= {id(tensor) for tensor, content in self._tensors if not _equal(tensor, content)}
+        changed |= {id(array) for array, values in self._arrays if array.tobytes() != values.tobytes()}
+        written: list[tuple[nn.Module, str, Any, Any]] = []  # the attribute, what it held, and what it holds
+        for container, held, _ in self._containers:
+            part = self._modules.get(self._owners.get(id(container), 0))
+            if part is not None and isinstance(held, dict):
+                now = ((name, held.get(name, _NOTHING), value) for name, value in vars(part).items())
+                written += [
+                    (part, name, before, value)
+                    for name, before, value in now
+                    if name not in _OF_MODULES and (before is not value or id(value) in changed)
+                ]
         holders = Counter(id(value) for _, _, before, value in written if before is value)
-        found: dict[nn.Module, set[str]] = {}
-        for part, name, _, value in written:
-            if id(part) in self._apart and holders[id(value)] < 2 and not _has_absent(value):
-                found.setdefault(part, set()).add(name)
-        return found
-
-    def written_around(self) -> dict[nn.Module, set[str]]:
-        """For each of the other parts, the attributes that have changed and hold no absent tensors. The state of
-        metrics is left out."""
-        tensors = {id(tensor) for tensor, content in self._tensors if not _equal(tensor, content)}
-        arrays = {id(array) for array, values in self._arrays if array.tobytes() != values.tobytes()}
         found = {
-            part: {name for name, buffer in buffers_of(part).items() if id(buffer) in tensors}
+            part: {name for name, buffer in buffers_of(part).items() if id(buffer) in changed}
             for key, part in self._modules.items()
-            if key not in self._apart and not isinstance(part, Metric)
+            if key in self._apart or not isinstance(part, Metric)
         }
-        for part, name, before, value in self._written_attributes(self._changed_containers() | tensors | arrays):
-            differs = before is value or _plain(before) != _plain(value)
+        for part, name, before, value in written:
+            is_apart = id(part) in self._apart
+            differs = holders[id(value)] < 2 if is_apart else before is value or _plain(before) != _plain(value)
             if differs and part in found and not _has_absent(value):
                 found[part].add(name)
         return {part: names for part, names in found.items() if names}
-
-    def _written_attributes(self, changed: set[int]) -> Iterator[tuple[nn.Module, str, Any, Any]]:
-        """The attributes that hold another object than before, or one of the changed objects: the module, the
-        attribute's name, what it held (for a new one nothing), and what it holds."""
-        for container, held, _ in self._containers:
-            part = self._modules.get(self._owners.get(id(container), 0))
-            if part is None or not isinstance(held, dict):
-                continue
-            for name, value in vars(part).items():
-                before = held.get(name, _NOTHING)
-                if name not in _OF_MODULES and (before is not value or id(value) in changed):
-                    yield part, name, before, value
-
-    def _changed_containers(self) -> set[int]:
-        return {id(each) for each, held, _ in self._containers if self._changed(each, held) is not None}
 
     def _changed(self, container: Any, held: _Held) -> _Held | None:
         """A container's present contents if they differ from the earlier ones."""
@@ -206,6 +190,11 @@ class StateKept:
             array[...] = values
         for generator, state in self._generators:
             set_state(generator, state)
+
+
+def attributes_of(part: nn.Module) -> set[str]:
+    """The names of a module's own attributes and buffers, without what torch keeps besides."""
+    return (vars(part).keys() - _OF_MODULES) | buffers_of(part).keys()
 
 
 def _has_absent(value: Any) -> bool:

@@ -8,7 +8,6 @@ from typing import Any
 import lightning.pytorch as L
 import pytest
 import torch
-from lightning.pytorch.demos import LightningTransformer
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
@@ -89,45 +88,17 @@ class AutoEncoder(nn.Module):
         return self.model(torch.ones(2, 8))
 
 
-class Tied(nn.Module):
-    def __init__(self, blocks: int = 4) -> None:
-        super().__init__()
-        self.wte = nn.Embedding(10, 8)
-        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(blocks))
-        self.head = nn.Linear(8, 10, bias=False)
-        self.head.weight = self.wte.weight
-
-    def step(self) -> Tensor:
-        x = self.wte(IDS)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
-
-
-class TiedByHand(Tied):
+class TiedByHand(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        del self.head
+        self.wte = nn.Embedding(10, 8)
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
 
     def step(self) -> Tensor:
         x = self.wte(IDS)
         for block in self.blocks:
             x = block(x)
         return F.linear(x, self.wte.weight)
-
-
-class Loose(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.position = nn.Parameter(torch.zeros(4))
-        self.scales = nn.ParameterList([torch.ones(1), torch.ones(1)])
-        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
-
-    def step(self) -> Tensor:
-        x = torch.ones(2, 4) + self.position
-        for block in self.blocks:
-            x = block(x) * self.scales[0]
-        return x
 
 
 class TwoStems(nn.Module):
@@ -253,22 +224,12 @@ class Llama(nn.Module):
         return self.net(IDS, labels=IDS).loss
 
 
-class Demo(LightningTransformer):
-    def __init__(self) -> None:
-        super().__init__(vocab_size=11)
-
-    def step(self) -> Tensor:
-        return self(IDS, IDS)
-
-
 MODELS: dict[str, Callable[[], Any]] = {
     "sequential": lambda: Chain(5, 5, 5, 5),
     "lightning module": Blocks,
     "same modules twice": SameModulesTwice,
     "autoencoder": AutoEncoder,
-    "tied": Tied,
     "tied by hand": TiedByHand,
-    "loose": Loose,
     "two stems": TwoStems,
     "attributes": Attributes,
     "taking turns": TakingTurns,
@@ -277,7 +238,6 @@ MODELS: dict[str, Callable[[], Any]] = {
     "siamese": Siamese,
     "gpt2": GPT2,
     "llama": Llama,
-    "demo": Demo,
 }
 MOST_STAGES = {"autoencoder": 2, "attributes": 3}  # that learn, and that the model can be cut into
 
@@ -693,6 +653,8 @@ class Again(nn.Module):
         self.state: Tensor | None = None
         self.generator = torch.Generator()
         self.calls = 0
+        self.seen: list[int] = []
+        self.last: Any = None
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.layer(x)
@@ -706,6 +668,10 @@ class Again(nn.Module):
             y = y * torch.rand((), generator=self.generator)
         elif self.kind == "number":
             self.calls += 1
+        elif self.kind == "list":
+            self.seen.append(len(self.seen))
+        elif self.kind == "made again":
+            self.last = x.shape, [y], torch.distributions.Normal(0.0, 1.0)
         elif self.kind == "number made once":
             self.calls = self.calls or 1
         elif self.kind == "dropout":
@@ -720,12 +686,12 @@ def recomputed(kind: str) -> Partition:
     return partition(model, lambda: model(torch.ones(3, 2)).sum(), 2, recompute=True)
 
 
-@pytest.mark.parametrize("kind", ["state", "state that counts in gradients", "generator", "number"])
+@pytest.mark.parametrize("kind", ["state", "state that counts in gradients", "generator", "number", "list"])
 def test_layers_that_do_something_else_when_they_run_again_are_not_recomputed(kind: str) -> None:
     with pytest.raises(ValueError, match="activation_checkpointing=True: '0' does something else when it runs again"):
         recomputed(kind)
 
 
-@pytest.mark.parametrize("kind", ["plain", "dropout", "chosen by values", "number made once"])
+@pytest.mark.parametrize("kind", ["plain", "dropout", "chosen by values", "number made once", "made again"])
 def test_the_others_are(kind: str) -> None:
     assert recomputed(kind).stages == 2
