@@ -89,6 +89,7 @@ def told(strategy: str, model: str, options: dict[str, Any]) -> list[str]:
 @pytest.mark.parametrize(("strategy", "model", "options", "members"), [
     ("tensor", "ShardableGPT2", {}, "shard"),
     ("sync", "Blocks", {"schedule": "zbv"}, "stage"),
+    ("async", "LeNet", {}, "stage"),
     *thorough(("fsdp", "Blocks", {}, "replica")),
 ])  # fmt: skip
 def test_every_strategy_tells_once_for_an_evaluation_and_once_for_a_training(
@@ -101,3 +102,4 @@ def test_every_strategy_tells_once_for_an_evaluation_and_once_for_a_training(
         titles, *rows = text.splitlines()
         assert titles.split()[:5] == ["rank", "host", "device", members, "layers"] and len(rows) == 2
     assert first[0] != first[1]
+    assert strategy != "async" or (rows[0].endswith("not late") and " late, corrected" in rows[1])

@@ -9,7 +9,6 @@ from itertools import combinations, pairwise
 
 import pytest
 
-from lightning_parallel import PipelineStrategy
 from lightning_parallel.plan.balance import Balance, balanced, bounds_of
 
 
@@ -44,11 +43,6 @@ def test_the_balance_is_the_users(balance: Balance) -> None:
 def test_another_balance_is_refused(balance: Balance) -> None:
     with pytest.raises(ValueError, match="balance="):
         bounds_of([1] * 4, 2, balance, [True] * 4)
-
-
-def test_another_word_is_refused_by_the_setting() -> None:
-    with pytest.raises(ValueError, match="balance='weight'"):
-        PipelineStrategy(balance="weight")  # type: ignore[arg-type]
 
 
 def test_a_deep_model_is_cut_for_many_stages_in_no_time() -> None:

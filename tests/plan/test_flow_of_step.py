@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import Any
 
@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_parallel.absent.tensor import AbsentTensor, AbsentValueError
+from lightning_parallel.absent.tensor import AbsentTensor
 from lightning_parallel.pipeline.stage import Stage
-from lightning_parallel.plan.flow import Cargo, FlowError
+from lightning_parallel.plan.flow import Cargo, Flow, FlowError
 from lightning_parallel.plan.search import partition
 from tests.pipeline import by_hand
 from tests.pipeline.by_hand import CPU
@@ -99,18 +99,23 @@ def test_what_the_loss_is_computed_from_crosses_to_the_last_stage() -> None:
     assert crossing(MultiExit(), 4) == [set(), {("blocks.0", 0)}, outputs]
 
 
-class Asks(Net):
+def asks(model: Any, x: Tensor, again: bool = False) -> Tensor:
     """Goes on with a value of the last stage."""
+    first = model.stem(x)
+    output = model.head(model.body(first))
+    size = output.abs().mean().item()
+    if again:
+        output = model.head(model.body(model.stem(x * size)))
+    return output.square().mean() + size * first.mean()
 
-    calls_again = False
 
+class Asks(Net):
+    step = asks
+
+
+class CallsAgain(Net):
     def step(self, x: Tensor) -> Tensor:
-        first = self.stem(x)
-        output = self.head(self.body(first))
-        size = output.abs().mean().item()
-        if self.calls_again:
-            output = self.head(self.body(self.stem(x * size)))
-        return output.square().mean() + size * first.mean()
+        return asks(self, x, again=True)
 
 
 def test_what_is_needed_after_a_value_was_asked_for_crosses() -> None:
@@ -118,13 +123,10 @@ def test_what_is_needed_after_a_value_was_asked_for_crosses() -> None:
 
 
 def test_what_is_called_after_a_value_was_asked_for_is_on_the_last_stage() -> None:
-    again = Asks()
-    again.calls_again = True
+    again = CallsAgain()
     assert partition(again, lambda: step(again), 2, **BLOCKS).units["stem"] == (0, 1)
-    stage = stage_of(model := Asks(), 2)
-    model.calls_again = True
     with pytest.raises(FlowError, match="asks for a value, which only stage 1 has, and then calls 'blocks.0'"):
-        stage.flow_of(lambda: step(model))
+        flow_of_other(CallsAgain.step)
 
 
 TOLD = ["returned", "logged", "kept in a list", "kept in a new dictionary", "kept as an attribute", "kept as a buffer"]
@@ -205,26 +207,6 @@ def test_values_asked_for_after_the_layers_do_not_end_a_step_that_leaves_a_modul
             return loss
 
     assert crossing(TwoHeads(), 2) == [set()]
-
-
-def test_values_asked_for_on_an_earlier_stage_are_refused_on_every_rank() -> None:
-    class Peeks(Net):
-        asks = False
-
-        def step(self, x: Tensor) -> Tensor:
-            x = self.stem(x)
-            scale = x.abs().max().item() if self.asks else 1.0
-            return self.head(self.body(x / scale)).square().mean()
-
-    for index in range(2):
-        stage = stage_of(Peeks(), 2, index)
-        stage.module.asks = True  # type: ignore[assignment]
-        with pytest.raises(AbsentValueError, match="the output of 'stem', which lives on another pipeline stage"):
-            stage.flow_of(lambda stage=stage: step(stage.module))  # type: ignore[misc]
-    model = Peeks()
-    model.asks = True
-    with pytest.raises(AbsentValueError, match="the output of 'stem'"):
-        stage_of(model, 2)
 
 
 # -- what escapes ------------------------------------------------------------------------------------------------------
@@ -360,37 +342,46 @@ def test_gradients_inside_the_last_stage_are_its_own(by: str) -> None:
     one.flow_of(lambda: step(model))
 
 
-def test_a_step_of_another_kind_must_meet_the_stages_in_the_same_order() -> None:
-    class Backwards(Net):
-        validating = False
+class TwoKinds(Net):
+    """Cut by its training step; its validation step is another one."""
 
-        def step(self, x: Tensor) -> Tensor:
-            blocks = reversed(self.blocks) if self.validating else self.blocks
-            x = self.stem(x)
-            for block in blocks:
-                x = block(x)
-            return self.head(x).square().mean()
+    def __init__(self, other: Callable[[Any, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.other, self.validating = other, False
 
-    for index in range(2):
-        stage = stage_of(Backwards(), 2, index)
-        stage.module.validating = True  # type: ignore[assignment]
-        words = r"'blocks.\d' is on stage 0, which leaves the step before this call, made after 'blocks.3'"
-        with pytest.raises(RuntimeError, match=words):
-            stage.flow_of(lambda stage=stage: step(stage.module))  # type: ignore[misc]
+    def step(self, x: Tensor) -> Tensor:
+        return self.other(self, x) if self.validating else super().step(x)
+
+
+def flow_of_other(other: Callable[[Any, Tensor], Tensor], stages: int = 2, index: int = 0) -> Flow:
+    stage = stage_of(model := TwoKinds(other), stages, index)
+    model.validating = True
+    return stage.flow_of(lambda: step(model))
+
+
+def backwards(model: Any, x: Tensor) -> Tensor:
+    x = model.stem(x)
+    for block in reversed(model.blocks):
+        x = block(x)
+    return model.head(x).square().mean()
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_a_step_of_another_kind_must_meet_the_stages_in_the_same_order(index: int) -> None:
+    words = r"'blocks.\d' is on stage 0, which leaves the step before this call, made after 'blocks.3'"
+    with pytest.raises(RuntimeError, match=words):
+        flow_of_other(backwards, index=index)
 
 
 def test_a_parameter_that_only_another_kind_of_step_reads_elsewhere_is_named() -> None:
-    class Reads(Net):
-        validating = False
-
-        def step(self, x: Tensor) -> Tensor:
-            loss = super().step(x)
-            return loss + self.stem.weight.norm() if self.validating else loss
-
-    stage = stage_of(Reads(), 2, 1)
-    stage.module.validating = True  # type: ignore[assignment]
     with pytest.raises(RuntimeError, match="the end of the step on stage 1 reads .stem.weight., which is on"):
-        stage.flow_of(lambda: step(stage.module))
+        flow_of_other(lambda model, x: Net.step(model, x) + model.stem.weight.norm(), index=1)
+
+
+def test_a_step_may_leave_layers_out_that_another_kind_calls() -> None:
+    flow = flow_of_other(lambda model, x: model.head(model.blocks[0](model.stem(x))).square().mean(), stages=4)
+    assert flow.cuts == ((Cargo("blocks.0", 0, 1),),) * 3
+    assert flow.last == (("blocks.0", 0), None, None, ("head", 0))
 
 
 class Counts(nn.Linear):
@@ -421,21 +412,3 @@ def test_a_buffer_is_where_the_step_reads_it_unless_its_layer_changes_it(name: s
     changed = pytest.raises(RuntimeError, match="count")
     with changed if name == "count" else nullcontext():
         stage.flow_of(lambda: step(stage.module))
-
-
-def test_a_step_may_leave_layers_out_that_another_kind_calls() -> None:
-    class Encodes(Net):
-        validating = False
-
-        def step(self, x: Tensor) -> Tensor:
-            blocks = self.blocks[:1] if self.validating else self.blocks
-            x = self.stem(x)
-            for block in blocks:
-                x = block(x)
-            return self.head(x).square().mean()
-
-    stage = stage_of(Encodes(), 4)
-    stage.module.validating = True  # type: ignore[assignment]
-    flow = stage.flow_of(lambda: step(stage.module))
-    assert flow.cuts == ((Cargo("blocks.0", 0, 1),),) * 3
-    assert flow.last == (("blocks.0", 0), None, None, ("head", 0))

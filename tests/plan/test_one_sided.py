@@ -140,182 +140,151 @@ def test_it_is_its_own_stages(block: int, attribute: str | None) -> None:
     assert model.blocks[block].zeros == 0.0 and model.blocks[block].history == []
 
 
-class Counts(Net):
-    """Counts its steps, in a number or a buffer; where, and where it is used."""
+# -- what a step keeps for the next one ------------------------------------------------------------------------------
 
-    def __init__(self, used: str, counted: str, buffer: bool = False) -> None:
+
+def nothing(model: Any, x: Tensor) -> Tensor:
+    return x
+
+
+def use(model: Any, x: Tensor) -> Tensor:
+    return x * (1 + model.kept)
+
+
+def count(model: Any, x: Tensor) -> Tensor:
+    model.kept += 1
+    return x
+
+
+def use_and_count(model: Any, x: Tensor) -> Tensor:
+    return count(model, use(model, x))
+
+
+class Keeps(Net):
+    """Does something with what it keeps, before its blocks and at the end."""
+
+    def __init__(self, kept: Any, before: Callable[..., Any], after: Callable[..., Any]) -> None:
         super().__init__()
-        self.used, self.counted = used, counted
-        self.steps: Any = 0
-        if buffer:
-            del self.steps
-            self.register_buffer("steps", torch.zeros(()))
-
-    def at(self, place: str, x: Tensor) -> Tensor:
-        x = x * (1 + self.steps) if self.used == place else x
-        if self.counted == place:
-            self.steps += 1
-        return x
-
-    def step(self, x: Tensor) -> Tensor:
-        return self.at("end", self.head(self.body(self.at("beginning", self.stem(x))))).sum()
-
-
-@pytest.mark.parametrize("buffer", [False, True])
-@pytest.mark.parametrize(("used", "counted"), [("beginning", "beginning"), ("end", "beginning"), ("end", "end")])
-def test_what_is_counted_is_told(used: str, counted: str, buffer: bool) -> None:
-    assert flow_of(Counts(used, counted, buffer)).carried == {"steps"}
-
-
-@pytest.mark.parametrize("buffer", [False, True])
-def test_what_is_counted_after_a_stage_has_left_it_may_not_read(buffer: bool) -> None:
-    with pytest.raises(FlowError, match="reads 'steps' on stage 0, but changes it after that stage has left"):
-        flow_of(Counts("beginning", "end", buffer))
-
-
-class Goes(Net):
-    """Keeps something from step to step: read at the beginning, changed at the end, after the loss was looked at."""
-
-    KINDS: dict[str, tuple[Any, Callable[[Any], Any], Callable[[Any], Any]]] = {
-        "bool": (False, lambda kept: not kept, float),
-        "dictionary": ({"n": 1}, lambda kept: kept.update(n=kept["n"] + 1) or kept, lambda kept: kept["n"]),
-        "list": ([0], lambda kept: kept.append(1) or kept, len),
-        "tensor": (torch.ones(()), lambda kept: kept + 1, lambda kept: kept),
-        "array": (np.zeros(1), lambda kept: kept.__iadd__(1), lambda kept: float(kept[0])),
-        "scalar": (np.int64(1), lambda kept: kept + 1, float),
-        "object": (SimpleNamespace(n=1), lambda kept: vars(kept).update(n=kept.n + 1) or kept, lambda kept: kept.n),
-    }
-
-    def __init__(self, kind: str) -> None:
-        super().__init__()
-        kept, self.change, self.number = self.KINDS[kind]
         self.kept = copy.deepcopy(kept)
+        self.before, self.after = before, after
 
     def step(self, x: Tensor) -> Tensor:
-        loss = self.head(self.body(self.stem(x) * self.number(self.kept))).sum()
-        if torch.isnan(loss):
-            raise ValueError("not a number")
-        self.kept = self.change(self.kept)
-        return loss
+        return self.after(self, self.head(self.body(self.before(self, self.stem(x))))).sum()
 
 
-@pytest.mark.parametrize("kind", Goes.KINDS)
-def test_whatever_is_kept_for_the_next_step_has_to_be_kept_on_the_stages_that_read_it(kind: str) -> None:
+NUMBERS = pytest.mark.parametrize("kept", [0, nn.Buffer(torch.zeros(()))], ids=["number", "buffer"])
+
+
+@NUMBERS
+@pytest.mark.parametrize(("before", "after"), [(use_and_count, nothing), (count, use), (nothing, use_and_count)])
+def test_what_is_counted_is_told(before: Any, after: Any, kept: Any) -> None:
+    assert flow_of(Keeps(kept, before, after)).carried == {"kept"}
+
+
+@NUMBERS
+def test_what_is_counted_after_a_stage_has_left_it_may_not_read(kept: Any) -> None:
     with pytest.raises(FlowError, match="reads 'kept' on stage 0, but changes it after that stage has left"):
-        flow_of(Goes(kind))
+        flow_of(Keeps(kept, use, count))
 
 
-def test_what_is_only_collected_may_be_collected_anywhere() -> None:
-    class Collects(Net):
-        def __init__(self) -> None:
-            super().__init__()
-            self.seen: list[float] = []
-
-        def step(self, x: Tensor) -> Tensor:
-            self.seen.append(1.0)
-            out = self.head(self.body(self.stem(x))).sum()
-            self.seen.append(2.0)
-            return out
-
-    model = Collects()
-    assert flow_of(model).carried == frozenset() and model.seen == []
+# What is kept, how it changes, and a number of it.
+KINDS: dict[str, tuple[Any, Callable[[Any], Any], Callable[[Any], Any]]] = {
+    "bool": (False, lambda kept: not kept, float),
+    "dictionary": ({"n": 1}, lambda kept: kept.update(n=kept["n"] + 1) or kept, lambda kept: kept["n"]),
+    "list": ([0], lambda kept: kept.append(1) or kept, len),
+    "list that is cut": ([0], lambda kept: [*kept, 1][-3:], len),
+    "tensor": (torch.ones(()), lambda kept: kept + 1, lambda kept: kept),
+    "array": (np.zeros(1), lambda kept: kept.__iadd__(1), lambda kept: float(kept[0])),
+    "scalar": (np.int64(1), lambda kept: kept + 1, float),
+    "object": (SimpleNamespace(n=1), lambda kept: vars(kept).update(n=kept.n + 1) or kept, lambda kept: kept.n),
+}
 
 
-def test_what_is_made_anew_or_is_a_metric_is_not_counted() -> None:
-    class Anew(Net):
-        def __init__(self) -> None:
-            super().__init__()
-            self.size, self.mean, self.losses = 0, MeanMetric(), [0.0]
+@pytest.mark.parametrize("kind", KINDS)
+def test_whatever_is_kept_for_the_next_step_has_to_be_kept_on_the_stages_that_read_it(kind: str) -> None:
+    """It is changed after the loss was looked at."""
+    kept, change, number = KINDS[kind]
 
-        def step(self, x: Tensor) -> Tensor:
-            self.size = len(x)
-            self.mean.update(x.mean())
-            self.losses.append(1.0)
-            return self.head(self.body(self.stem(x))).sum() * self.size
+    def change_if_finite(model: Any, out: Tensor) -> Tensor:
+        if torch.isnan(out.sum()):
+            raise ValueError("not a number")
+        model.kept = change(model.kept)
+        return out
 
-    assert flow_of(Anew()).carried == frozenset()
-
-
-class Does(Net):
-    """Keeps ``scale``, which it uses at the beginning; the end is given."""
-
-    def __init__(self, end: Callable[[Any, Tensor], None], scale: Any = 2.0) -> None:
-        super().__init__()
-        self.end, self.scale = end, scale
-
-    def step(self, x: Tensor) -> Tensor:
-        scale = self.scale if isinstance(self.scale, float) else len(self.scale)
-        if isinstance(self.scale, list):
-            self.scale = self.scale[-3:]
-        out = self.head(self.body(self.stem(x) * scale))
-        self.end(self, out)
-        return out.sum()
+    with pytest.raises(FlowError, match="reads 'kept' on stage 0, but changes it after that stage has left"):
+        flow_of(Keeps(kept, lambda model, x: x * number(model.kept), change_if_finite))
 
 
-def set_once(model: Any, out: Tensor) -> None:
-    model.scale = 1.0
+def set_once(model: Any, out: Tensor) -> Tensor:
+    model.kept = 1.0
+    return out
 
 
-def keep_the_loss(model: Any, out: Tensor) -> None:
-    model.scale = out.mean().item()
+def keep_the_loss(model: Any, out: Tensor) -> Tensor:
+    model.kept = out.mean().item()
+    return out
 
 
-def count_unless_it_is_not_finite(model: Any, out: Tensor) -> None:
-    assert out.isfinite().all()
-    model.scale += 1
-
-
-def count_or_exit(model: Any, out: Tensor) -> None:
+def count_or_exit(model: Any, out: Tensor) -> Tensor:
     if not out.isfinite().all():
         sys.exit("not finite")
-    model.scale += 1
+    return count(model, out)
 
 
-def count_after_a_loop(model: Any, out: Tensor) -> None:
+def count_after_a_loop(model: Any, out: Tensor) -> Tensor:
     while not out.abs().max() < 0.5:
         out = out * 0.9
     while out.abs().max().item() > 1e-3:
         out = out * 0.9
-    model.scale += 1
+    return count(model, out)
 
 
-def count_sometimes(model: Any, out: Tensor) -> None:
-    if out.mean() < 1:
-        model.scale += 1
+def count_sometimes(model: Any, out: Tensor) -> Tensor:
+    return count(model, out) if out.mean() < 1 else out
 
 
-def append(model: Any, out: Tensor) -> None:
-    model.scale.append(1)
+@pytest.mark.parametrize("end", [set_once, keep_the_loss, count_or_exit, count_after_a_loop, count_sometimes])
+def test_the_end_of_a_step_is_seen_after_what_it_asks_for(end: Any) -> None:
+    with pytest.raises(FlowError, match="reads 'kept' on stage 0, but changes it after that stage has left"):
+        flow_of(Keeps(2.0, use, end))
+    flow_of(Keeps(2.0, use, end), stages=1)
 
 
-@pytest.mark.parametrize(("end", "scale"), [
-    (set_once, 2.0), (keep_the_loss, 2.0), (count_unless_it_is_not_finite, 2.0), (count_or_exit, 2.0),
-    (count_after_a_loop, 2.0), (count_sometimes, 2.0), (append, [1]),
-])  # fmt: skip
-def test_the_end_of_a_step_is_seen_after_what_it_asks_for(end: Callable[[Any, Tensor], None], scale: Any) -> None:
-    with pytest.raises(FlowError, match="reads 'scale' on stage 0, but changes it after that stage has left"):
-        flow_of(Does(end, scale))
-    flow_of(Does(end, scale), stages=1)
+def collect(model: Any, x: Tensor) -> Tensor:
+    model.kept.append(1.0)
+    return x
 
 
-def test_what_the_end_only_reads_may_change_at_the_beginning() -> None:
-    class Augments(Net):
-        def __init__(self) -> None:
-            super().__init__()
-            self.augmentation = SimpleNamespace(scale=1.0)
-
-        def step(self, x: Tensor) -> Tensor:
-            self.augmentation.scale = self.augmentation.scale + 1
-            return self.head(self.body(self.stem(x * self.augmentation.scale))).sum() * self.augmentation.scale
-
-    assert flow_of(Augments()).carried == frozenset()
+def set_to_no_number(model: Any, x: Tensor) -> Tensor:
+    model.kept = float("nan")
+    return x
 
 
-def test_what_is_set_to_the_same_value_does_not_change() -> None:
-    def set_again(model: Any, out: Tensor) -> None:
-        model.scale = float("nan")
+def set_anew(model: Any, x: Tensor) -> Tensor:
+    model.kept = len(x)
+    return x
 
-    assert flow_of(Does(set_again, float("nan"))).carried == frozenset()
+
+def update(model: Any, x: Tensor) -> Tensor:
+    model.kept.update(X.mean())
+    return x
+
+
+def change_object(model: Any, x: Tensor) -> Tensor:
+    model.kept.scale = model.kept.scale + 1
+    return x * model.kept.scale
+
+
+@pytest.mark.parametrize(("kept", "before", "after"), [
+    ([], collect, collect),  # only collected
+    (0, set_anew, use),
+    (MeanMetric(), update, nothing),
+    (SimpleNamespace(scale=1.0), change_object, lambda model, out: out * model.kept.scale),
+    (float("nan"), use, set_to_no_number),  # to the same value
+], ids=["collected", "anew", "metric", "read at the end", "the same"])  # fmt: skip
+def test_what_no_stage_lacks_may_be_kept(kept: Any, before: Any, after: Any) -> None:
+    model = Keeps(kept, before, after)
+    assert flow_of(model).carried == frozenset() and (kept != [] or model.kept == [])
 
 
 # -- several chunks a stage: the code around the layers runs once in each of them --------------------------------------
@@ -335,9 +304,9 @@ def test_a_generator_is_drawn_from_once_a_stage(placement: tuple[int, ...]) -> N
 
 @pytest.mark.parametrize("placement", PLACEMENTS)
 def test_what_is_counted_is_counted_once_a_stage(placement: tuple[int, ...]) -> None:
-    flow_of(Counts("end", "end"), placement=placement)
-    with pytest.raises(FlowError, match=r"changes 'steps', and would change it several times on stage \d.*'1f1b'"):
-        flow_of(Counts("beginning", "beginning"), placement=placement)
+    flow_of(Keeps(0, nothing, use_and_count), placement=placement)
+    with pytest.raises(FlowError, match=r"changes 'kept', and would change it several times on stage \d.*'1f1b'"):
+        flow_of(Keeps(0, use_and_count, nothing), placement=placement)
 
 
 class Teacher(Net):

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-import re
-import socket
 from typing import Any
 
 import lightning as L
@@ -63,43 +60,6 @@ def test_what_several_stages_hold_is_the_first_one_s_and_the_rest_each_stage_s_o
             assert value == 2 - stage, name
 
 
-def listen_to_the_banner() -> tuple[list[str], dict[str, int]]:
-    told: list[str] = []
-
-    def listen(entry: logging.LogRecord) -> bool:
-        told.append(entry.getMessage())
-        return True
-
-    logger = logging.getLogger("lightning.pytorch.utilities.rank_zero")
-    logger.setLevel(logging.INFO)  # workers of the pool are quiet
-    logger.addFilter(listen)
-    module = Net()
-    make_trainer("async", [], max_epochs=1).fit(module, loader())
-    logger.removeFilter(listen)
-    logger.setLevel(logging.NOTSET)
-    table = [line for text in told for line in text.splitlines() if "memory expected" in text]
-    return table, {n: p.numel() for n, p in here(module).items()}
-
-
-def test_the_table_at_the_start_tells_every_stage_s_layers_and_size_once(pool: WorkerPool) -> None:
-    (told, *last), *others = pool.run(listen_to_the_banner, 3, init=False)
-    assert [text for text, _ in others] == [[], []]
-    titles, *rows = told
-    assert re.split("  +", titles) == [
-        "rank", "host", "device", "stage", "layers", "parameters", "memory expected", "gradients"
-    ]  # fmt: skip
-    sizes = [sum(held.values()) for held in (last[0], others[0][1], others[1][1])]
-    place = rf"\s+(\d) +{re.escape(socket.gethostname())} +cpu +(\d) .* ([\d,]+)  +[\d.]+ KiB"
-    found = [re.match(place, row) for row in rows]
-    assert [[int(cell.replace(",", "")) for cell in each.groups()] for each in found if each] == [
-        [0, 2, sizes[0]], [1, 1, sizes[1]], [2, 0, sizes[2]]
-    ]  # fmt: skip
-    assert sum(sizes) == sum(p.numel() for p in Net().parameters())
-    # Both of an update's microbatches are late. Held: what forwards read of two versions.
-    assert rows[2].endswith("1 update late, corrected, up to 2 more copies of the weights")
-    assert rows[0].endswith("not late")
-
-
 # -- the optimizer -------------------------------------------------------------------------------------------
 
 
@@ -144,29 +104,3 @@ def test_each_stage_s_optimizer_has_all_groups_with_the_parameters_held_there(po
         assert sorted(with_state) == sorted(held)
         found |= held
     assert largest_difference(found, weights) < 1e-12
-
-
-# -- the module afterwards -----------------------------------------------------------------------------------
-
-
-def use_module_after() -> list[str]:
-    module = Net()
-    make_trainer("sync", [], max_epochs=1).fit(module, loader())
-    texts = [f"{sum(p.numel() for p in here(module).values()) < sum(p.numel() for p in module.parameters())}"]
-    with pytest.raises(RuntimeError) as caught:
-        module.net(torch.randn(2, WIDTH))
-    texts.append(str(caught.value))
-    with pytest.raises(RuntimeError) as refused:
-        make_trainer("sync", [], max_epochs=1).fit(module, loader())
-    return [*texts, str(refused.value)]
-
-
-def test_a_module_that_was_cut_says_so_when_it_is_used(pool: WorkerPool) -> None:
-    for smaller, value, second in pool.run(use_module_after, 2, init=False):
-        assert smaller == "True"
-        assert "can't be called: since its Trainer ran, each rank holds a part" in value
-        assert "holds one stage of a pipeline that another Trainer has made of it" in second
-        assert "Make a new one" in second
-
-
-# -- groups --------------------------------------------------------------------------------------------------
