@@ -2,7 +2,7 @@
 
 ``tests/private/test_torch.py`` pins each of them: when a new version of torch breaks one, a test there fails and says
 what depends on it. Nothing else in the package imports or reads a private name of torch. ``checkpoint/slices.py``
-implements three private methods, by which torch's checkpoints ask a tensor for its parts; they are pinned there too.
+implements three private methods, by which torch's checkpoints ask a tensor for its parts.
 """
 
 from __future__ import annotations

@@ -5,54 +5,32 @@ What to do then: find what replaces the name, in torch's release notes or source
 
 from __future__ import annotations
 
-import pickle
 import re
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed._functional_collectives as functional
-import torch.distributed.checkpoint as dcp
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.profiler import ProfilerActivity, profile
-from torch.utils.dlpack import to_dlpack
 
 from lightning_parallel.private import torch as torch_private
-from lightning_parallel.private.torch import TorchDispatchMode
 from tests.pool import WorkerPool
 from tests.test_house import ROOT, modules
 
-
-class Marked(Tensor):
-    """Counts the functions and the operators that it meets."""
-
-    functions = 0
-    operators = 0
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        Marked.functions += 1
-        with torch_private.subclass_functions_disabled():
-            return func(*args, **(kwargs or {}))
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        Marked.operators += 1
-        return torch.zeros(args[0].shape)
-
-
-def marked() -> Marked:
-    return torch_private.wrapper_tensor(Marked, (2, 3), dtype=torch.float64, device=torch.device("meta"))
-
-
 # What other tests would miss at once, each with their file.
 ELSEWHERE = {
+    **dict.fromkeys(
+        ("tensors_in", "tree_flatten", "tree_leaves", "tree_map", "tree_unflatten"), "absent/test_answers.py"
+    ),
+    "wrapper_tensor": "absent/test_tensor.py",
+    "asks_for_memory": "absent/test_answers.py",
+    "subclass_functions_disabled": "absent/test_tensor.py",
+    "dispatch_disabled": "absent/test_tensor.py",
     "make_parameter": "absent/test_tensor.py",
     "written_arguments": "absent/test_tensor.py",
     "VALUE_OF": "plan/test_one_sided.py",
@@ -68,14 +46,23 @@ ELSEWHERE = {
     "shape_of_operand": "losses/test_graph.py",
     "like_edge": "losses/test_graph.py",
     "where_created": "strategies/test_loss_means.py",
+    "ATTENTION_ON_CPU": "tracing/test_operations.py",
+    "makes_memory": "test_disk_offload.py",
+    "is_zero_tensor": "test_disk_offload.py",
+    **dict.fromkeys(("parameters_of", "buffers_of", "modules_of"), "test_local_replicas.py"),
+    "shallow_copy": "test_local_replicas.py",
+    "is_compiled": "test_local_replicas.py",
+    "has_hooks": "tensor/test_linear.py",
+    "METADATA_CLASSES": "checkpoint/test_reading.py",
+    **dict.fromkeys(("TorchDispatchMode", "boxed_group", "group_by_name"), "recipes/test_traffic.py"),
+    "default_store": "callbacks/test_preemption.py",
+    "forget_meshes": "ranks/test_process_group.py",
 }
 
 
 def test_every_name_is_used_and_pinned() -> None:
     package = Path(torch_private.__file__).parent
-    others = [
-        f.read_text() for f in modules(package, ROOT / "recipes") if f not in (package / "private/torch.py", Path())
-    ]
+    others = [f.read_text() for f in modules(package, ROOT / "recipes") if f != package / "private/torch.py"]
     here = Path(__file__).read_text().replace("def test_", "")
     source = Path(torch_private.__file__).read_text()
     public = [name for name in vars(torch_private) if not name.startswith("_")]
@@ -89,35 +76,6 @@ def test_every_name_is_used_and_pinned() -> None:
 
 
 # -- tensors -------------------------------------------------------------------------------------------------
-
-
-def test_wrapper_tensor_has_a_shape_and_no_memory() -> None:
-    """Otherwise absent tensors and checkpoints' slices couldn't be made."""
-    made = marked()
-    assert isinstance(made, Marked) and made.shape == (2, 3) and made.dtype == torch.float64
-    strided = torch_private.wrapper_tensor(
-        Marked, (2, 3), dtype=torch.float32, device=torch.device("cpu"), strides=(1, 2), requires_grad=True
-    )
-    assert strided.stride() == (1, 2) and strided.requires_grad
-    with pytest.raises(RuntimeError) as raised:  # else compiled kernels would read from address 0
-        to_dlpack(made)
-    assert torch_private.asks_for_memory(raised.value)
-
-
-def test_subclass_functions_disabled_and_dispatch_disabled_take_the_short_way() -> None:
-    """Otherwise an absent tensor's own methods would call themselves."""
-    made = marked()
-    Marked.functions = Marked.operators = 0
-    made + 1
-    assert (Marked.functions, Marked.operators) == (1, 1)
-    with torch_private.subclass_functions_disabled():
-        assert made.shape == (2, 3)
-        made + 1
-    assert (Marked.functions, Marked.operators) == (1, 2)
-    with torch_private.subclass_functions_disabled(), torch_private.dispatch_disabled():
-        made.t_()
-        assert made.shape == (3, 2)
-    assert (Marked.functions, Marked.operators) == (1, 2)
 
 
 def test_drawing_for_nothing_reads_what_switches_draws_off() -> None:
@@ -169,33 +127,6 @@ def test_forward_hooks_are_counted() -> None:
     assert torch_private.forward_hooks(module) == 1
 
 
-def test_tree_flatten_tree_leaves_tree_map_and_tree_unflatten_know_transformers_outputs() -> None:
-    """Otherwise a layer's output that is an output class of transformers could not cross a cut."""
-    transformers = pytest.importorskip("transformers")
-    output = transformers.modeling_outputs.BaseModelOutput(last_hidden_state=torch.ones(1), hidden_states=(2, [3]))
-    leaves, structure = torch_private.tree_flatten(output)
-    assert leaves == torch_private.tree_leaves(output) == [torch.ones(1), 2, 3]
-    doubled = torch_private.tree_unflatten([2 * leaf for leaf in leaves], structure)
-    assert type(doubled) is type(output) and doubled.hidden_states == (4, [6])
-    assert torch_private.tree_map(lambda leaf: 2 * leaf, output) == doubled
-    more = torch.ones(2)
-    assert list(map(id, torch_private.tensors_in((output, {"more": more})))) == [id(leaves[0]), id(more)]
-
-
-def test_a_torch_dispatch_mode_sees_operators() -> None:
-    """Otherwise recipes.compare would count no messages."""
-    seen = []
-
-    class Sees(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            seen.append(func.overloadpacket.__name__)
-            return func(*args, **(kwargs or {}))
-
-    with Sees():
-        torch.ones(1) + 1
-    assert seen == ["ones", "add"]
-
-
 # -- the graph of a backward ---------------------------------------------------------------------------------
 
 
@@ -225,50 +156,7 @@ def test_hooks_beside_counts_the_other_hooks_on_a_node() -> None:
     assert torch_private.hooks_beside(handle) == torch_private.hooks_beside(other) == 1
 
 
-def test_attention_on_a_cpu_runs_as_ATTENTION_ON_CPU() -> None:
-    """Otherwise a stage's attention would count as no work."""
-    seen: list[Any] = []
-
-    class Sees(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            seen.append(func.overloadpacket)
-            return func(*args, **(kwargs or {}))
-
-    q = torch.randn(1, 2, 3, 4)
-    with Sees():
-        nn.functional.scaled_dot_product_attention(q, q, q)
-    assert torch_private.ATTENTION_ON_CPU in seen
-
-
 # -- modules -------------------------------------------------------------------------------------------------
-
-
-def test_parameters_of_buffers_of_and_modules_of_are_where_attributes_are_read() -> None:
-    """Otherwise weight versions and replicas would be put where nothing reads them."""
-    module = nn.Sequential(nn.BatchNorm1d(2))
-    child = torch_private.modules_of(module)["0"]
-    assert child is module[0]
-    torch_private.parameters_of(child)["weight"] = other = torch.full((2,), 5.0)  # type: ignore[assignment]
-    torch_private.buffers_of(child)["running_mean"] = torch.full((2,), 1.0)
-    assert child.weight is other
-    child.eval()
-    torch.testing.assert_close(child(torch.ones(1, 2)), torch.zeros(1, 2))
-    torch_private.modules_of(module)["0"] = nn.Identity()
-    assert isinstance(module[0], nn.Identity)
-
-
-@pytest.mark.parametrize(
-    "register",
-    ["register_forward_hook", "register_forward_pre_hook", "register_full_backward_hook"],
-)
-def test_has_hooks_finds_hooks(register: str) -> None:
-    """Otherwise a layer's hooks would be lost when a divided layer takes its place."""
-    module = nn.Linear(1, 1)
-    assert not torch_private.has_hooks(module)
-    handle = getattr(module, register)(lambda *given: None)
-    assert torch_private.has_hooks(module)
-    handle.remove()
-    assert not torch_private.has_hooks(module)
 
 
 def test_hooks_on_outputs_move_to_another_module_and_can_be_removed() -> None:
@@ -284,75 +172,7 @@ def test_hooks_on_outputs_move_to_another_module_and_can_be_removed() -> None:
     assert torch_private.has_hooks(old, on_outputs=False)
 
 
-def test_shallow_copy_has_no_parameters_of_its_own() -> None:
-    """Otherwise replicas would share dictionaries of parameters."""
-    module = nn.LSTM(1, 1)
-    copy = torch_private.shallow_copy(module)
-    assert type(copy) is nn.LSTM and not list(copy.parameters()) and list(module.parameters())
-
-
 # -- distributed ---------------------------------------------------------------------------------------------
-
-
-def test_metadata_classes_are_those_of_a_checkpoint_s_metadata(tmp_path: Path) -> None:
-    """Otherwise no checkpoint could be read, since other classes are refused."""
-    asked: set[tuple[str, str]] = set()
-
-    class Unpickler(pickle.Unpickler):
-        def find_class(self, module: str, name: str) -> Any:
-            asked.add((module, name))
-            return super().find_class(module, name)
-
-    tensors = {"a": torch.ones(2), "b": 3, "c": {"d": [1, torch.zeros(1, dtype=torch.bfloat16)]}}
-    dcp.save(tensors, checkpoint_id=tmp_path)
-    with open(tmp_path / ".metadata", "rb") as file:
-        Unpickler(file).load()
-    others = {(module, name) for module, name in asked if (module, name) not in torch_private.METADATA_CLASSES}
-    assert len(asked) > len(others) > 0
-    for module, name in others:
-        assert module.startswith("pathlib") or isinstance(getattr(torch, name), torch.dtype)
-
-
-class Arguments(TorchDispatchMode):
-    """Keeps the arguments of every operator, by its name."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: dict[str, Any] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.found[func.overloadpacket.__name__] = args
-        return func(*args, **(kwargs or {}))
-
-
-def groups_of_collectives() -> tuple[list[int], int, bool]:
-    with Arguments() as arguments:
-        dist.all_reduce(torch.ones(1))
-        functional.all_reduce(torch.ones(1), "sum", dist.group.WORLD)
-    boxed = [torch_private.boxed_group(argument) for argument in arguments.found["allreduce_"]]
-    named = torch_private.group_by_name(arguments.found["all_reduce"][-1])
-    sizes = [group.size() for group in boxed if group is not None]
-    return sizes, named.size(), torch_private.boxed_group(torch.ones(1)) is None
-
-
-def test_boxed_group_and_group_by_name_give_the_group_of_a_collective(pool: WorkerPool) -> None:
-    """Otherwise recipes.compare could not tell how many ranks a message is for."""
-    assert pool.run(groups_of_collectives, 2) == [([2], 2, True)] * 2
-
-
-def sizes_of_the_cache_of_meshes() -> tuple[int, int]:
-    """The misses that have filled it, before it is emptied and after."""
-    half = DTensor.from_local(torch.ones(2), init_device_mesh("cpu", (2,)), [Shard(0)])
-    half + half
-    _, before = torch._C._get_DTensor_sharding_propagator_cache_stats()
-    torch_private.forget_meshes()
-    _, after = torch._C._get_DTensor_sharding_propagator_cache_stats()
-    return before, after
-
-
-def test_forget_meshes_empties_the_cache_that_holds_them(pool: WorkerPool) -> None:
-    """Otherwise a second run in a process fails: "Could not resolve the process group registered under the name"."""
-    assert all(before > after == 0 for before, after in pool.run(sizes_of_the_cache_of_meshes, 2))
 
 
 def sums_read() -> list[float]:
@@ -365,15 +185,6 @@ def sums_read() -> list[float]:
 def test_values_read_by_reads_a_dtensor_and_is_undone(pool: WorkerPool) -> None:
     """Otherwise a norm of a fully sharded weight, as a number, would be that of this rank's part."""
     assert pool.run(sums_read, 2) == [[4, 4, 1, 2]] * 2
-
-
-def write_into_the_store() -> int:
-    return torch_private.default_store().add("test", 1 + dist.get_rank())
-
-
-def test_default_store_is_one_for_all_ranks(pool: WorkerPool) -> None:
-    """Otherwise the ranks of an asynchronous pipeline wouldn't know of a signal that one of them gets."""
-    assert max(pool.run(write_into_the_store, 2)) == 3
 
 
 def group_of_two() -> tuple[list[int], int, bool]:
@@ -463,23 +274,6 @@ def test_abort_groups_leaves_all(pool: WorkerPool) -> None:
     assert pool.run(aborted, 2) == [False, False]
 
 
-def test_checkpoints_ask_a_tensor_for_its_boxes_by_three_methods() -> None:
-    """Otherwise shards would be saved as if they were the whole tensor."""
-    from torch.distributed._checkpointable import _Checkpointable
-
-    from lightning_parallel.checkpoint.slices import Boxes
-
-    methods = {"__create_write_items__", "__create_chunk_list__", "__get_tensor_shard__"}
-    assert methods <= set(vars(_Checkpointable)) and methods <= set(vars(Boxes))
-
-
-def test_what_makes_memory_is_told_from_views_and_operators_that_take_functions() -> None:
-    aten = torch.ops.aten
-    assert torch_private.makes_memory(aten.clone.default) and torch_private.makes_memory(aten.sort.default)
-    others = (aten.view.default, aten.mul_.Tensor, aten.detach.default, torch.ops.higher_order.cond)
-    assert not any(map(torch_private.makes_memory, others))
-
-
 def test_common_scaler_is_asked_by_a_fused_optimizer(monkeypatch: pytest.MonkeyPatch) -> None:
     shared: list[float] = []
     monkeypatch.setattr(dist, "all_reduce", lambda tensor, *args, **kwargs: shared.append(float(tensor)))
@@ -489,13 +283,3 @@ def test_common_scaler_is_asked_by_a_fused_optimizer(monkeypatch: pytest.MonkeyP
     scaler.scale((weight * float("inf")).sum()).backward()
     scaler.step(optimizer)
     assert shared == [1.0] and torch.equal(weight, torch.ones(2))
-
-
-def test_a_zero_tensor_is_told() -> None:
-    assert torch_private.is_zero_tensor(torch._efficientzerotensor((3,)))
-    assert not torch_private.is_zero_tensor(torch.zeros(3))
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_is_compiled_is_what_torch_compile_gives() -> None:
-    assert torch_private.is_compiled(torch.compile(nn.ReLU())) and not torch_private.is_compiled(nn.ReLU())
