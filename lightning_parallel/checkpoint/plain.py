@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_parallel.checkpoint.directory import PathLike
+from lightning_parallel.checkpoint.directory import PathLike, replacing
 from lightning_parallel.checkpoint.keys import OptimizerState, joined, of_model, of_place, of_replicas, parameter_of
 from lightning_parallel.checkpoint.reading import Reader, read_file
 from lightning_parallel.checkpoint.slices import empty_like, fill
@@ -158,6 +158,39 @@ def _numbered(state: Mapping[str, Mapping[str, Any]], groups: Sequence[Mapping[s
     }
 
 
+# -- as one file --------------------------------------------------------------------------------------------------
+
+
+def convert(source: PathLike, target: PathLike, *, save_weights_only: bool = False, weights_only: bool = True) -> None:
+    """Write the content of a checkpoint into one file: weights as safetensors, if the target's name ends so, or else a
+    plain ``.ckpt``, as Lightning writes in one process. It takes one process, and memory for all of it. There is no way
+    back into a directory: every strategy reads a plain file as it is.
+
+    Args:
+        source: a directory, a plain ``.ckpt``, or safetensors.
+        target: the path to write to. A file or a checkpoint that is there is replaced.
+        save_weights_only: write the weights only.
+        weights_only: refuse a source that holds more than tensors and plain containers: unpickling other objects can
+            run code. Turn it off for files that you trust.
+
+    Raises:
+        ValueError: the source is missing or damaged, or the target is a folder of something else.
+    """
+    source, target = Path(source), Path(target)
+    if save_weights_only or SAFETENSORS in (source.suffix, target.suffix):
+        content: dict[str, Any] = {"state_dict": read_full(source, weights_only)}
+    else:
+        content = read_plain(source, weights_only)
+    others = [name for name, each in content["state_dict"].items() if not isinstance(each, Tensor)]
+    if others and target.suffix == SAFETENSORS:
+        raise ValueError(f"{others[0]} in {source} is no tensor, and safetensors hold nothing else.")
+    with replacing(target) as new:
+        if target.suffix == SAFETENSORS:
+            _write_safetensors(new, content["state_dict"])
+        else:
+            torch.save(content, new)
+
+
 # -- a dictionary as a directory ---------------------------------------------------------------------------------
 
 
@@ -217,15 +250,15 @@ def _read_safetensors(path: Path) -> dict[str, Tensor]:
     return tensors | {name: tensors[held] for name, held in aliases.items()}
 
 
-def write_safetensors(path: Path, tensors: Mapping[str, Tensor], aliases: Mapping[str, str]) -> None:
-    """Write tensors, each under one name. ``aliases`` are the further names of tied ones, each with its name in
-    ``tensors``.
-
-    Raises:
-        ModuleNotFoundError: the package safetensors is not installed.
-    """
-    contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
-    _safetensors().torch.save_file(contiguous, path, {"format": "pt", "aliases": json.dumps(dict(aliases))})
+def _write_safetensors(path: Path, state_dict: Mapping[str, Tensor]) -> None:
+    first: dict[tuple[Any, ...], str] = {}
+    aliases: dict[str, str] = {}
+    for name, tensor in state_dict.items():
+        same = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype) if tensor.numel() else (name,)
+        if (held := first.setdefault(same, name)) != name:
+            aliases[name] = held
+    tensors = {name: tensor.contiguous() for name, tensor in state_dict.items() if name not in aliases}
+    _safetensors().torch.save_file(tensors, path, {"format": "pt", "aliases": json.dumps(aliases)})
 
 
 def _safetensors() -> Any:
