@@ -14,8 +14,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard
 
 from lightning_parallel.checkpoint import PlainOnDemand, format, is_checkpoint, remove
 from lightning_parallel.checkpoint.format import save
@@ -178,39 +176,6 @@ def test_ranks_that_disagree_are_refused_on_all(pool: WorkerPool, path: str, wha
     assert all("ValueError" in error for error in caught.value.errors.values())
 
 
-def crash_when_moving(path: str, moment: int, how: str) -> None:
-    """Save something else, and break down after `moment` moves."""
-    move, moves = os.rename, 0
-
-    def rename(source: Path, target: Path) -> None:
-        nonlocal moves
-        if str(target).startswith(path):
-            if moves == moment:
-                if how == "die":
-                    os._exit(7)
-                raise OSError("no space left")
-            moves += 1
-        move(source, target)
-
-    arguments = held(*place())
-    arguments["model"] = {name: tensor + 1 for name, tensor in arguments["model"].items()}
-    with mock.patch("os.rename", rename):
-        save(path, **{**arguments, "trainer": {"epoch": 4}})
-
-
-@pytest.mark.parametrize(("how", "moment"), [("die", 1), ("raise", 0)])  # test_directory.py has all moments
-def test_a_crash_before_the_end_leaves_the_old_checkpoint(pool: WorkerPool, path: str, moment: int, how: str) -> None:
-    pool.run(save_here, 2, path)
-    errors = pool.run(crash_when_moving, 2, path, moment, how, expect_errors=True, timeout=30.0)
-    assert ("died" if how == "die" else "no space left") in errors[0]
-    assert isinstance(errors[1], str) and "Error" in errors[1]
-    assert is_checkpoint(path)
-    load_here(path)
-    pool.run(save_here, 3, path)  # and nothing is left in the way
-    assert left_in(path) == ["last.ckpt"]
-    load_here(path)
-
-
 def die_while_writing(path: str) -> None:
     def write(*_: Any) -> None:
         os._exit(7)
@@ -286,12 +251,6 @@ def test_names_that_do_not_fit_are_refused_on_all_ranks(pool: WorkerPool, path: 
     assert all("ValueError" in error for error in caught.value.errors.values())
 
 
-def test_no_checkpoint_is_an_error_that_says_what_one_is(path: str) -> None:
-    assert not is_checkpoint(path)
-    with pytest.raises(ValueError, match=r"no checkpoint at .*directory with .metadata and trainer.pt"):
-        load(path, model={}, parameters=[], coordinate="pp0")
-
-
 def test_without_strict_what_is_missing_stays(path: str) -> None:
     save_here(path)
     arguments = blank(0, 1)
@@ -326,35 +285,6 @@ def test_tensors_of_any_shape_and_dtype_come_back(path: str) -> None:
     assert nothing == ([], {}) and PlainOnDemand(path).saved["trainer"] == {}
 
 
-def save_sharded(path: str) -> None:
-    mesh = init_device_mesh("cpu", (2,))
-    full = torch.arange(15.0).reshape(5, 3)
-    local = full.tensor_split([3])[dist.get_rank()]
-    shard = DTensor.from_local(local, mesh, [Shard(0)], shape=full.shape, stride=full.stride())
-    momentum = DTensor.from_local(-local, mesh, [Shard(0)], shape=full.shape, stride=full.stride())
-    save(
-        path,
-        model={"weight": shard},
-        optimizers=[OptimizerState({"weight": {"momentum": momentum, "step": 3}}, [{"lr": 0.1, "params": ["weight"]}])],
-        trainer={},
-        rank_state={},
-        coordinate=f"pp0.dp0.tp{dist.get_rank()}",
-    )
-    again = DTensor.from_local(torch.zeros_like(local), mesh, [Shard(0)], shape=full.shape, stride=full.stride())
-    load(path, model={"weight": again}, parameters=[], coordinate="pp0")
-    assert torch.equal(again.to_local(), local)
-
-
-def test_shards_of_a_tensor_are_one_tensor_elsewhere(pool: WorkerPool, path: str) -> None:
-    pool.run(save_sharded, 2, path)
-    weight = torch.zeros(5, 3)
-    [optimizer], _ = load(path, model={"weight": weight}, parameters=["weight"], coordinate="pp0.dp0.tp0")
-    assert torch.equal(weight, torch.arange(15.0).reshape(5, 3))
-    assert torch.equal(optimizer.state["weight"]["momentum"], -weight)
-    assert optimizer.state["weight"]["step"] == 3
-    assert optimizer.param_groups == [{"lr": 0.1, "params": ["weight"]}]
-
-
 def test_a_removed_checkpoint_leaves_nothing(path: str) -> None:
     save_here(path)
     (Path(path).parent / "last.ckpt.tmp-12345678").mkdir()
@@ -362,17 +292,3 @@ def test_a_removed_checkpoint_leaves_nothing(path: str) -> None:
     remove(path)
     assert left_in(path) == ["last.ckpt.json"] and not is_checkpoint(path)
     remove(path)
-
-
-def test_optimizers_of_one_parameter_keep_their_states_apart(path: str) -> None:
-    weight, names = torch.ones(2), {"params": ["w"]}
-    states = [
-        OptimizerState({"w": {"momentum": torch.full((2,), float(i)), "step": i}}, [{"lr": 0.1 * i, **names}])
-        for i in range(3)
-    ]
-    save(path, model={"w": weight}, optimizers=states, trainer={}, rank_state={}, coordinate="pp0")
-    optimizers, _ = load(path, model={"w": weight}, parameters=["w"], coordinate="pp0")
-    for found, saved in zip(optimizers, states, strict=True):
-        assert torch.equal(found.state["w"]["momentum"], saved.state["w"]["momentum"])
-        assert found.state["w"]["step"] == saved.state["w"]["step"]
-        assert found.param_groups == saved.param_groups

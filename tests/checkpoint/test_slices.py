@@ -16,6 +16,7 @@ from torch.distributed.tensor import Shard as Shard0
 from lightning_parallel.checkpoint.slices import Slices
 from lightning_parallel.ranks.shard import Shard
 from tests.pool import WorkerPool
+from tests.strategies.harness import complete
 
 WHOLES = {  # by name: shape, divided dimension, fused parts
     "rows": ((7, 3), 0, ()),
@@ -31,70 +32,47 @@ def whole(name: str) -> Tensor:
     return torch.arange(torch.Size(shape).numel(), dtype=torch.float64).view(shape)
 
 
-def save(directory: Path) -> None:
-    state: dict[str, Tensor] = {}
+def state(fully_sharded: bool, fill: float | None = None) -> dict[str, Slices]:
+    """This rank's shards of all, or as many of one value. Fully sharded, four ranks have two shards of each, and these
+    are divided over two replicas once more."""
+    made = {}
     for name, (shape, dim, parts) in WHOLES.items():
-        shard = Shard.of(shape, dim, dist.group.WORLD, parts)
-        state[name] = Slices(shard.take(whole(name)), shard)
-    dcp.save(state, checkpoint_id=directory)
+        tensor = whole(name) if fill is None else torch.full_like(whole(name), fill)
+        if fully_sharded:
+            shard = Shard(shape, dim, parts or (shape[dim],), dist.get_rank() % 2, 2)
+            mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))["data"]
+            local: Tensor = distribute_tensor(shard.take(tensor), mesh, [Shard0(0)], src_data_rank=None)
+        else:
+            shard = Shard.of(shape, dim, dist.group.WORLD, parts)
+            local = shard.take(tensor)
+        made[name] = Slices(local, shard)
+    return made
 
 
-def load(directory: Path) -> None:
-    state = {}
-    for name, (shape, dim, parts) in WHOLES.items():
-        shard = Shard.of(shape, dim, dist.group.WORLD, parts)
-        state[name] = Slices(torch.zeros_like(shard.take(whole(name))), shard)
-    dcp.load(dict(state), checkpoint_id=directory)
-    for name, slices in state.items():
-        assert torch.equal(slices.local, slices.shard.take(whole(name))), name
+def save(directory: Path, fully_sharded: bool) -> None:
+    dcp.save(dict(state(fully_sharded)), checkpoint_id=directory)
 
 
-@pytest.mark.parametrize(("writers", "readers"), [(2, 3), (3, 2)])
-def test_shards_of_some_ranks_are_read_by_others(pool: WorkerPool, tmp_path: Path, writers: int, readers: int) -> None:
-    pool.run(save, writers, tmp_path)
-    pool.run(load, readers, tmp_path)
-    state = {name: torch.zeros_like(whole(name)) for name in WHOLES}
-    dcp.load(state, checkpoint_id=tmp_path, no_dist=True)
-    for name, tensor in state.items():
-        assert torch.equal(tensor, whole(name)), name
+def load(directory: Path, fully_sharded: bool) -> None:
+    read = state(fully_sharded, fill=0.0)
+    dcp.load(dict(read), checkpoint_id=directory)
+    for name, slices in read.items():
+        assert isinstance(slices.local, DTensor) == fully_sharded
+        assert torch.equal(complete(slices.local), slices.shard.take(whole(name))), name
 
 
-def fully_sharded(tensor: Tensor) -> Tensor:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))["data"]
-    return distribute_tensor(tensor, mesh, [Shard0(0)], src_data_rank=None)
-
-
-def of_tensor_rank(shape: tuple[int, ...], dim: int, parts: tuple[int, ...]) -> Shard:
-    """Of four ranks: two shards, each fully sharded over two replicas."""
-    return Shard(shape, dim, parts or (shape[dim],), dist.get_rank() % 2, 2)
-
-
-def save_fully_sharded(directory: Path) -> None:
-    state: dict[str, Tensor] = {}
-    for name, (shape, dim, parts) in WHOLES.items():
-        shard = of_tensor_rank(shape, dim, parts)
-        state[name] = Slices(fully_sharded(shard.take(whole(name))), shard)
-    dcp.save(state, checkpoint_id=directory)
-
-
-def load_fully_sharded(directory: Path) -> None:
-    state = {}
-    for name, (shape, dim, parts) in WHOLES.items():
-        shard = of_tensor_rank(shape, dim, parts)
-        state[name] = Slices(fully_sharded(torch.zeros_like(shard.take(whole(name)))), shard)
-    dcp.load(dict(state), checkpoint_id=directory)
-    for name, slices in state.items():
-        assert isinstance(slices.local, DTensor)
-        assert torch.equal(slices.local.full_tensor(), slices.shard.take(whole(name))), name
-
-
-def test_fully_sharded_shards_are_written_and_read(pool: WorkerPool, tmp_path: Path) -> None:
-    pool.run(save_fully_sharded, 4, tmp_path)
-    pool.run(load_fully_sharded, 4, tmp_path)
-    pool.run(load, 3, tmp_path)
-    state = {name: torch.zeros_like(whole(name)) for name in WHOLES}
-    dcp.load(state, checkpoint_id=tmp_path, no_dist=True)
-    for name, tensor in state.items():
+@pytest.mark.parametrize(("writers", "readers"), [
+    ((2, False), [(3, False)]), ((3, False), [(2, False)]), ((4, True), [(4, True), (3, False)])
+])  # fmt: skip
+def test_shards_of_some_ranks_are_read_by_others(
+    pool: WorkerPool, tmp_path: Path, writers: tuple[int, bool], readers: list[tuple[int, bool]]
+) -> None:
+    pool.run(save, writers[0], tmp_path, writers[1])
+    for ranks, fully_sharded in readers:
+        pool.run(load, ranks, tmp_path, fully_sharded)
+    read = {name: torch.zeros_like(whole(name)) for name in WHOLES}
+    dcp.load(read, checkpoint_id=tmp_path, no_dist=True)
+    for name, tensor in read.items():
         assert torch.equal(tensor, whole(name)), name
 
 
