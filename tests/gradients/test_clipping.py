@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -25,7 +24,7 @@ def gradient(part: int, number: int) -> Tensor:
     return torch.randn(4, 3, generator=generator, dtype=torch.float64)
 
 
-def clip(what: str) -> list[tuple[int, int, Tensor]]:
+def clip() -> list[tuple[int, int, Tensor]]:
     """Two replicas of two parts, parts 1 apart; every parameter counts but for a second copy that both parts hold."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "part"))
     part = mesh.get_local_rank("part")
@@ -45,34 +44,27 @@ def clip(what: str) -> list[tuple[int, int, Tensor]]:
     copy = nn.Parameter(torch.zeros(2, dtype=torch.float64))
     copy.grad = torch.full((2,), 0.1, dtype=torch.float64)
     everything = [*held, frozen, copy]
-    if what == "value":
-        torch.nn.utils.clip_grad_value_(everything, CLIP, foreach=False)  # as the precision plugin is made to
-    else:
-        clip_by_norm(
-            everything,
-            CLIP,
-            counted={*held, copy} if part == 0 else {*held},
-            replicas=mesh["data"].get_group(),
-            parts=mesh["part"].get_group(),
-            device=CPU,
-        )
+    clip_by_norm(
+        everything,
+        CLIP,
+        counted={*held, copy} if part == 0 else {*held},
+        replicas=mesh["data"].get_group(),
+        parts=mesh["part"].get_group(),
+        device=CPU,
+    )
     found = [p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad for p in (*held, copy)]
     dist.barrier()
     return [(part, number, value) for number, value in enumerate(found)]
 
 
-@pytest.mark.parametrize("what", ["norm", "value"])
-def test_shards_parts_and_copies_are_clipped_as_one_model(pool: WorkerPool, what: str) -> None:
+def test_shards_parts_and_copies_are_clipped_as_one_model(pool: WorkerPool) -> None:
     whole = [nn.Parameter(torch.zeros(4, 3, dtype=torch.float64)) for _ in range(4)]
     for index, parameter in enumerate(whole):
         parameter.grad = gradient(*divmod(index, 2))
     copy = nn.Parameter(torch.zeros(2, dtype=torch.float64))
     copy.grad = torch.full((2,), 0.1, dtype=torch.float64)
-    if what == "norm":
-        torch.nn.utils.clip_grad_norm_([*whole, copy], CLIP)
-    else:
-        torch.nn.utils.clip_grad_value_([*whole, copy], CLIP)
-    for rank in pool.run(clip, 4, what):
+    torch.nn.utils.clip_grad_norm_([*whole, copy], CLIP)
+    for rank in pool.run(clip, 4):
         for part, number, value in rank:
             expected = copy.grad if number == 2 else whole[2 * part + number].grad
             assert expected is not None

@@ -60,69 +60,45 @@ def test_all_ranks_have_what_the_source_has(pool: WorkerPool) -> None:
             assert nothing.shape == (0, 3)
 
 
-def fail_on(rank: int, error: type[Exception]) -> list[int]:
-    def action() -> int:
-        if dist.get_rank() == rank:
+def fail_in(how: str, failing: int, error: type[Exception]) -> None:
+    """One rank fails, of all or of a group of the others than the first one."""
+    group = dist.new_group([1, 2]) if "group" in how else None
+    if group is not None and dist.get_rank() == 0:
+        return
+
+    def action() -> None:
+        if dist.get_rank() == failing:
             raise error("no luck")
-        return dist.get_rank()
 
-    return gather_objects(together(None, action), None)
-
-
-@pytest.mark.parametrize(("error", "kind"), [(ValueError, "ValueError"), (OSError, "RuntimeError")])
-def test_the_failure_of_one_rank_is_raised_on_all(pool: WorkerPool, error: type[Exception], kind: str) -> None:
-    errors = pool.run(fail_on, 3, 1, error, expect_errors=True)
-    assert f"{error.__name__}: no luck" in errors[1]
-    named = "" if error is ValueError else f"{error.__name__}: "
-    assert all(f"{kind}: rank 1: {named}no luck" in errors[rank] for rank in (0, 2))
+    decided_by_first(group, action) if "first" in how else together(group, action)
 
 
-def decide(fails: type[Exception] | None) -> int:
+@pytest.mark.parametrize(("how", "failing", "others"), [
+    ("together", 1, (0, 2)), ("first decides", 0, (1, 2)),
+    ("group together", 2, (1,)), ("group's first decides", 1, (2,)),
+])  # fmt: skip
+@pytest.mark.parametrize(("error", "said"), [
+    (ValueError, "ValueError: rank {}: no luck"), (OSError, "RuntimeError: rank {}: OSError: no luck")
+])  # fmt: skip
+def test_the_failure_of_one_rank_is_raised_on_all_and_names_it_by_its_global_rank(
+    pool: WorkerPool, how: str, failing: int, others: tuple[int, ...], error: type[Exception], said: str
+) -> None:
+    errors = pool.run(fail_in, 3, how, failing, error, expect_errors=True)
+    assert f"{error.__name__}: no luck" in errors[failing]
+    assert all(said.format(failing) in errors[rank] for rank in others)
+
+
+def decide() -> int:
     def choose() -> int:
         assert dist.get_rank() == 0, "the others are told"
-        if fails is not None:
-            raise fails("no luck")
         return 7
 
     return decided_by_first(None, choose)
 
 
 def test_the_first_rank_s_decision_is_everyone_s(pool: WorkerPool) -> None:
-    assert pool.run(decide, 3, None) == [7] * 3
+    assert pool.run(decide, 3) == [7] * 3
     assert decided_by_first(None, lambda: 3) == 3
-
-
-@pytest.mark.parametrize(("error", "said"), [
-    (ValueError, "ValueError: rank 0: no luck"),
-    (OSError, "RuntimeError: rank 0: OSError: no luck"),
-])  # fmt: skip
-def test_the_first_rank_s_failure_is_everyone_s(pool: WorkerPool, error: type[Exception], said: str) -> None:
-    errors = pool.run(decide, 3, error, expect_errors=True)
-    assert f"{error.__name__}: no luck" in errors[0]
-    assert all(said in text for text in errors[1:])
-
-
-def fail_in_a_group(last: bool) -> None:
-    """The ranks but the first are a group, and one of them fails."""
-    group = dist.new_group([1, 2])
-    if dist.get_rank() == 0:
-        return
-
-    def action() -> None:
-        if dist.get_rank() == (2 if last else 1):
-            raise ValueError("no luck")
-
-    if last:
-        together(group, action)
-    else:
-        decided_by_first(group, action)
-
-
-@pytest.mark.parametrize("last", [True, False], ids=["together", "decided-by-first"])
-def test_the_rank_that_failed_is_named_by_its_global_rank(pool: WorkerPool, last: bool) -> None:
-    failed, told = (2, 1) if last else (1, 2)
-    errors = pool.run(fail_in_a_group, 3, last, expect_errors=True)
-    assert f"ValueError: rank {failed}: no luck" in errors[told]
 
 
 def exchanged() -> dict[str, Any]:

@@ -79,22 +79,3 @@ def test_a_parameters_shard_is_a_parameter_like_it_with_the_record_of_the_cut(tr
     assert part.requires_grad == trains and part.dtype == torch.bfloat16
     assert torch.equal(part, whole[2:])
     assert part.shard == shard  # type: ignore[attr-defined]
-
-
-def test_a_tied_parameter_is_sharded_once() -> None:
-    shard = shards((4, 3), 0, 2)[0]
-    tied, other = nn.Parameter(torch.randn(4, 3)), nn.Parameter(torch.randn(4, 3))
-    shared: dict[int, nn.Parameter] = {}
-    first = shard_parameter(tied, shard, shared)
-    assert shard_parameter(tied, shard, shared) is first
-    assert shard_parameter(other, shard, shared) is not first
-    assert shared.keys() == {id(tied), id(other)}
-
-
-def test_a_tied_parameter_cut_in_two_ways_is_refused() -> None:
-    tied = nn.Parameter(torch.randn(4, 4))
-    shared: dict[int, nn.Parameter] = {}
-    shard_parameter(tied, shards((4, 4), 0, 2)[0], shared)
-    for dim, parts in ((1, (4,)), (0, (2, 2))):
-        with pytest.raises(ValueError, match=rf"tied .*dimension 0 in parts of \(4,\), and along {dim} in"):
-            shard_parameter(tied, shards((4, 4), dim, 2, parts)[0], shared)
