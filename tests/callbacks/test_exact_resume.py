@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.callbacks import BatchSizeFinder, Callback, LearningRateFinder
 from lightning.pytorch.trainer.states import TrainerStatus
 from lightning.pytorch.utilities import CombinedLoader
 from torch import nn
@@ -57,18 +58,13 @@ def run(
     return module.seen
 
 
-@pytest.mark.parametrize(("hook", "done"), [
-    ("on_train_batch_start", SAVED),
-    ("on_before_optimizer_step", SAVED),
-    ("on_train_batch_end", SAVED + 1),
-])  # fmt: skip
-def test_a_save_inside_a_batch_has_it_before_the_update_or_not_at_all(tmp_path: Path, hook: str, done: int) -> None:
+def test_a_save_inside_a_batch_has_it_before_its_update(tmp_path: Path) -> None:
     path = tmp_path / "inside.ckpt"
-    whole = run("auto", 1, None, SavesIn(hook, path, SAVED), lp.ExactResume())
+    whole = run("auto", 1, None, SavesIn("on_before_optimizer_step", path, SAVED), lp.ExactResume())
     resumed = run("auto", 1, path, lp.ExactResume())
     # What the step had drawn before the save it draws again, so the next epoch may have another order.
-    shown = EPOCH - done % EPOCH if hook == "on_before_optimizer_step" else STEPS
-    assert [batch for batch, _ in resumed[:shown]] == [batch for batch, _ in whole[done:][:shown]]
+    left = EPOCH - SAVED % EPOCH
+    assert [batch for batch, _ in resumed[:left]] == [batch for batch, _ in whole[SAVED:][:left]]
 
 
 def staged(stages: int, path: Path, resume: bool) -> list[tuple[list[float], float]]:
@@ -182,3 +178,47 @@ def test_a_resumed_run_that_fails_at_its_start_leaves_nothing_to_the_next_one(tm
     with pytest.raises(ValueError, match="no luck"):
         made.fit(Remembers(), ckpt_path=tmp_path / "x.ckpt")
     assert [set(vars(loop)) for loop in loops] == before
+
+
+# -- a search before a run puts its own state back: a run that is resumed would begin anew, so it refuses the search ---
+
+
+class Learned(Remembers):
+    """With a learning rate and a batch size to be found."""
+
+    lr, batch_size = 0.1, 2
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), self.lr)
+
+    def train_dataloader(self) -> DataLoader:
+        return lp.ResumableDataLoader(torch.ones(60, 1), batch_size=self.batch_size)
+
+
+class SearchesLater(LearningRateFinder):
+    """In the middle of a run, which it may."""
+
+    def on_fit_start(self, *_: Any) -> None:
+        """Not yet."""
+
+
+@pytest.mark.parametrize(("strategy", "search", "refused"), [
+    (None, lambda: LearningRateFinder(num_training_steps=20, min_lr=1e-4), "LearningRateFinder"),
+    (None, lambda: BatchSizeFinder(max_trials=2), "BatchSizeFinder"),
+    (lp.PipelineStrategy, lambda: LearningRateFinder(num_training_steps=20), "LearningRateFinder"),  # it loads later
+    (None, SearchesLater, None),
+])  # fmt: skip
+def test_a_search_is_refused_where_a_run_is_resumed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, strategy: Any, search: Any, refused: str | None
+) -> None:
+    monkeypatch.chdir(tmp_path)  # searches save their own state there
+
+    def fit(resume: Path | None, *callbacks: Callback) -> int:
+        made = "auto" if strategy is None else strategy(stages=1)
+        return len(run(made, 1, resume, *callbacks, lp.ExactResume(), kind=Learned))
+
+    path = tmp_path / "it.ckpt"
+    fit(None, search(), SavesIn("on_train_batch_end", path, SAVED))
+    with nullcontext() if refused is None else pytest.raises(ValueError, match=refused):
+        assert fit(path, search()) == STEPS - SAVED - 1
+    assert fit(path) == STEPS - SAVED - 1
