@@ -212,52 +212,6 @@ def test_a_second_fit_has_nothing_of_the_run_that_the_first_one_resumed(tmp_path
     assert "val" not in trainer.callback_metrics
 
 
-class DrawsInHooks(Scheduled):
-    """Its split of the data is drawn with its loader, and numbers at the beginning of the run and of epochs."""
-
-    def train_dataloader(self) -> DataLoader:
-        half, _ = random_split(range(24), [12, 12])  # type: ignore[arg-type]
-        samples = torch.tensor([float(sample) for sample in half])[:, None]
-        return lp.ResumableDataLoader(samples, batch_size=2, shuffle=True)
-
-    def on_train_start(self) -> None:
-        torch.rand(3)
-
-    def on_train_epoch_start(self) -> None:
-        self.note("epoch", torch.rand(()).item())
-
-
-@pytest.mark.parametrize("hook", ["on_train_batch_end", "on_validation_end", "on_train_epoch_end"])
-def test_the_run_may_draw_where_it_likes(equal_from_saves: Equal, hook: str) -> None:
-    equal_from_saves(hook, {"val_check_interval": 4, "kind": DrawsInHooks})
-
-
-class AsksForItsLength(Scheduled):
-    """Lightning makes the loaders for it, before the checkpoint's places are known."""
-
-    def configure_optimizers(self) -> Any:
-        assert self.trainer.estimated_stepping_batches == 18
-        return super().configure_optimizers()
-
-
-@pytest.mark.parametrize("hook", ["on_train_batch_end", "on_train_epoch_end"])
-def test_the_optimizers_may_ask_for_the_run_s_length(equal_from_saves: Equal, hook: str) -> None:
-    equal_from_saves(hook, {"val_check_interval": 4, "kind": AsksForItsLength})
-
-
-class SkipsTheRest(Scheduled):
-    """Leaves out the rest of an epoch."""
-
-    def on_train_batch_start(self, batch: Tensor, batch_idx: int) -> int | None:  # type: ignore[override]
-        super().on_train_batch_start(batch, batch_idx)
-        return -1 if batch_idx == 4 else None
-
-
-@pytest.mark.parametrize("hook", ["on_train_batch_end", "on_validation_end", "on_train_epoch_end"])
-def test_the_rest_of_an_epoch_may_be_left_out(equal_from_saves: Equal, hook: str) -> None:
-    equal_from_saves(hook, {"val_check_interval": 2, "kind": SkipsTheRest})
-
-
 class MeanOfMeans(Metric):
     """Its result depends on how often it was updated."""
 
@@ -272,8 +226,9 @@ class MeanOfMeans(Metric):
         return self.mean
 
 
-class Wraps(Scheduled):
-    """Logs metrics that wrap others, and that count."""
+class Unusual(Scheduled):
+    """Draws where its data are split, and at the beginning of the run and of epochs. Asks for its length, for which
+    Lightning makes the loaders before the checkpoint's places are known. Logs metrics that wrap others, or count."""
 
     def __init__(self, interval: str) -> None:
         super().__init__(interval)
@@ -282,6 +237,21 @@ class Wraps(Scheduled):
             "least": LambdaInputTransformer(MinMetric(), torch.neg),
         })  # fmt: skip
 
+    def train_dataloader(self) -> DataLoader:
+        half, _ = random_split(range(24), [12, 12])  # type: ignore[arg-type]
+        samples = torch.tensor([float(sample) for sample in half])[:, None]
+        return lp.ResumableDataLoader(samples, batch_size=2, shuffle=True)
+
+    def configure_optimizers(self) -> Any:
+        assert self.trainer.estimated_stepping_batches > 0
+        return super().configure_optimizers()
+
+    def on_train_start(self) -> None:
+        torch.rand(3)
+
+    def on_train_epoch_start(self) -> None:
+        self.note("epoch", torch.rand(()).item())
+
     def training_step(self, batch: Tensor) -> Tensor:
         for name, metric in self.kinds.items():
             metric.update(batch.mean())
@@ -289,15 +259,24 @@ class Wraps(Scheduled):
         return super().training_step(batch)
 
     def on_train_epoch_end(self) -> None:
-        self.note("epoch's end", {name: self.trainer.callback_metrics[name].item() for name in self.kinds})
+        super().on_train_epoch_end()
+        self.note("metrics", {name: self.trainer.callback_metrics[name].item() for name in self.kinds})
 
 
-@pytest.mark.parametrize("hook", ["on_train_batch_start", "on_train_batch_end", "on_validation_end"])
-def test_metrics_that_wrap_others_or_count_go_on(equal_from_saves: Equal, hook: str) -> None:
-    equal_from_saves(hook, {"val_check_interval": 4, "kind": Wraps})
+class SkipsTheRest(Scheduled):
+    """Leaves out the rest of an epoch."""
+
+    def on_train_batch_start(self, batch: Tensor, batch_idx: int) -> int | None:  # type: ignore[override]
+        super().on_train_batch_start(batch, batch_idx)
+        return -1 if batch_idx == 4 else None
 
 
-class Stops(Scheduled):
+@pytest.mark.parametrize(("kind", "hook"), [*product([Unusual], HOOKS), *product([SkipsTheRest], HOOKS[1:])])
+def test_what_is_left_of_an_unusual_run_is_done(equal_from_saves: Equal, kind: type[Scheduled], hook: str) -> None:
+    equal_from_saves(hook, {"val_check_interval": 4 if kind is Unusual else 2, "kind": kind})
+
+
+class Stops(Unusual):
     """Something in a step tells the Trainer to stop."""
 
     def training_step(self, batch: Tensor) -> Tensor:
@@ -307,11 +286,7 @@ class Stops(Scheduled):
 
 @pytest.mark.parametrize("hook", ["on_train_batch_end", "on_validation_end"])
 def test_a_callback_that_comes_first_may_save(equal_from_saves: Equal, hook: str) -> None:
-    equal_from_saves(hook, {"val_check_interval": 4, "kind": DrawsInHooks, "saver": SavesFirst})
-
-
-class StopsEarly(Stops, DrawsInHooks):
-    """And draws meanwhile."""
+    equal_from_saves(hook, {"val_check_interval": 4, "kind": Unusual, "saver": SavesFirst})
 
 
 @pytest.mark.parametrize("hook", ["on_train_batch_end", "on_validation_end", "on_train_epoch_end"])
@@ -324,7 +299,7 @@ def test_a_run_that_was_to_stop_stops(equal_from_saves: Equal, caplog: pytest.Lo
 
 @pytest.mark.parametrize("hook", HOOKS)
 def test_a_run_that_was_to_stop_goes_on_to_its_least_epochs(equal_from_saves: Equal, hook: str) -> None:
-    options = {"val_check_interval": 4, "kind": StopsEarly, "min_epochs": 4, "max_epochs": 6}
+    options = {"val_check_interval": 4, "kind": Stops, "min_epochs": 4, "max_epochs": 6}
     whole = equal_from_saves(hook, options)
     assert [event[-1] for event in whole if event[0] != SAVED][-1] == 24
 
@@ -334,9 +309,9 @@ def test_a_run_that_was_to_stop_goes_on_to_its_least_epochs(equal_from_saves: Eq
     ({"max_epochs": None, "max_steps": 12}, {"max_epochs": None, "max_steps": 15}),
 ])  # fmt: skip
 def test_a_run_that_has_ended_goes_on_with_a_raised_limit(tmp_path: Path, limit: Any, raised: Any) -> None:
-    whole, *end = run(None, None, "", {**raised, "kind": DrawsInHooks})
-    ended = run(None, tmp_path, "on_train_end", {**limit, "kind": DrawsInHooks})[0]
-    rest, *rest_end = run(tmp_path / "0.ckpt", None, "", {**raised, "kind": DrawsInHooks})
+    whole, *end = run(None, None, "", {**raised, "kind": Unusual})
+    ended = run(None, tmp_path, "on_train_end", {**limit, "kind": Unusual})[0]
+    rest, *rest_end = run(tmp_path / "0.ckpt", None, "", {**raised, "kind": Unusual})
     assert ([event for event in ended if event[0] != SAVED] + rest, rest_end) == (whole, end)
 
 
