@@ -1,5 +1,5 @@
 """Gradients as all strategies need them: swapped in and out of parameters, averaged, summed, and clipped.
 
-``clipping.py`` makes Lightning clip by the norm of the whole model, ``hook_watch.py`` refuses hooks that would use the
-norm of a part, and ``lost_changes.py`` writes that would change a copy.
+``clipping.py`` makes Lightning clip by the norm of the whole model, and ``hook_watch.py`` refuses hooks that would use
+the norm of a part, or write to a copy.
 """

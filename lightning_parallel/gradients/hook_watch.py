@@ -8,10 +8,13 @@ that is computed from gradients, is of this rank's part only. It may be logged, 
     self.log_dict(grad_norm(self, 2))                         warned of: of this rank's part
     torch.nn.utils.clip_grad_norm_(self.parameters(), 1.0)    refused: each rank would scale by another norm
     self.clip_gradients(optimizer, 1.0, "norm")               by the norm of the whole model
+
+It also refuses writes to a copy of a fully sharded parameter or gradient: they would be lost.
 """
 
 from __future__ import annotations
 
+import re
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -22,16 +25,19 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
-from lightning_parallel.gradients.lost_changes import IN_PLACE, refuse_lost_changes
 from lightning_parallel.private.lightning.batches import around_step_hooks
 from lightning_parallel.private.lightning.launching import callbacks_of
-from lightning_parallel.private.torch import has_gradient_hooks, tensors_in
-from lightning_parallel.ranks.local_model import memory_of
+from lightning_parallel.private.torch import base_of, has_gradient_hooks, tensors_in
+from lightning_parallel.ranks.local_model import local_part, memory_of
 from lightning_parallel.ranks.run import Run
 from lightning_parallel.values import line_outside
 
+# Names of what writes to its first argument. `__int__`, `__index__` and `__invert__` read; `_amp_` is a loss scaler's.
+_IN_PLACE = re.compile("__setitem__|__i(?!n).*__|(?!_amp_).*[^_]_")
+_SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 _SET_GRADIENT = Tensor.grad.__set__  # type: ignore[union-attr]
 _ASKS = ("__bool__", "equal", "allclose")  # what branches are decided by
 _LIBRARIES = ("torch", "lightning", "lightning_parallel", "contextlib")
@@ -91,7 +97,7 @@ class GradientWatch(TorchFunctionMode):
     def __torch_function__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        refuse_lost_changes(self._module, function, args)
+        _refuse_lost_changes(self._module, function, args)
         if self._is_paused or not self._in_parts:
             return function(*args, **(kwargs or {}))
         given = [tensor for tensor in tensors_in((args, kwargs)) if self._is_of_gradients(tensor)]
@@ -114,7 +120,7 @@ class GradientWatch(TorchFunctionMode):
         return output
 
     def _changes(self, function: Any, name: str, args: tuple[Any, ...]) -> bool:
-        if not IN_PLACE.fullmatch(name):
+        if not _IN_PLACE.fullmatch(name):
             return bool(function == _SET_GRADIENT)
         return any(memory_of(tensor) in self._memories for tensor in tensors_in(args[:1]))
 
@@ -166,3 +172,37 @@ def _sees_gradients(module: pl.LightningModule) -> bool:
     if any(is_overridden(hook, module) for hook in own):
         return True
     return any(is_overridden(hook, each, Callback) for each in callbacks_of(module.trainer) for hook in seen)
+
+
+def _refuse_lost_changes(module: nn.Module, function: Any, args: tuple[Any, ...]) -> None:
+    """Refuse a call of a torch function that would change a copy of a fully sharded parameter or gradient.
+
+    Raises:
+        ValueError: it names the line, and the parameter of ``module``.
+    """
+    copied = _changed_by_copy(function, args)
+    if copied is None:
+        return
+    named = module.named_parameters()
+    names = {local_part(t).data_ptr(): n for n, p in named for t in (p, p.grad) if isinstance(t, DTensor)}
+    does = "assigns to .data" if function == _SET_DATA else "writes to some rows"
+    raise ValueError(
+        f"{line_outside(_LIBRARIES)} {does} of '{names.get(local_part(copied).data_ptr())}', which is fully sharded: "
+        f"the change would be lost. Change all of it in place, as by `.data.copy_(...)`, or `.mul_(mask)` with a mask "
+        f"that is made by torch.distributed.tensor.distribute_tensor(mask, p.device_mesh, p.placements). Or use "
+        f"strategy='ddp'."
+    )
+
+
+def _changed_by_copy(function: Any, args: tuple[Any, ...]) -> DTensor | None:
+    """The fully sharded tensor of which a call would change a copy; None if there is none."""
+    if function == _SET_DATA:  # a DTensor computes with a tensor of its own, whatever its `.data` is set to
+        return args[0] if isinstance(args[0], DTensor) else None
+    name = getattr(function, "__name__", "")
+    for tensor in tensors_in(args[:1]) if _IN_PLACE.fullmatch(name) else ():
+        # An assignment by index writes to the view that the index gives. Torch's view of some rows is a copy here.
+        written = tensor[args[1]] if name == "__setitem__" and isinstance(tensor, DTensor) else tensor
+        base = base_of(written)
+        if isinstance(base, DTensor) and memory_of(base) != memory_of(written):
+            return base
+    return None
