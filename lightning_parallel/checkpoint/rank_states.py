@@ -34,8 +34,16 @@ def refuse_others(state_dict: Mapping[str, Any], module: pl.LightningModule, wha
         ValueError: it names the entry.
     """
     own = named_tensors(module)
+    memories = {memory_of(tensor) for tensor in own.values()} - {0}
     for name, value in state_dict.items():
-        if not (_is_same(own[name], value) if name in own else _is_more(module, name, value, own)):
+        if name in own:
+            there = own[name]
+            alike = isinstance(value, Tensor) and value.shape == there.shape and value.dtype == there.dtype
+            fits = alike and (isinstance(there, AbsentTensor) or memory_of(there) == memory_of(value))
+        else:  # extra state of a submodule, and none of the module's tensors under another name
+            is_known = not isinstance(value, AbsentTensor) and _owner(module, name) is not None
+            fits = not isinstance(value, Tensor) or (is_known and memory_of(value) not in memories)
+        if not fits:
             raise ValueError(
                 f"{what}[{name!r}]: each rank saves the tensors that it holds, under the names of the module. Save "
                 f"other values under a key of their own in the checkpoint, in on_save_checkpoint."
@@ -61,23 +69,6 @@ def _owner(module: nn.Module, name: str) -> nn.Module | None:
         return module.get_submodule(name.rpartition(".")[0])
     except AttributeError:
         return None
-
-
-def _is_same(own: Tensor, value: Any) -> bool:
-    """Is a value in a ``state_dict`` the module's tensor?"""
-    if not isinstance(value, Tensor) or value.shape != own.shape or value.dtype != own.dtype:
-        return False
-    return isinstance(own, AbsentTensor) or memory_of(own) == memory_of(value)
-
-
-def _is_more(module: nn.Module, name: str, value: Any, own: Mapping[str, Tensor]) -> bool:
-    """Is a value extra state of a submodule, and none of the module's tensors under another name?"""
-    if not isinstance(value, Tensor):
-        return True
-    if isinstance(value, AbsentTensor) or _owner(module, name) is None:
-        return False
-    memory = memory_of(value)
-    return memory == 0 or all(memory_of(tensor) != memory for tensor in own.values())
 
 
 def save_as_given(checkpoint: dict[str, Any], module: pl.LightningModule) -> None:
