@@ -45,11 +45,7 @@ def guarded(collective: Callable[..., T], *args: Any, **kwargs: Any) -> T:
 def broadcast_tensors(tensors: Iterable[Tensor], source: int, group: dist.ProcessGroup) -> None:
     """Overwrite tensors of any dtype and layout with the values of global rank ``source``. All ranks of the group pass
     the same tensors. Small ones share a message: a model has hundreds of buffers of a few bytes. Parameters are written
-    without autograd's knowledge.
-
-    Raises:
-        PeerLostError: a rank has stopped.
-    """
+    without autograd's knowledge."""
     if group.size() == 1:
         return
     for bucket in _buckets(tensors):
@@ -86,9 +82,6 @@ def broadcast_object(value: T | None, source: int | None, group: Group) -> T:
     Args:
         source: a global rank; None for the first rank of the group.
         group: None for all ranks.
-
-    Raises:
-        PeerLostError: a rank has stopped.
     """
     boxed: list[Any] = [value]
     guarded(dist.broadcast_object_list, boxed, source, group, group_src=0 if source is None else None)
@@ -101,9 +94,6 @@ def reduce_tensor(tensor: Tensor, group: dist.ProcessGroup, operation: Any) -> T
     Args:
         operation: a ``dist.ReduceOp``, or a name as ``self.log(reduce_fx=...)`` takes it: "mean", "avg", "sum", "min",
             "max", "product".
-
-    Raises:
-        PeerLostError: a rank has stopped.
     """
     name = operation.lower() if isinstance(operation, str) else None
     if name not in ("mean", "avg"):
@@ -116,11 +106,7 @@ def reduce_tensor(tensor: Tensor, group: dist.ProcessGroup, operation: Any) -> T
 
 
 def gather_objects(value: T, group: Group) -> list[T]:
-    """The objects of all ranks, in the order of ranks, on all ranks.
-
-    Raises:
-        PeerLostError: a rank has stopped.
-    """
+    """The objects of all ranks, in the order of ranks, on all ranks."""
     if not dist.is_initialized():
         return [value]
     values: list[Any] = [None] * dist.get_world_size(group)
@@ -190,11 +176,7 @@ def _report(error: Exception) -> tuple[type[Exception], str]:
 
 def highest(group: Group, *numbers: int) -> list[int]:
     """The highest that any rank passes, of each number. Each rank sends these alone; objects exchanged between all
-    ranks would grow with the square of their number.
-
-    Raises:
-        PeerLostError: a rank has stopped.
-    """
+    ranks would grow with the square of their number."""
     device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
     found = torch.tensor(numbers, device=device)
     guarded(dist.all_reduce, found, dist.ReduceOp.MAX, group=group)
@@ -202,11 +184,7 @@ def highest(group: Group, *numbers: int) -> list[int]:
 
 
 def all_alike(group: Group, value: object) -> bool:
-    """Do all ranks pass a value with the same ``repr``? Each sends a hash of it, and the hash's negative.
-
-    Raises:
-        PeerLostError: a rank has stopped.
-    """
+    """Do all ranks pass a value with the same ``repr``? Each sends a hash of it, and the hash's negative."""
     number = int.from_bytes(hashlib.blake2b(repr(value).encode(), digest_size=7).digest(), "little")
     largest, negative = highest(group, number, -number)
     return largest == -negative

@@ -41,11 +41,7 @@ class Meeting:
             self._groups = [group_of_members(line, timeout, "gloo", "meeting") for line in lines]
 
     def highest(self, mine: int) -> int:
-        """The highest number that any rank passes. All ranks call it.
-
-        Raises:
-            PeerLostError: a rank has stopped.
-        """
+        """The highest number that any rank passes. All ranks call it."""
         for group in self._groups:
             [mine] = highest(group, mine)
         return mine
