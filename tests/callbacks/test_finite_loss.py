@@ -41,7 +41,7 @@ class Model(pl.LightningModule):
         self.first, self.second = nn.Linear(4, 8), nn.Linear(8, 8)
         self.last = nn.Linear(8, 2)
         self.wrong, self.value, self.rank = wrong, value, rank
-        self.ended = 0
+        self.ended = self.updates = 0
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         x, y = batch
@@ -54,7 +54,12 @@ class Model(pl.LightningModule):
         self.ended += 1
 
     def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), 0.01)
+        optimizer = torch.optim.SGD(self.parameters(), 0.01)
+        optimizer.register_step_post_hook(self._count)
+        return optimizer
+
+    def _count(self, *args: Any) -> None:
+        self.updates += 1
 
 
 def strategy_of(name: str) -> Any:
@@ -94,7 +99,9 @@ def train(name: str, model: Model, callbacks: list[Callback], **options: Any) ->
 
 
 def stop(name: str, first: int, stop_after: int, value: float, rank: int | None, options: dict[str, Any]) -> Any:
-    return train(name, Model(range(first, 1000), value, rank), [FiniteLoss(stop_after)], **options)
+    """What :func:`train` returns, and the updates: asynchronous stages drain before they leave."""
+    model = Model(range(first, 1000), value, rank)
+    return *train(name, model, [FiniteLoss(stop_after)], **options), model.updates
 
 
 OFTEN = ("single", "ddp", "asynchronous replicas")
@@ -107,42 +114,20 @@ def test_all_ranks_end_after_the_same_batch_with_the_same_error(pool: WorkerPool
     start = time.monotonic()
     found = pool.run(stop, world, name, 4, 3, float("nan"), None, {}, init=False)
     assert time.monotonic() - start < 60
-    ended, errors, said = zip(*found, strict=True)
+    ended, errors, said, updates = zip(*found, strict=True)
     assert set(ended) == {8 + ahead}  # looks after 3, 6, 9 batches; the error comes before the module's own hook
+    assert "asynchronous" not in name or set(updates) == {9 + ahead}
     assert len(set(errors)) == 1
     assert f"for 3 batches in a row, up to step {9 + ahead}. Go on from an earlier checkpoint" in errors[0]
     assert said[0] == ["The loss is NaN or infinite, for the first time at step 5."]
     assert not any(said[1:])
 
 
-class CountsUpdates(Model):
-    updates = 0
-
-    def configure_optimizers(self) -> Any:
-        optimizer = super().configure_optimizers()
-        optimizer.register_step_post_hook(self._count)
-        return optimizer
-
-    def _count(self, *args: Any) -> None:
-        self.updates += 1
-
-
-def updates_at_the_end() -> int:
-    model = CountsUpdates(range(4, 1000))
-    train("asynchronous", model, [FiniteLoss(stop_after=3)])
-    return model.updates
-
-
-def test_asynchronous_stages_drain_before_they_leave(pool: WorkerPool) -> None:
-    """A stage that is ahead would take its connections away from one that isn't there yet."""
-    assert pool.run(updates_at_the_end, 2, init=False) == [12, 12]
-
-
 @pytest.mark.parametrize("name", ["ddp", "asynchronous replicas", *thorough("replicas")])
 def test_one_rank_s_loss_ends_all(pool: WorkerPool, name: str) -> None:
     """In a pipeline with two replicas, ranks 0 and 1 are the last stages."""
     found = pool.run(stop, WORLDS[name], name, 0, 2, float("inf"), 1, {}, init=False)
-    ended, errors, _ = zip(*found, strict=True)
+    ended, errors, *_ = zip(*found, strict=True)
     assert len(set(ended)) == 1 and ended[0] < 8
     assert len(set(errors)) == 1 and errors[0] is not None
 
@@ -150,17 +135,17 @@ def test_one_rank_s_loss_ends_all(pool: WorkerPool, name: str) -> None:
 @pytest.mark.parametrize("name", ["single", "asynchronous", *thorough("pipeline")])
 def test_batches_count_where_gradients_are_accumulated(pool: WorkerPool, name: str) -> None:
     found = pool.run(stop, WORLDS[name], name, 0, 5, float("nan"), None, {"accumulate_grad_batches": 3}, init=False)
-    assert {error is None for _, error, _ in found} == {False}
-    assert {ended for ended, _, _ in found} == {4 if name != "asynchronous" else 9}
+    assert {error is None for _, error, *_ in found} == {False}
+    assert {ended for ended, *_ in found} == {4 if name != "asynchronous" else 9}
 
 
 @pytest.mark.parametrize("name", ["ddp", "asynchronous", *thorough("single", "pipeline")])
 def test_the_last_batches_count_too(pool: WorkerPool, name: str) -> None:
     found = pool.run(stop, WORLDS[name], name, 2, 4, float("nan"), None, {"max_steps": 6}, init=False)
-    assert all(error is not None and "up to step 6" in error for _, error, _ in found)
+    assert all(error is not None and "up to step 6" in error for _, error, *_ in found)
     found = pool.run(stop, WORLDS[name], name, 3, 4, float("nan"), None, {"max_steps": 6}, init=False)
-    assert [error for _, error, _ in found] == [None] * WORLDS[name]
-    assert [len(said) for _, _, said in found] == [1] + [0] * (WORLDS[name] - 1)
+    assert [error for _, error, *_ in found] == [None] * WORLDS[name]
+    assert [len(said) for _, _, said, _ in found] == [1] + [0] * (WORLDS[name] - 1)
 
 
 def interrupted_rows() -> Any:
