@@ -26,30 +26,19 @@ def test_the_rank_order_is_the_docstrings_table() -> None:
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_the_last_stage_is_on_rank_0(shape: tuple[int, int, int]) -> None:
-    layouts = places(*shape)
-    assert layouts[0].stage == shape[0] - 1 and layouts[-1].stage == 0
-    assert layouts[0].rank_at(pipeline=shape[0] - 1, data=0, tensor=0) == 0
-
-
-@pytest.mark.parametrize("shape", SHAPES)
 def test_a_coordinate_and_a_rank_name_each_other(shape: tuple[int, int, int]) -> None:
     layouts = places(*shape)
     coordinates = [(place.stage, place.index("data"), place.index("tensor")) for place in layouts]
+    assert coordinates[0] == (shape[0] - 1, 0, 0) and layouts[-1].stage == 0  # the last stage is on rank 0
     assert sorted(coordinates) == sorted(product(*map(range, shape)))
-    for seen_from in layouts:
+    for seen_from, (_, own_data, own_tensor) in zip(layouts, coordinates, strict=True):
+        assert seen_from.rank_at() == seen_from.rank
         for place, (stage, data, tensor) in zip(layouts, coordinates, strict=True):
             assert seen_from.rank_at(pipeline=stage, data=data, tensor=tensor) == place.rank
             assert seen_from.at(place.rank) == place
+            if (data, tensor) == (own_data, own_tensor):  # what it is not told is as on this rank
+                assert seen_from.rank_at(pipeline=stage) == place.rank
     assert len({place.coordinate for place in layouts}) == len(layouts)
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-def test_what_rank_at_is_not_told_is_as_on_this_rank(shape: tuple[int, int, int]) -> None:
-    for place in places(*shape):
-        assert place.rank_at() == place.rank
-        assert place.at(place.rank_at(pipeline=0)).index("data") == place.index("data")
-        assert place.at(place.rank_at(pipeline=0)).index("tensor") == place.index("tensor")
 
 
 @pytest.mark.parametrize("shape", SHAPES)

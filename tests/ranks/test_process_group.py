@@ -46,50 +46,31 @@ def test_fully_sharded_layers_use_the_groups_of_their_own_run(pool: WorkerPool, 
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
-def join_another_size() -> None:
-    process_group.join(LightningEnvironment(), Layout.resolve(3, data=3), "gloo", timedelta(seconds=5))
-
-
-def test_a_group_of_another_size_is_refused(pool: WorkerPool) -> None:
-    for failure in pool.run(join_another_size, 2, expect_errors=True):
-        assert "A process group of 2 processes exists already, but this Trainer asks for 3" in failure
-
-
-def join_with(backend: str) -> None:
-    dist.init_process_group(backend)
-    dist.barrier()  # a rank that is refused leaves, and the other one may still be connecting
-    process_group.join(LightningEnvironment(), Layout.resolve(2, data=2), "gloo", timedelta(seconds=5))
-
-
-def test_a_group_of_several_backends_is_refused(pool: WorkerPool) -> None:
-    """Messages of both kinds would share one queue."""
-    for failure in pool.run(join_with, 2, "cpu:gloo", init=False, expect_errors=True):
-        assert "backend='cpu:gloo' exists already" in failure and "make it with backend='gloo' or 'nccl'." in failure
-
-
-def join_bound() -> None:
-    dist.barrier()
-    assert dist.group.WORLD is not None
-    dist.group.WORLD.bound_device_id = GPU
-    process_group.join(LightningEnvironment(), Layout.resolve(2, data=2), "gloo", timedelta(seconds=5))
-
-
-def test_a_group_that_is_bound_to_a_device_is_refused(pool: WorkerPool) -> None:
-    """NCCL would split it for each later group, and wait for ranks that don't come."""
-    for failure in pool.run(join_bound, 2, expect_errors=True):
-        assert "made with device_id= exists already" in failure and "make it without device_id=." in failure
-
-
-def join_unknown() -> None:
+def join(size: int, made: str | None, bound: bool = False, backend: str = "gloo") -> None:
+    """Join where a group of two was made by somebody else, or none."""
+    if made is not None:
+        dist.init_process_group(made)
+        dist.barrier()  # a rank that is refused leaves, and the other one may still be connecting
+    if bound:
+        assert dist.group.WORLD is not None
+        dist.group.WORLD.bound_device_id = GPU
     try:
-        process_group.join(LightningEnvironment(), Layout.resolve(1), "xccl", timedelta(seconds=5))
+        process_group.join(LightningEnvironment(), Layout.resolve(size, data=size), backend, timedelta(seconds=5))
     finally:
-        assert not dist.is_initialized()
+        assert dist.is_initialized() == (made is not None)
 
 
-def test_an_unknown_backend_is_refused_before_the_group_is_made(pool: WorkerPool) -> None:
-    [failure] = pool.run(join_unknown, 1, init=False, expect_errors=True)
-    assert "ValueError: process_group_backend='xccl' isn't known here: set it to 'gloo', or to 'nccl'." in failure
+@pytest.mark.parametrize(("arguments", "words"), [
+    ((3, "gloo"), ["A process group of 2 processes exists already, but this Trainer asks for 3"]),
+    # Messages of both kinds would share one queue.
+    ((2, "cpu:gloo"), ["backend='cpu:gloo' exists already", "make it with backend='gloo' or 'nccl'."]),
+    # NCCL would split it for each later group, and wait for ranks that don't come.
+    ((2, "gloo", True), ["made with device_id= exists already", "make it without device_id=."]),
+    ((2, None, False, "xccl"), ["process_group_backend='xccl' isn't known here: set it to 'gloo', or to 'nccl'."]),
+])  # fmt: skip
+def test_a_group_that_does_not_fit_is_refused(pool: WorkerPool, arguments: tuple[Any, ...], words: list[str]) -> None:
+    for failure in pool.run(join, 2, *arguments, init=False, expect_errors=True):
+        assert all(word in failure for word in words)
 
 
 @pytest.mark.parametrize(("backend", "way"), [("nccl", "aborted"), ("gloo", "destroyed")])
