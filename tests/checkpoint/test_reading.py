@@ -1,10 +1,11 @@
-"""The pickled files of a checkpoint run no code, whatever they hold, and a damaged one is named."""
+"""A damaged file is named before anything is changed, and another checkpoint is offered; no file runs code."""
 
 from __future__ import annotations
 
 import io
 import os
 import pickle
+import random
 import struct
 import subprocess
 from collections.abc import Callable
@@ -13,21 +14,169 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
-from lightning_parallel.checkpoint.directory import CONTENTS, METADATA, TRAINER
-from lightning_parallel.checkpoint.format import save
+from lightning_parallel.checkpoint import PlainOnDemand, directory, is_whole, newest_in, read_full, read_plain
+from lightning_parallel.checkpoint.directory import CONTENTS, METADATA, TRAINER, check_archive
+from lightning_parallel.checkpoint.format import load, save
+from lightning_parallel.checkpoint.keys import OptimizerState
 from lightning_parallel.checkpoint.reading import Reader
 
-TRAINER_STATE = {"epoch": 3, "loops": {"seen": [1, 2]}, "sum": torch.ones(2, dtype=torch.bfloat16)}
+FILES = (METADATA, TRAINER, CONTENTS, "__0_0.distcp")
+TRAINER_STATE = {"epoch": 3, "lr_schedulers": [], "sum": torch.ones(2, dtype=torch.bfloat16)}
+
+
+def tensors() -> dict[str, Tensor]:
+    return {"net.weight": torch.arange(600.0).reshape(20, 30), "net.bias": torch.ones(20)}
+
+
+def write(path: Path) -> None:
+    state = OptimizerState({"net.weight": {"exp_avg": torch.ones(20, 30)}}, [{"lr": 0.1, "params": ["net.weight"]}])
+    save(
+        path, model=tensors(), optimizers=[state], trainer=TRAINER_STATE, rank_state={},
+        coordinate="pp0.dp0.tp0", aliases={"head.weight": "net.weight"},
+    )  # fmt: skip
 
 
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Path:
-    path = tmp_path / "last.ckpt"
-    tensors = {"net.weight": torch.zeros(2, 3), "net.steps": torch.zeros((), dtype=torch.int64)}
-    save(path, model=tensors, optimizers=[], trainer=TRAINER_STATE, rank_state={}, coordinate="pp0")
-    return path
+    write(tmp_path / "last.ckpt")
+    return tmp_path / "last.ckpt"
+
+
+def empty() -> dict[str, Tensor]:
+    return {name: torch.full_like(tensor, 9) for name, tensor in tensors().items()}
+
+
+def load_all(path: Path) -> dict[str, Tensor]:
+    """Read it as a rank does; what has been read."""
+    model = empty()
+    try:
+        content = PlainOnDemand(path)
+        load(content.reader, content.saved, path, model, ["net.weight"], "pp0.dp0.tp0")
+    except ValueError:
+        assert all(torch.equal(model[name], tensor) for name, tensor in empty().items()), "filled before the error"
+        raise
+    return model
+
+
+@pytest.mark.parametrize("file", FILES)
+@pytest.mark.parametrize("damage", [
+    lambda whole: b"",
+    lambda whole: whole[: len(whole) // 2],
+    lambda whole: whole[:-1],
+    lambda whole: b"<html>not found</html>" * 100,
+], ids=["empty", "half", "less-a-byte", "another-file"])  # fmt: skip
+@pytest.mark.parametrize("read", [load_all, read_plain], ids=["by-a-rank", "as-one-process"])
+def test_a_damaged_file_is_named(
+    checkpoint: Path, file: str, damage: Callable[[bytes], bytes], read: Callable[[Path], object]
+) -> None:
+    (checkpoint / file).write_bytes(damage((checkpoint / file).read_bytes()))
+    with pytest.raises(ValueError, match=rf"last.ckpt/{file} is damaged: .*\. Copy it again\."):
+        read(checkpoint)
+
+
+@pytest.mark.parametrize("file", [METADATA, TRAINER, "__0_0.distcp"])
+@pytest.mark.parametrize("read", [load_all, read_full], ids=["by-a-rank", "weights"])
+def test_a_missing_file_is_named(checkpoint: Path, file: str, read: Callable[[Path], object]) -> None:
+    (checkpoint / file).unlink()
+    with pytest.raises(ValueError, match=f"last.ckpt/{file} is damaged: it is missing"):
+        read(checkpoint)
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_a_flipped_bit_is_named_or_does_no_harm(checkpoint: Path, file: str) -> None:
+    """Between the records of an archive there are bytes that mean nothing."""
+    whole = (checkpoint / file).read_bytes()
+    chosen = random.Random(0)
+    named = 0
+    for _ in range(40):
+        flipped = bytearray(whole)
+        flipped[chosen.randrange(len(whole))] ^= 1 << chosen.randrange(8)
+        (checkpoint / file).write_bytes(flipped)
+        try:
+            read = load_all(checkpoint)
+        except ValueError as error:
+            assert f"last.ckpt/{file} is damaged" in str(error)
+            named += 1
+        else:
+            assert all(torch.equal(read[name], tensor) for name, tensor in tensors().items())
+    assert named >= 12
+
+
+def test_the_newest_whole_checkpoint_beside_it_is_offered(checkpoint: Path) -> None:
+    for age, name in enumerate(["cut.ckpt", "new.ckpt", "old.ckpt"]):
+        write(checkpoint.with_name(name))
+        os.utime(checkpoint.with_name(name), (1000 - age, 1000 - age))
+    (checkpoint.with_name("cut.ckpt") / TRAINER).unlink()
+    (checkpoint / "__0_0.distcp").unlink()
+    with pytest.raises(ValueError, match=r"Copy it again, or use .*/new\.ckpt, the newest whole checkpoint"):
+        load_all(checkpoint)
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_a_directory_cut_short_is_not_whole(checkpoint: Path, file: str) -> None:
+    assert is_whole(checkpoint)
+    whole = (checkpoint / file).read_bytes()
+    (checkpoint / file).write_bytes(whole[:-1])
+    assert not is_whole(checkpoint)
+    if file != CONTENTS:
+        (checkpoint / file).unlink()
+        assert not is_whole(checkpoint)
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_one_that_is_deleted_while_it_is_looked_at_leaves_the_next_one(
+    checkpoint: Path, file: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(checkpoint.with_name("new.ckpt"))
+    os.utime(checkpoint, (1000, 1000))
+    find = directory.find
+
+    def delete_what_is_found(path: Path) -> Path | None:
+        found = find(path)
+        if path.name == "new.ckpt":
+            (path / file).unlink(missing_ok=True)
+        return found
+
+    monkeypatch.setattr(directory, "find", delete_what_is_found)
+    whole = [checkpoint] if file != CONTENTS else [checkpoint, checkpoint.with_name("new.ckpt")]
+    assert newest_in([checkpoint.parent]) in whole
+
+
+def test_one_that_is_gone_when_it_is_looked_at_leaves_the_next_one(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(directory, "found_in", lambda _: {checkpoint, checkpoint.with_name("gone.ckpt")})
+    assert newest_in([checkpoint.parent], since=0) == checkpoint
+
+
+def test_checkpoints_of_earlier_versions_have_no_contents_file(checkpoint: Path) -> None:
+    (checkpoint / CONTENTS).unlink()
+    assert read_full(checkpoint).keys() == tensors().keys()
+
+
+def test_half_a_file_is_not_whole(tmp_path: Path) -> None:
+    torch.save(tensors(), tmp_path / "whole.ckpt")
+    content = (tmp_path / "whole.ckpt").read_bytes()
+    (tmp_path / "half.ckpt").write_bytes(content[: len(content) // 2])
+    assert is_whole(tmp_path / "whole.ckpt") and not is_whole(tmp_path / "half.ckpt")
+    assert newest_in([tmp_path]) == tmp_path / "whole.ckpt"
+    assert newest_in([tmp_path], but=tmp_path / "whole.ckpt") is None
+
+
+def test_an_archive_in_the_middle_of_a_file_is_checked(tmp_path: Path) -> None:
+    torch.save(tensors(), tmp_path / "one")
+    one = (tmp_path / "one").read_bytes()
+    row = tmp_path / "row"
+    row.write_bytes(one + one + b"rest")
+    check_archive(row, row, len(one), len(one))
+    with pytest.raises(ValueError, match="row is damaged: it is cut short"):
+        check_archive(row, row, len(one), 2 * len(one))
+
+
+# -- what is pickled runs no code --------------------------------------------------------------------------------
 
 
 class Calls:
@@ -54,13 +203,14 @@ def by_path(module: str, name: str, argument: str) -> bytes:
 def test_what_save_wrote_is_read(checkpoint: Path) -> None:
     found = Reader(checkpoint).found
     assert {key: (tuple(each.shape), each.dtype) for key, each in found.items()} == {
-        "model/net.weight": ((2, 3), torch.float32),
-        "model/net.steps": ((), torch.int64),
+        "model/net.weight": ((20, 30), torch.float32),
+        "model/net.bias": ((20,), torch.float32),
+        "optimizer/0/net.weight/exp_avg": ((20, 30), torch.float32),
     }
     for weights_only in (True, False):
         state = Reader(checkpoint).trainer(weights_only)["trainer"]
         assert torch.equal(state.pop("sum"), TRAINER_STATE["sum"])  # type: ignore[arg-type]
-        assert state == {"epoch": 3, "loops": {"seen": [1, 2]}}
+        assert state == {"epoch": 3, "lr_schedulers": []}
 
 
 @pytest.mark.parametrize(("module", "name"), [
