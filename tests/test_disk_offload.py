@@ -73,7 +73,8 @@ class Everything(nn.Module):
             self.own.weight.detach().view(-1)[9:].mul_(2)
             sparse._values().mul_(3)
         self.register_buffer("dense", sparse.to_dense())
-        self.register_buffer("slope", torch.func.jvp(torch.sin, (torch.ones(4),), (torch.ones(4),))[1])
+        slope = torch.func.jvp(lambda x: x * torch.ones(4), (torch.ones(4),), (torch.ones(4),))[1]  # with zero tensors
+        self.register_buffer("slope", slope)
         self.register_buffer("chosen", torch.cond(torch.ones(()) > 0, torch.sin, torch.cos, (torch.ones(4),)))
         padded = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 32, batch_first=True), 1).eval()
         with torch.no_grad():  # by nested tensors

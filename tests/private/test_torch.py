@@ -56,7 +56,6 @@ ELSEWHERE = {
     "METADATA_CLASSES": "checkpoint/test_reading.py",
     **dict.fromkeys(("TorchDispatchMode", "boxed_group", "group_by_name"), "recipes/test_traffic.py"),
     "default_store": "callbacks/test_preemption.py",
-    "forget_meshes": "ranks/test_process_group.py",
 }
 
 
@@ -173,6 +172,21 @@ def test_hooks_on_outputs_move_to_another_module_and_can_be_removed() -> None:
 
 
 # -- distributed ---------------------------------------------------------------------------------------------
+
+
+def sizes_of_the_cache_of_meshes() -> tuple[int, int]:
+    """The misses that have filled it, before it is emptied and after."""
+    half = DTensor.from_local(torch.ones(2), init_device_mesh("cpu", (2,)), [Shard(0)])
+    half + half
+    _, before = torch._C._get_DTensor_sharding_propagator_cache_stats()
+    torch_private.forget_meshes()
+    _, after = torch._C._get_DTensor_sharding_propagator_cache_stats()
+    return before, after
+
+
+def test_forget_meshes_empties_the_cache_that_holds_them(pool: WorkerPool) -> None:
+    """Otherwise a second run in a process fails: "Could not resolve the process group registered under the name"."""
+    assert all(before > after == 0 for before, after in pool.run(sizes_of_the_cache_of_meshes, 2))
 
 
 def sums_read() -> list[float]:
