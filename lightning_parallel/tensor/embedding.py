@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Self
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -47,46 +47,37 @@ class VocabParallelEmbedding(ParallelLayer, nn.Embedding):
         self._hold(nn.Embedding(num_embeddings, embedding_dim, padding_idx, device=device, dtype=dtype), Site(group))
 
     @classmethod
-    def from_embedding(cls, embedding: nn.Module, *, group: dist.ProcessGroup, site: Site | None = None) -> Self:
+    def from_embedding(cls, embedding: nn.Module, *, group: dist.ProcessGroup) -> Self:
         """This rank's shard of an ``nn.Embedding``, which stays as it is. Hooks on its outputs, such as that of
-        transformers' gradient checkpointing, are the new layer's, too. ``site`` is what is around it in a divided
-        model.
+        transformers' gradient checkpointing, are the new layer's, too.
 
         Raises:
             ValueError: ``embedding`` is something else, or more, than a table; or as the constructor.
         """
-        problem = None
-        if not isinstance(embedding, nn.Embedding):
-            problem = "is not nn.Embedding"
-        elif embedding.max_norm is not None:
-            problem = f"has max_norm={embedding.max_norm}, which rewrites rows while it looks them up"
-        elif embedding.scale_grad_by_freq:
-            problem = "has scale_grad_by_freq=True"
-        elif embedding.sparse:
-            problem = "has sparse=True: gradients are dense here"
-        check_plain(embedding, nn.Embedding, ["weight"], problem, keeps_forward_hooks=True)
-        assert isinstance(embedding, nn.Embedding)
-        self = cls.__new__(cls)
-        self._hold(embedding, Site(group) if site is None else site)
-        move_forward_hooks(embedding, self)
-        return self
+        return cls.of(embedding, Site(group))
 
-    def _hold(self, whole: nn.Embedding, site: Site) -> None:
-        """Make this module hold this rank's shard of ``whole``."""
-        nn.Module.__init__(self)
+    def _hold(self, whole: Any, site: Site) -> None:
+        problem = None
+        if not isinstance(whole, nn.Embedding):
+            problem = "is not nn.Embedding"
+        elif whole.max_norm is not None:
+            problem = f"has max_norm={whole.max_norm}, which rewrites rows while it looks them up"
+        elif whole.scale_grad_by_freq:
+            problem = "has scale_grad_by_freq=True"
+        elif whole.sparse:
+            problem = "has sparse=True: gradients are dense here"
+        check_plain(whole, nn.Embedding, ["weight"], problem, keeps_forward_hooks=True)
+        super()._hold(whole, site)
         self.num_embeddings, self.embedding_dim = whole.num_embeddings, whole.embedding_dim
         self.padding_idx = whole.padding_idx
         # Nothing but these is taken; adapters ask for them.
         self.max_norm, self.norm_type, self.scale_grad_by_freq, self.sparse = None, whole.norm_type, False, False
-        self.group = site.group
-        assert isinstance(whole.weight, nn.Parameter)
-        shard = Shard.of(whole.weight.shape, 0, site.group)
-        self.shards = {"weight": shard}
+        shard = self.shards["weight"] = Shard.of(whole.weight.shape, 0, site.group)
         self.weight = shard_parameter(whole.weight, shard, site.shared)
         [(self._start, self._stop)] = shard.ranges()
         padding = self.padding_idx
         self._padding = padding - self._start if padding is not None and self._start <= padding < self._stop else None
-        self.train(whole.training)
+        move_forward_hooks(whole, self)
 
     def forward(self, ids: Tensor) -> Tensor:
         """Look up ids.
@@ -97,4 +88,4 @@ class VocabParallelEmbedding(ParallelLayer, nn.Embedding):
         # Only ids that another rank holds are replaced: an id outside the vocabulary is outside the shard's rows, too.
         elsewhere = ((ids >= 0) & (ids < self._start)) | ((ids >= self._stop) & (ids < self.num_embeddings))
         rows = F.embedding((ids - self._start).masked_fill(elsewhere, 0), self.weight, self._padding)
-        return functions.reduce_(rows.masked_fill(elsewhere.unsqueeze(-1), 0), self.group)
+        return functions.reduce_(rows.masked_fill(elsewhere.unsqueeze(-1), 0), self.site.group)

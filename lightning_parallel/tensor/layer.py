@@ -80,14 +80,30 @@ class Site:
 
 
 class ParallelLayer(nn.Module):
-    """A layer of which each rank of a group holds a shard. ``shards`` says how each divided parameter was cut, by its
-    name in this layer."""
+    """A layer of which each rank of a group holds a shard.
 
-    group: dist.ProcessGroup
+    Attributes:
+        site: what is around it.
+        shards: how each divided parameter was cut, by its name in this layer.
+    """
+
+    site: Site
     shards: dict[str, Shard]
 
+    @classmethod
+    def of(cls, whole: nn.Module, site: Site, *options: Any) -> Self:
+        """This rank's shard of ``whole``, which stays as it is. The options are those of the class."""
+        self = cls.__new__(cls)
+        self._hold(whole, site, *options)
+        return self
+
+    def _hold(self, whole: Any, site: Site) -> None:
+        """Make this layer, which is new, hold this rank's shard of ``whole``."""
+        nn.Module.__init__(self)
+        self.site, self.shards = site, {}
+        self.train(whole.training)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        memo[id(self.group)] = self.group  # which can't be copied
         memo[id(self)] = duplicate = self.__class__.__new__(self.__class__)
         duplicate.__setstate__({name: copy.deepcopy(value, memo) for name, value in self.__dict__.items()})
         return duplicate

@@ -42,19 +42,16 @@ class ParallelLinear(ParallelLayer, nn.Linear):
         in_features, out_features: the sizes of the whole layer.
         weight: ``[out, in]``, one of the two being this rank's piece; ``[in, out]`` if made from a ``Conv1D``.
         bias: ``[out]``, this rank's piece if the outputs are divided; or None.
-        site: what is around the layer.
     """
 
     weight: nn.Parameter
     bias: nn.Parameter | None  # type: ignore[assignment]  # torch's declaration leaves out None
     _divided: Mapping[str, int]  # along which dimension parameters are, the weight being [out, in]
 
-    def _hold(self, whole: nn.Module, site: Site, parts: tuple[int, ...] = ()) -> None:
-        """Make this layer hold this rank's shard of ``whole``, which is refused if it is more than a linear layer."""
+    def _hold(self, whole: Any, site: Site, parts: tuple[int, ...] = ()) -> None:
+        """``whole`` is refused if it is more than a linear layer."""
         _check_divisible(whole)
-        nn.Module.__init__(self)
-        assert isinstance(whole.weight, nn.Parameter)
-        self.site, self.group, self.shards = site, site.group, {}
+        super()._hold(whole, site)
         self._transposed = _is_conv1d(whole)
         self.out_features, self.in_features = whole.weight.shape[:: -1 if self._transposed else 1]
         for name in ("weight", "bias"):
@@ -64,15 +61,15 @@ class ParallelLinear(ParallelLayer, nn.Linear):
                 self.shards[name] = Shard.of(parameter.shape, dim, site.group, parts)
                 parameter = shard_parameter(parameter, self.shards[name], site.shared)
             self.register_parameter(name, parameter)
-        self.train(whole.training)
 
     def _outputs_here(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """This rank's outputs, for an ``x`` that is whole."""
-        if self.site.in_block or self.group.size() == 1 or not x.requires_grad:
+        site = self.site
+        if site.in_block or site.group.size() == 1 or not x.requires_grad:
             return F.linear(x, weight, bias)
-        if self.site.siblings is not None:
-            return F.linear(self.site.siblings.copy(x, self.group, self), weight, bias)
-        return F.linear(x, weight, bias) if x.is_meta else copy_linear(x, weight, bias, self.group)
+        if site.siblings is not None:
+            return F.linear(site.siblings.copy(x, site.group, self), weight, bias)
+        return F.linear(x, weight, bias) if x.is_meta else copy_linear(x, weight, bias, site.group)
 
 
 class ColumnParallelLinear(ParallelLinear):
@@ -109,7 +106,7 @@ class ColumnParallelLinear(ParallelLinear):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        self._divide(nn.Linear(in_features, out_features, bias, device, dtype), Site(group), gather_output, parts)
+        self._hold(nn.Linear(in_features, out_features, bias, device, dtype), Site(group), parts, gather_output)
 
     @classmethod
     def from_linear(
@@ -119,25 +116,22 @@ class ColumnParallelLinear(ParallelLinear):
         group: dist.ProcessGroup,
         gather_output: bool = False,
         parts: tuple[int, ...] = (),
-        site: Site | None = None,
     ) -> Self:
         """This rank's shard of an ``nn.Linear`` or a transformers ``Conv1D``, in the orientation that it has there.
-        ``linear`` stays as it is. ``site`` is what is around it in a divided model.
+        ``linear`` stays as it is.
 
         Raises:
             ValueError: ``linear`` is something else, or more, than such a layer; or as the constructor.
         """
-        self = cls.__new__(cls)
-        self._divide(linear, Site(group) if site is None else site, gather_output, parts)
-        return self
+        return cls.of(linear, Site(group), parts, gather_output)
 
-    def _divide(self, linear: nn.Module, site: Site, gather_output: bool, parts: tuple[int, ...]) -> None:
+    def _hold(self, whole: Any, site: Site, parts: tuple[int, ...] = (), gather_output: bool = False) -> None:
         if gather_output and len(parts) > 1:
             raise ValueError(
                 f"gather_output=True with parts={parts}: the joined outputs of the ranks wouldn't be in the order of "
                 f"the parts. Use one layer for each part."
             )
-        self._hold(linear, site, parts)
+        super()._hold(whole, site, parts)
         self.gather_output = gather_output
 
     def forward(self, x: Tensor) -> Tensor:
@@ -145,7 +139,7 @@ class ColumnParallelLinear(ParallelLinear):
         weight = self.weight.t() if self._transposed else self.weight  # [out here, in]
         y = self._outputs_here(x, weight, self.bias)
         if self.gather_output:
-            return functions.gather(y, -1, self.group, self.out_features)
+            return functions.gather(y, -1, self.site.group, self.out_features)
         self.site.enter_region(self.training)
         return y
 
@@ -183,30 +177,28 @@ class RowParallelLinear(ParallelLinear):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        self._hold(nn.Linear(in_features, out_features, bias, device, dtype), Site(group))
-        self.input_is_parallel = input_is_parallel
+        self._hold(nn.Linear(in_features, out_features, bias, device, dtype), Site(group), input_is_parallel)
 
     @classmethod
-    def from_linear(
-        cls, linear: nn.Module, *, group: dist.ProcessGroup, input_is_parallel: bool = True, site: Site | None = None
-    ) -> Self:
+    def from_linear(cls, linear: nn.Module, *, group: dist.ProcessGroup, input_is_parallel: bool = True) -> Self:
         """This rank's shard of an existing layer: see :meth:`ColumnParallelLinear.from_linear`."""
-        self = cls.__new__(cls)
-        self._hold(linear, Site(group) if site is None else site)
+        return cls.of(linear, Site(group), input_is_parallel)
+
+    def _hold(self, whole: Any, site: Site, input_is_parallel: bool = True) -> None:  # type: ignore[override]
+        super()._hold(whole, site)
         self.input_is_parallel = input_is_parallel
-        return self
 
     def forward(self, x: Tensor) -> Tensor:
         """``[..., in here]`` -> ``[..., out_features]``, equal on all ranks. In a block that works on pieces of the
         sequence: this rank's piece of that, along dimension 1."""
-        weight = self.weight.t() if self._transposed else self.weight  # [out, in here]
-        if self.group.size() == 1:
+        weight, group = self.weight.t() if self._transposed else self.weight, self.site.group  # [out, in here]
+        if group.size() == 1:
             return F.linear(x, weight, self.bias)
         self.site.leave_region()
         if not self.input_is_parallel:
-            x = functions.split(x, -1, self.group)
+            x = functions.split(x, -1, group)
         y = F.linear(x, weight)
-        y = functions.reduce_scatter(y, 1, self.group) if self.site.in_block else functions.reduce_(y, self.group)
+        y = functions.reduce_scatter(y, 1, group) if self.site.in_block else functions.reduce_(y, group)
         return y if self.bias is None else y + self.bias.to(y.dtype)  # their dtypes differ under autocast
 
 
@@ -219,8 +211,8 @@ class SharedHeadsLinear(ParallelLinear):
 
     _divided = MappingProxyType({})
 
-    def __init__(self, linear: nn.Module, heads: int, site: Site) -> None:
-        self._hold(linear, site)
+    def _hold(self, whole: Any, site: Site, heads: int = 1) -> None:  # type: ignore[override]
+        super()._hold(whole, site)
         self._width = self.out_features // heads
         self._start = site.group.rank() * heads // site.group.size() * self._width
 

@@ -20,11 +20,10 @@ from torch import nn
 from lightning_parallel.plan.layers import matching
 from lightning_parallel.ranks.writes import digest
 from lightning_parallel.tensor.layer import ParallelLayer
-from lightning_parallel.tensor.module_styles import Copy, Experts, Parameters
 from lightning_parallel.tensor.plan_search import changed, found_plan, table_of
 from lightning_parallel.tensor.rules import layers_of, resolve
 from lightning_parallel.tensor.style import Plan, Style
-from lightning_parallel.tensor.styles import OTHER_NAMES
+from lightning_parallel.tensor.styles import OTHER_NAMES, Copy, Experts, Parameters
 
 MakeRun = Callable[[], Callable[[], Any]]  # makes what runs a step
 Found = tuple[dict[str, str | Style] | None, str]  # rules (None: the step can't be tried), and why there aren't any

@@ -23,9 +23,8 @@ from torch import nn
 from lightning_parallel.plan.layers import matching
 from lightning_parallel.tensor.layer import ParallelLayer, Site
 from lightning_parallel.tensor.linear import is_linear
-from lightning_parallel.tensor.module_styles import Divide, Work, around
 from lightning_parallel.tensor.style import Plan, Rule, Style
-from lightning_parallel.tensor.styles import Column, SharedHeads, read_style
+from lightning_parallel.tensor.styles import Column, Divide, SharedHeads, Work, around, read_style
 
 _OF_LORA = {"base_layer", "lora_A", "lora_B", "lora_dropout", "lora_embedding_A", "lora_embedding_B"}
 _KEY_VALUE = ("k_proj", "v_proj")  # the names that all models of transformers use

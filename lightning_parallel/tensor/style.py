@@ -1,7 +1,7 @@
 """A style: how one module is divided over the tensor ranks.
 
-A new style is a subclass of :class:`Style`, and a plan takes an instance of it. Those of linear layers stand in
-``styles.py``, the others in ``module_styles.py``.
+A new style is a subclass of :class:`Style`, and a plan takes an instance of it. Those that plans name stand in
+``styles.py``.
 """
 
 from __future__ import annotations

@@ -1,21 +1,34 @@
-"""The styles of linear layers, and the names of all styles in plans. ``docs/tensor-plans.md`` explains each."""
+"""All styles, and their names in plans. ``docs/tensor-plans.md`` explains each.
+
+Modules of any class may stay as they are, with a collective around their forward, or with divided parameters
+(:class:`Around`). The new module is an instance of a class derived from the module's own. So names, hooks on instances
+of its class, attributes and ``isinstance`` hold. It shares the children with the module that it replaces.
+"""
 
 from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Self
+from typing import Any, Literal, Self
 
-from torch import nn
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
 
-from lightning_parallel.tensor import module_styles as others
-from lightning_parallel.tensor.layer import Site
+from lightning_parallel.private.torch import parameters_of, tree_map
+from lightning_parallel.ranks.shard import Shard
+from lightning_parallel.tensor import functions
+from lightning_parallel.tensor.embedding import VocabParallelEmbedding
+from lightning_parallel.tensor.layer import ParallelLayer, Site, check_plain, shard_parameter
 from lightning_parallel.tensor.linear import ColumnParallelLinear, RowParallelLinear, SharedHeadsLinear, is_linear
-from lightning_parallel.tensor.module_styles import Divide, over
 from lightning_parallel.tensor.style import Rule, Style
+
+Map = Callable[[Tensor, dist.ProcessGroup], Tensor]
+
+# -- linear layers -----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -51,14 +64,14 @@ class Column(Style):
             if "qk_head_dim" in vars(parent):  # DeepSeek's attention, whose keys and values differ in size
                 for attribute, heads in _integers(parent, ("num_heads",)):
                     if heads % count:
-                        raise ValueError(f"{parent_name!r} has {attribute}={heads}, {over(count)}.")
+                        raise ValueError(f"{parent_name!r} has {attribute}={heads}, {_over(count)}.")
                 continue
             sizes = list(_integers(parent, _HEAD_SIZES))
             for _, head in sizes:
                 for part in self.part_sizes(rule.module) or (_outputs(rule.module),):
                     if part % head == 0 and (part // head) % count:
                         kind = _HEADS.get(own, "attention")
-                        raise ValueError(f"{name!r} has {part // head} {kind} heads (of {head}), {over(count)}.")
+                        raise ValueError(f"{name!r} has {part // head} {kind} heads (of {head}), {_over(count)}.")
             counts = dict(_integers(parent, HEAD_COUNTS))
             divided = any(isinstance(other.style, Divide) for other in rules if other.module is parent)
             if counts and parent_name and not sizes and not divided and count > 1:
@@ -81,10 +94,7 @@ class Column(Style):
         return (size // count,) * count
 
     def new_layer(self, rule: Rule, site: Site) -> nn.Module:
-        gathers, parts = not self.leaves_divided, self.part_sizes(rule.module)
-        return ColumnParallelLinear.from_linear(
-            rule.module, group=site.group, gather_output=gathers, parts=parts, site=site
-        )
+        return ColumnParallelLinear.of(rule.module, site, self.part_sizes(rule.module), not self.leaves_divided)
 
 
 class GatheredColumn(Column):
@@ -127,10 +137,10 @@ class SharedHeads(Style):
 
     def check_division(self, rule: Rule, root: nn.Module, rules: Sequence[Rule], count: int) -> None:
         if count % self.heads:
-            raise ValueError(f"{rule.name!r} projects to {self.heads} heads, {over(count)}: use a multiple of them.")
+            raise ValueError(f"{rule.name!r} projects to {self.heads} heads, {_over(count)}: use a multiple of them.")
 
     def new_layer(self, rule: Rule, site: Site) -> nn.Module:
-        return SharedHeadsLinear(rule.module, self.heads, site)
+        return SharedHeadsLinear.of(rule.module, site, self.heads)
 
 
 class Row(Style):
@@ -144,9 +154,7 @@ class Row(Style):
         _check_linear(rule)
 
     def new_layer(self, rule: Rule, site: Site) -> nn.Module:
-        return RowParallelLinear.from_linear(
-            rule.module, group=site.group, input_is_parallel=self.takes_divided, site=site
-        )
+        return RowParallelLinear.of(rule.module, site, self.takes_divided)
 
 
 class SplitRow(Row):
@@ -155,6 +163,275 @@ class SplitRow(Row):
     name = "row_split"
     takes_divided = False
     in_sequence_blocks = False
+
+
+# -- embeddings, and integers ---------------------------------------------------------------------------------------
+
+
+class Embedding(Style):
+    """Divides an embedding's table by ids."""
+
+    name = "embedding"
+    is_alone = True
+
+    def check(self, rule: Rule) -> None:
+        if not isinstance(rule.module, nn.Embedding):
+            raise ValueError(rule.misfit(": it is for nn.Embedding."))
+
+    def new_layer(self, rule: Rule, site: Site) -> nn.Module:
+        return VocabParallelEmbedding.of(rule.module, site)
+
+
+@dataclass(frozen=True)
+class Divide(Style):
+    """Shares out integers that a module keeps, such as its number of heads.
+
+    Args:
+        attributes: the names of the integers; ``"groups/2"`` is divided by 2, not by the number of ranks.
+    """
+
+    attributes: tuple[str, ...] = ()
+
+    name = "divide"
+    in_sequence_blocks = True
+
+    @classmethod
+    def read(cls, options: str) -> Self:
+        if not re.fullmatch(r"\w+(/[1-9]\d*)?(,\w+(/[1-9]\d*)?)*", options):
+            raise ValueError("Write 'divide:num_heads' or 'divide:num_heads,num_kv/2' (names of attributes).")
+        return cls(tuple(options.split(",")))
+
+    def check(self, rule: Rule) -> None:
+        for attribute in self._divisors(1):
+            value = getattr(rule.module, attribute, None)
+            if not isinstance(value, int) or isinstance(value, bool):
+                integers = ", ".join(repr(k) for k, v in vars(rule.module).items() if type(v) is int) or "none"
+                raise ValueError(rule.misfit(f" without an integer {attribute!r}. It has {integers}."))
+
+    def check_division(self, rule: Rule, root: nn.Module, rules: Sequence[Rule], count: int) -> None:
+        for attribute, divisor in self._divisors(count).items():
+            if getattr(rule.module, attribute) % divisor:
+                raise ValueError(f"{rule.name!r} has {attribute}={getattr(rule.module, attribute)}, {_over(count)}.")
+
+    def divide_in_place(self, rule: Rule, root: nn.Module, count: int) -> None:
+        module = root.get_submodule(rule.name)
+        for attribute, divisor in self._divisors(count).items():
+            setattr(module, attribute, getattr(module, attribute) // divisor)
+
+    def _divisors(self, count: int) -> dict[str, int]:
+        pairs = (attribute.partition("/") for attribute in self.attributes)
+        return {name: int(divisor or count) for name, _, divisor in pairs}
+
+
+class SumGradient(Style):
+    """Keeps a module whole that works on divided values, such as a norm of each head."""
+
+    name = "sum_gradient"
+    sums_gradients = True
+    in_sequence_blocks = True
+
+    def check(self, rule: Rule) -> None:
+        if any(True for _ in rule.module.children()):  # those may work on whole values
+            raise ValueError(rule.misfit(" with modules inside: name those that work on divided values."))
+
+
+# -- around modules that stay ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Work:
+    """What is done around a module's forward.
+
+    Attributes:
+        inputs: a function of each floating-point tensor that the module takes, and of the group; None for none.
+        outputs: the same for what it returns.
+        draws: the random numbers that the ranks draw inside, when training: "equal" or "different" ones; or "as
+            before", those of the code around it.
+        summands: its own parameters that stay whole, and of which each rank adds an equal share to a sum over ranks.
+    """
+
+    inputs: Map | None = None
+    outputs: Map | None = None
+    draws: Literal["as before", "equal", "different"] = "as before"
+    summands: tuple[str, ...] = ()
+
+
+class Around(ParallelLayer):
+    """A module that runs with some work around it."""
+
+    _work: Work
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        work = self._work
+        args, kwargs = self._mapped(work.inputs, (args, kwargs))
+        own: dict[str, Any] = parameters_of(self)  # type: ignore[assignment]
+        kept = {name: own[name] for name in work.summands}
+        if work.draws != "as before":
+            self.site.leave_region()
+            self.site.enter_region(work.draws == "different" and self.training)
+        own.update({name: parameter / self.site.group.size() for name, parameter in kept.items()})
+        try:
+            output = super().forward(*args, **kwargs)
+        finally:
+            own.update(kept)
+        if work.draws != "as before":
+            self.site.leave_region()
+        return self._mapped(work.outputs, output)
+
+    def _mapped(self, function: Map | None, values: Any) -> Any:
+        if function is None:
+            return values
+        return tree_map(
+            lambda x: function(x, self.site.group) if isinstance(x, Tensor) and x.is_floating_point() else x, values
+        )
+
+
+def around(module: nn.Module, site: Site, work: Work) -> Around:
+    """A new module like ``module``, with ``work`` around its forward. ``module`` stays as it is.
+
+    Raises:
+        ValueError: what ``module`` runs isn't its class's forward.
+    """
+    check_plain(module, type(module), list(module.state_dict()))
+    derived: Any = type(f"Parallel{type(module).__name__}", (Around, type(module)), {})
+    new: Around = derived.__new__(derived)
+    vars(new).update(vars(module))
+    vars(new).update(_parameters=dict(parameters_of(module)), shards={}, site=site, _work=work)
+    return new
+
+
+@dataclass(frozen=True)
+class Copy(Style):
+    """Keeps a module whole whose output divided code uses: the output's gradient is summed over the ranks.
+
+    Args:
+        features: how many of the last features of the output are used so; 0 for all. The others go to column layers,
+            which sum their input's gradient themselves (as in DeepSeek's attention).
+    """
+
+    features: int = 0
+
+    name = "copy"
+
+    @classmethod
+    def read(cls, options: str) -> Self:
+        if not re.fullmatch(r"|[1-9]\d*", options):
+            raise ValueError("Write 'copy', or 'copy:64' (so many of the last features).")
+        return cls(int(options or 0))
+
+    def new_layer(self, rule: Rule, site: Site) -> nn.Module:
+        return around(rule.module, site, Work(outputs=self._copied))
+
+    def _copied(self, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        if not self.features:
+            return functions.copy(x, group)
+        first, last = x.split([x.shape[-1] - self.features, self.features], -1)
+        return torch.cat([first, functions.copy(last, group)], -1)
+
+
+class Reduce(Style):
+    """Keeps a module whole whose output on each rank is a part of a sum."""
+
+    name = "reduce"
+
+    def new_layer(self, rule: Rule, site: Site) -> nn.Module:
+        return around(rule.module, site, Work(outputs=functions.reduce))
+
+
+class DivideOutput(Style):
+    """Keeps a module whole whose outputs are whole on every rank but are summed over the ranks later: each rank passes
+    on an equal share."""
+
+    name = "divide_output"
+    sums_gradients = True
+
+    def new_layer(self, rule: Rule, site: Site) -> nn.Module:
+        return around(rule.module, site, Work(outputs=lambda x, group: x / group.size()))
+
+
+# -- modules whose own parameters are divided -------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Parameters(Style):
+    """Divides parameters that a module holds itself, and lets it work on divided values.
+
+    Args:
+        dims: the name of each parameter, the dimension that is divided, and the number of equal parts fused there.
+        summands: the names of parameters that stay whole, and are added on each rank to something that is summed later.
+    """
+
+    dims: tuple[tuple[str, int, int], ...] = ()
+    summands: tuple[str, ...] = ()
+
+    name = "parameters"
+
+    @classmethod
+    def read(cls, options: str) -> Self:
+        dims, summands = [], []
+        for option in options.split(","):
+            match = re.fullmatch(r"(\w+)=(?:(\d)(?:x([1-9]\d*))?|sum)", option)
+            if match is None:
+                raise ValueError(
+                    f"Write '{cls.name}:up=1x2,down=2,bias=sum' (for each parameter the dimension that is divided, and "
+                    f"how many equal parts are fused there, or 'sum': whole, and added to a sum over the ranks)."
+                )
+            if match[2] is None:
+                summands.append(match[1])
+            else:
+                dims.append((match[1], int(match[2]), int(match[3] or 1)))
+        return cls(tuple(dims), tuple(summands))
+
+    @property
+    def text(self) -> str:
+        divided = [f"{name}={dim}" + (f"x{parts}" if parts > 1 else "") for name, dim, parts in self.dims]
+        return f"{self.name}:{','.join([*divided, *(f'{name}=sum' for name in self.summands)])}"
+
+    def check(self, rule: Rule) -> None:
+        own = dict(rule.module.named_parameters(recurse=False))
+        for name, dim, parts in (*self.dims, *((name, 0, 1) for name in self.summands)):
+            if name not in own or dim >= own[name].dim() or own[name].shape[dim] % parts:
+                shapes = ", ".join(f"{n!r} {list(p.shape)}" for n, p in own.items()) or "none"
+                raise ValueError(rule.misfit(f" without such a parameter {name!r}. Its own ones are {shapes}."))
+
+    def check_division(self, rule: Rule, root: nn.Module, rules: Sequence[Rule], count: int) -> None:
+        """Sizes may be cut unevenly if all are equal, as those of an expert's two matrices are."""
+        sizes = {name: getattr(rule.module, name).shape[dim] // parts for name, dim, parts in self.dims}
+        for name, size in sizes.items():
+            if size % count and len(set(sizes.values())) > 1:
+                raise ValueError(f"{rule.name!r} has a parameter {name!r} of {size}, {_over(count)}.")
+
+    def new_layer(self, rule: Rule, site: Site) -> nn.Module:
+        layer = around(rule.module, site, self.work())
+        for name, dim, count in self.dims:
+            whole = getattr(rule.module, name)
+            parts = (whole.shape[dim] // count,) * count
+            layer.shards[name] = Shard.of(whole.shape, dim, site.group, parts)
+            setattr(layer, name, shard_parameter(whole, layer.shards[name], site.shared))
+        return layer
+
+    def work(self) -> Work:
+        """What is done around the module's forward."""
+        return Work(summands=self.summands)
+
+    def partial_parameters(self, module: nn.Module) -> list[nn.Parameter]:
+        return [getattr(module, name) for name in self.summands]
+
+
+class Experts(Parameters):
+    """Divides the matrices of a mixture of experts: each rank runs its part of every expert. The router stays whole, so
+    all ranks choose the same experts."""
+
+    name = "experts"
+
+    def check(self, rule: Rule) -> None:
+        super().check(rule)
+        if getattr(rule.module, "has_post_expert_norm", False):
+            raise ValueError(rule.misfit(", whose experts end in a norm, which needs whole outputs: leave it out."))
+
+    def work(self) -> Work:
+        """The inputs are whole, and the outputs are summed over the ranks."""
+        return Work(functions.copy, functions.reduce, draws="different", summands=self.summands)
 
 
 # -- what they ask of modules ------------------------------------------------------------------------------------
@@ -182,14 +459,19 @@ def _check_linear(rule: Rule) -> None:
         raise ValueError(rule.misfit(": it is for nn.Linear and transformers' Conv1D."))
 
 
+def _over(count: int) -> str:
+    """The end of an error about something that can't be shared out over ``count`` ranks."""
+    return f"which can't be shared out over {count} tensor ranks"
+
+
 # -- their names in plans -------------------------------------------------------------------------------------------
 
 STYLES: Mapping[str, type[Style]] = MappingProxyType(
     {
         style.name: style
         for style in (
-            Column, GatheredColumn, Row, SplitRow, SharedHeads, others.Embedding, Divide, others.SumGradient,
-            others.Experts, others.Parameters, others.Copy, others.Reduce, others.DivideOutput,
+            Column, GatheredColumn, Row, SplitRow, SharedHeads, Embedding, Divide, SumGradient, Experts, Parameters,
+            Copy, Reduce, DivideOutput,
         )
     }
 )  # fmt: skip

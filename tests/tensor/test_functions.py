@@ -113,15 +113,12 @@ def test_forward_and_backward_keep_to_the_formulas_and_write_to_no_input(pool: W
 
 
 def expanded_gradients() -> None:
+    """A gradient that is one number, expanded, is summed in memory of its own."""
     for name in NAMES:
         x = torch.ones(4, 2, requires_grad=True)
         call(name, x, 0, None).sum().backward()  # one number, seen as many
         factor = dist.get_world_size() if name in ("copy", "gather_sum") else 1
         assert x.grad is not None and torch.equal(x.grad, torch.full((4, 2), float(factor))), name
-
-
-def test_a_gradient_that_is_one_number_expanded_is_summed_in_memory_of_its_own(pool: WorkerPool) -> None:
-    pool.run(expanded_gradients, 2)
 
 
 def messages() -> dict[str, list[list[str]]]:
@@ -150,15 +147,12 @@ def test_each_function_sends_what_its_formula_needs_and_no_more(pool: WorkerPool
 
 
 def second_derivatives() -> None:
+    """They are refused."""
     for name in NAMES:
         x = torch.ones(4, 2, requires_grad=True)
         (grad,) = torch.autograd.grad(call(name, x, 0, None).square().sum(), x, create_graph=True)
         with pytest.raises(RuntimeError, match="differentiate twice.*once_differentiable"):
             grad.sum().backward()
-
-
-def test_a_second_derivative_is_refused(pool: WorkerPool) -> None:
-    pool.run(second_derivatives, 2)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -216,6 +210,7 @@ def test_only_what_has_bytes_has_memory() -> None:
 
 
 def pieces_alone() -> None:
+    """A piece doesn't keep the whole in memory."""
     whole = torch.arange(8.0).view(4, 2)
     y = call("split", whole, 0, None)
     assert y.untyped_storage().nbytes() == y.numel() * y.element_size()
@@ -223,11 +218,8 @@ def pieces_alone() -> None:
     assert torch.equal(whole, torch.arange(8.0).view(4, 2))
 
 
-def test_a_piece_does_not_keep_the_whole_in_memory(pool: WorkerPool) -> None:
-    pool.run(pieces_alone, 2)
-
-
 def reduced_in_place() -> None:
+    """It takes no memory, and is noticed by who needs the input."""
     group = world()
     x = torch.ones(3, 2, requires_grad=True)
     y = x * 2
@@ -242,5 +234,6 @@ def reduced_in_place() -> None:
         z.sum().backward()
 
 
-def test_reducing_in_place_takes_no_memory_and_is_noticed_by_who_needs_the_input(pool: WorkerPool) -> None:
-    pool.run(reduced_in_place, 2)
+@pytest.mark.parametrize("what", [expanded_gradients, second_derivatives, pieces_alone, reduced_in_place])
+def test_functions_keep_to_what_they_promise(pool: WorkerPool, what: Callable[[], None]) -> None:
+    pool.run(what, 2)

@@ -1,18 +1,23 @@
-"""Layers that share an input send its gradient once; what they compute stays the same."""
+"""What all divided layers share: an input's gradient is sent once, and more than a plain layer is refused."""
 
 from __future__ import annotations
 
 import copy
 import gc
 import weakref
+from collections.abc import Callable
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations
 
+from lightning_parallel.tensor.embedding import VocabParallelEmbedding
+from lightning_parallel.tensor.layer import Site
+from lightning_parallel.tensor.linear import ColumnParallelLinear, RowParallelLinear
 from lightning_parallel.tensor.sharding import shard_module
 from tests.pool import WorkerPool
-from tests.tensor.helpers import Messages, world
+from tests.tensor.helpers import Messages, ranks, world
 
 
 class Attention(nn.Module):
@@ -23,9 +28,9 @@ class Attention(nn.Module):
         self.q, self.k, self.v = (nn.Linear(6, 4) for _ in range(3))
         self.o = nn.Linear(4, 6)
 
-    def forward(self, x: torch.Tensor, other: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(self, x: Tensor, other: Tensor | None = None) -> Tensor:
         source = x if other is None else other
-        result: torch.Tensor = self.o(self.q(x).tanh() * self.k(source).sigmoid() + self.v(source))
+        result: Tensor = self.o(self.q(x).tanh() * self.k(source).sigmoid() + self.v(source))
         return result
 
 
@@ -54,12 +59,9 @@ def compare(cross: bool) -> int:
     return len(messages.sent)
 
 
-def test_one_input_s_gradient_is_sent_once(pool: WorkerPool) -> None:
-    assert pool.run(compare, 2, False) == [1, 1]
-
-
-def test_another_input_s_gradient_is_sent_by_itself(pool: WorkerPool) -> None:
-    assert pool.run(compare, 2, True) == [2, 2]
+@pytest.mark.parametrize(("cross", "sent"), [(False, 1), (True, 2)])
+def test_each_input_s_gradient_is_sent_once(pool: WorkerPool, cross: bool, sent: int) -> None:
+    assert pool.run(compare, 2, cross) == [sent, sent]
 
 
 def nothing_is_kept(cross: bool) -> bool:
@@ -80,3 +82,66 @@ def nothing_is_kept(cross: bool) -> bool:
 @pytest.mark.parametrize("cross", [False, True])
 def test_the_shared_copy_is_let_go(pool: WorkerPool, cross: bool) -> None:
     assert pool.run(nothing_is_kept, 2, cross) == [True, True]
+
+
+# -- refusals ----------------------------------------------------------------------------------------------------
+
+
+class Clamped(nn.Linear):
+    """Computes the same for small values."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).clamp(-1e3, 1e3)
+
+
+class Scaled(nn.Embedding):
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input) * 2
+
+
+MORE: dict[str, Callable[[nn.Module], object]] = {
+    **{
+        f"hooks, {hook}": lambda layer, hook=hook: getattr(layer, f"register_{hook}")(lambda *_, **__: None)
+        for hook in (
+            "forward_pre_hook", "full_backward_hook", "full_backward_pre_hook", "state_dict_post_hook",
+            "state_dict_pre_hook", "load_state_dict_pre_hook", "load_state_dict_post_hook",
+        )
+    },
+    "parametrization": parametrizations.weight_norm,
+    "forward replaced": lambda layer: setattr(layer, "forward", torch.relu),
+    r"\(scale\)": lambda layer: layer.register_buffer("scale", torch.ones(())),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("problem", MORE)
+def test_a_layer_that_is_more_than_plain_is_refused_by_name(problem: str) -> None:
+    for kind, plain in (
+        (ColumnParallelLinear, nn.Linear), (RowParallelLinear, nn.Linear), (VocabParallelEmbedding, nn.Embedding)
+    ):  # fmt: skip
+        layer = plain(4, 4)
+        MORE[problem](layer)
+        with pytest.raises(ValueError, match=f"{type(layer).__name__} .*{problem.partition(',')[0]}"):
+            kind.of(layer, Site(ranks(2)))
+
+
+OTHERS: list[tuple[str, Callable[[], nn.Module]]] = [
+    ("hooks", lambda: nn.LazyLinear(4)),
+    ("MultiheadAttention", lambda: nn.MultiheadAttention(4, 2).out_proj),
+    ("not nn.Linear", lambda: nn.Embedding(4, 4)),
+    ("not nn.Linear", lambda: nn.Conv1d(4, 4, 1)),
+    ("forward of its own", lambda: Clamped(4, 4)),
+    ("is not nn.Embedding", lambda: nn.EmbeddingBag(4, 2)),
+    ("max_norm=1.0", lambda: nn.Embedding(4, 2, max_norm=1.0)),
+    ("scale_grad_by_freq", lambda: nn.Embedding(4, 2, scale_grad_by_freq=True)),
+    ("sparse", lambda: nn.Embedding(4, 2, sparse=True)),
+    ("forward of its own", lambda: Scaled(4, 2)),
+    ("of 4 can't be divided over 5 tensor ranks", lambda: nn.Embedding(4, 2)),
+]
+
+
+@pytest.mark.parametrize(("problem", "make"), OTHERS)
+def test_another_layer_is_refused_by_name(problem: str, make: Callable[[], nn.Module]) -> None:
+    is_linear = "mbedding" not in f"{problem} {make()}" or problem == "not nn.Linear"
+    for kind in (ColumnParallelLinear, RowParallelLinear) if is_linear else (VocabParallelEmbedding,):
+        with pytest.raises(ValueError, match=problem):
+            kind.of(make(), Site(ranks(5)))

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import parametrizations
 from transformers.pytorch_utils import Conv1D
 
 from lightning_parallel.tensor import functions
@@ -104,7 +102,8 @@ def test_pairs_and_layers_alone_equal_the_whole_in_output_and_every_gradient(
     pool.run(equals_the_whole, world_size, kind, bias)
 
 
-def frozen() -> None:
+def frozen_weights() -> None:
+    """They get no gradient, keep no input, and let the input's gradient through."""
     for names in (["weight"], ["bias"], ["weight", "bias"]):
         first, second = linear(1, IN, HIDDEN), linear(2, HIDDEN, OUT)
         for whole in (first, second):
@@ -123,11 +122,8 @@ def frozen() -> None:
             same_gradients(layer, whole)
 
 
-def test_frozen_weights_get_no_gradient_keep_no_input_and_let_the_inputs_gradient_through(pool: WorkerPool) -> None:
-    pool.run(frozen, 2)
-
-
 def second_derivatives() -> None:
+    """They are refused."""
     column, row = ColumnParallelLinear(4, 4, group=world()), RowParallelLinear(8, 4, group=world())
     x = torch.ones(2, 4, requires_grad=True)
     for gradient_depends in (False, True):  # on x: without, the result would be a constant, without a word
@@ -139,8 +135,25 @@ def second_derivatives() -> None:
         grad.sum().backward()
 
 
-def test_a_second_derivative_is_refused(pool: WorkerPool) -> None:
-    pool.run(second_derivatives, 2)
+def region_borders() -> None:
+    """A region is entered after columns, in training, and left before rows."""
+    region = mock.Mock()
+    site = Site(world(), region)
+
+    def calls(layer: nn.Module) -> list[str]:
+        region.reset_mock()
+        layer(torch.ones(2, 4))
+        return [name for name, *_ in region.mock_calls]
+
+    assert calls(ColumnParallelLinear.of(nn.Linear(4, 6), site)) == ["enter"]
+    assert calls(ColumnParallelLinear.of(nn.Linear(4, 6).eval(), site)) == []
+    assert calls(ColumnParallelLinear.of(nn.Linear(4, 6), site, (), True)) == []
+    assert calls(RowParallelLinear.of(nn.Linear(8, 6), site)) == ["leave"]
+
+
+@pytest.mark.parametrize("what", [frozen_weights, second_derivatives, region_borders])
+def test_layers_keep_to_what_they_promise(pool: WorkerPool, what: Callable[[], None]) -> None:
+    pool.run(what, 2)
 
 
 def test_a_copy_that_shares_memory_may_not_be_changed_in_place() -> None:
@@ -154,14 +167,14 @@ def test_a_copy_that_shares_memory_may_not_be_changed_in_place() -> None:
 
 def layers_and_inputs() -> dict[str, tuple[ParallelLinear, int]]:
     """Layers in all ways, and how many features they take here."""
-    pieces: dict[str, Any] = {"group": world(), "site": Site(world(), in_block=True)}
+    pieces = Site(world(), in_block=True)
     return {
         "column": (ColumnParallelLinear(4, 6, group=world()), 4),
         "column, gathered": (ColumnParallelLinear(4, 6, group=world(), gather_output=True), 4),
-        "column, in a block on pieces": (ColumnParallelLinear.from_linear(nn.Linear(4, 6), **pieces), 4),
+        "column, in a block on pieces": (ColumnParallelLinear.of(nn.Linear(4, 6), pieces), 4),
         "row": (RowParallelLinear(8, 6, group=world()), 4),
         "row, splits": (RowParallelLinear(8, 6, group=world(), input_is_parallel=False), 8),
-        "row, in a block on pieces": (RowParallelLinear.from_linear(nn.Linear(8, 6), **pieces), 4),
+        "row, in a block on pieces": (RowParallelLinear.of(nn.Linear(8, 6), pieces), 4),
     }
 
 
@@ -195,25 +208,6 @@ def test_a_layer_sends_one_message_in_the_direction_that_needs_it(pool: WorkerPo
     }
 
 
-def region_borders() -> None:
-    region = mock.Mock()
-    options: dict[str, Any] = {"group": world(), "site": Site(world(), region)}
-
-    def calls(layer: nn.Module) -> list[str]:
-        region.reset_mock()
-        layer(torch.ones(2, 4))
-        return [name for name, *_ in region.mock_calls]
-
-    assert calls(ColumnParallelLinear.from_linear(nn.Linear(4, 6), **options)) == ["enter"]
-    assert calls(ColumnParallelLinear.from_linear(nn.Linear(4, 6).eval(), **options)) == []
-    assert calls(ColumnParallelLinear.from_linear(nn.Linear(4, 6), gather_output=True, **options)) == []
-    assert calls(RowParallelLinear.from_linear(nn.Linear(8, 6), **options)) == ["leave"]
-
-
-def test_a_region_is_entered_after_columns_in_training_and_left_before_rows(pool: WorkerPool) -> None:
-    pool.run(region_borders, 2)
-
-
 # -- parameters --------------------------------------------------------------------------------------------------
 
 
@@ -237,43 +231,6 @@ def test_first_weights_and_names_are_those_of_the_whole_layer(count: int, bias: 
 
 
 # -- refusals ----------------------------------------------------------------------------------------------------
-
-
-class Clamped(nn.Linear):
-    """Computes the same for small values."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x).clamp(-1e3, 1e3)
-
-
-def plain(change: Callable[[nn.Linear], object]) -> nn.Module:
-    layer = nn.Linear(4, 4)
-    change(layer)
-    return layer
-
-
-HOOKS = (
-    "forward_hook", "forward_pre_hook", "full_backward_hook", "full_backward_pre_hook", "state_dict_post_hook",
-    "state_dict_pre_hook", "load_state_dict_pre_hook", "load_state_dict_post_hook",
-)  # fmt: skip
-REFUSED: list[tuple[str, nn.Module]] = [
-    *(("hooks", plain(lambda x, hook=hook: getattr(x, f"register_{hook}")(lambda *_, **__: None))) for hook in HOOKS),  # type: ignore[misc]
-    ("hooks", nn.LazyLinear(4)),
-    ("parametrization", parametrizations.weight_norm(nn.Linear(4, 4))),
-    ("MultiheadAttention", nn.MultiheadAttention(4, 2).out_proj),
-    ("not nn.Linear", nn.Embedding(4, 4)),
-    ("not nn.Linear", nn.Conv1d(4, 4, 1)),
-    ("forward of its own", Clamped(4, 4)),
-    ("forward replaced", plain(lambda layer: setattr(layer, "forward", torch.relu))),
-    (r"\(scale\)", plain(lambda layer: layer.register_parameter("scale", nn.Parameter(torch.ones(4))))),
-]
-
-
-@pytest.mark.parametrize(("problem", "layer"), REFUSED)
-def test_a_layer_that_is_more_than_linear_is_refused_by_name(problem: str, layer: nn.Module) -> None:
-    for kind in KINDS:
-        with pytest.raises(ValueError, match=f"{type(layer).__name__} .*{problem}"):
-            kind.from_linear(layer, group=ranks(2))
 
 
 @pytest.mark.parametrize(("make", "message"), [

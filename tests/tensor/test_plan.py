@@ -5,13 +5,12 @@ from __future__ import annotations
 import pytest
 from torch import nn
 
-from lightning_parallel.tensor.module_styles import Divide
 from lightning_parallel.tensor.plan import find_plan
 from lightning_parallel.tensor.rules import resolve
 from lightning_parallel.tensor.sharding import shard_module
-from lightning_parallel.tensor.styles import Column, Row, read_style
+from lightning_parallel.tensor.styles import Column, Divide, Row, read_style
 from tests.tensor.helpers import ranks
-from tests.tensor.models import EXPERTS, LLAMA, Loss, gpt2, llama, of_transformers, phi3, qwen3
+from tests.tensor.models import EXPERTS, LLAMA, Loss, llama, of_transformers, phi3, qwen3
 
 
 class Hooked(nn.Module):
@@ -40,13 +39,6 @@ def test_plans_of_transformers_are_found_inside_a_module_and_translated() -> Non
     assert find_plan(phi3())["model.layers.*.mlp.down_proj"] == "row_split"
     model = llama()
     assert find_plan(model.model)["layers.*.self_attn.q_proj"] == "column"  # type: ignore[operator]
-
-
-def test_two_models_bring_a_plan_each() -> None:
-    both = nn.ModuleDict({"student": gpt2(), "teacher": llama()})
-    plan = find_plan(both)
-    assert plan["student.transformer.h.*.attn.c_attn"] == "column:3"
-    assert plan["teacher.lm_head"] == plan["student.lm_head"] == "column_gather"
 
 
 def test_what_lies_inside_a_model_of_transformers_is_in_its_plan() -> None:

@@ -14,9 +14,9 @@ from torch import nn
 from torch.nn.utils import parametrizations
 
 from lightning_parallel.tensor.linear import SharedHeadsLinear
-from lightning_parallel.tensor.module_styles import Experts
 from lightning_parallel.tensor.plan import find_plan
 from lightning_parallel.tensor.sharding import shard_module
+from lightning_parallel.tensor.styles import Experts
 from tests.tensor.helpers import ranks
 from tests.tensor.models import EXPERTS, gpt, gpt2, llama, seeded
 
@@ -70,7 +70,7 @@ def test_parameters_of_experts_are_cut_part_by_part() -> None:
     assert torch.equal(model.get_parameter(f"{name}.gate_up_proj"), torch.cat([gate[:, 7:], up[:, 7:]], 1))
     assert torch.equal(model.get_parameter(f"{name}.down_proj"), before[f"{name}.down_proj"][..., 7:])
     experts = model.get_submodule(name)
-    assert type(experts).__name__ == "ParallelMixtralExperts" and copy.deepcopy(experts).group is experts.group
+    assert type(experts).__name__ == "ParallelMixtralExperts" and copy.deepcopy(experts).site is experts.site
 
 
 def test_tied_layers_share_one_shard_under_both_names() -> None:
@@ -79,6 +79,9 @@ def test_tied_layers_share_one_shard_under_both_names() -> None:
     assert model.get_parameter("head.weight") is model.get_parameter("token_embedding.weight")
     assert sharding.shards["head.weight"] == sharding.shards["token_embedding.weight"]
     assert sharding.shards.keys() <= dict(model.named_parameters(remove_duplicate=False)).keys()
+    clone = copy.deepcopy(model)
+    assert clone.get_parameter("head.weight") is clone.get_parameter("token_embedding.weight")
+    assert clone.get_parameter("head.weight") is not model.get_parameter("head.weight")
     shard = weakref.ref(model.get_parameter("blocks.0.mlp.0.weight"))
     model.get_submodule("blocks.0.mlp.0").weight = None  # as on another stage
     assert shard() is None  # no other layer keeps it

@@ -66,10 +66,9 @@ class Gain(nn.Module):
 
 
 class ShardedGain(ParallelLayer):
-    def __init__(self, whole: Gain, site: Site) -> None:
-        super().__init__()
-        self.group = site.group
-        self.shards = {"factor": Shard.of(whole.factor.shape, 0, site.group)}
+    def _hold(self, whole: Gain, site: Site) -> None:
+        super()._hold(whole, site)
+        self.shards["factor"] = Shard.of(whole.factor.shape, 0, site.group)
         self.factor = shard_parameter(whole.factor, self.shards["factor"], site.shared)
         self.offset = whole.offset
 
@@ -87,8 +86,7 @@ class GainStyle(Style):
             raise ValueError(rule.misfit(": it is for Gain."))
 
     def new_layer(self, rule: Rule, site: Site) -> nn.Module:
-        assert isinstance(rule.module, Gain)
-        return ShardedGain(rule.module, site)
+        return ShardedGain.of(rule.module, site)
 
     def partial_parameters(self, module: nn.Module) -> list[nn.Parameter]:
         assert isinstance(module, Gain)
@@ -170,17 +168,12 @@ CASES: list[Case] = [
     *((name, 2, False, {}) for name in ("deepseek_v3", "gpt_oss")),  # the two that differ most
     ("net", 2, False, {}),
 ]
-USUAL = {name for name, *_ in CASES}
 MORE: list[Case] = [
-    *((name, 2, False, {}) for name in (EXPERTS | TRIED) if name not in USUAL),
-    ("qwen2", 2, False, {}),
-    ("llama", 2, False, {}),
+    *((name, 2, False, {}) for name in ("mixtral", "longcat", "opt", "bloom", "falcon", "mlp")),
     ("llama", 4, True, {**ONE_HEAD, "attention_bias": True}),
     ("gpt2", 2, True, {"tie_word_embeddings": False}),
-    *(("qwen3", ranks, False, options) for ranks, options in ((2, {}), (2, ONE_HEAD), (4, {}))),
-    *((name, 2, False, {}) for name in ("mlp", "lenet", "gained")),
     *(("gpt", ranks, tied, {"tie_embeddings": tied}) for ranks in (2, 4) for tied in (False, True)),
-    *(("lora_llama", 2, along, {}) for along in (False, True)),
+    ("lora_llama", 2, True, {}),
 ]
 
 
