@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
 from lightning_parallel.tensor.embedding import VocabParallelEmbedding
-from lightning_parallel.tensor.layer import Site
+from lightning_parallel.tensor.layer import ParallelLayer, Site
 from lightning_parallel.tensor.linear import ColumnParallelLinear, RowParallelLinear
 from lightning_parallel.tensor.sharding import shard_module
 from tests.pool import WorkerPool
@@ -99,49 +99,62 @@ class Scaled(nn.Embedding):
         return super().forward(input) * 2
 
 
-MORE: dict[str, Callable[[nn.Module], object]] = {
-    **{
-        f"hooks, {hook}": lambda layer, hook=hook: getattr(layer, f"register_{hook}")(lambda *_, **__: None)
-        for hook in (
-            "forward_pre_hook", "full_backward_hook", "full_backward_pre_hook", "state_dict_post_hook",
-            "state_dict_pre_hook", "load_state_dict_pre_hook", "load_state_dict_post_hook",
-        )
-    },
-    "parametrization": parametrizations.weight_norm,
-    "forward replaced": lambda layer: setattr(layer, "forward", torch.relu),
-    r"\(scale\)": lambda layer: layer.register_buffer("scale", torch.ones(())),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("problem", MORE)
-def test_a_layer_that_is_more_than_plain_is_refused_by_name(problem: str) -> None:
-    for kind, plain in (
-        (ColumnParallelLinear, nn.Linear), (RowParallelLinear, nn.Linear), (VocabParallelEmbedding, nn.Embedding)
-    ):  # fmt: skip
-        layer = plain(4, 4)
-        MORE[problem](layer)
-        with pytest.raises(ValueError, match=f"{type(layer).__name__} .*{problem.partition(',')[0]}"):
-            kind.of(layer, Site(ranks(2)))
-
-
-OTHERS: list[tuple[str, Callable[[], nn.Module]]] = [
-    ("hooks", lambda: nn.LazyLinear(4)),
-    ("MultiheadAttention", lambda: nn.MultiheadAttention(4, 2).out_proj),
-    ("not nn.Linear", lambda: nn.Embedding(4, 4)),
-    ("not nn.Linear", lambda: nn.Conv1d(4, 4, 1)),
-    ("forward of its own", lambda: Clamped(4, 4)),
-    ("is not nn.Embedding", lambda: nn.EmbeddingBag(4, 2)),
-    ("max_norm=1.0", lambda: nn.Embedding(4, 2, max_norm=1.0)),
-    ("scale_grad_by_freq", lambda: nn.Embedding(4, 2, scale_grad_by_freq=True)),
-    ("sparse", lambda: nn.Embedding(4, 2, sparse=True)),
-    ("forward of its own", lambda: Scaled(4, 2)),
-    ("of 4 can't be divided over 5 tensor ranks", lambda: nn.Embedding(4, 2)),
+LINEAR, TABLE = (ColumnParallelLinear, RowParallelLinear), (VocabParallelEmbedding,)
+HOOKS = (
+    "forward_pre_hook", "full_backward_hook", "full_backward_pre_hook", "state_dict_post_hook", "state_dict_pre_hook",
+    "load_state_dict_pre_hook", "load_state_dict_post_hook",
+)  # fmt: skip
+MORE: list[tuple[str, Callable[[nn.Module], object]]] = [
+    *(("hooks", lambda x, hook=hook: getattr(x, f"register_{hook}")(lambda *_, **__: None)) for hook in HOOKS),  # type: ignore[misc]
+    ("parametrization", parametrizations.weight_norm),
+    ("forward replaced", lambda layer: setattr(layer, "forward", torch.relu)),
+    (r"\(scale\)", lambda layer: layer.register_buffer("scale", torch.ones(()))),
 ]
 
 
-@pytest.mark.parametrize(("problem", "make"), OTHERS)
-def test_another_layer_is_refused_by_name(problem: str, make: Callable[[], nn.Module]) -> None:
-    is_linear = "mbedding" not in f"{problem} {make()}" or problem == "not nn.Linear"
-    for kind in (ColumnParallelLinear, RowParallelLinear) if is_linear else (VocabParallelEmbedding,):
+@pytest.mark.parametrize(("problem", "change"), MORE)
+def test_a_layer_that_is_more_than_plain_is_refused_by_name(
+    problem: str, change: Callable[[nn.Module], object]
+) -> None:
+    for kind, plain in (*((kind, nn.Linear) for kind in LINEAR), *((kind, nn.Embedding) for kind in TABLE)):
+        layer = plain(4, 4)
+        change(layer)
+        with pytest.raises(ValueError, match=f"{type(layer).__name__} .*{problem}"):
+            kind.of(layer, Site(ranks(2)))
+
+
+def test_hooks_on_outputs_stay_on_a_table_only() -> None:
+    seen: list[str] = []
+    layers = {LINEAR[0]: nn.Linear(4, 4), LINEAR[1]: nn.Linear(4, 4), TABLE[0]: nn.Embedding(4, 4)}
+    for kind, layer in layers.items():
+        layer.register_forward_hook(lambda layer, args, output: seen.append(type(layer).__name__))
+        if kind in LINEAR:
+            with pytest.raises(ValueError, match="hooks"):
+                kind.of(layer, Site(ranks(2)))
+    VocabParallelEmbedding.of(layers[TABLE[0]], Site(ranks(1)))(torch.tensor([0]))
+    assert seen == ["VocabParallelEmbedding"]
+
+
+OTHERS: list[tuple[tuple[type[ParallelLayer], ...], str, Callable[[], nn.Module]]] = [
+    (LINEAR, "hooks", lambda: nn.LazyLinear(4)),
+    (LINEAR, "MultiheadAttention", lambda: nn.MultiheadAttention(4, 2).out_proj),
+    (LINEAR, "not nn.Linear", lambda: nn.Embedding(4, 4)),
+    (LINEAR, "not nn.Linear", lambda: nn.Conv1d(4, 4, 1)),
+    (LINEAR, "Clamped .* forward of its own", lambda: Clamped(4, 4)),
+    (LINEAR, "of 4 can't be divided over 5 tensor ranks", lambda: nn.Linear(4, 4)),
+    (TABLE, "EmbeddingBag .* is not nn.Embedding", lambda: nn.EmbeddingBag(4, 2)),
+    (TABLE, "max_norm=1.0", lambda: nn.Embedding(4, 2, max_norm=1.0)),
+    (TABLE, "scale_grad_by_freq", lambda: nn.Embedding(4, 2, scale_grad_by_freq=True)),
+    (TABLE, "sparse", lambda: nn.Embedding(4, 2, sparse=True)),
+    (TABLE, "Scaled .* forward of its own", lambda: Scaled(4, 2)),
+    (TABLE, "of 4 can't be divided over 5 tensor ranks", lambda: nn.Embedding(4, 2)),
+]
+
+
+@pytest.mark.parametrize(("kinds", "problem", "make"), OTHERS)
+def test_another_layer_is_refused_by_name(
+    kinds: tuple[type[ParallelLayer], ...], problem: str, make: Callable[[], nn.Module]
+) -> None:
+    for kind in kinds:
         with pytest.raises(ValueError, match=problem):
             kind.of(make(), Site(ranks(5)))
