@@ -12,7 +12,7 @@ from contextlib import ExitStack, nullcontext
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch.plugins.precision import MixedPrecision, Precision
+from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -22,6 +22,7 @@ from lightning_parallel.private.lightning.replaced import replaced
 from lightning_parallel.private.torch import CommonScaler, norms_of, scale_all
 from lightning_parallel.ranks.collectives import guarded
 from lightning_parallel.ranks.local_model import LocalModel, local_part
+from lightning_parallel.ranks.run import Run
 
 
 def clip_by_norm(
@@ -77,31 +78,28 @@ def _square_of_norm(gradients: list[Tensor], device: torch.device) -> Tensor:
 
 
 def install_clipping(
-    plugin: Precision,
+    run: Run,
     local: LocalModel,
     *,
     counts: Callable[[str], bool],
-    replicas: dist.ProcessGroup,
     parts: dist.ProcessGroup,
-    device: torch.device,
     watch: GradientWatch | None,
 ) -> Callable[[], None]:
-    """Make the plugin clip as :func:`clip_by_norm` does. Returns a function that undoes this.
+    """Make the precision plugin clip as :func:`clip_by_norm` does. Returns a function that undoes this.
 
     Args:
         counts: tells whether this rank's copy of a parameter, by name, enters the norm.
-        replicas: the ranks over which fully sharded parameters are divided.
         parts: the ranks whose gradients make one norm.
         watch: paused while the plugin clips.
     """
-    paused = nullcontext if watch is None else watch.paused
-    sharded_over = replicas if local.is_fully_sharded else None
+    plugin, paused = run.precision, nullcontext if watch is None else watch.paused
+    sharded_over = run.groups.along("data") if local.is_fully_sharded else None
 
     def by_norm(optimizer: Optimizer, clip_val: int | float) -> None:
         with paused():
             held = list(plugin.main_params(optimizer))
             counted: set[Tensor] = {parameter for parameter in held if counts(local.names[id(parameter)])}
-            clip_by_norm(held, clip_val, counted=counted, replicas=sharded_over, parts=parts, device=device)
+            clip_by_norm(held, clip_val, counted=counted, replicas=sharded_over, parts=parts, device=run.device)
 
     def by_value(optimizer: Optimizer, clip_val: int | float) -> None:
         with paused():
@@ -115,13 +113,14 @@ def install_clipping(
     return put_back.close
 
 
-def share_overflows(plugin: Precision, device: torch.device) -> Callable[[], None]:
+def share_overflows(run: Run) -> Callable[[], None]:
     """Make a loss scaler skip the step on all ranks if the gradients of one overflow. Returns a function that gives the
     plugin its own scaler back, with the scale that has been reached."""
+    plugin = run.precision
     if not isinstance(plugin, MixedPrecision) or plugin.scaler is None:
         return lambda: None
     own = plugin.scaler
-    plugin.scaler = common = CommonScaler(device=device.type, process_group=dist.group.WORLD)
+    plugin.scaler = common = CommonScaler(device=run.device.type, process_group=dist.group.WORLD)
     common.load_state_dict(own.state_dict())
 
     def put_back() -> None:

@@ -9,6 +9,7 @@ parameters that the plan leaves whole. Otherwise an incomplete plan would train 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Literal, TypeVar
 
 import torch
@@ -20,12 +21,14 @@ from lightning_parallel.checks.first_losses import FirstLosses
 from lightning_parallel.disk_offload import DiskOffload
 from lightning_parallel.gradients.averaging import summed_over
 from lightning_parallel.gradients.swapping import Gradients
+from lightning_parallel.loading.first_batch import trial_of
 from lightning_parallel.ranks.collectives import broadcast_object, broadcast_tensors, gather_objects, together
 from lightning_parallel.ranks.local_model import LocalModel, local_part
+from lightning_parallel.ranks.run import Run
 from lightning_parallel.ranks.shard import Shard
 from lightning_parallel.ranks.writes import Writes
 from lightning_parallel.tensor.dropout import ShardedRegion
-from lightning_parallel.tensor.plan import MakeRun, find_plan
+from lightning_parallel.tensor.plan import find_plan
 from lightning_parallel.tensor.sharding import Sharding, shard_module
 from lightning_parallel.tensor.style import Plan
 
@@ -53,13 +56,14 @@ class TensorShards:
         self._sharding = Sharding({}, ())
         self._region: ShardedRegion | None = None
 
-    def divide(self, module: nn.Module, group: dist.ProcessGroup, device: torch.device, make_run: MakeRun) -> None:
-        """Make the layers that the plan names this rank's shards, once for a module. All ranks of the world call it.
-        ``make_run`` makes a function that runs the first step, to find a plan by if none is known.
+    def divide(self, run: Run) -> None:
+        """Make the layers that the plan names this rank's shards, once for a module. All ranks of the world call it. If
+        no plan is known, one is found by the first step.
 
         Raises:
             ValueError: there is no plan, or it doesn't fit.
         """
+        module, group = run.module, run.groups.along("tensor")
         if self._divided is module or group.size() == 1:
             return
         world = dist.group.WORLD
@@ -72,11 +76,11 @@ class TensorShards:
                     self._plan,
                     group.size(),
                     announce=rank_zero_info,
-                    make_run=make_run,
+                    make_run=partial(trial_of, run),
                     agreed=lambda found: broadcast_object(found, 0, world),  # replicas try batches of their own
                 ),
             )
-            self._region = ShardedRegion(group.rank(), device)
+            self._region = ShardedRegion(group.rank(), run.device)
             self._sharding = shard_module(
                 module, plan, group, sequence_parallel=self._sequence_parallel, region=self._region
             )
@@ -87,10 +91,10 @@ class TensorShards:
         """How the divided parameters were cut, by name."""
         return self._sharding.shards
 
-    def begin(self, local: LocalModel, group: dist.ProcessGroup, *, automatic: bool = True) -> None:
-        """Make parameters and buffers that are whole on every tensor rank equal, at the start of a run. If not
-        ``automatic``, steps run the optimizer themselves."""
-        self._local, self._group = local, group
+    def begin(self, run: Run, local: LocalModel) -> None:
+        """Make parameters and buffers that are whole on every tensor rank equal, at the start of a run."""
+        self._local, self._group = local, run.groups.along("tensor")
+        group, automatic = self._group, run.module.automatic_optimization  # else steps run the optimizer themselves
         self._checks_left, self._compared = _CHECKED if group.size() > 1 else 0, set()
         self._losses = None if self._divided is None else FirstLosses(self._divided, list(self.shards), group)
         self._writes = Writes(_of_parts, group) if group.size() > 1 and automatic else None

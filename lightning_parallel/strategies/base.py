@@ -95,7 +95,6 @@ class LayoutStrategy(ParallelStrategy):
     the axis."""
 
     refused_callbacks: Reasons = IN_PARTS
-    refused_on_one_rank: Reasons = ()
     calls_configure_part = False  # is a module's configure_part called (set_up/part_of_model.py)?
     run: Run  # from `prepare` on
     # From `hold` on: this rank's parameters and buffers, its replica beside the others, and what saves and loads them.
@@ -204,12 +203,6 @@ class LayoutStrategy(ParallelStrategy):
         return {"num_replicas": self.layout.size("data"), "rank": self.layout.index("data")}
 
     @property
-    def timeout(self) -> timedelta:
-        """How long a rank waits for another one."""
-        wait = self.options.timeout
-        return wait if isinstance(wait, timedelta) else timedelta(seconds=wait)
-
-    @property
     def batches_ahead(self) -> int:
         """The number of batches by which a rank may be ahead of another one in training."""
         return 0
@@ -250,7 +243,8 @@ class LayoutStrategy(ParallelStrategy):
         self.set_world_ranks()
         assert self.cluster_environment is not None and self.lightning_module is not None
         bring_along(self.lightning_module.trainer)
-        timeout, device = self.timeout, self.root_device
+        wait, device = self.options.timeout, self.root_device
+        timeout = wait if isinstance(wait, timedelta) else timedelta(seconds=wait)
         backend = self.options.process_group_backend or process_group.backend_for(self.parallel_devices or [], device)
         if process_group.join(self.cluster_environment, self.layout, backend, timeout) or self._joined is None:
             groups = Groups(self.layout, timeout, device)
@@ -301,10 +295,10 @@ class LayoutStrategy(ParallelStrategy):
             ahead=lambda: self.batches_ahead,
         )
         is_alone = self.layout.world_size == 1
-        refused = self.refused_on_one_rank if is_alone else self.refused_callbacks
-        refuse_callbacks(callbacks_of(trainer), refused, type(self).__name__)
-        if run.trains and not is_alone:
-            refuse_saves_after_errors(callbacks_of(trainer))
+        if not is_alone:
+            refuse_callbacks(callbacks_of(trainer), self.refused_callbacks, type(self).__name__)
+            if run.trains:
+                refuse_saves_after_errors(callbacks_of(trainer))
         if run.trains:
             refuse_hooks_of_parameters(run.module)
         if self.layout.size("data") == 1:
@@ -330,17 +324,9 @@ class LayoutStrategy(ParallelStrategy):
         )
         return run
 
-    def hold(
-        self,
-        local: LocalModel,
-        *,
-        counts: Callable[[str], bool] = lambda name: True,
-    ) -> None:
-        """Take this rank's part of the divided model: move it to its device, and make the optimizers for it.
-
-        Args:
-            counts: tells whether this rank's copy of a parameter, by name, enters the norm for clipping.
-        """
+    def hold(self, local: LocalModel) -> None:
+        """Take this rank's part of the divided model: move it to its device, make the optimizers for it, and make equal
+        what several replicas hold."""
         run = self.run
         one = self.options.checkpoint == "file" or (self.options.checkpoint == "auto" and self.layout.world_size == 1)
         self.local_model = local
@@ -370,20 +356,17 @@ class LayoutStrategy(ParallelStrategy):
             if local.is_fully_sharded or self.groups.model.size() > 1:
                 self._watch = GradientWatch(run, local.parameters.values())
                 self._at_end.callback(self._watch.close)
-        clips_as_before = install_clipping(
-            self.precision_plugin,
-            local,
-            counts=counts,
-            replicas=self.groups.along("data"),
-            parts=self.norm_group,
-            device=self.root_device,
-            watch=self._watch,
-        )
+        clips_as_before = install_clipping(run, local, counts=self.counts, parts=self.norm_group, watch=self._watch)
         self._at_end.callback(clips_as_before)
         module, of_training = self._told
         if module is not run.module or run.trains > of_training:  # again when one that was evaluated is trained
             self._told = run.module, run.trains
             tell(run, self.holding(), local, self.optimizers)
+        self.replicas.copy_parameters()
+
+    def counts(self, name: str) -> bool:
+        """Does this rank's copy of a parameter enter the norm for clipping?"""
+        return True
 
     @property
     def norm_group(self) -> dist.ProcessGroup:

@@ -131,16 +131,13 @@ class FullyShardedStrategy(LayoutStrategy):
             configure_part(module)
             self.hold(LocalModel.of(module))
             return
-        is_new = self._fully_sharded is not module
-        if is_new:
+        if self._fully_sharded is not module:
             with attributes_kept(module):
                 self._fully_shard(module)
         if self._root is not None:
             self.model = self._root
         local = LocalModel.of(module)
         self.hold(local)
-        if is_new:
-            self.replicas.copy_buffers()
         if run.trains:
             self.replicas.begin(watch=False)
             if self._root is not None:

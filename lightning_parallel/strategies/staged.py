@@ -34,7 +34,6 @@ from lightning_parallel.callbacks.performance_monitor import StageFigures
 from lightning_parallel.callbacks.start_table import Holding
 from lightning_parallel.checks.manual import SEVERAL_OPTIMIZERS, refuse_manual_optimization
 from lightning_parallel.gradients.clipping import share_overflows
-from lightning_parallel.loading.first_batch import trial_of
 from lightning_parallel.losses.graph import Number
 from lightning_parallel.pipeline.engine import Engine
 from lightning_parallel.pipeline.stage import Stage
@@ -76,12 +75,12 @@ class StagedStrategy(LayoutStrategy):
     refused_callbacks = IN_STAGES
     calls_configure_part = True
     gradients_on_parameters = True  # do backwards add to `p.grad`?
+    timeline: Timeline  # from set-up on, what this rank has run when
 
     def __init__(self, options: StagedOptions) -> None:
         super().__init__(options, pipeline=options.stages, data=options.data_parallel, tensor=options.tensor_parallel)
         self._shards = TensorShards(options.plan, options.sequence_parallel, self.disk_offload)
         self._stages = Stages(options)
-        self.timeline = Timeline(enabled=options.timeline)  # what this rank has run when, in this run
         self._at_work: _AtWork | None = None
 
     @property
@@ -116,8 +115,8 @@ class StagedStrategy(LayoutStrategy):
     def check_partition(self, partition: Partition) -> None:
         """Refuse a partition that can't be trained."""
 
+    @override
     def counts(self, name: str) -> bool:
-        """Does this rank's copy of a parameter enter the norm for clipping?"""
         return self._shards.counts(name)
 
     def make_versions(self) -> Weights | None:
@@ -135,7 +134,7 @@ class StagedStrategy(LayoutStrategy):
     @override
     def setup(self, trainer: pl.Trainer) -> None:
         run = self.prepare(trainer)
-        module, groups = run.module, run.groups
+        module = run.module
 
         # The module in parts, before it takes memory on the device.
         if run.trains and not self.is_one_process:
@@ -151,17 +150,14 @@ class StagedStrategy(LayoutStrategy):
             parts = agreed_partition(run, self.options, splitting, self.placement)
             self.check_partition(parts)
             # After the partition, which weighs whole layers.
-            self._shards.divide(module, groups.along("tensor"), run.device, partial(trial_of, run))
+            self._shards.divide(run)
             self._stages.take(run, parts)
         self._stages.install()
         stage, shards = self.stage, self._shards.shards
         local = LocalModel(stage.named_parameters(), stage.named_buffers, shards, stage.partition.aliases)
-        self.hold(local, counts=self.counts)
-        self._at_end.callback(share_overflows(self.precision_plugin, run.device))
-
-        # Make equal what several ranks hold.
-        self.replicas.copy_parameters()
-        self._shards.begin(local, groups.along("tensor"))
+        self.hold(local)
+        self._at_end.callback(share_overflows(run))
+        self._shards.begin(run, local)
         self._stages.join_shared(local, run)
         if run.trains:
             self.replicas.begin(watch=self.gradients_on_parameters, factor=self.gradient_factor)
@@ -185,7 +181,7 @@ class StagedStrategy(LayoutStrategy):
         engine = Engine(
             stage,
             run.layout,
-            groups.links(stage.partition.placement),
+            run.groups.links(stage.partition.placement),
             run.device,
             loss_of=loss_of,
             weights=versions,

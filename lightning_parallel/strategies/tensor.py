@@ -27,7 +27,6 @@ from lightning_parallel.callbacks.start_table import Holding
 from lightning_parallel.checks.manual import BackwardGuard
 from lightning_parallel.gradients.clipping import share_overflows
 from lightning_parallel.gradients.swapping import add_gradients, swap_gradients
-from lightning_parallel.loading.first_batch import trial_of
 from lightning_parallel.ranks.local_model import LocalModel
 from lightning_parallel.set_up.options import ProcessOptions
 from lightning_parallel.set_up.part_of_model import configure_part
@@ -85,19 +84,22 @@ class TensorParallelStrategy(LayoutStrategy):
     @override
     def setup(self, trainer: pl.Trainer) -> None:
         run = self.prepare(trainer)
-        module, groups = run.module, run.groups
-        self._shards.divide(module, groups.along("tensor"), run.device, partial(trial_of, run))
+        module = run.module
+        self._shards.divide(run)
         configure_part(module)
         local = LocalModel.of(module, self._shards.shards)
-        self.hold(local, counts=self._shards.counts)
-        self._at_end.callback(share_overflows(self.precision_plugin, run.device))
-        self.replicas.copy_parameters()
-        self._shards.begin(local, groups.along("tensor"), automatic=module.automatic_optimization)
+        self.hold(local)
+        self._at_end.callback(share_overflows(run))
+        self._shards.begin(run, local)
         if run.trains:
             self.replicas.begin(watch=True)
             by_hand = not module.automatic_optimization and self.layout.world_size > 1
             self._guard.begin(local.parameters.values() if by_hand else [])
             self._at_end.callback(self._guard.end)
+
+    @override
+    def counts(self, name: str) -> bool:
+        return self._shards.counts(name)
 
     @override
     def holding(self) -> Holding:
