@@ -6,9 +6,8 @@ import ast
 import graphlib
 import importlib
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
-
-import pytest
 
 import lightning_parallel
 from recipes import ROOT
@@ -33,12 +32,18 @@ KNOW_NO_LIGHTNING = (
     "pipeline", "plan", "tracing", "absent", "schedules", "messages", "backward", "losses", "timeline", "tensor",
     "fully_sharded", "local_replicas",
 )  # fmt: skip
+INSTALLED = (PACKAGE, ROOT / "hydra_plugins", ROOT / "recipes")
 PRIVATE = {*(PACKAGE / "private").rglob("*.py")}
 OWN = {"self", "cls", "other", "ctx"}  # other: an object of the same class
 
 
 def modules(*folders: Path) -> list[Path]:
     return sorted(file for folder in folders for file in folder.rglob("*.py"))
+
+
+@cache
+def tree_of(file: Path) -> ast.AST:
+    return ast.parse(file.read_text())
 
 
 def imports(tree: ast.AST) -> Iterator[tuple[str, str | None]]:
@@ -63,55 +68,48 @@ def test_every_room_has_its_row() -> None:
     assert rooms - {"__init__", "__pycache__"} == set().union(*ROWS)
 
 
-@pytest.mark.parametrize("file", modules(PACKAGE), ids=lambda file: str(file.relative_to(PACKAGE)))
-def test_arrows_run_one_way(file: Path) -> None:
-    if file == PACKAGE / "__init__.py":
-        return
-    inside = file.relative_to(PACKAGE)
-    room = inside.parts[0].removesuffix(".py")
-    for module, name in imports(ast.parse(file.read_text())):
-        words = [*module.split("."), *([name] if name else [])]
-        if words[0] == "lightning_parallel":
-            assert row_of(words[1]) >= row_of(room), f"{inside} imports {module}"
-        if words[0].startswith("lightning"):
-            assert words[0] == "lightning_parallel" or room not in KNOW_NO_LIGHTNING, f"{inside} imports {module}"
+def test_arrows_run_one_way() -> None:
+    for file in modules(PACKAGE):
+        inside = file.relative_to(PACKAGE)
+        room = inside.parts[0].removesuffix(".py")
+        for module, name in imports(tree_of(file)) if room != "__init__" else ():
+            words = [*module.split("."), *([name] if name else [])]
+            if words[0] == "lightning_parallel":
+                assert row_of(words[1]) >= row_of(room), f"{inside} imports {module}"
+            if words[0].startswith("lightning"):
+                assert words[0] == "lightning_parallel" or room not in KNOW_NO_LIGHTNING, f"{inside} imports {module}"
 
 
-@pytest.mark.parametrize("package", ["lightning_parallel", "hydra_plugins", "recipes"])
-def test_what_is_installed_knows_no_tools(package: str) -> None:
-    later = {"tools", "tests"} | ({"recipes"} if package == "lightning_parallel" else set())
-    for file in modules(ROOT / package):
-        found = {module.split(".")[0] for module, _ in imports(ast.parse(file.read_text()))}
-        assert not found & later, file
+def test_what_is_installed_knows_no_tools() -> None:
+    for file in modules(*INSTALLED):
+        later = {"tools", "tests"} | ({"recipes"} if file.is_relative_to(PACKAGE) else set())
+        assert not {module.split(".")[0] for module, _ in imports(tree_of(file))} & later, file
 
 
 def test_recipes_have_no_import_circle() -> None:
     names = {".".join(file.relative_to(ROOT).with_suffix("").parts): file for file in modules(ROOT / "recipes")}
     arrows = {
-        name: {each for module, of in imports(ast.parse(file.read_text())) for each in (module, f"{module}.{of}")}
-        & names.keys()
+        name: {each for module, of in imports(tree_of(file)) for each in (module, f"{module}.{of}")} & names.keys()
         for name, file in names.items()
     }
     graphlib.TopologicalSorter(arrows).prepare()  # a circle is an error, which names it
 
 
-@pytest.mark.parametrize("file", modules(PACKAGE, ROOT / "recipes"), ids=lambda file: str(file.relative_to(ROOT)))
-def test_private_names_of_torch_and_lightning_stand_in_one_module_each(file: Path) -> None:
-    tree = ast.parse(file.read_text())
-    if file in PRIVATE:
-        return
-    for module, name in imports(tree):
-        if module.split(".")[0] in ("torch", "lightning", "torchmetrics"):
-            preloaded = module == "torch._dynamo" and name is None  # for its memory, no name of it is used
-            assert preloaded or not any(map(is_private, [*module.split("."), name])), f"{module}.{name}"
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute) and is_private(node.attr) and file.is_relative_to(PACKAGE):
-            own = isinstance(node.value, ast.Name) and node.value.id in OWN
-            inherited = isinstance(node.value, ast.Call) and ast.unparse(node.value) == "super()"
-            # Members of a class of the same module, and the public method of named tuples.
-            assert own or inherited or node.attr == "_make" or defines(tree, node.attr), (
-                f"line {node.lineno}: {ast.unparse(node)}"
-            )
+def test_private_names_of_torch_and_lightning_stand_in_one_module_each() -> None:
+    for file in {*modules(PACKAGE, ROOT / "recipes")} - PRIVATE:
+        tree = tree_of(file)
+        for module, name in imports(tree):
+            if module.split(".")[0] in ("torch", "lightning", "torchmetrics"):
+                preloaded = module == "torch._dynamo" and name is None  # for its memory, no name of it is used
+                assert preloaded or not any(map(is_private, [*module.split("."), name])), f"{file}: {module}.{name}"
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Attribute) and is_private(node.attr) and file.is_relative_to(PACKAGE):
+                own = isinstance(node.value, ast.Name) and node.value.id in OWN
+                inherited = isinstance(node.value, ast.Call) and ast.unparse(node.value) == "super()"
+                # Members of a class of the same module, and the public method of named tuples.
+                assert own or inherited or node.attr == "_make" or defines(tree, node.attr), (
+                    f"{file}, line {node.lineno}: {ast.unparse(node)}"
+                )
 
 
 def defines(tree: ast.AST, attribute: str) -> bool:
@@ -121,11 +119,9 @@ def defines(tree: ast.AST, attribute: str) -> bool:
     ) or any(isinstance(node, ast.FunctionDef) and node.name == attribute for node in ast.walk(tree))
 
 
-@pytest.mark.parametrize("file", modules(PACKAGE), ids=lambda file: str(file.relative_to(PACKAGE)))
-def test_no_class_has_more_than_two_bases_of_ours(file: Path) -> None:
-    name = ".".join(file.relative_to(PACKAGE.parent).with_suffix("").parts)
-    module = importlib.import_module(name)
-    for kind in vars(module).values():
-        if isinstance(kind, type) and kind.__module__ == name:
-            ours = [base.__name__ for base in kind.__mro__[1:] if base.__module__.startswith("lightning_parallel")]
-            assert len(ours) <= 2, f"{kind.__name__}: {ours}"
+def test_no_class_has_more_than_two_bases_of_ours() -> None:
+    for name in (".".join(file.relative_to(PACKAGE.parent).with_suffix("").parts) for file in modules(PACKAGE)):
+        for kind in vars(importlib.import_module(name)).values():
+            if isinstance(kind, type) and kind.__module__ == name:
+                ours = [base.__name__ for base in kind.__mro__[1:] if base.__module__.startswith("lightning_parallel")]
+                assert len(ours) <= 2, f"{kind.__name__}: {ours}"
