@@ -14,6 +14,8 @@ import threading
 import time
 import traceback
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -65,6 +67,16 @@ def rejoin() -> None:
     dist.broadcast_object_list(port)
     dist.destroy_process_group()
     os.environ["MASTER_PORT"] = str(port[0])
+
+
+@contextmanager
+def texts_of_warnings() -> Iterator[list[str]]:
+    """Filled in the end, with all warnings, whatever filters there are."""
+    texts: list[str] = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield texts
+    texts += [str(each.message) for each in caught]
 
 
 def work(connection: Connection, log: str) -> None:

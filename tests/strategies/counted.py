@@ -57,7 +57,7 @@ class Bert(Base):
         from transformers import BertConfig, BertForPreTraining
 
         config = BertConfig(
-            hidden_size=16, intermediate_size=24, num_hidden_layers=4, num_attention_heads=4, vocab_size=TOKENS,
+            hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4, vocab_size=TOKENS,
             max_position_embeddings=16, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, pad_token_id=0,
         )  # fmt: skip
         self.model = BertForPreTraining(config)

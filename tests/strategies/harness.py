@@ -110,14 +110,17 @@ def train(
     batch_size: int = BATCH,
     samples: int = SAMPLES,
     callbacks: list[Callback] | None = None,
+    max_epochs: int = 1,
     **trainer_options: Any,
 ) -> Report:
-    """``strategy`` and ``options`` as in `make_trainer`; ``batch_size`` of each replica."""
+    """``strategy`` and ``options`` as in `make_trainer`; ``batch_size`` of each replica. What the turn of an epoch does
+    is in the contract."""
     torch.set_default_dtype(dtype)
     kind = ALL[model] if isinstance(model, str) else model
     module = kind()
     report = Report()
-    trainer = make_trainer(strategy, [Witness(report), *(callbacks or [])], options or {}, **trainer_options)
+    watching = [Witness(report), *(callbacks or [])]
+    trainer = make_trainer(strategy, watching, options or {}, max_epochs=max_epochs, **trainer_options)
     loader, replicas = kind.loader, getattr(trainer.strategy, "is_distributed", False)
     share = trainer.distributed_sampler_kwargs if replicas else None
     if shuffle:

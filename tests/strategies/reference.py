@@ -37,7 +37,7 @@ def delayed(
     *,
     accumulate: int = 1,
     clip: float | None = None,
-    epochs: int = 2,
+    epochs: int = 1,
     lr_discount: int | None = None,
     weigh: Callable[[Any], float] = batch_size,
     **options: Any,

@@ -6,6 +6,7 @@ Whatever is set there is read later by all stages: an option of an optimizer, a 
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from tests.pool import Failure, WorkerPool
 from tests.strategies.failures import assert_lost, assert_refused
 from tests.strategies.harness import Report, complete, here, joined, largest_difference, make_trainer
 from tests.strategies.observed import WIDTH, Net, loader
+from tests.thorough import thorough
 
 
 class Scaled(Net):
@@ -194,9 +196,9 @@ LOST = (
 MODULES = {kind.__name__: kind for kind in (*KINDS, *LOST, Hooked, HookedLater, Outside, Stepped)}
 
 
-def train_all(strategy: str, options: dict[str, Any]) -> list[tuple[Report, bool]]:
-    """One after the other, in the order of KINDS."""
-    return [train(kind.__name__, strategy, options) for kind in KINDS]
+def train_all(strategy: str, options: dict[str, Any], kinds: Sequence[type[Net]]) -> list[tuple[Report, bool]]:
+    """One after the other."""
+    return [train(kind.__name__, strategy, options) for kind in kinds]
 
 
 def train(kind: str, strategy: str, options: dict[str, Any]) -> tuple[Report, bool]:
@@ -210,11 +212,15 @@ def train(kind: str, strategy: str, options: dict[str, Any]) -> tuple[Report, bo
     return report, "train_dataloader" in vars(module)
 
 
-@pytest.mark.parametrize("options", [{"microbatches": 2}, {"microbatches": 2, "schedule": "zbv"}], ids=["1f1b", "zbv"])
-def test_what_an_epoch_s_end_sets_is_set_on_all_stages(pool: WorkerPool, options: dict[str, Any]) -> None:
-    (single,) = pool.run(train_all, 1, "single", {}, init=False)
-    ranks = pool.run(train_all, 2, "sync", options, init=False)
-    for kind, (expected, _), *reports in zip(KINDS, single, *ranks, strict=True):
+@pytest.mark.parametrize(
+    ("schedule", "kinds"), [("1f1b", KINDS[::2]), ("zbv", KINDS[1::2]), *thorough(("1f1b", KINDS), ("zbv", KINDS))]
+)
+def test_what_an_epoch_s_end_sets_is_set_on_all_stages(
+    pool: WorkerPool, schedule: str, kinds: Sequence[type[Net]]
+) -> None:
+    (single,) = pool.run(train_all, 1, "single", {}, kinds, init=False)
+    ranks = pool.run(train_all, 2, "sync", {"microbatches": 2, "schedule": schedule}, kinds, init=False)
+    for kind, (expected, _), *reports in zip(kinds, single, *ranks, strict=True):
         weights = joined([report for report, _ in reports], "weights")
         assert largest_difference(weights, expected.weights) < 1e-12, kind.__name__
         assert not any(left for _, left in reports), kind.__name__

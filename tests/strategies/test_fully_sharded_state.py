@@ -31,7 +31,7 @@ EXACT = 1e-12  # float64
 def fit(
     model: str, strategy: str, options: dict[str, Any], directory: Path, resume: Path | None = None, **given: Any
 ) -> Report:
-    """Train three epochs with batches of eight samples over all replicas, and a checkpoint an epoch. The model is made
+    """Train two epochs with batches of eight samples over all replicas, and a checkpoint an epoch. The model is made
     with other weights when it is to be resumed."""
     torch.set_default_dtype(torch.float64)
     module = ALL[model]()
@@ -39,7 +39,7 @@ def fit(
         spoil(module)
     report = Report()
     keeper = ModelCheckpoint(directory, "{epoch}", save_top_k=-1)
-    given = {"max_epochs": 3, "enable_checkpointing": True, "gradient_clip_val": 0.5, **given}
+    given = {"max_epochs": 2, "enable_checkpointing": True, "gradient_clip_val": 0.5, **given}
     trainer = make_trainer(strategy, [Witness(report), keeper], options, **given)
     layout = getattr(trainer.strategy, "layout", None)
     replicas = layout.size("data") if layout is not None else 1
@@ -55,7 +55,7 @@ def fit(
 def test_a_resumed_run_is_the_run_to_the_bit(pool: WorkerPool, tmp_path: Path, model: str) -> None:
     whole = pool.run(fit, 2, model, "fsdp", {}, tmp_path / "a", init=False)
     resumed = pool.run(fit, 2, model, "fsdp", {}, tmp_path / "b", tmp_path / "a" / "epoch=0.ckpt", init=False)
-    assert len(resumed[0].losses) == 6
+    assert len(resumed[0].losses) == 3
     for a, b in zip(whole, resumed, strict=True):
         assert a.losses[3:] == b.losses
         assert largest_difference(a.weights, b.weights) == 0
@@ -76,7 +76,7 @@ def mixed(strategy: str, precision: str) -> Report:
     return report
 
 
-@pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed", "bf16-true"])
+@pytest.mark.parametrize("precision", ["16-mixed", "bf16-true", *thorough("bf16-mixed")])
 def test_mixed_precision_has_the_numbers_of_ddp(pool: WorkerPool, precision: str) -> None:
     ddp, shards = (pool.run(mixed, 2, strategy, precision, init=False) for strategy in ("ddp", "fsdp"))
     assert [report.losses for report in ddp] == [report.losses for report in shards]

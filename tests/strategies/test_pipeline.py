@@ -19,7 +19,7 @@ from tests.strategies.harness import train
 from tests.strategies.models import MODELS
 from tests.thorough import thorough
 
-USUAL = [(model, 3) for model in ("Llama", "Blocks", "SharedPart", "Shifts")]
+USUAL = [(model, 3) for model in ("Blocks", "SharedPart", "Shifts")]
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@ warning."""
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import pytest
@@ -15,6 +14,7 @@ from tests.pool import Failure, WorkerPool
 from tests.strategies.failures import assert_refused
 from tests.strategies.harness import make_trainer
 from tests.strategies.observed import Net, loader
+from tests.worker import texts_of_warnings
 
 
 class Logs(Net):
@@ -138,11 +138,10 @@ def train(kind: str, strategy: str, options: dict[str, Any], **given: Any) -> tu
     torch.set_default_dtype(torch.float64)
     module = MODULES[kind]()
     trainer = make_trainer(strategy, [], options, **given)
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
+    with texts_of_warnings() as told:
         trainer.fit(module, loader(20))
     metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
-    return trainer.global_step, metrics, [str(each.message) for each in told]
+    return trainer.global_step, metrics, told
 
 
 @pytest.mark.parametrize(("kind", "schedule", "words"), [

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import warnings
 from typing import Any
 
 import pytest
@@ -17,6 +16,7 @@ from tests.strategies.harness import joined, largest_difference, make_trainer, t
 from tests.strategies.models import SAMPLES, TOKENS, Base
 from tests.strategies.shardable import Mixed
 from tests.thorough import thorough
+from tests.worker import texts_of_warnings
 
 
 @pytest.mark.parametrize(("model", "ranks", "sequence_parallel"), [
@@ -31,8 +31,8 @@ def test_transformers_train_as_in_one_process(
     pool: WorkerPool, single: Any, model: str, ranks: int, sequence_parallel: bool
 ) -> None:
     options = {"sequence_parallel": sequence_parallel}
-    reports = pool.run(train, ranks, model, "tensor", options, init=False, max_epochs=4)  # 12 updates
-    assert_equal(reports, single(model, max_epochs=4))
+    reports = pool.run(train, ranks, model, "tensor", options, init=False)
+    assert_equal(reports, single(model))
 
 
 @pytest.mark.parametrize("ranks", [3, *thorough(2, 4)])
@@ -72,23 +72,18 @@ def test_a_model_that_nothing_divides_trains_where_the_user_says_so(pool: Worker
     assert_equal(reports, single("LeNet"))
 
 
-@pytest.mark.parametrize("trainer_options", [{"accumulate_grad_batches": 2}, {"gradient_clip_val": 0.05}], ids=str)
-def test_accumulation_and_clipping_with_sequence_parallelism_as_in_one_process(
-    pool: WorkerPool, single: Any, trainer_options: dict[str, Any]
-) -> None:
+def test_accumulation_and_clipping_with_sequence_parallelism_as_in_one_process(pool: WorkerPool, single: Any) -> None:
     options = {"sequence_parallel": True}
+    trainer_options = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.05}
     reports = pool.run(train, 2, "ShardableLlama", "tensor", options, init=False, **trainer_options)
     assert_equal(reports, single("ShardableLlama", **trainer_options))
 
 
-@pytest.mark.parametrize(("model", "schedule", "sequence_parallel"), [
-    ("ShardableLlama", "gpipe", True),
-    *thorough(
-        ("ShardableGPT2", "1f1b", True),
-        ("ShardableGPT2", "gpipe", False), ("ShardableLlama", "1f1b", False), ("FewHeadsLlama", "1f1b", False),
-        ("PlanlessOPT", "1f1b", False),
-    ),
-])  # fmt: skip
+# Others are in the table of test_chunked.py.
+@pytest.mark.parametrize(("model", "schedule", "sequence_parallel"), thorough(
+    ("ShardableLlama", "gpipe", True), ("ShardableGPT2", "1f1b", True), ("ShardableGPT2", "gpipe", False),
+    ("ShardableLlama", "1f1b", False), ("FewHeadsLlama", "1f1b", False), ("PlanlessOPT", "1f1b", False),
+))  # fmt: skip
 def test_tensor_and_pipeline_together_train_as_in_one_process(
     pool: WorkerPool, single: Any, model: str, schedule: str, sequence_parallel: bool
 ) -> None:
@@ -100,14 +95,16 @@ def test_tensor_and_pipeline_together_train_as_in_one_process(
     assert_equal(reports, single(model, gradient_clip_val=0.05))
 
 
-@pytest.mark.parametrize("sequence_parallel", [True, *thorough(False)])
+@pytest.mark.parametrize(
+    ("model", "sequence_parallel"), [("Mixed", False), *thorough(("ShardableLlama", True), ("ShardableLlama", False))]
+)
 def test_an_asynchronous_pipeline_of_shards_has_the_numbers_of_one_without(
-    pool: WorkerPool, sequence_parallel: bool
+    pool: WorkerPool, model: str, sequence_parallel: bool
 ) -> None:
     options = {"microbatches": 2}
-    whole = pool.run(train, 2, "ShardableLlama", "async", options, init=False, gradient_clip_val=0.05)
+    whole = pool.run(train, 2, model, "async", options, init=False, gradient_clip_val=0.05)
     options |= {"tensor_parallel": 2, "sequence_parallel": sequence_parallel}
-    reports = pool.run(train, 4, "ShardableLlama", "async", options, init=False, gradient_clip_val=0.05)
+    reports = pool.run(train, 4, model, "async", options, init=False, gradient_clip_val=0.05)
     assert reports[0].losses == pytest.approx(whole[0].losses, rel=0, abs=EXACT)
     assert largest_difference(joined(reports, "weights"), joined(whole, "weights")) < EXACT
 
@@ -136,7 +133,7 @@ def test_a_forgotten_sum_of_gradients_is_told_by_name(pool: WorkerPool) -> None:
 
 
 def test_a_gradient_that_is_zero_at_first_is_compared_later(pool: WorkerPool) -> None:
-    for error in pool.run(train, 2, "ScaledWithoutASum", "tensor", init=False, expect_errors=True):
+    for error in pool.run(train, 2, "ScaledWithoutASum", "tensor", init=False, max_epochs=2, expect_errors=True):
         assert "'scale.beta' is whole" in str(error) and "sum_gradient" in str(error)
 
 
@@ -204,10 +201,9 @@ class AsksForSizes(Mixed):
 
 def fit_with_warnings(model: type[Base]) -> list[str]:
     torch.set_default_dtype(torch.float64)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with texts_of_warnings() as told:
         make_trainer("tensor", [], {}, max_epochs=1).fit(model(), model.loader(False, 4))
-    return [str(each.message) for each in caught if "asks for the size" in str(each.message)]
+    return [text for text in told if "asks for the size" in text]
 
 
 def test_a_size_of_a_shard_is_warned_of_once_where_the_module_asks_for_it(pool: WorkerPool) -> None:
@@ -223,10 +219,9 @@ def test_a_logged_norm_of_shards_is_warned_of(pool: WorkerPool, single: Any) -> 
 
 
 def train_with_warnings(model: str) -> list[str]:
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with texts_of_warnings() as told:
         train(model, "tensor", max_epochs=1)
-    return [str(warning.message) for warning in caught]
+    return told
 
 
 def test_a_layer_called_by_its_forward_is_no_read(pool: WorkerPool, single: Any) -> None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import copy
 import re
-import warnings
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 from typing import Any
 
 import pytest
@@ -21,10 +21,11 @@ from tests.pool import WorkerPool
 from tests.strategies.failures import assert_refused
 from tests.strategies.harness import complete, here, make_trainer
 from tests.strategies.observed import CLASSES, Net, loader
+from tests.thorough import thorough
+from tests.worker import texts_of_warnings
 
-PIPELINE = pytest.mark.parametrize(
-    "options", [{"stages": 2, "microbatches": 2}, {"stages": 1, "microbatches": 4}], ids=["two stages", "one stage"]
-)
+TWO_STAGES, ONE_STAGE = {"stages": 2, "microbatches": 2}, {"stages": 1, "microbatches": 4}
+PIPELINE = pytest.mark.parametrize("options", [TWO_STAGES, *thorough(ONE_STAGE)])
 
 
 class ByFrequency(Net):
@@ -342,14 +343,13 @@ def train(kind: str, strategy: str, options: dict[str, Any], follows: str = "in 
     if isinstance(module, Teacher):
         module.follows = follows
     trainer = make_trainer(strategy, [], options)
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
+    with texts_of_warnings() as told:
         trainer.fit(module, loader(64 if kind.startswith(("by samples", "sometimes", "twice")) else 16, 8))
     logged = {name: float(value) for name, value in trainer.callback_metrics.items()}
     return (
         {n: complete(p.detach()).clone() for n, p in here(module).items()},
         logged,
-        [str(each.message) for each in told],
+        told,
     )
 
 
@@ -362,8 +362,15 @@ def assert_as_in_one_process(pool: WorkerPool, kind: str, options: dict[str, Any
     assert all(torch.allclose(weights[name], expected[name], rtol=0, atol=1e-12) for name in expected)
 
 
-@PIPELINE
-@pytest.mark.parametrize("follows", ["in the step", "on_train_batch_end", "on_before_zero_grad"])
+@pytest.mark.parametrize(
+    ("follows", "options"),
+    [
+        ("in the step", ONE_STAGE),
+        ("on_train_batch_end", TWO_STAGES),
+        ("on_before_zero_grad", TWO_STAGES),
+        *thorough(("in the step", TWO_STAGES), ("on_train_batch_end", ONE_STAGE), ("on_before_zero_grad", ONE_STAGE)),
+    ],
+)
 def test_a_mean_teacher_follows_as_in_one_process(pool: WorkerPool, options: dict[str, Any], follows: str) -> None:
     assert_as_in_one_process(pool, "teacher", options, follows)
 
@@ -376,15 +383,25 @@ def test_what_a_step_leaves_out_or_asks_for_changes_no_update(
     assert_as_in_one_process(pool, kind, options, "on_train_batch_end")
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "zbv"])
+@pytest.mark.parametrize("schedule", ["zbv", *thorough("gpipe")])
 def test_gradients_that_are_none_on_one_stage_are_none_on_all(pool: WorkerPool, schedule: str) -> None:
     assert_as_in_one_process(pool, "turns", {"stages": 2, "microbatches": 2, "schedule": schedule})
 
 
+FIRST, FIRST_FOUR = "sometimes the first", "sometimes the first four"
+INTERLEAVED, ZBV = {"stages": 2, "schedule": "interleaved"}, {"stages": 2, "schedule": "zbv"}
+
+
 @pytest.mark.parametrize(
-    "options", [{"stages": 3}, {"stages": 2, "schedule": "interleaved"}, {"stages": 2, "schedule": "zbv"}], ids=str
+    ("kind", "options"),
+    [
+        (FIRST_FOUR, {"stages": 3}),
+        (FIRST, INTERLEAVED),
+        (FIRST_FOUR, ZBV),
+        *thorough((FIRST, {"stages": 3}), (FIRST_FOUR, INTERLEAVED), (FIRST, ZBV)),
+    ],
+    ids=str,
 )
-@pytest.mark.parametrize("kind", ["sometimes the first", "sometimes the first four"])
 def test_a_batch_whose_last_microbatch_leaves_stages_out_has_the_same_gradients(
     pool: WorkerPool, options: dict[str, Any], kind: str
 ) -> None:
@@ -447,15 +464,24 @@ def test_attributes_of_parameters_are_there_for_the_optimizer(pool: WorkerPool) 
     assert all(torch.allclose(found[name], expected[name], rtol=0, atol=1e-12) for name in expected)
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zbv"])
-@pytest.mark.parametrize("kind", ["sometimes the first", "sometimes the first four", "turns", "twice"])
+USUAL = [(FIRST, "1f1b"), ("turns", "interleaved"), (FIRST_FOUR, "zbv"), ("twice", "zbv")]  # each once, at least
+EVERY = [*product((FIRST, FIRST_FOUR, "turns", "twice"), ("1f1b", "interleaved", "zbv"))]
+
+
+@pytest.mark.parametrize(("kind", "schedule"), [*USUAL, *thorough(*(row for row in EVERY if row not in USUAL))])
 def test_layers_that_a_loss_leaves_out_are_averaged_in_parts(pool: WorkerPool, schedule: str, kind: str) -> None:
     """The last microbatch may not reach a layer that earlier ones did, or that it reaches on another replica."""
     assert_as_whole(pool, kind, IN_PARTS | {"stages": 2, "schedule": schedule})
 
 
-@pytest.mark.parametrize("kind", ["teacher's memory", "own memory"])
-@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
+@pytest.mark.parametrize(
+    ("kind", "schedule"),
+    [
+        ("teacher's memory", "zbv"),
+        ("own memory", "1f1b"),
+        *thorough(("teacher's memory", "1f1b"), ("own memory", "zbv")),
+    ],
+)
 def test_a_parameter_whose_memory_is_replaced_is_that_of_one_process(
     pool: WorkerPool, schedule: str, kind: str
 ) -> None:
@@ -473,10 +499,9 @@ def test_an_asynchronous_pipeline_refuses_one_that_follows_in_the_step(pool: Wor
     ("way", "schedule"),
     [
         *((way, "1f1b") for way in WAYS),
-        ("later", "asynchronous"),
         ("by samples", "asynchronous"),
-        ("replaced", "interleaved"),
         ("in the step", "zbv"),
+        *thorough(("later", "asynchronous"), ("replaced", "interleaved")),
     ],
 )
 def test_a_trained_parameter_is_not_changed_once_a_microbatch(pool: WorkerPool, way: str, schedule: str) -> None:

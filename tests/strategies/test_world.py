@@ -92,7 +92,7 @@ def fit(
     return losses.losses, dict(SEEN)
 
 
-@pytest.mark.parametrize("layout", ["pipeline, replicas", "async", "tensor, replicas", *thorough("zbv")])
+@pytest.mark.parametrize("layout", ["async", "tensor, replicas", *thorough("pipeline, replicas", "zbv")])
 def test_a_step_sees_the_ranks_of_the_data_axis(pool: WorkerPool, layout: str) -> None:
     strategy, options, processes, replicas = LAYOUTS[layout]
     peers = pool.run(fit, processes, Counting, strategy, options, True, init=False, timeout=LIMIT)
@@ -150,7 +150,10 @@ class Meeting(Net):
         dist.is_initialized() and dist.barrier()
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+REPEATED = ("fully sharded", "zbv")  # of replicas, and of stages
+
+
+@pytest.mark.parametrize("layout", [*(name for name in LAYOUTS if name not in REPEATED), *thorough(*REPEATED)])
 def test_collectives_in_a_step_are_over_the_replicas(pool: WorkerPool, layout: str) -> None:
     strategy, options, processes, replicas = LAYOUTS[layout]
     expected = pool.run(fit, replicas, Meeting, *(("single", {}) if replicas == 1 else ("ddp", {})), init=False)
@@ -174,7 +177,7 @@ class MeetingInside(Net):
         return logits, torch.nn.functional.cross_entropy(logits, batch[1])
 
 
-@pytest.mark.parametrize("layout", ["pipeline, replicas", "three stages"])
+@pytest.mark.parametrize("layout", ["pipeline, replicas", *thorough("three stages")])
 def test_collectives_between_the_layers(pool: WorkerPool, layout: str) -> None:
     strategy, options, processes, replicas = LAYOUTS[layout]
     expected = pool.run(fit, replicas, MeetingInside, *(("single", {}) if replicas == 1 else ("ddp", {})), init=False)
