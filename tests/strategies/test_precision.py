@@ -5,16 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tests.pool import WorkerPool
-from tests.strategies.harness import here, largest_difference, paste
+from tests.strategies.harness import Report, Witness, here, joined, largest_difference
 from tests.strategies.observed import CLASSES, WIDTH, Net, loader, make_trainer
 from tests.thorough import thorough
 
@@ -45,84 +43,62 @@ class Deep(Net):
         self.log("val_loss", F.cross_entropy(self.net(batch[0]), batch[1]))
 
 
-class Watch(Callback):
-    def __init__(self) -> None:
-        self.losses: list[float] = []
-        self.gradients: list[dict[str, Tensor]] = []
-
-    def on_train_batch_end(self, trainer: L.Trainer, module: Any, outputs: Any, *args: Any) -> None:
-        self.losses.append(float(outputs["loss"]))
-
-    def on_before_optimizer_step(self, trainer: L.Trainer, module: Any, optimizer: Any) -> None:
-        self.gradients.append({n: p.grad.clone() for n, p in here(module).items() if p.grad is not None})
-
-
-def train(strategy: str, precision: Any, **options: Any) -> dict[str, Any]:
-    watch, module = Watch(), Deep()
+def train(strategy: str, precision: Any, **options: Any) -> tuple[Report, set[torch.dtype], str]:
+    """What this rank has, the dtypes in the step, and that of what it logs."""
+    report, module = Report(), Deep()
     chosen: dict[str, Any] = {"precision": precision}
     if precision == "16-mixed":  # on the CPU Lightning would fall back to bfloat16
         chosen = {"plugins": [MixedPrecision("16-mixed", "cpu")]}
     options_of_strategy = {} if strategy == "tensor" else {"microbatches": 2}
-    make_trainer(strategy, [watch], options_of_strategy, **chosen, **options).fit(module, loader(), loader(8, 4, 5))
-    trainer = module.trainer
-    return {
-        "losses": watch.losses,
-        "gradients": watch.gradients,
-        "weights": {name: p.detach() for name, p in here(module).items()},
-        "metrics": {name: float(value) for name, value in trainer.callback_metrics.items()},
-        "shards": trainer.strategy.local_model.shards if strategy == "tensor" else {},  # type: ignore[attr-defined]
-        "dtypes": module.dtypes,
-        "logged": str(trainer.callback_metrics["train_loss"].dtype),
-    }
-
-
-def joined(ranks: list[dict[str, Any]], update: int | None = None) -> dict[str, Tensor]:
-    result: dict[str, Tensor] = {}
-    for rank in ranks:
-        for name, tensor in (rank["weights"] if update is None else rank["gradients"][update]).items():
-            if name in rank["shards"]:
-                paste(result, name, tensor, rank["shards"][name])
-            else:
-                result[name] = tensor
-    return result
+    trainer = make_trainer(strategy, [Witness(report)], options_of_strategy, **chosen, **options)
+    trainer.fit(module, loader(), loader(8, 4, 5))
+    report.weights = {name: p.detach() for name, p in here(module).items()}
+    report.metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    report.shards = trainer.strategy.local_model.shards if strategy == "tensor" else {}
+    return report, module.dtypes, str(trainer.callback_metrics["train_loss"].dtype)
 
 
 TOLERANCE = {"32-true": 1e-5, "64-true": 1e-12, "bf16-mixed": 0.02, "bf16-true": 0.04, "16-mixed": 0.005}
 
 
 @pytest.mark.parametrize(("strategy", "precision"), [
-    ("sync", "64-true"), ("sync", "bf16-mixed"), ("sync", "bf16-true"), ("sync", "16-mixed"),
-    ("tensor", "bf16-mixed"), ("tensor", "bf16-true"), ("tensor", "16-mixed"),
-    *thorough(("sync", "32-true"), ("tensor", "32-true")),
+    ("sync", "bf16-mixed"), ("sync", "16-mixed"), ("tensor", "bf16-mixed"), ("tensor", "bf16-true"),
+    *thorough(
+        ("sync", "64-true"), ("sync", "32-true"), ("sync", "bf16-true"), ("tensor", "32-true"), ("tensor", "16-mixed"),
+    ),
 ])  # fmt: skip
 def test_numbers_are_those_of_a_single_process(pool: WorkerPool, strategy: str, precision: str) -> None:
-    single = pool.run(train, 1, "single", precision, init=False, gradient_clip_val=1.0)[0]
+    ((single, dtypes, logged),) = pool.run(train, 1, "single", precision, init=False, gradient_clip_val=1.0)
     ranks = pool.run(train, 3, strategy, precision, init=False, gradient_clip_val=1.0)
     tolerance = TOLERANCE[precision]
-    for rank in ranks:
-        assert rank["losses"] == pytest.approx(single["losses"], rel=0, abs=tolerance)
-        assert rank["metrics"] == pytest.approx(single["metrics"], rel=0, abs=tolerance)
-        assert rank["logged"] == single["logged"]
-    assert ranks[0]["dtypes"] == single["dtypes"]
-    weights = joined(ranks)
-    assert {name: w.dtype for name, w in weights.items()} == {n: w.dtype for n, w in single["weights"].items()}
-    assert largest_difference(weights, single["weights"]) < tolerance
-    assert len(ranks[0]["gradients"]) == len(single["gradients"])
-    scale = max(float(g.abs().max()) for g in single["gradients"][0].values())
-    assert largest_difference(joined(ranks, 0), single["gradients"][0]) < tolerance * max(1.0, scale)
+    for report, _, of_rank in ranks:
+        assert report.losses == pytest.approx(single.losses, rel=0, abs=tolerance)
+        assert report.metrics == pytest.approx(single.metrics, rel=0, abs=tolerance)
+        assert of_rank == logged
+    reports = [report for report, *_ in ranks]
+    assert ranks[0][1] == dtypes
+    assert_like(joined(reports, "weights"), single.weights, tolerance)
+    assert len(reports[0].gradients) == len(single.gradients)
+    scale = max(float(g.abs().max()) for g in single.gradients[0].values())
+    first = joined(reports, "gradients", 0)
+    assert largest_difference(first, single.gradients[0]) < tolerance * max(1.0, scale)
 
 
-@pytest.mark.parametrize("precision", ["64-true", "bf16-mixed", *thorough("32-true", "bf16-true")])
+def assert_like(weights: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float) -> None:
+    """Also in their dtypes."""
+    assert {name: w.dtype for name, w in weights.items()} == {n: w.dtype for n, w in expected.items()}
+    assert largest_difference(weights, expected) < tolerance
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", *thorough("64-true", "32-true", "bf16-true")])
 def test_asynchronous_training_learns_in_every_precision(pool: WorkerPool, precision: str) -> None:
-    single = pool.run(train, 1, "single", precision, init=False, max_epochs=1)[0]
-    ranks = pool.run(train, 2, "async", precision, init=False, max_epochs=1)
+    ((single, dtypes, _),) = pool.run(train, 1, "single", precision, init=False, max_epochs=1)
+    (last, dtypes_of_last, _), (first, _, _) = pool.run(train, 2, "async", precision, init=False, max_epochs=1)
     # The first forward is that of a single process; later ones are computed with weights of an update before.
-    assert ranks[0]["losses"][0] == pytest.approx(single["losses"][0], rel=0, abs=TOLERANCE[precision])
-    assert ranks[0]["dtypes"] == single["dtypes"]
-    weights = joined(ranks)
-    assert {name: w.dtype for name, w in weights.items()} == {n: w.dtype for n, w in single["weights"].items()}
-    assert all(torch.isfinite(w).all() for w in weights.values())
-    assert ranks[1]["metrics"] == ranks[0]["metrics"]
+    assert last.losses[0] == pytest.approx(single.losses[0], rel=0, abs=TOLERANCE[precision])
+    assert dtypes_of_last == dtypes
+    assert_like(joined([last, first], "weights"), single.weights, torch.inf)
+    assert first.metrics == last.metrics
 
 
 class Spiked(nn.Linear):
@@ -140,9 +116,9 @@ class Spiked(nn.Linear):
 class Overflows(Deep):
     """In one step the gradients of a layer, and of those before it, are infinite; those after it have finite ones."""
 
-    def __init__(self, layer: int) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.net[layer] = self.spiked = Spiked(16, 16)
+        self.net[2] = self.spiked = Spiked(16, 16)
         self.before: list[dict[str, Tensor]] = []
         self.scales: list[float] = []
 
@@ -155,47 +131,11 @@ class Overflows(Deep):
         self.scales.append(float(scaler.get_scale()))
 
 
-def overflow(strategy: str, layer: int) -> tuple[list[float], list[bool]]:
-    """The loss scale after each batch, and whether the weights have moved in it."""
-    module = Overflows(layer)
-    trainer = make_trainer(
-        strategy, [], {"microbatches": 2}, plugins=[MixedPrecision("16-mixed", "cpu")], max_epochs=1,
-        gradient_clip_val=1.0,
-    )  # fmt: skip
-    trainer.fit(module, loader())
-    states = [*module.before, {name: p.detach() for name, p in here(module).items()}]
-    moved = [any(not torch.equal(a[n], b[n]) for n in a) for a, b in zip(states, states[1:], strict=False)]
-    assert all(torch.isfinite(p).all() for p in states[-1].values())
-    return module.scales, moved
-
-
-def test_an_overflow_on_one_stage_skips_the_step_on_all(pool: WorkerPool) -> None:
-    single = pool.run(overflow, 1, "single", 2, init=False)[0]
-    assert single[1] == [True, False, True]
-    assert single[0][1] == single[0][0] / 2
-    assert pool.run(overflow, 3, "sync", 2, init=False) == [single] * 3
-
-
 class OverflowsFused(Overflows):
+    """With an optimizer that unscales gradients itself."""
+
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.parameters(), lr=1e-2, fused=True)
-
-
-def overflow_fused(strategy: str) -> tuple[list[float], list[bool]]:
-    """As :func:`overflow`, with an optimizer that unscales gradients itself."""
-    module = OverflowsFused(2)
-    make_trainer(
-        strategy, [], {"microbatches": 2}, plugins=[MixedPrecision("16-mixed", "cpu")], max_epochs=1
-    ).fit(module, loader())  # fmt: skip
-    states = [*module.before, {name: p.detach() for name, p in here(module).items()}]
-    moved = [any(not torch.equal(a[n], b[n]) for n in a) for a, b in zip(states, states[1:], strict=False)]
-    return module.scales, moved
-
-
-def test_a_fused_optimizer_skips_its_step_on_all_stages(pool: WorkerPool) -> None:
-    single = pool.run(overflow_fused, 1, "single", init=False)[0]
-    assert single[1] == [True, False, True]
-    assert pool.run(overflow_fused, 2, "sync", init=False) == [single] * 2
 
 
 class OverflowsOnOneRank(Overflows):
@@ -213,19 +153,29 @@ class OverflowsOnOneRank(Overflows):
         return {"net.4": "column", "net.6": "row"}
 
 
-def overflow_on_one_rank() -> tuple[list[float], list[bool]]:
-    module = OverflowsOnOneRank(2)
-    plugin = MixedPrecision("16-mixed", "cpu")
-    make_trainer("tensor", [], plugins=[plugin], max_epochs=1, gradient_clip_val=1.0).fit(module, loader())
+def overflow(kind: type[Overflows], strategy: str, clip: float | None) -> tuple[list[float], list[bool]]:
+    """The loss scale after each batch, and whether the weights have moved in it."""
+    module, plugin = kind(), MixedPrecision("16-mixed", "cpu")
+    trainer = make_trainer(strategy, [], plugins=[plugin], max_epochs=1, gradient_clip_val=clip)
+    trainer.fit(module, loader())
     states = [*module.before, {name: p.detach() for name, p in here(module).items()}]
+    assert all(torch.isfinite(p).all() for p in states[-1].values())
     moved = [any(not torch.equal(a[n], b[n]) for n in a) for a, b in zip(states, states[1:], strict=False)]
     return module.scales, moved
 
 
-def test_an_overflow_in_one_shard_skips_the_step_on_all(pool: WorkerPool) -> None:
-    for scales, moved in pool.run(overflow_on_one_rank, 2, init=False):
+@pytest.mark.parametrize(("kind", "strategy", "ranks", "clip"), [
+    (Overflows, "sync", 3, 1.0), (OverflowsFused, "sync", 2, None), (OverflowsOnOneRank, "tensor", 2, 1.0),
+])  # fmt: skip
+def test_an_overflow_on_one_rank_skips_the_step_on_all(
+    pool: WorkerPool, kind: type[Overflows], strategy: str, ranks: int, clip: float | None
+) -> None:
+    found = pool.run(overflow, ranks, kind, strategy, clip, init=False)
+    for scales, moved in found:
         assert moved == [True, False, True]
         assert scales[1] == scales[0] / 2
+    if kind is not OverflowsOnOneRank:
+        assert found == pool.run(overflow, 1, kind, "single", clip, init=False) * ranks
 
 
 def resume_scaler(path: Path) -> tuple[float, float]:
