@@ -30,7 +30,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
+from torch.overrides import BaseTorchFunctionMode, TorchFunctionMode
 
 from lightning_parallel.batch import cloned
 from lightning_parallel.interception import Interception
@@ -47,7 +47,7 @@ _HUGE = 1e3  # masks hold larger values
 _ATTEMPTS = 40  # ways to divide one pair that are tried
 
 # One run of a block: what reached its row layer, what that answered, and the tensors that the block returned.
-_Run = tuple[Tensor, Tensor, list[Tensor]]
+_Run = list[Tensor]
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ def found_plan(module: nn.Module, run: Callable[[], Any], count: int) -> dict[st
     input, without side effects that matter."""
     plan: dict[str, str | Style] = {}
     known: dict[str, _Way | None] = {}  # by what blocks have in common
-    with torch.random.fork_rng(), host_generators_kept(), StateKept(module, parameters=False), _without_fast_path():
+    with torch.random.fork_rng(), host_generators_kept(), StateKept(module, parameters=False):
         module.eval()
         pairs = [
             pair
@@ -79,17 +79,6 @@ def found_plan(module: nn.Module, run: Callable[[], Any], count: int) -> dict[st
             if way is not None:
                 plan |= block.rules(way)
     return plan
-
-
-@contextmanager
-def _without_fast_path() -> Iterator[None]:
-    """Inside, torch's own transformer layers call their linear layers in evaluation too."""
-    before = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
-    try:
-        yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(before)
 
 
 def table_of(module: nn.Module, plan: dict[str, str | Style]) -> str:
@@ -231,8 +220,7 @@ class _Block:
         inside = [name.removeprefix(self._name) for name in (*pair.columns, pair.row)]
         shapes = [tuple(weight.shape) for weight, _ in self._weights.values()]
         self.kind = f"{type(self._around).__name__} {inside} {shapes}"  # what equal blocks of a model have in common
-        self._whole = self._run(self._weights, (), None)
-        self._whole_in_training = self._repeatable_in_training()
+        self._whole, self._whole_in_training = self._repeatable(training=False), self._repeatable(training=True)
 
     def ways(self) -> Iterator[_Way]:
         """The ways to divide the pair, the likely ones first."""
@@ -262,7 +250,7 @@ class _Block:
         return self._whole_in_training is None or self._divides(way, self._whole_in_training, training=True)
 
     def _divides(self, way: _Way, whole: _Run, training: bool) -> bool:
-        reached, answer, returned = whole
+        reached, answer, *returned = whole
         for rank in range(self._count):
             columns: dict[str, tuple[Tensor, Tensor | None]] = {}
             for name, (weight, bias) in self._weights.items():
@@ -273,20 +261,14 @@ class _Block:
                 columns[name] = cut.take(weight), None if bias is None else cut.take(bias)
             mine = self._run(columns, way.attributes, answer, training)
             start, stop = piece(reached.shape[-1], rank, self._count)
-            if mine is None or not _equal(mine[0], reached[..., start:stop]) or len(mine[2]) != len(returned):
-                return False
-            if not all(map(_equal, mine[2], returned)):
+            if mine is None or not _alike(mine, [reached[..., start:stop], answer, *returned]):
                 return False
         return bool(reached.norm() > 0)
 
-    def _repeatable_in_training(self) -> _Run | None:
-        """A run in training mode; None if two of them differ, since random numbers are drawn."""
-        first, second = (self._run(self._weights, (), None, training=True) for _ in range(2))
-        if first is None or second is None:
-            return None
-        (reached, answer, returned), (again, other, others) = first, second
-        same = len(returned) == len(others) and all(map(_equal, (reached, answer, *returned), (again, other, *others)))
-        return first if same else None
+    def _repeatable(self, training: bool) -> _Run | None:
+        """A run of the whole block; None if it fails, or if two of them differ, since random numbers are drawn."""
+        first, second = (self._run(self._weights, (), None, training) for _ in range(2))
+        return first if first is not None and second is not None and _alike(first, second) else None
 
     def rules(self, way: _Way) -> dict[str, str | Style]:
         column = f"column:{way.parts}" if way.parts > 1 else "column"
@@ -311,7 +293,7 @@ class _Block:
         columns: Mapping[str, tuple[Tensor, Tensor | None]],
         divided: Iterable[tuple[str, str]],
         answer: Tensor | None,
-        training: bool = False,
+        training: bool,
     ) -> _Run | None:
         """Run the block with other weights of its column layers, with divided integers, and with a row layer that
         returns ``answer``, or its own output if that is None. In training, dropout layers stay out of it. Returns None
@@ -331,13 +313,14 @@ class _Block:
             module = self._around.get_submodule(owner)
             changes.append((module, name, getattr(module, name) // self._count))
         modes = [(part, "training", not isinstance(part, _DROPOUT)) for part in self._around.modules() if training]
-        with changed([*changes, *modes]), torch.no_grad():
+        # In a mode, torch's own transformer layers call their linear layers in evaluation too.
+        with changed([*changes, *modes]), torch.no_grad(), BaseTorchFunctionMode():
             try:
                 args, kwargs = cloned(self._call)
                 output = self._around(*args, **kwargs)
             except Exception:  # any: of shapes that don't fit, in code that isn't ours
                 return None
-        return (*calls[0], tensors_in(output)) if len(calls) == 1 else None
+        return [*calls[0], *tensors_in(output)] if len(calls) == 1 else None
 
 
 def _noisy(x: Any, generator: torch.Generator) -> Any:
@@ -345,6 +328,10 @@ def _noisy(x: Any, generator: torch.Generator) -> Any:
     if not isinstance(x, Tensor) or not x.is_floating_point() or not x.numel() or not bool(x.abs().max() < _HUGE):
         return x
     return x + torch.randn(x.shape, generator=generator).to(x)
+
+
+def _alike(mine: _Run, theirs: _Run) -> bool:
+    return len(mine) == len(theirs) and all(map(_equal, mine, theirs))
 
 
 def _equal(mine: Tensor, theirs: Tensor) -> bool:

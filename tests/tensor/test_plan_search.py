@@ -191,4 +191,3 @@ def test_layers_are_found_in_lists_and_in_torch_s_own(net: nn.Module, columns: l
     x = torch.randn(2, 3, 8, generator=torch.Generator().manual_seed(1))
     found = found_plan(net, lambda: net(x), 2)
     assert [name for name, style in found.items() if style == "column"] == columns
-    assert torch.backends.mha.get_fastpath_enabled()
