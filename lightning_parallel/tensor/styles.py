@@ -105,12 +105,6 @@ class GatheredColumn(Column):
     is_alone = True
     in_sequence_blocks = False
 
-    @classmethod
-    def read(cls, options: str) -> Self:
-        if options:
-            raise ValueError("Gathered parts would be in another order than the layer's: use one layer for each part.")
-        return cls()
-
 
 @dataclass(frozen=True)
 class SharedHeads(Style):

@@ -117,6 +117,7 @@ class Attention(nn.Module):
         (lambda: gpt(), {}, 8, "qkv' has 12 attention heads .of 2., which can't be shared out over 8 tensor ranks"),
         (lambda: nn.Sequential(Attention()), {"0.qkv": "column:3"}, 2, "keeps num_heads=4: add '0': 'divide:num_he"),
         (lambda: nn.Sequential(nn.Linear(3, 24)), {"0": "column:5"}, 2, "'0': 24 output features aren't 5 equal"),
+        (lambda: nn.Sequential(nn.Linear(3, 24)), {"0": "column_gather:3"}, 2, "'0': gather_output=True with parts"),
         (lambda: nn.Sequential(nn.Linear(3, 24)), {"0": "column:8,8"}, 2, "'0': Parts of sizes .8, 8. add up to 16"),
         (lambda: nn.Sequential(parametrizations.weight_norm(nn.Linear(8, 4))), {"0": "row"}, 2, "a parametrization"),
         (lambda: nn.Sequential(nn.Linear(3, 5)), {"0": "column"}, 4, "'0': '0': A dimension of 5 can't be divided"),
