@@ -26,11 +26,6 @@ def values(seed: int, *shape: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-def integers(seed: int, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Their products and sums are exact, in any order, in bfloat16 too."""
-    return torch.randint(-2, 3, shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
-
-
 def close(mine: Tensor | None, theirs: Tensor | None, what: str = "") -> None:
     assert (mine is None) == (theirs is None), what
     if mine is not None and theirs is not None:
