@@ -10,7 +10,6 @@ loader of another kind than torch's, training goes on with that iterator (``read
 from __future__ import annotations
 
 import copy
-import random
 from collections.abc import Callable, Iterator, Sized
 from contextlib import contextmanager
 from functools import partial
@@ -18,7 +17,6 @@ from itertools import chain
 from typing import Any
 
 import lightning.pytorch as pl
-import numpy as np
 import torch
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import CombinedLoader
@@ -34,6 +32,7 @@ from lightning_parallel.ranks.collectives import together
 from lightning_parallel.ranks.run import Run
 from lightning_parallel.results.logs import trial
 from lightning_parallel.seeding import TorchGenerators, host_generators_kept
+from lightning_parallel.tracing.own_generators import is_own_generator
 
 _FEW = 4  # samples
 
@@ -115,19 +114,21 @@ def as_in(trainer: pl.Trainer, module: pl.LightningModule) -> Iterator[None]:
 def _first_batch(trainer: pl.Trainer, source: LoaderSource, loader: Any, step: str) -> tuple[Any, bool]:
     """The first batch of the ``loader`` that the ``source`` has given, and whether it is from one of several loaders,
     which are read one after another."""
-    # Python's own iterators, such as a generator, give each batch once: the first is put back. An iterator of another
-    # class may be a loader that `iter` rewinds.
-    if isinstance(loader, Iterator) and not can_hand_on(loader) and not isinstance(loader, Sized):
+    if _gives_once(loader):
         first = next(loader, None)
-        loader = chain([first], loader)
+        loader = chain([first], loader)  # it is put back
         source.hand_over(loader)
         return first, False
     if isinstance(loader, CombinedLoader):
         combined = CombinedLoader(loader.iterables, mode_of(loader))
     else:
         combined = CombinedLoader(loader, "max_size_cycle" if step == "training_step" else "sequential")
+    if (once := next(filter(_gives_once, combined.flattened), None)) is not None:
+        raise ValueError(
+            f"One of several loaders of {step} is a {type(once).__name__}, which gives each batch once: the dry run of "
+            f"the step would take its first batch. Give a DataLoader, a list, or a class with an __iter__."
+        )
     combined.flattened = [_of_its_own(each) for each in combined.flattened]
-    states = [(g, g.get_state()) for each in combined.flattened for g in _generators(each)]
     try:
         batch, *_ = next(iter(combined))
         for each in combined.flattened:
@@ -137,10 +138,13 @@ def _first_batch(trainer: pl.Trainer, source: LoaderSource, loader: Any, step: s
         raise ValueError(
             f"The loader of {step} gives no batch. The model is divided by a dry run of {step}, which needs one."
         ) from None
-    finally:
-        for generator, state in states:
-            generator.set_state(state)
     return batch, len(combined.flattened) > 1 and mode_of(combined) == "sequential"
+
+
+def _gives_once(loader: Any) -> bool:
+    """Is it one of Python's own iterators, such as a generator? One of another class may be a loader that `iter`
+    rewinds."""
+    return isinstance(loader, Iterator) and not isinstance(loader, Sized) and not can_hand_on(loader)
 
 
 def _of_its_own(loader: Any) -> Any:
@@ -153,17 +157,17 @@ def _of_its_own(loader: Any) -> Any:
     own.num_workers = min(1, loader.num_workers)
     own.prefetch_factor = 1 if own.num_workers else None
     object.__setattr__(own, "persistent_workers", False)
-    if is_table:
-        copies: dict[int, Any] = {}
-        for name in ("dataset", "sampler", "batch_sampler"):
+    copies: dict[int, Any] = {}
+    for name in ("generator", "dataset", "sampler", "batch_sampler") if is_table else ("generator",):
+        if hasattr(loader, name):
             object.__setattr__(own, name, _with_its_own_state(getattr(loader, name), copies))
     return own
 
 
 def _with_its_own_state(part: Any, copies: dict[int, Any]) -> Any:
-    """A copy of a dataset or a sampler that draws from copies of its generators, and counts by itself: some count their
-    epochs or samples. What else it holds is shared, since it may be large. Other objects are given back, and those that
-    close something at their end.
+    """A copy of a generator, or of a dataset or a sampler that draws from copies of its generators, and counts by
+    itself: some count their epochs or samples. What else it holds is shared, since it may be large. Other objects are
+    given back, and those that close something at their end.
 
     Args:
         copies: those that have been made, by the id of the original. They may refer to each other.
@@ -171,24 +175,13 @@ def _with_its_own_state(part: Any, copies: dict[int, Any]) -> Any:
     kind: Any = type(part)
     if id(part) in copies:
         return copies[id(part)]
+    if is_own_generator(part):
+        copies[id(part)] = part.clone_state() if isinstance(part, torch.Generator) else copy.deepcopy(part)
+        return copies[id(part)]
     if not hasattr(part, "__dict__") or kind.__new__ is not object.__new__ or hasattr(kind, "__del__"):
         return part
     own = copies[id(part)] = object.__new__(kind)
     for name, value in vars(part).items():
-        if isinstance(value, np.random.Generator | np.random.RandomState | random.Random):
-            value = copy.deepcopy(value)
-        elif isinstance(value, torch.Generator):
-            value = value.clone_state()
-        elif isinstance(value, Dataset | Sampler):
-            value = _with_its_own_state(value, copies)
-        vars(own)[name] = value
+        is_state = isinstance(value, Dataset | Sampler) or is_own_generator(value)
+        vars(own)[name] = _with_its_own_state(value, copies) if is_state else value
     return own
-
-
-def _generators(loader: Any) -> Iterator[torch.Generator]:
-    """The generators that a loader and its samplers draw from."""
-    sampler, batches = getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)
-    for holder in (loader, sampler, batches, getattr(batches, "sampler", None)):
-        generator = getattr(holder, "generator", None)
-        if isinstance(generator, torch.Generator):
-            yield generator

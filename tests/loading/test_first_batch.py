@@ -347,6 +347,13 @@ def test_a_step_that_optimizes_by_hand_is_not_run_ahead() -> None:
         trainer.fit(ByHand())
 
 
+def test_a_generator_among_several_loaders_is_refused() -> None:
+    """Its first batch couldn't be put back."""
+    loaders = {"a": DataLoader(ROWS, batch_size=4), "b": (ROWS[i : i + 4] for i in range(0, 12, 4))}
+    with pytest.raises(ValueError, match="One of several loaders of training_step is a generator"):
+        trainer_with(looking()).fit(Net("plain"), loaders)
+
+
 def test_an_empty_loader_is_refused() -> None:
     trainer = trainer_with(looking())
     with pytest.raises(ValueError, match="The loader of training_step gives no batch"):
