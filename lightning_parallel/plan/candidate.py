@@ -54,17 +54,10 @@ class Candidate:
     """
 
     def __init__(
-        self,
-        module: nn.Module,
-        modules: Layers,
-        seen: Trace,
-        placement: Placement,
-        balance: Balance,
-        *,
-        keep_together: bool,
+        self, modules: Layers, seen: Trace, placement: Placement, balance: Balance, *, keep_together: bool
     ) -> None:
         self.seen = seen
-        self._module, self._placement, self._balance = module, placement, balance
+        self._module, self._placement, self._balance = modules.module, placement, balance
         self._chunks = chunks = len(placement)
         self.units = modules.units
         called = [call.unit for call in seen.calls]
@@ -87,13 +80,13 @@ class Candidate:
                 self.largest = chunks * max(sizes) / sum(sizes)
 
     @classmethod
-    def best(cls, module: nn.Module, modules: Layers, seen: Trace, placement: Placement, balance: Balance) -> Candidate:
+    def best(cls, modules: Layers, seen: Trace, placement: Placement, balance: Balance) -> Candidate:
         """The better of two candidates: the one that keeps the calls of each unit in one chunk, unless its largest
         chunk is much larger."""
         if not isinstance(balance, str):  # the user has said where the cuts are
-            return cls(module, modules, seen, placement, balance, keep_together=False)
-        together = cls(module, modules, seen, placement, balance, keep_together=True)
-        apart = cls(module, modules, seen, placement, balance, keep_together=False)
+            return cls(modules, seen, placement, balance, keep_together=False)
+        together = cls(modules, seen, placement, balance, keep_together=True)
+        apart = cls(modules, seen, placement, balance, keep_together=False)
         return together if together.largest <= TOGETHER * apart.largest else apart
 
     def worth_opening(self, modules: Layers) -> str | None:

@@ -34,7 +34,7 @@ class Layers:
     names of the module's parts, by their ids."""
 
     def __init__(self, module: nn.Module, named: Sequence[str] | None) -> None:
-        self._module = module
+        self.module = module
         self.named = named
         self.names = names_of(module)
         for name in named or ():
@@ -91,7 +91,7 @@ class Layers:
                 elif name in self._listed & self._with_state:
                     yield name
 
-        return list(dict.fromkeys(visit(self._module)))
+        return list(dict.fromkeys(visit(self.module)))
 
     def overlapping(self, units: Iterable[str]) -> str | None:
         """A unit that contains another one; None if there is none."""
@@ -117,7 +117,7 @@ class Layers:
                     claimed.update(id(part) for part in child.modules())
                     yield self.names[id(child)]
 
-        yield from visit(self._module)
+        yield from visit(self.module)
 
     # -- what is open from the start -----------------------------------------------------------------------------
 
@@ -143,7 +143,7 @@ class Layers:
 
     def _parts_of_sequences(self) -> set[str]:
         """The modules that open Sequentials call, with or without parameters."""
-        opened = [self._module, *(self._parts[name] for name in self._opened)]
+        opened = [self.module, *(self._parts[name] for name in self._opened)]
         return {self.names[id(child)] for parent in opened if _runs_in_order(parent) for child in parent.children()}
 
     def _any_state(self, names: Iterable[str]) -> bool:

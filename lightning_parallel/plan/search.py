@@ -67,7 +67,7 @@ def partition(
         if seen.stopped is None and missing:
             names = first_few(map(repr, sorted(missing)))
             raise ValueError(f"layers: the step doesn't call {names}. Leave out what it doesn't call.")
-        cut = Candidate.best(module, modules, seen, placement, balance)
+        cut = Candidate.best(modules, seen, placement, balance)
         cuts.append(cut)
         too_large = cut.worth_opening(modules)
         if too_large is None:
