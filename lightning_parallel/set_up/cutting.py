@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
 from itertools import zip_longest
 from typing import Any
 
@@ -43,9 +42,8 @@ def agreed_partition(run: Run, options: StagedOptions, splitting: Splitting, pla
 
     def partition_by(step: _TracedStep) -> Partition:
         with as_in(trainer, module), trial(trainer, module) as logged:
-            # On copies of the batch's tensors: an iterator's first batch is put back.
-            own = partial(step.function, *cloned(step.arguments))
-            hooks = StepHooks(trainer, module, own) if run.trains else None
+            # With a copy of the batch: an iterator's first one is put back.
+            hooks = StepHooks(module, cloned(step.arguments[0])) if run.trains else None
             found = partition(
                 module,
                 step.run,

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,12 +17,11 @@ from lightning_parallel.plan.partition import Partition
 
 
 class StepHooks:
-    """Runs each of the module's own hooks once, given what the step returned. Inside, only numbers and texts of the
-    Trainer can be read; a hook that needs more is broken off. ``step`` is bound to a batch."""
+    """Runs each of the module's own hooks once, given what the step returned for a batch. Inside, only numbers and
+    texts of the Trainer can be read; a hook that needs more is broken off."""
 
-    def __init__(self, trainer: pl.Trainer, module: pl.LightningModule, step: partial[Any]) -> None:
-        self._trainer, self._module = trainer, module
-        self._batch = step.args[0]
+    def __init__(self, module: pl.LightningModule, batch: Any) -> None:
+        self._module, self._batch = module, batch
         self._asked: dict[str, str] = {}  # parameters and buffers whose values a hook has asked for, with the hook
 
     def __call__(self, output: Any) -> None:
@@ -36,13 +34,14 @@ class StepHooks:
             "on_before_zero_grad": (optimizer,),
             "on_train_batch_end": (outputs, self._batch, 0),
         }
-        self._module.trainer = _Numbers(self._trainer)  # type: ignore[assignment]
+        trainer = self._module.trainer
+        self._module.trainer = _Numbers(trainer)  # type: ignore[assignment]
         try:
             for name, given in arguments.items():
                 if is_overridden(name, self._module):
                     self._run(name, given)
         finally:
-            self._module.trainer = self._trainer
+            self._module.trainer = trainer
 
     def _run(self, name: str, arguments: tuple[Any, ...]) -> None:
         try:

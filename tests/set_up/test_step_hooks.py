@@ -52,7 +52,7 @@ class Hooked(Net):
 def looked_at(module: Net) -> Any:
     trainer = L.Trainer(max_epochs=1, logger=False, accelerator="cpu")
     module.trainer = trainer
-    hooks = StepHooks(trainer, module, partial(module.training_step, torch.ones(3, 2), 0))
+    hooks = StepHooks(module, torch.ones(3, 2))
     hooks("an output")
     assert module.trainer is trainer
     return hooks
@@ -73,12 +73,10 @@ class Asks(Net):
 
 def test_a_value_that_a_hook_asks_for_has_to_be_on_each_stage() -> None:
     module = Asks()
-    trainer = L.Trainer(max_epochs=1, logger=False, accelerator="cpu")
-    module.trainer = trainer
-    step = partial(module.training_step, torch.ones(3, 2), 0)
+    module.trainer = L.Trainer(max_epochs=1, logger=False, accelerator="cpu")
     for stages, refused in ((1, ()), (2, (1,))):
         model = nn.ModuleDict({"layer": module.layer, "other": nn.Linear(2, 2)})
-        hooks = StepHooks(trainer, module, step)
+        hooks = StepHooks(module, torch.ones(3, 2))
         partition = partitioned(model, stages)
         with everything_absent(module, []):
             hooks(None)
@@ -109,11 +107,9 @@ class Follows(Net):
 
 
 def test_hooks_may_use_what_every_stage_has_and_call_layers() -> None:
-    module = Follows()
-    trainer = L.Trainer(max_epochs=1, logger=False, accelerator="cpu")
-    module.trainer = trainer
-    step = partial(module.training_step, torch.ones(3, 2), 0)
-    hooks = StepHooks(trainer, module, step)
+    module, batch = Follows(), torch.ones(3, 2)
+    module.trainer = L.Trainer(max_epochs=1, logger=False, accelerator="cpu")
+    step, hooks = partial(module.training_step, batch, 0), StepHooks(module, batch)
     seen = trace(module, {id(module.layer): "layer", id(module.teacher): "teacher"}, step, hooks=hooks)
     assert [call.unit for call in seen.calls] == ["layer"]
     assert [update.name for update in seen.updates] == ["teacher.weight"]
