@@ -84,6 +84,6 @@ class EqualSteps:
         if self._loaders[0][0] == 0:
             _, missing = self._loaders.pop(0)
             for _ in range(int(missing)):
-                with StateKept(self._module, parameters=False), self._generators.kept(), host_generators_kept():
+                with StateKept(self._module), self._generators.kept(), host_generators_kept():
                     step()
         return output

@@ -199,7 +199,7 @@ def without_effect(run: Run, last_stage: LastStage, seed: int) -> Iterator[list[
     """Inside, a training step doesn't count, and layers draw nothing. It gives the calls of ``self.log``."""
     others = [part for part in run.module.modules() if part is not run.module and part.training]
     with ExitStack() as kept:
-        kept.enter_context(StateKept(run.module, parameters=False))
+        kept.enter_context(StateKept(run.module))
         logged = kept.enter_context(trial(run.trainer, run.module))
         kept.enter_context(last_stage.alone("training_step", seed))
         for part in others:

@@ -64,7 +64,7 @@ def found_plan(module: nn.Module, run: Callable[[], Any], count: int) -> dict[st
     input, without side effects that matter."""
     plan: dict[str, str | Style] = {}
     known: dict[str, _Way | None] = {}  # by what blocks have in common
-    with torch.random.fork_rng(), host_generators_kept(), StateKept(module, parameters=False):
+    with torch.random.fork_rng(), host_generators_kept(), StateKept(module):
         module.eval()
         pairs = [
             pair

@@ -24,7 +24,7 @@ def unrepeatable(module: nn.Module, layers: Collection[str], trace: Callable[[],
     found: set[str] = set()
     interception = Interception()
     try:
-        with StateKept(module, parameters=False) as state:
+        with StateKept(module) as state:
             generators = state.generators
         for name in layers:
             layer = module.get_submodule(name)
@@ -51,7 +51,7 @@ def _run_twice(
     drawn_from = torch.get_rng_state()
     with torch.enable_grad():  # as a checkpoint runs it the second time
         output = forward(*args, **kwargs)
-    with TorchGenerators(torch.device("cpu")).kept(), StateKept(layer, parameters=False) as state:
+    with TorchGenerators(torch.device("cpu")).kept(), StateKept(layer) as state:
         torch.set_rng_state(drawn_from)
         for kept in state.absent():
             kept.memory.origins = frozenset([FROM_EARLIER_STEP])

@@ -39,16 +39,13 @@ _Held = dict[Any, Any] | list[Any]
 
 class StateKept:
     """A context after which things are as before: attributes of a module and of its parts, and the tensors, arrays,
-    lists, dictionaries, sets and objects (other than libraries') that are found there, to any depth.
-
-    Args:
-        apart: parts of whose state :meth:`written` says nothing.
-        parameters: restore the module's parameters too. They are copied.
+    lists, dictionaries, sets and objects (other than libraries') that are found there, to any depth. Of parameters,
+    which are large, only those that have been replaced are put back. About the state of the parts ``apart``,
+    :meth:`written` says nothing.
     """
 
-    def __init__(self, module: nn.Module, apart: Iterable[nn.Module] = (), *, parameters: bool = True) -> None:
+    def __init__(self, module: nn.Module, apart: Iterable[nn.Module] = ()) -> None:
         self._module = module
-        self._left_out = () if parameters else tuple(module.parameters())
         self._modules = {id(m): m for m in module.modules()}
         self._owners = {id(vars(m)): key for key, m in self._modules.items()}
         self._apart = {id(m) for part in apart for m in part.modules()}
@@ -58,7 +55,7 @@ class StateKept:
         self._generators: list[tuple[Any, Any]] = []  # with their states
 
     def __enter__(self) -> StateKept:
-        seen = set(map(id, self._left_out))
+        seen = set(map(id, self._module.parameters()))
         # With the attribute in which it was found, by its id; 0: the module's own. Outer containers come first.
         waiting = deque[tuple[Any, bool, int]]((vars(m), key not in self._apart, 0) for key, m in self._modules.items())
         waiting += [(generator, True, 0) for generator in globals_beside([*self._modules.values()])]

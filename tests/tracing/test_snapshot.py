@@ -66,7 +66,7 @@ class Keeps(nn.Module):
         self.space.count += 1
         self.counts += 1
         torch.rand(1, generator=self.generator)
-        self.loose.data.mul_(0.5)
+        self.loose = nn.Parameter(self.loose * 0.5)
         self.counter += 1  # type: ignore[operator]
 
 
