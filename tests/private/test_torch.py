@@ -9,14 +9,16 @@ import re
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.profiler import ProfilerActivity, profile
+from torch.utils.dlpack import to_dlpack
 
 from lightning_parallel.private import torch as torch_private
 from tests.pool import WorkerPool
@@ -27,8 +29,6 @@ ELSEWHERE = {
     **dict.fromkeys(
         ("tensors_in", "tree_flatten", "tree_leaves", "tree_map", "tree_unflatten"), "absent/test_answers.py"
     ),
-    "wrapper_tensor": "absent/test_tensor.py",
-    "asks_for_memory": "absent/test_answers.py",
     "subclass_functions_disabled": "absent/test_tensor.py",
     "dispatch_disabled": "absent/test_tensor.py",
     "make_parameter": "absent/test_tensor.py",
@@ -75,6 +75,20 @@ def test_every_name_is_used_and_pinned() -> None:
 
 
 # -- tensors -------------------------------------------------------------------------------------------------
+
+
+class Boxed(Tensor):
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise NotImplementedError
+
+
+def test_wrapper_tensor_asks_for_memory_that_it_does_not_have() -> None:
+    """Otherwise compiled kernels would read from address 0."""
+    made = torch_private.wrapper_tensor(Boxed, (2, 3), dtype=torch.float64, device=torch.device("meta"))
+    with pytest.raises(RuntimeError) as raised:
+        to_dlpack(made)
+    assert torch_private.asks_for_memory(raised.value)
 
 
 def test_drawing_for_nothing_reads_what_switches_draws_off() -> None:
