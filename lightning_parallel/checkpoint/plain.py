@@ -181,14 +181,14 @@ def convert(source: PathLike, target: PathLike, *, save_weights_only: bool = Fal
         content: dict[str, Any] = {"state_dict": read_full(source, weights_only)}
     else:
         content = read_plain(source, weights_only)
-    others = [name for name, each in content["state_dict"].items() if not isinstance(each, Tensor)]
-    if others and target.suffix == SAFETENSORS:
-        raise ValueError(f"{others[0]} in {source} is no tensor, and safetensors hold nothing else.")
     with replacing(target) as new:
-        if target.suffix == SAFETENSORS:
-            _write_safetensors(new, content["state_dict"])
-        else:
+        if target.suffix != SAFETENSORS:
             torch.save(content, new)
+            return
+        others = [name for name, each in content["state_dict"].items() if not isinstance(each, Tensor)]
+        if others:
+            raise ValueError(f"{others[0]} in {source} is no tensor, and safetensors hold nothing else.")
+        _write_safetensors(new, content["state_dict"])
 
 
 # -- a dictionary as a directory ---------------------------------------------------------------------------------

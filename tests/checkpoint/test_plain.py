@@ -192,3 +192,10 @@ def test_a_damaged_source_leaves_the_target_alone(directory: Path, tmp_path: Pat
         with pytest.raises(ValueError, match="is damaged"):
             convert(source, tmp_path / "plain.ckpt")
     assert (tmp_path / "plain.ckpt").read_text() == "before"
+
+
+def test_a_file_of_bare_weights_stays_what_it_is(tmp_path: Path) -> None:
+    weights = {"a": torch.ones(2)}
+    torch.save(weights, tmp_path / "it.ckpt")
+    convert(tmp_path / "it.ckpt", tmp_path / "again.ckpt")
+    assert largest_difference(read_full(tmp_path / "again.ckpt"), weights) == 0
