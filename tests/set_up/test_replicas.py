@@ -171,6 +171,7 @@ class Last(nn.Module):
 
 def test_recurrent_layers_are_fully_sharded(pool: WorkerPool) -> None:
     options = {"stages": 2, "data_parallel_kind": "fully_shard", "microbatches": 1}
-    reports = pool.run(train, 4, Recurrent, "sync", options, init=False, batch_size=BATCH // 2, samples=22)
-    (expected,) = pool.run(train, 1, Recurrent, init=False, samples=22)
+    given = {"samples": 22, "max_epochs": 2}
+    reports = pool.run(train, 4, Recurrent, "sync", options, init=False, batch_size=BATCH // 2, **given)
+    (expected,) = pool.run(train, 1, Recurrent, init=False, **given)
     assert_equal(reports, expected, replicas=2)

@@ -16,6 +16,7 @@ from tests.pool import WorkerPool
 from tests.strategies.failures import LIMIT, assert_refused
 from tests.strategies.harness import joined, largest_difference, train
 from tests.strategies.models import Base, Rows
+from tests.thorough import thorough
 
 WIDTH = 3
 
@@ -105,8 +106,9 @@ def nothing(batch: Any, count: int) -> list[Any]:
 
 
 @pytest.mark.parametrize(("model", "options"), [
-    (Tables, {"microbatches": 1}), (Tables, {}), (Tables, {"microbatches": 2, "split": halves}),
-    (Together, {"microbatches": 1}), (Packed, {"microbatches": 1}), (Packed, {"microbatches": 2}),
+    (Tables, {}), (Tables, {"microbatches": 2, "split": halves}),
+    (Together, {"microbatches": 1}), (Packed, {"microbatches": 2}),
+    *thorough((Tables, {"microbatches": 1}), (Packed, {"microbatches": 1})),
 ])  # fmt: skip
 def test_any_batch_trains_as_in_one_process(pool: WorkerPool, model: type[Base], options: dict[str, Any]) -> None:
     single = pool.run(train, 1, model, init=False, max_epochs=1)[0]

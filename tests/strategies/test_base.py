@@ -25,6 +25,7 @@ from tests.pool import WorkerPool
 from tests.strategies.harness import here
 from tests.strategies.models import Rows
 from tests.strategies.observed import OPTIONS, WIDTH, Net, Observed, loader, make_trainer
+from tests.thorough import thorough
 
 BOTH = pytest.mark.parametrize("strategy", ["sync", "async"])
 
@@ -99,14 +100,16 @@ def batches_seen(strategy: str, data: str, seed: int | None) -> list[list[float]
     return batches.seen
 
 
-@pytest.mark.parametrize(("strategy", "data"), [("sync", "augmented"), ("async", "workers"), ("async", "iterable")])
+@pytest.mark.parametrize(
+    ("strategy", "data"), [("sync", "augmented"), ("async", "iterable"), *thorough(("async", "workers"))]
+)
 def test_seeded_data_are_the_same_on_all_stages(pool: WorkerPool, strategy: str, data: str) -> None:
     ranks = pool.run(batches_seen, 2, strategy, data, 5, init=False)
     assert ranks[0] == ranks[1]
     assert ranks[0][0] != ranks[0][1]
 
 
-@pytest.mark.parametrize("data", ["augmented", "workers"])
+@pytest.mark.parametrize("data", ["workers", *thorough("augmented")])
 def test_seeded_data_are_those_of_a_single_process(pool: WorkerPool, data: str) -> None:
     single = pool.run(batches_seen_without_validation, 1, "single", data, init=False)[0]
     assert pool.run(batches_seen_without_validation, 2, "sync", data, init=False) == [single, single]
@@ -169,10 +172,10 @@ def sample_on_rank_zero(strategy: str, data: str, hook: str) -> list[list[float]
 
 
 @pytest.mark.parametrize(("strategy", "data", "hook"), [
-    ("sync", "augmented", "on_train_epoch_end"),
-    ("async", "shuffled", "on_train_epoch_end"),
-    ("tensor", "workers", "on_train_epoch_end"),
+    ("async", "augmented", "on_train_epoch_end"),
+    ("tensor", "shuffled", "on_train_epoch_end"),
     ("sync", "workers", "on_fit_start"),
+    *thorough(("sync", "augmented", "on_train_epoch_end"), ("tensor", "workers", "on_train_epoch_end")),
 ])  # fmt: skip
 def test_draws_of_one_rank_leave_the_data_those_of_a_single_process(
     pool: WorkerPool, strategy: str, data: str, hook: str
@@ -444,21 +447,11 @@ def test_no_process_group_is_left_to_the_interpreter_s_finalization(pool: Worker
 class Hooks(Callback):
     def __init__(self) -> None:
         self.names: list[str] = []
-
-    def on_before_optimizer_step(self, *args: Any) -> None:
-        self.names.append("step")
-
-    def on_before_zero_grad(self, *args: Any) -> None:
-        self.names.append("zero_grad")
-
-    def on_before_backward(self, *args: Any) -> None:
-        self.names.append("before_backward")
-
-    def on_after_backward(self, *args: Any) -> None:
-        self.names.append("after_backward")
-
-    def on_train_batch_end(self, *args: Any) -> None:
-        self.names.append("batch_end")
+        for name in (
+            "on_before_optimizer_step", "on_before_zero_grad", "on_before_backward", "on_after_backward",
+            "on_train_batch_end",
+        ):  # fmt: skip
+            setattr(self, name, lambda *_, name=name: self.names.append(name))
 
 
 def hook_order(strategy: str) -> list[str]:

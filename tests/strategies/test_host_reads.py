@@ -65,7 +65,7 @@ ONCE_A_BATCH = {
 AT_MOST = {"optimizer.py _get_value": 200, "seeding.py draw_seed": 100, "dropout.py enter": 20,
             "message.py __init__": 8, "graph.py number_of": 12, "first_losses.py <dictcomp>": 2, "trial.py outcome": 2,
             "trial.py _mean": 8, "batch.py fingerprint": 4, "reads_of_shards.py __torch_function__": 8,
-            "collectives.py guarded": 8}
+            "collectives.py guarded": 8}  # fmt: skip
 
 
 class Watch(Callback):
@@ -114,7 +114,7 @@ def reads(strategy: str, model: str, options: dict[str, Any], trainer_options: d
     torch.set_default_dtype(torch.float64)
     watch = Watch()
     callbacks = [watch, PerformanceMonitor()]
-    given = trainer_options | {"max_epochs": 1, "log_every_n_steps": 1}
+    given = trainer_options | {"max_epochs": 1, "limit_train_batches": LAST + 1, "log_every_n_steps": 1}
     trainer = make_trainer(strategy, callbacks, options, **given)
     kind = {**MODELS, **SHARDABLE}[model]
     loader: DataLoader[Any] = kind.loader(False, 2)

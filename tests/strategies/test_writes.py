@@ -15,6 +15,7 @@ from tests.pool import WorkerPool
 from tests.strategies.failures import LIMIT, assert_lost, assert_refused
 from tests.strategies.observed import CLASSES, WIDTH, Net, loader, make_trainer
 from tests.strategies.test_world import Losses
+from tests.thorough import thorough
 
 
 class Halving(nn.Linear):
@@ -258,7 +259,7 @@ def fit(model: str, strategy: str, options: dict[str, Any]) -> list[float]:
     ("by value", "sync", {"microbatches": 2}, 2),
     ("layer", "sync", {"microbatches": 1, "activation_checkpointing": True}, 2),
     ("mask", "async", {"microbatches": 1}, 2),
-    ("clamp", "sync", SHARDED, 4),
+    *thorough(("clamp", "sync", SHARDED, 4)),
     ("step", "tensor", {"plan": {"prototypes": "row_split"}}, 2),
     ("step by data", "tensor", {"plan": {"prototypes": "row_split"}}, 2),
 ])  # fmt: skip
