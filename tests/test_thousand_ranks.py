@@ -74,11 +74,11 @@ class Start:
 def start(world_size: int, rank: int, pipeline: int, tensor: int) -> Start:
     """A rank makes its layout, its groups, and its links."""
     with one_of(world_size, rank):
-        begin = time.perf_counter()
+        begin = time.process_time()
         layout = Layout.resolve(world_size, rank, pipeline=pipeline, data="auto", tensor=tensor)
         groups = Groups(layout)
         links = groups.links(placement(SCHEDULES["interleaved"](pipeline, 2 * pipeline)))
-        seconds = time.perf_counter() - begin
+        seconds = time.process_time() - begin
         made = [sorted(ranks) for group, ranks in _world.pg_group_ranks.items() if group is not dist.group.WORLD]
     return Start(made, sorted(links.activations), seconds)
 
@@ -150,7 +150,7 @@ def first_batch(world_size: int, rank: int, name: str) -> tuple[float, int, list
         patches.enter_context(patch.object(Link, "irecv", irecv))
         patches.enter_context(patch.object(announced, "indices_from", lambda link, count: []))  # of missing gradients
         tracemalloc.start()
-        begin = time.perf_counter()
+        begin = time.process_time()
         layout = Layout.resolve(world_size, rank, pipeline=stages, data="auto", tensor=8)
         groups = Groups(layout)
         lists = SCHEDULES[name](stages, microbatches)
@@ -172,7 +172,7 @@ def first_batch(world_size: int, rank: int, name: str) -> tuple[float, int, list
             for k in range(microbatches)
         }
         engine.run([action for action in lists[layout.stage] if not isinstance(action, Step)], work)
-        seconds = time.perf_counter() - begin
+        seconds = time.process_time() - begin
         _, peak = tracemalloc.get_traced_memory()
         tracemalloc.stop()
     return seconds, peak, counts
@@ -205,10 +205,10 @@ def agreed(world_size: int) -> tuple[float, int, set[int]]:
     layouts = [Layout.resolve(world_size, rank, pipeline=8, data="auto") for rank in range(world_size)]
     held = {stage: [f"{stage}.{i}" for i in range(144)] for stage in range(8)}
     summaries = [summary(layout, held[layout.stage]) for layout in layouts]
-    begin = time.perf_counter()
+    begin = time.process_time()
     _, shared = agree(summaries, [name for names in held.values() for name in names])
     chosen = writers(summaries, shared)
-    seconds = time.perf_counter() - begin
+    seconds = time.process_time() - begin
     assert len(shared) == 8 * 144
     counts = dict.fromkeys(range(world_size), 0)
     for key, rank in chosen.items():

@@ -32,7 +32,7 @@ with open(os.path.join(sys.argv[1], f"{rank}.json"), "w") as file:
 """
 
 
-TIMEOUT = 40.0  # seconds
+TIMEOUT = 100.0  # seconds
 
 
 class Fails(Mixed):
