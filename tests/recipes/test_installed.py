@@ -12,11 +12,13 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import yaml
 from hydra._internal.utils import get_args_parser
 
 from recipes import CONF, ROOT, installed, record
 from recipes.compose import check
 from recipes.configs import Configs
+from tests.thorough import thorough
 
 PAGE = (ROOT / "docs" / "quickstart.md").read_text().split("## Outside the checkout")[1].split("\n## ")[0]
 COMMANDS = [line.split("#")[0].strip() for line in re.findall(r"^lp-.*$", PAGE, re.MULTILINE)]
@@ -87,17 +89,24 @@ def test_the_commands_of_the_page_are_right(here: Path, command: str) -> None:
     assert args.help or check(args.overrides, configs=Configs.of_command_line(args)) == []
 
 
-def test_a_module_and_configs_of_the_users_own_train_in_an_empty_folder(lib: Path, here: Path) -> None:
+@pytest.mark.parametrize("launch", [False, *thorough(True)])
+def test_a_module_and_configs_of_the_users_own_train_in_an_empty_folder(lib: Path, here: Path, launch: bool) -> None:
+    """Where nothing is launched, the config is written for a worker that is started by hand."""
     (here / "recipes").mkdir()
     (here / "recipes" / "__init__.py").write_text("raise RuntimeError('a package of the name of ours')")
     program = [sys.executable, lib / "bin" / "lp-train", "--config-dir", "my_conf", "experiment=mine"]
     few = ["strategy=single", "trainer.max_steps=2", "trainer.limit_val_batches=1", "hydra.run.dir=logs/run", *QUIET]
     variables = {**os.environ, "PYTHONPATH": str(lib)}
+    few += [] if launch else ["launch=false"]
     done = subprocess.run([*program, *few], cwd=here, env=variables, capture_output=True, text=True, timeout=250)
     assert done.returncode == 0, done.stdout + done.stderr
+    left = {file.name for file in here.iterdir()} - {"__pycache__"}
+    assert left == {"logs", "my_conf", "my_package.py", "recipes"}
+    if not launch:
+        written = yaml.safe_load((here / "logs" / "run" / record.CONFIG).read_text())
+        assert written["model"]["_target_"].startswith("my_package.") and written["trainer"]["max_steps"] == 2
+        return
     said = json.loads((here / "logs" / "run" / record.RUN).read_text())
     assert (said["status"], said["steps"]) == ("completed", 2)
     assert said["configs"] == {"main": None, "name": "train", "own": [f"file://{here}/my_conf"]}
     assert said["git"] is None  # neither of the checkout, from which nothing was taken
-    left = {file.name for file in here.iterdir()} - {"__pycache__"}
-    assert left == {"logs", "my_conf", "my_package.py", "recipes"}

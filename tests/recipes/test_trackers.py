@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -40,10 +41,24 @@ def made(folder: Path, *overrides: str) -> Logger:
     return logger
 
 
+@pytest.fixture(scope="module")
+def empty(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A store without runs. MLflow needs seconds to make one."""
+    file = tmp_path_factory.mktemp("mlflow") / "mlflow.db"
+    MlflowClient(f"sqlite:///{file}").search_experiments()
+    return file
+
+
+@pytest.fixture
+def store(empty: Path, tmp_path: Path) -> Path:
+    return shutil.copy(empty, tmp_path / "mlflow.db")
+
+
 def of_mlflow(folder: Path) -> Logger:
     return made(folder, "logger=mlflow", f"logger.mlflow.tracking_uri=sqlite:///{folder}/mlflow.db")
 
 
+@pytest.mark.usefixtures("store")
 def test_a_resumed_run_goes_on_at_mlflow_and_a_fresh_one_begins(tmp_path: Path) -> None:
     fit(tmp_path, of_mlflow(tmp_path), 2)
     resumed = of_mlflow(tmp_path)
@@ -69,9 +84,7 @@ def test_the_other_ranks_leave_mlflows_server_alone(tmp_path: Path, monkeypatch:
 
 
 @pytest.mark.thorough
-def test_a_resumed_run_goes_on_at_wandb_and_a_fresh_one_begins(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_resumed_run_goes_on_at_wandb_and_a_fresh_one_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_SILENT", "true")
     offline = ("logger=wandb", "logger.wandb.offline=true")
     names = []
@@ -96,6 +109,7 @@ def test_only_a_checkpoint_of_the_folder_itself_goes_on_at_the_server(tmp_path: 
         assert (tmp_path / "notes_run.json").exists()
 
 
+@pytest.mark.usefixtures("store")
 def test_hyperparameters_may_change_when_a_run_of_mlflow_goes_on(tmp_path: Path) -> None:
     of_mlflow(tmp_path).log_hyperparams({"lr": 0.1})
     resumed = of_mlflow(tmp_path)

@@ -68,7 +68,7 @@ def model(folder: Path, config: Any = None, longest: int = 64) -> Path:
     tokenizer(folder)
     torch.manual_seed(3)
     config = config or LlamaConfig(
-        vocab_size=300, hidden_size=32, intermediate_size=64, num_hidden_layers=4, num_attention_heads=4,
+        vocab_size=300, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, bos_token_id=None, eos_token_id=0, max_position_embeddings=longest,
     )  # fmt: skip
     AutoModelForCausalLM.from_config(config).double().save_pretrained(folder)

@@ -243,8 +243,8 @@ def run(pool: WorkerPool, folder: Path, *overrides: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize(("file", "packing", "strategy", "ranks"), [
     ("chats", "true", "pipeline_zbv", 2),
-    ("questions", "false", "ddp", 2),
     *thorough(
+        ("questions", "false", "ddp", 2),
         ("texts", "true", "tensor_pipeline", 4), ("chats", "false", "pipeline_1f1b", 2),
         ("questions", "true", "fsdp", 2), ("questions", "false", "tensor_parallel", 2),
         ("questions", "false", "hybrid", 8), ("chats", "false", "dp", 1),

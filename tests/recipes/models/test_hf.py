@@ -27,15 +27,15 @@ OPTIMIZER = {"_target_": "torch.optim.AdamW", "lr": 1e-2, "eps": 1e-4}
 LORA = {"r": 4, "target_modules": "all-linear", "init_lora_weights": False}
 CONFIGS: dict[str, Any] = {
     "llama": LlamaConfig(
-        vocab_size=256, hidden_size=32, intermediate_size=64, num_hidden_layers=4, num_attention_heads=4,
+        vocab_size=256, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, bos_token_id=None, eos_token_id=None,
     ),
     "gpt2": GPT2Config(
-        vocab_size=256, n_embd=32, n_layer=4, n_head=4, n_positions=64, bos_token_id=None, eos_token_id=None,
+        vocab_size=256, n_embd=32, n_layer=2, n_head=4, n_positions=64, bos_token_id=None, eos_token_id=None,
         resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
     ),
     "tied": LlamaConfig(
-        vocab_size=256, hidden_size=32, intermediate_size=64, num_hidden_layers=4, num_attention_heads=4,
+        vocab_size=256, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, bos_token_id=None, eos_token_id=None, tie_word_embeddings=True,
     ),
     "gemma3": Gemma3TextConfig(
@@ -91,7 +91,7 @@ def test_a_folder_without_weights_begins_a_new_model(pool: WorkerPool, tmp_path:
     assert_equal(pool.run(train, 2, "pipeline", 2, folder, init=False), reference)
 
 
-@pytest.mark.parametrize("strategy", ["pipeline", *thorough("tensor", "zbv")])
+@pytest.mark.parametrize("strategy", ["tensor", *thorough("pipeline", "zbv")])
 def test_adapters_train_and_nothing_else(pool: WorkerPool, tmp_path: Path, strategy: str) -> None:
     folder = pretrained(tmp_path / "model")
     (reference,) = pool.run(train, 1, "single", 1, folder, LORA, init=False)
@@ -142,8 +142,8 @@ def test_what_is_exported_is_what_one_process_has_trained(pool: WorkerPool, tmp_
     folder = pretrained(tmp_path / "model")
     (folder / "tokenizer.json").write_text("{}")
     one = run(pool, tmp_path / "one", f"model.path={folder}", "strategy=single")
-    four = run(pool, tmp_path / "four", f"model.path={folder}", "strategy=tensor_pipeline", "cluster.devices=4")
-    for source in (one, four.rename(tmp_path / "moved")):
+    two = run(pool, tmp_path / "two", f"model.path={folder}", "strategy=tensor_parallel", "cluster.devices=2")
+    for source in (one, two.rename(tmp_path / "moved")):
         export.main([str(source), f"{source}-exported"])
     assert (tmp_path / "moved-exported" / "tokenizer.json").exists()
     (folder / "tokenizer.json").unlink()
@@ -217,11 +217,11 @@ def test_weights_of_another_format_are_not_taken_for_none(tmp_path: Path, name: 
 def test_weights_that_are_missing_or_damaged_are_refused(tmp_path: Path) -> None:
     folder = pretrained(tmp_path / "model")
     config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 5, "layer_types": None}))
-    with pytest.raises(ValueError, match="has no model.layers.4.* which would begin at random"):
-        CausalLM(path=str(folder), optimizer=OPTIMIZER)
     (folder / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 3, "layer_types": None}))
-    with pytest.warns(UserWarning, match="not used: model.layers.3"):
+    with pytest.raises(ValueError, match="has no model.layers.2.* which would begin at random"):
+        CausalLM(path=str(folder), optimizer=OPTIMIZER)
+    (folder / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 1, "layer_types": None}))
+    with pytest.warns(UserWarning, match="not used: model.layers.1"):
         CausalLM(path=str(folder), optimizer=OPTIMIZER)
     files = sorted(folder.glob("*.safetensors"))
     files[1].write_bytes(files[1].read_bytes()[:100])
