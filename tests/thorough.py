@@ -8,5 +8,6 @@ import pytest
 
 
 def thorough(*rows: Any) -> list[Any]:
-    """These rows, marked for ``make thorough``: ``make test`` leaves them out, so that it takes about ten minutes."""
+    """These rows, marked for ``make thorough``: ``make test`` leaves them out, so that it takes minutes. The other rows
+    of a table have each layout, each feature and each kind of model once, at least."""
     return [pytest.param(*(row if isinstance(row, tuple) else (row,)), marks=pytest.mark.thorough) for row in rows]

@@ -11,7 +11,8 @@ import pytest
 
 from tests.clusters.slurm import Slurm, missing, slurm
 
-pytestmark = pytest.mark.skipif(bool(missing()), reason=f"no {', '.join(missing())} on this machine")
+REASON = f"no {', '.join(missing())} on this machine"
+pytestmark = [pytest.mark.thorough, pytest.mark.skipif(bool(missing()), reason=REASON)]
 
 PREEMPTED = """\
 #!/bin/bash

@@ -22,6 +22,7 @@ from tests.clusters.disturbed import (
     variables,
 )
 
+pytestmark = pytest.mark.thorough
 AGENT = [sys.executable, "-m", "torch.distributed.run"]
 
 
@@ -32,7 +33,6 @@ def run_agents(folder: Path, *options: str) -> list[str]:
     return run_beside([*program, *command(folder, "cluster=torchrun", *options)], [{}, {}])
 
 
-@pytest.mark.thorough  # the sample of clusters in `make test` is a SLURM of this machine
 def test_after_a_kill_two_agents_go_on_where_the_run_was_saved(tmp_path: Path, undisturbed: dict[str, float]) -> None:
     run_agents(tmp_path, KILL)
     killed, last = attempts(tmp_path)
@@ -41,7 +41,6 @@ def test_after_a_kill_two_agents_go_on_where_the_run_was_saved(tmp_path: Path, u
     assert numbers(tmp_path) == undisturbed
 
 
-@pytest.mark.thorough
 def test_after_a_kill_workers_of_a_written_config_go_on(tmp_path: Path, undisturbed: dict[str, float]) -> None:
     """Of ``launch=false``, which says how torchrun starts them."""
     run([sys.executable, *command(tmp_path, KILL, "launch=false")])
@@ -51,7 +50,6 @@ def test_after_a_kill_workers_of_a_written_config_go_on(tmp_path: Path, undistur
     assert numbers(tmp_path) == undisturbed
 
 
-@pytest.mark.thorough
 def test_processes_of_another_launcher_join(tmp_path: Path, undisturbed: dict[str, float]) -> None:
     """Such as MPI's: it sets variables for each, and has no store."""
     common = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
@@ -60,7 +58,6 @@ def test_processes_of_another_launcher_join(tmp_path: Path, undisturbed: dict[st
     assert numbers(tmp_path) == undisturbed
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize(("processes", "options", "said"), [
     (3, ["cluster=torchrun", "cluster.devices=2"], "cluster.devices=2 is for 2 processes, but 3 have been started"),
     (2, ["cluster=local"], "this is one of 2 processes that have been started, and each would start workers"),
@@ -74,14 +71,12 @@ def test_other_processes_than_the_config_s_are_refused(
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize(("options", "code"), [(["launch=false"], 0), (["strategy=nothing"], 1)])
 def test_where_rank_0_has_no_config_the_others_leave_with_it(tmp_path: Path, options: list[str], code: int) -> None:
     program = [*AGENT, "--standalone", "--nproc-per-node=2", *command(tmp_path, "cluster=torchrun", *options)]
     assert subprocess.run(program, cwd=ROOT, env=variables(), capture_output=True, timeout=100).returncode == code
 
 
-@pytest.mark.thorough
 def test_without_torchrun_it_says_what_to_start(tmp_path: Path) -> None:
     program = [sys.executable, *command(tmp_path, "cluster=torchrun")]
     done = subprocess.run(program, cwd=ROOT, env=variables(), text=True, capture_output=True, timeout=200)

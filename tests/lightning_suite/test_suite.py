@@ -34,6 +34,7 @@ def test_without_a_trainer():
 """
 
 
+@pytest.mark.thorough  # of a tool, `make lightning-tests`, which starts pytest three times
 @pytest.mark.skipif(sys.platform != "linux", reason="it forks")
 def test_a_test_has_to_pass_on_both_ranks(tmp_path: Path) -> None:
     folder, among = tmp_path / "tests_pytorch", tmp_path / "among"

@@ -101,6 +101,7 @@ class StopsOnRankOne(FailsOnRankOne):
         return super().training_step(batch, batch_idx)
 
 
+@pytest.mark.thorough  # test_launch.py starts such workers; the tests below stop others
 def test_a_stopped_worker_ends_the_others_and_is_named(tmp_path: Path) -> None:
     config_file = of_two_replicas(tmp_path, "tests.recipes.test_local.StopsOnRankOne", "strategy.timeout=3")
     with pytest.raises(WorkersFailed, match="stopped") as raised:
