@@ -67,8 +67,10 @@ ELSEWHERE += [line.partition("-m recipes.train ")[2].split() for line in COMMAND
 TOURS = commands(ROOT / "docs" / "pretrained.md", ROOT / "docs" / "images.md")
 ON_TOURS = [shlex.split(line.removeprefix(TRAIN)) for line in TOURS]
 HERE = [words for words in TRAININGS if words not in [*ELSEWHERE, *ON_TOURS]]
-# A worker sees nothing new in what these say; experiments, ways to debug and trackers are in tests/recipes.
-SEEN = "-m|hparams_search|experiment|debug|hydra|launch|cluster.max_restarts|trainer.max_steps|logger=(mlflow|wandb)"
+# A worker sees nothing new in what these say; experiments, ways to debug, trackers and some strategies are in
+# tests/recipes.
+SEEN = "strategy=(single|tensor_parallel)$|-m|hparams_search|experiment|debug|hydra|launch|cluster.max_restarts|"
+SEEN += "trainer.max_steps|logger=(mlflow|wandb)"
 REPEATED = [words for words in HERE if any(re.match(SEEN, word) for word in words)]
 TARGETS = [command for command in COMMANDS if command.startswith("make ")]
 

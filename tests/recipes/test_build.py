@@ -8,14 +8,13 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from hydra.utils import get_class
 from lightning.pytorch.callbacks import ModelCheckpoint, TQDMProgressBar
 from lightning.pytorch.loggers import TensorBoardLogger
 
 from recipes import build
 from recipes.logs import ContinuedCSVLogger
 from recipes.schema import world_size
-from tests.recipes.test_configs import GROUPS, composed
+from tests.recipes.test_configs import composed
 
 
 class OwnModel(L.LightningModule):
@@ -88,13 +87,6 @@ def test_replicas_in_one_process_are_as_many_as_the_devices(tmp_path: Any) -> No
     trainer = build.trainer(config)
     assert world_size(config) == 1 and trainer.world_size == 1
     assert len(trainer.strategy.parallel_devices) == 3  # type: ignore[attr-defined]
-
-
-@pytest.mark.parametrize("option", [option for option in GROUPS["strategy"] if option != "single"])
-def test_every_strategy_takes_the_nulls_of_its_config(option: str) -> None:
-    node = composed(f"strategy={option}")["strategy"]
-    built = build.strategy({"strategy": node})
-    assert isinstance(built, get_class(node["_target_"]))
 
 
 def test_a_strategy_s_refusal_is_raised_as_it_is() -> None:

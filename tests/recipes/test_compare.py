@@ -28,6 +28,7 @@ from recipes.problem import ConfigError
 from recipes.schema import world_size
 from tests.pool import WorkerPool
 from tests.recipes.test_launch import processes_of
+from tests.thorough import thorough
 
 TINY = ["model=mlp", "data=digits", "model.width=16", "data.batch_size=12", "trainer.max_steps=8"]
 MIB = 2**20
@@ -72,7 +73,7 @@ def measured(pool: WorkerPool, tmp_path: Path) -> Measured:
     return measure_one
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "tensor_parallel", "dp"])
+@pytest.mark.parametrize("strategy", ["fsdp", "tensor_parallel", "dp", *thorough("ddp")])
 def test_what_collectives_send_is_what_theory_says(measured: Measured, strategy: str) -> None:
     row, _ = measured(strategy, "trainer.max_steps=7")  # 6 and 7 are counted; in 8 tensor ranks compare their losses
     parameters = 4 * (64 * 16 + 16 + 2 * (16 * 16 + 16) + 10 * 16 + 10)  # bytes of an MLP of three hidden layers
@@ -93,7 +94,7 @@ def test_what_collectives_send_is_what_theory_says(measured: Measured, strategy:
         assert (row.processes, row.devices) == (1, 2)
 
 
-@pytest.mark.parametrize("strategy", ["pipeline_1f1b", "pipeline_async"])
+@pytest.mark.parametrize("strategy", ["pipeline_async", *thorough("pipeline_1f1b")])
 def test_what_a_pipeline_sends_is_activations_and_their_gradients(measured: Measured, strategy: str) -> None:
     row, ranks = measured(strategy)
     count = 4 if strategy == "pipeline_async" else 8  # microbatches
@@ -196,8 +197,8 @@ def test_the_report_is_written_with_what_failed(tmp_path: Path) -> None:
     (["strategy=ddp"], r"strategy=ddp: several are compared; use strategies=\[...\]"),
     (["hydra.run.dir=X"], "hydra.run.dir=X: Hydra runs nothing here; use output=X"),
     (["output=/tmp"], "output=/tmp: is there already"),
-    (["model.widht=3"], "model.widht=3: no such key in model; did you mean width"),
-    (["trainer.max_steps=5"], "trainer.max_steps=5: too few to be measured; use 6 or more"),
+    (["strategies=[ddp]", "model.widht=3"], "model.widht=3: no such key in model; did you mean width"),
+    (["strategies=[ddp]", "trainer.max_steps=5"], "trainer.max_steps=5: too few to be measured; use 6 or more"),
     (["strategy.stagez=2"], "strategy.stagez=2: none of single, dp, .* has such a value"),
 ])  # fmt: skip
 def test_what_cannot_be_compared_is_refused_before_anything_starts(words: list[str], message: str) -> None:

@@ -19,7 +19,7 @@ from hydra import compose, initialize_config_dir
 from hydra.utils import get_class
 
 from lightning_parallel.settings import settings_of
-from recipes import CONF, schema
+from recipes import CONF, build, schema
 from recipes.compose import resolved
 from recipes.examples import DATA, MODELS
 from recipes.models.muon import MuonAdamW
@@ -140,6 +140,7 @@ CHOSEN = {
 @pytest.mark.parametrize("strategy", [option for option in GROUPS["strategy"] if option not in ("single", "ddp")])
 def test_a_strategy_s_config_has_every_setting_of_the_strategy_with_its_default(strategy: str) -> None:
     node = composed(f"strategy={strategy}")["strategy"]
+    assert isinstance(build.strategy({"strategy": node}), get_class(node["_target_"]))
     target = node.pop("_target_")
     options = schema.BY_TARGET["strategy"][target]
     defaults = {field.name: field.default for field, _ in settings_of(options)}

@@ -119,7 +119,7 @@ def test_a_failing_rank_is_named_and_the_launcher_is_left_as_it_was(
     started = time.monotonic()
     with pytest.raises(WorkersFailed, match="ValueError: no luck today") as raised:
         LocalLauncher(devices=2, threads=1).launch(config_file, processes=2)
-    assert time.monotonic() - started < 60  # rank 0 waited in a collective without an end
+    assert time.monotonic() - started < 200  # rank 0 waited in a collective that would end after half an hour
     assert (raised.value.failure.rank, raised.value.failure.place) == (1, "replica 1 of 2")
     told = str(raised.value)
     assert told.startswith("rank 1 of 2 (replica 1 of 2) failed:") and told.count("no luck today") == 2  # source line

@@ -33,6 +33,7 @@ from recipes.problem import ConfigError
 from recipes.search import Pruning, TrialsFailed, split, study
 from tests.clusters.disturbed import variables
 
+TRIALS = 5
 Objective = Callable[[int, float], Any]
 Launched = list[tuple[int, float]]  # the numbers of trials, and what they were tried with
 
@@ -121,7 +122,7 @@ def search(tmp_path: Path) -> Iterator[Search]:
 
         def run(objective: Objective, launched: Launched | None = None, **settings: Any) -> Launched:
             launched = [] if launched is None else launched
-            node = OmegaConf.merge(config.hydra.sweeper, {"n_trials": 10, **settings})
+            node = OmegaConf.merge(config.hydra.sweeper, {"n_trials": TRIALS, **settings})
             sweeper = OptunaSweeper(**{key: node[key] for key in node if key not in ("_target_", "_recursive_")})
             sweeper.hydra_context, sweeper.config = context, config
             sweeper.launcher = Formula(tmp_path, objective, launched)
@@ -147,15 +148,15 @@ def test_a_search_that_was_ended_goes_on(search: Search, tmp_path: Path) -> None
     with pytest.raises(KeyboardInterrupt):
         search(interrupted, first)
     rest = search(distance)
-    assert [number for number, _ in first] == [0, 1, 2] and [number for number, _ in rest] == list(range(2, 10))
-    assert rest[0] == first[2] and len({lr for _, lr in first + rest}) == 10
-    assert search(distance) == []  # it has its ten
+    assert [number for number, _ in first] == [0, 1, 2] and [number for number, _ in rest] == list(range(2, TRIALS))
+    assert rest[0] == first[2] and len({lr for _, lr in first + rest}) == TRIALS
+    assert search(distance) == []  # it has all
 
 
 @pytest.mark.thorough
 def test_several_trials_at_a_time(search: Search, tmp_path: Path) -> None:
-    assert [number for number, _ in search(distance, n_jobs=4)] == list(range(10))
-    assert len(study(tmp_path, "minimize").get_trials(states=[TrialState.COMPLETE])) == 10
+    assert [number for number, _ in search(distance, n_jobs=4)] == list(range(TRIALS))
+    assert len(study(tmp_path, "minimize").get_trials(states=[TrialState.COMPLETE])) == TRIALS
 
 
 @pytest.mark.thorough
@@ -169,7 +170,7 @@ def test_a_failed_trial_is_one_of_many(search: Search, tmp_path: Path) -> None:
             raise ConfigError(["width=65 does not divide"])
         return math.nan if number in (7, 8) else distance(number, lr)
 
-    search(fails)
+    search(fails, n_trials=10)
     states = [trial.state for trial in study(tmp_path, "minimize").get_trials()]
     assert [number for number, state in enumerate(states) if state == TrialState.COMPLETE] == [0, 3, 6, 9]
 
