@@ -31,12 +31,11 @@ from lightning_parallel.seeding import mix, seed_host_generators
 from lightning_parallel.set_up.dry_runs import DryRuns
 from lightning_parallel.set_up.splitting import Splitting
 from lightning_parallel.set_up.tensor_shards import TensorShards
+from lightning_parallel.steps.changes import StepChanges
 from lightning_parallel.steps.earlier_chunks import EarlierChunks
 from lightning_parallel.steps.effects import StepEffects
 from lightning_parallel.steps.loss_means import LossMeans
-from lightning_parallel.steps.once_a_batch import OnceABatch
 from lightning_parallel.steps.sample_mixing import SampleMixing
-from lightning_parallel.steps.unseen_writes import UnseenWrites
 
 _RETURNED = "outputs['{}']"  # the name under which a number that the step returns is recorded
 
@@ -68,8 +67,8 @@ class Microbatches:
         self._recorder = LogRecorder()  # of the batch that is running
         self._effects = StepEffects(run)
         self._mixing = SampleMixing(run, last_stage, stage.partition)
-        self.once = OnceABatch(run.module)
-        self._unseen = UnseenWrites(run.module, [name for name, on in stage.partition.buffers.items() if len(on) > 1])
+        shared = [name for name, on in stage.partition.buffers.items() if len(on) > 1]
+        self.changes = StepChanges(run.module, shared)
         self.count = 0
         self._is_watched = False  # in the last batch, did this stage end steps that aren't called as in one process?
         self._is_first_batch = True
@@ -103,7 +102,7 @@ class Microbatches:
 
         is_first, self._is_first_batch = self._is_first_batch, False
         self._prepare_for(trial(parts[0], seeds[0], counts[0]), len(parts), is_first)
-        tries = not self.once.names  # a trial would change them once more, before the backward
+        tries = not self.changes.known  # a trial would change them once more, before the backward
         tries_mixing = tries and is_first and not self._splitting.by_user
         work: dict[int, Microbatch] = {}
         for k, (part, seed) in enumerate(zip(parts, seeds, strict=True)):
@@ -128,9 +127,7 @@ class Microbatches:
         flow = self._dry_runs.follow("training_step", trial, microbatches)
         if is_first:
             together(None, self._effects.check)
-        chunks = len(self._stage.chunks)
-        self.once.follow(() if flow is None else flow.updated, microbatches * chunks)
-        self._unseen.follow(self.once.names, microbatches, chunks)
+        self.changes.follow(() if flow is None else flow.updated, microbatches, len(self._stage.chunks))
 
     def _trial(self, arguments: tuple[Any, ...], size: int, seed: int) -> Any:
         """The user's step on a copy of a batch or a microbatch, for a dry run or a trial."""
@@ -142,7 +139,7 @@ class Microbatches:
         """The user's step on the microbatch of this index."""
         step = partial(self._earlier.run, self._noted_step, *arguments)
         run = partial(self._shards.run, step, "training_step")
-        with self._prepared(size, seed), self.once.around_run(), self._unseen.around_run(index):
+        with self._prepared(size, seed), self.changes.around_run(index):
             return self._effects.run(run) if self._is_watched else run()
 
     def _noted_step(self, *arguments: Any) -> Any:

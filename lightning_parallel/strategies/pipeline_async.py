@@ -227,9 +227,9 @@ class AsyncPipelineStrategy(StagedStrategy):
                 f"asynchronous pipeline each stage steps inside it. Use optimizer.step(closure=closure) in every batch."
             )
         work, loss = microbatches.of((*args, *kwargs.values()), first=self.training.fed)
-        if microbatches.once.names:
+        if microbatches.changes.known:
             raise ValueError(
-                f"training_step changes {microbatches.once.names[0]!r}. In the asynchronous pipeline several "
+                f"training_step changes {microbatches.changes.known[0]!r}. In the asynchronous pipeline several "
                 f"batches are under way at once: change it in on_train_batch_end, or use PipelineStrategy."
             )
         actions = self.training.feed(engine, len(work), ends_update=self._steps)

@@ -1,8 +1,15 @@
-"""Ends the run if the step changes what the dry run hasn't seen it change: a parameter, or a buffer of several stages.
+"""Lets a step change parameters and buffers once a batch, not once a microbatch, or refuses the change.
 
-The step is called for each microbatch, so it would change each time what one process changes once a batch. What the dry
-run sees, ``once_a_batch.py`` prevents. But layers are absent then, and a change may come later
-(``if batch_idx == 100``). The versions that autograd counts tell of both, and cost nothing to read::
+The step runs for each microbatch, and on a stage with several chunks for each of them. What the dry run sees it change,
+such as a mean teacher, gets its old value back before each run but the first::
+
+    one process           t --step--> t'
+    three microbatches    t --step--> t'   back to t --step--> t'   back to t --step--> t'
+
+The versions that autograd counts go back, too: the backward of an earlier microbatch may have saved t'.
+
+But layers are absent in the dry run, and a change may come later (``if batch_idx == 100``). Such a change of a
+parameter, or of a buffer of several stages, ends the run. The versions tell of it, and cost nothing to read::
 
     microbatch 0      version 7 -> 8   written to
     microbatch 1      version 8 -> 9   written to again: the values before and after it are compared.
@@ -14,13 +21,14 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from lightning_parallel.absent.tensor import AbsentTensor
 from lightning_parallel.interception import LeaveStep
-from lightning_parallel.private.torch import parameters_of, version_of
+from lightning_parallel.private.torch import parameters_of, set_version, version_of
 from lightning_parallel.ranks.writes import digest
 
 _WATCHED = 2  # microbatches of a batch
@@ -28,12 +36,41 @@ _WATCHED = 2  # microbatches of a batch
 _FIX = "Change it in a hook such as on_train_batch_end, or use microbatches=1."
 
 
-class UnseenWrites:
-    """Watches the parameters of ``module`` in each batch's first microbatches, and in all microbatches ``shared``, the
-    buffers of layers that other stages read."""
+@dataclass(frozen=True)
+class _State:
+    """The value of a tensor, the memory where it lay, and its version."""
+
+    value: Tensor
+    memory: Tensor
+    version: int
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> _State:
+        return cls(tensor.detach().clone(), tensor.data, version_of(tensor))
+
+    def put_into(self, tensor: Tensor) -> None:
+        if tensor.data_ptr() != self.memory.data_ptr():
+            tensor.data = self.memory  # the step has replaced it, and an earlier microbatch's backward may read that
+        tensor.data.copy_(self.value)  # .data counts no version up
+        set_version(tensor, self.version)
+
+
+class StepChanges:
+    """Watches the runs of a step on ``module``.
+
+    Args:
+        shared: the buffers of layers that other stages read.
+
+    Attributes:
+        known: the parameters and buffers of which the dry run knows that they change in the batch that is running.
+    """
 
     def __init__(self, module: nn.Module, shared: Collection[str] = ()) -> None:
         self._module, self._shared = module, shared
+        self.known: list[str] = []
+        self._changing: dict[str, Tensor] = {}  # those of them that are on this stage
+        self._before: dict[str, _State] = {}  # their states before the first run
+        self._after: dict[str, _State] = {}  # and after the first run that has changed them
         names = {id(parameter): name for name, parameter in module.named_parameters()}
         # Where modules keep their parameters: gathering replaces them, and so does another version of the weights.
         self._slots = [
@@ -42,8 +79,7 @@ class UnseenWrites:
             for key, parameter in parameters_of(submodule).items()
             if parameter is not None
         ]
-        self._known: Collection[str] = ()
-        self._is_on = False  # does a batch take several runs?
+        self._is_watched = False  # does a batch take several runs?
         self._must_all_change = False  # would each microbatch's run have to make a change?
         self._written: set[str] = set()  # by exactly one run of this batch so far
         self._put_back: set[str] = set()  # in each run, after a write: so does PEFT, for the time of a call
@@ -60,51 +96,59 @@ class UnseenWrites:
                 f"training_step has changed '{min(self._written)}' for one microbatch and not for another, so by what "
                 f"is in it. In one process it sees the whole batch. {_FIX}"
             )
-        self._known, self._written = known, set()
-        self._is_on, self._must_all_change = microbatches * chunks > 1, microbatches > 1 and chunks == 1
+        self.known, self._written = sorted(known), set()
+        self._is_watched, self._must_all_change = microbatches * chunks > 1, microbatches > 1 and chunks == 1
+        self._changing, self._before, self._after = {}, {}, {}
+        if known and self._is_watched:
+            tensors = dict(self._module.named_parameters()) | dict(self._module.named_buffers())
+            self._changing = {name: tensors[name] for name in known if not isinstance(tensors[name], AbsentTensor)}
+            self._before = {name: _State.of(tensor) for name, tensor in self._changing.items()}
 
     @contextmanager
     def around_run(self, index: int) -> Iterator[None]:
         """A context for one run of the step, with the batch's microbatch of this index.
 
         Raises:
-            RuntimeError: a layer has changed a buffer that other stages read; or a second run has changed a parameter.
+            RuntimeError: a layer has changed a buffer that other stages read; a second run has changed a parameter; or
+                a run has changed a tensor that is known to change to something else than the first run.
         """
+        for name, before in self._before.items():
+            before.put_into(self._changing[name])
         buffers = self._buffers()
-        parameters = self._parameters() if self._is_on and index < _WATCHED else {}
+        parameters = self._parameters() if self._is_watched and index < _WATCHED else {}
         values = {name: digest(parameters[name][0]) for name in self._written if name in parameters}
         try:
             yield
         except LeaveStep:
-            self._check(buffers, parameters, values)
+            self._end_run(buffers, parameters, values)
             raise
-        else:
-            self._check(buffers, parameters, values)
+        self._end_run(buffers, parameters, values)
 
     def _buffers(self) -> dict[str, tuple[int, int]]:
         """The identities and versions of the shared buffers that mustn't change."""
-        buffers = ((name, self._module.get_buffer(name)) for name in self._shared if name not in self._known)
+        buffers = ((name, self._module.get_buffer(name)) for name in self._shared if name not in self.known)
         here = ((name, buffer) for name, buffer in buffers if not isinstance(buffer, AbsentTensor))
         return {name: (id(buffer), version_of(buffer)) for name, buffer in here}
 
     def _parameters(self) -> dict[str, tuple[Tensor, int, int]]:
-        """The parameters that are watched, with their addresses and versions."""
+        """The parameters that mustn't change, with their addresses and versions."""
         found = ((name, store.get(key)) for store, key, name in self._slots)
         return {
             name: (parameter, parameter.data_ptr(), version_of(parameter))
             for name, parameter in found
             if parameter is not None
             and not isinstance(parameter, AbsentTensor)
-            and name not in self._known
+            and name not in self.known
             and name not in self._put_back
         }
 
-    def _check(
+    def _end_run(
         self,
         buffers: dict[str, tuple[int, int]],
         parameters: dict[str, tuple[Tensor, int, int]],
         values: dict[str, Tensor],
     ) -> None:
+        """Check what a run has changed, given the state before it."""
         for name, state in self._buffers().items():
             if state != buffers[name]:
                 raise RuntimeError(
@@ -123,4 +167,17 @@ class UnseenWrites:
                 raise RuntimeError(
                     f"training_step has changed '{name}' inside a layer, or not in the first step. It is called for "
                     f"each microbatch, and would change it each time. {_FIX}"
+                )
+        for name, before in self._before.items():
+            tensor = self._changing[name]
+            if torch.equal(tensor, before.value):
+                # Left before the change, for an earlier chunk, whose backward may read what other runs leave.
+                if name in self._after:
+                    self._after[name].put_into(tensor)
+            elif name not in self._after:
+                self._after[name] = _State.of(tensor)
+            elif not torch.equal(tensor, self._after[name].value):
+                raise RuntimeError(
+                    f"training_step changes '{name}' by what is in the batch. It is called for each microbatch, and "
+                    f"changes it otherwise in each: use microbatches=1."
                 )
