@@ -37,39 +37,35 @@ from lightning_parallel.timeline.recording import Timeline
 
 @dataclass(frozen=True)
 class Again:
-    """Runs the last chunk's part of a microbatch's step again, without a backward.
+    """Runs a chunk's part of a microbatch's step again, without a backward.
 
     Attributes:
         arrived: the tensors that arrived for it; None if they weren't kept.
-        dtype: the dtype of its loss.
-        run: runs a step with such activations, and returns its loss.
+        run: runs a step with such activations. It returns the loss in the last chunk, in others what would be sent on.
     """
 
+    chunk: int
     arrived: list[Tensor] | None
-    dtype: torch.dtype
-    run: Callable[[Callable[[], Any], Sequence[Tensor]], Tensor]
+    run: Callable[[Callable[[], Any], Sequence[Tensor]], Any]
 
 
 @dataclass(frozen=True)
 class Trial:
-    """An experiment that follows a microbatch's forward in the last chunk.
+    """An experiment that follows a microbatch's forward in a chunk.
 
     Attributes:
-        wants_activations: whether the tensors that arrive are to be kept for it.
-        run: called with the loss, its terms if they have been read, and an :class:`Again`.
+        wants_activations: whether the tensors that arrive are to be kept for it; called with whether the chunk is the
+            last.
+        run: called with an :class:`Again`, the loss in the last chunk, and its terms if they have been read.
     """
 
-    wants_activations: Callable[[], bool]
-    run: Callable[[Tensor, list[Term], Again], None]
+    wants_activations: Callable[[bool], bool]
+    run: Callable[[Again, Tensor | None, list[Term]], None]
 
 
 # A context around autograd's part of an action that completes a chunk's gradients for an update (both halves of a
 # backward do). It is given the chunk, and the edges at which the backward begins; none for a second half.
 Completing = Callable[[int, Sequence[GradientEdge]], AbstractContextManager[None]]
-
-# An experiment that follows a microbatch's forward in another chunk. It is called with the chunk, what arrived for it,
-# and a function that runs a step on such activations again, and returns what would be sent on.
-Mixing = Callable[[int, list[Tensor], Callable[[Callable[[], Any], Sequence[Tensor]], list[Tensor]]], None]
 
 
 @dataclass(frozen=True)
@@ -83,8 +79,7 @@ class Microbatch:
         index: the microbatch's number within its batch, for which formats of messages are remembered.
         seed: the seed of the random numbers that its forward draws.
         ends_batch: whether it is the batch's last.
-        trial: an experiment on how the batch's loss is made from those of microbatches; None for none.
-        mixing: an experiment on how what is sent on is made from samples; None for none.
+        trial: an experiment on how what a batch gives is made from what microbatches give; None for none.
     """
 
     step: Callable[[], Any]
@@ -94,7 +89,6 @@ class Microbatch:
     seed: int
     ends_batch: bool
     trial: Trial | None = None
-    mixing: Mixing | None = None
 
 
 @dataclass(frozen=True)
@@ -180,18 +174,17 @@ class Chunk:
         """
         self._generators.seed(microbatch.seed)
         trial, out = microbatch.trial, self._ends.activations_out
-        is_last = out is None
-        keeps = trial is not None and trial.wants_activations() if is_last else microbatch.mixing is not None
+        keeps = trial is not None and trial.wants_activations(out is None)
         run = partial(self._run, "forward", number, microbatch.step, next_index, keeps)
         (output, arrival, copies), token = self._weights.forward(run)
         edges: list[GradientEdge] = []
         gradients: Format = ()
         sent = 0
+        loss: Tensor | None = None
+        terms: list[Term] = []
         if out is None:
             loss = self._loss_of(output)
             terms = microbatch.loss.add(microbatch.index, loss)
-            if trial is not None:
-                trial.run(loss, terms, Again(copies, loss.dtype, lambda *given: self._loss_of(self._again(*given))))
         else:
             if microbatch.ends_batch:
                 output = self._asking(output, arrival)
@@ -199,9 +192,8 @@ class Chunk:
             sent = out.sent
             self._is_unanswered = not gradients
             edges = [get_gradient_edge(t) for t in output if t.requires_grad]
-            if microbatch.mixing is not None:
-                assert copies is not None, "kept for it"
-                microbatch.mixing(self._index, copies, self._again)
+        if trial is not None:
+            trial.run(Again(self._index, copies, self._again), loss, terms)
         self._in_flight.append(_InFlight(number, microbatch, edges, gradients, sent, arrival, token))
         self._post_gradients()
         return [output] if out is None else []
@@ -236,11 +228,12 @@ class Chunk:
         return [t.detach().requires_grad_() if i == first else t for i, t in enumerate(output)]
 
     def _again(self, step: Callable[[], Any], tensors: Sequence[Tensor]) -> Any:
-        """Run a step on given activations."""
+        """Run a step on given activations. Returns its loss in the last chunk, in others what would be sent on."""
         format = tuple((tuple(tensor.shape), tensor.dtype, tensor.is_floating_point()) for tensor in tensors)
         arrival = None if self._ends.activations_in is None else Arrival([*tensors], format)
         with self._generators.kept():
-            return self._stage.run(step, arrival, self._index)
+            output = self._stage.run(step, arrival, self._index)
+        return self._loss_of(output) if self._ends.activations_out is None else output
 
     def evaluate(self, step: Callable[[], Any], number: int) -> Any:
         """Run a forward only, with one message a batch. It returns when the output has arrived: messages of a process

@@ -1,6 +1,6 @@
 """Weights the losses of microbatches: by what each averages over, or by ``microbatch_weight``.
 
-The rule is tried on the last stage, where losses are (``loss_pairs.py``). What can't be right is warned of once, by the
+The rule is tried on the last stage, where losses are (``pairs.py``). What can't be right is warned of once, by the
 lines that divide the loss.
 """
 
@@ -16,9 +16,10 @@ from torch import Tensor
 from lightning_parallel.losses.normaliser import BatchLoss, Rule
 from lightning_parallel.losses.trial import Findings
 from lightning_parallel.pipeline.chunk import Trial
+from lightning_parallel.plan.partition import Partition
 from lightning_parallel.ranks.run import Run
 from lightning_parallel.results.last_stage import LastStage
-from lightning_parallel.steps.loss_pairs import LossPairs, Step
+from lightning_parallel.steps.pairs import PairTrials, Step
 from lightning_parallel.values import first_few
 
 _UNTRIED = 3  # batches without a trial that has shown anything are warned of
@@ -42,14 +43,15 @@ class LossMeans:
         run: Run,
         wanted: Callable[[Any], float] | None,
         last_stage: LastStage,
+        partition: Partition,
         known: Callable[[], Container[str]],
         *,
         by_user: bool,
     ) -> None:
         self._run, self._wanted, self._known, self._by_user = run, wanted, known, by_user
-        self._pairs = LossPairs(run, last_stage, self._take)
+        self._pairs = PairTrials(run, last_stage, partition, self._take)
         self._warned: set[str] = set()
-        self._is_first_batch = True
+        self._is_first_batch: bool | None = None  # before the first one
         self._rule = Rule.COUNTS
         self._rules = frozenset(Rule)  # of which it is one
         self._rules_of_logs: dict[str, frozenset[Rule]] = {}
@@ -67,22 +69,24 @@ class LossMeans:
         Raises:
             ValueError: ``microbatch_weight`` returned something else than a number of at least 0.
         """
-        first, self._is_first_batch = self._is_first_batch, False
+        self._is_first_batch = self._is_first_batch is None
         batches = self._run.trainer.accumulate_grad_batches
         if len(parts) == 1:
             return BatchLoss(sizes, batches=batches)
         if self._wanted is None:
             return BatchLoss(sizes, self._rule, batches=batches)
         # In the first batch on all stages, so that an error is raised on all.
-        given = self._by_function(self._wanted, parts) if first or self._run.layout.is_last_stage else None
+        asked = self._is_first_batch or self._run.layout.is_last_stage
+        given = self._by_function(self._wanted, parts) if asked else None
         return BatchLoss(sizes, given=given, batches=batches)
 
     def trial(self, step: Step, batch: Any, sizes: Sequence[int], index: int, batch_loss: BatchLoss) -> Trial | None:
-        """What a microbatch is tried with (:meth:`.LossPairs.trial`)."""
-        known = len(sizes) == 1 or self._wanted is not None or "loss" in self._warned
-        if known or self._by_user or not self._run.layout.is_last_stage:
+        """What a microbatch of the batch that :meth:`of` has begun is tried with (:meth:`.PairTrials.trial`)."""
+        if len(sizes) == 1 or self._by_user:
             return None
-        return self._pairs.trial(step, batch, sizes, index, batch_loss)
+        tries = self._wanted is None and "loss" not in self._warned and self._run.layout.is_last_stage
+        layers = self._is_first_batch is True and index < 2
+        return self._pairs.trial(step, batch, sizes, index, batch_loss if tries else None, layers=layers)
 
     def check(self, loss: BatchLoss) -> None:
         """All microbatches of a batch have run: warn if no weights suit its loss. A GPU's answer is read in the next

@@ -35,7 +35,6 @@ from lightning_parallel.steps.changes import StepChanges
 from lightning_parallel.steps.earlier_chunks import EarlierChunks
 from lightning_parallel.steps.effects import StepEffects
 from lightning_parallel.steps.loss_means import LossMeans
-from lightning_parallel.steps.sample_mixing import SampleMixing
 
 _RETURNED = "outputs['{}']"  # the name under which a number that the step returns is recorded
 
@@ -66,7 +65,6 @@ class Microbatches:
         self._joins = LogJoins()
         self._recorder = LogRecorder()  # of the batch that is running
         self._effects = StepEffects(run)
-        self._mixing = SampleMixing(run, last_stage, stage.partition)
         shared = [name for name, on in stage.partition.buffers.items() if len(on) > 1]
         self.changes = StepChanges(run.module, shared)
         self.count = 0
@@ -103,7 +101,6 @@ class Microbatches:
         is_first, self._is_first_batch = self._is_first_batch, False
         self._prepare_for(trial(parts[0], seeds[0], counts[0]), len(parts), is_first)
         tries = not self.changes.known  # a trial would change them once more, before the backward
-        tries_mixing = tries and is_first and not self._splitting.by_user
         work: dict[int, Microbatch] = {}
         for k, (part, seed) in enumerate(zip(parts, seeds, strict=True)):
             again = partial(trial, seed=seed, size=counts[k])
@@ -115,7 +112,6 @@ class Microbatches:
                 seed=seed,
                 ends_batch=k == len(parts) - 1,
                 trial=self._means.trial(again, batch, counts, k, loss) if tries else None,
-                mixing=self._mixing.trial(again, batch, counts, k) if tries_mixing else None,
             )
         of_whole = trial(batch, mix(self._run.seed, number), sum(counts))
         whole = partial(self._dry_runs.logged, "training_step", of_whole) if self._dry_runs.may_repeat else dict

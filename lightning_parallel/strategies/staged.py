@@ -193,7 +193,8 @@ class StagedStrategy(LayoutStrategy):
         earlier = EarlierChunks(module, stage)
         evaluation = Evaluation(run, engine, self._stages, dry_runs, last_stage, self._shards, earlier)
         known = partial(dry_runs.known, "training_step")
-        means = LossMeans(run, self.options.microbatch_weight, last_stage, known, by_user=splitting.by_user)
+        weight = self.options.microbatch_weight
+        means = LossMeans(run, weight, last_stage, stage.partition, known, by_user=splitting.by_user)
         microbatches = Microbatches(
             run,
             splitting,
