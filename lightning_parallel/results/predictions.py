@@ -10,6 +10,7 @@ turn, so the k-th batches of all replicas hold the samples of as many batches of
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -104,26 +105,17 @@ def _rows(parts: Sequence[Any], counts: Sequence[int], places: Sequence[tuple[in
         if any(not part.dim() or len(part) != n for part, n in zip(parts, counts, strict=True)) or len(shapes) > 1:
             raise _NotBySampleError
         return torch.stack([parts[part][row] for row, part in places])
-    items = _items(parts, counts, places)
-    try:
-        members_rows = _rows_of_members(parts, counts, places)
-    except _NotBySampleError:
-        if items is None:
-            raise
-        return items
-    if items is not None:  # as many tensors as samples, each with as many rows
-        raise _NotBySampleError
-    return members_rows
-
-
-def _items(parts: Sequence[Any], counts: Sequence[int], places: Sequence[tuple[int, int]]) -> Any | None:
-    """The items of a list with one for each sample (a text, the boxes of an image), or of a tuple of texts; None for
-    others."""
-    pairs = list(zip(parts, counts, strict=True))
+    found = []
+    # A list with an item for each sample (a text, the boxes of an image), or a tuple of texts.
     texts = all(isinstance(part, tuple) and all(isinstance(item, str) for item in part) for part in parts)
-    if not (texts or all(isinstance(part, list) for part in parts)) or any(len(part) != n for part, n in pairs):
-        return None
-    return type(parts[0])(parts[part][row] for row, part in places)
+    lists = texts or all(isinstance(part, list) for part in parts)
+    if lists and all(len(part) == n for part, n in zip(parts, counts, strict=True)):
+        found.append(type(parts[0])(parts[part][row] for row, part in places))
+    with suppress(_NotBySampleError):
+        found.append(_rows_of_members(parts, counts, places))
+    if len(found) != 1:  # if it is both: as many tensors as samples, each with as many rows
+        raise _NotBySampleError
+    return found[0]
 
 
 def _rows_of_members(parts: Sequence[Any], counts: Sequence[int], places: Sequence[tuple[int, int]]) -> Any:
