@@ -32,16 +32,6 @@ def test_the_global_generator_goes_on_as_if_nothing_was_drawn_also_after_an_exce
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_one_inside_another_leaves_the_outer_one_untouched() -> None:
-    with GENERATORS.seeded(1):
-        expected = torch.rand(4)
-    with GENERATORS.seeded(1):
-        first = torch.rand(2)
-        with GENERATORS.seeded(2):
-            torch.rand(3)
-        assert torch.equal(torch.cat([first, torch.rand(2)]), expected)
-
-
 def test_a_layer_leaves_the_generator_as_if_it_had_drawn_one_number_whatever_it_draws() -> None:
     after = []
     for drawn in (0, 1, 1000):

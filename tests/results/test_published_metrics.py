@@ -18,7 +18,6 @@ from lightning.pytorch.callbacks import (
     EarlyStopping,
     LearningRateMonitor,
     ModelCheckpoint,
-    TQDMProgressBar,
 )
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from torch import nn
@@ -380,26 +379,6 @@ def test_loggers_write_once_what_a_single_process_writes(
     for directory in (one, many):  # fit's and test's, if they are two, and no other rank's
         assert len(list((directory / "tensorboard" / "version_0").glob("events*"))) <= 2
         assert sorted(path.name for path in (directory / "csv").iterdir()) == ["version_0"]
-
-
-def shown(strategy: str) -> Any:
-    """What the progress bar shows at each batch, on the rank that has one."""
-    rows: list[dict[str, Any]] = []
-
-    class Bar(TQDMProgressBar):
-        def on_train_batch_end(self, trainer: L.Trainer, module: Any, *args: Any) -> None:
-            super().on_train_batch_end(trainer, module, *args)
-            rows.append({k: v for k, v in self.get_metrics(trainer, module).items() if k != "v_num"})
-
-    trainer = make_trainer(strategy, [Bar()], enable_progress_bar=True)
-    trainer.fit(Observed(strategy != "async"), loader(), loader(8, 4, 5))
-    return rows
-
-
-def test_the_progress_bar_shows_what_a_single_process_shows(pool: WorkerPool) -> None:
-    expected = pool.run(shown, 1, "single", init=False)[0]
-    assert {"train_loss_step", "train_acc_step", "val_loss"} <= expected[-1].keys()
-    assert_same(pool.run(shown, 2, "sync", init=False)[0], expected)
 
 
 # -- the end of training -------------------------------------------------------------------------------------
