@@ -105,7 +105,7 @@ def test_clipped_training_equals_delayed_gradients(
     assert largest_difference(joined(reports, "weights"), reference.weights) < EXACT
 
 
-@pytest.mark.parametrize("model", ["Llama", *thorough("DemoTransformer")])
+@pytest.mark.parametrize("model", ["LeNet", *thorough("Llama", "DemoTransformer")])
 def test_recomputation_uses_the_weights_of_its_forward(pool: WorkerPool, model: str) -> None:
     options = {"microbatches": 2, "activation_checkpointing": True}
     reports = pool.run(train, 3, model, "async", options, init=False)
