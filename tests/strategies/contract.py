@@ -139,6 +139,7 @@ class Row:
     feature: str
     options: dict[str, Any] = field(default_factory=dict)  # of the strategy, instead of the layout's
     meddle: Callback | None = None  # comes before the witness
+    resumes: bool = True  # under the layout, too, and not in one process only
 
     @property
     def reference(self) -> tuple[str, str, str]:
@@ -181,10 +182,12 @@ def fit(
 
 
 def under_layout(row: Row, folder: Path) -> Report:
-    """On every rank: a run, and one that goes on from its checkpoint."""
+    """On every rank: a run, and one that goes on from its checkpoint, if the row has it."""
     layout = LAYOUTS[row.layout]
     layout = Layout(layout.strategy, layout.ranks, {**layout.options, **row.options}, layout.devices)
     first, _ = fit(row, layout, SAVED, save=folder / "first.ckpt")
+    if not row.resumes:
+        return first
     second, _ = fit(row, layout, EPOCHS, resume=folder / "first.ckpt", save=folder / "second.ckpt")
     return first + second
 
@@ -196,8 +199,9 @@ def in_one_process(row: Row) -> Run:
 
 
 def from_checkpoints(row: Row, folder: Path) -> list[Run]:
-    """In one process: training goes on from the first one, and the second is read."""
-    runs = [fit(row, None, EPOCHS, resume=folder / f"{name}.ckpt") for name in ("first", "second")]
+    """In one process: training goes on from the first one, and the second is read, if there is one."""
+    saved = ("first", "second") if row.resumes else ("first",)
+    runs = [fit(row, None, EPOCHS, resume=folder / f"{name}.ckpt") for name in saved]
     return [(report, record_of(trainer)) for report, trainer in runs]
 
 
@@ -215,16 +219,21 @@ def record_of(trainer: L.Trainer) -> Record:
 
 
 def differences(expected: Run, ranks: list[Report], resumed: list[Run]) -> list[str]:
-    """In words, between one process and the ranks of a layout, and what one process has made of its checkpoints."""
+    """In words, between one process and the ranks of a layout, and what one process has made of its checkpoints. Ranks
+    that haven't gone on from the first one are compared as far as they have come."""
     whole, record = expected
-    found = list[str]()
+    found, reached = list[str](), whole
+    if len(resumed) == 1:
+        batches = len(whole.losses) - len(resumed[0][0].losses)
+        moments = [moment for moment, _ in whole.logged].index(f"end of epoch {SAVED - 1}") + 1
+        reached = Report(whole.replica, whole.losses[:batches], whole.logged[:moments])
     replicas = {report.replica: report.losses for report in ranks}
     for rank, report in enumerate(ranks):
         found += unequal(f"rank {rank}'s losses", report.losses, replicas[report.replica])
-        found += unequal_logs(f"rank {rank}", report.logged, whole.logged)
+        found += unequal_logs(f"rank {rank}", report.logged, reached.logged)
     means = [sum(losses) / len(losses) for losses in zip(*replicas.values(), strict=True)]
-    found += unequal("losses", means, whole.losses)
-    for name, (report, other) in zip(("continued", "loaded"), resumed, strict=True):
+    found += unequal("losses", means, reached.losses)
+    for name, (report, other) in zip(("continued", "loaded"), resumed, strict=False):
         count = len(report.losses)
         found += unequal(f"{name}: losses", report.losses, whole.losses[len(whole.losses) - count :])
         found += [f"{name}: {key} in one only" for key in sorted(record.keys() ^ other.keys())]

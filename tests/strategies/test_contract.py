@@ -2,14 +2,16 @@
 
 A row is a model under a layout with a feature of the run. Compared are, in float64: the loss of each batch, every
 gradient before its update, every weight and moment of the optimizers, what is logged on every rank, and all of it again
-for runs that go on from a checkpoint of the layout, under the layout and in one process. See contract.py.
+for runs that go on from a checkpoint of the layout, in one process, and, in every third row of each layout and in
+thorough runs in all, under the layout. See contract.py.
 
-Every pair of model, layout and feature is in a row by default; all combinations are, in thorough runs.
+Every pair of model, layout and feature is in a row by default, where schedules that place chunks alike take turns; all
+combinations are, in thorough runs.
 """
 
 from __future__ import annotations
 
-from itertools import product
+from itertools import cycle, product, repeat
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +40,7 @@ ONLY_THOROUGH = ("naive", "pipeline x sharded")
 # Combinations of three that have to agree with each other.
 ALWAYS = [
     ("Language", "gpipe", "clipping by norm"),  # tied weights count once in a norm
+    ("Language", "interleaved", "groups"),  # chunks of both stages have tied weights
     ("Language", "1f1b", "accumulation"),  # batches count alike, however many labels each has
     ("Perceptron", "pipeline x data", "accumulation"),  # replicas' gradients are averaged once
 ]
@@ -52,6 +55,7 @@ REFUSED: dict[tuple[str, str], list[str]] = {
     ("Loose", "async"): ["'position' is used on stages [0, 1]", "PipelineStrategy"],
     **{("TwoOptimizers", layout): ["automatic_optimization=False", "FullyShardedStrategy"] for layout in PIPELINES},
 }
+REFUSED_ALIKE = [("TwoOptimizers", layout) for layout in PIPELINES if layout not in ("zbv", "async")]
 # What has other numbers by nature, as documented.
 OTHERWISE = {
     ("async", "clipping by norm"): "each stage clips by its own norm",
@@ -67,9 +71,13 @@ def is_supported(model: str, layout: str, feature: str) -> bool:
     return (model, layout) not in REFUSED and (layout, feature) not in OTHERWISE
 
 
-BY_DEFAULT = [name for name in LAYOUTS if name not in ONLY_THOROUGH]
-USUAL = covering([list(MODELS), BY_DEFAULT, list(FEATURES)], is_supported, ALWAYS)
+TURNS = {"1f1b": cycle(["1f1b", "gpipe"]), "zbv": cycle(["zbv", "interleaved"])}
+BY_DEFAULT = [name for name in LAYOUTS if name not in (*ONLY_THOROUGH, "gpipe", "interleaved")]
+COVERING = covering([list(MODELS), BY_DEFAULT, list(FEATURES)], is_supported, ALWAYS)
+USUAL = [(model, next(TURNS.get(layout, repeat(layout))), feature) for model, layout, feature in COVERING]
 ALL = [row for row in product(MODELS, LAYOUTS, FEATURES) if is_supported(*row)]
+RESUME = {row for layout in LAYOUTS for row in [row for row in USUAL if row[1] == layout][::3]}
+RESUME |= {next(row for row in USUAL if row[0] == model) for model in MODELS}
 
 
 @pytest.fixture(scope="module")
@@ -93,9 +101,10 @@ def compared(pool: WorkerPool, alone: Any, row: Row, folder: Path) -> list[str]:
 
 @pytest.mark.parametrize(("model", "layout", "feature"), [*USUAL, *thorough(*(row for row in ALL if row not in USUAL))])
 def test_a_layout_has_the_numbers_of_one_process(
-    pool: WorkerPool, alone: Any, tmp_path: Path, model: str, layout: str, feature: str
+    pool: WorkerPool, alone: Any, tmp_path: Path, pytestconfig: pytest.Config, model: str, layout: str, feature: str
 ) -> None:
-    found = compared(pool, alone, Row(model, layout, feature), tmp_path)
+    resumes = (model, layout, feature) in RESUME or pytestconfig.getoption("thorough")
+    found = compared(pool, alone, Row(model, layout, feature, resumes=resumes), tmp_path)
     assert not found, "\n".join(found[:20])
 
 
@@ -109,7 +118,7 @@ class NeverTrains(Callback):
 
 @pytest.mark.parametrize(
     ("model", "layout"),
-    [row if row[1] not in ONLY_THOROUGH else pytest.param(*row, marks=pytest.mark.thorough) for row in REFUSED],
+    [*(row for row in REFUSED if row not in REFUSED_ALIKE), *thorough(*REFUSED_ALIKE)],
 )
 def test_what_is_not_supported_is_refused_before_training(
     pool: WorkerPool, tmp_path: Path, model: str, layout: str
