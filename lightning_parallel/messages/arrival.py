@@ -18,6 +18,9 @@ from torch import Tensor
 
 from lightning_parallel.messages.message import Format
 
+# In a message of gradients, the only tensor that wants a gradient itself.
+NO_GRADIENT = torch.empty(0, requires_grad=True)
+
 
 class Arrival:
     """The tensors that arrived from the previous stage, and, after the backward, the gradients to send back.
@@ -52,17 +55,12 @@ class Arrival:
         live = iter(_Receive.apply(self.anchor, self, [t for t, w in zip(tensors, wanted, strict=True) if w]))  # type: ignore[no-untyped-call]
         return [next(live) if w else t for t, w in zip(tensors, wanted, strict=True)]
 
-    def gradients(self, device: torch.device) -> tuple[list[Tensor], list[int]]:
-        """The gradients of the tensors of which the sender wants one, and the indices of those on which the loss
-        doesn't depend. Those are zeros, to fill the message. The sender begins no backward at them, so parameters
-        behind them keep a gradient of None, as in one process."""
-        wanted = [(shape, dtype) for shape, dtype, wants in self.format if wants]
-        found = self._gradients or [None] * len(wanted)
-        filled = [
-            torch.zeros(shape, dtype=dtype, device=device) if gradient is None else gradient
-            for gradient, (shape, dtype) in zip(found, wanted, strict=True)
-        ]
-        return filled, [i for i, gradient in enumerate(found) if gradient is None]
+    def gradients(self) -> list[Tensor]:
+        """The gradients of the tensors of which the sender wants one; :data:`NO_GRADIENT` for those on which the loss
+        doesn't depend. There the sender begins no backward, so parameters behind them keep a gradient of None, as in
+        one process."""
+        found = self._gradients or [None] * sum(wants for _, _, wants in self.format)
+        return [NO_GRADIENT if gradient is None else gradient for gradient in found]
 
 
 class _Receive(torch.autograd.Function):

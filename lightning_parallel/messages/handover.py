@@ -10,7 +10,6 @@ from collections.abc import Hashable, Sequence
 
 from torch import Tensor
 
-from lightning_parallel.messages.arrival import Arrival
 from lightning_parallel.messages.message import Format, format_of
 
 
@@ -25,42 +24,22 @@ class Handover:
     def __init__(self) -> None:
         self.sent = 0
         self.acknowledged = 0
-        self._activations: deque[Arrival] = deque()
-        self._gradients: deque[tuple[list[Tensor], list[int]]] = deque()
-
-    # -- activations ---------------------------------------------------------------------------------------------
+        self._messages: deque[tuple[list[Tensor], Format]] = deque()
 
     def send(self, tensors: Sequence[Tensor], place: Hashable, acknowledged: int = 0) -> Format:
-        """Hand over copies, since the next chunk may change its input in place, as it may change a message. Returns
-        their format."""
+        """Hand over copies, as :meth:`.Sender.send` does: the next chunk may change its input in place. Returns their
+        format."""
         format = format_of(tensors)
-        self._activations.append(Arrival([tensor.detach().clone() for tensor in tensors], format))
+        self._messages.append(([tensor.detach().clone() for tensor in tensors], format))
         self.sent += 1
         return format
 
+    def take(self, then: Hashable = None) -> tuple[list[Tensor], Format]:
+        """The oldest message that hasn't been taken."""
+        return self._messages.popleft()
+
     def post(self, place: Hashable) -> None:
         """Nothing: there is no receive to post."""
-
-    def take(self, then: Hashable = None) -> Arrival:
-        """The oldest message that hasn't been taken."""
-        return self._activations.popleft()
-
-    # -- gradients -----------------------------------------------------------------------------------------------
-
-    def send_gradients(self, gradients: Sequence[Tensor], missing: Sequence[int] = ()) -> None:
-        """Hand over copies of gradients, if there are any (see :meth:`.Sender.send_gradients`)."""
-        self.sent += 1
-        if gradients:
-            self._gradients.append(([gradient.clone() for gradient in gradients], [*missing]))
-
-    def post_gradients(self, format: Format) -> None:
-        """Nothing: there is no receive to post."""
-
-    def take_gradients(self, then: Format = ()) -> tuple[list[Tensor], list[int]]:
-        """The oldest gradients that haven't been taken, and the indices of those that are missing."""
-        return self._gradients.popleft()
-
-    # -- both ----------------------------------------------------------------------------------------------------
 
     def confirm(self, messages: int) -> None:
         """Nothing: no buffers are kept."""

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lightning_parallel.messages.channel import Link, Receiver, Sender
-from lightning_parallel.messages.posting import PostsDirectly
+from lightning_parallel.messages.posting import posts_directly
 from lightning_parallel.ranks.groups import Wire
 from lightning_parallel.ranks.run import Run
 
@@ -27,13 +27,13 @@ def side_links(
         peers = [layout.rank_at(pipeline=stage) for stage in stages if stage != layout.stage]
         return [Link(wire, peer, layout.describe(peer), device) for peer in peers]
 
-    senders = [Sender(link, None if link.through_host else PostsDirectly(link.isend)) for link in links(to, device)]
+    senders = [Sender(link, None if link.through_host else posts_directly(link.isend)) for link in links(to, device)]
     return senders, [Receiver(link) for link in links(of, _HOST)]
 
 
 def next_message(receiver: Receiver) -> list[Tensor]:
     """Wait for the next message over a side link, which was sent with ``place=0``."""
     receiver.post(0)
-    arrival = receiver.take()
-    assert arrival is not None, "side links have no end of stream"
-    return arrival.receive()
+    message = receiver.take()
+    assert message is not None, "side links have no end of stream"
+    return message[0]

@@ -143,7 +143,7 @@ class Chunk:
         self._span = partial(timeline.span, chunk=stage.chunks.index(index))
         self._in_flight: deque[_InFlight] = deque()
         self._second_halves: deque[tuple[int, WeightGradients, Any]] = deque()
-        self._gradients_taken = 0  # gradient messages, empty ones included
+        self._gradients_taken = 0  # messages
         self._is_unanswered = False  # do no gradients come back?
 
     @property
@@ -208,8 +208,9 @@ class Chunk:
         copies: list[Tensor] | None = []
         if receiver is not None:
             with self._span("receive", number):
-                arrival = receiver.take(then=next_index)
-            assert arrival is not None, "a stream ends between batches"
+                message = receiver.take(then=next_index)
+            assert message is not None, "a stream ends between batches"
+            arrival = Arrival(*message)
             copies = arrival.copies() if keeps else None
         version = self._weights.reading if kind == "forward" else None
         with self._span(kind, number, version):
@@ -270,17 +271,18 @@ class Chunk:
             edges, gradients = flight.edges, list[Tensor]()
             if ends.activations_out is None:
                 edges, gradients = work.loss.begin(work.index, work.scale)
-            elif ends.gradients_in is not None:
-                if flight.gradients:
-                    following = self._in_flight[1].gradients if len(self._in_flight) > 1 else ()
-                    with self._span("receive", number):
-                        (*gradients, factor), missing = ends.gradients_in.take_gradients(then=following)
-                    work.loss.receive(factor)
-                    # From zeros, parameters would get zeros that have None in one process.
-                    pairs = zip(edges, gradients, strict=True)
-                    present = [pair for i, pair in enumerate(pairs) if i not in missing]
-                    edges, gradients = [edge for edge, _ in present], [gradient for _, gradient in present]
-                    ends.activations_out.confirm(flight.sent)
+            elif ends.gradients_in is not None and flight.gradients:
+                following = self._in_flight[1].gradients if len(self._in_flight) > 1 else ()
+                with self._span("receive", number):
+                    message = ends.gradients_in.take(then=following or None)
+                assert message is not None, "there is no end of stream of gradients"
+                (*gradients, factor), format = message
+                work.loss.receive(factor)
+                # From zeros, parameters would get zeros that have None in one process.
+                pairs = zip(edges, gradients, format[:-1], strict=True)
+                present = [(edge, gradient) for edge, gradient, (_, _, is_missing) in pairs if not is_missing]
+                edges, gradients = [edge for edge, _ in present], [gradient for _, gradient in present]
+                ends.activations_out.confirm(flight.sent)
                 self._gradients_taken += 1
             self._in_flight.popleft()
             self._post_gradients()
@@ -295,8 +297,9 @@ class Chunk:
                     torch.autograd.backward(edges, gradients)
             if ends.gradients_out is not None and ends.activations_in is not None:
                 assert flight.arrival is not None
-                back, missing = flight.arrival.gradients(self._device)
-                ends.gradients_out.send_gradients([*back, work.loss.message(self._device)] if back else [], missing)
+                if back := flight.arrival.gradients():
+                    factor = work.loss.message(self._device)
+                    ends.gradients_out.send([*back, factor], gradient_format(flight.arrival.format))
                 ends.gradients_out.confirm(ends.activations_in.acknowledged)
         if work.ends_batch:
             self._weights.end_batch(work.loss)
@@ -313,7 +316,7 @@ class Chunk:
     def _post_gradients(self) -> None:
         """Post the receive for the next backward, if its forward has run."""
         if self._ends.gradients_in is not None and self._in_flight and self._in_flight[0].gradients:
-            self._ends.gradients_in.post_gradients(self._in_flight[0].gradients)
+            self._ends.gradients_in.post(self._in_flight[0].gradients)
 
     # -- the end -------------------------------------------------------------------------------------------------
 
@@ -331,5 +334,5 @@ class Chunk:
     def take_end(self) -> None:
         """Take the answer to this chunk's own receive."""
         if isinstance(self._ends.activations_in, Receiver):
-            arrival = self._ends.activations_in.take()
-            assert arrival is None, "the previous chunk ends its stream at the same microbatch"
+            message = self._ends.activations_in.take()
+            assert message is None, "the previous chunk ends its stream at the same microbatch"

@@ -1,7 +1,9 @@
-"""Announced messages arrive as they were sent, and a sender keeps no more of them than it must."""
+"""A sender keeps no more of the messages that it announces than it must. That they arrive: ``test_channel.py``."""
 
 from __future__ import annotations
 
+from collections import deque
+from concurrent.futures import Future
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +16,7 @@ from torch import Tensor
 from lightning_parallel.messages.announced import AnnouncedReceiver, AnnouncingSender
 from lightning_parallel.messages.channel import Link
 from lightning_parallel.ranks.groups import Wire
-from tests.messages.test_channel import CPU, check_stream, described, stream, tensor, wanting
+from tests.messages.test_channel import CPU, tensor, wanting
 from tests.pool import WorkerPool
 
 
@@ -25,63 +27,14 @@ def links() -> tuple[Link, Link]:
     return Link(Wire(group, 0), peer, "the peer", CPU), Link(Wire(host, 0), peer, "the peer", CPU)
 
 
-def sends_and_receives(ahead: bool) -> list[tuple[Any, list[bool], int]] | None:
-    messages = stream()
-    if dist.get_rank() == 0:
-        sender = AnnouncingSender(*links())
-        for i, (place, tensors) in enumerate(messages):
-            sender.send(tensors, place, acknowledged=i)
-            sender.confirm(i // 2)
-        sender.flush()
-        return None
-    receiver = AnnouncedReceiver(*links())
-    places = [place for place, _ in messages]
-    found = []
-    receiver.post(places[0])
-    for place, following in zip(places, [*places[1:], None], strict=True):
-        receiver.post(place)  # it may be posted already
-        arrival = receiver.take(then=following if ahead else None)
-        assert arrival is not None
-        live = arrival.receive()
-        found.append((described(live), [t.requires_grad for t in live], receiver.acknowledged))
-    return found
-
-
-@pytest.mark.parametrize("ahead", [True, False])
-def test_messages_arrive_as_they_were_sent_whatever_changes(pool: WorkerPool, ahead: bool) -> None:
-    check_stream(pool.run(sends_and_receives, 2, ahead)[1])
-
-
-def ends_its_stream() -> list[bool] | None:
-    messages: list[Tensor | None] = [None, tensor(0, 100), None, tensor(2, 100), tensor(3, 1), None]
-    if dist.get_rank() == 0:
-        sender = AnnouncingSender(*links())
-        for number, message in enumerate(messages):
-            if message is None:
-                sender.end(0, acknowledged=number)
-            else:
-                sender.send([message], 0)
-        sender.flush()
-        return None
-    receiver = AnnouncedReceiver(*links())
-    ends = []
-    for _ in messages:
-        receiver.post(0)
-        ends.append(receiver.take() is None)
-    return ends
-
-
-def test_a_stream_ends_and_begins_again(pool: WorkerPool) -> None:
-    assert pool.run(ends_its_stream, 2)[1] == [True, False, True, False, False, True]
-
-
 def written_again() -> list[float] | None:
     """A layer that writes each output where the last one lay."""
     made = links()
     if dist.get_rank() == 0:
         sender = AnnouncingSender(*made)
         held: list[Tensor] = []
-        sender._poster.hand = lambda buffer, copied: held.append(buffer)  # type: ignore[method-assign]  # sent later
+        sender._launch = lambda buffer, copied: held.append(buffer) or Future()  # type: ignore[func-returns-value]
+        sender._leaving = deque(maxlen=0)  # nothing has been sent yet
         output = torch.zeros(2)
         for number in range(3):
             sender.send([output.fill_(number)], 0)
@@ -101,9 +54,9 @@ def kept_announcements() -> list[int] | None:
         for i in range(4):
             sender.send(wanting(tensor(i, 3)), 0)
             sender.confirm(i)
-            kept.append(len(sender._announced))
+            kept.append(len(sender._unconfirmed))
         sender.flush()
-        return [*kept, len(sender._announced)]
+        return [*kept, len(sender._unconfirmed)]
     receiver = AnnouncedReceiver(*links())
     for _ in range(4):
         receiver.post(0)
@@ -134,7 +87,6 @@ def test_a_message_that_has_left_makes_nobody_wait_for_its_announcement(monkeypa
     sender = AnnouncingSender(link, announcements)
     for _ in range(3):
         sender.send([torch.ones(3)], 0)
-        sender.send_gradients([torch.ones(3)])
-    assert len(sender._unconfirmed) == 1 and len(sender._announced) == 6
+    assert len(sender._leaving) == 1 and len(sender._unconfirmed) == 3
     with pytest.raises(AssertionError, match="the host waits"):
         sender.confirm(1)  # once its gradient has come, it has been read

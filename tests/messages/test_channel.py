@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from lightning_parallel.messages import channel
+from lightning_parallel.messages.announced import AnnouncedReceiver, AnnouncingSender
 from lightning_parallel.messages.channel import Link, Receiver, Sender
 from lightning_parallel.messages.message import Packet, format_of
 from lightning_parallel.ranks.collectives import PeerLostError
@@ -65,87 +66,58 @@ def described(tensors: Sequence[Tensor]) -> list[tuple[tuple[int, ...], torch.dt
     return [(tuple(t.shape), t.dtype, t.tolist()) for t in (t.detach() for t in tensors)]
 
 
-def sends_and_receives() -> list[tuple[Any, list[bool], int]] | None:
-    messages = stream()
-    if dist.get_rank() == 0:
-        sender = Sender(link())
-        for i, (place, tensors) in enumerate(messages):
-            sender.send(tensors, place, acknowledged=i)
-        sender.flush()
-        return None
-    receiver = Receiver(link())
-    arrivals, acknowledged = [], []
-    for place, _ in messages:
-        receiver.post(place)
-        receiver.post(place)  # it is posted already
-        arrivals.append(receiver.take())
-        acknowledged.append(receiver.acknowledged)
-    # Read at the end only: a message must not be overwritten by those after it.
-    found = []
-    for arrival, count in zip(arrivals, acknowledged, strict=True):
-        assert arrival is not None
-        wanted = [g.shape for g in arrival.gradients(CPU)[0]]
-        live = arrival.receive()
-        assert [t.shape for t in live if t.requires_grad] == wanted
-        found.append((described(live), [t.requires_grad for t in live], count))
-    return found
-
-
-def check_stream(found: Sequence[tuple[Any, list[bool], int]]) -> None:
-    """What arrived is the stream that was sent, each message with its number as the count of gradients."""
-    assert len(found) == len(stream())
-    for i, ((_, sent), (received, requires_grad, acknowledged)) in enumerate(zip(stream(), found, strict=True)):
-        assert received == described(sent), f"message {i}"
-        assert requires_grad == [t.requires_grad for t in sent], f"message {i}"
-        assert acknowledged == i
-
-
-def test_messages_arrive_as_they_were_sent_whatever_changes(pool: WorkerPool) -> None:
-    check_stream(pool.run(sends_and_receives, 2)[1])
-
-
-def gradients() -> list[list[Tensor]]:
-    """Of sizes on both sides of the alignment, laid out in all ways."""
+def gradients() -> list[tuple[Any, list[Tensor]]]:
+    """Of sizes on both sides of the alignment, laid out in all ways, in the format that is expected and in others."""
     sizes = [1, 3, 15, 16, 17, 31, 32, 33, 1000]
     messages = [[tensor(i, n, dtype=dtype)] for i, n in enumerate(sizes) for dtype in DTYPES[:4]]
-    messages += [[tensor(1)], [tensor(2, 0)], [], [tensor(3, 3, 4).t()], [tensor(4, 1).expand(7)]]
+    messages += [[tensor(1)], [tensor(2, 0)], [tensor(3, 3, 4).t()], [tensor(4, 1).expand(7)]]
     messages += [[tensor(10, 1, 1).sum().expand(1, 1)], [torch.stack([tensor(11, 1)[0]], -1)[None].expand(1, 1)]]
     messages += [[tensor(12, 3, dtype=torch.complex64).conj()], [tensor(13, 3, dtype=torch.complex64)]]
     messages += [[tensor(14, 3, dtype=torch.complex64).conj().imag]]
     messages += [[tensor(5, 3), tensor(6, 2, dtype=torch.bfloat16)], [tensor(7, 0), tensor(8, 2)], [tensor(9, 8)[2:5]]]
-    return messages
+    others = [((3,), torch.float32, False)]
+    return [((*format_of(message), *others[: i % 3 == 0]), message) for i, message in enumerate(messages)]
 
 
-def missing_of(number: int, message: list[Tensor]) -> list[int]:
-    """All gradients of every third message."""
-    return [*range(len(message))] if number % 3 == 0 else []
+def ends(kind: str) -> tuple[Sender, Receiver]:
+    """A sender and a receiver of this rank, of which one is used: over one link, or over one that is announced."""
+    if kind == "gloo":
+        own = link()
+        return Sender(own), Receiver(own)
+    own, hosts = link(), link()
+    return AnnouncingSender(own, hosts), AnnouncedReceiver(own, hosts)
 
 
-def sends_and_receives_gradients() -> list[Any] | None:
+def sends_and_receives(kind: str, ahead: bool) -> list[tuple[Any, list[bool], int]] | None:
+    sender, receiver = ends(kind)
+    messages = [*stream(), *gradients()]
     if dist.get_rank() == 0:
-        sender = Sender(link())
-        for number, message in enumerate(gradients()):
-            sender.send_gradients(message, missing_of(number, message))
-        assert sender.sent == len(gradients())  # one without tensors counts, though nothing is sent
+        for i, (place, tensors) in enumerate(messages):
+            assert sender.send(tensors, place, acknowledged=i) == format_of(tensors)
+            sender.confirm(i // 2)
+        assert sender.sent == len(messages)
         sender.flush()
         return None
-    receiver = Receiver(link())
-    found = []
-    for number, message in enumerate(gradients()):
-        if message:
-            receiver.post_gradients(format_of(message))
-            tensors, missing = receiver.take_gradients()
-            assert missing == missing_of(number, message)
-            found.append(tensors)
-        else:
-            found.append([])
-    return [described(tensors) for tensors in found]
+    places = [place for place, _ in messages]
+    taken: list[Any] = []
+    for place, following in zip(places, [*places[1:], None], strict=True):
+        receiver.post(place)
+        receiver.post(place)  # it is posted already
+        taken.append((receiver.take(then=following if ahead else None), receiver.acknowledged))
+    # Read at the end only: a message must not be overwritten by those after it.
+    return [(described(tensors), [grad for _, _, grad in format], count) for (tensors, format), count in taken]
 
 
-def test_gradients_arrive_as_they_were_sent_with_the_indices_of_those_that_are_missing(pool: WorkerPool) -> None:
-    found = pool.run(sends_and_receives_gradients, 2)[1]
-    for i, (sent, received) in enumerate(zip(gradients(), found, strict=True)):
+@pytest.mark.parametrize("ahead", [True, False])
+@pytest.mark.parametrize("kind", ["gloo", "announced"])
+def test_messages_arrive_as_they_were_sent_whatever_changes(pool: WorkerPool, kind: str, ahead: bool) -> None:
+    messages = [message for _, message in (*stream(), *gradients())]
+    found = pool.run(sends_and_receives, 2, kind, ahead)[1]
+    assert len(found) == len(messages)
+    for i, (sent, (received, requires_grad, acknowledged)) in enumerate(zip(messages, found, strict=True)):
         assert received == described(sent), f"message {i}"
+        assert requires_grad == [t.requires_grad for t in sent], f"message {i}"
+        assert acknowledged == i
 
 
 def counts_its_sends() -> list[int] | None:
@@ -174,11 +146,11 @@ def test_a_message_like_the_one_before_is_a_single_send(pool: WorkerPool) -> Non
     assert pool.run(counts_its_sends, 2)[0] == [3, 1, 3, 1, 3]
 
 
-def ends_its_stream() -> list[bool] | None:
+def ends_its_stream(kind: str) -> list[bool] | None:
     """Ends before any message, in the middle of messages, where a large one was expected; and goes on."""
     messages: list[Tensor | None] = [None, tensor(0, 100), tensor(1, 100), None, tensor(2, 100), tensor(3, 1), None]
+    sender, receiver = ends(kind)
     if dist.get_rank() == 0:
-        sender = Sender(link())
         for number, message in enumerate(messages):
             if message is None:
                 sender.end(0, acknowledged=number)
@@ -186,21 +158,21 @@ def ends_its_stream() -> list[bool] | None:
                 sender.send([message], 0)
         sender.flush()
         return None
-    receiver = Receiver(link())
-    ends = []
+    ended = []
     for number, message in enumerate(messages):
         receiver.post(0)
-        arrival = receiver.take()
-        ends.append(arrival is None)
-        if arrival is None:
+        taken = receiver.take()
+        ended.append(taken is None)
+        if taken is None:
             assert receiver.acknowledged == number
         else:
-            assert message is not None and torch.equal(arrival.receive()[0], message)
-    return ends
+            assert message is not None and torch.equal(taken[0][0], message)
+    return ended
 
 
-def test_a_stream_ends_and_begins_again(pool: WorkerPool) -> None:
-    assert pool.run(ends_its_stream, 2)[1] == [True, False, False, True, False, False, True]
+@pytest.mark.parametrize("kind", ["gloo", "announced"])
+def test_a_stream_ends_and_begins_again(pool: WorkerPool, kind: str) -> None:
+    assert pool.run(ends_its_stream, 2, kind)[1] == [True, False, False, True, False, False, True]
 
 
 @contextmanager
@@ -262,64 +234,29 @@ def test_packets_of_messages_that_arrived_are_used_again(pool: WorkerPool) -> No
     assert [alive for _, alive, _ in found] == [5] * 9
 
 
-def takes_with_the_next_posted() -> list[tuple[int, list[Any]]] | None:
-    """Packets made in all, and what came, after each message."""
-    messages = [[tensor(0, 2)], [tensor(1, 2)], [tensor(2, 2)], [tensor(3, 3)]]
-    gradients = [[tensor(9, 4)], [tensor(10, 5)]]
-    if dist.get_rank() == 0:
-        sender = Sender(link())
-        for message in messages:
-            sender.send(message, 0)
-        for message in gradients:
-            sender.send_gradients(message)
-        sender.flush()
-        return None
-    with packets_made() as made:
-        receiver = Receiver(link())
-        found: list[tuple[int, list[Any]]] = []
-        receiver.post(0)
-        for i, message in enumerate(messages):
-            arrival = receiver.take(then=0 if i < 3 else None)
-            assert arrival is not None
-            found.append((len(made), described(arrival.receive())))
-            assert found[-1][1] == described(message)
-        receiver.post_gradients(format_of(gradients[0]))
-        assert described(receiver.take_gradients(format_of(gradients[1]))[0]) == described(gradients[0])
-        assert described(receiver.take_gradients()[0]) == described(gradients[1])
-        assert len(made) == found[-1][0] + 2
-        return found
-
-
-def test_the_next_receive_is_made_while_a_message_is_on_its_way(pool: WorkerPool) -> None:
-    found = pool.run(takes_with_the_next_posted, 2)[1]
-    # One packet for each message, made for the next one while it was on its way. The first and the last are of a new
-    # format: the message itself comes into a further packet, and what the first one made for the next doesn't fit.
-    assert [count for count, _ in found] == [4, 5, 6, 7]
-
-
-def confirms_nothing() -> list[int] | None:
+def changes_what_it_sent() -> list[float] | None:
     """Nothing is known of messages that were sent: no buffer is used again, or what was sent would change."""
     if dist.get_rank() == 1:
         receiver = Receiver(link())
         found = []
-        dist.barrier()
+        dist.barrier()  # by now the sender has changed its tensor
         for _ in range(4):
             receiver.post(0)
-            arrival = receiver.take()
-            assert arrival is not None
-            found.append(int(arrival.receive()[0][0]))
+            taken = receiver.take()
+            assert taken is not None
+            found.append(float(taken[0][0][0]))
         return found
-    sender = Sender(link())
+    sender, output = Sender(link()), torch.empty(100_000)
     for i in range(4):
-        sender.send([torch.full((100_000,), float(i))], 0)
+        sender.send([output.fill_(i)], 0)
         sender.confirm(0)
     dist.barrier()
     sender.flush()
     return None
 
 
-def test_buffers_in_flight_are_left_alone(pool: WorkerPool) -> None:
-    assert pool.run(confirms_nothing, 2)[1] == [0, 1, 2, 3]
+def test_what_is_sent_may_be_changed_in_place_and_buffers_in_flight_are_left_alone(pool: WorkerPool) -> None:
+    assert pool.run(changes_what_it_sent, 2)[1] == [0, 1, 2, 3]
 
 
 def drops_its_sender() -> list[bool]:
@@ -337,12 +274,13 @@ def drops_its_sender() -> list[bool]:
             continue
         before = set(threading.enumerate())
         sender = Sender(connection)
-        (thread,) = set(threading.enumerate()) - before
         sender.send([], 0)
+        (thread,) = set(threading.enumerate()) - before
         if flushed:
             sender.flush()
         reference = weakref.ref(connection)
         del connection, sender
+        thread.join(5)
         ended.append(not thread.is_alive() and reference() is None)
         dist.barrier()
     return ended
@@ -350,27 +288,6 @@ def drops_its_sender() -> list[bool]:
 
 def test_a_senders_thread_and_link_end_with_it(pool: WorkerPool) -> None:
     assert pool.run(drops_its_sender, 2)[0] == [True, True]
-
-
-def changes_what_it_sent() -> list[float] | None:
-    if dist.get_rank() == 1:
-        receiver = Receiver(link())
-        dist.barrier()  # by now the sender has changed its tensor
-        receiver.post(0)
-        arrival = receiver.take()
-        assert arrival is not None
-        return arrival.receive()[0].tolist()
-    sender = Sender(link())
-    tensors = torch.ones(3)
-    sender.send([tensors], 0)
-    tensors.zero_()
-    dist.barrier()
-    sender.flush()
-    return None
-
-
-def test_what_is_sent_may_be_changed_in_place_afterwards(pool: WorkerPool) -> None:
-    assert pool.run(changes_what_it_sent, 2)[1] == [1.0, 1.0, 1.0]
 
 
 def loses_its_peer(how: str) -> str:
@@ -395,8 +312,8 @@ def loses_its_peer(how: str) -> str:
                 sender.flush()
         else:
             receiver = Receiver(connection)
-            receiver.post_gradients(format_of([torch.zeros(3)]))
-            receiver.take_gradients()
+            receiver.post(format_of([torch.zeros(3)]))
+            receiver.take()
     except PeerLostError as error:
         if how == "silent":
             dist.barrier()
@@ -431,10 +348,9 @@ def sends_from_the_gpu() -> list[Any] | None:
     found = []
     for _ in range(2):
         receiver.post(0)
-        arrival = receiver.take()
-        assert arrival is not None
-        live = arrival.receive()
-        found.append((described([t.cpu() for t in live]), str(live[0].device)))
+        taken = receiver.take()
+        assert taken is not None
+        found.append((described([t.cpu() for t in taken[0]]), str(taken[0][0].device)))
     return found
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import sys
 import threading
 from typing import Any, cast
@@ -12,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_parallel.messages.posting import PostsDirectly, PostsFromThread, short_switch_interval
+from lightning_parallel.messages.posting import posts_directly, posts_from_thread, short_switch_interval
 
 
 class Link:
@@ -28,36 +27,22 @@ class Link:
         return cast("dist.Work", buffer)
 
 
-@pytest.mark.parametrize("kind", [PostsFromThread, PostsDirectly])
+@pytest.mark.parametrize("kind", [posts_from_thread, posts_directly])
 def test_sends_come_back_in_the_order_of_handing_them_over(kind: Any) -> None:
     link = Link()
-    posts = kind(link.send)
-    for number in range(5):
-        posts.hand(torch.tensor(number))
-    assert [int(cast(Tensor, posts.posted())) for _ in range(5)] == list(range(5))
-    assert set(link.threads) == {"send" if kind is PostsFromThread else threading.current_thread().name}
+    post = kind(link.send)
+    posted = [post(torch.tensor(number), None) for number in range(5)]
+    assert [int(each.result()) for each in posted] == list(range(5))
+    assert (set(link.threads) == {threading.current_thread().name}) == (kind is posts_directly)
 
 
-def test_an_error_of_a_send_is_raised_where_it_is_asked_for_and_later_ones_go_on() -> None:
-    posts = PostsFromThread(Link().send)
-    posts.hand(torch.tensor(-1))
-    posts.hand(torch.tensor(3))
+@pytest.mark.parametrize("kind", [posts_from_thread, posts_directly])
+def test_an_error_of_a_send_is_raised_where_it_is_asked_for_and_later_ones_go_on(kind: Any) -> None:
+    post = kind(Link().send)
+    fails, works = post(torch.tensor(-1), None), post(torch.tensor(3), None)
     with pytest.raises(RuntimeError, match="no luck"):
-        posts.posted()
-    assert int(cast(Tensor, posts.posted())) == 3
-
-
-def test_the_thread_ends_with_the_object() -> None:
-    def sending() -> set[threading.Thread]:
-        return {thread for thread in threading.enumerate() if thread.name == "send"}
-
-    gc.collect()  # what earlier tests have left
-    before = sending()
-    posts = PostsFromThread(Link().send)
-    assert len(sending() - before) == 1
-    del posts
-    gc.collect()
-    assert sending() <= before
+        fails.result()
+    assert int(works.result()) == 3
 
 
 def test_a_sending_thread_gets_the_interpreter_soon_while_a_schedule_runs() -> None:

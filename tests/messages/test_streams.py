@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_parallel.messages import channel
+from lightning_parallel.messages import announced, channel
 from lightning_parallel.messages.announced import AnnouncedReceiver, AnnouncingSender
 from lightning_parallel.messages.channel import Receiver, Sender
 from lightning_parallel.messages.message import Format, Packet, encode
@@ -142,7 +142,7 @@ def test_a_message_leaves_when_it_has_been_copied_to_the_host_and_the_stage_goes
     link.streams.copied = lambda: copy
     sender = Sender(link)  # type: ignore[arg-type]
     if kind == "gradient":
-        sender.send_gradients([torch.ones(3)])
+        sender.send([torch.ones(3)], FORMAT)
     else:
         sender.send([torch.ones(3)], 0)
     time.sleep(0.05)
@@ -156,9 +156,10 @@ def test_what_arrives_through_the_host_is_copied_to_the_device_beside_the_layers
     done: list[str] = []
     link.streams.arrived = lambda buffer: done.append(buffer.device.type)
     receiver = Receiver(link)  # type: ignore[arg-type]
-    receiver.post_gradients((((3,), torch.float32, False),))
-    (gradient,), missing = receiver.take_gradients()
-    assert missing == []
+    receiver.post(FORMAT)
+    taken = receiver.take()
+    assert taken is not None
+    (gradient,), _ = taken
     assert gradient.device.type == "meta" and done == ["meta"]
 
 
@@ -176,12 +177,12 @@ class Sending:
 def test_between_gpus_the_memory_of_a_message_is_free_when_it_has_left(link: Link) -> None:
     link.through_host = False
     works = [Sending() for _ in range(4)]
-    link.isend = lambda buffer: works[sender.sent - 1]  # type: ignore[assignment, method-assign, return-value]
+    link.isend = lambda buffer: works[sender.sent]  # type: ignore[assignment, method-assign, return-value]
     sender = AnnouncingSender(link, Link())  # type: ignore[arg-type]
     held = []
     for number in range(4):
-        sender.send_gradients([torch.ones(3)])
-        held.append(len(sender._unconfirmed))
+        sender.send([torch.ones(3)], FORMAT)
+        held.append(len(sender._leaving))
         works[number // 2].done = True  # send 0 after message 0, send 1 after message 2
     assert held == [1, 1, 2, 2]
 
@@ -189,7 +190,8 @@ def test_between_gpus_the_memory_of_a_message_is_free_when_it_has_left(link: Lin
 # -- the order in which a sender and a receiver launch -----------------------------------------------------------------
 
 FORMAT = (((3,), torch.float32, False),)
-COMES = ["allocate on incoming", "receive on incoming", "wait on incoming", "copy on incoming"]
+COMES = ["allocate on incoming", "receive on incoming", "wait on incoming"]
+COPIED = "copy on incoming"
 READ = ["compute waits for incoming", "memory is used on compute"]
 
 
@@ -206,9 +208,10 @@ class Ordered:
             diary.append(f"{what} on {torch.cuda.current_stream(GPU).name}")  # type: ignore[attr-defined]
 
         class NotingPacket(HostPacket):
-            def __init__(self, *args: Any) -> None:
-                note("allocate")
-                super().__init__(*args)
+            def __init__(self, format: Format, *args: Any) -> None:
+                if format:
+                    note("allocate")
+                super().__init__(format, *args)
 
             def fill(self, *args: Any, **kwargs: Any) -> Packet:
                 note("fill")
@@ -223,6 +226,7 @@ class Ordered:
 
         self._note = note
         monkeypatch.setattr(channel, "Packet", NotingPacket)
+        monkeypatch.setattr(announced, "Packet", NotingPacket)
         monkeypatch.setattr(Tensor, "to", moved)
         monkeypatch.setattr(
             Tensor, "record_stream", lambda tensor, stream: diary.append(f"memory is used on {stream.name}")
@@ -248,20 +252,20 @@ class Ordered:
 
 
 class Hosts:
-    """Announcements of messages in ``FORMAT``, which are described unless they are of gradients."""
+    """Announcements of messages in ``FORMAT``, of which the first one describes it."""
+
+    device, through_host, streams = CPU, False, Streams(CPU)
 
     def __init__(self, described: bool = False) -> None:
-        self.described = described
+        words = torch.tensor([0 if described else len(encode(FORMAT)), 0]), torch.tensor([0, 0])
+        self.parts = [words[0], *([] if described else [encode(FORMAT)]), words[1]]
 
     def irecv(self, buffer: Tensor) -> dist.Work:
-        if buffer.dtype == torch.int64:
-            buffer[:] = torch.tensor([0 if self.described else len(encode(FORMAT)), 0])
-        else:
-            buffer.copy_(encode(FORMAT))
-            self.described = True
+        buffer.copy_(self.parts.pop(0).view(torch.uint8))
         return dist.Work()
 
-    isend = irecv
+    def isend(self, buffer: Tensor) -> dist.Work:
+        return dist.Work()
 
     def wait(self, work: dist.Work) -> None:
         pass
@@ -280,7 +284,7 @@ def test_copies_to_the_host_are_launched_on_outgoing(
         diary.clear()
         sender.send([torch.ones(3)], 0)
     else:
-        sender.send_gradients([torch.ones(3)])
+        sender.send([torch.ones(3)], FORMAT)
         diary.remove("allocate on compute")
     sender.flush()
     sent = [entry for entry in diary if not entry.startswith(("send", "wait"))]  # by the thread, and for it
@@ -294,10 +298,10 @@ def test_gradients_are_received_on_incoming_and_waited_for_before_they_are_read(
     link: Any = Ordered(diary, monkeypatch, through_host=through_host)
     receiver: Any = Receiver(link) if through_host else AnnouncedReceiver(link, Hosts(described=True))  # type: ignore[arg-type]
     link.words = [0, 0] if through_host else []  # none is missing
-    receiver.post_gradients(FORMAT)
+    receiver.post(FORMAT)
     assert diary == (COMES[:2] if through_host else [])  # over NCCL only what is announced is launched
-    receiver.take_gradients()
-    assert diary == COMES + READ
+    receiver.take()
+    assert diary == [*COMES, *([COPIED] if through_host else []), *READ]
 
 
 def test_announced_activations_are_received_on_incoming(diary: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -319,9 +323,9 @@ def test_activations_through_the_host_are_copied_to_the_device_on_incoming(
     receiver.post(0)
     receiver.take()
     described = ["receive on compute", "wait on compute"]  # the description is in host memory
-    assert diary == [*COMES[:3], *described, COMES[0], *described, COMES[3], *READ]
+    assert diary == [*COMES[1:], *described, *COMES, COPIED, *READ]
     diary.clear()
     link.words = [0, 0]
     receiver.post(0)
     receiver.take()
-    assert diary == COMES + READ
+    assert diary == [*COMES, COPIED, *READ]

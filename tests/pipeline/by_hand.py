@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_parallel.messages.arrival import Arrival
+from lightning_parallel.messages.arrival import NO_GRADIENT, Arrival
 from lightning_parallel.messages.message import format_of
 from lightning_parallel.pipeline.stage import Stage
 from lightning_parallel.plan.partition import Partition
@@ -67,10 +67,11 @@ def backward(stages: list[Stage], loss: Tensor, departures: list[list[Tensor]], 
         with stages[-1].backward():
             loss.backward()
     for stage, departure, arrival in reversed(list(zip(stages, departures, arrivals, strict=False))):
-        live = [t for t in departure if t.requires_grad]
-        if live:
+        pairs = zip([t for t in departure if t.requires_grad], arrival.gradients(), strict=True)
+        present = [(tensor, gradient) for tensor, gradient in pairs if gradient is not NO_GRADIENT]
+        if present:
             with stage.backward():
-                torch.autograd.backward(live, arrival.gradients(CPU)[0])
+                torch.autograd.backward([tensor for tensor, _ in present], [gradient for _, gradient in present])
 
 
 def arrived(tensors: list[Tensor], wanted: list[bool]) -> Arrival:

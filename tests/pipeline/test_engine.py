@@ -389,7 +389,7 @@ def prepares_ahead() -> list[str]:
         method = getattr(owner, name)
         setattr(owner, name, lambda *args, **kwargs: (events.append(event), method(*args, **kwargs))[1])
 
-    noting(receiver, "_packet", "memory")
+    noting(receiver, "_first_packet", "memory")
     noting(link, "wait", "wait")
     noting(link, "irecv", "post")
     for _ in range(2):
