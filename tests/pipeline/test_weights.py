@@ -290,13 +290,6 @@ def test_latest_takes_activations_of_the_forward_and_weights_of_the_backward(
     assert {name: g.item() for name, g in versions.take_gradients().items()} == expected
 
 
-def test_no_copy_is_made_where_nothing_is_in_flight() -> None:
-    training = Training(made("x * w"), "stash", delay=0)
-    before = {name: p.data_ptr() for name, p in training.parameters.items()}
-    training.run(3)
-    assert {name: p.data_ptr() for name, p in training.parameters.items()} == before
-
-
 def test_one_copy_is_made_for_an_update_not_for_a_microbatch() -> None:
     training = Training(made("x * w"), "stash", delay=8, count=4)
     addresses = set()
@@ -330,33 +323,20 @@ def test_old_versions_are_freed_after_their_last_backward() -> None:
     assert copies_held(training.versions) <= 2
 
 
-def test_frozen_parameters_are_neither_copied_nor_given_gradients() -> None:
+@pytest.mark.parametrize("correction", [0.0, 1.0])
+def test_frozen_parameters_are_neither_copied_nor_extrapolated_nor_given_gradients(correction: float) -> None:
     model = made("linear")
     model.layer.requires_grad_(False)
     frozen = {name: (p.data_ptr(), p.detach().clone()) for name, p in model.layer.named_parameters()}
-    training = Training(model, "stash", delay=2).run(6)
-    for name, p in model.layer.named_parameters():
-        assert p.data_ptr() == frozen[name][0] and torch.equal(p, frozen[name][1])
-    loss, token = training.versions.forward(lambda: model(batch(0)))
-    with training.versions.backward(token):
-        loss.backward()
-    assert set(training.versions.take_gradients()) == {n for n, p in training.parameters.items() if p.requires_grad}
-
-
-def test_frozen_parameters_are_not_extrapolated() -> None:
-    model = made("linear")
-    model.layer.requires_grad_(False)
-    frozen = {name: (p.data_ptr(), p.detach().clone()) for name, p in model.layer.named_parameters()}
-    training = Training(model, "stash", delay=2, count=2, correction=1.0, second_order=True)
+    training = Training(model, "stash", delay=2, count=2, correction=correction, second_order=correction > 0)
     for k in range(9):
         training.microbatch(batch(k))
-        for _, token in training.flights:
+        for tensors in (parameters_of(model), *(token.leaves for _, token in training.flights)):
             for name, (address, value) in frozen.items():
-                leaf = token.leaves[f"layer.{name}"]
+                leaf = tensors[f"layer.{name}"]
                 assert leaf.data_ptr() == address and torch.equal(leaf, value) and not leaf.requires_grad
-    with torch.no_grad():
-        assert all(torch.equal(p, frozen[name][1]) for name, p in model.layer.named_parameters())
     assert training.versions.updates == 3
+    assert set(training.versions.take_gradients()) == {n for n, p in training.parameters.items() if p.requires_grad}
 
 
 @pytest.mark.parametrize("stashing", ["stash", "2bw", "latest"])
@@ -456,14 +436,6 @@ def test_2bw_keeps_exactly_two_versions() -> None:
             assert training.versions.reading == k // 3 - 1
     assert [version.updates for version in training.versions._versions()] == [3]  # and version 4, the parameters
     assert training.versions.updates == 4
-
-
-def test_2bw_refuses_to_read_what_the_stage_has_not_made() -> None:
-    training = Training(made("linear"), "2bw", delay=3, count=2)
-    for k in range(4):
-        training.microbatch(batch(k))
-    with pytest.raises(AssertionError, match="2bw"):
-        training.microbatch(batch(4))
 
 
 @pytest.mark.parametrize(("delay", "count"), [(0, 1), (3, 1), (3, 2), (2, 4)])
@@ -653,21 +625,6 @@ def test_a_change_from_outside_is_seen_after_a_refresh() -> None:
     assert {name: g.item() for name, g in versions.take_gradients().items()} == {"w": 3.0}
 
 
-def test_a_refresh_in_the_middle_of_an_update_loses_no_gradient() -> None:
-    """Validation between two batches whose gradients accumulate."""
-    model = Scalars()
-    versions = WeightVersions(model, parameters_of(model))
-    for _ in range(3):
-        loss, token = versions.forward(lambda: model(1.0))
-        with versions.backward(token):
-            loss.backward()
-        versions.refresh()
-        assert copies_held(versions) == 0
-    assert {name: g.item() for name, g in versions.take_gradients().items()} == {"w": 9.0, "v": 6.0}
-    versions.refresh()
-    assert versions.take_gradients() == {}
-
-
 def test_only_this_stages_parameters_are_swapped() -> None:
     model = made("linear")
     mine = {name: p for name, p in model.named_parameters() if name.startswith("layer")}
@@ -676,19 +633,6 @@ def test_only_this_stages_parameters_are_swapped() -> None:
     versions.forward(lambda: inside.update(model.named_parameters()) or model(batch(0)))  # type: ignore[func-returns-value]
     for name, p in model.named_parameters():
         assert (inside[name] is p) == (name not in mine)
-
-
-def test_swapped_gradients_come_back_untouched() -> None:
-    layer = nn.Linear(2, 2)
-    parameters = parameters_of(layer)
-    layer(torch.ones(1, 2)).sum().backward()
-    first = {name: p.grad for name, p in parameters.items()}
-    ours = {"weight": torch.zeros(2, 2)}
-    before = swap_gradients(parameters, ours)
-    assert all(before[name] is gradient for name, gradient in first.items())
-    assert layer.weight.grad is ours["weight"] and layer.bias.grad is None
-    assert swap_gradients(parameters, before) == {"weight": ours["weight"], "bias": None}
-    assert all(p.grad is first[name] for name, p in parameters.items())
 
 
 def test_a_failed_batch_doesnt_keep_the_versions_in_memory() -> None:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 
 import pytest
 
-from lightning_parallel.schedules.actions import Backward, BackwardInput, BackwardWeight, Forward, Schedule, Step
+from lightning_parallel.schedules.actions import Backward, BackwardInput, BackwardWeight, Forward, Step
 from lightning_parallel.schedules.checks import validate
 from lightning_parallel.schedules.generators import SCHEDULES, gpipe, interleaved, one_f_one_b, zbv
 from lightning_parallel.schedules.simulate import (
@@ -19,15 +18,6 @@ from lightning_parallel.schedules.simulate import (
 )
 
 SIZES = [(1, 1), (1, 4), (2, 1), (2, 8), (4, 2), (4, 4), (4, 8), (8, 16)]
-
-
-@pytest.mark.parametrize("generate", [gpipe, one_f_one_b])
-@pytest.mark.parametrize(("stages", "microbatches"), SIZES)
-def test_flushing_schedules_reach_the_flush_ideal(
-    generate: Callable[[int, int], Schedule], stages: int, microbatches: int
-) -> None:
-    simulation = simulate(generate(stages, microbatches), forward=1.5, backward=2.25)
-    assert simulation.makespan == pytest.approx((microbatches + stages - 1) * (1.5 + 2.25))
 
 
 @pytest.mark.parametrize(("stages", "microbatches"), SIZES)
