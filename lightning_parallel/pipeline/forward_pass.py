@@ -7,7 +7,6 @@ and keeps what later chunks need.
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -16,8 +15,7 @@ from lightning_parallel.absent.tensor import first_absent
 from lightning_parallel.messages.arrival import Arrival
 from lightning_parallel.plan.flow import Flow, tensors_of
 from lightning_parallel.plan.partition import Partition
-from lightning_parallel.private.torch import has_gradient_hooks, tensors_in
-from lightning_parallel.seeding import TorchGenerators, seed_host_generators
+from lightning_parallel.private.torch import has_gradient_hooks, tensors_in, tree_flatten, tree_unflatten
 from lightning_parallel.tracing.trace import Call
 
 
@@ -43,52 +41,34 @@ class Cuts:
         return self.partition.placement[self.chunk]
 
 
-@dataclass
-class Underway:
-    """The state that the hooks of a stage share.
-
-    Attributes:
-        generators: the generators that the step draws from.
-        draw_on_host: units that draw from Python's or NumPy's generator.
-        forward: the pass that is running; None outside a step.
-        in_backward: a backward runs, in which layers may run again (activation checkpointing).
-    """
-
-    flow: Flow
-    generators: TorchGenerators
-    draw_on_host: frozenset[str]
-    forward: ForwardPass | None = None
-    in_backward: bool = False
-
-    @property
-    def is_idle(self) -> bool:
-        """Should the hooks do nothing now?"""
-        return self.forward is None and not self.in_backward
-
-    def seed_after(self, unit: str, seed: int) -> None:
-        """Seed the generators after a unit, so that every stage draws the same numbers, also where the unit is
-        absent."""
-        self.generators.seed(seed)
-        if unit in self.draw_on_host:
-            seed_host_generators(seed)
-
-
 class ForwardPass:
     """A forward pass. ``arrival`` is what the previous chunk sent; None for the first chunk. It is shared out now, in
     the gradient and inference modes in which the step begins, whatever the user's code switches later.
 
-    Attributes:
-        arrived: by call, its output as the previous chunk sent it.
+    Raises:
+        RuntimeError: another number of tensors has arrived than was due.
     """
 
     def __init__(self, cuts: Cuts, arrival: Arrival | None) -> None:
         self.cuts = cuts
         self._reached = 0  # the latest chunk of which a call has been made
         self._calls: Counter[str] = Counter()
-        self.arrived: dict[Call, list[Tensor]] = {}
+        received = [] if arrival is None else arrival.receive()
+        if len(received) != tensors_of(cuts.cargo_in):
+            raise RuntimeError(
+                f"{len(received)} tensors arrived on stage {cuts.stage}, but {tensors_of(cuts.cargo_in)} were due, the "
+                f"outputs of {', '.join(repr(c.module) for c in cuts.cargo_in)}: the number of a layer's outputs must "
+                f"not depend on values, nor change from batch to batch."
+            )
+        tensors = iter(received)
+        # By call, its output as the previous chunk sent it.
+        self._arrived: dict[Call, list[Tensor]] = {
+            (c.module, c.call): [next(tensors) for _ in range(c.tensors)] for c in cuts.cargo_in
+        }
         self._kept: dict[Call, list[Tensor]] = {}
-        if arrival is not None:
-            self._unload(arrival)
+        for call in self._arrived.keys() & cuts.wanted:  # it goes further on as it came, whatever this stage does to it
+            self._kept[call] = self._arrived[call]
+            self._arrived[call] = [t.clone() for t in self._kept[call]]
 
     def chunk_of(self, name: str) -> int:
         """The chunk that runs the next call of a unit."""
@@ -103,26 +83,28 @@ class ForwardPass:
 
     # -- what arrives --------------------------------------------------------------------------------------------
 
-    def _unload(self, arrival: Arrival) -> None:
-        """Divide the arrived tensors among the calls that they are outputs of."""
-        cuts = self.cuts
-        received = arrival.receive()
-        if len(received) != tensors_of(cuts.cargo_in):
+    def filled(self, answer: Any, call: Call) -> Any:
+        """An absent unit's answer with the tensors that have arrived for the call, if any, in the place of absent
+        ones."""
+        live = self._arrived.get(call)
+        if live is None:
+            return answer
+        if isinstance(answer, Tensor) and len(live) == 1:
+            return live[0]
+        leaves, spec = tree_flatten(answer)
+        holes = [j for j, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+        if len(holes) != len(live):
             raise RuntimeError(
-                f"{len(received)} tensors arrived on stage {cuts.stage}, but {tensors_of(cuts.cargo_in)} were due, the "
-                f"outputs of {', '.join(repr(c.module) for c in cuts.cargo_in)}: the number of a layer's outputs must "
-                f"not depend on values, nor change from batch to batch."
+                f"'{call[0]}' returned {len(live)} tensors on its own stage, but {len(holes)} on another, where it was "
+                f"asked on absent tensors: the number of its outputs must not depend on values."
             )
-        tensors = iter(received)
-        live = {(c.module, c.call): [next(tensors) for _ in range(c.tensors)] for c in cuts.cargo_in}
-        for call in live.keys() & cuts.wanted:  # it goes further on as it came, whatever this stage does to it
-            self._kept[call] = live[call]
-            live[call] = [t.clone() for t in live[call]]
-        self.arrived = live
+        for j, tensor in zip(holes, live, strict=True):
+            leaves[j] = tensor
+        return tree_unflatten(leaves, spec)
 
     def refuse_hooks(self) -> None:
         """Refuse hooks of the user's on the gradient of what arrived, after the step: its own stage runs them, too."""
-        for (name, _), tensors in self.arrived.items():
+        for (name, _), tensors in self._arrived.items():
             if any(has_gradient_hooks(tensor) for tensor in tensors):
                 raise RuntimeError(
                     f"A hook on the gradient of what '{name}' returns would run on several stages. Register it in the "

@@ -36,17 +36,16 @@ from torch import Tensor, nn
 
 from lightning_parallel.absent.answers import AbsentForward
 from lightning_parallel.absent.module import make_absent
-from lightning_parallel.absent.tensor import AbsentTensor, first_absent
+from lightning_parallel.absent.tensor import AbsentTensor, AbsentValueError, first_absent
 from lightning_parallel.backward.recompute import Recomputed
 from lightning_parallel.interception import Interception, LeaveStep, can_intercept
 from lightning_parallel.messages.arrival import Arrival
-from lightning_parallel.pipeline.forward_pass import Cuts, ForwardPass, Underway
-from lightning_parallel.pipeline.other_units import OtherUnits
+from lightning_parallel.pipeline.forward_pass import Cuts, ForwardPass
 from lightning_parallel.plan.flow import Flow
 from lightning_parallel.plan.flow_of_step import flow_of_step
 from lightning_parallel.plan.partition import Partition
 from lightning_parallel.private.torch import forward_hooks
-from lightning_parallel.seeding import TorchGenerators, draw_seed
+from lightning_parallel.seeding import TorchGenerators, draw_seed, seed_host_generators
 from lightning_parallel.tracing.trace import Call
 
 
@@ -71,11 +70,14 @@ class Stage:
         self.layers = list(dict.fromkeys(partition.layers[i] for c in self.chunks for i in partition.layers_of(c)))
         self._units = {name: module.get_submodule(name) for name in partition.units}
         self._on_units, self._inside_units = Interception(), Interception()
-        flow = Flow(((),) * (partition.chunks - 1), (None,) * partition.chunks)
-        self._underway = Underway(flow, TorchGenerators(device), partition.draw_on_host)
-        self._cuts = {chunk: Cuts(flow, partition, chunk) for chunk in self.chunks}
+        self._flow = Flow(((),) * (partition.chunks - 1), (None,) * partition.chunks)
+        self._generators = TorchGenerators(device)
+        self._cuts = {chunk: Cuts(self._flow, partition, chunk) for chunk in self.chunks}
         self._own = {name for name in partition.units if index in partition.stages_with(name)}
-        self._others = OtherUnits(self._units, self._own, self._underway)
+        # While another chunk runs, this stage's own units answer too, without their values.
+        self._absent = {name: AbsentForward(unit, name, name in self._own) for name, unit in self._units.items()}
+        self._pass: ForwardPass | None = None  # None outside a step
+        self._in_backward = False  # in which layers may run again (activation checkpointing)
         # By name, for each unit that runs: the seed to set after it, and its call.
         self._running: dict[str, tuple[int, Call | None]] = {}
         self._announced: Counter[str] = Counter()  # calls of wrapped units that have passed their hooks
@@ -89,14 +91,14 @@ class Stage:
     @property
     def flow(self) -> Flow:
         """What crosses the cuts. Set it to the flow of the step that is about to run."""
-        return self._underway.flow
+        return self._flow
 
     @flow.setter
     def flow(self, flow: Flow) -> None:
-        if flow is self.flow:  # as in nearly every batch
+        if flow is self._flow:  # as in nearly every batch
             return
-        changed = (flow.transparent, flow.inside) != (self.flow.transparent, self.flow.inside)
-        self._underway.flow = flow
+        changed = (flow.transparent, flow.inside) != (self._flow.transparent, self._flow.inside)
+        self._flow = flow
         self._cuts = {chunk: Cuts(flow, self.partition, chunk) for chunk in self.chunks}
         if changed and self._recompute is not None:
             self._inside_units.remove()
@@ -110,8 +112,7 @@ class Stage:
     @property
     def runs_last_chunk(self) -> bool:
         """Is this stage running the last chunk now?"""
-        forward = self._underway.forward
-        return forward is not None and forward.cuts.chunk == self.partition.chunks - 1
+        return self._pass is not None and self._pass.cuts.chunk == self.partition.chunks - 1
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
         """The parameters held here, under their original (first) names; tied ones once."""
@@ -158,7 +159,7 @@ class Stage:
         for name, unit in self._units.items():
             if name not in self._own:
                 # Not a hook: it can't keep the forward from running.
-                answer = torch.compiler.disable(partial(self._others.answer, name, unit.forward))
+                answer = torch.compiler.disable(partial(self._answer, name, unit.forward))
                 self._on_units.instead(unit, answer)
                 continue
             if recompute and name in self.layers and any(True for _ in unit.parameters()):
@@ -179,15 +180,15 @@ class Stage:
 
     def _install_inside(self) -> None:
         """Put hooks on the modules inside transparent units."""
-        for name in self.flow.transparent & self._units.keys():
+        for name in self._flow.transparent & self._units.keys():
             for short, part in self._units[name].named_modules():
                 inner = f"{name}.{short}"
                 if not short or not can_intercept(part):
                     continue
                 if name not in self._own or len(self.chunks) > 1:
-                    answer = partial(self._others.answer_inside, inner, AbsentForward(part, inner), part.forward)
-                    self._inside_units.instead(part, partial(self._inside, name, answer, part.forward))
-                if name in self._own and inner in self.flow.inside:
+                    absent = AbsentForward(part, inner)
+                    self._inside_units.instead(part, partial(self._inside, name, inner, absent, part.forward))
+                if name in self._own and inner in self._flow.inside:
                     self._inside_units.after(part, partial(self._returned_inside, name, inner), first=True)
 
     def remove(self) -> None:
@@ -209,11 +210,10 @@ class Stage:
         stage with several chunks."""
         hooked = self._announced[name] > 0
         self._announced[name] -= hooked
-        if self._underway.is_idle:
+        if self._pass is None and not self._in_backward:
             return forward(*args, **kwargs)
-        running = self._underway.forward
-        if running is not None and running.chunk_of(name) != running.cuts.chunk:
-            return self._others.answer(name, forward, *args, **kwargs)
+        if self._pass is not None and self._pass.chunk_of(name) != self._pass.cuts.chunk:
+            return self._answer(name, forward, *args, **kwargs)
         unit = self._units[name]
         self._enter(name, unit, args, kwargs)
         output = forward(*args, **kwargs)
@@ -225,17 +225,17 @@ class Stage:
     @torch.compiler.disable
     def _enter(self, name: str, unit: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Runs before the forward of a unit of this stage."""
-        if self._underway.is_idle:
+        if self._pass is None and not self._in_backward:
             return
         seed = draw_seed()
         absent = first_absent((args, kwargs))
-        if self._underway.in_backward and absent is not None:
+        if self._in_backward and absent is not None:
             raise RuntimeError(
                 f"'{name}' runs again in the backward of stage {self.index}, in a checkpoint that began on an earlier "
                 f"stage, where its input is: a checkpoint must not span layers of two stages. Checkpoint each layer by "
                 f"itself, or use activation_checkpointing=True."
             )
-        call = None if self._underway.forward is None else self._underway.forward.called(name)
+        call = None if self._pass is None else self._pass.called(name)
         self._running[name] = seed, call
         if call is not None and absent is not None:
             raise RuntimeError(
@@ -248,39 +248,96 @@ class Stage:
     def _returned(self, name: str, unit: nn.Module, args: Any, output: Any) -> None:
         """Keep what later stages need, right after the forward of a unit of this stage. The user's hooks on its output
         come after this, and run on the other stages too."""
-        if self._underway.forward is None or name not in self._running:
+        if self._pass is None or name not in self._running:
             return
-        call, cuts = self._running[name][1], self._underway.forward.cuts
-        if call not in cuts.wanted:
-            return
-        # Two hooks are this stage's. The user's come after this one, and may write to the output.
-        self._underway.forward.keep(call, output, copied=call != cuts.last or forward_hooks(unit) > 2)
+        call, cuts = self._running[name][1], self._pass.cuts
+        if call in cuts.wanted:
+            # Two hooks are this stage's. The user's come after this one, and may write to the output.
+            self._pass.keep(call, output, copied=call != cuts.last or forward_hooks(unit) > 2)
 
     @torch.compiler.disable
     def _leave(self, name: str, unit: nn.Module, args: Any, output: Any) -> None:
         """Leave the step after the chunk's last call: after the forward of a unit of this stage and the user's hooks on
         it."""
-        if self._underway.is_idle or name not in self._running:
+        if name not in self._running:
             return
         seed, call = self._running.pop(name)
-        self._underway.seed_after(name, seed)
-        if self._underway.forward is not None and call is not None and call == self._underway.forward.cuts.last:
+        self._seed_after(name, seed)
+        if self._pass is not None and call is not None and call == self._pass.cuts.last:
             raise LeaveStep
 
-    @torch.compiler.disable
-    def _inside(
-        self, unit: str, answer: Callable[..., Any], forward: Callable[..., Any], *args: Any, **kwargs: Any
-    ) -> Any:
-        """The forward of a module inside a transparent unit."""
-        return (forward if unit in self._running else answer)(*args, **kwargs)
+    def _seed_after(self, name: str, seed: int) -> None:
+        """Seed the generators after a unit, so that every stage draws the same numbers, also where the unit is
+        absent."""
+        self._generators.seed(seed)
+        if name in self.partition.draw_on_host:
+            seed_host_generators(seed)
 
     @torch.compiler.disable
     def _returned_inside(self, unit: str, name: str, part: nn.Module, args: Any, output: Any) -> None:
         """Runs after the forward of a module inside a transparent unit of this stage."""
-        if self._underway.forward is not None and unit in self._running:
-            call = self._underway.forward.called(name)
-            if call in self._underway.forward.cuts.wanted:
-                self._underway.forward.keep(call, output)
+        if self._pass is not None and unit in self._running:
+            call = self._pass.called(name)
+            if call in self._pass.cuts.wanted:
+                self._pass.keep(call, output)
+
+    # -- units of other chunks -----------------------------------------------------------------------------------
+
+    def _answer(self, name: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """The forward of a unit whose call another chunk runs: its arrived output, or absent tensors. Not to be
+        compiled."""
+        running, absent = self._pass, self._absent[name]
+        if running is None:
+            return absent.answer(args, kwargs)
+        # The next chunk's turn already: the step makes fewer calls here than in the dry run, or none.
+        if running.chunk_of(name) > running.cuts.chunk:
+            raise LeaveStep
+        seed = draw_seed()
+        call = running.called(name)
+        if name in self._flow.transparent:
+            with absent.without_values():
+                answer = self._answer_openly(running, absent, forward, args, kwargs, call[1])
+        else:
+            answer = self._answer_alone(running, absent, args, kwargs, call[1])
+        self._seed_after(name, seed)
+        return running.filled(answer, call)
+
+    @torch.compiler.disable
+    def _inside(
+        self, unit: str, name: str, absent: AbsentForward, forward: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        """The forward of a module inside a transparent unit."""
+        running = self._pass
+        if unit in self._running or running is None:
+            return forward(*args, **kwargs)
+        call = running.called(name)
+        return running.filled(self._answer_openly(running, absent, forward, args, kwargs, call[1]), call)
+
+    def _answer_openly(
+        self,
+        running: ForwardPass,
+        absent: AbsentForward,
+        forward: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        call: int,
+    ) -> Any:
+        """Run a transparent unit's own code on absent tensors, so that hooks inside it fire. If it needs values, it is
+        answered for as a whole."""
+        try:
+            return forward(*args, **kwargs)
+        except AbsentValueError:
+            return self._answer_alone(running, absent, args, kwargs, call)
+
+    def _answer_alone(
+        self, running: ForwardPass, absent: AbsentForward, args: tuple[Any, ...], kwargs: dict[str, Any], call: int
+    ) -> Any:
+        """Answer for a module as a whole. Calls that it makes meanwhile don't count as calls of the step."""
+        self._pass = None
+        try:
+            return absent.answer(args, kwargs, call)
+        finally:
+            self._pass = running
 
     # -- running -------------------------------------------------------------------------------------------------
 
@@ -307,15 +364,18 @@ class Stage:
         """
         chunk = self.chunks[0] if chunk is None else chunk
         assert (arrival is None) == (chunk == 0)
-        self._underway.forward = forward = ForwardPass(self._cuts[chunk], arrival)
+        self._pass = forward = ForwardPass(self._cuts[chunk], arrival)
+        has_left = False
         try:
             output = step()
         except LeaveStep:
-            forward.refuse_hooks()
-            return forward.departure()
+            has_left = True
         finally:
-            self._underway.forward = None
+            self._pass = None
+            self._running.clear()
         forward.refuse_hooks()
+        if has_left:
+            return forward.departure()
         if chunk < self.partition.chunks - 1:
             raise RuntimeError(
                 f"The step has ended on {self.partition.name_of(chunk)} of {self.partition.stages}, before it called "
@@ -336,8 +396,9 @@ class Stage:
     def backward(self) -> Iterator[None]:
         """A context for a backward: a step's layers may run again in it (activation checkpointing), drawing the same
         numbers."""
-        self._underway.in_backward = True
+        self._in_backward = True
         try:
             yield
         finally:
-            self._underway.in_backward = False
+            self._in_backward = False
+            self._running.clear()

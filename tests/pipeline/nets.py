@@ -5,6 +5,7 @@ All have layers ``blocks.*`` and take rows of three numbers; `step` is what a Li
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,6 +21,10 @@ class Net(nn.Module):
 
     width = 6
 
+    class Block(nn.Sequential):
+        def __init__(self, width: int) -> None:
+            super().__init__(nn.Linear(width, width), nn.Tanh())
+
     def __init__(self, blocks: int = 4) -> None:
         super().__init__()
         self.stem = nn.Linear(3, self.width)
@@ -32,7 +37,7 @@ class Net(nn.Module):
         return "layers"
 
     def block(self) -> nn.Module:
-        return nn.Sequential(nn.Linear(self.width, self.width), nn.Tanh())
+        return self.Block(self.width)
 
     def body(self, x: Tensor) -> Tensor:
         for block in self.blocks:
@@ -56,9 +61,6 @@ class Tuples(Net):
             y = torch.where(mask, self.layer(x).tanh(), x)
             return y, depth + 1, mask.logical_not()
 
-    def block(self) -> nn.Module:
-        return self.Block(self.width)
-
     def step(self, x: Tensor) -> Tensor:
         x = self.stem(x)
         values = (x, torch.zeros(()), x.new_ones(x.shape, dtype=torch.bool))
@@ -81,9 +83,6 @@ class Shifted(Net):
         def forward(self, x: Tensor) -> Tensor:
             return (x + self.shift[None] + self.other[None]).sin()
 
-    def block(self) -> nn.Module:
-        return self.Block(self.width)
-
 
 class Summed(Net):
     """A weight that is the sum of two parameters, read through views: autograd takes one memory for the gradients of
@@ -99,9 +98,6 @@ class Summed(Net):
         def forward(self, x: Tensor) -> Tensor:
             return nn.functional.linear(x, self.one.view(self.shape) + self.other.view(self.shape)).tanh()
 
-    def block(self) -> nn.Module:
-        return self.Block(self.width)
-
 
 class Dicts(Net):
     class Block(nn.Module):
@@ -111,9 +107,6 @@ class Dicts(Net):
 
         def forward(self, *, hidden: Tensor, scale: float) -> dict[str, Any]:
             return {"hidden": self.layer(hidden).tanh() * scale, "scale": scale, "unused": hidden.sum(), "none": None}
-
-    def block(self) -> nn.Module:
-        return self.Block(self.width)
 
     def step(self, x: Tensor) -> Tensor:
         hidden = self.stem(x)
@@ -155,9 +148,6 @@ class Attention(Net):
         def forward(self, x: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
             y = self.norm(x)
             return self.attention(y, y, y, attn_mask=mask)
-
-    def block(self) -> nn.Module:
-        return self.Block(self.width)
 
     def step(self, x: Tensor) -> Tensor:
         x = self.stem(x)[None]
@@ -288,9 +278,6 @@ class SameTwice(Net):
             z = self.layer(x + y * 0.5).tanh()
             return z, z
 
-    def block(self) -> nn.Module:
-        return self.Block(self.width)
-
     def step(self, x: Tensor) -> Tensor:
         pair = (self.stem(x),) * 2
         for block in self.blocks:
@@ -308,9 +295,6 @@ class PassesThrough(Net):
 
         def forward(self, x: Tensor, *_: Tensor) -> tuple[Tensor, Tensor]:
             return x, self.weight
-
-    def block(self) -> nn.Module:
-        return self.Block(self.width)
 
     def step(self, x: Tensor) -> Tensor:
         values = (self.stem(x),)
@@ -417,50 +401,27 @@ class Parametrized(Scale):
         return result
 
 
-class Convolution(nn.Module):
-    def __init__(self, width: int) -> None:
+class Run(nn.Module):
+    """A layer, and how it is run."""
+
+    def __init__(self, layer: nn.Module, run: Callable[[nn.Module, Tensor], Tensor]) -> None:
         super().__init__()
-        self.layer = nn.Conv1d(width, width, 3, padding=1)
+        self.layer, self.run = layer, run
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x.mT).mT
-
-
-class BatchNorm(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.layer = nn.BatchNorm1d(width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x.mT).mT
-
-
-class Gru(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.layer = nn.GRU(width, width, batch_first=True)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x)[0]
-
-
-class SelfAttention(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.layer = nn.MultiheadAttention(width, 2, batch_first=True)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x, x, x)[0]
+        return self.run(self.layer, x)
 
 
 LAYERS = {
     "linear": lambda width: nn.Linear(width, width),
     "layernorm": nn.LayerNorm,
     "rmsnorm": nn.RMSNorm,
-    "conv1d": Convolution,
-    "batchnorm": BatchNorm,
-    "attention": SelfAttention,
-    "gru": Gru,
+    "conv1d": lambda width: Run(nn.Conv1d(width, width, 3, padding=1), lambda layer, x: layer(x.mT).mT),
+    "batchnorm": lambda width: Run(nn.BatchNorm1d(width), lambda layer, x: layer(x.mT).mT),
+    "attention": lambda width: Run(
+        nn.MultiheadAttention(width, 2, batch_first=True), lambda layer, x: layer(x, x, x)[0]
+    ),
+    "gru": lambda width: Run(nn.GRU(width, width, batch_first=True), lambda layer, x: layer(x)[0]),
     "x * w": Scale,
     "x @ w": Product,
     "parametrized": Parametrized,
