@@ -175,8 +175,11 @@ class Chunk:
         self._generators.seed(microbatch.seed)
         trial, out = microbatch.trial, self._ends.activations_out
         keeps = trial is not None and trial.wants_activations(out is None)
-        run = partial(self._run, "forward", number, microbatch.step, next_index, keeps)
-        (output, arrival, copies), token = self._weights.forward(run)
+        arrival = self._receive(number, next_index)
+        copies = [] if arrival is None else arrival.copies() if keeps else None
+        with self._span("forward", number, self._weights.reading):
+            run = partial(self._stage.run, microbatch.step, arrival, self._index)
+            output, token = self._weights.forward(run)
         edges: list[GradientEdge] = []
         gradients: Format = ()
         sent = 0
@@ -198,23 +201,14 @@ class Chunk:
         self._post_gradients()
         return [output] if out is None else []
 
-    def _run(
-        self, kind: str, number: int, step: Callable[[], Any], next_index: int | None, keeps: bool = False
-    ) -> tuple[Any, Arrival | None, list[Tensor] | None]:
-        """Run a step. Returns the output, the arrival, and copies of the arrived tensors (None if they weren't kept,
-        empty in the first chunk)."""
-        receiver = self._ends.activations_in
-        arrival: Arrival | None = None
-        copies: list[Tensor] | None = []
-        if receiver is not None:
-            with self._span("receive", number):
-                message = receiver.take(then=next_index)
-            assert message is not None, "a stream ends between batches"
-            arrival = Arrival(*message)
-            copies = arrival.copies() if keeps else None
-        version = self._weights.reading if kind == "forward" else None
-        with self._span(kind, number, version):
-            return self._stage.run(step, arrival, self._index), arrival, copies
+    def _receive(self, number: int, next_index: int | None) -> Arrival | None:
+        """Wait for the activation of a microbatch, and post the receive of the next one's; None in the first chunk."""
+        if self._ends.activations_in is None:
+            return None
+        with self._span("receive", number):
+            message = self._ends.activations_in.take(then=next_index)
+        assert message is not None, "a stream ends between batches"
+        return Arrival(*message)
 
     def _asking(self, output: list[Tensor], arrival: Arrival | None) -> list[Tensor]:
         """What is to be sent in a batch's last microbatch. If the batch may have made gradients here, one is asked for,
@@ -248,7 +242,9 @@ class Chunk:
         """
         if self._ends.activations_in is not None:
             self._ends.activations_in.post("evaluation")
-        output, *_ = self._run("evaluate", number, step, next_index=None)
+        arrival = self._receive(number, None)
+        with self._span("evaluate", number):
+            output = self._stage.run(step, arrival, self._index)
         if self._ends.activations_out is None:
             return output
         self._ends.activations_out.send(output, "evaluation")
