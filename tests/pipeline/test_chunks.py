@@ -119,6 +119,7 @@ KINDS = ["Tuples", "Frozen", "Loose", "InPlace", "SkipChanged", "SameTwice", "Mu
     [
         ("Shifted", 2),
         ("Summed", 2),
+        ("PassesThrough", 2),  # weights cross, and get no gradient
         ("Checkpointed", 2),
         ("Mixed", 3),
         *thorough(*((kind, 2) for kind in (*KINDS, "Tied", "UNet", "MixedWithBatchNorm")), ("Mixed", 1)),
