@@ -12,8 +12,7 @@ import pytest
 from tests.clusters.disturbed import HOLD, KILL, KILLED, SAVED, attempts, command, numbers, start, wait_for
 from tests.clusters.slurm import Slurm, missing, slurm
 
-REASON = f"no {', '.join(missing())}: install slurm-wlm and munge"
-pytestmark = [pytest.mark.thorough, pytest.mark.skipif(bool(missing()), reason=REASON)]
+pytestmark = pytest.mark.skipif(bool(missing()), reason=f"no {', '.join(missing())}: install slurm-wlm and munge")
 
 # Both nodes are this machine, whose other name need not resolve.
 NODES = ["cluster=slurm", "cluster.nodes=2", "cluster.devices=1"]
@@ -49,6 +48,7 @@ def test_a_preempted_job_is_saved_requeued_and_resumed(
     assert numbers(tmp_path) == undisturbed
 
 
+@pytest.mark.thorough
 def test_a_killed_worker_is_named_and_restarts_the_job(
     cluster: Slurm, tmp_path: Path, undisturbed: dict[str, float]
 ) -> None:
@@ -61,6 +61,7 @@ def test_a_killed_worker_is_named_and_restarts_the_job(
     assert numbers(tmp_path) == undisturbed
 
 
+@pytest.mark.thorough
 def test_what_went_wrong_reaches_the_terminal(cluster: Slurm, tmp_path: Path) -> None:
     program = submit(cluster, tmp_path, "strategy.layers=[net.nowhere.*]", "cluster.max_restarts=2")
     printed, _ = program.communicate(timeout=150)
@@ -68,6 +69,7 @@ def test_what_went_wrong_reaches_the_terminal(cluster: Slurm, tmp_path: Path) ->
     assert (tmp_path / "run" / "job.log").read_text().count("=== the workers start") == 1  # it would fail again
 
 
+@pytest.mark.thorough
 def test_a_job_can_be_shown_and_left_to_itself(cluster: Slurm, tmp_path: Path) -> None:
     options = ["cluster.submit=print", "cluster.time='1:00:00'", "cluster.setup=[module x]"]
     shown = submit(cluster, tmp_path / "shown", *options)

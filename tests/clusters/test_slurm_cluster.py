@@ -11,8 +11,7 @@ import pytest
 
 from tests.clusters.slurm import Slurm, missing, slurm
 
-REASON = f"no {', '.join(missing())} on this machine"
-pytestmark = [pytest.mark.thorough, pytest.mark.skipif(bool(missing()), reason=REASON)]
+pytestmark = pytest.mark.skipif(bool(missing()), reason=f"no {', '.join(missing())} on this machine")
 
 PREEMPTED = """\
 #!/bin/bash
