@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -380,8 +381,10 @@ class LayoutStrategy(ParallelStrategy):
     @override
     def model_to_device(self) -> None:
         assert self.model is not None
-        with attributes_kept(self.model):  # DTensors lose theirs
-            self.model.to(self.root_device)
+        # torch can't move a DTensor that has a weak reference, not even to where it is: a run after another would fail.
+        if any(each.device != self.root_device for each in chain(self.model.parameters(), self.model.buffers())):
+            with attributes_kept(self.model):  # DTensors lose theirs
+                self.model.to(self.root_device)
 
     @override
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
