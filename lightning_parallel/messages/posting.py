@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import contextmanager
+from queue import SimpleQueue
+from threading import Thread, current_thread
 from typing import TypeAlias
 
 import torch
@@ -16,6 +19,7 @@ Send: TypeAlias = Callable[[Tensor], dist.Work]
 # Posts a buffer after all earlier ones, and after the event that tells that it is full (None: it is). An error is that
 # of the result: a stage that refuses something may close its links, while this one is about to refuse the same.
 Post: TypeAlias = Callable[[Tensor, torch.cuda.Event | None], Future[dist.Work]]
+_Handed: TypeAlias = tuple[Tensor, torch.cuda.Event | None, Future[dist.Work]]
 
 _SWITCH_INTERVAL = 5e-5  # seconds; Python's default is 5 ms
 
@@ -35,16 +39,39 @@ def short_switch_interval() -> Iterator[None]:
 def posts_from_thread(send: Send) -> Post:
     """Posts by ``send`` from a thread of its own. In that call gloo copies the message into a socket: half a
     millisecond for a megabyte, for which the stage should not wait. Nor should it wait for a GPU's copy into the
-    message. The thread ends with what is returned."""
+    message. The thread ends with what is returned, and keeps no process from its exit."""
+    handed: SimpleQueue[_Handed | None] = SimpleQueue()
+    thread = Thread(target=_post_all, args=(send, handed), name="send", daemon=True)
+    thread.start()
 
-    def when_full(buffer: Tensor, copied: torch.cuda.Event | None) -> dist.Work:
-        if copied is not None:
-            with torch.cuda.device(copied.device):  # a thread's own would be the first GPU
-                copied.synchronize()
-        return send(buffer)
+    def post(buffer: Tensor, copied: torch.cuda.Event | None) -> Future[dist.Work]:
+        posted: Future[dist.Work] = Future()
+        handed.put((buffer, copied, posted))
+        return posted
 
-    thread = ThreadPoolExecutor(1, "send")
-    return lambda buffer, copied: thread.submit(when_full, buffer, copied)
+    weakref.finalize(post, _end, thread, handed)
+    return post
+
+
+def _post_all(send: Send, handed: SimpleQueue[_Handed | None]) -> None:
+    while (item := handed.get()) is not None:
+        buffer, copied, posted = item
+        try:
+            if copied is not None:
+                with torch.cuda.device(copied.device):  # a thread's own would be the first GPU
+                    copied.synchronize()
+            posted.set_result(send(buffer))
+        except BaseException as error:  # raised again on the stage's thread
+            posted.set_exception(error)
+        del item, buffer, posted  # the message's memory is the sender's to release
+
+
+def _end(thread: Thread, handed: SimpleQueue[_Handed | None]) -> None:
+    """End a sending thread, and its reference to the link: destroying a group joins gloo's threads only if nothing
+    refers to the group any more."""
+    handed.put(None)
+    if thread is not current_thread():  # garbage may be collected in it
+        thread.join(timeout=1.0)
 
 
 def posts_directly(send: Send) -> Post:
