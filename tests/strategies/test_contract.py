@@ -1,12 +1,12 @@
 """The contract: whatever the layout, whatever the run, the numbers of one process, or a refusal before training.
 
 A row is a model under a layout with a feature of the run. Compared are, in float64: the loss of each batch, every
-gradient before its update, every weight and moment of the optimizers, what is logged on every rank, and all of it again
-for runs that go on from a checkpoint of the layout, in one process, and, in every third row of each layout and in
-thorough runs in all, under the layout. See contract.py.
+gradient before its update, every weight and moment of the optimizers, and what is logged on every rank. All of it is
+compared again for a run that goes on from a checkpoint of the layout: in one process, and in some rows (RESUME) under
+the layout, too. In thorough runs it goes on under the layout in all rows. See contract.py.
 
-Every pair of model, layout and feature is in a row by default, where schedules that place chunks alike take turns; all
-combinations are, in thorough runs.
+By default every pair of model, layout and feature is in a row. Schedules that place chunks alike count as one layout
+there, and take turns (TURNS). In thorough runs all combinations are.
 """
 
 from __future__ import annotations

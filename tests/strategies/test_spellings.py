@@ -114,6 +114,7 @@ def compare_spellings(stages: int, schedule: str, names: Sequence[str]) -> dict[
     return {name: compared(ALL[name].loss, [ALL[name].mask], stages, **options) for name in names}
 
 
+# Of ALL, which has each loss with two masks, one after the other.
 ONE_MASK, SOME_OTHERS, SOME, EVERY = slice(0, None, 2), slice(1, None, 10), slice(0, None, 5), slice(None)
 
 
