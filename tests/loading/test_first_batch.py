@@ -275,7 +275,7 @@ def test_a_look_leaves_a_batch_that_is_put_back_as_it_was() -> None:
 def test_a_loader_of_the_next_fit_is_not_mistaken_for_the_last() -> None:
     trainer = trainer_with(looking())
     module = Net("plain")
-    module.layers[1] = nn.Linear(3, 3)  # fails in the look
+    module.layers[1] = nn.Linear(3, 3)  # fails in the dry run
     with pytest.raises(RuntimeError):
         trainer.fit(module, DataLoader(TensorDataset(ROWS), batch_size=2))
     module = Net("plain")

@@ -1,4 +1,4 @@
-"""What a step does on some stages only, though all would have to, is refused in the look; the rest is not."""
+"""What a step does on some stages only, though all would have to, is refused by the dry run; the rest is not."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ def test_ranks_that_see_other_calls_are_told_the_first(
 
 
 class Uneven(LeNet):
-    """Fails in the look on one rank only."""
+    """Fails in the dry run on one rank only."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         if rank_zero_only.rank == 1:

@@ -1,4 +1,4 @@
-"""A module's hooks around a step, in the look at it: they see a Trainer that can only be read."""
+"""A module's hooks around a step, in its dry run: they see a Trainer that can only be read."""
 
 from __future__ import annotations
 
