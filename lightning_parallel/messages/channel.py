@@ -225,7 +225,8 @@ class Receiver(_End):
             description = torch.empty(status, dtype=torch.uint8)
             self._link.wait(self._link.irecv(description))
             format = self._formats[place] = decode(description)
-            following = following if then != place else self._first_packet(then)
+            if then == place:  # whose format has just changed
+                following = self._first_packet(then)
         else:
             format = self._expected(place)
         tensors = None if status == END else self._tensors(first, status, format)

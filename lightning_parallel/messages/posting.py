@@ -16,8 +16,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 Send: TypeAlias = Callable[[Tensor], dist.Work]
-# Posts a buffer after all earlier ones, and after the event that tells that it is full (None: it is). An error is that
-# of the result: a stage that refuses something may close its links, while this one is about to refuse the same.
+# Posts a buffer after all earlier ones, and after the event that tells that it is full (None: it is). An error is
+# raised by the future's `result()`, not here: a stage that refuses something may close its links, while this one is
+# about to refuse the same.
 Post: TypeAlias = Callable[[Tensor, torch.cuda.Event | None], Future[dist.Work]]
 _Handed: TypeAlias = tuple[Tensor, torch.cuda.Event | None, Future[dist.Work]]
 

@@ -79,7 +79,7 @@ class Microbatch:
         index: the microbatch's number within its batch, for which formats of messages are remembered.
         seed: the seed of the random numbers that its forward draws.
         ends_batch: whether it is the batch's last.
-        trial: an experiment on how what a batch gives is made from what microbatches give; None for none.
+        trial: tests whether this microbatch and its neighbour, run as one, give what both give apart; None for none.
     """
 
     step: Callable[[], Any]

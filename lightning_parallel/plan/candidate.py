@@ -47,7 +47,7 @@ class Candidate:
     """A trace cut into chunks.
 
     Attributes:
-        units: the modules that were taken as a whole, as in the trace.
+        units: the names of the modules that were taken as a whole, by their ids.
         bounds: the bounds between the chain's calls; None if the chain has fewer calls than there are chunks.
         largest: the cost of the largest chunk, as a multiple of the mean; infinite without bounds, or if a stage's
             chunks cost nothing.

@@ -228,7 +228,7 @@ class _Flows:
                 f"{self._name(owner)}: call them in the same order in every step."
             )
 
-    # -- what some chunks only do, though all would have to ------------------------------------------------------
+    # -- what only some chunks do, though all would have to ------------------------------------------------------
 
     def _running(self, place: Place) -> range:
         """The chunks that run the code at a place."""

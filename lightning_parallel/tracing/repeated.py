@@ -19,8 +19,8 @@ from lightning_parallel.tracing.snapshot import StateKept, attributes_of
 
 
 def unrepeatable(module: nn.Module, layers: Collection[str], trace: Callable[[], Any]) -> set[str]:
-    """The names of those of these layers that a second run in a step of the module changes: they keep a state, or draw
-    from a generator of their own. ``trace`` makes a trace of the step."""
+    """The names of those among ``layers`` that do something else when they run again: they keep a state, or draw from a
+    generator of their own. ``trace`` traces a step of the module, which calls them."""
     found: set[str] = set()
     interception = Interception()
     try:
