@@ -160,4 +160,5 @@ def paste(result: dict[str, Tensor], name: str, local: Tensor, shard: Shard) -> 
 
 def largest_difference(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
     assert a.keys() == b.keys(), f"only one has {sorted(a.keys() ^ b.keys())}"
-    return max(float((a[name] - b[name]).abs().max()) for name in a)
+    differences = [float((a[name] - b[name]).abs().max()) for name in a]
+    return max(differences, key=lambda each: (each != each, each))  # NaN is larger than any number
