@@ -90,7 +90,9 @@ def test_the_commands_of_the_page_are_right(here: Path, command: str) -> None:
 
 
 @pytest.mark.parametrize("launch", [False, *thorough(True)])
-def test_a_module_and_configs_of_the_users_own_train_in_an_empty_folder(lib: Path, here: Path, launch: bool) -> None:
+def test_a_module_and_configs_of_the_users_own_are_found_from_an_empty_folder(
+    lib: Path, here: Path, launch: bool
+) -> None:
     """Where nothing is launched, the config is written for a worker that is started by hand."""
     (here / "recipes").mkdir()
     (here / "recipes" / "__init__.py").write_text("raise RuntimeError('a package of the name of ours')")
