@@ -5,13 +5,13 @@ gradient before its update, every weight and moment of the optimizers, and what 
 compared again for a run that goes on from a checkpoint of the layout: in one process, and in some rows (RESUME) under
 the layout, too. In thorough runs it goes on under the layout in all rows. See contract.py.
 
-By default every pair of model, layout and feature is in a row. Schedules that place chunks alike count as one layout
-there, and take turns (TURNS). In thorough runs all combinations are.
+By default every pair of model, layout and feature is in a row, and a schedule that places chunks as another one does is
+in a few (LIKE_OTHERS). In thorough runs all combinations are.
 """
 
 from __future__ import annotations
 
-from itertools import cycle, product, repeat
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -39,10 +39,17 @@ PIPELINES = [name for name in LAYOUTS if name not in ("replicas", "threads", "sh
 ONLY_THOROUGH = ("naive", "pipeline x sharded")
 # Combinations of three that have to agree with each other.
 ALWAYS = [
-    ("Language", "gpipe", "clipping by norm"),  # tied weights count once in a norm
-    ("Language", "interleaved", "groups"),  # chunks of both stages have tied weights
     ("Language", "1f1b", "accumulation"),  # batches count alike, however many labels each has
     ("Perceptron", "pipeline x data", "accumulation"),  # replicas' gradients are averaged once
+]
+
+# gpipe has the chunks of 1f1b, interleaved has as many as zbv.
+LIKE_OTHERS = [
+    ("Language", "gpipe", "clipping by norm"),  # tied weights count once in a norm
+    ("Perceptron", "gpipe", "all"),
+    ("Language", "interleaved", "groups"),  # chunks of both stages have tied weights
+    ("Skipping", "interleaved", "clipping by norm"),
+    ("Perceptron", "interleaved", "all"),
 ]
 
 # What the library refuses, and words of the message.
@@ -71,10 +78,8 @@ def is_supported(model: str, layout: str, feature: str) -> bool:
     return (model, layout) not in REFUSED and (layout, feature) not in OTHERWISE
 
 
-TURNS = {"1f1b": cycle(["1f1b", "gpipe"]), "zbv": cycle(["zbv", "interleaved"])}
 BY_DEFAULT = [name for name in LAYOUTS if name not in (*ONLY_THOROUGH, "gpipe", "interleaved")]
-COVERING = covering([list(MODELS), BY_DEFAULT, list(FEATURES)], is_supported, ALWAYS)
-USUAL = [(model, next(TURNS.get(layout, repeat(layout))), feature) for model, layout, feature in COVERING]
+USUAL = [*covering([list(MODELS), BY_DEFAULT, list(FEATURES)], is_supported, ALWAYS), *LIKE_OTHERS]
 ALL = [row for row in product(MODELS, LAYOUTS, FEATURES) if is_supported(*row)]
 RESUME = {row for layout in LAYOUTS for row in [row for row in USUAL if row[1] == layout][::3]}
 RESUME |= {next(row for row in USUAL if row[0] == model) for model in MODELS}
