@@ -58,9 +58,9 @@ class Arrival:
     def gradients(self) -> list[Tensor]:
         """The gradients of the tensors of which the sender wants one; :data:`NO_GRADIENT` for those on which the loss
         doesn't depend. There the sender begins no backward, so parameters behind them keep a gradient of None, as in
-        one process."""
+        one process. Others want none, also where a backward of the user's own has returned one that does."""
         found = self._gradients or [None] * sum(wants for _, _, wants in self.format)
-        return [NO_GRADIENT if gradient is None else gradient for gradient in found]
+        return [NO_GRADIENT if gradient is None else gradient.detach() for gradient in found]
 
 
 class _Receive(torch.autograd.Function):

@@ -117,6 +117,37 @@ class Sometimes(Turns):
         return F.cross_entropy(self.net[self.layers :](hidden), batch[1])
 
 
+class Scale(torch.autograd.Function):
+    """Its backward returns a gradient that wants one itself."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scale: Tensor) -> Tensor:  # type: ignore[override]
+        ctx.save_for_backward(scale)
+        return x * scale
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+        with torch.enable_grad():
+            return gradient * ctx.saved_tensors[0], None
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Scale.apply(x, self.scale)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class ByHand(Net):
+    """Each layer is followed by one with a backward of the user's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(*(nn.Sequential(Scaled(), layer) for layer in self.net))
+
+
 class Twice(Turns):
     """Layers run twice, and in some microbatches gradients pass only one of the runs."""
 
@@ -322,6 +353,7 @@ KINDS: dict[str, Callable[[], Net]] = {
     "teacher": Teacher,
     "teacher that asks": partial(Teacher, asks=True),
     "turns": Turns,
+    "by hand": ByHand,
     "marked": Marked,
     "twice": Twice,
     "sometimes the first": partial(Sometimes, 1),
@@ -386,6 +418,12 @@ def test_what_a_step_leaves_out_or_asks_for_changes_no_update(
 @pytest.mark.parametrize("schedule", ["zbv", *thorough("gpipe")])
 def test_gradients_that_are_none_on_one_stage_are_none_on_all(pool: WorkerPool, schedule: str) -> None:
     assert_as_in_one_process(pool, "turns", {"stages": 2, "microbatches": 2, "schedule": schedule})
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", *thorough("zbv")])
+def test_gradients_that_want_a_gradient_reach_earlier_stages(pool: WorkerPool, schedule: str) -> None:
+    options = {"stages": 2, "microbatches": 2, "schedule": schedule, "layers": ["net.*"]}
+    assert_as_in_one_process(pool, "by hand", options)
 
 
 FIRST, FIRST_FOUR = "sometimes the first", "sometimes the first four"
