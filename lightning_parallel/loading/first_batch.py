@@ -182,6 +182,7 @@ def _with_its_own_state(part: Any, copies: dict[int, Any]) -> Any:
         return part
     own = copies[id(part)] = object.__new__(kind)
     for name, value in vars(part).items():
-        is_state = isinstance(value, Dataset | Sampler) or is_own_generator(value)
+        is_of_loader = name == "sampler" or id(value) in copies  # which may be of any class
+        is_state = is_of_loader or isinstance(value, Dataset | Sampler) or is_own_generator(value)
         vars(own)[name] = _with_its_own_state(value, copies) if is_state else value
     return own

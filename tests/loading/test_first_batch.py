@@ -123,6 +123,19 @@ class Counts(torch.utils.data.Sampler[int]):
         return iter(torch.randperm(12, generator=torch.Generator().manual_seed(self.epoch)).tolist())
 
 
+class Draws:
+    """A sampler that isn't torch's, with a generator of its own."""
+
+    def __init__(self) -> None:
+        self.generator = torch.Generator().manual_seed(5)
+
+    def __len__(self) -> int:
+        return 12
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(torch.randperm(12, generator=self.generator).tolist())
+
+
 class Noisy(Random):
     """Draws from generators of its own, counts what it gives, and knows its sampler, which knows it."""
 
@@ -184,6 +197,8 @@ def loader(kind: str) -> Any:
         "augmented": lambda: DataLoader(Random(), batch_size=4, shuffle=True),
         "counts": lambda: DataLoader(rows, batch_size=4, sampler=Counts()),
         "batches": lambda: DataLoader(rows, batch_sampler=BatchSampler(Counts(), 4, False)),
+        "draws": lambda: DataLoader(rows, batch_size=4, sampler=Draws()),  # type: ignore[arg-type]
+        "drawn batches": lambda: DataLoader(rows, batch_sampler=BatchSampler(Draws(), 4, False)),
         "noisy": lambda: DataLoader(Subset(Noisy(), range(11, -1, -1)), batch_size=4),
         "closes": lambda: DataLoader(Closes(), batch_size=4),
         "stream": lambda: DataLoader(Stream(), batch_size=4),
@@ -218,7 +233,7 @@ def trained(kind: str, strategy: Any) -> Net:
 
 @pytest.mark.parametrize("kind", [
     "plain", "shuffled", "own generator", "augmented", "counts", "batches", "noisy", "closes", "stream", "generator",
-    "several", "slices", "noisy slices",
+    "several", "draws", "drawn batches", "slices", "noisy slices",
     "own slices", "own noisy slices", "own anew", "its own iterator", "its own noisy iterator",
     "rewound", "once", "two own",
 ])  # fmt: skip
