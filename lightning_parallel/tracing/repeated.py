@@ -15,7 +15,7 @@ from lightning_parallel.interception import Interception, can_intercept
 from lightning_parallel.seeding import TorchGenerators
 from lightning_parallel.tracing.own_generators import GeneratorsWatched
 from lightning_parallel.tracing.recorder import origins_in
-from lightning_parallel.tracing.snapshot import StateKept, attributes_of
+from lightning_parallel.tracing.snapshot import StateKept
 
 
 def unrepeatable(module: nn.Module, layers: Collection[str], trace: Callable[[], Any]) -> set[str]:
@@ -55,8 +55,6 @@ def _run_twice(
         torch.set_rng_state(drawn_from)
         for kept in state.absent():
             kept.memory.origins = frozenset([FROM_EARLIER_STEP])
-        places = [(part, key) for part in layer.modules() for key in attributes_of(part)]
-        before = {place: _number_or_length(state, *place) for place in places}
         watched = GeneratorsWatched(generators)
         try:
             with torch.enable_grad():
@@ -65,14 +63,6 @@ def _run_twice(
             found.add(name)
             return output
         # What it makes the first time only, such as a mask, does no harm.
-        written = [(part, key) for part, keys in state.written_plainly().items() for key in keys]
-        goes_on = any(before.get(place) != _number_or_length(state, *place) for place in written)
-        if goes_on or FROM_EARLIER_STEP in origins_in(again) or watched.drawn():
+        if state.goes_on() or FROM_EARLIER_STEP in origins_in(again) or watched.drawn():
             found.add(name)
     return output
-
-
-def _number_or_length(state: StateKept, part: nn.Module, attribute: str) -> Any:
-    """What an attribute holds if it is a number; the length of a container; None for all else."""
-    content = state.content_of(part, attribute)
-    return len(content) if isinstance(content, list) else content if state.is_number(part, attribute) else None

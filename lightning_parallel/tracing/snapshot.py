@@ -165,6 +165,18 @@ class StateKept:
                 found[part].add(name)
         return {part: names for part, names in found.items() if names}
 
+    def goes_on(self) -> bool:
+        """Would one more run begin elsewhere? So it is if a number, a text or the length of a container has changed, at
+        any depth. Metrics are left out."""
+        for container, held, _ in self._containers:
+            now = self._changed(container, held)
+            if now is None or isinstance(self._modules.get(self._owners.get(id(container), 0)), Metric):
+                continue
+            pairs = zip(_items(held), _items(now), strict=False)
+            if len(now) != len(held) or any(isinstance(b, int | float | str) and a != b for a, b in pairs):
+                return True
+        return False
+
     def _changed(self, container: Any, held: _Held) -> _Held | None:
         """A container's present contents if they differ from the earlier ones."""
         now = self._contents(container)
@@ -187,11 +199,6 @@ class StateKept:
             array[...] = values
         for generator, state in self._generators:
             set_state(generator, state)
-
-
-def attributes_of(part: nn.Module) -> set[str]:
-    """The names of a module's own attributes and buffers, without what torch keeps besides."""
-    return (vars(part).keys() - _OF_MODULES) | buffers_of(part).keys()
 
 
 def _has_absent(value: Any) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as L
@@ -654,6 +655,8 @@ class Again(nn.Module):
         self.generator = torch.Generator()
         self.calls = 0
         self.seen: list[int] = []
+        self.counts = {"calls": 0}
+        self.schedule = SimpleNamespace(step=0)
         self.last: Any = None
 
     def forward(self, x: Tensor) -> Tensor:
@@ -670,6 +673,10 @@ class Again(nn.Module):
             self.calls += 1
         elif self.kind == "list":
             self.seen.append(len(self.seen))
+        elif self.kind == "number in a dictionary":
+            self.counts["calls"] += 1
+        elif self.kind == "number in an object":
+            self.schedule.step += 1
         elif self.kind == "made again":
             self.last = x.shape, [y], torch.distributions.Normal(0.0, 1.0)
         elif self.kind == "number made once":
@@ -686,7 +693,10 @@ def recomputed(kind: str) -> Partition:
     return partition(model, lambda: model(torch.ones(3, 2)).sum(), 2, recompute=True)
 
 
-@pytest.mark.parametrize("kind", ["state", "state that counts in gradients", "generator", "number", "list"])
+@pytest.mark.parametrize("kind", [
+    "state", "state that counts in gradients", "generator", "number", "number in a dictionary", "number in an object",
+    "list",
+])  # fmt: skip
 def test_layers_that_do_something_else_when_they_run_again_are_not_recomputed(kind: str) -> None:
     with pytest.raises(ValueError, match="activation_checkpointing=True: '0' does something else when it runs again"):
         recomputed(kind)
