@@ -7,7 +7,11 @@ from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, NoReturn
 
+import lightning.pytorch as pl
+import torch
 from torch import nn
+
+from lightning_parallel.private.lightning.launching import say_device
 
 
 def configure_part(module: nn.Module) -> None:
@@ -41,6 +45,15 @@ def attributes_kept(module: nn.Module) -> Iterator[None]:
     yield
     for name, parameter in module.named_parameters(remove_duplicate=False):
         vars(parameter).update({**attributes.get(name, {}), **vars(parameter)})
+
+
+def move_others(module: pl.LightningModule, device: torch.device) -> None:
+    """Move to a device what has no parameters, such as metrics, where the parameters of the module are there already.
+    torch can't move a DTensor that has a weak reference, not even to where it is."""
+    for part in module.modules():
+        if next(part.parameters(), None) is None:
+            part.to(device)
+    say_device(module, device)
 
 
 def refuse_calls(modules: Iterable[nn.Module], until: ExitStack) -> None:

@@ -70,7 +70,7 @@ from lightning_parallel.results.metric_sync import gather_within
 from lightning_parallel.results.predictions import share_predictions
 from lightning_parallel.set_up.options import ProcessOptions
 from lightning_parallel.set_up.original_names import OriginalNames
-from lightning_parallel.set_up.part_of_model import attributes_kept, refuse_copies
+from lightning_parallel.set_up.part_of_model import attributes_kept, move_others, refuse_copies
 from lightning_parallel.set_up.replicas import Replicas
 from lightning_parallel.steps.equal_steps import EqualSteps, refuse_unequal_steps
 
@@ -381,10 +381,10 @@ class LayoutStrategy(ParallelStrategy):
     @override
     def model_to_device(self) -> None:
         assert self.model is not None
-        # torch can't move a DTensor that has a weak reference, not even to where it is: a run after another would fail.
-        if any(each.device != self.root_device for each in chain(self.model.parameters(), self.model.buffers())):
-            with attributes_kept(self.model):  # DTensors lose theirs
-                self.model.to(self.root_device)
+        if all(each.device == self.root_device for each in chain(self.model.parameters(), self.model.buffers())):
+            return move_others(self.run.module, self.root_device)
+        with attributes_kept(self.model):  # DTensors lose theirs
+            self.model.to(self.root_device)
 
     @override
     def setup_optimizers(self, trainer: pl.Trainer) -> None:

@@ -41,12 +41,12 @@ from lightning_parallel.fully_sharded.units import check_dtypes, materialize, re
 from lightning_parallel.fully_sharded.uses import Uses
 from lightning_parallel.gradients.swapping import add_gradients, swap_gradients
 from lightning_parallel.plan.layers import Layers, named_layers
-from lightning_parallel.private.lightning.launching import callbacks_of, say_device
+from lightning_parallel.private.lightning.launching import callbacks_of
 from lightning_parallel.ranks.collectives import broadcast_tensors
 from lightning_parallel.ranks.local_model import LocalModel
 from lightning_parallel.ranks.writes import Writes
 from lightning_parallel.set_up.options import ProcessOptions
-from lightning_parallel.set_up.part_of_model import attributes_kept, configure_part, refuse_calls
+from lightning_parallel.set_up.part_of_model import attributes_kept, configure_part, move_others, refuse_calls
 from lightning_parallel.settings import Auto, Count, takes
 from lightning_parallel.strategies.base import LayoutStrategy
 
@@ -213,11 +213,7 @@ class FullyShardedStrategy(LayoutStrategy):
     def model_to_device(self) -> None:
         if self.holds_all:
             return super().model_to_device()
-        # fully_shard has moved all parameters and buffers, or left them on the CPU. Metrics hold other tensors.
-        for module in self.run.module.modules():
-            if next(module.parameters(), None) is None:
-                module.to(self.root_device)
-        say_device(self.run.module, self.root_device)
+        move_others(self.run.module, self.root_device)  # fully_shard has moved the others, or left them on the CPU
 
     def _take_example(self, trainer: pl.Trainer) -> None:
         """Lightning's summary would call the module outside of a step. Without an example it has no sizes."""

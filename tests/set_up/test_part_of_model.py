@@ -11,9 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
+from torchmetrics import MeanMetric
 
 import lightning_parallel as lp
 from lightning_parallel.absent.tensor import AbsentTensor
+from lightning_parallel.set_up.part_of_model import move_others
 from tests.pool import WorkerPool
 from tests.strategies.harness import ALL, complete, here, make_trainer
 
@@ -133,3 +135,16 @@ def test_weights_that_are_stored_otherwise_train_as_in_one_process(pool: WorkerP
         found |= weights
     assert found.keys() == expected.keys()
     assert all(torch.allclose(found[name], expected[name], rtol=0, atol=1e-6) for name in expected)
+
+
+class Measured(L.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 2, device="meta")
+        self.metric = MeanMetric()
+
+
+def test_metrics_follow_parameters_that_are_on_the_device_already() -> None:
+    module = Measured()
+    move_others(module, torch.device("meta"))
+    assert module.metric.device == module.device == torch.device("meta")
