@@ -45,8 +45,7 @@ class AnnouncingSender(Sender):
         self._leaving: deque[tuple[Packet, Future[dist.Work]]] = deque()
 
     def send(self, tensors: Sequence[Tensor], place: Hashable, acknowledged: int = 0) -> Format:
-        while self._leaving and self._leaving[0][1].result().is_completed():
-            self._leaving.popleft()
+        self._release()
         format = format_of(tensors)
         if any(tensor.numel() for tensor in tensors):
             # A copy: before it has been sent, a layer may write its next output where the tensor lies.
@@ -60,6 +59,15 @@ class AnnouncingSender(Sender):
 
     def end(self, place: Hashable, acknowledged: int = 0) -> None:
         self._post(self._packet(()).fill((), (END, acknowledged)))
+
+    def confirm(self, messages: int) -> None:
+        super().confirm(messages)
+        self._release()
+
+    def _release(self) -> None:
+        """Release the copies of messages that are known to have left."""
+        while self._leaving and self._leaving[0][1].result().is_completed():
+            self._leaving.popleft()
 
     def flush(self, keep: int = 0) -> None:
         super().flush(keep)

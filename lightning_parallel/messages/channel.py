@@ -109,8 +109,9 @@ class _End:
         self._formats: dict[Hashable, Format] = {}  # of the last messages, by place
 
     def _expected(self, place: Hashable) -> Format:
-        """The format of a place's next message, if it is as expected. Where the format is known, it is the place."""
-        return place if isinstance(place, tuple) else self._formats.get(place, ())
+        """The format of a place's next message, if it is as expected. Where the format is known, it is the place; a
+        gradient that didn't exist is expected not to exist again."""
+        return self._formats.get(place, place if isinstance(place, tuple) else ())
 
 
 class Sender(_End):
