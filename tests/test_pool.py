@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils.data import DataLoader
 
 from tests.pool import Failure, WorkerError, WorkerPool
 
@@ -31,6 +32,8 @@ def spoil() -> None:
     torch.set_grad_enabled(False)
     torch.use_deterministic_algorithms(True)
     warnings.simplefilter("error")
+    # As Lightning leaves it when a hook that makes a loader raises.
+    DataLoader.__old__init__, DataLoader.__init__ = DataLoader.__init__, spoil  # type: ignore[attr-defined, method-assign]
     os.environ["PL_GLOBAL_SEED"] = "7"
     os.environ.pop("PATH")
     Path("left_behind").touch()
@@ -47,6 +50,7 @@ def state() -> dict[str, object]:
         "path": "PATH" in os.environ,
         "files": os.listdir(),
         "random": (torch.rand(1).item(), random.random()),
+        "loaders": DataLoader.__init__.__name__,
     }
 
 

@@ -24,7 +24,9 @@ from pathlib import Path
 import numpy
 import torch
 import torch.distributed as dist
+from lightning.fabric.utilities.data import get_all_subclasses
 from torch._C._distributed_c10d import TCPStore
+from torch.utils.data import BatchSampler, DataLoader
 
 from lightning_parallel.ranks import rendezvous
 
@@ -157,10 +159,21 @@ def _reset() -> None:
     faulthandler.unregister(signal.SIGUSR2)
     signal.signal(signal.SIGUSR2, lambda *_: faulthandler.dump_traceback(sys.stderr))
     faulthandler.register(signal.SIGUSR2, file=sys.stderr, all_threads=True)
+    for kind in get_all_subclasses(DataLoader) | get_all_subclasses(BatchSampler) | {DataLoader, BatchSampler}:
+        _put_back(kind)
     warnings.resetwarnings()
     warnings.simplefilter("ignore")
     for name in ("lightning", "lightning.pytorch", "lightning.fabric", "torch"):
         logging.getLogger(name).setLevel(logging.ERROR)
+
+
+def _put_back(kind: type) -> None:
+    """Lightning changes these methods while a hook makes a loader, and leaves them so if the hook raises. Loaders that
+    are made then get the batch size of a prediction (1) in a fit after it."""
+    for name in ("__init__", "__setattr__", "__delattr__"):
+        if (before := vars(kind).get(f"__old{name}")) is not None:
+            setattr(kind, name, before)
+            delattr(kind, f"__old{name}")
 
 
 def _freeze_imports(known: int) -> int:
