@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torchmetrics import Metric
 
 from lightning_parallel.absent.origins import FROM_EARLIER_STEP
 from lightning_parallel.backward.recompute import without_caches
@@ -51,7 +52,8 @@ def _run_twice(
     drawn_from = torch.get_rng_state()
     with torch.enable_grad():  # as a checkpoint runs it the second time
         output = forward(*args, **kwargs)
-    with TorchGenerators(torch.device("cpu")).kept(), StateKept(layer) as state:
+    metrics = [part for part in layer.modules() if isinstance(part, Metric)]
+    with TorchGenerators(torch.device("cpu")).kept(), StateKept(layer, apart=metrics) as state:
         torch.set_rng_state(drawn_from)
         for kept in state.absent():
             kept.memory.origins = frozenset([FROM_EARLIER_STEP])

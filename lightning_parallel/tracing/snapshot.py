@@ -41,7 +41,7 @@ class StateKept:
     """A context after which things are as before: attributes of a module and of its parts, and the tensors, arrays,
     lists, dictionaries, sets and objects (other than libraries') that are found there, to any depth. Of parameters,
     which are large, only those that have been replaced are put back. About the state of the parts ``apart``,
-    :meth:`written` says nothing.
+    :meth:`written` and :meth:`goes_on` say nothing.
     """
 
     def __init__(self, module: nn.Module, apart: Iterable[nn.Module] = ()) -> None:
@@ -49,7 +49,7 @@ class StateKept:
         self._modules = {id(m): m for m in module.modules()}
         self._owners = {id(vars(m)): key for key, m in self._modules.items()}
         self._apart = {id(m) for part in apart for m in part.modules()}
-        self._containers: list[tuple[Any, _Held, bool]] = []  # with what they held; does `written` look at it?
+        self._containers: list[tuple[Any, _Held, bool]] = []  # with what they held; not those `apart`?
         self._tensors: list[tuple[Tensor, Tensor]] = []
         self._arrays: list[tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]] = []
         self._generators: list[tuple[Any, Any]] = []  # with their states
@@ -167,14 +167,12 @@ class StateKept:
 
     def goes_on(self) -> bool:
         """Would one more run begin elsewhere? So it is if a number, a text or the length of a container has changed, at
-        any depth. Metrics are left out."""
-        for container, held, _ in self._containers:
-            now = self._changed(container, held)
-            if now is None or isinstance(self._modules.get(self._owners.get(id(container), 0)), Metric):
-                continue
-            pairs = zip(_items(held), _items(now), strict=False)
-            if len(now) != len(held) or any(isinstance(b, int | float | str) and a != b for a, b in pairs):
-                return True
+        any depth."""
+        for container, held, looked_at in self._containers:
+            if looked_at and (now := self._changed(container, held)) is not None:
+                pairs = zip(_items(held), _items(now), strict=False)
+                if len(now) != len(held) or any(isinstance(b, int | float | str) and a != b for a, b in pairs):
+                    return True
         return False
 
     def _changed(self, container: Any, held: _Held) -> _Held | None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torchmetrics import CatMetric
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from lightning_parallel.plan.partition import Partition
@@ -657,6 +658,7 @@ class Again(nn.Module):
         self.seen: list[int] = []
         self.counts = {"calls": 0}
         self.schedule = SimpleNamespace(step=0)
+        self.metric = CatMetric(nan_strategy="disable")
         self.last: Any = None
 
     def forward(self, x: Tensor) -> Tensor:
@@ -677,6 +679,8 @@ class Again(nn.Module):
             self.counts["calls"] += 1
         elif self.kind == "number in an object":
             self.schedule.step += 1
+        elif self.kind == "metric that keeps a list":
+            self.metric.update(y.detach().mean())
         elif self.kind == "made again":
             self.last = x.shape, [y], torch.distributions.Normal(0.0, 1.0)
         elif self.kind == "number made once":
@@ -702,6 +706,8 @@ def test_layers_that_do_something_else_when_they_run_again_are_not_recomputed(ki
         recomputed(kind)
 
 
-@pytest.mark.parametrize("kind", ["plain", "dropout", "chosen by values", "number made once", "made again"])
+@pytest.mark.parametrize("kind", [
+    "plain", "dropout", "chosen by values", "number made once", "made again", "metric that keeps a list",
+])  # fmt: skip
 def test_the_others_are(kind: str) -> None:
     assert recomputed(kind).stages == 2
