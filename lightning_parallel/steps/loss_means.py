@@ -51,7 +51,6 @@ class LossMeans:
         self._run, self._wanted, self._known, self._by_user = run, wanted, known, by_user
         self._pairs = PairTrials(run, last_stage, partition, self._take)
         self._warned: set[str] = set()
-        self._is_first_batch: bool | None = None  # before the first one
         self._rule = Rule.COUNTS
         self._rules = frozenset(Rule)  # of which it is one
         self._rules_of_logs: dict[str, frozenset[Rule]] = {}
@@ -60,32 +59,34 @@ class LossMeans:
         self._lines: Sequence[str] = ()
         self.logs: dict[str, Rule | None] = {}
 
-    def of(self, parts: Sequence[Any], sizes: Sequence[int]) -> BatchLoss:
+    def of(self, parts: Sequence[Any], sizes: Sequence[int], *, is_first: bool) -> BatchLoss:
         """The loss of a batch.
 
         Args:
             parts: the batch's microbatches.
+            is_first: it is the run's first batch.
 
         Raises:
             ValueError: ``microbatch_weight`` returned something else than a number of at least 0.
         """
-        self._is_first_batch = self._is_first_batch is None
         batches = self._run.trainer.accumulate_grad_batches
         if len(parts) == 1:
             return BatchLoss(sizes, batches=batches)
         if self._wanted is None:
             return BatchLoss(sizes, self._rule, batches=batches)
         # In the first batch on all stages, so that an error is raised on all.
-        asked = self._is_first_batch or self._run.layout.is_last_stage
+        asked = is_first or self._run.layout.is_last_stage
         given = self._by_function(self._wanted, parts) if asked else None
         return BatchLoss(sizes, given=given, batches=batches)
 
-    def trial(self, step: Step, batch: Any, sizes: Sequence[int], index: int, batch_loss: BatchLoss) -> Trial | None:
-        """What a microbatch of the batch that :meth:`of` has begun is tried with (:meth:`.PairTrials.trial`)."""
+    def trial(
+        self, step: Step, batch: Any, sizes: Sequence[int], index: int, batch_loss: BatchLoss, *, is_first: bool
+    ) -> Trial | None:
+        """What a microbatch is tried with (:meth:`.PairTrials.trial`). ``is_first``: it is of the run's first batch."""
         if len(sizes) == 1 or self._by_user:
             return None
         tries = self._wanted is None and "loss" not in self._warned and self._run.layout.is_last_stage
-        layers = self._is_first_batch is True and index < 2
+        layers = is_first and index < 2
         return self._pairs.trial(step, batch, sizes, index, batch_loss if tries else None, layers=layers)
 
     def check(self, loss: BatchLoss) -> None:

@@ -93,12 +93,12 @@ class Microbatches:
         # Numbered through the whole run, so a resumed run draws the same random numbers.
         number = self._run.trainer.fit_loop.total_batch_idx
         seeds = [mix(self._run.seed, self._run.layout.index("data"), number, k) for k in range(len(parts))]
-        loss = self._means.of(parts, counts)
+        is_first, self._is_first_batch = self._is_first_batch, False
+        loss = self._means.of(parts, counts, is_first=is_first)
 
         def trial(part: Any, seed: int, size: int) -> Callable[[], Any]:
             return partial(self._trial, (part, *rest), size, seed)
 
-        is_first, self._is_first_batch = self._is_first_batch, False
         self._prepare_for(trial(parts[0], seeds[0], counts[0]), len(parts), is_first)
         tries = not self.changes.known  # a trial would change them once more, before the backward
         work: dict[int, Microbatch] = {}
@@ -111,7 +111,7 @@ class Microbatches:
                 index=k,
                 seed=seed,
                 ends_batch=k == len(parts) - 1,
-                trial=self._means.trial(again, batch, counts, k, loss) if tries else None,
+                trial=self._means.trial(again, batch, counts, k, loss, is_first=is_first) if tries else None,
             )
         of_whole = trial(batch, mix(self._run.seed, number), sum(counts))
         whole = partial(self._dry_runs.logged, "training_step", of_whole) if self._dry_runs.may_repeat else dict
