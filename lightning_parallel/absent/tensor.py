@@ -17,8 +17,9 @@ absent tensor too, so that the generators of all stages stay equal.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
+from itertools import chain
 from typing import Any, NoReturn
 
 import torch
@@ -190,6 +191,8 @@ class AbsentTensor(Tensor):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs = dict(kwargs or {})
+        if func is torch.ops.aten.index.Tensor:
+            args = args[0], [*chain.from_iterable(map(_places, args[1]))]
         is_foreach, is_view, reshapes_in_place, may_draw = _kind_of(func)
         if is_foreach and len(args[0]) > 1:
             return _one_by_one(func, args, kwargs)
@@ -263,6 +266,13 @@ def _one_by_one(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> 
         at = [[x[place]] if isinstance(x, (list, tuple)) and len(x) == count else x for x in args]
         found += func(*at, **kwargs) or ()
     return found or None
+
+
+def _places(index: Tensor | None) -> Sequence[Tensor | None]:
+    """The numbers of the places in the stead of a mask, in ``x[mask]``. A mask with values says how many there are."""
+    if index is None or isinstance(index, AbsentTensor) or index.dtype is not torch.bool or index.dim() == 0:
+        return [index]
+    return index.nonzero(as_tuple=True)
 
 
 _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]

@@ -27,6 +27,7 @@ class Cuts:
         cargo_out: the outputs that depart, in the order of the message.
         wanted: the calls whose output a later chunk needs.
         last: the call after which the chunk leaves the step. None for the last chunk, and for one without calls.
+        passed: the calls of later chunks before it.
     """
 
     def __init__(self, flow: Flow, partition: Partition, chunk: int) -> None:
@@ -34,6 +35,7 @@ class Cuts:
         self.cargo_in, self.cargo_out = flow.into(chunk), flow.out_of(chunk)
         self.wanted = frozenset((item.module, item.call) for item in self.cargo_out)
         self.last = flow.last[chunk] if chunk < partition.chunks - 1 else None
+        self.passed = flow.passed[chunk]
 
     @property
     def stage(self) -> int:
@@ -73,6 +75,11 @@ class ForwardPass:
     def chunk_of(self, name: str) -> int:
         """The chunk that runs the next call of a unit."""
         return self.cuts.partition.chunk_of((name, self._calls[name]), self._reached)
+
+    def has_ended(self, name: str) -> bool:
+        """Is it the next chunk's turn, when a unit is called now? If the chunk hasn't left the step by then, the step
+        makes fewer calls here than in the dry run, or none."""
+        return self.chunk_of(name) > self.cuts.chunk and (name, self._calls[name]) not in self.cuts.passed
 
     def called(self, name: str) -> Call:
         """Count a call of a unit, or of a module inside one."""

@@ -70,7 +70,8 @@ class Stage:
         self.layers = list(dict.fromkeys(partition.layers[i] for c in self.chunks for i in partition.layers_of(c)))
         self._units = {name: module.get_submodule(name) for name in partition.units}
         self._on_units, self._inside_units = Interception(), Interception()
-        self._flow = Flow(((),) * (partition.chunks - 1), (None,) * partition.chunks)
+        nothing = (frozenset[Call](),) * partition.chunks
+        self._flow = Flow(((),) * (partition.chunks - 1), (None,) * partition.chunks, nothing)
         self._generators = TorchGenerators(device)
         self._cuts = {chunk: Cuts(self._flow, partition, chunk) for chunk in self.chunks}
         self._own = {name for name in partition.units if index in partition.stages_with(name)}
@@ -289,8 +290,7 @@ class Stage:
         running, absent = self._pass, self._absent[name]
         if running is None:
             return absent.answer(args, kwargs)
-        # The next chunk's turn already: the step makes fewer calls here than in the dry run, or none.
-        if running.chunk_of(name) > running.cuts.chunk:
+        if running.has_ended(name):
             raise LeaveStep
         seed = draw_seed()
         call = running.called(name)

@@ -1,8 +1,8 @@
 """One way to cut a module: where the chain of layers is cut, and which stage holds what then.
 
-The trace (``tracing/dry_run.py``) has the order in which units are called. The calls of layers (``layers.py``) form the
-*chain*, and a chunk owns a piece of it. A layer that is called twice is in it twice. The calls of other units go with
-the next layer that is called after them, or with the last one::
+The calls of layers (``layers.py``), in the order in which they are shared out (``order.py``), form the *chain*, and a
+chunk owns a piece of it. A layer that is called twice is in it twice. The calls of other units go with the next layer
+after them, or with the last one::
 
     called      embed  blocks.0  blocks.1 | blocks.2  blocks.3  norm  head
     chunk                0                |             1
@@ -34,6 +34,7 @@ from torch import nn
 from lightning_parallel.absent.origins import origin_of_parameter, parameter_of
 from lightning_parallel.plan.balance import Balance, bounds_of
 from lightning_parallel.plan.layers import Layers
+from lightning_parallel.plan.order import shared_out
 from lightning_parallel.plan.partition import Partition
 from lightning_parallel.ranks.layout import Placement
 from lightning_parallel.tracing.trace import Trace
@@ -60,7 +61,8 @@ class Candidate:
         self._module, self._placement, self._balance = modules.module, placement, balance
         self._chunks = chunks = len(placement)
         self.units = modules.units
-        called = [call.unit for call in seen.calls]
+        self._calls = [seen.calls[i] for i in shared_out(seen)]
+        called = [call.unit for call in self._calls]
         among = modules.among(list(dict.fromkeys(called)), chunks)
         self._chain = [i for i, name in enumerate(called) if name in among]  # indices of calls of layers
         # For each call of a unit, the place in the chain of the layer that it goes with: the next one, or the last.
@@ -94,10 +96,10 @@ class Candidate:
         by_hand = not isinstance(self._balance, str) or self._balance == "layers"
         if self.largest <= UNEVEN or (self.bounds is not None and by_hand):
             return None
-        inside = {call.unit: call.inside for call in self.seen.calls}
+        inside = {call.unit: call.inside for call in self._calls}
         costs: dict[str, float] = {}
         of_chunks = [] if self.bounds is None else self._sizes()
-        for i, call in enumerate(self.seen.calls):
+        for i, call in enumerate(self._calls):
             if self.bounds is None or of_chunks[self._chunk(self._positions[i])] == max(of_chunks):
                 costs[call.unit] = costs.get(call.unit, 0) + self._cost_of(i)
         worth = [n for n in costs if modules.can_open(n, inside[n]) and 2 * self._chunks * costs[n] > sum(self._cost)]
@@ -109,8 +111,7 @@ class Candidate:
         """The error that says why there is no cut: the step's own if it ended the trace before the last layer."""
         if self.seen.stopped is not None and self._uncalled and len(self._chain) < self._chunks:
             return self.seen.stopped
-        calls = self.seen.calls
-        names = list(dict.fromkeys(calls[i].unit for i in self._chain))
+        names = list(dict.fromkeys(self._calls[i].unit for i in self._chain))
         most = 1 + sum(self._allowed(keep_together=False)[:-1]) if self._chain else 1
         advice = "name finer layers with `layers`" if self._named else "other axes"
         calls_of = "" if most <= len(names) else "calls of "
@@ -146,7 +147,7 @@ class Candidate:
     def _cost_of(self, call: int) -> int:
         """The cost of the call with this index. Further calls of a unit cost no more parameters, unless it is a layer:
         then its calls are divided among chunks."""
-        traced = self.seen.calls[call]
+        traced = self._calls[call]
         if self._balance == "operations":
             return traced.operations
         if traced.call > 0 and call not in self._chain:
@@ -176,7 +177,7 @@ class Candidate:
     def _spans(self) -> Iterator[tuple[str, int, int]]:
         """The units that are called at several places in the chain, each with the first and the last of these."""
         spans: dict[str, tuple[int, int]] = {}
-        for call, position in zip(self.seen.calls, self._positions, strict=True):
+        for call, position in zip(self._calls, self._positions, strict=True):
             first, _ = spans.get(call.unit, (position, position))
             spans[call.unit] = first, position
         return ((name, first, last) for name, (first, last) in spans.items() if first < last)
@@ -190,7 +191,7 @@ class Candidate:
     def partition(self, recompute: bool) -> Partition:
         """The partition that follows from the bounds, which must exist. ``recompute``: layers run again in the
         backward."""
-        calls, bounds = self.seen.calls, self.bounds
+        calls, bounds = self._calls, self.bounds
         assert bounds is not None
         chunk_of = [self._chunk(position) for position in self._positions]
         running: dict[str, set[int]] = {}  # the chunks that call a unit
@@ -277,7 +278,7 @@ class Candidate:
         tensors = chain(self._module.named_parameters(remove_duplicate=False), self._module.named_buffers())
         names = {origin_of_parameter(name): name for name, _ in tensors}
         read: dict[str, set[int]] = {}
-        reads = [*zip((call.needs for call in self.seen.calls), chunk_of, strict=True)]
+        reads = [*zip((call.needs for call in self._calls), chunk_of, strict=True)]
         for needs, chunk in [*reads, (self.seen.end, self._chunks - 1)]:
             for origin in needs & names.keys():
                 read.setdefault(names[origin], set()).add(chunk)

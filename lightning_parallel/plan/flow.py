@@ -45,6 +45,7 @@ class Flow:
     Attributes:
         cuts: the cargo of each cut, in the order in which it is computed.
         last: for each chunk its last call; None if it has none.
+        passed: for each chunk the calls of later chunks that come before its last one. It goes on with absent tensors.
         transparent: units whose own code runs where they are absent, for values that escape from them.
         inside: the modules inside transparent units whose outputs cross.
         updated: the parameters that the step's own code changes, from parameters alone: a teacher's, by the student's.
@@ -54,6 +55,7 @@ class Flow:
 
     cuts: tuple[tuple[Cargo, ...], ...]
     last: tuple[Call | None, ...]
+    passed: tuple[frozenset[Call], ...]
     transparent: frozenset[str] = frozenset()
     inside: frozenset[str] = frozenset()
     updated: frozenset[str] = frozenset()

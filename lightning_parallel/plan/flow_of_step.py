@@ -9,7 +9,7 @@ would make the stages drift apart from one process is refused.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from itertools import accumulate
+from math import inf
 from typing import Any
 
 import torch
@@ -98,8 +98,29 @@ class _Flows:
         self._order |= {origin: (index, 1, 0) for origin, index in self._position.items()}
         self._needed: dict[str, int] = {}  # by origin: the last chunk that needs it
         self._transparent: set[str] = set()
-        # Indices of calls whose chunk has left the step by then.
-        self._late = {i for i, reached in enumerate(accumulate(chunks, max)) if chunks[i] < reached}
+        self._late = self._late_calls()
+        self._ends = [self._end_of(chunk) for chunk in range(self._last + 1)]
+
+    def _late_calls(self) -> set[int]:
+        """The indices of calls that need what a later chunk computes, and of what their chunks call after them. The
+        chunk has left the step by then."""
+        computed_in = self._seen.computed_in()
+        late: set[int] = set()
+        has_left: set[int] = set()
+        for i, (call, chunk) in enumerate(zip(self._seen.calls, self._chunks, strict=True)):
+            needs = (computed_in[origin] for origin in call.needs & computed_in.keys())
+            if chunk in has_left or any(self._chunks[j] > chunk for j in needs):
+                has_left.add(chunk)
+                late.add(i)
+        return late
+
+    def _end_of(self, chunk: int) -> float:
+        """Where a chunk leaves the step: the index of its last call. A chunk without calls leaves in front of (-0.5)
+        the first call of a later one."""
+        if chunk == self._last:
+            return inf
+        own = [i for i, each in enumerate(self._chunks) if each == chunk and i not in self._late]
+        return own[-1] if own else next((i - 0.5 for i, each in enumerate(self._chunks) if each > chunk), inf)
 
     def flow(self) -> Flow:
         self._check_gradients_taken()
@@ -107,10 +128,10 @@ class _Flows:
         self._check_plain_reads()
         self._check_carried()
         for index in self._seen.overwriting:
-            if self._chunks[index] < self._last:
+            if {*self._chunks[index:], self._last} != {self._last}:  # others run what follows
                 raise FlowError(
                     f"'{self._seen.calls[index].unit}' on {self._name(self._chunks[index])} changes a tensor in "
-                    f"place that the step gives it, of the batch or made by the step. Later stages still have the old "
+                    f"place that the step gives it, of the batch or made by the step. Other stages still have the old "
                     f"values: set inplace=False there, or hand it a clone."
                 )
         for i, call in enumerate(self._seen.calls):
@@ -133,14 +154,19 @@ class _Flows:
             for cut in range(self._chunks[index], self._needed[origin]):
                 cuts[cut].append(cargo)
         last: list[Call | None] = [None] * self._partition.chunks
+        passed: list[set[Call]] = [set() for _ in last]
         for i, (call, chunk) in enumerate(zip(self._seen.calls, self._chunks, strict=True)):
             if i not in self._late:
                 last[chunk] = (call.unit, call.call)
+            for earlier in range(chunk):
+                if i < self._ends[earlier]:
+                    passed[earlier].add((call.unit, call.call))
         in_step = [update for update in self._seen.updates if update.place is not None]
-        by_layers = {update.name for update in in_step if _by_layers(update)}
+        by_layers = {update.name for update in in_step if update.by_layers}
         return Flow(
             tuple(map(tuple, cuts)),
             tuple(last),
+            tuple(map(frozenset, passed)),
             frozenset(self._transparent),
             frozenset(inside),
             frozenset(update.name for update in in_step) - by_layers,
@@ -204,7 +230,7 @@ class _Flows:
                     f"The step changes '{update.name}', which is on stage {stage}, after that stage has left it: "
                     f"change it at the beginning of training_step, or in on_train_batch_end."
                 )
-            if update.place and _by_layers(update) and len(chunks) > 1:
+            if update.place and update.by_layers and len(chunks) > 1:
                 raise FlowError(
                     f"The step changes '{update.name}', on stage {stage}, by what layers return. {TWICE} change it in "
                     f"on_train_batch_end, or take a schedule with one chunk a stage ('1f1b')."
@@ -230,16 +256,12 @@ class _Flows:
 
     # -- what only some chunks do, though all would have to ------------------------------------------------------
 
-    def _running(self, place: Place) -> range:
+    def _running(self, place: Place) -> list[int]:
         """The chunks that run the code at a place."""
-        chunks = self._chunks
-        if place.during == "call" and place.index < len(chunks):
-            return range(chunks[place.index], chunks[place.index] + 1)
-        before = chunks[: place.index + (place.during == "hooks")]
-        reached = max(before, default=0)
-        # After its last call a chunk has left the step: the hooks on it are the last that it runs.
-        has_left = place.during == "code" and reached in before and reached not in chunks[place.index :]
-        return range(min(reached + has_left, self._last), self._last + 1)
+        if place.during == "call" and place.index < len(self._chunks):
+            return [self._chunks[place.index]]
+        at = place.index - (0 if place.during == "hooks" else 0.5)
+        return [chunk for chunk, end in enumerate(self._ends) if at <= end]
 
     def _check_gradients_taken(self) -> None:
         """Refuse ``torch.autograd.grad`` between layers, unless the last chunk differentiates by what it has computed
@@ -314,8 +336,3 @@ class _Flows:
                     f"{again}. {TWICE} change it in a hook such as on_train_batch_start, or take a schedule with one "
                     f"chunk a stage ('1f1b')."
                 )
-
-
-def _by_layers(update: Update) -> bool:
-    """Is a parameter updated by what layers return, and not by parameters alone?"""
-    return any(parameter_of(origin) is None for origin in update.needs)

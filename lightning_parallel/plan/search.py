@@ -80,7 +80,8 @@ def partition(
     result = best.partition(recompute)
     _check_updates(result, best.seen)
     # The calls after which chunks leave the step, with these chunks: all but the last one.
-    last = {chunk: call for call, chunk in result.calls.items()}
+    calls = [(call.unit, call.call) for call in best.seen.calls]
+    last = {result.calls[call]: call for call in calls}
     exits = {call: chunk for chunk, call in last.items() if chunk < result.chunks - 1}
     again = partial(trace, module, best.units, step)
     second = again(seed=1, exits=exits)

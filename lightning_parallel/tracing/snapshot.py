@@ -139,17 +139,19 @@ class StateKept:
         """For each part, the attributes that have changed and hold no absent tensors, such as numbers. Left out are, of
         parts in ``apart``, what several of them share; and of the others the state of metrics, and what has the same
         value again."""
-        changed = {id(each) for each, held, _ in self._containers if self._changed(each, held) is not None}
+        now = {id(each): (held, self._changed(each, held)) for each, held, _ in self._containers}
+        replaced = {key for key, (_, content) in now.items() if content is not None}
+        changed = {key for key in replaced if not _alike(*now[key], replaced)}
         changed |= {id(tensor) for tensor, content in self._tensors if not _equal(tensor, content)}
         changed |= {id(array) for array, values in self._arrays if array.tobytes() != values.tobytes()}
         written: list[tuple[nn.Module, str, Any, Any]] = []  # the attribute, what it held, and what it holds
         for container, held, _ in self._containers:
             part = self._modules.get(self._owners.get(id(container), 0))
             if part is not None and isinstance(held, dict):
-                now = ((name, held.get(name, _NOTHING), value) for name, value in vars(part).items())
+                values = ((name, held.get(name, _NOTHING), value) for name, value in vars(part).items())
                 written += [
                     (part, name, before, value)
-                    for name, before, value in now
+                    for name, before, value in values
                     if name not in _OF_MODULES and (before is not value or id(value) in changed)
                 ]
         holders = Counter(id(value) for _, _, before, value in written if before is value)
@@ -211,6 +213,20 @@ def _plain(value: Any) -> Any:
     """A key for comparisons: numbers and texts count by value, all else by identity."""
     is_nan = isinstance(value, float) and value != value
     return "not a number" if is_nan else value if isinstance(value, int | float | str) else id(value)
+
+
+def _alike(before: Any, now: Any, replaced: set[int]) -> bool:
+    """Do lists and dictionaries hold the same again, to any depth? Those with the ids ``replaced`` don't."""
+    if id(before) in replaced:
+        return False
+    if before is now:
+        return True
+    if isinstance(before, dict) and isinstance(now, dict):
+        return list(before) == list(now) and _alike(list(before.values()), list(now.values()), replaced)
+    if isinstance(before, list | tuple) and isinstance(now, list | tuple):
+        pairs = zip(before, now, strict=False)
+        return len(before) == len(now) and all(_alike(one, other, replaced) for one, other in pairs)
+    return bool(_plain(before) == _plain(now))
 
 
 def _items(held: _Held) -> list[Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from lightning_parallel.absent.origins import origin_of
+from lightning_parallel.absent.origins import origin_of, parameter_of
 
 Call = tuple[str, int]  # of a module: its name, and which of its calls in a step
 
@@ -94,6 +94,11 @@ class Update:
     place: Place | None
     needs: frozenset[str]
 
+    @property
+    def by_layers(self) -> bool:
+        """Is it computed from what layers return, and not from parameters alone?"""
+        return any(parameter_of(origin) is None for origin in self.needs)
+
 
 @dataclass(frozen=True)
 class PlainRead:
@@ -162,3 +167,8 @@ class Trace:
     stopped: Exception | None = None
     stored_after: set[Call | None] = field(default_factory=set)
     beyond: set[str] = field(default_factory=set)
+
+    def computed_in(self) -> dict[str, int]:
+        """By the origin of a value, the index of the call that computes it, or changes it in place."""
+        positions = {call.origin: i for i, call in enumerate(self.calls)}
+        return positions | {origin: escape.within for origin, escape in self.escapes.items()} | self.writes

@@ -190,6 +190,21 @@ def test_a_question_for_its_values_is_refused_naming_the_origin(
 
 
 @pytest.mark.parametrize(
+    "index",
+    [
+        lambda rows, cells: rows,
+        lambda rows, cells: cells,
+        lambda rows, cells: (slice(1, None), ~cells[0]),
+        lambda rows, cells: (rows, torch.tensor([3, 0])),
+        lambda rows, cells: (None, rows, ..., torch.tensor([1])),
+    ],
+)
+def test_a_mask_with_values_says_how_many_there_are(absent: AbsentTensor, index: Callable[..., Any]) -> None:
+    where = index(torch.tensor([True, False, True]), torch.eye(3, 4, dtype=torch.bool))
+    assert absent[where].shape == torch.ones(absent.shape)[where].shape
+
+
+@pytest.mark.parametrize(
     "draw",
     [
         lambda x: nn.functional.dropout(x),

@@ -19,9 +19,10 @@ from tests.zoo.layouts import PLAIN, REPLICAS, Layout
 from tests.zoo.outcome import Outcome, Verdict, largest, of_errors
 from tests.zoo.training import Report
 
-# Users' optimizers are Adam more often than not: a gradient that is zero but for rounding is a step for it. In float32
-# it is a step of full size, so there the losses alone are compared, the second of which is made by updated weights.
-TOLERANCES = {torch.float64: 1e-7, torch.float32: 1e-4}
+# Users' optimizers are Adam more often than not: a gradient that is zero but for rounding, as that of a bias before
+# BatchNorm, is a step for it. In float64 that is a millionth of a full step. In float32 it is a full one, so there the
+# losses alone are compared, the second of which is made by updated weights.
+TOLERANCES = {torch.float64: 2e-6, torch.float32: 1e-4}
 _FIX = "microbatches=1"  # what a warning of other numbers than one process's advises
 
 

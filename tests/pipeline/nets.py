@@ -250,6 +250,14 @@ class UNet(Net):
         return self.head(x + stem).square().mean()
 
 
+class Views(Net):
+    """The same layers for two views of a batch, one after the other: the end of the first comes before the second."""
+
+    def step(self, x: Tensor) -> Tensor:
+        losses = [self.head(self.body(self.stem(view))).square().mean() for view in (x, x.cos())]
+        return losses[0] * 2 + losses[1]
+
+
 class SkipInPlace(Net):
     def step(self, x: Tensor) -> Tensor:
         skip = self.stem(x)

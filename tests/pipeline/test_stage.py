@@ -52,6 +52,7 @@ from tests.pipeline.nets import (
     Tuples,
     UNet,
     UnusedHead,
+    Views,
 )
 
 pytestmark = pytest.mark.usefixtures("in_double_precision")
@@ -65,7 +66,7 @@ def step(model: Any) -> Any:
 
 
 NETS = [
-    Net, Tuples, Dicts, Glue, InPlace, Attention, Recurrent, Normalised, Frozen, FrozenFirst, Tied, Loose, UNet,
+    Net, Tuples, Dicts, Glue, InPlace, Attention, Recurrent, Normalised, Frozen, FrozenFirst, Tied, Loose, UNet, Views,
     SkipInPlace, SkipChanged, SameTwice, PassesThrough, SameModulesTwice, Checkpointed, UnusedHead, CatchesEverything,
     Mixed, MixedWithBatchNorm, HiddenPenalty, MultiExit,
 ]  # fmt: skip

@@ -32,6 +32,7 @@ from tests.pipeline.nets import (
     Tied,
     Tuples,
     UNet,
+    Views,
 )
 
 X = torch.linspace(-1, 1, 15, dtype=torch.float64).view(5, 3)
@@ -91,6 +92,14 @@ def test_each_call_of_a_module_is_cargo_of_its_own() -> None:
             return self.head(self.body(first + second) + third).square().mean()
 
     assert crossing(TwoViews(), 2) == [{("stem", 2)}]
+
+
+def test_a_stage_goes_on_to_its_further_calls_past_those_of_later_stages() -> None:
+    assert crossing(Views(), 2) == [{("blocks.1", 1)}]
+    stage = stage_of(model := Views(), 2)
+    flow = stage.flow_of(lambda: step(model))
+    assert flow.last == (("blocks.1", 1), ("head", 1))
+    assert flow.passed == ({("blocks.2", 0), ("blocks.3", 0), ("head", 0)}, set())
 
 
 def test_what_the_loss_is_computed_from_crosses_to_the_last_stage() -> None:
@@ -371,6 +380,30 @@ def test_a_step_of_another_kind_must_meet_the_stages_in_the_same_order(index: in
     words = r"'blocks.\d' is on stage 0, which leaves the step before this call, made after 'blocks.3'"
     with pytest.raises(RuntimeError, match=words):
         flow_of_other(backwards, index=index)
+
+
+class Writer(nn.Linear):
+    def forward(self, x: Tensor, written: Tensor | None = None) -> Tensor:
+        if written is not None:
+            written.mul_(2)
+        return super().forward(x)
+
+
+def test_a_batch_that_a_later_stage_writes_to_is_read_before_that() -> None:
+    def twice(model: Any, x: Tensor, *written: Tensor) -> Tensor:
+        first = model.head(model.blocks[0](model.stem(x)), *written)
+        return (first + model.head(model.blocks[0](model.stem(x)))).square().mean()
+
+    def flow(other: Callable[[Any, Tensor], Tensor]) -> Flow:
+        model = TwoKinds(other)
+        model.head = Writer(6, 2)
+        stage = stage_of(model, 2)
+        model.validating = True
+        return stage.flow_of(lambda: step(model))
+
+    assert flow(twice).last == (("blocks.0", 1), ("head", 1))
+    with pytest.raises(FlowError, match="'head' on stage 1 changes a tensor in place"):
+        flow(lambda model, x: twice(model, x, x))
 
 
 def test_a_parameter_that_only_another_kind_of_step_reads_elsewhere_is_named() -> None:

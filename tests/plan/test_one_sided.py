@@ -99,12 +99,18 @@ def test_the_code_after_a_stages_last_call_is_the_next_stages() -> None:
         flow_of(AtTheCut("code"))
 
 
+class Object:
+    def __init__(self) -> None:
+        self.names = ["image", {"label": (0, None)}]
+
+
 class Sparse(nn.Module):
-    """Keeps numbers, and a list of them."""
+    """Keeps numbers, and a list of them. Makes an object's list again, with what was in it."""
 
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.Linear(6, 6)
+        self.object = Object()
         self.zeros = 0.0
         self.history: list[float] = []
 
@@ -112,6 +118,7 @@ class Sparse(nn.Module):
         y = self.layer(x).relu()
         self.zeros = (y == 0).float().mean().item() + 0 * self.zeros
         self.history.append(self.zeros)
+        self.object.names = copy.deepcopy(self.object.names)
         return y
 
 
@@ -124,7 +131,7 @@ class Reads(Net):
     def step(self, x: Tensor) -> Tensor:
         loss = self.head(self.body(self.stem(x))).sum()
         kept = getattr(self.blocks[self.sparse], self.attribute) if self.attribute is not None else 0.0
-        return loss + (kept[-1] if isinstance(kept, list) else kept)
+        return loss + (kept[-1] if isinstance(kept, list) else kept if isinstance(kept, float) else 1.0)
 
 
 @pytest.mark.parametrize("attribute", ["zeros", "history"])
@@ -133,7 +140,7 @@ def test_a_number_that_a_layer_keeps_is_no_other_stages_to_read(attribute: str) 
         flow_of(Reads(0, attribute))
 
 
-@pytest.mark.parametrize(("block", "attribute"), [(0, None), (3, "zeros"), (3, "history")])
+@pytest.mark.parametrize(("block", "attribute"), [(0, None), (0, "object"), (3, "zeros"), (3, "history")])
 def test_it_is_its_own_stages(block: int, attribute: str | None) -> None:
     model = Reads(block, attribute)
     flow_of(model)

@@ -410,13 +410,26 @@ def test_a_parameter_that_is_read_outside_its_module_is_held_where_it_is_read() 
 # -- units that are called several times -------------------------------------------------------------------------------
 
 
-def test_a_unit_that_is_called_on_both_sides_of_a_cut_is_held_by_both_stages() -> None:
-    parts = cut(EncoderDecoder(), 2)
-    assert parts.units["encoder.embed"] == (0, 1) and parts.shared() == {"encoder.embed.weight": (0, 1)}
-    assert parts.calls["encoder.embed", 0] == 0 and parts.calls["encoder.embed", 1] == 1
+class Recurrent(Chain):
+    def step(self) -> Tensor:
+        x = torch.ones(2)
+        for _ in range(2):
+            for layer in self:
+                x = layer(x)
+        return x
+
+
+def test_the_calls_of_a_unit_are_on_one_stage_if_nothing_of_later_ones_comes_in_between() -> None:
+    parts = cut(EncoderDecoder(), 2)  # the decoder's input needs nothing of the encoder
+    assert parts.units["encoder.embed"] == (0,) and parts.shared() == {}
     parts = cut(Siamese(), 2)
-    assert parts.layers == ("net.0", "net.1") * 2
-    assert set(parts.shared()) == {"net.0.weight", "net.0.bias", "net.1.weight", "net.1.bias"}
+    assert parts.layers == ("net.0", "net.0", "net.1", "net.1") and parts.shared() == {}
+
+
+def test_a_unit_that_is_called_on_both_sides_of_a_cut_is_held_by_both_stages() -> None:
+    parts = cut(Recurrent(4, 4), 2)
+    assert parts.layers == ("0", "1") * 2 and parts.calls["1", 0] == 0 and parts.calls["1", 1] == 1
+    assert set(parts.shared()) == {"0.weight", "1.weight"}
 
 
 def test_a_cut_that_keeps_a_unit_together_is_preferred() -> None:

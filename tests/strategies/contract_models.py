@@ -224,20 +224,26 @@ class Skipping(Model):
 
 
 class TwoTerms(Model):
-    """Variational, but for the noise: the second term is of what the first layers return."""
+    """Variational, but for the noise: the second term is of what the first layers return. For two views of a batch, one
+    after the other, so that no stage has left the step when its layers are called again."""
 
     def build(self) -> None:
         self.encoder = nn.Sequential(*layers(WIDTH, 16, 8))
         self.mean, self.spread = nn.Linear(8, 4), nn.Linear(8, 4)
         self.decoder = nn.Sequential(*layers(4, 8, 16), nn.Linear(16, WIDTH))
 
-    def loss(self, batch: Any) -> Tensor:
-        hidden = self.encoder(batch["x"])
+    def rebuilt(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = self.encoder(x)
         mean, spread = self.mean(hidden), self.spread(hidden)
         rebuilt = self.decoder(mean + torch.exp(spread / 2) * torch.linspace(-1, 1, 4))
-        divergence = (mean.pow(2) + spread.exp() - spread - 1).mean()
+        return rebuilt, (mean.pow(2) + spread.exp() - spread - 1).mean()
+
+    def loss(self, batch: Any) -> Tensor:
+        x = batch["x"]
+        rebuilt, divergence = self.rebuilt(x)
         self.log("divergence", divergence.detach(), sync_dist=True)
-        return F.mse_loss(rebuilt, batch["x"]) + 0.1 * divergence
+        other, other_divergence = self.rebuilt(x.cos())
+        return F.mse_loss(rebuilt, x) + F.mse_loss(other, x) + 0.1 * (divergence + other_divergence)
 
 
 class Standardised(nn.Module):
