@@ -82,14 +82,15 @@ class Candidate:
                 self.largest = chunks * max(sizes) / sum(sizes)
 
     @classmethod
-    def best(cls, modules: Layers, seen: Trace, placement: Placement, balance: Balance) -> Candidate:
+    def best(cls, modules: Layers, seen: Trace, placement: Placement, balance: Balance, alone: bool) -> Candidate:
         """The better of two candidates: the one that keeps the calls of each unit in one chunk, unless its largest
-        chunk is much larger."""
+        chunk is much larger. With ``alone`` it may be, as units had better be held by one stage."""
         if not isinstance(balance, str):  # the user has said where the cuts are
             return cls(modules, seen, placement, balance, keep_together=False)
         together = cls(modules, seen, placement, balance, keep_together=True)
         apart = cls(modules, seen, placement, balance, keep_together=False)
-        return together if together.largest <= TOGETHER * apart.largest else apart
+        possible = alone and together.bounds is not None
+        return together if possible or together.largest <= TOGETHER * apart.largest else apart
 
     def worth_opening(self, modules: Layers) -> str | None:
         """The unit to be opened for a more even cut, or None."""

@@ -24,8 +24,10 @@ from lightning_parallel.set_up.step_hooks import StepHooks
 from lightning_parallel.tracing.trace import Call
 
 
-def agreed_partition(run: Run, options: StagedOptions, splitting: Splitting, placement: Placement) -> Partition:
-    """The partition of a module, the same on all ranks.
+def agreed_partition(
+    run: Run, options: StagedOptions, splitting: Splitting, placement: Placement, *, alone: bool
+) -> Partition:
+    """The partition of a module, the same on all ranks; ``placement`` and ``alone`` as for :func:`.search.partition`.
 
     Raises:
         ValueError: the module can't be cut like this.
@@ -54,6 +56,7 @@ def agreed_partition(run: Run, options: StagedOptions, splitting: Splitting, pla
                 logged=logged,
                 hooks=hooks,
                 recompute=options.activation_checkpointing and run.trains,
+                alone=alone,
             )
             if hooks is not None:
                 hooks.check(found, layout.stage)

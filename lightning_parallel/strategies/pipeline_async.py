@@ -95,6 +95,7 @@ class AsyncPipelineStrategy(StagedStrategy):
 
     refused_callbacks = ASYNCHRONOUS
     gradients_on_parameters = False  # they grow on the leaves of versions, which come and go
+    shares_units = False
     training: AsynchronousTraining  # this stage's updates, from set-up on
 
     @takes(AsyncPipelineOptions)

@@ -441,6 +441,18 @@ def test_a_cut_that_keeps_a_unit_together_is_preferred() -> None:
     assert cut(Recycled(6, 4, 4, 4), 2).shared() == {}
 
 
+def test_a_unit_is_held_by_one_stage_if_it_has_to_be_and_can() -> None:
+    class Uneven(Chain):
+        def step(self) -> Tensor:
+            return self[1](self[0](self[0](self[0](torch.ones(2)))))
+
+    model = Uneven(4, 4)
+    assert cut(model, 2).units == {"0": (0, 1), "1": (1,)}
+    assert partition(model, model.step, 2, alone=True).units == {"0": (0,), "1": (1,)}
+    recurrent = Recurrent(4, 4)
+    assert set(partition(recurrent, recurrent.step, 2, alone=True).shared()) == {"0.weight", "1.weight"}
+
+
 def test_a_unit_that_collects_statistics_stays_together() -> None:
     """Two copies would see half of the calls each."""
 
