@@ -14,23 +14,36 @@ that is ahead of its device, and never for a device::
                     [ n, a ]     in another one: its description follows, n bytes, on the host too
                     [ -1, a ]    end of stream
 
-Gradients are announced too, though their format is known. NCCL's receive is a kernel that spins until the message
-comes. Were it launched before its send is, whatever waits for the whole device meanwhile would wait for ever: the
-allocator when memory is short, a kernel that is loaded at its first launch, a profiler. In GPipe the first gradient's
-receive would be posted ahead before forwards that this gradient depends on.
+Gradients are announced too, though their format is known. NCCL's send and receive are kernels that spin until the other
+one runs. Were a receive launched before its send is, whatever waits for the whole device meanwhile would wait for ever:
+the allocator when memory is short, a kernel that is loaded at its first launch, a profiler. In GPipe the first
+gradient's receive would be posted ahead before forwards that this gradient depends on.
+
+For the same reason no send may wait for long for its receive. A host that waits for a message launches the receives of
+all messages that are announced meanwhile, whichever neighbour they come from. gloo can't wait for one of several. So a
+thread of each receiver waits for its announcements, and puts them into one queue, from which the stage's thread reads::
+
+    thread of activations in    [ 0, a ] --.
+                                            >-- Announcements --> launch receive, until the message in question is there
+    thread of gradients in      [ 0, a ] --'
 """
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Future
+from queue import SimpleQueue
+from threading import Thread
+from typing import TypeAlias
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from lightning_parallel.messages.channel import END, Link, Receiver, Sender
-from lightning_parallel.messages.message import Format, Packet, encode, format_of
+from lightning_parallel.messages.message import Format, Packet, decode, encode, format_of
 from lightning_parallel.messages.posting import posts_directly
 
 
@@ -76,21 +89,84 @@ class AnnouncingSender(Sender):
                 self._direct.wait(self._leaving.popleft()[1].result())
 
 
+_Announced: TypeAlias = tuple[int, int, Tensor]  # status, acknowledged, and a description if there is one
+_Come: TypeAlias = "SimpleQueue[tuple[weakref.ref[AnnouncedReceiver], _Announced | Exception]]"
+
+
+class Announcements:
+    """What is announced to this rank, in the order in which it comes, from all neighbours."""
+
+    def __init__(self) -> None:
+        self._come: _Come = SimpleQueue()
+
+    def listen(self, link: Link, receiver: AnnouncedReceiver) -> Callable[[], None]:
+        """Returns a function that has one more announcement come from a link, that of a message to the receiver."""
+        wanted: SimpleQueue[bool] = SimpleQueue()
+        arguments = link, wanted, weakref.ref(receiver), self._come
+        Thread(target=_listen, args=arguments, name="announcements", daemon=True).start()
+        weakref.finalize(receiver, wanted.put, False)
+        return lambda: wanted.put(True)
+
+    def wait(self) -> None:
+        """Wait for the next announcement, and launch the receive of its message.
+
+        Raises:
+            PeerLostError: a neighbour is gone.
+        """
+        reference, announced = self._come.get()
+        if isinstance(announced, Exception):
+            self._come.put((reference, announced))  # nothing else will come
+            raise announced
+        receiver = reference()
+        assert receiver is not None, "a receiver lives as long as it expects messages"
+        receiver.launch(*announced)
+
+
+def _listen(link: Link, wanted: SimpleQueue[bool], receiver: weakref.ref[AnnouncedReceiver], come: _Come) -> None:
+    packet = Packet((), True, link.device)
+    try:
+        while wanted.get():
+            link.wait(link.irecv(packet.buffer))
+            status, acknowledged = packet.words()
+            description = torch.empty(max(status, 0), dtype=torch.uint8)
+            if status > 0:
+                link.wait(link.irecv(description))
+            come.put((receiver, (status, acknowledged, description)))
+    except Exception as error:  # raised again on the stage's thread
+        come.put((receiver, error))
+
+
 class AnnouncedReceiver(Receiver):
-    """Receives such messages, in order."""
+    """Receives such messages, in order. ``announcements`` are this rank's, those of all its receivers."""
 
-    def __init__(self, link: Link, announcements: Link) -> None:
-        super().__init__(announcements)
-        self._direct = link
+    def __init__(self, link: Link, hosts: Link, announcements: Announcements) -> None:
+        super().__init__(link)
+        self._announcements = announcements
+        self._one_more = announcements.listen(hosts, self)
+        self._launched: deque[tuple[int, Packet | None]] = deque()  # acknowledged, and the message or an end of stream
 
-    def _first_packet(self, place: Hashable) -> Packet:
-        return Packet((), True, self._link.device)
+    def expect(self, place: Hashable) -> None:
+        self._coming.append(place)
+        self._one_more()
 
-    def _tensors(self, first: Packet, status: int, format: Format) -> list[Tensor]:
-        link = self._direct
-        with link.streams.incoming():
-            packet = Packet(format, False, link.device)
-            if packet.buffer.numel():
-                link.wait(link.irecv(packet.buffer))
-        link.streams.arrived(packet.buffer)
-        return packet.tensors
+    def launch(self, status: int, acknowledged: int, description: Tensor) -> None:
+        """Launch the receive of the next message, which has been announced so."""
+        place, link = self._coming.popleft(), self._link
+        if status > 0:
+            self._formats[place] = decode(description)
+        packet: Packet | None = None
+        if status != END:
+            with link.streams.incoming():
+                packet = Packet(self._expected(place), False, link.device)
+                if packet.buffer.numel():
+                    link.wait(link.irecv(packet.buffer))
+        self._launched.append((acknowledged, packet))
+
+    def take(self) -> tuple[list[Tensor], Format] | None:
+        while not self._launched:
+            self._announcements.wait()
+        self.acknowledged, packet = self._launched.popleft()
+        if packet is None:
+            return None
+        self._link.streams.arrived(packet.buffer)
+        return packet.tensors, packet.format

@@ -12,9 +12,9 @@ that doesn't exist), its sender says so in the first word, and sends the format 
     otherwise       [ as long, no contents | n, a ]  [ format, n bytes ]  [ tensors | 0, a ]
     end of stream   [ as long, no contents | -1, a ]
 
-In each direction only one receive is posted ahead, since a format is known only once the message before it has been
-read. It is in flight while the stage computes, which hides its latency. Waiting holds up this stage and all later ones,
-so the buffer of the next message is allocated before.
+A receiver is told what it can expect. Only the receive of the next message is posted, since a format is known only once
+the message before it has been read. It is in flight while the stage computes, which hides its latency. Waiting holds up
+this stage and all later ones, so the buffer of the message after it is allocated before.
 
 gloo can't tell whether a send is done except by waiting for it. So a sender keeps a buffer until something proves that
 its message arrived (:meth:`Sender.confirm`). The gradient of a microbatch proves that its activation arrived. The
@@ -196,29 +196,31 @@ class Sender(_End):
 
 
 class Receiver(_End):
-    """Receives messages over a link, in order. One receive is posted ahead. ``acknowledged`` is the number of gradient
-    messages that the peer had received when it sent the last message taken."""
+    """Receives messages over a link, in order. ``acknowledged`` is the number of gradient messages that the peer had
+    received when it sent the last message taken."""
 
     def __init__(self, link: Link) -> None:
         super().__init__(link)
         self.acknowledged = 0
-        # A receive in flight: its packet, and its message's place in the schedule.
-        self._posted: tuple[dist.Work, Packet, Hashable] | None = None
+        self._coming: deque[Hashable] = deque()  # places in the schedule of messages that haven't been taken
+        self._posted: tuple[dist.Work, Packet] | None = None  # the receive of the first of them
 
-    def post(self, place: Hashable, packet: Packet | None = None) -> None:
-        """Post the receive of the next message, that of ``place``, unless one is posted. ``packet`` is what it comes
-        into; None to make one."""
+    def expect(self, place: Hashable) -> None:
+        """One more message will come, that of ``place``, after those that are expected already."""
+        self._coming.append(place)
         if self._posted is None:
-            packet = packet or self._first_packet(place)
-            with self._link.streams.incoming():
-                self._posted = self._link.irecv(packet.buffer), packet, place
+            self._post(self._first_packet(place))
 
-    def take(self, then: Hashable = None) -> tuple[list[Tensor], Format] | None:
-        """Wait for the posted message, read it, and post the receive of the next one, that of place ``then`` (None:
-        post nothing). Returns its tensors and their format; None if the sender ended the stream."""
-        assert self._posted is not None, "post before you take"
-        following = None if then is None else self._first_packet(then)
-        (work, first, place), self._posted = self._posted, None
+    def _post(self, packet: Packet) -> None:
+        with self._link.streams.incoming():
+            self._posted = self._link.irecv(packet.buffer), packet
+
+    def take(self) -> tuple[list[Tensor], Format] | None:
+        """Wait for the next message, and read it. Returns its tensors and their format; None if the sender ended the
+        stream."""
+        assert self._posted is not None, "expect before you take"
+        (work, first), place = self._posted, self._coming.popleft()
+        following = self._first_packet(self._coming[0]) if self._coming else None
         with self._link.streams.incoming():
             self._link.wait(work)
         status, self.acknowledged = first.words()
@@ -226,13 +228,14 @@ class Receiver(_End):
             description = torch.empty(status, dtype=torch.uint8)
             self._link.wait(self._link.irecv(description))
             format = self._formats[place] = decode(description)
-            if then == place:  # whose format has just changed
-                following = self._first_packet(then)
+            if self._coming and self._coming[0] == place:  # whose format has just changed
+                following = self._first_packet(place)
         else:
             format = self._expected(place)
         tensors = None if status == END else self._tensors(first, status, format)
-        if then is not None:
-            self.post(then, following)
+        self._posted = None
+        if following is not None:
+            self._post(following)
         return None if tensors is None else (tensors, format)
 
     def _first_packet(self, place: Hashable) -> Packet:

@@ -8,14 +8,12 @@ from typing import Any
 
 import torch
 
-from lightning_parallel.messages.announced import AnnouncedReceiver, AnnouncingSender
+from lightning_parallel.messages.announced import AnnouncedReceiver, Announcements, AnnouncingSender
 from lightning_parallel.messages.channel import Link, Receiver, Sender
 from lightning_parallel.messages.handover import Handover
 from lightning_parallel.messages.streams import Streams
 from lightning_parallel.ranks.groups import Links, Wire
 from lightning_parallel.ranks.layout import Layout, Placement
-
-_ANNOUNCED: dict[type[Any], type[Any]] = {Receiver: AnnouncedReceiver, Sender: AnnouncingSender}
 
 
 @dataclass(frozen=True)
@@ -30,7 +28,7 @@ class Ends:
 
 def ends_of(placement: Placement, layout: Layout, links: Links, device: torch.device) -> dict[int, Ends]:
     """The ends of this rank's chunks, by chunk. ``placement`` is the stage of each chunk."""
-    streams = Streams(device)
+    streams, announcements = Streams(device), Announcements()
     activations: dict[int, Handover] = {}
     gradients: dict[int, Handover] = {}
 
@@ -45,7 +43,10 @@ def ends_of(placement: Placement, layout: Layout, links: Links, device: torch.de
         for_messages = link(wire, device=device, streams=streams)
         if wire.host_group is None:
             return end(for_messages)
-        return _ANNOUNCED[end](for_messages, link(Wire(wire.host_group, wire.tag), device=torch.device("cpu")))
+        hosts = link(Wire(wire.host_group, wire.tag), device=torch.device("cpu"))
+        if end is Sender:
+            return AnnouncingSender(for_messages, hosts)
+        return AnnouncedReceiver(for_messages, hosts, announcements)
 
     return {
         chunk: Ends(

@@ -34,11 +34,11 @@ class Handover:
         self.sent += 1
         return format
 
-    def take(self, then: Hashable = None) -> tuple[list[Tensor], Format]:
+    def take(self) -> tuple[list[Tensor], Format]:
         """The oldest message that hasn't been taken."""
         return self._messages.popleft()
 
-    def post(self, place: Hashable) -> None:
+    def expect(self, place: Hashable) -> None:
         """Nothing: there is no receive to post."""
 
     def confirm(self, messages: int) -> None:

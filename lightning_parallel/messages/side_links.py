@@ -33,7 +33,7 @@ def side_links(
 
 def next_message(receiver: Receiver) -> list[Tensor]:
     """Wait for the next message over a side link, which was sent with ``place=0``."""
-    receiver.post(0)
+    receiver.expect(0)
     message = receiver.take()
     assert message is not None, "side links have no end of stream"
     return message[0]

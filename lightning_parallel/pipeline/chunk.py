@@ -4,9 +4,9 @@
 
     chunk c, 1F1B:      F(k)                                B(k - w)
                         take activation k      <-- c-1      take gradient k - w          <-- c+1
-                        post activation k + 1               post gradient k - w + 1
                         run this chunk's layers             run autograd
                         send the output        --> c+1      send the input's gradient    --> c-1
+                        expect gradient k
 """
 
 from __future__ import annotations
@@ -144,6 +144,7 @@ class Chunk:
         self._in_flight: deque[_InFlight] = deque()
         self._second_halves: deque[tuple[int, WeightGradients, Any]] = deque()
         self._gradients_taken = 0  # messages
+        self._is_ahead = False  # is the first activation of a batch expected that is yet to come?
         self._is_unanswered = False  # do no gradients come back?
 
     @property
@@ -153,21 +154,24 @@ class Chunk:
 
     # -- forward -------------------------------------------------------------------------------------------------
 
-    def begin(self, index: int) -> None:
-        """Begin a list: post the receive of its first activation, that of ``index``, unless one is posted."""
+    def begin(self, indices: Sequence[int], *, endless: bool) -> None:
+        """Begin a list: expect the activations of the microbatches whose forwards are in it.
+
+        Args:
+            indices: their indices, in order.
+            endless: a batch will come after it, of which the first activation is expected already.
+        """
         # If no gradients come back to confirm messages, this limits how far the chunk runs ahead: the next one has read
         # all of them but one. A wait in the middle of a list could deadlock.
         if self._is_unanswered and self._ends.activations_out is not None:
             self._ends.activations_out.flush(keep=1)
         if self._ends.activations_in is not None:
-            self._ends.activations_in.post(index)
+            for index in (*indices[self._is_ahead :], *((0,) if endless else ())):
+                self._ends.activations_in.expect(index)
+        self._is_ahead = endless
 
-    def forward(self, number: int, microbatch: Microbatch, next_index: int | None) -> list[Any]:
-        """Run the forward of a microbatch.
-
-        Args:
-            microbatch: what is to be run, and with which random numbers.
-            next_index: the index of the microbatch after it, whose activation is posted; None to post nothing.
+    def forward(self, number: int, microbatch: Microbatch) -> list[Any]:
+        """Run the forward of a microbatch, which says what is to be run, and with which random numbers.
 
         Returns:
             What the user's step returned, in the last chunk; an empty list in the others.
@@ -175,7 +179,7 @@ class Chunk:
         self._generators.seed(microbatch.seed)
         trial, out = microbatch.trial, self._ends.activations_out
         keeps = trial is not None and trial.wants_activations(out is None)
-        arrival = self._receive(number, next_index)
+        arrival = self._receive(number)
         copies = [] if arrival is None else arrival.copies() if keeps else None
         with self._span("forward", number, self._weights.reading):
             run = partial(self._stage.run, microbatch.step, arrival, self._index)
@@ -194,19 +198,20 @@ class Chunk:
             gradients = gradient_format(out.send(output, microbatch.index, self._gradients_taken))
             sent = out.sent
             self._is_unanswered = not gradients
+            if gradients and self._ends.gradients_in is not None:
+                self._ends.gradients_in.expect(gradients)
             edges = [get_gradient_edge(t) for t in output if t.requires_grad]
         if trial is not None:
             trial.run(Again(self._index, copies, self._again), loss, terms)
         self._in_flight.append(_InFlight(number, microbatch, edges, gradients, sent, arrival, token))
-        self._post_gradients()
         return [output] if out is None else []
 
-    def _receive(self, number: int, next_index: int | None) -> Arrival | None:
-        """Wait for the activation of a microbatch, and post the receive of the next one's; None in the first chunk."""
+    def _receive(self, number: int) -> Arrival | None:
+        """Wait for the activation of a microbatch; None in the first chunk."""
         if self._ends.activations_in is None:
             return None
         with self._span("receive", number):
-            message = self._ends.activations_in.take(then=next_index)
+            message = self._ends.activations_in.take()
         assert message is not None, "a stream ends between batches"
         return Arrival(*message)
 
@@ -241,8 +246,8 @@ class Chunk:
             What the step returned, in the last chunk; None in the others.
         """
         if self._ends.activations_in is not None:
-            self._ends.activations_in.post("evaluation")
-        arrival = self._receive(number, None)
+            self._ends.activations_in.expect("evaluation")
+        arrival = self._receive(number)
         with self._span("evaluate", number):
             output = self._stage.run(step, arrival, self._index)
         if self._ends.activations_out is None:
@@ -268,9 +273,8 @@ class Chunk:
             if ends.activations_out is None:
                 edges, gradients = work.loss.begin(work.index, work.scale)
             elif ends.gradients_in is not None and flight.gradients:
-                following = self._in_flight[1].gradients if len(self._in_flight) > 1 else ()
                 with self._span("receive", number):
-                    message = ends.gradients_in.take(then=following or None)
+                    message = ends.gradients_in.take()
                 assert message is not None, "there is no end of stream of gradients"
                 (*gradients, factor), format = message
                 work.loss.receive(factor)
@@ -281,7 +285,6 @@ class Chunk:
                 ends.activations_out.confirm(flight.sent)
                 self._gradients_taken += 1
             self._in_flight.popleft()
-            self._post_gradients()
             completing = self._completing(edges) if completes else nullcontext()
             with completing, self._span("backward input" if in_halves else "backward", number):
                 if in_halves:
@@ -309,11 +312,6 @@ class Chunk:
         with self._span("backward weight", number), weights, self._stage.backward(), completing:
             gradients.run()
 
-    def _post_gradients(self) -> None:
-        """Post the receive for the next backward, if its forward has run."""
-        if self._ends.gradients_in is not None and self._in_flight and self._in_flight[0].gradients:
-            self._ends.gradients_in.post(self._in_flight[0].gradients)
-
     # -- the end -------------------------------------------------------------------------------------------------
 
     def flush(self) -> None:
@@ -329,6 +327,7 @@ class Chunk:
 
     def take_end(self) -> None:
         """Take the answer to this chunk's own receive."""
+        self._is_ahead = False
         if isinstance(self._ends.activations_in, Receiver):
             message = self._ends.activations_in.take()
             assert message is None, "the previous chunk ends its stream at the same microbatch"

@@ -1,14 +1,12 @@
 """Runs a schedule on a stage.
 
 The schedule says what is computed and when; the messages follow from it. A forward waits for the activation that the
-previous chunk sent, a backward for the gradient that the next chunk sent (``chunk.py``). Each receive is posted as soon
-as the one before has been read, so it is in flight while the stage computes. The engine knows no Lightning: what a
-microbatch's step is, what an update does and which weights a forward uses are given to it.
+previous chunk sent, a backward for the gradient that the next chunk sent (``chunk.py``). The engine knows no Lightning:
+what a microbatch's step is, what an update does and which weights a forward uses are given to it.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -104,13 +102,13 @@ class Engine:
         """
         # Without halves the first one does all.
         actions = [action for action in actions if self._halves or not isinstance(action, BackwardWeight)]
-        coming: dict[int, deque[int]] = {chunk: deque() for chunk in self._chunks}  # microbatches, by index
+        coming: dict[int, list[int]] = {chunk: [] for chunk in self._chunks}  # microbatches, by index
         for action in actions:
             if isinstance(action, Forward):
                 coming[action.chunk].append(microbatches[action.microbatch].index)
         for which, indices in coming.items():
             if indices:
-                self._chunks[which].begin(indices[0])
+                self._chunks[which].begin(indices, endless=endless)
         self._streaming = endless and (self._streaming or any(coming.values()))
         outputs: list[Any] = []
         with self._generators.kept(), short_switch_interval():  # backwards and updates may draw too
@@ -121,11 +119,8 @@ class Engine:
                         if update is not None:
                             update()
                 elif isinstance(action, Forward):
-                    indices, number = coming[action.chunk], action.microbatch
-                    indices.popleft()
-                    # Of a batch that is yet to come, the first microbatch is expected.
-                    next_index = indices[0] if indices else 0 if endless else None
-                    outputs += self._chunks[action.chunk].forward(number, microbatches[number], next_index)
+                    number = action.microbatch
+                    outputs += self._chunks[action.chunk].forward(number, microbatches[number])
                 else:
                     chunk, number = self._chunks[action.chunk], action.microbatch
                     if isinstance(action, BackwardWeight):

@@ -21,6 +21,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain, pairwise
+from math import inf
 from types import MappingProxyType
 from typing import TypeAlias
 
@@ -203,6 +204,20 @@ class _Numbered:
 SCHEDULES: Mapping[str, Generator] = MappingProxyType(
     {"naive": naive, "gpipe": gpipe, "1f1b": one_f_one_b, "interleaved": interleaved, "zbv": zbv}
 )
+
+
+def one_at_a_time(actions: Sequence[Action]) -> list[Action]:
+    """A stage's actions for an update in another order: each microbatch goes through all chunks and back before the
+    next one begins. If all stages take this order, there is one message under way at a time."""
+
+    def order(action: Action) -> tuple[float, ...]:
+        if isinstance(action, Step):
+            return (inf,)
+        if isinstance(action, Forward):
+            return action.microbatch, 0, action.chunk
+        return action.microbatch, 1, -action.chunk, isinstance(action, BackwardWeight)
+
+    return sorted(actions, key=order)
 
 
 def refuse_below(least: int, **numbers: int) -> None:

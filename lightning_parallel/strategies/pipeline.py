@@ -30,9 +30,9 @@ from lightning_parallel.gradients.swapping import Gradients, add_gradients, swap
 from lightning_parallel.losses.graph import Number
 from lightning_parallel.losses.normaliser import BatchLoss
 from lightning_parallel.ranks.layout import Placement
-from lightning_parallel.schedules.actions import Schedule, placement
+from lightning_parallel.schedules.actions import Action, Schedule, placement
 from lightning_parallel.schedules.checks import of_one_update
-from lightning_parallel.schedules.generators import SCHEDULES, Generator, interleaved
+from lightning_parallel.schedules.generators import SCHEDULES, Generator, interleaved, one_at_a_time
 from lightning_parallel.schedules.simulate import busy_across_batches, most_held, simulate
 from lightning_parallel.set_up.options import StagedOptions
 from lightning_parallel.settings import Auto, Count, takes
@@ -111,6 +111,7 @@ class PipelineStrategy(StagedStrategy):
         self._gradients: Gradients = {}  # from training_step to backward
         self._loss = BatchLoss([1])  # of the batch that runs
         self._goes_on = False  # do stages not wait for each other between batches?
+        self._is_cold = False  # has the device's first batch yet to run?
         self._alone_in: dict[int, list[str]] = {}  # by chunk, the parameters that no other chunk here uses
 
     # -- set-up --------------------------------------------------------------------------------------------------
@@ -128,6 +129,7 @@ class PipelineStrategy(StagedStrategy):
         super().setup(trainer)
         self._alone_in = {chunk: self.stage.used_only_in(chunk) for chunk in self.stage.chunks}
         self._goes_on = self.run.trains and self._decide_to_go_on()
+        self._is_cold = self.run.device.type != "cpu"
 
     @property
     @override
@@ -206,13 +208,11 @@ class PipelineStrategy(StagedStrategy):
         scale = loss_scale(self.precision_plugin)
         work, self._loss = microbatches.of((*args, *kwargs.values()), scale=scale)
         self._count = len(work)
-        actions = self._schedule_for(self._count)[layout.stage]
-
         earlier = take_earlier_gradients(self.run.module, parameters)
         if self._stages.fully_sharded is not None:
             self._stages.fully_sharded.hold_back()
         with microbatches.recorded():
-            outputs = self.at_work.engine.run(actions, work, endless=self._goes_on)
+            outputs = self.at_work.engine.run(self._actions(), work, endless=self._goes_on)
         if self._stages.fully_sharded is not None:
             self._stages.fully_sharded.complete()
         gradients = self.replicas.averaged(swap_gradients(parameters, earlier))
@@ -220,6 +220,13 @@ class PipelineStrategy(StagedStrategy):
 
         joined = microbatches.joined(outputs, self._loss) if layout.is_last_stage else None
         return self.at_work.last_stage.after_step(joined)
+
+    def _actions(self) -> list[Action]:
+        """What this stage does in this batch. In the first one on a GPU, kernels are loaded and tuned, for which a host
+        may wait for its whole device, and for all that it has sent: so one message is under way at a time."""
+        actions = self._schedule_for(self._count)[self.layout.stage]
+        is_first, self._is_cold = self._is_cold, False
+        return one_at_a_time(actions) if is_first else actions
 
     @override
     @contextmanager

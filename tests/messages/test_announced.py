@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_parallel.messages.announced import AnnouncedReceiver, AnnouncingSender
+from lightning_parallel.messages.announced import AnnouncedReceiver, Announcements, AnnouncingSender
 from lightning_parallel.messages.channel import Link
 from lightning_parallel.ranks.groups import Wire
 from tests.messages.test_channel import CPU, tensor, wanting
@@ -57,9 +57,9 @@ def kept_announcements() -> list[int] | None:
             kept.append(len(sender._unconfirmed))
         sender.flush()
         return [*kept, len(sender._unconfirmed)]
-    receiver = AnnouncedReceiver(*links())
+    receiver = AnnouncedReceiver(*links(), Announcements())
     for _ in range(4):
-        receiver.post(0)
+        receiver.expect(0)
         receiver.take()
     return None
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from lightning_parallel.messages import channel
-from lightning_parallel.messages.announced import AnnouncedReceiver, AnnouncingSender
+from lightning_parallel.messages.announced import AnnouncedReceiver, Announcements, AnnouncingSender
 from lightning_parallel.messages.channel import Link, Receiver, Sender
 from lightning_parallel.messages.message import Packet, format_of
 from lightning_parallel.ranks.collectives import PeerLostError
@@ -85,7 +85,7 @@ def ends(kind: str) -> tuple[Sender, Receiver]:
         own = link()
         return Sender(own), Receiver(own)
     own, hosts = link(), link()
-    return AnnouncingSender(own, hosts), AnnouncedReceiver(own, hosts)
+    return AnnouncingSender(own, hosts), AnnouncedReceiver(own, hosts, Announcements())
 
 
 def sends_and_receives(kind: str, ahead: bool) -> list[tuple[Any, list[bool], int]] | None:
@@ -100,10 +100,12 @@ def sends_and_receives(kind: str, ahead: bool) -> list[tuple[Any, list[bool], in
         return None
     places = [place for place, _ in messages]
     taken: list[Any] = []
-    for place, following in zip(places, [*places[1:], None], strict=True):
-        receiver.post(place)
-        receiver.post(place)  # it is posted already
-        taken.append((receiver.take(then=following if ahead else None), receiver.acknowledged))
+    for place in places if ahead else ():
+        receiver.expect(place)
+    for place in places:
+        if not ahead:
+            receiver.expect(place)
+        taken.append((receiver.take(), receiver.acknowledged))
     # Read at the end only: a message must not be overwritten by those after it.
     return [(described(tensors), [grad for _, _, grad in format], count) for (tensors, format), count in taken]
 
@@ -137,7 +139,7 @@ def counts_its_sends() -> list[int] | None:
         return counts
     receiver = Receiver(link())
     for _ in changing:
-        receiver.post(0)
+        receiver.expect(0)
         receiver.take()
     return None
 
@@ -160,7 +162,7 @@ def ends_its_stream(kind: str) -> list[bool] | None:
         return None
     ended = []
     for number, message in enumerate(messages):
-        receiver.post(0)
+        receiver.expect(0)
         taken = receiver.take()
         ended.append(taken is None)
         if taken is None:
@@ -197,7 +199,7 @@ def reuses_packets() -> list[tuple[int, int, int]] | None:
     if dist.get_rank() == 1:
         receiver = Receiver(link())
         for _ in sizes:
-            receiver.post(0)
+            receiver.expect(0)
             receiver.take()
         return None
     with packets_made() as made:
@@ -241,7 +243,7 @@ def changes_what_it_sent() -> list[float] | None:
         found = []
         dist.barrier()  # by now the sender has changed its tensor
         for _ in range(4):
-            receiver.post(0)
+            receiver.expect(0)
             taken = receiver.take()
             assert taken is not None
             found.append(float(taken[0][0][0]))
@@ -268,7 +270,7 @@ def drops_its_sender() -> list[bool]:
         if dist.get_rank() == 1:
             receiver = Receiver(connection)
             if flushed:
-                receiver.post(0)
+                receiver.expect(0)
                 receiver.take()
             dist.barrier()
             continue
@@ -303,7 +305,7 @@ def loses_its_peer(how: str) -> str:
     try:
         if how == "silent":
             receiver = Receiver(connection)
-            receiver.post(0)
+            receiver.expect(0)
             receiver.take()
         elif how == "dies":
             sender = Sender(connection)
@@ -312,7 +314,7 @@ def loses_its_peer(how: str) -> str:
                 sender.flush()
         else:
             receiver = Receiver(connection)
-            receiver.post(format_of([torch.zeros(3)]))
+            receiver.expect(format_of([torch.zeros(3)]))
             receiver.take()
     except PeerLostError as error:
         if how == "silent":
@@ -347,7 +349,7 @@ def sends_from_the_gpu() -> list[Any] | None:
     receiver = Receiver(connection)
     found = []
     for _ in range(2):
-        receiver.post(0)
+        receiver.expect(0)
         taken = receiver.take()
         assert taken is not None
         found.append((described([t.cpu() for t in taken[0]]), str(taken[0][0].device)))

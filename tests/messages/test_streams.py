@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_parallel.messages import announced, channel
-from lightning_parallel.messages.announced import AnnouncedReceiver, AnnouncingSender
+from lightning_parallel.messages.announced import AnnouncedReceiver, Announcements, AnnouncingSender
 from lightning_parallel.messages.channel import Receiver, Sender
 from lightning_parallel.messages.message import Format, Packet, encode
 from lightning_parallel.messages.streams import Streams
@@ -156,7 +156,7 @@ def test_what_arrives_through_the_host_is_copied_to_the_device_beside_the_layers
     done: list[str] = []
     link.streams.arrived = lambda buffer: done.append(buffer.device.type)
     receiver = Receiver(link)  # type: ignore[arg-type]
-    receiver.post(FORMAT)
+    receiver.expect(FORMAT)
     taken = receiver.take()
     assert taken is not None
     (gradient,), _ = taken
@@ -296,9 +296,9 @@ def test_gradients_are_received_on_incoming_and_waited_for_before_they_are_read(
     diary: list[str], monkeypatch: pytest.MonkeyPatch, through_host: bool
 ) -> None:
     link: Any = Ordered(diary, monkeypatch, through_host=through_host)
-    receiver: Any = Receiver(link) if through_host else AnnouncedReceiver(link, Hosts(described=True))  # type: ignore[arg-type]
+    receiver: Any = Receiver(link) if through_host else AnnouncedReceiver(link, Hosts(described=True), Announcements())  # type: ignore[arg-type]
     link.words = [0, 0] if through_host else []  # none is missing
-    receiver.post(FORMAT)
+    receiver.expect(FORMAT)
     assert diary == (COMES[:2] if through_host else [])  # over NCCL only what is announced is launched
     receiver.take()
     assert diary == [*COMES, *([COPIED] if through_host else []), *READ]
@@ -306,9 +306,9 @@ def test_gradients_are_received_on_incoming_and_waited_for_before_they_are_read(
 
 def test_announced_activations_are_received_on_incoming(diary: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     link: Any = Ordered(diary, monkeypatch, through_host=False)
-    receiver = AnnouncedReceiver(link, Hosts())  # type: ignore[arg-type]
+    receiver = AnnouncedReceiver(link, Hosts(), Announcements())  # type: ignore[arg-type]
     for _ in range(2):
-        receiver.post(0)
+        receiver.expect(0)
         receiver.take()
         assert diary == COMES + READ
         diary.clear()
@@ -320,12 +320,12 @@ def test_activations_through_the_host_are_copied_to_the_device_on_incoming(
     link: Any = Ordered(diary, monkeypatch, through_host=True)
     receiver = Receiver(link)
     link.words = [len(encode(FORMAT)), 0]
-    receiver.post(0)
+    receiver.expect(0)
     receiver.take()
     described = ["receive on compute", "wait on compute"]  # the description is in host memory
     assert diary == [*COMES[1:], *described, *COMES, COPIED, *READ]
     diary.clear()
     link.words = [0, 0]
-    receiver.post(0)
+    receiver.expect(0)
     receiver.take()
     assert diary == [*COMES, COPIED, *READ]

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from lightning_parallel import PipelineStrategy
 from lightning_parallel.ranks.layout import Placement
 from lightning_parallel.schedules.actions import Action, Backward, Forward, Schedule, Step, placement
+from lightning_parallel.schedules.generators import one_at_a_time, zbv
 from tests.pool import WorkerPool
 from tests.strategies.equality import assert_equal
 from tests.strategies.harness import train
@@ -23,10 +24,16 @@ FULLY = {"stages": 2, "data_parallel": 2, "data_parallel_kind": "fully_shard"}
 RANKS_OF = {"Shardable": {"stages": 2, "tensor_parallel": 2, "sequence_parallel": True}}
 
 
+def in_order(stages: int, microbatches: int) -> Schedule:
+    """ZB-V in a run's first batch on GPUs."""
+    return [one_at_a_time(actions) for actions in zbv(stages, microbatches)]
+
+
 @pytest.mark.parametrize(
     ("model", "stages", "schedule"),
     [
         ("Shifts", 3, "interleaved"),
+        ("Blocks", 2, in_order),
         *thorough(
             ("GPT2", 3, "interleaved"),
             *((model, 2, schedule) for model in MODELS for schedule in ("interleaved", "zbv")),
@@ -34,7 +41,7 @@ RANKS_OF = {"Shardable": {"stages": 2, "tensor_parallel": 2, "sequence_parallel"
     ],
 )
 def test_unmodified_models_train_as_in_one_process(
-    pool: WorkerPool, single: Any, model: str, stages: int, schedule: str
+    pool: WorkerPool, single: Any, model: str, stages: int, schedule: Any
 ) -> None:
     reports = pool.run(train, stages, model, "sync", {"schedule": schedule, "microbatches": 4}, init=False)
     assert_equal(reports, single(model))
