@@ -30,6 +30,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from lightning_parallel.batch import weighted_mean
 from lightning_parallel.losses.graph import Number, Term, anything_counts, inverse, number_of, terms_of
 from lightning_parallel.private.torch import like_edge
+from lightning_parallel.values import scalar
 
 _EQUAL = 1e-6  # relative; sums of class weights are rounded
 
@@ -210,7 +211,7 @@ class BatchLoss:
 
     def message(self, device: torch.device) -> Tensor:
         """The factor as it is sent."""
-        return torch.as_tensor(self.factor, dtype=torch.float64, device=device)
+        return scalar(self.factor, torch.float64, device)
 
 
 def _averaging(terms: Sequence[Term]) -> list[Term]:
@@ -295,7 +296,7 @@ def _differ(ratios: Sequence[Number]) -> bool | Tensor:
     if device is None:
         numbers = [ratio for ratio in ratios if not isinstance(ratio, Tensor) and not isnan(ratio)]
         return max(numbers) - min(numbers) > _EQUAL * max(map(abs, numbers))
-    values = torch.stack([torch.as_tensor(ratio, dtype=torch.float64, device=device) for ratio in ratios])
+    values = torch.stack([scalar(ratio, torch.float64, device) for ratio in ratios])
     highest, lowest = values.nan_to_num(nan=-inf).max(), values.nan_to_num(nan=inf).min()
     return highest - lowest > _EQUAL * torch.maximum(highest.abs(), lowest.abs())
 
@@ -307,4 +308,4 @@ def _may_count(weight: Number) -> bool:
 def _seed(edge: GradientEdge, weight: Number) -> Tensor:
     """A gradient for an edge of a graph, the same for each element."""
     shape, dtype, device = like_edge(edge)
-    return torch.as_tensor(weight, dtype=dtype, device=device).expand(shape)
+    return scalar(weight, dtype, device).expand(shape)

@@ -45,6 +45,7 @@ from torch import Tensor
 from lightning_parallel.messages.channel import END, Link, Receiver, Sender
 from lightning_parallel.messages.message import Format, Packet, decode, encode, format_of
 from lightning_parallel.messages.posting import posts_directly
+from lightning_parallel.private.torch import abort_groups
 
 
 class AnnouncingSender(Sender):
@@ -99,10 +100,11 @@ class Announcements:
     def __init__(self) -> None:
         self._come: _Come = SimpleQueue()
 
-    def listen(self, link: Link, receiver: AnnouncedReceiver) -> Callable[[], None]:
-        """Returns a function that has one more announcement come from a link, that of a message to the receiver."""
+    def listen(self, link: Link, receiver: AnnouncedReceiver, *, on_host: bool) -> Callable[[], None]:
+        """Returns a function that has one more announcement come from a link, that of a message to the receiver. If the
+        messages themselves aren't ``on_host``, the loss of a peer ends all that devices wait for."""
         wanted: SimpleQueue[bool] = SimpleQueue()
-        arguments = link, wanted, weakref.ref(receiver), self._come
+        arguments = link, wanted, weakref.ref(receiver), self._come, on_host
         Thread(target=_listen, args=arguments, name="announcements", daemon=True).start()
         weakref.finalize(receiver, wanted.put, False)
         return lambda: wanted.put(True)
@@ -122,7 +124,13 @@ class Announcements:
         receiver.launch(*announced)
 
 
-def _listen(link: Link, wanted: SimpleQueue[bool], receiver: weakref.ref[AnnouncedReceiver], come: _Come) -> None:
+def _listen(
+    link: Link,
+    wanted: SimpleQueue[bool],
+    receiver: weakref.ref[AnnouncedReceiver],
+    come: _Come,
+    on_host: bool,
+) -> None:
     packet = Packet((), True, link.device)
     try:
         while wanted.get():
@@ -134,6 +142,8 @@ def _listen(link: Link, wanted: SimpleQueue[bool], receiver: weakref.ref[Announc
             come.put((receiver, (status, acknowledged, description)))
     except Exception as error:  # raised again on the stage's thread
         come.put((receiver, error))
+        if not on_host and dist.is_initialized():
+            abort_groups()  # the stage's thread may wait for its GPU, which waits for the peer's
 
 
 class AnnouncedReceiver(Receiver):
@@ -142,7 +152,7 @@ class AnnouncedReceiver(Receiver):
     def __init__(self, link: Link, hosts: Link, announcements: Announcements) -> None:
         super().__init__(link)
         self._announcements = announcements
-        self._one_more = announcements.listen(hosts, self)
+        self._one_more = announcements.listen(hosts, self, on_host=link.device.type == "cpu")
         self._launched: deque[tuple[int, Packet | None]] = deque()  # acknowledged, and the message or an end of stream
 
     def expect(self, place: Hashable) -> None:

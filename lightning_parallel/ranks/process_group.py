@@ -8,7 +8,9 @@ import os
 import random
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import timedelta
+from threading import Thread
 
 import numpy as np
 import torch
@@ -22,6 +24,7 @@ from lightning_parallel.ranks.collectives import all_alike, broadcast_object
 from lightning_parallel.ranks.layout import Layout
 
 _BACKENDS = ("gloo", "nccl")
+_PATIENCE = 60.0  # seconds, for a GPU to send what is queued
 
 
 def backend_for(devices: Sequence[torch.device], device: torch.device) -> str:
@@ -86,7 +89,9 @@ def agree_on_seed(layout: Layout) -> int:
 
 
 def close() -> None:
-    """After an error, close this rank's connections. When this process ends, the other ranks end within seconds."""
+    """After an error, close this rank's connections. When this process ends, the other ranks end within seconds. But a
+    rank that waits for its own GPU, and this for a collective over NCCL, ends at the timeout. One that expects a
+    message of this rank ends sooner (``announced.py``)."""
     if not dist.is_initialized():
         return
     if dist.get_backend() == "nccl":
@@ -117,9 +122,17 @@ def leave() -> None:
 
 def _has_sent_all() -> bool:
     """Wait for this rank's GPU: an evaluation's last message may only be queued, since no gradient answers it. False
-    for a GPU that has failed; its error has been reported before."""
-    try:
-        torch.cuda.synchronize()
-    except RuntimeError:
-        return False
-    return True
+    for a GPU that has failed, whose error has been reported before, and for one that doesn't come to an end: its
+    message will never be received."""
+    done: list[bool] = []
+
+    def wait() -> None:
+        with suppress(RuntimeError):
+            torch.cuda.synchronize(device)
+            done.append(True)
+
+    device = torch.cuda.current_device()
+    waiting = Thread(target=wait, daemon=True)  # torch can't wait for some time only
+    waiting.start()
+    waiting.join(_PATIENCE)
+    return bool(done)

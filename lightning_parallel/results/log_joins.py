@@ -28,6 +28,7 @@ from lightning_parallel.absent.tensor import AbsentTensor
 from lightning_parallel.batch import weighted_mean
 from lightning_parallel.losses.graph import Number
 from lightning_parallel.losses.normaliser import Rule
+from lightning_parallel.values import scalar
 
 # What reduce_fx may be, besides a name: a function of numbers, or of a tensor.
 _FUNCTIONS: Mapping[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
@@ -197,7 +198,7 @@ def _hint_of(reduce_fx: Any) -> str:
 
 def _joined(way: str, values: Sequence[Any], weights: Sequence[Number]) -> Any:
     device = next((value.device for value in values if isinstance(value, Tensor)), None)
-    tensors = [] if device is None else [torch.as_tensor(value, device=device).reshape(()) for value in values]
+    tensors = [] if device is None else [scalar(value, None, device) for value in values]
     if way == "mean" and tensors:
         return weighted_mean(tensors, weights)
     if way == "mean":

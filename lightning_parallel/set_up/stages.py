@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import lightning.pytorch as pl
+import torch
+import torch.cuda.graphs
 import torch.distributed as dist
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
@@ -179,6 +181,12 @@ def refuse_training(module: pl.LightningModule) -> None:
             f"{type(module).__name__}.backward is overridden, but a pipeline's schedule runs the backward, stage by "
             f"stage. Remove the override; hooks such as on_after_backward are called."
         )
+    for name, part in module.named_modules():
+        if getattr(part.forward, "__module__", None) == torch.cuda.graphs.__name__:
+            raise ValueError(
+                f"'{name}' was made by torch.cuda.make_graphed_callables: each call writes its output where the last "
+                f"one lay, and a pipeline has several microbatches in flight. Leave it as it was, or compile it."
+            )
     if is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
         raise ValueError("training_step(dataloader_iter): a pipeline splits batches, so it needs training_step(batch).")
 

@@ -34,8 +34,8 @@ class Stream:
     def wait_stream(self, other: Stream) -> None:
         self.diary.append(f"{self.name} waits for {other.name}")
 
-    def record_event(self) -> str:
-        return f"event of {self.name}"
+    def record_event(self, event: str) -> str:
+        return f"{event} of {self.name}"
 
 
 class Buffer:
@@ -51,6 +51,11 @@ def diary(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     found: list[str] = []
     names = iter(["incoming", "outgoing"])
     current = [Stream("compute", found)]
+
+    def event(*, blocking: bool) -> str:
+        return "sleeping event" if blocking else "event"
+
+    monkeypatch.setattr(torch.cuda, "Event", event)
 
     @contextmanager
     def on(stream: Stream) -> Iterator[None]:
@@ -70,7 +75,7 @@ def test_a_copy_to_the_host_waits_for_the_layers_before_it_and_keeps_their_memor
     with streams.outgoing(tensors):
         diary.append(f"copy on {torch.cuda.current_stream(GPU).name}")  # type: ignore[attr-defined]
     assert diary == ["outgoing waits for compute", "copy on outgoing", "memory is used on outgoing"]
-    assert str(streams.copied()) == "event of outgoing"
+    assert str(streams.copied()) == "sleeping event of outgoing"
 
 
 def test_a_receive_waits_for_no_layer_and_layers_wait_for_it(diary: list[str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from datetime import timedelta
+from threading import Event
 from typing import Any
 
 import pytest
@@ -92,22 +93,30 @@ def test_a_rank_leaves_when_its_gpu_has_sent_all(
     found: list[str] = []
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "get_backend", lambda: backend)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: found.append("waited"))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: found.append("waited"))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(dist, "destroy_process_group", lambda: found.append("destroyed"))
     process_group.leave()
     assert found == ways
 
 
-def test_a_rank_whose_gpu_has_failed_leaves_too(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("how", ["fails", "never comes to an end"])
+def test_a_rank_whose_gpu_has_not_sent_all_leaves_too(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
     found: list[str] = []
+    ended = Event()
 
-    def fails() -> None:
-        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+    def fails(device: int) -> None:
+        if how == "fails":
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+        ended.wait()
 
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "get_backend", lambda: "nccl")
     monkeypatch.setattr(torch.cuda, "synchronize", fails)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(process_group, "_PATIENCE", 0.1)
     monkeypatch.setattr(process_group, "abort_groups", lambda: found.append("aborted"))
     monkeypatch.setattr(process_group.rendezvous, "end", lambda: found.append("left"))
     process_group.leave()
+    ended.set()
     assert found == ["aborted", "left"]

@@ -43,6 +43,7 @@ IN_HOST_MEMORY = {
     "common_stop.py <genexpr>": "whether another stage wants to stop, from host to host",
     "common_stop.py agree": "whether a replica wants to stop, from host to host",
     "late_values.py _take": "the names of metrics, from host to host",
+    "late_values.py <genexpr>": "the loss and the metrics, which came from host to host",
     "late_values.py <dictcomp>": "metrics of the progress bar, which came from host to host",
     "first_losses.py <dictcomp>": "what a trial of two microbatches logs, in batches 2, 3, 5, 9, ...",
     "reads_of_shards.py __torch_function__": "tensor ranks compare steps 1, 2, 3, 5, 8, ..., which are watched",
@@ -65,7 +66,7 @@ ONCE_A_BATCH = {
 AT_MOST = {"optimizer.py _get_value": 200, "seeding.py draw_seed": 100, "dropout.py enter": 20,
             "message.py __init__": 8, "graph.py number_of": 12, "first_losses.py <dictcomp>": 2, "trial.py outcome": 2,
             "trial.py _mean": 8, "batch.py fingerprint": 4, "reads_of_shards.py __torch_function__": 8,
-            "collectives.py guarded": 8}  # fmt: skip
+            "collectives.py guarded": 8, "late_values.py <genexpr>": 4}  # fmt: skip
 
 
 class Watch(Callback):

@@ -144,6 +144,20 @@ class OwnValidationIterator(Net):
         return super().training_step(next(dataloader_iter)[0], 0)
 
 
+class Graphed(Net):
+    """As torch.cuda.make_graphed_callables leaves a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        forward = self.net[2].forward
+
+        def new_forward(*args: Any) -> Any:
+            return forward(*args)
+
+        new_forward.__module__ = "torch.cuda.graphs"
+        self.net[2].forward = new_forward
+
+
 class NoTensors(Net):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         return super().training_step(next(iter(loader())), batch_idx)
@@ -159,6 +173,7 @@ CASES: dict[str, tuple[type[Net], dict[str, Any], str, list[str]]] = {
     ),
     "manual": (Manual, {}, "ValueError", ["automatic_optimization=False", "Use automatic"]),
     "backward": (OwnBackward, {}, "ValueError", ["OwnBackward.backward", "Remove the override"]),
+    "graphed": (Graphed, {}, "ValueError", ["'net.2'", "make_graphed_callables"]),
     "iterator": (OwnIterator, {}, "ValueError", ["training_step(dataloader_iter)", "training_step(batch)"]),
     "optimizers": (TwoOptimizers, {}, "ValueError", ["several optimizers", "Return one optimizer", "parameter groups"]),
     "lbfgs": (SecondOrder, {}, "ValueError", ["LBFGS"]),

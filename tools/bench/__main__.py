@@ -10,7 +10,7 @@ import argparse
 import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -36,7 +36,7 @@ from tools.bench import (
     whole,
 )
 
-Part = tuple[Callable[[], list[Table]], Callable[[], list[Table]]]
+Part = tuple[Callable[[], Iterable[Table]], Callable[[], Iterable[Table]]]
 
 # What each word of --only measures: in full, and with --quick.
 PIPELINE: dict[str, Part] = {
@@ -124,15 +124,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     facts = circumstances()
     print(report.headline(facts), flush=True)
     begin = time.monotonic()
-    tables: list[Table] = []
+    tables: dict[str, Table] = {}  # by title: a table may come again with a row more
     for name in only:
         full, quick = parts[name]
         for table in (quick if options.quick else full)():
-            tables.append(table)
+            tables[table.title] = table
             print(f"\n{table.text()}", flush=True)
+            if options.output is not None:  # at once: it may be ended
+                report.write(options.output, options.what, facts, [*tables.values()])
     print(f"\n{time.monotonic() - begin:.0f} s")
     if options.output is not None:
-        report.write(options.output, options.what, facts, tables)
         print(f"Written: {options.output / options.what}.md and .json")
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -34,7 +34,8 @@ class Sizes:
 
 
 QUICK = Sizes(width=64, length=16, depth=1, microbatches=(1, 2), pairs=3, skip=1)
-CUDA = Sizes("cuda", width=2048, length=1024, depth=8, pairs=20, skip=5)
+# 10 TFLOP a step, so that all rows and the imports and compilations of nine processes take two minutes.
+CUDA = Sizes("cuda", width=2048, length=1024, batch=4, depth=8, microbatches=(1, 2, 4), pairs=10, skip=5)
 QUICK_CUDA = Sizes("cuda", width=256, depth=2, microbatches=(1, 2), pairs=3, skip=1)
 
 PRECISIONS: dict[str, Callable[[str], AbstractContextManager[object]]] = {
@@ -43,38 +44,39 @@ PRECISIONS: dict[str, Callable[[str], AbstractContextManager[object]]] = {
 }
 
 
-def measure(sizes: Sizes) -> list[Table]:
-    rows: list[list[Cell]] = []
-    for compiled in (False, True) if sizes.device == "cuda" else (False,):
-        for precision in PRECISIONS:
-            for count in sizes.microbatches:
-                plain, ours = processes.run(_times, 1, sizes, precision, count, compiled)[0]
-                added = ratios(ours, plain)
-                words = f"{precision}{', compiled' if compiled else ''}"
-                each = [1e3 * median(times) for times in (plain, ours)]
-                rows.append([words, count, *each, median(added) - 1, middle(added)])
+def measure(sizes: Sizes) -> Iterator[Table]:
+    """The table again with each row, as one of the runs may take too long."""
     where = torch.cuda.get_device_name() if sizes.device == "cuda" else "CPU"
-    return [
-        Table(
-            f"One stage beside a plain loop, on {where}: {sizes.depth} blocks, d {sizes.width}, "
-            f"{sizes.batch} x {sizes.length} tokens",
-            {
-                "precision": "",
-                "microbatches": "d",
-                "plain loop (ms)": ".2f",
-                "one stage (ms)": ".2f",
-                "added": ".1%",
-                "middle half of the ratios": "",
-            },
-            rows,
-            f"A step: forwards, backwards and SGD. Medians of {sizes.pairs} pairs.",
-        )
-    ]
+    rows: list[list[Cell]] = []
+    table = Table(
+        f"One stage beside a plain loop, on {where}: {sizes.depth} blocks, d {sizes.width}, "
+        f"{sizes.batch} x {sizes.length} tokens",
+        {
+            "precision": "",
+            "microbatches": "d",
+            "plain loop (ms)": ".2f",
+            "one stage (ms)": ".2f",
+            "added": ".1%",
+            "middle half of the ratios": "",
+        },
+        rows,
+        f"A step: forwards, backwards and SGD. Medians of {sizes.pairs} pairs.",
+    )
+    kinds = [(precision, False) for precision in PRECISIONS] + [("bf16 autocast", True)] * (sizes.device == "cuda")
+    for precision, compiled in kinds:
+        for count in sizes.microbatches:
+            plain, ours = processes.run(_times, 1, sizes, precision, count, compiled)[0]
+            added = ratios(ours, plain)
+            words = f"{precision}{', compiled' if compiled else ''}"
+            each = [1e3 * median(times) for times in (plain, ours)]
+            rows.append([words, count, *each, median(added) - 1, middle(added)])
+            yield table
 
 
 def _times(sizes: Sizes, precision: str, microbatches: int, compiled: bool) -> tuple[list[float], list[float]]:
     """Seconds of the plain loop's steps, and of the stage's."""
     device = torch.device(sizes.device)
+    torch.set_float32_matmul_precision("high" if sizes.device == "cuda" else "highest")
     batch = torch.randn(sizes.batch, sizes.length, sizes.width, device=device)
     made = [blocks(sizes.depth, sizes.width).to(device) for _ in range(2)]
     for layers in made if compiled else ():

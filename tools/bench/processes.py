@@ -36,6 +36,7 @@ def run(fn: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:
         torch.multiprocessing.ProcessRaisedException: a rank raised; the others have been ended.
     """
     os.environ["OMP_NUM_THREADS"] = "1"  # read by the server when it imports torch
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # or its imports start CUDA, which can't be forked
     multiprocessing.set_forkserver_preload(_PRELOAD)
     # Port 0: the kernel chooses one.
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
