@@ -21,6 +21,8 @@ import torch
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from lightning.pytorch.utilities.types import LRSchedulerConfig
+from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
 from lightning_parallel.batch import samples_of, split
@@ -104,11 +106,28 @@ def as_in(trainer: pl.Trainer, module: pl.LightningModule) -> Iterator[None]:
     try:
         if trainer.state.fn != TrainerFn.FITTING:
             module.eval()
-        with trainer.precision_plugin.forward_context():
+        with trainer.precision_plugin.forward_context(), _with_optimizer(trainer):
             yield
     finally:
         for part, training in before.items():
             part.training = training
+
+
+@contextmanager
+def _with_optimizer(trainer: pl.Trainer) -> Iterator[None]:
+    """Inside, a step that asks for its optimizer or scheduler, to log a learning rate, gets another one: its own are
+    made of the divided module."""
+    strategy = trainer.strategy
+    if strategy.optimizers:
+        yield
+        return
+    optimizer = torch.optim.AdamW([torch.zeros(())], lr=1.0)
+    strategy.optimizers = [optimizer]
+    strategy.lr_scheduler_configs = [LRSchedulerConfig(LambdaLR(optimizer, lambda step: 1.0))]
+    try:
+        yield
+    finally:
+        strategy.optimizers, strategy.lr_scheduler_configs = [], []
 
 
 def _first_batch(trainer: pl.Trainer, source: LoaderSource, loader: Any, step: str) -> tuple[Any, bool]:

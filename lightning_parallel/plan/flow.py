@@ -51,6 +51,7 @@ class Flow:
         updated: the parameters that the step's own code changes, from parameters alone: a teacher's, by the student's.
         own_updates: the parameters, buffers and numbers that units change themselves (:attr:`.Trace.own_updates`).
         carried: other values that the step's own code changes from step to step.
+        borrowed: in evaluation, the parameters and buffers that stages read without holding them, with these stages.
     """
 
     cuts: tuple[tuple[Cargo, ...], ...]
@@ -60,6 +61,7 @@ class Flow:
     inside: frozenset[str] = frozenset()
     updated: frozenset[str] = frozenset()
     carried: frozenset[str] = frozenset()
+    borrowed: tuple[tuple[str, tuple[int, ...]], ...] = ()
     own_updates: dict[str, bool] = field(default_factory=dict, hash=False)
 
     def into(self, chunk: int) -> tuple[Cargo, ...]:

@@ -30,8 +30,9 @@ def flow_of_step(module: nn.Module, partition: Partition, step: Callable[[], Any
     that chunk itself will have the value. ``logged`` is a list to which the step appends what it logs.
 
     Raises:
-        FlowError: a chunk needs what a later one computes, what a chunk computes after it has left the step, or a
-            parameter that its stage doesn't hold; or stages would draw, count or update differently from one process.
+        FlowError: a chunk needs what a later one computes, what a chunk computes after it has left the step, or, in
+            training, a parameter that its stage doesn't hold; or stages would draw, count or update differently from
+            one process.
         Exception: the step's own, if it came before the last chunk's first call. An ``AbsentValueError`` says that the
             code before or between the layers asks for values that only one stage has.
     """
@@ -98,6 +99,7 @@ class _Flows:
         self._order |= {origin: (index, 1, 0) for origin, index in self._position.items()}
         self._needed: dict[str, int] = {}  # by origin: the last chunk that needs it
         self._transparent: set[str] = set()
+        self._borrowed: dict[str, set[int]] | None = None if torch.is_grad_enabled() else {}
         self._late = self._late_calls()
         self._ends = [self._end_of(chunk) for chunk in range(self._last + 1)]
 
@@ -171,6 +173,7 @@ class _Flows:
             frozenset(inside),
             frozenset(update.name for update in in_step) - by_layers,
             frozenset(by_layers).union(each.name for each in self._seen.carried if each.is_number),
+            tuple((name, tuple(sorted(stages))) for name, stages in sorted((self._borrowed or {}).items())),
             self._seen.own_updates,
         )
 
@@ -212,7 +215,9 @@ class _Flows:
 
     def _need_parameter(self, name: str, consumer: str, chunk: int) -> None:
         holders, stage = self._partition.holders_of(name), self._stages[chunk]
-        if stage not in holders:
+        if stage not in holders and self._borrowed is not None:
+            self._borrowed.setdefault(name, set()).add(stage)
+        elif stage not in holders:
             raise FlowError(
                 f"{consumer} on stage {stage} reads '{name}', which is on stage {holders[0]}. A buffer that its layer "
                 f"changes can be read in the layer only. Anything else must be read in the step by which the pipeline "

@@ -85,6 +85,11 @@ class DryRuns:
                     f"{kind.split()[0]} changes '{min(flow.updated)}', of which each replica may hold a part "
                     f"(data_parallel_kind='fully_shard'). Use 'replicate'."
                 )
+            if layers is not None and flow.borrowed:
+                raise ValueError(
+                    f"{kind.split()[0]} reads '{flow.borrowed[0][0]}' outside of its layer, of which each replica may "
+                    f"hold a part (data_parallel_kind='fully_shard'). Use 'replicate'."
+                )
             self._warn_of_cargo(flow)
             if count > 1:
                 advancing = {name for name, settles in flow.own_updates.items() if not settles} - parameters

@@ -14,11 +14,13 @@ from typing import Any
 
 from lightning_parallel.passes import first_pass, passes_of
 from lightning_parallel.pipeline.engine import Engine
+from lightning_parallel.plan.flow import Flow
 from lightning_parallel.ranks.run import Run
 from lightning_parallel.results.last_stage import LastStage
 from lightning_parallel.set_up.dry_runs import DryRuns
 from lightning_parallel.set_up.stages import Stages
 from lightning_parallel.set_up.tensor_shards import TensorShards
+from lightning_parallel.steps.borrowed import Borrowed
 from lightning_parallel.steps.earlier_chunks import EarlierChunks
 from lightning_parallel.steps.several_passes import Relay, run_in_passes
 
@@ -45,7 +47,7 @@ class Evaluation:
         self._engine, self._stages, self._shards, self._earlier = engine, stages, shards, earlier
         self._dry_runs, self._last_stage = dry_runs, last_stage
         self._module = run.module
-        self._relay = Relay(run)
+        self._relay, self._borrowed = Relay(run), Borrowed(run, stages.stage)
         self._batches = 0
 
     def run(self, kind: str, *args: Any, **kwargs: Any) -> Any:
@@ -57,6 +59,16 @@ class Evaluation:
         # Each loader may have a step of its own.
         trial = partial(self._dry_runs.on_copy, first_pass(step), *args, **kwargs)
         flow = self._dry_runs.follow(f"{kind} {args[2:]}", trial)
+        with self._borrowed.present(flow):
+            return self._run_step(kind, step, flow, args, kwargs)
+
+    def begin(self) -> None:
+        """A loop begins, or a checkpoint is saved: what stages have borrowed may have changed."""
+        self._borrowed.end()
+
+    def _run_step(
+        self, kind: str, step: Callable[..., Any], flow: Flow | None, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         indices = [index for index in args[1:] if isinstance(index, int)]
         if flow is not None and not any(flow.last):  # it calls no layer, so no stage would leave it
             if not self._stages.stage.has_last_chunk:
