@@ -33,6 +33,7 @@ CAUSES = (
     ("dataloader_iter", "Pipelines refuse `training_step(dataloader_iter)`"),
     ("backward is overridden", "Pipelines refuse an overridden `backward`"),
     ("returned no loss|has no gradient", "A pipeline can't skip a batch: a step must return a loss with a gradient"),
+    ("holds no tensor that could be split|can't be joined", "`dp` splits batches, and joins what replicas return"),
     ("Can't pickle|cannot pickle", "A Trainer that has run can't be pickled"),
     ("has no setter|object has no attribute|^assert|AssertionError", "The test looks inside, or counts what differs"),
     ("Timeout", "The test took longer than its limit"),
