@@ -38,12 +38,11 @@ from queue import SimpleQueue
 from threading import Thread
 from typing import TypeAlias
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_parallel.messages.channel import END, Link, Receiver, Sender
-from lightning_parallel.messages.message import Format, Packet, decode, encode, format_of
+from lightning_parallel.messages.channel import END, Link, Receiver, Sender, received_format
+from lightning_parallel.messages.message import Format, Packet, encode, format_of
 from lightning_parallel.messages.posting import posts_directly
 from lightning_parallel.private.torch import abort_groups
 
@@ -90,7 +89,7 @@ class AnnouncingSender(Sender):
                 self._direct.wait(self._leaving.popleft()[1].result())
 
 
-_Announced: TypeAlias = tuple[int, int, Tensor]  # status, acknowledged, and a description if there is one
+_Announced: TypeAlias = tuple[int, int, Format | None]  # status, acknowledged, and a format if it is described
 _Come: TypeAlias = "SimpleQueue[tuple[weakref.ref[AnnouncedReceiver], _Announced | Exception]]"
 
 
@@ -100,11 +99,11 @@ class Announcements:
     def __init__(self) -> None:
         self._come: _Come = SimpleQueue()
 
-    def listen(self, link: Link, receiver: AnnouncedReceiver, *, on_host: bool) -> Callable[[], None]:
-        """Returns a function that has one more announcement come from a link, that of a message to the receiver. If the
-        messages themselves aren't ``on_host``, the loss of a peer ends all that devices wait for."""
+    def listen(self, link: Link, receiver: AnnouncedReceiver) -> Callable[[], None]:
+        """Listen for what a link announces to a receiver. Each call of the function that is returned has one more
+        announcement come."""
         wanted: SimpleQueue[bool] = SimpleQueue()
-        arguments = link, wanted, weakref.ref(receiver), self._come, on_host
+        arguments = link, wanted, weakref.ref(receiver), self._come
         Thread(target=_listen, args=arguments, name="announcements", daemon=True).start()
         weakref.finalize(receiver, wanted.put, False)
         return lambda: wanted.put(True)
@@ -117,7 +116,7 @@ class Announcements:
         """
         reference, announced = self._come.get()
         if isinstance(announced, Exception):
-            self._come.put((reference, announced))  # nothing else will come
+            self._come.put((reference, announced))  # for whoever waits next
             raise announced
         receiver = reference()
         assert receiver is not None, "a receiver lives as long as it expects messages"
@@ -129,20 +128,16 @@ def _listen(
     wanted: SimpleQueue[bool],
     receiver: weakref.ref[AnnouncedReceiver],
     come: _Come,
-    on_host: bool,
 ) -> None:
     packet = Packet((), True, link.device)
     try:
         while wanted.get():
             link.wait(link.irecv(packet.buffer))
             status, acknowledged = packet.words()
-            description = torch.empty(max(status, 0), dtype=torch.uint8)
-            if status > 0:
-                link.wait(link.irecv(description))
-            come.put((receiver, (status, acknowledged, description)))
+            come.put((receiver, (status, acknowledged, received_format(link, status) if status > 0 else None)))
     except Exception as error:  # raised again on the stage's thread
         come.put((receiver, error))
-        if not on_host and dist.is_initialized():
+        if dist.is_initialized() and dist.get_backend() == "nccl":
             abort_groups()  # the stage's thread may wait for its GPU, which waits for the peer's
 
 
@@ -152,18 +147,18 @@ class AnnouncedReceiver(Receiver):
     def __init__(self, link: Link, hosts: Link, announcements: Announcements) -> None:
         super().__init__(link)
         self._announcements = announcements
-        self._one_more = announcements.listen(hosts, self, on_host=link.device.type == "cpu")
+        self._one_more = announcements.listen(hosts, self)
         self._launched: deque[tuple[int, Packet | None]] = deque()  # acknowledged, and the message or an end of stream
 
     def expect(self, place: Hashable) -> None:
         self._coming.append(place)
         self._one_more()
 
-    def launch(self, status: int, acknowledged: int, description: Tensor) -> None:
+    def launch(self, status: int, acknowledged: int, format: Format | None) -> None:
         """Launch the receive of the next message, which has been announced so."""
         place, link = self._coming.popleft(), self._link
-        if status > 0:
-            self._formats[place] = decode(description)
+        if format is not None:
+            self._formats[place] = format
         packet: Packet | None = None
         if status != END:
             with link.streams.incoming():

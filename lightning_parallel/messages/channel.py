@@ -14,7 +14,7 @@ that doesn't exist), its sender says so in the first word, and sends the format 
 
 A receiver is told what it can expect. Only the receive of the next message is posted, since a format is known only once
 the message before it has been read. It is in flight while the stage computes, which hides its latency. Waiting holds up
-this stage and all later ones, so the buffer of the message after it is allocated before.
+this stage and all later ones, so the buffer of the message after it is allocated before the wait.
 
 gloo can't tell whether a send is done except by waiting for it. So a sender keeps a buffer until something proves that
 its message arrived (:meth:`Sender.confirm`). The gradient of a microbatch proves that its activation arrived. The
@@ -99,6 +99,13 @@ class Link:
             f"The link to {self._peer_name} broke: that stage stopped, or did not answer within the timeout. "
             f"The cause is in its own output."
         )
+
+
+def received_format(link: Link, nbytes: int) -> Format:
+    """Receive the description of a format."""
+    description = torch.empty(nbytes, dtype=torch.uint8)
+    link.wait(link.irecv(description))
+    return decode(description)
 
 
 class _End:
@@ -225,9 +232,7 @@ class Receiver(_End):
             self._link.wait(work)
         status, self.acknowledged = first.words()
         if status > 0:
-            description = torch.empty(status, dtype=torch.uint8)
-            self._link.wait(self._link.irecv(description))
-            format = self._formats[place] = decode(description)
+            format = self._formats[place] = received_format(self._link, status)
             if self._coming and self._coming[0] == place:  # whose format has just changed
                 following = self._first_packet(place)
         else:

@@ -74,6 +74,6 @@ class Streams:
                 tensor.record_stream(self._outgoing)
 
     def copied(self) -> torch.cuda.Event | None:
-        """An event that happens when all copies launched so far inside :meth:`outgoing` are done, for which a thread
-        sleeps; None on a CPU."""
+        """An event that happens when all copies launched so far inside :meth:`outgoing` are done; None on a CPU. A
+        thread that waits for it sleeps."""
         return None if self._outgoing is None else self._outgoing.record_event(torch.cuda.Event(blocking=True))

@@ -122,6 +122,9 @@ class Chunk:
         loss_of: takes the loss out of what the user's step returned, in the last chunk.
         weights: decides which version of the weights a forward uses.
         completing: a context around the backwards that complete gradients for an update.
+
+    Attributes:
+        is_ahead: does it expect the first activation of a batch that is yet to come? Then so does the next chunk.
     """
 
     def __init__(
@@ -144,7 +147,7 @@ class Chunk:
         self._in_flight: deque[_InFlight] = deque()
         self._second_halves: deque[tuple[int, WeightGradients, Any]] = deque()
         self._gradients_taken = 0  # messages
-        self._is_ahead = False  # is the first activation of a batch expected that is yet to come?
+        self.is_ahead = False
         self._is_unanswered = False  # do no gradients come back?
 
     @property
@@ -165,10 +168,11 @@ class Chunk:
         # all of them but one. A wait in the middle of a list could deadlock.
         if self._is_unanswered and self._ends.activations_out is not None:
             self._ends.activations_out.flush(keep=1)
-        if self._ends.activations_in is not None:
-            for index in (*indices[self._is_ahead :], *((0,) if endless else ())):
+        coming = [*indices, 0] if endless else indices
+        for index in coming[1:] if self.is_ahead else coming:
+            if self._ends.activations_in is not None:
                 self._ends.activations_in.expect(index)
-        self._is_ahead = endless
+        self.is_ahead = endless
 
     def forward(self, number: int, microbatch: Microbatch) -> list[Any]:
         """Run the forward of a microbatch, which says what is to be run, and with which random numbers.
@@ -321,13 +325,13 @@ class Chunk:
                 sender.flush()
 
     def end_stream(self) -> None:
-        """Answer the receive that the next chunk has posted ahead for a message that won't come."""
+        """Tell the next chunk that the message which it expects won't come."""
         if self._ends.activations_out is not None:
             self._ends.activations_out.end(0, self._gradients_taken)
 
     def take_end(self) -> None:
         """Take the answer to this chunk's own receive."""
-        self._is_ahead = False
+        self.is_ahead = False
         if isinstance(self._ends.activations_in, Receiver):
             message = self._ends.activations_in.take()
             assert message is None, "the previous chunk ends its stream at the same microbatch"

@@ -54,7 +54,6 @@ class Engine:
         self._timeline = timeline or Timeline(enabled=False)
         self._halves = halves
         self._generators = TorchGenerators(device)
-        self._streaming = False  # endless: chunks have posted receives for a batch yet to come
         self._chunks = {
             index: Chunk(
                 index,
@@ -109,7 +108,6 @@ class Engine:
         for which, indices in coming.items():
             if indices:
                 self._chunks[which].begin(indices, endless=endless)
-        self._streaming = endless and (self._streaming or any(coming.values()))
         outputs: list[Any] = []
         with self._generators.kept(), short_switch_interval():  # backwards and updates may draw too
             last = _completing(actions)
@@ -129,7 +127,7 @@ class Engine:
                         in_halves = self._halves and isinstance(action, BackwardInput)
                         chunk.backward(number, in_halves=in_halves, completes=i in last)
         if not endless:
-            self.flush()  # the receives are posted already: no computation is waited for, but copies through the host
+            self.flush()  # all receives have been posted: no computation is waited for, but copies through the host
         return outputs
 
     def flush(self) -> None:
@@ -138,14 +136,14 @@ class Engine:
             chunk.flush()
 
     def end_stream(self) -> None:
-        """End an endless list after its last backward: answer the receives that were posted ahead."""
+        """End an endless list after its last backward: answer for the batch that chunks expect."""
         assert not self.activations_held, "drain before the stream ends"
-        if self._streaming:
-            self._streaming = False
-            for chunk in self._chunks.values():
-                chunk.end_stream()
-            for chunk in self._chunks.values():
-                chunk.take_end()
+        chunks = [chunk for chunk in self._chunks.values() if chunk.is_ahead]
+        for chunk in chunks:
+            chunk.end_stream()
+        for chunk in chunks:
+            chunk.take_end()
+        if chunks:
             self.flush()
 
     # -- evaluation ----------------------------------------------------------------------------------------------

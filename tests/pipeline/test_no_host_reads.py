@@ -98,7 +98,6 @@ class StageOnDevice:
         self._engine = Engine(self.stage, layout, made, device, loss_of=lambda loss: loss)
         self._actions = [action for action in lists[layout.stage] if not isinstance(action, Step)]
         self._step = lambda: step(ids)
-        self.net = net
 
     def run(self) -> None:
         loss, last = BatchLoss([1] * MICROBATCHES), MICROBATCHES - 1
@@ -111,7 +110,7 @@ class StageOnDevice:
 
 def announced(links: Links) -> Links:
     """The same links, announced over gloo as over NCCL."""
-    host = dist.new_group(range(STAGES))
+    host = dist.new_group()
     return Links(
         {cut: Wire(wire.group, wire.tag, host) for cut, wire in links.activations.items()},
         {cut: Wire(wire.group, wire.tag, host) for cut, wire in links.gradients.items()},

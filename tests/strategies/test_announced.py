@@ -7,31 +7,28 @@ from unittest import mock
 
 import pytest
 
-from lightning_parallel.ranks.groups import Groups, Wire
+from lightning_parallel.ranks.groups import Groups
+from tests.pipeline.test_no_host_reads import announced
 from tests.pool import WorkerPool
 from tests.strategies.equality import assert_equal
 from tests.strategies.harness import Report, joined, largest_difference, train
 
 
-def announced(*args: Any, **kwargs: Any) -> Report:
+def train_announced(*args: Any, **kwargs: Any) -> Report:
     """Trains with announcements in a group of their own, beside the messages."""
-
-    def wire(groups: Groups, cut: int, kind: int, lane: int) -> Wire:
-        hosts = groups._group(groups._layout.peers("pipeline"), purpose="announcements")
-        return Wire(groups.along("pipeline"), 2 * cut + kind, hosts)
-
-    with mock.patch.object(Groups, "_wire", wire):
+    links = Groups.links
+    with mock.patch.object(Groups, "links", lambda groups, placement: announced(links(groups, placement))):
         return train(*args, **kwargs)
 
 
 @pytest.mark.parametrize(("stages", "schedule"), [(2, "1f1b"), (2, "zbv"), (3, "interleaved")])
 def test_announced_messages_train_as_in_one_process(pool: WorkerPool, single: Any, stages: int, schedule: str) -> None:
     options = {"schedule": schedule, "microbatches": 4}
-    assert_equal(pool.run(announced, stages, "Blocks", "sync", options, init=False), single("Blocks"))
+    assert_equal(pool.run(train_announced, stages, "Blocks", "sync", options, init=False), single("Blocks"))
 
 
 def test_an_endless_list_ends_where_messages_are_announced(pool: WorkerPool) -> None:
     options = {"microbatches": 2}
-    found, expected = (pool.run(which, 2, "Blocks", "async", options, init=False) for which in (announced, train))
+    found, expected = (pool.run(which, 2, "Blocks", "async", options, init=False) for which in (train_announced, train))
     assert found[0].losses == expected[0].losses
     assert largest_difference(joined(found, "weights"), joined(expected, "weights")) == 0
