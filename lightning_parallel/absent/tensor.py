@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 from lightning_parallel.absent.on_meta import Argument, computed_on_meta
 from lightning_parallel.private.torch import (
+    INDEX,
     PACK_SEQUENCES,
     dispatch_disabled,
     drawing_for_nothing,
@@ -191,7 +192,7 @@ class AbsentTensor(Tensor):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs = dict(kwargs or {})
-        if func is torch.ops.aten.index.Tensor:
+        if func is INDEX:
             args = args[0], [*chain.from_iterable(map(_places, args[1]))]
         is_foreach, is_view, reshapes_in_place, may_draw = _kind_of(func)
         if is_foreach and len(args[0]) > 1:
@@ -269,7 +270,8 @@ def _one_by_one(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> 
 
 
 def _places(index: Tensor | None) -> Sequence[Tensor | None]:
-    """The numbers of the places in the stead of a mask, in ``x[mask]``. A mask with values says how many there are."""
+    """What stands for an index in ``x[...]``: for a mask with values the positions where it is True, whose number is
+    known then. A mask without dimensions adds one to ``x``."""
     if index is None or isinstance(index, AbsentTensor) or index.dtype is not torch.bool or index.dim() == 0:
         return [index]
     return index.nonzero(as_tuple=True)

@@ -8,10 +8,10 @@ after them, or with the last one::
     chunk                0                |             1
 
 - A unit that is called on both sides of a cut is held by the stages of both chunks: each runs its own calls, and its
-  gradients are summed, like those of a tied weight. A stage that has both chunks holds it once. So a shared embedding,
-  two towers with the same weights, or one layer called twelve times can be cut. Where a cut elsewhere is nearly as
-  even, it is taken instead. No cut falls between the calls of a unit that collects statistics (BatchNorm): two copies
-  would differ, and chunks see microbatches in another order.
+  gradients are summed, like those of a tied weight. A stage that has both chunks holds it once. So one layer called
+  twelve times, or a recurrent decoder, can be cut. Where a cut elsewhere is nearly as even, it is taken instead. No cut
+  falls between the calls of a unit that collects statistics (BatchNorm): two copies would differ, and chunks see
+  microbatches in another order.
 - A parameter that is read outside its module, as in ``F.linear(x, embed.weight)``, is held where it is read, too.
 - So is one that a parameter is updated from outside the modules, as a mean teacher's is from the student's.
 - A *loose* parameter hangs directly on an open module (a position embedding made with ``nn.Parameter``, or a list of
@@ -82,15 +82,17 @@ class Candidate:
                 self.largest = chunks * max(sizes) / sum(sizes)
 
     @classmethod
-    def best(cls, modules: Layers, seen: Trace, placement: Placement, balance: Balance, alone: bool) -> Candidate:
+    def best(
+        cls, modules: Layers, seen: Trace, placement: Placement, balance: Balance, keep_together: bool
+    ) -> Candidate:
         """The better of two candidates: the one that keeps the calls of each unit in one chunk, unless its largest
-        chunk is much larger. With ``alone`` it may be, as units had better be held by one stage."""
+        chunk is much larger; with ``keep_together`` whatever its size."""
         if not isinstance(balance, str):  # the user has said where the cuts are
             return cls(modules, seen, placement, balance, keep_together=False)
         together = cls(modules, seen, placement, balance, keep_together=True)
         apart = cls(modules, seen, placement, balance, keep_together=False)
-        possible = alone and together.bounds is not None
-        return together if possible or together.largest <= TOGETHER * apart.largest else apart
+        has_to = keep_together and together.bounds is not None
+        return together if has_to or together.largest <= TOGETHER * apart.largest else apart
 
     def worth_opening(self, modules: Layers) -> str | None:
         """The unit to be opened for a more even cut, or None."""

@@ -61,8 +61,8 @@ class Flow:
     inside: frozenset[str] = frozenset()
     updated: frozenset[str] = frozenset()
     carried: frozenset[str] = frozenset()
-    borrowed: tuple[tuple[str, tuple[int, ...]], ...] = ()
     own_updates: dict[str, bool] = field(default_factory=dict, hash=False)
+    borrowed: dict[str, tuple[int, ...]] = field(default_factory=dict, hash=False)
 
     def into(self, chunk: int) -> tuple[Cargo, ...]:
         return self.cuts[chunk - 1] if chunk > 0 else ()

@@ -76,7 +76,7 @@ def _check_gradients(module: nn.Module, partition: Partition, flow: Flow, seen: 
 
 
 def _placed(calls: Sequence[TracedCall], partition: Partition) -> list[int]:
-    """The chunk of each call. A call of a chunk before one that has been reached comes too late."""
+    """The chunk of each call."""
     placed: list[int] = []
     reached = 0
     for call in calls:
@@ -99,19 +99,19 @@ class _Flows:
         self._order |= {origin: (index, 1, 0) for origin, index in self._position.items()}
         self._needed: dict[str, int] = {}  # by origin: the last chunk that needs it
         self._transparent: set[str] = set()
-        self._borrowed: dict[str, set[int]] | None = None if torch.is_grad_enabled() else {}
+        self._borrowed: dict[str, set[int]] = {}
         self._late = self._late_calls()
+        last = {chunk: i for i, chunk in enumerate(chunks) if i not in self._late}
+        self._last_calls = [last.get(chunk) for chunk in range(partition.chunks)]  # indices
         self._ends = [self._end_of(chunk) for chunk in range(self._last + 1)]
 
     def _late_calls(self) -> set[int]:
         """The indices of calls that need what a later chunk computes, and of what their chunks call after them. The
         chunk has left the step by then."""
-        computed_in = self._seen.computed_in()
         late: set[int] = set()
         has_left: set[int] = set()
-        for i, (call, chunk) in enumerate(zip(self._seen.calls, self._chunks, strict=True)):
-            needs = (computed_in[origin] for origin in call.needs & computed_in.keys())
-            if chunk in has_left or any(self._chunks[j] > chunk for j in needs):
+        for i, (sources, chunk) in enumerate(zip(self._seen.sources(), self._chunks, strict=True)):
+            if chunk in has_left or any(self._chunks[j] > chunk for j in sources):
                 has_left.add(chunk)
                 late.add(i)
         return late
@@ -121,8 +121,9 @@ class _Flows:
         the first call of a later one."""
         if chunk == self._last:
             return inf
-        own = [i for i, each in enumerate(self._chunks) if each == chunk and i not in self._late]
-        return own[-1] if own else next((i - 0.5 for i, each in enumerate(self._chunks) if each > chunk), inf)
+        own = self._last_calls[chunk]
+        first_later = (i - 0.5 for i, each in enumerate(self._chunks) if each > chunk)
+        return next(first_later, inf) if own is None else own
 
     def flow(self) -> Flow:
         self._check_gradients_taken()
@@ -130,7 +131,7 @@ class _Flows:
         self._check_plain_reads()
         self._check_carried()
         for index in self._seen.overwriting:
-            if {*self._chunks[index:], self._last} != {self._last}:  # others run what follows
+            if any(chunk != self._last for chunk in self._chunks[index:]):  # others run what follows
                 raise FlowError(
                     f"'{self._seen.calls[index].unit}' on {self._name(self._chunks[index])} changes a tensor in "
                     f"place that the step gives it, of the batch or made by the step. Other stages still have the old "
@@ -155,26 +156,24 @@ class _Flows:
                 inside.add(cargo.module)
             for cut in range(self._chunks[index], self._needed[origin]):
                 cuts[cut].append(cargo)
-        last: list[Call | None] = [None] * self._partition.chunks
-        passed: list[set[Call]] = [set() for _ in last]
-        for i, (call, chunk) in enumerate(zip(self._seen.calls, self._chunks, strict=True)):
-            if i not in self._late:
-                last[chunk] = (call.unit, call.call)
+        calls = [(each.unit, each.call) for each in self._seen.calls]
+        passed: list[set[Call]] = [set() for _ in self._ends]
+        for i, chunk in enumerate(self._chunks):
             for earlier in range(chunk):
                 if i < self._ends[earlier]:
-                    passed[earlier].add((call.unit, call.call))
+                    passed[earlier].add(calls[i])
         in_step = [update for update in self._seen.updates if update.place is not None]
         by_layers = {update.name for update in in_step if update.by_layers}
         return Flow(
-            tuple(map(tuple, cuts)),
-            tuple(last),
-            tuple(map(frozenset, passed)),
-            frozenset(self._transparent),
-            frozenset(inside),
-            frozenset(update.name for update in in_step) - by_layers,
-            frozenset(by_layers).union(each.name for each in self._seen.carried if each.is_number),
-            tuple((name, tuple(sorted(stages))) for name, stages in sorted((self._borrowed or {}).items())),
-            self._seen.own_updates,
+            cuts=tuple(map(tuple, cuts)),
+            last=tuple(None if index is None else calls[index] for index in self._last_calls),
+            passed=tuple(map(frozenset, passed)),
+            transparent=frozenset(self._transparent),
+            inside=frozenset(inside),
+            updated=frozenset(update.name for update in in_step) - by_layers,
+            carried=frozenset(by_layers).union(each.name for each in self._seen.carried if each.is_number),
+            own_updates=self._seen.own_updates,
+            borrowed={name: tuple(sorted(stages)) for name, stages in sorted(self._borrowed.items())},
         )
 
     # -- what a chunk needs --------------------------------------------------------------------------------------
@@ -215,14 +214,15 @@ class _Flows:
 
     def _need_parameter(self, name: str, consumer: str, chunk: int) -> None:
         holders, stage = self._partition.holders_of(name), self._stages[chunk]
-        if stage not in holders and self._borrowed is not None:
-            self._borrowed.setdefault(name, set()).add(stage)
-        elif stage not in holders:
+        if stage in holders:
+            return
+        if torch.is_grad_enabled():
             raise FlowError(
                 f"{consumer} on stage {stage} reads '{name}', which is on stage {holders[0]}. A buffer that its layer "
                 f"changes can be read in the layer only. Anything else must be read in the step by which the pipeline "
                 f"was cut (the first), too."
             )
+        self._borrowed.setdefault(name, set()).add(stage)  # in evaluation it is lent
 
     def _need_update(self, update: Update) -> None:
         """Need an update of a parameter by the code around the units. Each stage that holds it must change it: in each

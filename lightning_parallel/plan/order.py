@@ -17,17 +17,16 @@ from lightning_parallel.tracing.trace import Trace
 def shared_out(seen: Trace) -> list[int]:
     """The indices of a trace's calls, in the order in which they are shared out. A unit's further calls follow its
     earlier ones, or the last of the calls that they need."""
-    computed_in = seen.computed_in()
     # What is written to the batch, or to parameters, may be needed by all calls that follow.
     barriers = [index + 1 for index in seen.overwriting]
     barriers += [update.place.index + 1 for update in seen.updates if update.place and update.by_layers]
     keys: list[int] = []  # for each call the index of that after which it is shared out, or its own
     last: dict[str, int] = {}  # of each unit: the index of its last call so far
-    for i, call in enumerate(seen.calls):
+    for i, (call, sources) in enumerate(zip(seen.calls, seen.sources(), strict=True)):
         key = i
         if call.unit in last:
-            sources = {last[call.unit], *(computed_in[origin] for origin in call.needs & computed_in.keys())}
-            key = max([*(keys[j] for j in sources), *(barrier for barrier in barriers if barrier <= i)])
+            before = {last[call.unit], *sources}
+            key = max([*(keys[j] for j in before), *(barrier for barrier in barriers if barrier <= i)])
         keys.append(key)
         last[call.unit] = i
     return sorted(range(len(keys)), key=keys.__getitem__)  # stable: calls with one key stay in their order

@@ -31,7 +31,7 @@ def partition(
     logged: list[Any] | None = None,
     hooks: Callable[[Any], Any] | None = None,
     recompute: bool = False,
-    alone: bool = False,
+    keep_together: bool = False,
 ) -> Partition:
     """Cut ``module`` into chunks, and place them on ``stages``.
 
@@ -47,7 +47,7 @@ def partition(
         logged: a list to which the step appends what it logs.
         hooks: runs the module's hooks around a step, given what the step returns.
         recompute: layers run again in the backward. This is then tried too.
-        alone: no unit is held by several stages, if there is such a cut.
+        keep_together: one stage holds all of a unit, wherever a cut allows it.
 
     Raises:
         ValueError: a pattern matches nothing or what isn't called, ``balance`` doesn't fit, there are more stages than
@@ -69,7 +69,7 @@ def partition(
         if seen.stopped is None and missing:
             names = first_few(map(repr, sorted(missing)))
             raise ValueError(f"layers: the step doesn't call {names}. Leave out what it doesn't call.")
-        cut = Candidate.best(modules, seen, placement, balance, alone)
+        cut = Candidate.best(modules, seen, placement, balance, keep_together)
         cuts.append(cut)
         too_large = cut.worth_opening(modules)
         if too_large is None:

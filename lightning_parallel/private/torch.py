@@ -57,6 +57,9 @@ VALUE_OF = torch.ops.aten._local_scalar_dense.default
 # What torch.nn.utils.rnn.pack_padded_sequence runs: how large its result is depends on the lengths' values.
 PACK_SEQUENCES = torch.ops.aten._pack_padded_sequence.default
 
+# What x[index] runs.
+INDEX = torch.ops.aten.index.Tensor
+
 # What scaled_dot_product_attention runs on a CPU, for which torch counts no operations.
 ATTENTION_ON_CPU = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
@@ -324,6 +327,11 @@ def shallow_copy(module: nn.Module) -> nn.Module:
 def is_compiled(module: nn.Module) -> bool:
     """Is it what torch.compile has made of a module? That hands all assignments on, those of a copy too."""
     return isinstance(module, torch._dynamo.OptimizedModule)
+
+
+def is_graphed(module: nn.Module) -> bool:
+    """Is its forward of torch.cuda.make_graphed_callables? Only the place of its definition tells."""
+    return getattr(module.forward, "__module__", None) == torch.cuda.graphs.__name__
 
 
 # -- process groups ----------------------------------------------------------------------------------------------

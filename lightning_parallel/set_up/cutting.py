@@ -25,9 +25,10 @@ from lightning_parallel.tracing.trace import Call
 
 
 def agreed_partition(
-    run: Run, options: StagedOptions, splitting: Splitting, placement: Placement, *, alone: bool
+    run: Run, options: StagedOptions, splitting: Splitting, placement: Placement, *, keep_together: bool
 ) -> Partition:
-    """The partition of a module, the same on all ranks; ``placement`` and ``alone`` as for :func:`.search.partition`.
+    """The partition of a module, the same on all ranks; ``placement`` and ``keep_together`` as in
+    :func:`.search.partition`.
 
     Raises:
         ValueError: the module can't be cut like this.
@@ -56,7 +57,7 @@ def agreed_partition(
                 logged=logged,
                 hooks=hooks,
                 recompute=options.activation_checkpointing and run.trains,
-                alone=alone,
+                keep_together=keep_together,
             )
             if hooks is not None:
                 hooks.check(found, layout.stage)

@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import lightning.pytorch as pl
-import torch
-import torch.cuda.graphs
 import torch.distributed as dist
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
@@ -22,6 +20,7 @@ from lightning_parallel.gradients.averaging import summed_over
 from lightning_parallel.gradients.swapping import Gradients
 from lightning_parallel.pipeline.stage import Stage
 from lightning_parallel.plan.partition import Partition
+from lightning_parallel.private.torch import is_graphed
 from lightning_parallel.ranks.collectives import broadcast_tensors, gather_objects
 from lightning_parallel.ranks.local_model import LocalModel, local_part
 from lightning_parallel.ranks.run import Run
@@ -182,7 +181,7 @@ def refuse_training(module: pl.LightningModule) -> None:
             f"stage. Remove the override; hooks such as on_after_backward are called."
         )
     for name, part in module.named_modules():
-        if getattr(part.forward, "__module__", None) == torch.cuda.graphs.__name__:
+        if is_graphed(part):
             raise ValueError(
                 f"'{name}' was made by torch.cuda.make_graphed_callables: each call writes its output where the last "
                 f"one lay, and a pipeline has several microbatches in flight. Leave it as it was, or compile it."

@@ -50,6 +50,10 @@ class Evaluation:
         self._relay, self._borrowed = Relay(run), Borrowed(run, stages.stage)
         self._batches = 0
 
+    def forget_borrowed(self) -> None:
+        """Read again what is on other stages: it may have changed."""
+        self._borrowed.give_back()
+
     def run(self, kind: str, *args: Any, **kwargs: Any) -> Any:
         """Run ``validation_step``, ``test_step`` or ``predict_step`` (the ``kind``) on one batch, the first of
         ``args``. Returns what the step returned on the last stage, and None on the others; a step of several passes
@@ -61,10 +65,6 @@ class Evaluation:
         flow = self._dry_runs.follow(f"{kind} {args[2:]}", trial)
         with self._borrowed.present(flow):
             return self._run_step(kind, step, flow, args, kwargs)
-
-    def begin(self) -> None:
-        """A loop begins, or a checkpoint is saved: what stages have borrowed may have changed."""
-        self._borrowed.end()
 
     def _run_step(
         self, kind: str, step: Callable[..., Any], flow: Flow | None, args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -95,7 +95,7 @@ class AsyncPipelineStrategy(StagedStrategy):
 
     refused_callbacks = ASYNCHRONOUS
     gradients_on_parameters = False  # they grow on the leaves of versions, which come and go
-    shares_units = False
+    keep_together = True  # a copy on another stage is updated at another time
     training: AsynchronousTraining  # this stage's updates, from set-up on
 
     @takes(AsyncPipelineOptions)

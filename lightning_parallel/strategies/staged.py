@@ -75,7 +75,7 @@ class StagedStrategy(LayoutStrategy):
     refused_callbacks = IN_STAGES
     calls_configure_part = True
     gradients_on_parameters = True  # do backwards add to `p.grad`?
-    shares_units = True  # may several stages hold a unit, and sum its gradients?
+    keep_together = False  # has one stage to hold all of a unit, where a cut allows it?
     timeline: Timeline  # from set-up on, what this rank has run when
 
     def __init__(self, options: StagedOptions) -> None:
@@ -148,7 +148,7 @@ class StagedStrategy(LayoutStrategy):
         self._at_end.callback(lambda: refuse_calls(filter(_has_absent_ones, module.modules()), self._at_next_run))
         self._at_end.callback(self._stages.end)
         if not self._stages.are_of(module):
-            parts = agreed_partition(run, self.options, splitting, self.placement, alone=not self.shares_units)
+            parts = agreed_partition(run, self.options, splitting, self.placement, keep_together=self.keep_together)
             self.check_partition(parts)
             # After the partition, which weighs whole layers.
             self._shards.divide(run)
@@ -247,7 +247,7 @@ class StagedStrategy(LayoutStrategy):
     def share_buffers(self) -> None:
         super().share_buffers()
         if self._at_work is not None:
-            self._at_work.evaluation.begin()
+            self._at_work.evaluation.forget_borrowed()
 
     @override
     def run_step(self, kind: str, *args: Any, **kwargs: Any) -> Any:

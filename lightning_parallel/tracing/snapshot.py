@@ -49,7 +49,7 @@ class StateKept:
         self._modules = {id(m): m for m in module.modules()}
         self._owners = {id(vars(m)): key for key, m in self._modules.items()}
         self._apart = {id(m) for part in apart for m in part.modules()}
-        self._containers: list[tuple[Any, _Held, bool]] = []  # with what they held; not those `apart`?
+        self._containers: list[tuple[Any, _Held, bool]] = []  # with what they held; is it of no part `apart`?
         self._tensors: list[tuple[Tensor, Tensor]] = []
         self._arrays: list[tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]] = []
         self._generators: list[tuple[Any, Any]] = []  # with their states
@@ -139,9 +139,9 @@ class StateKept:
         """For each part, the attributes that have changed and hold no absent tensors, such as numbers. Left out are, of
         parts in ``apart``, what several of them share; and of the others the state of metrics, and what has the same
         value again."""
-        now = {id(each): (held, self._changed(each, held)) for each, held, _ in self._containers}
-        replaced = {key for key, (_, content) in now.items() if content is not None}
-        changed = {key for key in replaced if not _alike(*now[key], replaced)}
+        pairs = {id(each): (held, self._changed(each, held)) for each, held, _ in self._containers}
+        replaced = {key for key, (_, now) in pairs.items() if now is not None}
+        changed = {key for key in replaced if not _alike(*pairs[key], replaced)}
         changed |= {id(tensor) for tensor, content in self._tensors if not _equal(tensor, content)}
         changed |= {id(array) for array, values in self._arrays if array.tobytes() != values.tobytes()}
         written: list[tuple[nn.Module, str, Any, Any]] = []  # the attribute, what it held, and what it holds

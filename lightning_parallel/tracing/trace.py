@@ -168,7 +168,8 @@ class Trace:
     stored_after: set[Call | None] = field(default_factory=set)
     beyond: set[str] = field(default_factory=set)
 
-    def computed_in(self) -> dict[str, int]:
-        """By the origin of a value, the index of the call that computes it, or changes it in place."""
-        positions = {call.origin: i for i, call in enumerate(self.calls)}
-        return positions | {origin: escape.within for origin, escape in self.escapes.items()} | self.writes
+    def sources(self) -> list[set[int]]:
+        """For each call, the indices of the calls that compute what it needs, or change it in place."""
+        computed_in = {call.origin: i for i, call in enumerate(self.calls)}
+        computed_in |= {origin: escape.within for origin, escape in self.escapes.items()} | self.writes
+        return [{computed_in[origin] for origin in call.needs & computed_in.keys()} for call in self.calls]

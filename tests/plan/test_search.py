@@ -448,9 +448,9 @@ def test_a_unit_is_held_by_one_stage_if_it_has_to_be_and_can() -> None:
 
     model = Uneven(4, 4)
     assert cut(model, 2).units == {"0": (0, 1), "1": (1,)}
-    assert partition(model, model.step, 2, alone=True).units == {"0": (0,), "1": (1,)}
+    assert partition(model, model.step, 2, keep_together=True).units == {"0": (0,), "1": (1,)}
     recurrent = Recurrent(4, 4)
-    assert set(partition(recurrent, recurrent.step, 2, alone=True).shared()) == {"0.weight", "1.weight"}
+    assert set(partition(recurrent, recurrent.step, 2, keep_together=True).shared()) == {"0.weight", "1.weight"}
 
 
 def test_a_unit_that_collects_statistics_stays_together() -> None:
