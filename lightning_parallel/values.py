@@ -1,5 +1,5 @@
 """Compares plain values, as modules and optimizers keep them: numbers, texts, tensors, and tuples or lists of these.
-Brings numbers to a device. Words for error messages: a list of names, shortened, and the line that is running."""
+Words for error messages: a list of names, shortened, and the line that is running."""
 
 from __future__ import annotations
 
@@ -29,14 +29,6 @@ def same_value(one: Any, other: Any) -> bool:
     if isinstance(one, tuple | list):
         return len(one) == len(other) and all(map(same_value, one, other))
     return isinstance(one, PLAIN) and bool(one == other)
-
-
-def scalar(number: float | Tensor, dtype: torch.dtype | None, device: torch.device) -> Tensor:
-    """A number as a tensor without dimensions. A Python number is written there by the device: torch.as_tensor copies
-    it from the host's memory, for which the host waits until the device has run all that was launched before."""
-    if isinstance(number, Tensor):
-        return number.to(device, dtype).reshape(())
-    return torch.full((), number, dtype=dtype, device=device)
 
 
 def first_few(names: Iterable[str]) -> str:

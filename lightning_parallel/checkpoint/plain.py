@@ -181,15 +181,15 @@ def convert(source: PathLike, target: PathLike, *, save_weights_only: bool = Fal
         content: dict[str, Any] = {"state_dict": read_full(source, weights_only)}
     else:
         content = read_plain(source, weights_only)
-    if target.suffix != SAFETENSORS:
-        with replacing(target) as new:
-            torch.save(content, new)
-        return
-    others = [name for name, each in content["state_dict"].items() if not isinstance(each, Tensor)]
-    if others:
-        raise ValueError(f"{others[0]} in {source} is no tensor, and safetensors hold nothing else.")
+    if target.suffix == SAFETENSORS:
+        others = [name for name, each in content["state_dict"].items() if not isinstance(each, Tensor)]
+        if others:
+            raise ValueError(f"{others[0]} in {source} is no tensor, and safetensors hold nothing else.")
     with replacing(target) as new:
-        _write_safetensors(new, content["state_dict"])
+        if target.suffix == SAFETENSORS:
+            _write_safetensors(new, content["state_dict"])
+        else:
+            torch.save(content, new)
 
 
 # -- a dictionary as a directory ---------------------------------------------------------------------------------

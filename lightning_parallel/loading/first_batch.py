@@ -115,8 +115,8 @@ def as_in(trainer: pl.Trainer, module: pl.LightningModule) -> Iterator[None]:
 
 @contextmanager
 def _with_optimizer(trainer: pl.Trainer) -> Iterator[None]:
-    """Inside, a step that asks for its optimizer or scheduler, to log a learning rate, gets another one: its own are
-    made of the divided module."""
+    """Inside, a step that asks for its optimizer or scheduler, to log a learning rate, gets a substitute: its own are
+    made after the module is divided."""
     strategy = trainer.strategy
     if strategy.optimizers:
         yield

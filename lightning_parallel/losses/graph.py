@@ -20,6 +20,7 @@ from functools import cached_property
 from math import inf, isinf, prod
 from types import MappingProxyType
 
+import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
@@ -261,6 +262,14 @@ def number_of(value: Tensor) -> Number:
     """A tensor of one element as a number, if the host has it; on a GPU it stays there."""
     value = value.detach()
     return float(value) if value.device.type == "cpu" else value.double().reshape(())
+
+
+def scalar(number: Number, dtype: torch.dtype | None, device: torch.device) -> Tensor:
+    """A number as a tensor without dimensions. A Python number is written there by the device: torch.as_tensor copies
+    it from the host's memory, for which the host waits until the device has run all that was launched before."""
+    if isinstance(number, Tensor):
+        return number.to(device, dtype).reshape(())
+    return torch.full((), number, dtype=dtype, device=device)
 
 
 # -- operations ------------------------------------------------------------------------------------------------------

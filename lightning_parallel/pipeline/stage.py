@@ -387,8 +387,9 @@ class Stage:
             raise RuntimeError(
                 f"What the step returned on stage {self.index} depends on {absent.origin}, which lives on another "
                 f"stage. Outputs of modules cross between stages if the first step shows that they are needed, but not "
-                f"what is used in later steps only, or after the step has asked for a value (.item(), a mask as an "
-                f"index). Use it in each step, before that, with a weight: loss + float(global_step >= 100) * term."
+                f"what is used in later steps only, or after the step has asked for a value (.item(), a mask of "
+                f"what layers return). Use it in each step, before that, with a weight: "
+                f"loss + float(global_step >= 100) * term."
             )
         return output
 

@@ -90,8 +90,8 @@ def agree_on_seed(layout: Layout) -> int:
 
 def close() -> None:
     """After an error, close this rank's connections. When this process ends, the other ranks end within seconds. But a
-    rank that waits for its own GPU, and this for a collective over NCCL, ends at the timeout. One that expects a
-    message of this rank ends sooner (``announced.py``)."""
+    rank whose GPU waits in a collective over NCCL ends at the timeout. One that expects a message of this rank ends
+    sooner (``announced.py``)."""
     if not dist.is_initialized():
         return
     if dist.get_backend() == "nccl":

@@ -23,11 +23,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_parallel.losses.graph import scalar
 from lightning_parallel.messages.side_links import next_message, side_links
 from lightning_parallel.private.lightning.metrics import metric_places, replace_metric_places, step_metrics
 from lightning_parallel.private.torch import subclass_functions_disabled, tree_map
 from lightning_parallel.ranks.run import Run
-from lightning_parallel.values import line_outside, scalar
+from lightning_parallel.values import line_outside
 
 _BETWEEN = ("lightning_parallel", "torch", "copy")  # between the reader and a value
 # Lightning calls these on each loss. They are done when the value is read.
@@ -155,8 +156,8 @@ class Outcomes:
         (receiver,) = self._receivers
         head, loss, *values = next_message(receiver)
         names = json.loads(head.numpy().tobytes())
-        # Copies: no metric is a view of the message.
-        (result, *own) = (scalar(each.item(), each.dtype, self._run.device) for each in (loss, *values))
+        # As numbers, which the device writes by itself. And no metric is a view of the message.
+        result, *own = (scalar(each.item(), each.dtype, self._run.device) for each in (loss, *values))
         self._pending.popleft().set_result(result)
         callback, logged, shown = metric_places(self._run.trainer)
         callback.update({name: own[i] for name, i in names[0].items()})

@@ -26,9 +26,8 @@ from torch import Tensor
 from lightning_parallel.absent.origins import parameter_of
 from lightning_parallel.absent.tensor import AbsentTensor
 from lightning_parallel.batch import weighted_mean
-from lightning_parallel.losses.graph import Number
+from lightning_parallel.losses.graph import Number, scalar
 from lightning_parallel.losses.normaliser import Rule
-from lightning_parallel.values import scalar
 
 # What reduce_fx may be, besides a name: a function of numbers, or of a tensor.
 _FUNCTIONS: Mapping[str, tuple[Callable[..., Any], Callable[..., Any]]] = {

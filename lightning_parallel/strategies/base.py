@@ -590,8 +590,8 @@ class LayoutStrategy(ParallelStrategy):
 
     @override
     def on_exception(self, exception: BaseException) -> None:
-        """Save nothing any more, and close the connections. When this process ends, the other ranks end within seconds
-        (:func:`.process_group.close`)."""
+        """Save nothing any more, and close the connections. When this process ends, the other ranks notice it
+        (:func:`.process_group.close` says when)."""
         if self._joined is not None:
             explain(exception, self.layout)
         if self._watch is not None:

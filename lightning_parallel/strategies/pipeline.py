@@ -254,7 +254,7 @@ class PipelineStrategy(StagedStrategy):
 
     @override
     def drain(self) -> None:
-        """Answer the receives that stages have posted for a batch that won't come. Every rank calls it after the same
+        """Tell the stages that expect one more batch that it won't come. Every rank calls it after the same
         batch."""
         if self._goes_on and self._at_work is not None:
             with torch.inference_mode(False):  # validation, where this is called too, runs in it
