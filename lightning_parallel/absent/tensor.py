@@ -27,7 +27,6 @@ from torch import Tensor, nn
 
 from lightning_parallel.absent.on_meta import Argument, computed_on_meta
 from lightning_parallel.private.torch import (
-    INDEX,
     PACK_SEQUENCES,
     dispatch_disabled,
     drawing_for_nothing,
@@ -192,7 +191,7 @@ class AbsentTensor(Tensor):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs = dict(kwargs or {})
-        if func is INDEX:
+        if func is _INDEX:
             args = args[0], [*chain.from_iterable(map(_places, args[1]))]
         is_foreach, is_view, reshapes_in_place, may_draw = _kind_of(func)
         if is_foreach and len(args[0]) > 1:
@@ -267,6 +266,9 @@ def _one_by_one(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> 
         at = [[x[place]] if isinstance(x, (list, tuple)) and len(x) == count else x for x in args]
         found += func(*at, **kwargs) or ()
     return found or None
+
+
+_INDEX = torch.ops.aten.index.Tensor  # what x[...] runs
 
 
 def _places(index: Tensor | None) -> Sequence[Tensor | None]:

@@ -28,6 +28,7 @@ class Cuts:
         wanted: the calls whose output a later chunk needs.
         last: the call after which the chunk leaves the step. None for the last chunk, and for one without calls.
         passed: the calls of later chunks before it.
+        placed: the chunk of each call, as far as the dry run has made it.
     """
 
     def __init__(self, flow: Flow, partition: Partition, chunk: int) -> None:
@@ -36,6 +37,7 @@ class Cuts:
         self.wanted = frozenset((item.module, item.call) for item in self.cargo_out)
         self.last = flow.last[chunk] if chunk < partition.chunks - 1 else None
         self.passed = flow.passed[chunk]
+        self.placed = flow.placed
 
     @property
     def stage(self) -> int:
@@ -73,8 +75,9 @@ class ForwardPass:
             self._arrived[call] = [t.clone() for t in self._kept[call]]
 
     def chunk_of(self, name: str) -> int:
-        """The chunk that runs the next call of a unit."""
-        return self.cuts.partition.chunk_of((name, self._calls[name]), self._reached)
+        """The chunk that runs the next call of a unit. One that the dry run hasn't made comes after all that were."""
+        call = name, self._calls[name]
+        return self.cuts.placed.get(call, self.cuts.partition.chunk_of(call, self._reached))
 
     def has_ended(self, name: str) -> bool:
         """Is it the next chunk's turn, when a unit is called now? If the chunk hasn't left the step by then, the step

@@ -46,6 +46,7 @@ class Flow:
         cuts: the cargo of each cut, in the order in which it is computed.
         last: for each chunk its last call; None if it has none.
         passed: for each chunk the calls of later chunks that come before its last one. It goes on with absent tensors.
+        placed: the chunk of each call in the dry run.
         transparent: units whose own code runs where they are absent, for values that escape from them.
         inside: the modules inside transparent units whose outputs cross.
         updated: the parameters that the step's own code changes, from parameters alone: a teacher's, by the student's.
@@ -61,6 +62,7 @@ class Flow:
     inside: frozenset[str] = frozenset()
     updated: frozenset[str] = frozenset()
     carried: frozenset[str] = frozenset()
+    placed: dict[Call, int] = field(default_factory=dict, hash=False)
     own_updates: dict[str, bool] = field(default_factory=dict, hash=False)
     borrowed: dict[str, tuple[int, ...]] = field(default_factory=dict, hash=False)
 

@@ -21,7 +21,7 @@ from lightning_parallel.plan.flow import TWICE, Cargo, Flow, FlowError
 from lightning_parallel.plan.partition import Partition
 from lightning_parallel.private.torch import has_full_backward_hooks
 from lightning_parallel.tracing.dry_run import trace
-from lightning_parallel.tracing.trace import Call, Place, Trace, TracedCall, Update
+from lightning_parallel.tracing.trace import Call, Place, Trace, Update
 
 
 def flow_of_step(module: nn.Module, partition: Partition, step: Callable[[], Any], logged: Sequence[Any] = ()) -> Flow:
@@ -39,7 +39,7 @@ def flow_of_step(module: nn.Module, partition: Partition, step: Callable[[], Any
     units = partition.units
     by_id = {id(module.get_submodule(name)): name for name in units}
     seen = trace(module, by_id, step, logged=logged, plain_values=True)
-    placed = _placed(seen.calls, partition)
+    placed = _placed(seen, partition)
     last = partition.chunks - 1
     # Later errors are the last chunk's: what the loss can't do with absent values, it may do with real ones.
     if seen.stopped is not None and max(placed, default=0) < last:
@@ -75,13 +75,12 @@ def _check_gradients(module: nn.Module, partition: Partition, flow: Flow, seen: 
             )
 
 
-def _placed(calls: Sequence[TracedCall], partition: Partition) -> list[int]:
-    """The chunk of each call."""
+def _placed(seen: Trace, partition: Partition) -> list[int]:
+    """The chunk of each call: as planned, or a later one that has the unit, if it needs what is computed there."""
     placed: list[int] = []
-    reached = 0
-    for call in calls:
-        placed.append(partition.chunk_of((call.unit, call.call), reached))
-        reached = max(reached, placed[-1])
+    for call, sources in zip(seen.calls, seen.sources(), strict=True):
+        needed = max((placed[i] for i in sources if i < len(placed)), default=0)
+        placed.append(partition.chunk_of((call.unit, call.call), needed))
     return placed
 
 
@@ -137,6 +136,8 @@ class _Flows:
                     f"place that the step gives it, of the batch or made by the step. Other stages still have the old "
                     f"values: set inplace=False there, or hand it a clone."
                 )
+        for i in sorted(self._late) if torch.is_grad_enabled() else ():
+            self._check_order(i, "the step", self._last)  # nobody may need it, but it may count, or update statistics
         for i, call in enumerate(self._seen.calls):
             if i not in self._late:
                 self._need(call.needs, f"'{call.unit}'", self._chunks[i])
@@ -168,6 +169,7 @@ class _Flows:
             cuts=tuple(map(tuple, cuts)),
             last=tuple(None if index is None else calls[index] for index in self._last_calls),
             passed=tuple(map(frozenset, passed)),
+            placed=dict(zip(calls, self._chunks, strict=True)),
             transparent=frozenset(self._transparent),
             inside=frozenset(inside),
             updated=frozenset(update.name for update in in_step) - by_layers,
@@ -216,7 +218,8 @@ class _Flows:
         holders, stage = self._partition.holders_of(name), self._stages[chunk]
         if stage in holders:
             return
-        if torch.is_grad_enabled():
+        changed = {*self._seen.own_updates, *(update.name for update in self._seen.updates)}
+        if torch.is_grad_enabled() or name in changed:
             raise FlowError(
                 f"{consumer} on stage {stage} reads '{name}', which is on stage {holders[0]}. A buffer that its layer "
                 f"changes can be read in the layer only. Anything else must be read in the step by which the pipeline "

@@ -85,17 +85,17 @@ class Partition:
         """The chunks of the units that aren't layers."""
         return {name: chunks for name, chunks in self.units.items() if name not in self.layers}
 
-    def chunk_of(self, call: Call, reached: int) -> int:
+    def chunk_of(self, call: Call, earliest: int) -> int:
         """The chunk that runs a call of a unit.
 
         Args:
             call: a call, which the traced step may not have made.
-            reached: the latest chunk that has run a call in this step so far.
+            earliest: the earliest chunk that can run it.
         """
         planned = self.calls.get(call, -1)
-        if planned >= reached:
+        if planned >= earliest:
             return planned
-        return next((chunk for chunk in self.units[call[0]] if chunk >= reached), self.units[call[0]][-1])
+        return next((chunk for chunk in self.units[call[0]] if chunk >= earliest), self.units[call[0]][-1])
 
     def name_of(self, chunk: int) -> str:
         """The name of a chunk in errors: that of its stage, if the stage has no other chunk."""

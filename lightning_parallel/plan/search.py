@@ -16,7 +16,7 @@ from lightning_parallel.plan.partition import Partition
 from lightning_parallel.ranks.layout import Placement
 from lightning_parallel.tracing.dry_run import trace
 from lightning_parallel.tracing.repeated import unrepeatable
-from lightning_parallel.tracing.trace import Trace
+from lightning_parallel.tracing.trace import Call, Trace
 from lightning_parallel.values import first_few
 
 
@@ -93,6 +93,7 @@ def partition(
             f"activation_checkpointing=True: '{min(changed)}' does something else when it runs again on the same "
             f"inputs: it keeps a state, or draws from a generator of its own. Leave activation_checkpointing out."
         )
+    _check_stored(result, calls, {exits[call] for call in second.stored_after if call is not None})
     for call in second.stored_after:
         third = again(seed=2, earlier=[call])
         _check_repeatable(best.seen, third)
@@ -148,6 +149,20 @@ def _check_independent(parts: Partition, second: Trace, chunks: Collection[int])
                 f"'{call.unit}' on stage {stage} gets what an earlier step has computed and kept on a module (a "
                 f"hidden state, a running mean). A stage leaves the step after its last layer, so it has another. Keep "
                 f"it inside a layer's own forward, or use fewer stages."
+            )
+
+
+def _check_stored(parts: Partition, calls: Sequence[Call], storing: Collection[int]) -> None:
+    """Refuse a step that stores on modules what it computes from layers, where one of these ``storing`` chunks goes on
+    past layers of later ones: absent values would be stored, and the stage's next chunk would find them."""
+    for chunk in storing:
+        last = max(i for i, call in enumerate(calls) if parts.calls[call] == chunk)
+        passed = next((unit for unit, call in calls[:last] if parts.calls[unit, call] > chunk), None)
+        if chunk < max(parts.chunks_of(parts.placement[chunk])) and passed is not None:
+            raise ValueError(
+                f"The step keeps what layers return on a module, and calls '{passed}' before {parts.name_of(chunk)} "
+                f"has made its last call. A stage with several chunks would keep values that it doesn't have. Take a "
+                f"schedule with one chunk a stage ('1f1b'), or keep them after the last layer."
             )
 
 

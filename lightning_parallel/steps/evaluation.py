@@ -20,7 +20,7 @@ from lightning_parallel.results.last_stage import LastStage
 from lightning_parallel.set_up.dry_runs import DryRuns
 from lightning_parallel.set_up.stages import Stages
 from lightning_parallel.set_up.tensor_shards import TensorShards
-from lightning_parallel.steps.borrowed import Borrowed
+from lightning_parallel.steps.borrowed import borrowed
 from lightning_parallel.steps.earlier_chunks import EarlierChunks
 from lightning_parallel.steps.several_passes import Relay, run_in_passes
 
@@ -47,12 +47,8 @@ class Evaluation:
         self._engine, self._stages, self._shards, self._earlier = engine, stages, shards, earlier
         self._dry_runs, self._last_stage = dry_runs, last_stage
         self._module = run.module
-        self._relay, self._borrowed = Relay(run), Borrowed(run, stages.stage)
+        self._run, self._relay = run, Relay(run)
         self._batches = 0
-
-    def forget_borrowed(self) -> None:
-        """Read again what is on other stages: it may have changed."""
-        self._borrowed.give_back()
 
     def run(self, kind: str, *args: Any, **kwargs: Any) -> Any:
         """Run ``validation_step``, ``test_step`` or ``predict_step`` (the ``kind``) on one batch, the first of
@@ -63,8 +59,17 @@ class Evaluation:
         # Each loader may have a step of its own.
         trial = partial(self._dry_runs.on_copy, first_pass(step), *args, **kwargs)
         flow = self._dry_runs.follow(f"{kind} {args[2:]}", trial)
-        with self._borrowed.present(flow):
+        self._refuse_shards(flow, kind)
+        with borrowed(flow, self._run, self._stages.stage):
             return self._run_step(kind, step, flow, args, kwargs)
+
+    def _refuse_shards(self, flow: Flow | None, kind: str) -> None:
+        for name in flow.borrowed if flow is not None else ():
+            if name in self._shards.shards:
+                raise ValueError(
+                    f"{kind} reads '{name}' outside of its layer and on another stage, but each tensor rank holds a "
+                    f"part of it. Leave its layer out of the plan, or read it inside a layer."
+                )
 
     def _run_step(
         self, kind: str, step: Callable[..., Any], flow: Flow | None, args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -244,12 +244,6 @@ class StagedStrategy(LayoutStrategy):
     # -- evaluation ----------------------------------------------------------------------------------------------
 
     @override
-    def share_buffers(self) -> None:
-        super().share_buffers()
-        if self._at_work is not None:
-            self._at_work.evaluation.forget_borrowed()
-
-    @override
     def run_step(self, kind: str, *args: Any, **kwargs: Any) -> Any:
         if kind == "training_step":  # of one process
             return super().run_step(kind, *args, **kwargs)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from numbers import Number
 from types import SimpleNamespace, TracebackType
 from typing import Any
@@ -139,9 +139,15 @@ class StateKept:
         """For each part, the attributes that have changed and hold no absent tensors, such as numbers. Left out are, of
         parts in ``apart``, what several of them share; and of the others the state of metrics, and what has the same
         value again."""
-        pairs = {id(each): (held, self._changed(each, held)) for each, held, _ in self._containers}
-        replaced = {key for key, (_, now) in pairs.items() if now is not None}
-        changed = {key for key in replaced if not _alike(*pairs[key], replaced)}
+        replaced: dict[int, tuple[_Held, _Held, bool]] = {}  # containers, with what they held and hold, by their ids
+        for each, held, looked_at in self._containers:
+            if (now := self._changed(each, held)) is not None:
+                replaced[id(each)] = held, now, looked_at
+        changed = {
+            key
+            for key, (held, now, looked_at) in replaced.items()
+            if looked_at or not _holds_same(held, now, replaced.keys())
+        }
         changed |= {id(tensor) for tensor, content in self._tensors if not _equal(tensor, content)}
         changed |= {id(array) for array, values in self._arrays if array.tobytes() != values.tobytes()}
         written: list[tuple[nn.Module, str, Any, Any]] = []  # the attribute, what it held, and what it holds
@@ -215,18 +221,20 @@ def _plain(value: Any) -> Any:
     return "not a number" if is_nan else value if isinstance(value, int | float | str) else id(value)
 
 
-def _alike(before: Any, now: Any, replaced: set[int]) -> bool:
-    """Do lists and dictionaries hold the same again, to any depth? Those with the ids ``replaced`` don't."""
-    if id(before) in replaced:
+def _holds_same(before: Any, now: Any, replaced: Collection[int]) -> bool:
+    """Do lists and dictionaries hold the same objects again, to any depth? So do options that are set anew for each
+    call, such as members of an enumeration. What is in containers with the ids ``replaced``, and numbers, texts and
+    None, which may be equal by chance in a dry run, isn't the same."""
+    if id(before) in replaced or isinstance(before, int | float | complex | str | bytes | None):
         return False
     if before is now:
         return True
     if isinstance(before, dict) and isinstance(now, dict):
-        return list(before) == list(now) and _alike(list(before.values()), list(now.values()), replaced)
+        return list(before) == list(now) and _holds_same(list(before.values()), list(now.values()), replaced)
     if isinstance(before, list | tuple) and isinstance(now, list | tuple):
         pairs = zip(before, now, strict=False)
-        return len(before) == len(now) and all(_alike(one, other, replaced) for one, other in pairs)
-    return bool(_plain(before) == _plain(now))
+        return len(before) == len(now) and all(_holds_same(one, other, replaced) for one, other in pairs)
+    return False
 
 
 def _items(held: _Held) -> list[Any]:

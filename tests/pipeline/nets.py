@@ -258,6 +258,20 @@ class Views(Net):
         return losses[0] * 2 + losses[1]
 
 
+class Cycle(Net):
+    """The first blocks once more, on what the last ones return; and all of them on another input in between."""
+
+    def step(self, x: Tensor) -> Tensor:
+        def first(x: Tensor) -> Tensor:
+            return self.blocks[1](self.blocks[0](x))
+
+        def second(x: Tensor) -> Tensor:
+            return self.blocks[3](self.blocks[2](x))
+
+        there, other = (second(first(self.stem(each))) for each in (x, x.cos()))
+        return (self.head(first(there)) - self.head(other)).square().mean()
+
+
 class SkipInPlace(Net):
     def step(self, x: Tensor) -> Tensor:
         skip = self.stem(x)

@@ -122,7 +122,7 @@ KINDS = ["Tuples", "Frozen", "Loose", "InPlace", "SkipChanged", "SameTwice", "Mu
         ("PassesThrough", 2),  # weights cross, and get no gradient
         ("Checkpointed", 2),
         ("Mixed", 3),
-        *thorough(*((kind, 2) for kind in (*KINDS, "Tied", "UNet", "MixedWithBatchNorm")), ("Mixed", 1)),
+        *thorough(*((kind, 2) for kind in (*KINDS, "Tied", "UNet", "Cycle", "MixedWithBatchNorm")), ("Mixed", 1)),
     ],
 )
 def test_gradients_in_a_v_equal_one_process_s(pool: WorkerPool, kind: str, stages: int) -> None:

@@ -30,6 +30,7 @@ from tests.pipeline.nets import (
     Attention,
     CatchesEverything,
     Checkpointed,
+    Cycle,
     Dicts,
     Frozen,
     FrozenFirst,
@@ -67,8 +68,8 @@ def step(model: Any) -> Any:
 
 NETS = [
     Net, Tuples, Dicts, Glue, InPlace, Attention, Recurrent, Normalised, Frozen, FrozenFirst, Tied, Loose, UNet, Views,
-    SkipInPlace, SkipChanged, SameTwice, PassesThrough, SameModulesTwice, Checkpointed, UnusedHead, CatchesEverything,
-    Mixed, MixedWithBatchNorm, HiddenPenalty, MultiExit,
+    Cycle, SkipInPlace, SkipChanged, SameTwice, PassesThrough, SameModulesTwice, Checkpointed, UnusedHead,
+    CatchesEverything, Mixed, MixedWithBatchNorm, HiddenPenalty, MultiExit,
 ]  # fmt: skip
 
 

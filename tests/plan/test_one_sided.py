@@ -6,6 +6,7 @@ import copy
 import random
 import sys
 from collections.abc import Callable
+from enum import Enum
 from types import SimpleNamespace
 from typing import Any
 
@@ -99,18 +100,25 @@ def test_the_code_after_a_stages_last_call_is_the_next_stages() -> None:
         flow_of(AtTheCut("code"))
 
 
+class Kind(Enum):
+    IMAGE = 1
+    LABEL = 2
+
+
 class Object:
     def __init__(self) -> None:
-        self.names = ["image", {"label": (0, None)}]
+        self.kinds = [Kind.IMAGE, {"label": (Kind.LABEL, Object)}]
+        self.numbers = [0.0]
 
 
 class Sparse(nn.Module):
-    """Keeps numbers, and a list of them. Makes an object's list again, with what was in it."""
+    """Keeps numbers, and a list of them. Makes lists again with what was in them; numbers may be others in the next
+    step."""
 
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.Linear(6, 6)
-        self.object = Object()
+        self.object, self.counting = Object(), Object()
         self.zeros = 0.0
         self.history: list[float] = []
 
@@ -118,7 +126,8 @@ class Sparse(nn.Module):
         y = self.layer(x).relu()
         self.zeros = (y == 0).float().mean().item() + 0 * self.zeros
         self.history.append(self.zeros)
-        self.object.names = copy.deepcopy(self.object.names)
+        self.object.kinds = copy.deepcopy(self.object.kinds)
+        self.counting.numbers = [0.0 * self.zeros]
         return y
 
 
@@ -134,7 +143,7 @@ class Reads(Net):
         return loss + (kept[-1] if isinstance(kept, list) else kept if isinstance(kept, float) else 1.0)
 
 
-@pytest.mark.parametrize("attribute", ["zeros", "history"])
+@pytest.mark.parametrize("attribute", ["zeros", "history", "counting"])
 def test_a_number_that_a_layer_keeps_is_no_other_stages_to_read(attribute: str) -> None:
     with pytest.raises(FlowError, match=f"'blocks.0', on stage 0, keeps something in its attribute '{attribute}'"):
         flow_of(Reads(0, attribute))

@@ -453,6 +453,22 @@ def test_a_unit_is_held_by_one_stage_if_it_has_to_be_and_can() -> None:
     assert set(partition(recurrent, recurrent.step, 2, keep_together=True).shared()) == {"0.weight", "1.weight"}
 
 
+def test_a_stage_of_several_chunks_keeps_no_absent_values_on_modules() -> None:
+    class Queued(Chain):
+        def step(self) -> Tensor:
+            for view in (torch.ones(2), torch.zeros(2)):
+                x = view
+                for layer in self:
+                    x = layer(x)
+                self.last, x = x.detach(), x + getattr(self, "last", 0.0)
+            return x
+
+    model = Queued(4, 4, 4, 4)
+    assert counts(partition(model, model.step, 2)) == [4, 4]
+    with pytest.raises(ValueError, match="keeps what layers return on a module.*'1f1b'"):
+        partition(model, model.step, 2, placement=(0, 1, 1, 0))
+
+
 def test_a_unit_that_collects_statistics_stays_together() -> None:
     """Two copies would see half of the calls each."""
 

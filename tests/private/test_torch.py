@@ -5,6 +5,7 @@ What to do then: find what replaces the name, in torch's release notes or source
 
 from __future__ import annotations
 
+import inspect
 import re
 from datetime import timedelta
 from functools import partial
@@ -156,6 +157,20 @@ def test_saved_tensor_is_none_where_hooks_hold_it() -> None:
 
     assert torch_private.saved_tensor(Silent(), "self") is None  # type: ignore[arg-type]
     assert torch_private.packed_tensor(Silent(), "self") is None  # type: ignore[arg-type]
+
+
+def test_is_graphed_knows_what_torch_makes_of_a_forward() -> None:
+    """Otherwise a layer whose output each call overwrites would train in a pipeline."""
+    assert "func.forward = make_graphed_forward(" in inspect.getsource(torch.cuda.graphs.make_graphed_callables)
+    layer = nn.Linear(2, 2)
+    assert not torch_private.is_graphed(layer)
+
+    def new_forward(x: Tensor) -> Tensor:
+        return x
+
+    new_forward.__module__ = "torch.cuda.graphs"
+    layer.forward = new_forward  # type: ignore[method-assign]
+    assert torch_private.is_graphed(layer)
 
 
 def test_hooks_beside_counts_the_other_hooks_on_a_node() -> None:

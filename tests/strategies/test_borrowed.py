@@ -67,6 +67,77 @@ def test_an_evaluation_reads_the_present_values_of_other_stages(
     assert_equal(reports, single(model, **given))
 
 
+class Hooked(Sampled):
+    """Its weights change between the batches of an evaluation."""
+
+    def on_validation_batch_start(self, *args: Any) -> None:
+        self.first.scale.mul_(1.25)
+        self.items.weight.data.mul_(1.1)
+
+
+class TwoReaders(Sampled):
+    """Each loader's step reads the same buffer at another place."""
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        ids = batch["input_ids"]
+        if dataloader_idx == 1:
+            return super().validation_step(batch, batch_idx)
+        x = self.first(self.items(ids[:, 1:])).mean(1)
+        for block in self.blocks[:2]:
+            x = x + block(x)
+        x = x / self.first.scale  # before the next layers
+        for block in self.blocks[2:]:
+            x = x + block(x)
+        self.log("val_loss", x.square().mean())
+
+
+def validated(kind: type[Base], strategy: str, options: dict[str, Any], loaders: int) -> Any:
+    torch.set_default_dtype(torch.float64)
+    return make_trainer(strategy, [], options).validate(kind(), [kind.loader() for _ in range(loaders)], verbose=False)
+
+
+@pytest.mark.parametrize(("model", "stages", "loaders"), [(Hooked, 2, 1), (TwoReaders, 3, 2)])
+def test_values_are_those_of_the_batch_and_of_the_loader(
+    pool: WorkerPool, model: type[Base], stages: int, loaders: int
+) -> None:
+    (alone,) = pool.run(validated, 1, model, "single", {}, loaders, init=False)
+    for found in pool.run(validated, stages, model, "sync", {"microbatches": 1}, loaders, init=False):
+        assert found == [pytest.approx(each, rel=0, abs=1e-12) for each in alone]
+
+
+class ChangesInForward(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training:
+            self.scale += 0.5
+        return super().forward(x)
+
+
+class Changing(Sampled):
+    def build(self) -> None:
+        super().build()
+        scale, self.first = self.first.scale, ChangesInForward(8, 8)
+        self.first.register_buffer("scale", scale)
+
+
+def fit_changing() -> None:
+    make_trainer("sync", [], {"microbatches": 1}).fit(Changing(), Changing.loader(), Changing.loader())
+
+
+def test_what_an_evaluation_changes_is_not_lent(pool: WorkerPool) -> None:
+    failures = pool.run(fit_changing, 2, init=False, expect_errors=True)
+    assert_refused(failures, "FlowError", ["'first.scale'", "its layer changes"])
+
+
+def fit_shards() -> None:
+    options = {"stages": 2, "tensor_parallel": 2, "microbatches": 2, "plan": {"items": "embedding"}}
+    make_trainer("sync", [], options).fit(Sampled(), Sampled.loader(), Sampled.loader())
+
+
+def test_what_tensor_ranks_hold_in_parts_is_not_lent(pool: WorkerPool) -> None:
+    failures = pool.run(fit_shards, 4, init=False, expect_errors=True)
+    assert_refused(failures, "ValueError", ["validation_step reads 'items.weight'", "tensor rank"])
+
+
 def test_where_stages_do_not_wait_for_each_other_they_do_before_an_evaluation(pool: WorkerPool) -> None:
     reports = pool.run(train, 2, Sampled, "async", {"microbatches": 2}, init=False)
     alone = pool.run(evaluated, 1, joined(reports, "weights"), init=False)[0]
