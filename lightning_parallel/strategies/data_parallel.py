@@ -161,7 +161,8 @@ class DataParallelStrategy(SingleDeviceStrategy):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         output = self._step("training_step", *args, *kwargs.values())
         automatic = self._module().automatic_optimization
-        if self._loss_on == "output_device" and not self._shared_calls and not (automatic and output is None):
+        shared = self._has_one_device() or self._loss_on == "replicas" or self._shared_calls
+        if not shared and not (automatic and output is None):
             use = "loss_on='replicas'" if automatic else "strategy='ddp'"
             raise ValueError(
                 f"loss_on='output_device': training_step never called self(...), whose calls the replicas share, so "
@@ -181,9 +182,15 @@ class DataParallelStrategy(SingleDeviceStrategy):
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         return self._step("predict_step", *args, *kwargs.values())
 
+    def _has_one_device(self) -> bool:
+        return self.parallel_devices is not None and len(self.parallel_devices) == 1
+
     def _step(self, name: str, batch: Any, *indices: int) -> Any:
         """Run the user's step ``name`` on the replicas, or on the output device with its forwards on the replicas."""
         module = self._module()
+        if self._has_one_device():  # takes any batch, and returns anything
+            with self.precision_plugin.forward_context():
+                return getattr(module, name)(batch, *indices)
         if self._loss_on == "replicas":
             with self.precision_plugin.forward_context():
                 return self._on_replicas(module, lambda replica, part: getattr(replica, name)(part, *indices), batch)
