@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -13,16 +12,17 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, resolve_name
 
 from lightning_parallel.private.torch import tensors_in
-from lightning_parallel.tensor.functions import has_memory
-from lightning_parallel.values import first_few
+from lightning_parallel.tensor.functions import has_memory, shares_memory
+from lightning_parallel.values import calls_under_way, first_few
 
 _SIZES = (Tensor.shape.__get__, Tensor.size, Tensor.numel, Tensor.nelement, Tensor.__len__, torch.numel)  # type: ignore[attr-defined]
 
 
 class ReadsOfShards(TorchFunctionMode):
     """Inside, records in ``found``, by the parameter's name, the functions that read a divided parameter (one of
-    ``names``) while no method of its layer runs, and through which a gradient flows back; and in ``sizes`` the names of
-    those whose size a module's code outside of the layer asks for.
+    ``names``) while no method of its layer runs, and through which a gradient flows back, or without gradients those
+    that compute with activations too; and in ``sizes`` the names of those whose size a module's code outside of the
+    layer asks for.
 
     A step may read parameters by itself, as an L2 penalty over ``self.parameters()`` does. Each rank would compute a
     penalty of its own shard. Comparing the ranks' losses may miss it: shards of ones and zeros have equal norms at the
@@ -34,6 +34,8 @@ class ReadsOfShards(TorchFunctionMode):
         self.found: dict[str, str] = {}
         self.sizes: set[str] = set()
         self._modules = {id(part) for part in module.modules()}
+        self._state = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
+        self._views: list[Tensor] = []  # of divided parameters: alive, so that no other tensor gets their ids
         self._names: dict[int, str] = {}
         self._owners: dict[int, list[nn.Module]] = {}
         for name in names:
@@ -57,12 +59,28 @@ class ReadsOfShards(TorchFunctionMode):
         given = [id(tensor) for tensor in tensors_in((args, kwargs)) if id(tensor) in self._names]
         if given and func in _SIZES and self._is_asked_from_outside(given[0]):
             self.sizes.add(self._names[given[0]])
-        # A result without a gradient (a shape, a copy for an average) can't change what is trained.
-        made = given and any(t.requires_grad and id(t) not in self._names for t in tensors_in(result))
-        for key in given if made else ():
+        for key in given if given and self._counts((args, kwargs), result) else ():
             if not _runs(self._owners[key]):
                 self.found.setdefault(self._names[key], resolve_name(func) or getattr(func, "__name__", str(func)))
+        if given and not torch.is_grad_enabled():
+            self._follow_views(args, result)
         return result
+
+    def _counts(self, inputs: Any, result: Any) -> bool:
+        """Does a shard's read matter? With gradients, a result that has none (a shape, a copy for an average) can't
+        change what is trained. Without, it may be a parameter's own number, such as its norm."""
+        if torch.is_grad_enabled():
+            return any(t.requires_grad and id(t) not in self._names for t in tensors_in(result))
+        return any(id(t) not in self._state and id(t) not in self._names for t in tensors_in(inputs))
+
+    def _follow_views(self, args: tuple[Any, ...], result: Any) -> None:
+        """Take views of a shard, such as its transpose, for the shard. Inference mode doesn't tell views by itself."""
+        shards = [tensor for tensor in tensors_in(args) if id(tensor) in self._names]
+        for view in tensors_in(result):
+            key = next((id(shard) for shard in shards if shares_memory(shard, view)), None)
+            if key is not None and id(view) not in self._names:
+                self._views.append(view)
+                self._names[id(view)], self._owners[id(view)] = self._names[key], self._owners[key]
 
     def _is_asked_from_outside(self, key: int) -> bool:
         """Is the innermost method on the stack, this file's aside, one of a module that isn't the parameter's owner?"""
@@ -77,12 +95,7 @@ def _runs(owners: list[nn.Module]) -> bool:
 
 def _running() -> Iterator[Any]:
     """The objects of which methods are running, the innermost first."""
-    frame = inspect.currentframe()
-    while frame is not None:
-        own = frame.f_locals.get("self")
-        if own is not None:
-            yield own
-        frame = frame.f_back
+    return (call.f_locals["self"] for call in calls_under_way() if call.f_locals.get("self") is not None)
 
 
 @contextmanager

@@ -161,6 +161,12 @@ def has_memory(x: Tensor) -> bool:
         return False
 
 
+def shares_memory(x: Tensor, y: Tensor) -> bool:
+    """Do two tensors that have memory lie in the same?"""
+    has_any = has_memory(x) and has_memory(y)
+    return has_any and x.untyped_storage().data_ptr() == y.untyped_storage().data_ptr()
+
+
 def _padded(x: Tensor, dim: int, size: int) -> Tensor:
     missing = size - x.shape[dim]
     dim %= x.dim()

@@ -192,6 +192,18 @@ def test_later_steps_are_compared_too_and_predictions(pool: WorkerPool) -> None:
         assert "different values in predict_step: 'prediction 0'" in error
 
 
+class Ranks(Mixed):
+    """Validates by a divided weight outside of its layer. What it logs is the same on all ranks by chance."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("finite", (self.body(batch[0]) @ self.mlp[0].weight.T).isfinite().double().mean())
+
+
+def test_a_shard_that_an_evaluation_computes_with_is_told_by_name(pool: WorkerPool) -> None:
+    for error in pool.run(train, 2, Ranks, "tensor", init=False, expect_errors=True):
+        assert "validation_step reads 'mlp.0.weight'" in str(error)
+
+
 class AsksForSizes(Mixed):
     """A rate by width, and a loss by the number of classes, which is the same on all ranks."""
 
