@@ -23,17 +23,29 @@ from torch.utils.hooks import RemovableHandle
 from lightning_parallel.gradients.averaging import GradientAverager
 from lightning_parallel.gradients.swapping import Gradients, multiplied
 from lightning_parallel.losses.graph import Number
-from lightning_parallel.ranks.collectives import broadcast_tensors
+from lightning_parallel.ranks.collectives import broadcast_tensors, highest
 from lightning_parallel.ranks.local_model import LocalModel
+from lightning_parallel.ranks.writes import digest
+
+_LOOKS = 2  # batches after which changed buffers are looked for: a mean of a copy doesn't change in the first
 
 
 class Replicas:
-    """This rank's replica of the model, among the others. ``group`` are the ranks that hold the same part in their
-    replicas."""
+    """This rank's replica of the model, among the others.
 
-    def __init__(self, local: LocalModel, group: dist.ProcessGroup) -> None:
+    Args:
+        module: the whole model.
+        group: the ranks that hold the same part in their replicas.
+    """
+
+    def __init__(self, local: LocalModel, module: nn.Module, group: dist.ProcessGroup) -> None:
         self._local = local
         self._group = group
+        statistics = (name for name, part in module.named_modules() if getattr(part, "track_running_stats", False))
+        self._statistics = {f"{name}.".removeprefix(".") for name in statistics}
+        self._carried: set[str] = set()  # the buffers that batches change, and may read
+        self._before: dict[str, Tensor] = {}  # the digests of buffers before a batch
+        self._looks = _LOOKS
         self._first = dist.get_global_rank(group, 0)
         self._averager: GradientAverager | None = None
         self._factor: Callable[[], Number] = lambda: 1.0
@@ -48,6 +60,25 @@ class Replicas:
         """Copy the first replica's buffers. Batches leave different values there (BatchNorm's statistics); wherever
         buffers are used or saved, the first replica's count."""
         broadcast_tensors(self._local.buffers().values(), self._first, self._group)
+
+    def share_carried(self) -> None:
+        """Before a batch, copy the first replica's buffers that earlier batches have changed, such as a queue or a
+        codebook: this one may read them, and replicas would part. All replicas call it. BatchNorm's statistics aren't
+        read in training."""
+        if self._group.size() == 1:
+            return
+        own = {name: buffer for name, buffer in self._local.buffers().items() if not self._is_statistic(name)}
+        if self._looks >= 0 and own:
+            now = {name: digest(buffer) for name, buffer in own.items()}
+            changed = [name in self._before and bool(self._before[name] != now[name]) for name in own]
+            found = highest(self._group, *map(int, changed)) if self._before else []
+            self._carried |= {name for name, has_changed in zip(own, found, strict=False) if has_changed}
+            self._before = now
+            self._looks -= 1
+        broadcast_tensors((own[name] for name in own if name in self._carried), self._first, self._group)
+
+    def _is_statistic(self, name: str) -> bool:
+        return name.rpartition(".")[0] + "." in self._statistics
 
     # -- gradients -----------------------------------------------------------------------------------------------
 

@@ -331,7 +331,7 @@ class LayoutStrategy(ParallelStrategy):
         run = self.run
         one = self.options.checkpoint == "file" or (self.options.checkpoint == "auto" and self.layout.world_size == 1)
         self.local_model = local
-        self.replicas = Replicas(local, self.groups.along("data"))
+        self.replicas = Replicas(local, run.module, self.groups.along("data"))
         self.checkpoints = Checkpoints(
             local,
             self.layout.coordinate,
@@ -556,6 +556,7 @@ class LayoutStrategy(ParallelStrategy):
         if self._background is not None and self._background.begin_batch():
             self.drain()
             self._background.finish()
+        self.replicas.share_carried()
 
     def drain(self) -> None:
         """Finish what stages have begun of later batches, until nothing is in flight. All ranks call it after the same

@@ -12,6 +12,7 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn import functional
 
 import lightning_parallel as lp
 from lightning_parallel.absent.tensor import AbsentTensor
@@ -156,6 +157,33 @@ def test_statistics_are_the_first_replica_s_wherever_they_are_used(pool: WorkerP
     assert not torch.equal(trained["net.1.running_mean"], other["net.1.running_mean"])
     for name, buffer in trained.items():
         assert torch.equal(seen[name], buffer) and torch.equal(also_seen[name], buffer), name
+
+
+class Queued(LeNet):
+    """A loss against the features of earlier batches, which a buffer keeps."""
+
+    def build(self) -> None:
+        super().build()
+        self.register_buffer("queue", torch.zeros(12, 10))
+
+    def loss(self, batch: Any) -> Tensor:
+        images, labels = batch
+        features = self.net(images)
+        loss = functional.cross_entropy(features, labels) + (features @ self.queue.T).square().mean()
+        if self.training:
+            self.queue = torch.cat([features.detach(), self.queue])[:12]
+        return loss
+
+
+@pytest.mark.parametrize(("strategy", "options"), [("fsdp", {}), ("sync", {"stages": 1})])
+def test_replicas_read_what_the_first_has_kept_of_earlier_batches_as_under_ddp(
+    pool: WorkerPool, strategy: str, options: dict[str, Any]
+) -> None:
+    ddp, reports = (
+        pool.run(train, 2, Queued, name, given, init=False, batch_size=4, shuffle=False)
+        for name, given in (("ddp", {}), (strategy, options))
+    )
+    assert largest_difference(joined(reports, "weights"), joined(ddp, "weights")) < EXACT
 
 
 class Recurrent(LeNet):
