@@ -59,7 +59,7 @@ def flow_of_step(module: nn.Module, partition: Partition, step: Callable[[], Any
 
 def _check_gradients(module: nn.Module, partition: Partition, flow: Flow, seen: Trace) -> None:
     """Refuse layers that would miss the gradient of an output that crosses a cut."""
-    detached = {(call.unit, call.call) for call in seen.calls if call.detached}
+    in_function = {(call.unit, call.call) for call in seen.calls if call.in_function}
     for chunk, cargo in ((chunk, cargo) for chunk, cut in enumerate(flow.cuts) for cargo in cut):
         unit = module.get_submodule(cargo.module)
         if has_full_backward_hooks(unit):
@@ -67,11 +67,11 @@ def _check_gradients(module: nn.Module, partition: Partition, flow: Flow, seen: 
                 f"'{cargo.module}' has a full backward hook, and its output crosses a cut, where it would miss "
                 f"gradients. Register it on a module inside '{cargo.module}'."
             )
-        if any(p.requires_grad for p in unit.parameters()) and (cargo.module, cargo.call) in detached:
+        if any(p.requires_grad for p in unit.parameters()) and (cargo.module, cargo.call) in in_function:
             raise RuntimeError(
-                f"'{cargo.module}' hands its output from {partition.name_of(chunk)} to a later one, but "
-                f"runs under torch.no_grad() or in a checkpoint with use_reentrant=True, so no gradient would come "
-                f"back: use use_reentrant=False, or freeze it with requires_grad_(False)."
+                f"'{cargo.module}' hands its output from {partition.name_of(chunk)} to a later one, but runs in a "
+                f"checkpoint with use_reentrant=True or another autograd.Function, so no gradient would come back: use "
+                f"use_reentrant=False, or freeze it with requires_grad_(False)."
             )
 
 
@@ -238,9 +238,12 @@ class _Flows:
                     f"The step changes '{update.name}', which is on stage {stage}, after that stage has left it: "
                     f"change it at the beginning of training_step, or in on_train_batch_end."
                 )
-            if update.place and update.by_layers and len(chunks) > 1:
+            # A training step takes back what it changes by parameters alone before it runs again (steps/changes.py).
+            taken_back = torch.is_grad_enabled() and not update.by_layers
+            if update.place and not taken_back and len(chunks) > 1:
+                by = " by what layers return" if update.by_layers else " in evaluation"
                 raise FlowError(
-                    f"The step changes '{update.name}', on stage {stage}, by what layers return. {TWICE} change it in "
+                    f"The step changes '{update.name}', on stage {stage},{by}. {TWICE} change it in "
                     f"on_train_batch_end, or take a schedule with one chunk a stage ('1f1b')."
                 )
             for chunk in chunks:

@@ -25,7 +25,7 @@ from lightning_parallel.tracing.operations import OperationsNoted, nbytes_of
 from lightning_parallel.tracing.own_generators import ON_HOST, GeneratorsWatched
 from lightning_parallel.tracing.snapshot import StateKept
 from lightning_parallel.tracing.trace import Call, Escape, Place, Trace, TracedCall, Update
-from lightning_parallel.values import first_few
+from lightning_parallel.values import calls_under_way, first_few
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,6 @@ class Recorder:
         self._generators = GeneratorsWatched(scene.state.generators)
         self._count: Counter[str] = Counter()
         self._announced: Counter[int] = Counter()  # by id: calls whose forward is yet to come
-        self._with_gradients = torch.is_grad_enabled()
         self._in_step = True
         self._depth = 0  # of modules inside a unit
         self._hooked: set[int] = set()  # ids of units with hooks of the user's
@@ -129,7 +128,6 @@ class Recorder:
         self._unit, self._inside, self._read = part, set(), set()
         self._note_draws()
         host = GeneratorsWatched(ON_HOST)
-        detached = self._with_gradients and not torch.is_grad_enabled()
         with OperationsNoted() as noted, torch.no_grad():
             output = self._asked(run, call)
         self._read |= origins_in(output)
@@ -149,7 +147,7 @@ class Recorder:
                 plain=_plain_parts(output),
                 draws_on_host=bool(host.drawn()),
                 direct=direct,
-                detached=detached,
+                in_function=_in_function(),
             )
         )
         self._unit, self._in_hooks = None, not direct and id(part) in self._hooked
@@ -279,6 +277,12 @@ def _plain_parts(output: Any) -> tuple[Any, ...]:
         for leaf in leaves
         if isinstance(leaf, (Tensor, int, float, str))
     )
+
+
+def _in_function() -> bool:
+    """Is the forward of an autograd.Function under way, which may make up for gradients in its backward?"""
+    apply = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
+    return any(call.f_code is apply for call in calls_under_way())
 
 
 def _refuse_carriers(name: str, inputs: Any) -> None:

@@ -24,7 +24,8 @@ class TracedCall:
         plain: the numbers and texts in its output, and the shapes of the tensors.
         draws_on_host: it draws from Python's or NumPy's generator.
         direct: it was called by its method ``forward``, past its hooks.
-        detached: it ran with gradients off, in a step that has them on.
+        in_function: it ran inside the forward of an autograd.Function, such as a checkpoint with use_reentrant=True:
+            gradients are off there, and are made up for in its backward.
     """
 
     unit: str
@@ -38,7 +39,7 @@ class TracedCall:
     plain: tuple[Any, ...]
     draws_on_host: bool
     direct: bool
-    detached: bool
+    in_function: bool
 
     @property
     def origin(self) -> str:

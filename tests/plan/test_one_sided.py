@@ -351,3 +351,5 @@ def test_a_parameter_may_follow_parameters_in_each_chunk_but_not_what_layers_ret
     flow_of(Teacher(by_output=True), placement=(1, 0, 0, 1))  # in the last chunk alone: the first one has left
     with pytest.raises(FlowError, match="changes 'teacher.bias', on stage 1, by what layers return. A stage with"):
         flow_of(Teacher(by_output=True), placement=(0, 1, 0, 1))
+    with torch.no_grad(), pytest.raises(FlowError, match=r"'teacher.bias', on stage \d, in evaluation. A stage with"):
+        flow_of(Teacher(by_output=False), placement=(0, 1, 0, 1))

@@ -225,7 +225,7 @@ class Skipping(Model):
 
 class TwoTerms(Model):
     """Variational, but for the noise: the second term is of what the first layers return. For two views of a batch, one
-    after the other, so that no stage has left the step when its layers are called again."""
+    after the other, and a third one without gradients, which is a target."""
 
     def build(self) -> None:
         self.encoder = nn.Sequential(*layers(WIDTH, 16, 8))
@@ -243,7 +243,9 @@ class TwoTerms(Model):
         rebuilt, divergence = self.rebuilt(x)
         self.log("divergence", divergence.detach(), sync_dist=True)
         other, other_divergence = self.rebuilt(x.cos())
-        return F.mse_loss(rebuilt, x) + F.mse_loss(other, x) + 0.1 * (divergence + other_divergence)
+        with torch.no_grad():
+            target, _ = self.rebuilt(x.tanh())
+        return F.mse_loss(rebuilt, x) + F.mse_loss(other, target) + 0.1 * (divergence + other_divergence)
 
 
 class Standardised(nn.Module):
