@@ -10,8 +10,8 @@ after them, or with the last one::
 - A unit that is called on both sides of a cut is held by the stages of both chunks: each runs its own calls, and its
   gradients are summed, like those of a tied weight. A stage that has both chunks holds it once. So one layer called
   twelve times, or a recurrent decoder, can be cut. Where a cut elsewhere is nearly as even, it is taken instead. No cut
-  falls between the calls of a unit that collects statistics (BatchNorm): two copies would differ, and chunks see
-  microbatches in another order.
+  falls between the calls of a unit that collects statistics (BatchNorm) or counts: two copies would differ, and chunks
+  see microbatches in another order.
 - A parameter that is read outside its module, as in ``F.linear(x, embed.weight)``, is held where it is read, too.
 - So is one that a parameter is updated from outside the modules, as a mean teacher's is from the student's.
 - A *loose* parameter hangs directly on an open module (a position embedding made with ``nn.Parameter``, or a list of
@@ -186,8 +186,13 @@ class Candidate:
         return ((name, first, last) for name, (first, last) in spans.items() if first < last)
 
     def _collecting(self) -> Iterator[tuple[str, int, int]]:
-        """Those that collect statistics of their inputs."""
-        return (span for span in self._spans() if _collects(self._module.get_submodule(span[0])))
+        """Those that collect statistics of their inputs, or count."""
+        return (span for span in self._spans() if self._collects(span[0]))
+
+    def _collects(self, unit: str) -> bool:
+        """Does the unit collect statistics of its inputs, as BatchNorm does, or change what it holds in each call?"""
+        changes = (name for name, settles in self.seen.own_updates.items() if not settles)
+        return _collects(self._module.get_submodule(unit)) or any(name.startswith(f"{unit}.") for name in changes)
 
     # -- who owns what -------------------------------------------------------------------------------------------
 
@@ -202,6 +207,12 @@ class Candidate:
             running.setdefault(call.unit, set()).add(chunk)
         for name in self.seen.beyond & running.keys():  # after a value that only the last chunk has
             running[name].add(self._chunks - 1)
+            if len({self._placement[chunk] for chunk in running[name]}) > 1 and self._collects(name):
+                raise ValueError(
+                    f"The step asks for a value, which only the last stage has, and then calls '{name}' again, on "
+                    f"another stage than before: it collects statistics of its inputs, so one stage has to make all "
+                    f"of its calls. Ask for the value after the layers. {self.seen.stopped}"
+                )
         read = self._read_outside(chunk_of)
         for name in self._uncalled:
             names = {f"{name}.{key}" for key, _ in self._module.get_submodule(name).named_parameters()}

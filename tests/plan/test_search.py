@@ -491,6 +491,38 @@ def test_a_unit_that_collects_statistics_stays_together() -> None:
         cut(Normalised(), 2, balance=[2, 1])
 
 
+class Views(nn.Module):
+    """Asks for a value between two views."""
+
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(4, 4), norm, nn.Linear(4, 4), nn.Linear(4, 4))
+
+    def step(self) -> Tensor:
+        first, second = (self.net[0](torch.ones(2, 4)) for _ in range(2))
+        loss = self.net[1:](first).sum().item()
+        return self.net[1:](second).sum() * loss
+
+
+class Averages(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.mean.lerp_(x.mean(0), 0.1)
+        return x - self.mean
+
+
+@pytest.mark.parametrize("norm", [nn.BatchNorm1d(4), Averages()])
+def test_a_unit_that_collects_statistics_is_called_by_one_stage(norm: nn.Module) -> None:
+    """After a value that only the last stage has, that stage makes all further calls."""
+    cut(Views(nn.LayerNorm(4)), 2)
+    with pytest.raises(ValueError, match=r"asks for a value.*calls 'net.1' again, on another stage"):
+        cut(Views(norm), 2, balance=[3, 2])
+
+
 # -- the settings ------------------------------------------------------------------------------------------------------
 
 
