@@ -31,6 +31,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from lightning_parallel.fully_sharded.uses import leaves
 from lightning_parallel.gradients.averaging import GradientAverager
 from lightning_parallel.gradients.swapping import multiplied
+from lightning_parallel.private.torch import reduce_scatter_into
 from lightning_parallel.ranks.collectives import all_alike, broadcast_tensors
 
 
@@ -156,4 +157,4 @@ class _Multiplied:
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> dist.Work | None:
         multiplied(input_tensor, self._factor())
-        return dist.reduce_scatter_tensor(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
+        return reduce_scatter_into(output_tensor, input_tensor, op=op, group=group, async_op=async_op)

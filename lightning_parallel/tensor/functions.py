@@ -30,6 +30,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from lightning_parallel.private.torch import gather_into, reduce_scatter_into
 from lightning_parallel.ranks.shard import piece
 
 Group = dist.ProcessGroup
@@ -134,11 +135,12 @@ def joined(x: Tensor, dim: int, group: Group, size: int | None = None) -> Tensor
     size = x.shape[dim] * count if size is None else size
     start, stop = piece(size, group.rank(), count)
     assert x.shape[dim] == stop - start, f"a piece of {x.shape[dim]} where {stop - start} of {size} are due"
-    x = _padded(x, dim, piece(size, 0, count)[1]).contiguous()  # messages have one size
-    pieces = [torch.empty_like(x) for _ in range(count)]
-    if has_memory(x):
-        dist.all_gather(pieces, x, group)
-    return torch.cat(pieces, dim).narrow(dim, 0, size)
+    # Messages have one size. In front, pieces lie one after the other, so lists of them would be copied twice.
+    own = _padded(x, dim, piece(size, 0, count)[1]).movedim(dim, 0).contiguous()
+    whole = own.new_empty(count * own.shape[0], *own.shape[1:])
+    if has_memory(own):
+        gather_into(whole, own, group)
+    return whole.narrow(0, 0, size).movedim(0, dim).contiguous()
 
 
 def summed_piece(x: Tensor, dim: int, group: Group) -> Tensor:
@@ -146,11 +148,11 @@ def summed_piece(x: Tensor, dim: int, group: Group) -> Tensor:
     count, size = group.size(), x.shape[dim]
     start, stop = piece(size, group.rank(), count)
     length = piece(size, 0, count)[1]
-    pieces = [p.contiguous() for p in _padded(x, dim, length * count).split(length, dim)]
-    own = torch.empty_like(pieces[0])
-    if has_memory(x):
-        dist.reduce_scatter(own, pieces, group=group)
-    return own.narrow(dim, 0, stop - start)
+    whole = _padded(x, dim, length * count).movedim(dim, 0).contiguous()
+    own = whole.new_empty(length, *whole.shape[1:])
+    if has_memory(whole):
+        reduce_scatter_into(own, whole, group=group)
+    return own.narrow(0, 0, stop - start).movedim(0, dim).contiguous()
 
 
 def has_memory(x: Tensor) -> bool:

@@ -291,9 +291,10 @@ def test_silent_group_of_other_ranks_sends_nothing(pool: WorkerPool) -> None:
 
 def gathered_silently() -> list[float]:
     group = torch_private.silent_group_of([0, 1])
-    own, gathered = torch.tensor([float(dist.get_rank())]), [torch.empty(1), torch.empty(1)]
-    dist.all_gather(gathered, own, group=group)
-    return [float(each) for each in gathered]
+    own, gathered = torch.tensor([float(dist.get_rank())]), torch.empty(2)
+    torch_private.gather_into(gathered, own, group=group)
+    torch_private.reduce_scatter_into(own, gathered, group=group)
+    return gathered.tolist()
 
 
 def test_not_recorded_leaves_operations_out_of_a_trace() -> None:

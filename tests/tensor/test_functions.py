@@ -7,11 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_parallel.absent.tensor import AbsentTensor, absent_like
 from lightning_parallel.tensor import functions
@@ -22,6 +24,16 @@ DTYPES = [torch.float64, torch.bfloat16]
 NAMES = ["copy", "reduce", "reduce_", "split", "gather", "reduce_scatter", "gather_sum"]
 EQUAL_INPUTS = ["copy", "split"]  # their input is the same on all ranks
 PIECES = ["gather", "gather_sum"]  # their input is a piece
+
+
+class OperatorsNoted(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        self.names.append(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
 
 
 def integers(seed: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -134,7 +146,7 @@ def messages() -> dict[str, list[list[str]]]:
 
 
 def test_each_function_sends_what_its_formula_needs_and_no_more(pool: WorkerPool) -> None:
-    reduced, joined, scattered = ["allreduce_"], ["allgather_"], ["reduce_scatter_"]
+    reduced, joined, scattered = ["allreduce_"], ["_allgather_base_"], ["_reduce_scatter_base_"]
     assert pool.run(messages, 2)[0] == {
         "copy": [[], reduced],
         "reduce": [reduced, []],
@@ -144,6 +156,18 @@ def test_each_function_sends_what_its_formula_needs_and_no_more(pool: WorkerPool
         "reduce_scatter": [scattered, joined],
         "gather_sum": [joined, scattered],
     }
+
+
+def copies() -> list[str]:
+    """What is done beside messages where pieces lie one after the other."""
+    x = torch.ones(4, 2, requires_grad=True)
+    with OperatorsNoted() as noted:
+        functions.gather_sum(x, 0, world()).backward(torch.ones(8, 2))
+    return [name for name in noted.names if name in ("cat", "clone")]  # gloo itself copies, too
+
+
+def test_pieces_along_the_first_dimension_are_not_copied(pool: WorkerPool) -> None:
+    assert pool.run(copies, 2) == [[], []]
 
 
 def second_derivatives() -> None:

@@ -191,7 +191,7 @@ def messages() -> dict[str, list[list[str]]]:
 
 
 def test_a_layer_sends_one_message_in_the_direction_that_needs_it(pool: WorkerPool) -> None:
-    reduced, joined, scattered = ["allreduce_"], ["allgather_"], ["reduce_scatter_"]
+    reduced, joined, scattered = ["allreduce_"], ["_allgather_base_"], ["_reduce_scatter_base_"]
     assert pool.run(messages, 2)[0] == {
         "column": [[], reduced],
         "column, data": [[], []],
