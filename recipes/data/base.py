@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import lightning as L
+import torch
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from lightning_parallel import ResumableDataLoader
@@ -64,6 +65,7 @@ class SeededData(L.LightningDataModule):
             batch_size=self.batch_size // replicas,
             sampler=sampler,
             num_workers=self.workers,
+            pin_memory=torch.cuda.is_available(),
             persistent_workers=self.workers > 0,
             drop_last=train,
         )
