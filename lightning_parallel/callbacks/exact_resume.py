@@ -176,6 +176,9 @@ class ExactResume(Callback):
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         self._saved = {}
         self._put_back()  # or the next run of this Trainer would go on as this one
+        if getattr(trainer.strategy, "saves_as_lightning", False):
+            # Lightning tells the strategy last. The callbacks that save come after this one, and are to save alone.
+            trainer.strategy.on_exception(exception)
 
     @override
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
