@@ -504,7 +504,7 @@ class LayoutStrategy(ParallelStrategy):
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The module's ``state_dict()``, of which each rank has its part; :meth:`save_checkpoint` joins the parts. It
         is the first call of a save, on all ranks."""
-        if self.layout.world_size == 1 and not self._holds_part:  # `trainer.strategy.connect(module)`, and no run
+        if not self._holds_part:  # `trainer.strategy.connect(module)`, and no run
             return super().lightning_module_state_dict()
         self.drain()
         if self._joined is not None:
@@ -521,7 +521,7 @@ class LayoutStrategy(ParallelStrategy):
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
     ) -> None:
         """Write a directory with every rank's part, or a file. All ranks call it."""
-        if self.layout.world_size == 1 and not self._holds_part:
+        if not self._holds_part:
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
         self.checkpoints.save(checkpoint, filepath, self.run.module, self.optimizers, storage_options)
