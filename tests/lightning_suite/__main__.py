@@ -107,7 +107,7 @@ def section(kept: dict[str, Any]) -> str:
     """The page's table: for each cause and layout, how many tests fail of it."""
     layouts = {name: each for name, each in kept.items() if name in LAYOUTS}
     rows = {name: Counter(_cause(cause) for cause in each["failed"].values()) for name, each in layouts.items()}
-    causes = sorted(set().union(*rows.values()), key=lambda cause: -sum(row[cause] for row in rows.values()))
+    causes = sorted(set().union(*rows.values()), key=lambda cause: (-sum(row[cause] for row in rows.values()), cause))
     table = [(cause, *(row[cause] or "" for row in rows.values())) for cause in causes]
     table += [("**pass**", *(each["tests"] - len(each["failed"]) for each in layouts.values()))]
     table += [("of", *(each["tests"] for each in layouts.values()))]
