@@ -30,14 +30,17 @@ _AVERAGES = (
     "training (lightning_parallel.checkpoint.read_full), or use DataParallelStrategy or strategy='ddp'"
 )
 # Subclasses too: EMAWeightAveraging is a WeightAveraging.
-IN_PARTS: Reasons = (
-    (WeightAveraging, _AVERAGES),
-    (StochasticWeightAveraging, _AVERAGES),
+ON_SEVERAL_RANKS: Reasons = (
     (
         BatchSizeFinder,
         "it goes on after one rank has run out of memory, while the other ranks wait for that one. Set the batch size "
         "by hand",
     ),
+)
+IN_PARTS: Reasons = (
+    *ON_SEVERAL_RANKS,
+    (WeightAveraging, _AVERAGES),
+    (StochasticWeightAveraging, _AVERAGES),
     (
         ModelPruning,
         "it ranks the values of whole parameters, of which a rank holds a part. Prune a checkpoint after training, or "

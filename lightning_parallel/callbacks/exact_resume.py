@@ -160,6 +160,11 @@ class ExactResume(Callback):
         if not saved:
             return
         trainer.callback_metrics.update(saved["metrics"])
+        if trainer.strategy.restore_checkpoint_after_setup:
+            # Lightning has asked timers in on_fit_start, before the strategy had read how much of their time is over.
+            for timer in callbacks_of(trainer):
+                if isinstance(timer, Timer):
+                    timer.on_fit_start(trainer)
         if saved["should_stop"]:
             rank_zero_info(
                 "The run was saved when something, such as EarlyStopping, had set trainer.should_stop: it ends as it "
@@ -176,6 +181,9 @@ class ExactResume(Callback):
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         self._saved = {}
         self._put_back()  # or the next run of this Trainer would go on as this one
+        if getattr(trainer.strategy, "saves_as_lightning", False):
+            # Lightning tells the strategy last. The callbacks that save come after this one, and are to save alone.
+            trainer.strategy.on_exception(exception)
 
     @override
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

@@ -8,6 +8,7 @@ single process can be loaded too; each rank takes its part of it.
 from __future__ import annotations
 
 import io
+import time
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
@@ -169,8 +170,10 @@ class Checkpoints:
         """
         save_as_given(checkpoint, module)
         if file is not None and self.as_lightning:
-            content = checkpoint if module.trainer.is_global_zero else {}
-            first = partial(file, _written_and_read(content) if copied else content)
+            if not module.trainer.is_global_zero:
+                # After an error each rank is alone, and would be the first one.
+                return partial(decided_by_first, decide=partial(_await_first, Path(path)))
+            first = partial(file, _written_and_read(checkpoint) if copied else checkpoint)
             return partial(decided_by_first, decide=first)
         state_dict = checkpoint["state_dict"]
         refuse_others(state_dict, module, "on_save_checkpoint sets checkpoint['state_dict']")
@@ -307,3 +310,11 @@ def _share(tensor: Tensor, other: Tensor) -> bool:
     """Is one the other, or a view of it?"""
     memory = memory_of(tensor.local if isinstance(tensor, Slices) else tensor)
     return memory != 0 and memory == memory_of(other)
+
+
+def _await_first(path: Path) -> None:
+    """After an error, wait until the first rank has saved, so that a script that goes on finds the file. That rank may
+    have gone, or saved under another name: so not for long."""
+    end = time.monotonic() + 5
+    while not path.exists() and time.monotonic() < end:
+        time.sleep(0.01)

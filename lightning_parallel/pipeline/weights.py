@@ -44,13 +44,8 @@ class CurrentWeights:
     reading = None  # updates aren't counted
 
     def __init__(self, module: nn.Module) -> None:
-        # Where modules keep their parameters, not the parameters: gathering replaces them.
-        self._slots = [
-            (parameters_of(submodule), key)
-            for submodule in module.modules()
-            for key, parameter in parameters_of(submodule).items()
-            if parameter is not None and not isinstance(parameter, AbsentTensor)
-        ]
+        # Where modules keep their parameters, not the parameters: gathering replaces them, and pruning renames them.
+        self._stores = [store for each in module.modules() if (store := parameters_of(each))]
 
     def forward(self, step: Callable[[], Any]) -> tuple[Any, None]:
         """Run ``step`` with the weights that a forward starting now uses. Returns its result, and a token for the
@@ -60,8 +55,9 @@ class CurrentWeights:
     def backward(self, token: None, loss: BatchLoss | None = None) -> AbstractContextManager[None]:
         """A context for the backward, or for one of its halves, of the forward that returned ``token``. ``loss`` is the
         whole batch's."""
-        leaves = (store[key] for store, key in self._slots)
-        return gradients_apart({id(leaf): leaf for leaf in leaves if leaf is not None}.values())
+        slots = (parameter for store in self._stores for parameter in store.values())
+        here = (each for each in slots if each is not None and not isinstance(each, AbsentTensor))
+        return gradients_apart({id(parameter): parameter for parameter in here}.values())
 
     second_half = backward
 

@@ -30,6 +30,7 @@ from typing_extensions import override
 
 from lightning_parallel.callbacks.defaults import (
     IN_PARTS,
+    ON_SEVERAL_RANKS,
     Reasons,
     bring_along,
     refuse_callbacks,
@@ -95,7 +96,6 @@ class LayoutStrategy(ParallelStrategy):
     """Base of the strategies that run a process on each device. ``axes`` are the sizes that the user gave, by name of
     the axis."""
 
-    refused_callbacks: Reasons = IN_PARTS
     calls_configure_part = False  # is a module's configure_part called (set_up/part_of_model.py)?
     run: Run  # from `prepare` on
     # From `hold` on: this rank's parameters and buffers, its replica beside the others, and what saves and loads them.
@@ -218,6 +218,12 @@ class LayoutStrategy(ParallelStrategy):
         """Are checkpoints saved and loaded as by Lightning's own strategies, without the states of generators?"""
         return self.holds_all and self.options.checkpoint != "directory"
 
+    @property
+    def refused_callbacks(self) -> Reasons:
+        """Callbacks that several ranks refuse. Where each holds all of the model, most work as under DDP; but a
+        checkpoint in parts has the names and groups of the start, which they change."""
+        return ON_SEVERAL_RANKS if self.saves_as_lightning else IN_PARTS
+
     # -- launch --------------------------------------------------------------------------------------------------
 
     def make_launcher(self) -> Any:
@@ -298,7 +304,7 @@ class LayoutStrategy(ParallelStrategy):
         is_alone = self.layout.world_size == 1
         if not is_alone:
             refuse_callbacks(callbacks_of(trainer), self.refused_callbacks, type(self).__name__)
-            if run.trains:
+            if run.trains and not self.saves_as_lightning:
                 refuse_saves_after_errors(callbacks_of(trainer))
         if run.trains:
             refuse_hooks_of_parameters(run.module)
@@ -498,7 +504,7 @@ class LayoutStrategy(ParallelStrategy):
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The module's ``state_dict()``, of which each rank has its part; :meth:`save_checkpoint` joins the parts. It
         is the first call of a save, on all ranks."""
-        if self.layout.world_size == 1 and not self._holds_part:  # `trainer.strategy.connect(module)`, and no run
+        if not self._holds_part:  # `trainer.strategy.connect(module)`, and no run
             return super().lightning_module_state_dict()
         self.drain()
         if self._joined is not None:
@@ -515,7 +521,7 @@ class LayoutStrategy(ParallelStrategy):
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
     ) -> None:
         """Write a directory with every rank's part, or a file. All ranks call it."""
-        if self.layout.world_size == 1 and not self._holds_part:
+        if not self._holds_part:
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
         self.checkpoints.save(checkpoint, filepath, self.run.module, self.optimizers, storage_options)
@@ -591,13 +597,13 @@ class LayoutStrategy(ParallelStrategy):
 
     @override
     def on_exception(self, exception: BaseException) -> None:
-        """Save nothing any more, and close the connections. When this process ends, the other ranks notice it
-        (:func:`.process_group.close` says when)."""
+        """Close the connections, and save nothing any more that would need other ranks. When this process ends, they
+        notice it (:func:`.process_group.close` says when)."""
         if self._joined is not None:
             explain(exception, self.layout)
         if self._watch is not None:
             self._watch.close()
-        if self._holds_part and not (self.saves_as_lightning and self.layout.world_size == 1):
+        if self._holds_part and not self.saves_as_lightning:
             self.checkpoints.have_failed = True
         if self._background is not None:
             try:

@@ -149,8 +149,8 @@ class FullyShardedStrategy(LayoutStrategy):
     def _fully_shard(self, module: pl.LightningModule) -> None:
         if any(isinstance(parameter, DTensor) for parameter in module.parameters()):
             raise ValueError(
-                "The module's parameters are fully sharded already, by another Trainer or by you. Build a new module "
-                "for this Trainer, and load its weights from a checkpoint."
+                "The module's parameters are fully sharded already, by another Trainer, before an error, or by you. "
+                "Build a new module for this Trainer, and load its weights from a checkpoint."
             )
         manual = not module.automatic_optimization
         units = find_units(module, self.options.units, manual=manual)
@@ -295,6 +295,11 @@ class FullyShardedStrategy(LayoutStrategy):
             unit.reshard()
 
     # -- the end -------------------------------------------------------------------------------------------------
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        self._fully_sharded = None  # over groups that are closed now
+        super().on_exception(exception)
 
     @override
     def teardown(self) -> None:

@@ -93,7 +93,7 @@ class AsyncPipelineStrategy(StagedStrategy):
     stages would make them wait for each other.
     """
 
-    refused_callbacks = ASYNCHRONOUS
+    refused_callbacks = ASYNCHRONOUS  # type: ignore[assignment]  # also on one stage
     gradients_on_parameters = False  # they grow on the leaves of versions, which come and go
     keep_together = True  # a copy on another stage is updated at another time
     training: AsynchronousTraining  # this stage's updates, from set-up on

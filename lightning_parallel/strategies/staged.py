@@ -29,7 +29,7 @@ from torch.autograd.graph import GradientEdge
 from typing_extensions import override
 
 from lightning_parallel.absent.tensor import AbsentTensor
-from lightning_parallel.callbacks.defaults import IN_STAGES
+from lightning_parallel.callbacks.defaults import IN_STAGES, Reasons
 from lightning_parallel.callbacks.performance_monitor import StageFigures
 from lightning_parallel.callbacks.start_table import Holding
 from lightning_parallel.checks.manual import SEVERAL_OPTIMIZERS, refuse_manual_optimization
@@ -72,7 +72,6 @@ class StagedStrategy(LayoutStrategy):
     """Base of the synchronous and the asynchronous pipeline."""
 
     options: StagedOptions
-    refused_callbacks = IN_STAGES
     calls_configure_part = True
     gradients_on_parameters = True  # do backwards add to `p.grad`?
     keep_together = False  # has one stage to hold all of a unit, where a cut allows it?
@@ -94,6 +93,11 @@ class StagedStrategy(LayoutStrategy):
         """What runs batches, from set-up to the end of the run."""
         assert self._at_work is not None, "made in Trainer.fit, validate, test and predict"
         return self._at_work
+
+    @property
+    @override
+    def refused_callbacks(self) -> Reasons:
+        return super().refused_callbacks if self.saves_as_lightning else IN_STAGES
 
     @property
     def is_one_process(self) -> bool:

@@ -49,17 +49,21 @@ class Learned(ALL["ShardableLlama"]):  # type: ignore[misc]
     lr, batch_size = 1e-2, 8
 
     def train_dataloader(self) -> Any:
-        return self.loader(False, self.batch_size, 16)
+        replicas = getattr(self.trainer.strategy, "is_distributed", False)
+        share = self.trainer.distributed_sampler_kwargs if replicas else None
+        return self.loader(False, self.batch_size, 16, share)
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD([each for each in self.parameters() if each.requires_grad], lr=self.lr)
 
 
-def fit(callback: str, strategy: str, **given: Any) -> tuple[Report, float]:
+def fit(callback: str, strategy: str, options: dict[str, Any] | None = None, **given: Any) -> tuple[Report, float]:
     torch.set_default_dtype(torch.float64)
     module, report = Learned(), Report()
     callbacks: list[Callback] = [MAKE[callback]()]
-    trainer = make_trainer(strategy, callbacks, {}, max_epochs=20, **given)
+    options = options or {}
+    module.batch_size //= options.get("data_parallel", 1)
+    trainer = make_trainer(strategy, callbacks, options, max_epochs=20, **given)
     trainer.fit(module)
     report.weights = {name: complete(p.detach()) for name, p in here(module).items()}
     report.shards = trainer.strategy.local_model.shards if strategy not in ("single", "data") else {}  # type: ignore[attr-defined]
@@ -91,6 +95,15 @@ def test_what_works_has_the_numbers_of_one_process(pool: WorkerPool, callback: s
     assert (rate != Learned.lr) == (callback == "LearningRateFinder")
     assert [found for _, found in results] == [rate] * ranks
     assert largest_difference(joined([report for report, _ in results], "weights"), whole.weights) < 1e-10
+
+
+@pytest.mark.parametrize(
+    "callback", ["Unfreezes", "Prunes", *thorough("EMAWeightAveraging", "StochasticWeightAveraging")]
+)
+def test_on_replicas_which_hold_the_whole_model_all_work(pool: WorkerPool, callback: str) -> None:
+    [(whole, _)] = pool.run(fit, 1, callback, "single", init=False)
+    for report, _ in pool.run(fit, 2, callback, "sync", {"stages": 1, "data_parallel": 2}, init=False):
+        assert largest_difference(report.weights, whole.weights) < 1e-10
 
 
 @pytest.mark.parametrize("strategy", ["sync", *thorough("tensor")])

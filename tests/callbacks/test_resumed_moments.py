@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -337,6 +338,20 @@ def test_a_run_that_ended_by_its_time_goes_on_with_more(tmp_path: Path) -> None:
     run(None, tmp_path, "on_train_batch_end", few)
     rest, *rest_end = run(tmp_path / "7.ckpt", None, "", many)
     assert (rest, rest_end) == (whole[-len(rest) :], end) and sum(event[0] == "batch" for event in rest) == 10
+
+
+class Over(Timer):
+    def state_dict(self) -> dict[str, Any]:
+        return {"time_elapsed": {"train": 1000.0}}
+
+
+def test_a_run_whose_time_was_over_trains_no_more(tmp_path: Path) -> None:
+    whole = {"callbacks": lambda: [Over(timedelta(seconds=10000))]}
+    over = {"callbacks": lambda: [Over(timedelta(seconds=100))]}
+    in_parts = partial(lp.PipelineStrategy, checkpoint="directory")
+    run(None, tmp_path, "on_train_batch_end", whole, in_parts())
+    events, *_ = run(tmp_path / "7.ckpt", None, "", over, in_parts())
+    assert not [event for event in events if event[0] == "batch"]
 
 
 def parallel(layers: list[str] | None, folder: Path, hook: str, resumed: int | None) -> Any:

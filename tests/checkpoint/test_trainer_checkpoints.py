@@ -185,10 +185,18 @@ def test_what_modules_keep_besides_tensors_is_saved_and_opens_everywhere(pool: W
     assert Counting.load_from_checkpoint(tmp_path / "sync.ckpt").last.calls == 18
 
 
-def test_a_module_that_has_not_run_is_saved_as_by_lightning(tmp_path: Path) -> None:
+def save_unrun(strategy: str, ranks: int, path: Path) -> None:
     module = ALL["LeNet"]()
-    trainer = L.Trainer(accelerator="cpu", devices=1, strategy=STRATEGIES["sync"](), logger=False)
+    trainer = L.Trainer(accelerator="cpu", devices=ranks, strategy=STRATEGIES[strategy](), logger=False)
     trainer.strategy.connect(module)
-    trainer.save_checkpoint(tmp_path / "begin.ckpt")
-    saved = torch.load(tmp_path / "begin.ckpt", weights_only=True)["state_dict"]
-    assert saved.keys() == module.state_dict().keys()
+    trainer.save_checkpoint(path)
+    if trainer.is_global_zero:
+        saved = torch.load(path, weights_only=True)["state_dict"]
+        assert saved.keys() == module.state_dict().keys()
+
+
+@pytest.mark.parametrize(("strategy", "ranks"), [("sync", 1), ("fsdp", 2)])
+def test_a_module_that_has_not_run_is_saved_as_by_lightning(
+    pool: WorkerPool, tmp_path: Path, strategy: str, ranks: int
+) -> None:
+    pool.run(save_unrun, ranks, strategy, ranks, tmp_path / "begin.ckpt", init=False)

@@ -17,7 +17,6 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from tests.lightning_suite.pairs import run_in_pairs
 from tests.lightning_suite.plugin import LAYOUTS
 
 PARTS = "callbacks trainer/logging_ loops models/test_hooks.py checkpointing tuner"
@@ -29,13 +28,24 @@ BEGIN, END = "<!-- lightning-tests -->\n", "<!-- /lightning-tests -->"
 CAUSES = (
     ("IsADirectoryError|trainer.pt|NotADirectory", "A checkpoint is a folder, which `torch.load` doesn't open"),
     ("can't be used under", "A callback of Lightning's is refused (Callbacks, above)"),
+    ("can't save: after an error", "A save after an error is refused where ranks hold parts (Callbacks, above)"),
+    ("parameter groups, but", "A checkpoint in parts is not resumed with a callback that adds parameter groups"),
     ("automatic_optimization=False", "Pipelines refuse manual optimization"),
-    ("dataloader_iter", "Pipelines refuse `training_step(dataloader_iter)`"),
+    ("dataloader_iter", "A step that takes `dataloader_iter` is refused"),
     ("backward is overridden", "Pipelines refuse an overridden `backward`"),
     ("returned no loss|has no gradient", "A pipeline can't skip a batch: a step must return a loss with a gradient"),
-    ("holds no tensor that could be split|can't be joined", "`dp` splits batches, and joins what replicas return"),
-    ("Can't pickle|cannot pickle", "A Trainer that has run can't be pickled"),
-    ("has no setter|object has no attribute|^assert|AssertionError", "The test looks inside, or counts what differs"),
+    (
+        "holds no tensor that could be split|can't be joined|never called self",
+        "`dp` splits batches, and joins what replicas return",
+    ),
+    ("sharded already", "A fully sharded module is not trained by a second Trainer, or after an error"),
+    ("since its Trainer ran|Tensor and DTensor", "After a run, the test reads or calls what is in parts"),
+    ("pickle", "A Trainer that has run can't be pickled, nor can a module in parts"),
+    ("Caught Empty", "A stream whose iterator can't be made twice is resumed at the end of an epoch"),
+    (
+        "has no setter|has no attribute|AssertionError|DID NOT|not been init",
+        "The test looks inside, or counts what differs",
+    ),
     ("Timeout", "The test took longer than its limit"),
 )
 
@@ -50,17 +60,16 @@ def outcomes(tests: Path, layout: str, jobs: int, only: list[str], file: Path, a
     done.write_text("".join(f"{test}\n" for test in read(file)))
     with tempfile.TemporaryDirectory() as scratch:
         (Path(scratch) / "pytest.ini").write_text("[pytest]\nxfail_strict = true\n")
-        arguments = ["-c", f"{scratch}/pytest.ini", "--rootdir", str(tests.parent), "-q", "--tb=no"]
-        arguments += ["-p", "no:cacheprovider", "-p", "tests.lightning_suite.plugin", "--layout", layout]
+        command = [sys.executable, "-m", "pytest", "-c", f"{scratch}/pytest.ini", "--rootdir", str(tests.parent)]
+        command += ["-q", "--tb=no", "-p", "no:cacheprovider", "-p", "tests.lightning_suite.plugin"]
+        command += ["--layout", layout, "--outcomes", str(file), "--without", str(done)]
         if LAYOUTS[layout].ranks > 1:
-            wanted = (among.read_text() if among else "").splitlines()
-            has_run = read(file)
-            run_in_pairs([test for test in wanted if test not in has_run], tests.parent, arguments, file)
-            return read(file)
-        command = [sys.executable, "-m", "pytest", *arguments, "--outcomes", str(file), "--timeout=120"]
-        command += [f"--basetemp={scratch}/temp", "-n", str(jobs), "--without", str(done)]
+            command += ["--pairs", str(jobs), "--capture=sys"]  # in memory, of which each rank gets a copy
+        else:
+            command += [f"--basetemp={scratch}/temp", "-n", str(jobs), "--timeout=120"]
         command += ["--among", str(among)] if among else []
-        subprocess.run([*command, *(str(tests / part) for part in only)], check=False)  # some tests fail
+        command += [str(tests / part) for part in only]
+        subprocess.run(command, check=False)  # some tests fail
     return read(file)
 
 
@@ -78,22 +87,27 @@ def that_count(beside: Outcomes) -> list[str]:
     return [test for test, (takes_part, passed, _) in beside.items() if takes_part and passed]
 
 
-def record(found: dict[str, Outcomes], layouts: list[str]) -> dict[str, Any]:
-    """For ``recorded.json``: of each layout, how many tests count, and which of them fail."""
-    kept: dict[str, Any] = {"lightning": version("lightning")}
+def record(found: dict[str, Outcomes], layouts: list[str], earlier: dict[str, Any]) -> dict[str, Any]:
+    """For ``recorded.json``: of each layout, how many tests count, and which of them fail.
+
+    Args:
+        earlier: what the file holds. Of the same Lightning, its other layouts are kept.
+    """
+    this = {"lightning": version("lightning")}
+    kept: dict[str, Any] = dict(earlier) if this.items() <= earlier.items() else {}
     for layout in layouts:
         counted = that_count(found[LAYOUTS[layout].beside])
         ends = {test: found[layout].get(test, (True, False, "not run")) for test in counted}
         failed = {test: cause or "skipped" for test, (_, passed, cause) in ends.items() if not passed}
         kept[layout] = {"tests": len(counted), "failed": failed}
-    return kept
+    return this | {layout: kept[layout] for layout in LAYOUTS if layout in kept}
 
 
 def section(kept: dict[str, Any]) -> str:
     """The page's table: for each cause and layout, how many tests fail of it."""
     layouts = {name: each for name, each in kept.items() if name in LAYOUTS}
     rows = {name: Counter(_cause(cause) for cause in each["failed"].values()) for name, each in layouts.items()}
-    causes = sorted(set().union(*rows.values()), key=lambda cause: -sum(row[cause] for row in rows.values()))
+    causes = sorted(set().union(*rows.values()), key=lambda cause: (-sum(row[cause] for row in rows.values()), cause))
     table = [(cause, *(row[cause] or "" for row in rows.values())) for cause in causes]
     table += [("**pass**", *(each["tests"] - len(each["failed"]) for each in layouts.values()))]
     table += [("of", *(each["tests"] for each in layouts.values()))]
@@ -124,7 +138,8 @@ def main() -> None:
         among.write_text("".join(f"{test}\n" for test in that_count(beside)))
         found[layout] = outcomes(given.tests.resolve(), layout, given.jobs, given.only, file, among if beside else None)
     references = {layout.beside for layout in LAYOUTS.values()}
-    kept = record(found, [layout for layout in given.layouts if layout not in references])
+    layouts = [layout for layout in given.layouts if layout not in references]
+    kept = record(found, layouts, json.loads(RECORD.read_text()))
     RECORD.write_text(json.dumps(kept, indent=1) + "\n")
     before, rest = PAGE.read_text().split(BEGIN)
     PAGE.write_text(before + BEGIN + section(kept) + END + rest.split(END)[1])

@@ -22,6 +22,7 @@ import pytest
 from lightning.pytorch.strategies import DDPStrategy, Strategy
 
 import lightning_parallel as lp
+from tests.lightning_suite.pairs import SHARED, run_in_pairs
 
 
 @dataclass(frozen=True)
@@ -47,10 +48,9 @@ LAYOUTS = {
     "data_parallel": Layout(lp.DataParallelStrategy),
     "ddp x 2": Layout(DDPStrategy, 2),  # Lightning's own
     "pipeline x 2": Layout(partial(lp.PipelineStrategy, stages=1, data_parallel=2), 2, "ddp x 2"),
-    "tensor x 2": Layout(partial(lp.TensorParallelStrategy, tensor_parallel=2, plan="none"), 2),
+    "tensor x 2": Layout(partial(lp.TensorParallelStrategy, tensor_parallel=2, plan="none"), 2, "ddp x 2"),
     "fully_sharded x 2": Layout(lp.FullyShardedStrategy, 2, "ddp x 2"),
 }
-SHARED = "LIGHTNING_SUITE_FILES"  # an environment variable: the folder of a test's files, of both ranks
 _TAKES_PART = pytest.StashKey[bool]()  # by test: was a Trainer made for the layout?
 _HERE = Path(lp.__file__).parent
 
@@ -60,6 +60,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--outcomes", type=Path, required=True, help="a file that gets a line of JSON for each report")
     parser.addoption("--among", type=Path, help="a file with the names of the tests that may run")
     parser.addoption("--without", type=Path, help="a file with the names of others")
+    parser.addoption("--pairs", type=int, default=1, help="tests at once, where a layout has two ranks")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -73,6 +74,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items[:] = [
         item for item in items if (among is None or item.nodeid in among) and item.nodeid not in (without or ())
     ]
+
+
+@pytest.hookimpl
+def pytest_runtestloop(session: pytest.Session) -> bool | None:
+    if LAYOUTS[session.config.getoption("layout")].ranks == 1:
+        return None  # pytest's own loop
+    run_in_pairs(session.items, session.config.getoption("outcomes"), session.config.getoption("pairs"))
+    return True
 
 
 @pytest.fixture
@@ -116,24 +125,26 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
 class _Writer:
     """In the process that gets the reports of all workers."""
 
-    def __init__(self, file: Path) -> None:
-        self._file = file
+    def __init__(self, config: pytest.Config) -> None:
+        self._config = config
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         takes_part, cause = dict(report.user_properties)["outcome"]  # type: ignore[misc]
-        with self._file.open("a") as file:
+        with self._config.getoption("outcomes").open("a") as file:
             print(json.dumps([report.nodeid, report.outcome, takes_part, cause]), file=file)
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
     if not hasattr(session.config, "workerinput"):
-        session.config.pluginmanager.register(_Writer(session.config.getoption("outcomes")))
+        session.config.pluginmanager.register(_Writer(session.config))
 
 
 def _cause(error: BaseException) -> str:
-    """The error's class and first line, and the function of the library that it passed last."""
+    """The error's class and first lines, and the function of the library that it passed last."""
     passed = traceback.extract_tb(error.__traceback__)
     frames = [frame for frame in passed if Path(frame.filename).is_relative_to(_HERE)]
     where = f" [{Path(frames[-1].filename).relative_to(_HERE)} {frames[-1].name}]" if frames else ""
-    first = (str(error).strip().splitlines() or [""])[0]
-    return f"{type(error).__name__}: {first[:160]}{where}"
+    first = " ".join(
+        line.strip() for line in str(error).strip().splitlines()[:3]
+    )  # pytest.raises has what it got there
+    return f"{type(error).__name__}: {first[:240]}{where}"

@@ -3,13 +3,13 @@ waits for one that has failed."""
 
 from __future__ import annotations
 
-import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 
-from tests.lightning_suite.__main__ import outcomes, read, record, section, that_count
+from tests.lightning_suite.__main__ import outcomes, record, section, that_count
 
 TESTS = """
 import os
@@ -44,12 +44,10 @@ def test_a_test_has_to_pass_on_both_ranks(tmp_path: Path) -> None:
     counted = that_count(single)
     assert [test.rpartition("::")[2] for test in counted] == ["test_equal", "test_on_one_rank"]
     among.write_text("\n".join(counted))
-    # From a process without threads: this one may be a worker of pytest's, which has some.
-    code = "import sys; from pathlib import Path; from tests.lightning_suite.__main__ import outcomes; "
-    code += "outcomes(Path(sys.argv[1]), 'tensor x 2', 0, [], Path(sys.argv[2]), Path(sys.argv[3]))"
-    subprocess.run([sys.executable, "-c", code, folder, tmp_path / "two.jsonl", among], check=True)
-    found = {"single": single, "tensor x 2": read(tmp_path / "two.jsonl")}
-    assert [passed for _, passed, _ in found["tensor x 2"].values()] == [True, False]
-    kept = record(found, ["tensor x 2"])
+    two = outcomes(folder, "tensor x 2", 2, ["."], tmp_path / "two.jsonl", among)
+    found = {"ddp x 2": single, "tensor x 2": two}  # in the place of DDP's outcomes: which tests count is shown above
+    assert [passed for _, passed, _ in two.values()] == [True, False]
+    kept = record(found, ["tensor x 2"], {"lightning": version("lightning"), "pipeline": {"tests": 3, "failed": {}}})
     assert kept["tensor x 2"]["tests"] == 2 and len(kept["tensor x 2"]["failed"]) == 1
-    assert "| of | 2 |" in section(kept)
+    assert "| of | 3 | 2 |" in section(kept)
+    assert [*record(found, ["tensor x 2"], {"lightning": "1.0", "pipeline": {}})] == ["lightning", "tensor x 2"]

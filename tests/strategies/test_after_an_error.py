@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import subprocess
@@ -13,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import Tensor
 
@@ -44,6 +46,47 @@ class Fails(Mixed):
         if batch_idx == 1 and rank_zero_only.rank in self.ranks:
             raise ValueError("no luck")
         return super().training_step(batch, batch_idx)
+
+
+class FailsOnOne(Fails):
+    ranks = (1,)
+
+
+class FailsOnFirst(Fails):
+    ranks = (0,)
+
+
+REPLICAS = {"stages": 1, "data_parallel": 2, "timeout": TIMEOUT}
+
+
+def fail_saving(kind: type[Fails], folder: Path) -> None:
+    keeper = ModelCheckpoint(folder, filename="last", save_on_exception=True)
+    with pytest.raises((ValueError, PeerLostError), match="no luck|broke"):
+        make_trainer("sync", [keeper], REPLICAS, enable_checkpointing=True).fit(kind(), kind.loader())
+
+
+def fail_and_save(kind: type[Fails], folder: Path) -> None:
+    torch.set_default_dtype(torch.float64)
+    begin = time.monotonic()
+    fail_saving(kind, folder)
+    gc.collect()  # the Trainer, or the other rank would wait
+    assert time.monotonic() - begin < TIMEOUT / 2
+
+
+def weights_of_one_step() -> dict[str, Tensor]:
+    torch.set_default_dtype(torch.float64)
+    module = Mixed()
+    make_trainer("sync", [], REPLICAS, max_steps=1).fit(module, Mixed.loader())
+    return {name: parameter.detach() for name, parameter in module.named_parameters()}
+
+
+@pytest.mark.parametrize("kind", [FailsOnFirst, *thorough(FailsOnOne)])
+def test_the_first_of_replicas_saves_alone_after_an_error(pool: WorkerPool, kind: type[Fails], tmp_path: Path) -> None:
+    pool.run(fail_and_save, 2, kind, tmp_path, init=False)
+    saved = torch.load(tmp_path / "last.ckpt", weights_only=False)
+    assert saved["global_step"] == 1
+    for weights in pool.run(weights_of_one_step, 2, init=False):
+        assert largest_difference(weights, {name: saved["state_dict"][name] for name in weights}) == 0
 
 
 def go_on() -> tuple[int, list[str], list[float]]:

@@ -6,6 +6,7 @@ import copy
 import os
 import pickle
 from collections.abc import Iterable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -283,11 +284,25 @@ class Borrowed(Blocks):
         return super().loss(batch) + self.blocks[0].mix.weight.square().sum()
 
 
+class FailsOnce(Blocks):
+    has_failed = False
+
+    def on_train_start(self) -> None:
+        if not self.has_failed:
+            self.has_failed = True
+            raise InterruptedError
+
+
 def refused(model: Any, options: dict[str, Any], trainers: int = 1) -> None:
     torch.set_default_dtype(torch.float64)
     module = model()
     for _ in range(trainers):
-        make_trainer("fsdp", [], options, max_epochs=1).fit(module, module.loader())
+        trainer = make_trainer("fsdp", [], options, max_epochs=1)
+        with suppress(InterruptedError):
+            trainer.fit(module, module.loader())
+            continue
+        os.environ["WORLD_SIZE"] = "2"  # a Trainer that ends deletes it
+        trainer.fit(module, module.loader())
 
 
 @pytest.mark.parametrize(("arguments", "words"), [
@@ -296,6 +311,7 @@ def refused(model: Any, options: dict[str, Any], trainers: int = 1) -> None:
     ((Borrowed, {}), ["while it was sharded", "by default the layers of lists are units", "strategy='ddp'"]),
     ((Blocks, {"data_parallel": 3}), ["data 3", "devices"]),
     ((Blocks, {}, 2), ["sharded already", "checkpoint"]),
+    ((FailsOnce, {}), ["sharded already", "error"]),
 ], ids=lambda value: "-".join(value) if isinstance(value, list) else "")  # fmt: skip
 def test_is_refused_in_words(pool: WorkerPool, arguments: tuple[Any, ...], words: list[str]) -> None:
     for error in pool.run(refused, 2, *arguments, init=False, expect_errors=True):
