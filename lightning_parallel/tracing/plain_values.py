@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -15,42 +15,36 @@ OnUse = Callable[[nn.Module, str, bool], None]
 @contextmanager
 def attribute_uses(attributes: Mapping[nn.Module, set[str]], on_use: OnUse) -> Iterator[None]:
     """Inside, ``on_use`` is called before each use of these attributes (their names, by module), with the module, the
-    attribute's name, and whether it is assigned to. Python looks for ``__getattribute__`` on the class, so each module
-    is of a subclass of its class meanwhile."""
-    kinds: list[tuple[nn.Module, type[nn.Module]]] = []
-    try:
-        for part, names in attributes.items():
-            kind = type(part)
-            if isinstance(part, torch.jit.ScriptModule):
-                continue
-            kinds.append((part, kind))
-            part.__class__ = _telling(kind, names, on_use)
+    attribute's name, and whether it is assigned to. Python looks for the methods that read and assign on the class, so
+    they are replaced there, for all objects of it. A new class for the modules might be registered, or refused."""
+    names = {id(part): own for part, own in attributes.items()}  # a metric's hash would read its attributes
+    kinds = {type(part) for part in attributes if not isinstance(part, torch.jit.ScriptModule)}
+    # All of them first: a class may inherit its methods from another one.
+    methods = [(kind, name, method) for kind in kinds for name, method in _telling(kind, names, on_use)]
+    with ExitStack() as put_back:
+        for kind, name, method in methods:
+            if name in vars(kind):
+                put_back.callback(type.__setattr__, kind, name, vars(kind)[name])
+            else:
+                put_back.callback(type.__delattr__, kind, name)
+            type.__setattr__(kind, name, method)
         yield
-    finally:
-        for part, kind in kinds:
-            part.__class__ = kind
 
 
-def _telling(kind: type[nn.Module], names: set[str], on_use: OnUse) -> type[nn.Module]:
+def _telling(kind: type[nn.Module], names: Mapping[int, set[str]], on_use: OnUse) -> Iterator[tuple[str, Any]]:
+    get, assign = kind.__getattribute__, kind.__setattr__
+
+    def tell(part: nn.Module, name: str, assigned: bool) -> None:
+        if type(part) is kind and name in names.get(id(part), ()):  # else a subclass has told
+            on_use(part, name, assigned)
+
     def read(self: nn.Module, name: str) -> Any:
-        if name in names:
-            on_use(self, name, False)
-        return kind.__getattribute__(self, name)
+        tell(self, name, False)
+        return get(self, name)
 
-    def assign(self: nn.Module, name: str, value: Any) -> None:
-        if name in names:
-            on_use(self, name, True)
-        kind.__setattr__(self, name, value)
+    def write(self: nn.Module, name: str, value: Any) -> None:
+        tell(self, name, True)
+        assign(self, name, value)
 
-    methods = {"__getattribute__": read, "__setattr__": assign, "__module__": kind.__module__}
-    # The user's classes aren't told of a subclass: they may register or refuse it. A base set later isn't told.
-    telling: type[nn.Module] = type.__new__(type(kind), kind.__name__, (_Plain,), methods)
-    try:
-        telling.__bases__ = (kind,)
-    except TypeError:  # its objects are laid out otherwise, with slots: then the class is told
-        telling = type(kind)(kind.__name__, (kind,), methods)  # type: ignore[misc]
-    return telling
-
-
-class _Plain(nn.Module):
-    """A class whose objects have the memory layout of other modules."""
+    yield "__getattribute__", read
+    yield "__setattr__", write
