@@ -7,20 +7,25 @@ split, so metrics see what they see in one process; only the batch of a step of 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from itertools import count
 from typing import Any
 
+import torch
+from torch import Tensor, nn
+
 from lightning_parallel.passes import first_pass, passes_of
 from lightning_parallel.pipeline.engine import Engine
 from lightning_parallel.plan.flow import Flow
+from lightning_parallel.private.torch import buffers_of, parameters_of
+from lightning_parallel.ranks.collectives import broadcast_tensors
 from lightning_parallel.ranks.run import Run
 from lightning_parallel.results.last_stage import LastStage
 from lightning_parallel.set_up.dry_runs import DryRuns
 from lightning_parallel.set_up.stages import Stages
 from lightning_parallel.set_up.tensor_shards import TensorShards
-from lightning_parallel.steps.borrowed import borrowed
 from lightning_parallel.steps.earlier_chunks import EarlierChunks
 from lightning_parallel.steps.several_passes import Relay, run_in_passes
 
@@ -59,17 +64,45 @@ class Evaluation:
         # Each loader may have a step of its own.
         trial = partial(self._dry_runs.on_copy, first_pass(step), *args, **kwargs)
         flow = self._dry_runs.follow(f"{kind} {args[2:]}", trial)
-        self._refuse_shards(flow, kind)
-        with borrowed(flow, self._run, self._stages.stage):
+        with self._borrowed({} if flow is None else flow.borrowed, kind):
             return self._run_step(kind, step, flow, args, kwargs)
 
-    def _refuse_shards(self, flow: Flow | None, kind: str) -> None:
-        for name in flow.borrowed if flow is not None else ():
-            if name in self._shards.shards:
-                raise ValueError(
-                    f"{kind} reads '{name}' outside of its layer and on another stage, but each tensor rank holds a "
-                    f"part of it. Leave its layer out of the plan, or read it inside a layer."
-                )
+    # -- parameters and buffers that a step reads on a stage which doesn't hold them -------------------------------
+
+    @contextmanager
+    def _borrowed(self, borrowed: Mapping[str, Sequence[int]], kind: str) -> Iterator[None]:
+        """Inside, stages find the values that they borrow on the module, as a recommender reads all embeddings to rank
+        all items. Their holder lends them for each batch, since hooks may change them in between. All stages call
+        it."""
+        with ExitStack() as put_back:
+            for name, readers in borrowed.items():
+                if name in self._shards.shards:
+                    raise ValueError(
+                        f"{kind} reads '{name}' outside of its layer and on another stage, but each tensor rank holds "
+                        f"a part of it. Leave its layer out of the plan, or read it inside a layer."
+                    )
+                for store, key, value in self._exchanged(name, readers):
+                    put_back.callback(store.__setitem__, key, store[key])
+                    store[key] = value
+            yield
+
+    def _exchanged(self, name: str, readers: Sequence[int]) -> list[tuple[dict[str, Any], str, Tensor]]:
+        """Send the values to the stages that read them, or receive them there: with their places on this module."""
+        run, layout, holder = self._run, self._run.layout, self._stages.stage.partition.holders_of(name)[0]
+        if layout.stage not in (holder, *readers):
+            return []
+        path, _, key = name.rpartition(".")
+        held, reads = getattr(run.module.get_submodule(path), key), layout.stage != holder
+        value = torch.empty(held.shape, dtype=held.dtype, device=held.device) if reads else held.detach()
+        group = run.groups.joining(layout.rank_at(pipeline=each) for each in {holder, *readers})
+        broadcast_tensors([value], layout.rank_at(pipeline=holder), group)
+        if not reads:
+            return []
+        given = nn.Parameter(value, requires_grad=False) if isinstance(held, nn.Parameter) else value
+        stores = (store for part in run.module.modules() for store in (parameters_of(part), buffers_of(part)))
+        return [(store, key, given) for store in stores for key, tensor in store.items() if tensor is held]
+
+    # -- a batch ---------------------------------------------------------------------------------------------------
 
     def _run_step(
         self, kind: str, step: Callable[..., Any], flow: Flow | None, args: tuple[Any, ...], kwargs: dict[str, Any]
