@@ -35,7 +35,7 @@ from lightning_parallel.absent.tensor import AbsentTensor
 from lightning_parallel.gradients.swapping import multiplied
 from lightning_parallel.losses.normaliser import BatchLoss
 from lightning_parallel.pipeline.staleness import Stashing, extrapolate
-from lightning_parallel.private.torch import parameters_of
+from lightning_parallel.private.torch import parameters_of, places_of
 
 
 class CurrentWeights:
@@ -140,14 +140,7 @@ class WeightVersions:
         self._loss = BatchLoss([1])  # of the batch whose backwards run
         self._ended: dict[str, Tensor] = {}  # gradients of the update's batches that have ended
         self.staleness: Counter[int] = Counter()
-        names = {id(parameter): name for name, parameter in parameters.items()}
-        # Every place in the module tree from which a parameter of this stage is read, tied names included.
-        self._slots: list[tuple[dict[str, Any], str, str]] = [
-            (parameters_of(submodule), key, names[id(parameter)])
-            for submodule in module.modules()
-            for key, parameter in parameters_of(submodule).items()
-            if id(parameter) in names
-        ]
+        self._places = places_of(module, {id(parameter): name for name, parameter in parameters.items()})
 
     @property
     def reading(self) -> int:
@@ -185,13 +178,13 @@ class WeightVersions:
 
     @contextmanager
     def _read_from(self, version: Version) -> Iterator[None]:
-        before = [store[key] for store, key, _ in self._slots]
-        for store, key, name in self._slots:
+        before = [store[key] for store, key, _ in self._places]
+        for store, key, name in self._places:
             store[key] = version.leaves[name]
         try:
             yield
         finally:
-            for (store, key, _), parameter in zip(self._slots, before, strict=True):
+            for (store, key, _), parameter in zip(self._places, before, strict=True):
                 store[key] = parameter
 
     # -- gradients -----------------------------------------------------------------------------------------------

@@ -277,6 +277,13 @@ def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
     return module._parameters
 
 
+def places_of(module: nn.Module, names: Mapping[int, str]) -> list[tuple[dict[str, Any], str, str]]:
+    """Every place in a module's tree from which one of these parameters (``names``, by id) is read, tied ones included:
+    the dictionary, the key in it, and the name. Gathering replaces what is there, and so do versions of the weights."""
+    stores = [parameters_of(part) for part in module.modules()]
+    return [(store, key, names[id(each)]) for store in stores for key, each in store.items() if id(each) in names]
+
+
 def buffers_of(module: nn.Module) -> dict[str, Tensor | None]:
     """The dictionary from which a module's own buffers are read."""
     return module._buffers

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from lightning_parallel.absent.tensor import AbsentTensor
 from lightning_parallel.interception import LeaveStep
-from lightning_parallel.private.torch import parameters_of, set_version, version_of
+from lightning_parallel.private.torch import places_of, set_version, version_of
 from lightning_parallel.ranks.writes import digest
 
 _WATCHED = 2  # microbatches of a batch
@@ -40,19 +40,25 @@ _FIX = "Change it in a hook such as on_train_batch_end, or use microbatches=1."
 class _State:
     """The value of a tensor, the memory where it lay, and its version."""
 
+    tensor: Tensor
     value: Tensor
     memory: Tensor
     version: int
 
     @classmethod
     def of(cls, tensor: Tensor) -> _State:
-        return cls(tensor.detach().clone(), tensor.data, version_of(tensor))
+        return cls(tensor, tensor.detach().clone(), tensor.data, version_of(tensor))
 
-    def put_into(self, tensor: Tensor) -> None:
-        if tensor.data_ptr() != self.memory.data_ptr():
-            tensor.data = self.memory  # the step has replaced it, and an earlier microbatch's backward may read that
-        tensor.data.copy_(self.value)  # .data counts no version up
-        set_version(tensor, self.version)
+    @property
+    def holds(self) -> bool:
+        """Has the tensor this value?"""
+        return torch.equal(self.tensor, self.value)
+
+    def put_back(self) -> None:
+        if self.tensor.data_ptr() != self.memory.data_ptr():
+            self.tensor.data = self.memory  # replaced by the step; an earlier microbatch's backward may read that
+        self.tensor.data.copy_(self.value)  # .data counts no version up
+        set_version(self.tensor, self.version)
 
 
 class StepChanges:
@@ -68,17 +74,11 @@ class StepChanges:
     def __init__(self, module: nn.Module, shared: Collection[str] = ()) -> None:
         self._module, self._shared = module, shared
         self.known: list[str] = []
-        self._changing: dict[str, Tensor] = {}  # those of them that are on this stage
-        self._before: dict[str, _State] = {}  # their states before the first run
-        self._after: dict[str, _State] = {}  # and after the first run that has changed them
-        names = {id(parameter): name for name, parameter in module.named_parameters()}
-        # Where modules keep their parameters: gathering replaces them, and so does another version of the weights.
-        self._slots = [
-            (parameters_of(submodule), key, names[id(parameter)])
-            for submodule in module.modules()
-            for key, parameter in parameters_of(submodule).items()
-            if parameter is not None
-        ]
+        # Of those of them that are on this stage, their states before the first run, and after the first that has
+        # changed them.
+        self._before: dict[str, _State] = {}
+        self._after: dict[str, _State] = {}
+        self._places = places_of(module, {id(parameter): name for name, parameter in module.named_parameters()})
         self._is_watched = False  # does a batch take several runs?
         self._must_all_change = False  # would each microbatch's run have to make a change?
         self._written: set[str] = set()  # by exactly one run of this batch so far
@@ -98,11 +98,11 @@ class StepChanges:
             )
         self.known, self._written = sorted(known), set()
         self._is_watched, self._must_all_change = microbatches * chunks > 1, microbatches > 1 and chunks == 1
-        self._changing, self._before, self._after = {}, {}, {}
+        self._before, self._after = {}, {}
         if known and self._is_watched:
             tensors = dict(self._module.named_parameters()) | dict(self._module.named_buffers())
-            self._changing = {name: tensors[name] for name in known if not isinstance(tensors[name], AbsentTensor)}
-            self._before = {name: _State.of(tensor) for name, tensor in self._changing.items()}
+            here = {name: tensors[name] for name in known if not isinstance(tensors[name], AbsentTensor)}
+            self._before = {name: _State.of(tensor) for name, tensor in here.items()}
 
     @contextmanager
     def around_run(self, index: int) -> Iterator[None]:
@@ -112,8 +112,8 @@ class StepChanges:
             RuntimeError: a layer has changed a buffer that other stages read; a second run has changed a parameter; or
                 a run has changed a tensor that is known to change to something else than the first run.
         """
-        for name, before in self._before.items():
-            before.put_into(self._changing[name])
+        for before in self._before.values():
+            before.put_back()
         buffers = self._buffers()
         parameters = self._parameters() if self._is_watched and index < _WATCHED else {}
         values = {name: digest(parameters[name][0]) for name in self._written if name in parameters}
@@ -132,7 +132,7 @@ class StepChanges:
 
     def _parameters(self) -> dict[str, tuple[Tensor, int, int]]:
         """The parameters that mustn't change, with their addresses and versions."""
-        found = ((name, store.get(key)) for store, key, name in self._slots)
+        found = ((name, store.get(key)) for store, key, name in self._places)
         return {
             name: (parameter, parameter.data_ptr(), version_of(parameter))
             for name, parameter in found
@@ -169,14 +169,13 @@ class StepChanges:
                     f"each microbatch, and would change it each time. {_FIX}"
                 )
         for name, before in self._before.items():
-            tensor = self._changing[name]
-            if torch.equal(tensor, before.value):
-                # Left before the change, for an earlier chunk, whose backward may read what other runs leave.
-                if name in self._after:
-                    self._after[name].put_into(tensor)
-            elif name not in self._after:
-                self._after[name] = _State.of(tensor)
-            elif not torch.equal(tensor, self._after[name].value):
+            after = self._after.get(name)
+            if before.holds:  # left before the change, for an earlier chunk
+                if after is not None:  # whose backward may read what other runs leave
+                    after.put_back()
+            elif after is None:
+                self._after[name] = _State.of(before.tensor)
+            elif not after.holds:
                 raise RuntimeError(
                     f"training_step changes '{name}' by what is in the batch. It is called for each microbatch, and "
                     f"changes it otherwise in each: use microbatches=1."

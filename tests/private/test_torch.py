@@ -51,6 +51,7 @@ ELSEWHERE = {
     "makes_memory": "test_disk_offload.py",
     "is_zero_tensor": "test_disk_offload.py",
     **dict.fromkeys(("parameters_of", "buffers_of", "modules_of"), "test_local_replicas.py"),
+    "places_of": "pipeline/test_weights.py",
     "shallow_copy": "test_local_replicas.py",
     "is_compiled": "test_local_replicas.py",
     "has_hooks": "tensor/test_linear.py",
