@@ -129,25 +129,18 @@ class StateKept:
 
     def written(self) -> Iterator[AbsentTensor]:
         """The absent tensors that have been stored there so far."""
-        for container, held, looked_at in self._containers:
-            if looked_at and (now := self._changed(container, held)) is not None:
-                before = {id(item) for item in _items(held)}
-                new = [item for item in _items(now) if id(item) not in before]
-                yield from (leaf for leaf in tree_leaves(new) if isinstance(leaf, AbsentTensor))
+        for _, held, now in self._changed(of_apart=False):
+            before = {id(item) for item in _items(held)}
+            new = [item for item in _items(now) if id(item) not in before]
+            yield from (leaf for leaf in tree_leaves(new) if isinstance(leaf, AbsentTensor))
 
     def written_plainly(self) -> dict[nn.Module, set[str]]:
         """For each part, the attributes that have changed and hold no absent tensors, such as numbers. Left out are, of
         parts in ``apart``, what several of them share; and of the others the state of metrics, and what has the same
         value again."""
-        replaced: dict[int, tuple[_Held, _Held, bool]] = {}  # containers, with what they held and hold, by their ids
-        for each, held, looked_at in self._containers:
-            if (now := self._changed(each, held)) is not None:
-                replaced[id(each)] = held, now, looked_at
-        changed = {
-            key
-            for key, (held, now, looked_at) in replaced.items()
-            if looked_at or not _holds_same(held, now, replaced.keys())
-        }
+        replaced = {id(each): (held, now) for each, held, now in self._changed()}
+        changed = {id(each) for each, *_ in self._changed(of_apart=False)}
+        changed |= {key for key, pair in replaced.items() if not _holds_same(*pair, replaced.keys())}
         changed |= {id(tensor) for tensor, content in self._tensors if not _equal(tensor, content)}
         changed |= {id(array) for array, values in self._arrays if array.tobytes() != values.tobytes()}
         written: list[tuple[nn.Module, str, Any, Any]] = []  # the attribute, what it held, and what it holds
@@ -176,26 +169,27 @@ class StateKept:
     def goes_on(self) -> bool:
         """Would one more run begin elsewhere? So it is if a number, a text or the length of a container has changed, at
         any depth."""
-        for container, held, looked_at in self._containers:
-            if looked_at and (now := self._changed(container, held)) is not None:
-                pairs = zip(_items(held), _items(now), strict=False)
-                if len(now) != len(held) or any(isinstance(b, int | float | str) and a != b for a, b in pairs):
-                    return True
+        for _, held, now in self._changed(of_apart=False):
+            pairs = zip(_items(held), _items(now), strict=False)
+            if len(now) != len(held) or any(isinstance(b, int | float | str) and a != b for a, b in pairs):
+                return True
         return False
 
-    def _changed(self, container: Any, held: _Held) -> _Held | None:
-        """A container's present contents if they differ from the earlier ones."""
-        now = self._contents(container)
-        assert now is not None
-        same = len(now) == len(held) and all(a is b for a, b in zip(_items(now), _items(held), strict=True))
-        return None if same and (isinstance(now, list) or list(now) == list(held)) else now
+    def _changed(self, *, of_apart: bool = True) -> Iterator[tuple[Any, _Held, _Held]]:
+        """The containers that hold something else than before, with what they held and hold; perhaps without those of
+        the parts ``apart``."""
+        for container, held, looked_at in self._containers:
+            now = self._contents(container) if looked_at or of_apart else None
+            if now is not None:
+                same = len(now) == len(held) and all(a is b for a, b in zip(_items(now), _items(held), strict=True))
+                if not same or (isinstance(now, dict) and list(now) != list(held)):
+                    yield container, held, now
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for container, held, _ in self._containers:
-            if self._changed(container, held) is not None:
-                _put_back(container, held)
+        for container, held, _ in [*self._changed()]:
+            _put_back(container, held)
         for tensor, content in self._tensors:
             if tensor.shape != content.shape:
                 tensor.data = content
