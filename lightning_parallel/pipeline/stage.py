@@ -45,6 +45,7 @@ from lightning_parallel.plan.flow import Flow
 from lightning_parallel.plan.flow_of_step import flow_of_step
 from lightning_parallel.plan.partition import Partition
 from lightning_parallel.private.torch import forward_hooks
+from lightning_parallel.ranks.local_model import saved_buffers
 from lightning_parallel.seeding import TorchGenerators, draw_seed, seed_host_generators
 from lightning_parallel.tracing.trace import Call
 
@@ -130,12 +131,8 @@ class Stage:
 
     def named_buffers(self) -> dict[str, Tensor]:
         """The buffers held here that belong in a checkpoint."""
-        persistent = nn.Module.state_dict(self.module, keep_vars=True)
-        return {
-            name: buffer
-            for name, buffer in self.module.named_buffers()
-            if name in persistent and not isinstance(buffer, AbsentTensor)
-        }
+        buffers = saved_buffers(self.module)
+        return {name: buffer for name, buffer in buffers.items() if not isinstance(buffer, AbsentTensor)}
 
     def flow_of(self, step: Callable[[], Any], logged: Sequence[Any] = ()) -> Flow:
         """What crosses the cuts in ``step`` (:func:`.flow_of_step.flow_of_step`)."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +33,12 @@ def memory_of(tensor: Tensor) -> int:
     return local.untyped_storage().data_ptr() if has_memory else 0
 
 
+def saved_buffers(module: nn.Module) -> dict[str, Tensor]:
+    """The buffers that belong in a checkpoint, by name, whatever a ``state_dict()`` of the module's own leaves out."""
+    persistent = nn.Module.state_dict(module, keep_vars=True)
+    return {name: buffer for name, buffer in module.named_buffers() if name in persistent}
+
+
 @dataclass(frozen=True)
 class LocalModel:
     """What one rank holds of the model. Checkpoints, clipping and synchronisation read it.
@@ -55,12 +61,7 @@ class LocalModel:
         parameters = dict(module.named_parameters())  # under their first names
         first = {id(parameter): name for name, parameter in parameters.items()}
         aliases = {name: first[id(parameter)] for name, parameter in module.named_parameters(remove_duplicate=False)}
-
-        def buffers() -> dict[str, Tensor]:
-            persistent = nn.Module.state_dict(module, keep_vars=True)  # whatever the module leaves out of its own
-            return {name: buffer for name, buffer in module.named_buffers() if name in persistent}
-
-        return cls(parameters, buffers, shards or {}, aliases)
+        return cls(parameters, partial(saved_buffers, module), shards or {}, aliases)
 
     def tied_names(self, module: nn.Module) -> dict[str, str]:
         """The further names of tied tensors of the whole model, with the name that each is saved under. ``module`` is
