@@ -317,8 +317,6 @@ class ChangesItself(nn.Linear):
     def change(self, x: Tensor) -> None:
         if self.way == "to its signs":
             self.weight.copy_(self.weight.sign())
-        elif self.way == "replaced":
-            self.weight.data = self.weight.data * 0.9
         elif self.way != "by samples" and self.is_due:
             self.weight.mul_(0.9)
         elif self.way == "by samples" and x[0, 0] > x[-1, 0]:
@@ -345,7 +343,7 @@ class Changing(Net):
         return super().training_step(batch, batch_idx)
 
 
-WAYS = ("always", "later", "replaced", "by samples", "in the step", "to its signs")
+WAYS = ("later", "by samples", "in the step", "to its signs")
 
 KINDS: dict[str, Callable[[], Net]] = {
     "leaving": Leaving,
@@ -385,8 +383,11 @@ def train(kind: str, strategy: str, options: dict[str, Any], follows: str = "in 
     )
 
 
-def assert_as_in_one_process(pool: WorkerPool, kind: str, options: dict[str, Any], follows: str = "") -> None:
-    ((expected, _, _),) = pool.run(train, 1, kind, "single", {}, follows, init=False)
+def assert_as_in_one_process(
+    pool: WorkerPool, kind: str, options: dict[str, Any], follows: str = "", strategy: str = "single", **given: Any
+) -> None:
+    """``strategy``: that of the one process."""
+    ((expected, _, _),) = pool.run(train, 1, kind, strategy, given, follows, init=False)
     weights: dict[str, Tensor] = {}
     for part, _, _ in pool.run(train, options["stages"], kind, "sync", options, follows, init=False):
         weights |= part
@@ -394,49 +395,57 @@ def assert_as_in_one_process(pool: WorkerPool, kind: str, options: dict[str, Any
     assert all(torch.allclose(weights[name], expected[name], rtol=0, atol=1e-12) for name in expected)
 
 
+ZBV = TWO_STAGES | {"schedule": "zbv"}
+IN_THE_STEP, AT_THE_END, BEFORE = "in the step", "on_train_batch_end", "on_before_zero_grad"
+
+
 @pytest.mark.parametrize(
-    ("follows", "options"),
+    ("kind", "follows", "options"),
     [
-        ("in the step", ONE_STAGE),
-        ("on_train_batch_end", TWO_STAGES),
-        ("on_before_zero_grad", TWO_STAGES),
-        *thorough(("in the step", TWO_STAGES), ("on_train_batch_end", ONE_STAGE), ("on_before_zero_grad", ONE_STAGE)),
+        ("teacher", IN_THE_STEP, ONE_STAGE),
+        ("teacher", AT_THE_END, TWO_STAGES),
+        ("teacher", BEFORE, TWO_STAGES),
+        ("teacher that asks", AT_THE_END, TWO_STAGES),
+        # A gradient that is None on one stage is None on all.
+        ("turns", "", TWO_STAGES),
+        ("turns", "", ZBV),
+        # A gradient that wants a gradient reaches earlier stages.
+        ("by hand", "", TWO_STAGES | {"layers": ["net.*"]}),
+        ("marked", "", TWO_STAGES),
+        # In the path of gradients: backwards of earlier microbatches still read the memory that is replaced.
+        ("teacher's memory", "", ZBV | {"microbatches": 4}),
+        ("own memory", "", TWO_STAGES | {"microbatches": 4}),
+        *thorough(
+            ("teacher", IN_THE_STEP, TWO_STAGES),
+            ("teacher", AT_THE_END, ONE_STAGE),
+            ("teacher", BEFORE, ONE_STAGE),
+            ("teacher that asks", AT_THE_END, ONE_STAGE),
+            ("turns", "", ONE_STAGE),
+            ("turns", "", TWO_STAGES | {"schedule": "gpipe"}),
+            ("by hand", "", ZBV | {"layers": ["net.*"]}),
+            ("teacher's memory", "", TWO_STAGES | {"microbatches": 4}),
+            ("own memory", "", ZBV | {"microbatches": 4}),
+        ),
     ],
+    ids=str,
 )
-def test_a_mean_teacher_follows_as_in_one_process(pool: WorkerPool, options: dict[str, Any], follows: str) -> None:
-    assert_as_in_one_process(pool, "teacher", options, follows)
-
-
-@PIPELINE
-@pytest.mark.parametrize("kind", ["teacher that asks", "turns"])
-def test_what_a_step_leaves_out_or_asks_for_changes_no_update(
-    pool: WorkerPool, options: dict[str, Any], kind: str
+def test_what_a_module_changes_or_leaves_out_is_as_in_one_process(
+    pool: WorkerPool, kind: str, follows: str, options: dict[str, Any]
 ) -> None:
-    assert_as_in_one_process(pool, kind, options, "on_train_batch_end")
-
-
-@pytest.mark.parametrize("schedule", ["zbv", *thorough("gpipe")])
-def test_gradients_that_are_none_on_one_stage_are_none_on_all(pool: WorkerPool, schedule: str) -> None:
-    assert_as_in_one_process(pool, "turns", {"stages": 2, "microbatches": 2, "schedule": schedule})
-
-
-@pytest.mark.parametrize("schedule", ["1f1b", *thorough("zbv")])
-def test_gradients_that_want_a_gradient_reach_earlier_stages(pool: WorkerPool, schedule: str) -> None:
-    options = {"stages": 2, "microbatches": 2, "schedule": schedule, "layers": ["net.*"]}
-    assert_as_in_one_process(pool, "by hand", options)
+    assert_as_in_one_process(pool, kind, options, follows)
 
 
 FIRST, FIRST_FOUR = "sometimes the first", "sometimes the first four"
-INTERLEAVED, ZBV = {"stages": 2, "schedule": "interleaved"}, {"stages": 2, "schedule": "zbv"}
+THREE_STAGES, INTERLEAVED = TWO_STAGES | {"stages": 3}, TWO_STAGES | {"schedule": "interleaved"}
 
 
 @pytest.mark.parametrize(
     ("kind", "options"),
     [
-        (FIRST_FOUR, {"stages": 3}),
+        (FIRST_FOUR, THREE_STAGES),
         (FIRST, INTERLEAVED),
         (FIRST_FOUR, ZBV),
-        *thorough((FIRST, {"stages": 3}), (FIRST_FOUR, INTERLEAVED), (FIRST, ZBV)),
+        *thorough((FIRST, THREE_STAGES), (FIRST_FOUR, INTERLEAVED), (FIRST, ZBV)),
     ],
     ids=str,
 )
@@ -444,12 +453,7 @@ def test_a_batch_whose_last_microbatch_leaves_stages_out_has_the_same_gradients(
     pool: WorkerPool, options: dict[str, Any], kind: str
 ) -> None:
     """The factor of a batch's gradients comes with the gradients of its last microbatch."""
-    ((expected, _, _),) = pool.run(train, 1, kind, "sync", {"stages": 1, "microbatches": 2}, "", init=False)
-    found: dict[str, Tensor] = {}
-    for part, _, _ in pool.run(train, options["stages"], kind, "sync", options | {"microbatches": 2}, "", init=False):
-        found |= part
-    assert found.keys() == expected.keys()
-    assert all(torch.allclose(found[name], expected[name], rtol=0, atol=1e-12) for name in expected)
+    assert_as_in_one_process(pool, kind, options, "", "sync", stages=1, microbatches=2)
 
 
 def returned(strategy: str, options: dict[str, Any]) -> list[list[float]]:
@@ -494,7 +498,6 @@ def test_a_mean_teacher_in_parts_may_follow_in_a_hook(pool: WorkerPool) -> None:
 
 
 def test_attributes_of_parameters_are_there_for_the_optimizer(pool: WorkerPool) -> None:
-    assert_as_in_one_process(pool, "marked", {"stages": 2, "microbatches": 2})
     assert_as_whole(pool, "marked", IN_PARTS | {"stages": 2})
     (found, _, _), _ = pool.run(train, 2, "marked", "fsdp", {}, init=False)
     (expected, _, _), _ = pool.run(train, 2, "marked", "ddp", {}, init=False)
@@ -512,21 +515,6 @@ def test_layers_that_a_loss_leaves_out_are_averaged_in_parts(pool: WorkerPool, s
     assert_as_whole(pool, kind, IN_PARTS | {"stages": 2, "schedule": schedule})
 
 
-@pytest.mark.parametrize(
-    ("kind", "schedule"),
-    [
-        ("teacher's memory", "zbv"),
-        ("own memory", "1f1b"),
-        *thorough(("teacher's memory", "1f1b"), ("own memory", "zbv")),
-    ],
-)
-def test_a_parameter_whose_memory_is_replaced_is_that_of_one_process(
-    pool: WorkerPool, schedule: str, kind: str
-) -> None:
-    """In the path of gradients: backwards of earlier microbatches still read it."""
-    assert_as_in_one_process(pool, kind, {"stages": 2, "microbatches": 4, "schedule": schedule})
-
-
 def test_an_asynchronous_pipeline_refuses_one_that_follows_in_the_step(pool: WorkerPool) -> None:
     options = {"stages": 1, "microbatches": 2}
     failures = pool.run(train, 1, "teacher", "async", options, init=False, expect_errors=True)
@@ -539,7 +527,7 @@ def test_an_asynchronous_pipeline_refuses_one_that_follows_in_the_step(pool: Wor
         *((way, "1f1b") for way in WAYS),
         ("by samples", "asynchronous"),
         ("in the step", "zbv"),
-        *thorough(("later", "asynchronous"), ("replaced", "interleaved")),
+        *thorough(("later", "asynchronous"), ("to its signs", "interleaved")),
     ],
 )
 def test_a_trained_parameter_is_not_changed_once_a_microbatch(pool: WorkerPool, way: str, schedule: str) -> None:
@@ -549,7 +537,7 @@ def test_a_trained_parameter_is_not_changed_once_a_microbatch(pool: WorkerPool, 
     causes = [failure for failure in failures if isinstance(failure, str) and "PeerLostError" not in failure]
     name = f"'net.{4 if way == 'in the step' else 2}.weight'"
     assert causes and all(name in each or "modified by an inplace operation" in each for each in causes), failures
-    if way in ("always", "replaced", "to its signs"):
+    if way == "to its signs":
         assert_refused(failures, "ValueError", [name])
 
 
@@ -578,39 +566,26 @@ def test_a_metric_that_asks_for_values_is_refused_inside_a_layer_of_an_earlier_s
 
 
 @PIPELINE
-def test_what_a_step_leaves_once_for_each_microbatch_is_warned_of_by_name(
-    pool: WorkerPool, options: dict[str, Any]
+@pytest.mark.parametrize(
+    ("kind", "words", "names", "more"),
+    [
+        ("leaving", "is called for each microbatch", {*sorted(Leaving.wrong)[:5]}, "2 more"),
+        (
+            "advancing",
+            "depends on how often it runs",
+            {"net.2", "net.3", "net.4", "net.5", "net.8.parametrizations.weight.0"},
+            "1 more",  # BatchNorm
+        ),
+        ("by frequency", "which samples run together", {"table"}, ""),
+    ],
+)
+def test_what_differs_with_microbatches_is_warned_of_by_name(
+    pool: WorkerPool, options: dict[str, Any], kind: str, words: str, names: set[str], more: str
 ) -> None:
-    text = warned_of_microbatches(pool, "leaving", options, "is called for each microbatch")
-    assert named(text) == {*sorted(Leaving.wrong)[:5]} and "2 more" in text, text
-
-
-@PIPELINE
-def test_layers_whose_state_advances_with_each_microbatch_are_warned_of_by_name(
-    pool: WorkerPool, options: dict[str, Any]
-) -> None:
-    text = warned_of_microbatches(pool, "advancing", options, "depends on how often it runs")
-    assert named(text) == {"net.2", "net.3", "net.4", "net.5", "net.8.parametrizations.weight.0"}, text
-    assert "1 more" in text  # BatchNorm
-
-
-@PIPELINE
-def test_a_layer_whose_gradient_depends_on_the_other_samples_is_warned_of(
-    pool: WorkerPool, options: dict[str, Any]
-) -> None:
-    text = warned_of_microbatches(pool, "by frequency", options, "which samples run together")
-    assert named(text) == {"table"}, text
-
-
-def warned_of_microbatches(pool: WorkerPool, model: str, options: dict[str, Any], words: str) -> str:
-    """The only warning with these words. It gives the fix, and no text speaks of microbatches where there is one."""
-    told = pool.run(train, options["stages"], model, "sync", options, init=False)[0][2]
+    """What a step leaves once for each of them, layers whose state advances, and gradients that depend on the other
+    samples: in one warning, with the fix. No text speaks of microbatches where there is one."""
+    told = pool.run(train, options["stages"], kind, "sync", options, init=False)[0][2]
     (text,) = [each for each in told if words in each]
-    assert "microbatches=1" in text
-    ((_, _, told),) = pool.run(train, 1, model, "sync", {"stages": 1, "microbatches": 1}, init=False)
+    assert set(re.findall(r"'([^']*)'", text)) == names and more in text and "microbatches=1" in text, text
+    ((_, _, told),) = pool.run(train, 1, kind, "sync", {"stages": 1, "microbatches": 1}, init=False)
     assert not any("microbatch" in each for each in told), told
-    return text
-
-
-def named(text: str) -> set[str]:
-    return set(re.findall(r"'([^']*)'", text))
