@@ -60,7 +60,8 @@ class ReadsOfShards(TorchFunctionMode):
         if given and func in _SIZES and self._is_asked_from_outside(given[0]):
             self.sizes.add(self._names[given[0]])
         for key in given if given and self._counts((args, kwargs), result) else ():
-            if not _runs(self._owners[key]):
+            # The stack is searched for a method of the layer: `layer.forward(x)` calls no hooks.
+            if not any(own is owner for own in _running() for owner in self._owners[key]):
                 self.found.setdefault(self._names[key], resolve_name(func) or getattr(func, "__name__", str(func)))
         if given and not torch.is_grad_enabled():
             self._follow_views(args, result)
@@ -86,11 +87,6 @@ class ReadsOfShards(TorchFunctionMode):
         """Is the innermost method on the stack, this file's aside, one of a module that isn't the parameter's owner?"""
         asks = next((own for own in _running() if not isinstance(own, ReadsOfShards)), None)
         return id(asks) in self._modules and all(asks is not own for own in self._owners[key])
-
-
-def _runs(owners: list[nn.Module]) -> bool:
-    """Is a method of one of these modules running? The stack is searched, since ``layer.forward(x)`` calls no hooks."""
-    return any(own is owner for own in _running() for owner in owners)
 
 
 def _running() -> Iterator[Any]:

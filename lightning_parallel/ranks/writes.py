@@ -8,7 +8,7 @@ weights that are masked already, until the optimizer has changed them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -22,15 +22,11 @@ _STEPS = 2  # that are watched
 
 
 class Writes:
-    """Watches parameters while a step's code runs, in the first steps.
+    """Watches parameters while a step's code runs, in the first steps. ``error`` is the text of the error, with ``{}``
+    for a parameter's name."""
 
-    Args:
-        explain: gives the error's text for a parameter's name.
-    """
-
-    def __init__(self, explain: Callable[[str], str], group: Group) -> None:
-        self._explain = explain
-        self._group = group
+    def __init__(self, error: str, group: Group) -> None:
+        self._error, self._group = error, group
         self._left = _STEPS
         self._before: dict[str, tuple[int, Tensor]] = {}
         self._found: set[str] = set()
@@ -65,7 +61,7 @@ class Writes:
         self._left -= 1
         found = sorted(set().union(*gather_objects(self._found, self._group)))
         if found:
-            raise ValueError(self._explain(found[0]))
+            raise ValueError(self._error.format(found[0]))
 
 
 class WritesRefused(TorchDispatchMode):

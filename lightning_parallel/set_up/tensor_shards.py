@@ -36,6 +36,11 @@ T = TypeVar("T")
 
 _CHECKED = 5  # updates
 _TOLERANCE = 1e-2  # of norms: rounding differs by far less, a forgotten sum by far more
+_CHANGES_PARTS = (
+    "training_step changes '{}' in place, which is divided over tensor ranks: each would do so by its own part alone, "
+    "as in a norm of that part. Compute with another tensor inside the layer, or leave the layer out of the plan, so "
+    "that it is whole."
+)
 
 
 class TensorShards:
@@ -97,7 +102,7 @@ class TensorShards:
         group, automatic = self._group, run.module.automatic_optimization  # else steps run the optimizer themselves
         self._checks_left, self._compared = _CHECKED if group.size() > 1 else 0, set()
         self._losses = None if self._divided is None else FirstLosses(self._divided, list(self.shards), group)
-        self._writes = Writes(_of_parts, group) if group.size() > 1 and automatic else None
+        self._writes = Writes(_CHANGES_PARTS, group) if group.size() > 1 and automatic else None
         whole = [local_part(parameter) for name, parameter in local.parameters.items() if name not in self.shards]
         broadcast_tensors((*whole, *local.buffers().values()), dist.get_global_rank(group, 0), group)
 
@@ -178,14 +183,6 @@ class TensorShards:
                 "the plan. Otherwise the ranks come to different losses: by random numbers of their own, or by "
                 "gathered outputs that differ."
             )
-
-
-def _of_parts(name: str) -> str:
-    return (
-        f"training_step changes '{name}' in place, which is divided over tensor ranks: each would do so by its own "
-        f"part alone, as in a norm of that part. Compute with another tensor inside the layer, or leave the layer out "
-        f"of the plan, so that it is whole."
-    )
 
 
 def _fingerprint(gradient: Tensor | None) -> Tensor:

@@ -197,7 +197,7 @@ class FullyShardedStrategy(LayoutStrategy):
         host_group = self.groups.on_host(self.layout.peers("data"))
         self._uses = Uses(units, divided, host_group)
         self._outside = {module, *divided.values()} - {part for unit in units.values() for part in unit.modules()}
-        self._writes = {training: Writes(_lost, host_group) for training in (True, False)}
+        self._writes = {training: Writes(_LOST, host_group) for training in (True, False)}
 
     @property
     @override
@@ -330,12 +330,11 @@ def find_units(
     return untied(module, names)
 
 
-def _lost(name: str) -> str:
-    return (
-        f"A step changes '{name}' in place. It sees the parameter gathered, and this copy is freed: the change would "
-        f"be lost. Compute with another tensor, as in F.linear(x, self.weight * self.mask), or change it in "
-        f"on_train_batch_start, where each rank has its part. Or use strategy='ddp'."
-    )
+_LOST = (
+    "A step changes '{}' in place. It sees the parameter gathered, and this copy is freed: the change would be lost. "
+    "Compute with another tensor, as in F.linear(x, self.weight * self.mask), or change it in on_train_batch_start, "
+    "where each rank has its part. Or use strategy='ddp'."
+)
 
 
 @contextmanager

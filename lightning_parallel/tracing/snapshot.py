@@ -162,7 +162,7 @@ class StateKept:
         for part, name, before, value in written:
             is_apart = id(part) in self._apart
             differs = holders[id(value)] < 2 if is_apart else before is value or _plain(before) != _plain(value)
-            if differs and part in found and not _has_absent(value):
+            if differs and part in found and not any(isinstance(leaf, AbsentTensor) for leaf in tree_leaves(value)):
                 found[part].add(name)
         return {part: names for part, names in found.items() if names}
 
@@ -199,10 +199,6 @@ class StateKept:
             array[...] = values
         for generator, state in self._generators:
             set_state(generator, state)
-
-
-def _has_absent(value: Any) -> bool:
-    return any(isinstance(leaf, AbsentTensor) for leaf in tree_leaves(value))
 
 
 def _equal(tensor: Tensor, content: Tensor) -> bool:
