@@ -95,13 +95,6 @@ def scale(module: torch.nn.Module) -> None:
     module.load_state_dict({name: 0.9 * value for name, value in module.state_dict().items()})
 
 
-class ScalesAll(Scaled):
-    def on_train_epoch_end(self) -> None:
-        with torch.no_grad():
-            for parameter in self.parameters():
-                parameter.mul_(0.9)
-
-
 class ScalesData(Scaled):
     def on_train_epoch_end(self) -> None:
         torch._foreach_mul_([parameter.data for parameter in self.parameters()], 0.9)
@@ -116,11 +109,6 @@ class SetsData(Scaled):
     def on_train_epoch_end(self) -> None:
         for parameter in self.parameters():
             parameter.data = parameter.data * 0.9
-
-
-class SetsUpAnew(Scaled):
-    def on_train_epoch_end(self) -> None:
-        self.net[0].reset_parameters()
 
 
 class PutsAnother(Scaled):
@@ -190,9 +178,7 @@ KINDS = (
     SetsAnOption, StepsAScheduler, SetsAnOptionAfterValidation, SetsANumber, SetsABuffer, Unfreezes, DividesByTheWorld,
     ScalesItsLastLayer, ScalesByACallback,
 )  # fmt: skip
-LOST = (
-    ScalesAll, ScalesData, LoadsItsState, SetsData, SetsUpAnew, PutsAnother, AfterABatch, ScalesWhatIsShared,
-)  # fmt: skip
+LOST = (ScalesData, LoadsItsState, SetsData, PutsAnother, AfterABatch, ScalesWhatIsShared)
 MODULES = {kind.__name__: kind for kind in (*KINDS, *LOST, Hooked, HookedLater, Outside, Stepped)}
 
 
