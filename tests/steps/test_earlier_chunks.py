@@ -82,6 +82,8 @@ def test_runs_for_earlier_chunks_leave_no_trace(pool: WorkerPool, schedule: str)
 
 
 def test_a_step_that_changes_its_batch_in_place_is_refused_with_several_chunks_only(pool: WorkerPool) -> None:
-    pool.run(metrics, 2, "1f1b", 2, InPlace, init=False)
+    expected, found = (pool.run(metrics, 2, "1f1b", 2, kind, init=False) for kind in (Net, InPlace))
+    assert found[0] == pytest.approx(expected[0], rel=0, abs=1e-12)
     for failure in pool.run(metrics, 2, "zbv", 2, InPlace, init=False, expect_errors=True):
         assert "training_step changes a tensor of its batch in place. A stage with several chunks" in failure
+        assert "'1f1b'" in failure

@@ -103,22 +103,6 @@ def test_a_loss_may_be_added_up_in_place(pool: WorkerPool) -> None:
     assert_equal(pool.run(train, 2, Crops, "sync", options, init=False, max_epochs=1), expected)
 
 
-class Rescales(MODELS["LeNet"]):  # type: ignore[misc]
-    """Changes its batch in place."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        batch[0].mul_(0.5)
-        return super().training_step(batch, batch_idx)
-
-
-def test_a_step_that_changes_its_batch_is_refused_before_training_only_where_it_runs_twice(pool: WorkerPool) -> None:
-    (expected,) = pool.run(train, 1, Rescales, init=False, max_epochs=1)
-    assert_equal(pool.run(train, 2, Rescales, "sync", {"microbatches": 4}, init=False, max_epochs=1), expected)
-    options = {"schedule": "zbv", "microbatches": 4}
-    for failure in pool.run(train, 2, Rescales, "sync", options, init=False, expect_errors=True):
-        assert "training_step changes a tensor of its batch in place" in failure and "'1f1b'" in failure
-
-
 # -- settings ---------------------------------------------------------------------------------------------------------
 
 

@@ -34,10 +34,9 @@ def test_means_over_what_counts_are_those_of_one_process(
     assert_equal(reports, single(model), 1e-6 if model == "PaddedLlama" else EXACT)
 
 
-@pytest.mark.parametrize("model", ["Masked", *thorough("ClassWeights")])
-def test_accumulated_batches_are_averaged_as_lightning_does(pool: WorkerPool, single: Any, model: str) -> None:
-    reports = pool.run(train, 2, model, "sync", {"microbatches": 4}, init=False, accumulate_grad_batches=2)
-    assert_equal(reports, single(model, accumulate_grad_batches=2), EXACT)
+def test_accumulated_batches_are_averaged_as_lightning_does(pool: WorkerPool, single: Any) -> None:
+    reports = pool.run(train, 2, "Masked", "sync", {"microbatches": 4}, init=False, accumulate_grad_batches=2)
+    assert_equal(reports, single("Masked", accumulate_grad_batches=2), EXACT)
 
 
 def test_one_stage_alone_splits_batches_too(pool: WorkerPool, single: Any) -> None:

@@ -65,14 +65,6 @@ class Segmenter(Trained):
         return F.cross_entropy(F.interpolate(logits, labels.shape[-2:], mode="bilinear"), labels)
 
 
-class Regressor(Trained):
-    """The squared distance of an output from a target."""
-
-    def loss(self, batch: Any) -> Tensor:
-        inputs, target = batch
-        return F.mse_loss(self.model(inputs), target)
-
-
 def logits_of(output: Any) -> Tensor:
     """Of what a classifier of transformers or torchvision returns, or of a plain tensor."""
     if isinstance(output, dict) and "out" in output:
