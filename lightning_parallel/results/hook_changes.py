@@ -16,7 +16,7 @@ aren't sent either: the hook may change those that only this stage has, and a ch
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from itertools import chain
 from typing import Any, NoReturn
@@ -103,14 +103,11 @@ def only_own_changed(hook: str, module: nn.Module, shared: Mapping[str, nn.Param
 
     before = absent_ones()
     digests = {name: digest(parameter) for name, parameter in shared.items()}
-    listeners = [(tensor.memory, tensor.memory.listeners) for tensor in before.values()]
-    try:
+    with ExitStack() as put_back:
         for name, tensor in before.items():
+            put_back.callback(setattr, tensor.memory, "listeners", tensor.memory.listeners)
             tensor.memory.listeners += (partial(refuse, name),)
         yield
-    finally:
-        for memory, listening in listeners:
-            memory.listeners = listening
     after = absent_ones()
     for name, tensor in before.items():
         if after.get(name) is not tensor:  # another one was put in its place
