@@ -1,10 +1,12 @@
 """Compares plain values, as modules and optimizers keep them: numbers, texts, tensors, and tuples or lists of these.
-Words for error messages: a list of names, shortened, and the line that is running, which the calls under way tell."""
+Has others in their place for a time. Words for error messages: a list of names, shortened, and the line that is
+running, which the calls under way tell."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Container, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -30,6 +32,23 @@ def same_value(one: Any, other: Any) -> bool:
     if isinstance(one, tuple | list):
         return len(one) == len(other) and all(map(same_value, one, other))
     return isinstance(one, PLAIN) and bool(one == other)
+
+
+@contextmanager
+def changed(changes: Iterable[tuple[dict[str, Any], str, Any]]) -> Iterator[None]:
+    """Inside, dictionaries have other values: for each change the dictionary, such as the ``vars`` of an object, the
+    key, and the value."""
+    changes = list(changes)
+    before = [{key: store[key]} if key in store else {} for store, key, _ in changes]
+    try:
+        for store, key, value in changes:
+            store[key] = value
+        yield
+    finally:
+        for (store, key, _), held in zip(changes, before, strict=True):
+            if not held:
+                store.pop(key, None)  # uncovers what an object's class has
+            store.update(held)
 
 
 def first_few(names: Iterable[str]) -> str:

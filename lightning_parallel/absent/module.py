@@ -14,6 +14,7 @@ from torchmetrics import Metric
 from lightning_parallel.absent.origins import METRIC_STATE, origin_of_parameter
 from lightning_parallel.absent.tensor import AbsentTensor, absent_like
 from lightning_parallel.private.torch import buffers_of, parameters_of
+from lightning_parallel.values import changed
 
 
 def make_absent(module: nn.Module, name: str, device: torch.device, kept: Collection[int] = ()) -> None:
@@ -41,29 +42,26 @@ def everything_absent(module: nn.Module, units: Iterable[nn.Module]) -> Iterator
         The absent tensors, by their first names; states of metrics are left out.
     """
     in_units = {id(part) for unit in units for part in unit.modules()}
-    kept: list[tuple[dict[str, Any], str, Tensor]] = []
+    changes: list[tuple[dict[str, Any], str, AbsentTensor]] = []
     made: dict[int, AbsentTensor] = {}  # a parameter with two names is one tensor
     named: dict[AbsentTensor, str] = {}  # by identity
 
     def replace(store: dict[str, Any], key: str, origin: str) -> AbsentTensor:
         tensor = store[key]
-        if not isinstance(tensor, AbsentTensor):  # as another stage's is
-            kept.append((store, key, tensor))
-            store[key] = made.setdefault(id(tensor), absent_like(tensor, origin))
-        return store[key]
+        if isinstance(tensor, AbsentTensor):  # as another stage's is
+            return tensor
+        changes.append((store, key, made.setdefault(id(tensor), absent_like(tensor, origin))))
+        return changes[-1][2]
 
-    try:
-        for prefix, part in module.named_modules():
-            in_unit = id(part) in in_units
-            stores: list[dict[str, Any]] = [parameters_of(part), buffers_of(part) if in_unit else {}]
-            for store in stores:
-                for key in [key for key, tensor in store.items() if tensor is not None]:
-                    name = f"{prefix}.{key}" if prefix else key
-                    named.setdefault(replace(store, key, origin_of_parameter(name)), name)
-            for key, state in part.metric_state.items() if in_unit and isinstance(part, Metric) else ():
-                if isinstance(state, Tensor):
-                    replace(vars(part), key, METRIC_STATE)
+    for prefix, part in module.named_modules():
+        in_unit = id(part) in in_units
+        stores: list[dict[str, Any]] = [parameters_of(part), buffers_of(part) if in_unit else {}]
+        for store in stores:
+            for key in [key for key, tensor in store.items() if tensor is not None]:
+                name = f"{prefix}.{key}" if prefix else key
+                named.setdefault(replace(store, key, origin_of_parameter(name)), name)
+        for key, state in part.metric_state.items() if in_unit and isinstance(part, Metric) else ():
+            if isinstance(state, Tensor):
+                replace(vars(part), key, METRIC_STATE)
+    with changed(changes):
         yield {name: absent for absent, name in named.items()}
-    finally:
-        for store, key, tensor in kept:
-            store[key] = tensor

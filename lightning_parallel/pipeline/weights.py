@@ -36,6 +36,7 @@ from lightning_parallel.gradients.swapping import multiplied
 from lightning_parallel.losses.normaliser import BatchLoss
 from lightning_parallel.pipeline.staleness import Stashing, extrapolate
 from lightning_parallel.private.torch import parameters_of, places_of
+from lightning_parallel.values import changed
 
 
 class CurrentWeights:
@@ -176,16 +177,8 @@ class WeightVersions:
     def second_half(self, version: Version) -> AbstractContextManager[None]:
         return gradients_apart(version.leaves.values())
 
-    @contextmanager
-    def _read_from(self, version: Version) -> Iterator[None]:
-        before = [store[key] for store, key, _ in self._places]
-        for store, key, name in self._places:
-            store[key] = version.leaves[name]
-        try:
-            yield
-        finally:
-            for (store, key, _), parameter in zip(self._places, before, strict=True):
-                store[key] = parameter
+    def _read_from(self, version: Version) -> AbstractContextManager[None]:
+        return changed((store, key, version.leaves[name]) for store, key, name in self._places)
 
     # -- gradients -----------------------------------------------------------------------------------------------
 

@@ -8,7 +8,7 @@ split, so metrics see what they see in one process; only the batch of a step of 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from itertools import count
 from typing import Any
@@ -28,6 +28,7 @@ from lightning_parallel.set_up.stages import Stages
 from lightning_parallel.set_up.tensor_shards import TensorShards
 from lightning_parallel.steps.earlier_chunks import EarlierChunks
 from lightning_parallel.steps.several_passes import Relay, run_in_passes
+from lightning_parallel.values import changed
 
 
 class Evaluation:
@@ -74,16 +75,12 @@ class Evaluation:
         """Inside, stages find the values that they borrow on the module, as a recommender reads all embeddings to rank
         all items. Their holder lends them for each batch, since hooks may change them in between. All stages call
         it."""
-        with ExitStack() as put_back:
-            for name, readers in borrowed.items():
-                if name in self._shards.shards:
-                    raise ValueError(
-                        f"{kind} reads '{name}' outside of its layer and on another stage, but each tensor rank holds "
-                        f"a part of it. Leave its layer out of the plan, or read it inside a layer."
-                    )
-                for store, key, value in self._exchanged(name, readers):
-                    put_back.callback(store.__setitem__, key, store[key])
-                    store[key] = value
+        for name in sorted(borrowed.keys() & self._shards.shards.keys()):
+            raise ValueError(
+                f"{kind} reads '{name}' outside of its layer and on another stage, but each tensor rank holds a part "
+                f"of it. Leave its layer out of the plan, or read it inside a layer."
+            )
+        with changed([each for name, readers in borrowed.items() for each in self._exchanged(name, readers)]):
             yield
 
     def _exchanged(self, name: str, readers: Sequence[int]) -> list[tuple[dict[str, Any], str, Tensor]]:

@@ -20,10 +20,11 @@ from torch import nn
 from lightning_parallel.plan.layers import matching
 from lightning_parallel.ranks.writes import digest
 from lightning_parallel.tensor.layer import ParallelLayer
-from lightning_parallel.tensor.plan_search import changed, found_plan, table_of
+from lightning_parallel.tensor.plan_search import found_plan, table_of
 from lightning_parallel.tensor.rules import layers_of, resolve
 from lightning_parallel.tensor.style import Plan, Style
 from lightning_parallel.tensor.styles import OTHER_NAMES, Copy, Experts, Parameters
+from lightning_parallel.values import changed
 
 MakeRun = Callable[[], Callable[[], Any]]  # makes what runs a step
 Found = tuple[dict[str, str | Style] | None, str]  # rules (None: the step can't be tried), and why there aren't any
@@ -161,10 +162,10 @@ def transformers_plans(module: nn.Module) -> tuple[dict[str, str | Style], dict[
     return plan, without
 
 
-def caches_off(module: nn.Module) -> list[tuple[object, str, bool]]:
+def caches_off(module: nn.Module) -> list[tuple[dict[str, Any], str, bool]]:
     """The settings by which transformers models keep no keys and values, which in a trial would be another call's."""
     configs = [part.config for part in module.modules() if "PreTrainedModel" in _bases(part)]
-    return [(config, "use_cache", False) for config in configs if hasattr(config, "use_cache")]
+    return [(vars(config), "use_cache", False) for config in configs if hasattr(config, "use_cache")]
 
 
 def _translated(theirs: dict[str, str], name: str, model: nn.Module) -> dict[str, str | Style]:

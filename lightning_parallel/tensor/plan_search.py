@@ -20,8 +20,7 @@ is found stays whole.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import combinations, islice
@@ -42,6 +41,7 @@ from lightning_parallel.tensor.rules import pattern_of
 from lightning_parallel.tensor.style import Style
 from lightning_parallel.tensor.styles import HEAD_COUNTS
 from lightning_parallel.tracing.snapshot import StateKept
+from lightning_parallel.values import changed
 
 _HUGE = 1e3  # masks hold larger values
 _ATTEMPTS = 40  # ways to divide one pair that are tried
@@ -306,13 +306,15 @@ class _Block:
             calls.append((x.clone(), result.clone()))
             return result
 
-        changes: list[tuple[object, str, Any]] = [(self._row, "forward", row)]
+        changes: list[tuple[dict[str, Any], str, Any]] = [(vars(self._row), "forward", row)]
         for name, (weight, bias) in columns.items():
-            changes.append((self._root.get_submodule(name), "forward", partial(F.linear, weight=weight, bias=bias)))
+            layer = vars(self._root.get_submodule(name))
+            changes.append((layer, "forward", partial(F.linear, weight=weight, bias=bias)))
         for owner, name in divided:
             module = self._around.get_submodule(owner)
-            changes.append((module, name, getattr(module, name) // self._count))
-        modes = [(part, "training", not isinstance(part, _DROPOUT)) for part in self._around.modules() if training]
+            changes.append((vars(module), name, getattr(module, name) // self._count))
+        parts = [*self._around.modules()] if training else []
+        modes = [(vars(part), "training", not isinstance(part, _DROPOUT)) for part in parts]
         # In a mode, torch's own transformer layers call their linear layers in evaluation too.
         with changed([*changes, *modes]), torch.no_grad(), BaseTorchFunctionMode():
             try:
@@ -343,17 +345,3 @@ def _equal(mine: Tensor, theirs: Tensor) -> bool:
     size, apart = theirs.double().norm(), (mine.double() - theirs.double()).norm()
     tolerance = 1e-3 if torch.finfo(theirs.dtype).bits > 16 else 5e-2
     return bool(apart <= tolerance * size)
-
-
-@contextmanager
-def changed(changes: Sequence[tuple[object, str, Any]]) -> Iterator[None]:
-    """Inside, objects have other attributes of their own."""
-    before = [(vars(of), name, {name: vars(of)[name]} if name in vars(of) else {}) for of, name, _ in changes]
-    try:
-        for of, name, value in changes:
-            vars(of)[name] = value
-        yield
-    finally:
-        for own, name, value in before:
-            own.pop(name, None)  # uncovers what the class has
-            own.update(value)
