@@ -42,10 +42,8 @@ from tools.bench import (
 )
 from tools.bench.by_hand import Bare
 from tools.bench.contestants import Ours, Torch
-from tools.bench.layers import LlamaBlock, MakeOptimizer
+from tools.bench.layers import MakeOptimizer
 from tools.bench.replicated import Run, Work
-from tools.study.text import Text, headers
-from tools.study.train import parts
 
 
 class AnotherGradient(nn.Module):
@@ -130,18 +128,6 @@ def test_contestants_of_a_schedule_train_alike(schedule: str) -> None:
         torch.testing.assert_close(ranks[-1 - rank][1], ours)
 
 
-def test_a_llama_block_is_causal_and_knows_positions() -> None:
-    torch.manual_seed(0)
-    block = LlamaBlock(64, 2).double()
-    x = torch.randn(1, 6, 64, dtype=torch.float64)
-    output = block(x)
-    changed = x.clone()
-    changed[:, 4] += 1
-    assert torch.equal(block(changed)[:, :4], output[:, :4]) and not torch.equal(block(changed)[:, 5], output[:, 5])
-    swapped = block(x[:, [1, 0, 2]])
-    assert not torch.allclose(swapped[:, 2], block(x[:, :3])[:, 2])
-
-
 def test_what_is_held_is_what_theory_says() -> None:
     (table,) = memory.measure(memory.Sizes(stages=2, microbatches=3))
     assert len(table.rows) == 7
@@ -167,15 +153,6 @@ def test_what_tensor_parallelism_sends_is_what_theory_says() -> None:
     assert "ours, sequence-parallel" in column(table, "contestant")
     assert column(table, "count") == column(table, "theory")
     assert column(table, "MiB") == column(table, "theory (MiB)")
-
-
-def test_rounds_of_replicas_are_compared_one_by_one() -> None:
-    group = data.DDP_GROUP
-    times = {data.ONE: [2.0, 9.0, 2.0, 4.0, 4.0, 4.0], data.DDP: [1.0, 1.0, 8.0, 2.0, 2.0, 2.0]}
-    times[data.DDP_FIT] = [1.1, 1.1, 1.1, 2.4, 2.4, 2.4]
-    _, bare, trained = (row[1:] for row in data.rows(group, times, steps=3))
-    assert bare == [1500.0, 1000.0, 2.0, "2.000-2.000", 1.0, "1.000-1.000", 1.0, None, None]
-    assert trained[4:] == [pytest.approx(1.15), "1.100-1.200", pytest.approx(1.1), "at most 1.03", "no"]
 
 
 def unaveraged(work: Work, steps: int, optimizer: MakeOptimizer) -> Run:
@@ -231,13 +208,6 @@ def test_an_unknown_part_is_refused() -> None:
         bench.main(["tensor", "--only", "sleeping"])
     with pytest.raises(SystemExit, match="no 'mlp'; choose among ddp, fsdp, pipeline, dp"):
         bench.main(["data", "--only", "mlp"])
-
-
-def test_the_large_model_has_a_hundred_million_parameters() -> None:
-    setting = late.CUDA.setting
-    with torch.device("meta"):
-        made = parts(Text(headers, "headers"), setting, 1, 0)
-    assert sum(parameter.numel() for part in made for parameter in part.parameters()) >= 100e6
 
 
 def test_a_device_that_is_not_used_or_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

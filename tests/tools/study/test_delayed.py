@@ -6,7 +6,6 @@ tests/strategies/test_pipeline_async.py compares what processes compute with the
 from __future__ import annotations
 
 from collections.abc import Callable
-from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -20,7 +19,6 @@ from tools.study.delayed import Delayed, Reading
 
 ADAMW = {"lr": 0.03, "eps": 1e-3, "weight_decay": 0.1}
 KINDS = ("gru", "x * w", "attention", "conv1d", "layernorm", "x @ w", "rmsnorm", "batchnorm", "linear")
-OPTIONS = [("stash", "second_order"), ("2bw", None), ("latest", 0.6)]
 
 
 pytestmark = pytest.mark.usefixtures("in_double_precision")
@@ -167,45 +165,6 @@ def test_corrected_readings_follow_the_recursion(stages: int, m: int, extra: int
     assert_trained(trained, by_hand(stages, m, 6, lambda s, k: max(0, (k - ahead(stages, s, extra)) // m), correct))
 
 
-def test_2bw_is_corrected_by_a_whole_update_on_every_stage() -> None:
-    def correct(s: int, v: Tensor, u: list[Tensor]) -> Tensor:
-        return v - 1.9 * sum(((-0.9) ** age * update for age, update in enumerate(reversed(u))), torch.zeros_like(v))
-
-    trained = Trained(3, weights="2bw").run(4, 6)
-    assert_trained(trained, by_hand(3, 4, 6, lambda s, k: max(0, k // 4 - 1), correct))
-
-
-def test_a_users_number_weighs_the_last_update_on_every_late_stage() -> None:
-    def correct(s: int, v: Tensor, u: list[Tensor]) -> Tensor:
-        return v - 0.3 * u[-1] if s < 2 else v
-
-    trained = Trained(3, correction=0.3).run(2, 6)
-    assert_trained(trained, by_hand(3, 2, 6, lambda s, k: max(0, (k - ahead(3, s)) // 2), correct))
-
-
-def plain_loop(m: int, updates: int) -> tuple[list[float], nn.Sequential]:
-    model, losses = net(1), []
-    (optimizer,) = optimizers_of(model)
-    for t in range(updates):
-        for k in range(t * m, (t + 1) * m):
-            loss = loss_of(model(batch(k)))
-            loss.backward(torch.tensor(1 / m))
-            losses.append(loss.item())
-        optimizer.step()
-        optimizer.zero_grad()
-    return losses, model
-
-
-@pytest.mark.parametrize("m", [1, 3])
-@pytest.mark.parametrize(("weights", "correction"), [option for option in OPTIONS if option[0] != "2bw"])
-def test_one_stage_is_the_plain_loop_to_the_bit(weights: Stashing, correction: Correction, m: int) -> None:
-    losses, model = plain_loop(m, 5)
-    trained = Trained(1, weights=weights, correction=correction).run(m, 5)
-    assert trained.losses == losses
-    for p, q in zip(trained.model.parameters(), model.parameters(), strict=True):
-        assert torch.equal(p, q)
-
-
 def scalars(stages: int) -> list[dict[str, nn.Parameter]]:
     return [{f"w{s}": nn.Parameter(torch.tensor(1.0 + 0.1 * s))} for s in range(stages)]
 
@@ -275,87 +234,3 @@ def test_2bw_without_the_version_it_reads_is_refused() -> None:
     for _ in range(5):
         enough.feed(3)
         enough.update(lambda s: None)
-
-
-# -- drains -------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("weights", "correction"), OPTIONS)
-def test_after_a_drain_readings_are_the_parameters_and_staleness_starts_anew(
-    weights: Stashing, correction: Correction
-) -> None:
-    trained = Trained(3, weights=weights, correction=correction).run(4, 4)
-    assert trained.readings[-1].versions == ((3, 3, 3) if weights != "2bw" else (2, 2, 2))
-    trained.delayed.drain()
-    with torch.no_grad():
-        for p in trained.model.parameters():
-            p.mul_(1.01)  # as a checkpoint that is loaded
-    trained.delayed.drain()
-    now = {name: p.detach().clone() for name, p in trained.model.named_parameters()}
-    count = len(trained.readings)
-    fresh = Trained(3, weights=weights, correction=correction)
-    fresh.model.load_state_dict(trained.model.state_dict())
-    fresh.delayed.drain()
-    for mine, theirs in zip(fresh.optimizers, trained.optimizers, strict=True):
-        mine.load_state_dict(deepcopy(theirs.state_dict()))
-    fresh.k = trained.k
-    trained.run(4, 3)
-    fresh.run(4, 3)
-    for name, p in now.items():
-        assert torch.equal(trained.readings[count].weights[name], p)
-    versions = [reading.versions for reading in fresh.readings]
-    assert versions[0] == (0, 0, 0)
-    assert [tuple(v - 4 for v in reading.versions) for reading in trained.readings[count:]] == versions
-    assert trained.losses[count:] == fresh.losses
-    for p, q in zip(trained.model.parameters(), fresh.model.parameters(), strict=True):
-        assert torch.equal(p, q)
-
-
-def test_an_update_left_open_keeps_its_gradients_over_a_drain() -> None:
-    delayed = Delayed(parameters := scalars(2), correction=None)
-    seen = []
-
-    def feed(count: int, ends_update: bool) -> None:
-        for reading in delayed.feed(count, ends_update=ends_update):
-            delayed.backward(reading, sum(w * (10 ** len(seen)) for w in reading.weights.values()))  # type: ignore[arg-type]
-            seen.append(reading.versions)
-
-    found: list[Any] = []
-
-    def step(s: int) -> None:
-        found.append([p.grad.item() for p in parameters[s].values()])
-
-    feed(2, True)
-    delayed.update(step)
-    feed(2, False)
-    delayed.drain()
-    feed(1, False)
-    delayed.drain()
-    feed(2, True)
-    delayed.update(step)
-    assert found == [[11.0], [11.0], [1111100.0], [1111100.0]]
-    assert seen[2:] == [(0, 1), (1, 1), (1, 1), (1, 1), (1, 1)]
-
-
-def test_the_weight_of_a_correction_is_that_of_the_updates_own_microbatches() -> None:
-    """An update with fewer, or fed in parts; the correction before is what it was, by whatever weight."""
-    delayed = Delayed(parameters := scalars(3))
-    us: list[list[float]] = [[], [], []]
-    corrections = [0.0] * 3
-
-    def step(s: int) -> None:
-        us[s].append(float(2 ** len(us[s])))
-        for p in parameters[s].values():
-            p.data -= us[s][-1]
-
-    for t, parts in enumerate([(4,), (2, 2), (1,), (4,), (4,)]):
-        for i, m in enumerate(parts):
-            delayed.feed(m, ends_update=i == len(parts) - 1)
-        delayed.update(step)
-        for s in range(3):
-            c, v, u = (2 - s) / sum(parts), parameters[s][f"w{s}"].item(), us[s][-1]
-            b = min(c, 0.9) if c <= 1 else 0.0
-            corrections[s] = c * (1 + b) * u - b * corrections[s]
-            expected = v - corrections[s]
-            found = delayed._stages[s].versions[t + 1][f"w{s}"]
-            assert found.item() == pytest.approx(expected, rel=1e-13), (t, s)

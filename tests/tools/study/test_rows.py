@@ -36,32 +36,6 @@ def test_the_speed_up_is_a_ratio_of_simulated_times() -> None:
     assert late.speed_up(synchronous, "zbv", 0.5) == pytest.approx(near)  # to a loss of 3
 
 
-def test_times_compare_the_seeds_that_both_have() -> None:
-    curves: dict[int, Curve] = {0: [(50, 2.0), (100, 1.0)], 1: [(50, 20.0), (100, 10.0)]}
-    synchronous = row(Arm("adamw"), {0: 1.0, 1: 10.0}, curves)
-    late = row(Arm("adamw", 8, 16), {0: 1.0}, {0: curves[0]})
-    expected = clock.synchronous("1f1b", 8, 16, 100) / clock.asynchronous(8, 16, 100)
-    assert late.speed_up(synchronous, "1f1b") == pytest.approx(expected)
-    assert synchronous.curve() == [(50, 11.0), (100, 5.5)]
-
-
-@pytest.mark.parametrize(
-    ("arm", "staleness", "copies"),
-    [
-        (Arm("adamw"), 0, 0),
-        (Arm("adamw", 8, 1), 7, 7),
-        (Arm("adamw", 8, 1, "latest"), 7, 0),
-        (Arm("adamw", 8, 8, "2bw"), 1, 1),
-        (Arm("adamw", 8, 16), 7 / 16, 1),
-        (Arm("adamw", 8, 8, "stash", "error_feedback"), 7 / 8, 2),
-        (Arm("adamw", 4, 8, "stash", "second_order"), 3 / 8, 2),
-    ],
-)
-def test_staleness_and_copies_are_the_first_stage_s(arm: Arm, staleness: float, copies: int) -> None:
-    found = row(arm, {0: 1.0})
-    assert found.staleness == pytest.approx(staleness) and found.copies == copies
-
-
 def test_rows_hold_the_chosen_rate_s_runs_of_decided_arms(tmp_path: Path) -> None:
     plan = list(arms(["adamw"], [4]))
     store = Store(tmp_path)
