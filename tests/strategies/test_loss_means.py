@@ -34,7 +34,7 @@ def test_means_over_what_counts_are_those_of_one_process(
     assert_equal(reports, single(model), 1e-6 if model == "PaddedLlama" else EXACT)
 
 
-@pytest.mark.parametrize("model", ["Masked", *thorough("ClassWeights")])
+@pytest.mark.parametrize("model", ["Masked"])
 def test_accumulated_batches_are_averaged_as_lightning_does(pool: WorkerPool, single: Any, model: str) -> None:
     reports = pool.run(train, 2, model, "sync", {"microbatches": 4}, init=False, accumulate_grad_batches=2)
     assert_equal(reports, single(model, accumulate_grad_batches=2), EXACT)
@@ -100,9 +100,8 @@ def warned(model: str, **options: Any) -> list[str]:
     [
         ("Bert", "modeling_bert.py:"),
         ("Selected", "counted.py:"),
-        ("InBatch", "counted.py:"),
         ("Compiled", "torch.compile"),
-        ("BatchNormed", "'net.1' is a BatchNorm2d"),
+        ("Normalised", "'net.1' is a BatchNorm2d"),
     ],
 )
 def test_what_can_t_be_a_mean_is_warned_of_once_by_name(pool: WorkerPool, model: str, words: str) -> None:
@@ -139,7 +138,7 @@ def test_each_name_is_warned_of_once_whenever_it_comes(pool: WorkerPool) -> None
 
 
 def test_there_is_no_warning_of_undivided_batches(pool: WorkerPool) -> None:
-    assert pool.run(warned, 2, "InBatch", init=False, microbatches=1)[0] == []
+    assert pool.run(warned, 2, "Selected", init=False, microbatches=1)[0] == []
 
 
 # -- layers before the last stage that mix samples ---------------------------------------------------------------------
