@@ -89,9 +89,9 @@ def test_a_weight_that_is_no_number_is_refused_on_all_ranks(pool: WorkerPool) ->
 # -- warnings ----------------------------------------------------------------------------------------------------------
 
 
-def warned(model: str, **options: Any) -> list[str]:
+def warned(model: str, batches: int | None = None, **options: Any) -> list[str]:
     with texts_of_warnings() as told:
-        train(model, "sync", {"microbatches": 4, **options}, max_epochs=1)
+        train(model, "sync", {"microbatches": 4, **options}, max_epochs=1, limit_train_batches=batches)
     return [text for text in told if "microbatch" in text]
 
 
@@ -105,11 +105,11 @@ def warned(model: str, **options: Any) -> list[str]:
     ],
 )
 def test_what_can_t_be_a_mean_is_warned_of_once_by_name(pool: WorkerPool, model: str, words: str) -> None:
-    found = pool.run(warned, 2, model, init=False)[0]
+    found = pool.run(warned, 2, model, 1, init=False)[0]
     assert words in found[0] and all("microbatches=1" in each for each in found), found
 
 
-@pytest.mark.parametrize("model", ["Blocks", *thorough("Autoencoder", "DemoTransformer", *EQUAL)])
+@pytest.mark.parametrize("model", ["Blocks", *thorough("DemoTransformer", *EQUAL)])
 def test_there_is_no_warning_of_what_is_right(pool: WorkerPool, model: str) -> None:
     assert pool.run(warned, 2, model, init=False)[0] == []
 
