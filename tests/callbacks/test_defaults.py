@@ -39,7 +39,7 @@ MAKE: dict[str, Any] = {
     "StochasticWeightAveraging": lambda: StochasticWeightAveraging(0.05, swa_epoch_start=1),
     "Prunes": lambda: ModelPruning("l1_unstructured", amount=0.3, use_lottery_ticket_hypothesis=False),
     "BatchSizeFinder": lambda: BatchSizeFinder(max_trials=2),
-    "LearningRateFinder": lambda: LearningRateFinder(min_lr=1e-4, num_training_steps=30),
+    "LearningRateFinder": lambda: LearningRateFinder(min_lr=1e-4, num_training_steps=16),
 }
 
 
@@ -63,7 +63,8 @@ def fit(callback: str, strategy: str, options: dict[str, Any] | None = None, **g
     callbacks: list[Callback] = [MAKE[callback]()]
     options = options or {}
     module.batch_size //= options.get("data_parallel", 1)
-    trainer = make_trainer(strategy, callbacks, options, max_epochs=20, **given)
+    epochs = 16 if callback == "LearningRateFinder" else 6  # in which it tries as many rates
+    trainer = make_trainer(strategy, callbacks, options, max_epochs=epochs, **given)
     trainer.fit(module)
     report.weights = {name: complete(p.detach()) for name, p in here(module).items()}
     report.shards = trainer.strategy.local_model.shards if strategy not in ("single", "data") else {}  # type: ignore[attr-defined]

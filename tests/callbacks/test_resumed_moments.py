@@ -147,8 +147,8 @@ def equal_from_saves(request: pytest.FixtureRequest, tmp_path: Path) -> Equal:
         whole, *end = run(None, tmp_path, hook, options)
         saved = [event[1] for event in whole if event[0] == SAVED]
         assert saved
-        # Of many each fourth one, which is at another place between validations and in an epoch.
-        every = 1 if len(saved) < 4 or request.config.getoption("thorough") else 4
+        # Of many each fifth one, which is at another place between validations and in an epoch.
+        every = 1 if len(saved) < 5 or request.config.getoption("thorough") else 5
         for number in saved[-1::-every]:
             found, *found_end = run(tmp_path / f"{number}.ckpt", None, hook, options)
             rest = after(whole, number)

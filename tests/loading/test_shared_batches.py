@@ -142,7 +142,9 @@ def test_ranks_train_on_the_batches_of_the_first_one(
 def by_kind(kind: str, strategy: str) -> Found:
     loaders: dict[str, Callable[[], Any]] = {
         "stream": lambda: DataLoader(Stream(), batch_size=None),
-        "workers": lambda: DataLoader(Stream(), batch_size=None, num_workers=1, persistent_workers=True),
+        "workers": lambda: DataLoader(
+            Stream(), batch_size=None, num_workers=1, persistent_workers=True, multiprocessing_context="fork"
+        ),
         "generator": generator,
         "shuffled": lambda: DataLoader(samples, batch_size=None, shuffle=True),
     }

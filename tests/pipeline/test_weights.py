@@ -198,66 +198,6 @@ def test_two_versions_and_corrections_equal_delayed_gradients(
     assert_equal(dict(training.model.named_buffers()), dict(model.named_buffers()))
 
 
-def test_corrections_move_what_forwards_read_not_the_parameters() -> None:
-    model = Scalars()
-    parameters = parameters_of(model)
-    versions = WeightVersions(model, parameters, corrected=True)
-    read: list[float] = []
-
-    def forward() -> None:
-        read.append(versions.forward(lambda: model.w.item())[0])
-
-    def step(by: float) -> None:
-        with torch.no_grad():
-            model.w -= by
-
-    forward()
-    versions.update(lambda: step(4.0), 0.5, True)
-    forward()
-    versions.update(lambda: step(2.0), 0.5, True)
-    forward()
-    assert model.w.item() == -4.0
-    versions.update(lambda: step(4.0), 2.0, False)
-    forward()
-    versions.update(lambda: step(8.0), 0.5, True)  # the correction before was of first order, and 8
-    forward()
-    versions.update(lambda: step(8.0), 2.0, False)
-    forward()
-    assert read == [2.0, -2 - 0.75 * 4, -4 - 0.75 * 2 + 0.5 * 3, -8 - 8, -16 - 0.75 * 8 + 0.5 * 8, -24 - 16]
-
-
-def test_corrected_latest_multiplies_by_the_newest_corrected_weights() -> None:
-    model = Scalars()
-    versions = WeightVersions(model, parameters_of(model), "latest", corrected=True)
-    address = model.w.data_ptr()
-    flights = [versions.forward(lambda: model(5.0)) for _ in range(2)]
-
-    def step(w: float, v: float) -> None:
-        with torch.no_grad():
-            model.w.fill_(w)
-            model.v.fill_(v)
-
-    versions.update(lambda: step(4.0, 7.0), 0.5)  # read as 5 and 9
-    assert (model.w.item(), model.v.item(), model.w.data_ptr()) == (4.0, 7.0, address)
-    for (loss, token), expected in zip(flights, ({"w": 45.0, "v": 10.0}, {"w": 55.0, "v": 10.0}), strict=True):
-        with versions.backward(token):
-            loss.backward()
-        # The activation of v's product, x w, is that of the forward.
-        assert {name: g.item() for name, g in versions.take_gradients().items()} == expected
-        versions.update(lambda: step(4.0, 9.0), 1.0)  # read as 4 and 11
-    assert copies_held(versions) == 1
-
-
-@pytest.mark.parametrize("kind", LAYERS)
-def test_latest_weights_are_another_thing_than_stashed_ones(kind: str) -> None:
-    stash, latest = (Training(made(kind), stashing, 2).run(8) for stashing in ("stash", "latest"))
-    assert stash.losses[:3] == latest.losses[:3]  # the first update is made of a backward without delay in both
-    assert any(not torch.allclose(w, latest.parameters[name]) for name, w in stash.parameters.items())
-    assert max(latest.copies) == 0 and max(stash.copies) == 2
-    without_delay = [Training(made(kind), stashing, 0).run(8) for stashing in ("stash", "latest")]
-    assert_equal(without_delay[0].parameters, {n: w.detach() for n, w in without_delay[1].parameters.items()})
-
-
 class Scalars(nn.Module):
     """x * w * v: each factor's gradient is the product of the others."""
 
@@ -267,36 +207,6 @@ class Scalars(nn.Module):
 
     def forward(self, x: float) -> Tensor:
         return x * self.w * self.v
-
-
-@pytest.mark.parametrize(
-    ("stashing", "expected"), [("stash", {"w": 15.0, "v": 10.0}), ("latest", {"w": 500.0, "v": 10.0})]
-)
-def test_latest_takes_activations_of_the_forward_and_weights_of_the_backward(
-    stashing: Stashing, expected: dict[str, float]
-) -> None:
-    model = Scalars()
-    versions = WeightVersions(model, parameters_of(model), stashing)
-    loss, token = versions.forward(lambda: model(5.0))
-
-    def apply() -> None:
-        with torch.no_grad():
-            model.w.fill_(1000.0)
-            model.v.fill_(100.0)
-
-    versions.update(apply)
-    with versions.backward(token):
-        loss.backward()
-    assert {name: g.item() for name, g in versions.take_gradients().items()} == expected
-
-
-def test_one_copy_is_made_for_an_update_not_for_a_microbatch() -> None:
-    training = Training(made("x * w"), "stash", delay=8, count=4)
-    addresses = set()
-    for k in range(16):
-        training.microbatch(batch(k))
-        addresses.add(training.parameters["layer.weight"].data_ptr())
-    assert training.versions.updates == 2 and len(addresses) == 3
 
 
 def test_a_forward_costs_no_memory() -> None:
@@ -418,26 +328,6 @@ def test_an_update_that_no_forward_came_before_is_corrected_too(stashing: Stashi
     assert versions.forward(lambda: model.w.item())[0] == 0.0
 
 
-def test_with_a_correction_parameters_move_once_not_at_every_update() -> None:
-    training = Training(made("x * w"), "stash", delay=2, correction=2.0)
-    addresses = []
-    for k in range(8):
-        training.microbatch(batch(k))
-        addresses.append(training.parameters["layer.weight"].data_ptr())
-    assert training.versions.updates == 6
-    assert len(set(addresses)) == 2 and len(set(addresses[2:])) == 1  # leaves have memory of their own by then
-
-
-def test_2bw_keeps_exactly_two_versions() -> None:
-    training = Training(made("gru"), "2bw", delay=2, count=3)
-    for k in range(14):
-        training.microbatch(batch(k))
-        if k >= 3:
-            assert training.versions.reading == k // 3 - 1
-    assert [version.updates for version in training.versions._versions()] == [3]  # and version 4, the parameters
-    assert training.versions.updates == 4
-
-
 @pytest.mark.parametrize(("delay", "count"), [(0, 1), (3, 1), (3, 2), (2, 4)])
 @pytest.mark.parametrize("stashing", ["stash", "latest", "2bw"])
 def test_staleness_is_counted_for_every_microbatch(stashing: Stashing, delay: int, count: int) -> None:
@@ -553,17 +443,6 @@ def test_what_a_backward_computes_again_it_computes_with_the_weights_of_its_forw
     assert training.losses == pytest.approx(losses, rel=0, abs=1e-12)
 
 
-def test_a_second_run_in_the_backward_reads_the_weights_of_its_forward() -> None:
-    model = Scalars()
-    versions = WeightVersions(model, parameters_of(model))
-    _, token = versions.forward(lambda: model(1.0))
-    with torch.no_grad():
-        versions.update(lambda: model.w.fill_(100.0))  # type: ignore[arg-type, return-value]
-    with versions.backward(token):
-        assert model.w.item() == 2.0
-    assert model.w.item() == 100.0
-
-
 def test_the_modules_parameters_are_back_after_a_step_that_fails() -> None:
     model = made("gru")
     before = {name: id(p) for name, p in model.named_parameters()}
@@ -578,32 +457,6 @@ def test_the_modules_parameters_are_back_after_a_step_that_fails() -> None:
     assert {name: id(p) for name, p in model.named_parameters()} == before
     assert versions.updates == 0
     versions.refresh()  # nothing is in flight
-
-
-def test_outside_of_forwards_the_module_computes_with_its_newest_weights() -> None:
-    training = Training(made("gru"), "stash", delay=2)
-    for k in range(6):
-        training.microbatch(batch(k))
-    fresh = Between("gru")
-    fresh.load_state_dict(training.model.state_dict())
-    assert torch.equal(training.model(batch(9)), fresh(batch(9)))
-    assert all(isinstance(p, nn.Parameter) for p in training.model.parameters())
-
-
-def test_gradients_are_taken_once_and_a_parameter_without_one_is_missing() -> None:
-    model = made("linear")
-    model.unused = nn.Linear(2, 2)
-    versions = WeightVersions(model, parameters_of(model))
-    for k in range(2):
-        loss, token = versions.forward(lambda k=k: model(batch(k)))  # type: ignore[misc]
-        with versions.backward(token):
-            loss.backward()
-    gradients = versions.take_gradients()
-    assert set(gradients) == {name for name, _ in model.named_parameters() if not name.startswith("unused")}
-    assert versions.take_gradients() == {}
-    assert all(p.grad is None for p in model.parameters())
-    (model(batch(0)) + model(batch(1))).backward()
-    assert_equal(gradients, {name: p.grad for name, p in model.named_parameters() if p.grad is not None})
 
 
 def test_a_change_from_outside_is_seen_after_a_refresh() -> None:
@@ -625,16 +478,6 @@ def test_a_change_from_outside_is_seen_after_a_refresh() -> None:
     assert {name: g.item() for name, g in versions.take_gradients().items()} == {"w": 3.0}
 
 
-def test_only_this_stages_parameters_are_swapped() -> None:
-    model = made("linear")
-    mine = {name: p for name, p in model.named_parameters() if name.startswith("layer")}
-    versions = WeightVersions(model, mine)
-    inside: dict[str, Any] = {}
-    versions.forward(lambda: inside.update(model.named_parameters()) or model(batch(0)))  # type: ignore[func-returns-value]
-    for name, p in model.named_parameters():
-        assert (inside[name] is p) == (name not in mine)
-
-
 def test_a_failed_batch_doesnt_keep_the_versions_in_memory() -> None:
     # The loss of a batch that ends in an error keeps its graph. With it the versions would keep the connections open,
     # by which other stages notice the error.
@@ -649,3 +492,13 @@ def test_a_failed_batch_doesnt_keep_the_versions_in_memory() -> None:
     del versions, output, token, loss
     gc.collect()
     assert alive() is None
+
+
+def test_with_a_correction_parameters_move_once_not_at_every_update() -> None:
+    training = Training(made("x * w"), "stash", delay=2, correction=2.0)
+    addresses = []
+    for k in range(8):
+        training.microbatch(batch(k))
+        addresses.append(training.parameters["layer.weight"].data_ptr())
+    assert training.versions.updates == 6
+    assert len(set(addresses)) == 2 and len(set(addresses[2:])) == 1  # leaves have memory of their own by then

@@ -64,11 +64,15 @@ ELSEWHERE = {
     "replace_metric_places": "results/test_published_metrics.py",
     "evaluation_outputs": "results/test_published_metrics.py",
     "metrics_of_no_loader": "results/test_published_metrics.py",
+    "step_value": "results/test_published_metrics.py",
+    "set_step_value": "results/test_published_metrics.py",
     "logged_step": "callbacks/test_performance_monitor.py",
     "time_without_broadcasts": "strategies/test_late_values.py",
     "take_signals": "callbacks/test_preemption.py",
     "say_terminated": "callbacks/test_preemption.py",
     "save_last": "callbacks/test_preemption.py",
+    "ends_update": "callbacks/test_resumed_moments.py",
+    "validation_has_ended": "callbacks/test_resumed_moments.py",
     "continue_epoch": "callbacks/test_resumed_moments.py",
     "continue_after_epoch": "callbacks/test_resumed_moments.py",
     "epoch_sums": "callbacks/test_resumed_moments.py",
@@ -203,32 +207,6 @@ def test_requeue_by_slurm_saves_and_requeues_at_its_signal_only(
     assert called == [["hpc_ckpt_1.ckpt"], ["scontrol", "requeue", "7"]]
 
 
-def test_validation_has_ended_in_the_hooks_after_it() -> None:
-    """Otherwise a resumed run would validate once more, or leave a validation out."""
-    seen: list[tuple[str, bool]] = []
-
-    class Looks(Callback):
-        def __getattribute__(self, name: str) -> Any:
-            if name.startswith("on_validation") and name != "on_validation_model_zero_grad":
-                return lambda trainer, *_, **__: seen.append(
-                    (name, lightning_private.batches.validation_has_ended(trainer))
-                )
-            return super().__getattribute__(name)
-
-    loader = torch.utils.data.DataLoader(torch.ones(2, 1))
-    for loaders in (loader, [loader, loader]):
-        seen.clear()
-        made = trainer(Looks(), num_sanity_val_steps=0, val_check_interval=1)
-        made.fit(TwoLoaders() if isinstance(loaders, list) else Net(), loader, loaders)
-        assert {name for name, ended in seen if ended} == {"on_validation_end"}
-        assert sum(ended for _, ended in seen) == 2 and ("on_validation_end", False) not in seen
-
-
-class TwoLoaders(Net):
-    def validation_step(self, batch: Tensor, batch_idx: int, dataloader_idx: int) -> None:  # type: ignore[override]
-        super().validation_step(batch, batch_idx)
-
-
 def test_around_step_hooks_begins_with_complete_gradients_and_ends_before_the_optimizer() -> None:
     """Otherwise a norm that a hook takes of a part of the model would clip without a word."""
     seen: list[str] = []
@@ -259,33 +237,6 @@ def test_around_step_hooks_begins_with_complete_gradients_and_ends_before_the_op
     assert seen == ["backward", "begin", "hook", "clip", "end", "step"]
     put_back()
     assert "_after_closure" not in vars(made.precision_plugin)
-
-
-def test_ends_update_after_the_last_batch_of_an_update_and_of_an_epoch() -> None:
-    """Otherwise a run that is stopped would be saved without the gradients of an update."""
-    found: list[bool] = []
-
-    class Looks(Callback):
-        def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
-            found.append(lightning_private.batches.ends_update(trainer))
-
-    made = trainer(Looks(), max_steps=-1, max_epochs=1, accumulate_grad_batches=2)
-    made.fit(Net(), torch.utils.data.DataLoader(torch.ones(3, 1)))
-    assert found == [False, True, True]
-
-
-def test_step_value_of_a_metric_is_what_lightning_logs() -> None:
-    """Otherwise a metric's value of a step would be that of the last microbatch."""
-    from torchmetrics import MeanMetric
-
-    metric = MeanMetric()
-    metric(torch.tensor(1.0))
-    assert lightning_private.metrics.step_value(metric) == 1
-    assert lightning_private.metrics.step_value(3.0) is None
-    lightning_private.metrics.set_step_value(metric, torch.tensor(5.0))
-    results = trainer().fit_loop.epoch_loop._results
-    results.log("training_step", "mean", metric, on_step=True, on_epoch=False, metric_attribute="mean")
-    assert results.metrics(on_step=True)["callback"]["mean"] == 5
 
 
 def test_set_device_reaches_the_attribute_that_a_module_reads() -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import inspect
 import re
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
-from torch.profiler import ProfilerActivity, profile
 from torch.utils.dlpack import to_dlpack
 
 from lightning_parallel.private import torch as torch_private
@@ -54,7 +52,13 @@ ELSEWHERE = {
     "places_of": "pipeline/test_weights.py",
     "shallow_copy": "test_local_replicas.py",
     "is_compiled": "test_local_replicas.py",
-    "has_hooks": "tensor/test_linear.py",
+    "has_hooks": "tensor/test_layer.py",
+    "move_forward_hooks": "tensor/test_layer.py",
+    "forward_hooks": "test_interception.py",
+    "has_gradient_hooks": "strategies/test_epoch_ends.py",
+    "hooks_beside": "backward/test_split.py",
+    "not_recorded": "messages/test_channel.py",
+    "values_read_by": "strategies/test_fully_sharded.py",
     "METADATA_CLASSES": "checkpoint/test_reading.py",
     **dict.fromkeys(("TorchDispatchMode", "boxed_group", "group_by_name"), "recipes/test_traffic.py"),
     "default_store": "callbacks/test_preemption.py",
@@ -118,28 +122,9 @@ def test_version_of_counts_changes_in_place_and_full_backward_hooks_are_told() -
     assert torch_private.has_full_backward_hooks(module)
 
 
-def test_hooks_on_the_gradient_of_a_parameter_are_found() -> None:
-    for register in ("register_hook", "register_post_accumulate_grad_hook"):
-        parameter = nn.Parameter(torch.ones(1))
-        assert not torch_private.has_gradient_hooks(parameter)
-        handle = getattr(parameter, register)(lambda *_: None)
-        assert torch_private.has_gradient_hooks(parameter)
-        handle.remove()
-        getattr(parameter, register)(partial(torch_private.version_of))  # the library's own don't count
-        assert not torch_private.has_gradient_hooks(parameter)
-
-
 def test_a_view_knows_what_it_is_a_view_of() -> None:
     tensor = torch.ones(2, 2)
     assert torch_private.base_of(tensor[0]) is tensor and torch_private.base_of(tensor) is None
-
-
-def test_forward_hooks_are_counted() -> None:
-    module = nn.Linear(1, 1)
-    assert torch_private.forward_hooks(module) == 0
-    module.register_forward_hook(lambda *_: None)
-    module.register_forward_pre_hook(lambda *_: None)
-    assert torch_private.forward_hooks(module) == 1
 
 
 # -- the graph of a backward ---------------------------------------------------------------------------------
@@ -174,33 +159,6 @@ def test_is_graphed_knows_what_torch_makes_of_a_forward() -> None:
     assert torch_private.is_graphed(layer)
 
 
-def test_hooks_beside_counts_the_other_hooks_on_a_node() -> None:
-    """Otherwise a hook that changes a weight's gradient would be passed over."""
-    node = (torch.ones(2, requires_grad=True) * 2).grad_fn
-    assert node is not None
-    node.register_prehook(lambda given: None)
-    handle = node.register_hook(lambda *given: None)
-    assert torch_private.hooks_beside(handle) == 0
-    other = node.register_hook(lambda *given: None)
-    assert torch_private.hooks_beside(handle) == torch_private.hooks_beside(other) == 1
-
-
-# -- modules -------------------------------------------------------------------------------------------------
-
-
-def test_hooks_on_outputs_move_to_another_module_and_can_be_removed() -> None:
-    """Otherwise a divided embedding would be refused after `gradient_checkpointing_enable()`."""
-    old, new = nn.Identity(), nn.Identity()
-    handle = old.register_forward_hook(lambda module, args, kwargs, output: 2 * output, with_kwargs=True)
-    assert not torch_private.has_hooks(old, on_outputs=False)
-    torch_private.move_forward_hooks(old, new)
-    assert new(3) == 6
-    handle.remove()
-    assert new(3) == 3
-    old.register_forward_pre_hook(lambda *given: None)
-    assert torch_private.has_hooks(old, on_outputs=False)
-
-
 # -- distributed ---------------------------------------------------------------------------------------------
 
 
@@ -217,18 +175,6 @@ def sizes_of_the_cache_of_meshes() -> tuple[int, int]:
 def test_forget_meshes_empties_the_cache_that_holds_them(pool: WorkerPool) -> None:
     """Otherwise a second run in a process fails: "Could not resolve the process group registered under the name"."""
     assert all(before > after == 0 for before, after in pool.run(sizes_of_the_cache_of_meshes, 2))
-
-
-def sums_read() -> list[float]:
-    whole = DTensor.from_local(torch.ones(2), init_device_mesh("cpu", (2,)), [Shard(0)]).sum()
-    with torch_private.values_read_by(lambda tensor: tensor.full_tensor().item()):
-        inside = [whole.item(), float(whole), float(bool(whole == 4))]
-    return [*inside, whole.item()]
-
-
-def test_values_read_by_reads_a_dtensor_and_is_undone(pool: WorkerPool) -> None:
-    """Otherwise a norm of a fully sharded weight, as a number, would be that of this rank's part."""
-    assert pool.run(sums_read, 2) == [[4, 4, 1, 2]] * 2
 
 
 def group_of_two() -> tuple[list[int], int, bool]:
@@ -296,16 +242,6 @@ def gathered_silently() -> list[float]:
     torch_private.gather_into(gathered, own, group=group)
     torch_private.reduce_scatter_into(own, gathered, group=group)
     return gathered.tolist()
-
-
-def test_not_recorded_leaves_operations_out_of_a_trace() -> None:
-    """Otherwise a message that outlives a trace would write into memory that was the trace's."""
-    with profile(activities=[ProfilerActivity.CPU]) as trace:
-        with torch_private.not_recorded():
-            torch.ones(2).exp()
-        torch.ones(2).neg()
-    names = {event.name for event in trace.events() or ()}
-    assert "aten::neg" in names and "aten::exp" not in names
 
 
 def aborted() -> bool:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 import yaml
 from lightning_utilities.core.rank_zero import rank_zero_only
 
-from recipes import ROOT, record
+from recipes import record
 from recipes.launchers.launcher import WorkersFailed
 from recipes.launchers.local import LocalLauncher
 from recipes.train import main
@@ -58,18 +58,6 @@ def of_two_replicas(folder: Path, module: str, *words: str) -> Path:
     return folder / record.CONFIG
 
 
-def train(folder: Path, *overrides: str, sweep: bool = False) -> subprocess.Popen[str]:
-    folders = [f"paths.log_dir={folder}/logs", f"paths.data_dir={folder}/data"]
-    return subprocess.Popen(
-        [sys.executable, "-m", "recipes.train", *["-m"] * sweep, *TINY, *folders, *overrides],
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-
-
 def runs(folder: Path) -> dict[str, dict[str, Any]]:
     """Folder name -> run.json."""
     return {file.parent.name: json.loads(file.read_text()) for file in sorted(folder.rglob(record.RUN))}
@@ -79,31 +67,6 @@ def processes_of(folder: Path) -> list[str]:
     """Command lines of the processes that name ``folder``."""
     listing = subprocess.run(["ps", "-eww", "-o", "args"], capture_output=True, text=True, check=True).stdout
     return [line for line in listing.splitlines() if str(folder) in line]
-
-
-@pytest.mark.thorough  # the sweeps on the pages run in `make test`
-def test_every_job_of_a_sweep_gets_workers_and_a_world_of_its_own(tmp_path: Path) -> None:
-    program = train(tmp_path, "strategy=pipeline_sync", "cluster.devices=1,2", "test=true", sweep=True)
-    output, _ = program.communicate()
-    assert program.returncode == 0, output
-    found = runs(tmp_path)
-    assert list(found) == ["0", "1"]  # one tree, a folder a job
-    assert [run["layout"]["world_size"] for run in found.values()] == [1, 2]
-    assert {run["status"] for run in found.values()} == {"completed"}
-    for job, run in found.items():
-        ranks = run["layout"]["ranks"]
-        assert [rank["rank"] for rank in ranks] == list(range(len(ranks)))
-        assert sorted(rank["coordinates"]["pipeline"] for rank in ranks) == list(range(len(ranks)))
-        assert all(rank["coordinates"]["data"] == 0 and rank["host"] and rank["device"] for rank in ranks)
-        (tree,) = tmp_path.glob(f"logs/train/multiruns/*/{job}")
-        files = (record.CONFIG, "csv/metrics.csv", "checkpoints/last.ckpt")
-        assert all((tree / file).exists() for file in files)
-        assert record.read_metrics(tree) == run["metrics"]
-    # What is computed does not depend on the layout.
-    first, second = (run["metrics"] for run in found.values())
-    assert {"train_loss", "val_loss", "val_acc", "test_loss", "test_acc"} <= set(first)
-    assert second == pytest.approx(first, rel=1e-4)
-    assert processes_of(tmp_path) == []
 
 
 def test_a_failing_rank_is_named_and_the_launcher_is_left_as_it_was(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -14,8 +13,6 @@ from typing import Any
 
 import psutil
 import pytest
-import torch
-from lightning_utilities.core.rank_zero import rank_zero_only
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from lightning_parallel.ranks import process_group
@@ -25,7 +22,6 @@ from recipes.launchers import local as watch
 from recipes.launchers.launcher import Failure, WorkersFailed
 from recipes.launchers.local import Ended, LocalLauncher
 from recipes.processes import REQUEUE
-from tests.recipes.test_launch import FailsOnRankOne, of_two_replicas, processes_of
 
 OWN, LOST = "ValueError: no luck", "PeerLostError: The link to stage 1 broke"
 ERROR, KILLED, STOPPED, SLOW, TERMINATED, LEFT = 1, -9, "stopped", "slow", -15, REQUEUE
@@ -90,24 +86,6 @@ def test_a_failed_run_is_started_again_as_often_as_it_may_be(
     assert started == [(number, record.STARTING) for number in starts]
     reasons = [each["reason"] for each in record.read(tmp_path).get("attempts", [])]
     assert reasons == [f"rank 1: {message}"] * (len(starts) - 1)  # the last one is recorded by who called it
-
-
-class StopsOnRankOne(FailsOnRankOne):
-    """Rank 1 stops in its first step; the others wait for it until their timeout."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        if rank_zero_only.rank == 1:
-            os.kill(os.getpid(), signal.SIGSTOP)
-        return super().training_step(batch, batch_idx)
-
-
-@pytest.mark.thorough  # test_launch.py starts such workers; the tests below stop others
-def test_a_stopped_worker_ends_the_others_and_is_named(tmp_path: Path) -> None:
-    config_file = of_two_replicas(tmp_path, "tests.recipes.test_local.StopsOnRankOne", "strategy.timeout=3")
-    with pytest.raises(WorkersFailed, match="stopped") as raised:
-        LocalLauncher(devices=2, threads=1).launch(config_file, processes=2)
-    assert raised.value.failure.rank == 1
-    assert processes_of(tmp_path) == []
 
 
 @pytest.fixture

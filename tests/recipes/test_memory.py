@@ -33,14 +33,14 @@ class Start(Callback):
         self.peak = peak_resident()
 
 
-def model() -> GPT:
+def model(layers: int = LAYERS) -> GPT:
     optimizer = {"_target_": "torch.optim.AdamW", "lr": 1e-3}
-    return GPT(optimizer=optimizer, context=TIME, layers=LAYERS, width=WIDTH, heads=8)
+    return GPT(optimizer=optimizer, context=TIME, layers=layers, width=WIDTH, heads=8)
 
 
 def saved_by_a_layer() -> int:
     """Bytes that autograd keeps of a block's forward with one sample, without its parameters."""
-    block = model().blocks[0]
+    block = model(layers=1).blocks[0]
     kept: dict[int, int] = {}
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:

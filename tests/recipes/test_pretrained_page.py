@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import shlex
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -20,7 +18,6 @@ from tests.recipes.runs import in_the_pool
 from tests.recipes.test_configs import composed
 from tests.recipes.tiny import chats, model, texts
 from tests.test_pages import commands as commands_of
-from tests.thorough import thorough
 
 PAGE = commands_of(ROOT / "docs" / "pretrained.md")
 SMALL = [
@@ -97,13 +94,3 @@ def run_page(pool: WorkerPool, here: Path, page: Sequence[str], small: Sequence[
         line = [*(word for word in arguments if not word.startswith("hydra.")), *small]
         config = composed(*line, f"paths.data_dir={here / 'data'}", folder=folder)
         in_the_pool(pool, config, line)
-
-
-@pytest.mark.parametrize("_", thorough("as printed"))
-def test_its_commands_run_as_printed(here: Path, _: str) -> None:
-    """But for the number of steps."""
-    for command in PAGE:
-        words = [sys.executable, *shlex.split(command)[1:]]
-        words += SMALL if "recipes.train" in words else []
-        subprocess.run(words, check=True, env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", "HOME": str(here)})
-    assert_there(here)

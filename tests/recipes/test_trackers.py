@@ -9,12 +9,10 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-import wandb
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.loggers import Logger
 from lightning_utilities.core.rank_zero import rank_zero_only
-from mlflow import MlflowClient
 
 from recipes.build import loggers
 from recipes.trackers import RunAtServer, forget_runs
@@ -41,11 +39,17 @@ def made(folder: Path, *overrides: str) -> Logger:
     return logger
 
 
+def client_of(file: Path) -> Any:
+    from mlflow import MlflowClient  # takes seconds: only in the worker that needs it
+
+    return MlflowClient(f"sqlite:///{file}")
+
+
 @pytest.fixture(scope="module")
 def empty(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A store without runs. MLflow needs seconds to make one."""
     file = tmp_path_factory.mktemp("mlflow") / "mlflow.db"
-    MlflowClient(f"sqlite:///{file}").search_experiments()
+    client_of(file).search_experiments()
     return file
 
 
@@ -67,7 +71,7 @@ def test_a_resumed_run_goes_on_at_mlflow_and_a_fresh_one_begins(tmp_path: Path) 
     fresh = of_mlflow(tmp_path)
     fit(tmp_path, fresh, 1)
 
-    client = MlflowClient(f"sqlite:///{tmp_path}/mlflow.db")
+    client = client_of(tmp_path / "mlflow.db")
     experiment = client.get_experiment_by_name("lightning-parallel")
     assert experiment is not None
     runs = {run.info.run_id for run in client.search_runs([experiment.experiment_id])}
@@ -85,6 +89,8 @@ def test_the_other_ranks_leave_mlflows_server_alone(tmp_path: Path, monkeypatch:
 
 @pytest.mark.thorough
 def test_a_resumed_run_goes_on_at_wandb_and_a_fresh_one_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import wandb
+
     monkeypatch.setenv("WANDB_SILENT", "true")
     offline = ("logger=wandb", "logger.wandb.offline=true")
     names = []
@@ -115,5 +121,5 @@ def test_hyperparameters_may_change_when_a_run_of_mlflow_goes_on(tmp_path: Path)
     resumed = of_mlflow(tmp_path)
     with pytest.warns(UserWarning, match="MLflow keeps the hyperparameters with which the run began"):
         resumed.log_hyperparams({"lr": 0.2})
-    params = MlflowClient(f"sqlite:///{tmp_path}/mlflow.db").get_run(str(resumed.version)).data.params
+    params = client_of(tmp_path / "mlflow.db").get_run(str(resumed.version)).data.params
     assert params == {"lr": "0.1"}

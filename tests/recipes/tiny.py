@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import torch
 from PIL import Image
-from sklearn.datasets import load_digits
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
 
@@ -77,6 +76,8 @@ def model(folder: Path, config: Any = None, longest: int = 64) -> Path:
 
 def images(folder: Path, classes: int = 4, each: int = 10, size: int = 16) -> Path:
     """scikit-learn's digits as files, a folder for each class."""
+    from sklearn.datasets import load_digits  # takes seconds: only in the worker that needs it
+
     pixels, labels = load_digits(return_X_y=True)
     for label in range(classes):
         (folder / f"digit-{label}").mkdir(parents=True)

@@ -272,7 +272,7 @@ def test_a_generator_that_is_not_of_one_update_is_refused_by_name(made: Generato
 
 @pytest.mark.parametrize("stages", range(1, 9))
 def test_interleaved_and_v_lists_are_of_one_update_for_any_sizes(stages: int) -> None:
-    for count in range(1, 4 * stages + 2):
+    for count in range(1, 4 * stages + 2, 1 + stages // 4):
         of_one_update(zbv, stages, count)
         for chunks in (1, 2, 3, 4):
             of_one_update(partial(interleaved, chunks=chunks), stages, count)

@@ -105,7 +105,7 @@ def test_asynchronous_replicas_are_whole() -> None:
 def test_asynchronous_replicas_have_the_numbers_of_one_pipeline(pool: WorkerPool, weights: str) -> None:
     """Microbatch k of the one is those of the two replicas together, so it is computed with the same weights."""
     options = {"stages": 2, "microbatches": 2, "weights": weights}
-    given = {"accumulate_grad_batches": 2, "max_epochs": 4, "samples": 20, "init": False}
+    given = {"accumulate_grad_batches": 2, "max_epochs": 2, "samples": 20, "init": False}
     whole = pool.run(train, 2, "Llama", "async", options, **given)
     reports = pool.run(train, 4, "Llama", "async", options, batch_size=4, **given)
     assert largest_difference(joined(reports, "weights"), joined(whole, "weights")) < EXACT

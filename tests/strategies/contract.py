@@ -85,8 +85,8 @@ FEATURES = {
     "clipping by norm": Feature(trainer={"gradient_clip_val": 0.05}),
     "clipping by value": Feature(trainer={"gradient_clip_val": 0.001, "gradient_clip_algorithm": "value"}),
     "groups": Feature(model={"groups": True}),
-    "early optimizer": Feature(model={"early": True}),
-    "evaluation": Feature(trainer={"val_check_interval": 2}),  # in the middle of an epoch
+    # With an evaluation in the middle of an epoch.
+    "early optimizer": Feature(model={"early": True}, trainer={"val_check_interval": 2}),
     "all": Feature(
         {"groups": True},
         {"accumulate_grad_batches": 2, "gradient_clip_val": 0.05, "val_check_interval": 2},

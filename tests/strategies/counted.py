@@ -1,4 +1,5 @@
-"""Modules whose loss is a mean over something else than samples: labels, a mask, classes' weights."""
+"""Modules whose loss is a mean over something else than samples: labels, or a mask. Most ways to write such a loss are
+in spellings.py."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tests.strategies.models import LENGTH, SAMPLES, TOKENS, Base, LeNet, Llama
+from tests.strategies.models import LENGTH, SAMPLES, TOKENS, Base, Llama
 
 IGNORED = -100
 
@@ -154,29 +155,10 @@ class Compiled(Tokens):
         return self.compiled(batch)
 
 
-class InBatch(LeNet):
-    """Each sample's class is itself."""
-
-    def loss(self, batch: Any) -> Tensor:
-        out = self.net(batch[0])
-        return F.cross_entropy(out @ out.T, torch.arange(len(out)))
-
-
-class Normalised(LeNet):
-    """BatchNorm."""
-
-    def build(self) -> None:
-        self.net = nn.Sequential(
-            nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(144, 16), nn.Linear(16, 10)
-        )  # fmt: skip
-
-
 def labels_that_count(batch: Any) -> Tensor:
     """What the loss of `Tokens` averages over."""
     return (batch["labels"][:, 1:] != IGNORED).sum()
 
 
-COUNTED = {
-    model.__name__: model for model in (PaddedLlama, Bert, Tokens, Masked, Selected, LossInHead, Compiled, InBatch)
-} | {"BatchNormed": Normalised}
+COUNTED = {model.__name__: model for model in (PaddedLlama, Bert, Tokens, Masked, Selected, LossInHead, Compiled)}
 EQUAL = ("PaddedLlama", "Masked", "LossInHead")  # classes' weights and sums: test_spellings.py

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import lightning as L
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
-from tests.strategies.harness import Report, complete, make_trainer, spoil
+from tests.strategies.harness import Report, complete, make_trainer
 from tests.strategies.models import Rows
 
 NOISE, WIDTH, SAMPLES, BATCH = 4, 6, 16, 8
@@ -51,50 +49,6 @@ class _ByHand(L.LightningModule):
 
 def is_real(logits: Tensor, real: bool) -> Tensor:
     return F.binary_cross_entropy_with_logits(logits, torch.full_like(logits, float(real)))
-
-
-class GAN(_ByHand):
-    """Two optimizers that take turns, each network frozen while the other one learns; schedulers stepped by hand."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.shift = nn.Parameter(torch.zeros(WIDTH))  # in no network
-
-    def forward(self, noise: Tensor) -> Tensor:
-        return self.generator(noise) + self.shift
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        real, noise = batch
-        opt_g, opt_d = self.optimizers()
-        sched_g, sched_d = self.lr_schedulers()
-
-        self.toggle_optimizer(opt_g)
-        loss_g = is_real(self.discriminator(self(noise)), True)
-        opt_g.zero_grad()
-        self.manual_backward(loss_g)
-        assert all(p.grad is None for p in self.discriminator.parameters())
-        self.clip_gradients(opt_g, gradient_clip_val=0.2)
-        opt_g.step()
-        self.untoggle_optimizer(opt_g)
-
-        self.toggle_optimizer(opt_d)
-        loss_d = is_real(self.discriminator(real), True) + is_real(self.discriminator(self(noise).detach()), False)
-        self.manual_backward(loss_d / 2)
-        opt_d.step()
-        opt_d.zero_grad()
-        self.untoggle_optimizer(opt_d)
-
-        sched_g.step()
-        if self.trainer.is_last_batch:
-            sched_d.step()
-        self.log_dict({"g": loss_g, "d": loss_d})
-        self.saw(loss_g, loss_d)
-
-    def configure_optimizers(self) -> Any:
-        opt_g = torch.optim.Adam([*self.generator.parameters(), self.shift], lr=1e-2, eps=1e-4)
-        opt_d = torch.optim.SGD(self.discriminator.parameters(), lr=0.1, momentum=0.9)
-        schedules = [torch.optim.lr_scheduler.StepLR(opt_g, 2, 0.5), torch.optim.lr_scheduler.StepLR(opt_d, 1, 0.8)]
-        return [opt_g, opt_d], schedules
 
 
 class Accumulating(_ByHand):
@@ -175,32 +129,17 @@ class Direct(Accumulating):
         self(batch[1]).mean().backward()
 
 
-BY_HAND = {model.__name__: model for model in (GAN, Accumulating, SharedGraph, GradientPenalty, Direct)}
+BY_HAND = {model.__name__: model for model in (Accumulating, SharedGraph, GradientPenalty, Direct)}
 
 
-def fit(
-    model: str,
-    strategy: str = "single",
-    options: dict[str, Any] | None = None,
-    *,
-    save: Path | None = None,
-    resume: Path | None = None,
-    epochs: int = 4,
-    **given: Any,
-) -> Report:
-    """Train, with a checkpoint an epoch if `save` says where. A module to be resumed is made with other weights."""
+def fit(model: str, strategy: str = "single", options: dict[str, Any] | None = None, **given: Any) -> Report:
     torch.set_default_dtype(torch.float64)
     module = BY_HAND[model]()
-    if resume is not None:
-        spoil(module)
-    keeper = [] if save is None else [ModelCheckpoint(save, "{epoch}", save_top_k=-1)]
-    trainer = make_trainer(
-        strategy, list(keeper), options or {}, max_epochs=epochs, enable_checkpointing=bool(keeper), **given
-    )
+    trainer = make_trainer(strategy, [], options or {}, max_epochs=4, **given)
     layout = getattr(trainer.strategy, "layout", None)
     replicas = layout.size("data") if layout is not None else 1
     share = trainer.distributed_sampler_kwargs if replicas > 1 else None
-    trainer.fit(module, module.loader(share, BATCH // replicas), ckpt_path=resume)
+    trainer.fit(module, module.loader(share, BATCH // replicas))
     report = Report(weights={name: complete(p.detach()) for name, p in module.named_parameters()})
     report.losses = [value for values in module.seen for value in values]
     if strategy not in ("single", "data"):

@@ -80,44 +80,41 @@ def next_token_loss(logits: Tensor, labels: Tensor, vocab_size: int, **_: Any) -
     return F.cross_entropy(logits[:, :-1].reshape(-1, vocab_size), labels[:, 1:].reshape(-1))
 
 
-class GPT2(Base):
-    """transformers' GPT-2, embedding and head tied as they come."""
+class OfTransformers(Base):
+    """A language model of transformers, small, with its own loss."""
 
-    tied = True
+    kind = "LlamaForCausalLM"
+    sizes: dict[str, Any] = {}
 
     def build(self) -> None:
-        from transformers import GPT2Config, GPT2LMHeadModel
+        import transformers
 
-        config = GPT2Config(
-            n_layer=4, n_embd=16, n_head=2, vocab_size=TOKENS, n_positions=16, tie_word_embeddings=self.tied,
-            resid_pdrop=0, embd_pdrop=0, attn_pdrop=0, bos_token_id=0, eos_token_id=0,
-        )  # fmt: skip
-        self.model = GPT2LMHeadModel(config)
+        model = getattr(transformers, self.kind)
+        self.model = model(model.config_class(vocab_size=TOKENS, bos_token_id=0, eos_token_id=0, **self.sizes))
         self.model.loss_function = next_token_loss
 
     def loss(self, batch: Any) -> Tensor:
         return self.model(**batch).loss
+
+
+class GPT2(OfTransformers):
+    """Embedding and head are tied as they come."""
+
+    kind = "GPT2LMHeadModel"
+    sizes = {
+        "n_layer": 4, "n_embd": 16, "n_head": 2, "n_positions": 16, "resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0,
+    }  # fmt: skip
 
 
 class GPT2Untied(GPT2):
-    tied = False
+    sizes = GPT2.sizes | {"tie_word_embeddings": False}
 
 
-class Llama(Base):
-    """transformers' Llama."""
-
-    def build(self) -> None:
-        from transformers import LlamaConfig, LlamaForCausalLM
-
-        config = LlamaConfig(
-            hidden_size=16, intermediate_size=24, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,
-            vocab_size=TOKENS, max_position_embeddings=16, bos_token_id=0, eos_token_id=0,
-        )  # fmt: skip
-        self.model = LlamaForCausalLM(config)
-        self.model.loss_function = next_token_loss
-
-    def loss(self, batch: Any) -> Tensor:
-        return self.model(**batch).loss
+class Llama(OfTransformers):
+    sizes = {
+        "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 4, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "max_position_embeddings": 16,
+    }  # fmt: skip
 
 
 class DemoTransformer(Base):
@@ -214,26 +211,6 @@ class SharedPart(Blocks):
         self.blocks[4].mix = self.blocks[0].mix
 
 
-class Autoencoder(Base):
-    """Variational, but for the noise. The loss and a log use what the encoder, on the first stage, has returned."""
-
-    def build(self) -> None:
-        self.encoder = nn.Linear(LENGTH, 16)
-        self.mean = nn.Linear(16, 4)
-        self.spread = nn.Linear(16, 4)
-        widths = (4, 16, 16, 16, LENGTH)
-        layers = [layer for i in range(4) for layer in (nn.Linear(*widths[i : i + 2]), nn.Tanh())]
-        self.decoder = nn.Sequential(*layers[:-1])
-
-    def loss(self, batch: Any) -> Tensor:
-        x = batch["input_ids"] / TOKENS
-        hidden = torch.tanh(self.encoder(x))
-        mean, spread = self.mean(hidden), self.spread(hidden)
-        rebuilt = self.decoder(mean + torch.exp(spread / 2) * torch.linspace(-1, 1, 4))
-        self.log("size", mean.detach().abs().mean())
-        return F.mse_loss(rebuilt, x) + 0.1 * (mean.pow(2) + spread.exp() - spread - 1).mean()
-
-
 class Shift(nn.Module):
     """For one sample, autograd takes one memory for the gradients of its input and of both parameters: nothing is
     summed, so all are views of the output's gradient."""
@@ -260,5 +237,5 @@ class Shifts(Base):
         return F.cross_entropy(self.head(x).flatten(0, 1), batch["labels"].flatten())
 
 
-_MODELS = (GPT2, GPT2Untied, Llama, DemoTransformer, LeNet, Blocks, SharedPart, Autoencoder, Shifts)
+_MODELS = (GPT2, GPT2Untied, Llama, DemoTransformer, LeNet, Blocks, SharedPart, Shifts)
 MODELS = {model.__name__: model for model in _MODELS}

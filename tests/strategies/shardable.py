@@ -13,57 +13,32 @@ from torchmetrics import SumMetric
 
 from tests.strategies.models import GPT2, TOKENS, LeNet, Llama, next_token_loss
 
-PLAIN = {"resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0}
-
 
 class ShardableGPT2(GPT2):
-    """transformers' GPT-2, which brings no plan; head tied to the embedding."""
+    """It brings no plan; head tied to the embedding."""
 
-    dropout: dict[str, float] = PLAIN
-
-    def build(self) -> None:
-        from transformers import GPT2Config, GPT2LMHeadModel
-
-        config = GPT2Config(
-            n_layer=4, n_embd=24, n_head=12, vocab_size=TOKENS, n_positions=16, bos_token_id=0, eos_token_id=0,
-            attn_implementation="eager", **self.dropout,
-        )  # fmt: skip
-        self.model = GPT2LMHeadModel(config)
-        self.model.loss_function = next_token_loss
+    sizes = GPT2.sizes | {"n_embd": 24, "n_head": 12, "attn_implementation": "eager"}
 
 
 class DroppingGPT2(ShardableGPT2):
     """With dropout, between heads too."""
 
-    dropout = {"resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1}
+    sizes = ShardableGPT2.sizes | {"resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1}
 
 
 class ShardableLlama(Llama):
-    """transformers' Llama, by its own plan; grouped queries."""
+    """By its own plan; grouped queries."""
 
-    def build(self) -> None:
-        from transformers import LlamaConfig, LlamaForCausalLM
-
-        config = LlamaConfig(
-            hidden_size=24, intermediate_size=26, num_hidden_layers=4, num_attention_heads=12, num_key_value_heads=6,
-            vocab_size=TOKENS, max_position_embeddings=16, bos_token_id=0, eos_token_id=0,
-        )  # fmt: skip
-        self.model = LlamaForCausalLM(config)
-        self.model.loss_function = next_token_loss
+    sizes = Llama.sizes | {
+        "hidden_size": 24, "intermediate_size": 26, "num_attention_heads": 12, "num_key_value_heads": 6,
+    }  # fmt: skip
 
 
 class ShardableQwen2(Llama):
-    """transformers' Qwen2, by its own plan; biases on queries, keys and values."""
+    """By its own plan; biases on queries, keys and values."""
 
-    def build(self) -> None:
-        from transformers import Qwen2Config, Qwen2ForCausalLM
-
-        config = Qwen2Config(
-            hidden_size=24, intermediate_size=26, num_hidden_layers=4, num_attention_heads=12, num_key_value_heads=4,
-            vocab_size=TOKENS, max_position_embeddings=16, bos_token_id=0, eos_token_id=0,
-        )  # fmt: skip
-        self.model = Qwen2ForCausalLM(config)
-        self.model.loss_function = next_token_loss
+    kind = "Qwen2ForCausalLM"
+    sizes = ShardableLlama.sizes | {"num_key_value_heads": 4}
 
 
 class LoraLlama(ShardableLlama):
@@ -81,45 +56,31 @@ class LoraLlama(ShardableLlama):
 class FewHeadsLlama(Llama):
     """One key-value head."""
 
-    def build(self) -> None:
-        from transformers import LlamaConfig, LlamaForCausalLM
-
-        config = LlamaConfig(
-            hidden_size=16, intermediate_size=26, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=1,
-            vocab_size=TOKENS, max_position_embeddings=16, bos_token_id=0, eos_token_id=0,
-        )  # fmt: skip
-        self.model = LlamaForCausalLM(config)
-        self.model.loss_function = next_token_loss
+    sizes = Llama.sizes | {"intermediate_size": 26, "num_key_value_heads": 1}
 
 
 class PlanlessOPT(Llama):
     """A family without a plan: one is found."""
 
-    def build(self) -> None:
-        from transformers import OPTConfig, OPTForCausalLM
-
-        config = OPTConfig(
-            vocab_size=TOKENS, hidden_size=16, ffn_dim=26, num_hidden_layers=4, num_attention_heads=4, dropout=0.0,
-            word_embed_proj_dim=16, max_position_embeddings=16, pad_token_id=0, bos_token_id=0, eos_token_id=0,
-        )  # fmt: skip
-        self.model = OPTForCausalLM(config)
-        self.model.loss_function = next_token_loss
+    kind = "OPTForCausalLM"
+    sizes = {
+        "hidden_size": 16, "ffn_dim": 26, "num_hidden_layers": 4, "num_attention_heads": 4, "dropout": 0.0,
+        "word_embed_proj_dim": 16, "max_position_embeddings": 16, "pad_token_id": 0,
+    }  # fmt: skip
 
 
 class Experts(Llama):
     """A mixture of experts, by its model's plan."""
 
-    def build(self) -> None:
-        from transformers import GptOssConfig, GptOssForCausalLM
+    kind = "GptOssForCausalLM"
+    sizes = ShardableLlama.sizes | {
+        "intermediate_size": 12, "head_dim": 2, "num_local_experts": 4, "num_experts_per_tok": 2,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    }  # fmt: skip
 
-        config = GptOssConfig(
-            hidden_size=24, intermediate_size=12, num_hidden_layers=4, num_attention_heads=12, num_key_value_heads=6,
-            head_dim=2, num_local_experts=4, num_experts_per_tok=2, vocab_size=TOKENS, max_position_embeddings=16,
-            rope_parameters={"rope_type": "default", "rope_theta": 10000.0}, bos_token_id=0, eos_token_id=0,
-        )  # fmt: skip
-        self.model = GptOssForCausalLM(config)
+    def build(self) -> None:
+        super().build()
         self.model.set_experts_implementation("eager")  # whose kernels know float64
-        self.model.loss_function = next_token_loss
 
 
 class Mixed(LeNet):
@@ -144,15 +105,10 @@ class Mixed(LeNet):
 class Forgetful(ShardableLlama):
     """A plan with a hole in it: the norm of queries works on heads, which the plan has divided."""
 
-    def build(self) -> None:
-        from transformers import Qwen3Config, Qwen3ForCausalLM
-
-        config = Qwen3Config(
-            hidden_size=24, intermediate_size=26, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=4,
-            head_dim=6, vocab_size=TOKENS, max_position_embeddings=16, bos_token_id=0, eos_token_id=0,
-        )  # fmt: skip
-        self.model = Qwen3ForCausalLM(config)
-        self.model.loss_function = next_token_loss
+    kind = "Qwen3ForCausalLM"
+    sizes = ShardableLlama.sizes | {
+        "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 6,
+    }  # fmt: skip
 
     def configure_tensor_parallel(self) -> dict[str, str]:
         layer = "model.model.layers.*."

@@ -95,14 +95,6 @@ def test_updates_across_batches_are_those_of_one_process(
     assert_same(runs, expected, ahead=1)
 
 
-@pytest.mark.thorough
-def test_dropout_across_batches_is_that_of_any_schedule(pool: WorkerPool) -> None:
-    runs = pool.run(trained, 2, "DroppingGPT2", V, init=False)
-    expected = pool.run(trained, 2, "DroppingGPT2", V | {"schedule": "1f1b"}, init=False)
-    assert [run.ahead for run in expected] == [0, 0]
-    assert largest_difference(joined(runs, "weights"), joined(expected, "weights")) < EXACT  # type: ignore[arg-type]
-
-
 @pytest.mark.parametrize(
     ("model", "stages", "trainer_options"),
     [

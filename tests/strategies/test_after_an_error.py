@@ -1,12 +1,8 @@
-"""A script that catches an error of one Trainer can go on to the next one, in the processes that Lightning launched."""
+"""A script that catches an error of one Trainer can go on to the next one, in the same processes."""
 
 from __future__ import annotations
 
 import gc
-import json
-import os
-import subprocess
-import sys
 import time
 from collections.abc import Collection
 from pathlib import Path
@@ -20,19 +16,9 @@ from torch import Tensor
 
 from lightning_parallel.ranks.collectives import PeerLostError
 from tests.pool import WorkerPool
-from tests.strategies.harness import Report, Witness, joined, largest_difference, make_trainer, train
+from tests.strategies.harness import Report, joined, largest_difference, make_trainer, train
 from tests.strategies.shardable import Mixed
 from tests.thorough import thorough
-
-SCRIPT = """
-import json, os, sys
-os.environ["WORLD_SIZE"] = "2"  # make_trainer takes it for the number of devices
-from tests.strategies.test_after_an_error import go_on
-rank, caught, losses = go_on()
-with open(os.path.join(sys.argv[1], f"{rank}.json"), "w") as file:
-    json.dump([caught, losses], file)
-"""
-
 
 TIMEOUT = 100.0  # seconds
 
@@ -87,42 +73,6 @@ def test_the_first_of_replicas_saves_alone_after_an_error(pool: WorkerPool, kind
     assert saved["global_step"] == 1
     for weights in pool.run(weights_of_one_step, 2, init=False):
         assert largest_difference(weights, {name: saved["state_dict"][name] for name in weights}) == 0
-
-
-def go_on() -> tuple[int, list[str], list[float]]:
-    """Two Trainers fail on all ranks, a third one trains: this rank, what it caught, and the losses."""
-    torch.set_default_dtype(torch.float64)
-    caught = []
-    for kind, strategy in ((Fails, "sync"), (Fails, "tensor")):
-        os.environ["WORLD_SIZE"] = "2"  # a Trainer that ends deletes it
-        try:
-            make_trainer(strategy, [], {}).fit(kind(), kind.loader())
-        except (ValueError, RuntimeError) as error:
-            caught.append("lost" if isinstance(error, RuntimeError) else str(error))
-    os.environ["WORLD_SIZE"] = "2"
-    report = Report()
-    trainer = make_trainer("tensor", [Witness(report)], {}, max_epochs=1)
-    trainer.fit(Mixed(), Mixed.loader())
-    return trainer.global_rank, caught, report.losses
-
-
-@pytest.mark.thorough  # a pool's processes show the same in `make test`
-def test_a_script_goes_on_after_errors(tmp_path: Path, pool: WorkerPool) -> None:
-    (tmp_path / "script.py").write_text(SCRIPT)
-    environment = {name: os.environ[name] for name in ("PATH", "HOME", "LANG", "RES_OPTIONS") if name in os.environ}
-    environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
-    ended = subprocess.run(
-        [sys.executable, str(tmp_path / "script.py"), str(tmp_path)], env=environment, timeout=300,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-    )  # fmt: skip
-    assert ended.returncode == 0, ended.stdout
-    [whole] = pool.run(train, 1, "Mixed", init=False, max_epochs=1)
-    results = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
-    # The rank that fails first closes its connections, which the other one may notice before it fails itself.
-    for caught in zip(*(caught for caught, _ in results), strict=True):
-        assert "no luck" in caught and set(caught) <= {"no luck", "lost"}
-    for _, losses in results:
-        assert losses == pytest.approx(whole.losses, rel=0, abs=1e-12)
 
 
 def train_after(first: str, options: dict[str, Any], second: str) -> Report:

@@ -21,7 +21,7 @@ from tests.thorough import thorough
 
 ALL_AT_ONCE = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.05}
 FULLY = {"stages": 2, "data_parallel": 2, "data_parallel_kind": "fully_shard"}
-RANKS_OF = {"Shardable": {"stages": 2, "tensor_parallel": 2, "sequence_parallel": True}}
+TENSOR = {"stages": 2, "tensor_parallel": 2, "sequence_parallel": True}
 
 
 def in_order(stages: int, microbatches: int) -> Schedule:
@@ -51,7 +51,7 @@ def test_unmodified_models_train_as_in_one_process(
     ("model", "ranks", "options", "schedule", "trainer_options"),
     [
         ("Blocks", 4, {"stages": 2, "data_parallel": 2}, "interleaved", ALL_AT_ONCE),
-        ("ShardableLlama", 4, RANKS_OF["Shardable"], "zbv", ALL_AT_ONCE),
+        ("ShardableLlama", 4, {**TENSOR, "activation_checkpointing": True}, "zbv", ALL_AT_ONCE),
         ("Shifts", 4, {**FULLY, "microbatches": BATCH // 2}, "zbv", {"accumulate_grad_batches": 2}),
         *thorough(
             ("Blocks", 4, {"stages": 2, "data_parallel": 2}, "zbv", ALL_AT_ONCE),
@@ -59,7 +59,7 @@ def test_unmodified_models_train_as_in_one_process(
             ("GPT2", 4, FULLY, "zbv", {}),
             ("Blocks", 4, FULLY, "interleaved", {}),
             ("Shifts", 4, {**FULLY, "microbatches": BATCH // 2}, "interleaved", {"accumulate_grad_batches": 2}),
-            ("ShardableGPT2", 4, RANKS_OF["Shardable"], "interleaved", {}),
+            ("ShardableGPT2", 4, TENSOR, "interleaved", {}),
             ("Blocks", 2, {"activation_checkpointing": True}, "zbv", ALL_AT_ONCE),
         ),
     ],

@@ -8,7 +8,6 @@ import pickle
 from collections.abc import Iterable
 from contextlib import suppress
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -31,27 +30,19 @@ from tests.strategies.harness import (
 )
 from tests.strategies.models import BATCH, LENGTH, Blocks, Gate, LeNet
 from tests.strategies.shardable import Mixed
-from tests.strategies.test_fully_sharded_state import fit
 from tests.thorough import thorough
 
 SAMPLES = {2: 22, 4: 20}  # for as many ranks, with a last batch that isn't full and has an equal share for each
 
 
 @pytest.mark.parametrize(("model", "ranks"), [
-    ("GPT2", 2), ("SharedPart", 2),
-    *thorough(("LeNet", 2), ("Llama", 2), ("Blocks", 4), ("GPT2", 4), ("GPT2Untied", 2), ("LeNet", 4)),
+    ("SharedPart", 2),
+    *thorough(("GPT2", 2), ("LeNet", 2), ("Llama", 2), ("Blocks", 4), ("GPT2", 4), ("GPT2Untied", 2), ("LeNet", 4)),
 ])  # fmt: skip
 def test_unmodified_models_train_as_in_one_process(pool: WorkerPool, single: Any, model: str, ranks: int) -> None:
     samples = SAMPLES[ranks]
     reports = pool.run(train, ranks, model, "fsdp", init=False, batch_size=BATCH // ranks, samples=samples)
     assert_equal(reports, single(model, samples=samples), replicas=ranks)
-
-
-@pytest.mark.thorough
-def test_accumulation_and_clipping_on_four_ranks_as_in_one_process(pool: WorkerPool, single: Any) -> None:
-    given = {"samples": SAMPLES[4], "accumulate_grad_batches": 2, "gradient_clip_val": 0.1}
-    reports = pool.run(train, 4, "Blocks", "fsdp", init=False, batch_size=BATCH // 4, **given)
-    assert_equal(reports, single("Blocks", **given), replicas=4)
 
 
 @pytest.mark.parametrize("options", [
@@ -176,56 +167,25 @@ class Classifier(Mixed):
         self.seen["validation"].append(self.body[1].running_mean.clone())
         self.log("val_loss", self.loss(batch), sync_dist=True)
 
-    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return self.head(self.mlp(self.body(batch[0])))
 
-
-def classify(strategy: str, path: Path | None = None) -> dict[str, Any]:
-    """Train from zero, or evaluate the checkpoint at ``path``."""
+def classify() -> dict[str, Any]:
     torch.set_default_dtype(torch.float64)
     module = Classifier()
     first = First()
-    trainer = make_trainer(strategy, [first], {}, max_epochs=1, num_sanity_val_steps=1)
+    trainer = make_trainer("fsdp", [first], {}, max_epochs=1, num_sanity_val_steps=1)
     data = Classifier.loader(samples=20)
-    if path is None:
-        trainer.fit(module, data, data)
-        return module.seen | {
-            "weights": first.weights,
-            "of the first": {n: p.detach() for n, p in here(Mixed()).items()},
-        }
-    result = trainer.validate(module, data, ckpt_path=path, verbose=False)[0]
-    trainer.fit(module, data, data)  # what evaluation has left is no hindrance
-    frozen = [n for n, p in here(module).items() if torch.equal(complete(p.detach()), first.weights[n])]
-    predictions = trainer.predict(module, data, ckpt_path=path)
-    return {
-        "loss": result["val_loss"],
-        "predictions": predictions,
-        "frozen": frozen,
-        "inference": trainer.predict_loop.inference_mode,
-    }
+    trainer.fit(module, data, data)
+    return module.seen | {"weights": first.weights, "of the first": {n: p.detach() for n, p in here(Mixed()).items()}}
 
 
 def test_ranks_start_as_the_first_and_keep_its_statistics(pool: WorkerPool) -> None:
-    first, second = pool.run(classify, 2, "fsdp", init=False)
+    first, second = pool.run(classify, 2, init=False)
     before, after = first["validation"][0], first["validation"][-1]
     assert torch.equal(before, second["validation"][0]) and torch.equal(before, torch.zeros_like(before))
     assert not torch.equal(first["training"][-1], second["training"][-1])
     assert torch.equal(after, first["training"][-1]) and torch.equal(after, second["validation"][-1])
     for rank in (first, second):
         assert largest_difference(rank["weights"], rank["of the first"]) == 0
-
-
-@pytest.mark.thorough
-def test_evaluation_has_the_numbers_of_one_process(pool: WorkerPool, tmp_path: Path) -> None:
-    pool.run(fit, 2, "Mixed", "fsdp", {}, tmp_path, init=False)
-    (reference,) = pool.run(classify, 1, "fsdp", tmp_path / "epoch=0.ckpt", init=False)
-    ranks = pool.run(classify, 4, "fsdp", tmp_path / "epoch=0.ckpt", init=False)
-    assert [rank["loss"] for rank in ranks] == pytest.approx([reference["loss"]] * 4, rel=0, abs=EXACT)
-    assert all(rank["frozen"] == ["mlp.2.weight"] for rank in ranks)
-    assert not ranks[0]["inference"]  # in which tensors could not be trained with; gloo goes without in any case
-    parts = [torch.cat(rank["predictions"]) for rank in ranks]
-    predictions = torch.stack(parts, 1).flatten(0, 1)  # the sampler deals samples out in turn
-    assert torch.allclose(predictions, torch.cat(reference["predictions"]), rtol=0, atol=EXACT)
 
 
 # -- models that are built on the meta device --------------------------------------------------------------------

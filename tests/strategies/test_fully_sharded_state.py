@@ -1,14 +1,13 @@
-"""Shards of the model on every rank: checkpoints of them, and precisions."""
+"""Shards of the model on every rank in other precisions."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.plugins.precision import MixedPrecision
 
 from tests.pool import WorkerPool
@@ -20,48 +19,10 @@ from tests.strategies.harness import (
     here,
     largest_difference,
     make_trainer,
-    spoil,
 )
-from tests.strategies.models import BATCH
 from tests.thorough import thorough
 
 EXACT = 1e-12  # float64
-
-
-def fit(
-    model: str, strategy: str, options: dict[str, Any], directory: Path, resume: Path | None = None, **given: Any
-) -> Report:
-    """Train two epochs with batches of eight samples over all replicas, and a checkpoint an epoch. The model is made
-    with other weights when it is to be resumed."""
-    torch.set_default_dtype(torch.float64)
-    module = ALL[model]()
-    if resume is not None:
-        spoil(module)
-    report = Report()
-    keeper = ModelCheckpoint(directory, "{epoch}", save_top_k=-1)
-    given = {"max_epochs": 2, "enable_checkpointing": True, "gradient_clip_val": 0.5, **given}
-    trainer = make_trainer(strategy, [Witness(report), keeper], options, **given)
-    layout = getattr(trainer.strategy, "layout", None)
-    replicas = layout.size("data") if layout is not None else 1
-    share = trainer.distributed_sampler_kwargs if replicas > 1 else None
-    torch.manual_seed(11)
-    trainer.fit(module, ALL[model].loader(False, BATCH // replicas, 20, share), ALL[model].loader(), ckpt_path=resume)
-    report.weights = {name: complete(p.detach()) for name, p in here(module).items()}
-    report.shards = dict(trainer.strategy.local_model.shards) if strategy != "single" else {}  # type: ignore[attr-defined]
-    return report
-
-
-@pytest.mark.parametrize("model", ["DroppingGPT2", *thorough("Blocks")])
-def test_a_resumed_run_is_the_run_to_the_bit(pool: WorkerPool, tmp_path: Path, model: str) -> None:
-    whole = pool.run(fit, 2, model, "fsdp", {}, tmp_path / "a", init=False)
-    resumed = pool.run(fit, 2, model, "fsdp", {}, tmp_path / "b", tmp_path / "a" / "epoch=0.ckpt", init=False)
-    assert len(resumed[0].losses) == 3
-    for a, b in zip(whole, resumed, strict=True):
-        assert a.losses[3:] == b.losses
-        assert largest_difference(a.weights, b.weights) == 0
-
-
-# -- precision ---------------------------------------------------------------------------------------------------
 
 
 def mixed(strategy: str, precision: str) -> Report:

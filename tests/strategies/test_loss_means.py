@@ -88,9 +88,9 @@ def test_a_weight_that_is_no_number_is_refused_on_all_ranks(pool: WorkerPool) ->
 # -- warnings ----------------------------------------------------------------------------------------------------------
 
 
-def warned(model: str, **options: Any) -> list[str]:
+def warned(model: str, batches: int | None = None, **options: Any) -> list[str]:
     with texts_of_warnings() as told:
-        train(model, "sync", {"microbatches": 4, **options}, max_epochs=1)
+        train(model, "sync", {"microbatches": 4, **options}, max_epochs=1, limit_train_batches=batches)
     return [text for text in told if "microbatch" in text]
 
 
@@ -99,17 +99,16 @@ def warned(model: str, **options: Any) -> list[str]:
     [
         ("Bert", "modeling_bert.py:"),
         ("Selected", "counted.py:"),
-        ("InBatch", "counted.py:"),
         ("Compiled", "torch.compile"),
-        ("BatchNormed", "'net.1' is a BatchNorm2d"),
+        ("Normalised", "'net.1' is a BatchNorm2d"),
     ],
 )
 def test_what_can_t_be_a_mean_is_warned_of_once_by_name(pool: WorkerPool, model: str, words: str) -> None:
-    found = pool.run(warned, 2, model, init=False)[0]
+    found = pool.run(warned, 2, model, 1, init=False)[0]
     assert words in found[0] and all("microbatches=1" in each for each in found), found
 
 
-@pytest.mark.parametrize("model", ["Blocks", *thorough("Autoencoder", "DemoTransformer", *EQUAL)])
+@pytest.mark.parametrize("model", ["Blocks", *thorough("DemoTransformer", *EQUAL)])
 def test_there_is_no_warning_of_what_is_right(pool: WorkerPool, model: str) -> None:
     assert pool.run(warned, 2, model, init=False)[0] == []
 
@@ -138,7 +137,7 @@ def test_each_name_is_warned_of_once_whenever_it_comes(pool: WorkerPool) -> None
 
 
 def test_there_is_no_warning_of_undivided_batches(pool: WorkerPool) -> None:
-    assert pool.run(warned, 2, "InBatch", init=False, microbatches=1)[0] == []
+    assert pool.run(warned, 2, "Selected", init=False, microbatches=1)[0] == []
 
 
 # -- layers before the last stage that mix samples ---------------------------------------------------------------------

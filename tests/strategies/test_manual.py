@@ -1,8 +1,7 @@
-"""Modules with several optimizers, or with manual optimization, have the numbers of one process."""
+"""Modules with manual optimization have the numbers of one process. Two that take turns are in the contract."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -42,16 +41,6 @@ def test_manual_optimization_trains_as_in_one_process(
 
 
 @pytest.mark.parametrize(("strategy", "ranks", "options"), [
-    ("tensor", 4, BOTH_AXES), ("fsdp", 2, {"reshard_after_forward": False}), ("fsdp", 2, {"units": ["discriminator"]}),
-])  # fmt: skip
-def test_two_optimizers_train_as_in_one_process(
-    pool: WorkerPool, strategy: str, ranks: int, options: dict[str, Any]
-) -> None:
-    [whole] = pool.run(fit, 1, "GAN", init=False)
-    assert_equal(run(pool, strategy, ranks, "GAN", options), whole)
-
-
-@pytest.mark.parametrize(("strategy", "ranks", "options"), [
     ("tensor", 2, {"tensor_parallel": 1, "data_parallel": 2}), ("fsdp", 2, {"units": ["generator"]}), ("data", 1, {}),
 ])  # fmt: skip
 def test_a_gradient_penalty_is_that_of_one_process_where_its_network_is_whole(
@@ -65,24 +54,6 @@ def test_a_gradient_penalty_is_that_of_one_process_where_its_network_is_whole(
 def test_a_gradient_penalty_is_refused_where_its_network_is_divided(pool: WorkerPool, strategy: str, fix: str) -> None:
     failures = run(pool, strategy, 2, "GradientPenalty", {}, expect_errors=True)
     assert_refused(failures, "RuntimeError", ["second derivative", fix])
-
-
-@pytest.mark.parametrize(("first", "second"), [
-    (("single", 1, {}), ("tensor", 2, {})),
-    (("data", 1, {}), ("fsdp", 2, {})),
-    (("tensor", 2, {}), ("fsdp", 2, {})),
-    (("fsdp", 2, {}), ("tensor", 2, {})),
-])  # fmt: skip
-def test_every_optimizer_continues_under_another_layout(
-    pool: WorkerPool, tmp_path: Path, first: Any, second: Any
-) -> None:
-    [whole] = pool.run(fit, 1, "GAN", init=False)
-    run(pool, *first[:2], "GAN", first[2], save=tmp_path, epochs=2)
-    resumed = run(pool, *second[:2], "GAN", second[2], resume=tmp_path / "epoch=1.ckpt")
-    rest = len(resumed[0].losses)
-    whole.losses = whole.losses[-rest:]
-    assert rest == 2 * 2 * 2  # epochs, batches, losses
-    assert_equal(resumed, whole)
 
 
 @pytest.mark.parametrize(("strategy", "options"), [("tensor", {}), ("fsdp", {"units": ["discriminator"]})])

@@ -13,10 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from recipes.tables import Table
-from tests.pool import WorkerPool
 from tests.thorough import thorough
 from tools.bench import __main__ as bench
 from tools.bench import (
@@ -32,9 +30,7 @@ from tools.bench import (
     one_device,
     overhead,
     processes,
-    replicated,
     report,
-    sharded,
     shared_device,
     sleeping,
     tensor,
@@ -42,17 +38,7 @@ from tools.bench import (
 )
 from tools.bench.by_hand import Bare
 from tools.bench.contestants import Ours, Torch
-from tools.bench.layers import LlamaBlock, MakeOptimizer
-from tools.bench.replicated import Run, Work
-from tools.study.text import Text, headers
-from tools.study.train import parts
-
-
-class AnotherGradient(nn.Module):
-    """The same value; twice the gradient."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return 2 * x - x.detach()
+from tools.bench.replicated import Work
 
 
 def column(table: Table, name: str) -> list[object]:
@@ -130,32 +116,11 @@ def test_contestants_of_a_schedule_train_alike(schedule: str) -> None:
         torch.testing.assert_close(ranks[-1 - rank][1], ours)
 
 
-def test_a_llama_block_is_causal_and_knows_positions() -> None:
-    torch.manual_seed(0)
-    block = LlamaBlock(64, 2).double()
-    x = torch.randn(1, 6, 64, dtype=torch.float64)
-    output = block(x)
-    changed = x.clone()
-    changed[:, 4] += 1
-    assert torch.equal(block(changed)[:, :4], output[:, :4]) and not torch.equal(block(changed)[:, 5], output[:, 5])
-    swapped = block(x[:, [1, 0, 2]])
-    assert not torch.allclose(swapped[:, 2], block(x[:, :3])[:, 2])
-
-
 def test_what_is_held_is_what_theory_says() -> None:
     (table,) = memory.measure(memory.Sizes(stages=2, microbatches=3))
     assert len(table.rows) == 7
     assert column(table, "activations") == column(table, "theory")
     assert column(table, "weight copies") == column(table, "theory, copies")
-
-
-def test_contestants_that_compute_something_else_are_refused() -> None:
-    model, x = sharded.mlp(32), torch.randn(2, 32)
-    tensor.agree({"one": sharded.whole(model, x), "other": sharded.whole(model, x)})
-    for changed in (model, nn.Sequential(model, AnotherGradient())):
-        other = sharded.whole(changed, x + 1 if changed is model else x)
-        with pytest.raises(AssertionError, match="not close"):
-            tensor.agree({"one": sharded.whole(model, x), "other": other})
 
 
 def test_what_tensor_parallelism_sends_is_what_theory_says() -> None:
@@ -167,44 +132,6 @@ def test_what_tensor_parallelism_sends_is_what_theory_says() -> None:
     assert "ours, sequence-parallel" in column(table, "contestant")
     assert column(table, "count") == column(table, "theory")
     assert column(table, "MiB") == column(table, "theory (MiB)")
-
-
-def test_rounds_of_replicas_are_compared_one_by_one() -> None:
-    group = data.DDP_GROUP
-    times = {data.ONE: [2.0, 9.0, 2.0, 4.0, 4.0, 4.0], data.DDP: [1.0, 1.0, 8.0, 2.0, 2.0, 2.0]}
-    times[data.DDP_FIT] = [1.1, 1.1, 1.1, 2.4, 2.4, 2.4]
-    _, bare, trained = (row[1:] for row in data.rows(group, times, steps=3))
-    assert bare == [1500.0, 1000.0, 2.0, "2.000-2.000", 1.0, "1.000-1.000", 1.0, None, None]
-    assert trained[4:] == [pytest.approx(1.15), "1.100-1.200", pytest.approx(1.1), "at most 1.03", "no"]
-
-
-def unaveraged(work: Work, steps: int, optimizer: MakeOptimizer) -> Run:
-    """Every replica by itself."""
-    return replicated.bare_loop(work.model(), work, steps, optimizer)
-
-
-def summed(work: Work, steps: int, optimizer: MakeOptimizer) -> Run:
-    """The gradient is twice what it should be."""
-    model = work.model()
-    for parameter in model.parameters():
-        parameter.register_hook(lambda gradient: 2 * gradient)
-    return replicated.bare_loop(DistributedDataParallel(model), work, steps, optimizer)
-
-
-def refusals() -> list[str]:
-    work = Work(layers=2, width=32, heads=2, length=8, samples=2)
-    data.agree({"one": replicated.one_process, "DDP": replicated.ddp_bare}, work)
-    messages = []
-    for wrong in (unaveraged, summed):
-        with pytest.raises(AssertionError) as refusal:
-            data.agree({"one": replicated.one_process, wrong.__name__: wrong}, work)
-        messages.append(str(refusal.value))
-    return messages
-
-
-def test_replicas_that_train_otherwise_are_refused(pool: WorkerPool) -> None:
-    for refused in pool.run(refusals, 2):
-        assert [message.partition(":")[0] for message in refused] == ["unaveraged", "summed"]
 
 
 def test_tables_are_printed_and_written(
@@ -222,22 +149,6 @@ def test_tables_are_printed_and_written(
     assert written["tables"][0]["rows"] == [{"what": "one and two", "value": 3.0}, {"what": "nothing", "value": None}]
     assert {"processor", "cores", "versions", "date", "load"} <= written.keys()
     assert report.headline(written) in printed
-
-
-def test_an_unknown_part_is_refused() -> None:
-    with pytest.raises(SystemExit, match="no 'compte'; choose among sleeping, compute, halves, overhead, memory"):
-        bench.main(["pipeline", "--only", "compte"])
-    with pytest.raises(SystemExit, match="no 'sleeping'; choose among mlp, block, messages, alone"):
-        bench.main(["tensor", "--only", "sleeping"])
-    with pytest.raises(SystemExit, match="no 'mlp'; choose among ddp, fsdp, pipeline, dp"):
-        bench.main(["data", "--only", "mlp"])
-
-
-def test_the_large_model_has_a_hundred_million_parameters() -> None:
-    setting = late.CUDA.setting
-    with torch.device("meta"):
-        made = parts(Text(headers, "headers"), setting, 1, 0)
-    assert sum(parameter.numel() for part in made for parameter in part.parameters()) >= 100e6
 
 
 def test_a_device_that_is_not_used_or_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
 from recipes import ROOT
 from tools.gallery.captions import unmet
-from tools.gallery.pictures import BACKWARD, FORWARD, PICTURES, TIMELINES, busy, length, read, record, write
+from tools.gallery.pictures import BACKWARD, FORWARD, PICTURES, TIMELINES, busy, length, read
 
 PAGES = ("README.md", "README.ko.md", "docs/index.md", "docs/strategies.md")
 
@@ -42,17 +41,3 @@ def test_a_picture_of_something_else_is_not_taken() -> None:
     (short,) = unmet("async", [[replace(span, end=(span.start + span.end) / 2) for span in rows[0]], *rows[1:]])[:1]
     assert short.startswith("stage 0: a forward takes")
     assert unmet("gpipe", rows) and unmet("interleaved", rows)
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("name", ["gpipe", "async"])
-def test_a_picture_is_drawn_and_keeps_what_it_shows(tmp_path: Path, name: str) -> None:
-    """Whatever else this machine does meanwhile: how long things took is for `python -m tools.gallery`."""
-    rows = record(name, stages=2)
-    assert len(rows) == 2
-    for row in rows:
-        kinds = {span.kind for span in row}
-        assert "forward" in kinds and kinds & {"backward", "backward input"}
-        assert all(0 <= span.start <= span.end <= length(rows) for span in row)
-    write(name, rows, tmp_path / "picture.png")
-    assert read(tmp_path / "picture.png") == rows

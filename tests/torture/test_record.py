@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
-from tests.torture import page
 from tests.torture.cases import SAMPLE, Case, cases
 from tests.torture.fault import LAUNCHER, Kind, Moment
 from tests.torture.layouts import LAYOUTS
-from tests.torture.outcome import Verdict, check_words
-from tests.torture.record import Results
+from tests.torture.outcome import check_words
 
 
 def case(name: str) -> Case:
@@ -57,34 +53,3 @@ def test_a_rank_that_has_no_part_in_a_moment_waits_for_the_one_that_has(name: st
 ])  # fmt: skip
 def test_a_run_has_to_say_what_happened(kind: str, code: int, said: dict[str, object], held: bool) -> None:
     assert (not list(check_words(case(f"1F1B 2, rank 1, forward, {kind}"), code, said))) == held
-
-
-def results() -> Results:
-    held, failed = "1F1B 2, rank 1, backward, SIGKILL", "ddp 2, rank 0, writing, SIGTERM"
-    verdicts = {held: Verdict([], 2.4, "failed", 4, 40.0), failed: Verdict(["left: a|b"], 61.0, "running", 2, 90.0)}
-    return Results(verdicts, {"date": "2026-01-01", "machine": "2 cores", "torch": "2.13.0"})
-
-
-def test_results_are_read_as_they_were_written(tmp_path: Path) -> None:
-    made = results()
-    made.write(tmp_path / "torture.json")
-    assert Results.read(tmp_path / "torture.json") == made
-
-
-def test_results_count_how_often_a_case_has_come_out_the_same(tmp_path: Path) -> None:
-    recorded, again, other = results(), results(), results()
-    held, failed = sorted(recorded.verdicts)
-    other.verdicts[held].problems.append("hangs")
-    recorded.add(again)
-    assert [recorded.verdicts[name].times for name in (held, failed)] == [2, 2]
-    recorded.add(other)
-    assert [recorded.verdicts[name].times for name in (held, failed)] == [1, 3] and not recorded.verdicts[held].held
-
-
-def test_the_page_shows_every_case(tmp_path: Path) -> None:
-    file = tmp_path / "torture.md"
-    page.write(results(), file)
-    text = file.read_text()
-    assert "| backward | rank 1 | 2 s |" in text and "| writing | rank 0 |  | **failed** |" in text
-    assert r"ddp 2, rank 0, writing, SIGTERM: left: a\|b." in text
-    assert f"2 of {len(cases())} cases have been run" in text

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.zoo import page, registry
+from tests.zoo import registry
 from tests.zoo.layouts import LAYOUTS
 from tests.zoo.outcome import Outcome, Verdict
-from tests.zoo.record import Results, complaints, record, recorded
+from tests.zoo.record import Results, complaints
 
 FIRST, SECOND = LAYOUTS[0].name, LAYOUTS[1].name
 
@@ -21,25 +21,6 @@ def results(first: Outcome = Outcome.EQUAL, second: Outcome = Outcome.REFUSED) -
     made.add("gpt2", SECOND, Verdict(second, "layers='a|b' is wrong.\nMore.", math.inf), 2.0)
     made.add("bert", FIRST, None, 0.0)
     return made
-
-
-def test_results_are_read_as_they_were_written(tmp_path: Path) -> None:
-    results().write(tmp_path / "zoo.json")
-    assert Results.read(tmp_path / "zoo.json") == results()
-
-
-def test_outcomes_are_recorded_beside_earlier_ones(tmp_path: Path) -> None:
-    file = tmp_path / "recorded.json"
-    record(results(), file)
-    other = Results()
-    other.add("t5", FIRST, Verdict(Outcome.EQUAL), 1.0)
-    record(other, file)
-    assert recorded(file) == {
-        "gpt2": {FIRST: Outcome.EQUAL, SECOND: Outcome.REFUSED},
-        "bert": {},
-        "t5": {FIRST: Outcome.EQUAL},
-    }
-    assert recorded(tmp_path / "none.json") == {}
 
 
 @pytest.mark.parametrize(
@@ -57,17 +38,6 @@ def test_outcomes_are_recorded_beside_earlier_ones(tmp_path: Path) -> None:
 def test_worse_than_recorded_is_a_complaint(before: Outcome | None, now: Outcome, is_worse: bool) -> None:
     earlier = {} if before is None else {"gpt2": {FIRST: before}}
     assert bool(complaints(results(now), earlier)) == is_worse
-
-
-def test_the_page_shows_every_case_and_is_stable(tmp_path: Path) -> None:
-    about = {"date": "2026-01-01", "machine": "2 cores", "torch": "2.13.0"}
-    files = [tmp_path / "a.md", tmp_path / "b.md"]
-    for file in files:
-        page.write(results(), about, {"gpt2": "transformers", "bert": "transformers"}, file)
-    text = files[0].read_text()
-    assert text == files[1].read_text()
-    assert "| gpt2 | = | r |" in text and "| equal | 1 | 0 |" in text
-    assert rf"gpt2 ({SECOND}): layers='a\|b' is wrong." in text and "More." not in text
 
 
 def test_every_module_with_entries_is_in_the_registry() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import datasets
 import lightning as L
 import pytest
 import torch
@@ -34,6 +33,12 @@ def data(tmp_path: Path, file: Path, **more: Any) -> HFData:
     return made
 
 
+def parquet(file: Path, records: list[dict[str, Any]]) -> None:
+    from datasets import Dataset  # takes seconds: only in the worker that needs it
+
+    Dataset.from_list(records).to_parquet(file)
+
+
 EXACT = 1e-12  # float64
 
 
@@ -41,7 +46,7 @@ EXACT = 1e-12  # float64
 
 
 def test_jsonl_parquet_and_text_hold_the_same(tmp_path: Path) -> None:
-    datasets.Dataset.from_dict({"text": TEXTS}).to_parquet(tmp_path / "a.parquet")
+    parquet(tmp_path / "a.parquet", [{"text": text} for text in TEXTS])
     for number, text in enumerate(TEXTS):
         (tmp_path / "c").mkdir(exist_ok=True)
         (tmp_path / "c" / f"{number:03}.txt").write_text(text)
@@ -117,7 +122,7 @@ def test_a_document_that_cannot_be_read_is_named(tmp_path: Path, record: dict[st
     good = {key: whole.get(key, "x") for key in record} if "messages" not in record else whole
     good = {"text": 5} if record == {"text": 5} else good
     file = tmp_path / "a.parquet"
-    datasets.Dataset.from_list([good] * 3 + [record]).to_parquet(file)
+    parquet(file, [good] * 3 + [record])
     with pytest.raises(ValueError, match=f"data.path={file}: document [14], .* can't be read"):
         data(tmp_path, file, tokenizer=str(tokenizer(tmp_path / "t")))
 

@@ -47,10 +47,10 @@ def test_asynchronous_never_waits_in_the_steady_state(stages: int, microbatches:
 
 def test_latency_is_paid_twice_a_microbatch_unless_one_more_is_in_flight() -> None:
     # Without slack a microbatch takes f + b + 2 l (p - 1) / p, which goes to f + b + 2 l in a long pipeline.
-    simulation = simulate(asynchronous(16, 1, 300), 20.0, 40.0, latency=3.0)
+    simulation = simulate(asynchronous(16, 1, 100), 20.0, 40.0, latency=3.0)
     assert steady_utilisation(simulation) == pytest.approx(60 / 66, abs=0.01)
     # One more in flight a link hides any latency up to (f + b) / 2.
-    simulation = simulate(asynchronous(16, 1, 300, extra_in_flight=1), 20.0, 40.0, latency=30.0)
+    simulation = simulate(asynchronous(16, 1, 100, extra_in_flight=1), 20.0, 40.0, latency=30.0)
     assert steady_utilisation(simulation) == pytest.approx(1.0)
 
 

@@ -13,19 +13,13 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from lightning_parallel.pipeline.staleness import Correction, Stashing
-from recipes.data.sources import stdlib
 from recipes.models.gpt import GPT
-from recipes.models.muon import MuonAdamW
 from recipes.models.optimizer import warmup_cosine
 from tests.tools.study.small import TINY, write_text
 from tools.study.arms import Arm, Run, Setting
 from tools.study.delayed import Delayed
-from tools.study.images import Digits
-from tools.study.task import Task
 from tools.study.text import Text
-from tools.study.train import clipped_together, execute, forward, loss_of, optimizer_of, parts
-
-STDLIB = Text(stdlib, "Python's standard library")
+from tools.study.train import execute, forward, loss_of, optimizer_of, parts
 
 
 @pytest.fixture(autouse=True)
@@ -67,17 +61,6 @@ def test_microbatches_together_give_the_numbers_of_one_at_a_time(
     one, other = trained(True), trained(False)
     for name, value in one.items():
         torch.testing.assert_close(value, other[name], rtol=0, atol=1e-12)
-
-
-def test_the_parts_together_are_the_model() -> None:
-    torch.manual_seed(3)
-    model = GPT(optimizer={}, context=8, layers=4, width=8, heads=2)
-    chain = parts(STDLIB, TINY, 2, seed=3)
-    tokens = x = torch.randint(256, (2, 8))
-    for part in chain:
-        x = part(x)
-    assert sum(p.numel() for part in chain for p in part.parameters()) == sum(p.numel() for p in model.parameters())
-    torch.testing.assert_close(x, model(tokens), rtol=0, atol=0)
 
 
 def by_hand(setting: Setting, rate: float, seed: int, task: Text) -> list[float]:
@@ -125,40 +108,3 @@ def test_corrected_weights_are_read_and_parameters_are_validated(tmp_path: Path)
     corrected = execute(Run(TINY, Arm("adamw", 4, 8, "stash", "second_order"), 0.01, 0), task)
     assert corrected["final"] != plain["final"]
     assert corrected["final_read"] != corrected["final"]
-
-
-def test_a_diverged_run_ends_early_without_a_loss(tmp_path: Path) -> None:
-    task = write_text(tmp_path)
-    result = execute(Run(replace(TINY, updates=60, warmup=1), Arm("adamw"), 1e200, 0), task)
-    assert result["final"] is result["choice"] is result["final_read"] is None and len(result["curve"]) < 20
-
-
-def test_rates_are_chosen_by_the_validation_s_loss_or_by_that_on_the_test_split(tmp_path: Path) -> None:
-    task = write_text(tmp_path)
-    run = Run(TINY, Arm("adamw"), 0.01, 0)
-    usual, apart = execute(run, task), execute(replace(run, setting=replace(TINY, choice=5)), task)
-    assert usual["choice"] == usual["final"] == apart["final"] != apart["choice"]
-    (tmp_path / "val.bin").write_bytes((tmp_path / "test.bin").read_bytes())
-    assert execute(run, task)["final"] == apart["choice"]
-
-
-@pytest.mark.parametrize("task", [STDLIB, Digits(shift=1, noise=0.3)])
-def test_all_arms_clip_the_same_parameters_together(task: Task) -> None:
-    def names(stages: int) -> set[frozenset[str]]:
-        found = set()
-        for part in parts(task, TINY, stages, seed=0):
-            own = dict(part.named_parameters())
-            by_id = {id(p): name for name, p in own.items()}
-            found |= {frozenset(by_id[id(p)] for p in group) for group in clipped_together(TINY, own)}
-        return found
-
-    assert names(1) == names(2) == names(4) and len(names(1)) == TINY.layers
-
-
-def test_muon_gets_the_blocks_matrices_and_nothing_else() -> None:
-    (whole,) = parts(STDLIB, TINY, 1, seed=0)
-    optimizer = optimizer_of("muon", dict(whole.named_parameters()), TINY)
-    assert isinstance(optimizer, MuonAdamW)
-    matrices, others = (group["params"] for group in optimizer.param_groups)
-    assert len(matrices) == 4 * TINY.layers and all(p.dim() == 2 for p in matrices)
-    assert len(matrices) + len(others) == len(list(whole.parameters()))
