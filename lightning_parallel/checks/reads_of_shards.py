@@ -20,9 +20,9 @@ _SIZES = (Tensor.shape.__get__, Tensor.size, Tensor.numel, Tensor.nelement, Tens
 
 class ReadsOfShards(TorchFunctionMode):
     """Inside, records in ``found``, by the parameter's name, the functions that read a divided parameter (one of
-    ``names``) while no method of its layer runs, and through which a gradient flows back, or without gradients those
-    that compute with activations too; and in ``sizes`` the names of those whose size a module's code outside of the
-    layer asks for.
+    ``names``) while no method of its layer runs, if their result counts: in training one through which a gradient flows
+    back, in an evaluation (begun without gradients) one that is computed from activations too. Records in ``sizes`` the
+    names of those whose size a module's code outside of the layer asks for.
 
     A step may read parameters by itself, as an L2 penalty over ``self.parameters()`` does. Each rank would compute a
     penalty of its own shard. Comparing the ranks' losses may miss it: shards of ones and zeros have equal norms at the
@@ -34,6 +34,7 @@ class ReadsOfShards(TorchFunctionMode):
         self.found: dict[str, str] = {}
         self.sizes: set[str] = set()
         self._modules = {id(part) for part in module.modules()}
+        self._is_evaluation = not torch.is_grad_enabled()
         self._state = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
         self._views: list[Tensor] = []  # of divided parameters: alive, so that no other tensor gets their ids
         self._names: dict[int, str] = {}
@@ -63,14 +64,14 @@ class ReadsOfShards(TorchFunctionMode):
             # The stack is searched for a method of the layer: `layer.forward(x)` calls no hooks.
             if not any(own is owner for own in _running() for owner in self._owners[key]):
                 self.found.setdefault(self._names[key], resolve_name(func) or getattr(func, "__name__", str(func)))
-        if given and not torch.is_grad_enabled():
+        if given and self._is_evaluation:
             self._follow_views(args, result)
         return result
 
     def _counts(self, inputs: Any, result: Any) -> bool:
-        """Does a shard's read matter? With gradients, a result that has none (a shape, a copy for an average) can't
-        change what is trained. Without, it may be a parameter's own number, such as its norm."""
-        if torch.is_grad_enabled():
+        """Does a shard's read matter? In training, a result without a gradient (a shape, a copy for an average) can't
+        change what is trained. In an evaluation, it may be a parameter's own number, such as its norm."""
+        if not self._is_evaluation:
             return any(t.requires_grad and id(t) not in self._names for t in tensors_in(result))
         return any(id(t) not in self._state and id(t) not in self._names for t in tensors_in(inputs))
 

@@ -97,6 +97,12 @@ class TensorParallelStrategy(LayoutStrategy):
             self._guard.begin(local.parameters.values() if by_hand else [])
             self._at_end.callback(self._guard.end)
 
+    @property
+    @override
+    def holds_all(self) -> bool:
+        # With replicas, states of generators would be of ranks when they are saved, and of replicas when they are read.
+        return super().holds_all or (self.options.plan == "none" and self.layout.size("data") == 1)
+
     @override
     def counts(self, name: str) -> bool:
         return self._shards.counts(name)

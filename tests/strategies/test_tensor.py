@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from torch.nn import functional as F
 from tests.pool import WorkerPool
 from tests.strategies.equality import EXACT, assert_equal
 from tests.strategies.harness import joined, largest_difference, make_trainer, train
-from tests.strategies.models import SAMPLES, TOKENS, Base
+from tests.strategies.models import SAMPLES, TOKENS, Base, LeNet
 from tests.strategies.shardable import Mixed
 from tests.thorough import thorough
 from tests.worker import texts_of_warnings
@@ -70,6 +71,21 @@ def test_torch_s_encoder_is_divided_in_evaluation_too(pool: WorkerPool) -> None:
 def test_a_model_that_nothing_divides_trains_where_the_user_says_so(pool: WorkerPool, single: Any) -> None:
     reports = pool.run(train, 2, "LeNet", "tensor", {"plan": "none"}, init=False)
     assert_equal(reports, single("LeNet"))
+
+
+def save_what_nothing_divides(path: Path) -> dict[str, Tensor]:
+    torch.set_default_dtype(torch.float64)
+    module, trainer = LeNet(), make_trainer("tensor", [], {"plan": "none"}, max_epochs=1)
+    trainer.fit(module, LeNet.loader())
+    trainer.save_checkpoint(path)
+    return module.state_dict()
+
+
+def test_a_model_that_nothing_divides_is_saved_as_by_one_process(pool: WorkerPool, tmp_path: Path) -> None:
+    path = tmp_path / "whole.ckpt"
+    for weights in pool.run(save_what_nothing_divides, 2, path, init=False):
+        saved = torch.load(path, weights_only=False)["state_dict"]
+        assert weights.keys() == saved.keys() and all(torch.equal(weights[name], saved[name]) for name in saved)
 
 
 def test_accumulation_and_clipping_with_sequence_parallelism_as_in_one_process(pool: WorkerPool, single: Any) -> None:
