@@ -27,7 +27,7 @@ from lightning_parallel.ranks.collectives import broadcast_tensors, highest
 from lightning_parallel.ranks.local_model import LocalModel
 from lightning_parallel.ranks.writes import digest
 
-_LOOKS = 2  # batches after which changed buffers are looked for: a mean of a copy doesn't change in the first
+_LOOKS = 2  # batches after which changed buffers are looked for: a mean that begins as a copy is the same after one
 
 
 class Replicas:
@@ -44,7 +44,7 @@ class Replicas:
         statistics = (name for name, part in module.named_modules() if getattr(part, "track_running_stats", False))
         self._statistics = {f"{name}.".removeprefix(".") for name in statistics}
         self._carried: set[str] = set()  # the buffers that batches change, and may read
-        self._before: dict[str, Tensor] = {}  # the digests of buffers before a batch
+        self._before: dict[str, Tensor] = {}  # the digests of buffers before the last batch
         self._looks = _LOOKS
         self._first = dist.get_global_rank(group, 0)
         self._averager: GradientAverager | None = None
@@ -62,9 +62,9 @@ class Replicas:
         broadcast_tensors(self._local.buffers().values(), self._first, self._group)
 
     def share_carried(self) -> None:
-        """Before a batch, copy the first replica's buffers that earlier batches have changed, such as a queue or a
-        codebook: this one may read them, and replicas would part. All replicas call it. BatchNorm's statistics aren't
-        read in training."""
+        """Before a batch, copy the first replica's buffers that one of the first batches has changed, such as a queue
+        or a codebook: the batch may read them, and replicas would part. All replicas call it. BatchNorm's statistics
+        are left out: training doesn't read them."""
         if self._group.size() == 1:
             return
         own = {name: buffer for name, buffer in self._local.buffers().items() if not self._is_statistic(name)}
