@@ -1,4 +1,4 @@
-"""Shards of the model on every rank in other precisions."""
+"""Fully sharded replicas in other precisions: they have the numbers of DDP, and skip an update together."""
 
 from __future__ import annotations
 
