@@ -22,8 +22,6 @@ from tests.strategies.harness import (
 )
 from tests.thorough import thorough
 
-EXACT = 1e-12  # float64
-
 
 def mixed(strategy: str, precision: str) -> Report:
     """With torch's DDP, or in shards."""
