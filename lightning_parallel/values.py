@@ -1,6 +1,6 @@
 """Compares plain values, as modules and optimizers keep them: numbers, texts, tensors, and tuples or lists of these.
-Has others in their place for a time. Words for error messages: a list of names, shortened, and the line that is
-running, which the calls under way tell."""
+Puts other values into dictionaries for a time. Finds words for error messages: a shortened list of names, and the line
+that is running, by the calls that are under way."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def same_value(one: Any, other: Any) -> bool:
 
 @contextmanager
 def changed(changes: Iterable[tuple[dict[str, Any], str, Any]]) -> Iterator[None]:
-    """Inside, dictionaries have other values: for each change the dictionary, such as the ``vars`` of an object, the
-    key, and the value."""
+    """Inside, dictionaries have other values. A change is a dictionary, such as the ``vars`` of an object, a key, and
+    the value that it gets."""
     changes = list(changes)
     before = [{key: store[key]} if key in store else {} for store, key, _ in changes]
     try:

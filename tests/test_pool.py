@@ -16,12 +16,6 @@ from torch.utils.data import DataLoader
 from tests.pool import Failure, WorkerError, WorkerPool
 
 
-def reduced(value: torch.Tensor, *, factor: float = 1.0) -> torch.Tensor:
-    total = value * (dist.get_rank() + 1)
-    dist.all_reduce(total)
-    return total * factor
-
-
 def rank() -> int:
     return dist.get_rank()
 

@@ -29,7 +29,8 @@ _AVERAGES = (
     "it averages a copy of the whole model, of which a rank holds a part. Average the weights of checkpoints after "
     "training (lightning_parallel.checkpoint.read_full), or use DataParallelStrategy or strategy='ddp'"
 )
-# Subclasses too: EMAWeightAveraging is a WeightAveraging.
+# What is refused on several ranks, where these hold parts of the model or save parts of it, where the parts are stages,
+# and by the asynchronous pipeline. Subclasses too: EMAWeightAveraging is a WeightAveraging.
 ON_SEVERAL_RANKS: Reasons = (
     (
         BatchSizeFinder,

@@ -58,7 +58,7 @@ class Checkpoints:
         background: runs saves while training goes on; None: training waits for them.
         file: writes one file; None: a checkpoint is a directory.
         as_lightning: every rank holds all of the model, and the file is what Lightning has collected.
-        have_failed: after an error nothing is saved any more, since a save would need every rank.
+        have_failed: an error has ended the run, and a save would need every rank: nothing is saved any more.
         opened: the path of the checkpoint that is loaded, for errors.
     """
 
@@ -171,7 +171,7 @@ class Checkpoints:
         save_as_given(checkpoint, module)
         if file is not None and self.as_lightning:
             if not module.trainer.is_global_zero:
-                # After an error each rank is alone, and would be the first one.
+                # This isn't the first rank. After an error it is alone, and would be taken for the first.
                 return partial(decided_by_first, decide=partial(_await_first, Path(path)))
             first = partial(file, _written_and_read(checkpoint) if copied else checkpoint)
             return partial(decided_by_first, decide=first)
@@ -313,8 +313,8 @@ def _share(tensor: Tensor, other: Tensor) -> bool:
 
 
 def _await_first(path: Path) -> None:
-    """After an error, wait until the first rank has saved, so that a script that goes on finds the file. That rank may
-    have gone, or saved under another name: so not for long."""
+    """Wait until the first rank has saved, so that a script that goes on after an error finds the file. That rank may
+    have ended, or have saved under another name: so not for long."""
     end = time.monotonic() + 5
     while not path.exists() and time.monotonic() < end:
         time.sleep(0.01)

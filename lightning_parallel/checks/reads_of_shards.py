@@ -20,9 +20,9 @@ _SIZES = (Tensor.shape.__get__, Tensor.size, Tensor.numel, Tensor.nelement, Tens
 
 class ReadsOfShards(TorchFunctionMode):
     """Inside, records in ``found``, by the parameter's name, the functions that read a divided parameter (one of
-    ``names``) while no method of its layer runs, if their result counts: in training one through which a gradient flows
-    back, in an evaluation (begun without gradients) one that is computed from activations too. Records in ``sizes`` the
-    names of those whose size a module's code outside of the layer asks for.
+    ``names``) while no method of its layer runs: in training those through which a gradient flows back, and in an
+    evaluation, which begins with gradients off, those that are given an activation, too. In ``sizes`` it records the
+    names of the parameters whose size a module's code outside of the layer asks for.
 
     A step may read parameters by itself, as an L2 penalty over ``self.parameters()`` does. Each rank would compute a
     penalty of its own shard. Comparing the ranks' losses may miss it: shards of ones and zeros have equal norms at the
@@ -36,7 +36,7 @@ class ReadsOfShards(TorchFunctionMode):
         self._modules = {id(part) for part in module.modules()}
         self._is_evaluation = not torch.is_grad_enabled()
         self._state = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
-        self._views: list[Tensor] = []  # of divided parameters: alive, so that no other tensor gets their ids
+        self._views: list[Tensor] = []  # of divided parameters: kept alive, so that no other tensor gets their ids
         self._names: dict[int, str] = {}
         self._owners: dict[int, list[nn.Module]] = {}
         for name in names:
@@ -60,7 +60,7 @@ class ReadsOfShards(TorchFunctionMode):
         given = [id(tensor) for tensor in tensors_in((args, kwargs)) if id(tensor) in self._names]
         if given and func in _SIZES and self._is_asked_from_outside(given[0]):
             self.sizes.add(self._names[given[0]])
-        for key in given if given and self._counts((args, kwargs), result) else ():
+        for key in given if given and self._matters((args, kwargs), result) else ():
             # The stack is searched for a method of the layer: `layer.forward(x)` calls no hooks.
             if not any(own is owner for own in _running() for owner in self._owners[key]):
                 self.found.setdefault(self._names[key], resolve_name(func) or getattr(func, "__name__", str(func)))
@@ -68,9 +68,10 @@ class ReadsOfShards(TorchFunctionMode):
             self._follow_views(args, result)
         return result
 
-    def _counts(self, inputs: Any, result: Any) -> bool:
+    def _matters(self, inputs: Any, result: Any) -> bool:
         """Does a shard's read matter? In training, a result without a gradient (a shape, a copy for an average) can't
-        change what is trained. In an evaluation, it may be a parameter's own number, such as its norm."""
+        change what is trained. In an evaluation, what is computed from parameters and buffers alone may be a number of
+        the parameter itself, such as its norm."""
         if not self._is_evaluation:
             return any(t.requires_grad and id(t) not in self._names for t in tensors_in(result))
         return any(id(t) not in self._state and id(t) not in self._names for t in tensors_in(inputs))

@@ -39,7 +39,7 @@ class Handover:
         return self._messages.popleft()
 
     def expect(self, *_: object, **__: object) -> None:
-        """Nothing, and so do the others: no receive is posted and no buffer kept, all messages have arrived, and no
-        chunk waits for one that won't come."""
+        """Does nothing, as the other three: no receive is to be posted, no buffer to be given back, all messages have
+        arrived, and no chunk waits for one that won't come."""
 
     confirm = flush = end = expect

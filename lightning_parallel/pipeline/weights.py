@@ -56,8 +56,8 @@ class CurrentWeights:
     def backward(self, token: None, loss: BatchLoss | None = None) -> AbstractContextManager[None]:
         """A context for the backward, or for one of its halves, of the forward that returned ``token``. ``loss`` is the
         whole batch's."""
-        slots = (parameter for store in self._stores for parameter in store.values())
-        here = (each for each in slots if each is not None and not isinstance(each, AbsentTensor))
+        held = (parameter for store in self._stores for parameter in store.values())
+        here = (each for each in held if each is not None and not isinstance(each, AbsentTensor))
         return gradients_apart({id(parameter): parameter for parameter in here}.values())
 
     second_half = backward

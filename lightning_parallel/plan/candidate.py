@@ -10,8 +10,8 @@ after them, or with the last one::
 - A unit that is called on both sides of a cut is held by the stages of both chunks: each runs its own calls, and its
   gradients are summed, like those of a tied weight. A stage that has both chunks holds it once. So one layer called
   twelve times, or a recurrent decoder, can be cut. Where a cut elsewhere is nearly as even, it is taken instead. No cut
-  falls between the calls of a unit that collects statistics (BatchNorm) or counts: two copies would differ, and chunks
-  see microbatches in another order.
+  falls between the calls of a unit that collects statistics (BatchNorm), or changes what it holds in each call (a
+  counter): two copies would differ, and chunks see microbatches in another order.
 - A parameter that is read outside its module, as in ``F.linear(x, embed.weight)``, is held where it is read, too.
 - So is one that a parameter is updated from outside the modules, as a mean teacher's is from the student's.
 - A *loose* parameter hangs directly on an open module (a position embedding made with ``nn.Parameter``, or a list of
@@ -170,8 +170,8 @@ class Candidate:
 
     def _allowed(self, keep_together: bool) -> list[bool]:
         """Whether a cut may fall after each call in the chain. It may not fall between the calls of a unit that
-        collects statistics of its inputs, since two copies would differ; with ``keep_together``, not between the calls
-        of any unit."""
+        collects statistics or changes what it holds, since two copies would differ; with ``keep_together``, not between
+        the calls of any unit."""
         allowed = [True] * len(self._chain)
         for _, first, last in self._spans() if keep_together else self._collecting():
             allowed[first:last] = [False] * (last - first)
@@ -186,7 +186,7 @@ class Candidate:
         return ((name, first, last) for name, (first, last) in spans.items() if first < last)
 
     def _collecting(self) -> Iterator[tuple[str, int, int]]:
-        """Those that collect statistics of their inputs, or count."""
+        """Those that collect statistics of their inputs, or change what they hold."""
         return (span for span in self._spans() if self._collects(span[0]))
 
     def _collects(self, unit: str) -> bool:

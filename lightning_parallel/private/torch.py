@@ -38,7 +38,8 @@ from torch.utils._pytree import tree_map as tree_map
 from torch.utils._pytree import tree_unflatten as tree_unflatten
 from torch.utils.hooks import RemovableHandle
 
-# Collectives of one tensor: these names since torch 2.13, which warns of the ones before.
+# Collectives that gather into one tensor, or scatter one. They have these names since torch 2.13, which warns of the
+# earlier ones.
 gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_into = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 

@@ -27,7 +27,7 @@ from lightning_parallel.ranks.collectives import broadcast_tensors, highest
 from lightning_parallel.ranks.local_model import LocalModel
 from lightning_parallel.ranks.writes import digest
 
-_LOOKS = 2  # batches after which changed buffers are looked for: a mean of a copy doesn't change in the first
+_LOOKS = 2  # batches after which changed buffers are looked for: a mean that begins as a copy is the same after one
 
 
 class Replicas:
@@ -41,10 +41,10 @@ class Replicas:
     def __init__(self, local: LocalModel, module: nn.Module, group: dist.ProcessGroup) -> None:
         self._local = local
         self._group = group
-        statistics = (name for name, part in module.named_modules() if getattr(part, "track_running_stats", False))
-        self._statistics = {f"{name}.".removeprefix(".") for name in statistics}
+        parts = module.named_modules()
+        self._with_statistics = {name for name, part in parts if getattr(part, "track_running_stats", False)}
         self._carried: set[str] = set()  # the buffers that batches change, and may read
-        self._before: dict[str, Tensor] = {}  # the digests of buffers before a batch
+        self._before: dict[str, Tensor] = {}  # the digests of buffers before the last batch
         self._looks = _LOOKS
         self._first = dist.get_global_rank(group, 0)
         self._averager: GradientAverager | None = None
@@ -61,13 +61,20 @@ class Replicas:
         buffers are used or saved, the first replica's count."""
         broadcast_tensors(self._local.buffers().values(), self._first, self._group)
 
-    def share_carried(self) -> None:
-        """Before a batch, copy the first replica's buffers that earlier batches have changed, such as a queue or a
-        codebook: this one may read them, and replicas would part. All replicas call it. BatchNorm's statistics aren't
-        read in training."""
+    def share_carried(self, *, begins_epoch: bool) -> None:
+        """Before a batch, copy the first replica's buffers that batches have changed, such as a queue or a codebook:
+        this batch may read them, and replicas would part. Changes are looked for after an epoch's first batches, and
+        where an epoch begins. All replicas call it. BatchNorm's statistics are left out: training doesn't read
+        them."""
         if self._group.size() == 1:
             return
-        own = {name: buffer for name, buffer in self._local.buffers().items() if not self._is_statistic(name)}
+        own = {
+            name: buffer
+            for name, buffer in self._local.buffers().items()
+            if name.rpartition(".")[0] not in self._with_statistics
+        }
+        if begins_epoch:
+            self._looks = _LOOKS
         if self._looks >= 0 and own:
             now = {name: digest(buffer) for name, buffer in own.items()}
             changed = [name in self._before and bool(self._before[name] != now[name]) for name in own]
@@ -76,9 +83,6 @@ class Replicas:
             self._before = now
             self._looks -= 1
         broadcast_tensors((own[name] for name in own if name in self._carried), self._first, self._group)
-
-    def _is_statistic(self, name: str) -> bool:
-        return name.rpartition(".")[0] + "." in self._statistics
 
     # -- gradients -----------------------------------------------------------------------------------------------
 

@@ -74,10 +74,8 @@ class StepChanges:
     def __init__(self, module: nn.Module, shared: Collection[str] = ()) -> None:
         self._module, self._shared = module, shared
         self.known: list[str] = []
-        # Of those of them that are on this stage, their states before the first run, and after the first that has
-        # changed them.
-        self._before: dict[str, _State] = {}
-        self._after: dict[str, _State] = {}
+        self._before: dict[str, _State] = {}  # of those that are on this stage, before the first run
+        self._after: dict[str, _State] = {}  # and after the first run that has changed them
         self._places = places_of(module, {id(parameter): name for name, parameter in module.named_parameters()})
         self._is_watched = False  # does a batch take several runs?
         self._must_all_change = False  # would each microbatch's run have to make a change?

@@ -2,7 +2,8 @@
 
 A batch is one message to the next chunk, and with one chunk a stage no stage waits for the end of a batch. It is not
 split, so metrics see what they see in one process; only the batch of a step of several passes is split
-(``several_passes.py``). Metrics are published at the end of the loop.
+(``several_passes.py``). Metrics are published at the end of the loop. A parameter or buffer that a step reads on a
+stage which doesn't hold it is borrowed for the batch.
 """
 
 from __future__ import annotations

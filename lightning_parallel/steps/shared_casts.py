@@ -2,7 +2,7 @@
 
 Lightning switches autocast's cache off, so that each forward casts the weights anew, and autograd keeps every cast for
 the backward. A process that runs one batch at a time has one such copy. A stage would have one for each microbatch in
-flight: with GPipe, two bytes for each parameter and microbatch::
+flight: with GPipe, two bytes for each parameter and microbatch (``w0`` is the cast of microbatch 0)::
 
     own casts       F0 (w0)  F1 (w1)  F2 (w2)   B0  B1  B2
     shared          F0 (w)   F1  (w)  F2  (w)   B0  B1  B2   the cache is emptied
@@ -18,18 +18,19 @@ from contextlib import contextmanager
 
 import torch
 
-# Before it, torch could keep a cast that was made under no_grad, through which no gradient flows.
+# The first torch that keeps no cast which was made under no_grad, through which no gradient would flow.
 _SINCE = (2, 13)
 
 
 class SharedCasts:
-    """Shares the casts of a batch.
+    """Shares casts among the microbatches of a batch, where torch keeps gradients through them.
 
     Args:
-        device: the kind of the stage's device.
+        device: the type of the stage's device (``"cuda"``).
 
     Attributes:
-        may_share: set for each batch. A step that changes its weights needs the casts of several values.
+        may_share: may the batch that is running share casts? Not if its steps change weights: then each needs a cast
+            of the values that it reads.
     """
 
     def __init__(self, device: str) -> None:
@@ -46,6 +47,7 @@ class SharedCasts:
             yield
 
     def begin_step(self) -> None:
-        """Switch the cache on, inside the step's own context, which puts it back."""
+        """Switch the cache on, if the batch may share casts. The step's own context, inside which this is called,
+        switches it off again."""
         if self.may_share and self._knows_gradients:
             torch.set_autocast_cache_enabled(True)

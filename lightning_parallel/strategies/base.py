@@ -562,7 +562,7 @@ class LayoutStrategy(ParallelStrategy):
         if self._background is not None and self._background.begin_batch():
             self.drain()
             self._background.finish()
-        self.replicas.share_carried()
+        self.replicas.share_carried(begins_epoch=batch_idx == 0)
 
     def drain(self) -> None:
         """Finish what stages have begun of later batches, until nothing is in flight. All ranks call it after the same

@@ -82,6 +82,8 @@ class DataParallelStrategy(SingleDeviceStrategy):
     There is one model, on the first device, one optimizer and one Trainer. World size, checkpoints, samplers and
     callbacks are those of a single process, and the replicas share the batch of the data loader.
 
+    With one device a step runs as it stands, so it takes any batch and returns anything.
+
     The replicas run one after the other. GPUs compute at the same time all the same, unless a step waits for them
     (``.item()``, metrics that check their arguments). On a CPU replicas gain nothing: they show what would happen on
     GPUs. Every step copies the model to the other GPUs and their gradients back. DDP, with a process for each device,
@@ -161,8 +163,8 @@ class DataParallelStrategy(SingleDeviceStrategy):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         output = self._step("training_step", *args, *kwargs.values())
         automatic = self._module().automatic_optimization
-        shared = self._has_one_device() or self._loss_on == "replicas" or self._shared_calls
-        if not shared and not (automatic and output is None):
+        must_share = self._loss_on == "output_device" and not self._has_one_device()
+        if must_share and not self._shared_calls and not (automatic and output is None):
             use = "loss_on='replicas'" if automatic else "strategy='ddp'"
             raise ValueError(
                 f"loss_on='output_device': training_step never called self(...), whose calls the replicas share, so "
@@ -186,9 +188,10 @@ class DataParallelStrategy(SingleDeviceStrategy):
         return self.parallel_devices is not None and len(self.parallel_devices) == 1
 
     def _step(self, name: str, batch: Any, *indices: int) -> Any:
-        """Run the user's step ``name`` on the replicas, or on the output device with its forwards on the replicas."""
+        """Run the user's step ``name`` on the replicas, or on the output device with its forwards on the replicas. With
+        one device it runs as it stands."""
         module = self._module()
-        if self._has_one_device():  # takes any batch, and returns anything
+        if self._has_one_device():  # there is nothing to split or to join
             with self.precision_plugin.forward_context():
                 return getattr(module, name)(batch, *indices)
         if self._loss_on == "replicas":

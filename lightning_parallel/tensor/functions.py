@@ -135,7 +135,7 @@ def joined(x: Tensor, dim: int, group: Group, size: int | None = None) -> Tensor
     size = x.shape[dim] * count if size is None else size
     start, stop = piece(size, group.rank(), count)
     assert x.shape[dim] == stop - start, f"a piece of {x.shape[dim]} where {stop - start} of {size} are due"
-    # Messages have one size. In front, pieces lie one after the other, so lists of them would be copied twice.
+    # All messages have one size. With `dim` in front pieces lie one after the other, so there is no list to copy.
     own = _padded(x, dim, piece(size, 0, count)[1]).movedim(dim, 0).contiguous()
     whole = own.new_empty(count * own.shape[0], *own.shape[1:])
     if has_memory(own):
@@ -164,7 +164,7 @@ def has_memory(x: Tensor) -> bool:
 
 
 def shares_memory(x: Tensor, y: Tensor) -> bool:
-    """Do two tensors that have memory lie in the same?"""
+    """Do two tensors lie in the same memory? Not if one has none (:func:`has_memory`)."""
     has_any = has_memory(x) and has_memory(y)
     return has_any and x.untyped_storage().data_ptr() == y.untyped_storage().data_ptr()
 

@@ -16,10 +16,11 @@ OnUse = Callable[[nn.Module, str, bool], None]
 def attribute_uses(attributes: Mapping[nn.Module, set[str]], on_use: OnUse) -> Iterator[None]:
     """Inside, ``on_use`` is called before each use of these attributes (their names, by module), with the module, the
     attribute's name, and whether it is assigned to. Python looks for the methods that read and assign on the class, so
-    they are replaced there, for all objects of it. A new class for the modules might be registered, or refused."""
+    they are replaced there, for all objects of it. A subclass for these modules would be told to the user's classes,
+    which may register or refuse it."""
     names = {id(part): own for part, own in attributes.items()}  # a metric's hash would read its attributes
     kinds = {type(part) for part in attributes if not isinstance(part, torch.jit.ScriptModule)}
-    # All of them first: a class may inherit its methods from another one.
+    # All are made before the first is set: a class may inherit its methods from another one.
     methods = [(kind, name, method) for kind in kinds for name, method in _telling(kind, names, on_use)]
     with ExitStack() as put_back:
         for kind, name, method in methods:

@@ -176,8 +176,8 @@ class StateKept:
         return False
 
     def _changed(self, *, of_apart: bool = True) -> Iterator[tuple[Any, _Held, _Held]]:
-        """The containers that hold something else than before, with what they held and hold; perhaps without those of
-        the parts ``apart``."""
+        """The containers that hold something else than before, with what they held and hold; without ``of_apart``, none
+        of the parts ``apart``."""
         for container, held, looked_at in self._containers:
             now = self._contents(container) if looked_at or of_apart else None
             if now is not None:

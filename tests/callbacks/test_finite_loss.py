@@ -25,7 +25,6 @@ from lightning_parallel import (
 from tests.pool import WorkerPool
 from tests.thorough import thorough
 
-BATCHES = 6  # an epoch
 WORLDS = {
     "single": 1, "threads": 1, "ddp": 2, "fully sharded": 2, "tensor": 2, "pipeline": 2, "asynchronous": 2,
     "replicas": 4, "asynchronous replicas": 4,

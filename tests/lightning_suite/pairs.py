@@ -7,7 +7,7 @@ environment that a cluster would give them, and share a folder for its files. It
         rank 0      forked: test_x.py::test_y    trainer.fit: meets rank 1
         rank 1      forked: test_x.py::test_y    trainer.fit: meets rank 0
 
-They mostly wait for each other, so several pairs run at once. What takes too long then runs again, alone.
+Ranks mostly wait for each other, so several pairs run at once. A test that takes too long then runs again, alone.
 """
 
 from __future__ import annotations
@@ -73,13 +73,15 @@ class _Pair:
         self._end = time.monotonic() + _LIMIT
 
     def has_ended(self) -> bool:
+        """Have both ranks ended, or had their time?"""
         alive = sum(process.is_alive() for process in self._ranks)
         if 0 < alive < _RANKS:
             self._end = min(self._end, time.monotonic() + _AFTER_THE_OTHER)
         return not alive or time.monotonic() >= self._end
 
     def note(self, file: Path, even_if_late: bool) -> bool:
-        """End the ranks, and append their notes to ``file``; or return False if one of them was still at it."""
+        """End the ranks, and append their notes to ``file``. If one was still running, it is a timeout with
+        ``even_if_late``. Otherwise nothing is noted, and False is returned."""
         late = any(process.is_alive() for process in self._ranks)
         for process in self._ranks:
             process.kill()

@@ -286,7 +286,7 @@ def test_what_is_collected_inside_a_layer_crosses_like_its_output(kind: type[Net
 
 
 class Reentrant(Net):
-    """A checkpoint that runs its part without gradients, and makes up for it after the part."""
+    """Its checkpoints run their parts without gradients, and make up for it in the backward."""
 
     def step(self, x: Tensor) -> Tensor:
         x = self.stem(x)
@@ -296,7 +296,7 @@ class Reentrant(Net):
 
 
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
-def test_a_layer_at_a_cut_that_runs_without_gradients_is_refused() -> None:
+def test_a_layer_at_a_cut_in_a_reentrant_checkpoint_is_refused() -> None:
     stage = stage_of(Reentrant(), 2)
     with pytest.raises(RuntimeError, match="'blocks.1' hands its output from stage 0 .* use_reentrant=False"):
         stage.flow_of(lambda: step(stage.module))
@@ -304,7 +304,7 @@ def test_a_layer_at_a_cut_that_runs_without_gradients_is_refused() -> None:
         stage.flow_of(lambda: step(stage.module))
 
 
-def test_a_layer_may_run_without_gradients() -> None:
+def test_a_trained_layer_at_a_cut_may_run_without_gradients() -> None:
     """In the backward of one process, nothing would come back either."""
 
     class Without(Net):

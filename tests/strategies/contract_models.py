@@ -224,8 +224,8 @@ class Skipping(Model):
 
 
 class TwoTerms(Model):
-    """Variational, but for the noise: the second term is of what the first layers return. For two views of a batch, one
-    after the other, and a third one without gradients, which is a target."""
+    """An autoencoder that is variational, but for the noise: the second term is of what the first layers return. It
+    takes two views of a batch, one after the other, and a third one without gradients, which is a target."""
 
     def build(self) -> None:
         self.encoder = nn.Sequential(*layers(WIDTH, 16, 8))

@@ -55,7 +55,7 @@ def fail_and_save(kind: type[Fails], folder: Path) -> None:
     torch.set_default_dtype(torch.float64)
     begin = time.monotonic()
     fail_saving(kind, folder)
-    gc.collect()  # the Trainer, or the other rank would wait
+    gc.collect()  # frees the Trainer, whose open connections the other rank would wait for
     assert time.monotonic() - begin < TIMEOUT / 2
 
 

@@ -242,7 +242,7 @@ def casts_of_a_batch(strategy: str, options: dict[str, Any]) -> int:
 def test_microbatches_in_flight_share_a_cast_of_each_weight(
     pool: WorkerPool, strategy: str, options: dict[str, Any], made: int
 ) -> None:
-    """The first stage has two weights, and the asynchronous one updates them within the batch. The last stage tries
-    microbatches beside."""
+    """The first stage has two weights. An asynchronous one updates them once within the batch, and casts them anew. The
+    last stage isn't looked at, since it tries microbatches besides."""
     _, first_stage = pool.run(casts_of_a_batch, 2, strategy, options, init=False)
     assert first_stage == made

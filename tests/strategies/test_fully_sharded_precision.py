@@ -1,4 +1,4 @@
-"""Shards of the model on every rank in other precisions."""
+"""Fully sharded replicas in other precisions: they have the numbers of DDP, and skip an update together."""
 
 from __future__ import annotations
 
@@ -21,8 +21,6 @@ from tests.strategies.harness import (
     make_trainer,
 )
 from tests.thorough import thorough
-
-EXACT = 1e-12  # float64
 
 
 def mixed(strategy: str, precision: str) -> Report:
