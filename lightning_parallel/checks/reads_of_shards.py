@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode, resolve_name
 
 from lightning_parallel.private.torch import tensors_in
@@ -17,11 +18,16 @@ from lightning_parallel.values import calls_under_way, first_few
 
 _SIZES = (Tensor.shape.__get__, Tensor.size, Tensor.numel, Tensor.nelement, Tensor.__len__, torch.numel)  # type: ignore[attr-defined]
 
+_PRODUCTS = (
+    F.linear, F.embedding, F.cosine_similarity, torch.matmul, torch.mm, torch.bmm, torch.einsum, torch.cdist,
+    Tensor.matmul, Tensor.mm, Tensor.bmm, Tensor.__matmul__, Tensor.__rmatmul__,
+)  # fmt: skip
+
 
 class ReadsOfShards(TorchFunctionMode):
     """Inside, records in ``found``, by the parameter's name, the functions that read a divided parameter (one of
     ``names``) while no method of its layer runs: in training those through which a gradient flows back, and in an
-    evaluation, which begins with gradients off, those that are given an activation, too. In ``sizes`` it records the
+    evaluation, which begins with gradients off, products such as F.linear(x, weight). In ``sizes`` it records the
     names of the parameters whose size a module's code outside of the layer asks for.
 
     A step may read parameters by itself, as an L2 penalty over ``self.parameters()`` does. Each rank would compute a
@@ -35,7 +41,6 @@ class ReadsOfShards(TorchFunctionMode):
         self.sizes: set[str] = set()
         self._modules = {id(part) for part in module.modules()}
         self._is_evaluation = not torch.is_grad_enabled()
-        self._state = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
         self._views: list[Tensor] = []  # of divided parameters: kept alive, so that no other tensor gets their ids
         self._names: dict[int, str] = {}
         self._owners: dict[int, list[nn.Module]] = {}
@@ -60,7 +65,7 @@ class ReadsOfShards(TorchFunctionMode):
         given = [id(tensor) for tensor in tensors_in((args, kwargs)) if id(tensor) in self._names]
         if given and func in _SIZES and self._is_asked_from_outside(given[0]):
             self.sizes.add(self._names[given[0]])
-        for key in given if given and self._matters((args, kwargs), result) else ():
+        for key in given if given and self._matters(func, result) else ():
             # The stack is searched for a method of the layer: `layer.forward(x)` calls no hooks.
             if not any(own is owner for own in _running() for owner in self._owners[key]):
                 self.found.setdefault(self._names[key], resolve_name(func) or getattr(func, "__name__", str(func)))
@@ -68,13 +73,13 @@ class ReadsOfShards(TorchFunctionMode):
             self._follow_views(args, result)
         return result
 
-    def _matters(self, inputs: Any, result: Any) -> bool:
+    def _matters(self, function: Callable[..., Any], result: Any) -> bool:
         """Does a shard's read matter? In training, a result without a gradient (a shape, a copy for an average) can't
-        change what is trained. In an evaluation, what is computed from parameters and buffers alone may be a number of
-        the parameter itself, such as its norm."""
-        if not self._is_evaluation:
-            return any(t.requires_grad and id(t) not in self._names for t in tensors_in(result))
-        return any(id(t) not in self._state and id(t) not in self._names for t in tensors_in(inputs))
+        change what is trained. In an evaluation, other functions than products may take a shard's dtype, update an
+        average of it, or compute its norm."""
+        if self._is_evaluation:
+            return function in _PRODUCTS
+        return any(t.requires_grad and id(t) not in self._names for t in tensors_in(result))
 
     def _follow_views(self, args: tuple[Any, ...], result: Any) -> None:
         """Take views of a shard, such as its transpose, for the shard. Inference mode doesn't tell views by itself."""

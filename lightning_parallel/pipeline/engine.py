@@ -116,7 +116,6 @@ class Engine:
                     with self._timeline.span("step", action.update):
                         if update is not None:
                             update()
-                            torch.clear_autocast_cache()  # casts of the weights as they were
                 elif isinstance(action, Forward):
                     number = action.microbatch
                     outputs += self._chunks[action.chunk].forward(number, microbatches[number])

@@ -173,7 +173,7 @@ class Candidate:
         collects statistics or changes what it holds, since two copies would differ; with ``keep_together``, not between
         the calls of any unit."""
         allowed = [True] * len(self._chain)
-        for _, first, last in self._spans() if keep_together else self._collecting():
+        for _, first, last in [*self._collecting(), *(self._spans() if keep_together else ())]:
             allowed[first:last] = [False] * (last - first)
         return allowed
 
@@ -183,7 +183,13 @@ class Candidate:
         for call, position in zip(self._calls, self._positions, strict=True):
             first, _ = spans.get(call.unit, (position, position))
             spans[call.unit] = first, position
+        # After a value that only the last chunk has, that chunk calls them.
+        end = len(self._chain) - 1
+        spans |= {name: (first, end) for name, (first, _) in spans.items() if self._is_called_after_a_value(name)}
         return ((name, first, last) for name, (first, last) in spans.items() if first < last)
+
+    def _is_called_after_a_value(self, unit: str) -> bool:
+        return unit in self.seen.beyond and self._collects(unit)
 
     def _collecting(self) -> Iterator[tuple[str, int, int]]:
         """Those that collect statistics of their inputs, or change what they hold."""
@@ -207,12 +213,6 @@ class Candidate:
             running.setdefault(call.unit, set()).add(chunk)
         for name in self.seen.beyond & running.keys():  # after a value that only the last chunk has
             running[name].add(self._chunks - 1)
-            if len({self._placement[chunk] for chunk in running[name]}) > 1 and self._collects(name):
-                raise ValueError(
-                    f"The step asks for a value, which only the last stage has, and then calls '{name}' again, on "
-                    f"another stage than before: it collects statistics of its inputs, so one stage has to make all "
-                    f"of its calls. Ask for the value after the layers. {self.seen.stopped}"
-                )
         read = self._read_outside(chunk_of)
         for name in self._uncalled:
             names = {f"{name}.{key}" for key, _ in self._module.get_submodule(name).named_parameters()}

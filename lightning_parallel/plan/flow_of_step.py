@@ -59,7 +59,9 @@ def flow_of_step(module: nn.Module, partition: Partition, step: Callable[[], Any
 
 def _check_gradients(module: nn.Module, partition: Partition, flow: Flow, seen: Trace) -> None:
     """Refuse layers that would miss the gradient of an output that crosses a cut."""
-    in_function = {(call.unit, call.call) for call in seen.calls if call.in_function}
+    in_function = {(call.unit, call.call): i for i, call in enumerate(seen.calls) if call.in_function}
+    units = [module.get_submodule(call.unit) for call in seen.calls[: 1 + max(in_function.values(), default=-1)]]
+    trains = any(parameter.requires_grad for unit in units for parameter in unit.parameters())
     for chunk, cargo in ((chunk, cargo) for chunk, cut in enumerate(flow.cuts) for cargo in cut):
         unit = module.get_submodule(cargo.module)
         if has_full_backward_hooks(unit):
@@ -67,11 +69,11 @@ def _check_gradients(module: nn.Module, partition: Partition, flow: Flow, seen: 
                 f"'{cargo.module}' has a full backward hook, and its output crosses a cut, where it would miss "
                 f"gradients. Register it on a module inside '{cargo.module}'."
             )
-        if any(p.requires_grad for p in unit.parameters()) and (cargo.module, cargo.call) in in_function:
+        if trains and (cargo.module, cargo.call) in in_function:
             raise RuntimeError(
                 f"'{cargo.module}' hands its output from {partition.name_of(chunk)} to a later one, but runs in a "
-                f"checkpoint with use_reentrant=True or another autograd.Function, so no gradient would come back: use "
-                f"use_reentrant=False, or freeze it with requires_grad_(False)."
+                f"checkpoint with use_reentrant=True, another autograd.Function or torch.inference_mode(), so no "
+                f"gradient would come back: use use_reentrant=False, or torch.no_grad()."
             )
 
 

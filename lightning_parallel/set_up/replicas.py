@@ -17,15 +17,17 @@ from contextlib import contextmanager
 from functools import partial
 
 import torch.distributed as dist
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from lightning_parallel.gradients.averaging import GradientAverager
 from lightning_parallel.gradients.swapping import Gradients, multiplied
 from lightning_parallel.losses.graph import Number
-from lightning_parallel.ranks.collectives import broadcast_tensors, highest
+from lightning_parallel.ranks.collectives import all_alike, broadcast_tensors, highest
 from lightning_parallel.ranks.local_model import LocalModel
 from lightning_parallel.ranks.writes import digest
+from lightning_parallel.values import first_few
 
 _LOOKS = 2  # batches after which changed buffers are looked for: a mean that begins as a copy is the same after one
 
@@ -44,6 +46,7 @@ class Replicas:
         parts = module.named_modules()
         self._with_statistics = {name for name, part in parts if getattr(part, "track_running_stats", False)}
         self._carried: set[str] = set()  # the buffers that batches change, and may read
+        self._resized: set[str] = set()  # those of them that can't be shared
         self._before: dict[str, Tensor] = {}  # the digests of buffers before the last batch
         self._looks = _LOOKS
         self._first = dist.get_global_rank(group, 0)
@@ -71,7 +74,7 @@ class Replicas:
         own = {
             name: buffer
             for name, buffer in self._local.buffers().items()
-            if name.rpartition(".")[0] not in self._with_statistics
+            if name.rpartition(".")[0] not in self._with_statistics and name not in self._resized
         }
         if begins_epoch:
             self._looks = _LOOKS
@@ -82,7 +85,16 @@ class Replicas:
             self._carried |= {name for name, has_changed in zip(own, found, strict=False) if has_changed}
             self._before = now
             self._looks -= 1
-        broadcast_tensors((own[name] for name in own if name in self._carried), self._first, self._group)
+        carried = {name: own[name] for name in sorted(self._carried & own.keys())}
+        sizes = [(name, tuple(buffer.shape), buffer.dtype) for name, buffer in carried.items()]
+        if self._carried <= self._resized or all_alike(self._group, sizes):
+            return broadcast_tensors(carried.values(), self._first, self._group)
+        self._resized |= self._carried  # on all replicas
+        rank_zero_warn(
+            f"Some of the buffers {first_few(map(repr, carried))} have other sizes on other replicas, so each replica "
+            f"keeps its own. A buffer that training changes is shared before each batch, as under DDP, if all have one "
+            f"size."
+        )
 
     # -- gradients -----------------------------------------------------------------------------------------------
 

@@ -2,11 +2,10 @@
 
 ``microbatches.py`` runs a training batch, ``evaluation.py`` and ``several_passes.py`` any other. ``loss_means.py``
 weights the losses of microbatches, and ``pairs.py`` tries whether the weights are right, and whether layers before the
-loss compute with several samples. ``shared_casts.py`` lets microbatches share what autocast makes of the weights. The
-step runs for each microbatch, and for each chunk of a stage, so its side effects would happen several times:
-``changes.py`` and ``earlier_chunks.py`` prevent this or refuse it, ``effects.py`` refuses others, and ``kept_state.py``
-finds some. ``between_batches.py`` decides whether stages wait, and ``equal_steps.py`` sees to it that replicas take the
-same number of steps.
+loss compute with several samples. The step runs for each microbatch, and for each chunk of a stage, so its side
+effects would happen several times: ``changes.py`` and ``earlier_chunks.py`` prevent this or refuse it, ``effects.py``
+refuses others, and ``kept_state.py`` finds some. ``between_batches.py`` decides whether stages wait, and
+``equal_steps.py`` sees to it that replicas take the same number of steps.
 
 What a step returns and logs belongs in ``results/``.
 """

@@ -35,7 +35,6 @@ from lightning_parallel.steps.changes import StepChanges
 from lightning_parallel.steps.earlier_chunks import EarlierChunks
 from lightning_parallel.steps.effects import StepEffects
 from lightning_parallel.steps.loss_means import LossMeans
-from lightning_parallel.steps.shared_casts import SharedCasts
 
 _RETURNED = "outputs['{}']"  # the name under which a number that the step returns is recorded
 
@@ -68,7 +67,6 @@ class Microbatches:
         self._effects = StepEffects(run)
         shared = [name for name, on in stage.partition.buffers.items() if len(on) > 1]
         self.changes = StepChanges(run.module, shared)
-        self._casts = SharedCasts(run.device.type)
         self.count = 0
         self._is_watched = False  # in the last batch, did this stage end steps that aren't called as in one process?
         self._is_first_batch = True
@@ -126,8 +124,6 @@ class Microbatches:
         if is_first:
             together(None, self._effects.check)
         self.changes.follow(() if flow is None else flow.updated, microbatches, len(self._stage.chunks))
-        changed = frozenset[str]() if flow is None else flow.updated.union(flow.own_updates)
-        self._casts.may_share = changed.isdisjoint(name for name, _ in self._run.module.named_parameters())
 
     def _trial(self, arguments: tuple[Any, ...], size: int, seed: int) -> Any:
         """The user's step on a copy of a batch or a microbatch, for a dry run or a trial."""
@@ -140,7 +136,6 @@ class Microbatches:
         step = partial(self._earlier.run, self._noted_step, *arguments)
         run = partial(self._shards.run, step, "training_step")
         with self._prepared(size, seed), self.changes.around_run(index):
-            self._casts.begin_step()
             return self._effects.run(run) if self._is_watched else run()
 
     def _noted_step(self, *arguments: Any) -> Any:
@@ -168,7 +163,7 @@ class Microbatches:
             log = self._effects.watching(self._recorder.log)
         elif self._run.layout.is_last_stage:
             log = logging_through(self._run.module, self._recorder.log)
-        with log, self._last_stage.apart("training_step"), self._casts.around_batch():
+        with log, self._last_stage.apart("training_step"):
             yield
 
     def joined(self, outputs: list[Any], loss: BatchLoss) -> Any:

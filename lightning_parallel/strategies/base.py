@@ -562,7 +562,8 @@ class LayoutStrategy(ParallelStrategy):
         if self._background is not None and self._background.begin_batch():
             self.drain()
             self._background.finish()
-        self.replicas.share_carried(begins_epoch=batch_idx == 0)
+        if self.batches_ahead == 0:  # else the backward of a batch under way may read what it would write to
+            self.replicas.share_carried(begins_epoch=batch_idx == 0)
 
     def drain(self) -> None:
         """Finish what stages have begun of later batches, until nothing is in flight. All ranks call it after the same

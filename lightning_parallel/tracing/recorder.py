@@ -280,9 +280,10 @@ def _plain_parts(output: Any) -> tuple[Any, ...]:
 
 
 def _in_function() -> bool:
-    """Is the forward of an autograd.Function under way, which may make up for gradients in its backward?"""
+    """Is the forward of an autograd.Function under way, which may make up for gradients in its backward? Tensors of
+    inference mode can't get any, either."""
     apply = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
-    return any(call.f_code is apply for call in calls_under_way())
+    return torch.is_inference_mode_enabled() or any(call.f_code is apply for call in calls_under_way())
 
 
 def _refuse_carriers(name: str, inputs: Any) -> None:

@@ -24,8 +24,8 @@ class TracedCall:
         plain: the numbers and texts in its output, and the shapes of the tensors.
         draws_on_host: it draws from Python's or NumPy's generator.
         direct: it was called by its method ``forward``, past its hooks.
-        in_function: it ran inside the forward of an autograd.Function, such as a checkpoint with use_reentrant=True:
-            gradients are off there, and are made up for in its backward.
+        in_function: it ran inside the forward of an autograd.Function, such as a checkpoint with use_reentrant=True,
+            where gradients are off and are made up for in its backward; or it ran in torch.inference_mode().
     """
 
     unit: str

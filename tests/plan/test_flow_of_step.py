@@ -295,9 +295,22 @@ class Reentrant(Net):
         return self.head(x).square().mean()
 
 
+class Inferring(Net):
+    """Its first layers run in inference mode."""
+
+    def step(self, x: Tensor) -> Tensor:
+        with torch.inference_mode():
+            x = self.blocks[1](self.blocks[0](self.stem(x)))
+        return self.head(self.blocks[3](self.blocks[2](x.clone()))).square().mean()
+
+
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
-def test_a_layer_at_a_cut_in_a_reentrant_checkpoint_is_refused() -> None:
-    stage = stage_of(Reentrant(), 2)
+@pytest.mark.parametrize("kind", [Reentrant, Inferring])
+@pytest.mark.parametrize("frozen", [False, True])  # the layer at the cut: gradients pass through it
+def test_a_layer_at_a_cut_that_hides_gradients_is_refused(kind: type[Net], frozen: bool) -> None:
+    model = kind()
+    model.blocks[1].requires_grad_(not frozen)
+    stage = stage_of(model, 2)
     with pytest.raises(RuntimeError, match="'blocks.1' hands its output from stage 0 .* use_reentrant=False"):
         stage.flow_of(lambda: step(stage.module))
     with torch.no_grad():  # an evaluation step has no gradients anywhere

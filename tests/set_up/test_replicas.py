@@ -21,6 +21,7 @@ from tests.strategies.equality import EXACT, assert_equal
 from tests.strategies.harness import Report, joined, largest_difference, make_trainer, train
 from tests.strategies.models import BATCH, LeNet, Llama
 from tests.thorough import thorough
+from tests.worker import texts_of_warnings
 
 ALL_AT_ONCE = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.05}
 IN_PARTS = {"stages": 1, "tensor_parallel": 2, "data_parallel_kind": "fully_shard"}
@@ -184,6 +185,29 @@ def test_replicas_read_what_the_first_has_kept_of_earlier_batches_as_under_ddp(
         for name, given in (("ddp", {}), (strategy, options))
     )
     assert largest_difference(joined(reports, "weights"), joined(ddp, "weights")) < EXACT
+
+
+class Growing(LeNet):
+    """It counts its batches in a buffer that grows with them, on the first replica only."""
+
+    def build(self) -> None:
+        super().build()
+        self.register_buffer("seen", torch.zeros(1))
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.seen = torch.cat([self.seen, self.seen + 1]) if self.global_rank == 0 else self.seen + 1
+
+
+def test_buffers_of_unequal_sizes_stay_each_replica_s_own(pool: WorkerPool) -> None:
+    for told in pool.run(warnings_of_growing, 2, init=False)[:1]:
+        assert sum("'seen'" in text for text in told) == 1
+
+
+def warnings_of_growing() -> list[str]:
+    with texts_of_warnings() as told:
+        trainer = make_trainer("sync", [], {"stages": 1}, max_epochs=2, limit_val_batches=0)
+        trainer.fit(Growing(), Growing.loader(batch_size=4))
+    return told
 
 
 class Recurrent(LeNet):

@@ -7,11 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.pool import WorkerPool
 from tests.strategies.harness import Report, Witness, here, joined, largest_difference
@@ -200,49 +198,3 @@ def test_the_loss_scale_is_the_user_s_and_is_resumed(pool: WorkerPool, tmp_path:
     (grown, resumed), other = pool.run(resume_scaler, 2, tmp_path / "half.ckpt", init=False)
     assert grown == resumed == 16.0
     assert other == (grown, resumed)
-
-
-class Casts(TorchDispatchMode):
-    """Counts the casts of weights."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.made = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if func is torch.ops.aten._to_copy.default and type(args[0]) is nn.Parameter and result.dim() == 2:
-            self.made += 1
-        return result
-
-
-class InLastBatch(Callback):
-    def __init__(self, casts: Casts) -> None:
-        self.casts = casts
-
-    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        if trainer.is_last_batch:
-            self.casts.__enter__()
-
-    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-        if trainer.is_last_batch:
-            self.casts.__exit__(None, None, None)
-
-
-def casts_of_a_batch(strategy: str, options: dict[str, Any]) -> int:
-    casts = Casts()
-    trainer = make_trainer(
-        strategy, [InLastBatch(casts)], {"microbatches": 4, **options}, precision="bf16-mixed", max_epochs=1
-    )
-    trainer.fit(Deep(), loader())
-    return casts.made
-
-
-@pytest.mark.parametrize(("strategy", "options", "made"), [("sync", {"schedule": "gpipe"}, 2), ("async", {}, 4)])
-def test_microbatches_in_flight_share_a_cast_of_each_weight(
-    pool: WorkerPool, strategy: str, options: dict[str, Any], made: int
-) -> None:
-    """The first stage has two weights. An asynchronous one updates them once within the batch, and casts them anew. The
-    last stage isn't looked at, since it tries microbatches besides."""
-    _, first_stage = pool.run(casts_of_a_batch, 2, strategy, options, init=False)
-    assert first_stage == made
