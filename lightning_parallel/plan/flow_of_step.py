@@ -59,9 +59,10 @@ def flow_of_step(module: nn.Module, partition: Partition, step: Callable[[], Any
 
 def _check_gradients(module: nn.Module, partition: Partition, flow: Flow, seen: Trace) -> None:
     """Refuse layers that would miss the gradient of an output that crosses a cut."""
-    in_function = {(call.unit, call.call): i for i, call in enumerate(seen.calls) if call.in_function}
-    units = [module.get_submodule(call.unit) for call in seen.calls[: 1 + max(in_function.values(), default=-1)]]
-    trains = any(parameter.requires_grad for unit in units for parameter in unit.parameters())
+    calls = {(call.unit, call.call): call for call in seen.calls}
+    last = max((i for i, call in enumerate(seen.calls) if call.in_function), default=-1)
+    before = [module.get_submodule(call.unit) for call in seen.calls[: last + 1]]
+    passes_gradients = any(parameter.requires_grad for unit in before for parameter in unit.parameters())
     for chunk, cargo in ((chunk, cargo) for chunk, cut in enumerate(flow.cuts) for cargo in cut):
         unit = module.get_submodule(cargo.module)
         if has_full_backward_hooks(unit):
@@ -69,7 +70,9 @@ def _check_gradients(module: nn.Module, partition: Partition, flow: Flow, seen: 
                 f"'{cargo.module}' has a full backward hook, and its output crosses a cut, where it would miss "
                 f"gradients. Register it on a module inside '{cargo.module}'."
             )
-        if trains and (cargo.module, cargo.call) in in_function:
+        call = calls.get((cargo.module, cargo.call))
+        is_trained = any(parameter.requires_grad for parameter in unit.parameters())
+        if call and ((call.in_function and passes_gradients) or (call.in_inference and is_trained)):
             raise RuntimeError(
                 f"'{cargo.module}' hands its output from {partition.name_of(chunk)} to a later one, but runs in a "
                 f"checkpoint with use_reentrant=True, another autograd.Function or torch.inference_mode(), so no "

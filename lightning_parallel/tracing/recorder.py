@@ -148,6 +148,7 @@ class Recorder:
                 draws_on_host=bool(host.drawn()),
                 direct=direct,
                 in_function=_in_function(),
+                in_inference=torch.is_inference_mode_enabled(),
             )
         )
         self._unit, self._in_hooks = None, not direct and id(part) in self._hooked
@@ -280,10 +281,9 @@ def _plain_parts(output: Any) -> tuple[Any, ...]:
 
 
 def _in_function() -> bool:
-    """Is the forward of an autograd.Function under way, which may make up for gradients in its backward? Tensors of
-    inference mode can't get any, either."""
+    """Is the forward of an autograd.Function under way, which may make up for gradients in its backward?"""
     apply = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
-    return torch.is_inference_mode_enabled() or any(call.f_code is apply for call in calls_under_way())
+    return any(call.f_code is apply for call in calls_under_way())
 
 
 def _refuse_carriers(name: str, inputs: Any) -> None:

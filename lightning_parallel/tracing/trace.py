@@ -24,8 +24,9 @@ class TracedCall:
         plain: the numbers and texts in its output, and the shapes of the tensors.
         draws_on_host: it draws from Python's or NumPy's generator.
         direct: it was called by its method ``forward``, past its hooks.
-        in_function: it ran inside the forward of an autograd.Function, such as a checkpoint with use_reentrant=True,
-            where gradients are off and are made up for in its backward; or it ran in torch.inference_mode().
+        in_function: it ran inside the forward of an autograd.Function, such as a checkpoint with use_reentrant=True:
+            gradients are off there, and are made up for in its backward.
+        in_inference: it ran in torch.inference_mode(), whose tensors can't get gradients.
     """
 
     unit: str
@@ -40,6 +41,7 @@ class TracedCall:
     draws_on_host: bool
     direct: bool
     in_function: bool
+    in_inference: bool
 
     @property
     def origin(self) -> str:

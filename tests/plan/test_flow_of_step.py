@@ -305,9 +305,9 @@ class Inferring(Net):
 
 
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
-@pytest.mark.parametrize("kind", [Reentrant, Inferring])
-@pytest.mark.parametrize("frozen", [False, True])  # the layer at the cut: gradients pass through it
+@pytest.mark.parametrize(("kind", "frozen"), [(Reentrant, False), (Reentrant, True), (Inferring, False)])
 def test_a_layer_at_a_cut_that_hides_gradients_is_refused(kind: type[Net], frozen: bool) -> None:
+    """``frozen``: the layer at the cut, through which the gradients of earlier ones pass."""
     model = kind()
     model.blocks[1].requires_grad_(not frozen)
     stage = stage_of(model, 2)
