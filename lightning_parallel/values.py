@@ -1,6 +1,6 @@
 """Compares plain values, as modules and optimizers keep them: numbers, texts, tensors, and tuples or lists of these.
 Puts other values into dictionaries for a time. Finds words for error messages: a shortened list of names, and the line
-that is running, by the calls that are under way."""
+that is running."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import inspect
 from collections.abc import Container, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
@@ -58,18 +57,11 @@ def first_few(names: Iterable[str]) -> str:
     return ", ".join(names[:_SHOWN]) + more
 
 
-def calls_under_way() -> Iterator[FrameType]:
-    """The calls of Python functions that are under way in this thread, the innermost first."""
-    frame = inspect.currentframe()
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
-
-
 def line_outside(packages: Container[str]) -> str:
     """The line that is running, of code that is in none of these packages. A thread of torch's has none."""
-    outside = (f for f in calls_under_way() if f.f_globals.get("__name__", "").partition(".")[0] not in packages)
-    frame = next(outside, None)
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in packages:
+        frame = frame.f_back
     if frame is None:
         return "Something"
     return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} ({frame.f_code.co_qualname})"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -14,7 +15,7 @@ from torch.overrides import TorchFunctionMode, resolve_name
 
 from lightning_parallel.private.torch import tensors_in
 from lightning_parallel.tensor.functions import has_memory, shares_memory
-from lightning_parallel.values import calls_under_way, first_few
+from lightning_parallel.values import first_few
 
 _SIZES = (Tensor.shape.__get__, Tensor.size, Tensor.numel, Tensor.nelement, Tensor.__len__, torch.numel)  # type: ignore[attr-defined]
 
@@ -98,7 +99,12 @@ class ReadsOfShards(TorchFunctionMode):
 
 def _running() -> Iterator[Any]:
     """The objects of which methods are running, the innermost first."""
-    return (call.f_locals["self"] for call in calls_under_way() if call.f_locals.get("self") is not None)
+    frame = inspect.currentframe()
+    while frame is not None:
+        own = frame.f_locals.get("self")
+        if own is not None:
+            yield own
+        frame = frame.f_back
 
 
 @contextmanager

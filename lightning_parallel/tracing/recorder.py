@@ -5,6 +5,7 @@ A module is taken as a whole, as a leaf module is in torch.fx, or its own code r
 
 from __future__ import annotations
 
+import inspect
 from collections import Counter
 from collections.abc import Callable, Collection, Container, Iterator
 from contextlib import contextmanager
@@ -25,7 +26,7 @@ from lightning_parallel.tracing.operations import OperationsNoted, nbytes_of
 from lightning_parallel.tracing.own_generators import ON_HOST, GeneratorsWatched
 from lightning_parallel.tracing.snapshot import StateKept
 from lightning_parallel.tracing.trace import Call, Escape, Place, Trace, TracedCall, Update
-from lightning_parallel.values import calls_under_way, first_few
+from lightning_parallel.values import first_few
 
 
 @dataclass(frozen=True)
@@ -283,7 +284,10 @@ def _plain_parts(output: Any) -> tuple[Any, ...]:
 def _in_function() -> bool:
     """Is the forward of an autograd.Function under way, which may make up for gradients in its backward?"""
     apply = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
-    return any(call.f_code is apply for call in calls_under_way())
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_code is not apply:
+        frame = frame.f_back
+    return frame is not None
 
 
 def _refuse_carriers(name: str, inputs: Any) -> None:
