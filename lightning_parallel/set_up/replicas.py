@@ -69,22 +69,24 @@ class Replicas:
         this batch may read them, and replicas would part. Changes are looked for after an epoch's first batches, and
         where an epoch begins. All replicas call it. BatchNorm's statistics are left out: training doesn't read
         them."""
-        if self._group.size() == 1:
+        if begins_epoch:
+            self._looks = _LOOKS
+        is_due = self._looks >= 0
+        # Most modules have no such buffer, and to find them all takes a walk over the module.
+        if self._group.size() == 1 or not (is_due or self._carried - self._resized):
             return
+        self._looks -= is_due
         own = {
             name: buffer
             for name, buffer in self._local.buffers().items()
             if name.rpartition(".")[0] not in self._with_statistics and name not in self._resized
         }
-        if begins_epoch:
-            self._looks = _LOOKS
-        if self._looks >= 0 and own:
+        if is_due and own:
             now = {name: digest(buffer) for name, buffer in own.items()}
             changed = [name in self._before and bool(self._before[name] != now[name]) for name in own]
             found = highest(self._group, *map(int, changed)) if self._before else []
             self._carried |= {name for name, has_changed in zip(own, found, strict=False) if has_changed}
             self._before = now
-            self._looks -= 1
         carried = {name: own[name] for name in sorted(self._carried & own.keys())}
         sizes = [(name, tuple(buffer.shape), buffer.dtype) for name, buffer in carried.items()]
         if self._carried <= self._resized or all_alike(self._group, sizes):
