@@ -14,7 +14,8 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode, resolve_name
 
 from lightning_parallel.private.torch import tensors_in
-from lightning_parallel.tensor.functions import has_memory, shares_memory
+from lightning_parallel.ranks.local_model import memory_of
+from lightning_parallel.tensor.functions import has_memory
 from lightning_parallel.values import first_few
 
 _SIZES = (Tensor.shape.__get__, Tensor.size, Tensor.numel, Tensor.nelement, Tensor.__len__, torch.numel)  # type: ignore[attr-defined]
@@ -86,7 +87,8 @@ class ReadsOfShards(TorchFunctionMode):
         """Take views of a shard, such as its transpose, for the shard. Inference mode doesn't tell views by itself."""
         shards = [tensor for tensor in tensors_in(args) if id(tensor) in self._names]
         for view in tensors_in(result):
-            key = next((id(shard) for shard in shards if shares_memory(shard, view)), None)
+            memory = memory_of(view)
+            key = next((id(shard) for shard in shards if memory_of(shard) == memory != 0), None)
             if key is not None and id(view) not in self._names:
                 self._views.append(view)
                 self._names[id(view)], self._owners[id(view)] = self._names[key], self._owners[key]

@@ -173,7 +173,7 @@ class Candidate:
         collects statistics or changes what it holds, since two copies would differ; with ``keep_together``, not between
         the calls of any unit."""
         allowed = [True] * len(self._chain)
-        for _, first, last in [*self._collecting(), *(self._spans() if keep_together else ())]:
+        for _, first, last in self._spans() if keep_together else self._collecting():
             allowed[first:last] = [False] * (last - first)
         return allowed
 

@@ -163,12 +163,6 @@ def has_memory(x: Tensor) -> bool:
         return False
 
 
-def shares_memory(x: Tensor, y: Tensor) -> bool:
-    """Do two tensors lie in the same memory? Not if one has none (:func:`has_memory`)."""
-    has_any = has_memory(x) and has_memory(y)
-    return has_any and x.untyped_storage().data_ptr() == y.untyped_storage().data_ptr()
-
-
 def _padded(x: Tensor, dim: int, size: int) -> Tensor:
     missing = size - x.shape[dim]
     dim %= x.dim()
