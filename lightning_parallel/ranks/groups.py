@@ -98,6 +98,7 @@ class Groups:
         """
         placement = tuple(range(self._layout.stages)) if placement is None else placement
         links = Links()
+        met: list[tuple[int, dist.ProcessGroup, tuple[int, int]]] = []  # a cut, and who sends to whom over it
         lanes: Counter[frozenset[int]] = Counter()
         for cut, (earlier, later) in enumerate(pairwise(placement)):
             if earlier == later:
@@ -107,9 +108,11 @@ class Groups:
             for kind, wires, ends in ((0, links.activations, (earlier, later)), (1, links.gradients, (later, earlier))):
                 wire = self._wire(cut, kind, lane)
                 if self._layout.stage in ends:
-                    if self._over_nccl:
-                        self._greet(wire.group, *ends)
                     wires[cut] = wire
+                    met.append((cut, wire.group, ends))
+        if self._over_nccl:
+            for _, group, (sender, receiver) in sorted(met, key=lambda one: one[0] % 2):
+                self._greet(group, sender, receiver)
         return links
 
     def _wire(self, cut: int, kind: int, lane: int) -> Wire:
@@ -124,7 +127,8 @@ class Groups:
         """Send a first message from stage ``sender`` to stage ``receiver``. This rank is on one of them.
 
         NCCL connects two ranks at their first message, and both wait for it. If this happened in the first step,
-        stages could deadlock. Here they connect in the order of cuts.
+        stages could deadlock. Here they connect in one order: first over all even cuts, then over all odd ones. So
+        stages in a row need two rounds, and not one for each cut.
         """
         greeting = torch.zeros(1, device=self._device)
         source, destination = (self._layout.rank_at(pipeline=stage) for stage in (sender, receiver))

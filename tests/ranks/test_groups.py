@@ -63,3 +63,27 @@ def test_over_nccl_each_cut_and_kind_has_a_queue_of_its_own(pool: WorkerPool) ->
     for found in pool.run(over_lanes, 4, placements):
         assert all(len(set(wires)) == len(wires) for wires in found)
         assert [len({group for group, *_ in wires}) for wires in found] == [2, 4, 4]
+
+
+def met(places: Placement) -> list[tuple[int, int]]:
+    """Who sends whom a first message, in this rank's order."""
+    layout = Layout.resolve(dist.get_world_size(), dist.get_rank(), pipeline="auto")
+    found: list[tuple[int, int]] = []
+    with (
+        patch("lightning_parallel.ranks.groups.dist.get_backend", return_value="nccl"),
+        patch.object(Groups, "_greet", lambda self, group, *ends: found.append(ends)),
+    ):
+        Groups(layout, timedelta(seconds=30), torch.device("cpu")).links(places)
+    return found
+
+
+def test_over_nccl_stages_in_a_row_connect_in_two_rounds_whatever_their_number(pool: WorkerPool) -> None:
+    """Two for activations, and two for gradients: each pair waits until both have met those before it."""
+    waiting, rounds = pool.run(met, 4, placement(SCHEDULES["1f1b"](4, 4))), 0
+    while any(waiting):
+        heads = [ends[0] if ends else None for ends in waiting]
+        ready = {ends for ends in heads if ends is not None and heads.count(ends) == 2}
+        assert ready, "they wait for each other"
+        waiting = [ends[1:] if ends and ends[0] in ready else ends for ends in waiting]
+        rounds += 1
+    assert rounds == 4
