@@ -48,7 +48,7 @@ class Arrival:
         # `.data`: no views of one message buffer, so each may be changed in place.
         tensors = [t.data for t in self._tensors]
         self._tensors = []  # their memory is the step's from here on
-        wanted = [requires_grad for _, _, requires_grad in self.format]
+        wanted = [each.requires_grad for each in self.format]
         if not (any(wanted) and torch.is_grad_enabled()):
             return tensors
         self.anchor = torch.empty((), requires_grad=True)
@@ -59,7 +59,7 @@ class Arrival:
         """The gradients of the tensors of which the sender wants one; :data:`NO_GRADIENT` for those on which the loss
         doesn't depend. There the sender begins no backward, so parameters behind them keep a gradient of None, as in
         one process. Others want none, also where a backward of the user's own has returned one that does."""
-        found = self._gradients or [None] * sum(wants for _, _, wants in self.format)
+        found = self._gradients or [None] * sum(each.requires_grad for each in self.format)
         return [NO_GRADIENT if gradient is None else gradient.detach() for gradient in found]
 
 

@@ -14,12 +14,23 @@ import math
 import struct
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-Format = tuple[tuple[tuple[int, ...], torch.dtype, bool], ...]  # shape, dtype, requires_grad of each tensor
+
+class Described(NamedTuple):
+    """A tensor of a message. ``order`` are its dimensions by their place in memory, the outermost first. So what is
+    channels_last before a cut is channels_last behind it, as the next convolution wants it."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+    order: tuple[int, ...]
+
+
+Format = tuple[Described, ...]
 
 _ALIGNMENT = 64  # bytes; any dtype can be viewed at such an offset
 _WORDS = struct.Struct("=qq")
@@ -28,15 +39,25 @@ TRAILER = _WORDS.size  # bytes
 
 def format_of(tensors: Sequence[Tensor]) -> Format:
     """The format of a message with these tensors."""
-    return tuple((tuple(t.shape), t.dtype, t.requires_grad) for t in tensors)
+    return tuple(Described(tuple(t.shape), t.dtype, t.requires_grad, _order(t)) for t in tensors)
+
+
+def _order(tensor: Tensor) -> tuple[int, ...]:
+    """The dimensions from the outermost in memory. One with gaps or repetitions is sent without them, in order."""
+    in_order = range(tensor.dim())
+    if not tensor.is_contiguous():
+        order = sorted(in_order, key=tensor.stride, reverse=True)
+        if tensor.permute(order).is_contiguous():
+            return tuple(order)
+    return tuple(in_order)
 
 
 @lru_cache
 def gradient_format(activations: Format) -> Format:
     """The format of the gradients of a message: one for each tensor that wants one, then the factor of the batch's
     gradients (``losses/normaliser.py``). Empty if none wants one."""
-    gradients = tuple((shape, dtype, False) for shape, dtype, requires_grad in activations if requires_grad)
-    return (*gradients, ((), torch.float64, False)) if gradients else ()
+    gradients = tuple(each._replace(requires_grad=False) for each in activations if each.requires_grad)
+    return (*gradients, Described((), torch.float64, False, ())) if gradients else ()
 
 
 @lru_cache
@@ -44,7 +65,7 @@ def places_in(format: Format) -> tuple[list[tuple[int, int]], int]:
     """Where each tensor lies in a packet (start and length), and where a trailer begins, in bytes."""
     places: list[tuple[int, int]] = []
     end = 0
-    for shape, dtype, _ in format:
+    for shape, dtype, *_ in format:
         size = math.prod(shape) * dtype.itemsize
         places.append((end, size))
         end += -(-size // _ALIGNMENT) * _ALIGNMENT
@@ -103,19 +124,22 @@ class Packet:
 
 
 def _views(buffer: Tensor, format: Format) -> list[Tensor]:
-    return [
-        buffer.narrow(0, start, size).view(dtype).view(shape)
-        for (start, size), (shape, dtype, _) in zip(places_in(format)[0], format, strict=True)
-    ]
+    views: list[Tensor] = []
+    for (start, size), (shape, dtype, _, order) in zip(places_in(format)[0], format, strict=True):
+        in_memory = buffer.narrow(0, start, size).view(dtype).view([shape[dim] for dim in order])
+        views.append(in_memory.permute([order.index(dim) for dim in range(len(order))]))
+    return views
 
 
 def encode(format: Format) -> Tensor:
     """A format as bytes."""
-    text = json.dumps([[list(shape), str(dtype).removeprefix("torch."), grad] for shape, dtype, grad in format])
+    text = json.dumps([[shape, str(dtype).removeprefix("torch."), *others] for shape, dtype, *others in format])
     return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
 
 
 def decode(description: Tensor) -> Format:
     """The inverse of :func:`encode`."""
     fields: list[Any] = json.loads(bytes(description.tolist()).decode())
-    return tuple((tuple(shape), getattr(torch, dtype), bool(grad)) for shape, dtype, grad in fields)
+    return tuple(
+        Described(tuple(shape), getattr(torch, dtype), bool(grad), tuple(order)) for shape, dtype, grad, order in fields
+    )

@@ -28,7 +28,7 @@ from lightning_parallel.losses.normaliser import BatchLoss
 from lightning_parallel.messages.arrival import Arrival
 from lightning_parallel.messages.channel import Receiver
 from lightning_parallel.messages.ends import Ends
-from lightning_parallel.messages.message import Format, gradient_format
+from lightning_parallel.messages.message import Format, format_of, gradient_format
 from lightning_parallel.pipeline.stage import Stage
 from lightning_parallel.pipeline.weights import Weights
 from lightning_parallel.seeding import TorchGenerators
@@ -233,7 +233,7 @@ class Chunk:
 
     def _again(self, step: Callable[[], Any], tensors: Sequence[Tensor]) -> Any:
         """Run a step on given activations. Returns its loss in the last chunk, in others what would be sent on."""
-        format = tuple((tuple(tensor.shape), tensor.dtype, tensor.is_floating_point()) for tensor in tensors)
+        format = format_of([tensor.detach().requires_grad_(tensor.is_floating_point()) for tensor in tensors])
         arrival = None if self._ends.activations_in is None else Arrival([*tensors], format)
         with self._generators.kept():
             output = self._stage.run(step, arrival, self._index)
@@ -284,7 +284,7 @@ class Chunk:
                 work.loss.receive(factor)
                 # From zeros, parameters would get zeros that have None in one process.
                 pairs = zip(edges, gradients, format[:-1], strict=True)
-                present = [(edge, gradient) for edge, gradient, (_, _, is_missing) in pairs if not is_missing]
+                present = [(edge, gradient) for edge, gradient, sent in pairs if not sent.requires_grad]  # NO_GRADIENT
                 edges, gradients = [edge for edge, _ in present], [gradient for _, gradient in present]
                 ends.activations_out.confirm(flight.sent)
                 self._gradients_taken += 1

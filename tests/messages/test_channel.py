@@ -75,7 +75,7 @@ def gradients() -> list[tuple[Any, list[Tensor]]]:
     messages += [[tensor(12, 3, dtype=torch.complex64).conj()], [tensor(13, 3, dtype=torch.complex64)]]
     messages += [[tensor(14, 3, dtype=torch.complex64).conj().imag]]
     messages += [[tensor(5, 3), tensor(6, 2, dtype=torch.bfloat16)], [tensor(7, 0), tensor(8, 2)], [tensor(9, 8)[2:5]]]
-    others = [((3,), torch.float32, False)]
+    others = format_of([torch.ones(3)])
     return [((*format_of(message), *others[: i % 3 == 0]), message) for i, message in enumerate(messages)]
 
 
@@ -107,7 +107,7 @@ def sends_and_receives(kind: str, ahead: bool) -> list[tuple[Any, list[bool], in
             receiver.expect(place)
         taken.append((receiver.take(), receiver.acknowledged))
     # Read at the end only: a message must not be overwritten by those after it.
-    return [(described(tensors), [grad for _, _, grad in format], count) for (tensors, format), count in taken]
+    return [(described(tensors), [each.requires_grad for each in format], count) for (tensors, format), count in taken]
 
 
 @pytest.mark.parametrize("ahead", [True, False])

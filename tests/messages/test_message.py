@@ -23,6 +23,9 @@ TENSORS = [
     torch.randn(2, 3, dtype=torch.complex64),
     torch.randn(5, dtype=torch.float64, requires_grad=True),
     torch.randn(4).to(torch.bfloat16).requires_grad_(),
+    torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
+    torch.randn(3, 2).T,
+    torch.randn(4, 1).expand(4, 3),
 ]
 
 
@@ -40,6 +43,11 @@ def test_tensors_come_out_as_they_went_in_with_the_words_after_them(count: int) 
     assert [(t.dtype, t.tolist()) for t in received.tensors] == [(t.dtype, t.tolist()) for t in tensors]
     assert received.views(received.buffer) is received.tensors
     assert [t.tolist() for t in received.views(sent.buffer)] == [t.tolist() for t in tensors]
+
+
+def test_a_tensor_lies_in_memory_as_it_did_unless_it_repeats_itself() -> None:
+    found = [tensor.stride() for tensor in Packet(format_of(TENSORS[-3:]), False, CPU).tensors]
+    assert found == [(60, 1, 15, 3), (1, 2), (3, 1)]
 
 
 def test_a_packet_without_a_trailer_is_its_tensors_alone() -> None:
@@ -73,6 +81,6 @@ def test_a_format_comes_out_of_its_bytes() -> None:
 
 def test_gradients_are_wanted_of_what_requires_them() -> None:
     tensors = [torch.randn(2), torch.randn(3, requires_grad=True), torch.randn((), requires_grad=True)]
-    factor = ((), torch.float64, False)
-    assert gradient_format(format_of(tensors)) == (((3,), torch.float32, False), ((), torch.float32, False), factor)
+    wanted = [((3,), torch.float32, False, (0,)), ((), torch.float32, False, ()), ((), torch.float64, False, ())]
+    assert gradient_format(format_of(tensors)) == tuple(wanted)
     assert gradient_format(format_of(tensors[:1])) == ()

@@ -19,7 +19,7 @@ from torch import Tensor
 from lightning_parallel.messages import announced, channel
 from lightning_parallel.messages.announced import AnnouncedReceiver, Announcements, AnnouncingSender
 from lightning_parallel.messages.channel import Receiver, Sender
-from lightning_parallel.messages.message import Format, Packet, encode
+from lightning_parallel.messages.message import Format, Packet, encode, format_of
 from lightning_parallel.messages.streams import Streams
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
@@ -194,7 +194,7 @@ def test_between_gpus_the_memory_of_a_message_is_free_when_it_has_left(link: Lin
 
 # -- the order in which a sender and a receiver launch -----------------------------------------------------------------
 
-FORMAT = (((3,), torch.float32, False),)
+FORMAT = format_of([torch.ones(3)])
 COMES = ["allocate on incoming", "receive on incoming", "wait on incoming"]
 COPIED = "copy on incoming"
 READ = ["compute waits for incoming", "memory is used on compute"]

@@ -76,7 +76,8 @@ def backward(stages: list[Stage], loss: Tensor, departures: list[list[Tensor]], 
 
 def arrived(tensors: list[Tensor], wanted: list[bool]) -> Arrival:
     """What a stage gets that was sent these tensors, of some of which a gradient is wanted."""
-    return Arrival(tensors, tuple((tuple(t.shape), t.dtype, w) for t, w in zip(tensors, wanted, strict=True)))
+    described = format_of(tensors)
+    return Arrival(tensors, tuple(d._replace(requires_grad=w) for d, w in zip(described, wanted, strict=True)))
 
 
 def requires_grad(departure: list[Tensor]) -> list[bool]:
