@@ -14,7 +14,7 @@ import traceback
 from pathlib import Path
 from types import FrameType
 
-from recipes.processes import INTERRUPTED, LAUNCHED, REFUSED, import_from_here
+from recipes.processes import INTERRUPTED, LAUNCHED, ON_GPUS, REFUSED, import_from_here
 
 
 def end_with_the_launcher() -> None:
@@ -33,6 +33,7 @@ def _end_quietly(number: int, frame: FrameType | None) -> None:
 def start(config: str) -> None:
     """Do a worker's work, by the text of the resolved config."""
     end_with_the_launcher()
+    os.environ.update(ON_GPUS | os.environ)
     interrupt = signal.getsignal(signal.SIGINT)
     if callable(interrupt):  # it isn't ignored
         signal.signal(signal.SIGINT, _end_quietly)

@@ -15,7 +15,7 @@ import yaml
 
 from lightning_parallel.ranks.collectives import PeerLostError
 from recipes import record, work, worker
-from recipes.processes import LAUNCHED
+from recipes.processes import LAUNCHED, ON_GPUS
 from tests.pool import Failure, WorkerPool
 from tests.recipes.test_configs import composed
 from tests.recipes.test_launch import TINY
@@ -80,6 +80,27 @@ def outlive_launcher(killed: bool) -> bool:
 @pytest.mark.parametrize("killed", [False, True], ids=["ended", "killed"])
 def test_a_worker_ends_with_its_launcher(pool: WorkerPool, killed: bool) -> None:
     assert pool.run(outlive_launcher, 1, killed, init=False) == [False]
+
+
+# -- its environment -----------------------------------------------------------------------------------------
+
+
+def variables_of_a_worker(own: str) -> dict[str, str]:
+    """Those for GPUs when its work begins, where CUDA_DEVICE_MAX_CONNECTIONS was set."""
+    seen: dict[str, str] = {}
+    for name in ON_GPUS:
+        os.environ.pop(name, None)
+    os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = own
+    work.main, main = lambda config: seen.update(os.environ), work.main
+    try:
+        worker.start("seed: 1")
+    finally:
+        work.main = main
+    return {name: seen[name] for name in ON_GPUS}
+
+
+def test_what_gpus_need_is_set_before_the_work_begins_unless_the_user_has_set_it(pool: WorkerPool) -> None:
+    assert pool.run(variables_of_a_worker, 1, "8", init=False) == [{**ON_GPUS, "CUDA_DEVICE_MAX_CONNECTIONS": "8"}]
 
 
 # -- run.json ------------------------------------------------------------------------------------------------
