@@ -20,10 +20,13 @@ from recipes.tables import Table, circumstances
 from tools.bench import (
     checkpoints,
     compute,
+    contention,
     data,
     folder,
     generation,
     halves,
+    host_time,
+    in_flight,
     late,
     memory,
     messages,
@@ -33,6 +36,7 @@ from tools.bench import (
     shared_device,
     sleeping,
     tensor,
+    two_ranks,
     whole,
 )
 
@@ -60,6 +64,13 @@ PIPELINE_CUDA: dict[str, Part] = {
         partial(shared_device.measure, shared_device.QUICK_CUDA),
     ),
     "late": (partial(late.measure, late.CUDA), partial(late.measure, late.QUICK_CUDA)),
+    "nccl": (partial(two_ranks.measure, two_ranks.CUDA), partial(two_ranks.measure, two_ranks.QUICK_CUDA)),
+    "host": (partial(host_time.measure, host_time.CUDA), partial(host_time.measure, host_time.QUICK_CUDA)),
+    "flight": (partial(in_flight.measure, in_flight.CUDA), partial(in_flight.measure, in_flight.QUICK_CUDA)),
+    "contention": (
+        partial(contention.measure, contention.CUDA),
+        partial(contention.measure, contention.QUICK_CUDA),
+    ),
 }
 TENSOR: dict[str, Part] = {
     "mlp": (partial(tensor.measure_mlp, tensor.MLPSizes()), partial(tensor.measure_mlp, tensor.QUICK_MLP)),
@@ -156,8 +167,8 @@ def _parser() -> argparse.ArgumentParser:
         choices=["cpu", "cuda"],
         default="cpu",
         help="where layers that nothing is divided in (alone), a single stage (one) and stages that share a device "
-        "(shared) are measured. Only with cuda: late gradients on a large model (--only late). The rest is measured "
-        "on CPUs",
+        f"(shared) are measured. Only with cuda: {', '.join(sorted({*PIPELINE_CUDA} - {*PIPELINE}))} of the pipeline. "
+        "The rest is measured on CPUs",
     )
     parser.add_argument("--quick", action="store_true", help="small sizes, in less than a minute: to see that it runs")
     parser.add_argument("--output", type=Path, metavar="DIR", help="write the tables there, as .md and .json")

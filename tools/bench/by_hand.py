@@ -35,7 +35,7 @@ class Bare(Synchronous):
     def __init__(
         self, layers: nn.Sequential, schedule: str, batch: Tensor, microbatches: int, optimizer: MakeOptimizer = sgd
     ) -> None:
-        layout, groups = place()
+        layout, groups = place(batch.device)
         lists = SCHEDULES[schedule](layout.stages, microbatches)
         self._group, self._rank = groups.along("pipeline"), layout.rank
         self._actions, places = lists[layout.stage], placement(lists)
@@ -165,7 +165,7 @@ class BareAsync:
 
     def __init__(self, layers: nn.Sequential, batch: Tensor, microbatches: int, optimizer: MakeOptimizer = sgd) -> None:
         assert dist.get_world_size() == 2
-        layout, _ = place()
+        layout, _ = place(batch.device)
         self.is_first, self.is_last = layout.stage == 0, layout.is_last_stage
         # Groups of its own: a receive that was posted ahead stays when others run.
         forward, backward = dist.new_group([0, 1]), dist.new_group([0, 1])

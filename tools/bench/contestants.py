@@ -71,10 +71,10 @@ class Synchronous:
 
 
 @cache
-def place() -> tuple[Layout, Groups]:
-    """Of this rank, one stage a rank; the groups are made once, by all ranks."""
+def place(device: torch.device) -> tuple[Layout, Groups]:
+    """Of this rank, one stage a rank; the groups are made once, by all ranks. Over NCCL they need the device."""
     layout = Layout.resolve(dist.get_world_size(), dist.get_rank(), pipeline="auto")
-    return layout, Groups(layout)
+    return layout, Groups(layout, device=device)
 
 
 def _stage(layers: nn.Sequential, layout: Layout, batch: Tensor, places: Placement | None = None) -> Stage:
@@ -106,7 +106,7 @@ class Ours(Synchronous):
     def __init__(
         self, layers: nn.Sequential, schedule: str, batch: Tensor, microbatches: int, optimizer: MakeOptimizer = sgd
     ) -> None:
-        layout, groups = place()
+        layout, groups = place(batch.device)
         self.is_first, self.is_last = layout.stage == 0, layout.is_last_stage
         lists = SCHEDULES[schedule](layout.stages, microbatches)
         places = placement(lists)
@@ -145,7 +145,7 @@ class OursAsync:
         extra_in_flight: int = 0,
         optimizer: MakeOptimizer = sgd,
     ) -> None:
-        layout, groups = place()
+        layout, groups = place(CPU)
         self.is_first, self.is_last = layout.stage == 0, layout.is_last_stage
         stage = _stage(layers, layout, batch)
         self._parameters = stage.named_parameters()

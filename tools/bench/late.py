@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -31,11 +32,20 @@ QUICK_CUDA = Sizes("cuda", replace(_BIG, updates=8, warmup=2))
 QUICK = Sizes("cpu", _SMALL)
 
 
-def measure(sizes: Sizes) -> list[Table]:
+def measure(sizes: Sizes) -> Iterator[Table]:
+    """The table again with each row."""
     task = Text(headers, "headers")
     setting = replace(sizes.setting, data=task.fingerprint())
     torch.set_float32_matmul_precision("high")  # on a GPU: TF32, as such a model would be trained
+    count = sum(parameter.numel() for part in train.parts(task, setting, 1, 0) for parameter in part.parameters())
+    where = torch.cuda.get_device_name() if sizes.device == "cuda" else "CPU"
     rows: list[list[Cell]] = []
+    table = Table(
+        f"Late gradients, on {where}: a GPT of {count / 1e6:.0f} million parameters, {setting.updates} updates",
+        {"arm": "", "validation loss": "", "loss beside synchronous": "", "an update (ms)": ".0f"},
+        rows,
+        f"Muon, rate {sizes.rate:g}, one seed, C and C++ headers. Validations are in the time.",
+    )
     reference: float | None = None
     for arm in sizes.arms:
         begin = time.perf_counter()
@@ -48,13 +58,4 @@ def measure(sizes: Sizes) -> list[Table]:
         rows.append(
             [what, "not finite" if final is None else f"{final:.4f}", distance, 1e3 * seconds / setting.updates]
         )
-    count = sum(parameter.numel() for part in train.parts(task, setting, 1, 0) for parameter in part.parameters())
-    where = torch.cuda.get_device_name() if sizes.device == "cuda" else "CPU"
-    return [
-        Table(
-            f"Late gradients, on {where}: a GPT of {count / 1e6:.0f} million parameters, {setting.updates} updates",
-            {"arm": "", "validation loss": "", "loss beside synchronous": "", "an update (ms)": ".0f"},
-            rows,
-            f"Muon, rate {sizes.rate:g}, one seed, C and C++ headers. Validations are in the time.",
-        )
-    ]
+        yield table

@@ -109,6 +109,11 @@ def _rotated(x: Tensor) -> Tensor:
     return torch.cat((first * cos - second * sin, first * sin + second * cos), dim=-1)
 
 
+def mixed(device: str) -> torch.autocast:
+    """As ``precision="bf16-mixed"`` has it in Lightning, where no cast of a weight is kept for the next use."""
+    return torch.autocast(device, torch.bfloat16, cache_enabled=False)
+
+
 def loss_of(output: Tensor) -> Tensor:
     return output.mean()
 

@@ -9,6 +9,9 @@ from typing import Any
 
 from recipes.tables import Table
 
+# A column, after those that say what a row is of. Its cells: ended, or "not run", "hung" or "failed" and the reason.
+HOW = "how it ended"
+
 
 def spread(values: Sequence[float], digits: int = 3) -> str:
     """Lowest and highest of repeated measurements."""
@@ -29,4 +32,6 @@ def write(directory: Path, name: str, facts: Mapping[str, Any], tables: Sequence
     parts = [headline(facts), *(table.markdown() for table in tables)]
     (directory / f"{name}.md").write_text("\n\n".join(parts) + "\n")
     content = dict(facts) | {"tables": [{"title": t.title, "note": t.note, "rows": t.records()} for t in tables]}
-    (directory / f"{name}.json").write_text(json.dumps(content, indent=2) + "\n")
+    written = directory / f"{name}.json.part"  # whoever reads it while this process is ended finds a whole file
+    written.write_text(json.dumps(content, indent=2) + "\n")
+    written.replace(directory / f"{name}.json")

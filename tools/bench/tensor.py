@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from statistics import median
@@ -103,8 +103,26 @@ QUICK_ALONE = AloneSizes(rounds=4, steps=(50, 50, 5))
 QUICK_CUDA_ALONE = AloneSizes(CUDA_ALONE.sizes, rounds=4, steps=(50, 50, 5), device="cuda")
 
 
-def measure_alone(sizes: AloneSizes) -> list[Table]:
+def measure_alone(sizes: AloneSizes) -> Iterator[Table]:
+    """The table again with each size."""
+    where = torch.cuda.get_device_name() if sizes.device == "cuda" else "CPU"
     rows: list[list[Cell]] = []
+    table = Table(
+        f"Layers of a tensor group of one, on {where}",
+        {
+            "size": "",
+            "layer": "",
+            "step (us)": ".1f",
+            "least (us)": ".1f",
+            "added": ".1%",
+            "middle half": "",
+            "to the least": ".1%",
+        },
+        rows,
+        f"Forward and backward of one layer; {sizes.rounds} rounds, in turn, of {_numbers(sizes.steps)} steps. "
+        "Step: median over the rounds of a round's median. Added: median over the rounds of the ratio to nn.Linear "
+        "within one; to the least of all steps.",
+    )
     for (width, inputs), steps in zip(sizes.sizes, sizes.steps, strict=True):
         times = processes.run(_alone_times, 1, width, inputs, sizes.rounds, steps, sizes.device)[0]
         typical = {name: by_round(seconds, steps) for name, seconds in times.items()}
@@ -112,25 +130,7 @@ def measure_alone(sizes: AloneSizes) -> list[Table]:
             added, least = ratios(typical[name], typical[PLAIN]), min(seconds)
             row: list[Cell] = [f"d {width}, {inputs} rows", name, median(typical[name]) * 1e6, least * 1e6]
             rows.append([*row, median(added) - 1, middle(added), least / min(times[PLAIN]) - 1])
-    where = torch.cuda.get_device_name() if sizes.device == "cuda" else "CPU"
-    return [
-        Table(
-            f"Layers of a tensor group of one, on {where}",
-            {
-                "size": "",
-                "layer": "",
-                "step (us)": ".1f",
-                "least (us)": ".1f",
-                "added": ".1%",
-                "middle half": "",
-                "to the least": ".1%",
-            },
-            rows,
-            f"Forward and backward of one layer; {sizes.rounds} rounds, in turn, of {_numbers(sizes.steps)} steps. "
-            "Step: median over the rounds of a round's median. Added: median over the rounds of the ratio to nn.Linear "
-            "within one; to the least of all steps.",
-        )
-    ]
+        yield table
 
 
 # -- on the ranks ------------------------------------------------------------------------------------------------
