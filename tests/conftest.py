@@ -12,7 +12,7 @@ os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 import importlib.util
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -64,22 +64,34 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Take out what this run leaves out, and count it for the summary: tests marked `gpu` or `timm` where there is
-    none, and those marked `thorough` if they aren't asked for."""
-    left_out = {
-        "gpu tests not run: no GPU on this machine": not torch.cuda.is_available() and "gpu",
-        "tests of timm not run: `make timm-tests` runs them": importlib.util.find_spec("timm") is None and "timm",
-        "thorough tests not run: `make thorough` runs them": not config.getoption("thorough") and "thorough",
+    """Take out what this run leaves out, and count it for the summary: tests marked `gpu` where there are too few,
+    those marked `timm` where there is none, and those marked `thorough` if they aren't asked for."""
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    without_timm, not_thorough = importlib.util.find_spec("timm") is None, not config.getoption("thorough")
+    too_few = f"{gpus or 'no'} GPU{'s' * (gpus > 1)} on this machine"
+    left_out: dict[str, Callable[[pytest.Item], bool]] = {
+        f"gpu tests not run: {too_few}": lambda item: _gpus_needed(item) > gpus,
+        "tests of timm not run: `make timm-tests` runs them": lambda item: without_timm and _is_marked(item, "timm"),
+        "thorough tests not run: `make thorough` runs them": lambda item: not_thorough and _is_marked(item, "thorough"),
     }
     counts = config.stash.setdefault(NOT_RUN, {})
-    for reason, marker in left_out.items():
-        marked = [item for item in items if marker and item.get_closest_marker(marker) is not None]
+    for reason, lacks in left_out.items():
+        marked = [item for item in items if lacks(item)]
         counts[reason] = len(marked)
         if marked:
             config.hook.pytest_deselected(items=marked)
             items[:] = [item for item in items if item not in marked]
     # The longest begin first, so that none is left alone at the end.
     items.sort(key=lambda item: not str(item.path).endswith(LONGEST))
+
+
+def _is_marked(item: pytest.Item, marker: str) -> bool:
+    return item.get_closest_marker(marker) is not None
+
+
+def _gpus_needed(item: pytest.Item) -> int:
+    marker = item.get_closest_marker("gpu")
+    return 0 if marker is None else next(iter(marker.args), 1)
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:

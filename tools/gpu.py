@@ -1,28 +1,38 @@
 """``make gpu``, or ``python -m tools.gpu``: what can be seen on this machine's GPUs, by one command.
 
 It runs the tests marked ``gpu``, then the measurements, each in a process of its own, and writes what they say with the
-hardware and the versions to ``docs/gpu.json``. The page ``docs/gpu.md`` is filled in from it by hand. Where there is no
-GPU that torch can use, nothing is run, and nothing is written.
+hardware and the versions to ``docs/gpu.json``, after each of them: what was seen stays if the machine is taken away.
+The page ``docs/gpu.md`` is filled in from it by hand. Where there is no GPU that torch can use, nothing is run, and
+nothing is written.
 """
 
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from recipes import ROOT
+from recipes.processes import ON_GPUS
 from recipes.tables import circumstances
+from tools.bench.report import HOW
 
 RESULTS = ROOT / "docs" / "gpu.json"
+_STOPPED = 124  # the exit code that stands for it, as in timeout(1)
+_LINES = 100  # of a command's output, which are kept
 
 
 @dataclass(frozen=True)
@@ -31,7 +41,8 @@ class Command:
 
     Attributes:
         limit: seconds after which it is ended.
-        arguments: of ``python``, after ``-m``. OUT stands for a folder in which it leaves its tables.
+        arguments: of ``python``, after ``-m``. OUT stands for a folder in which it leaves its tables, TESTS for the
+            files with tests marked ``gpu``.
     """
 
     limit: float
@@ -39,11 +50,14 @@ class Command:
 
 
 _ON_GPU = ("--device", "cuda", "--output", "OUT")
-COMMANDS: Mapping[str, Command] = {  # their limits are ten minutes together
-    "tests": Command(270, ("pytest", "-q", "-m", "gpu", "tests")),
-    "tensor": Command(60, ("tools.bench", "tensor", "--only", "alone", *_ON_GPU)),
-    "pipeline": Command(150, ("tools.bench", "pipeline", "--only", "one,shared", *_ON_GPU)),
-    "late": Command(120, ("tools.bench", "pipeline", "--only", "late", *_ON_GPU)),
+# Their limits are ten minutes together. What is most in doubt comes first.
+COMMANDS: Mapping[str, Command] = {
+    "tests": Command(150, ("pytest", "-v", "-p", "no:cacheprovider", "--timeout", "60", "-m", "gpu", "TESTS")),
+    "nccl": Command(120, ("tools.bench", "pipeline", "--only", "nccl,contention", *_ON_GPU)),
+    "host": Command(90, ("tools.bench", "pipeline", "--only", "host,flight", *_ON_GPU)),
+    "pipeline": Command(100, ("tools.bench", "pipeline", "--only", "one,shared", *_ON_GPU)),
+    "tensor": Command(50, ("tools.bench", "tensor", "--only", "alone", *_ON_GPU)),
+    "late": Command(90, ("tools.bench", "pipeline", "--only", "late", *_ON_GPU)),
 }
 
 
@@ -56,41 +70,99 @@ def main(commands: Mapping[str, Command] = COMMANDS, results: Path = RESULTS) ->
     if not torch.cuda.is_available():
         print("gpu: not run, since this machine has no GPU that torch can use")
         return
-    found: dict[str, Any] = {**circumstances(), "gpus": _gpus()}
+    found: dict[str, Any] = {**circumstances(), "gpus": _gpus(), "nccl": _nccl()}
+    runs: dict[str, dict[str, Any]] = {name: {"not run": ["this command hasn't ended"]} for name in commands}
+    found["commands"] = runs
     for name, command in commands.items():
         print(f"\n== {name} ==", flush=True)
-        found[name] = _run(command)
-    results.write_text(json.dumps(found, indent=2) + "\n")
+        runs[name] = _run(command)
+        part = results.with_suffix(".part")
+        part.write_text(json.dumps(found, indent=2) + "\n")
+        part.replace(results)
     print(f"\nWritten: {results}")
-    failed = [name for name in commands if found[name]["exit code"] != 0]
+    for name, seen in runs.items():
+        for said in seen["not run"]:
+            print(f"gpu: not run: {name}: {said}")
+    failed = [name for name, seen in runs.items() if seen["exit code"] != 0 or seen["failed"]]
     if failed:
         raise SystemExit(f"gpu: failed: {', '.join(failed)}")
 
 
 def _run(one: Command) -> dict[str, Any]:
+    """What a command has left, and said."""
+    lines: list[str] = []
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", *(folder if word == "OUT" else word for word in one.arguments)]
+        arguments = [each for word in one.arguments for each in _words(word, folder)]
         begin = time.monotonic()
+        process = subprocess.Popen(
+            [sys.executable, "-u", "-m", *arguments],
+            cwd=ROOT,
+            env={**ON_GPUS, **os.environ},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            start_new_session=True,
+        )
+        reader = Thread(target=_pass_on, args=(process, lines), daemon=True)
+        reader.start()
         try:
-            ended = subprocess.run(command, cwd=ROOT, timeout=one.limit, capture_output=True, text=True)
-            code, said = ended.returncode, ended.stdout + ended.stderr
-        except subprocess.TimeoutExpired as error:
-            code, said = 124, _text(error.stdout) + _text(error.stderr)
-        print(said, flush=True)
+            code = process.wait(one.limit)
+        except subprocess.TimeoutExpired:
+            code = _STOPPED
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)  # with its workers, which may keep the GPU
+                process.wait()
+        seconds = round(time.monotonic() - begin, 1)
+        reader.join(1.0)  # a process that it has left behind may have its output open
         tables = [
             table for file in sorted(Path(folder).glob("*.json")) for table in json.loads(file.read_text())["tables"]
         ]
-    seconds = round(time.monotonic() - begin, 1)
-    return {"exit code": code, "seconds": seconds, "tables": tables, "end of output": said.splitlines()[-5:]}
+    ends = [*_ends(tables)]
+    not_run = [line.strip() for line in lines if "tests not run: " in line or line.startswith("SKIPPED")]
+    not_run += [f"{what}: {how}" for what, how in ends if how.startswith("not run")]
+    return {
+        "exit code": code,
+        "seconds": seconds,
+        "not run": not_run + ([f"what came after {one.limit:g} s"] if code == _STOPPED else []),
+        "failed": [f"{what}: {how}" for what, how in ends if how.startswith(("hung", "failed"))],
+        "tables": tables,
+        "end of output": [line.rstrip() for line in lines[-_LINES:]],
+    }
 
 
-def _text(output: Any) -> str:
-    return output.decode(errors="replace") if isinstance(output, bytes) else output or ""
+def _ends(tables: Iterable[Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
+    """What the rows of measurements are of that may fail by themselves, and how they ended."""
+    for table in tables:
+        for row in table["rows"]:
+            if HOW in row:
+                of = takewhile(lambda column: column != HOW, row)
+                yield f"{table['title']}: {', '.join(str(row[column]) for column in of)}", row[HOW]
+
+
+def _words(word: str, folder: str) -> Iterator[str]:
+    if word == "TESTS":
+        files = sorted((ROOT / "tests").rglob("test_*.py"))
+        yield from (str(file.relative_to(ROOT)) for file in files if "mark.gpu" in file.read_text())
+    else:
+        yield folder if word == "OUT" else word
+
+
+def _pass_on(process: subprocess.Popen[str], lines: list[str]) -> None:
+    assert process.stdout is not None
+    for line in process.stdout:
+        print(line, end="", flush=True)
+        lines.append(line)
 
 
 def _gpus() -> list[dict[str, Any]]:
     properties = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
     return [{"name": each.name, "GiB": round(each.total_memory / 2**30, 1)} for each in properties]
+
+
+def _nccl() -> str | None:
+    return ".".join(map(str, torch.cuda.nccl.version())) if dist.is_nccl_available() else None
 
 
 if __name__ == "__main__":

@@ -176,9 +176,7 @@ def run_over_nccl(name: str) -> None:
     run_watched(StageOnDevice(name, device, lambda links: links))
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu(STAGES)
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved", "zbv"])
 def test_over_nccl_torch_sees_no_wait_in_a_step(pool: WorkerPool, name: str) -> None:
-    if (found := torch.cuda.device_count()) < STAGES:
-        pytest.skip(f"needs {STAGES} GPUs, one for each stage; found {found}")
     pool.run(run_over_nccl, STAGES, name, init=False)

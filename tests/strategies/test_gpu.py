@@ -68,9 +68,7 @@ def test_mixed_precision_on_a_gpu_is_near_float32(pool: WorkerPool, precision: s
     assert runs[1].losses == pytest.approx(runs[0].losses, rel=0.02)
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu(2)  # on one, stages share it: the tests above
 def test_a_gpu_each_over_nccl_trains_as_one_process(pool: WorkerPool) -> None:
     stages = min(torch.cuda.device_count(), 4)
-    if stages < 2:  # stages share it: the tests above
-        pytest.skip(f"needs two GPUs; found {stages}")
     assert_same_run(pool, [f"cuda:{i}" for i in range(stages)], "GPT2", 1e-10)

@@ -1,7 +1,11 @@
-"""A command for the test of ``make gpu``: leaves a table in the folder that is named last."""
+"""A command for the tests of ``make gpu``: leaves a table in the folder that is named first, with a row that ended as
+it is told. Then it says what they ask for, or stays with a process of its own."""
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -9,4 +13,14 @@ from recipes.tables import Table, circumstances
 from tools.bench import report
 
 if __name__ == "__main__":
-    report.write(Path(sys.argv[1]), "table", circumstances(), [Table("One", {"number": "d"}, [[1]], "")])
+    folder, how, *then = sys.argv[1:]
+    table = Table("One", {"number": "d", report.HOW: ""}, [[1, how]], "")
+    report.write(Path(folder), "table", circumstances(), [table])
+    if then == ["stay"]:
+        print("process", subprocess.Popen(["sleep", "600"]).pid)
+        sys.stdin.close()
+        os.wait()
+    elif then:
+        print(json.dumps(json.loads(Path(then[0]).read_text())["commands"]))
+    else:
+        print(f"CUDA_DEVICE_MAX_CONNECTIONS={os.environ.get('CUDA_DEVICE_MAX_CONNECTIONS')}")

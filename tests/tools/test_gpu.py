@@ -5,10 +5,14 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
 from tools import gpu
+from tools.bench import __main__ as bench
+
+pytest_plugins = ["pytester"]
 
 
 def test_without_a_gpu_nothing_is_run(
@@ -20,20 +24,95 @@ def test_without_a_gpu_nothing_is_run(
     assert not (tmp_path / "gpu.json").exists()
 
 
+@pytest.fixture
+def with_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+
+
+TABLE = ("tests.tools.leaves_a_table", "OUT")
+
+
+@pytest.mark.usefixtures("with_gpu")
 def test_all_parts_are_run_and_their_tables_kept_also_after_one_has_failed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
     parts = {
         "fails": gpu.Command(60, ("no_such_module",)),
-        "works": gpu.Command(60, ("tests.tools.leaves_a_table", "OUT")),
+        "works": gpu.Command(60, (*TABLE, "ended")),
+        "hangs": gpu.Command(60, (*TABLE, "hung: stopped after 1 s")),
+        "cannot": gpu.Command(60, (*TABLE, "not run: one GPU")),
     }
-    with pytest.raises(SystemExit, match="gpu: failed: fails$"):
+    with pytest.raises(SystemExit, match="gpu: failed: fails, hangs$"):
         gpu.main(parts, tmp_path / "gpu.json")
     found = json.loads((tmp_path / "gpu.json").read_text())
-    assert found["fails"]["exit code"] == 1 and "No module named no_such_module" in found["fails"]["end of output"][-1]
-    assert found["works"]["exit code"] == 0 and found["works"]["tables"][0]["rows"] == [{"number": 1}]
     assert found["gpus"] == [] and found["versions"]["torch"] == torch.__version__
+    runs = found["commands"]
+    assert runs["fails"]["exit code"] == 1 and "No module named no_such_module" in runs["fails"]["end of output"][-1]
+    assert {runs[name]["exit code"] for name in ("works", "hangs", "cannot")} == {0}
+    assert runs["works"]["tables"][0]["rows"] == [{"number": 1, "how it ended": "ended"}]
+    assert runs["works"]["not run"] == runs["works"]["failed"] == []
+    assert runs["hangs"]["failed"] == ["One: 1: hung: stopped after 1 s"]
+    assert runs["cannot"]["not run"] == ["One: 1: not run: one GPU"]
+    assert runs["works"]["end of output"] == ["CUDA_DEVICE_MAX_CONNECTIONS=32"]
+
+
+@pytest.mark.usefixtures("with_gpu")
+def test_a_part_that_takes_too_long_is_ended_with_its_processes_and_its_rows_stay(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="gpu: failed: endless$"):
+        gpu.main({"endless": gpu.Command(20, (*TABLE, "ended", "stay"))}, tmp_path / "gpu.json")
+    (found,) = json.loads((tmp_path / "gpu.json").read_text())["commands"].values()
+    assert found["exit code"] == 124 and found["tables"][0]["rows"] == [{"number": 1, "how it ended": "ended"}]
+    assert found["not run"] == ["what came after 20 s"]
+    assert "gpu: not run: endless: what came after 20 s" in capsys.readouterr().out
+    process = int(found["end of output"][-1].partition(" ")[2])
+    assert not psutil.pid_exists(process) or psutil.Process(process).status() == psutil.STATUS_ZOMBIE
+
+
+@pytest.mark.usefixtures("with_gpu")
+def test_what_was_seen_is_written_before_the_next_part_begins(tmp_path: Path) -> None:
+    results = tmp_path / "gpu.json"
+    parts = {"first": gpu.Command(60, (*TABLE, "ended")), "second": gpu.Command(60, (*TABLE, "ended", str(results)))}
+    gpu.main(parts, results)
+    said = json.loads(json.loads(results.read_text())["commands"]["second"]["end of output"][-1])
+    assert said["first"]["tables"] and said["second"] == {"not run": ["this command hasn't ended"]}
+
+
+def test_the_measurements_of_make_gpu_are_known_to_the_command() -> None:
+    commands = [each.arguments for each in gpu.COMMANDS.values() if each.arguments[0] == "tools.bench"]
+    parts = bench._on("cuda")
+    asked = {(what, part) for _, what, _, only, *_ in commands for part in only.split(",")}
+    assert asked == {(what, part) for what in parts for part in parts[what]} - {
+        ("tensor", part) for part in bench.TENSOR if part != "alone"
+    }
+
+
+def test_the_tests_that_need_a_gpu_are_found() -> None:
+    files = [*gpu._words("TESTS", "")]
+    assert "tests/strategies/test_gpu.py" in files and "tests/tensor/test_linear.py" in files
+    assert "tests/ranks/test_layout.py" not in files
+
+
+@pytest.mark.parametrize(("gpus", "passed", "said"), [
+    (0, 0, "2 gpu tests not run: no GPU on this machine"),
+    (1, 1, "1 gpu tests not run: 1 GPU on this machine"),
+    (2, 2, "2 passed*"),
+])  # fmt: skip
+def test_a_test_that_needs_more_gpus_than_there_are_is_not_run(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, gpus: int, passed: int, said: str
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    pytester.makeconftest("from tests.conftest import *")
+    pytester.makeini("[pytest]\nmarkers =\n    gpu\n    timm\n    thorough")
+    pytester.makepyfile(
+        "import pytest\n@pytest.mark.gpu\ndef test_one(): pass\n@pytest.mark.gpu(2)\ndef test_two(): pass\n"
+    )
+    done = pytester.runpytest_inprocess("-p", "no:cacheprovider")
+    done.assert_outcomes(passed=passed, deselected=2 - passed)
+    done.stdout.fnmatch_lines([f"*{said}"])
 
 
 def test_all_parts_together_take_ten_minutes_at_most() -> None:
