@@ -8,6 +8,7 @@ implements three private methods, by which torch's checkpoints ask a tensor for 
 from __future__ import annotations
 
 import hashlib
+import re
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -359,6 +360,28 @@ def group_by_name(name: str) -> dist.ProcessGroup:
     return c10d._resolve_process_group(name)  # type: ignore[attr-defined, no-any-return, arg-type]
 
 
+@contextmanager
+def connecting() -> Iterator[None]:
+    """Inside, ranks make a group. gloo has each tell the others where it is. If one tells an address that leads nowhere
+    from another machine, gloo's error, which has no type of its own, has that address and no setting.
+
+    Raises:
+        RuntimeError: gloo could not connect the ranks.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if "connectFullMesh failed" not in str(error):
+            raise
+        tried = re.search(r"remote=\[(.+?)\]", str(error))
+        raise RuntimeError(
+            f"gloo could not connect the ranks{f': nobody answered at {tried[1]}' if tried else ''}. Unless one of "
+            f"them has stopped, which its own output says, they told each other the wrong addresses: gloo takes that "
+            f"of a machine's name, which many systems set to 127.0.1.1. Set GLOO_SOCKET_IFNAME on all machines to the "
+            f"network interface that joins them, as `ip -br address` lists it; in recipes, cluster.interface."
+        ) from error
+
+
 def group_of_members(
     ranks: Sequence[int], timeout: timedelta | None, backend: str | None = None, purpose: str = ""
 ) -> dist.ProcessGroup:
@@ -385,15 +408,16 @@ def group_of_members(
             return known
     # Each member counts for itself. The store lives as long as the default group, so all reach the same number.
     count = store.add(f"{digest}/of_rank_{dist.get_rank()}", 1)
-    group, _ = c10d._new_process_group_helper(
-        len(ranks),
-        list(ranks).index(dist.get_rank()),
-        list(ranks),
-        kind,
-        store,
-        f"{digest}/{count}",  # type: ignore[arg-type]  # a type of its own since torch 2.10
-        timeout=timeout or c10d._get_default_timeout(kind),
-    )
+    with connecting():
+        group, _ = c10d._new_process_group_helper(
+            len(ranks),
+            list(ranks).index(dist.get_rank()),
+            list(ranks),
+            kind,
+            store,
+            f"{digest}/{count}",  # type: ignore[arg-type]  # a type of its own since torch 2.10
+            timeout=timeout or c10d._get_default_timeout(kind),
+        )
     c10d._world.pg_group_ranks[group] = {rank: i for i, rank in enumerate(ranks)}
     made: dist.ProcessGroup = group
     return made

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from lightning.fabric.plugins import ClusterEnvironment
 
 from lightning_parallel.private.lightning.launching import init_process_group
-from lightning_parallel.private.torch import abort_groups, forget_meshes, is_bound_to_device
+from lightning_parallel.private.torch import abort_groups, connecting, forget_meshes, is_bound_to_device
 from lightning_parallel.ranks import rendezvous
 from lightning_parallel.ranks.collectives import all_alike, broadcast_object
 from lightning_parallel.ranks.layout import Layout
@@ -40,7 +40,7 @@ def join(environment: ClusterEnvironment, layout: Layout, backend: str, timeout:
     Raises:
         ValueError: the backend is none that messages are known to travel over.
         RuntimeError: this process is in a group of another size than the layout's, of several backends, or bound
-            to a device.
+            to a device; or gloo could not connect the ranks.
     """
     forget_meshes()  # of process groups that are gone
     joined = not dist.is_initialized()
@@ -52,7 +52,8 @@ def join(environment: ClusterEnvironment, layout: Layout, backend: str, timeout:
         gc.collect()
         store = rendezvous.store_of_next_group(environment, timeout)
         # Not bound to a device: NCCL would split this group for each later one, and wait for all of its ranks.
-        init_process_group(environment, backend, timeout, store=store)
+        with connecting():
+            init_process_group(environment, backend, timeout, store=store)
         atexit.unregister(leave)
         atexit.register(leave)
     if dist.get_world_size() != layout.world_size:

@@ -202,6 +202,17 @@ def test_a_group_is_made_by_its_members_alone(pool: WorkerPool) -> None:
     assert pool.run(group_of_two, 3) == [([0, 1], 3, True)] * 2 + [([], 0, False)]
 
 
+def test_only_what_gloo_says_of_addresses_becomes_an_error_with_the_setting() -> None:
+    """That these are gloo's words is shown between two machines, in ranks/test_process_group.py."""
+    for words, said in (
+        ("Gloo connectFullMesh failed with [pair.cc:152] SO_ERROR, remote=[127.0.0.1]:1$0", "at 127.0.0.1.*GLOO_"),
+        ("Gloo connectFullMesh failed with [pair.h:311] Connect timeout [none]", "the ranks. .*GLOO_"),
+        ("out of memory", "^out of memory$"),
+    ):
+        with pytest.raises(RuntimeError, match=said), torch_private.connecting():
+            raise RuntimeError(words)
+
+
 def seen_inside() -> list[tuple[int, int]]:
     """Rank and size of the default group outside, inside, in a thread apart, and in a silent group of both ranks."""
     seen = [(dist.get_rank(), dist.get_world_size())]

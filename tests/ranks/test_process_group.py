@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from datetime import timedelta
 from threading import Event
 from typing import Any
@@ -13,6 +16,7 @@ from lightning.pytorch.plugins.environments import LightningEnvironment
 
 from lightning_parallel.ranks import process_group
 from lightning_parallel.ranks.layout import Layout
+from tests.machines import two_machines
 from tests.pool import WorkerPool
 from tests.strategies.harness import Report, joined, train
 from tests.thorough import thorough
@@ -26,6 +30,51 @@ def test_ranks_that_share_a_gpu_use_gloo() -> None:
     assert process_group.backend_for([GPU, GPU], GPU) == "gloo"
     assert process_group.backend_for([GPU], GPU) == "nccl"
     assert process_group.backend_for([GPU, torch.device("cuda", 1)], GPU) == "nccl"
+
+
+MEETS_AT_THE_WRONG_PLACE = """
+import sys
+from datetime import timedelta
+import torch.distributed as dist
+from lightning.fabric.plugins.environments import TorchElasticEnvironment
+from lightning_parallel.private.torch import group_of_members
+from lightning_parallel.ranks import process_group
+from lightning_parallel.ranks.layout import Layout
+
+rank, seconds = int(sys.argv[1]), timedelta(seconds=2)
+try:
+    if sys.argv[2] == "default":
+        process_group.join(TorchElasticEnvironment(), Layout.resolve(2, rank, data=2), "gloo", seconds)
+    else:  # beside a group over NCCL, which connects later
+        dist.init_process_group("fake", store=dist.TCPStore("10.99.0.1", 29517, 2, rank == 0), rank=rank, world_size=2)
+        group_of_members([0, 1], seconds, "gloo")
+except RuntimeError as error:
+    print(error, flush=True)
+sys.stdin.read()  # rank 0 has the store
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="network namespaces can't be made")
+@pytest.mark.parametrize("which", ["default", *thorough("another")])
+def test_where_gloo_takes_an_address_of_one_machine_alone_the_error_names_the_setting(which: str) -> None:
+    """As where the name of each machine is 127.0.1.1."""
+    with two_machines() as machines:
+        if not machines[0].enter:
+            pytest.skip("network namespaces can't be made")
+        ranks = []
+        for rank, machine in enumerate(machines):
+            variables = {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+            variables |= {"MASTER_ADDR": machines[0].address, "MASTER_PORT": "29517", "GLOO_SOCKET_IFNAME": "lo"}
+            command = [*machine.enter, sys.executable, "-c", MEETS_AT_THE_WRONG_PLACE, str(rank), which]
+            ranks.append(
+                subprocess.Popen(
+                    command, env=os.environ | variables, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+                )
+            )
+        said = [each.communicate(timeout=100)[0] for each in reversed(ranks)]
+    assert "gloo could not connect the ranks: nobody answered at 127.0.0.1" in "".join(said)  # one of them tries
+    for each in said:
+        assert "Set GLOO_SOCKET_IFNAME on all machines" in each and "cluster.interface" in each
 
 
 def train_in_two_groups(other_groups: int) -> tuple[Report, Report]:
