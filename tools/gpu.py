@@ -52,11 +52,11 @@ class Command:
 _ON_GPU = ("--device", "cuda", "--output", "OUT")
 # Their limits are ten minutes together. What is most in doubt comes first.
 COMMANDS: Mapping[str, Command] = {
-    "tests": Command(150, ("pytest", "-v", "-p", "no:cacheprovider", "--timeout", "60", "-m", "gpu", "TESTS")),
-    "nccl": Command(120, ("tools.bench", "pipeline", "--only", "nccl,contention", *_ON_GPU)),
-    "host": Command(90, ("tools.bench", "pipeline", "--only", "host,flight", *_ON_GPU)),
-    "pipeline": Command(100, ("tools.bench", "pipeline", "--only", "one,shared", *_ON_GPU)),
-    "tensor": Command(50, ("tools.bench", "tensor", "--only", "alone", *_ON_GPU)),
+    "tests": Command(140, ("pytest", "-v", "-p", "no:cacheprovider", "--timeout", "60", "-m", "gpu", "TESTS")),
+    "nccl": Command(130, ("tools.bench", "pipeline", "--only", "nccl", *_ON_GPU)),
+    "host": Command(100, ("tools.bench", "pipeline", "--only", "host,contention,flight", *_ON_GPU)),
+    "pipeline": Command(95, ("tools.bench", "pipeline", "--only", "one,shared", *_ON_GPU)),
+    "tensor": Command(45, ("tools.bench", "tensor", "--only", "alone", *_ON_GPU)),
     "late": Command(90, ("tools.bench", "pipeline", "--only", "late", *_ON_GPU)),
 }
 

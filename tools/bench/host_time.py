@@ -31,7 +31,7 @@ class Sizes:
     length: int = 1024
     depth: int = 8
     schedules: tuple[str, ...] = ("1f1b", "zbv")
-    microbatches: tuple[int, ...] = (1, 4)
+    microbatches: tuple[int, ...] = (4,)
     steps: int = 10
     skip: int = 2
     limit: float = 30.0
