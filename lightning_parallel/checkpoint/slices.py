@@ -17,6 +17,7 @@ which DTensor implements too. A DTensor won't do here: it has one box, and the s
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from itertools import chain, islice, repeat
 from typing import Any
 
@@ -26,7 +27,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor
 
-from lightning_parallel.private.torch import wrapper_tensor
+from lightning_parallel.private.torch import tree_map, wrapper_tensor
 from lightning_parallel.ranks.collectives import Group, gather_objects_on_first
 from lightning_parallel.ranks.local_model import local_part
 from lightning_parallel.ranks.shard import Shard, piece
@@ -124,10 +125,28 @@ def _boxes_of(tensor: Tensor) -> list[Box]:
     return [(offsets, protocol.__get_tensor_shard__(MetadataIndex("", offsets)).detach()) for offsets in at]
 
 
-def on_host(tensor: Tensor) -> Tensor:
-    """A copy in host memory of what this rank holds of a tensor. It can be saved while the tensor changes."""
-    copies = [(at, values.to("cpu", copy=True)) for at, values in _boxes_of(tensor)]
-    return Boxes(tensor.shape, tensor.dtype, copies) if isinstance(tensor, Boxes | DTensor) else copies[0][1]
+def on_host(values: Any) -> Any:
+    """A copy of nested values, with what this rank holds of each tensor in host memory. It can be saved while they
+    change.
+
+    A GPU copies all tensors into pinned memory while the host waits once. torch keeps such memory for the next save.
+    """
+    devices: set[torch.device] = set()
+
+    def copy_of(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return deepcopy(value)
+        copies: list[Box] = []
+        for at, part in _boxes_of(value):
+            if part.is_cuda:
+                devices.add(part.device)
+            copies.append((at, part.to("cpu", non_blocking=part.is_cuda, copy=True)))  # then in pinned memory
+        return Boxes(value.shape, value.dtype, copies) if isinstance(value, Boxes | DTensor) else copies[0][1]
+
+    copy = tree_map(copy_of, values)
+    for device in devices:
+        torch.cuda.current_stream(device).synchronize()
+    return copy
 
 
 def collected(own: Mapping[str, Tensor], most: int, group: Group) -> dict[str, Tensor]:

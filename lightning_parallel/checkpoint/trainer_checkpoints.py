@@ -10,7 +10,6 @@ from __future__ import annotations
 import io
 import time
 from collections.abc import Callable, Mapping, Sequence
-from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -39,7 +38,6 @@ from lightning_parallel.checkpoint.rank_states import (
 )
 from lightning_parallel.checkpoint.reading import Reader
 from lightning_parallel.checkpoint.slices import Slices, on_host
-from lightning_parallel.private.torch import tree_map
 from lightning_parallel.ranks.collectives import Group, decided_by_first, together
 from lightning_parallel.ranks.local_model import LocalModel, memory_of
 from lightning_parallel.seeding import random_state
@@ -185,8 +183,8 @@ class Checkpoints:
         model = {name: tensor for name, tensor in self._model.items() if name in state_dict}
         if copied:
             trainer, extra = _written_and_read((trainer, extra))
-            model = tree_map(_on_host, model)
-            states = [OptimizerState(*tree_map(_on_host, (each.state, each.param_groups))) for each in states]
+            model, parts = on_host((model, [(each.state, each.param_groups) for each in states]))
+            states = [OptimizerState(*part) for part in parts]
         return partial(
             format.save,
             path,
@@ -300,10 +298,6 @@ def _written_and_read(values: Any) -> Any:
     torch.save(values, file)
     file.seek(0)
     return torch.load(file, map_location="cpu", weights_only=False)  # of this process
-
-
-def _on_host(value: Any) -> Any:
-    return on_host(value) if isinstance(value, Tensor) else deepcopy(value)
 
 
 def _share(tensor: Tensor, other: Tensor) -> bool:

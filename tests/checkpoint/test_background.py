@@ -12,7 +12,8 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 
-from lightning_parallel.checkpoint import directory, is_checkpoint, read_full, read_plain
+from lightning_parallel.checkpoint import directory, is_checkpoint, read_full, read_plain, slices
+from tests.checkpoint.test_slices import Gpu, OnGpu
 from tests.pool import WorkerPool
 from tests.strategies.harness import ALL, STRATEGIES, largest_difference
 from tests.thorough import thorough
@@ -40,18 +41,36 @@ def fit(layout: str, callbacks: list[Callback], *, async_save: bool, epochs: int
     return trainer
 
 
-def saved(layout: str, folder: Path, async_save: bool) -> None:
-    fit(layout, [ModelCheckpoint(folder, "{step}", save_top_k=-1, every_n_train_steps=2)], async_save=async_save)
+def saved(layout: str, folder: Path, kind: str) -> int:
+    """Train with saves of a kind; from a GPU that only pretends. Returns how many threads have waited for it."""
+    gpu, boxes_of, threads = Gpu(), slices._boxes_of, set()
+
+    def current_stream(device: torch.device) -> Gpu:
+        threads.add(threading.current_thread())
+        return gpu.current_stream(device)
+
+    with pytest.MonkeyPatch.context() as patch:
+        if kind == "from a GPU":
+            patch.setattr(slices, "_boxes_of", lambda x: [(at, OnGpu.of(part, gpu)) for at, part in boxes_of(x)])
+            patch.setattr(torch.cuda, "current_stream", current_stream)
+        keeper = ModelCheckpoint(folder, "{step}", save_top_k=-1, every_n_train_steps=2)
+        fit(layout, [keeper], async_save=kind != "at once")
+    assert threads <= {threading.main_thread()}
+    return len(threads)
 
 
+@pytest.mark.parametrize("kind", ["from a CPU", "from a GPU"])
 @pytest.mark.parametrize("layout", ["stages", *thorough("fully sharded", "asynchronous", "fully sharded shards")])
-def test_what_is_written_later_is_the_state_at_the_save(pool: WorkerPool, tmp_path: Path, layout: str) -> None:
-    for kind in (False, True):
-        pool.run(saved, LAYOUTS[layout][0], layout, tmp_path / str(kind), kind, init=False)
-    names = sorted(path.name for path in (tmp_path / "False").iterdir())
-    assert names == sorted(path.name for path in (tmp_path / "True").iterdir()) and len(names) > 1
+def test_what_is_written_later_is_the_state_at_the_save(
+    pool: WorkerPool, tmp_path: Path, layout: str, kind: str
+) -> None:
+    pool.run(saved, LAYOUTS[layout][0], layout, tmp_path / "at once", "at once", init=False)
+    waited = pool.run(saved, LAYOUTS[layout][0], layout, tmp_path / "later", kind, init=False)
+    assert set(waited) == {int(kind == "from a GPU")}
+    names = sorted(path.name for path in (tmp_path / "at once").iterdir())
+    assert names == sorted(path.name for path in (tmp_path / "later").iterdir()) and len(names) > 1
     for name in names:
-        one, other = tmp_path / "False" / name, tmp_path / "True" / name
+        one, other = tmp_path / "at once" / name, tmp_path / "later" / name
         assert largest_difference(read_full(one), read_full(other)) == 0
         plain, later = read_plain(one), read_plain(other)
         assert plain["loops"].keys() == later["loops"].keys() and plain["global_step"] == later["global_step"]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor import Shard as Shard0
 
-from lightning_parallel.checkpoint.slices import Slices
+from lightning_parallel.checkpoint.slices import Slices, on_host
 from lightning_parallel.ranks.shard import Shard
 from tests.pool import WorkerPool
 from tests.strategies.harness import complete
@@ -80,3 +82,67 @@ def test_slices_are_not_to_be_computed_with() -> None:
     shard = Shard((4,), 0, (4,), 0, 2)
     with pytest.raises(RuntimeError, match="saved and loaded, not computed with"):
         Slices(torch.zeros(2), shard) + 1
+
+
+class Gpu:
+    """The streams of a GPU whose copies to the host land when a stream is waited for."""
+
+    def __init__(self) -> None:
+        self.under_way: list[Callable[[], Any]] = []
+        self.diary: list[str] = []
+
+    def current_stream(self, device: torch.device) -> Gpu:
+        self.diary.append(f"wait for {device}")
+        return self
+
+    def synchronize(self) -> None:
+        while self.under_way:
+            self.under_way.pop()()
+
+
+class OnGpu(Tensor):
+    """A tensor that says that it is on a GPU."""
+
+    gpu: Gpu
+    is_cuda, device = True, torch.device("cuda", 0)  # type: ignore[assignment]
+
+    @classmethod
+    def of(cls, values: Tensor, gpu: Gpu) -> OnGpu:
+        made = values.as_subclass(cls)
+        made.gpu = gpu
+        return made
+
+    def detach(self) -> OnGpu:
+        return self
+
+    def narrow(self, *where: int) -> OnGpu:  # type: ignore[override]
+        return OnGpu.of(self.as_subclass(Tensor).narrow(*where), self.gpu)
+
+    def to(self, device: str, *, non_blocking: bool, copy: bool) -> Tensor:  # type: ignore[override]
+        assert device == "cpu" and non_blocking and copy
+        host = torch.full(self.shape, torch.nan, dtype=self.dtype)
+        self.gpu.diary.append(f"copy {tuple(self.shape)}")
+        self.gpu.under_way.append(lambda: host.copy_(self.as_subclass(Tensor)))
+        return host
+
+
+def test_a_gpu_s_tensors_are_copied_to_the_host_beside_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = Gpu()
+    monkeypatch.setattr(torch.cuda, "current_stream", gpu.current_stream)
+    weight, moment = whole("rows"), whole("vector")
+    sliced = Slices(OnGpu.of(weight[:4], gpu), Shard((7, 3), 0, (7,), 0, 2))
+    options = {"betas": [0.9]}
+    found = on_host({"weight": sliced, "state": [OnGpu.of(moment, gpu), torch.ones(1)], "options": options})
+    assert gpu.diary == ["copy (4, 3)", "copy (5,)", "wait for cuda:0"]
+    ((_, part),) = found["weight"].boxes
+    assert torch.equal(part, weight[:4]) and torch.equal(found["state"][0], moment)
+    assert found["options"] == options and found["options"]["betas"] is not options["betas"]
+    on_host([torch.ones(1)])
+    assert len(gpu.diary) == 3  # on a CPU nothing is waited for
+
+
+@pytest.mark.gpu
+def test_copies_on_the_host_are_pinned() -> None:
+    values = torch.arange(6.0, device="cuda").view(2, 3).T
+    copy = on_host(values)
+    assert copy.is_pinned() and torch.equal(copy, values.cpu())
