@@ -24,7 +24,7 @@ ROWS = (
     {"checkpoint", "tracing", "losses", "timeline", "schedules"},
     {"absent", "messages", "gradients"},
     {"backward", "ranks"},
-    {"batch", "disk_offload", "interception", "passes", "seeding", "settings", "values"},
+    {"batch", "disk_offload", "interception", "passes", "seeding", "settings", "tensor_lists", "values"},
     {"batch_objects", "as_pytorch_lightning"},
     {"private"},
 )

@@ -30,9 +30,9 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from lightning_parallel.fully_sharded.uses import leaves
 from lightning_parallel.gradients.averaging import GradientAverager
-from lightning_parallel.gradients.swapping import multiplied
 from lightning_parallel.private.torch import reduce_scatter_into
 from lightning_parallel.ranks.collectives import all_alike, broadcast_tensors
+from lightning_parallel.tensor_lists import multiply
 
 
 class FullyShardedLayers:
@@ -156,5 +156,5 @@ class _Multiplied:
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> dist.Work | None:
-        multiplied(input_tensor, self._factor())
+        multiply([input_tensor], self._factor())
         return reduce_scatter_into(output_tensor, input_tensor, op=op, group=group, async_op=async_op)

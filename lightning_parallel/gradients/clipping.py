@@ -7,7 +7,7 @@ is made to clip so, and to skip a step on all ranks or on none.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from contextlib import ExitStack, nullcontext
 
 import torch
@@ -23,6 +23,7 @@ from lightning_parallel.private.torch import CommonScaler, norms_of, scale_all
 from lightning_parallel.ranks.collectives import guarded
 from lightning_parallel.ranks.local_model import LocalModel, local_part
 from lightning_parallel.ranks.run import Run
+from lightning_parallel.tensor_lists import alike
 
 
 def clip_by_norm(
@@ -52,24 +53,16 @@ def clip_by_norm(
     if parts is not None:
         guarded(dist.all_reduce, square, group=parts)
     scale = (clip_val / (square.sqrt() + 1e-6)).clamp(max=1.0)  # as torch.nn.utils.clip_grad_norm_
-    for gradients in _alike([local_part(parameter.grad) for parameter in held if parameter.grad is not None]):
+    for (gradients,) in alike([local_part(parameter.grad) for parameter in held if parameter.grad is not None]):
         scale_all(gradients, scale.to(gradients[0]))
-
-
-def _alike(gradients: list[Tensor]) -> Iterable[list[Tensor]]:
-    """Tensors grouped by dtype and device."""
-    found: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
-    for gradient in gradients:
-        found.setdefault((gradient.dtype, gradient.device), []).append(gradient)
-    return found.values()
 
 
 def _square_of_norm(gradients: list[Tensor], device: torch.device) -> Tensor:
     """The squared norm in float64. The single norms are computed in float32 at least: rounded to bfloat16, the sum
     would depend on which rank holds what."""
     square = torch.zeros((), dtype=torch.float64, device=device)
-    for alike in _alike(gradients):
-        norms = norms_of(alike, torch.promote_types(alike[0].dtype, torch.float32))
+    for (group,) in alike(gradients):
+        norms = norms_of(group, torch.promote_types(group[0].dtype, torch.float32))
         square += torch.stack(norms).double().square().sum().to(device)
     return square
 

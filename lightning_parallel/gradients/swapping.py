@@ -30,11 +30,6 @@ def swap_gradients(parameters: Mapping[str, nn.Parameter], gradients: Mapping[st
     return before
 
 
-def multiplied(gradient: Tensor, factor: float | Tensor) -> Tensor:
-    """Multiply a gradient in place, unless the factor is known to be 1."""
-    return gradient if isinstance(factor, float) and factor == 1.0 else gradient.mul_(factor)
-
-
 def add_gradients(parameters: Mapping[str, nn.Parameter], gradients: Mapping[str, Tensor | None]) -> None:
     """Add gradients to every ``p.grad``, in place where there is one."""
     for name, gradient in gradients.items():

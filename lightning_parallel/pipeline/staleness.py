@@ -46,6 +46,7 @@ from typing import Literal, TypeAlias
 import torch
 from torch import Tensor
 
+from lightning_parallel.private.torch import add_all, differences, lerp_all
 from lightning_parallel.settings import NotNegative
 
 Stashing: TypeAlias = Literal["stash", "2bw", "latest"]
@@ -80,19 +81,24 @@ def is_second_order(correction: Correction, weight: float) -> bool:
     return correction == "second_order" and 0 < weight <= 1
 
 
-def extrapolate(parameter: Tensor, update: Tensor, last: Tensor | None, weight: float) -> Tensor:
-    """The values that forwards read in the place of a parameter, as a new tensor.
+def extrapolate(before: list[Tensor], parameters: list[Tensor], read: list[Tensor] | None, weight: float) -> None:
+    """Replace the values of ``before`` by those that forwards read in the place of the parameters.
+
+    All tensors have one dtype and device.
 
     Args:
-        parameter: v_t, the parameter after the update.
-        update: u_t, what was subtracted from it.
-        last: v_{t-1} - r_{t-1}, the previous correction; None for first order.
+        before: v_{t-1}, the parameters before the update.
+        parameters: v_t, the parameters after it.
+        read: r_{t-1}, what forwards have read so far; None for first order.
         weight: c, the stage's mean staleness in updates.
     """
-    if last is None:
-        return torch.sub(parameter, update, alpha=weight)
-    memory = min(weight, _MEMORY if torch.finfo(parameter.dtype).bits >= 32 else _MEMORY_OF_HALVES)
-    return torch.sub(parameter, update, alpha=weight * (1 + memory)).add_(last, alpha=memory)
+    if read is None:
+        lerp_all(before, parameters, 1 + weight)
+        return
+    memory = min(weight, _MEMORY if torch.finfo(before[0].dtype).bits >= 32 else _MEMORY_OF_HALVES)
+    last = differences(before, read)
+    lerp_all(before, parameters, 1 + weight * (1 + memory))
+    add_all(before, last, alpha=memory)
 
 
 def copies(weights: Stashing, correction: Correction, warmup: int, microbatches: int) -> int:

@@ -32,10 +32,10 @@ import torch
 from torch import Tensor, nn
 
 from lightning_parallel.absent.tensor import AbsentTensor
-from lightning_parallel.gradients.swapping import multiplied
 from lightning_parallel.losses.normaliser import BatchLoss
 from lightning_parallel.pipeline.staleness import Stashing, extrapolate
-from lightning_parallel.private.torch import parameters_of, places_of
+from lightning_parallel.private.torch import copy_all, parameters_of, places_of
+from lightning_parallel.tensor_lists import added, alike, copied, multiply
 from lightning_parallel.values import changed
 
 
@@ -185,20 +185,21 @@ class WeightVersions:
     def gradient(self, name: str) -> Tensor:
         """A parameter's gradient so far, in the last backward of an update. It must have one."""
         parts = [g for version in self._versions() if (g := version.leaves[name].grad) is not None]
-        gradient = multiplied(reduce(torch.add, parts[1:], parts[0].clone()), self._loss.factor)
+        gradient = reduce(torch.add, parts[1:], parts[0].clone())
+        multiply([gradient], self._loss.factor)
         return gradient + self._ended[name] if name in self._ended else gradient
 
     def end_batch(self, loss: BatchLoss) -> None:
         """End a batch whose backwards, or first halves, have all run: its gradients get the factor of its loss."""
         grown: dict[str, Tensor] = {}  # summed over versions
         for version in self._versions():
+            own: dict[str, Tensor] = {}
             for name, leaf in version.leaves.items():
                 if leaf.grad is not None:
-                    grown[name] = grown[name].add_(leaf.grad) if name in grown else leaf.grad
-                    leaf.grad = None
-        for name, gradient in grown.items():
-            multiplied(gradient, loss.factor)
-            self._ended[name] = self._ended[name].add_(gradient) if name in self._ended else gradient
+                    own[name], leaf.grad = leaf.grad, None
+            grown = added(grown, own)
+        multiply([*grown.values()], loss.factor)
+        self._ended = added(self._ended, grown)
         self._old = [version for version in self._old if self._is_needed(version)]
 
     def take_gradients(self) -> dict[str, Tensor]:
@@ -223,42 +224,40 @@ class WeightVersions:
                 read = {name: current.leaves[name].data for name in current.copied}
             stays = current.in_flight > 0 or self._stashing == "2bw"
             apart = self._corrected if self._stashing == "latest" else stays
-            for name, parameter in self._trained().items() if apart else ():
-                if name not in current.copied:
-                    parameter.data = parameter.data.clone()
-                    current.copied.add(name)
+            data = self._data() if apart else {}
+            moved = copied({name: values for name, values in data.items() if name not in current.copied})
+            for name, copy in moved.items():
+                self._parameters[name].data = copy
+            current.copied |= moved.keys()
             if stays:
                 self._old.append(current)
         self._current = None
-        before = {name: p.data.clone() for name, p in self._trained().items()} if self._corrected else {}
+        before = copied(self._data()) if self._corrected else {}
         apply()
         self.updates += 1
         if self._wanted is not None:  # the forwards of the update that was made have run
             self._wanted = max(self._wanted, self.updates - 1)
         self._old = [version for version in self._old if self._is_needed(version)]
         if self._corrected:
-            values = self._extrapolated(before, read, correction)
+            self._extrapolate(before, read, correction)
             if self._stashing == "latest":  # written to what versions in flight read
                 assert current is not None
-                for name, value in values.items():
-                    values[name] = current.leaves[name].data.copy_(value)
-            self._current = self._version(values)
+                leaves = {name: current.leaves[name].data for name in before}
+                for targets, values in alike([*leaves.values()], [*before.values()]):
+                    copy_all(targets, values)
+                before = leaves
+            self._current = self._version(before)
 
-    def _extrapolated(
-        self, before: Mapping[str, Tensor], read: Mapping[str, Tensor] | None, weight: float
-    ) -> dict[str, Tensor]:
-        """The tensors that forwards are to read.
+    def _extrapolate(self, before: Mapping[str, Tensor], read: Mapping[str, Tensor] | None, weight: float) -> None:
+        """Turn copies of the parameters from ``before`` the update into what forwards are to read.
 
         Args:
-            before: the parameters before the update.
             read: what forwards have read so far where it wasn't the parameters; None for first order.
         """
-        values: dict[str, Tensor] = {}
-        for name, parameter in self._trained().items():
-            last = None if read is None else before[name] - read.get(name, before[name])
-            update = before[name].sub_(parameter.data)  # in the memory of `before`
-            values[name] = extrapolate(parameter.data, update, last, weight)
-        return values
+        now = [self._parameters[name].data for name in before]
+        last = [(read or before).get(name, values) for name, values in before.items()]
+        for group, after, was_read in alike([*before.values()], now, last):
+            extrapolate(group, after, None if read is None else was_read, weight)
 
     def refresh(self) -> None:
         """After a drain, let the next forward read the parameters themselves: nothing is in flight, and other code may
@@ -269,8 +268,9 @@ class WeightVersions:
         self._wanted = None
         self._old, self._current = [], None
 
-    def _trained(self) -> dict[str, nn.Parameter]:
-        return {name: parameter for name, parameter in self._parameters.items() if parameter.requires_grad}
+    def _data(self) -> dict[str, Tensor]:
+        """The trained parameters, without autograd."""
+        return {name: parameter.data for name, parameter in self._parameters.items() if parameter.requires_grad}
 
     # -- versions ------------------------------------------------------------------------------------------------
 
@@ -285,9 +285,7 @@ class WeightVersions:
         if self._current is None:
             # With "latest", later values are written to the leaves. Corrected ones must not reach the parameters.
             apart = self._corrected and self._stashing == "latest"
-            self._current = self._version(
-                {name: p.data.clone() for name, p in self._trained().items()} if apart else {}
-            )
+            self._current = self._version(copied(self._data()) if apart else {})
         return self._current
 
     def _version(self, values: Mapping[str, Tensor]) -> Version:

@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
-from functools import cache
+from functools import cache, partial
 from typing import Any, TypeVar
 
 import torch
@@ -65,6 +65,16 @@ PACK_SEQUENCES = torch.ops.aten._pack_padded_sequence.default
 
 # What scaled_dot_product_attention runs on a CPU, for which torch counts no operations.
 ATTENTION_ON_CPU = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+
+
+# Operations on lists of tensors of one dtype and device: a few kernels on a GPU, where a loop launches one for each.
+# torch's optimizers are made of them. Older versions clone by a multiplication.
+clone_all = getattr(torch, "_foreach_clone", None) or partial(torch._foreach_mul, scalar=1)
+add_all = torch._foreach_add_
+differences = torch._foreach_sub
+scale_all = torch._foreach_mul_
+lerp_all = torch._foreach_lerp_
+copy_all = torch._foreach_copy_
 
 
 # -- tensors -----------------------------------------------------------------------------------------------------
@@ -176,11 +186,6 @@ def norms_of(tensors: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
     torch's public ``get_total_norm`` rounds them to the tensors' own dtype."""
     norms: list[Tensor] = list(torch._foreach_norm(tensors, 2, dtype=dtype))
     return norms
-
-
-def scale_all(tensors: list[Tensor], factor: Tensor) -> None:
-    """Multiply tensors of one dtype and device in place, in one kernel on a GPU, where a loop launches one for each."""
-    torch._foreach_mul_(tensors, factor)
 
 
 # -- the graph of a backward -------------------------------------------------------------------------------------

@@ -22,11 +22,12 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from lightning_parallel.gradients.averaging import GradientAverager
-from lightning_parallel.gradients.swapping import Gradients, multiplied
+from lightning_parallel.gradients.swapping import Gradients
 from lightning_parallel.losses.graph import Number
 from lightning_parallel.ranks.collectives import all_alike, broadcast_tensors, highest
 from lightning_parallel.ranks.local_model import LocalModel
 from lightning_parallel.ranks.writes import digest
+from lightning_parallel.tensor_lists import multiply
 from lightning_parallel.values import first_few
 
 _LOOKS = 2  # batches after which changed buffers are looked for: a mean that begins as a copy is the same after one
@@ -147,9 +148,7 @@ class Replicas:
         fully sharded parameters are means already."""
         if self._averager is not None:
             return {**gradients, **self._averager.finish(gradients)}
-        for name in self._local.replicated:
-            if (gradient := gradients.get(name)) is not None:
-                multiplied(gradient, self._factor())
+        multiply([g for name in self._local.replicated if (g := gradients.get(name)) is not None], self._factor())
         return {**gradients}
 
     def end(self) -> None:

@@ -80,18 +80,21 @@ def test_the_last_correction_is_used_where_no_more_than_an_update_lies_between()
         assert not is_second_order(correction, 0.5)
 
 
-def test_extrapolation_is_the_formula_and_a_new_tensor() -> None:
+def test_extrapolation_is_the_formula() -> None:
     v, u, last = torch.randn(3, 5).unbind()
-    before = [x.clone() for x in (v, u, last)]
+    read = v + u - last
+    parameters = [v.clone(), v.clone()]
     c = 0.75
-    first, second = extrapolate(v, u, None, c), extrapolate(v, u, last, c)
-    torch.testing.assert_close(first, v - c * u, rtol=0, atol=1e-15)
-    torch.testing.assert_close(second, v - c * (1 + c) * u + c * last, rtol=0, atol=1e-15)
-    assert len({x.data_ptr() for x in (v, u, last, first, second)}) == 5
-    assert all(torch.equal(x, y) for x, y in zip((v, u, last), before, strict=True))
-    by_hand = extrapolate(torch.tensor([10.0]), torch.tensor([4.0]), torch.tensor([2.0]), 0.5)
-    assert by_hand.item() == 10 - 0.5 * 1.5 * 4 + 0.5 * 2
-    assert extrapolate(v.bfloat16(), u.bfloat16(), None, c).dtype == torch.bfloat16
+    for known, expected in ((None, v - c * u), ([read, read], v - c * (1 + c) * u + c * last)):
+        values = [v + u, v + u]
+        extrapolate(values, parameters, known, c)
+        for found, parameter in zip(values, parameters, strict=True):
+            torch.testing.assert_close(found, expected, rtol=0, atol=4e-15)
+            assert torch.equal(parameter, v)
+        torch.testing.assert_close(read, v + u - last, rtol=0, atol=0)
+    by_hand = [torch.tensor([14.0])]
+    extrapolate(by_hand, [torch.tensor([10.0])], [torch.tensor([12.0])], 0.5)
+    assert by_hand[0].item() == 10 - 0.5 * 1.5 * 4 + 0.5 * 2
 
 
 def test_copies_are_those_in_flight_and_those_of_the_correction() -> None:

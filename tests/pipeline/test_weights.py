@@ -19,6 +19,7 @@ from lightning_parallel.gradients.swapping import swap_gradients
 from lightning_parallel.losses.normaliser import BatchLoss
 from lightning_parallel.pipeline.staleness import Stashing
 from lightning_parallel.pipeline.weights import WeightVersions
+from lightning_parallel.private.torch import TorchDispatchMode
 from tests.pipeline.nets import LAYERS
 from tests.pipeline.versions import copies_held
 
@@ -97,10 +98,13 @@ class Training:
         self.optimizer.step()
         swap_gradients(self.parameters, {})
 
-    def run(self, microbatches: int) -> Training:
+    def fed_with(self, microbatches: int) -> Training:
         for k in range(microbatches):
             self.microbatch(batch(k))
-        return self.drain()
+        return self
+
+    def run(self, microbatches: int) -> Training:
+        return self.fed_with(microbatches).drain()
 
     def drain(self) -> Training:
         while self.flights:
@@ -326,6 +330,62 @@ def test_an_update_that_no_forward_came_before_is_corrected_too(stashing: Stashi
         versions.update(lambda: model.w.sub_(1.0), 1.0)  # type: ignore[arg-type, return-value]
     assert model.w.item() == 1.0
     assert versions.forward(lambda: model.w.item())[0] == 0.0
+
+
+class Operations(TorchDispatchMode):
+    """Counts what a GPU would run."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is not torch.ops.aten.detach.default
+        return func(*args, **(kwargs or {}))
+
+
+class Many(nn.Module):
+    """As many parameters in float64 as in float32."""
+
+    def __init__(self, pairs: int) -> None:
+        super().__init__()
+        dtypes = (torch.float64, torch.float32) * pairs
+        self.weights = nn.ParameterList([nn.Parameter(torch.ones(3, dtype=dtype)) for dtype in dtypes])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.mean() * torch.stack([weight.double().square().sum() for weight in self.weights]).sum()
+
+
+def operations_of_update(pairs: int, stashing: Stashing, correction: float, second_order: bool) -> int:
+    """Operations of an update of gradients on two versions, without the optimizer's."""
+    training = Training(Many(pairs), stashing, 3, 2, correction=correction, second_order=second_order).fed_with(9)
+    training._apply = lambda gradients: None  # type: ignore[method-assign]
+    versions, operations = training.versions, Operations()
+    versions._loss.factor = 0.5
+
+    def counted(function: Any) -> Any:
+        def run(*args: Any) -> Any:
+            with operations:
+                return function(*args)
+
+        return run
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("take_gradients", "update"):
+            patch.setattr(versions, name, counted(getattr(versions, name)))
+        training.microbatch(batch(9))
+        training.microbatch(batch(10))
+    assert versions.updates == 4
+    return operations.count
+
+
+@pytest.mark.parametrize(
+    ("stashing", "correction", "second_order", "expected"),
+    [("stash", 0.0, False, 3), ("stash", 0.5, False, 4), ("stash", 0.5, True, 6), ("latest", 0.5, True, 7)],
+)
+def test_an_update_runs_as_few_operations_for_many_parameters_as_for_few(
+    stashing: Stashing, correction: float, second_order: bool, expected: int
+) -> None:
+    few, many = (operations_of_update(pairs, stashing, correction, second_order) for pairs in (2, 20))
+    assert few == many == 2 * expected  # for two dtypes
 
 
 @pytest.mark.parametrize(("delay", "count"), [(0, 1), (3, 1), (3, 2), (2, 4)])

@@ -36,6 +36,8 @@ ELSEWHERE = {
     "PACK_SEQUENCES": "strategies/test_any_batch.py",
     "norms_of": "gradients/test_clipping.py",
     "scale_all": "gradients/test_clipping.py",
+    **dict.fromkeys(("add_all", "copy_all"), "pipeline/test_weights.py"),
+    **dict.fromkeys(("differences", "lerp_all"), "pipeline/test_staleness.py"),
     "saved_value": "backward/test_split.py",
     "packed_tensor": "backward/test_split.py",
     "saved_hooks": "backward/test_split.py",
@@ -95,6 +97,14 @@ def test_wrapper_tensor_asks_for_memory_that_it_does_not_have() -> None:
     with pytest.raises(RuntimeError) as raised:
         to_dlpack(made)
     assert torch_private.asks_for_memory(raised.value)
+
+
+def test_clone_all_copies_to_the_bit() -> None:
+    values = [torch.tensor([-0.0, torch.nan, torch.inf, 5e-324]), torch.tensor([1 / 3], dtype=torch.bfloat16)]
+    for copies in (torch_private.clone_all(values), torch._foreach_mul(values, scalar=1)):  # type: ignore[arg-type]
+        for copy, value in zip(copies, values, strict=True):
+            assert copy.data_ptr() != value.data_ptr()
+            assert torch.equal(copy.view(torch.uint8), value.view(torch.uint8))
 
 
 def test_drawing_for_nothing_reads_what_switches_draws_off() -> None:

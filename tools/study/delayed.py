@@ -178,8 +178,9 @@ class Delayed:
             if not weight or not parameter.requires_grad:
                 values[name] = parameter.detach().clone()
                 continue
-            last = before[name] - stage.versions[self._updates][name].detach() if second_order else None
-            values[name] = extrapolate(parameter.detach(), before[name] - parameter.detach(), last, weight)
+            values[name] = before[name]
+            read = [stage.versions[self._updates][name].detach()] if second_order else None
+            extrapolate([values[name]], [parameter.detach()], read, weight)
         return values
 
     def drain(self) -> None:
