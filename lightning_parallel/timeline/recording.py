@@ -20,6 +20,7 @@ import torch
 PASSES = frozenset({"forward", "backward", "backward input", "backward weight"})
 COMPUTE = PASSES | {"step"}
 _NOTHING = nullcontext()
+_PER_BASE = 100  # marks in a GPU's queue
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +44,17 @@ class Span:
     end: float
     version: int | None = None
     chunk: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Base:
+    """An event in a GPU's queue whose time by the host's clock is known, in seconds."""
+
+    event: torch.cuda.Event
+    time: float
+
+    def time_of(self, later: torch.cuda.Event) -> float:
+        return self.time + self.event.elapsed_time(later) / 1000
 
 
 _Marked = tuple[str, int, Any, Any, int | None, int]  # a span, with marks for its times
@@ -73,7 +85,9 @@ class Timeline:
         self._gpu = device if enabled and device is not None and device.type == "cuda" else None
         if self._gpu is not None:
             torch.cuda.synchronize(self._gpu)
-            self._begin, self._began = self._now(), time.monotonic()
+            self._next = self._recorded_event()
+            self._base = _Base(self._next, time.monotonic())
+            self._marks = 0
 
     def span(
         self, kind: str, microbatch: int, version: int | None = None, *, chunk: int = 0
@@ -95,9 +109,20 @@ class Timeline:
         return [self._read(marked) for marked in kept[-count:]] if count else []
 
     def _now(self) -> Any:
-        """A mark of this moment: by the host's clock, or in the GPU's queue."""
+        """A mark of this moment: by the host's clock, or in the GPU's queue.
+
+        An event tells how long it came after another one, in milliseconds as a float32, which after an hour are exact
+        to 0.25. So events are counted from a later base from time to time: from one that the GPU has come to by now.
+        """
         if self._gpu is None:
             return time.monotonic()
+        event = self._recorded_event()
+        self._marks += 1
+        if self._marks % _PER_BASE == 0 and self._next.query():
+            self._base, self._next = _Base(self._next, self._base.time_of(self._next)), event
+        return self._base, event
+
+    def _recorded_event(self) -> torch.cuda.Event:
         event = torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(self._gpu))
         return event
@@ -106,8 +131,9 @@ class Timeline:
         """A mark's time by the host's clock."""
         if self._gpu is None:
             return float(mark)
-        mark.synchronize()
-        return self._began + float(self._begin.elapsed_time(mark)) / 1000
+        base, event = mark
+        event.synchronize()
+        return float(base.time_of(event))
 
     def _read(self, marked: _Marked) -> Span:
         kind, microbatch, start, end, version, chunk = marked

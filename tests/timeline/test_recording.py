@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import time
 from typing import ClassVar
 
@@ -36,31 +37,46 @@ def test_spans_are_recorded_in_seconds_of_the_monotonic_clock() -> None:
 
 
 class Event:
-    """A GPU's: it comes 2.5 ms after the one that was recorded before it, whatever the host does meanwhile."""
+    """A GPU's: it comes some ms after the one that was recorded before it, whatever the host does meanwhile."""
 
-    count = 0
+    times: ClassVar[list[float]] = []  # of all that were recorded
+    behind = 30  # the host launches so many ahead of the GPU
     read: ClassVar[list[int]] = []
 
     def __init__(self, enable_timing: bool) -> None:
         assert enable_timing
 
+    @staticmethod
+    def gap() -> float:
+        return 2.5
+
     def record(self, stream: object) -> None:
-        Event.count += 1
-        self.number = Event.count
+        self.number = len(Event.times)
+        Event.times.append(Event.times[-1] + Event.gap() if Event.times else 0.0)
+
+    def query(self) -> bool:
+        return self.number <= len(Event.times) - Event.behind
 
     def synchronize(self) -> None:
         Event.read.append(self.number)
 
     def elapsed_time(self, later: Event) -> float:
-        return 2.5 * (later.number - self.number)
+        return torch.tensor(Event.times[later.number] - Event.times[self.number], dtype=torch.float32).item()
 
 
-def test_on_a_gpu_times_are_of_its_queue_and_read_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> torch.device:
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    monkeypatch.setattr(Event, "times", [])
+    monkeypatch.setattr(Event, "read", [])
+    return torch.device("cuda", 0)
+
+
+def test_on_a_gpu_times_are_of_its_queue_and_read_at_the_end(gpu: torch.device) -> None:
     began = time.monotonic()
-    timeline = Timeline(enabled=True, device=torch.device("cuda", 0))
+    timeline = Timeline(enabled=True, device=gpu)
     for k in range(2):
         with timeline.span("forward", k):
             time.sleep(0.01)  # the host's, while it launches
@@ -68,6 +84,26 @@ def test_on_a_gpu_times_are_of_its_queue_and_read_at_the_end(monkeypatch: pytest
     first, second = timeline.spans
     assert [first.end - first.start, second.start - first.end] == pytest.approx([0.0025, 0.0025])
     assert began <= first.start - 0.0025 <= time.monotonic() and Event.read
+
+
+@pytest.mark.parametrize("behind", [30, 1000])
+def test_after_hours_a_gpu_s_times_are_as_exact_as_at_the_start(
+    gpu: torch.device, monkeypatch: pytest.MonkeyPatch, behind: int
+) -> None:
+    gaps = random.Random(1)
+    monkeypatch.setattr(Event, "gap", staticmethod(lambda: gaps.uniform(0, 400)))
+    monkeypatch.setattr(Event, "behind", behind)
+    timeline = Timeline(enabled=True, limit=100, device=gpu)
+    for k in range(20_000):
+        with timeline.span("forward", k):
+            pass
+    assert not Event.read and Event.times[-1] > 2 * 3.6e6
+    spans = timeline.spans
+    start = spans[0].start - Event.times[1] / 1e3
+    for span in (*spans[:100], *spans[-100:]):
+        begin, end = Event.times[1 + 2 * span.microbatch], Event.times[2 + 2 * span.microbatch]
+        assert span.end - span.start == pytest.approx((end - begin) / 1e3, rel=0, abs=4e-5)
+        assert span.start - start == pytest.approx(begin / 1e3, rel=0, abs=1e-4)
 
 
 def test_disabled_recorder_keeps_nothing() -> None:
