@@ -13,6 +13,7 @@ import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import optim
 
@@ -23,7 +24,7 @@ from lightning_parallel.ranks.run import Run
 
 _ROWS = 16  # a longer table is hard to read
 _HELD = ("layers", "parameters", "memory expected", "gradients")  # the columns that say what a rank holds
-_TO_THE_RIGHT = ("parameters", "memory expected")
+_TO_THE_RIGHT = ("parameters", "memory expected", "outside PyTorch")
 
 Row = dict[str, int | str]  # one rank's cells, by the titles of the columns
 
@@ -46,14 +47,18 @@ class Holding:
 
 def tell(run: Run, holding: Holding, local: LocalModel, optimizers: Sequence[optim.Optimizer]) -> None:
     """Print the table of all ranks, given what this one holds. All ranks call it."""
-    own = row(holding, run.layout, str(run.device), local, optimizers if run.trains else None)
+    own = row(holding, run.layout, run.device, local, optimizers if run.trains else None)
     rows = gather_objects_on_first(own, None)
     if rows is not None:
         rank_zero_info(table(rows))
 
 
 def row(
-    holding: Holding, layout: Layout, device: str, local: LocalModel, optimizers: Sequence[optim.Optimizer] | None
+    holding: Holding,
+    layout: Layout,
+    device: torch.device,
+    local: LocalModel,
+    optimizers: Sequence[optim.Optimizer] | None,
 ) -> Row:
     """This rank's row. The optimizers are those of the training; None where nothing is trained."""
     parts = [local_part(parameter) for parameter in local.parameters.values()]
@@ -67,14 +72,24 @@ def row(
     return {
         "rank": layout.rank,
         "host": socket.gethostname(),
-        "device": device,
+        "device": str(device),
         # The slowest first, as in coordinates.
         **{axis.member: layout.index(axis.name) for axis in reversed(layout.axes) if layout.size(axis.name) > 1},
         "layers": holding.layers,
         "parameters": f"{sum(part.numel() for part in parts):,}",
         "memory expected": memory,
+        "outside PyTorch": _outside_torch(device),
         "gradients": holding.gradients,
     }
+
+
+def _outside_torch(device: torch.device) -> str:
+    """What a GPU holds now outside PyTorch's allocator: CUDA's context, NCCL's buffers, other processes. Nothing is
+    said of a CPU."""
+    if device.type != "cuda":
+        return ""
+    free, total = torch.cuda.mem_get_info(device)
+    return _binary_size(total - free - torch.cuda.memory_reserved(device))
 
 
 def state_bytes(optimizer: optim.Optimizer) -> int | None:

@@ -365,11 +365,11 @@ class LayoutStrategy(ParallelStrategy):
                 self._at_end.callback(self._watch.close)
         clips_as_before = install_clipping(run, local, counts=self.counts, parts=self.norm_group, watch=self._watch)
         self._at_end.callback(clips_as_before)
+        self.replicas.copy_parameters()
         module, of_training = self._told
         if module is not run.module or run.trains > of_training:  # again when one that was evaluated is trained
             self._told = run.module, run.trains
-            tell(run, self.holding(), local, self.optimizers)
-        self.replicas.copy_parameters()
+            tell(run, self.holding(), local, self.optimizers)  # the groups have met: it tells what they hold
 
     def counts(self, name: str) -> bool:
         """Does this rank's copy of a parameter enter the norm for clipping?"""

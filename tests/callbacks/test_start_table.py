@@ -17,6 +17,8 @@ from tests.pool import WorkerPool
 from tests.strategies.harness import ALL, make_trainer
 from tests.thorough import thorough
 
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 1)
+
 
 @pytest.mark.parametrize(("kind", "options"), [
     (optim.Adam, {"amsgrad": True}), (optim.AdamW, {}), (optim.NAdam, {}), (optim.RAdam, {}), (optim.Adamax, {}),
@@ -41,7 +43,7 @@ def test_memory_is_parameters_gradients_and_states_and_says_where_it_is_a_lower_
         pass
 
     def memory(optimizers: Any, extra: int | None = 0) -> int | str:
-        return row(Holding("all", extra=extra), layout, "cpu", LocalModel.of(layer), optimizers)["memory expected"]
+        return row(Holding("all", extra=extra), layout, CPU, LocalModel.of(layer), optimizers)["memory expected"]
 
     assert memory([optimizer]) == "64 KiB" and memory([optimizer], extra=2**20) == "1.06 MiB"
     assert memory(None) == "at least 16 KiB" and memory([optimizer], extra=None) == "at least 64 KiB"
@@ -52,7 +54,8 @@ def test_a_long_table_has_one_row_for_ranks_that_hold_the_same() -> None:
     layout = Layout.resolve(64, tensor=2, data=16, pipeline=2)
     model = LocalModel.of(nn.Linear(5, 2, bias=False))
     rows: list[Row] = [
-        row(Holding(f"part {each.stage}", extra=0), each, f"cuda:{rank % 8}", model, []) | {"host": f"node{rank // 8}"}
+        row(Holding(f"part {each.stage}", extra=0), each, CPU, model, [])
+        | {"host": f"node{rank // 8}", "device": f"cuda:{rank % 8}"}
         for rank, each in enumerate(layout.everyone())
     ]
     members = ["0 .. 15 (16)", "0 .. 1 (2)"]  # replicas and shards
@@ -64,6 +67,16 @@ def test_a_long_table_has_one_row_for_ranks_that_hold_the_same() -> None:
     odd = [each | {"parameters": "11"} if each["rank"] in (3, 4, 9) else each for each in rows]
     assert table(odd).splitlines()[2].strip().startswith("3 .. 9 (3)  node0")
     assert len(table(rows[:4]).splitlines()) == 5
+
+
+def test_on_a_gpu_the_table_has_what_it_holds_outside_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
+    reserved = {GPU: 3 * 2**30}
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: {GPU: (70 * 2**30, 80 * 2**30)}[device])
+    monkeypatch.setattr(torch.cuda, "memory_reserved", reserved.__getitem__)
+    given: Any = (LocalModel.of(nn.Linear(5, 2)), [])
+    rows = [row(Holding("all", extra=0), Layout.resolve(1), device, *given) for device in (GPU, CPU)]
+    assert [each["outside PyTorch"] for each in rows] == ["7 GiB", ""]
+    assert "outside PyTorch" in table(rows[:1]) and "outside PyTorch" not in table(rows[1:])
 
 
 def told(strategy: str, model: str, options: dict[str, Any]) -> list[str]:
