@@ -10,8 +10,8 @@ Its numbers depend on the seed and on how batches are split, but not on what ran
 forward that is repeated, draws the same numbers again.
 
 Within a step every stage runs the code between the layers, which may draw too: the noise of a diffusion model is needed
-before the first layer and again in the loss. All stages must draw the same there. So a layer leaves torch's generators
-as if it had drawn one number, whatever it draws, and also on the stages where it is absent: see :func:`draw_seed`.
+before the first layer and again in the loss. All stages must draw the same there. So torch's generators get a new seed
+after each layer, whatever it draws, and also on the stages where it is absent: see :func:`next_seed`.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ def mix(*parts: int) -> int:
     return int.from_bytes(digest, "little") >> 1
 
 
-def draw_seed() -> int:
-    """The seed for the generators after a layer, drawn before the layer runs or is found absent.
+def next_seed() -> int:
+    """The seed for the generators after a layer, found before the layer runs or is found absent.
 
-    It is drawn from the generator itself. So a recomputation of several layers (activation checkpointing), which starts
-    from the same state, draws the same.
+    It follows from the seed that torch's generator of the CPU got last. That is a part of its state, so a recomputation
+    of several layers (activation checkpointing), which starts from the same state, draws the same.
     """
-    return int(torch.empty((), dtype=torch.int64, device="cpu").random_())  # a script may have another default
+    return mix(torch.initial_seed())
 
 
 class TorchGenerators:

@@ -12,9 +12,9 @@ import torch
 
 from lightning_parallel.seeding import (
     TorchGenerators,
-    draw_seed,
     host_generators_kept,
     mix,
+    next_seed,
     random_state,
     restore_random_state,
     seed_host_generators,
@@ -32,20 +32,31 @@ def test_the_global_generator_goes_on_as_if_nothing_was_drawn_also_after_an_exce
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_a_layer_leaves_the_generator_as_if_it_had_drawn_one_number_whatever_it_draws() -> None:
+def test_a_layer_leaves_the_generator_at_the_same_seed_whatever_it_draws() -> None:
     after = []
     for drawn in (0, 1, 1000):
         with GENERATORS.seeded(1):
-            seed = draw_seed()
+            seed = next_seed()
             torch.rand(drawn)  # the layer, or nothing where it is absent
             GENERATORS.seed(seed)
             after.append(torch.rand(3))
     assert torch.equal(after[0], after[1]) and torch.equal(after[0], after[2])
+    seeds = []
     with GENERATORS.seeded(1):
-        seeds = [draw_seed() for _ in range(100)]
+        for _ in range(100):
+            seeds.append(next_seed())
+            GENERATORS.seed(seeds[-1])
     assert len(set(seeds)) == 100
-    with GENERATORS.seeded(1), torch.device("meta"):  # on a GPU the host would wait for each
-        assert [draw_seed() for _ in range(100)] == seeds
+
+
+def test_a_layer_that_runs_again_from_the_same_state_is_followed_by_the_same_seed() -> None:
+    with GENERATORS.seeded(1):
+        torch.rand(3)
+        state, seed = torch.get_rng_state(), next_seed()
+        GENERATORS.seed(seed)
+        assert next_seed() != seed
+        torch.set_rng_state(state)
+        assert next_seed() == seed
 
 
 def draw() -> tuple[float, float]:

@@ -46,7 +46,7 @@ from lightning_parallel.plan.flow_of_step import flow_of_step
 from lightning_parallel.plan.partition import Partition
 from lightning_parallel.private.torch import forward_hooks
 from lightning_parallel.ranks.local_model import saved_buffers
-from lightning_parallel.seeding import TorchGenerators, draw_seed, seed_host_generators
+from lightning_parallel.seeding import TorchGenerators, next_seed, seed_host_generators
 from lightning_parallel.tracing.trace import Call
 
 
@@ -225,7 +225,7 @@ class Stage:
         """Runs before the forward of a unit of this stage."""
         if self._pass is None and not self._in_backward:
             return
-        seed = draw_seed()
+        seed = next_seed()
         absent = first_absent((args, kwargs))
         if self._in_backward and absent is not None:
             raise RuntimeError(
@@ -289,7 +289,7 @@ class Stage:
             return absent.answer(args, kwargs)
         if running.has_ended(name):
             raise LeaveStep
-        seed = draw_seed()
+        seed = next_seed()
         call = running.called(name)
         if name in self._flow.transparent:
             with absent.without_values():

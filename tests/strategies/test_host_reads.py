@@ -36,7 +36,6 @@ FIRST, LAST = 2, 4  # batches; before, formats and names are announced
 
 # By file and function: what it reads.
 IN_HOST_MEMORY = {
-    "seeding.py draw_seed": "torch's generator of the host",
     "optimizer.py _get_value": "the optimizer's count of steps",
     "meeting.py highest": "what ranks tell each other of signals",
     "message.py __init__": "the words of a packet",
@@ -63,7 +62,7 @@ ONCE_A_BATCH = {
     "logger_connector.py update_train_step_metrics": "Lightning's: metrics of loggers, at log intervals",
 }
 # In a batch, of all of them; so many would not be reached by one that is read for each layer or parameter.
-AT_MOST = {"optimizer.py _get_value": 200, "seeding.py draw_seed": 100, "dropout.py enter": 20,
+AT_MOST = {"optimizer.py _get_value": 200, "dropout.py enter": 20,
             "message.py __init__": 8, "graph.py number_of": 12, "first_losses.py <dictcomp>": 2, "trial.py outcome": 2,
             "trial.py _mean": 8, "batch.py fingerprint": 4, "reads_of_shards.py __torch_function__": 8,
             "collectives.py guarded": 8, "late_values.py <genexpr>": 4}  # fmt: skip
