@@ -46,7 +46,9 @@ class CurrentWeights:
 
     def __init__(self, module: nn.Module) -> None:
         # Where modules keep their parameters, not the parameters: gathering replaces them, and pruning renames them.
-        self._stores = [store for each in module.modules() if (store := parameters_of(each))]
+        # What other stages hold stays absent.
+        stores = (parameters_of(each) for each in module.modules())
+        self._stores = [store for store in stores if any(not isinstance(p, AbsentTensor) for p in store.values())]
 
     def forward(self, step: Callable[[], Any]) -> tuple[Any, None]:
         """Run ``step`` with the weights that a forward starting now uses. Returns its result, and a token for the
@@ -56,9 +58,7 @@ class CurrentWeights:
     def backward(self, token: None, loss: BatchLoss | None = None) -> AbstractContextManager[None]:
         """A context for the backward, or for one of its halves, of the forward that returned ``token``. ``loss`` is the
         whole batch's."""
-        held = (parameter for store in self._stores for parameter in store.values())
-        here = (each for each in held if each is not None and not isinstance(each, AbsentTensor))
-        return gradients_apart({id(parameter): parameter for parameter in here}.values())
+        return gradients_apart([p for store in self._stores for p in store.values() if p is not None])
 
     second_half = backward
 
@@ -71,10 +71,10 @@ def gradients_apart(leaves: Iterable[Tensor]) -> Iterator[None]:
     """A context for a backward, in which the first gradients of leaves get memory of their own. For one sample,
     autograd takes one memory for the gradients of p and q in ``x + p[None] + q[None]``, and would add the next
     microbatch's to it twice."""
-    first = [leaf for leaf in leaves if leaf.grad is None and leaf.requires_grad]
+    first = {id(leaf): leaf for leaf in leaves if leaf.requires_grad and leaf.grad is None}
     yield
     taken: set[int] = set()
-    for leaf in first:
+    for leaf in first.values():
         gradient = leaf.grad
         if type(gradient) is Tensor and gradient.layout is torch.strided:
             place = gradient.untyped_storage().data_ptr()
@@ -178,7 +178,7 @@ class WeightVersions:
         return gradients_apart(version.leaves.values())
 
     def _read_from(self, version: Version) -> AbstractContextManager[None]:
-        return changed((store, key, version.leaves[name]) for store, key, name in self._places)
+        return changed([(store, key, version.leaves[name]) for store, key, name in self._places])
 
     # -- gradients -----------------------------------------------------------------------------------------------
 
