@@ -46,6 +46,7 @@ from lightning_parallel.private.torch import (
     hooks_beside,
     memory_is_shared,
     packed_tensor,
+    run_backward,
     saved_tensor,
     saves_tensors,
     version_of,
@@ -69,7 +70,7 @@ def begin_backward(
     now, late = _Graph([edge.node for edge in edges], leaves).divide()
     if not late:
         if edges:
-            torch.autograd.backward(edges, gradients)
+            run_backward(edges, gradients)
         return WeightGradients(late)
     shared: list[Tensor] = []
 
@@ -82,7 +83,7 @@ def begin_backward(
     handles = [node.register_prehook(keep_apart) for node in now]
     handles += [handle for uses in late for use in uses for handle in use.handles]
     try:
-        torch.autograd.backward(edges, gradients, inputs=[GradientEdge(node, 0) for node in now])
+        run_backward(edges, gradients, [GradientEdge(node, 0) for node in now])
     finally:
         for handle in handles:
             handle.remove()
@@ -119,7 +120,7 @@ class WeightGradients:
                 sums[key] = (edge, gradient)
                 del use, gradient
             # One backward for all uses of a parameter, so its hooks see their sum, once.
-            torch.autograd.backward([edge for edge, _ in sums.values()], [gradient for _, gradient in sums.values()])
+            run_backward([edge for edge, _ in sums.values()], [gradient for _, gradient in sums.values()])
 
 
 @dataclass(eq=False)

@@ -31,6 +31,7 @@ from lightning_parallel.messages.ends import Ends
 from lightning_parallel.messages.message import Format, format_of, gradient_format
 from lightning_parallel.pipeline.stage import Stage
 from lightning_parallel.pipeline.weights import Weights
+from lightning_parallel.private.torch import run_backward
 from lightning_parallel.seeding import TorchGenerators
 from lightning_parallel.timeline.recording import Timeline
 
@@ -297,7 +298,7 @@ class Chunk:
                     begun = begin_backward(edges, gradients, inputs)
                     self._second_halves.append((number, begun, flight.token))
                 elif edges:
-                    torch.autograd.backward(edges, gradients)
+                    run_backward(edges, gradients)
             if ends.gradients_out is not None and ends.activations_in is not None:
                 assert flight.arrival is not None
                 if back := flight.arrival.gradients():

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, Node
+from torch.autograd.graph import GradientEdge, Node, _engine_run_backward
 from torch.distributed import Store  # type: ignore[attr-defined]
 from torch.distributed.checkpoint import metadata
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
@@ -189,6 +189,16 @@ def norms_of(tensors: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
 
 
 # -- the graph of a backward -------------------------------------------------------------------------------------
+
+
+def run_backward(
+    edges: Sequence[GradientEdge], gradients: Sequence[Tensor], leaves: Sequence[GradientEdge] = ()
+) -> None:
+    """``torch.autograd.backward`` from edges, for gradients of the right shapes: up to ``leaves``, or to all leaves.
+    torch's own compares shapes in Python, which takes longer than a small layer's backward; its engine does so too."""
+    _engine_run_backward(
+        tuple(edges), tuple(gradients), False, False, tuple(leaves), allow_unreachable=True, accumulate_grad=True
+    )
 
 
 def saved_value(node: Node, name: str) -> Any:

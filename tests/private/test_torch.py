@@ -38,6 +38,7 @@ ELSEWHERE = {
     "scale_all": "gradients/test_clipping.py",
     **dict.fromkeys(("add_all", "copy_all"), "pipeline/test_weights.py"),
     **dict.fromkeys(("differences", "lerp_all"), "pipeline/test_staleness.py"),
+    "run_backward": "backward/test_split.py",
     "saved_value": "backward/test_split.py",
     "packed_tensor": "backward/test_split.py",
     "saved_hooks": "backward/test_split.py",
