@@ -34,7 +34,7 @@ def _mm(node: Node, operand: int) -> Found | None:
 
 
 def _product(node: Node, names: tuple[str, str], weight: int, first: int) -> Found | None:
-    sizes, strides = (saved_value(node, f"{names[weight]}_sym_{what}") for what in ("sizes", "strides"))
+    sizes, strides = saved_value(node, f"{names[weight]}_sym_sizes"), saved_value(node, f"{names[weight]}_sym_strides")
     if len(strides) != 2:  # a sparse matrix has none
         return None
     by_columns = strides[0] == 1 and strides[1] == sizes[0]  # then so is the gradient

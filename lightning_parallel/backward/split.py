@@ -52,6 +52,8 @@ from lightning_parallel.private.torch import (
     version_of,
 )
 
+_AT_A_TIME = 1 << 24  # bytes of gradients that wait to be added: to begin a backward takes as long as a small matmul
+
 
 def begin_backward(
     edges: Sequence[GradientEdge], gradients: Sequence[Tensor], inputs: Sequence[Tensor]
@@ -80,7 +82,8 @@ def begin_backward(
         view of it, to which the next gradient would be added. The reference makes the leaf take a copy."""
         shared.extend(g for g in given if g is not None and memory_is_shared(g))
 
-    handles = [node.register_prehook(keep_apart) for node in now]
+    first = [node for node in now if getattr(getattr(node, "variable", None), "grad", None) is None]
+    handles = [node.register_prehook(keep_apart) for node in first]
     handles += [handle for uses in late for use in uses for handle in use.handles]
     try:
         run_backward(edges, gradients, [GradientEdge(node, 0) for node in now])
@@ -99,28 +102,33 @@ class WeightGradients:
     """
 
     def __init__(self, parts: Sequence[list[_Use]]) -> None:
-        reached = ([use for use in uses if use.dy is not None] for uses in parts)
-        self._parts = deque(uses for uses in reached if uses)
+        self._parts = deque[list[_Use]]()
+        for uses in parts:
+            if reached := [use for use in uses if use.dy is not None]:
+                self._parts.append(reached)
 
+    @torch.no_grad()
     def run(self) -> None:
-        """Compute the gradients that wait, one parameter after the other, and free what was held for each.
+        """Compute the gradients that wait, one after the other, and free what was held for each.
 
         Raises:
             RuntimeError: an activation or its gradient was changed in place since the first half.
         """
+        sums: dict[GradientEdge, Tensor] = {}
+        nbytes = 0
         while self._parts:
             uses = self._parts.popleft()
-            sums: dict[tuple[Node, int], tuple[GradientEdge, Tensor]] = {}
             while uses:
                 use = uses.pop(0)
                 edge, gradient = use.edge, use.gradient()
-                key = (edge.node, edge.output_nr)
-                if key in sums:  # a weight's node that several matmuls share
-                    gradient = sums[key][1].add_(gradient)
-                sums[key] = (edge, gradient)
+                nbytes += gradient.nbytes
+                # A weight's node may be shared by several matmuls.
+                sums[edge] = sums[edge].add_(gradient) if edge in sums else gradient
                 del use, gradient
             # One backward for all uses of a parameter, so its hooks see their sum, once.
-            run_backward([edge for edge, _ in sums.values()], [gradient for _, gradient in sums.values()])
+            if nbytes > _AT_A_TIME or not self._parts:
+                run_backward([*sums], [*sums.values()])
+                sums, nbytes = {}, 0
 
 
 @dataclass(eq=False)
@@ -167,7 +175,6 @@ class _Use:
         for handle in self.handles:
             handle.remove()
 
-    @torch.no_grad()
     def gradient(self) -> Tensor:
         assert isinstance(self.x, Tensor) and self.dy is not None
         if (version_of(self.x), version_of(self.dy)) != self.versions:
@@ -223,7 +230,7 @@ class _Graph:
                 if uses:
                     late.append(uses)
                 else:
-                    now += (node for node in region if not any(child for child, _ in self._children[node]))
+                    now += [node for node in region if not any(child for child, _ in self._children[node])]
         return now, late
 
     def _region(self, start: Node, seen: set[Node]) -> list[Node]:
@@ -248,9 +255,9 @@ class _Graph:
         uses: list[_Use] = []
         for node in region:
             for parent in dict.fromkeys(self._parents[node]):
-                for operand, (child, number) in enumerate(self._children[parent]):
-                    if child is node and parent in self._path:
-                        use = self._use(parent, operand, GradientEdge(node, number))
+                for operand, (child, number) in enumerate(self._children[parent] if parent in self._path else ()):
+                    if child is node:
+                        use = self._use(parent, operand, node, number)
                         if use is None:
                             for other in uses:
                                 other.stop()
@@ -258,12 +265,13 @@ class _Graph:
                         uses.append(use)
         return uses
 
-    def _use(self, node: Node, operand: int, edge: GradientEdge) -> _Use | None:
-        """One operand of a node as a weight that can wait; None if that isn't known."""
+    def _use(self, node: Node, operand: int, weight: Node, number: int) -> _Use | None:
+        """One operand of a node, output ``number`` of the node ``weight``, as a weight that can wait; None if that
+        isn't known."""
         find = KNOWN.get(type(node).__name__)
         found = find(node, operand) if find else None
         # Older versions of torch free the nodes of Python functions with the graph, also where an edge refers to them.
-        if found is None or isinstance(edge.node, FunctionCtx):
+        if found is None or isinstance(weight, FunctionCtx):
             return None
         other, name, formula = found
         if self._children[node][other][0] not in self._path:
@@ -271,13 +279,13 @@ class _Graph:
         x: Tensor | Recalled | None = saved_tensor(node, name)
         if x is None:
             x = packed_tensor(node, name)
-            if not isinstance(x, Recalled) or not x.plain or self._saves(edge.node):
+            if not isinstance(x, Recalled) or not x.plain or self._saves(weight):
                 return None  # what the second half asked for would be computed again, by another run of the layer
         elif type(x) is Tensor and x.layout is torch.strided:
             x = x.detach()
         else:
             return None
-        use = _Use(edge, x, formula)
+        use = _Use(GradientEdge(weight, number), x, formula)
         if not use.listen(node):  # another hook is to see the weight's gradient, and may change it
             use.stop()
             return None

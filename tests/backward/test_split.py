@@ -468,6 +468,17 @@ def test_a_gradient_that_is_added_to_is_no_longer_shared_with_what_waits() -> No
     assert all(torch.equal(gradient, found[name]) for name, gradient in gradients(whole).items())
 
 
+@pytest.mark.parametrize("at_a_time", [0, 1 << 30], ids=["one by one", "together"])
+def test_gradients_that_wait_are_added_once(monkeypatch: pytest.MonkeyPatch, at_a_time: int) -> None:
+    monkeypatch.setattr("lightning_parallel.backward.split._AT_A_TIME", at_a_time)
+
+    def twice(module: Any, a: Tensor) -> Tensor:
+        w = module.one * 2
+        return module.two(a @ w @ w)
+
+    assert late(Calls(twice, one=weight(D, D), two=nn.Linear(D, D)), x(3, D)) == {"one", "two.weight"}
+
+
 @pytest.mark.parametrize("what", ["activation", "gradient"])
 def test_a_tensor_that_is_changed_between_the_halves_is_told(what: str) -> None:
     linear, given, kept = nn.Linear(D, D), x(3, D), []
