@@ -216,45 +216,34 @@ class Receiver(_End):
         """One more message will come, that of ``place``, after those that are expected already."""
         self._coming.append(place)
         if self._posted is None:
-            self._post(self._first_packet(place))
+            with self._link.streams.incoming():
+                self._post(self._first_packet(place))
 
     def _post(self, packet: Packet) -> None:
-        with self._link.streams.incoming():
-            self._posted = self._link.irecv(packet.buffer), packet
+        self._posted = self._link.irecv(packet.buffer), packet
 
     def take(self) -> tuple[list[Tensor], Format] | None:
         """Wait for the next message, and read it. Returns its tensors and their format; None if the sender ended the
         stream."""
         assert self._posted is not None, "expect before you take"
-        (work, first), place = self._posted, self._coming.popleft()
-        following = self._first_packet(self._coming[0]) if self._coming else None
-        with self._link.streams.incoming():
-            self._link.wait(work)
-        status, self.acknowledged = first.words()
-        if status > 0:
-            format = self._formats[place] = received_format(self._link, status)
-            if self._coming and self._coming[0] == place:  # whose format has just changed
-                following = self._first_packet(place)
-        else:
-            format = self._expected(place)
-        tensors = None if status == END else self._tensors(first, status, format)
+        (work, packet), place, link = self._posted, self._coming.popleft(), self._link
         self._posted = None
-        if following is not None:
-            self._post(following)
-        return None if tensors is None else (tensors, format)
-
-    def _first_packet(self, place: Hashable) -> Packet:
-        """The packet for the part of a place's next message that is received ahead."""
-        with self._link.streams.incoming():
-            return Packet(self._expected(place), True, self._link.device, self._link.through_host)
-
-    def _tensors(self, first: Packet, status: int, format: Format) -> list[Tensor]:
-        """The tensors of a message, on this stage's device. Its first part has been read."""
-        link, packet = self._link, first
         with link.streams.incoming():
+            following = self._first_packet(self._coming[0]) if self._coming else None
+            link.wait(work)
+            status, self.acknowledged = packet.words()
             if status > 0:
-                packet = Packet(format, True, link.device, link.through_host)
+                self._formats[place] = received_format(link, status)
+                packet = self._first_packet(place)
+                if self._coming and self._coming[0] == place:  # whose format has just changed
+                    following = self._first_packet(place)
                 link.wait(link.irecv(packet.buffer))
             buffer = packet.buffer.to(link.device, non_blocking=True)
+            if following is not None:
+                self._post(following)
         link.streams.arrived(buffer)
-        return packet.views(buffer)
+        return None if status == END else (packet.views(buffer), packet.format)
+
+    def _first_packet(self, place: Hashable) -> Packet:
+        """The packet for a place's next message, or for the part of it that is received ahead."""
+        return Packet(self._expected(place), True, self._link.device, self._link.through_host)

@@ -37,6 +37,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+_NOTHING = nullcontext()
+
 
 class Streams:
     """The streams of a rank's messages, beside the stream that layers run on."""
@@ -50,7 +52,7 @@ class Streams:
     def incoming(self) -> AbstractContextManager[Any]:
         """Inside, receives and copies to the device, and the memory allocated for them, wait for no layer. Call
         :meth:`arrived` before layers read such memory."""
-        return nullcontext() if self._incoming is None else torch.cuda.stream(self._incoming)
+        return _NOTHING if self._incoming is None else torch.cuda.stream(self._incoming)
 
     def arrived(self, tensor: Tensor) -> None:
         """Let layers that are launched from now on read a tensor that was allocated inside :meth:`incoming`."""

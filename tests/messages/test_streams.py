@@ -327,7 +327,7 @@ def test_activations_through_the_host_are_copied_to_the_device_on_incoming(
     link.words = [len(encode(FORMAT)), 0]
     receiver.expect(0)
     receiver.take()
-    described = ["receive on compute", "wait on compute"]  # the description is in host memory
+    described = ["receive on incoming", "wait on incoming"]  # in host memory, where streams count for nothing
     assert diary == [*COMES[1:], *described, *COMES, COPIED, *READ]
     diary.clear()
     link.words = [0, 0]
