@@ -75,8 +75,8 @@ class AbsentForward:
         # Autocast decides about the dtypes of operations, on any device.
         autocast = [torch.get_autocast_dtype(d) if torch.is_autocast_enabled(d) else None for d in ("cpu", "cuda")]
         key = (_signature(args), _signature(kwargs), self._module.training, *autocast)
-        if key in self._answers:
-            answer = self._answers[key]
+        answer = self._answers.get(key)
+        if answer is not None:
             self._answers.move_to_end(key)
         else:
             answer = self._ask(args, kwargs)

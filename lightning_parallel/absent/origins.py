@@ -12,12 +12,15 @@ Origins are compared, and :func:`parameter_of` reads a name back, so all are mad
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 FROM_EARLIER_STEP = "what an earlier step has stored on a module"
 METRIC_STATE = "the state of a metric before the step"
 STEP_OUTPUT = "what the step returns"  # in the module's hooks around it
 INPUT = "an input"  # of a module that is asked by itself
 
 
+@lru_cache(4096)  # each absent layer asks in each microbatch
 def origin_of(module: str, call: int = 0) -> str:
     """The origin of the output of a module's call, counted from 0."""
     return f"the output of {_numbered(module, call)}"

@@ -39,6 +39,7 @@ from lightning_parallel.private.torch import (
     wrapper_tensor,
     written_arguments,
 )
+from lightning_parallel.values import PLAIN
 
 _ADVICE = (
     "In a callback, or a hook outside of the steps, compute it in validation_step or predict_step instead. In a step, "
@@ -327,7 +328,11 @@ def first_absent(value: Any) -> AbsentTensor | None:
     """The first absent tensor in a nested structure, or None."""
     if isinstance(value, Tensor):
         return value if isinstance(value, AbsentTensor) else None
+    if isinstance(value, PLAIN):
+        return None
     if type(value) in (tuple, list, dict):  # torch's walk is slow, and every layer's input is looked at
-        inside = value.values() if type(value) is dict else value
-        return next((x for x in map(first_absent, inside) if x is not None), None)
+        for inside in value.values() if type(value) is dict else value:
+            if (found := first_absent(inside)) is not None:
+                return found
+        return None
     return next((x for x in tree_leaves(value) if isinstance(x, AbsentTensor)), None)

@@ -6,7 +6,7 @@ and keeps what later chunks need.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from typing import Any
 
 from torch import Tensor
@@ -56,7 +56,7 @@ class ForwardPass:
     def __init__(self, cuts: Cuts, arrival: Arrival | None) -> None:
         self.cuts = cuts
         self._reached = 0  # the latest chunk of which a call has been made
-        self._calls: Counter[str] = Counter()
+        self._calls: defaultdict[str, int] = defaultdict(int)  # so far, by name
         received = [] if arrival is None else arrival.receive()
         if len(received) != tensors_of(cuts.cargo_in):
             raise RuntimeError(
@@ -77,7 +77,8 @@ class ForwardPass:
     def chunk_of(self, name: str) -> int:
         """The chunk that runs the next call of a unit. One that the dry run hasn't made comes after all that were."""
         call = name, self._calls[name]
-        return self.cuts.placed.get(call, self.cuts.partition.chunk_of(call, self._reached))
+        placed = self.cuts.placed.get(call)
+        return self.cuts.partition.chunk_of(call, self._reached) if placed is None else placed
 
     def has_ended(self, name: str) -> bool:
         """Is it the next chunk's turn, when a unit is called now? If the chunk hasn't left the step by then, the step
