@@ -33,7 +33,6 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
-from concurrent.futures import Future
 from queue import SimpleQueue
 from threading import Thread
 from typing import TypeAlias
@@ -43,7 +42,7 @@ from torch import Tensor
 
 from lightning_parallel.messages.channel import END, Link, Receiver, Sender, received_format
 from lightning_parallel.messages.message import Format, Packet, encode, format_of
-from lightning_parallel.messages.posting import posts_directly
+from lightning_parallel.messages.posting import Posted, posts_directly
 from lightning_parallel.private.torch import abort_groups
 
 
@@ -55,7 +54,7 @@ class AnnouncingSender(Sender):
         # announcement not. Hosts that waited for that could wait for each other.
         super().__init__(announcements, posts_directly(announcements.isend))
         self._direct, self._launch = link, posts_directly(link.isend)
-        self._leaving: deque[tuple[Packet, Future[dist.Work]]] = deque()
+        self._leaving: deque[tuple[Packet, Posted]] = deque()
 
     def send(self, tensors: Sequence[Tensor], place: Hashable, acknowledged: int = 0) -> Format:
         self._release()
@@ -79,14 +78,14 @@ class AnnouncingSender(Sender):
 
     def _release(self) -> None:
         """Release the copies of messages that are known to have left."""
-        while self._leaving and self._leaving[0][1].result().is_completed():
+        while self._leaving and self._leaving[0][1]().is_completed():
             self._leaving.popleft()
 
     def flush(self, keep: int = 0) -> None:
         super().flush(keep)
         if not keep:
             while self._leaving:
-                self._direct.wait(self._leaving.popleft()[1].result())
+                self._direct.wait(self._leaving.popleft()[1]())
 
 
 _Announced: TypeAlias = tuple[int, int, Format | None]  # status, acknowledged, and a format if it is described

@@ -27,7 +27,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
-from concurrent.futures import Future
 from contextlib import nullcontext
 
 import torch
@@ -35,7 +34,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_parallel.messages.message import Format, Packet, decode, encode, format_of
-from lightning_parallel.messages.posting import Post, posts_from_thread
+from lightning_parallel.messages.posting import Post, Posted, posts_from_thread
 from lightning_parallel.messages.streams import Streams
 from lightning_parallel.private.torch import not_recorded
 from lightning_parallel.ranks.collectives import PeerLostError
@@ -130,7 +129,7 @@ class Sender(_End):
         self.sent = 0
         self._isend = posts_from_thread(link.isend) if post is None else post
         # By message, what was posted for it.
-        self._unconfirmed: deque[list[tuple[Packet | Tensor, Future[dist.Work]]]] = deque()
+        self._unconfirmed: deque[list[tuple[Packet | Tensor, Posted]]] = deque()
         self._idle: deque[Packet] = deque()  # of messages that have arrived
 
     def send(self, tensors: Sequence[Tensor], place: Hashable, acknowledged: int = 0) -> Format:
@@ -164,7 +163,7 @@ class Sender(_End):
         them."""
         while self.sent - len(self._unconfirmed) < messages and self._unconfirmed:
             for part, posted in self._unconfirmed.popleft():
-                self._link.wait(posted.result())
+                self._link.wait(posted())
                 if isinstance(part, Packet):
                     self._idle.append(part)
 

@@ -13,6 +13,7 @@ import json
 import math
 import struct
 from collections.abc import Sequence
+from contextlib import nullcontext
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -35,6 +36,7 @@ Format = tuple[Described, ...]
 _ALIGNMENT = 64  # bytes; any dtype can be viewed at such an offset
 _WORDS = struct.Struct("=qq")
 TRAILER = _WORDS.size  # bytes
+_NOTHING = nullcontext()
 
 
 def format_of(tensors: Sequence[Tensor]) -> Format:
@@ -93,7 +95,8 @@ class Packet:
         # Without a trailer as long as a tensor that is sent as it lies: without the padding after the last one.
         without = sum(places[-1]) if places else 0
         nbytes = end + TRAILER if trailer else without
-        with torch.inference_mode(False):  # validation may make a packet that training fills again
+        # Validation may make a packet that training fills again.
+        with torch.inference_mode(False) if torch.is_inference_mode_enabled() else _NOTHING:
             if pinned:
                 self.buffer = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
             else:

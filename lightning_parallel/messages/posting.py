@@ -16,10 +16,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 Send: TypeAlias = Callable[[Tensor], dist.Work]
-# Posts a buffer after all earlier ones, and after the event that tells that it is full (None: it is). An error is
-# raised by the future's `result()`, not here: a stage that refuses something may close its links, while this one is
-# about to refuse the same.
-Post: TypeAlias = Callable[[Tensor, torch.cuda.Event | None], Future[dist.Work]]
+# Gives the send, when it has been posted. An error is raised here, not by the post: a stage that refuses something may
+# close its links, while this one is about to refuse the same.
+Posted: TypeAlias = Callable[[], dist.Work]
+# Posts a buffer after all earlier ones, and after the event that tells that it is full (None: it is).
+Post: TypeAlias = Callable[[Tensor, torch.cuda.Event | None], Posted]
 _Handed: TypeAlias = tuple[Tensor, torch.cuda.Event | None, Future[dist.Work]]
 
 _SWITCH_INTERVAL = 5e-5  # seconds; Python's default is 5 ms
@@ -45,10 +46,10 @@ def posts_from_thread(send: Send) -> Post:
     thread = Thread(target=_post_all, args=(send, handed), name="send", daemon=True)
     thread.start()
 
-    def post(buffer: Tensor, copied: torch.cuda.Event | None) -> Future[dist.Work]:
+    def post(buffer: Tensor, copied: torch.cuda.Event | None) -> Posted:
         posted: Future[dist.Work] = Future()
         handed.put((buffer, copied, posted))
-        return posted
+        return posted.result
 
     weakref.finalize(post, _end, thread, handed)
     return post
@@ -79,12 +80,13 @@ def posts_directly(send: Send) -> Post:
     """Posts by ``send`` from the stage's thread, after what was launched on its CUDA stream before. What fills a buffer
     is on the same stream."""
 
-    def post(buffer: Tensor, copied: torch.cuda.Event | None) -> Future[dist.Work]:
-        posted: Future[dist.Work] = Future()
+    def post(buffer: Tensor, copied: torch.cuda.Event | None) -> Posted:
         try:
-            posted.set_result(send(buffer))
+            work = send(buffer)
         except RuntimeError as error:
-            posted.set_exception(error)
-        return posted
+            failed: Future[dist.Work] = Future()
+            failed.set_exception(error)
+            return failed.result
+        return lambda: work
 
     return post

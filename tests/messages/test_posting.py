@@ -32,7 +32,7 @@ def test_sends_come_back_in_the_order_of_handing_them_over(kind: Any) -> None:
     link = Link()
     post = kind(link.send)
     posted = [post(torch.tensor(number), None) for number in range(5)]
-    assert [int(each.result()) for each in posted] == list(range(5))
+    assert [int(each()) for each in posted] == list(range(5))
     assert (set(link.threads) == {threading.current_thread().name}) == (kind is posts_directly)
 
 
@@ -41,8 +41,8 @@ def test_an_error_of_a_send_is_raised_where_it_is_asked_for_and_later_ones_go_on
     post = kind(Link().send)
     fails, works = post(torch.tensor(-1), None), post(torch.tensor(3), None)
     with pytest.raises(RuntimeError, match="no luck"):
-        fails.result()
-    assert int(works.result()) == 3
+        fails()
+    assert int(works()) == 3
 
 
 def test_a_sending_thread_gets_the_interpreter_soon_while_a_schedule_runs() -> None:
