@@ -61,6 +61,7 @@ class Stage:
     Attributes:
         layers: the names of this stage's layers, in the order of their first calls here, each once.
         chunks: the chunks that this stage runs.
+        has_last_chunk: does it run the end of steps?
     """
 
     def __init__(self, module: nn.Module, partition: Partition, index: int, device: torch.device) -> None:
@@ -68,6 +69,7 @@ class Stage:
         self.partition = partition
         self.index = index
         self.chunks = partition.chunks_of(index)
+        self.has_last_chunk = partition.chunks - 1 in self.chunks
         self.layers = list(dict.fromkeys(partition.layers[i] for c in self.chunks for i in partition.layers_of(c)))
         self._units = {name: module.get_submodule(name) for name in partition.units}
         self._on_units, self._inside_units = Interception(), Interception()
@@ -105,11 +107,6 @@ class Stage:
         if changed and self._recompute is not None:
             self._inside_units.remove()
             self._install_inside()
-
-    @property
-    def has_last_chunk(self) -> bool:
-        """Does this stage run the end of steps?"""
-        return self.partition.chunks - 1 in self.chunks
 
     @property
     def runs_last_chunk(self) -> bool:

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Literal
 
 Size = int | Literal["auto"]
@@ -135,17 +136,17 @@ class Layout:
             raise ValueError(f"There is no axis {axis!r}: the axes are {', '.join(names)}.")
         return names.index(axis)
 
-    @property
+    @cached_property
     def stages(self) -> int:
         """The number of pipeline stages."""
         return self.size("pipeline")
 
-    @property
+    @cached_property
     def stage(self) -> int:
         """This rank's pipeline stage. Stage 0 sees the input."""
         return self.index("pipeline")
 
-    @property
+    @cached_property
     def is_last_stage(self) -> bool:
         return self.stage == self.stages - 1
 

@@ -91,8 +91,8 @@ class Microbatches:
         self.count = len(parts)
         self._is_watched = self._run.layout.is_last_stage and not self._run.layout.stages == self.count == 1
         # Numbered through the whole run, so a resumed run draws the same random numbers.
-        number = self._run.trainer.fit_loop.total_batch_idx
-        seeds = [mix(self._run.seed, self._run.layout.index("data"), number, k) for k in range(len(parts))]
+        number, replica = self._run.trainer.fit_loop.total_batch_idx, self._run.layout.index("data")
+        seeds = [mix(self._run.seed, replica, number, k) for k in range(len(parts))]
         is_first, self._is_first_batch = self._is_first_batch, False
         loss = self._means.of(parts, counts, is_first=is_first)
 
