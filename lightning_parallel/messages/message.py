@@ -22,13 +22,13 @@ from torch import Tensor
 
 
 class Described(NamedTuple):
-    """A tensor of a message. ``order`` are its dimensions by their place in memory, the outermost first. So what is
-    channels_last before a cut is channels_last behind it, as the next convolution wants it."""
+    """A tensor of a message. ``order`` are its dimensions by their place in memory, the outermost first; empty if they
+    are in order. So what is channels_last before a cut is channels_last behind it, as the next convolution wants it."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     requires_grad: bool
-    order: tuple[int, ...]
+    order: tuple[int, ...] = ()
 
 
 Format = tuple[Described, ...]
@@ -41,17 +41,15 @@ _NOTHING = nullcontext()
 
 def format_of(tensors: Sequence[Tensor]) -> Format:
     """The format of a message with these tensors."""
-    return tuple(Described(tuple(t.shape), t.dtype, t.requires_grad, _order(t)) for t in tensors)
+    return tuple(
+        Described(tuple(t.shape), t.dtype, t.requires_grad, () if t.is_contiguous() else _order(t)) for t in tensors
+    )
 
 
 def _order(tensor: Tensor) -> tuple[int, ...]:
-    """The dimensions from the outermost in memory. One with gaps or repetitions is sent without them, in order."""
-    in_order = range(tensor.dim())
-    if not tensor.is_contiguous():
-        order = sorted(in_order, key=tensor.stride, reverse=True)
-        if tensor.permute(order).is_contiguous():
-            return tuple(order)
-    return tuple(in_order)
+    """The dimensions from the outermost in memory. What has gaps or repetitions is sent without them, in order."""
+    order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
+    return tuple(order) if tensor.permute(order).is_contiguous() else ()
 
 
 @lru_cache
@@ -59,7 +57,7 @@ def gradient_format(activations: Format) -> Format:
     """The format of the gradients of a message: one for each tensor that wants one, then the factor of the batch's
     gradients (``losses/normaliser.py``). Empty if none wants one."""
     gradients = tuple(each._replace(requires_grad=False) for each in activations if each.requires_grad)
-    return (*gradients, Described((), torch.float64, False, ())) if gradients else ()
+    return (*gradients, Described((), torch.float64, False)) if gradients else ()
 
 
 @lru_cache
@@ -129,8 +127,9 @@ class Packet:
 def _views(buffer: Tensor, format: Format) -> list[Tensor]:
     views: list[Tensor] = []
     for (start, size), (shape, dtype, _, order) in zip(places_in(format)[0], format, strict=True):
-        in_memory = buffer.narrow(0, start, size).view(dtype).view([shape[dim] for dim in order])
-        views.append(in_memory.permute([order.index(dim) for dim in range(len(order))]))
+        flat = buffer.narrow(0, start, size).view(dtype)
+        in_order = [order.index(dim) for dim in range(len(order))]
+        views.append(flat.view([shape[dim] for dim in order]).permute(in_order) if order else flat.view(shape))
     return views
 
 

@@ -12,7 +12,7 @@ from tests.pipeline.by_hand import arrived
 def test_activations_are_copies_in_the_order_in_which_they_were_sent() -> None:
     ways = Handover()
     first, second = torch.ones(2, requires_grad=True) * 1, torch.zeros(3)
-    assert ways.send([first], place=0) == (((2,), torch.float32, True, (0,)),)
+    assert ways.send([first], place=0) == (((2,), torch.float32, True, ()),)
     ways.send([second], place=1)
     arrival = Arrival(*ways.take())
     assert ways.sent == 2

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from lightning_parallel.losses.normaliser import BatchLoss
 from lightning_parallel.messages.announced import AnnouncedReceiver, AnnouncingSender
-from lightning_parallel.messages.message import encode
+from lightning_parallel.messages.message import encode, format_of
 from lightning_parallel.pipeline.chunk import Chunk, Microbatch
 from lightning_parallel.pipeline.engine import Engine
 from lightning_parallel.pipeline.stage import Stage
@@ -35,7 +35,7 @@ from lightning_parallel.schedules.generators import SCHEDULES
 
 CPU = torch.device("cpu")
 STAGES, STAGE, MICROBATCHES, WIDTH = 3, 1, 6, 8
-FORMAT = (((2, WIDTH), torch.float32, True),)
+FORMAT = format_of([torch.ones(2, WIDTH, requires_grad=True)])
 
 # By schedule and kind of what is done, the most calls, a little above what there are. A chunk of ZB-V has two layers, a
 # stage of the others four.
