@@ -25,12 +25,8 @@ from lightning_parallel.private.lightning.launching import callbacks_of
 
 Reasons = Sequence[tuple[type[Callback], str]]
 
-_AVERAGES = (
-    "it averages a copy of the whole model, of which a rank holds a part. Average the weights of checkpoints after "
-    "training (lightning_parallel.checkpoint.read_full), or use DataParallelStrategy or strategy='ddp'"
-)
 # What is refused on several ranks, where these hold parts of the model or save parts of it, where the parts are stages,
-# and by the asynchronous pipeline. Subclasses too: EMAWeightAveraging is a WeightAveraging.
+# and by the asynchronous pipeline. Subclasses too.
 ON_SEVERAL_RANKS: Reasons = (
     (
         BatchSizeFinder,
@@ -40,8 +36,6 @@ ON_SEVERAL_RANKS: Reasons = (
 )
 IN_PARTS: Reasons = (
     *ON_SEVERAL_RANKS,
-    (WeightAveraging, _AVERAGES),
-    (StochasticWeightAveraging, _AVERAGES),
     (
         ModelPruning,
         "it ranks the values of whole parameters, of which a rank holds a part. Prune a checkpoint after training, or "
@@ -56,8 +50,14 @@ IN_STAGES: Reasons = (
         "parameters from the start, and call requires_grad_ in on_train_epoch_start",
     ),
 )
+_AVERAGES = (
+    "after a batch the stages of an asynchronous pipeline have made different numbers of updates, so it would average "
+    "weights that never were together. Use PipelineStrategy"
+)
 ASYNCHRONOUS: Reasons = (
     *IN_STAGES,
+    (WeightAveraging, _AVERAGES),
+    (StochasticWeightAveraging, _AVERAGES),
     (
         LearningRateFinder,
         "it acts on the loss of every batch, for which the stages of an asynchronous pipeline would wait. Find the "

@@ -9,6 +9,7 @@ old one or the new one.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -22,8 +23,9 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_tensors
 
 from lightning_parallel.checkpoint import directory, keys
 from lightning_parallel.checkpoint.agreement import RankSummary, agree, digests, refuse_misfits, writers
+from lightning_parallel.checkpoint.average import Place
 from lightning_parallel.checkpoint.directory import CONTENTS, TRAINER, PathLike, contents_of
-from lightning_parallel.checkpoint.keys import MODEL, OptimizerState
+from lightning_parallel.checkpoint.keys import MODEL, SECOND, OptimizerState
 from lightning_parallel.checkpoint.plain import Wholes, as_plain
 from lightning_parallel.checkpoint.reading import Reader, plain_errors
 from lightning_parallel.checkpoint.slices import Slices, collected, empty_like
@@ -43,6 +45,8 @@ def save(
     aliases: Mapping[str, str] = MappingProxyType({}),
     extra_state: Mapping[str, Any] = MappingProxyType({}),
     file: Callable[[dict[str, Any]], None] | None = None,
+    second: Mapping[str, Tensor] = MappingProxyType({}),
+    second_at: Place = (),
 ) -> None:
     """Write a checkpoint, replacing the one at ``path``. Every rank of the group calls it.
 
@@ -65,6 +69,8 @@ def save(
         extra_state: what modules here have in their ``state_dict`` besides parameters and buffers, such as what
             ``get_extra_state`` returns. Of modules on several ranks the lowest rank's is saved.
         file: writes one file instead, as one process has it (:func:`.plain.as_plain`). The first rank calls it.
+        second: a second state of the model, as ``model``.
+        second_at: where one process has it; empty if there is none.
 
     Raises:
         ValueError: the ranks disagree about shapes or groups.
@@ -73,6 +79,7 @@ def save(
     path = Path(path)
     tensors, scalars = keys.divided([each.state for each in optimizers])
     tensors |= {MODEL + name: tensor for name, tensor in model.items()}
+    tensors |= {SECOND + name: tensor for name, tensor in second.items()}
     tensors |= {keys.key_in(coordinate, name): tensor for name, tensor in rank_state.items()}
     summary = RankSummary(
         shapes={key: (tuple(tensor.shape), tensor.dtype) for key, tensor in tensors.items()},
@@ -90,7 +97,7 @@ def save(
         new = directory.begin(path) if file is None else path
         if file is None:
             new.mkdir()
-        of_all.update(joined)
+        of_all.update(joined, second_at=list(second_at))
         return str(new), chosen, max(len(rank.shapes) for rank in summaries or ())
 
     unfinished, chosen, most = decided_by_first(group, begin)
@@ -124,6 +131,7 @@ def load(
     coordinate: str,
     *,
     strict: bool = True,
+    by_prefix: Mapping[str, Mapping[str, Tensor]] | None = None,
 ) -> tuple[list[OptimizerState], dict[str, Tensor]]:
     """Read this rank's part of a checkpoint of any layout. Every rank calls it.
 
@@ -137,6 +145,7 @@ def load(
         coordinate: this rank's place in the layout.
         strict: every tensor in ``model`` must be in the checkpoint, and every tensor there must be in the ``model`` of
             some rank. Otherwise tensors without a counterpart stay as they are.
+        by_prefix: what is filled from each state of the model (``MODEL``, ``SECOND``); None: ``model``, from the first.
 
     Returns:
         The saved optimizers, with the state of the wanted parameters and the whole model's groups; and what was saved
@@ -146,11 +155,13 @@ def load(
     Raises:
         ValueError: on every rank, if some rank lacks names or finds other shapes, or the checkpoint is damaged.
     """
-    shapes = {name: source.found[key].shape for name, key in keys.of_model(source.found).items()}
-    ranks = gather_objects_on_first({name: tensor.shape for name, tensor in model.items()}, None)
-    decided_by_first(None, lambda: refuse_misfits(path, ranks or (), shapes, strict=strict))
+    wanted: dict[str, Tensor] = {}
+    for prefix, state in ({MODEL: model} if by_prefix is None else by_prefix).items():
+        shapes = {name: source.found[key].shape for name, key in keys.of_model(source.found, prefix).items()}
+        ranks = gather_objects_on_first({name: tensor.shape for name, tensor in state.items()}, None)
+        decided_by_first(None, partial(refuse_misfits, path, ranks or (), shapes, strict=strict))
+        wanted |= {prefix + name: tensor for name, tensor in state.items() if name in shapes}
     trained = set(parameters)
-    wanted = {MODEL + name: tensor for name, tensor in model.items() if name in shapes}
     for key, found in source.found.items():
         parts = keys.parts_of(key)
         if parts is not None and parts[1] in trained:

@@ -1,6 +1,7 @@
 """The keys of the tensors in a checkpoint, which don't depend on the layout that saved it::
 
     model/<parameter or buffer>              as the whole model's state_dict() calls it
+    second/<parameter or buffer>             the same, where a callback averages weights: weights and averages
     optimizer/<index>/<parameter>/<state>    for example optimizer/0/net.0.weight/exp_avg
     rank/<coordinate>/<name>                 what belongs to one place in the layout: states of random generators
 
@@ -17,6 +18,7 @@ from typing import Any
 from torch import Tensor
 
 MODEL = "model/"
+SECOND = "second/"
 _OPTIMIZER = "optimizer/"
 _RANK = "rank/"
 
@@ -34,9 +36,9 @@ class OptimizerState:
     param_groups: Sequence[Mapping[str, Any]] = ()
 
 
-def of_model(keys: Collection[str]) -> dict[str, str]:
-    """The keys of the model's tensors, by the tensors' names."""
-    return _after(MODEL, keys)
+def of_model(keys: Collection[str], prefix: str = MODEL) -> dict[str, str]:
+    """The keys of the model's tensors, by the tensors' names, in the state that begins with ``prefix``."""
+    return _after(prefix, keys)
 
 
 def _after(prefix: str, keys: Collection[str]) -> dict[str, str]:
@@ -80,8 +82,8 @@ def parts_of(key: str) -> tuple[int, str, str] | None:
 
 def parameter_of(key: str) -> str | None:
     """The name of the parameter or buffer that a tensor belongs to; None for other tensors."""
-    if key.startswith(MODEL):
-        return key.removeprefix(MODEL)
+    if key.startswith((MODEL, SECOND)):
+        return key.split("/", 1)[1]
     parts = parts_of(key)
     return None if parts is None else parts[1]
 

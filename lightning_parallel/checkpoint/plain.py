@@ -7,6 +7,8 @@ A file is what Lightning saves in one process: a dictionary. A directory is read
     lr_schedulers, loops, callbacks, hyper_parameters, ...      from trainer.pt, as they are
     random_states       of generators, one for each replica
 
+Where a callback averages weights, its second state of the model is where it has put it (``average.py``).
+
 Nothing here is a collective: each process reads for itself.
 """
 
@@ -22,8 +24,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_parallel.checkpoint.average import placed
 from lightning_parallel.checkpoint.directory import PathLike, replacing
-from lightning_parallel.checkpoint.keys import OptimizerState, joined, of_model, of_place, of_replicas, parameter_of
+from lightning_parallel.checkpoint.keys import (
+    MODEL,
+    SECOND,
+    OptimizerState,
+    joined,
+    of_model,
+    of_place,
+    of_replicas,
+    parameter_of,
+)
 from lightning_parallel.checkpoint.reading import Reader, read_file
 from lightning_parallel.checkpoint.slices import empty_like, fill
 
@@ -63,6 +75,8 @@ def as_plain(saved: Mapping[str, Any], tensors: Mapping[str, Tensor], aliases: M
     if "lr_schedulers" in plain:  # else only the weights were saved
         pairs = zip(joined(tensors, saved["optimizer_scalars"]), saved["param_groups"], strict=True)
         plain["optimizer_states"] = [_numbered(state, groups) for state, groups in pairs]
+    if at := saved.get("second_at"):
+        plain = placed(plain, at, _state_dict(aliases, tensors, SECOND) | saved["extra_state"])
     places = of_replicas(tensors)
     if places:
         replicas = sorted(places, key=lambda replica: (len(replica), replica))  # dp2 before dp10
@@ -79,6 +93,7 @@ class PlainOnDemand(dict[str, Any]):
     def __init__(self, path: PathLike, weights_only: bool = True) -> None:
         self.reader = Reader(path)
         self.saved = self.reader.trainer(weights_only)
+        self._second = next(iter(self.saved.get("second_at", ())), None)  # the key that leads to the second state
         super().__init__(self.saved["trainer"])
 
     @property
@@ -95,6 +110,8 @@ class PlainOnDemand(dict[str, Any]):
         for key in (*OF_TENSORS, RANDOM_STATES):
             if key in read:
                 self.setdefault(key, read[key])
+        if self._second is not None:
+            self[self._second] = read[self._second]
 
     def __missing__(self, key: str) -> Any:
         if key not in self:
@@ -103,7 +120,7 @@ class PlainOnDemand(dict[str, Any]):
         return self[key]
 
     def __contains__(self, key: object) -> bool:
-        saved = key == "state_dict" or (key == "optimizer_states" and "lr_schedulers" in self)
+        saved = key in ("state_dict", self._second) or (key == "optimizer_states" and "lr_schedulers" in self)
         return saved or super().__contains__(key)
 
     get = Mapping.get  # type: ignore[assignment]  # that of dictionaries knows no __missing__
@@ -142,9 +159,9 @@ def _read(reader: Reader, keys: Iterable[str]) -> dict[str, Tensor]:
     return tensors
 
 
-def _state_dict(aliases: Mapping[str, str], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _state_dict(aliases: Mapping[str, str], tensors: Mapping[str, Tensor], prefix: str = MODEL) -> dict[str, Tensor]:
     """The model's tensors among those of a checkpoint, tied ones under all their names."""
-    held = {name: tensors[key] for name, key in of_model(tensors).items()}
+    held = {name: tensors[key] for name, key in of_model(tensors, prefix).items()}
     return held | {name: held[first] for name, first in aliases.items() if first in held}
 
 

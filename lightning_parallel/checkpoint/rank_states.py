@@ -24,7 +24,7 @@ from lightning_parallel.ranks.local_model import LocalModel, memory_of
 # -- the module --------------------------------------------------------------------------------------------------
 
 
-def refuse_others(state_dict: Mapping[str, Any], module: pl.LightningModule, what: str) -> None:
+def refuse_others(state_dict: Mapping[str, Any], module: nn.Module, what: str) -> None:
     """Refuse a ``state_dict`` that has other values for the module's tensors, or these tensors under other names.
 
     Args:

@@ -89,15 +89,15 @@ class Slices(Boxes):
 
     @staticmethod
     def __new__(cls, local: Tensor, shard: Shard) -> Slices:
-        self = Boxes.__new__(cls, shard.shape, local.dtype, _boxes_of_shard(local, shard))
+        self = Boxes.__new__(cls, shard.shape, local.dtype, _boxes_of_shard(local, shard, local_part(local)))
         assert isinstance(self, Slices)
         self.local, self.shard = local.detach(), shard
         return self
 
 
-def _boxes_of_shard(local: Tensor, shard: Shard) -> list[Box]:
-    """One box for each range of the shard, as far as its rows are on this rank."""
-    here, dim = local_part(local), shard.dim
+def _boxes_of_shard(local: Tensor, shard: Shard, here: Tensor) -> list[Box]:
+    """One box for each range of the shard, as far as its rows are on this rank. ``here`` are the values."""
+    dim = shard.dim
     first = 0  # of the shard's rows, the first that is here: `fully_shard` divides dimension 0
     if isinstance(local, DTensor):
         first = piece(local.shape[0], local.device_mesh.get_local_rank(), local.device_mesh.size())[0]
@@ -123,6 +123,16 @@ def _boxes_of(tensor: Tensor) -> list[Box]:
     protocol: Any = tensor
     at = [box.offsets for box in protocol.__create_chunk_list__()]
     return [(offsets, protocol.__get_tensor_shard__(MetadataIndex("", offsets)).detach()) for offsets in at]
+
+
+def with_values(tensor: Tensor, values: Tensor) -> Tensor:
+    """As ``tensor``, but this rank holds other values of it, of any dtype and on any device. They can be saved, and
+    are filled in place."""
+    if isinstance(tensor, Slices):
+        return Boxes(tensor.shape, values.dtype, _boxes_of_shard(tensor.local, tensor.shard, values.detach()))
+    if isinstance(tensor, DTensor):
+        return Boxes(tensor.shape, values.dtype, [(at, values.detach()) for at, _ in _boxes_of(tensor)])
+    return values.detach()
 
 
 def on_host(values: Any) -> Any:

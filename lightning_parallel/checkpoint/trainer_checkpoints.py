@@ -24,8 +24,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_parallel.checkpoint import directory, format
+from lightning_parallel.checkpoint.average import Average, placed, value_at
 from lightning_parallel.checkpoint.background import BackgroundSave
-from lightning_parallel.checkpoint.keys import MODEL, OptimizerState, divided
+from lightning_parallel.checkpoint.keys import MODEL, SECOND, OptimizerState, divided
 from lightning_parallel.checkpoint.plain import OF_TENSORS, PlainOnDemand, Wholes, by_name
 from lightning_parallel.checkpoint.rank_states import (
     fill_optimizer,
@@ -37,7 +38,7 @@ from lightning_parallel.checkpoint.rank_states import (
     save_as_given,
 )
 from lightning_parallel.checkpoint.reading import Reader
-from lightning_parallel.checkpoint.slices import Slices, on_host
+from lightning_parallel.checkpoint.slices import Slices, on_host, with_values
 from lightning_parallel.ranks.collectives import Group, decided_by_first, together
 from lightning_parallel.ranks.local_model import LocalModel, memory_of
 from lightning_parallel.seeding import random_state
@@ -58,6 +59,7 @@ class Checkpoints:
         as_lightning: every rank holds all of the model, and the file is what Lightning has collected.
         have_failed: an error has ended the run, and a save would need every rank: nothing is saved any more.
         opened: the path of the checkpoint that is loaded, for errors.
+        average: what a callback of the run averages here.
     """
 
     local: LocalModel
@@ -68,6 +70,7 @@ class Checkpoints:
     as_lightning: bool = False
     have_failed: bool = False
     opened: str | Path = ""
+    average: Average | None = None
 
     def finish(self) -> None:
         """Wait for a save in the background: :meth:`.BackgroundSave.finish`."""
@@ -87,6 +90,12 @@ class Checkpoints:
             remove()
         else:
             self.background.after(remove)
+
+    @property
+    def _averaged(self) -> dict[str, Tensor]:
+        """The averages here, as a checkpoint takes them, by name."""
+        held = {} if self.average is None else self.average.tensors
+        return {name: with_values(each, held[name]) for name, each in self._model.items() if name in held}
 
     @property
     def _model(self) -> dict[str, Tensor]:
@@ -173,17 +182,18 @@ class Checkpoints:
                 return partial(decided_by_first, decide=partial(_await_first, Path(path)))
             first = partial(file, _written_and_read(checkpoint) if copied else checkpoint)
             return partial(decided_by_first, decide=first)
-        state_dict = checkpoint["state_dict"]
-        refuse_others(state_dict, module, "on_save_checkpoint sets checkpoint['state_dict']")
+        state_dict, model, second = self._states(checkpoint, module)
         own = named_tensors(module)
         extra = {name: value for name, value in state_dict.items() if name not in own and is_here(module, name)}
         trainer = {key: value for key, value in checkpoint.items() if key not in OF_TENSORS}
+        at = self.average.at if second is not None and self.average is not None else ()
+        if at:
+            trainer = placed(trainer, at, None)
         saved = optimizers if "optimizer_states" in checkpoint else []
         states = [optimizer_state(optimizer, self.local) for optimizer in saved]
-        model = {name: tensor for name, tensor in self._model.items() if name in state_dict}
         if copied:
             trainer, extra = _written_and_read((trainer, extra))
-            model, parts = on_host((model, [(each.state, each.param_groups) for each in states]))
+            model, second, parts = on_host((model, second, [(each.state, each.param_groups) for each in states]))
             states = [OptimizerState(*part) for part in parts]
         return partial(
             format.save,
@@ -197,7 +207,25 @@ class Checkpoints:
             aliases=self.local.tied_names(module),
             extra_state=extra,
             file=file,
+            second=second or {},
+            second_at=at,
         )
+
+    def _states(
+        self, checkpoint: Mapping[str, Any], module: pl.LightningModule
+    ) -> tuple[Mapping[str, Any], dict[str, Tensor], dict[str, Tensor] | None]:
+        """The module's own ``state_dict`` in a checkpoint that is to be saved; of the tensors that are here those to be
+        saved as the model, and those of a second state, if there is one."""
+        average, what = self.average, "on_save_checkpoint sets checkpoint['state_dict']"
+        own, averages = (checkpoint["state_dict"], None) if average is None else average.states_in(checkpoint)
+        refuse_others(own, module, what)
+        model = {name: tensor for name, tensor in self._model.items() if name in own}
+        if average is None or averages is None:
+            return own, model, None
+        refuse_others(averages, average.module, what)
+        kept = {self.local.aliases.get(name, name) for name in averages}
+        averaged = {name: tensor for name, tensor in self._averaged.items() if name in kept and name in model}
+        return (own, averaged, model) if average.leads else (own, model, averaged)
 
     # -- load ----------------------------------------------------------------------------------------------------
 
@@ -221,13 +249,14 @@ class Checkpoints:
         returned. All ranks call it.
 
         The content loses its tensors, and gets the state of this rank's generators under :data:`RANDOM_STATE`; if the
-        layout has changed, that of another rank of the same replica.
+        layout has changed, that of another rank of the same replica. A callback that averages weights finds there what
+        is filled already.
 
         Raises:
             ValueError: on every rank, before anything has changed, if the checkpoint is damaged, of another model, or
                 has another number of optimizers.
         """
-        model = self._model
+        model, average = self._model, self.average
 
         def source() -> tuple[Reader | Wholes, dict[str, Any]]:
             if isinstance(content, PlainOnDemand):
@@ -239,11 +268,18 @@ class Checkpoints:
 
         found, saved = together(None, source)
         names, strict = [*self.local.parameters] if optimizers else [], module.strict_loading
-        states, random = format.load(found, saved, self.opened, model, names, self.coordinate, strict=strict)
+        wanted, has_averages = {MODEL: model}, average is not None and saved.get("second_at") == [*average.at]
+        if average is not None and has_averages:
+            wanted = {SECOND if average.leads else MODEL: model, MODEL if average.leads else SECOND: self._averaged}
+        states, random = format.load(
+            found, saved, self.opened, model, names, self.coordinate, strict=strict, by_prefix=wanted
+        )
         module.load_state_dict(saved["extra_state"], strict=False)
         for optimizer, state in zip(optimizers, states, strict=False):
             fill_optimizer(optimizer, state, self.local)
         content |= {"state_dict": {}, "optimizer_states": [], RANDOM_STATE: random}
+        if average is not None:
+            content |= average.loaded(content, module.state_dict(), was_saved=has_averages)
 
     def _wholes(
         self,
@@ -270,7 +306,11 @@ class Checkpoints:
             "param_groups": [each.param_groups for each in states],
             "extra_state": extra,
         }
-        return Wholes(of_optimizers | {MODEL + name: each for name, each in (tensors | own).items()}), saved
+        found = of_optimizers | {MODEL + name: each for name, each in (tensors | own).items()}
+        if self.average is not None and (second := value_at(content, self.average.at)) is not None:
+            saved["second_at"] = [*self.average.at]
+            found |= {SECOND + tied.get(name, name): each for name, each in second.items() if name not in extra}
+        return Wholes(found), saved
 
 
 def is_directory(path: str | Path) -> bool:

@@ -61,7 +61,7 @@ from lightning_parallel.private.lightning.launching import (
 from lightning_parallel.private.lightning.replaced import replaced
 from lightning_parallel.private.torch import group_of_members, values_read_by
 from lightning_parallel.ranks import process_group
-from lightning_parallel.ranks.collectives import together
+from lightning_parallel.ranks.collectives import broadcast_tensors, together
 from lightning_parallel.ranks.groups import Groups
 from lightning_parallel.ranks.layout import Layout, Size
 from lightning_parallel.ranks.local_model import LocalModel, whole
@@ -69,6 +69,7 @@ from lightning_parallel.ranks.run import Run
 from lightning_parallel.ranks.user_collectives import Collectives
 from lightning_parallel.results.metric_sync import gather_within
 from lightning_parallel.results.predictions import share_predictions
+from lightning_parallel.set_up.averages import copies_left_out, take_part
 from lightning_parallel.set_up.options import ProcessOptions
 from lightning_parallel.set_up.original_names import OriginalNames
 from lightning_parallel.set_up.part_of_model import attributes_kept, move_others, refuse_copies
@@ -262,6 +263,8 @@ class LayoutStrategy(ParallelStrategy):
             self._joined = _Joined(groups, Collectives(self.layout, groups, device), background)
         owners = self.lightning_module, getattr(self.lightning_module.trainer, "datamodule", None)
         self._at_end.callback(loaders.data_hooks_inside(owners, self.collectives))
+        if not self.saves_as_lightning:
+            self._at_end.enter_context(copies_left_out(callbacks_of(self.lightning_module.trainer)))
         self._seed = process_group.agree_on_seed(self.layout)
         self._holds_part = False
 
@@ -371,6 +374,12 @@ class LayoutStrategy(ParallelStrategy):
             self._told = run.module, run.trains
             tell(run, self.holding(), local, self.optimizers)  # the groups have met: it tells what they hold
 
+    def begin_averages(self) -> None:
+        """Let a callback average this rank's part. It is a strategy's last call in ``setup``."""
+        if not self.saves_as_lightning:
+            self.checkpoints.average, end = take_part(self.run, self.local_model, type(self).__name__)
+            self._at_end.enter_context(end)
+
     def counts(self, name: str) -> bool:
         """Does this rank's copy of a parameter enter the norm for clipping?"""
         return True
@@ -427,6 +436,9 @@ class LayoutStrategy(ParallelStrategy):
         """Copy the first replica's buffers to all replicas, before buffers are used for evaluation or saved."""
         if self._holds_part and not self.checkpoints.have_failed and self._joined is not None:
             self.replicas.copy_buffers()
+            if self.checkpoints.average is not None:
+                peers, first = self.layout.peers("data"), self.layout.rank_at(data=0)
+                broadcast_tensors(self.checkpoints.average.module.buffers(), first, self.groups.on_host(peers))
 
     @override
     def on_validation_start(self) -> None:

@@ -130,7 +130,7 @@ class FullyShardedStrategy(LayoutStrategy):
         if self.holds_all:
             configure_part(module)
             self.hold(LocalModel.of(module))
-            return
+            return self.begin_averages()
         if self._fully_sharded is not module:
             with attributes_kept(module):
                 self._fully_shard(module)
@@ -145,6 +145,7 @@ class FullyShardedStrategy(LayoutStrategy):
                 self._at_end.callback(self._put_example_back)
             self._guard.begin([] if module.automatic_optimization else local.replicated.values())
             self._at_end.callback(self._guard.end)
+        self.begin_averages()
 
     def _fully_shard(self, module: pl.LightningModule) -> None:
         if any(isinstance(parameter, DTensor) for parameter in module.parameters()):

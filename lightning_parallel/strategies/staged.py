@@ -211,6 +211,7 @@ class StagedStrategy(LayoutStrategy):
             stage=stage,
         )
         self._at_work = _AtWork(last_stage, engine, evaluation, microbatches)
+        self.begin_averages()
 
     @override
     def setup_optimizers(self, trainer: pl.Trainer) -> None:

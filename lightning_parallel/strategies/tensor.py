@@ -96,6 +96,7 @@ class TensorParallelStrategy(LayoutStrategy):
             by_hand = not module.automatic_optimization and self.layout.world_size > 1
             self._guard.begin(local.parameters.values() if by_hand else [])
             self._at_end.callback(self._guard.end)
+        self.begin_averages()
 
     @property
     @override

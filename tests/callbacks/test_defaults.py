@@ -37,7 +37,7 @@ MAKE: dict[str, Any] = {
     "Unfreezes": Unfreezes,
     "EMAWeightAveraging": lambda: EMAWeightAveraging(decay=0.9),
     "StochasticWeightAveraging": lambda: StochasticWeightAveraging(0.05, swa_epoch_start=1),
-    "Prunes": lambda: ModelPruning("l1_unstructured", amount=0.3, use_lottery_ticket_hypothesis=False),
+    "ModelPruning": lambda: ModelPruning("l1_unstructured", amount=0.3, use_lottery_ticket_hypothesis=False),
     "BatchSizeFinder": lambda: BatchSizeFinder(max_trials=2),
     "LearningRateFinder": lambda: LearningRateFinder(min_lr=1e-4, num_training_steps=16),
 }
@@ -72,8 +72,8 @@ def fit(callback: str, strategy: str, options: dict[str, Any] | None = None, **g
 
 
 @pytest.mark.parametrize(("callback", "strategy"), [
-    ("EMAWeightAveraging", "sync"), ("EMAWeightAveraging", "tensor"), ("StochasticWeightAveraging", "fsdp"),
-    ("Unfreezes", "async"), ("BatchSizeFinder", "tensor"),  # with replicas, Lightning refuses it
+    ("ModelPruning", "sync"), ("ModelPruning", "tensor"), ("ModelPruning", "fsdp"), ("Unfreezes", "async"),
+    ("StochasticWeightAveraging", "async"), ("BatchSizeFinder", "tensor"),  # with replicas, Lightning refuses it
 ])  # fmt: skip
 def test_what_works_on_the_whole_model_is_refused_on_all_ranks(pool: WorkerPool, callback: str, strategy: str) -> None:
     failures = pool.run(fit, 2, callback, strategy, init=False, expect_errors=True)
@@ -87,6 +87,7 @@ def test_a_learning_rate_is_not_looked_for_with_late_losses(pool: WorkerPool) ->
 
 @pytest.mark.parametrize(("callback", "strategy"), [
     ("Unfreezes", "tensor"), ("LearningRateFinder", "sync"), ("StochasticWeightAveraging", "data"),
+    ("EMAWeightAveraging", "tensor"),
     *thorough(("EMAWeightAveraging", "data"), ("LearningRateFinder", "tensor"), ("LearningRateFinder", "data")),
 ])  # fmt: skip
 def test_what_works_has_the_numbers_of_one_process(pool: WorkerPool, callback: str, strategy: str) -> None:
@@ -99,7 +100,7 @@ def test_what_works_has_the_numbers_of_one_process(pool: WorkerPool, callback: s
 
 
 @pytest.mark.parametrize(
-    "callback", ["Unfreezes", "Prunes", *thorough("EMAWeightAveraging", "StochasticWeightAveraging")]
+    "callback", ["Unfreezes", "ModelPruning", *thorough("EMAWeightAveraging", "StochasticWeightAveraging")]
 )
 def test_on_replicas_which_hold_the_whole_model_all_work(pool: WorkerPool, callback: str) -> None:
     [(whole, _)] = pool.run(fit, 1, callback, "single", init=False)
@@ -109,7 +110,7 @@ def test_on_replicas_which_hold_the_whole_model_all_work(pool: WorkerPool, callb
 
 @pytest.mark.parametrize("strategy", ["sync", *thorough("tensor")])
 @pytest.mark.parametrize(
-    "callback", ["EMAWeightAveraging", "Prunes", *thorough("StochasticWeightAveraging", "Unfreezes")]
+    "callback", ["EMAWeightAveraging", "ModelPruning", *thorough("StochasticWeightAveraging", "Unfreezes")]
 )
 def test_on_one_rank_which_holds_the_whole_model_all_work(pool: WorkerPool, callback: str, strategy: str) -> None:
     [(whole, _)] = pool.run(fit, 1, callback, "single", init=False)

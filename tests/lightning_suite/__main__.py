@@ -27,7 +27,7 @@ BEGIN, END = "<!-- lightning-tests -->\n", "<!-- /lightning-tests -->"
 # A failure's cause in the words of the page: those of the first pattern that its error contains.
 CAUSES = (
     ("IsADirectoryError|trainer.pt|NotADirectory", "A checkpoint is a folder, which `torch.load` doesn't open"),
-    ("can't be used under", "A callback of Lightning's is refused (Callbacks, above)"),
+    ("can't be used under|BatchNorm's statistics", "A callback of Lightning's is refused (Callbacks, above)"),
     ("can't save: after an error", "A save after an error is refused where ranks hold parts (Callbacks, above)"),
     ("parameter groups, but", "A checkpoint in parts is not resumed with a callback that adds parameter groups"),
     ("automatic_optimization=False", "Pipelines refuse manual optimization"),

@@ -9,13 +9,20 @@ import ast
 import inspect
 import signal
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint, ProgressBar
+from lightning.pytorch.callbacks import (
+    Callback,
+    EMAWeightAveraging,
+    ModelCheckpoint,
+    ProgressBar,
+    StochasticWeightAveraging,
+)
 from lightning.pytorch.plugins.environments import LightningEnvironment, SLURMEnvironment
 from lightning.pytorch.strategies import SingleDeviceStrategy, Strategy
 from lightning.pytorch.utilities import CombinedLoader
@@ -52,6 +59,10 @@ def trainer(*callbacks: Callback, **given: Any) -> L.Trainer:
 ELSEWHERE = {
     "launched_by_make_launcher": "strategies/test_refusals.py",
     "layer_sync_of": "strategies/test_refusals.py",
+    "copy_of_module": "callbacks/test_averages.py",
+    "averaging_functions": "callbacks/test_averages.py",
+    "walks_over_both": "callbacks/test_averages.py",
+    "leave_out_schedulers": "callbacks/test_averages.py",
     "replaced": "strategies/test_nothing_left.py",
     "asked_weights_only": "strategies/test_saved.py",
     "init_process_group": "ranks/test_rendezvous.py",
@@ -119,6 +130,14 @@ def test_say_device_changes_what_a_module_says_and_moves_nothing() -> None:
     lightning_private.launching.say_device(module, torch.device("meta"))
     assert module.device.type == "meta"
     assert module.layer.weight.device.type == "cpu"
+
+
+@pytest.mark.parametrize("callback", [EMAWeightAveraging, partial(StochasticWeightAveraging, 0.1)])
+def test_device_of_averages_is_what_was_asked(callback: Any) -> None:
+    """Otherwise averages would lie on a GPU that has no room for them."""
+    device_of_averages = lightning_private.averaging.device_of_averages
+    assert device_of_averages(callback(device="meta"), torch.device("cpu")) == torch.device("meta")
+    assert device_of_averages(callback(device=None), torch.device("meta")) == torch.device("meta")
 
 
 # -- data ----------------------------------------------------------------------------------------------------

@@ -1,0 +1,49 @@
+"""What Lightning's callbacks that average weights keep: a copy of the module, and functions that walk over both."""
+
+from __future__ import annotations
+
+from typing import Any, TypeAlias
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
+from torch import nn
+from torch.optim.swa_utils import AveragedModel
+
+Averaging: TypeAlias = WeightAveraging | StochasticWeightAveraging
+
+
+def copy_of_module(callback: Averaging) -> nn.Module | None:
+    """The copy of the module that holds the averages; None before the callback's ``setup`` has made it."""
+    model = callback._average_model
+    return model.module if isinstance(model, AveragedModel) else model
+
+
+def averaging_functions(callback: Averaging) -> dict[str, Any]:
+    """The functions that average, as torch's ``AveragedModel`` takes them."""
+    if isinstance(callback, StochasticWeightAveraging):
+        return {"avg_fn": callback._avg_fn}
+    model = callback._average_model
+    return {} if model is None else {"avg_fn": model.avg_fn, "multi_avg_fn": model.multi_avg_fn}
+
+
+def walks_over_both(callback: Averaging) -> list[tuple[Any, str]]:
+    """The functions, each with its owner, that are given the module and walk over its parameters and the averages side
+    by side."""
+    if isinstance(callback, StochasticWeightAveraging):
+        return [(callback, "update_parameters"), (callback, "transfer_weights")]
+    model = callback._average_model
+    return [(callback, "_swap_models"), (callback, "_copy_average_to_current"), (model, "update_parameters")]
+
+
+def leave_out_schedulers(callback: Averaging, trainer: pl.Trainer) -> None:
+    """Do after a state has been loaded what ``StochasticWeightAveraging.on_fit_start`` does, which Lightning calls
+    before: the scheduler of that state takes the place of the run's, which would read it, too."""
+    if isinstance(callback, StochasticWeightAveraging) and callback._scheduler_state is not None:
+        callback._clear_schedulers(trainer)
+
+
+def device_of_averages(callback: Averaging, default: torch.device) -> torch.device:
+    """Where the callback was asked to keep the averages. Lightning takes the module's device for the default, but asks
+    the module before it has been moved."""
+    return torch.device(callback._device or default)

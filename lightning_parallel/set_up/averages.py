@@ -1,0 +1,169 @@
+"""Averages of weights where ranks hold parts of them: each rank averages its part, and nothing is sent in a step.
+
+Lightning's callbacks copy the whole module, and walk over the parameters of the copy and of the module side by side.
+Averages are elementwise, so this rank's part is enough::
+
+    the callback            one process                     here
+    setup                   copies the module               gets an empty module, as long as the module is whole
+    after a step            averages all                    averages this rank's part
+    validation, the end     swaps all, or copies all back   swaps or copies this rank's part
+    a checkpoint            saves two states of the model   saves this rank's part of both
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import Callback, StochasticWeightAveraging, WeightAveraging
+from torch import Tensor, nn
+
+from lightning_parallel.absent.tensor import AbsentTensor
+from lightning_parallel.checkpoint.average import Average
+from lightning_parallel.checkpoint.rank_states import named_tensors
+from lightning_parallel.checks.average_trial import refuse_functions
+from lightning_parallel.private.lightning.averaging import (
+    Averaging,
+    averaging_functions,
+    copy_of_module,
+    device_of_averages,
+    leave_out_schedulers,
+    walks_over_both,
+)
+from lightning_parallel.private.lightning.launching import callbacks_of
+from lightning_parallel.private.lightning.replaced import replaced
+from lightning_parallel.private.torch import buffers_of, parameters_of
+from lightning_parallel.ranks.collectives import together
+from lightning_parallel.ranks.local_model import LocalModel, local_part
+from lightning_parallel.ranks.run import Run
+
+
+class _Averages(nn.Module):
+    """Stands for a copy of the module: it has a copy of what this rank holds, as plain tensors, under the names and in
+    the order of the module. It is empty until :meth:`fill` is called."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.source = (module,)  # no child
+        self.held: dict[str, Tensor] = {}  # by the names of what this rank saves
+        self._dtypes = {name: each.dtype for name, each in named_tensors(module).items()}  # the run may convert it
+
+    def fill(self, local: LocalModel, device: torch.device) -> None:
+        """Copy what is here to the ``device``."""
+        (module,) = self.source
+        copies: dict[int, Any] = {id(module): self}  # what is tied is copied once
+        saved = nn.Module.state_dict(module, keep_vars=True)
+
+        def copy_of(name: str, tensor: Tensor) -> Any:
+            if id(tensor) not in copies:
+                values = local_part(tensor)
+                copy = values.to(device, self._dtypes.get(name, values.dtype), copy=True)
+                copies[id(tensor)] = nn.Parameter(copy, False) if isinstance(tensor, nn.Parameter) else copy
+            return copies[id(tensor)]
+
+        for path, part in module.named_modules(remove_duplicate=False):
+            copy, prefix = copies.setdefault(id(part), nn.Module()), path and f"{path}."
+            if path:
+                parent, _, last = path.rpartition(".")
+                self.get_submodule(parent).add_module(last, copy)
+            for key, parameter in _here(parameters_of(part)):
+                copy.register_parameter(key, copy_of(prefix + key, parameter))
+            for key, buffer in _here(buffers_of(part)):
+                copy.register_buffer(key, copy_of(prefix + key, buffer), persistent=prefix + key in saved)
+        self.held = {name: copies[id(each)] for name, each in {**local.parameters, **local.buffers()}.items()}
+
+
+class _Part:
+    """What this rank holds of a module, as plain tensors in the module's memory, for a walk over it."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+
+    def parameters(self) -> Iterator[Tensor]:
+        return (local_part(each) for each in self._module.parameters() if not isinstance(each, AbsentTensor))
+
+    def buffers(self) -> Iterator[Tensor]:
+        return (local_part(each) for each in self._module.buffers() if not isinstance(each, AbsentTensor))
+
+
+def _here(tensors: Mapping[str, Tensor | None]) -> Iterator[tuple[str, Tensor]]:
+    for key, tensor in tensors.items():
+        if tensor is not None and not isinstance(tensor, AbsentTensor):
+            yield key, tensor
+
+
+def copies_left_out(callbacks: Iterable[Callback]) -> ExitStack:
+    """From now on, until the stack is closed, a callback that averages weights gets no copy of the module in its
+    ``setup``. Call it before."""
+    end = ExitStack()
+    for callback in callbacks:
+        if isinstance(callback, Averaging):
+            end.callback(replaced(callback, "setup", partial(_without_copy, callback.setup)))
+    return end
+
+
+def _without_copy(setup: Callable[..., None], trainer: pl.Trainer, module: Any, stage: str) -> None:
+    module.__deepcopy__ = lambda memo: _Averages(module)  # copy.deepcopy looks at the object
+    try:
+        setup(trainer, module, stage)
+    finally:
+        del module.__deepcopy__
+
+
+def take_part(run: Run, local: LocalModel, strategy: str) -> tuple[Average | None, ExitStack]:
+    """Give a callback that averages weights this rank's part to average, until the stack is closed. All ranks call it,
+    once the module is divided and its parts are equal where they have to be.
+
+    Returns:
+        What it averages; None if there is no such callback, or it averages nothing yet.
+
+    Raises:
+        ValueError: on every rank, if averages of parts would be others than those of one process.
+    """
+    end, module = ExitStack(), run.module
+    found = [callback for callback in callbacks_of(run.trainer) if isinstance(callback, Averaging)]
+    if not found or (averages := copy_of_module(found[0])) is None:  # it has trained nothing
+        return None, end
+    callback = found[0]
+    together(None, lambda: _refuse(found, averages, run, local, strategy))
+    assert isinstance(averages, _Averages)
+    if not averages.held:
+        averages.fill(local, device_of_averages(callback, run.device))
+    for owner, name in walks_over_both(callback):
+        end.callback(replaced(owner, name, partial(_walk, getattr(owner, name), module)))
+    end.callback(replaced(callback, "load_state_dict", partial(_load, callback, run.trainer, callback.load_state_dict)))
+    leads = isinstance(callback, WeightAveraging)
+    at = ("current_model_state",) if leads else ("callbacks", callback.state_key, "average_model_state")
+    return Average(averages, averages.held, at, leads), end
+
+
+def _load(callback: Averaging, trainer: pl.Trainer, load: Callable[[Any], None], state: dict[str, Any]) -> None:
+    load(state)
+    leave_out_schedulers(callback, trainer)
+
+
+def _walk(function: Callable[..., Any], module: pl.LightningModule, *args: Any) -> Any:
+    return function(*(_Part(module) if each is module else each for each in args))
+
+
+def _refuse(found: Sequence[Averaging], averages: nn.Module, run: Run, local: LocalModel, strategy: str) -> None:
+    name = type(found[0]).__name__
+    if len(found) > 1:
+        raise ValueError(f"{name} and {type(found[1]).__name__}: under {strategy} one callback averages weights.")
+    if not isinstance(averages, _Averages) or averages.source != (run.module,):
+        raise ValueError(f"{name} has averages of another run, with another Trainer. Give this Trainer a new one.")
+    if not run.trains:
+        return
+    if isinstance(found[0], StochasticWeightAveraging) and found[0].pl_module_contains_batch_norm(run.module):
+        raise ValueError(
+            f"{name} under {strategy}: for BatchNorm's statistics it runs an epoch without backwards at the end, which "
+            f"works only where every rank holds the whole model. Use WeightAveraging, which averages the statistics, "
+            f"or strategy='ddp'."
+        )
+    in_shards = bool(local.shards) or local.is_fully_sharded
+    if in_shards or run.layout.stages > 1:
+        refuse_functions(name, averaging_functions(found[0]), run.device, strategy, in_shards=in_shards)

@@ -1,0 +1,437 @@
+"""Averages of weights: under every layout those of one process, in validation, at the end, and from a checkpoint on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback, EMAWeightAveraging, StochasticWeightAveraging, WeightAveraging
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn, get_ema_multi_avg_fn
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+import lightning_parallel as lp
+from lightning_parallel.absent.tensor import AbsentTensor
+from lightning_parallel.checkpoint import convert, read_plain
+from tests.pool import WorkerPool
+from tests.strategies.failures import assert_refused
+from tests.strategies.harness import complete, largest_difference
+from tests.strategies.saves import SavesIn
+from tests.thorough import thorough
+
+EPOCHS, BATCHES, MIDDLE = 4, 5, 12  # of a run; of an epoch; before the checkpoint
+TOLERANCE = 1e-12
+
+CUT = {"layers": ["embed", "first", "second", "head"], "microbatches": 2}
+PLAN = {"plan": {"first.up": "column", "first.down": "row", "second.up": "column", "second.down": "row"}}
+LAYOUTS: dict[str, tuple[int, Callable[[], Any]]] = {
+    "single": (1, lambda: "auto"),
+    "ddp2": (2, lambda: "ddp"),
+    "pp2": (2, lambda: lp.PipelineStrategy(**CUT)),
+    "tp2": (2, lambda: lp.TensorParallelStrategy(**PLAN)),
+    "fsdp2": (2, lp.FullyShardedStrategy),
+    "directory": (1, lambda: lp.PipelineStrategy(checkpoint="directory", **CUT)),
+    "replicas": (2, lambda: lp.PipelineStrategy(stages=1, checkpoint="directory", **CUT)),
+    "file": (2, lambda: lp.PipelineStrategy(checkpoint="file", **CUT)),
+    "background": (2, lambda: lp.PipelineStrategy(async_save=True, **CUT)),
+    "zbv": (2, lambda: lp.PipelineStrategy(schedule="zbv", **CUT)),
+    "dp2 x pp2": (4, lambda: lp.PipelineStrategy(stages=2, data_parallel=2, **CUT)),
+    "fsdp2 x pp2": (4, lambda: lp.PipelineStrategy(stages=2, data_parallel_kind="fully_shard", **CUT)),
+    "fsdp2 x tp2": (
+        4, lambda: lp.PipelineStrategy(stages=1, tensor_parallel=2, data_parallel_kind="fully_shard", **PLAN)
+    ),
+    "tp2 x pp2": (4, lambda: lp.PipelineStrategy(stages=2, tensor_parallel=2, **CUT, **PLAN)),
+}  # fmt: skip
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(8), nn.Linear(8, 16), nn.Linear(16, 8)
+        self.register_buffer("calls", torch.zeros(()))
+        self.register_buffer("unsaved", torch.zeros(()), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.relu(self.up(self.norm(x)))) * (1 + 0.01 * self.calls)
+
+
+class Averaged(L.LightningModule):
+    """With a tied weight, buffers that change and count, and a scalar parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.first, self.second = nn.Embedding(12, 8), Block(), Block()
+        self.head = nn.Linear(8, 12)
+        self.head.weight = self.embed.weight
+        self.head.scale = nn.Parameter(torch.ones(()))
+        self.validated: list[Any] = []
+
+    def training_step(self, batch: Any) -> Tensor:
+        x, y = batch
+        logits = self.head(self.second(self.first(self.embed(x)))) * self.head.scale
+        return nn.functional.cross_entropy(logits, y)
+
+    def validation_step(self, batch: Any) -> None:
+        self.log("val", self.training_step(batch), sync_dist=True)
+
+    def on_validation_epoch_end(self) -> None:
+        self.validated.append(self.trainer.callback_metrics["val"])
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        for block in (self.first, self.second):
+            block.calls += 1
+            block.unsaved += 2  # no checkpoint has it, so no layer may read it
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), 0.02)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9)]
+
+    def train_dataloader(self) -> DataLoader:
+        x = torch.arange(8 * BATCHES) % 12
+        kwargs = self.trainer.distributed_sampler_kwargs or {"num_replicas": 1, "rank": 0}
+        sampler: DistributedSampler = DistributedSampler(x, **kwargs)  # type: ignore[arg-type]
+        data = TensorDataset(x, x * 5 % 12)
+        return lp.ResumableDataLoader(data, batch_size=8 // kwargs["num_replicas"], sampler=sampler)
+
+    test_step = validation_step
+    val_dataloader = test_dataloader = train_dataloader
+
+
+class FromThird(WeightAveraging):
+    """A user's own: equal weights, from the third step on."""
+
+    def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
+        return step_idx is not None and step_idx >= 3
+
+
+MAKE: dict[str, Callable[[], Callback]] = {
+    "ema": lambda: EMAWeightAveraging(decay=0.8),
+    "swa": lambda: FromThird(),
+    "multi": lambda: WeightAveraging(multi_avg_fn=get_ema_multi_avg_fn(0.8), use_buffers=False),
+    "by matrices": lambda: WeightAveraging(avg_fn=by_norm),
+    "by epochs": lambda: StochasticWeightAveraging(0.05, swa_epoch_start=2, annealing_epochs=2),
+}
+
+
+def train(average: str, layout: str, first: Path | None, saved: Path | None, final: Path) -> list[float]:
+    """Train from a checkpoint, or from the start, to the end. Returns what validations and a test logged."""
+    torch.set_default_dtype(torch.float64)
+    callbacks: list[Callback] = [] if average == "none" else [MAKE[average]()]
+    callbacks += [] if saved is None else [SavesIn("on_train_batch_start", saved, MIDDLE)]
+    if layout in ("single", "ddp2"):
+        callbacks += [lp.ExactResume()]
+    devices, strategy = LAYOUTS[layout]
+    trainer = L.Trainer(
+        accelerator="cpu", devices=devices, strategy=strategy(), max_epochs=EPOCHS, callbacks=callbacks, logger=False,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, num_sanity_val_steps=1,
+        use_distributed_sampler=False,
+    )  # fmt: skip
+    module = Averaged()
+    if first is not None:
+        with torch.no_grad():
+            for tensor in (*module.parameters(), *module.buffers()):
+                tensor.add_(1.0)  # a checkpoint has to bring back all of them
+    trainer.fit(module, ckpt_path=first)
+    trainer.save_checkpoint(final)
+    again = trainer.validate(module, verbose=False)
+    tested = trainer.test(module, ckpt_path=saved, verbose=False)  # the callback loads it, too
+    return [*map(float, module.validated), again[0]["val"], tested[0]["val"]]
+
+
+class Runs:
+    """Runs of the pool, of which those that several tests need are kept."""
+
+    def __init__(self, pool: WorkerPool, folder: Path) -> None:
+        self._pool, self._folder = pool, folder
+        self._validated: dict[Path, list[float]] = {}
+
+    def run(self, average: str, layout: str, first: Path | None = None) -> tuple[Path, Path, list[float]]:
+        """What a run has saved in the middle and at its end, and its validations."""
+        name = f"{average} {layout}" if first is None else f"{first.stem} to {average} {layout}"
+        middle, end = self._folder / f"{name} middle.ckpt", self._folder / f"{name} end.ckpt"
+        if end not in self._validated:
+            saved = middle if first is None else None
+            ranks = self._pool.run(train, LAYOUTS[layout][0], average, layout, first, saved, end, init=False)
+            self._validated[end] = ranks[0]
+        return middle, end, self._validated[end]
+
+
+@pytest.fixture(scope="module")
+def runs(pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    return Runs(pool, tmp_path_factory.mktemp("averages"))
+
+
+def tensors_in(content: Any, prefix: str = "") -> dict[str, Any]:
+    """All tensors and numbers of a checkpoint that concern weights, by their places."""
+    if isinstance(content, dict):
+        return {k: v for key, value in content.items() for k, v in tensors_in(value, f"{prefix}/{key}").items()}
+    return {prefix: torch.as_tensor(content).double()} if isinstance(content, Tensor | int | float) else {}
+
+
+KEYS = ("state_dict", "current_model_state", "averaging_state", "callbacks", "global_step")
+
+
+def saved_in(path: Path) -> dict[str, Any]:
+    content = read_plain(path, weights_only=False)
+    return tensors_in({key: content[key] for key in KEYS if key in content})
+
+
+def assert_same(one: tuple[Path, Path, list[float]], other: tuple[Path, Path, list[float]]) -> None:
+    assert one[2] == pytest.approx(other[2], abs=TOLERANCE, rel=0)
+    for mine, theirs in zip(one[:2], other[:2], strict=True):
+        if mine.exists():
+            assert largest_difference(saved_in(mine), saved_in(theirs)) < TOLERANCE
+
+
+LAYOUTS_OF_PARTS = [name for name in LAYOUTS if name not in ("single", "ddp2")]
+OFTEN = [("ema", "pp2"), ("swa", "tp2"), ("multi", "fsdp2 x tp2"), ("by epochs", "pp2"), ("ema", "background")]
+ALL = [
+    (average, layout)
+    for average in MAKE
+    for layout in LAYOUTS_OF_PARTS
+    if (average, layout) not in OFTEN and (average != "by matrices" or not {*layout.split(" x ")} & {"tp2", "fsdp2"})
+]
+
+
+@pytest.mark.parametrize(("average", "layout"), [*OFTEN, *thorough(*ALL)])
+def test_averages_are_those_of_one_process(runs: Runs, average: str, layout: str) -> None:
+    assert_same(runs.run(average, layout), runs.run(average, "single"))
+
+
+MOVES = [("ema", "pp2", "tp2"), ("ema", "single", "fsdp2"), ("ema", "fsdp2 x tp2", "single")]
+MORE = [
+    (average, one, other)
+    for average in ("ema", "multi")
+    for one in LAYOUTS
+    for other in LAYOUTS
+    if "single" in (one, other) and one != other or (one, other) in (("file", "fsdp2"), ("fsdp2", "tp2 x pp2"))
+]
+
+
+@pytest.mark.parametrize(("average", "source", "target"), [*MOVES, *thorough(*(m for m in MORE if m not in MOVES))])
+def test_averages_go_on_from_a_checkpoint_of_another_layout(runs: Runs, average: str, source: str, target: str) -> None:
+    _, end, validated = runs.run(average, target, runs.run(average, source)[0])
+    _, expected, of_whole_run = runs.run(average, "single")
+    assert largest_difference(saved_in(end), saved_in(expected)) < TOLERANCE
+    assert validated[-4:-1] == pytest.approx(of_whole_run[-4:-1], abs=TOLERANCE, rel=0)
+
+
+@pytest.mark.parametrize("layout", ["pp2", *thorough("tp2", "fsdp2", "file")])
+def test_swa_goes_on_as_in_one_process(runs: Runs, layout: str) -> None:
+    """Lightning doesn't resume it exactly."""
+    expected = runs.run("by epochs", "single", runs.run("by epochs", "single")[0])
+    for first in (runs.run("by epochs", layout)[0], runs.run("by epochs", "single")[0]):
+        assert_same(runs.run("by epochs", layout, first), expected)
+
+
+@pytest.mark.parametrize("layout", ["pp2", *thorough("tp2", "fsdp2", "file")])
+@pytest.mark.parametrize(("before", "after"), [("ema", "none"), ("none", "ema")])
+def test_averages_begin_or_end_with_a_checkpoint(runs: Runs, before: str, after: str, layout: str) -> None:
+    """As in one process: the averages become the weights, or begin with the weights."""
+    expected = runs.run(after, "single", runs.run(before, "single")[0])
+    for source in (layout, "single"):
+        assert_same(runs.run(after, layout, runs.run(before, source)[0]), expected)
+
+
+def test_a_directory_with_averages_is_converted(runs: Runs, tmp_path: Path) -> None:
+    middle = runs.run("ema", "pp2")[0]
+    convert(middle, tmp_path / "one.ckpt")
+    content = torch.load(tmp_path / "one.ckpt")
+    assert content["current_model_state"].keys() == content["state_dict"].keys() == Averaged().state_dict().keys()
+    assert_same((tmp_path / "one.ckpt", *runs.run("ema", "pp2")[1:]), runs.run("ema", "single"))
+
+
+def sizes(average: str, layout: str) -> tuple[int, int]:
+    """Of a rank, after two runs of one Trainer and a test: of the averages, and of the module."""
+    torch.set_default_dtype(torch.float64)
+    callback: Any = MAKE[average]()
+    trainer = L.Trainer(
+        accelerator="cpu", devices=LAYOUTS[layout][0], strategy=LAYOUTS[layout][1](), max_epochs=1, logger=False,
+        callbacks=[callback], enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    module = Averaged()
+    trainer.fit(module)
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(module)
+    trainer.test(module, module.val_dataloader(), verbose=False)
+    copy = getattr(callback._average_model, "module", callback._average_model)
+    return sum(each.numel() for each in copy.parameters()), sum(each.numel() for each in Averaged().parameters())
+
+
+@pytest.mark.parametrize(("average", "layout"), [
+    ("ema", "pp2"), ("by epochs", "fsdp2"), *thorough(("ema", "fsdp2"), ("by epochs", "pp2"), ("ema", "tp2"))
+])  # fmt: skip
+def test_a_rank_averages_its_part_in_every_run(pool: WorkerPool, average: str, layout: str) -> None:
+    ranks = pool.run(sizes, LAYOUTS[layout][0], average, layout, init=False)
+    assert all(averaged < 0.8 * whole for averaged, whole in ranks)
+    assert sum(averaged for averaged, _ in ranks) >= ranks[0][1]
+
+
+class WithStatistics(Averaged):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first.norm = nn.BatchNorm1d(8)
+
+
+def statistics(layout: str) -> tuple[Tensor, Tensor]:
+    """Of a rank, after a run and a save: the mean of BatchNorm that it validates with, and what a checkpoint has."""
+    torch.set_default_dtype(torch.float64)
+    trainer = L.Trainer(
+        accelerator="cpu", devices=LAYOUTS[layout][0], strategy=LAYOUTS[layout][1](), max_epochs=2, logger=False,
+        callbacks=[EMAWeightAveraging(decay=0.8)], enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False, use_distributed_sampler=False,
+    )  # fmt: skip
+    module, seen = WithStatistics(), []
+    module.on_validation_epoch_start = lambda: seen.append(module.first.norm.running_mean.clone())  # type: ignore[method-assign, union-attr]
+    trainer.fit(module)
+    return seen[-1], trainer._checkpoint_connector.dump_checkpoint()["state_dict"]["first.norm.running_mean"]
+
+
+def test_the_first_replicas_averages_of_statistics_count(pool: WorkerPool) -> None:
+    (seen, saved), (seen_too, saved_too) = pool.run(statistics, 2, "replicas", init=False)
+    assert torch.equal(seen, seen_too) and torch.equal(saved, saved_too)
+
+
+def dtypes(layout: str) -> set[torch.dtype]:
+    """Of a rank's averages, in a run that trains in bfloat16 what was made in double precision."""
+    torch.set_default_dtype(torch.float64)
+    callback: Any = EMAWeightAveraging(decay=0.8)
+    trainer = L.Trainer(
+        accelerator="cpu", devices=LAYOUTS[layout][0], strategy=LAYOUTS[layout][1](), max_steps=2, logger=False,
+        callbacks=[callback], enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        precision="bf16-true",
+    )  # fmt: skip
+    trainer.fit(Averaged())
+    return {each.dtype for each in callback._average_model.parameters()}
+
+
+def test_averages_keep_the_precision_in_which_the_module_was_made(pool: WorkerPool) -> None:
+    ranks = [*pool.run(dtypes, 1, "single", init=False), *pool.run(dtypes, 2, "pp2", init=False)]
+    assert ranks == [{torch.float64}] * 3
+
+
+# -- torch's AveragedModel, held by the user's own code --------------------------------------------------------------
+
+
+class OnModule(Averaged):
+    def __init__(self) -> None:
+        super().__init__()
+        self.average = AveragedModel(self.first, avg_fn=get_ema_avg_fn(0.8))
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.average.update_parameters(self.first)
+
+
+class InCallback(Callback):
+    """It copies the module in a hook."""
+
+    average: AveragedModel
+
+    def __init__(self, hook: str) -> None:
+        setattr(self, hook, self._begin)
+
+    def _begin(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str = "") -> None:
+        self.average = AveragedModel(pl_module, avg_fn=get_ema_avg_fn(0.8))
+
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
+        self.average.update_parameters(pl_module)
+
+
+def own(where: str, layout: str) -> dict[str, Tensor]:
+    """The averages of the first block, as far as they are whole here."""
+    torch.set_default_dtype(torch.float64)
+    module = OnModule() if where == "module" else Averaged()
+    callbacks: list[Callback] = [] if where == "module" else [InCallback(where)]
+    trainer = L.Trainer(
+        accelerator="cpu", devices=LAYOUTS[layout][0], strategy=LAYOUTS[layout][1](), max_epochs=1, logger=False,
+        callbacks=callbacks, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    trainer.fit(module)
+    holder: Any = module if where == "module" else callbacks[0]
+    block = getattr(holder.average.module, "first", holder.average.module)
+    shards = trainer.strategy.local_model.shards if layout != "single" else {}  # type: ignore[attr-defined]
+    named = {name: each for name, each in block.named_parameters() if f"first.{name}" not in shards}
+    return {name: complete(each.detach()) for name, each in named.items() if not isinstance(each, AbsentTensor)}
+
+
+@pytest.mark.parametrize(("where", "layout"), [("module", "fsdp2"), ("on_fit_start", "pp2"), ("on_fit_start", "tp2")])
+def test_averages_of_the_users_own_are_those_of_one_process(pool: WorkerPool, where: str, layout: str) -> None:
+    [expected] = pool.run(own, 1, where, "single", init=False)
+    ranks = pool.run(own, 2, where, layout, init=False)
+    assert any(ranks)
+    for found in filter(None, ranks):
+        assert largest_difference(found, {name: expected[name] for name in found}) < TOLERANCE
+
+
+@pytest.mark.parametrize(("where", "layout", "error"), [
+    ("module", "pp2", ["ValueError", "average.n_averaged"]),
+    ("on_fit_start", "fsdp2", ["RuntimeError", "can't be copied"]),
+    ("setup", "pp2", ["AbsentValueError", "lives on another pipeline stage"]),
+    ("setup", "tp2", ["RuntimeError", "must match"]),
+    ("setup", "fsdp2", ["RuntimeError", "DTensor"]),
+])  # fmt: skip
+def test_averages_of_the_users_own_fail_otherwise(pool: WorkerPool, where: str, layout: str, error: list[str]) -> None:
+    assert_refused(pool.run(own, 2, where, layout, init=False, expect_errors=True), error[0], error[1:])
+
+
+# -- refusals ----------------------------------------------------------------------------------------------------
+
+
+def by_norm(averaged: Tensor, current: Tensor, count: Any) -> Tensor:
+    return averaged + (current - averaged) / (1 + current.norm())
+
+
+def by_norm_of_all(averaged: list[Tensor], current: list[Tensor], count: Any) -> None:
+    norm = torch.stack([each.norm() for each in current]).norm()
+    for mine, theirs in zip(averaged, current, strict=True):
+        mine.lerp_(theirs, float(1 / (1 + norm)))
+
+
+STRANGE: dict[str, Callable[[], list[Callback]]] = {
+    "norm": lambda: [WeightAveraging(avg_fn=by_norm)],
+    "norm of all": lambda: [WeightAveraging(multi_avg_fn=by_norm_of_all)],
+    "norm by epochs": lambda: [StochasticWeightAveraging(0.05, 1, avg_fn=by_norm)],
+    "two": lambda: [EMAWeightAveraging(), StochasticWeightAveraging(0.05, 1)],
+    "statistics": lambda: [StochasticWeightAveraging(0.05, 1)],
+    "ema": lambda: [EMAWeightAveraging()],
+}
+
+
+class Begins(Callback):
+    def on_train_batch_start(self, *_: Any) -> None:
+        pytest.fail("it has begun")
+
+
+def strange(average: str, layout: Any) -> None:
+    torch.set_default_dtype(torch.float64)
+    strategy = lp.AsyncPipelineStrategy(**CUT) if layout == "async2" else LAYOUTS[layout][1]()
+    trainer = L.Trainer(
+        accelerator="cpu", devices=2, strategy=strategy, max_epochs=1, logger=False,
+        callbacks=[Begins(), *STRANGE[average]()], enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False,
+    )  # fmt: skip
+    module = WithStatistics() if average == "statistics" else Averaged()
+    trainer.fit(module)
+
+
+@pytest.mark.parametrize(("average", "layout", "words"), [
+    ("norm", "tp2", ["WeightAveraging", "TensorParallelStrategy", "entry by entry"]),
+    ("norm of all", "pp2", ["WeightAveraging", "PipelineStrategy", "entry by entry"]),
+    ("norm by epochs", "fsdp2", ["StochasticWeightAveraging", "FullyShardedStrategy", "entry by entry"]),
+    ("two", "pp2", ["EMAWeightAveraging and StochasticWeightAveraging", "one callback"]),
+    ("statistics", "pp2", ["StochasticWeightAveraging", "BatchNorm", "WeightAveraging"]),
+    ("ema", "async2", ["EMAWeightAveraging", "PipelineStrategy"]),
+    *thorough(
+        ("norm of all", "fsdp2", ["WeightAveraging", "entry by entry"]),
+        ("statistics", "tp2", ["StochasticWeightAveraging", "BatchNorm"]),
+    ),
+])  # fmt: skip
+def test_averages_that_parts_would_change_are_refused(
+    pool: WorkerPool, average: str, layout: str, words: list[str]
+) -> None:
+    assert_refused(pool.run(strange, 2, average, layout, init=False, expect_errors=True), "ValueError", words)
