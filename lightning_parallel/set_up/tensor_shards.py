@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
 
 from lightning_parallel.checks.first_losses import FirstLosses
 from lightning_parallel.disk_offload import DiskOffload
@@ -89,6 +90,7 @@ class TensorShards:
             self._sharding = shard_module(
                 module, plan, group, sequence_parallel=self._sequence_parallel, region=self._region
             )
+        _refuse_whole_averages(module, self.shards)
         self._divided = module
 
     @property
@@ -183,6 +185,18 @@ class TensorShards:
                 "the plan. Otherwise the ranks come to different losses: by random numbers of their own, or by "
                 "gathered outputs that differ."
             )
+
+
+def _refuse_whole_averages(module: nn.Module, shards: Mapping[str, Shard]) -> None:
+    """Refuse torch's ``AveragedModel`` on the module that averages a layer which is divided now, and isn't itself."""
+    for path, part in module.named_modules():
+        for name, average in part.module.named_parameters() if isinstance(part, AveragedModel) else ():
+            for divided, shard in shards.items():
+                if f".{divided}".endswith(f".{name}") and average.shape == shard.shape:
+                    raise ValueError(
+                        f"'{path}' is an AveragedModel of whole layers, but tensor parallelism divides '{divided}'. "
+                        f"Use Lightning's callback EMAWeightAveraging, or leave the layer out of the plan."
+                    )
 
 
 def _fingerprint(gradient: Tensor | None) -> Tensor:

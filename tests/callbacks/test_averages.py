@@ -370,6 +370,7 @@ def test_averages_of_the_users_own_are_those_of_one_process(pool: WorkerPool, wh
 
 @pytest.mark.parametrize(("where", "layout", "error"), [
     ("module", "pp2", ["ValueError", "average.n_averaged"]),
+    ("module", "tp2", ["ValueError", "average", "AveragedModel", "first.up.weight"]),
     ("on_fit_start", "fsdp2", ["RuntimeError", "can't be copied"]),
     ("setup", "pp2", ["AbsentValueError", "lives on another pipeline stage"]),
     ("setup", "tp2", ["RuntimeError", "must match"]),
