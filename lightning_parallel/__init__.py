@@ -17,6 +17,7 @@ from lightning_parallel.callbacks.preemption import Preemption
 from lightning_parallel.callbacks.resumable_loader import ResumableDataLoader
 from lightning_parallel.checkpoint import is_checkpoint, read_plain
 from lightning_parallel.checkpoint.directory import replacing
+from lightning_parallel.comparison.check import check
 from lightning_parallel.passes import in_passes
 from lightning_parallel.private.lightning.checkpoints import open_directories
 from lightning_parallel.strategies.data_parallel import DataParallelStrategy
@@ -42,6 +43,7 @@ __all__ = [
     "RowParallelLinear",
     "TensorParallelStrategy",
     "VocabParallelEmbedding",
+    "check",
     "in_passes",
     "vocab_parallel_cross_entropy",
 ]

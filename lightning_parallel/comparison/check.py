@@ -1,0 +1,212 @@
+"""Has a layout the numbers of one process, on this module? ``lightning_parallel.check`` trains a few steps of both.
+
+::
+
+    one process     the batches whole                  compared with
+    the layout      shares and microbatches of them    compared, if they differ, with
+    one process     the same microbatches
+
+What computes with several samples (BatchNorm, a loss that compares them) differs by nature where a batch is divided:
+then the layout equals one process that divides it alike, and nothing is wrong with the layout.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import lightning.pytorch as pl
+import torch.distributed as dist
+from lightning.fabric.plugins.environments.lightning import LightningEnvironment
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.strategies import Strategy, StrategyRegistry
+from torch.distributed import HashStore  # type: ignore[attr-defined]
+from torch.utils.data import DataLoader, Dataset
+
+from lightning_parallel.batch import batch_size, split
+from lightning_parallel.comparison.differences import Difference, differences
+from lightning_parallel.comparison.evidence import Evidence, Witness
+from lightning_parallel.strategies.base import LayoutStrategy
+from lightning_parallel.strategies.pipeline import PipelineStrategy
+
+_TOLERANCES = {"64-true": 1e-9, "32-true": 1e-4}
+_SHOWN = 5
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """How a layout's training compares with that of one process.
+
+    Attributes:
+        layout: what was compared.
+        updates: how many.
+        largest: the largest difference; None if nothing could be compared.
+        different: what differs by more than rounding, what is computed first coming first.
+        by_nature: is all of it the same as in one process that divides batches alike?
+    """
+
+    layout: str
+    updates: int
+    largest: Difference | None
+    different: tuple[Difference, ...] = ()
+    by_nature: bool = False
+
+    @property
+    def equal(self) -> bool:
+        """Are all numbers those of one process, up to rounding?"""
+        return self.largest is not None and not self.different
+
+    def __str__(self) -> str:
+        if self.largest is None:
+            return f"{self.layout}: nothing was compared, since no update was made."
+        found = f"{self.largest.size:.1e}, {self.largest.name} in update {self.largest.update}"
+        if self.equal:
+            return f"{self.layout}: equal to one process. {self.updates} updates, largest difference {found}."
+        what = "\n".join(f"    update {d.update}: {d.name}, {d.size:.1e}" for d in self.different[:_SHOWN])
+        more = f"\n    and {len(self.different) - _SHOWN} more" if len(self.different) > _SHOWN else ""
+        why = "DIFFERENT from one process."
+        if self.by_nature:
+            why = (
+                "different by nature.\nOne process that divides each batch alike has the same numbers. Something "
+                "computes with several samples,\nsuch as BatchNorm, or a loss that compares samples."
+            )
+        return f"{self.layout}: {why} First:\n{what}{more}"
+
+
+def check(
+    module: pl.LightningModule,
+    data: pl.LightningDataModule | Iterable[Any] | None = None,
+    *,
+    strategy: str = "pipeline_1f1b",
+    devices: int = 2,
+    batches: int = 3,
+    precision: str = "64-true",
+    accelerator: str = "auto",
+    **options: Any,
+) -> Comparison | None:
+    """Train a few batches in one process and under a layout, and compare losses, gradients, weights and logs.
+
+    To be called in a script of its own, under ``if __name__ == "__main__":``, since Lightning starts the other ranks by
+    running the script again. The first process holds the whole model. It returns the comparison; on other ranks None.
+
+    Args:
+        module: what to train. Copies of it are.
+        data: a LightningDataModule or a loader; by default the module's own loader. Its first batches are the batches
+            of the whole layout; replicas get shares of them.
+        strategy: the name of a strategy of this package.
+        devices: the number of ranks.
+        batches: how many to train.
+        precision: of all runs. In "32-true" rounding is larger.
+        accelerator: as the Trainer's.
+        **options: of the strategy's constructor. Here ``microbatches="auto"`` means two for each device, if the batch
+            has so many samples.
+
+    Raises:
+        ValueError: the strategy's name or the precision isn't known, or there are no batches. What a run raises, such
+            as a refusal, is raised.
+    """
+    if precision not in _TOLERANCES:
+        raise ValueError(f"precision={precision!r}: it can be {' or '.join(map(repr, _TOLERANCES))}.")
+    values = _first(module, data, batches)
+    size = batch_size(values[0])
+    layout = _layout(strategy, options, min(size, 2 * devices))
+    common = {"accelerator": accelerator, "precision": precision}
+    shares, witness = _Shares(values), Witness()
+    trainer = _trainer(shares, witness, strategy=layout, devices=devices, **common)
+    is_first = layout.layout.rank == 0
+    plain = _in_one_process(module, values, "auto", common) if is_first else None
+    _fit(trainer, module, shares)
+    if plain is None:
+        return None
+    found, tolerance = differences(witness.of_all_ranks, plain), _TOLERANCES[precision]
+    different = tuple(each for each in found if not each.size <= tolerance)
+    by_nature = False
+    parts = layout.layout.size("data") * getattr(layout.options, "microbatches", 1)
+    if different and 1 < parts <= size:
+        alike = _in_one_process(module, values, PipelineStrategy(microbatches=parts), common)
+        by_nature = all(each.size <= tolerance for each in differences(witness.of_all_ranks, alike))
+    largest = max(found, key=lambda each: each.size, default=None)
+    return Comparison(f"{strategy} on {devices} devices", len(plain.gradients), largest, different, by_nature)
+
+
+def _first(module: pl.LightningModule, data: pl.LightningDataModule | Iterable[Any] | None, count: int) -> list[Any]:
+    """The first batches of a loader."""
+    if isinstance(data, pl.LightningDataModule):
+        data.prepare_data()
+        data.setup("fit")
+        data = data.train_dataloader()
+    loader: Any = module.train_dataloader() if data is None else data
+    found = [*itertools.islice(loader, count)]
+    if not found:
+        raise ValueError("data gives no batches.")
+    return found
+
+
+def _layout(name: str, options: dict[str, Any], microbatches: int) -> LayoutStrategy:
+    """A strategy by its name. ``microbatches`` are those of a pipeline that leaves them to the strategy."""
+    kind = StrategyRegistry[name]["strategy"] if name in StrategyRegistry else None
+    if kind is None or not issubclass(kind, LayoutStrategy):
+        known = sorted(
+            each for each, entry in StrategyRegistry.items() if issubclass(entry["strategy"], LayoutStrategy)
+        )
+        raise ValueError(f"strategy={name!r} is none that can be compared. There are {', '.join(known)}.")
+    options = StrategyRegistry[name]["init_params"] | options
+    if "pipeline" in name and options.get("microbatches", "auto") == "auto":
+        options["microbatches"] = microbatches
+    layout: LayoutStrategy = kind(**options)
+    return layout
+
+
+def _trainer(*callbacks: Callback, **given: Any) -> pl.Trainer:
+    return pl.Trainer(
+        max_epochs=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        use_distributed_sampler=False,  # each rank is given its share
+        callbacks=[*callbacks],
+        **given,
+    )
+
+
+def _in_one_process(
+    module: pl.LightningModule, batches: Sequence[Any], strategy: Strategy | str, common: dict[str, Any]
+) -> Evidence:
+    shares, witness = _Shares(batches), Witness()
+    # Without the variables of torchrun or a cluster, in which this process is one of several.
+    trainer = _trainer(shares, witness, strategy=strategy, devices=1, plugins=[LightningEnvironment()], **common)
+    backend = "nccl" if trainer.strategy.root_device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
+    _fit(trainer, module, shares)
+    return witness.of_all_ranks[0]
+
+
+def _fit(trainer: pl.Trainer, module: pl.LightningModule, shares: _Shares) -> None:
+    try:
+        trainer.fit(copy.deepcopy(module), DataLoader(shares, batch_size=None))
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()  # the next run may be of another size
+
+
+class _Shares(Callback, Dataset[Any]):
+    """This rank's shares of the first rank's batches."""
+
+    def __init__(self, batches: Sequence[Any]) -> None:
+        self._batches = batches
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def __getitem__(self, index: int) -> Any:
+        return copy.deepcopy(self._batches[index])  # a step may change its batch
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        self._batches = trainer.strategy.broadcast(self._batches)
+        share = trainer.distributed_sampler_kwargs or {}
+        if share.get("num_replicas", 1) > 1:
+            self._batches = [split(batch, share["num_replicas"])[share["rank"]] for batch in self._batches]

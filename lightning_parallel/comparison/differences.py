@@ -1,0 +1,104 @@
+"""Compares a rank's evidence with that of one process."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from lightning_parallel.comparison.evidence import Evidence
+from lightning_parallel.ranks.shard import Shard
+
+_ALMOST_ZERO = 1e-6  # of the largest number among the gradients: what is smaller is compared with it
+
+
+@dataclass(frozen=True, order=True)
+class Difference:
+    """How far one number, or one tensor, is from that of one process.
+
+    Attributes:
+        update: in which it is, from 0.
+        order: among what belongs to an update: what is computed first has the smallest.
+        name: what it is.
+        size: the largest difference of an entry, relative to the largest entry. NaN counts as infinite.
+    """
+
+    update: int
+    order: int
+    name: str
+    size: float
+
+
+def differences(ranks: Sequence[Evidence], expected: Evidence) -> list[Difference]:
+    """All that can be compared of what ranks have come to, what is computed first coming first. Of what several ranks
+    hold it is the largest difference."""
+    largest: dict[tuple[int, int, str], Difference] = {}
+    for each in _by_rank(ranks, expected):
+        place = each.update, each.order, each.name
+        largest[place] = max(each, largest.get(place, each))
+    return sorted(largest.values())
+
+
+def _by_rank(ranks: Sequence[Evidence], expected: Evidence) -> Iterator[Difference]:
+    # The loss of a replica is that of its share.
+    losses = [sum(each) / len(each) for each in zip(*(rank.losses for rank in ranks), strict=False)]
+    for update, loss in enumerate(expected.losses):
+        yield Difference(update, 0, "loss", _apart(losses[update] if update < len(losses) else math.nan, loss))
+    for rank, found in enumerate(ranks):
+        if len(found.gradients) != len(expected.gradients):
+            count = f"number of updates of rank {rank}, {len(found.gradients)} for {len(expected.gradients)}"
+            yield Difference(0, 1, count, math.inf)
+    for update, whole in enumerate(expected.gradients):
+        parts = [(rank.gradients[update], rank.shards) for rank in ranks if update < len(rank.gradients)]
+        yield from _of_tensors(update, 1, "gradient", parts, whole)
+    for update, whole in enumerate(expected.weights):
+        parts = [(rank.weights[update], rank.shards) for rank in ranks if update < len(rank.weights)]
+        yield from _of_tensors(update, 2, "weight", parts, whole)
+    for name, value in expected.logged.items():
+        logged = [rank.logged.get(name, math.nan) for rank in ranks]
+        # A replica logs what its own share comes to, unless the module asks for the mean.
+        size = min(_apart(each, value) for each in (logged[0], sum(logged) / len(logged)))
+        yield Difference(len(expected.gradients) - 1, 3, f"logged {name}", size)
+
+
+def _of_tensors(
+    update: int,
+    order: int,
+    what: str,
+    parts: Sequence[tuple[Mapping[str, Tensor], Mapping[str, Shard]]],
+    whole: Mapping[str, Tensor],
+) -> Iterator[Difference]:
+    least = _ALMOST_ZERO * max((_largest(tensor) for tensor in whole.values()), default=0.0)
+    for tensors, shards in parts:
+        for name, tensor in tensors.items():
+            size = _distance(tensor, whole.get(name), shards.get(name), least)
+            yield Difference(update, order, f"{what} of {name}", size)
+    for name in whole.keys() - {name for tensors, _ in parts for name in tensors}:
+        if _largest(whole[name]):  # none is as good as one of zeros
+            yield Difference(update, order, f"{what} of {name}, which no rank has", math.inf)
+
+
+def _apart(one: float, other: float) -> float:
+    if one == other or (math.isnan(one) and math.isnan(other)):
+        return 0.0
+    apart = abs(one - other) / abs(other) if other else math.inf
+    return math.inf if math.isnan(apart) else apart
+
+
+def _distance(tensor: Tensor, whole: Tensor | None, shard: Shard | None, least: float) -> float:
+    if whole is None:  # zeros stand for a gradient that one process hasn't made
+        return math.inf if _largest(tensor) else 0.0
+    part = whole if shard is None else shard.take(whole)
+    if part.shape != tensor.shape:
+        return math.inf
+    if not part.numel():
+        return 0.0
+    scale = max(_largest(whole), least)
+    apart = _largest(tensor.to(part.dtype) - part)
+    return 0.0 if apart == 0 else math.inf if not scale or math.isnan(apart) else apart / scale
+
+
+def _largest(tensor: Tensor) -> float:
+    return float(tensor.abs().max()) if tensor.numel() else 0.0

@@ -1,0 +1,95 @@
+"""What a few steps of a run have come to: losses, gradients, weights and logs, as far as a rank holds them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.pytorch.callbacks import Callback
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from lightning_parallel.ranks.local_model import LocalModel, whole
+from lightning_parallel.ranks.shard import Shard
+from lightning_parallel.strategies.base import LayoutStrategy
+
+_SEED = 11
+
+
+@dataclass
+class Evidence:
+    """What a rank has seen. Tensors are copies in the host's memory.
+
+    Attributes:
+        losses: what ``training_step`` returned, one a batch; empty if the module optimizes by itself and returns none.
+        gradients: one dictionary an update, by parameter; before clipping.
+        weights: after each update, by parameter.
+        logged: ``trainer.callback_metrics`` at the end.
+        shards: the parameters of which this rank holds a shard.
+    """
+
+    losses: list[float] = field(default_factory=list)
+    gradients: list[dict[str, Tensor]] = field(default_factory=list)
+    weights: list[dict[str, Tensor]] = field(default_factory=list)
+    logged: dict[str, float] = field(default_factory=dict)
+    shards: dict[str, Shard] = field(default_factory=dict)
+
+
+class Witness(Callback):
+    """Notes the evidence of a run. It seeds the generators at the start, whatever set-up has drawn.
+
+    Attributes:
+        of_all_ranks: on the first rank, from the end of the run on.
+    """
+
+    def __init__(self) -> None:
+        self.of_all_ranks: list[Evidence] = []
+        self._evidence = Evidence()
+        self._losses: list[Any] = []
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        torch.manual_seed(_SEED)
+        self._evidence.shards = dict(_local(trainer, pl_module).shards)
+
+    def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Any) -> None:
+        named = _local(trainer, pl_module).parameters.items()
+        self._evidence.gradients.append({name: _copy(p.grad) for name, p in named if p.grad is not None})
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if isinstance(trainer.strategy, LayoutStrategy):
+            trainer.strategy.drain()  # late gradients would be others
+        loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
+        if loss is not None:
+            self._losses.append(loss)
+        if len(self._evidence.weights) < len(self._evidence.gradients):
+            named = _local(trainer, pl_module).parameters.items()
+            self._evidence.weights.append({name: _copy(p.detach()) for name, p in named})
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._evidence.losses = [float(loss) for loss in self._losses]  # before the end a stage would wait for it
+        self._evidence.logged = dict(_numbers(trainer.callback_metrics))
+        self.of_all_ranks = [self._evidence]
+        if dist.is_initialized():
+            self.of_all_ranks *= dist.get_world_size()
+            dist.gather_object(self._evidence, self.of_all_ranks if dist.get_rank() == 0 else None)
+
+
+def _local(trainer: pl.Trainer, module: pl.LightningModule) -> LocalModel:
+    strategy = trainer.strategy
+    return strategy.local_model if isinstance(strategy, LayoutStrategy) else LocalModel.of(module)
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    return (whole(tensor) if isinstance(tensor, DTensor) else tensor).detach().cpu().clone()
+
+
+def _numbers(metrics: dict[str, Any]) -> Iterator[tuple[str, float]]:
+    for name, value in metrics.items():
+        if isinstance(value, int | float) or (isinstance(value, Tensor) and value.numel() == 1):
+            yield name, float(value)

@@ -1,0 +1,148 @@
+"""`check` says of a layout whether it has the numbers of one process, and of what differs whether it does by nature."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lightning_parallel import check
+from lightning_parallel.comparison.check import Comparison
+from lightning_parallel.comparison.differences import Difference, differences
+from lightning_parallel.comparison.evidence import Evidence
+from lightning_parallel.ranks.shard import Shard
+from tests.pool import WorkerPool
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "pipeline_1f1b": {},
+    "pipeline_zbv": {"microbatches": 4},
+    "pipeline_async": {},
+    "tensor_parallel": {},
+    "fully_sharded": {},
+}
+
+
+class Net(L.LightningModule):
+    """A classifier.
+
+    Args:
+        normalise: makes the layer after the first one.
+    """
+
+    def __init__(self, normalise: type[nn.Module] = nn.LayerNorm) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        layers = [
+            nn.Linear(8, 8),
+            normalise(8),
+            nn.ReLU(),
+            nn.Linear(8, 8),
+            nn.ReLU(),
+            nn.Linear(8, 8),
+            nn.Linear(8, 4),
+        ]
+        self.net = nn.Sequential(*layers)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = F.cross_entropy(self.net(batch[0]), batch[1])
+        self.log("train_loss", loss)
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+
+
+class Faulty(Net):
+    """Halves a gradient on ranks that aren't alone, as an average too many would."""
+
+    def on_after_backward(self) -> None:
+        weight = self.net[5].weight
+        if self.trainer.num_devices > 1 and isinstance(weight, nn.Parameter) and weight.grad is not None:
+            weight.grad.div_(2)
+
+
+def batches() -> list[Any]:
+    generator = torch.Generator().manual_seed(3)
+    return [(torch.randn(8, 8, generator=generator), torch.arange(8) % 4) for _ in range(4)]
+
+
+def checked(module: L.LightningModule, strategy: str, options: dict[str, Any]) -> Comparison | None:
+    return check(module, batches(), strategy=strategy, devices=2, accelerator="cpu", **options)
+
+
+@pytest.mark.parametrize("strategy", LAYOUTS)
+def test_a_layout_is_equal_to_one_process(pool: WorkerPool, strategy: str) -> None:
+    first, *others = pool.run(checked, 2, Net(), strategy, LAYOUTS[strategy], init=False)
+    assert first.equal and first.updates == 3 and first.largest is not None, str(first)
+    assert others == [None]
+
+
+@pytest.mark.parametrize("strategy", ["pipeline_1f1b", "fully_sharded"])
+def test_what_computes_with_several_samples_differs_by_nature(pool: WorkerPool, strategy: str) -> None:
+    found = pool.run(checked, 2, Net(nn.BatchNorm1d), strategy, LAYOUTS[strategy], init=False)[0]
+    assert not found.equal and found.by_nature
+    assert found.different[0].update == 0
+
+
+def test_a_wrong_gradient_is_named(pool: WorkerPool) -> None:
+    found = pool.run(checked, 2, Faulty(), "pipeline_1f1b", {}, init=False)[0]
+    assert not found.equal and not found.by_nature
+    first = found.different[0]
+    assert (first.update, first.name) == (0, "gradient of net.5.weight") and first.size == pytest.approx(0.5)
+    assert "net.5.weight" in str(found)
+
+
+# -- differences -------------------------------------------------------------------------------------------------
+
+
+def evidence(**changes: Any) -> Evidence:
+    both = [{"a": torch.tensor([1.0, 2.0, 3.0, 4.0]), "b": torch.tensor([0.0])}]
+    return Evidence(**({"losses": [1.0], "gradients": both, "weights": both, "logged": {"x": 2.0}} | changes))
+
+
+def found(*ranks: Evidence) -> dict[str, float]:
+    return {each.name: each.size for each in differences(ranks, evidence()) if each.size}
+
+
+def test_ranks_may_hold_shards_and_shares() -> None:
+    def rank(index: int) -> Evidence:
+        shard = Shard((4,), 0, (4,), index, 2)
+        part = [{"a": shard.take(evidence().gradients[0]["a"])}]
+        return evidence(losses=[0.5 + index], gradients=part, weights=part, shards={"a": shard})
+
+    assert found(rank(0), rank(1)) == {}  # nobody needs a gradient of zeros
+
+
+@pytest.mark.parametrize(
+    ("changes", "name", "size"),
+    [
+        ({"losses": [1.1]}, "loss", 0.1),
+        ({"losses": []}, "loss", math.inf),
+        ({"logged": {}}, "logged x", math.inf),
+        ({"gradients": []}, "number of updates of rank 0, 0 for 1", math.inf),
+        ({"gradients": [{"b": torch.zeros(1)}]}, "gradient of a, which no rank has", math.inf),
+        ({"weights": [{"a": torch.tensor([1.0, 2.0, 3.0, 5.0])}]}, "weight of a", 0.25),
+        ({"weights": [{"a": torch.full((4,), math.nan)}]}, "weight of a", math.inf),
+        ({"weights": [{"a": evidence().weights[0]["a"], "c": torch.ones(1)}]}, "weight of c", math.inf),
+    ],
+)
+def test_what_differs_is_named_with_its_size(changes: dict[str, Any], name: str, size: float) -> None:
+    assert found(evidence(**changes))[name] == pytest.approx(size)
+
+
+def test_what_is_computed_first_comes_first() -> None:
+    loss, later, gradient = (Difference(*place, "z", 1.0) for place in ((0, 0), (1, 0), (0, 1)))
+    assert sorted([later, gradient, loss]) == [loss, gradient, later]
+
+
+@pytest.mark.parametrize(("what", "words"), [({"strategy": "auto"}, "strategy='auto'"), ({"precision": "16"}, "'16'")])
+def test_what_cannot_be_compared_is_refused(what: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        check(Net(), batches(), **what)
+    with pytest.raises(ValueError, match="data"):
+        check(Net(), [])
