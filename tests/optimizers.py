@@ -103,6 +103,21 @@ class LAMB(Short):
         p.sub_(update * (p.norm() / update.norm()) * group["lr"])
 
 
+class LooksAhead(LARS):
+    """Goes on by its last way before it asks for gradients."""
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        with torch.no_grad():
+            for p in (p for group in self.param_groups for p in group["params"]):
+                p.add_(self.state[p].setdefault("way", torch.zeros_like(p)), alpha=0.5)
+        return super().step(closure)
+
+    def move(self, p: Tensor, g: Tensor, group: dict[str, Any]) -> None:
+        before = p.clone()
+        super().move(p, g, group)
+        self.state[p]["way"] = p - before
+
+
 class HostLAMB(Short):
     """LAMB without momentum, that takes its norms to the host."""
 
@@ -128,6 +143,44 @@ class Shampoo(Short):
         values, vectors = torch.linalg.eigh(rows @ rows.mT)
         root = vectors * (values.clamp(min=0) + 1e-3) ** -0.25 @ vectors.mT
         p.sub_((root @ rows).reshape(g.shape), alpha=group["lr"])
+
+
+class Kronecker(Short):
+    """Shampoo on both sides, with running sums (Gupta et al. 2018)."""
+
+    def move(self, p: Tensor, g: Tensor, group: dict[str, Any]) -> None:
+        matrix = g.reshape(len(g), -1) if g.ndim else g.reshape(1, 1)
+        for side in ("left", "right"):
+            held = self.state[p].setdefault(side, 1e-3 * torch.eye(len(matrix), dtype=g.dtype))
+            held.add_(matrix @ matrix.mT)
+            values, vectors = torch.linalg.eigh(held)
+            matrix = (vectors * values**-0.25 @ vectors.mT @ matrix).mT
+        p.sub_(matrix.reshape(g.shape), alpha=group["lr"])
+
+
+class SOAP(Short):
+    """Vyas et al. 2024, on one side: Adam in the eigenbasis of Shampoo's sum."""
+
+    def move(self, p: Tensor, g: Tensor, group: dict[str, Any]) -> None:
+        matrix = g.reshape(len(g), -1) if g.ndim else g.reshape(1, 1)
+        shifts = torch.arange(1.0, len(matrix) + 1, dtype=g.dtype).diag()  # no two eigenvalues are equal
+        held = self.state[p].setdefault("sum", 1e-3 * shifts)
+        held.add_(matrix @ matrix.mT)
+        basis = torch.linalg.eigh(held)[1]
+        mean = self.mean(p, "m", g).reshape(matrix.shape)
+        square = self.state[p].setdefault("v", torch.zeros_like(matrix))
+        square.lerp_((basis.mT @ matrix) ** 2, 0.1)
+        p.sub_((basis @ (basis.mT @ mean / (square.sqrt() + 1e-2))).reshape(g.shape), alpha=group["lr"])
+
+
+class Adan(Short):
+    """Xie et al. 2022."""
+
+    def move(self, p: Tensor, g: Tensor, group: dict[str, Any]) -> None:
+        way = g - self.state[p].get("before", g)
+        self.state[p]["before"] = g.clone()
+        square = self.mean(p, "n", (g + 0.9 * way) ** 2, 0.99)
+        p.sub_((self.mean(p, "m", g) + 0.9 * self.mean(p, "v", way)) / (square.sqrt() + 1e-4), alpha=group["lr"])
 
 
 class Prodigy(Short):

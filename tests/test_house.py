@@ -22,6 +22,7 @@ ROWS = (
     {"checks"},
     {"pipeline", "tensor", "callbacks", "fully_sharded", "local_replicas", "loading"},
     {"plan", "results"},
+    {"optimizers"},
     {"checkpoint", "tracing", "losses", "timeline", "schedules"},
     {"absent", "messages", "gradients"},
     {"backward", "ranks"},

@@ -8,7 +8,7 @@ old one or the new one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -130,6 +130,7 @@ def load(
     parameters: Sequence[str],
     coordinate: str,
     *,
+    whole: Set[str] = frozenset(),
     strict: bool = True,
     by_prefix: Mapping[str, Mapping[str, Tensor]] | None = None,
 ) -> tuple[list[OptimizerState], dict[str, Tensor]]:
@@ -142,6 +143,7 @@ def load(
         model: the tensors held here, by their names in the whole model. They are filled in place and keep their dtypes.
             Those of which this rank holds a shard are :class:`~lightning_parallel.checkpoint.slices.Slices`.
         parameters: the names of the parameters whose optimizer state is wanted here; of a shard, the shard's state.
+        whole: those of them whose whole state is wanted, although this rank has a shard.
         coordinate: this rank's place in the layout.
         strict: every tensor in ``model`` must be in the checkpoint, and every tensor there must be in the ``model`` of
             some rank. Otherwise tensors without a counterpart stay as they are.
@@ -165,7 +167,7 @@ def load(
     for key, found in source.found.items():
         parts = keys.parts_of(key)
         if parts is not None and parts[1] in trained:
-            like = model.get(parts[1])  # a step has another shape
+            like = None if parts[1] in whole else model.get(parts[1])  # a step has another shape
             wanted[key] = empty_like(found if like is None or like.shape != found.shape else like, found.dtype)
     of_rank = keys.nearest(coordinate, source.found)
     wanted |= {key: empty_like(source.found[key], source.found[key].dtype) for key in of_rank.values()}

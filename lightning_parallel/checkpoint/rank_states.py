@@ -114,15 +114,16 @@ def take_groups(optimizers: Sequence[Optimizer], module: nn.Module, local: Local
     return group_names
 
 
-def optimizer_state(optimizer: Optimizer, local: LocalModel) -> OptimizerState:
-    """An optimizer's state by name. That of a shard is marked with its place in the whole.
+def optimizer_state(optimizer: Optimizer, local: LocalModel, owned: Collection[str] = ()) -> OptimizerState:
+    """An optimizer's state by name. That of a shard is marked with its place in the whole, unless it is ``owned``: then
+    it is the whole one's.
 
     Raises:
         ValueError: how to divide a state is not known.
     """
     names = local.names
     held = {names[id(p)]: dict(values) for p, values in optimizer.state.items() if id(p) in names}
-    for name in held.keys() & local.shards.keys():
+    for name in (held.keys() & local.shards.keys()) - set(owned):
         shape = local.parameters[name].shape
         for key, value in held[name].items():
             if isinstance(value, Tensor) and value.shape == shape:

@@ -116,7 +116,7 @@ def _boxes_of_shard(local: Tensor, shard: Shard, here: Tensor) -> list[Box]:
     return boxes
 
 
-def _boxes_of(tensor: Tensor) -> list[Box]:
+def boxes_of(tensor: Tensor) -> list[Box]:
     """What this rank holds of any tensor."""
     if not isinstance(tensor, Boxes | DTensor):
         return [([0] * tensor.dim(), tensor.detach())]
@@ -131,7 +131,7 @@ def with_values(tensor: Tensor, values: Tensor) -> Tensor:
     if isinstance(tensor, Slices):
         return Boxes(tensor.shape, values.dtype, _boxes_of_shard(tensor.local, tensor.shard, values.detach()))
     if isinstance(tensor, DTensor):
-        return Boxes(tensor.shape, values.dtype, [(at, values.detach()) for at, _ in _boxes_of(tensor)])
+        return Boxes(tensor.shape, values.dtype, [(at, values.detach()) for at, _ in boxes_of(tensor)])
     return values.detach()
 
 
@@ -147,7 +147,7 @@ def on_host(values: Any) -> Any:
         if not isinstance(value, Tensor):
             return deepcopy(value)
         copies: list[Box] = []
-        for at, part in _boxes_of(value):
+        for at, part in boxes_of(value):
             if part.is_cuda:
                 devices.add(part.device)
             copies.append((at, part.to("cpu", non_blocking=part.is_cuda, copy=True)))  # then in pinned memory
@@ -171,7 +171,7 @@ def collected(own: Mapping[str, Tensor], most: int, group: Group) -> dict[str, T
         mine = None
         if item is not None:
             key, tensor = item
-            boxes = [(list(at), values.cpu()) for at, values in _boxes_of(tensor)]
+            boxes = [(list(at), values.cpu()) for at, values in boxes_of(tensor)]
             mine = (key, tuple(tensor.shape), tensor.dtype, boxes)
         for each in gather_objects_on_first(mine, group) or ():
             if each is not None:
@@ -197,5 +197,5 @@ def empty_like(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 def fill(tensor: Tensor, whole: Tensor) -> None:
     """Fill what this rank holds of a tensor from the whole, which every rank has."""
-    for at, values in _boxes_of(tensor):
+    for at, values in boxes_of(tensor):
         values.copy_(_box(whole, at, values))

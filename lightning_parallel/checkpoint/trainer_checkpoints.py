@@ -54,6 +54,7 @@ class Checkpoints:
         coordinate: this rank's place in the layout.
         group_names: for each optimizer and each of its parameter groups, the whole model's names in it, in order.
             :func:`.take_groups` fills it. A later run that only evaluates still saves by it.
+        owned: divided parameters that an optimizer steps as a whole on the rank that owns it; is it this one?
         background: runs saves while training goes on; None: training waits for them.
         file: writes one file; None: a checkpoint is a directory.
         as_lightning: every rank holds all of the model, and the file is what Lightning has collected.
@@ -65,6 +66,7 @@ class Checkpoints:
     local: LocalModel
     coordinate: str
     group_names: list[list[list[str]]]
+    owned: Mapping[str, bool]
     background: BackgroundSave | None
     file: CheckpointIO | None = None
     as_lightning: bool = False
@@ -190,7 +192,7 @@ class Checkpoints:
         if at:
             trainer = placed(trainer, at, None)
         saved = optimizers if "optimizer_states" in checkpoint else []
-        states = [optimizer_state(optimizer, self.local) for optimizer in saved]
+        states = [optimizer_state(optimizer, self.local, self.owned) for optimizer in saved]
         if copied:
             trainer, extra = _written_and_read((trainer, extra))
             model, second, parts = on_host((model, second, [(each.state, each.param_groups) for each in states]))
@@ -267,12 +269,21 @@ class Checkpoints:
             return self._wholes(content, model, module, optimizers)
 
         found, saved = together(None, source)
-        names, strict = [*self.local.parameters] if optimizers else [], module.strict_loading
+        names = [name for name in self.local.parameters if self.owned.get(name, True)] if optimizers else []
+        whole, strict = {name for name in names if name in self.owned}, module.strict_loading
         wanted, has_averages = {MODEL: model}, average is not None and saved.get("second_at") == [*average.at]
         if average is not None and has_averages:
             wanted = {SECOND if average.leads else MODEL: model, MODEL if average.leads else SECOND: self._averaged}
         states, random = format.load(
-            found, saved, self.opened, model, names, self.coordinate, strict=strict, by_prefix=wanted
+            found,
+            saved,
+            self.opened,
+            model,
+            names,
+            self.coordinate,
+            whole=whole,
+            strict=strict,
+            by_prefix=wanted,
         )
         module.load_state_dict(saved["extra_state"], strict=False)
         for optimizer, state in zip(optimizers, states, strict=False):

@@ -1,4 +1,4 @@
-"""Refuses optimizers that would give other numbers on parts of the parameters.
+"""Finds optimizers that would give other numbers on parts of the parameters.
 
 Elementwise optimizers (SGD, AdamW, ...) give the same. Others treat a matrix as a whole (Muon, LAMB, Adafactor), or
 compute numbers over several parameters (Prodigy, a norm of all gradients): on parts they are other optimizers, without
@@ -9,6 +9,10 @@ parameters, once whole, and once divided as the ranks have them::
     tensor ranks      a copy for each    steps   [a's first half, b's first half]    [a's second half, b's second half]
     stages            a copy for each    steps   [a]    [b]
     fully sharded     one copy           steps   [a, b] as DTensors, which may compute with the whole
+    owners            a copy for each    steps   [a]    [b]
+
+Parameter groups that only differ as parts are stepped as wholes, by the ranks that own them
+(:mod:`lightning_parallel.optimizers.owners`). If they differ there too, the optimizer is refused.
 
 The values, the gradients and the sizes are made up. The number of dimensions, the groups and all options but the
 learning rate are the user's. The rate is 1: a scheduler may begin with 0, and a small rate changes Prodigy's estimates
@@ -21,7 +25,7 @@ import copy
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
@@ -29,6 +33,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
+from lightning_parallel.optimizers.owners import only_once
 from lightning_parallel.ranks.layout import Layout
 from lightning_parallel.ranks.local_model import LocalModel, local_part
 from lightning_parallel.seeding import TorchGenerators
@@ -62,40 +67,51 @@ class _Trial:
     slope: Tensor
     pull: Tensor
 
+    def is_owned_in(self, groups: set[int]) -> bool:
+        """Has one rank all of it, and the others nothing, where parameters of these groups are stepped as wholes?"""
+        return self.group in groups and (self.dim is not None or isinstance(self.like, DTensor))
+
 
 Piece = Callable[[Tensor], Tensor]  # makes of something of a trial's shape what one copy of the optimizer sees
 Pieces = list[tuple[_Trial, Piece]]
 
 
-def refuse_parts(optimizer: Optimizer, local: LocalModel, layout: Layout, strategy: str) -> None:
-    """Refuse an optimizer that isn't the same on parts as on whole parameters. All ranks call it. ``strategy`` is the
-    class's name, for the message.
+def stepped_whole(optimizer: Optimizer, local: LocalModel, layout: Layout, strategy: str) -> set[int]:
+    """The indices of the parameter groups whose divided parameters the optimizer has to step as wholes, on the ranks
+    that own them. All ranks call it. ``strategy`` is the class's name, for messages.
 
     Raises:
-        ValueError: it names the optimizer, a parameter, the axis, and what would work.
+        ValueError: the optimizer is another one there, too. It names the optimizer, a parameter, the axis, and what
+            would work.
     """
     kind = type(optimizer).__name__
     trials = list(_trials(optimizer, local))
     if not trials or not (layout.stages > 1 or local.shards or local.is_fully_sharded):
-        return
+        return set()
     with TorchGenerators(local_part(trials[0].like).device).kept():
         try:
             whole = _stepped(optimizer, [(trial, Tensor.clone) for trial in trials])
         except Exception as error:  # any: the user's optimizer may need what a trial doesn't have
-            return _warn(kind, strategy, f"{type(error).__name__}: {error}")
+            _warn(kind, strategy, f"{type(error).__name__}: {error}")
+            return set()
         moved = [(one - trial.value).abs().max() for one, trial in zip(whole, trials, strict=True)]
         if not all(0 < way < torch.inf for way in moved):
-            return _warn(kind, strategy, "it left parameters as they were, or made them infinite")
+            _warn(kind, strategy, "it left parameters as they were, or made them infinite")
+            return set()
+        found: set[int] = set()
         for axis, divided in _divisions(trials, layout).items():
-            problem = _difference(optimizer, trials, whole, divided)
-            if problem is not None:
-                raise ValueError(f"{kind} under {strategy}: {axis}. {problem} {_ADVICE}")
+            groups, problem = _differences(optimizer, trials, whole, divided)
+            if groups and axis.divides:
+                found |= groups
+                _, problem = _differences(optimizer, trials, whole, _owned(trials, found), closure_first=True)
+            if problem:
+                raise ValueError(f"{kind} under {strategy}: {axis.words}. {problem} {_ADVICE}")
+    return found
 
 
 _ADVICE = (
-    "Use an optimizer that treats each entry by itself, such as AdamW, or a strategy that leaves every rank the whole "
-    "parameters: 'ddp', and for one that takes each matrix by itself, such as Muon, also a pipeline with "
-    "tensor_parallel=1 and data_parallel_kind='replicate'."
+    "Use an optimizer that treats each parameter by itself, such as AdamW or Muon, or strategy='ddp', which leaves "
+    "every rank all parameters."
 )
 
 
@@ -107,44 +123,65 @@ def _warn(kind: str, strategy: str, reason: str) -> None:
     )
 
 
-def _divisions(trials: list[_Trial], layout: Layout) -> dict[str, list[Pieces]]:
-    """The ways in which the ranks divide the trial's parameters, under the words for them in messages: for each copy,
-    the pieces it sees."""
-    divisions: dict[str, list[Pieces]] = {}
+class _Axis(NamedTuple):
+    """In ``words`` for messages, why a rank lacks something. Does the axis divide parameters?"""
+
+    words: str
+    divides: bool
+
+
+def _divisions(trials: list[_Trial], layout: Layout) -> dict[_Axis, list[Pieces]]:
+    """The ways in which the ranks divide the trial's parameters: for each copy, the pieces it sees."""
+    divisions: dict[_Axis, list[Pieces]] = {}
     cut = [trial for trial in trials if trial.dim is not None]
     if cut:
-        axis = f"tensor ranks divide '{cut[0].name}' (tensor_parallel={layout.size('tensor')})"
+        axis = _Axis(f"tensor ranks divide '{cut[0].name}' (tensor_parallel={layout.size('tensor')})", True)
         divisions[axis] = [[(trial, _half(trial.dim, index)) for trial in trials] for index in range(2)]
     if layout.stages > 1:
-        axis = f"each of {layout.stages} stages has only its own parameters, such as '{trials[0].name}'"
+        axis = _Axis(f"each of {layout.stages} stages has only its own parameters, such as '{trials[0].name}'", False)
         divisions[axis] = [[(trial, Tensor.clone) for trial in trials[index::2]] for index in range(2)]
     sharded = [trial for trial in trials if isinstance(trial.like, DTensor)]
     if sharded:
-        axis = f"'{sharded[0].name}' is fully sharded over {layout.size('data')} replicas"
+        axis = _Axis(f"'{sharded[0].name}' is fully sharded over {layout.size('data')} replicas", True)
         divisions[axis] = [[(trial, _sharded_as(trial.like)) for trial in trials]]
     return divisions
 
 
-def _difference(optimizer: Optimizer, trials: list[_Trial], whole: list[Tensor], divided: list[Pieces]) -> str | None:
-    """What is wrong with the optimizer if the parameters are divided like this; None if nothing is."""
+def _owned(trials: list[_Trial], groups: set[int]) -> list[Pieces]:
+    """What two owners see: of these groups one of each two divided parameters, as a whole; else what ranks have."""
+    pieces: list[Pieces] = []
+    for index in range(2):
+        seen = [trial for number, trial in enumerate(trials) if number % 2 == index or not trial.is_owned_in(groups)]
+        pieces.append([(each, Tensor.clone if each.group in groups else _half(each.dim, index)) for each in seen])
+    return pieces
+
+
+def _differences(
+    optimizer: Optimizer, trials: list[_Trial], whole: list[Tensor], divided: list[Pieces], closure_first: bool = False
+) -> tuple[set[int], str]:
+    """The groups for which the optimizer is another one if the parameters are divided like this, and in words what is
+    wrong with the first of them."""
     results: dict[int, list[Tensor]] = defaultdict(list)
     for pieces in divided:
         try:
-            stepped = _stepped(optimizer, pieces)
+            stepped = _stepped(optimizer, pieces, closure_first)
         except Exception as error:  # any: it would come in the first update
-            return f"Tried on small parameters, it fails there: {type(error).__name__}: {error}."
+            groups = {trial.group for trial in trials}
+            return groups, f"Tried on small parameters, it fails there: {type(error).__name__}: {error}."
         for (trial, _), result in zip(pieces, stepped, strict=True):
             results[id(trial)].append(result)
+    found: dict[int, str] = {}
     for trial, one in zip(trials, whole, strict=True):
         parts = results[id(trial)]
-        joined = parts[0] if trial.dim is None or len(parts) == 1 else torch.cat(parts, trial.dim)
+        joined = torch.cat(parts, trial.dim) if parts[0].shape != one.shape else parts[0]  # type: ignore[arg-type]
         # Offloaded parameters are on the CPU, and where they are gathered is on a GPU.
         if not (joined.to(one.device) - one).abs().max() <= _TOLERANCE * (one - trial.value).abs().max():  # NaN too
-            return (
+            found.setdefault(
+                trial.group,
                 f"Tried on small parameters, it changes what stands for '{trial.name}' (parameter group {trial.group}) "
-                f"otherwise there than in one process."
+                f"otherwise there than in one process.",
             )
-    return None
+    return set(found), next(iter(found.values()), "")
 
 
 # -- made-up parameters ------------------------------------------------------------------------------------------
@@ -156,7 +193,7 @@ def _trials(optimizer: Optimizer, local: LocalModel) -> Iterator[_Trial]:
     for index, group in enumerate(optimizer.param_groups):
         kinds: dict[Any, tuple[str, Tensor]] = {}
         for parameter in group["params"]:
-            if parameter.requires_grad and parameter.numel():
+            if parameter.numel():  # frozen ones may be trained later
                 name = local.names.get(id(parameter), "a parameter outside of the module")
                 shard = local.shards.get(name)
                 kind = (parameter.ndim, shard and shard.dim, _uneven(parameter))
@@ -208,8 +245,9 @@ def _sharded_as(like: Tensor) -> Piece:
 # -- copies of the optimizer -------------------------------------------------------------------------------------
 
 
-def _stepped(optimizer: Optimizer, pieces: Pieces) -> list[Tensor]:
-    """The pieces of parameters after steps of a copy of the optimizer. A piece that was a DTensor is whole again."""
+def _stepped(optimizer: Optimizer, pieces: Pieces, closure_first: bool = False) -> list[Tensor]:
+    """The pieces of parameters after steps of a copy of the optimizer. A piece that was a DTensor is whole again.
+    ``closure_first``: gradients are made before the step, as for owners."""
     given = [[piece(x) for x in (trial.value, trial.slope, trial.pull)] for trial, piece in pieces]
     parameters = [nn.Parameter(value) for value, _, _ in given]
     twin = _twin(optimizer, [(trial, each) for (trial, _), each in zip(pieces, parameters, strict=True)])
@@ -224,7 +262,8 @@ def _stepped(optimizer: Optimizer, pieces: Pieces) -> list[Tensor]:
         return torch.ones(())
 
     for scale in _SCALES:  # noqa: B007  the closure reads it
-        type(twin).step(twin, closure=closure)  # a scheduler has replaced the method of the optimizer itself
+        once: Callable[[], Any] = only_once(closure()) if closure_first else closure
+        type(twin).step(twin, closure=once)  # a scheduler has replaced the method of the optimizer itself
     return [each.full_tensor() if isinstance(each, DTensor) else each.detach() for each in parameters]
 
 
@@ -239,8 +278,9 @@ def _twin(optimizer: Optimizer, parameters: Sequence[tuple[_Trial, nn.Parameter]
     Optimizer.__setstate__(twin, {"defaults": dict(optimizer.defaults)})  # what torch keeps itself, hooks too
     state: dict[Any, Any] = defaultdict(dict)
     for trial, parameter in parameters:
-        if trial.like in optimizer.state:  # some make it before the first step
-            state[parameter] = {k: _like(v, trial.like, parameter) for k, v in optimizer.state[trial.like].items()}
+        values = optimizer.state.get(trial.like)  # some make it before the first step
+        if values and not any(_is_of_whole(value, trial.like) for value in values.values()):
+            state[parameter] = {key: _like(value, trial.like, parameter) for key, value in values.items()}
     nobody = nn.Parameter(torch.zeros(()))
     memo: dict[int, Any] = {id(optimizer): twin, id(optimizer.state): state}
     memo.update((id(p), nobody) for group in optimizer.param_groups for p in group["params"])
@@ -253,6 +293,11 @@ def _twin(optimizer: Optimizer, parameters: Sequence[tuple[_Trial, nn.Parameter]
     if callable(train := getattr(twin, "train", None)):  # schedule-free ones
         train()
     return twin
+
+
+def _is_of_whole(value: Any, part: Tensor) -> bool:
+    """Is it an owner's, from an earlier fit?"""
+    return isinstance(value, Tensor) and value.numel() > 1 and value.shape != part.shape
 
 
 def _like(value: Any, parameter: Tensor, small: Tensor) -> Any:

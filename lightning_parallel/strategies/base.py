@@ -41,7 +41,7 @@ from lightning_parallel.checkpoint.background import BackgroundSave
 from lightning_parallel.checkpoint.rank_states import take_groups
 from lightning_parallel.checkpoint.trainer_checkpoints import Checkpoints, is_directory
 from lightning_parallel.checks.error_notes import explain
-from lightning_parallel.checks.optimizer_trial import refuse_parts, refuse_strange_parameters
+from lightning_parallel.checks.optimizer_trial import refuse_strange_parameters, stepped_whole
 from lightning_parallel.checks.other_lightning import warn_of_other_modules
 from lightning_parallel.checks.reads_of_shards import sizes_watched
 from lightning_parallel.disk_offload import DiskOffload
@@ -49,6 +49,8 @@ from lightning_parallel.gradients.clipping import install_clipping
 from lightning_parallel.gradients.hook_watch import GradientWatch, refuse_hooks_of_parameters
 from lightning_parallel.loading import loaders
 from lightning_parallel.loading.shared_batches import SharedLoader
+from lightning_parallel.optimizers.division import Division
+from lightning_parallel.optimizers.owners import Owners, names_to_own
 from lightning_parallel.private.lightning.data import take_back_loaders
 from lightning_parallel.private.lightning.launching import (
     ScriptLauncher,
@@ -123,6 +125,7 @@ class LayoutStrategy(ParallelStrategy):
         self._holds_part = False  # has `hold` been called in this run?
         self._original_names = OriginalNames()
         self._group_names: list[list[list[str]]] = []
+        self._owned: dict[str, bool] = {}  # divided parameters that one rank steps as a whole; is it this one?
         self._told: tuple[Any, bool] = (None, False)  # of which module the start table is, and of a training?
         self._equal_steps: EqualSteps | None = None
         self._same_batches: loaders.SameBatches | None = None
@@ -345,6 +348,7 @@ class LayoutStrategy(ParallelStrategy):
             local,
             self.layout.coordinate,
             self._group_names,
+            self._owned,
             self._background,
             file=self.checkpoint_io if one or self.saves_as_lightning else None,
             as_lightning=self.saves_as_lightning,
@@ -411,16 +415,33 @@ class LayoutStrategy(ParallelStrategy):
         if self._holds_part:  # a callback may want optimizers outside of a run
             self._original_names.rebind(self.optimizers, self.run.module)
             self._group_names[:] = take_groups(self.optimizers, self.run.module, self.local_model)
-            together(None, self._try_optimizers)
+            self._find_owners(together(None, self._try_optimizers))
 
     def _inside_step(self, name: str) -> AbstractContextManager[None]:
         """Collectives.inside_step; outside of a run this rank is alone, and there is nothing to see otherwise."""
         return nullcontext() if self._joined is None else self._joined.collectives.inside_step(name)
 
-    def _try_optimizers(self) -> None:
+    def _try_optimizers(self) -> list[set[int]]:
+        """For each optimizer the groups that it has to step as wholes."""
         refuse_strange_parameters(self.run.module, self.optimizers)
-        for optimizer in self.optimizers:
-            refuse_parts(optimizer, self.local_model, self.layout, type(self).__name__)
+        kind = type(self).__name__
+        return [stepped_whole(optimizer, self.local_model, self.layout, kind) for optimizer in self.optimizers]
+
+    def _find_owners(self, groups: list[set[int]]) -> None:
+        """Give an owner to each divided parameter that optimizers step as a whole, and let them see it so."""
+        self._owned.clear()
+        if not self.optimizers or not (self.local_model.shards or self.local_model.is_fully_sharded):
+            return
+        group = self.groups.along("tensor")
+        if self.local_model.is_fully_sharded:
+            replicas = [self.layout.at(rank) for rank in self.layout.peers("data")]
+            group = self.groups.joining(rank for each in replicas for rank in each.peers("tensor"))
+        names = names_to_own(self.optimizers, groups, self.local_model, group)
+        if names:
+            division = Division(self.local_model, names, group, self.root_device)
+            owners = Owners(self.local_model, division)
+            self._at_end.callback(together(group, partial(owners.install, self.optimizers)))
+            self._owned.update(division.here)
 
     # -- gradients -----------------------------------------------------------------------------------------------
 

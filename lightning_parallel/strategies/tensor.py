@@ -66,8 +66,8 @@ class TensorParallelStrategy(LayoutStrategy):
         trainer = L.Trainer(devices=2, strategy=TensorParallelStrategy())
         trainer.fit(AnyLightningModule(), datamodule)
 
-    Every rank sees the same batches. Optimizers work on shards: elementwise ones (SGD, Adam, ...) as on the whole
-    parameters; one that mixes the entries of a matrix (Muon, LAMB) is refused.
+    Every rank sees the same batches. Elementwise optimizers (SGD, Adam, ...) step shards. One that mixes the entries of
+    a matrix (Muon, LAMB) steps each whole parameter on one rank (:mod:`lightning_parallel.optimizers.owners`).
     """
 
     options: TensorParallelOptions

@@ -12,10 +12,11 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_parallel.checks.optimizer_trial import refuse_parts
+from lightning_parallel.checks.optimizer_trial import stepped_whole
 from lightning_parallel.ranks.layout import Layout
 from lightning_parallel.ranks.local_model import LocalModel
 from lightning_parallel.ranks.shard import Shard
+from recipes.models.muon import MuonAdamW
 from tests import optimizers
 
 AXES = ("tensor", "pipeline")
@@ -83,9 +84,10 @@ class Model(nn.Sequential):
         return LocalModel.of(self, shards if axis == "tensor" else {})
 
 
-def tried(make: Make, axis: str) -> None:
+def tried(make: Make, axis: str) -> set[int]:
     model = Model()
-    refuse_parts(make(list(model.parameters())), model.held(axis), Layout.resolve(2, **{axis: 2}), "SomeStrategy")
+    layout = Layout.resolve(2, **{axis: 2})
+    return stepped_whole(make(list(model.parameters())), model.held(axis), layout, "SomeStrategy")
 
 
 @pytest.mark.parametrize("axis", AXES)
@@ -93,16 +95,35 @@ def tried(make: Make, axis: str) -> None:
 def test_elementwise_optimizers_pass_without_a_word(name: str, axis: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        tried(ELEMENTWISE[name], axis)
+        assert not tried(ELEMENTWISE[name], axis)
 
 
 @pytest.mark.parametrize("name", BY_PARAMETER)
-def test_those_that_treat_a_parameter_as_one_are_refused_where_it_is_divided(name: str) -> None:
-    with pytest.raises(ValueError) as caught:
-        tried(BY_PARAMETER[name], "tensor")
-    words = [name.strip(), "SomeStrategy", "tensor_parallel=2", "'0.weight'", "parameter group 0", "AdamW"]
-    assert all(word in str(caught.value) for word in words), caught.value
-    tried(BY_PARAMETER[name], "pipeline")
+def test_those_that_treat_a_parameter_as_one_step_wholes_where_it_is_divided(name: str) -> None:
+    assert tried(BY_PARAMETER[name], "tensor") == {0}
+    assert not tried(BY_PARAMETER[name], "pipeline")
+
+
+def test_one_that_moves_before_its_closure_is_refused_where_owners_would_step() -> None:
+    with pytest.raises(ValueError, match=r"LooksAhead under SomeStrategy: .*tensor_parallel=2.*parameter group 0"):
+        tried(optimizers.LooksAhead, "tensor")
+    assert not tried(optimizers.LooksAhead, "pipeline")
+
+
+def test_of_one_with_several_kinds_of_groups_some_step_wholes() -> None:
+    def make(params: list[nn.Parameter]) -> Optimizer:
+        matrices = [p for p in params if p.ndim == 2]
+        others = [p for p in params if p.ndim != 2]
+        return MuonAdamW([{"params": others}, {"params": matrices, "muon": True}], lr=0.01)
+
+    assert tried(make, "tensor") == {1}
+
+
+def test_frozen_parameters_are_tried_since_they_may_be_trained_later() -> None:
+    def make(params: list[nn.Parameter]) -> Optimizer:
+        return optimizers.LAMB([p.requires_grad_(False) for p in params])
+
+    assert tried(make, "tensor") == {0}
 
 
 @pytest.mark.parametrize("axis", AXES)
@@ -110,7 +131,14 @@ def test_those_that_treat_a_parameter_as_one_are_refused_where_it_is_divided(nam
 def test_those_that_treat_all_parameters_as_one_are_refused_where_a_rank_lacks_some(name: str, axis: str) -> None:
     with pytest.raises(ValueError) as caught:
         tried(BY_ALL[name], axis)
-    words = [name, "SomeStrategy", {"tensor": "tensor_parallel=2", "pipeline": "2 stages"}[axis], "AdamW"]
+    axis_words = {"tensor": "tensor_parallel=2", "pipeline": "2 stages"}[axis]
+    words = [
+        name,
+        "SomeStrategy",
+        axis_words,
+        "parameter group 0" if name != "SAM" or axis != "tensor" else "fails",
+        "AdamW",
+    ]
     assert all(word in str(caught.value) for word in words), caught.value
 
 
@@ -123,7 +151,7 @@ def test_what_cannot_be_tried_is_warned_of_and_goes_on(axis: str) -> None:
 def test_no_optimizer_is_tried_where_each_rank_has_all() -> None:
     model = Model()
     layout = Layout.resolve(2, data=2)
-    refuse_parts(optimizers.Prodigy(model.parameters()), LocalModel.of(model), layout, "SomeStrategy")
+    assert not stepped_whole(optimizers.Prodigy(model.parameters()), LocalModel.of(model), layout, "SomeStrategy")
 
 
 @pytest.mark.parametrize("make", [
@@ -135,7 +163,7 @@ def test_the_user_s_optimizer_is_left_as_it_was(make: Make) -> None:
     calls: list[Any] = []
     optimizer.register_step_pre_hook(lambda *args: calls.append(args))
     before = copy.deepcopy((model.state_dict(), optimizer.state_dict(), [*vars(optimizer)], torch.get_rng_state()))
-    refuse_parts(optimizer, model.held("tensor"), Layout.resolve(2, tensor=2), "SomeStrategy")
+    stepped_whole(optimizer, model.held("tensor"), Layout.resolve(2, tensor=2), "SomeStrategy")
     after = (model.state_dict(), optimizer.state_dict(), [*vars(optimizer)], torch.get_rng_state())
     assert str(after) == str(before)
     assert not calls and all(parameter.grad is None for parameter in model.parameters())

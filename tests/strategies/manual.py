@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
+from tests import optimizers
 from tests.strategies.harness import Report, complete, make_trainer
 from tests.strategies.models import Rows
 
@@ -102,6 +103,13 @@ class SharedGraph(_ByHand):
         return [opt_g, torch.optim.SGD(self.discriminator.parameters(), lr=0.1)]
 
 
+class Wholes(SharedGraph):
+    """Optimizers that treat parameters as wholes."""
+
+    def configure_optimizers(self) -> Any:
+        return [optimizers.Kronecker(network.parameters()) for network in (self.generator, self.discriminator)]
+
+
 class GradientPenalty(SharedGraph):
     """A second derivative: the loss has the norm of a gradient in it (WGAN-GP)."""
 
@@ -129,7 +137,7 @@ class Direct(Accumulating):
         self(batch[1]).mean().backward()
 
 
-BY_HAND = {model.__name__: model for model in (Accumulating, SharedGraph, GradientPenalty, Direct)}
+BY_HAND = {model.__name__: model for model in (Accumulating, SharedGraph, Wholes, GradientPenalty, Direct)}
 
 
 def fit(model: str, strategy: str = "single", options: dict[str, Any] | None = None, **given: Any) -> Report:

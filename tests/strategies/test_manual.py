@@ -31,7 +31,8 @@ def assert_equal(reports: list[Report], whole: Report) -> None:
 @pytest.mark.parametrize(("model", "strategy", "ranks", "options"), [
     ("Accumulating", "tensor", 4, BOTH_AXES), ("Accumulating", "fsdp", 2, {}), ("Accumulating", "data", 1, {}),
     ("SharedGraph", "tensor", 2, {}), ("SharedGraph", "fsdp", 2, {"reshard_after_forward": False}),
-    ("SharedGraph", "data", 1, {}),
+    ("SharedGraph", "data", 1, {}), ("Wholes", "tensor", 2, {}),
+    ("Wholes", "fsdp", 2, {"reshard_after_forward": False}),
 ])  # fmt: skip
 def test_manual_optimization_trains_as_in_one_process(
     pool: WorkerPool, model: str, strategy: str, ranks: int, options: dict[str, Any]

@@ -16,9 +16,8 @@ from recipes.models.classifier import MLP, LeNet
 from recipes.models.gpt import GPT
 from recipes.models.muon import MuonAdamW
 from tests.pool import WorkerPool
-from tests.strategies.failures import assert_refused
 from tests.strategies.harness import ALL, Report, joined, largest_difference, train
-from tests.strategies.models import LENGTH, TOKENS, Base
+from tests.strategies.models import BATCH, LENGTH, TOKENS, Base
 
 MUON = {"_target_": "recipes.models.muon.MuonAdamW", "lr": 1e-2}
 EXACT = 1e-12  # float64
@@ -151,11 +150,13 @@ class Sizes(Callback):
         self.found = [len(group["params"]) for group in trainer.optimizers[0].param_groups]
 
 
-def fit(blocks: int, strategy: str = "single", options: dict[str, Any] | None = None) -> tuple[Report, list[int]]:
-    sizes = Sizes()
+def fit(
+    blocks: int, strategy: str = "single", options: dict[str, Any] | None = None, replicas: int = 1, **given: Any
+) -> tuple[Report, list[int]]:
+    given = {"callbacks": [sizes := Sizes()], "gradient_clip_val": 0.5, "batch_size": BATCH // replicas, **given}
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(ALL, "Muon", {1: OneBlock, 2: Muon}[blocks])
-        return train("Muon", strategy, options, callbacks=[sizes], gradient_clip_val=0.5), sizes.found
+        return train("Muon", strategy, options, **given), sizes.found
 
 
 @pytest.mark.parametrize(("blocks", "layers"), [(2, None), (1, ["gpt.blocks.0", "gpt.norm", "gpt.head"])])
@@ -171,10 +172,15 @@ def test_a_pipeline_trains_with_muon_as_one_process_does(pool: WorkerPool, block
     assert (0 in [matrices for matrices, _ in sizes]) == (blocks == 1)  # norm and output alone have none
 
 
-@pytest.mark.parametrize(
-    ("strategy", "options"),
-    [("fsdp", {}), ("tensor", {"plan": {"gpt.blocks.*.mlp.0": "column", "gpt.blocks.*.mlp.2": "row"}})],
-)
-def test_shares_of_matrices_are_refused(pool: WorkerPool, strategy: str, options: dict[str, Any]) -> None:
-    failures = pool.run(fit, 2, 2, strategy, options, init=False, expect_errors=True)
-    assert_refused(failures, "ValueError", ["MuonAdamW", "AdamW"])
+PLAN = {"gpt.blocks.*.mlp.0": "column", "gpt.blocks.*.mlp.2": "row"}
+
+
+@pytest.mark.parametrize(("strategy", "options"), [("fsdp", {}), ("tensor", {"plan": PLAN})])
+def test_matrices_that_ranks_divide_are_stepped_as_in_one_process(
+    pool: WorkerPool, strategy: str, options: dict[str, Any]
+) -> None:
+    given: dict[str, Any] = {"samples": 20}
+    reference, _ = pool.run(fit, 1, 2, init=False, **given)[0]
+    replicas = 2 if strategy == "fsdp" else 1
+    reports = [report for report, _ in pool.run(fit, 2, 2, strategy, options, replicas, init=False, **given)]
+    assert largest_difference(joined(reports, "weights"), reference.weights) < EXACT

@@ -1,0 +1,130 @@
+"""Sends parts of divided parameters to the ranks that own them, and back.
+
+Which part of the whole a rank holds is described by boxes (:mod:`~lightning_parallel.checkpoint.slices`), so that one
+way does for tensor shards, for fully sharded parameters, and for both at once. Several tensors travel in one message,
+from each rank of the group to each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_parallel.checkpoint.slices import Slices, boxes_of
+from lightning_parallel.ranks.collectives import gather_objects, guarded
+from lightning_parallel.ranks.local_model import LocalModel, local_part
+
+_MESSAGE = 2**27  # bytes of whole tensors that travel together
+
+Place = tuple[slice, ...]  # of a box in the whole
+
+
+class Division:
+    """How the ranks of a ``group`` divide parameters between them, and which of them owns which. They make it together.
+
+    Args:
+        local: what this rank holds of the model.
+        names: of the parameters, in one order on all ranks.
+        device: where the ranks of the group meet.
+
+    Attributes:
+        here: by name, does this rank own it? The ranks own about as much each.
+    """
+
+    def __init__(self, local: LocalModel, names: Sequence[str], group: dist.ProcessGroup, device: torch.device) -> None:
+        self._local, self.group, self._device = local, group, device
+        self._rank, ranks = group.rank(), range(group.size())
+        self._shapes = {n: local.shards[n].shape if n in local.shards else local.parameters[n].shape for n in names}
+        self._owner: dict[str, int] = {}
+        load = [0] * len(ranks)
+        for name in sorted(names, key=lambda name: -torch.Size(self._shapes[name]).numel()):
+            self._owner[name] = owner = min(ranks, key=load.__getitem__)
+            load[owner] += torch.Size(self._shapes[name]).numel()
+        self.here = {name: owner == self._rank for name, owner in self._owner.items()}
+        own = {name: [_place(at, box) for at, box in self._boxes(name, local.parameters[name])] for name in names}
+        self._places: list[dict[str, list[Place]]] = gather_objects(own, group)  # by rank
+        # Of parameters that are whole along an axis several ranks have one box: the first of them sends it.
+        self._sent = [
+            {name: [place not in _of_lower(self._places[:rank], name) for place in each[name]] for name in names}
+            for rank, each in enumerate(self._places)
+        ]
+
+    # -- messages ------------------------------------------------------------------------------------------------
+
+    def _boxes(self, name: str, tensor: Tensor) -> list[tuple[Sequence[int], Tensor]]:
+        """This rank's part of a parameter, or of something alike, as boxes of the whole."""
+        shard = self._local.shards.get(name)
+        return boxes_of(tensor if shard is None else Slices(tensor, shard))
+
+    def gathered(self, parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The whole tensors, by the parameters' names, on their owners. All ranks pass their parts."""
+        wholes = {
+            name: torch.empty(self._shapes[name], dtype=part.dtype, device=local_part(part).device)
+            for name, part in parts.items()
+            if self.here[name]
+        }
+        for bucket in self._buckets(parts):
+            out: list[list[Tensor]] = [[] for _ in self._places]
+            for name in bucket:
+                boxes = zip(self._boxes(name, parts[name]), self._sent[self._rank][name], strict=True)
+                out[self._owner[name]] += [box for (_, box), is_sent in boxes if is_sent]
+            into = [
+                [
+                    wholes[name][place]
+                    for name in bucket
+                    if self.here[name]
+                    for place, is_sent in zip(places[name], sent[name], strict=True)
+                    if is_sent
+                ]
+                for places, sent in zip(self._places, self._sent, strict=True)
+            ]
+            self._exchange(out, into, parts[bucket[0]].dtype)
+        return wholes
+
+    @torch.no_grad()
+    def fill(self, parts: Mapping[str, Tensor], wholes: Mapping[str, Tensor]) -> None:
+        """Fill all ranks' parts from the owners' wholes, by the parameters' names. All ranks call it."""
+        for bucket in self._buckets(parts):
+            owned = [name for name in bucket if self.here[name]]
+            out = [[wholes[n][place].detach() for n in owned for place in each[n]] for each in self._places]
+            into: list[list[Tensor]] = [[] for _ in self._places]
+            for name in bucket:
+                into[self._owner[name]] += [box for _, box in self._boxes(name, parts[name])]
+            self._exchange(out, into, parts[bucket[0]].dtype)
+
+    def _buckets(self, parts: Mapping[str, Tensor]) -> Iterator[list[str]]:
+        """The names in their order, in lists that make one message; each list is of one dtype."""
+        bucket: list[str] = []
+        size = 0
+        for name, part in parts.items():
+            nbytes = torch.Size(self._shapes[name]).numel() * part.dtype.itemsize
+            if bucket and (size + nbytes > _MESSAGE or part.dtype != parts[bucket[0]].dtype):
+                yield bucket
+                bucket, size = [], 0
+            bucket.append(name)
+            size += nbytes
+        if bucket:
+            yield bucket
+
+    def _exchange(self, out: list[list[Tensor]], into: list[list[Tensor]], dtype: torch.dtype) -> None:
+        """Send boxes to each rank of the group, and fill those ``into`` which each sends."""
+        lengths = [box.numel() for box in chain(*into)]
+        received = torch.empty(sum(lengths), dtype=dtype, device=self._device)
+        flat = [box.reshape(-1).to(self._device) for box in chain(*out)]
+        message = torch.cat(flat) if flat else received.new_empty(0)
+        counts = [[sum(box.numel() for box in boxes) for boxes in each] for each in (into, out)]
+        guarded(dist.all_to_all_single, received, message, *counts, group=self.group)
+        for box, values in zip(chain(*into), received.split(lengths), strict=True):
+            box.copy_(values.view(box.shape))
+
+
+def _place(at: Sequence[int], box: Tensor) -> Place:
+    return tuple(slice(start, start + size) for start, size in zip(at, box.shape, strict=True))
+
+
+def _of_lower(ranks: Iterable[Mapping[str, list[Place]]], name: str) -> list[Place]:
+    return [place for each in ranks for place in each[name]]

@@ -1,0 +1,212 @@
+"""Lets optimizers that treat a parameter as a whole (Muon, LAMB, Shampoo) step parameters that ranks have divided.
+
+Each divided parameter has an owner, one of the ranks that share it. In an update, between the user's closure and the
+optimizer's arithmetic, each owner gets the whole gradients of what it owns, and afterwards sends the parts back::
+
+    rank 0                                          rank 1 owns a
+    a's first half's gradient    ------------->     a's gradient
+                                                    the user's optimizer steps a
+    a's first half               <-------------     a
+
+The optimizer object is the user's. While it steps, its groups have the whole parameters that this rank owns in the
+place of the parts, and nothing of those that others own. All else (clipping, schedulers, hooks) sees parts, as ever.
+
+An owner keeps the whole parameters, so that an update sends twice the divided parameters at most. Ranks compare digests
+of their parts before each update: where other code has written to one, the owner gets it again. The state of an owned
+parameter is the whole one's. Between updates it lies under the part, where ``optimizer.state_dict()`` finds it.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from types import MethodType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from lightning_parallel.optimizers.division import Division
+from lightning_parallel.ranks.collectives import gather_objects, highest
+from lightning_parallel.ranks.local_model import LocalModel, local_part
+from lightning_parallel.ranks.writes import digest
+
+
+def names_to_own(
+    optimizers: Sequence[Optimizer], groups: Sequence[set[int]], local: LocalModel, group: dist.ProcessGroup
+) -> list[str]:
+    """The divided parameters in some groups of the optimizers, given by the groups' indices. All ranks of the ``group``
+    get the same, if one of them has found a group."""
+    every = [
+        (params["params"], index in found)
+        for optimizer, found in zip(optimizers, groups, strict=True)
+        for index, params in enumerate(optimizer.param_groups)
+    ]
+    agreed = highest(group, *(int(found) for _, found in every))
+    chosen = {id(p) for (params, _), found in zip(every, agreed, strict=True) if found for p in params}
+    return [
+        name
+        for name, p in local.parameters.items()
+        if id(p) in chosen and (name in local.shards or isinstance(p, DTensor))
+    ]
+
+
+class Owners:
+    """Lets optimizers step the parameters of a ``division`` on their owners. ``local`` is what this rank holds."""
+
+    def __init__(self, local: LocalModel, division: Division) -> None:
+        self._local, self._division = local, division
+        self._parts = {name: local.parameters[name] for name in division.here}
+        self._wholes: dict[str, nn.Parameter] = {}  # of those that this rank owns
+        self._digests: dict[str, int] = {}  # of this rank's parts, after the last update
+
+    def install(self, optimizers: Sequence[Optimizer]) -> Callable[[], None]:
+        """Let the optimizers' ``step`` see whole parameters. Returns a function that undoes this.
+
+        Raises:
+            ValueError: an optimizer has a state for a part, and of which part of the whole isn't known.
+        """
+        known = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
+        undo = ExitStack()
+        parts = set(map(id, self._parts.values()))
+        for optimizer in optimizers:
+            if not any(id(p) in parts for group in optimizer.param_groups for p in group["params"]):
+                continue
+            self._take_state(optimizer)
+            undo.callback(_put_back, optimizer, vars(optimizer).get("step"))
+            # A method, since schedulers take it for one.
+            optimizer.step = MethodType(self._around(optimizer.step, known), optimizer)  # type: ignore[method-assign]
+        return undo.close
+
+    def _take_state(self, optimizer: Optimizer) -> None:
+        """Make the state whole that an optimizer has for parts before its first step, on the owners."""
+        states = {name: optimizer.state.get(part, {}) for name, part in self._parts.items()}
+        own = [(key, name) for name, state in states.items() for key in state if self._is_like_part(name, state[key])]
+        # Of an earlier fit only the owners have states, of any shape.
+        found = set(own).intersection(*gather_objects(own, self._division.group))
+        for key in dict.fromkeys(key for key, _ in own):
+            values = {name: state[key] for name, state in states.items() if (key, name) in found}
+            for name, whole in self._division.gathered(values).items():
+                states[name][key] = whole
+        for name, is_here in self._division.here.items():
+            state = {} if is_here else optimizer.state.pop(self._parts[name], {})
+            for key, value in state.items():
+                if isinstance(value, Tensor) and value.numel() > 1 and (key, name) not in found:
+                    raise ValueError(
+                        f"{type(optimizer).__name__} treats '{name}' as a whole, and before its first step keeps "
+                        f"{key!r} of shape {tuple(value.shape)} for this rank's part of it. Let it make its state in "
+                        f"its first step, as torch's optimizers do, or use strategy='ddp'."
+                    )
+
+    def _is_like_part(self, name: str, value: Any) -> bool:
+        part = self._parts[name]
+        is_of_shard = isinstance(value, Tensor) and name in self._local.shards and value.shape == part.shape
+        return is_of_shard or isinstance(value, DTensor)
+
+    def _around(self, step: Callable[..., Any], known: set[int]) -> Callable[..., Any]:
+        @functools.wraps(step)  # with a scheduler's marks
+        def stepped(optimizer: Optimizer, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
+            if closure is not None:
+                with torch.enable_grad():
+                    kwargs["closure"] = only_once(closure())
+            with self._stepped_whole(optimizer, known):
+                return step(**kwargs)
+
+        return stepped
+
+    # -- an update -----------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _stepped_whole(self, optimizer: Optimizer, known: set[int]) -> Iterator[None]:
+        """While an optimizer steps, give it the whole parameters that this rank owns; then send the parts to all."""
+        held: set[Tensor] = {p for group in optimizer.param_groups for p in group["params"]}
+        self._refuse_new(optimizer, [p for p in held if id(p) not in known])
+        owned = {name: part for name, part in self._parts.items() if part in held}
+        trained = {name: p for name, p in owned.items() if p.requires_grad}
+        if trained:
+            self._bring(trained)
+        wholes: dict[Tensor, Tensor] = {
+            part: self._wholes[name] for name, part in trained.items() if self._division.here[name]
+        }
+        hidden = set(owned.values()) - wholes.keys()
+        lists = [group["params"] for group in optimizer.param_groups]
+        for group, parts in zip(optimizer.param_groups, lists, strict=True):
+            group["params"] = [wholes.get(p, p) for p in parts if p not in hidden]
+        # The wholes have the states of their parts. Of a frozen part there is no whole, since nothing steps it.
+        state = optimizer.state
+        apart: dict[Tensor, Any] = {part: state.pop(part) for part in owned.values() if part in state}
+        state.update((wholes[part], values) for part, values in apart.items() if part in wholes)
+        try:
+            yield
+        finally:
+            state.update(apart)
+            state.update((part, state.pop(whole)) for part, whole in wholes.items() if whole in state)
+            for group, parts in zip(optimizer.param_groups, lists, strict=True):
+                group["params"] = parts
+            for whole in wholes.values():
+                whole.grad = None
+        if trained:
+            self._division.fill(trained, self._wholes)
+            self._digests.update(_digests(trained))
+
+    @torch.no_grad()
+    def _bring(self, parts: Mapping[str, nn.Parameter]) -> None:
+        """Give the owners the whole gradients, and whole parameters where these have been written to."""
+        count, digests = len(parts), _digests(parts)
+        has_gradient = [int(part.grad is not None) for part in parts.values()]
+        has_changed = [int(digests[name] != self._digests.get(name)) for name in parts]
+        flags = highest(self._division.group, *has_gradient, *has_changed)
+        stale = {name: part for (name, part), flag in zip(parts.items(), flags[count:], strict=True) if flag}
+        for name, whole in self._division.gathered(stale).items():
+            if name in self._wholes:
+                self._wholes[name].copy_(whole)
+            else:
+                self._wholes[name] = nn.Parameter(whole)
+                vars(self._wholes[name]).update(vars(parts[name]))  # what the user has noted on it
+        given = [(name, part) for (name, part), flag in zip(parts.items(), flags, strict=False) if flag]
+        gradients = {name: torch.zeros_like(part) if part.grad is None else part.grad for name, part in given}
+        for name, gradient in self._division.gathered(gradients).items():
+            self._wholes[name].grad = gradient
+
+    # -- refusals ------------------------------------------------------------------------------------------------
+
+    def _refuse_new(self, optimizer: Optimizer, new: Iterable[Tensor]) -> None:
+        for part in new:
+            name = self._local.names.get(id(part), "")
+            if name in self._local.shards or isinstance(part, DTensor):
+                raise RuntimeError(
+                    f"{type(optimizer).__name__} got '{name}' after training had begun. It treats parameters as whole "
+                    f"ones, and ranks have parts. Give configure_optimizers all parameters, frozen ones too, and "
+                    f"unfreeze them during training."
+                )
+
+
+def only_once(result: Any) -> Callable[[], Any]:
+    """A closure that returns a result, for an optimizer that calls it once.
+
+    Raises:
+        RuntimeError: at the second call.
+    """
+    results = [result]
+
+    def closure() -> Any:
+        if not results:
+            raise RuntimeError("The optimizer calls its closure twice in a step, and its gradients are of the first.")
+        return results.pop()
+
+    return closure
+
+
+def _put_back(optimizer: Optimizer, before: Any) -> None:
+    vars(optimizer).pop("step", None)
+    if before is not None:
+        optimizer.step = before  # type: ignore[method-assign]
+
+
+def _digests(parts: Mapping[str, Tensor]) -> dict[str, int]:
+    found = torch.stack([digest(local_part(part)) for part in parts.values()])  # one read for all
+    return dict(zip(parts, found.tolist(), strict=True))

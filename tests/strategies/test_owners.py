@@ -1,0 +1,327 @@
+"""Optimizers that treat a parameter as a whole, where ranks divide parameters: with the numbers of one process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch.callbacks import Callback
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn import functional as F
+from torch.optim import Optimizer
+
+from lightning_parallel.ranks.local_model import local_part
+from tests import optimizers
+from tests.pool import WorkerPool
+from tests.strategies.failures import LIMIT, assert_refused
+from tests.strategies.harness import Report, complete, here, joined, largest_difference, make_trainer, spoil, train
+from tests.strategies.models import BATCH, LeNet
+from tests.thorough import thorough
+
+LONG = 900.0  # seconds for a table
+EXACT = 1e-10  # float64, after twelve updates
+PLAN = {"blocks.*.up": "column", "blocks.*.down": "row", "head": "column_gather"}
+STAGES = {"stages": 2, "microbatches": 2}
+FULLY = {"data_parallel_kind": "fully_shard"}
+LAYOUTS: dict[str, tuple[int, str, dict[str, Any]]] = {
+    "tensor": (2, "tensor", {}),
+    "tensor x data": (4, "tensor", {"tensor_parallel": 2, "data_parallel": 2}),
+    "fully sharded": (2, "fsdp", {}),
+    "stages x tensor": (4, "sync", {**STAGES, "tensor_parallel": 2}),
+    "stages x fully sharded": (4, "sync", {**STAGES, "data_parallel": 2, **FULLY}),
+    "fully sharded x tensor": (
+        4,
+        "sync",
+        {"stages": 1, "data_parallel": 2, "tensor_parallel": 2, "microbatches": 2, **FULLY},
+    ),
+    "late stages x tensor": (4, "async", {**STAGES, "tensor_parallel": 2}),
+}
+SAMPLES = 20  # the last batch of 4 is shared, too
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(25, 15), nn.Linear(15, 25)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+class Net(LeNet):
+    """Ranks divide matrices and vectors unequally, and leave others whole; one frozen, one unused."""
+
+    def build(self) -> None:
+        self.scale = nn.Parameter(torch.linspace(0.5, 1.5, 25))
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.head = nn.Linear(25, 10)
+        self.unused = nn.Parameter(torch.ones(3, 2))
+        self.blocks[1].up.weight.requires_grad_(False)
+
+    def loss(self, batch: Any) -> Tensor:
+        x = batch[0].flatten(1)[:, :25] * self.scale
+        for block in self.blocks:
+            x = block(x)
+        return F.cross_entropy(self.head(x), batch[1])
+
+    def configure_tensor_parallel(self) -> dict[str, str]:
+        return PLAN
+
+
+ELEMENTWISE = [
+    "SGD", "Adam", "AdamW", "Adagrad", "RMSprop", "Adadelta", "Adamax", "NAdam", "RAdam", "ASGD", "Rprop", "Lion",
+    "Adan", "ScheduleFree",
+]  # fmt: skip
+BY_PARAMETER = [
+    "Muon", "Adafactor", "LARS", "LAMB", "HostLAMB", "Factored", "Shampoo", "Kronecker", "SOAP", "FloorSGD",
+    "Lookahead",
+]  # fmt: skip
+MOST = ["Muon", "LAMB", "Kronecker", "Lookahead"]
+BY_ALL = ["Prodigy", "SAM"]
+
+
+def made(kind: str, parameters: list[nn.Parameter]) -> Optimizer:
+    """In two groups, of which the first decays."""
+    groups: list[dict[str, Any]] = [{"params": parameters[::2], "weight_decay": 0.1}, {"params": parameters[1::2]}]
+    if kind == "Lookahead":
+        return optimizers.Lookahead(optimizers.LAMB(groups, lr=0.01))
+    if kind == "SAM":
+        return optimizers.SAM(groups, torch.optim.SGD, lr=0.01)
+    options = (
+        {"eps": 1e-4} if kind.startswith(("Ad", "NAd", "RAd", "RMS")) and kind not in ("Adafactor", "Adan") else {}
+    )
+    optimizer: Optimizer = (getattr(optimizers, kind, None) or getattr(torch.optim, kind))(groups, lr=0.01, **options)
+    if kind == "ScheduleFree":
+        optimizer.train()  # type: ignore[attr-defined]
+    return optimizer
+
+
+def by(kind: str) -> type[Net]:
+    """The model with another optimizer, whose rate falls."""
+
+    def configure_optimizers(self: Net) -> Any:
+        optimizer = made(kind, [p for p in self.parameters() if p.ndim == 2 or kind != "Muon"])
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.8)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+    return type(f"{kind}Net", (Net,), {"configure_optimizers": configure_optimizers})
+
+
+def fit(kind: str, layout: str | None, options: Any = None, replicas: int = 1, **kwargs: Any) -> Report:
+    """Twelve updates."""
+    size = BATCH // replicas
+    given = {"max_epochs": 4, "gradient_clip_val": 0.5, "batch_size": size, "samples": SAMPLES, **kwargs}
+    return train(by(kind), layout or "single", options, **given)
+
+
+def fits(kinds: list[str], *args: Any, **kwargs: Any) -> list[Report]:
+    return [fit(kind, *args, **kwargs) for kind in kinds]
+
+
+def replicas_of(layout: str) -> int:
+    return 2 if "data" in layout or "fully" in layout else 1
+
+
+def assert_as_in_one_process(pool: WorkerPool, layout: str, kinds: list[str], **given: Any) -> None:
+    ranks, strategy, options = LAYOUTS[layout]
+    reference: tuple[Any, ...] = (1, kinds, "single")
+    if strategy == "async":  # late gradients, which stages clip apart: as without a division
+        reference = (2, kinds, strategy, STAGES)
+    expected = zip(*pool.run(fits, *reference, init=False, timeout=LONG, **given), strict=True)
+    reports = zip(
+        *pool.run(fits, ranks, kinds, strategy, options, replicas_of(layout), init=False, timeout=LONG, **given),
+        strict=True,
+    )
+    for kind, own, others in zip(kinds, reports, expected, strict=True):
+        weights = joined(list(others), "weights")
+        assert largest_difference(joined(list(own), "weights"), weights) < EXACT, kind
+        assert not torch.equal(weights["head.weight"], Net().double().head.weight), f"{kind} trains"
+
+
+@pytest.mark.parametrize(("layout", "kinds"), [
+    *((layout, MOST) for layout in LAYOUTS), ("fully sharded", ["Rprop"]),
+    *thorough(*((layout, [*BY_PARAMETER, *ELEMENTWISE]) for layout in LAYOUTS)),
+], ids=lambda value: value if isinstance(value, str) else str(len(value)))  # fmt: skip
+def test_an_optimizer_is_that_of_one_process(pool: WorkerPool, layout: str, kinds: list[str]) -> None:
+    assert_as_in_one_process(pool, layout, kinds)
+
+
+@pytest.mark.parametrize("kind", BY_ALL)
+@pytest.mark.parametrize("layout", ["tensor", *thorough(*(layout for layout in LAYOUTS if layout != "tensor"))])
+def test_others_are_refused_before_training(pool: WorkerPool, layout: str, kind: str) -> None:
+    ranks, strategy, options = LAYOUTS[layout]
+    args = (kind, strategy, options, replicas_of(layout))
+    failures = pool.run(fit, ranks, *args, init=False, expect_errors=True, timeout=LIMIT)
+    assert_refused(failures, "ValueError", [kind, "AdamW"])
+
+
+# -- an update ---------------------------------------------------------------------------------------------------
+
+
+class Writes(Callback):
+    """Writes to parameters by hooks, past autograd, as WGAN's clipping does; looks at the optimizer between updates."""
+
+    def on_train_batch_start(self, trainer: L.Trainer, module: L.LightningModule, *args: Any) -> None:
+        for parameter in module.parameters() if trainer.global_step % 2 else ():
+            parameter.data.clamp_(-0.1, 0.1)
+
+    def on_train_batch_end(self, trainer: L.Trainer, module: L.LightningModule, *args: Any) -> None:
+        held = {id(p) for group in trainer.optimizers[0].param_groups for p in group["params"]}
+        assert held <= {id(p) for p in module.parameters()}
+        trainer.optimizers[0].state_dict()
+
+
+def fit_and_write(*args: Any, **kwargs: Any) -> list[Report]:
+    return [fit("Kronecker", *args, callbacks=[Writes()], **kwargs)]
+
+
+@pytest.mark.parametrize("layout", ["tensor", "fully sharded"])
+def test_what_hooks_write_to_parameters_reaches_their_owners(pool: WorkerPool, layout: str) -> None:
+    ranks, strategy, options = LAYOUTS[layout]
+    ((expected,),) = pool.run(fit_and_write, 1, "single", init=False)
+    reports = pool.run(fit_and_write, ranks, strategy, options, replicas_of(layout), init=False)
+    assert largest_difference(joined([own for (own,) in reports], "weights"), expected.weights) < EXACT
+
+
+@pytest.mark.parametrize("layout", ["tensor", "fully sharded", "stages x tensor"])
+def test_batches_are_accumulated_for_owners(pool: WorkerPool, layout: str) -> None:
+    assert_as_in_one_process(pool, layout, ["Muon", "LAMB"], accumulate_grad_batches=2)
+
+
+def sent_in_updates(strategy: str, options: dict[str, Any], replicas: int) -> tuple[list[int], int]:
+    """The bytes that this rank sends to others for owners, message by message, and those of its divided parameters."""
+    sent: list[int] = []
+    send = dist.all_to_all_single
+
+    def counting(output: Tensor, message: Tensor, into: list[int], out: list[int], group: Any) -> None:
+        own = out[group.rank()]
+        sent.append((message.numel() - own) * message.element_size())
+        send(output, message, into, out, group=group)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "all_to_all_single", counting)
+        module = by("Kronecker")()
+        trainer = make_trainer(strategy, [], options, max_epochs=2)
+        share = trainer.distributed_sampler_kwargs if replicas > 1 else None
+        trainer.fit(module, module.loader(False, BATCH // replicas, SAMPLES, share))
+    shards = trainer.strategy.local_model.shards  # type: ignore[attr-defined]
+    divided = [p for name, p in module.named_parameters() if name in shards or isinstance(p, DTensor)]
+    return sent, sum(local_part(p).nbytes for p in divided if p.requires_grad)
+
+
+@pytest.mark.parametrize("layout", ["tensor", "fully sharded", "fully sharded x tensor"])
+def test_an_update_sends_no_more_than_twice_the_parameters(pool: WorkerPool, layout: str) -> None:
+    ranks, strategy, options = LAYOUTS[layout]
+    found = pool.run(sent_in_updates, ranks, strategy, options, replicas_of(layout), init=False)
+    sent = [sum(numbers) for numbers in zip(*(messages for messages, _ in found), strict=True)]  # by all ranks
+    assert len(sent) == 3 + 5 * 2  # parameters once; then gradients, and parts
+    assert all(0 < number <= sum(nbytes for _, nbytes in found) for number in sent)
+
+
+class Adds(Callback):
+    """Gives the optimizer a parameter while it trains."""
+
+    def on_train_epoch_start(self, trainer: L.Trainer, module: Any) -> None:
+        if trainer.current_epoch == 1:
+            module.blocks[2].up.weight.requires_grad_(True)
+            trainer.optimizers[0].add_param_group({"params": [module.blocks[2].up.weight]})
+
+
+class Later(Net):
+    def configure_optimizers(self) -> Any:
+        self.blocks[2].up.weight.requires_grad_(False)
+        return optimizers.LAMB([p for p in self.parameters() if p is not self.blocks[2].up.weight])
+
+
+def fit_later() -> None:
+    make_trainer("tensor", [Adds()], {}).fit(Later(), Later.loader())
+
+
+def test_a_parameter_that_comes_later_is_refused(pool: WorkerPool) -> None:
+    failures = pool.run(fit_later, 2, init=False, expect_errors=True, timeout=LIMIT)
+    assert_refused(failures, "RuntimeError", ["LAMB", "'blocks.2.up.weight'", "configure_optimizers"])
+
+
+class Unfreezes(Callback):
+    def on_train_epoch_start(self, trainer: L.Trainer, module: Any) -> None:
+        module.blocks[1].up.weight.requires_grad_(trainer.current_epoch > 0)
+
+
+def fit_unfreezing(*args: Any, **kwargs: Any) -> list[Report]:
+    return [fit("Lookahead", *args, callbacks=[Unfreezes()], **kwargs)]
+
+
+def test_a_frozen_parameter_may_be_trained_later(pool: WorkerPool) -> None:
+    ((expected,),) = pool.run(fit_unfreezing, 1, "single", init=False)
+    reports = pool.run(fit_unfreezing, 2, "tensor", init=False)
+    assert largest_difference(joined([own for (own,) in reports], "weights"), expected.weights) < EXACT
+
+
+class MadeWithTheModule(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.made = optimizers.Kronecker(self.parameters())
+
+    def configure_optimizers(self) -> Any:
+        return self.made
+
+
+def fit_twice(strategy: str, replicas: int = 1) -> dict[str, Tensor]:
+    """The optimizer of the second fit has a state."""
+    torch.set_default_dtype(torch.float64)
+    module, trainer = MadeWithTheModule(), make_trainer(strategy, [], {}, max_epochs=1)
+    share = trainer.distributed_sampler_kwargs if replicas > 1 else None
+    for epochs in (1, 2):
+        trainer.fit_loop.max_epochs = epochs
+        trainer.fit(module, module.loader(False, BATCH // replicas, SAMPLES, share))
+    return {name: complete(p.detach()) for name, p in here(module).items()}
+
+
+def test_a_second_fit_goes_on_with_the_state_of_the_first(pool: WorkerPool) -> None:
+    (single,) = pool.run(fit_twice, 1, "single", init=False)
+    for weights in pool.run(fit_twice, 2, "fsdp", 2, init=False):
+        assert largest_difference(weights, single) < EXACT
+    divided = pool.run(fit_twice, 2, "tensor", init=False)
+    assert largest_difference(*({"scale": each["scale"]} for each in (divided[0], single))) < EXACT
+
+
+# -- checkpoints -------------------------------------------------------------------------------------------------
+
+
+def go_on(
+    kind: str, layout: str | None, epochs: int, read: Path | None, write: Path, as_file: bool
+) -> dict[str, Tensor]:
+    """Train on from a checkpoint up to some epochs, and save. The weights of this rank."""
+    torch.set_default_dtype(torch.float64)
+    _, strategy, options = LAYOUTS[layout] if layout else (1, "single", {})
+    if layout:
+        options = {**options, "checkpoint": "file" if as_file else "directory"}
+    module, trainer = by(kind)(), make_trainer(strategy, [], options, max_epochs=epochs, gradient_clip_val=0.5)
+    replicas = replicas_of(layout or "")
+    share = trainer.distributed_sampler_kwargs if replicas > 1 else None
+    if read is not None:
+        spoil(module)
+    trainer.fit(module, module.loader(False, BATCH // replicas, SAMPLES, share), ckpt_path=read)
+    trainer.save_checkpoint(write)
+    return {name: complete(p.detach()) for name, p in here(module).items()}
+
+
+@pytest.mark.parametrize("kind", ["Muon", "LAMB"])
+@pytest.mark.parametrize("legs", [
+    [None, "tensor", "tensor", None],
+    [None, "fully sharded", "fully sharded", None],
+    ["tensor", "fully sharded x tensor", "stages x fully sharded", "stages x tensor", None],
+], ids=lambda legs: " > ".join(leg or "one" for leg in legs))  # fmt: skip
+def test_state_goes_from_layout_to_layout(pool: WorkerPool, tmp_path: Path, kind: str, legs: list[str | None]) -> None:
+    (expected,) = pool.run(go_on, 1, kind, None, len(legs), None, tmp_path / "whole", False, init=False)
+    read = None
+    for epochs, (layout, following) in enumerate(zip(legs, [*legs[1:], None], strict=True), 1):
+        ranks, write = LAYOUTS[layout][0] if layout else 1, tmp_path / str(epochs)
+        found, *_ = pool.run(go_on, ranks, kind, layout, epochs, read, write, following is None, init=False)
+        read = write
+    assert largest_difference(found, expected) < EXACT
