@@ -37,16 +37,21 @@ from lightning_parallel.ranks.writes import digest
 
 
 def names_to_own(
-    optimizers: Sequence[Optimizer], groups: Sequence[set[int]], local: LocalModel, group: dist.ProcessGroup
+    optimizers: Sequence[Optimizer],
+    groups: Sequence[set[int]],
+    local: LocalModel,
+    along: Iterable[dist.ProcessGroup],
 ) -> list[str]:
-    """The divided parameters in some groups of the optimizers, given by the groups' indices. All ranks of the ``group``
-    get the same, if one of them has found a group."""
+    """The divided parameters in some groups of the optimizers, given by the groups' indices. All ranks along the axes
+    that divide them call it, and get the same, if one of them has found a group."""
     every = [
         (params["params"], index in found)
         for optimizer, found in zip(optimizers, groups, strict=True)
         for index, params in enumerate(optimizer.param_groups)
     ]
-    agreed = highest(group, *(int(found) for _, found in every))
+    agreed = [int(found) for _, found in every]
+    for axis in along:
+        agreed = highest(axis, *agreed)
     chosen = {id(p) for (params, _), found in zip(every, agreed, strict=True) if found for p in params}
     return [
         name
