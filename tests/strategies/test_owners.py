@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from torch.optim import Optimizer
 
+from lightning_parallel.optimizers.owners import only_once
 from lightning_parallel.ranks.local_model import local_part
 from tests import optimizers
 from tests.pool import WorkerPool
@@ -144,7 +145,7 @@ def assert_as_in_one_process(pool: WorkerPool, layout: str, kinds: list[str], **
 
 
 @pytest.mark.parametrize(("layout", "kinds"), [
-    *((layout, MOST) for layout in LAYOUTS), ("fully sharded", ["Rprop"]),
+    *((layout, MOST) for layout in LAYOUTS), ("fully sharded", ["Rprop", "Prodigy"]),
     *thorough(*((layout, [*BY_PARAMETER, *ELEMENTWISE]) for layout in LAYOUTS)),
 ], ids=lambda value: value if isinstance(value, str) else str(len(value)))  # fmt: skip
 def test_an_optimizer_is_that_of_one_process(pool: WorkerPool, layout: str, kinds: list[str]) -> None:
@@ -152,7 +153,9 @@ def test_an_optimizer_is_that_of_one_process(pool: WorkerPool, layout: str, kind
 
 
 @pytest.mark.parametrize("kind", BY_ALL)
-@pytest.mark.parametrize("layout", ["tensor", *thorough(*(layout for layout in LAYOUTS if layout != "tensor"))])
+@pytest.mark.parametrize(
+    "layout", ["tensor", *thorough(*(layout for layout in LAYOUTS if layout not in ("tensor", "fully sharded")))]
+)
 def test_others_are_refused_before_training(pool: WorkerPool, layout: str, kind: str) -> None:
     ranks, strategy, options = LAYOUTS[layout]
     args = (kind, strategy, options, replicas_of(layout))
@@ -193,14 +196,17 @@ def test_batches_are_accumulated_for_owners(pool: WorkerPool, layout: str) -> No
     assert_as_in_one_process(pool, layout, ["Muon", "LAMB"], accumulate_grad_batches=2)
 
 
-def sent_in_updates(strategy: str, options: dict[str, Any], replicas: int) -> tuple[list[int], int]:
-    """The bytes that this rank sends to others for owners, message by message, and those of its divided parameters."""
+def sent_in_updates(strategy: str, options: dict[str, Any], replicas: int) -> tuple[list[int], list[int], int, int]:
+    """The bytes that this rank sends to others for owners, message by message; the same with what it keeps; the bytes
+    of its parts of divided parameters, and of the whole ones."""
     sent: list[int] = []
+    all_bytes: list[int] = []
     send = dist.all_to_all_single
 
     def counting(output: Tensor, message: Tensor, into: list[int], out: list[int], group: Any) -> None:
         own = out[group.rank()]
         sent.append((message.numel() - own) * message.element_size())
+        all_bytes.append(message.nbytes)
         send(output, message, into, out, group=group)
 
     with pytest.MonkeyPatch.context() as patch:
@@ -211,17 +217,29 @@ def sent_in_updates(strategy: str, options: dict[str, Any], replicas: int) -> tu
         trainer.fit(module, module.loader(False, BATCH // replicas, SAMPLES, share))
     assert not hasattr(trainer.optimizers[0].step, "__self__"), "its scheduler's again"
     shards = trainer.strategy.local_model.shards  # type: ignore[attr-defined]
-    divided = [p for name, p in module.named_parameters() if name in shards or isinstance(p, DTensor)]
-    return sent, sum(local_part(p).nbytes for p in divided if p.requires_grad)
+    trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
+    divided = {name: p for name, p in trained.items() if name in shards or isinstance(p, DTensor)}
+    shapes = {name: shards[name].shape if name in shards else p.shape for name, p in divided.items()}
+    whole = sum(torch.Size(shapes[name]).numel() * p.element_size() for name, p in divided.items())
+    return sent, all_bytes, sum(local_part(p).nbytes for p in divided.values()), whole
 
 
 @pytest.mark.parametrize("layout", ["tensor", "fully sharded", "fully sharded x tensor"])
 def test_an_update_sends_no_more_than_twice_the_parameters(pool: WorkerPool, layout: str) -> None:
     ranks, strategy, options = LAYOUTS[layout]
     found = pool.run(sent_in_updates, ranks, strategy, options, replicas_of(layout), init=False)
-    sent = [sum(numbers) for numbers in zip(*(messages for messages, _ in found), strict=True)]  # by all ranks
-    assert len(sent) == 3 + 5 * 2  # parameters once; then gradients, and parts
-    assert all(0 < number <= sum(nbytes for _, nbytes in found) for number in sent)
+    sent, all_bytes, parts, wholes = zip(*found, strict=True)
+    by_all = [sum(numbers) for numbers in zip(*sent, strict=True)]
+    assert len(by_all) == 3 + 5 * 2  # parameters once; then gradients, and parts
+    assert all(0 < number < sum(parts) for number in by_all)
+    assert sum(each[0] for each in all_bytes) == wholes[0]  # nothing twice, where several ranks have the same part
+
+
+def test_a_closure_is_not_called_twice() -> None:
+    closure = only_once(3.0)
+    assert closure() == 3.0
+    with pytest.raises(RuntimeError, match="twice"):
+        closure()
 
 
 class Adds(Callback):
