@@ -43,7 +43,7 @@ def fit(layout: str, callbacks: list[Callback], *, async_save: bool, epochs: int
 
 def saved(layout: str, folder: Path, kind: str) -> int:
     """Train with saves of a kind; from a GPU that only pretends. Returns how many threads have waited for it."""
-    gpu, boxes_of, threads = Gpu(), slices._boxes_of, set()
+    gpu, boxes_of, threads = Gpu(), slices.boxes_of, set()
 
     def current_stream(device: torch.device) -> Gpu:
         threads.add(threading.current_thread())
@@ -51,7 +51,7 @@ def saved(layout: str, folder: Path, kind: str) -> int:
 
     with pytest.MonkeyPatch.context() as patch:
         if kind == "from a GPU":
-            patch.setattr(slices, "_boxes_of", lambda x: [(at, OnGpu.of(part, gpu)) for at, part in boxes_of(x)])
+            patch.setattr(slices, "boxes_of", lambda x: [(at, OnGpu.of(part, gpu)) for at, part in boxes_of(x)])
             patch.setattr(torch.cuda, "current_stream", current_stream)
         keeper = ModelCheckpoint(folder, "{step}", save_top_k=-1, every_n_train_steps=2)
         fit(layout, [keeper], async_save=kind != "at once")
