@@ -76,7 +76,9 @@ def gradients_apart(leaves: Iterable[Tensor]) -> Iterator[None]:
     taken: set[int] = set()
     for leaf in first.values():
         gradient = leaf.grad
-        if type(gradient) is Tensor and gradient.layout is torch.strided:
+        if gradient is not None and gradient.layout is not torch.strided:
+            leaf.grad = gradient.clone()  # its values may lie where another gradient does
+        elif type(gradient) is Tensor:
             place = gradient.untyped_storage().data_ptr()
             if place in taken:
                 leaf.grad = gradient.clone()

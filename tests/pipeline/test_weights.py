@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from lightning_parallel.gradients.swapping import swap_gradients
 from lightning_parallel.losses.normaliser import BatchLoss
 from lightning_parallel.pipeline.staleness import Stashing
-from lightning_parallel.pipeline.weights import WeightVersions
+from lightning_parallel.pipeline.weights import WeightVersions, gradients_apart
 from lightning_parallel.private.torch import TorchDispatchMode
 from tests.pipeline.nets import LAYERS
 from tests.pipeline.versions import copies_held
@@ -562,3 +562,15 @@ def test_with_a_correction_parameters_move_once_not_at_every_update() -> None:
         addresses.append(training.parameters["layer.weight"].data_ptr())
     assert training.versions.updates == 6
     assert len(set(addresses)) == 2 and len(set(addresses[2:])) == 1  # leaves have memory of their own by then
+
+
+def test_first_gradients_have_memory_of_their_own_also_where_one_is_sparse() -> None:
+    """For one sample autograd gives a sparse gradient's values the memory of another leaf's gradient."""
+    embedding, bias = nn.Embedding(3, 2, sparse=True, dtype=torch.float64), nn.Parameter(torch.zeros(2).double())
+    for microbatch in range(3):
+        arrived = torch.zeros(1, 2, dtype=torch.float64, requires_grad=True)
+        output = (arrived + embedding(torch.tensor([microbatch])) + bias[None]) * 2
+        with gradients_apart([embedding.weight, bias]):
+            output.backward(torch.ones_like(output))
+    assert embedding.weight.grad is not None and bias.grad is not None
+    assert embedding.weight.grad.to_dense().tolist() == [[2.0, 2.0]] * 3 and bias.grad.tolist() == [6.0, 6.0]
