@@ -28,19 +28,20 @@ import torch
 from torch import Tensor
 
 
-def mix(*parts: int) -> int:
-    """A seed of 63 bits from integers (run, stage, batch, microbatch, ...). It differs if any of them does."""
+def mix(*parts: int | str) -> int:
+    """A seed of 63 bits from numbers and names (run, stage, batch, layer, ...). It differs if any of them does."""
     digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
 
-def next_seed() -> int:
+def next_seed(layer: str) -> int:
     """The seed for the generators after a layer, found before the layer runs or is found absent.
 
     It follows from the seed that torch's generator of the CPU got last. That is a part of its state, so a recomputation
-    of several layers (activation checkpointing), which starts from the same state, draws the same.
+    of several layers (activation checkpointing), which starts from the same state, draws the same. It follows from the
+    layer's name, too: a layer that calls another one is not followed by the seed that follows the inner one.
     """
-    return mix(torch.initial_seed())
+    return mix(torch.initial_seed(), layer)
 
 
 class TorchGenerators:

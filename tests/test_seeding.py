@@ -36,7 +36,7 @@ def test_a_layer_leaves_the_generator_at_the_same_seed_whatever_it_draws() -> No
     after = []
     for drawn in (0, 1, 1000):
         with GENERATORS.seeded(1):
-            seed = next_seed()
+            seed = next_seed("layer")
             torch.rand(drawn)  # the layer, or nothing where it is absent
             GENERATORS.seed(seed)
             after.append(torch.rand(3))
@@ -44,7 +44,7 @@ def test_a_layer_leaves_the_generator_at_the_same_seed_whatever_it_draws() -> No
     seeds = []
     with GENERATORS.seeded(1):
         for _ in range(100):
-            seeds.append(next_seed())
+            seeds.append(next_seed("layer"))
             GENERATORS.seed(seeds[-1])
     assert len(set(seeds)) == 100
 
@@ -52,11 +52,17 @@ def test_a_layer_leaves_the_generator_at_the_same_seed_whatever_it_draws() -> No
 def test_a_layer_that_runs_again_from_the_same_state_is_followed_by_the_same_seed() -> None:
     with GENERATORS.seeded(1):
         torch.rand(3)
-        state, seed = torch.get_rng_state(), next_seed()
+        state, seed = torch.get_rng_state(), next_seed("layer")
         GENERATORS.seed(seed)
-        assert next_seed() != seed
+        assert next_seed("layer") != seed
         torch.set_rng_state(state)
-        assert next_seed() == seed
+        assert next_seed("layer") == seed
+
+
+def test_a_layer_that_calls_another_one_is_followed_by_a_seed_of_its_own() -> None:
+    with GENERATORS.seeded(1):
+        after_outer, after_inner = next_seed("outer"), next_seed("inner")
+    assert after_outer != after_inner
 
 
 def draw() -> tuple[float, float]:

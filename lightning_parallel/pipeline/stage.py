@@ -222,7 +222,7 @@ class Stage:
         """Runs before the forward of a unit of this stage."""
         if self._pass is None and not self._in_backward:
             return
-        seed = next_seed()
+        seed = next_seed(name)
         absent = first_absent((args, kwargs))
         if self._in_backward and absent is not None:
             raise RuntimeError(
@@ -286,7 +286,7 @@ class Stage:
             return absent.answer(args, kwargs)
         if running.has_ended(name):
             raise LeaveStep
-        seed = next_seed()
+        seed = next_seed(name)
         call = running.called(name)
         if name in self._flow.transparent:
             with absent.without_values():
