@@ -13,7 +13,7 @@ from lightning_parallel.private.torch import add_all, clone_all, scale_all
 def alike(tensors: Sequence[Tensor], *others: Sequence[Any]) -> Iterator[list[Any]]:
     """Lists of one length, divided by the dtypes and devices of the tensors in the first."""
     kinds = [(tensor.dtype, tensor.device) for tensor in tensors]
-    for kind in set(kinds):
+    for kind in dict.fromkeys(kinds):  # in one order on all ranks
         if kinds.count(kind) == len(kinds):  # as nearly always
             yield [tensors, *others]
         else:

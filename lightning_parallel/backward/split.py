@@ -82,6 +82,7 @@ def begin_backward(
         view of it, to which the next gradient would be added. The reference makes the leaf take a copy."""
         shared.extend(g for g in given if g is not None and memory_is_shared(g))
 
+    assert now, "without a leaf to reach now, nothing would wait"
     first = [node for node in now if getattr(getattr(node, "variable", None), "grad", None) is None]
     handles = [node.register_prehook(keep_apart) for node in first]
     handles += [handle for uses in late for use in uses for handle in use.handles]

@@ -194,8 +194,9 @@ def norms_of(tensors: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
 def run_backward(
     edges: Sequence[GradientEdge], gradients: Sequence[Tensor], leaves: Sequence[GradientEdge] = ()
 ) -> None:
-    """``torch.autograd.backward`` from edges, for gradients of the right shapes: up to ``leaves``, or to all leaves.
-    torch's own compares shapes in Python, which takes longer than a small layer's backward; its engine does so too."""
+    """``torch.autograd.backward`` from edges: up to ``leaves``, or to all leaves. Gradients have to have their edges'
+    shapes. torch's own compares them, in Python, which takes longer than a small layer's backward. Its engine doesn't:
+    it sums what has been broadcast."""
     _engine_run_backward(
         tuple(edges), tuple(gradients), False, False, tuple(leaves), allow_unreachable=True, accumulate_grad=True
     )
