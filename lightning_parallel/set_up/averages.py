@@ -12,6 +12,7 @@ Averages are elementwise, so this rank's part is enough::
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -44,17 +45,17 @@ from lightning_parallel.ranks.run import Run
 
 class _Averages(nn.Module):
     """Stands for a copy of the module: it has a copy of what this rank holds, as plain tensors, under the names and in
-    the order of the module. It is empty until :meth:`fill` is called."""
+    the order of the module. It is empty until :meth:`_fill` is called."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
-        self.source = (module,)  # no child
-        self.held: dict[str, Tensor] = {}  # by the names of what this rank saves
+        # The module's children go beside these, by names such as "source". A reference isn't copied with a callback.
+        self._averaged = weakref.ref(module)
+        self._held: dict[str, Tensor] = {}  # by the names of what this rank saves
         self._dtypes = {name: each.dtype for name, each in named_tensors(module).items()}  # the run may convert it
 
-    def fill(self, local: LocalModel, device: torch.device) -> None:
+    def _fill(self, module: nn.Module, local: LocalModel, device: torch.device) -> None:
         """Copy what is here to the ``device``."""
-        (module,) = self.source
         copies: dict[int, Any] = {id(module): self}  # what is tied is copied once
         saved = nn.Module.state_dict(module, keep_vars=True)
 
@@ -74,7 +75,7 @@ class _Averages(nn.Module):
                 copy.register_parameter(key, copy_of(prefix + key, parameter))
             for key, buffer in _here(buffers_of(part)):
                 copy.register_buffer(key, copy_of(prefix + key, buffer), persistent=prefix + key in saved)
-        self.held = {name: copies[id(each)] for name, each in {**local.parameters, **local.buffers()}.items()}
+        self._held = {name: copies[id(each)] for name, each in {**local.parameters, **local.buffers()}.items()}
 
 
 class _Part:
@@ -131,14 +132,14 @@ def take_part(run: Run, local: LocalModel, strategy: str) -> tuple[Average | Non
     callback = found[0]
     together(None, lambda: _refuse(found, averages, run, local, strategy))
     assert isinstance(averages, _Averages)
-    if not averages.held:
-        averages.fill(local, device_of_averages(callback, run.device))
+    if not averages._held:
+        averages._fill(module, local, device_of_averages(callback, run.device))
     for owner, name in walks_over_both(callback):
         end.callback(replaced(owner, name, partial(_walk, getattr(owner, name), module)))
     end.callback(replaced(callback, "load_state_dict", partial(_load, callback, run.trainer, callback.load_state_dict)))
     leads = isinstance(callback, WeightAveraging)
     at = ("current_model_state",) if leads else ("callbacks", callback.state_key, "average_model_state")
-    return Average(averages, averages.held, at, leads), end
+    return Average(averages, averages._held, at, leads), end
 
 
 def _load(callback: Averaging, trainer: pl.Trainer, load: Callable[[Any], None], state: dict[str, Any]) -> None:
@@ -154,8 +155,10 @@ def _refuse(found: Sequence[Averaging], averages: nn.Module, run: Run, local: Lo
     name = type(found[0]).__name__
     if len(found) > 1:
         raise ValueError(f"{name} and {type(found[1]).__name__}: under {strategy} one callback averages weights.")
-    if not isinstance(averages, _Averages) or averages.source != (run.module,):
-        raise ValueError(f"{name} has averages of another run, with another Trainer. Give this Trainer a new one.")
+    if not isinstance(averages, _Averages) or averages._averaged() is not run.module:
+        raise ValueError(
+            f"{name} has averages of another module, or of another Trainer's run. Use a new Trainer and {name}."
+        )
     if not run.trains:
         return
     if isinstance(found[0], StochasticWeightAveraging) and found[0].pl_module_contains_batch_norm(run.module):

@@ -69,6 +69,8 @@ class Averaged(L.LightningModule):
         self.head = nn.Linear(8, 12)
         self.head.weight = self.embed.weight
         self.head.scale = nn.Parameter(torch.ones(()))
+        for name in ("source", "held"):  # that the averages themselves could use
+            self.register_buffer(name, torch.zeros(2))
         self.validated: list[Any] = []
 
     def training_step(self, batch: Any) -> Tensor:
