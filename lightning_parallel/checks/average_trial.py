@@ -6,8 +6,8 @@ small made-up parameters, once together and whole, and once divided as the ranks
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import product
+from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from typing import Any
 
 import torch
@@ -39,10 +39,10 @@ def refuse_functions(
     given = [each.to(device) for each in drawn]  # equal on all ranks
     with TorchGenerators(device).kept():
         whole = _averaged(functions, given)
-        for index, parts in enumerate(map(_halves if in_shards else _alone, given)):
-            for part in parts:
-                [alone] = _averaged(functions, [part(given[index])])
-                expected = part(whole[index][None])[0]
+        cut = _halves if in_shards else _alone
+        for values, averages in zip(given, whole, strict=True):
+            for part, expected in zip(cut(values), cut(averages[None]), strict=True):
+                [alone] = _averaged(functions, [part])
                 if not (alone - expected).abs().max() <= _TOLERANCE * expected.abs().max():  # NaN too
                     raise ValueError(
                         f"{callback} under {strategy}: its averaging function gives other values on a part of the "
@@ -51,23 +51,19 @@ def refuse_functions(
                     )
 
 
-Part = Callable[[Tensor], Tensor]  # cuts what has the shape of a parameter behind its first dimension
+def _alone(values: Tensor) -> list[Tensor]:
+    return [values]
 
 
-def _alone(given: Tensor) -> Sequence[Part]:
-    return [Tensor.clone]
-
-
-def _halves(given: Tensor) -> Iterator[Part]:
-    """Halves along each of a parameter's dimensions."""
-    for dim, index in product(range(1, given.dim()), range(2)):
-        yield lambda values, dim=dim, index=index: values.tensor_split(2, dim)[index].clone()  # type: ignore[misc]
+def _halves(values: Tensor) -> list[Tensor]:
+    """Halves along each of a parameter's dimensions, which are those after the first."""
+    return [half for dim in range(1, values.dim()) for half in values.tensor_split(2, dim)]
 
 
 def _averaged(functions: Mapping[str, Any], given: Sequence[Tensor]) -> list[Tensor]:
     """Averages of parameters over some updates; each is given as its values in all of them."""
     model = nn.ParameterList([nn.Parameter(values[0].clone()) for values in given])
-    averages = AveragedModel(model, **functions)
+    averages = AveragedModel(model, **deepcopy(dict(functions)))  # one that counts its calls begins anew
     for update in range(_UPDATES + 1):
         with torch.no_grad():
             for parameter, values in zip(model, given, strict=True):

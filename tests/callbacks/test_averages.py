@@ -111,10 +111,22 @@ class FromThird(WeightAveraging):
         return step_idx is not None and step_idx >= 3
 
 
+class Counted:
+    """A user's own function, with a state: it copies the weights, and averages them from its eleventh call on."""
+
+    calls = 0
+
+    def __call__(self, averaged: list[Tensor], current: list[Tensor], count: Any) -> None:
+        self.calls += 1
+        for mine, theirs in zip(averaged, current, strict=True):
+            mine.lerp_(theirs, 1.0 if self.calls <= 10 else 0.2)
+
+
 MAKE: dict[str, Callable[[], Callback]] = {
     "ema": lambda: EMAWeightAveraging(decay=0.8),
     "swa": lambda: FromThird(),
     "multi": lambda: WeightAveraging(multi_avg_fn=get_ema_multi_avg_fn(0.8), use_buffers=False),
+    "counted": lambda: WeightAveraging(multi_avg_fn=Counted()),
     "by matrices": lambda: WeightAveraging(avg_fn=by_norm),
     "by epochs": lambda: StochasticWeightAveraging(0.05, swa_epoch_start=2, annealing_epochs=2),
 }
@@ -191,7 +203,14 @@ def assert_same(one: tuple[Path, Path, list[float]], other: tuple[Path, Path, li
 
 
 LAYOUTS_OF_PARTS = [name for name in LAYOUTS if name not in ("single", "ddp2")]
-OFTEN = [("ema", "pp2"), ("swa", "tp2"), ("multi", "fsdp2 x tp2"), ("by epochs", "pp2"), ("ema", "background")]
+OFTEN = [
+    ("ema", "pp2"),
+    ("swa", "tp2"),
+    ("multi", "fsdp2 x tp2"),
+    ("by epochs", "pp2"),
+    ("ema", "background"),
+    ("counted", "tp2"),
+]
 ALL = [
     (average, layout)
     for average in MAKE
