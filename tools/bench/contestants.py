@@ -247,6 +247,16 @@ def timed_steps(contestant: Contestant, count: int) -> list[float]:
     return longest.tolist() if dist.get_rank() == 0 else []
 
 
+def timed_launch(step: Callable[[], None], device: torch.device) -> tuple[float, float]:
+    """Seconds of a step: until the host has launched all of it, and until the device has done it."""
+    begin = time.perf_counter()
+    step()
+    launched = time.perf_counter()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return launched - begin, time.perf_counter() - begin
+
+
 def timed_stream(contestant: Contestant, count: int, skip: int) -> list[float]:
     """Seconds between the ends of batches on the last stage, without the first ``skip``; empty elsewhere."""
     dist.barrier()

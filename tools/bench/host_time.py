@@ -5,7 +5,6 @@ A host that is faster than its device runs ahead, and its time is hidden. One th
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from statistics import median
@@ -14,17 +13,18 @@ import torch
 
 from recipes.tables import Cell, Table
 from tools.bench import processes
-from tools.bench.contestants import Contestant, OneProcess, Ours
+from tools.bench.contestants import Contestant, OneProcess, Ours, timed_launch
 from tools.bench.layers import blocks, mixed
-from tools.bench.report import HOW
+from tools.bench.report import HOW, device_name
 
 PLAIN = "plain loop"
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """``depth`` transformer blocks of ``width``, in one process; a microbatch has ``length`` tokens. After ``skip``
-    steps ``steps`` count. The schedules run on a single stage, ``zbv`` on its two chunks, with backwards in halves."""
+    """``depth`` transformer blocks of ``width``, in one process; a microbatch has ``length`` tokens. ``steps``
+    steps count, after ``skip`` others. The schedules run on a single stage, ``zbv`` on its two chunks, with backwards
+    in halves. A row that takes longer than ``limit`` seconds is ended as hung."""
 
     device: str
     width: int = 2048
@@ -44,7 +44,7 @@ QUICK = Sizes("cpu", width=64, length=16, depth=2, microbatches=(2,), steps=2, s
 
 def measure(sizes: Sizes) -> Iterator[Table]:
     """The table again with each row."""
-    where = torch.cuda.get_device_name() if sizes.device == "cuda" else "CPU"
+    where = device_name(sizes.device)
     rows: list[list[Cell]] = []
     table = Table(
         f"Host and device of one stage, {where}: {sizes.depth} blocks, d {sizes.width}, {sizes.length} tokens a "
@@ -73,7 +73,7 @@ def measure(sizes: Sizes) -> Iterator[Table]:
 
 
 def _times(sizes: Sizes, name: str, microbatches: int) -> list[tuple[float, float]]:
-    """Seconds of each step: of the host, and until it is done."""
+    """Of each step that counts."""
     device = torch.device(sizes.device)
     torch.manual_seed(0)
     batch = torch.randn(microbatches, sizes.length, sizes.width, device=device)
@@ -81,13 +81,9 @@ def _times(sizes: Sizes, name: str, microbatches: int) -> list[tuple[float, floa
     contestant: Contestant = (
         OneProcess(layers, batch, microbatches) if name == PLAIN else Ours(layers, name, batch, microbatches)
     )
-    found = []
-    for _ in range(sizes.skip + sizes.steps):
-        begin = time.perf_counter()
+
+    def step() -> None:
         with mixed(sizes.device):
             contestant.step()
-        launched = time.perf_counter()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        found.append((launched - begin, time.perf_counter() - begin))
-    return found[sizes.skip :]
+
+    return [timed_launch(step, device) for _ in range(sizes.skip + sizes.steps)][sizes.skip :]

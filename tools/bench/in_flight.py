@@ -15,7 +15,7 @@ from recipes.tables import Cell, Table
 from tools.bench import processes
 from tools.bench.contestants import Ours
 from tools.bench.layers import blocks, mixed
-from tools.bench.report import HOW
+from tools.bench.report import HOW, device_name
 
 MIXED, TRUE = "bf16 autocast", "bf16 true"
 _PEAK = {"cuda": "what torch has allocated", "cpu": "what autograd keeps, the parameters aside"}
@@ -41,7 +41,7 @@ QUICK = Sizes("cpu", width=64, length=16, depth=2, microbatches=(1, 3), limit=12
 
 def measure(sizes: Sizes) -> Iterator[Table]:
     """The table again with each row."""
-    where = torch.cuda.get_device_name() if sizes.device == "cuda" else "CPU"
+    where = device_name(sizes.device)
     rows: list[list[Cell]] = []
     weights = sum(parameter.numel() for parameter in blocks(sizes.depth, sizes.width).parameters())
     table = Table(

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from recipes.tables import Cell, Table
+from tools.bench.report import device_name
 from tools.study import train
 from tools.study.arms import Arm, Run, Setting
 from tools.study.text import Text, headers
@@ -38,7 +39,7 @@ def measure(sizes: Sizes) -> Iterator[Table]:
     setting = replace(sizes.setting, data=task.fingerprint())
     torch.set_float32_matmul_precision("high")  # on a GPU: TF32, as such a model would be trained
     count = sum(parameter.numel() for part in train.parts(task, setting, 1, 0) for parameter in part.parameters())
-    where = torch.cuda.get_device_name() if sizes.device == "cuda" else "CPU"
+    where = device_name(sizes.device)
     rows: list[list[Cell]] = []
     table = Table(
         f"Late gradients, on {where}: a GPT of {count / 1e6:.0f} million parameters, {setting.updates} updates",

@@ -15,6 +15,7 @@ from recipes.tables import Cell, Table
 from tools.bench import processes
 from tools.bench.contestants import OneProcess, Ours
 from tools.bench.layers import blocks, mixed
+from tools.bench.report import device_name
 from tools.bench.rounds import in_turn, middle, ratios
 
 
@@ -46,7 +47,7 @@ PRECISIONS: dict[str, Callable[[str], AbstractContextManager[object]]] = {
 
 def measure(sizes: Sizes) -> Iterator[Table]:
     """The table again with each row, as one of the runs may take too long."""
-    where = torch.cuda.get_device_name() if sizes.device == "cuda" else "CPU"
+    where = device_name(sizes.device)
     rows: list[list[Cell]] = []
     table = Table(
         f"One stage beside a plain loop, on {where}: {sizes.depth} blocks, d {sizes.width}, "

@@ -7,15 +7,23 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from recipes.tables import Table
 
-# A column, after those that say what a row is of. Its cells: ended, or "not run", "hung" or "failed" and the reason.
+# A column of rows that may fail by themselves. The columns before it say what a row measures. Its cells: "ended", or
+# "not run", "hung" or "failed" and the reason.
 HOW = "how it ended"
 
 
 def spread(values: Sequence[float], digits: int = 3) -> str:
     """Lowest and highest of repeated measurements."""
     return f"{min(values):.{digits}f}-{max(values):.{digits}f}"
+
+
+def device_name(device: str) -> str:
+    """Of ``cuda`` or ``cpu``, for a title."""
+    return torch.cuda.get_device_name() if device == "cuda" else "CPU"
 
 
 def headline(facts: Mapping[str, Any]) -> str:

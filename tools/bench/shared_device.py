@@ -12,6 +12,7 @@ from recipes.tables import Cell, Table
 from tools.bench import processes
 from tools.bench.contestants import Contestant, OneProcess, Ours, Synchronous, Times, alternate, timed_steps
 from tools.bench.layers import blocks
+from tools.bench.report import device_name
 from tools.bench.rounds import middle, ratios
 
 STEPS = 3
@@ -45,7 +46,7 @@ def measure(sizes: Sizes) -> list[Table]:
     for name, found in times.items():
         added = ratios(found, plain)
         rows.append([f"{name}, {sizes.stages} stages", 1e3 * median(found), median(added) - 1, middle(added)])
-    where = torch.cuda.get_device_name() if sizes.device == "cuda" else "CPU"
+    where = device_name(sizes.device)
     return [
         Table(
             f"Stages that share one device, {where}: {sizes.depth} blocks, d {sizes.width}, {sizes.batch} x "

@@ -16,6 +16,7 @@ from lightning_parallel import ColumnParallelLinear, RowParallelLinear
 from recipes.tables import Cell, Table
 from tools.bench import processes
 from tools.bench.contestants import Times, alternate
+from tools.bench.report import device_name
 from tools.bench.rounds import by_round, middle, ratios
 from tools.bench.sharded import Contestant, blocks, by_hand, mlp, ours, theirs, whole
 
@@ -105,7 +106,7 @@ QUICK_CUDA_ALONE = AloneSizes(CUDA_ALONE.sizes, rounds=4, steps=(50, 50, 5), dev
 
 def measure_alone(sizes: AloneSizes) -> Iterator[Table]:
     """The table again with each size."""
-    where = torch.cuda.get_device_name() if sizes.device == "cuda" else "CPU"
+    where = device_name(sizes.device)
     rows: list[list[Cell]] = []
     table = Table(
         f"Layers of a tensor group of one, on {where}",

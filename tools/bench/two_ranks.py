@@ -6,7 +6,6 @@ in the order of messages is a run that hangs, and only with large ones. Each row
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from statistics import median
@@ -17,7 +16,7 @@ import torch.distributed as dist
 from lightning_parallel.schedules.generators import one_at_a_time
 from recipes.tables import Cell, Table
 from tools.bench import processes
-from tools.bench.contestants import Ours, place
+from tools.bench.contestants import Ours, place, timed_launch
 from tools.bench.layers import blocks
 from tools.bench.over_nccl import RANKS, device_of_rank, way
 from tools.bench.report import HOW
@@ -26,8 +25,8 @@ from tools.bench.report import HOW
 @dataclass(frozen=True)
 class Sizes:
     """``depth`` transformer blocks of ``width``, over two ranks. A message has ``mebibytes`` MiB of float32, in texts
-    of at most ``length`` tokens. After the first batch ``steps`` count. A row that takes longer than ``limit`` s
-    hangs."""
+    of at most ``length`` tokens. ``steps`` steps count after the first one. A row that takes longer than ``limit``
+    seconds is ended as hung."""
 
     device: str
     schedules: tuple[str, ...] = ("gpipe", "1f1b", "zbv")
@@ -43,8 +42,6 @@ class Sizes:
 CUDA = Sizes("cuda")
 QUICK_CUDA = Sizes("cuda", mebibytes=(1,), width=256, length=128, steps=2)
 QUICK = Sizes("cpu", mebibytes=(1,), width=64, length=32, microbatches=2, steps=2, limit=120.0)
-
-Step = tuple[float, float]  # seconds: until the host has launched all of it, and until the device has done it
 
 
 class _ColdFirst(Ours):
@@ -92,13 +89,14 @@ def measure(sizes: Sizes) -> Iterator[Table]:
             if ranks is not None:
                 slower = [tuple(map(max, zip(*steps, strict=True))) for steps in zip(*ranks, strict=True)]
                 (_, first), *others = slower
-                times = [1e3 * first, *(1e3 * median(each) for each in reversed([*zip(*others, strict=True)]))]
+                launched, done = (median(each) for each in zip(*others, strict=True))
+                times = [1e3 * first, 1e3 * done, 1e3 * launched]
             rows.append([schedule, mebibytes, how, *times])
             yield table
 
 
-def _steps(sizes: Sizes, schedule: str, mebibytes: int) -> list[Step]:
-    """Of this rank; the first one too."""
+def _steps(sizes: Sizes, schedule: str, mebibytes: int) -> list[tuple[float, float]]:
+    """The times of this rank's steps, the first one among them."""
     torch.set_float32_matmul_precision("high" if sizes.device == "cuda" else "highest")
     device = device_of_rank(sizes.device)
     tokens = mebibytes * 2**20 // (4 * sizes.width)
@@ -110,10 +108,5 @@ def _steps(sizes: Sizes, schedule: str, mebibytes: int) -> list[Step]:
     found = []
     for number in range(1 + sizes.steps):
         dist.barrier(group=hosts)
-        begin = time.perf_counter()
-        contestant.step() if number else contestant.first_step()
-        launched = time.perf_counter()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        found.append((launched - begin, time.perf_counter() - begin))
+        found.append(timed_launch(contestant.step if number else contestant.first_step, device))
     return found
