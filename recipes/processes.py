@@ -14,8 +14,8 @@ RESTARTS = "RECIPES_RESTARTS"  # set for workers: how often their launcher has s
 _COUNTERS = (RESTARTS, "SLURM_RESTART_COUNT")
 _NEEDED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
-# Set for workers before CUDA starts, unless they are set: a GPU's queues, of which a stage's streams need more than the
-# usual 8; and that torch writes NCCL's last operations to a file when one of them times out.
+# Set for workers before CUDA starts, where they aren't set. A GPU gets 32 queues, since a stage's streams need more
+# than the usual 8. torch writes each rank's last operations of NCCL to a file when one of them times out.
 ON_GPUS = {"CUDA_DEVICE_MAX_CONNECTIONS": "32", "TORCH_FR_BUFFER_SIZE": "2000", "TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}
 
 PREEMPTING = (signal.SIGTERM, signal.SIGUSR1)  # a scheduler is about to end the run, which is saved

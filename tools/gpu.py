@@ -1,9 +1,9 @@
 """``make gpu``, or ``python -m tools.gpu``: what can be seen on this machine's GPUs, by one command.
 
-It runs the tests marked ``gpu``, then the measurements, each in a process of its own, and writes what they say with the
-hardware and the versions to ``docs/gpu.json``, after each of them: what was seen stays if the machine is taken away.
-The page ``docs/gpu.md`` is filled in from it by hand. Where there is no GPU that torch can use, nothing is run, and
-nothing is written.
+It runs the tests marked ``gpu``, then the measurements, each command in a process of its own. After each command it
+writes what was found so far to ``docs/gpu.json``, with the hardware and the versions: that stays if the machine is
+taken away. The page ``docs/gpu.md`` is filled in from it by hand. Where there is no GPU that torch can use, nothing is
+run, and nothing is written.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from recipes.tables import circumstances
 from tools.bench.report import HOW
 
 RESULTS = ROOT / "docs" / "gpu.json"
-_STOPPED = 124  # the exit code that stands for it, as in timeout(1)
-_LINES = 100  # of a command's output, which are kept
+_STOPPED = 124  # the exit code of a command that reached its limit, as in timeout(1)
+_LINES = 100  # the last lines of a command's output that are kept
 
 
 @dataclass(frozen=True)
@@ -41,8 +41,8 @@ class Command:
 
     Attributes:
         limit: seconds after which it is ended.
-        arguments: of ``python``, after ``-m``. OUT stands for a folder in which it leaves its tables, TESTS for the
-            files with tests marked ``gpu``.
+        arguments: what follows ``python -m``. OUT stands for a folder in which the command leaves its tables, TESTS
+            for the files with tests marked ``gpu``.
     """
 
     limit: float
@@ -50,7 +50,7 @@ class Command:
 
 
 _ON_GPU = ("--device", "cuda", "--output", "OUT")
-# Their limits are ten minutes together. What is most in doubt comes first.
+# Their limits add up to ten minutes. What is most in doubt comes first.
 COMMANDS: Mapping[str, Command] = {
     "tests": Command(140, ("pytest", "-v", "-p", "no:cacheprovider", "--timeout", "60", "-m", "gpu", "TESTS")),
     "nccl": Command(130, ("tools.bench", "pipeline", "--only", "nccl", *_ON_GPU)),
@@ -88,11 +88,11 @@ def main(commands: Mapping[str, Command] = COMMANDS, results: Path = RESULTS) ->
         raise SystemExit(f"gpu: failed: {', '.join(failed)}")
 
 
-def _run(one: Command) -> dict[str, Any]:
-    """What a command has left, and said."""
+def _run(command: Command) -> dict[str, Any]:
+    """Run a command. Returns how it ended, its tables and the end of its output."""
     lines: list[str] = []
     with tempfile.TemporaryDirectory() as folder:
-        arguments = [each for word in one.arguments for each in _words(word, folder)]
+        arguments = [each for word in command.arguments for each in _words(word, folder)]
         begin = time.monotonic()
         process = subprocess.Popen(
             [sys.executable, "-u", "-m", *arguments],
@@ -107,7 +107,7 @@ def _run(one: Command) -> dict[str, Any]:
         reader = Thread(target=_pass_on, args=(process, lines), daemon=True)
         reader.start()
         try:
-            code = process.wait(one.limit)
+            code = process.wait(command.limit)
         except subprocess.TimeoutExpired:
             code = _STOPPED
         finally:
@@ -125,7 +125,7 @@ def _run(one: Command) -> dict[str, Any]:
     return {
         "exit code": code,
         "seconds": seconds,
-        "not run": not_run + ([f"what came after {one.limit:g} s"] if code == _STOPPED else []),
+        "not run": not_run + ([f"what came after {command.limit:g} s"] if code == _STOPPED else []),
         "failed": [f"{what}: {how}" for what, how in ends if how.startswith(("hung", "failed"))],
         "tables": tables,
         "end of output": [line.rstrip() for line in lines[-_LINES:]],
@@ -133,15 +133,16 @@ def _run(one: Command) -> dict[str, Any]:
 
 
 def _ends(tables: Iterable[Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
-    """What the rows of measurements are of that may fail by themselves, and how they ended."""
+    """Of each row that may fail by itself: what it measures, and how it ended."""
     for table in tables:
         for row in table["rows"]:
             if HOW in row:
-                of = takewhile(lambda column: column != HOW, row)
-                yield f"{table['title']}: {', '.join(str(row[column]) for column in of)}", row[HOW]
+                what = takewhile(lambda column: column != HOW, row)
+                yield f"{table['title']}: {', '.join(str(row[column]) for column in what)}", row[HOW]
 
 
 def _words(word: str, folder: str) -> Iterator[str]:
+    """What an argument stands for."""
     if word == "TESTS":
         files = sorted((ROOT / "tests").rglob("test_*.py"))
         yield from (str(file.relative_to(ROOT)) for file in files if "mark.gpu" in file.read_text())

@@ -1,4 +1,4 @@
-"""`make gpu` runs its parts, says what failed, and says so where there is no GPU."""
+"""`make gpu` runs its commands, says what failed, and says so where there is no GPU."""
 
 from __future__ import annotations
 
@@ -33,18 +33,18 @@ TABLE = ("tests.tools.leaves_a_table", "OUT")
 
 
 @pytest.mark.usefixtures("with_gpu")
-def test_all_parts_are_run_and_their_tables_kept_also_after_one_has_failed(
+def test_all_commands_are_run_and_their_tables_kept_also_after_one_has_failed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
-    parts = {
+    commands = {
         "fails": gpu.Command(60, ("no_such_module",)),
         "works": gpu.Command(60, (*TABLE, "ended")),
         "hangs": gpu.Command(60, (*TABLE, "hung: stopped after 1 s")),
         "cannot": gpu.Command(60, (*TABLE, "not run: one GPU")),
     }
     with pytest.raises(SystemExit, match="gpu: failed: fails, hangs$"):
-        gpu.main(parts, tmp_path / "gpu.json")
+        gpu.main(commands, tmp_path / "gpu.json")
     found = json.loads((tmp_path / "gpu.json").read_text())
     assert found["gpus"] == [] and found["versions"]["torch"] == torch.__version__
     runs = found["commands"]
@@ -58,7 +58,7 @@ def test_all_parts_are_run_and_their_tables_kept_also_after_one_has_failed(
 
 
 @pytest.mark.usefixtures("with_gpu")
-def test_a_part_that_takes_too_long_is_ended_with_its_processes_and_its_rows_stay(
+def test_a_command_that_takes_too_long_is_ended_with_its_processes_and_its_rows_stay(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit, match="gpu: failed: endless$"):
@@ -72,10 +72,10 @@ def test_a_part_that_takes_too_long_is_ended_with_its_processes_and_its_rows_sta
 
 
 @pytest.mark.usefixtures("with_gpu")
-def test_what_was_seen_is_written_before_the_next_part_begins(tmp_path: Path) -> None:
+def test_what_was_seen_is_written_before_the_next_command_begins(tmp_path: Path) -> None:
     results = tmp_path / "gpu.json"
-    parts = {"first": gpu.Command(60, (*TABLE, "ended")), "second": gpu.Command(60, (*TABLE, "ended", str(results)))}
-    gpu.main(parts, results)
+    first, second = gpu.Command(60, (*TABLE, "ended")), gpu.Command(60, (*TABLE, "ended", str(results)))
+    gpu.main({"first": first, "second": second}, results)
     said = json.loads(json.loads(results.read_text())["commands"]["second"]["end of output"][-1])
     assert said["first"]["tables"] and said["second"] == {"not run": ["this command hasn't ended"]}
 
@@ -115,5 +115,5 @@ def test_a_test_that_needs_more_gpus_than_there_are_is_not_run(
     done.stdout.fnmatch_lines([f"*{said}"])
 
 
-def test_all_parts_together_take_ten_minutes_at_most() -> None:
+def test_all_commands_together_take_ten_minutes_at_most() -> None:
     assert sum(each.limit for each in gpu.COMMANDS.values()) <= 600

@@ -1,5 +1,5 @@
-"""What a receive that waits takes from a GPU's multiplications: NCCL's receive is a kernel, which spins on some of the
-multiprocessors until its message comes."""
+"""How much slower matrix products are beside a receive that waits: NCCL's receive is a kernel, which spins on some of a
+GPU's multiprocessors until its message comes."""
 
 from __future__ import annotations
 
@@ -20,10 +20,11 @@ from tools.bench.report import HOW
 @dataclass(frozen=True)
 class Sizes:
     """``count`` products of two matrices of ``width`` rows and columns in bf16, alone and beside a waiting receive of
-    ``mebibytes`` MiB.
+    ``mebibytes`` MiB. A row that takes longer than ``limit`` seconds is ended as hung.
 
     Attributes:
-        ctas: values of NCCL_MAX_CTAS, each in processes of its own; None for NCCL's choice.
+        ctas: values of NCCL_MAX_CTAS, each in processes of its own; None for NCCL's choice. A CTA is a block of
+            threads, which a multiprocessor runs.
     """
 
     device: str
@@ -46,7 +47,7 @@ def measure(sizes: Sizes) -> Iterator[Table]:
     found = way(sizes.device)
     rows: list[list[Cell]] = []
     table = Table(
-        f"A receive that waits, {found.words}: products of {sizes.width} x {sizes.width} in bf16 beside it",
+        f"A receive that waits, {found.words}: matrix products of {sizes.width} x {sizes.width} in bf16 beside it",
         {
             "NCCL_MAX_CTAS": "",
             HOW: "",
@@ -55,7 +56,7 @@ def measure(sizes: Sizes) -> Iterator[Table]:
             "added": ".1%",
         },
         rows,
-        f"Medians of {sizes.count}. The receive is of {sizes.mebibytes} MiB, and sent after the last product.",
+        f"Medians of {sizes.count}. The message has {sizes.mebibytes} MiB, and is sent after the last product.",
     )
     for most in sizes.ctas:
         row: list[Cell] = ["NCCL's choice" if most is None else str(most), "", None, None, None]
@@ -77,8 +78,8 @@ def measure(sizes: Sizes) -> Iterator[Table]:
 
 
 def _times(sizes: Sizes) -> Times:
-    """Rank 0 multiplies and receives. The other one has nothing on its GPU before it sends: two processes that share a
-    GPU take turns, which would be measured too."""
+    """Rank 0 multiplies and receives, and returns its times. Rank 1 has nothing on its GPU before it sends: two
+    processes that share a GPU take turns, which would be measured too."""
     device = device_of_rank(sizes.device)
     hosts = dist.new_group(backend="gloo")
     message = torch.zeros(sizes.mebibytes * 2**18, device=device)
@@ -91,7 +92,8 @@ def _times(sizes: Sizes) -> Times:
     if is_receiver:
         a, b = (torch.randn(sizes.width, sizes.width, device=device).bfloat16() for _ in range(2))
         product = torch.empty_like(a)
-        _seconds(a, b, product, sizes.count)  # loads the kernel: that waits for the device, and so would for a receive
+        # Loads the kernel. That waits for the whole device, so later it would wait for the receive.
+        _seconds(a, b, product, sizes.count)
         alone = _seconds(a, b, product, sizes.count)
         receive = dist.irecv(message, 1)
         found = alone, _seconds(a, b, product, sizes.count)
@@ -107,7 +109,8 @@ def _times(sizes: Sizes) -> Times:
 
 
 def _seconds(a: torch.Tensor, b: torch.Tensor, product: torch.Tensor, count: int) -> list[float]:
-    """Of each product. On a GPU by events, since nothing may wait for the whole device while a receive waits."""
+    """Seconds of each product. On a GPU they are taken by events, since nothing may wait for the whole device while a
+    receive waits."""
     found = []
     for _ in range(count):
         if a.device.type == "cuda":

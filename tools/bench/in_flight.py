@@ -1,4 +1,5 @@
-"""Memory of microbatches in flight under mixed precision: beside its activations, each keeps casts of the weights."""
+"""How much memory microbatches in flight take under mixed precision: each keeps its activations, and casts of the
+weights."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ _PEAK = {"cuda": "what torch has allocated", "cpu": "what autograd keeps, the pa
 @dataclass(frozen=True)
 class Sizes:
     """``depth`` transformer blocks of ``width`` on one stage. In GPipe all ``microbatches`` of ``length`` tokens are in
-    flight at once."""
+    flight at once. A row that takes longer than ``limit`` seconds is ended as hung."""
 
     device: str
     width: int = 2048
@@ -55,8 +56,8 @@ def measure(sizes: Sizes) -> Iterator[Table]:
             "each further one (MiB)": ".1f",
         },
         rows,
-        f"Peak: of {_PEAK[sizes.device]}. Each further one: beside the row of fewest. What it is more under autocast "
-        "is casts of weights.",
+        f"Peak: of {_PEAK[sizes.device]}. Each further one: beside the row with the fewest. What it has more "
+        "under autocast is casts of weights.",
     )
     for precision in (MIXED, TRUE):
         fewest: float | None = None
@@ -74,7 +75,7 @@ def measure(sizes: Sizes) -> Iterator[Table]:
 
 
 def _peak(sizes: Sizes, precision: str, microbatches: int) -> int:
-    """Bytes of a second step."""
+    """The most bytes that a second step holds at once."""
     device = torch.device(sizes.device)
     dtype = torch.bfloat16 if precision == TRUE else torch.float32
     torch.manual_seed(0)

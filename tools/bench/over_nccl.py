@@ -9,18 +9,18 @@ import torch
 import torch.distributed as dist
 
 RANKS = 2
-_SEVERAL_ON_ONE = (2, 30)  # the first NCCL by which ranks may share a GPU
-# Few blocks of threads, so that kernels of both ranks that wait for each other have room on the GPU at once.
-_ON_ONE = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_MAX_CTAS": "4"}
+_CAN_SHARE = (2, 30)  # the first version of NCCL that lets ranks share a GPU
+# Few CTAs (blocks of threads), so that kernels of both ranks, which wait for each other, fit on the GPU at once.
+_ON_ONE_GPU = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_MAX_CTAS": "4"}
 
 
 @dataclass(frozen=True)
 class Way:
-    """How they meet.
+    """How two ranks meet.
 
     Attributes:
-        words: for a title.
-        backend: of their group.
+        words: the devices and the backend, for a title.
+        backend: the backend of their group.
         environment: variables that they need.
         missing: why they can't meet; None if they can.
     """
@@ -32,8 +32,8 @@ class Way:
 
 
 def way(device: str) -> Way:
-    """On GPUs: a GPU each, or one for both where this NCCL can do that. On the CPU they meet over gloo, which shows
-    that a measurement runs."""
+    """The way on this machine's ``cuda`` or ``cpu``. On GPUs each rank has one, or both share one where this NCCL can
+    do that. On the CPU they meet over gloo, which shows that a measurement runs."""
     if device == "cpu":
         return Way("CPU, over gloo", "gloo")
     if not dist.is_nccl_available():
@@ -42,8 +42,8 @@ def way(device: str) -> Way:
     over = f"{torch.cuda.get_device_name()}, over NCCL {'.'.join(map(str, version[:3]))}"
     if torch.cuda.device_count() >= RANKS:
         return Way(f"{RANKS} x {over}", "nccl")
-    if version[:2] >= _SEVERAL_ON_ONE:
-        return Way(f"one {over}", "nccl", _ON_ONE)
+    if version[:2] >= _CAN_SHARE:
+        return Way(f"one {over}", "nccl", _ON_ONE_GPU)
     return Way(f"one {over}", "nccl", missing=f"one GPU, which {RANKS} ranks can share from NCCL 2.30 on")
 
 

@@ -28,10 +28,8 @@ _PRELOAD = [
     "lightning.pytorch",
     "lightning_parallel",
 ]
-
-
-_LEAVING = 10.0  # seconds for a process that has been killed
-_SAID = 300  # characters of an error, in a cell of a table
+_LEAVING = 10.0  # seconds in which a process that has been killed must have ended
+_SAID = 300  # the most characters of an error in a cell of a table
 
 
 def run(
@@ -46,8 +44,9 @@ def run(
 
     Args:
         fn: at the top level of a module. A Trainer in it joins the group that exists.
-        backend: of the group. Over NCCL the current device is a GPU of the rank's own, or else the first one for all.
-        limit: seconds from the start of the processes.
+        backend: the backend of the group. Over NCCL the current device is a GPU of the rank's own, or, where there are
+            too few, the first one for all ranks.
+        limit: seconds from the start of the processes; None for no limit.
         environment: variables of the ranks, which are set before they use a GPU.
 
     Raises:
@@ -80,7 +79,8 @@ def run(
 
 
 def attempt(fn: Callable[..., Any], world_size: int, *args: Any, **options: Any) -> tuple[str, list[Any] | None]:
-    """As :func:`run`, for what may hang or fail: how it ended, in the words of a cell, and the results if it did."""
+    """As :func:`run`, for what may hang or fail. Returns how it ended ("ended", "failed: ..." or "hung: ..."), for a
+    cell, and the results; None in their place if it failed or hung."""
     try:
         return "ended", run(fn, world_size, *args, **options)
     except TimeoutError as error:
@@ -96,7 +96,7 @@ def _raised(context: Any) -> RuntimeError | None:
 
 
 def _last(error: BaseException) -> str:
-    """What a traceback says after its last frame, in one line."""
+    """What a traceback says after its last frame, on one line."""
     lines = takewhile(lambda line: not line.startswith(" "), reversed(str(error).strip().splitlines()))
     return " ".join(reversed([*lines]))[:_SAID]
 
