@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
@@ -40,50 +41,44 @@ from tools.bench import (
     whole,
 )
 
-Part = tuple[Callable[[], Iterable[Table]], Callable[[], Iterable[Table]]]
+Part = tuple[Callable[[], Iterable[Table]], Callable[[], Iterable[Table]]]  # in full, and with --quick
+S = TypeVar("S")
 
-# What each word of --only measures: in full, and with --quick.
+
+def _part(measure: Callable[[S], Iterable[Table]], sizes: S, quick: S) -> Part:
+    return partial(measure, sizes), partial(measure, quick)
+
+
+# What each word of --only measures.
 PIPELINE: dict[str, Part] = {
-    "sleeping": (partial(sleeping.measure, sleeping.Sizes()), partial(sleeping.measure, sleeping.QUICK)),
-    "compute": (partial(compute.measure, compute.Sizes()), partial(compute.measure, compute.QUICK)),
-    "halves": (partial(halves.measure, halves.Sizes()), partial(halves.measure, halves.QUICK)),
-    "overhead": (partial(overhead.measure, overhead.Sizes()), partial(overhead.measure, overhead.QUICK)),
-    "memory": (partial(memory.measure, memory.Sizes()), partial(memory.measure, memory.QUICK)),
-    "whole": (partial(whole.measure, whole.Sizes()), partial(whole.measure, whole.QUICK)),
-    "one": (partial(one_device.measure, one_device.Sizes()), partial(one_device.measure, one_device.QUICK)),
-    "shared": (
-        partial(shared_device.measure, shared_device.Sizes()),
-        partial(shared_device.measure, shared_device.QUICK),
-    ),
+    "sleeping": _part(sleeping.measure, sleeping.Sizes(), sleeping.QUICK),
+    "compute": _part(compute.measure, compute.Sizes(), compute.QUICK),
+    "halves": _part(halves.measure, halves.Sizes(), halves.QUICK),
+    "overhead": _part(overhead.measure, overhead.Sizes(), overhead.QUICK),
+    "memory": _part(memory.measure, memory.Sizes(), memory.QUICK),
+    "whole": _part(whole.measure, whole.Sizes(), whole.QUICK),
+    "one": _part(one_device.measure, one_device.Sizes(), one_device.QUICK),
+    "shared": _part(shared_device.measure, shared_device.Sizes(), shared_device.QUICK),
 }
 # With --device cuda.
 PIPELINE_CUDA: dict[str, Part] = {
-    "one": (partial(one_device.measure, one_device.CUDA), partial(one_device.measure, one_device.QUICK_CUDA)),
-    "shared": (
-        partial(shared_device.measure, shared_device.CUDA),
-        partial(shared_device.measure, shared_device.QUICK_CUDA),
-    ),
-    "late": (partial(late.measure, late.CUDA), partial(late.measure, late.QUICK_CUDA)),
-    "nccl": (partial(two_ranks.measure, two_ranks.CUDA), partial(two_ranks.measure, two_ranks.QUICK_CUDA)),
-    "host": (partial(host_time.measure, host_time.CUDA), partial(host_time.measure, host_time.QUICK_CUDA)),
-    "flight": (partial(in_flight.measure, in_flight.CUDA), partial(in_flight.measure, in_flight.QUICK_CUDA)),
-    "contention": (
-        partial(contention.measure, contention.CUDA),
-        partial(contention.measure, contention.QUICK_CUDA),
-    ),
+    "one": _part(one_device.measure, one_device.CUDA, one_device.QUICK_CUDA),
+    "shared": _part(shared_device.measure, shared_device.CUDA, shared_device.QUICK_CUDA),
+    "late": _part(late.measure, late.CUDA, late.QUICK_CUDA),
+    "nccl": _part(two_ranks.measure, two_ranks.CUDA, two_ranks.QUICK_CUDA),
+    "host": _part(host_time.measure, host_time.CUDA, host_time.QUICK_CUDA),
+    "flight": _part(in_flight.measure, in_flight.CUDA, in_flight.QUICK_CUDA),
+    "contention": _part(contention.measure, contention.CUDA, contention.QUICK_CUDA),
 }
 TENSOR: dict[str, Part] = {
-    "mlp": (partial(tensor.measure_mlp, tensor.MLPSizes()), partial(tensor.measure_mlp, tensor.QUICK_MLP)),
-    "block": (partial(tensor.measure_block, tensor.BlockSizes()), partial(tensor.measure_block, tensor.QUICK_BLOCK)),
-    "messages": (partial(messages.measure, messages.Sizes()), partial(messages.measure, messages.QUICK)),
-    "alone": (partial(tensor.measure_alone, tensor.AloneSizes()), partial(tensor.measure_alone, tensor.QUICK_ALONE)),
+    "mlp": _part(tensor.measure_mlp, tensor.MLPSizes(), tensor.QUICK_MLP),
+    "block": _part(tensor.measure_block, tensor.BlockSizes(), tensor.QUICK_BLOCK),
+    "messages": _part(messages.measure, messages.Sizes(), messages.QUICK),
+    "alone": _part(tensor.measure_alone, tensor.AloneSizes(), tensor.QUICK_ALONE),
 }
 # With --device cuda.
 TENSOR_CUDA: dict[str, Part] = TENSOR | {
-    "alone": (
-        partial(tensor.measure_alone, tensor.CUDA_ALONE),
-        partial(tensor.measure_alone, tensor.QUICK_CUDA_ALONE),
-    ),
+    "alone": _part(tensor.measure_alone, tensor.CUDA_ALONE, tensor.QUICK_CUDA_ALONE),
 }
 DATA: dict[str, Part] = {
     "ddp": (partial(data.measure, data.DDP_GROUP, data.Sizes()), partial(data.measure, data.DDP_GROUP, data.QUICK)),
@@ -99,12 +94,12 @@ DATA: dict[str, Part] = {
 }
 
 CHECKPOINT: dict[str, Part] = {
-    "whole": (partial(checkpoints.measure, checkpoints.Sizes()), partial(checkpoints.measure, checkpoints.QUICK)),
-    "folder": (partial(folder.measure, folder.Sizes()), partial(folder.measure, folder.QUICK)),
+    "whole": _part(checkpoints.measure, checkpoints.Sizes(), checkpoints.QUICK),
+    "folder": _part(folder.measure, folder.Sizes(), folder.QUICK),
 }
 
 GENERATION: dict[str, Part] = {
-    "texts": (partial(generation.measure, generation.Sizes()), partial(generation.measure, generation.QUICK)),
+    "texts": _part(generation.measure, generation.Sizes(), generation.QUICK),
 }
 
 
