@@ -37,8 +37,8 @@ CPU = torch.device("cpu")
 STAGES, STAGE, MICROBATCHES, WIDTH = 3, 1, 6, 8
 FORMAT = format_of([torch.ones(2, WIDTH, requires_grad=True)])
 
-# By schedule and kind of what is done, the most calls, a little above what there are. A chunk of ZB-V has two layers, a
-# stage of the others four.
+# The most calls that each kind of action may make, by schedule: a little above the present numbers. A chunk of ZB-V has
+# two layers, a stage of the other schedules four.
 LAYERS = {"absent layer": 35, "own layer": 33}
 MESSAGES = {"received": 27, "sent": 44}
 AT_MOST = {
@@ -147,7 +147,7 @@ class Calls:
 
 
 def counted(name: str) -> dict[str, float]:
-    """The mean number of calls for each kind of what is done in a batch, after others."""
+    """The mean number of calls for each kind of action in a batch that comes after others."""
     lists = None if name == "async" else SCHEDULES[name](STAGES, MICROBATCHES)
     net, x = Net(), torch.zeros(2, WIDTH)
     parts = partition(

@@ -1,5 +1,5 @@
-"""A command for the tests of ``make gpu``: leaves a table in the folder that is named first, with a row that ended as
-it is told. Then it says what they ask for, or stays with a process of its own."""
+"""A command for the tests of ``make gpu``. It leaves a table with one row in a folder. Arguments: the folder; how the
+row ended; then perhaps "stay", to wait beside a process of its own, or a file of results, to print what is in it."""
 
 from __future__ import annotations
 
