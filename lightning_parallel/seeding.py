@@ -35,11 +35,11 @@ def mix(*parts: int | str) -> int:
 
 
 def next_seed(layer: str) -> int:
-    """The seed for the generators after a layer, found before the layer runs or is found absent.
+    """The seed for the generators after a layer. Call it before the layer draws.
 
-    It follows from the seed that torch's generator of the CPU got last. That is a part of its state, so a recomputation
-    of several layers (activation checkpointing), which starts from the same state, draws the same. It follows from the
-    layer's name, too: a layer that calls another one is not followed by the seed that follows the inner one.
+    It follows from the seed that torch's generator of the CPU was given last. That seed is a part of the generator's
+    state, so a recomputation of several layers (activation checkpointing), which starts from the same state, draws the
+    same. It follows from the layer's name, too: a layer that calls another one isn't followed by the inner one's seed.
     """
     return mix(torch.initial_seed(), layer)
 

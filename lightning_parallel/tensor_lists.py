@@ -11,7 +11,8 @@ from lightning_parallel.private.torch import add_all, clone_all, scale_all
 
 
 def alike(tensors: Sequence[Tensor], *others: Sequence[Any]) -> Iterator[list[Any]]:
-    """Lists of one length, divided by the dtypes and devices of the tensors in the first."""
+    """Divide lists of one length by the dtypes and devices of the tensors in the first. For each dtype and device:
+    the part of every list."""
     kinds = [(tensor.dtype, tensor.device) for tensor in tensors]
     for kind in dict.fromkeys(kinds):  # in one order on all ranks
         if kinds.count(kind) == len(kinds):  # as nearly always
@@ -21,7 +22,7 @@ def alike(tensors: Sequence[Tensor], *others: Sequence[Any]) -> Iterator[list[An
 
 
 def copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Copies by name."""
+    """A copy of each tensor, by its name."""
     copies: dict[str, Tensor] = {}
     for group, names in alike([*tensors.values()], [*tensors]):
         copies.update(zip(names, clone_all(group), strict=True))

@@ -52,7 +52,8 @@ from lightning_parallel.private.torch import (
     version_of,
 )
 
-_AT_A_TIME = 1 << 24  # bytes of gradients that wait to be added: to begin a backward takes as long as a small matmul
+# When more bytes of weights' gradients wait, one backward adds them all: to begin one takes as long as a small matmul.
+_AT_A_TIME = 1 << 24
 
 
 def begin_backward(
@@ -83,6 +84,7 @@ def begin_backward(
         shared.extend(g for g in given if g is not None and memory_is_shared(g))
 
     assert now, "without a leaf to reach now, nothing would wait"
+    # A leaf that has a gradient adds to it, and takes over no memory.
     first = [node for node in now if getattr(getattr(node, "variable", None), "grad", None) is None]
     handles = [node.register_prehook(keep_apart) for node in first]
     handles += [handle for uses in late for use in uses for handle in use.handles]

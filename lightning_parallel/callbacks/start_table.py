@@ -84,8 +84,8 @@ def row(
 
 
 def _outside_torch(device: torch.device) -> str:
-    """What a GPU holds now outside PyTorch's allocator: CUDA's context, NCCL's buffers, other processes. Nothing is
-    said of a CPU."""
+    """What a GPU holds now outside PyTorch's allocator: CUDA's context, NCCL's buffers, other processes. Empty
+    for a CPU."""
     if device.type != "cuda":
         return ""
     free, total = torch.cuda.mem_get_info(device)

@@ -96,7 +96,7 @@ class Slices(Boxes):
 
 
 def _boxes_of_shard(local: Tensor, shard: Shard, here: Tensor) -> list[Box]:
-    """One box for each range of the shard, as far as its rows are on this rank. ``here`` are the values."""
+    """One box for each range of the shard, as far as its rows are on this rank. ``here`` has their values."""
     dim = shard.dim
     first = 0  # of the shard's rows, the first that is here: `fully_shard` divides dimension 0
     if isinstance(local, DTensor):
@@ -126,8 +126,8 @@ def boxes_of(tensor: Tensor) -> list[Box]:
 
 
 def with_values(tensor: Tensor, values: Tensor) -> Tensor:
-    """As ``tensor``, but this rank holds other values of it, of any dtype and on any device. They can be saved, and
-    are filled in place."""
+    """``tensor`` with other values, of any dtype and on any device, in the place of those that this rank holds. It can
+    be saved, and filled in place."""
     if isinstance(tensor, Slices):
         return Boxes(tensor.shape, values.dtype, _boxes_of_shard(tensor.local, tensor.shard, values.detach()))
     if isinstance(tensor, DTensor):
@@ -139,7 +139,8 @@ def on_host(values: Any) -> Any:
     """A copy of nested values, with what this rank holds of each tensor in host memory. It can be saved while they
     change.
 
-    A GPU copies all tensors into pinned memory while the host waits once. torch keeps such memory for the next save.
+    A GPU copies all tensors into pinned memory, and the host waits once, for all of them. torch keeps this memory for
+    the next save.
     """
     devices: set[torch.device] = set()
 
@@ -150,7 +151,8 @@ def on_host(values: Any) -> Any:
         for at, part in boxes_of(value):
             if part.is_cuda:
                 devices.add(part.device)
-            copies.append((at, part.to("cpu", non_blocking=part.is_cuda, copy=True)))  # then in pinned memory
+            # A copy that isn't waited for goes to pinned memory.
+            copies.append((at, part.to("cpu", non_blocking=part.is_cuda, copy=True)))
         return Boxes(value.shape, value.dtype, copies) if isinstance(value, Boxes | DTensor) else copies[0][1]
 
     copy = tree_map(copy_of, values)

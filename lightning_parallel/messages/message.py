@@ -22,8 +22,16 @@ from torch import Tensor
 
 
 class Described(NamedTuple):
-    """A tensor of a message. ``order`` are its dimensions by their place in memory, the outermost first; empty if they
-    are in order. So what is channels_last before a cut is channels_last behind it, as the next convolution wants it."""
+    """What a message says of one of its tensors.
+
+    Attributes:
+        shape: its shape.
+        dtype: its dtype.
+        requires_grad: does its sender want a gradient? Of a gradient: is it the sign that there is none
+            (:data:`~.arrival.NO_GRADIENT`)?
+        order: its dimensions by their place in memory, the outermost first; empty if they are in order. So what is
+            channels_last before a cut is channels_last behind it, as the next convolution wants it.
+    """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -47,7 +55,8 @@ def format_of(tensors: Sequence[Tensor]) -> Format:
 
 
 def _order(tensor: Tensor) -> tuple[int, ...]:
-    """The dimensions from the outermost in memory. What has gaps or repetitions is sent without them, in order."""
+    """The dimensions, the outermost in memory first. A tensor with gaps or repetitions in memory is sent without them:
+    its dimensions are in order."""
     order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
     return tuple(order) if tensor.permute(order).is_contiguous() else ()
 

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 Send: TypeAlias = Callable[[Tensor], dist.Work]
-# Gives the send, when it has been posted. An error is raised here, not by the post: a stage that refuses something may
-# close its links, while this one is about to refuse the same.
+# Waits until a send has been posted, and returns it. An error of the send is raised here, and not by `Post`: a stage
+# that refuses something may close its links, while this one is about to refuse the same.
 Posted: TypeAlias = Callable[[], dist.Work]
 # Posts a buffer after all earlier ones, and after the event that tells that it is full (None: it is).
 Post: TypeAlias = Callable[[Tensor, torch.cuda.Event | None], Posted]

@@ -283,9 +283,10 @@ class Chunk:
                 assert message is not None, "there is no end of stream of gradients"
                 (*gradients, factor), format = message
                 work.loss.receive(factor)
-                # From zeros, parameters would get zeros that have None in one process.
+                # Where NO_GRADIENT came, which alone requires one, no backward begins. From zeros, parameters would get
+                # zeros that have None in one process.
                 pairs = zip(edges, gradients, format[:-1], strict=True)
-                present = [(edge, gradient) for edge, gradient, sent in pairs if not sent.requires_grad]  # NO_GRADIENT
+                present = [(edge, gradient) for edge, gradient, sent in pairs if not sent.requires_grad]
                 edges, gradients = [edge for edge, _ in present], [gradient for _, gradient in present]
                 ends.activations_out.confirm(flight.sent)
                 self._gradients_taken += 1

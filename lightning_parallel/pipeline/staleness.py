@@ -82,14 +82,15 @@ def is_second_order(correction: Correction, weight: float) -> bool:
 
 
 def extrapolate(before: list[Tensor], parameters: list[Tensor], read: list[Tensor] | None, weight: float) -> None:
-    """Replace the values of ``before`` by those that forwards read in the place of the parameters.
+    """Replace the values of ``before`` by r_t, which forwards read in the place of the parameters.
 
-    All tensors have one dtype and device.
+    All tensors have one dtype and device. With u_t = v_{t-1} - v_t, v_t - a u_t lies on the line from v_{t-1} through
+    v_t, at 1 + a.
 
     Args:
         before: v_{t-1}, the parameters before the update.
         parameters: v_t, the parameters after it.
-        read: r_{t-1}, what forwards have read so far; None for first order.
+        read: r_{t-1}, what forwards have read so far; None for error feedback.
         weight: c, the stage's mean staleness in updates.
     """
     if read is None:

@@ -251,15 +251,16 @@ class WeightVersions:
             self._current = self._version(before)
 
     def _extrapolate(self, before: Mapping[str, Tensor], read: Mapping[str, Tensor] | None, weight: float) -> None:
-        """Turn copies of the parameters from ``before`` the update into what forwards are to read.
+        """Turn copies of the parameters from ``before`` the update, in place, into what forwards are to read.
 
         Args:
-            read: what forwards have read so far where it wasn't the parameters; None for first order.
+            read: what forwards have read so far where it wasn't the parameters; None for error feedback.
+            weight: the stage's mean staleness in updates.
         """
         now = [self._parameters[name].data for name in before]
-        last = [(read or before).get(name, values) for name, values in before.items()]
-        for group, after, was_read in alike([*before.values()], now, last):
-            extrapolate(group, after, None if read is None else was_read, weight)
+        were_read = [(read or before).get(name, values) for name, values in before.items()]
+        for group, after, so_far in alike([*before.values()], now, were_read):
+            extrapolate(group, after, None if read is None else so_far, weight)
 
     def refresh(self) -> None:
         """After a drain, let the next forward read the parameters themselves: nothing is in flight, and other code may

@@ -378,8 +378,9 @@ def group_by_name(name: str) -> dist.ProcessGroup:
 
 @contextmanager
 def connecting() -> Iterator[None]:
-    """Inside, ranks make a group. gloo has each tell the others where it is. If one tells an address that leads nowhere
-    from another machine, gloo's error, which has no type of its own, has that address and no setting.
+    """Inside, ranks make a group. By gloo each rank tells the others its address. If another machine can't reach one,
+    gloo's error names the address, and no setting. The error here names the setting. gloo's has no type of its own, so
+    it is known by its words.
 
     Raises:
         RuntimeError: gloo could not connect the ranks.

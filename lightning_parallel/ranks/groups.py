@@ -98,7 +98,7 @@ class Groups:
         """
         placement = tuple(range(self._layout.stages)) if placement is None else placement
         links = Links()
-        met: list[tuple[int, dist.ProcessGroup, tuple[int, int]]] = []  # a cut, and who sends to whom over it
+        greetings: list[tuple[int, dist.ProcessGroup, tuple[int, int]]] = []  # a cut, and who sends to whom over it
         lanes: Counter[frozenset[int]] = Counter()
         for cut, (earlier, later) in enumerate(pairwise(placement)):
             if earlier == later:
@@ -109,9 +109,9 @@ class Groups:
                 wire = self._wire(cut, kind, lane)
                 if self._layout.stage in ends:
                     wires[cut] = wire
-                    met.append((cut, wire.group, ends))
+                    greetings.append((cut, wire.group, ends))
         if self._over_nccl:
-            for _, group, (sender, receiver) in sorted(met, key=lambda one: one[0] % 2):
+            for _, group, (sender, receiver) in sorted(greetings, key=lambda greeting: greeting[0] % 2):
                 self._greet(group, sender, receiver)
         return links
 
@@ -128,7 +128,7 @@ class Groups:
 
         NCCL connects two ranks at their first message, and both wait for it. If this happened in the first step,
         stages could deadlock. Here they connect in one order: first over all even cuts, then over all odd ones. So
-        stages in a row need two rounds, and not one for each cut.
+        stages in a row need two rounds for activations and two for gradients, and not one for each cut.
         """
         greeting = torch.zeros(1, device=self._device)
         source, destination = (self._layout.rank_at(pipeline=stage) for stage in (sender, receiver))

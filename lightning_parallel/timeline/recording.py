@@ -85,7 +85,7 @@ class Timeline:
         self._gpu = device if enabled and device is not None and device.type == "cuda" else None
         if self._gpu is not None:
             torch.cuda.synchronize(self._gpu)
-            self._next = self._recorded_event()
+            self._next = self._recorded_event()  # the next base, once the GPU has come to it
             self._base = _Base(self._next, time.monotonic())
             self._marks = 0
 
