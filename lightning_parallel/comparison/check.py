@@ -14,11 +14,12 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.pytorch.callbacks import Callback
@@ -28,7 +29,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_parallel.batch import batch_size, split
 from lightning_parallel.comparison.differences import Difference, differences
-from lightning_parallel.comparison.evidence import Evidence, Witness
+from lightning_parallel.comparison.evidence import SEED, Evidence, Witness
 from lightning_parallel.strategies.base import LayoutStrategy
 from lightning_parallel.strategies.pipeline import PipelineStrategy
 
@@ -89,6 +90,8 @@ def check(
 ) -> Comparison | None:
     """Train a few batches in one process and under a layout, and compare losses, gradients, weights and logs.
 
+    All ranks begin with the first one's weights.
+
     To be called in a script of its own, under ``if __name__ == "__main__":``, since Lightning starts the other ranks by
     running the script again. The first process holds the whole model. It returns the comparison; on other ranks None.
 
@@ -113,7 +116,7 @@ def check(
     values = _first(module, data, batches)
     size = batch_size(values[0])
     layout = _layout(strategy, options, min(size, 2 * devices))
-    common = {"accelerator": accelerator, "precision": precision}
+    common: Mapping[str, Any] = {"accelerator": accelerator, "precision": precision, "limit_val_batches": batches}
     shares, witness = _Shares(values), Witness()
     trainer = _trainer(shares, witness, strategy=layout, devices=devices, **common)
     is_first = layout.layout.rank == 0
@@ -125,7 +128,7 @@ def check(
     different = tuple(each for each in found if not each.size <= tolerance)
     by_nature = False
     parts = layout.layout.size("data") * getattr(layout.options, "microbatches", 1)
-    if different and 1 < parts <= size:
+    if different and 1 < parts <= size and module.automatic_optimization:  # else a pipeline refuses it
         alike = _in_one_process(module, values, PipelineStrategy(microbatches=parts), common)
         by_nature = all(each.size <= tolerance for each in differences(witness.of_all_ranks, alike))
     largest = max(found, key=lambda each: each.size, default=None)
@@ -134,11 +137,11 @@ def check(
 
 def _first(module: pl.LightningModule, data: pl.LightningDataModule | Iterable[Any] | None, count: int) -> list[Any]:
     """The first batches of a loader."""
-    if isinstance(data, pl.LightningDataModule):
-        data.prepare_data()
-        data.setup("fit")
-        data = data.train_dataloader()
-    loader: Any = module.train_dataloader() if data is None else data
+    loader: Any = copy.deepcopy(module) if data is None else data
+    if isinstance(loader, pl.LightningDataModule | pl.LightningModule):
+        loader.prepare_data()
+        loader.setup("fit")
+        loader = loader.train_dataloader()
     found = [*itertools.islice(loader, count)]
     if not found:
         raise ValueError("data gives no batches.")
@@ -167,6 +170,7 @@ def _trainer(*callbacks: Callback, **given: Any) -> pl.Trainer:
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
+        num_sanity_val_steps=0,
         use_distributed_sampler=False,  # each rank is given its share
         callbacks=[*callbacks],
         **given,
@@ -174,7 +178,7 @@ def _trainer(*callbacks: Callback, **given: Any) -> pl.Trainer:
 
 
 def _in_one_process(
-    module: pl.LightningModule, batches: Sequence[Any], strategy: Strategy | str, common: dict[str, Any]
+    module: pl.LightningModule, batches: Sequence[Any], strategy: Strategy | str, common: Mapping[str, Any]
 ) -> Evidence:
     shares, witness = _Shares(batches), Witness()
     # Without the variables of torchrun or a cluster, in which this process is one of several.
@@ -194,7 +198,8 @@ def _fit(trainer: pl.Trainer, module: pl.LightningModule, shares: _Shares) -> No
 
 
 class _Shares(Callback, Dataset[Any]):
-    """This rank's shares of the first rank's batches."""
+    """This rank's shares of the first rank's batches. A module that ranks have made of other random numbers gets the
+    first rank's weights, too."""
 
     def __init__(self, batches: Sequence[Any]) -> None:
         self._batches = batches
@@ -206,7 +211,11 @@ class _Shares(Callback, Dataset[Any]):
         return copy.deepcopy(self._batches[index])  # a step may change its batch
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        self._batches = trainer.strategy.broadcast(self._batches)
+        own = [tensor.data for tensor in (*pl_module.parameters(), *pl_module.buffers())]
+        self._batches, tensors = trainer.strategy.broadcast((self._batches, own))
+        for tensor, of_first in zip(own, tensors, strict=True):
+            tensor.copy_(of_first)
+        torch.manual_seed(SEED)  # for configure_model, which comes next
         share = trainer.distributed_sampler_kwargs or {}
         if share.get("num_replicas", 1) > 1:
             self._batches = [split(batch, share["num_replicas"])[share["rank"]] for batch in self._batches]

@@ -11,7 +11,8 @@ from torch import Tensor
 from lightning_parallel.comparison.evidence import Evidence
 from lightning_parallel.ranks.shard import Shard
 
-_ALMOST_ZERO = 1e-6  # of the largest number among the gradients: what is smaller is compared with it
+# What is smaller is compared with this: of numbers, and of tensors in units of the largest entry among the gradients.
+_ALMOST_ZERO = 1e-6
 
 
 @dataclass(frozen=True, order=True)
@@ -83,7 +84,7 @@ def _of_tensors(
 def _apart(one: float, other: float) -> float:
     if one == other or (math.isnan(one) and math.isnan(other)):
         return 0.0
-    apart = abs(one - other) / abs(other) if other else math.inf
+    apart = abs(one - other) / max(abs(other), _ALMOST_ZERO)
     return math.inf if math.isnan(apart) else apart
 
 
@@ -95,10 +96,13 @@ def _distance(tensor: Tensor, whole: Tensor | None, shard: Shard | None, least: 
         return math.inf
     if not part.numel():
         return 0.0
+    tensor = tensor.to(part.dtype)
+    same = (tensor == part) | (tensor.isnan() & part.isnan())
+    apart = float((tensor - part).abs().masked_fill(same, 0.0).max())
     scale = max(_largest(whole), least)
-    apart = _largest(tensor.to(part.dtype) - part)
     return 0.0 if apart == 0 else math.inf if not scale or math.isnan(apart) else apart / scale
 
 
 def _largest(tensor: Tensor) -> float:
-    return float(tensor.abs().max()) if tensor.numel() else 0.0
+    """The largest finite entry, without its sign."""
+    return float(tensor.abs().nan_to_num(0.0, 0.0).max()) if tensor.numel() else 0.0

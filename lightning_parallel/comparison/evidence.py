@@ -17,7 +17,7 @@ from lightning_parallel.ranks.local_model import LocalModel, whole
 from lightning_parallel.ranks.shard import Shard
 from lightning_parallel.strategies.base import LayoutStrategy
 
-_SEED = 11
+SEED = 11
 
 
 @dataclass
@@ -52,7 +52,7 @@ class Witness(Callback):
         self._losses: list[Any] = []
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        torch.manual_seed(_SEED)
+        torch.manual_seed(SEED)
         self._evidence.shards = dict(_local(trainer, pl_module).shards)
 
     def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from typing import Any
 
 import lightning as L
@@ -82,6 +83,38 @@ def test_a_layout_is_equal_to_one_process(pool: WorkerPool, strategy: str) -> No
     assert others == [None]
 
 
+class OwnWeights(Net):
+    """Every rank makes other weights, and its data in set-up. It logs what is zero but for rounding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.center = nn.LayerNorm(4, elementwise_affine=False)
+
+    def setup(self, stage: str) -> None:
+        self.batches = batches()
+
+    def train_dataloader(self) -> Any:
+        return self.batches
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.log("center", self.center(self.net(batch[0])).mean())
+        return super().training_step(batch, batch_idx)
+
+
+def checked_unseeded() -> Comparison | None:
+    module = OwnWeights()
+    torch.manual_seed(int(os.environ["RANK"]))
+    for layer in module.net:
+        if isinstance(layer, nn.Linear):
+            layer.reset_parameters()
+    return check(module, strategy="pipeline_1f1b", devices=2, accelerator="cpu")
+
+
+def test_ranks_begin_with_the_weights_of_the_first(pool: WorkerPool) -> None:
+    found = pool.run(checked_unseeded, 2, init=False)[0]
+    assert found.equal, str(found)
+
+
 @pytest.mark.parametrize("strategy", ["pipeline_1f1b", "fully_sharded"])
 def test_what_computes_with_several_samples_differs_by_nature(pool: WorkerPool, strategy: str) -> None:
     found = pool.run(checked, 2, Net(nn.BatchNorm1d), strategy, LAYOUTS[strategy], init=False)[0]
@@ -133,6 +166,11 @@ def test_ranks_may_hold_shards_and_shares() -> None:
 )
 def test_what_differs_is_named_with_its_size(changes: dict[str, Any], name: str, size: float) -> None:
     assert found(evidence(**changes))[name] == pytest.approx(size)
+
+
+def test_nan_is_equal_to_nan() -> None:
+    lost = evidence(gradients=[{"a": torch.tensor([1.0, math.nan]), "b": torch.tensor([math.nan])}], losses=[math.nan])
+    assert not any(each.size for each in differences([lost], lost))
 
 
 def test_what_is_computed_first_comes_first() -> None:
