@@ -131,9 +131,7 @@ class Owners:
         held: set[Tensor] = {p for group in optimizer.param_groups for p in group["params"]}
         self._refuse_new(optimizer, [p for p in held if id(p) not in known])
         owned = {name: part for name, part in self._parts.items() if part in held}
-        trained = {name: p for name, p in owned.items() if p.requires_grad}
-        if trained:
-            self._bring(trained)
+        trained = self._bring(optimizer, owned) if owned else {}
         wholes: dict[Tensor, Tensor] = {
             part: self._wholes[name] for name, part in trained.items() if self._division.here[name]
         }
@@ -141,7 +139,7 @@ class Owners:
         lists = [group["params"] for group in optimizer.param_groups]
         for group, parts in zip(optimizer.param_groups, lists, strict=True):
             group["params"] = [wholes.get(p, p) for p in parts if p not in hidden]
-        # The wholes have the states of their parts. Of a frozen part there is no whole, since nothing steps it.
+        # The wholes have the states of their parts.
         state = optimizer.state
         apart: dict[Tensor, Any] = {part: state.pop(part) for part in owned.values() if part in state}
         state.update((wholes[part], values) for part, values in apart.items() if part in wholes)
@@ -159,23 +157,29 @@ class Owners:
             self._digests.update(_digests(trained))
 
     @torch.no_grad()
-    def _bring(self, parts: Mapping[str, nn.Parameter]) -> None:
-        """Give the owners the whole gradients, and whole parameters where these have been written to."""
-        count, digests = len(parts), _digests(parts)
-        has_gradient = [int(part.grad is not None) for part in parts.values()]
-        has_changed = [int(digests[name] != self._digests.get(name)) for name in parts]
-        flags = highest(self._division.group, *has_gradient, *has_changed)
-        stale = {name: part for (name, part), flag in zip(parts.items(), flags[count:], strict=True) if flag}
+    def _bring(self, optimizer: Optimizer, parts: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:
+        """Give the owners the whole gradients, and whole parameters where these have been written to. Returns the parts
+        that the optimizer may step. Of others, which are frozen and have neither a gradient nor a state, there is no
+        whole."""
+        has_gradient = {name for name, part in parts.items() if part.grad is not None}
+        may_move = {
+            name for name, p in parts.items() if p.requires_grad or name in has_gradient or p in optimizer.state
+        }
+        digests = _digests({name: part for name, part in parts.items() if name in may_move or name in self._digests})
+        has_changed = {name for name, found in digests.items() if found != self._digests.get(name)}
+        flags = [int(name in names) for names in (has_gradient, may_move, has_changed) for name in parts]
+        agreed = iter(highest(self._division.group, *flags))
+        given, trained, stale = ({name: part for name, part in parts.items() if next(agreed)} for _ in range(3))
         for name, whole in self._division.gathered(stale).items():
             if name in self._wholes:
                 self._wholes[name].copy_(whole)
             else:
                 self._wholes[name] = nn.Parameter(whole)
                 vars(self._wholes[name]).update(vars(parts[name]))  # what the user has noted on it
-        given = [(name, part) for (name, part), flag in zip(parts.items(), flags, strict=False) if flag]
-        gradients = {name: torch.zeros_like(part) if part.grad is None else part.grad for name, part in given}
+        gradients = {name: torch.zeros_like(part) if part.grad is None else part.grad for name, part in given.items()}
         for name, gradient in self._division.gathered(gradients).items():
             self._wholes[name].grad = gradient
+        return trained
 
     # -- refusals ------------------------------------------------------------------------------------------------
 
@@ -213,5 +217,7 @@ def _put_back(optimizer: Optimizer, before: Any) -> None:
 
 
 def _digests(parts: Mapping[str, Tensor]) -> dict[str, int]:
+    if not parts:
+        return {}
     found = torch.stack([digest(local_part(part)) for part in parts.values()])  # one read for all
     return dict(zip(parts, found.tolist(), strict=True))

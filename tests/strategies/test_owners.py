@@ -281,6 +281,41 @@ def test_a_frozen_parameter_may_be_trained_later(pool: WorkerPool) -> None:
     assert largest_difference(joined([own for (own,) in reports], "weights"), expected.weights) < EXACT
 
 
+class Freezes(Callback):
+    def on_train_epoch_start(self, trainer: L.Trainer, module: Any) -> None:
+        module.blocks[0].up.weight.requires_grad_(trainer.current_epoch < 1)
+
+
+class StepsFrozen(Net):
+    """Steps what is frozen by then and has a gradient, as where networks take turns."""
+
+    automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        weight, optimizer = self.blocks[0].up.weight, self.optimizers()
+        optimizer.zero_grad()
+        loss = self.loss(batch)
+        self.manual_backward(loss)
+        weight.requires_grad_(False)
+        optimizer.step()
+        weight.requires_grad_(True)
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return optimizers.LAMB(self.parameters())
+
+
+def fit_frozen(strategy: str) -> list[Report]:
+    given = {"max_epochs": 4, "samples": SAMPLES, "batch_size": BATCH}
+    return [fit("Lookahead", strategy, callbacks=[Freezes()]), train(StepsFrozen, strategy, **given)]
+
+
+def test_what_is_frozen_is_stepped_where_one_process_steps_it(pool: WorkerPool) -> None:
+    (expected,) = pool.run(fit_frozen, 1, "single", init=False)
+    for own, single in zip(zip(*pool.run(fit_frozen, 2, "tensor", init=False), strict=True), expected, strict=True):
+        assert largest_difference(joined(list(own), "weights"), single.weights) < EXACT
+
+
 class MadeWithTheModule(Net):
     def __init__(self) -> None:
         super().__init__()
