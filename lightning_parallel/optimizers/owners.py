@@ -31,6 +31,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_parallel.optimizers.division import Division
+from lightning_parallel.private.torch import has_step_hooks
 from lightning_parallel.ranks.collectives import gather_objects, highest
 from lightning_parallel.ranks.local_model import LocalModel, local_part
 from lightning_parallel.ranks.writes import digest
@@ -73,7 +74,8 @@ class Owners:
         """Let the optimizers' ``step`` see whole parameters. Returns a function that undoes this.
 
         Raises:
-            ValueError: an optimizer has a state for a part, and of which part of the whole isn't known.
+            ValueError: an optimizer has hooks around its steps, or a state for a part, and of which part of the whole
+                isn't known.
         """
         known = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
         undo = ExitStack()
@@ -81,6 +83,7 @@ class Owners:
         for optimizer in optimizers:
             if not any(id(p) in parts for group in optimizer.param_groups for p in group["params"]):
                 continue
+            _refuse_hooks(optimizer)
             self._take_state(optimizer)
             undo.callback(_put_back, optimizer, vars(optimizer).get("step"))
             # A method, since schedulers take it for one.
@@ -115,6 +118,7 @@ class Owners:
     def _around(self, step: Callable[..., Any], known: set[int]) -> Callable[..., Any]:
         @functools.wraps(step)  # with a scheduler's marks
         def stepped(optimizer: Optimizer, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
+            _refuse_hooks(optimizer)  # that were registered since
             if closure is not None:
                 with torch.enable_grad():
                     kwargs["closure"] = only_once(closure())
@@ -208,6 +212,17 @@ def only_once(result: Any) -> Callable[[], Any]:
         return results.pop()
 
     return closure
+
+
+def _refuse_hooks(optimizer: Optimizer) -> None:
+    """They would run while owners have the whole parameters: what they read of the module is as before the step, and
+    what they write there is lost."""
+    if has_step_hooks(optimizer):
+        kind = type(optimizer).__name__
+        raise ValueError(
+            f"{kind} has a hook of register_step_pre_hook or register_step_post_hook. It treats parameters as whole "
+            f"ones, and ranks have parts, which a hook would see before they are stepped. Do it in on_train_batch_end."
+        )
 
 
 def _put_back(optimizer: Optimizer, before: Any) -> None:

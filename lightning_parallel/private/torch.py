@@ -343,6 +343,11 @@ def has_gradient_hooks(tensor: Tensor) -> bool:
     return any(not module.startswith(("torch.distributed.fsdp", "lightning_parallel.")) for module in modules)
 
 
+def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    """Do hooks of the user's run around an optimizer's steps? torch has no public way to ask."""
+    return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
+
+
 def shallow_copy(module: nn.Module) -> nn.Module:
     """A copy of a module without parameters, buffers and children of its own, as torch.nn.DataParallel begins one.
     Modules override the method to copy what else they need: recurrent layers do."""

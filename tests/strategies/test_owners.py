@@ -266,6 +266,22 @@ def test_a_parameter_that_comes_later_is_refused(pool: WorkerPool) -> None:
     assert_refused(failures, "RuntimeError", ["LAMB", "'blocks.2.up.weight'", "configure_optimizers"])
 
 
+class Hooked(Net):
+    def configure_optimizers(self) -> Any:
+        optimizer = optimizers.LAMB(self.parameters())
+        optimizer.register_step_post_hook(lambda *_: [p.data.clamp_(-0.1, 0.1) for p in self.parameters()])
+        return optimizer
+
+
+def fit_hooked() -> None:
+    make_trainer("tensor", [], {}).fit(Hooked(), Hooked.loader())
+
+
+def test_hooks_of_steps_are_refused(pool: WorkerPool) -> None:
+    failures = pool.run(fit_hooked, 2, init=False, expect_errors=True, timeout=LIMIT)
+    assert_refused(failures, "ValueError", ["LAMB", "register_step_post_hook", "on_train_batch_end"])
+
+
 class Unfreezes(Callback):
     def on_train_epoch_start(self, trainer: L.Trainer, module: Any) -> None:
         module.blocks[1].up.weight.requires_grad_(trainer.current_epoch > 0)
