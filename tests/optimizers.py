@@ -232,7 +232,7 @@ class SAM(Optimizer):
     def step(self, closure: Any = None) -> Any:
         run = torch.enable_grad()(closure)
         loss = run()
-        held = [p for group in self.param_groups for p in group["params"]]
+        held = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
         norm = torch.stack([p.grad.norm() for p in held]).norm()
         ways = [p.grad * 0.05 / norm for p in held]
         for parameter, way in zip(held, ways, strict=True):

@@ -58,25 +58,30 @@ def delayed(
     names = [[n for n in parameters if _owner(n, owners, stages) == s] for s in range(stages)]
     optimizers, schedulers = [], []
     for stage in range(stages):
-        held = torch.nn.ParameterDict({n.replace(".", "/"): parameters[n] for n in names[stage]})
-        with_only = kind.configure_optimizers(held)  # its self.parameters() are the stage's
-        optimizers.append(with_only["optimizer"])
-        schedulers.append(with_only["lr_scheduler"]["scheduler"])
+        configured = module.configure_optimizers()
+        optimizer, held = configured["optimizer"], {parameters[n] for n in names[stage]}
+        for group in optimizer.param_groups:
+            group["params"] = [p for p in group["params"] if p in held]
+        for parameter in [p for p in optimizer.state if p not in held]:
+            del optimizer.state[parameter]
+        optimizers.append(optimizer)
+        schedulers.append(configured["lr_scheduler"]["scheduler"])
     pipeline = Delayed([{n: parameters[n] for n in names[s]} for s in range(stages)], **options)
     gathering = before = 0  # microbatches of the update under way, and of the last
 
     def step(stage: int) -> None:
-        mine = [parameters[n] for n in names[stage]]
+        groups = optimizers[stage].param_groups
         report.gradients[-1].update({n: g.clone() for n in names[stage] if (g := parameters[n].grad) is not None})
         if clip is not None:
-            torch.nn.utils.clip_grad_norm_(mine, clip)
+            torch.nn.utils.clip_grad_norm_([p for group in groups for p in group["params"]], clip)  # as Lightning does
         ahead = AsyncOneFOneB(stages, stage, options.get("extra_in_flight", 0)).warmup
         late = mean_staleness(options.get("weights", "stash"), ahead, gathering)
-        (group,) = optimizers[stage].param_groups
-        rate = group["lr"]
-        group["lr"] = rate * discount(late, pipeline.updates, lr_discount)
+        rates = [group["lr"] for group in groups]
+        for group, rate in zip(groups, rates, strict=True):
+            group["lr"] = rate * discount(late, pipeline.updates, lr_discount)
         optimizers[stage].step()
-        group["lr"] = rate
+        for group, rate in zip(groups, rates, strict=True):
+            group["lr"] = rate
         schedulers[stage].step()
 
     for _ in range(epochs):

@@ -10,157 +10,32 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.nn import functional as F
-from torch.optim import Optimizer
 
 from lightning_parallel.optimizers.owners import only_once
 from lightning_parallel.ranks.local_model import local_part
 from tests import optimizers
+from tests.optimizer_table.cases import LAYOUTS, Net, by, fit, replicas_of
+from tests.optimizer_table.training import ENTRIES, EXACT, FOUND, expected, make_runner
 from tests.pool import WorkerPool
 from tests.strategies.failures import LIMIT, assert_refused
-from tests.strategies.harness import Report, complete, here, joined, largest_difference, make_trainer, spoil, train
-from tests.strategies.models import BATCH, LeNet
+from tests.strategies.harness import Report, complete, here, joined, largest_difference, make_trainer, spoil
+from tests.strategies.models import BATCH
 from tests.thorough import thorough
+from tests.zoo.outcome import Outcome
 
-LONG = 900.0  # seconds for a table
-EXACT = 1e-10  # float64, after twelve updates
-PLAN = {"blocks.*.up": "column", "blocks.*.down": "row", "head": "column_gather"}
-STAGES = {"stages": 2, "microbatches": 2}
-FULLY = {"data_parallel_kind": "fully_shard"}
-LAYOUTS: dict[str, tuple[int, str, dict[str, Any]]] = {
-    "tensor": (2, "tensor", {}),
-    "tensor x data": (4, "tensor", {"tensor_parallel": 2, "data_parallel": 2}),
-    "fully sharded": (2, "fsdp", {}),
-    "stages x tensor": (4, "sync", {**STAGES, "tensor_parallel": 2}),
-    "stages x fully sharded": (4, "sync", {**STAGES, "data_parallel": 2, **FULLY}),
-    "fully sharded x tensor": (
-        4,
-        "sync",
-        {"stages": 1, "data_parallel": 2, "tensor_parallel": 2, "microbatches": 2, **FULLY},
-    ),
-    "late stages x tensor": (4, "async", {**STAGES, "tensor_parallel": 2}),
-}
-SAMPLES = 20  # the last batch of 4 is shared, too
+MOST = ["Muon", "LAMB", "Kronecker", "Lookahead", "Prodigy"]
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(25, 15), nn.Linear(15, 25)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(torch.tanh(self.up(x)))
-
-
-class Net(LeNet):
-    """Ranks divide matrices and vectors unequally, and leave others whole; one frozen, one unused."""
-
-    def build(self) -> None:
-        self.scale = nn.Parameter(torch.linspace(0.5, 1.5, 25))
-        self.blocks = nn.ModuleList(Block() for _ in range(3))
-        self.head = nn.Linear(25, 10)
-        self.unused = nn.Parameter(torch.ones(3, 2))
-        self.blocks[1].up.weight.requires_grad_(False)
-
-    def loss(self, batch: Any) -> Tensor:
-        x = batch[0].flatten(1)[:, :25] * self.scale
-        for block in self.blocks:
-            x = block(x)
-        return F.cross_entropy(self.head(x), batch[1])
-
-    def configure_tensor_parallel(self) -> dict[str, str]:
-        return PLAN
-
-
-ELEMENTWISE = [
-    "SGD", "Adam", "AdamW", "Adagrad", "RMSprop", "Adadelta", "Adamax", "NAdam", "RAdam", "ASGD", "Rprop", "Lion",
-    "Adan", "ScheduleFree",
-]  # fmt: skip
-BY_PARAMETER = [
-    "Muon", "Adafactor", "LARS", "LAMB", "HostLAMB", "Factored", "Shampoo", "Kronecker", "SOAP", "FloorSGD",
-    "Lookahead",
-]  # fmt: skip
-MOST = ["Muon", "LAMB", "Kronecker", "Lookahead"]
-BY_ALL = ["Prodigy", "SAM"]
-
-
-def made(kind: str, parameters: list[nn.Parameter]) -> Optimizer:
-    """In two groups, of which the first decays."""
-    groups: list[dict[str, Any]] = [{"params": parameters[::2], "weight_decay": 0.1}, {"params": parameters[1::2]}]
-    if kind == "Lookahead":
-        return optimizers.Lookahead(optimizers.LAMB(groups, lr=0.01))
-    if kind == "SAM":
-        return optimizers.SAM(groups, torch.optim.SGD, lr=0.01)
-    options = (
-        {"eps": 1e-4} if kind.startswith(("Ad", "NAd", "RAd", "RMS")) and kind not in ("Adafactor", "Adan") else {}
-    )
-    optimizer: Optimizer = (getattr(optimizers, kind, None) or getattr(torch.optim, kind))(groups, lr=0.01, **options)
-    if kind == "ScheduleFree":
-        optimizer.train()  # type: ignore[attr-defined]
-    return optimizer
-
-
-def by(kind: str) -> type[Net]:
-    """The model with another optimizer, whose rate falls."""
-
-    def configure_optimizers(self: Net) -> Any:
-        optimizer = made(kind, [p for p in self.parameters() if p.ndim == 2 or kind != "Muon"])
-        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.8)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
-
-    return type(f"{kind}Net", (Net,), {"configure_optimizers": configure_optimizers})
-
-
-def fit(kind: str, layout: str | None, options: Any = None, replicas: int = 1, **kwargs: Any) -> Report:
-    """Twelve updates."""
-    size = BATCH // replicas
-    given = {"max_epochs": 4, "gradient_clip_val": 0.5, "batch_size": size, "samples": SAMPLES, **kwargs}
-    return train(by(kind), layout or "single", options, **given)
-
-
-def fits(kinds: list[str], *args: Any, **kwargs: Any) -> list[Report]:
-    return [fit(kind, *args, **kwargs) for kind in kinds]
-
-
-def replicas_of(layout: str) -> int:
-    return 2 if "data" in layout or "fully" in layout else 1
-
-
-def assert_as_in_one_process(pool: WorkerPool, layout: str, kinds: list[str], **given: Any) -> None:
-    ranks, strategy, options = LAYOUTS[layout]
-    reference: tuple[Any, ...] = (1, kinds, "single")
-    if strategy == "async":  # late gradients, which stages clip apart: as without a division
-        reference = (2, kinds, strategy, STAGES)
-    expected = zip(*pool.run(fits, *reference, init=False, timeout=LONG, **given), strict=True)
-    reports = zip(
-        *pool.run(fits, ranks, kinds, strategy, options, replicas_of(layout), init=False, timeout=LONG, **given),
-        strict=True,
-    )
-    for kind, own, others in zip(kinds, reports, expected, strict=True):
-        weights = joined(list(others), "weights")
-        assert largest_difference(joined(list(own), "weights"), weights) < EXACT, kind
-        assert not torch.equal(weights["head.weight"], Net().double().head.weight), f"{kind} trains"
-
-
-@pytest.mark.parametrize(("layout", "kinds"), [
-    *((layout, MOST) for layout in LAYOUTS), ("fully sharded", ["Rprop", "Prodigy"]),
-    *thorough(*((layout, [*BY_PARAMETER, *ELEMENTWISE]) for layout in LAYOUTS)),
-], ids=lambda value: value if isinstance(value, str) else str(len(value)))  # fmt: skip
-def test_an_optimizer_is_that_of_one_process(pool: WorkerPool, layout: str, kinds: list[str]) -> None:
-    assert_as_in_one_process(pool, layout, kinds)
-
-
-@pytest.mark.parametrize("kind", BY_ALL)
-@pytest.mark.parametrize(
-    "layout", ["tensor", *thorough(*(layout for layout in LAYOUTS if layout not in ("tensor", "fully sharded")))]
-)
-def test_others_are_refused_before_training(pool: WorkerPool, layout: str, kind: str) -> None:
-    ranks, strategy, options = LAYOUTS[layout]
-    args = (kind, strategy, options, replicas_of(layout))
-    failures = pool.run(fit, ranks, *args, init=False, expect_errors=True, timeout=LIMIT)
-    assert_refused(failures, "ValueError", [kind, "AdamW"])
+# The table of docs/optimizers.md.
+@pytest.mark.parametrize("kind", [*MOST, *thorough(*(kind for kind in ENTRIES if kind not in MOST))])
+def test_an_optimizer_is_that_of_one_process_or_refused(pool: WorkerPool, kind: str) -> None:
+    runner = make_runner(pool)
+    for name, layout in FOUND.items():
+        verdict = runner.run("", ENTRIES[kind], layout)
+        assert verdict is not None and verdict.outcome is expected(kind, name), f"{name}: {verdict}"
+        assert verdict.outcome is Outcome.EQUAL or kind in verdict.detail, f"{name}: {verdict}"
 
 
 # -- an update ---------------------------------------------------------------------------------------------------
@@ -191,9 +66,14 @@ def test_what_hooks_write_to_parameters_reaches_their_owners(pool: WorkerPool, l
     assert largest_difference(joined([own for (own,) in reports], "weights"), expected.weights) < EXACT
 
 
+@pytest.mark.parametrize("kind", ["Muon", "LAMB"])
 @pytest.mark.parametrize("layout", ["tensor", "fully sharded", "stages x tensor"])
-def test_batches_are_accumulated_for_owners(pool: WorkerPool, layout: str) -> None:
-    assert_as_in_one_process(pool, layout, ["Muon", "LAMB"], accumulate_grad_batches=2)
+def test_batches_are_accumulated_for_owners(pool: WorkerPool, layout: str, kind: str) -> None:
+    ranks, strategy, options = LAYOUTS[layout]
+    given = {"init": False, "accumulate_grad_batches": 2}
+    (single,) = pool.run(fit, 1, kind, "single", **given)
+    reports = pool.run(fit, ranks, kind, strategy, options, replicas_of(layout), **given)
+    assert largest_difference(joined(reports, "weights"), single.weights) < EXACT
 
 
 def sent_in_updates(strategy: str, options: dict[str, Any], replicas: int) -> tuple[list[int], list[int], int, int]:
@@ -214,7 +94,7 @@ def sent_in_updates(strategy: str, options: dict[str, Any], replicas: int) -> tu
         module = by("Kronecker")()
         trainer = make_trainer(strategy, [], options, max_epochs=2)
         share = trainer.distributed_sampler_kwargs if replicas > 1 else None
-        trainer.fit(module, module.loader(False, BATCH // replicas, SAMPLES, share))
+        trainer.fit(module, module.loader(False, BATCH // replicas, share=share))
     assert not hasattr(trainer.optimizers[0].step, "__self__"), "its scheduler's again"
     shards = trainer.strategy.local_model.shards  # type: ignore[attr-defined]
     trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
@@ -351,7 +231,7 @@ def fit_twice(strategy: str, replicas: int = 1) -> dict[str, Tensor]:
     share = trainer.distributed_sampler_kwargs if replicas > 1 else None
     for epochs in (1, 2):
         trainer.fit_loop.max_epochs = epochs
-        trainer.fit(module, module.loader(False, BATCH // replicas, SAMPLES, share))
+        trainer.fit(module, module.loader(False, BATCH // replicas, share=share))
     return {name: complete(p.detach()) for name, p in here(module).items()}
 
 
@@ -379,7 +259,7 @@ def go_on(
     share = trainer.distributed_sampler_kwargs if replicas > 1 else None
     if read is not None:
         spoil(module)
-    trainer.fit(module, module.loader(False, BATCH // replicas, SAMPLES, share), ckpt_path=read)
+    trainer.fit(module, module.loader(False, BATCH // replicas, share=share), ckpt_path=read)
     trainer.save_checkpoint(write)
     return {name: complete(p.detach()) for name, p in here(module).items()}
 

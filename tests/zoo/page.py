@@ -117,11 +117,11 @@ def _of(cases: Cases, layout: str) -> Iterable[Verdict | None]:
     return (of_layouts.get(layout) for of_layouts in cases.values())
 
 
-def line(message: str) -> str:
+def line(message: str, shown: int = SHOWN) -> str:
     """The first line of a message, shortened, without what changes from run to run, safe in Markdown."""
     line = message.strip().splitlines()[0] if message.strip() else ""
     line = re.sub(r"0x[0-9a-f]+|\b\d+\.\d+\.\d+\.\d+:\d+\b", "...", line)
-    line = line if len(line) <= SHOWN else line[:SHOWN].rsplit(" ", 1)[0] + " ..."
+    line = line if len(line) <= shown else line[:shown].rsplit(" ", 1)[0] + " ..."
     return re.sub(r"([\\*_<>\[\]|`])", r"\\\1", line)
 
 

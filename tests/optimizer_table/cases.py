@@ -1,0 +1,118 @@
+"""The model, the optimizers and the layouts of the table."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.optim import Optimizer
+
+from tests import optimizers
+from tests.strategies.harness import Report, train
+from tests.strategies.models import BATCH, LeNet
+
+EPOCHS, UPDATES = 4, 12
+CLIP = 0.5
+PLAN = {"blocks.*.up": "column", "blocks.*.down": "row", "head": "column_gather"}
+STAGES = {"stages": 2, "microbatches": 2}
+FULLY = {"data_parallel_kind": "fully_shard"}
+LAYOUTS: dict[str, tuple[int, str, dict[str, Any]]] = {
+    "tensor": (2, "tensor", {}),
+    "tensor x data": (4, "tensor", {"tensor_parallel": 2, "data_parallel": 2}),
+    "fully sharded": (2, "fsdp", {}),
+    "stages": (2, "sync", STAGES),
+    "stages x tensor": (4, "sync", {**STAGES, "tensor_parallel": 2}),
+    "stages x fully sharded": (4, "sync", {**STAGES, "data_parallel": 2, **FULLY}),
+    "fully sharded x tensor": (
+        4,
+        "sync",
+        {"stages": 1, "data_parallel": 2, "tensor_parallel": 2, "microbatches": 2, **FULLY},
+    ),
+    "late stages": (2, "async", STAGES),
+    "late stages x tensor": (4, "async", {**STAGES, "tensor_parallel": 2}),
+}
+ELEMENTWISE = [
+    "SGD", "Adam", "AdamW", "Adagrad", "RMSprop", "Adadelta", "Adamax", "NAdam", "RAdam", "ASGD", "Rprop", "Lion",
+    "Adan", "ScheduleFree",
+]  # fmt: skip
+BY_PARAMETER = [
+    "Muon", "Adafactor", "LARS", "LAMB", "HostLAMB", "Factored", "Shampoo", "Kronecker", "SOAP", "FloorSGD",
+    "Lookahead",
+]  # fmt: skip
+BY_ALL = ["Prodigy", "SAM", "LBFGS"]
+TRAINED = {("Prodigy", "fully sharded"), ("SAM", "fully sharded")}  # of BY_ALL: by their operations on DTensors
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(25, 15), nn.Linear(15, 25)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+class Net(LeNet):
+    """Ranks divide matrices and vectors unequally, and leave others whole; one frozen, one unused."""
+
+    def build(self) -> None:
+        self.scale = nn.Parameter(torch.linspace(0.5, 1.5, 25))
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.head = nn.Linear(25, 10)
+        self.unused = nn.Parameter(torch.ones(3, 2))
+        self.blocks[1].up.weight.requires_grad_(False)
+
+    def loss(self, batch: Any) -> Tensor:
+        x = batch[0].flatten(1)[:, :25] * self.scale
+        for block in self.blocks:
+            x = block(x)
+        return F.cross_entropy(self.head(x), batch[1])
+
+    def configure_tensor_parallel(self) -> dict[str, str]:
+        return PLAN
+
+    @classmethod
+    def samples(cls) -> list[Any]:
+        return super().samples()[:20]  # the last batch of 4 is shared, too
+
+
+def made(kind: str, parameters: list[nn.Parameter]) -> Optimizer:
+    """In two groups, of which the first decays."""
+    groups: list[dict[str, Any]] = [{"params": parameters[::2], "weight_decay": 0.1}, {"params": parameters[1::2]}]
+    if kind == "LBFGS":
+        return torch.optim.LBFGS(parameters, lr=0.01)  # it takes one group
+    if kind == "Lookahead":
+        return optimizers.Lookahead(optimizers.LAMB(groups, lr=0.01))
+    if kind == "SAM":
+        return optimizers.SAM(groups, torch.optim.SGD, lr=0.01)
+    options = (
+        {"eps": 1e-4} if kind.startswith(("Ad", "NAd", "RAd", "RMS")) and kind not in ("Adafactor", "Adan") else {}
+    )
+    optimizer: Optimizer = (getattr(optimizers, kind, None) or getattr(torch.optim, kind))(groups, lr=0.01, **options)
+    if kind == "ScheduleFree":
+        optimizer.train()  # type: ignore[attr-defined]
+    return optimizer
+
+
+def by(kind: str) -> type[Net]:
+    """The model with another optimizer, whose rate falls."""
+
+    def configure_optimizers(self: Net) -> Any:
+        optimizer = made(kind, [p for p in self.parameters() if p.ndim == 2 or kind != "Muon"])
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.8)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+    return type(f"{kind}Net", (Net,), {"configure_optimizers": configure_optimizers})
+
+
+def fit(kind: str, layout: str | None, options: Any = None, replicas: int = 1, **kwargs: Any) -> Report:
+    """Twelve updates."""
+    size = BATCH // replicas
+    given = {"max_epochs": EPOCHS, "gradient_clip_val": CLIP, "batch_size": size, **kwargs}
+    return train(by(kind), layout or "single", options, **given)
+
+
+def replicas_of(layout: str) -> int:
+    return 2 if "data" in layout or "fully" in layout else 1
