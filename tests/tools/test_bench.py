@@ -34,6 +34,7 @@ from tools.bench import (
     memory,
     messages,
     one_device,
+    optimizers,
     over_nccl,
     overhead,
     processes,
@@ -81,6 +82,7 @@ MEASUREMENTS: dict[str, tuple[Callable[[], list[Table]], list[int]]] = {
         for number, group in enumerate((data.DDP_GROUP, data.FSDP_GROUP, data.PIPELINE_GROUP, data.THREADS_GROUP))
     },
     "generation": (lambda: generation.measure(generation.QUICK), [2]),
+    "optimizers": (lambda: optimizers.measure(optimizers.QUICK), [4]),
     "folder": (
         lambda: folder.measure(folder.Sizes(layers=2, width=64, vocabulary=64, ranks=2, rounds=1)), [2]
     ),

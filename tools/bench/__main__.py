@@ -2,7 +2,8 @@
 ``python -m tools.bench tensor``: the layers of tensor parallelism beside DTensor and beside bare functions;
 ``python -m tools.bench data``: replicas that share every batch, in a Trainer and in bare loops of torch's own;
 ``python -m tools.bench checkpoint``: saving and opening, beside torch's distributed checkpoint;
-``python -m tools.bench generation``: texts out of a pipeline, beside one process."""
+``python -m tools.bench generation``: texts out of a pipeline, beside one process;
+``python -m tools.bench optimizers``: steps where ranks divide parameters, beside bare ones."""
 
 from __future__ import annotations
 
@@ -32,6 +33,7 @@ from tools.bench import (
     memory,
     messages,
     one_device,
+    optimizers,
     overhead,
     report,
     shared_device,
@@ -102,6 +104,10 @@ GENERATION: dict[str, Part] = {
     "texts": _part(generation.measure, generation.Sizes(), generation.QUICK),
 }
 
+OPTIMIZERS: dict[str, Part] = {
+    "step": (partial(optimizers.measure, optimizers.Sizes()), partial(optimizers.measure, optimizers.QUICK)),
+}
+
 
 def _on(device: str) -> dict[str, dict[str, Part]]:
     """What can be measured there."""
@@ -113,6 +119,7 @@ def _on(device: str) -> dict[str, dict[str, Part]]:
         "data": DATA,
         "checkpoint": CHECKPOINT,
         "generation": GENERATION,
+        "optimizers": OPTIMIZERS,
     }
 
 
