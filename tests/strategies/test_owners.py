@@ -20,7 +20,7 @@ from tests.optimizer_table.cases import LAYOUTS, Net, by, fit, replicas_of
 from tests.optimizer_table.training import ENTRIES, EXACT, FOUND, expected, make_runner
 from tests.pool import WorkerPool
 from tests.strategies.failures import LIMIT, assert_refused
-from tests.strategies.harness import Report, complete, here, joined, largest_difference, make_trainer, spoil
+from tests.strategies.harness import Report, complete, here, joined, largest_difference, make_trainer, spoil, train
 from tests.strategies.models import BATCH
 from tests.thorough import thorough
 from tests.zoo.outcome import Outcome
@@ -202,7 +202,7 @@ class StepsFrozen(Net):
 
 
 def fit_frozen(strategy: str) -> list[Report]:
-    given = {"max_epochs": 4, "samples": SAMPLES, "batch_size": BATCH}
+    given = {"max_epochs": 4, "batch_size": BATCH}
     return [fit("Lookahead", strategy, callbacks=[Freezes()]), train(StepsFrozen, strategy, **given)]
 
 
