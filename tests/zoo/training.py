@@ -82,10 +82,8 @@ class Witness(Callback):
 
     def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         torch.manual_seed(11)  # whatever the strategy's set-up has drawn
-        for optimizer in trainer.optimizers:
-            optimizer.register_step_post_hook(self.count)
 
-    def count(self, *_: Any) -> None:
+    def on_before_optimizer_step(self, *_: Any) -> None:
         self.report.updates += 1
 
     def on_train_batch_end(self, trainer: L.Trainer, module: Any, outputs: Any, *args: Any) -> None:
