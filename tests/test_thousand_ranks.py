@@ -28,7 +28,7 @@ from lightning_parallel.checkpoint.agreement import RankSummary, agree, writers
 from lightning_parallel.checkpoint.keys import divided
 from lightning_parallel.losses.normaliser import BatchLoss
 from lightning_parallel.messages.channel import Link
-from lightning_parallel.messages.message import TRAILER, encode
+from lightning_parallel.messages.message import TRAILER, encode, format_of
 from lightning_parallel.pipeline.chunk import Microbatch
 from lightning_parallel.pipeline.engine import Engine
 from lightning_parallel.pipeline.stage import Stage
@@ -128,7 +128,7 @@ def first_batch(world_size: int, rank: int, name: str) -> tuple[float, int, list
     stages, microbatches, width = 8, 16, 32
     net = nn.Sequential(*(nn.Linear(width, width) for _ in range(32)))
     batch = torch.ones(2, width)
-    description = encode(((tuple(batch.shape), batch.dtype, True),))
+    description = encode(format_of([batch.clone().requires_grad_()]))
     counts = [0, 0]
 
     def isend(link: Link, buffer: Tensor) -> Any:
