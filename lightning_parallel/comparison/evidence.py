@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +12,7 @@ from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from lightning_parallel.checks.first_losses import scalars
 from lightning_parallel.ranks.local_model import LocalModel, whole
 from lightning_parallel.ranks.shard import Shard
 from lightning_parallel.strategies.base import LayoutStrategy
@@ -73,7 +73,7 @@ class Witness(Callback):
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._evidence.losses = [float(loss) for loss in self._losses]  # before the end a stage would wait for it
-        self._evidence.logged = dict(_numbers(trainer.callback_metrics))
+        self._evidence.logged = scalars(trainer.callback_metrics)
         self.of_all_ranks = [self._evidence]
         if dist.is_initialized():
             self.of_all_ranks *= dist.get_world_size()
@@ -86,10 +86,4 @@ def _local(trainer: pl.Trainer, module: pl.LightningModule) -> LocalModel:
 
 
 def _copy(tensor: Tensor) -> Tensor:
-    return (whole(tensor) if isinstance(tensor, DTensor) else tensor).detach().cpu().clone()
-
-
-def _numbers(metrics: dict[str, Any]) -> Iterator[tuple[str, float]]:
-    for name, value in metrics.items():
-        if isinstance(value, int | float) or (isinstance(value, Tensor) and value.numel() == 1):
-            yield name, float(value)
+    return (whole(tensor) if isinstance(tensor, DTensor) else tensor).detach().to("cpu", copy=True)
