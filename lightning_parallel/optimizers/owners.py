@@ -9,7 +9,8 @@ optimizer's arithmetic, each owner gets the whole gradients of what it owns, and
     a's first half               <-------------     a
 
 The optimizer object is the user's. While it steps, its groups have the whole parameters that this rank owns in the
-place of the parts, and nothing of those that others own. All else (clipping, schedulers, hooks) sees parts, as ever.
+place of the parts, and nothing of those that others own. Clipping, schedulers and the module's hooks see parts as
+before. Hooks around an optimizer's own steps are refused.
 
 An owner keeps the whole parameters, so that an update sends twice the divided parameters at most. Ranks compare digests
 of their parts before each update: where other code has written to one, the owner gets it again. The state of an owned
