@@ -12,12 +12,13 @@ import torch
 from lightning.pytorch.callbacks import Callback, EMAWeightAveraging, StochasticWeightAveraging, WeightAveraging
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn, get_ema_multi_avg_fn
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from torch.utils.data import DataLoader
 
 import lightning_parallel as lp
 from lightning_parallel.absent.tensor import AbsentTensor
 from lightning_parallel.checkpoint import convert, read_plain
 from tests.pool import WorkerPool
+from tests.strategies.dealt import dealt
 from tests.strategies.failures import assert_refused
 from tests.strategies.harness import complete, largest_difference
 from tests.strategies.saves import SavesIn
@@ -94,11 +95,7 @@ class Averaged(L.LightningModule):
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9)]
 
     def train_dataloader(self) -> DataLoader:
-        x = torch.arange(8 * BATCHES) % 12
-        kwargs = self.trainer.distributed_sampler_kwargs or {"num_replicas": 1, "rank": 0}
-        sampler: DistributedSampler = DistributedSampler(x, **kwargs)  # type: ignore[arg-type]
-        data = TensorDataset(x, x * 5 % 12)
-        return lp.ResumableDataLoader(data, batch_size=8 // kwargs["num_replicas"], sampler=sampler)
+        return dealt(self.trainer, BATCHES)
 
     test_step = validation_step
     val_dataloader = test_dataloader = train_dataloader

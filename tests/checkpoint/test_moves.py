@@ -11,11 +11,12 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from torch.utils.data import DataLoader
 
 import lightning_parallel as lp
 from lightning_parallel.checkpoint import convert, read_full, read_plain
 from tests.pool import WorkerPool
+from tests.strategies.dealt import dealt
 from tests.strategies.harness import largest_difference
 from tests.strategies.saves import SavesIn
 from tests.thorough import thorough
@@ -81,11 +82,7 @@ class Moved(L.LightningModule):
         ]
 
     def train_dataloader(self) -> DataLoader:
-        x = torch.arange(8 * BATCHES) % 12
-        kwargs = self.trainer.distributed_sampler_kwargs or {"num_replicas": 1, "rank": 0}
-        sampler: DistributedSampler = DistributedSampler(x, **kwargs)  # type: ignore[arg-type]
-        data = TensorDataset(x, x * 5 % 12)
-        return lp.ResumableDataLoader(data, batch_size=8 // kwargs["num_replicas"], sampler=sampler)
+        return dealt(self.trainer, BATCHES)
 
     val_dataloader = train_dataloader
 

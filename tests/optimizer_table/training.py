@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Callable
-from time import monotonic
 from typing import Any
 
 import torch
@@ -31,7 +29,7 @@ from tests.zoo.entry import Entry
 from tests.zoo.layouts import PLAIN, Layout
 from tests.zoo.outcome import Outcome, Verdict, largest, of_errors
 from tests.zoo.runner import Runner
-from tests.zoo.training import Report, Witness, described, hang_up
+from tests.zoo.training import Report, Witness, reported
 
 EXACT = 1e-10  # float64, after twelve updates
 PATIENCE = 240.0  # seconds for a case
@@ -74,8 +72,8 @@ class Updates(Witness):
 
 def train(room: str, kind: str, layout: str, layers: tuple[str, ...] = ()) -> Report:
     """Train a case on this rank. Errors are reported, not raised."""
-    report, begin = Report(), monotonic()
-    try:
+
+    def run(report: Report) -> None:
         if layout == LATE:
             own = delayed(by(kind), **STAGES, clip=CLIP, epochs=EPOCHS)
         else:
@@ -84,12 +82,8 @@ def train(room: str, kind: str, layout: str, layers: tuple[str, ...] = ()) -> Re
         report.losses, report.weights, report.shards = own.losses, own.weights, own.shards
         if layout in REFERENCES and torch.equal(own.weights["head.weight"], Net().double().head.weight):
             raise AssertionError(f"{kind} doesn't train")
-    except BaseException as error:  # SystemExit too
-        report.error = described(error, monotonic() - begin)
-        traceback.clear_frames(error.__traceback__)
-    if report.error is not None:
-        hang_up()
-    return report
+
+    return reported(run)
 
 
 def judge(

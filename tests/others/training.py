@@ -5,12 +5,10 @@ from __future__ import annotations
 import hashlib
 import random
 import sys
-import traceback
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from time import monotonic
 from types import FrameType
 from typing import Any
 
@@ -25,7 +23,7 @@ from tests.others.entry import BATCH, STEPS
 from tests.others.layouts import ASYNCHRONOUS, find
 from tests.zoo.layouts import Layout
 from tests.zoo.precision import everything_in
-from tests.zoo.training import PACKAGE, Report, Witness, collect, described, hang_up, load
+from tests.zoo.training import PACKAGE, Report, Witness, collect, load, reported
 
 _PASSED_ON = ("warnings.py", "rank_zero.py")  # files whose functions warn in the name of others
 
@@ -68,17 +66,13 @@ class Notes(Witness):
 
 def train(room: str, name: str, layout_name: str, layers: tuple[str, ...] = ()) -> Report:
     """Train an entry on this rank of a layout. Errors are reported, not raised."""
-    report, begin = Report(), monotonic()
-    try:
+
+    def run(report: Report) -> None:
         entry = load(room, name)
         with everything_in(entry.dtype), _noted(report.warnings):
             _fit(entry, find(layout_name), report, layers)
-    except BaseException as error:  # SystemExit too
-        report.error = described(error, monotonic() - begin)
-        traceback.clear_frames(error.__traceback__)
-    if report.error is not None:
-        hang_up()
-    return report
+
+    return reported(run)
 
 
 def _fit(entry: Any, layout: Layout, report: Report, layers: tuple[str, ...]) -> None:

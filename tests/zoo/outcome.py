@@ -11,7 +11,6 @@ from enum import StrEnum
 import torch
 from torch import Tensor
 
-from lightning_parallel.ranks.shard import Shard
 from tests.zoo.entry import Entry
 from tests.zoo.layouts import TIMEOUT, Layout
 from tests.zoo.training import Report
@@ -136,7 +135,8 @@ def largest(reports: list[Report], reference: list[Report], shares: bool) -> tup
             if name not in weights:
                 return math.inf, f"{name}, which one process doesn't have"
             held.add(name)
-            expected_part = _part(weights[name], report.shards.get(name))
+            shard = report.shards.get(name)
+            expected_part = weights[name] if shard is None else shard.take(weights[name])
             deviation = _relative(weight, expected_part) if weight.shape == expected_part.shape else math.inf
             deviations[name] = max(deviation, deviations.get(name, 0.0))
     missing = sorted(weights.keys() - held)
@@ -157,13 +157,6 @@ def _losses(reports: list[Report], shares: bool) -> list[float]:
 
 def _exact(loss: float) -> Tensor:
     return torch.tensor(loss, dtype=torch.float64)
-
-
-def _part(whole: Tensor, shard: Shard | None) -> Tensor:
-    """What a rank should hold of a weight."""
-    if shard is None:
-        return whole
-    return torch.cat([whole.narrow(shard.dim, start, stop - start) for start, stop in shard.ranges()], shard.dim)
 
 
 def _relative(value: Tensor, expected: Tensor) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import importlib
 import traceback
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import monotonic
@@ -99,11 +100,20 @@ def load(room: str, name: str) -> Entry:
 def train(room: str, name: str, layout_name: str, layers: tuple[str, ...] = ()) -> Report:
     """Train an entry on this rank of a layout, for the batches that it has. Errors are reported, not raised. A pipeline
     may be told its layers."""
-    report, begin = Report(), monotonic()
-    try:
+
+    def run(report: Report) -> None:
         entry = load(room, name)
         with everything_in(entry.dtype):
             _fit(entry, layouts.find(layout_name), report, layers)
+
+    return reported(run)
+
+
+def reported(run: Callable[[Report], None]) -> Report:
+    """What a run notes in its report, and its error, if it ends in one."""
+    report, begin = Report(), monotonic()
+    try:
+        run(report)
     except BaseException as error:  # SystemExit too
         report.error = described(error, monotonic() - begin)
         traceback.clear_frames(error.__traceback__)
