@@ -59,6 +59,8 @@ def _register() -> None:
         "pipeline_1f1b": (PipelineStrategy, {"schedule": "1f1b"}),
         "pipeline_interleaved": (PipelineStrategy, {"schedule": "interleaved"}),
         "pipeline_zbv": (PipelineStrategy, {"schedule": "zbv"}),
+        "pipeline_vhalf": (PipelineStrategy, {"schedule": "vhalf"}),
+        "pipeline_vmin": (PipelineStrategy, {"schedule": "vmin"}),
         "pipeline_async": (AsyncPipelineStrategy, {}),
         "data_parallel": (DataParallelStrategy, {}),
         "tensor_parallel": (TensorParallelStrategy, {}),

@@ -133,7 +133,7 @@ def _stages(config: Config, strategy: Config, stages: int) -> Iterator[Problem]:
 
 def _chunks(strategy: Config) -> int:
     """Of layers, in each stage."""
-    several = strategy.get("schedule") in ("interleaved", "zbv")
+    several = strategy.get("schedule") in ("interleaved", "zbv", "vhalf", "vmin")
     wanted = strategy.get("chunks", "auto")
     return (2 if several else 1) if wanted == "auto" else int(wanted)
 

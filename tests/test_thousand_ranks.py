@@ -39,7 +39,7 @@ from lightning_parallel.ranks import meeting
 from lightning_parallel.ranks.groups import Groups, Links
 from lightning_parallel.ranks.layout import Layout
 from lightning_parallel.schedules.actions import Step, placement
-from lightning_parallel.schedules.generators import SCHEDULES
+from lightning_parallel.schedules.named import SCHEDULES
 from tests.pool import WorkerPool
 from tests.thorough import thorough
 

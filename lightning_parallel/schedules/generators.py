@@ -12,26 +12,22 @@ each half is, and ``=`` continues a whole one.
 
 ``python -m recipes.schedule 1f1b --stages 4 --microbatches 8`` draws one for other sizes.
 
-A new schedule is one more generator. ``PipelineStrategy(schedule=...)`` takes it; listed in :data:`SCHEDULES`, it has a
-name too.
+A new schedule is one more generator. ``PipelineStrategy(schedule=...)`` takes it; listed in ``named.py``, it has a name
+too.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain, pairwise
 from math import inf
-from types import MappingProxyType
 from typing import TypeAlias
 
 from lightning_parallel.schedules.actions import (
     Action,
     Backward,
-    BackwardInput,
     BackwardWeight,
     Forward,
-    OnChunk,
     Schedule,
     Step,
 )
@@ -140,70 +136,6 @@ def _rounds(stages: int, microbatches: int) -> list[range]:
     size, larger = divmod(microbatches, count)
     starts = [i * size + min(i, larger) for i in range(count + 1)]
     return [range(begin, end) for begin, end in pairwise(starts)]
-
-
-def zbv(stages: int, microbatches: int) -> Schedule:
-    """ZB-V (zero bubble: arXiv:2401.10241; V: arXiv:2405.15362): two chunks a stage in a V, backwards in two halves.
-
-    A microbatch goes from the last stage to the first one and back, so the stage with the loss has the input too. The
-    last stage begins first; each other one begins a clock after the stage that follows it, and ends a clock after it
-    too: the lists of a batch form a parallelogram. So the next batch fills the time in which a stage waits at a batch's
-    end, if nothing makes all stages wait for each other. Second halves of backwards, for which nobody waits, fill the
-    other gaps. Where forward, first and second half take equal times, no stage waits in the middle. Every stage holds
-    the activations of at most 2 `stages` microbatches, of half a stage each: what the first stage of `one_f_one_b`
-    holds.
-
-    2 stages, 4 microbatches; ``a`` is a stage's first chunk, ``I`` and ``W`` the halves of a backward:
-
-        stage 0 |   . F0a F0b F1a F1b I0b W0b F2a I0a W0a F2b I1b W1b F3a I1a W1a F3b I2b W2b I2a I3b I3a W2a W3b W3a|
-        stage 1 | F0a F1a F2a F0b I0b W0b F1b I1b W1b F3a B0a === F2b I2b W2b B1a === F3b I3b W3b B2a === B3a ===|  .
-
-    With fewer than 2 `stages` - 1 microbatches the lists are those for that number, without the microbatches that don't
-    exist.
-    """
-    refuse_below(1, stages=stages, microbatches=microbatches)
-    count = max(microbatches, 2 * stages - 1)
-    schedule: Schedule = []
-    for s in range(stages):
-        down, up = _Numbered(stages - 1 - s), _Numbered(stages + s)  # the stage's chunks before and after the turn
-        # Nobody waits for the first half of chunk 0's backward.
-        backward = (Backward,) if s == stages - 1 else (BackwardInput, BackwardWeight)
-        actions: list[OnChunk] = []
-        for _ in range(2 * s + 1):  # until the first microbatch is back from the turn
-            actions += down(Forward)
-        for _ in range(stages - 1 - s):  # until its gradient is back from the last chunk
-            actions += up(Forward) + down(Forward)
-        for _ in range(s + 1):  # until its gradient is back from the turn
-            actions += up(Forward, BackwardInput, BackwardWeight)
-        while up.made[Forward] < count:  # steady state
-            actions += down(Forward) if down.made[Forward] < count else []
-            actions += down(*backward) + up(Forward, BackwardInput, BackwardWeight)
-        for _ in range(stages - 1 - s):  # first halves first: the stages before wait for them
-            actions += down(BackwardInput) + up(BackwardInput)
-        for _ in range(s + 1):
-            actions += down(*backward)
-        for chunk in (up, down):
-            while chunk.made[BackwardWeight] < chunk.made[BackwardInput]:
-                actions += chunk(BackwardWeight)
-        schedule.append([*(action for action in actions if action.microbatch < microbatches), Step(s, 0)])
-    return schedule
-
-
-class _Numbered:
-    """Makes the actions of a chunk: each kind for the microbatches 0, 1, 2, ... in turn."""
-
-    def __init__(self, chunk: int) -> None:
-        self._chunk = chunk
-        self.made: Counter[type[OnChunk]] = Counter()
-
-    def __call__(self, *kinds: type[OnChunk]) -> list[OnChunk]:
-        self.made.update(kinds)
-        return [kind(self._chunk, self.made[kind] - 1) for kind in kinds]
-
-
-SCHEDULES: Mapping[str, Generator] = MappingProxyType(
-    {"naive": naive, "gpipe": gpipe, "1f1b": one_f_one_b, "interleaved": interleaved, "zbv": zbv}
-)
 
 
 def one_at_a_time(actions: Sequence[Action]) -> list[Action]:

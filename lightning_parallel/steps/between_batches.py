@@ -1,7 +1,7 @@
 """Decides whether the stages of a synchronous pipeline wait for each other between two batches.
 
 Each stage updates its own parameters, from gradients that are complete as soon as its own list is done. With chunks in
-a V (:func:`~lightning_parallel.schedules.generators.zbv`) stages end one after the other, and those that end first can
+a V (:func:`~lightning_parallel.schedules.v_shaped.zbv`) stages end one after the other, and those that end first can
 begin the next batch, with exactly the weights that one process would have::
 
     wait                                     go on

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import lightning.pytorch as pl
 import torch
@@ -32,10 +32,12 @@ from lightning_parallel.losses.normaliser import BatchLoss
 from lightning_parallel.ranks.layout import Placement
 from lightning_parallel.schedules.actions import Action, Schedule, placement
 from lightning_parallel.schedules.checks import of_one_update
-from lightning_parallel.schedules.generators import SCHEDULES, Generator, interleaved, one_at_a_time
+from lightning_parallel.schedules.generators import Generator, interleaved, one_at_a_time
+from lightning_parallel.schedules.named import SCHEDULES
 from lightning_parallel.schedules.simulate import busy_across_batches, most_held, simulate
+from lightning_parallel.schedules.v_shaped import v_shaped
 from lightning_parallel.set_up.options import StagedOptions
-from lightning_parallel.settings import Auto, Count, takes
+from lightning_parallel.settings import Auto, Count, Range, takes
 from lightning_parallel.steps.between_batches import gained, reasons_to_wait
 from lightning_parallel.steps.microbatches import loss_scale
 from lightning_parallel.strategies.staged import StagedStrategy
@@ -53,17 +55,21 @@ class PipelineOptions(StagedOptions):
             (stages - 1) / (microbatches + stages - 1). ``"interleaved"``: 1F1B with several chunks of layers a stage:
             a bubble smaller by their number, for more messages and activations. ``"zbv"``: two chunks a stage, and
             backwards in two halves: the smallest bubble; every stage holds what the first one does in 1F1B.
+            ``"vhalf"`` and ``"vmin"`` hold about a half and a third of it, for a bubble between ZB-V's and 1F1B's.
             ``microbatches="auto"`` is four a stage, as GPipe advises, or as many as the batch has samples; one with
             ``"naive"``, and where there is one stage.
         chunks: the number of chunks of layers in each stage, with ``"interleaved"``; ``"auto"``: 2.
+        activation_memory: with ``"zbv"``, the most activations that a stage may hold, as a part of what the first stage
+            of 1F1B holds. The bubble is the smallest that this allows. V-Min's is the least: a third and a little.
 
     Raises:
-        ValueError: a value that its setting doesn't take, several microbatches with ``"naive"``, or ``chunks`` with
-            another schedule than ``"interleaved"``.
+        ValueError: a value that its setting doesn't take, several microbatches with ``"naive"``, ``chunks`` with
+            another schedule than ``"interleaved"``, or ``activation_memory`` with another than ``"zbv"``.
     """
 
-    schedule: Literal["naive", "gpipe", "1f1b", "interleaved", "zbv"] | Callable[[int, int], Schedule] = "1f1b"
+    schedule: Literal["naive", "gpipe", "1f1b", "interleaved", "zbv", "vhalf", "vmin"] | Generator = "1f1b"
     chunks: Count | Auto = "auto"
+    activation_memory: Annotated[float, Range(0, 1)] = 1.0
 
     def __post_init__(self) -> None:
         schedule: Any = self.schedule
@@ -81,6 +87,12 @@ class PipelineOptions(StagedOptions):
                 f"out, or take that. The parts of a batch are `microbatches`."
             )
 
+        if self.activation_memory != 1 and self.schedule != "zbv":
+            raise ValueError(
+                f"activation_memory={self.activation_memory:g}: only schedule='zbv' takes a limit. Take that, or leave "
+                f"it out."
+            )
+
     @property
     def generator(self) -> tuple[str, Generator]:
         """What makes the schedule's lists, after its name in messages and titles."""
@@ -89,6 +101,9 @@ class PipelineOptions(StagedOptions):
         if self.schedule == "interleaved":
             chunks = 2 if self.chunks == "auto" else self.chunks
             return f"interleaved, {chunks} chunks a stage", partial(interleaved, chunks=chunks)
+        if self.activation_memory != 1:
+            limit = f"zbv, {self.activation_memory:g} of its activations"
+            return limit, partial(v_shaped, activations=self.activation_memory)
         return self.schedule, SCHEDULES[self.schedule]
 
 

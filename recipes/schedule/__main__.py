@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from lightning_parallel.schedules.asynchronous import AsyncOneFOneB
 from lightning_parallel.schedules.checks import validate
-from lightning_parallel.schedules.generators import SCHEDULES
+from lightning_parallel.schedules.named import SCHEDULES
 from lightning_parallel.schedules.simulate import simulate
 from recipes.schedule.figures import (
     asynchronous,

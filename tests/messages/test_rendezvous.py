@@ -22,7 +22,8 @@ from lightning_parallel.messages.announced import AnnouncedReceiver, Announcemen
 from lightning_parallel.messages.streams import Streams
 from lightning_parallel.schedules.actions import Action, BackwardInput, Message, Schedule, Step, needed, placement, sent
 from lightning_parallel.schedules.checks import validate
-from lightning_parallel.schedules.generators import SCHEDULES, one_at_a_time
+from lightning_parallel.schedules.generators import one_at_a_time
+from lightning_parallel.schedules.named import SCHEDULES
 from tests.thorough import thorough
 
 CPU = torch.device("cpu")

@@ -31,7 +31,7 @@ from lightning_parallel.ranks.groups import Links, Wire
 from lightning_parallel.ranks.layout import Layout
 from lightning_parallel.schedules.actions import Action, Step, placement
 from lightning_parallel.schedules.asynchronous import AsyncOneFOneB
-from lightning_parallel.schedules.generators import SCHEDULES
+from lightning_parallel.schedules.named import SCHEDULES
 
 CPU = torch.device("cpu")
 STAGES, STAGE, MICROBATCHES, WIDTH = 3, 1, 6, 8

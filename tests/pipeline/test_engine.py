@@ -28,7 +28,7 @@ from lightning_parallel.plan.search import partition
 from lightning_parallel.ranks.groups import Groups
 from lightning_parallel.ranks.layout import Layout
 from lightning_parallel.schedules.asynchronous import AsyncOneFOneB
-from lightning_parallel.schedules.generators import SCHEDULES
+from lightning_parallel.schedules.named import SCHEDULES
 from lightning_parallel.timeline.recording import Timeline
 from tests.pipeline import nets
 from tests.pipeline.nets import BLOCKS, Net

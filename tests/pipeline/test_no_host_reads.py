@@ -27,7 +27,7 @@ from lightning_parallel.plan.search import partition
 from lightning_parallel.ranks.groups import Groups, Links, Wire
 from lightning_parallel.ranks.layout import Layout
 from lightning_parallel.schedules.actions import Step, placement
-from lightning_parallel.schedules.generators import SCHEDULES
+from lightning_parallel.schedules.named import SCHEDULES
 from tests.pool import WorkerPool
 
 GPU = torch.device("meta")

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from lightning_parallel.ranks.groups import Groups
 from lightning_parallel.ranks.layout import Layout, Placement
 from lightning_parallel.schedules.actions import placement
-from lightning_parallel.schedules.generators import SCHEDULES
+from lightning_parallel.schedules.named import SCHEDULES
 from tests.pool import WorkerPool
 
 

@@ -132,6 +132,8 @@ CHOSEN = {
     "pipeline_sync": {"schedule": "gpipe"},
     "pipeline_interleaved": {"schedule": "interleaved"},
     "pipeline_zbv": {"schedule": "zbv"},
+    "pipeline_vhalf": {"schedule": "vhalf"},
+    "pipeline_vmin": {"schedule": "vmin"},
     "tensor_pipeline": {"tensor_parallel": 2},
     "hybrid": {"tensor_parallel": 2, "data_parallel": 2},
 }

@@ -20,8 +20,10 @@ from lightning_parallel.schedules.actions import (
 )
 from lightning_parallel.schedules.asynchronous import AsyncOneFOneB
 from lightning_parallel.schedules.checks import dependency_order, of_one_update, validate
-from lightning_parallel.schedules.generators import SCHEDULES, Generator, gpipe, interleaved, naive, one_f_one_b, zbv
+from lightning_parallel.schedules.generators import Generator, gpipe, interleaved, naive, one_f_one_b
+from lightning_parallel.schedules.named import SCHEDULES
 from lightning_parallel.schedules.simulate import simulate
+from lightning_parallel.schedules.v_shaped import zbv
 from recipes.schedule.figures import asynchronous, clock_table, peak_activations
 from tests.pipeline.versions import version
 
@@ -64,7 +66,7 @@ def versions(actions: list[Action]) -> tuple[dict[int, int], dict[int, int]]:
 def test_named_schedules_have_all_microbatches_on_each_chunk(name: str, stages: int, microbatches: int) -> None:
     schedule = of_one_update(SCHEDULES[name], stages, microbatches)
     for actions in schedule:
-        chunks = 2 if name in ("interleaved", "zbv") else 1
+        chunks = 1 if name in ("naive", "gpipe", "1f1b") else 2
         assert sum(isinstance(a, Forward) for a in actions) == chunks * microbatches
         assert sum(isinstance(a, Backward | BackwardInput) for a in actions) == chunks * microbatches
 
@@ -273,7 +275,8 @@ def test_a_generator_that_is_not_of_one_update_is_refused_by_name(made: Generato
 @pytest.mark.parametrize("stages", range(1, 9))
 def test_interleaved_and_v_lists_are_of_one_update_for_any_sizes(stages: int) -> None:
     for count in range(1, 4 * stages + 2, 1 + stages // 4):
-        of_one_update(zbv, stages, count)
+        for name in ("zbv", "vhalf", "vmin"):
+            of_one_update(SCHEDULES[name], stages, count)
         for chunks in (1, 2, 3, 4):
             of_one_update(partial(interleaved, chunks=chunks), stages, count)
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 
 import pytest
 
 from lightning_parallel.schedules.actions import Backward, BackwardInput, BackwardWeight, Forward, Step
-from lightning_parallel.schedules.checks import validate
-from lightning_parallel.schedules.generators import SCHEDULES, gpipe, interleaved, one_f_one_b, zbv
+from lightning_parallel.schedules.checks import of_one_update, validate
+from lightning_parallel.schedules.generators import gpipe, interleaved, one_f_one_b
+from lightning_parallel.schedules.named import SCHEDULES
 from lightning_parallel.schedules.simulate import (
     Timed,
     busy_across_batches,
@@ -16,6 +18,8 @@ from lightning_parallel.schedules.simulate import (
     repeated,
     simulate,
 )
+from lightning_parallel.schedules.v_shaped import v_shaped, vhalf, vmin, zbv
+from recipes.schedule.figures import peak_activations
 
 SIZES = [(1, 1), (1, 4), (2, 1), (2, 8), (4, 2), (4, 4), (4, 8), (8, 16)]
 
@@ -27,7 +31,7 @@ def test_the_simulated_bubble_is_the_formula_s(stages: int, microbatches: int) -
         "gpipe": (stages - 1) / (microbatches + stages - 1),
         "1f1b": (stages - 1) / (microbatches + stages - 1),
     }
-    assert formulas.keys() == SCHEDULES.keys() - {"interleaved", "zbv"}
+    assert formulas.keys() == SCHEDULES.keys() - {"interleaved", "zbv", "vhalf", "vmin"}
     for name, formula in formulas.items():
         schedule = SCHEDULES[name](stages, microbatches)
         assert simulate(schedule, forward=20.0, backward=40.0).bubble == pytest.approx(formula)
@@ -83,7 +87,7 @@ def test_interleaving_divides_the_bubble(stages: int, count: int, chunks: int, b
 
 @pytest.mark.parametrize(
     ("stages", "count", "alone", "following"),
-    [(4, 8, 0.918, 0.968), (4, 16, 0.957, 0.983), (8, 16, 0.903, 0.960), (8, 32, 0.949, 0.980), (4, 4, 0.769, 0.769)],
+    [(4, 8, 0.914, 0.964), (4, 16, 0.955, 0.982), (8, 16, 0.901, 0.958), (8, 32, 0.948, 0.979), (4, 4, 0.851, 0.851)],
 )
 def test_a_v_keeps_stages_busy_and_more_so_across_batches(
     stages: int, count: int, alone: float, following: float
@@ -97,9 +101,37 @@ def test_a_v_keeps_stages_busy_and_more_so_across_batches(
     assert busy_across_batches(one_f_one_b(stages, count)) == pytest.approx(count / (count + stages - 1))
 
 
+@pytest.mark.parametrize(
+    ("stages", "count", "half", "least"),
+    [(4, 8, (3.0, 0.906), (2.0, 0.814)), (8, 16, (5.0, 0.850), (4.0, 0.780)), (16, 32, (9.0, 0.824), (6.0, 0.765))],
+)
+def test_v_half_and_v_min_hold_less_and_wait_less_than_1f1b(
+    stages: int, count: int, half: tuple[float, float], least: tuple[float, float]
+) -> None:
+    for generator, (held, busy) in ((vhalf, half), (vmin, least)):
+        lists = generator(stages, count)
+        assert max(peak_activations(lists)) / 2 == held
+        assert 1 - simulate(lists).bubble == pytest.approx(busy, abs=1e-3)
+        assert busy > 1 - simulate(one_f_one_b(stages, count)).bubble
+
+
+@pytest.mark.parametrize("stages", range(1, 9))
+def test_any_limit_of_activations_gives_lists_that_keep_to_it_or_is_refused(stages: int) -> None:
+    least = max(peak_activations(vmin(stages, 4 * stages)))
+    for limit in range(2 * stages + 1):
+        part = limit / (2 * stages)
+        if limit < least:
+            with pytest.raises(ValueError, match="activations="):
+                v_shaped(stages, 1, part)
+            continue
+        for count in range(1, 3 * stages + 1, 1 + stages // 3):
+            lists = of_one_update(partial(v_shaped, activations=part), stages, count)
+            assert max(peak_activations(lists)) <= limit
+
+
 def test_the_halves_of_a_backward_share_its_time() -> None:
     row = simulate(zbv(1, 1), 1.0, 4.0).rows[0]
-    assert [timed.end - timed.start for timed in row] == [1.0, 1.0, 2.0, 2.0, 4.0, 0.0]
+    assert [timed.end - timed.start for timed in row] == [1.0, 1.0, 2.0, 4.0, 2.0, 0.0]
 
 
 def test_a_chunk_s_activations_are_held_to_the_end_of_its_backward() -> None:

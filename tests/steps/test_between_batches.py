@@ -8,7 +8,8 @@ import lightning as L
 import pytest
 from lightning.pytorch.plugins.precision import Precision
 
-from lightning_parallel.schedules.generators import gpipe, interleaved, one_f_one_b, zbv
+from lightning_parallel.schedules.generators import gpipe, interleaved, one_f_one_b
+from lightning_parallel.schedules.v_shaped import zbv
 from lightning_parallel.steps.between_batches import gained, reasons_to_wait
 
 

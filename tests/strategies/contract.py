@@ -59,6 +59,7 @@ LAYOUTS = {
     "1f1b": staged(schedule="1f1b"),
     "interleaved": staged(microbatches=4, schedule="interleaved"),
     "zbv": staged(microbatches=4, schedule="zbv"),
+    "vmin": staged(3, microbatches=4, stages=3, schedule="vmin"),
     "pipeline x data": staged(4, data_parallel=2),
     "pipeline x sharded": staged(4, data_parallel=2, data_parallel_kind="fully_shard"),
     "pipeline x tensor": staged(4, tensor_parallel=2),

@@ -12,7 +12,8 @@ from torch.nn import functional as F
 from lightning_parallel import PipelineStrategy
 from lightning_parallel.ranks.layout import Placement
 from lightning_parallel.schedules.actions import Action, Backward, Forward, Schedule, Step, placement
-from lightning_parallel.schedules.generators import one_at_a_time, zbv
+from lightning_parallel.schedules.generators import one_at_a_time
+from lightning_parallel.schedules.v_shaped import zbv
 from tests.pool import WorkerPool
 from tests.strategies.equality import assert_equal
 from tests.strategies.harness import train

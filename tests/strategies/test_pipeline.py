@@ -12,7 +12,8 @@ import pytest
 
 from lightning_parallel import PipelineStrategy
 from lightning_parallel.schedules.actions import Action, Backward, Forward, Schedule, Step
-from lightning_parallel.schedules.generators import interleaved, one_f_one_b, zbv
+from lightning_parallel.schedules.generators import interleaved, one_f_one_b
+from lightning_parallel.schedules.v_shaped import zbv
 from tests.pool import WorkerPool
 from tests.strategies.equality import assert_equal
 from tests.strategies.harness import train

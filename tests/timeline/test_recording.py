@@ -9,7 +9,8 @@ from typing import ClassVar
 import pytest
 import torch
 
-from lightning_parallel.schedules.generators import SCHEDULES, gpipe
+from lightning_parallel.schedules.generators import gpipe
+from lightning_parallel.schedules.named import SCHEDULES
 from lightning_parallel.schedules.simulate import simulate
 from lightning_parallel.timeline.recording import (
     Span,

@@ -23,7 +23,7 @@ from lightning_parallel.schedules.actions import (
     placement,
     sent,
 )
-from lightning_parallel.schedules.generators import SCHEDULES
+from lightning_parallel.schedules.named import SCHEDULES
 from tools.bench.contestants import Synchronous, place
 from tools.bench.layers import MakeOptimizer, loss_of, sgd
 

@@ -35,7 +35,7 @@ from lightning_parallel.ranks.groups import Groups
 from lightning_parallel.ranks.layout import Layout, Placement
 from lightning_parallel.schedules.actions import placement
 from lightning_parallel.schedules.asynchronous import AsyncOneFOneB
-from lightning_parallel.schedules.generators import SCHEDULES
+from lightning_parallel.schedules.named import SCHEDULES
 from tools.bench.layers import MakeOptimizer, intervals, loss_of, sgd
 from tools.bench.rounds import in_turn
 

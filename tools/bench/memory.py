@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from lightning_parallel.schedules.asynchronous import AsyncOneFOneB
-from lightning_parallel.schedules.generators import SCHEDULES
+from lightning_parallel.schedules.named import SCHEDULES
 from recipes.schedule.figures import asynchronous, peak_activations
 from recipes.tables import Table
 from tools.bench import processes

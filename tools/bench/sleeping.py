@@ -13,7 +13,7 @@ from torch import nn
 
 from lightning_parallel import AsyncPipelineStrategy, PipelineStrategy
 from lightning_parallel.schedules.actions import placement
-from lightning_parallel.schedules.generators import SCHEDULES
+from lightning_parallel.schedules.named import SCHEDULES
 from lightning_parallel.schedules.simulate import busy_across_batches, simulate
 from lightning_parallel.strategies.staged import StagedStrategy
 from recipes.schedule.figures import asynchronous_utilisation

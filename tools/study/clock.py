@@ -17,8 +17,8 @@ from functools import cache
 from types import MappingProxyType
 from typing import Literal, TypeAlias
 
-from lightning_parallel.schedules.generators import zbv
 from lightning_parallel.schedules.simulate import busy_across_batches
+from lightning_parallel.schedules.v_shaped import zbv
 
 Synchronous: TypeAlias = Literal["1f1b", "zbv"]
 Schedule: TypeAlias = Synchronous | Literal["async"]
