@@ -42,6 +42,7 @@ from tools.bench.rounds import in_turn
 CPU = torch.device("cpu")
 COMPARED = ("gpipe", "1f1b")  # the schedules with one chunk a stage that both this package and torch have
 CHUNKED = ("interleaved", "zbv")  # those with two
+V_SHAPED = ("vhalf", "vmin")  # with two as well, and torch has none
 
 
 class Contestant(Protocol):
