@@ -75,6 +75,17 @@ def _zbv(rows: Rows) -> Iterator[str]:
             yield f"stage {stage} waits {begins - update.start:.3f} s between the batches"
 
 
+def _vhalf(rows: Rows) -> Iterator[str]:
+    """No stage holds the activations of more than three microbatches, of two chunks each."""
+    for stage, row in enumerate(rows):
+        held = most = 0
+        for span in sorted(row, key=lambda span: span.start):
+            held += (span.kind == "forward") - (span.kind in ("backward", "backward weight"))
+            most = max(most, held)
+        if most > 2 * (STAGES // 2 + 1):
+            yield f"stage {stage} holds {most} chunks"
+
+
 def _async(rows: Rows) -> Iterator[str]:
     """Every stage is busy nearly all of the time."""
     shares = [busy(row, length(rows)) for row in rows]
@@ -83,5 +94,5 @@ def _async(rows: Rows) -> Iterator[str]:
 
 
 _CLAIMS: Mapping[str, Callable[[Rows], Iterator[str]]] = MappingProxyType(
-    {"gpipe": _gpipe, "interleaved": _interleaved, "zbv": _zbv, "async": _async}
+    {"gpipe": _gpipe, "interleaved": _interleaved, "zbv": _zbv, "vhalf": _vhalf, "async": _async}
 )

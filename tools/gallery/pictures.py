@@ -18,6 +18,8 @@ import torch.distributed as dist
 from PIL import Image, PngImagePlugin
 
 from lightning_parallel import AsyncPipelineStrategy, PipelineStrategy
+from lightning_parallel.schedules.simulate import simulate
+from lightning_parallel.schedules.v_shaped import vhalf
 from lightning_parallel.strategies.staged import StagedStrategy
 from lightning_parallel.timeline.picture import write_png
 from lightning_parallel.timeline.recording import COMPUTE, Span
@@ -110,6 +112,14 @@ TIMELINES: Mapping[str, Picture] = MappingProxyType(
             batches=4,
             chunks=2,
             inches=14,
+        ),
+        "vhalf": Picture(
+            "V-Half, 4 stages, 8 microbatches",
+            lambda: PipelineStrategy(schedule="vhalf", microbatches=8, balance="layers", timeline=True),
+            _batches(2, 2),
+            batches=4,
+            chunks=2,
+            theory=simulate(vhalf(STAGES, 8)).bubble,
         ),
         "async": Picture(
             "asynchronous 1F1B, 4 stages, an update every 8 microbatches, in mid-run",
