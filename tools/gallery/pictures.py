@@ -120,6 +120,7 @@ TIMELINES: Mapping[str, Picture] = MappingProxyType(
             batches=4,
             chunks=2,
             theory=simulate(vhalf(STAGES, 8)).bubble,
+            inches=14,
         ),
         "async": Picture(
             "asynchronous 1F1B, 4 stages, an update every 8 microbatches, in mid-run",
