@@ -25,6 +25,7 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
+import re
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import Field, dataclass, fields
@@ -52,6 +53,35 @@ class Range:
         if self.high is None:
             return f"of at least {self.low:g}"
         return f"from {self.low:g} to {self.high:g}" if self.low is not None else f"of at most {self.high:g}"
+
+
+class ByteSize:
+    """The texts that :func:`bytes_of` reads."""
+
+    def __contains__(self, text: str) -> bool:
+        return _SIZE.fullmatch(text) is not None
+
+    def __str__(self) -> str:
+        return "such as '6GiB'"
+
+
+_UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+_SIZE = re.compile(rf"(\d+(?:\.\d+)?) ?({'|'.join(_UNITS)})")
+
+
+def bytes_of(text: str) -> int:
+    """The number of bytes that a text such as ``"6GiB"`` means."""
+    found = _SIZE.fullmatch(text)
+    assert found is not None, "a setting's value has been checked"
+    return int(float(found[1]) * _UNITS[found[2]])
+
+
+def binary_size(nbytes: int) -> str:
+    """Bytes as a text, in units of 1024."""
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20)):
+        if nbytes >= size:
+            return f"{nbytes / size:.3g} {unit}"
+    return f"{nbytes / 1024:.3g} KiB"
 
 
 Count = Annotated[int, Range(1)]

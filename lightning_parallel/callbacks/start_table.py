@@ -21,6 +21,7 @@ from lightning_parallel.ranks.collectives import gather_objects_on_first
 from lightning_parallel.ranks.layout import Layout
 from lightning_parallel.ranks.local_model import LocalModel, local_part
 from lightning_parallel.ranks.run import Run
+from lightning_parallel.settings import binary_size
 
 _ROWS = 16  # a longer table is hard to read
 _HELD = ("layers", "parameters", "memory expected", "gradients")  # the columns that say what a rank holds
@@ -68,7 +69,7 @@ def row(
     else:
         sizes += [local_part(p).nbytes for p in local.parameters.values() if p.requires_grad]
         sizes += [holding.extra, *map(state_bytes, optimizers)]
-    memory = ("at least " if None in sizes else "") + _binary_size(sum(size or 0 for size in sizes))
+    memory = ("at least " if None in sizes else "") + binary_size(sum(size or 0 for size in sizes))
     return {
         "rank": layout.rank,
         "host": socket.gethostname(),
@@ -89,7 +90,7 @@ def _outside_torch(device: torch.device) -> str:
     if device.type != "cuda":
         return ""
     free, total = torch.cuda.mem_get_info(device)
-    return _binary_size(total - free - torch.cuda.memory_reserved(device))
+    return binary_size(total - free - torch.cuda.memory_reserved(device))
 
 
 def state_bytes(optimizer: optim.Optimizer) -> int | None:
@@ -128,11 +129,3 @@ def _cell(values: Sequence[int | str]) -> str:
     """One value; of several the first and the last, and how many there are."""
     found = list(dict.fromkeys(values))
     return str(found[0]) if len(found) == 1 else f"{found[0]} .. {found[-1]} ({len(found)})"
-
-
-def _binary_size(nbytes: int) -> str:
-    """Bytes as a text, in units of 1024."""
-    for unit, size in (("GiB", 2**30), ("MiB", 2**20)):
-        if nbytes >= size:
-            return f"{nbytes / size:.3g} {unit}"
-    return f"{nbytes / 1024:.3g} KiB"

@@ -24,7 +24,8 @@ a stage would wait, it takes the next action that can run and keeps within the l
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+from bisect import bisect_right
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import permutations, product
@@ -43,6 +44,7 @@ from lightning_parallel.schedules.actions import (
     sent,
 )
 from lightning_parallel.schedules.generators import refuse_below
+from lightning_parallel.settings import binary_size
 
 _PERIOD = 6  # clocks from a block to the next: three actions of two chunks
 _V_MIN, _V_HALF, _ZB_V = 1, 2, 5  # hops
@@ -83,24 +85,40 @@ def vmin(stages: int, microbatches: int) -> Schedule:
     return _within(stages, microbatches, _least(stages, _V_MIN))
 
 
-def v_shaped(stages: int, microbatches: int, activations: float = 1.0) -> Schedule:
+def v_shaped(stages: int, microbatches: int, activation_memory: float = 1.0) -> Schedule:
     """The schedule in a V with the smallest bubble within a limit.
 
     Args:
-        activations: the most that a stage may hold, as a part of what the first stage of `one_f_one_b` holds.
+        activation_memory: the most that a stage may hold, as a part of what the first stage of `one_f_one_b` holds.
 
     Raises:
         ValueError: V-Min needs more.
     """
     refuse_below(1, stages=stages, microbatches=microbatches)
-    limit = int(activations * 2 * stages + 1e-9)
+    limit = int(activation_memory * 2 * stages + 1e-9)
     least = _least(stages, _V_MIN)
     if limit < least:
         raise ValueError(
-            f"activations={activations:g}: with {stages} stages give at least {least / (2 * stages):.3f}, which V-Min "
-            f"holds."
+            f"activation_memory={activation_memory:g}: V-Min, which holds the least, holds {least / (2 * stages):.3f} "
+            f"with {stages} stages. Give that, or more."
         )
     return _within(stages, microbatches, limit)
+
+
+def largest_within(stages: int, microbatches: int, limit: int, nbytes: Callable[[Schedule], int]) -> float:
+    """The ``activation_memory`` for :func:`v_shaped` with which its lists hold at most ``limit`` bytes on each stage.
+
+    Args:
+        nbytes: the bytes that the fullest stage holds with some lists.
+
+    Raises:
+        ValueError: V-Min holds more.
+    """
+    chunks = range(_least(stages, _V_MIN), 2 * stages + 1)
+    found = bisect_right(chunks, limit, key=lambda most: nbytes(_within(stages, microbatches, most)))
+    if not found:
+        raise ValueError(f"V-Min holds {binary_size(nbytes(vmin(stages, microbatches)))} on a stage.")
+    return chunks[found - 1] / (2 * stages)
 
 
 # -- blocks ------------------------------------------------------------------------------------------------------------

@@ -29,15 +29,16 @@ from typing_extensions import override
 from lightning_parallel.gradients.swapping import Gradients, add_gradients, swap_gradients, take_earlier_gradients
 from lightning_parallel.losses.graph import Number
 from lightning_parallel.losses.normaliser import BatchLoss
+from lightning_parallel.plan.partition import Partition
 from lightning_parallel.ranks.layout import Placement
 from lightning_parallel.schedules.actions import Action, Schedule, placement
 from lightning_parallel.schedules.checks import of_one_update
 from lightning_parallel.schedules.generators import Generator, interleaved, one_at_a_time
 from lightning_parallel.schedules.named import SCHEDULES
 from lightning_parallel.schedules.simulate import busy_across_batches, most_held, simulate
-from lightning_parallel.schedules.v_shaped import v_shaped
+from lightning_parallel.schedules.v_shaped import largest_within, v_shaped
 from lightning_parallel.set_up.options import StagedOptions
-from lightning_parallel.settings import Auto, Count, Range, takes
+from lightning_parallel.settings import Auto, ByteSize, Count, Range, bytes_of, takes
 from lightning_parallel.steps.between_batches import gained, reasons_to_wait
 from lightning_parallel.steps.microbatches import loss_scale
 from lightning_parallel.strategies.staged import StagedStrategy
@@ -60,7 +61,8 @@ class PipelineOptions(StagedOptions):
             ``"naive"``, and where there is one stage.
         chunks: the number of chunks of layers in each stage, with ``"interleaved"``; ``"auto"``: 2.
         activation_memory: with ``"zbv"``, the most activations that a stage may hold, as a part of what the first stage
-            of 1F1B holds. The bubble is the smallest that this allows. V-Min's is the least: a third and a little.
+            of 1F1B holds, or in bytes, such as ``"6GiB"``. The bubble is the smallest that this allows. V-Min's is the
+            least: a third and a little. Bytes are those that the start of a run estimates.
 
     Raises:
         ValueError: a value that its setting doesn't take, several microbatches with ``"naive"``, ``chunks`` with
@@ -69,7 +71,7 @@ class PipelineOptions(StagedOptions):
 
     schedule: Literal["naive", "gpipe", "1f1b", "interleaved", "zbv", "vhalf", "vmin"] | Generator = "1f1b"
     chunks: Count | Auto = "auto"
-    activation_memory: Annotated[float, Range(0, 1)] = 1.0
+    activation_memory: Annotated[float, Range(0, 1)] | Annotated[str, ByteSize()] = 1.0
 
     def __post_init__(self) -> None:
         schedule: Any = self.schedule
@@ -89,7 +91,7 @@ class PipelineOptions(StagedOptions):
 
         if self.activation_memory != 1 and self.schedule != "zbv":
             raise ValueError(
-                f"activation_memory={self.activation_memory:g}: only schedule='zbv' takes a limit. Take that, or leave "
+                f"activation_memory={self.activation_memory}: only schedule='zbv' takes a limit. Take that, or leave "
                 f"it out."
             )
 
@@ -101,9 +103,9 @@ class PipelineOptions(StagedOptions):
         if self.schedule == "interleaved":
             chunks = 2 if self.chunks == "auto" else self.chunks
             return f"interleaved, {chunks} chunks a stage", partial(interleaved, chunks=chunks)
-        if self.activation_memory != 1:
+        if not isinstance(self.activation_memory, str) and self.activation_memory != 1:
             limit = f"zbv, {self.activation_memory:g} of its activations"
-            return limit, partial(v_shaped, activations=self.activation_memory)
+            return limit, partial(v_shaped, activation_memory=self.activation_memory)
         return self.schedule, SCHEDULES[self.schedule]
 
 
@@ -121,6 +123,7 @@ class PipelineStrategy(StagedStrategy):
         super().__init__(options)
         self._schedule_name, self._generator = options.generator
         self._schedules: dict[tuple[int, int], Schedule] = {}  # all batches but an epoch's last have the same
+        self._limit = options.activation_memory
         self._by_user = callable(options.schedule)
         self._count = 1  # microbatches of the last batch
         self._gradients: Gradients = {}  # from training_step to backward
@@ -155,6 +158,26 @@ class PipelineStrategy(StagedStrategy):
     @override
     def placement(self) -> Placement:
         return (0,) if self.is_one_process else placement(self._schedule_for(self._usual_microbatches()))
+
+    @override
+    def check_partition(self, partition: Partition) -> None:
+        limit = self._limit
+        if not isinstance(limit, str):
+            return
+        stages, microbatches = self.layout.stages, self._usual_microbatches()
+
+        def fullest(lists: Schedule) -> int:
+            return max(self._held(actions, partition) for actions in lists)
+
+        try:
+            part = largest_within(stages, microbatches, bytes_of(limit), fullest)
+        except ValueError as error:
+            raise ValueError(
+                f"activation_memory={limit!r}: {error} Give more, or take more microbatches of fewer samples, or "
+                f"activation_checkpointing=True."
+            ) from None
+        self._schedule_name, self._generator = f"zbv, {limit} of activations", partial(v_shaped, activation_memory=part)
+        self._schedules.clear()
 
     @override
     def counts(self, name: str) -> bool:
@@ -208,9 +231,11 @@ class PipelineStrategy(StagedStrategy):
 
     @override
     def activation_bytes(self) -> int:
-        parts = self.stage.partition
         actions = self._schedule_for(self._usual_microbatches())[self.layout.stage]
-        return most_held(actions, parts.held, parts.computed if self._stages.fully_sharded is None else None)
+        return self._held(actions, self.stage.partition)
+
+    def _held(self, actions: list[Action], parts: Partition) -> int:
+        return most_held(actions, parts.held, None if self.is_fully_sharded else parts.computed)
 
     # -- a batch -------------------------------------------------------------------------------------------------
 

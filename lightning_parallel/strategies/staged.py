@@ -243,8 +243,12 @@ class StagedStrategy(LayoutStrategy):
     @property
     @override
     def holds_all(self) -> bool:
-        in_parts = self.options.data_parallel_kind == "fully_shard" and self.layout.size("data") > 1
-        return super().holds_all and not in_parts
+        return super().holds_all and not self.is_fully_sharded
+
+    @property
+    def is_fully_sharded(self) -> bool:
+        """Does each replica hold a part of its stage?"""
+        return self.options.data_parallel_kind == "fully_shard" and self.layout.size("data") > 1
 
     # -- evaluation ----------------------------------------------------------------------------------------------
 

@@ -121,11 +121,11 @@ def test_any_limit_of_activations_gives_lists_that_keep_to_it_or_is_refused(stag
     for limit in range(2 * stages + 1):
         part = limit / (2 * stages)
         if limit < least:
-            with pytest.raises(ValueError, match="activations="):
+            with pytest.raises(ValueError, match="activation_memory="):
                 v_shaped(stages, 1, part)
             continue
         for count in range(1, 3 * stages + 1, 1 + stages // 3):
-            lists = of_one_update(partial(v_shaped, activations=part), stages, count)
+            lists = of_one_update(partial(v_shaped, activation_memory=part), stages, count)
             assert max(peak_activations(lists)) <= limit
 
 

@@ -16,7 +16,7 @@ from lightning_parallel.schedules.generators import one_at_a_time
 from lightning_parallel.schedules.v_shaped import zbv
 from tests.pool import WorkerPool
 from tests.strategies.equality import assert_equal
-from tests.strategies.harness import train
+from tests.strategies.harness import make_trainer, train
 from tests.strategies.models import BATCH, MODELS, SAMPLES, Base
 from tests.thorough import thorough
 
@@ -35,9 +35,11 @@ def in_order(stages: int, microbatches: int) -> Schedule:
     [
         ("Shifts", 3, "interleaved"),
         ("Blocks", 2, in_order),
+        ("Shifts", 3, "vhalf"),
         *thorough(
             ("GPT2", 3, "interleaved"),
             *((model, 2, schedule) for model in MODELS for schedule in ("interleaved", "zbv")),
+            *((model, 3, "vmin") for model in MODELS),
         ),
     ],
 )
@@ -46,6 +48,22 @@ def test_unmodified_models_train_as_in_one_process(
 ) -> None:
     reports = pool.run(train, stages, model, "sync", {"schedule": schedule, "microbatches": 4}, init=False)
     assert_equal(reports, single(model))
+
+
+def held_in_a_fit(limit: float | str) -> int:
+    """The bytes of activations that this rank expects to hold."""
+    options = {"schedule": "zbv", "microbatches": BATCH, "activation_memory": limit}
+    trainer = make_trainer("sync", [], options, max_epochs=1)
+    trainer.fit(MODELS["Shifts"](), MODELS["Shifts"].loader())
+    assert isinstance(trainer.strategy, PipelineStrategy)
+    return trainer.strategy.activation_bytes()
+
+
+def test_a_limit_of_activations_in_bytes_is_kept_to(pool: WorkerPool) -> None:
+    most = max(pool.run(held_in_a_fit, 3, 1.0, init=False))
+    assert most / 2 < max(pool.run(held_in_a_fit, 3, f"{0.8 * most / 2**10:.3f}KiB", init=False)) <= 0.8 * most
+    for error in pool.run(held_in_a_fit, 3, "0.001KiB", init=False, expect_errors=True):
+        assert "activation_memory='0.001KiB': V-Min holds" in error
 
 
 @pytest.mark.parametrize(
@@ -116,6 +134,10 @@ def test_chunks_are_a_setting_of_the_interleaved_schedule() -> None:
     assert placed(schedule="interleaved") == (0, 1, 0, 1)
     with pytest.raises(ValueError, match="chunks=2: only schedule='interleaved' takes their number"):
         PipelineStrategy(schedule="zbv", chunks=2)
+    with pytest.raises(ValueError, match="activation_memory=0.5: only schedule='zbv' takes a limit"):
+        PipelineStrategy(schedule="vhalf", activation_memory=0.5)
+    with pytest.raises(ValueError, match="activation_memory='6 gigs': give a number from 0 to 1, or a string such as"):
+        PipelineStrategy(schedule="zbv", activation_memory="6 gigs")
 
 
 def test_a_model_with_fewer_layers_than_chunks_is_refused_before_training(pool: WorkerPool) -> None:
