@@ -37,6 +37,7 @@ class Division:
 
     def __init__(self, local: LocalModel, names: Sequence[str], group: dist.ProcessGroup, device: torch.device) -> None:
         self._local, self.group, self._device = local, group, device
+        self._buffers = [torch.empty(0, dtype=torch.uint8, device=device) for _ in range(2)]  # received, and sent
         self._rank, ranks = group.rank(), range(group.size())
         self._shapes = {n: local.shards[n].shape if n in local.shards else local.parameters[n].shape for n in names}
         self._owner: dict[str, int] = {}
@@ -111,15 +112,33 @@ class Division:
             yield bucket
 
     def _exchange(self, out: list[list[Tensor]], into: list[list[Tensor]], dtype: torch.dtype) -> None:
-        """Send boxes to each rank of the group, and fill those ``into`` which each sends."""
-        lengths = [box.numel() for box in chain(*into)]
-        received = torch.empty(sum(lengths), dtype=dtype, device=self._device)
-        flat = [box.reshape(-1).to(self._device) for box in chain(*out)]
-        message = torch.cat(flat) if flat else received.new_empty(0)
+        """Send boxes to each rank of the group, and fill those ``into`` which each sends. Its own it copies."""
+        for box, values in zip(into[self._rank], out[self._rank], strict=True):
+            box.copy_(values)
+        out[self._rank], into[self._rank] = [], []
         counts = [[sum(box.numel() for box in boxes) for boxes in each] for each in (into, out)]
+        received, message = (self._buffer(index, sum(each), dtype) for index, each in enumerate(counts))
+        for box, values in _cut(message, out):
+            values.copy_(box)
         guarded(dist.all_to_all_single, received, message, *counts, group=self.group)
-        for box, values in zip(chain(*into), received.split(lengths), strict=True):
-            box.copy_(values.view(box.shape))
+        for box, values in _cut(received, into):
+            box.copy_(values)
+
+    def _buffer(self, index: int, size: int, dtype: torch.dtype) -> Tensor:
+        """A piece of memory that is kept between updates: the system gives new memory to a process page by page, which
+        takes longer than to copy what goes there."""
+        nbytes = size * dtype.itemsize
+        if self._buffers[index].numel() < nbytes:
+            self._buffers[index] = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+        return self._buffers[index][:nbytes].view(dtype)
+
+
+def _cut(message: Tensor, boxes: Iterable[Iterable[Tensor]]) -> Iterator[tuple[Tensor, Tensor]]:
+    """Each box, with its values in the message, as a view."""
+    begin = 0
+    for box in chain(*boxes):
+        yield box, message[begin : begin + box.numel()].view(box.shape)
+        begin += box.numel()
 
 
 def _place(at: Sequence[int], box: Tensor) -> Place:

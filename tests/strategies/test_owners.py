@@ -13,6 +13,7 @@ from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from lightning_parallel.optimizers.division import Division
 from lightning_parallel.optimizers.owners import only_once
 from lightning_parallel.ranks.local_model import local_part
 from tests import optimizers
@@ -81,16 +82,19 @@ def sent_in_updates(strategy: str, options: dict[str, Any], replicas: int) -> tu
     of its parts of divided parameters, and of the whole ones."""
     sent: list[int] = []
     all_bytes: list[int] = []
-    send = dist.all_to_all_single
+    send, exchange = dist.all_to_all_single, Division._exchange
 
-    def counting(output: Tensor, message: Tensor, into: list[int], out: list[int], group: Any) -> None:
-        own = out[group.rank()]
-        sent.append((message.numel() - own) * message.element_size())
-        all_bytes.append(message.nbytes)
-        send(output, message, into, out, group=group)
+    def counting(output: Tensor, message: Tensor, *counts: list[int], group: Any) -> None:
+        sent.append(message.nbytes)
+        send(output, message, *counts, group=group)
+
+    def counting_all(self: Division, out: list[list[Tensor]], *args: Any) -> None:
+        all_bytes.append(sum(box.nbytes for boxes in out for box in boxes))
+        exchange(self, out, *args)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist, "all_to_all_single", counting)
+        patch.setattr(Division, "_exchange", counting_all)
         module = by("Kronecker")()
         trainer = make_trainer(strategy, [], options, max_epochs=2)
         share = trainer.distributed_sampler_kwargs if replicas > 1 else None
