@@ -14,8 +14,6 @@ from lightning.pytorch.callbacks import (
     ModelCheckpoint,
     ModelPruning,
     OnExceptionCheckpoint,
-    StochasticWeightAveraging,
-    WeightAveraging,
 )
 
 from lightning_parallel.callbacks.exact_resume import ExactResume
@@ -50,14 +48,8 @@ IN_STAGES: Reasons = (
         "parameters from the start, and call requires_grad_ in on_train_epoch_start",
     ),
 )
-_AVERAGES = (
-    "after a batch the stages of an asynchronous pipeline have made different numbers of updates, so it would average "
-    "weights that never were together. Use PipelineStrategy"
-)
 ASYNCHRONOUS: Reasons = (
     *IN_STAGES,
-    (WeightAveraging, _AVERAGES),
-    (StochasticWeightAveraging, _AVERAGES),
     (
         LearningRateFinder,
         "it acts on the loss of every batch, for which the stages of an asynchronous pipeline would wait. Find the "

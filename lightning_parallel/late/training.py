@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -56,8 +57,8 @@ class AsynchronousTraining:
         self._written: set[str] = set()  # the options that the optimizer is known to write itself
         self._loose = _LooseParameters(sorted(partition.loose), local, run)
         # Updates whose batches have been fed, the oldest first: the optimizer's options as they were when the last of
-        # these batches came, and the number of microbatches.
-        self._owed: deque[tuple[Options, int]] = deque()
+        # these batches came, the number of microbatches, and what is called after the update.
+        self._owed: deque[tuple[Options, int, list[Callable[[], Any]]]] = deque()
         self.fed = 0  # microbatches so far
         self.begun = 0  # updates whose last batch has been fed
         self._fed_to_next = 0  # microbatches fed to the next update
@@ -84,15 +85,20 @@ class AsynchronousTraining:
         if ends_update:
             stages, stage = self._layout.stages, self._layout.stage
             factor = self._late.rate_factor(stages, stage, self._fed_to_next, self._run.trainer.global_step)
-            self._owed.append((options_of(self._optimizer, factor), self._fed_to_next))
+            self._owed.append((options_of(self._optimizer, factor), self._fed_to_next, []))
             self.begun += 1
             self._last, self._fed_to_next = self._fed_to_next, 0
         return self._list.feed(count, ends_update=ends_update)
 
+    @property
+    def after_last(self) -> list[Callable[[], Any]] | None:
+        """What this stage will call after the last update that it owes; None if it owes none."""
+        return self._owed[-1][2] if self._owed else None
+
     def update(self) -> None:
         """One update of this stage: the hooks, the clipping and the step that Lightning would run, with the options
         that were in force when its batch came."""
-        optimizer, (options, microbatches) = self._optimizer, self._owed.popleft()
+        optimizer, (options, microbatches, following) = self._optimizer, self._owed.popleft()
         gradients = self._completed({**self.versions.take_gradients()})
         self._loose.note(gradients)
 
@@ -105,6 +111,8 @@ class AsynchronousTraining:
 
         weight = self._late.correction_factor(self._layout.stages, self._layout.stage, microbatches)
         self.versions.update(update, weight, is_second_order(self._late.correction, weight))
+        for call in following:
+            call()
 
     # -- where the stages meet -----------------------------------------------------------------------------------
 

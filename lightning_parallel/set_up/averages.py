@@ -5,7 +5,7 @@ Averages are elementwise, so this rank's part is enough::
 
     the callback            one process                     here
     setup                   copies the module               gets an empty module, as long as the module is whole
-    after a step            averages all                    averages this rank's part
+    after a step            averages all                    averages this rank's part, once the rank has made the step
     validation, the end     swaps all, or copies all back   swaps or copies this rank's part
     a checkpoint            saves two states of the model   saves this rank's part of both
 """
@@ -79,16 +79,19 @@ class _Averages(nn.Module):
 
 
 class _Part:
-    """What this rank holds of a module, as plain tensors in the module's memory, for a walk over it."""
+    """What this rank holds of a module, as plain tensors in the module's memory, for a walk over it. ``keeps_buffers``:
+    their values are those of now, also in a later walk."""
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, *, keeps_buffers: bool = False) -> None:
         self._module = module
+        here = (local_part(each) for each in module.buffers() if not isinstance(each, AbsentTensor))
+        self._buffers = [each.clone() if keeps_buffers else each for each in here]
 
     def parameters(self) -> Iterator[Tensor]:
         return (local_part(each) for each in self._module.parameters() if not isinstance(each, AbsentTensor))
 
     def buffers(self) -> Iterator[Tensor]:
-        return (local_part(each) for each in self._module.buffers() if not isinstance(each, AbsentTensor))
+        return iter(self._buffers)
 
 
 def _here(tensors: Mapping[str, Tensor | None]) -> Iterator[tuple[str, Tensor]]:
@@ -115,9 +118,16 @@ def _without_copy(setup: Callable[..., None], trainer: pl.Trainer, module: Any, 
         del module.__deepcopy__
 
 
-def take_part(run: Run, local: LocalModel, strategy: str) -> tuple[Average | None, ExitStack]:
+def take_part(
+    run: Run, local: LocalModel, strategy: str, after_update: Callable[[], list[Callable[[], Any]] | None]
+) -> tuple[Average | None, ExitStack]:
     """Give a callback that averages weights this rank's part to average, until the stack is closed. All ranks call it,
     once the module is divided and its parts are equal where they have to be.
+
+    Args:
+        strategy: the name of its class, for messages.
+        after_update: returns what this rank calls after the last update that Lightning has counted; None if the update
+            is made.
 
     Returns:
         What it averages; None if there is no such callback, or it averages nothing yet.
@@ -135,7 +145,10 @@ def take_part(run: Run, local: LocalModel, strategy: str) -> tuple[Average | Non
     if not averages._held:
         averages._fill(module, local, device_of_averages(callback, run.device))
     for owner, name in walks_over_both(callback):
-        end.callback(replaced(owner, name, partial(_walk, getattr(owner, name), module)))
+        walk = partial(_walk, getattr(owner, name), module)  # there nothing is in flight
+        if name == "update_parameters":
+            walk = partial(_average, getattr(owner, name), module, after_update)
+        end.callback(replaced(owner, name, walk))
     end.callback(replaced(callback, "load_state_dict", partial(_load, callback, run.trainer, callback.load_state_dict)))
     leads = isinstance(callback, WeightAveraging)
     at = ("current_model_state",) if leads else ("callbacks", callback.state_key, "average_model_state")
@@ -147,8 +160,22 @@ def _load(callback: Averaging, trainer: pl.Trainer, load: Callable[[Any], None],
     leave_out_schedulers(callback, trainer)
 
 
-def _walk(function: Callable[..., Any], module: pl.LightningModule, *args: Any) -> Any:
-    return function(*(_Part(module) if each is module else each for each in args))
+def _walk(function: Callable[..., Any], module: pl.LightningModule, *args: Any) -> None:
+    part = _Part(module)
+    function(*(part if each is module else each for each in args))
+
+
+def _average(
+    function: Callable[..., Any],
+    module: pl.LightningModule,
+    after_update: Callable[[], list[Callable[[], Any]] | None],
+    *args: Any,
+) -> None:
+    """Average now, or, where this rank makes the update later, after it, with the buffers of now."""
+    if (following := after_update()) is None:
+        return _walk(function, module, *args)
+    part = _Part(module, keeps_buffers=True)
+    following.append(partial(function, *(part if each is module else each for each in args)))
 
 
 def _refuse(found: Sequence[Averaging], averages: nn.Module, run: Run, local: LocalModel, strategy: str) -> None:

@@ -381,8 +381,14 @@ class LayoutStrategy(ParallelStrategy):
     def begin_averages(self) -> None:
         """Let a callback average this rank's part. It is a strategy's last call in ``setup``."""
         if not self.saves_as_lightning:
-            self.checkpoints.average, end = take_part(self.run, self.local_model, type(self).__name__)
+            self.checkpoints.average, end = take_part(
+                self.run, self.local_model, type(self).__name__, self.after_last_update
+            )
             self._at_end.enter_context(end)
+
+    def after_last_update(self) -> list[Callable[[], Any]] | None:
+        """What this rank will call after the last update that Lightning has counted; None if the update is made."""
+        return None
 
     def counts(self, name: str) -> bool:
         """Does this rank's copy of a parameter enter the norm for clipping?"""

@@ -243,6 +243,10 @@ class AsyncPipelineStrategy(StagedStrategy):
     def make_gradients(self, backward: Callable[[], None]) -> None:
         """Nothing: the schedule has run the backwards that were due."""
 
+    @override
+    def after_last_update(self) -> list[Callable[[], Any]] | None:
+        return self.training.after_last
+
     # -- where the pipeline drains -------------------------------------------------------------------------------
 
     @override

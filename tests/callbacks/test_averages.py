@@ -39,6 +39,7 @@ LAYOUTS: dict[str, tuple[int, Callable[[], Any]]] = {
     "replicas": (2, lambda: lp.PipelineStrategy(stages=1, checkpoint="directory", **CUT)),
     "file": (2, lambda: lp.PipelineStrategy(checkpoint="file", **CUT)),
     "background": (2, lambda: lp.PipelineStrategy(async_save=True, **CUT)),
+    "late": (1, lambda: lp.AsyncPipelineStrategy(checkpoint="directory", **CUT)),
     "zbv": (2, lambda: lp.PipelineStrategy(schedule="zbv", **CUT)),
     "dp2 x pp2": (4, lambda: lp.PipelineStrategy(stages=2, data_parallel=2, **CUT)),
     "fsdp2 x pp2": (4, lambda: lp.PipelineStrategy(stages=2, data_parallel_kind="fully_shard", **CUT)),
@@ -205,6 +206,7 @@ OFTEN = [
     ("swa", "tp2"),
     ("multi", "fsdp2 x tp2"),
     ("by epochs", "pp2"),
+    ("by epochs", "late"),
     ("ema", "background"),
     ("counted", "tp2"),
 ]
@@ -315,6 +317,31 @@ def test_the_first_replicas_averages_of_statistics_count(pool: WorkerPool) -> No
     assert torch.equal(seen, seen_too) and torch.equal(saved, saved_too)
 
 
+class Untied(Averaged):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head.weight = nn.Parameter(self.head.weight.detach().clone())
+
+
+def counts(strategy: str) -> dict[str, Tensor]:
+    """What a rank has of the averages of buffers that a hook counts up."""
+    torch.set_default_dtype(torch.float64)
+    trainer = L.Trainer(
+        accelerator="cpu", devices=2 if strategy == "late" else 1, max_epochs=1, logger=False,
+        strategy=lp.AsyncPipelineStrategy(**CUT) if strategy == "late" else "auto",
+        callbacks=[EMAWeightAveraging(decay=0.8)], enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False,
+    )  # fmt: skip
+    trainer.fit(Untied())
+    state = trainer._checkpoint_connector.dump_checkpoint()["state_dict"]
+    return {name: value for name, value in state.items() if name.endswith("calls")}
+
+
+def test_a_late_stage_averages_the_buffers_of_the_batch(pool: WorkerPool) -> None:
+    first, last = pool.run(counts, 2, "late", init=False)
+    assert {**first, **last} == pool.run(counts, 1, "auto", init=False)[0]
+
+
 def dtypes(layout: str) -> set[torch.dtype]:
     """Of a rank's averages, in a run that trains in bfloat16 what was made in double precision."""
     torch.set_default_dtype(torch.float64)
@@ -417,7 +444,6 @@ STRANGE: dict[str, Callable[[], list[Callback]]] = {
     "norm by epochs": lambda: [StochasticWeightAveraging(0.05, 1, avg_fn=by_norm)],
     "two": lambda: [EMAWeightAveraging(), StochasticWeightAveraging(0.05, 1)],
     "statistics": lambda: [StochasticWeightAveraging(0.05, 1)],
-    "ema": lambda: [EMAWeightAveraging()],
 }
 
 
@@ -428,9 +454,8 @@ class Begins(Callback):
 
 def strange(average: str, layout: Any) -> None:
     torch.set_default_dtype(torch.float64)
-    strategy = lp.AsyncPipelineStrategy(**CUT) if layout == "async2" else LAYOUTS[layout][1]()
     trainer = L.Trainer(
-        accelerator="cpu", devices=2, strategy=strategy, max_epochs=1, logger=False,
+        accelerator="cpu", devices=2, strategy=LAYOUTS[layout][1](), max_epochs=1, logger=False,
         callbacks=[Begins(), *STRANGE[average]()], enable_checkpointing=False, enable_progress_bar=False,
         enable_model_summary=False,
     )  # fmt: skip
@@ -444,7 +469,6 @@ def strange(average: str, layout: Any) -> None:
     ("norm by epochs", "fsdp2", ["StochasticWeightAveraging", "FullyShardedStrategy", "entry by entry"]),
     ("two", "pp2", ["EMAWeightAveraging and StochasticWeightAveraging", "one callback"]),
     ("statistics", "pp2", ["StochasticWeightAveraging", "BatchNorm", "WeightAveraging"]),
-    ("ema", "async2", ["EMAWeightAveraging", "PipelineStrategy"]),
     *thorough(
         ("norm of all", "fsdp2", ["WeightAveraging", "entry by entry"]),
         ("statistics", "tp2", ["StochasticWeightAveraging", "BatchNorm"]),

@@ -6,8 +6,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from lightning.pytorch.callbacks import WeightAveraging
 from torch import Tensor
 from torch.func import functional_call
+from torch.optim.swa_utils import AveragedModel
 
 from lightning_parallel.batch import batch_size, split
 from lightning_parallel.pipeline.staleness import discount, mean_staleness
@@ -40,12 +42,14 @@ def delayed(
     epochs: int = 1,
     lr_discount: int | None = None,
     weigh: Callable[[Any], float] = batch_size,
+    average: WeightAveraging | None = None,
     **options: Any,
 ) -> Report:
     """Train as AsyncPipelineStrategy does, drained at the end of every epoch, and where 2BW has to.
 
     Args:
         weigh: a microbatch's weight in its batch.
+        average: averages the weights as in Lightning's Trainer. They are the weights in the end.
         options: of `Delayed`.
     """
     torch.set_default_dtype(torch.float64)
@@ -67,6 +71,7 @@ def delayed(
         optimizers.append(optimizer)
         schedulers.append(configured["lr_scheduler"]["scheduler"])
     pipeline = Delayed([{n: parameters[n] for n in names[s]} for s in range(stages)], **options)
+    averages = average and AveragedModel(module, use_buffers=True, **average._kwargs)
     gathering = before = 0  # microbatches of the update under way, and of the last
 
     def step(stage: int) -> None:
@@ -84,7 +89,7 @@ def delayed(
             group["lr"] = rate
         schedulers[stage].step()
 
-    for _ in range(epochs):
+    for epoch in range(epochs):
         loader = list(kind.loader())
         for number, batch in enumerate(loader):
             size = batch_size(batch)
@@ -103,9 +108,13 @@ def delayed(
             if ends_update:
                 report.gradients.append({})
                 pipeline.update(step)
+                if average and averages and average.should_update(step_idx=pipeline.updates - 1):
+                    averages.update_parameters(module)
                 before, gathering = gathering, 0
         pipeline.drain()
-    report.weights = {n: p.detach().clone() for n, p in parameters.items()}
+        if average and averages and average.should_update(epoch_idx=epoch):
+            averages.update_parameters(module)
+    report.weights = {n: p.detach().clone() for n, p in (averages.module if averages else module).named_parameters()}
     return report
 
 

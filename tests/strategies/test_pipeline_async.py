@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import EMAWeightAveraging, WeightAveraging
 from torch.utils.data import DataLoader
 
 from lightning_parallel.pipeline.weights import WeightVersions
@@ -103,6 +104,36 @@ def test_clipped_training_equals_delayed_gradients(
         delayed, 1, model, stages, microbatches, init=False, epochs=2, accumulate=accumulate, clip=0.05, **options
     )[0]  # fmt: skip
     assert largest_difference(joined(reports, "weights"), reference.weights) < EXACT
+
+
+def make_average() -> WeightAveraging:
+    return EMAWeightAveraging(decay=0.8, update_every_n_steps=2, update_starting_at_epoch=0)
+
+
+def train_averaged(*args: Any, **kwargs: Any) -> Report:
+    return train(*args, callbacks=[make_average()], **kwargs)
+
+
+def delayed_averaged(*args: Any, **kwargs: Any) -> Report:
+    return delayed(*args, average=make_average(), **kwargs)
+
+
+@pytest.mark.parametrize(("stages", "microbatches", "epochs", "given"), [
+    (3, 1, 1, {}), (2, 2, 2, {"tensor_parallel": 2}),
+    *thorough((3, 2, 2, {"extra_in_flight": 1}), (4, 3, 2, {"weights": "2bw"})),
+])  # fmt: skip
+def test_averages_are_of_weights_with_delayed_gradients(
+    pool: WorkerPool, stages: int, microbatches: int, epochs: int, given: dict[str, Any]
+) -> None:
+    """Each stage averages after its own update, which is that of an earlier batch."""
+    tensor = given.get("tensor_parallel", 1)
+    options = {"stages": stages, "microbatches": microbatches, **given}
+    model = "LeNet" if tensor == 1 else "Llama"
+    trainer = {"max_epochs": epochs, "limit_val_batches": 0 if epochs == 1 else 1.0}  # where only the run's end drains
+    reports = pool.run(train_averaged, stages * tensor, model, "async", options, init=False, **trainer)
+    own = {name: value for name, value in given.items() if name != "tensor_parallel"}
+    [reference] = pool.run(delayed_averaged, 1, model, stages, microbatches, init=False, epochs=epochs, **own)
+    assert largest_difference(joined(reports, "weights"), reference.weights) <= EXACT
 
 
 @pytest.mark.parametrize("model", ["LeNet", *thorough("Llama", "DemoTransformer")])
