@@ -20,7 +20,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import Callback, StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.callbacks import Callback, WeightAveraging
 from torch import Tensor, nn
 
 from lightning_parallel.absent.tensor import AbsentTensor
@@ -33,7 +33,7 @@ from lightning_parallel.private.lightning.averaging import (
     copy_of_module,
     device_of_averages,
     leave_out_schedulers,
-    walks_over_both,
+    walks,
 )
 from lightning_parallel.private.lightning.launching import callbacks_of
 from lightning_parallel.private.lightning.replaced import replaced
@@ -82,8 +82,8 @@ class _Part:
     """What this rank holds of a module, as plain tensors in the module's memory, for a walk over it. ``keeps_buffers``:
     their values are those of now, also in a later walk."""
 
-    def __init__(self, module: nn.Module, *, keeps_buffers: bool = False) -> None:
-        self._module = module
+    def __init__(self, module: pl.LightningModule, *, keeps_buffers: bool = False) -> None:
+        self._module, self.device = module, module.device
         here = (local_part(each) for each in module.buffers() if not isinstance(each, AbsentTensor))
         self._buffers = [each.clone() if keeps_buffers else each for each in here]
 
@@ -92,6 +92,12 @@ class _Part:
 
     def buffers(self) -> Iterator[Tensor]:
         return iter(self._buffers)
+
+    def modules(self) -> Iterator[nn.Module]:
+        """Those whose buffers are here."""
+        for module in self._module.modules():
+            if not any(isinstance(each, AbsentTensor) for each in buffers_of(module).values()):
+                yield module
 
 
 def _here(tensors: Mapping[str, Tensor | None]) -> Iterator[tuple[str, Tensor]]:
@@ -144,7 +150,7 @@ def take_part(
     assert isinstance(averages, _Averages)
     if not averages._held:
         averages._fill(module, local, device_of_averages(callback, run.device))
-    for owner, name in walks_over_both(callback):
+    for owner, name in walks(callback):
         walk = partial(_walk, getattr(owner, name), module)  # there nothing is in flight
         if name == "update_parameters":
             walk = partial(_average, getattr(owner, name), module, after_update)
@@ -186,14 +192,6 @@ def _refuse(found: Sequence[Averaging], averages: nn.Module, run: Run, local: Lo
         raise ValueError(
             f"{name} has averages of another module, or of another Trainer's run. Use a new Trainer and {name}."
         )
-    if not run.trains:
-        return
-    if isinstance(found[0], StochasticWeightAveraging) and found[0].pl_module_contains_batch_norm(run.module):
-        raise ValueError(
-            f"{name} under {strategy}: for BatchNorm's statistics it runs an epoch without backwards at the end, which "
-            f"works only where every rank holds the whole model. Use WeightAveraging, which averages the statistics, "
-            f"or strategy='ddp'."
-        )
     in_shards = bool(local.shards) or local.is_fully_sharded
-    if in_shards or run.layout.stages > 1:
+    if run.trains and (in_shards or run.layout.stages > 1):
         refuse_functions(name, averaging_functions(found[0]), run.device, strategy, in_shards=in_shards)

@@ -23,7 +23,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch.distributed as dist
-from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.callbacks import Callback, StochasticWeightAveraging
 from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -277,7 +277,8 @@ class AsyncPipelineStrategy(StagedStrategy):
 
 
 def _refuse_hooks(trainer: pl.Trainer, module: pl.LightningModule) -> None:
-    """Refuse hooks at moments other than a stage's step: gradients are on the parameters only then."""
+    """Refuse hooks at moments other than a stage's step, where alone gradients are on the parameters, and epochs
+    without updates."""
     for hook in ("optimizer_zero_grad", "on_after_backward"):
         owners = [module, *callbacks_of(trainer)] if hook == "on_after_backward" else [module]
         for owner in owners:
@@ -286,6 +287,13 @@ def _refuse_hooks(trainer: pl.Trainer, module: pl.LightningModule) -> None:
                     f"{type(owner).__name__}.{hook}: in the asynchronous pipeline each stage zeroes and completes its "
                     f"gradients within its own step. Use on_before_optimizer_step, or PipelineStrategy."
                 )
+    for callback in callbacks_of(trainer):
+        if isinstance(callback, StochasticWeightAveraging) and callback.pl_module_contains_batch_norm(module):
+            raise ValueError(
+                f"{type(callback).__name__}: for BatchNorm's statistics it runs an epoch without updates, which the "
+                f"asynchronous pipeline would make. Use WeightAveraging, which averages the statistics, or "
+                f"PipelineStrategy."
+            )
 
 
 def _refuse_ties(module: nn.Module, parts: Partition) -> None:

@@ -33,6 +33,7 @@ LAYOUTS: dict[str, tuple[int, Callable[[], Any]]] = {
     "single": (1, lambda: "auto"),
     "ddp2": (2, lambda: "ddp"),
     "pp2": (2, lambda: lp.PipelineStrategy(**CUT)),
+    "whole batches": (2, lambda: lp.PipelineStrategy(**{**CUT, "microbatches": 1})),
     "tp2": (2, lambda: lp.TensorParallelStrategy(**PLAN)),
     "fsdp2": (2, lp.FullyShardedStrategy),
     "directory": (1, lambda: lp.PipelineStrategy(checkpoint="directory", **CUT)),
@@ -200,7 +201,7 @@ def assert_same(one: tuple[Path, Path, list[float]], other: tuple[Path, Path, li
             assert largest_difference(saved_in(mine), saved_in(theirs)) < TOLERANCE
 
 
-LAYOUTS_OF_PARTS = [name for name in LAYOUTS if name not in ("single", "ddp2")]
+LAYOUTS_OF_PARTS = [name for name in LAYOUTS if name not in ("single", "ddp2", "whole batches")]
 OFTEN = [
     ("ema", "pp2"),
     ("swa", "tp2"),
@@ -315,6 +316,31 @@ def statistics(layout: str) -> tuple[Tensor, Tensor]:
 def test_the_first_replicas_averages_of_statistics_count(pool: WorkerPool) -> None:
     (seen, saved), (seen_too, saved_too) = pool.run(statistics, 2, "replicas", init=False)
     assert torch.equal(seen, seen_too) and torch.equal(saved, saved_too)
+
+
+def statistics_at_the_end(layout: str, path: Path) -> None:
+    """Save after a run of `StochasticWeightAveraging`, which ends with an epoch without updates."""
+    torch.set_default_dtype(torch.float64)
+    trainer = L.Trainer(
+        accelerator="cpu", devices=LAYOUTS[layout][0], strategy=LAYOUTS[layout][1](), max_epochs=3, logger=False,
+        callbacks=[MAKE["by epochs"]()], enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False, use_distributed_sampler=False,
+    )  # fmt: skip
+    trainer.fit(WithStatistics())
+    trainer.save_checkpoint(path)
+
+
+@pytest.mark.parametrize(("layout", "reference"), [
+    ("whole batches", "single"), *thorough(("tp2", "single"), ("fsdp2", "ddp2"))
+])  # fmt: skip
+def test_swa_ends_with_the_statistics_of_one_process(
+    pool: WorkerPool, tmp_path: Path, layout: str, reference: str
+) -> None:
+    for name in {layout, reference}:
+        pool.run(statistics_at_the_end, LAYOUTS[name][0], name, tmp_path / name, init=False)
+    found, expected = saved_in(tmp_path / layout), saved_in(tmp_path / reference)
+    assert float(found["/state_dict/first.norm.num_batches_tracked"]) == BATCHES
+    assert largest_difference(found, expected) < TOLERANCE
 
 
 class Untied(Averaged):
@@ -455,7 +481,7 @@ class Begins(Callback):
 def strange(average: str, layout: Any) -> None:
     torch.set_default_dtype(torch.float64)
     trainer = L.Trainer(
-        accelerator="cpu", devices=2, strategy=LAYOUTS[layout][1](), max_epochs=1, logger=False,
+        accelerator="cpu", devices=LAYOUTS[layout][0], strategy=LAYOUTS[layout][1](), max_epochs=1, logger=False,
         callbacks=[Begins(), *STRANGE[average]()], enable_checkpointing=False, enable_progress_bar=False,
         enable_model_summary=False,
     )  # fmt: skip
@@ -468,13 +494,11 @@ def strange(average: str, layout: Any) -> None:
     ("norm of all", "pp2", ["WeightAveraging", "PipelineStrategy", "entry by entry"]),
     ("norm by epochs", "fsdp2", ["StochasticWeightAveraging", "FullyShardedStrategy", "entry by entry"]),
     ("two", "pp2", ["EMAWeightAveraging and StochasticWeightAveraging", "one callback"]),
-    ("statistics", "pp2", ["StochasticWeightAveraging", "BatchNorm", "WeightAveraging"]),
-    *thorough(
-        ("norm of all", "fsdp2", ["WeightAveraging", "entry by entry"]),
-        ("statistics", "tp2", ["StochasticWeightAveraging", "BatchNorm"]),
-    ),
+    ("statistics", "late", ["StochasticWeightAveraging", "BatchNorm", "WeightAveraging"]),
+    *thorough(("norm of all", "fsdp2", ["WeightAveraging", "entry by entry"])),
 ])  # fmt: skip
 def test_averages_that_parts_would_change_are_refused(
     pool: WorkerPool, average: str, layout: str, words: list[str]
 ) -> None:
-    assert_refused(pool.run(strange, 2, average, layout, init=False, expect_errors=True), "ValueError", words)
+    ranks = LAYOUTS[layout][0]
+    assert_refused(pool.run(strange, ranks, average, layout, init=False, expect_errors=True), "ValueError", words)

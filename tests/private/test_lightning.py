@@ -61,7 +61,7 @@ ELSEWHERE = {
     "layer_sync_of": "strategies/test_refusals.py",
     "copy_of_module": "callbacks/test_averages.py",
     "averaging_functions": "callbacks/test_averages.py",
-    "walks_over_both": "callbacks/test_averages.py",
+    "walks": "callbacks/test_averages.py",
     "leave_out_schedulers": "callbacks/test_averages.py",
     "replaced": "strategies/test_nothing_left.py",
     "asked_weights_only": "strategies/test_saved.py",

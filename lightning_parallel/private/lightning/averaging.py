@@ -12,6 +12,8 @@ from torch.optim.swa_utils import AveragedModel
 
 Averaging: TypeAlias = WeightAveraging | StochasticWeightAveraging
 
+_OF_STOCHASTIC = ("update_parameters", "transfer_weights", "reset_batch_norm_and_save_state")
+
 
 def copy_of_module(callback: Averaging) -> nn.Module | None:
     """The copy of the module that holds the averages; None before the callback's ``setup`` has made it."""
@@ -27,11 +29,11 @@ def averaging_functions(callback: Averaging) -> dict[str, Any]:
     return {} if model is None else {"avg_fn": model.avg_fn, "multi_avg_fn": model.multi_avg_fn}
 
 
-def walks_over_both(callback: Averaging) -> list[tuple[Any, str]]:
+def walks(callback: Averaging) -> list[tuple[Any, str]]:
     """The functions, each with its owner, that are given the module and walk over its parameters and the averages side
-    by side."""
+    by side, or over its BatchNorms."""
     if isinstance(callback, StochasticWeightAveraging):
-        return [(callback, "update_parameters"), (callback, "transfer_weights")]
+        return [(callback, name) for name in _OF_STOCHASTIC]
     model = callback._average_model
     return [(callback, "_swap_models"), (callback, "_copy_average_to_current"), (model, "update_parameters")]
 
