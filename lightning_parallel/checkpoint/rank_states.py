@@ -13,13 +13,14 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_parallel.absent.tensor import AbsentTensor
 from lightning_parallel.checkpoint.keys import OptimizerState
 from lightning_parallel.checkpoint.slices import Slices
 from lightning_parallel.private.torch import tree_leaves
-from lightning_parallel.ranks.local_model import LocalModel, memory_of
+from lightning_parallel.ranks.local_model import LocalModel, local_part, memory_of
 
 # -- the module --------------------------------------------------------------------------------------------------
 
@@ -85,6 +86,28 @@ def save_as_given(checkpoint: dict[str, Any], module: pl.LightningModule) -> Non
         names = [key for key, value in held.items() if any(isinstance(x, nn.Module) for x in tree_leaves(value))]
         given = owner.hparams_initial if names else {}  # type: ignore[union-attr]  # Lightning copies at each access
         held.update({name: given[name] for name in names if name in given})
+
+
+def refuse_parts(content: Any, local: LocalModel, path: tuple[str, ...] = ()) -> None:
+    """Refuse tensors beside the model's state that have the name and the shape of this rank's part of a parameter, as
+    averages have that a callback keeps: they would be the first rank's, for all ranks.
+
+    Raises:
+        ValueError: it names the tensor.
+    """
+    if isinstance(content, Mapping):
+        for key, value in content.items():
+            refuse_parts(value, local, (*path, *str(key).split(".")))
+    elif isinstance(content, Tensor):
+        for name in (".".join(path[begin:]) for begin in range(len(path))):
+            part = local.parameters.get(name)
+            is_part = name in local.shards or isinstance(part, DTensor)
+            if part is not None and is_part and content.shape in (part.shape, local_part(part).shape):
+                raise ValueError(
+                    f"The checkpoint's {'.'.join(path)!r} is this rank's part of '{name}', or of something alike. Such "
+                    f"a value is saved from the first rank only, so the other parts would be lost. Lightning's "
+                    f"EMAWeightAveraging and WeightAveraging save all parts; or leave it out of the callback's state."
+                )
 
 
 # -- the optimizers ----------------------------------------------------------------------------------------------

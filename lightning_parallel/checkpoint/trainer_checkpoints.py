@@ -35,6 +35,7 @@ from lightning_parallel.checkpoint.rank_states import (
     optimizer_state,
     refuse_other_groups,
     refuse_others,
+    refuse_parts,
     save_as_given,
 )
 from lightning_parallel.checkpoint.reading import Reader
@@ -191,6 +192,7 @@ class Checkpoints:
         at = self.average.at if second is not None and self.average is not None else ()
         if at:
             trainer = placed(trainer, at, None)
+        refuse_parts(trainer, self.local)
         saved = optimizers if "optimizer_states" in checkpoint else []
         states = [optimizer_state(optimizer, self.local, self.owned) for optimizer in saved]
         if copied:

@@ -29,6 +29,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim.swa_utils import AveragedModel
 from typing_extensions import override
 
 from lightning_parallel.callbacks.defaults import ASYNCHRONOUS
@@ -39,6 +40,7 @@ from lightning_parallel.late.training import AsynchronousTraining
 from lightning_parallel.pipeline.staleness import Correction, Stashing
 from lightning_parallel.pipeline.weights import WeightVersions
 from lightning_parallel.plan.partition import Partition
+from lightning_parallel.private.lightning.averaging import Averaging
 from lightning_parallel.private.lightning.launching import callbacks_of
 from lightning_parallel.set_up.options import StagedOptions
 from lightning_parallel.settings import Count, Natural, takes
@@ -195,6 +197,15 @@ class AsyncPipelineStrategy(StagedStrategy):
 
     @override
     def on_train_start(self) -> None:
+        for callback in callbacks_of(self.run.trainer):
+            if not isinstance(callback, Averaging):
+                for name, value in vars(callback).items():
+                    if isinstance(value, AveragedModel):
+                        raise ValueError(
+                            f"{type(callback).__name__}.{name} is an AveragedModel. After a batch the stages of an "
+                            f"asynchronous pipeline have made different numbers of updates, so it would average "
+                            f"weights that never were together. Use Lightning's EMAWeightAveraging or WeightAveraging."
+                        )
         # A stage that lags behind steps its scheduler before its first update. Each update still uses its own rate.
         warnings.filterwarnings("ignore", message=r"Detected call of `lr_scheduler.step\(\)` before")
 

@@ -41,6 +41,7 @@ LAYOUTS: dict[str, tuple[int, Callable[[], Any]]] = {
     "file": (2, lambda: lp.PipelineStrategy(checkpoint="file", **CUT)),
     "background": (2, lambda: lp.PipelineStrategy(async_save=True, **CUT)),
     "late": (1, lambda: lp.AsyncPipelineStrategy(checkpoint="directory", **CUT)),
+    "late2": (2, lambda: lp.AsyncPipelineStrategy(**CUT)),
     "zbv": (2, lambda: lp.PipelineStrategy(schedule="zbv", **CUT)),
     "dp2 x pp2": (4, lambda: lp.PipelineStrategy(stages=2, data_parallel=2, **CUT)),
     "fsdp2 x pp2": (4, lambda: lp.PipelineStrategy(stages=2, data_parallel_kind="fully_shard", **CUT)),
@@ -201,7 +202,7 @@ def assert_same(one: tuple[Path, Path, list[float]], other: tuple[Path, Path, li
             assert largest_difference(saved_in(mine), saved_in(theirs)) < TOLERANCE
 
 
-LAYOUTS_OF_PARTS = [name for name in LAYOUTS if name not in ("single", "ddp2", "whole batches")]
+LAYOUTS_OF_PARTS = [name for name in LAYOUTS if name not in ("single", "ddp2", "whole batches", "late2")]
 OFTEN = [
     ("ema", "pp2"),
     ("swa", "tp2"),
@@ -416,7 +417,8 @@ class InCallback(Callback):
 def own(where: str, layout: str) -> dict[str, Tensor]:
     """The averages of the first block, as far as they are whole here."""
     torch.set_default_dtype(torch.float64)
-    module = OnModule() if where == "module" else Averaged()
+    untied: Any = Untied if layout == "late2" else Averaged
+    module = OnModule() if where == "module" else untied()
     callbacks: list[Callback] = [] if where == "module" else [InCallback(where)]
     trainer = L.Trainer(
         accelerator="cpu", devices=LAYOUTS[layout][0], strategy=LAYOUTS[layout][1](), max_epochs=1, logger=False,
@@ -430,10 +432,13 @@ def own(where: str, layout: str) -> dict[str, Tensor]:
     return {name: complete(each.detach()) for name, each in named.items() if not isinstance(each, AbsentTensor)}
 
 
-@pytest.mark.parametrize(("where", "layout"), [("module", "fsdp2"), ("on_fit_start", "pp2"), ("on_fit_start", "tp2")])
+@pytest.mark.parametrize(("where", "layout"), [
+    ("module", "fsdp2"), ("on_fit_start", "pp2"), ("on_fit_start", "tp2"),
+    *thorough(("on_fit_start", "tp2 x pp2"), ("on_fit_start", "dp2 x pp2"), ("module", "late"), ("module", "replicas")),
+])  # fmt: skip
 def test_averages_of_the_users_own_are_those_of_one_process(pool: WorkerPool, where: str, layout: str) -> None:
     [expected] = pool.run(own, 1, where, "single", init=False)
-    ranks = pool.run(own, 2, where, layout, init=False)
+    ranks = pool.run(own, LAYOUTS[layout][0], where, layout, init=False)
     assert any(ranks)
     for found in filter(None, ranks):
         assert largest_difference(found, {name: expected[name] for name in found}) < TOLERANCE
@@ -442,13 +447,42 @@ def test_averages_of_the_users_own_are_those_of_one_process(pool: WorkerPool, wh
 @pytest.mark.parametrize(("where", "layout", "error"), [
     ("module", "pp2", ["ValueError", "average.n_averaged"]),
     ("module", "tp2", ["ValueError", "average", "AveragedModel", "first.up.weight"]),
+    ("module", "late2", ["ValueError", "average.n_averaged"]),
     ("on_fit_start", "fsdp2", ["RuntimeError", "can't be copied"]),
+    ("on_fit_start", "late2", ["ValueError", "InCallback.average", "EMAWeightAveraging"]),
     ("setup", "pp2", ["AbsentValueError", "lives on another pipeline stage"]),
     ("setup", "tp2", ["RuntimeError", "must match"]),
     ("setup", "fsdp2", ["RuntimeError", "DTensor"]),
 ])  # fmt: skip
 def test_averages_of_the_users_own_fail_otherwise(pool: WorkerPool, where: str, layout: str, error: list[str]) -> None:
     assert_refused(pool.run(own, 2, where, layout, init=False, expect_errors=True), error[0], error[1:])
+
+
+class SavesItself(InCallback):
+    def state_dict(self) -> dict[str, Any]:
+        return {"average": self.average.state_dict()}
+
+
+def save_own(layout: str, path: Path) -> None:
+    torch.set_default_dtype(torch.float64)
+    trainer = L.Trainer(
+        accelerator="cpu", devices=LAYOUTS[layout][0], strategy=LAYOUTS[layout][1](), max_epochs=1, logger=False,
+        callbacks=[SavesItself("on_fit_start")], enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False,
+    )  # fmt: skip
+    trainer.fit(Averaged())
+    trainer.save_checkpoint(path)
+
+
+@pytest.mark.parametrize(("layout", "words"), [
+    ("tp2", ["'callbacks.SavesItself.average.module.first.up.weight'", "EMAWeightAveraging"]),
+    ("pp2", ["lives on another pipeline stage"]),
+])  # fmt: skip
+def test_parts_are_not_saved_from_the_first_rank_only(
+    pool: WorkerPool, tmp_path: Path, layout: str, words: list[str]
+) -> None:
+    failures = pool.run(save_own, 2, layout, tmp_path / "saved", init=False, expect_errors=True)
+    assert_refused(failures, "ValueError" if layout == "tp2" else "RuntimeError", words)
 
 
 # -- refusals ----------------------------------------------------------------------------------------------------
