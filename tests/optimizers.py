@@ -103,6 +103,21 @@ class LAMB(Short):
         p.sub_(update * (p.norm() / update.norm()) * group["lr"])
 
 
+class Noted(LARS):
+    """Moves parameters by what is noted on them, as some packages of Muon do."""
+
+    def __init__(self, params: Any, **options: Any) -> None:
+        super().__init__(params, **options)
+        for number, parameter in enumerate(p for group in self.param_groups for p in group["params"]):
+            parameter.is_scaled = number % 3 == 0
+
+    def move(self, p: Any, g: Tensor, group: dict[str, Any]) -> None:
+        if p.is_scaled:
+            super().move(p, g, group)
+        else:
+            p.sub_(g, alpha=group["lr"])
+
+
 class LooksAhead(LARS):
     """Goes on by its last way before it asks for gradients."""
 

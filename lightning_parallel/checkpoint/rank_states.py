@@ -125,7 +125,10 @@ def take_groups(optimizers: Sequence[Optimizer], module: nn.Module, local: Local
     group_names: list[list[list[str]]] = []
     for optimizer in optimizers:
         if isinstance(optimizer, torch.optim.LBFGS):
-            raise ValueError("LBFGS needs products over the whole model, of which a rank holds a part only.")
+            raise ValueError(
+                "LBFGS needs products over the whole model, of which a rank holds a part only. Use an optimizer that "
+                "treats each parameter by itself, such as AdamW or Muon, or strategy='ddp'."
+            )
         group_names.append([])
         for group in optimizer.param_groups:
             listed = [local.aliases[names[id(p)]] for p in group["params"] if id(p) in names]

@@ -167,7 +167,8 @@ def _differences(
             stepped = _stepped(optimizer, pieces, closure_first)
         except Exception as error:  # any: it would come in the first update
             groups = {trial.group for trial in trials}
-            return groups, f"Tried on small parameters, it fails there: {type(error).__name__}: {error}."
+            reason = str(error).rstrip(".")
+            return groups, f"Tried on small parameters, it fails there: {type(error).__name__}: {reason}."
         for (trial, _), result in zip(pieces, stepped, strict=True):
             results[id(trial)].append(result)
     found: dict[int, str] = {}
@@ -196,10 +197,10 @@ def _trials(optimizer: Optimizer, local: LocalModel) -> Iterator[_Trial]:
             if parameter.numel():  # frozen ones may be trained later
                 name = local.names.get(id(parameter), "a parameter outside of the module")
                 shard = local.shards.get(name)
-                kind = (parameter.ndim, shard and shard.dim, _uneven(parameter))
+                kind = (parameter.ndim, shard and shard.dim, _uneven(parameter), _switches(parameter))
                 if kind not in kinds or parameter.numel() > kinds[kind][1].numel():
                     kinds[kind] = (name, parameter)
-        for (_, dim, _), (name, parameter) in kinds.items():
+        for (_, dim, *_), (name, parameter) in kinds.items():
             device = local_part(parameter).device
             for _ in range(2):
                 yield _Trial(index, name, parameter, dim, *_made_up(_shape(parameter, dim), device, generator))
@@ -208,6 +209,11 @@ def _trials(optimizer: Optimizer, local: LocalModel) -> Iterator[_Trial]:
 def _uneven(parameter: Tensor) -> int:
     """The number of rows by which the size is too large for equal parts."""
     return parameter.shape[0] % parameter.device_mesh.size() if isinstance(parameter, DTensor) else 0
+
+
+def _switches(parameter: Tensor) -> frozenset[tuple[str, bool]]:
+    """What the user has noted on a parameter that may divide its group, such as ``use_muon``."""
+    return frozenset((name, value) for name, value in vars(parameter).items() if isinstance(value, bool))
 
 
 def _shape(parameter: Tensor, dim: int | None) -> list[int]:
@@ -250,6 +256,8 @@ def _stepped(optimizer: Optimizer, pieces: Pieces, closure_first: bool = False) 
     ``closure_first``: gradients are made before the step, as for owners."""
     given = [[piece(x) for x in (trial.value, trial.slope, trial.pull)] for trial, piece in pieces]
     parameters = [nn.Parameter(value) for value, _, _ in given]
+    for (trial, _), parameter in zip(pieces, parameters, strict=True):
+        vars(parameter).update(vars(trial.like))  # what the user has noted on it
     twin = _twin(optimizer, [(trial, each) for (trial, _), each in zip(pieces, parameters, strict=True)])
     calls = 0
 

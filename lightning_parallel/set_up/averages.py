@@ -119,7 +119,8 @@ def copies_left_out(callbacks: Iterable[Callback]) -> ExitStack:
 def _without_copy(setup: Callable[..., None], trainer: pl.Trainer, module: Any, stage: str) -> None:
     module.__deepcopy__ = lambda memo: _Averages(module)  # copy.deepcopy looks at the object
     try:
-        setup(trainer, module, stage)
+        with trainer.strategy.tensor_init_context():  # it calls configure_model
+            setup(trainer, module, stage)
     finally:
         del module.__deepcopy__
 

@@ -63,7 +63,7 @@ BY_PARAMETER: dict[str, Make] = {
     "Muon ": waits,
     **{kind.__name__: kind for kind in (
         optimizers.LARS, optimizers.LAMB, optimizers.HostLAMB, optimizers.Factored, optimizers.Shampoo,
-        optimizers.FloorSGD,
+        optimizers.FloorSGD, optimizers.Noted,
     )},
     "Lookahead": lambda params: optimizers.Lookahead(optimizers.LAMB(params)),
 }  # fmt: skip

@@ -9,7 +9,7 @@ from unittest.mock import patch
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.callbacks import Callback, EMAWeightAveraging
 from torch import Tensor
 
 from lightning_parallel import disk_offload
@@ -55,9 +55,10 @@ class InMemory(Callback):
         assert mapped_files() == 0
 
 
-def trained(model: type[Any], *arguments: Any, **options: Any) -> Report:
+def trained(model: type[Any], *arguments: Any, average: bool = False, **options: Any) -> Report:
+    averages = [EMAWeightAveraging()] if average else []  # it calls configure_model
     with patch.object(disk_offload, "LARGE", 1):
-        return train(model, *arguments, callbacks=[InMemory()], **options)
+        return train(model, *arguments, callbacks=[InMemory(), *averages], **options)
 
 
 @pytest.mark.parametrize(("model", "strategy", "ranks", "options"), [
@@ -98,3 +99,13 @@ def test_so_does_one_that_the_trainer_initialises(pool: WorkerPool, single: Any)
     first, second = pool.run(initialised_by_the_trainer, 2, init=False)
     reference = single("Llama", max_epochs=1, limit_train_batches=1).weights
     assert largest_difference(first | second, reference) < EXACT
+
+
+@pytest.mark.parametrize(
+    ("strategy", "model"), [("sync", LateLlama), *thorough(("tensor", LateGPT2), ("fsdp", LateLeNet))]
+)
+def test_a_callback_that_averages_weights_has_it_made_in_files_too(
+    pool: WorkerPool, strategy: str, model: type[Any]
+) -> None:
+    share = {"batch_size": BATCH // 2} if strategy == "fsdp" else {}
+    pool.run(trained, 2, model, strategy, {}, init=False, average=True, samples=8, **share)

@@ -67,7 +67,7 @@ def test_what_hooks_write_to_parameters_reaches_their_owners(pool: WorkerPool, l
     assert largest_difference(joined([own for (own,) in reports], "weights"), expected.weights) < EXACT
 
 
-@pytest.mark.parametrize("kind", ["Muon", "LAMB"])
+@pytest.mark.parametrize("kind", ["Muon", "LAMB", "Noted"])
 @pytest.mark.parametrize("layout", ["tensor", "fully sharded", "stages x tensor"])
 def test_batches_are_accumulated_for_owners(pool: WorkerPool, layout: str, kind: str) -> None:
     ranks, strategy, options = LAYOUTS[layout]
