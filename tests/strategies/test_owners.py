@@ -17,12 +17,13 @@ from lightning_parallel.optimizers.division import Division
 from lightning_parallel.optimizers.owners import only_once
 from lightning_parallel.ranks.local_model import local_part
 from tests import optimizers
-from tests.optimizer_table.cases import LAYOUTS, Net, by, fit, replicas_of
+from tests.optimizer_table.cases import CLIP, EPOCHS, LAYOUTS, STAGES, Net, by, fit, replicas_of
 from tests.optimizer_table.training import ENTRIES, EXACT, FOUND, expected, make_runner
 from tests.pool import WorkerPool
 from tests.strategies.failures import LIMIT, assert_refused
 from tests.strategies.harness import Report, complete, here, joined, largest_difference, make_trainer, spoil, train
 from tests.strategies.models import BATCH
+from tests.strategies.reference import delayed
 from tests.thorough import thorough
 from tests.zoo.outcome import Outcome
 
@@ -67,13 +68,72 @@ def test_what_hooks_write_to_parameters_reaches_their_owners(pool: WorkerPool, l
     assert largest_difference(joined([own for (own,) in reports], "weights"), expected.weights) < EXACT
 
 
-@pytest.mark.parametrize("kind", ["Muon", "LAMB", "Noted"])
-@pytest.mark.parametrize("layout", ["tensor", "fully sharded", "stages x tensor"])
-def test_batches_are_accumulated_for_owners(pool: WorkerPool, layout: str, kind: str) -> None:
+FEATURES: dict[str, dict[str, Any]] = {  # the table has parameter groups, a scheduler and clipping by norm
+    "accumulation": {"accumulate_grad_batches": 2},
+    "clipping by value": {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"},
+    "mixed precision": {"precision": "bf16-mixed"},
+}
+PLACES = ["tensor", "fully sharded", "stages x tensor"]
+
+
+@pytest.mark.parametrize(("kind", "layout", "feature"), [
+    *(("LAMB", layout, feature) for layout in PLACES for feature in FEATURES),
+    *((kind, layout, "accumulation") for layout in PLACES for kind in ("Muon", "Noted")),
+    *thorough(*((kind, layout, feature) for kind in ("Muon", "Kronecker") for layout in (
+        "tensor x data", "stages x fully sharded", "fully sharded x tensor") for feature in FEATURES)),
+])  # fmt: skip
+def test_owners_have_the_gradients_of_one_process(pool: WorkerPool, kind: str, layout: str, feature: str) -> None:
     ranks, strategy, options = LAYOUTS[layout]
-    given = {"init": False, "accumulate_grad_batches": 2}
+    given = {"init": False, **FEATURES[feature]}
     (single,) = pool.run(fit, 1, kind, "single", **given)
     reports = pool.run(fit, ranks, kind, strategy, options, replicas_of(layout), **given)
+    allowed = 0.02 if feature == "mixed precision" else EXACT
+    assert largest_difference(joined(reports, "weights"), single.weights) < allowed
+
+
+def fit_late(kind: str) -> Report:
+    return delayed(by(kind), **STAGES, clip=CLIP, epochs=EPOCHS, accumulate=2)
+
+
+def test_late_batches_are_accumulated_for_owners(pool: WorkerPool) -> None:
+    ranks, strategy, options = LAYOUTS["late stages x tensor"]
+    (expected,) = pool.run(fit_late, 1, "LAMB", init=False)
+    reports = pool.run(fit, ranks, "LAMB", strategy, options, init=False, accumulate_grad_batches=2)
+    assert largest_difference(joined(reports, "weights"), expected.weights) < EXACT
+
+
+class ByClosure(Net):
+    """Steps its two optimizers by closures, by hand."""
+
+    automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        def closure() -> Tensor:
+            for optimizer in self.optimizers():
+                optimizer.zero_grad()
+            loss = self.loss(batch)
+            self.manual_backward(loss)
+            return loss
+
+        losses = [optimizer.step(closure=closure) for optimizer in self.optimizers()]
+        for scheduler in self.lr_schedulers():
+            scheduler.step()
+        return losses[0].detach()
+
+    def configure_optimizers(self) -> Any:
+        parameters = list(self.parameters())
+        both = [optimizers.LAMB(parameters[::2]), optimizers.Kronecker(parameters[1::2])]
+        return both, [torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.8) for optimizer in both]
+
+
+def fit_by_closure(strategy: str, replicas: int = 1) -> Report:
+    return train(ByClosure, strategy, max_epochs=2, batch_size=BATCH // replicas)
+
+
+@pytest.mark.parametrize(("strategy", "replicas"), [("tensor", 1), ("fsdp", 2)])
+def test_each_optimizer_of_a_module_steps_by_its_closure(pool: WorkerPool, strategy: str, replicas: int) -> None:
+    (single,) = pool.run(fit_by_closure, 1, "single", init=False)
+    reports = pool.run(fit_by_closure, 2, strategy, replicas, init=False)
     assert largest_difference(joined(reports, "weights"), single.weights) < EXACT
 
 
