@@ -14,6 +14,7 @@ from lightning_parallel.callbacks.exact_resume import ExactResume
 from lightning_parallel.callbacks.finite_loss import FiniteLoss
 from lightning_parallel.callbacks.performance_monitor import PerformanceMonitor
 from lightning_parallel.callbacks.preemption import Preemption
+from lightning_parallel.callbacks.replica_guard import ReplicaGuard
 from lightning_parallel.callbacks.resumable_loader import ResumableDataLoader
 from lightning_parallel.checkpoint import is_checkpoint, read_plain
 from lightning_parallel.checkpoint.directory import replacing
@@ -39,6 +40,7 @@ __all__ = [
     "PerformanceMonitor",
     "PipelineStrategy",
     "Preemption",
+    "ReplicaGuard",
     "ResumableDataLoader",
     "RowParallelLinear",
     "TensorParallelStrategy",

@@ -17,7 +17,7 @@ from torch import Tensor
 Group = dist.ProcessGroup | None  # None: the world, or this process alone if nothing is initialised
 T = TypeVar("T")
 
-_MESSAGE = 2**25  # bytes of small tensors that are copied together
+MESSAGE = 2**25  # bytes of small tensors that are copied together
 _BROKEN = re.compile(r"gloo/transport|connect|closed|reset by|broken pipe|time ?out|timed out", re.IGNORECASE)
 
 
@@ -48,7 +48,7 @@ def broadcast_tensors(tensors: Iterable[Tensor], source: int, group: dist.Proces
     without autograd's knowledge."""
     if group.size() == 1:
         return
-    for bucket in _buckets(tensors):
+    for bucket in buckets(tensors):
         raw = [tensor.data.contiguous().reshape(-1).view(torch.uint8) for tensor in bucket]  # for any backend
         message = torch.cat(raw) if len(raw) > 1 else raw[0]
         guarded(dist.broadcast, message, source, group)
@@ -62,12 +62,12 @@ def broadcast_tensors(tensors: Iterable[Tensor], source: int, group: dist.Proces
             tensor.copy_(values)
 
 
-def _buckets(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
+def buckets(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
     """The tensors in their order, in lists that fit into one message; each list is of one device."""
     bucket: list[Tensor] = []
     size = 0
     for tensor in tensors:
-        if bucket and (size + tensor.nbytes > _MESSAGE or tensor.device != bucket[0].device):
+        if bucket and (size + tensor.nbytes > MESSAGE or tensor.device != bucket[0].device):
             yield bucket
             bucket, size = [], 0
         bucket.append(tensor)

@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 
 from lightning_parallel.private.torch import TorchDispatchMode, tensors_in, written_arguments
-from lightning_parallel.ranks.collectives import Group, gather_objects
+from lightning_parallel.ranks.collectives import MESSAGE, Group, buckets, gather_objects
 from lightning_parallel.ranks.local_model import memory_of
 
 _STEPS = 2  # that are watched
+_COLUMNS = 1021  # a prime, so that entries below each other in a matrix rarely have one weight
 
 
 class Writes:
@@ -92,3 +93,20 @@ def digest(tensor: Tensor) -> Tensor:
     total = words.sum(dtype=torch.int64)
     # A sum of 64 bits loses the carry: of 4,096 halved entries each exponent is one less, 2**64 in all.
     return total if words.element_size() < 8 else total + 3 * (words >> 32).sum()
+
+
+def digest_of_all(tensors: Iterable[Tensor]) -> tuple[int, ...]:
+    """One number for the bits of all these tensors, in their order, on each of their devices. A change of one entry
+    always alters it, and so does an exchange of two, unless they lie a multiple of 8,168 bytes apart. Small tensors are
+    read together."""
+    totals: dict[torch.device, Tensor] = {}
+    raw = (tensor.detach().contiguous().reshape(-1).view(torch.uint8) for tensor in tensors)
+    pieces = [piece for each in raw for piece in each.split(MESSAGE)]
+    for bucket in buckets(sorted(pieces, key=lambda piece: str(piece.device))):
+        padding = bucket[0].new_zeros(-sum(piece.numel() for piece in bucket) % (8 * _COLUMNS))
+        sums = torch.cat([*bucket, padding]).view(torch.int64).view(-1, _COLUMNS).sum(0)
+        sums += 3 * (sums >> 32)  # or an even multiple would lose the highest bit
+        weights = torch.arange(1, 2 * _COLUMNS, 2, device=padding.device)
+        total = (sums * weights).sum()
+        totals[padding.device] = total + 31 * totals.get(padding.device, total.new_zeros(()))
+    return tuple(int(total) for total in totals.values())
