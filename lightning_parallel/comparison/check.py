@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -26,14 +27,17 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.strategies import Strategy, StrategyRegistry
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.utils.data import DataLoader, Dataset
+from typing_extensions import override
 
 from lightning_parallel.batch import batch_size, split
-from lightning_parallel.comparison.differences import Difference, differences
+from lightning_parallel.comparison.differences import BUFFER, Difference, differences
 from lightning_parallel.comparison.evidence import SEED, Evidence, Witness
+from lightning_parallel.comparison.rounding import Limits, last_bits_changed
+from lightning_parallel.private.lightning.replaced import replaced
 from lightning_parallel.strategies.base import LayoutStrategy
 from lightning_parallel.strategies.pipeline import PipelineStrategy
 
-_TOLERANCES = {"64-true": 1e-9, "32-true": 1e-4}
+_TRIALS = 3  # in which rounding is changed, in other precisions than float64
 _SHOWN = 5
 
 
@@ -83,61 +87,73 @@ def check(
     *,
     strategy: str = "pipeline_1f1b",
     devices: int = 2,
+    num_nodes: int = 1,
     batches: int = 3,
     precision: str = "64-true",
     accelerator: str = "auto",
     **options: Any,
 ) -> Comparison | None:
-    """Train a few batches in one process and under a layout, and compare losses, gradients, weights and logs.
+    """Train a few batches in one process and under a layout, and compare losses, gradients, weights, buffers and logs.
 
     All ranks begin with the first one's weights.
 
     To be called in a script of its own, under ``if __name__ == "__main__":``, since Lightning starts the other ranks by
-    running the script again. The first process holds the whole model. It returns the comparison; on other ranks None.
+    running the script again, unless torchrun or a cluster has started them. The first process holds the whole model. It
+    returns the comparison; on other ranks None.
 
     Args:
         module: what to train. Copies of it are.
         data: a LightningDataModule or a loader; by default the module's own loader. Its first batches are the batches
             of the whole layout; replicas get shares of them.
         strategy: the name of a strategy of this package.
-        devices: the number of ranks.
+        devices: the number of ranks on each node.
+        num_nodes: as the Trainer's.
         batches: how many to train.
-        precision: of all runs. In "32-true" rounding is larger.
+        precision: of all runs, as the Trainer's. In others than "64-true", three more runs of one process, with changed
+            last bits, tell how far rounding moves each number; four times as far is the tolerance.
         accelerator: as the Trainer's.
         **options: of the strategy's constructor. Here ``microbatches="auto"`` means two for each device, if the batch
             has so many samples.
 
     Raises:
-        ValueError: the strategy's name or the precision isn't known, or there are no batches. What a run raises, such
-            as a refusal, is raised.
+        ValueError: the strategy's name isn't known, or there are no batches. What a run raises, such as a refusal, is
+            raised.
     """
-    if precision not in _TOLERANCES:
-        raise ValueError(f"precision={precision!r}: it can be {' or '.join(map(repr, _TOLERANCES))}.")
     values = _first(module, data, batches)
-    size = batch_size(values[0])
-    layout = _layout(strategy, options, min(size, 2 * devices))
+    size, ranks = batch_size(values[0]), devices * num_nodes
+    layout = _layout(strategy, options, min(size, 2 * ranks))
     common: Mapping[str, Any] = {"accelerator": accelerator, "precision": precision, "limit_val_batches": batches}
+    in_one_process = partial(_in_one_process, module, data, values, common)
     shares, witness = _Shares(values), Witness()
-    trainer = _trainer(shares, witness, strategy=layout, devices=devices, **common)
-    is_first = layout.layout.rank == 0
-    plain = _in_one_process(module, values, "auto", common) if is_first else None
-    _fit(trainer, module, shares)
+    trainer = _trainer(shares, witness, strategy=layout, devices=devices, num_nodes=num_nodes, **common)
+    plain = in_one_process() if layout.layout.rank == 0 else None
+    _fit(trainer, module, data, shares)
     if plain is None:
         return None
-    found, tolerance = differences(witness.of_all_ranks, plain), _TOLERANCES[precision]
-    different = tuple(each for each in found if not each.size <= tolerance)
+    trials = []
+    for trial in range(0 if precision == "64-true" else _TRIALS):
+        with last_bits_changed(trial):
+            trials.append(in_one_process())
+    limit = Limits(plain, trials, precision).of
+    found = differences(witness.of_all_ranks, plain)
+    different = tuple(each for each in found if not each.size <= limit(each))
     by_nature = False
-    parts = layout.layout.size("data") * getattr(layout.options, "microbatches", 1)
+    replicas = layout.layout.size("data")
+    parts = replicas * getattr(layout.options, "microbatches", 1)
     if different and 1 < parts <= size and module.automatic_optimization:  # else a pipeline refuses it
-        alike = _in_one_process(module, values, PipelineStrategy(microbatches=parts), common)
-        by_nature = all(each.size <= tolerance for each in differences(witness.of_all_ranks, alike))
+        alike = in_one_process(PipelineStrategy(microbatches=parts))
+        left = differences(witness.of_all_ranks, alike)
+        # A replica's buffers have seen its share only, and the first one's count.
+        by_nature = all(each.size <= limit(each) for each in left if replicas == 1 or each.order != BUFFER)
     largest = max(found, key=lambda each: each.size, default=None)
-    return Comparison(f"{strategy} on {devices} devices", len(plain.gradients), largest, different, by_nature)
+    return Comparison(f"{strategy} on {ranks} devices", len(plain.gradients), largest, different, by_nature)
 
 
 def _first(module: pl.LightningModule, data: pl.LightningDataModule | Iterable[Any] | None, count: int) -> list[Any]:
     """The first batches of a loader."""
     loader: Any = copy.deepcopy(module) if data is None else data
+    if isinstance(loader, pl.LightningDataModule):
+        loader = copy.copy(loader)  # each run sets one up
     if isinstance(loader, pl.LightningDataModule | pl.LightningModule):
         loader.prepare_data()
         loader.setup("fit")
@@ -178,23 +194,44 @@ def _trainer(*callbacks: Callback, **given: Any) -> pl.Trainer:
 
 
 def _in_one_process(
-    module: pl.LightningModule, batches: Sequence[Any], strategy: Strategy | str, common: Mapping[str, Any]
+    module: pl.LightningModule,
+    data: object,
+    batches: Sequence[Any],
+    common: Mapping[str, Any],
+    strategy: Strategy | str = "auto",
 ) -> Evidence:
     shares, witness = _Shares(batches), Witness()
-    # Without the variables of torchrun or a cluster, in which this process is one of several.
-    trainer = _trainer(shares, witness, strategy=strategy, devices=1, plugins=[LightningEnvironment()], **common)
+    trainer = _trainer(shares, witness, strategy=strategy, devices=1, plugins=[_Alone()], **common)
     backend = "nccl" if trainer.strategy.root_device.type == "cuda" else "gloo"
     dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
-    _fit(trainer, module, shares)
+    _fit(trainer, module, data, shares)
     return witness.of_all_ranks[0]
 
 
-def _fit(trainer: pl.Trainer, module: pl.LightningModule, shares: _Shares) -> None:
+class _Alone(LightningEnvironment):
+    """The environment of one process, where torchrun or a cluster has started several."""
+
+    @override
+    def teardown(self) -> None:
+        """Leave the variables, which the several read."""
+
+
+def _fit(trainer: pl.Trainer, module: pl.LightningModule, data: object, shares: _Shares) -> None:
+    loader = DataLoader(shares, batch_size=None)
+    datamodule = copy.copy(data) if isinstance(data, pl.LightningDataModule) else None
+    if datamodule is not None:
+        replaced(datamodule, "train_dataloader", lambda: loader)
+        replaced(datamodule, "setup", partial(_seeded, datamodule.setup))  # it may divide the data at random
     try:
-        trainer.fit(copy.deepcopy(module), DataLoader(shares, batch_size=None))
+        trainer.fit(copy.deepcopy(module), None if datamodule else loader, datamodule=datamodule)
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()  # the next run may be of another size
+
+
+def _seeded(function: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+    torch.manual_seed(SEED)
+    function(*args, **kwargs)
 
 
 class _Shares(Callback, Dataset[Any]):

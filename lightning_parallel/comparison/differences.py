@@ -11,8 +11,10 @@ from torch import Tensor
 from lightning_parallel.comparison.evidence import Evidence
 from lightning_parallel.ranks.shard import Shard
 
-# What is smaller is compared with this: of numbers, and of tensors in units of the largest entry among the gradients.
+# What is smaller is compared with this: of numbers and buffers, and of others in units of their largest entry.
 _ALMOST_ZERO = 1e-6
+
+BUFFER = 3  # a Difference's order
 
 
 @dataclass(frozen=True, order=True)
@@ -53,15 +55,17 @@ def _by_rank(ranks: Sequence[Evidence], expected: Evidence) -> Iterator[Differen
             yield Difference(0, 1, count, math.inf)
     for update, whole in enumerate(expected.gradients):
         parts = [(rank.gradients[update], rank.shards) for rank in ranks if update < len(rank.gradients)]
-        yield from _of_tensors(update, 1, "gradient", parts, whole)
+        yield from _of_tensors(update, 1, "gradient of", parts, whole)
     for update, whole in enumerate(expected.weights):
         parts = [(rank.weights[update], rank.shards) for rank in ranks if update < len(rank.weights)]
-        yield from _of_tensors(update, 2, "weight", parts, whole)
+        yield from _of_tensors(update, 2, "weight of", parts, whole)
+    last = len(expected.gradients) - 1
+    yield from _of_tensors(last, BUFFER, "buffer", [(rank.buffers, {}) for rank in ranks], expected.buffers)
     for name, value in expected.logged.items():
         logged = [rank.logged.get(name, math.nan) for rank in ranks]
         # A replica logs what its own share comes to, unless the module asks for the mean.
         size = min(_apart(each, value) for each in (logged[0], sum(logged) / len(logged)))
-        yield Difference(len(expected.gradients) - 1, 3, f"logged {name}", size)
+        yield Difference(last, 4, f"logged {name}", size)
 
 
 def _of_tensors(
@@ -71,14 +75,14 @@ def _of_tensors(
     parts: Sequence[tuple[Mapping[str, Tensor], Mapping[str, Shard]]],
     whole: Mapping[str, Tensor],
 ) -> Iterator[Difference]:
-    least = _ALMOST_ZERO * max((_largest(tensor) for tensor in whole.values()), default=0.0)
+    unit = 1.0 if order == BUFFER else max((_largest(tensor) for tensor in whole.values()), default=0.0)
     for tensors, shards in parts:
         for name, tensor in tensors.items():
-            size = _distance(tensor, whole.get(name), shards.get(name), least)
-            yield Difference(update, order, f"{what} of {name}", size)
+            size = _distance(tensor, whole.get(name), shards.get(name), _ALMOST_ZERO * unit)
+            yield Difference(update, order, f"{what} {name}", size)
     for name in whole.keys() - {name for tensors, _ in parts for name in tensors}:
         if _largest(whole[name]):  # none is as good as one of zeros
-            yield Difference(update, order, f"{what} of {name}, which no rank has", math.inf)
+            yield Difference(update, order, f"{what} {name}, which no rank has", math.inf)
 
 
 def _apart(one: float, other: float) -> float:

@@ -1,4 +1,4 @@
-"""What a few steps of a run have come to: losses, gradients, weights and logs, as far as a rank holds them."""
+"""What a few steps of a run have come to: losses, gradients, weights, buffers and logs, as far as a rank holds them."""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ class Evidence:
         losses: what ``training_step`` returned, one a batch; empty if the module optimizes by itself and returns none.
         gradients: one dictionary an update, by parameter; before clipping.
         weights: after each update, by parameter.
+        buffers: at the end, by name; those that a checkpoint keeps.
         logged: ``trainer.callback_metrics`` at the end.
         shards: the parameters of which this rank holds a shard.
     """
@@ -35,6 +36,7 @@ class Evidence:
     losses: list[float] = field(default_factory=list)
     gradients: list[dict[str, Tensor]] = field(default_factory=list)
     weights: list[dict[str, Tensor]] = field(default_factory=list)
+    buffers: dict[str, Tensor] = field(default_factory=dict)
     logged: dict[str, float] = field(default_factory=dict)
     shards: dict[str, Shard] = field(default_factory=dict)
 
@@ -73,6 +75,12 @@ class Witness(Callback):
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._evidence.losses = [float(loss) for loss in self._losses]  # before the end a stage would wait for it
+        if isinstance(trainer.strategy, LayoutStrategy):
+            trainer.strategy.share_buffers()
+        self._evidence.buffers = {
+            name: _copy(each if each.is_floating_point() or each.is_complex() else each.double())
+            for name, each in _local(trainer, pl_module).buffers().items()
+        }
         self._evidence.logged = scalars(trainer.callback_metrics)
         self.of_all_ranks = [self._evidence]
         if dist.is_initialized():

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import math
 import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -18,6 +21,8 @@ from lightning_parallel.comparison.differences import Difference, differences
 from lightning_parallel.comparison.evidence import Evidence
 from lightning_parallel.ranks.shard import Shard
 from tests.pool import WorkerPool
+from tests.thorough import thorough
+from tests.worker import ROOT
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "pipeline_1f1b": {},
@@ -120,6 +125,7 @@ def test_what_computes_with_several_samples_differs_by_nature(pool: WorkerPool, 
     found = pool.run(checked, 2, Net(nn.BatchNorm1d), strategy, LAYOUTS[strategy], init=False)[0]
     assert not found.equal and found.by_nature
     assert found.different[0].update == 0
+    assert "buffer net.1.running_mean" in {each.name for each in found.different}
 
 
 def test_a_wrong_gradient_is_named(pool: WorkerPool) -> None:
@@ -130,12 +136,90 @@ def test_a_wrong_gradient_is_named(pool: WorkerPool) -> None:
     assert "net.5.weight" in str(found)
 
 
+class Counting(Net):
+    """Has a buffer that the faulty one changes on ranks that aren't alone."""
+
+    def __init__(self, fault: float = 0.0) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(()))
+        self.fault = fault
+
+    def on_train_batch_end(self, outputs: Any, *args: Any) -> None:
+        self.mean += 1 + self.fault * (self.trainer.num_devices > 1)  # type: ignore[operator]
+
+
+def test_buffers_are_compared(pool: WorkerPool) -> None:
+    assert pool.run(checked, 2, Counting(), "fully_sharded", {}, init=False)[0].equal
+    found = pool.run(checked, 2, Counting(0.5), "pipeline_1f1b", {}, init=False)[0]
+    assert not found.by_nature
+    assert [(each.name, each.size) for each in found.different] == [("buffer mean", pytest.approx(0.5))]
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+@pytest.mark.parametrize("strategy", ["pipeline_zbv", *thorough("tensor_parallel", "fully_sharded")])
+def test_rounding_tells_the_tolerance_of_other_precisions(pool: WorkerPool, precision: str, strategy: str) -> None:
+    options = LAYOUTS[strategy] | {"precision": precision}
+    found = pool.run(checked, 2, Net(), strategy, options, init=False)[0]
+    assert found.equal, str(found)
+    assert found.largest.size > 1e-9
+    found = pool.run(checked, 2, Faulty(), strategy, options, init=False)[0]
+    assert found.different[0].name == "gradient of net.5.weight", str(found)
+
+
+class Prepared(L.LightningDataModule):
+    """Draws a number in set-up, by which the batches are changed on their way to a device: by twice as much on ranks
+    that aren't alone, if it is ``faulty``."""
+
+    def __init__(self, faulty: bool) -> None:
+        super().__init__()
+        self.faulty = faulty
+
+    def setup(self, stage: str) -> None:
+        self.scale = torch.randint(2, 99, ())
+
+    def train_dataloader(self) -> Any:
+        return batches()
+
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return batch[0] + 1, batch[1]
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        assert self.trainer is not None
+        return batch[0] / self.scale * (1 + (self.faulty and self.trainer.num_devices > 1)), batch[1]
+
+
+def checked_datamodule(strategy: str, faulty: bool) -> Comparison | None:
+    data = Prepared(faulty)
+    found = check(Net(), data, strategy=strategy, devices=2, accelerator="cpu")
+    assert not hasattr(data, "scale") and data.trainer is None
+    return found
+
+
+@pytest.mark.parametrize("strategy", ["pipeline_1f1b", *thorough("fully_sharded")])
+def test_hooks_of_a_datamodule_are_called(pool: WorkerPool, strategy: str) -> None:
+    found = pool.run(checked_datamodule, 2, strategy, False, init=False)[0]
+    assert found.equal, str(found)
+    assert pool.run(checked_datamodule, 2, strategy, True, init=False)[0].different[0].name == "loss"
+
+
+def checked_twice() -> list[Comparison | None]:
+    return [check(Net(nn.BatchNorm1d), batches(), devices=2, accelerator="cpu", batches=1) for _ in range(2)]
+
+
+def test_one_script_may_check_several_layouts_under_torchrun(pool: WorkerPool) -> None:
+    """The run of one process leaves the variables of torchrun as they are. The pool sets them."""
+    found = pool.run(checked_twice, 2, init=False)[0]
+    assert [each.by_nature for each in found] == [True, True]
+
+
 # -- differences -------------------------------------------------------------------------------------------------
 
 
 def evidence(**changes: Any) -> Evidence:
+    buffers = {"c": torch.tensor([0.5])}
     both = [{"a": torch.tensor([1.0, 2.0, 3.0, 4.0]), "b": torch.tensor([0.0])}]
-    return Evidence(**({"losses": [1.0], "gradients": both, "weights": both, "logged": {"x": 2.0}} | changes))
+    given = {"losses": [1.0], "gradients": both, "weights": both, "buffers": buffers, "logged": {"x": 2.0}}
+    return Evidence(**(given | changes))
 
 
 def found(*ranks: Evidence) -> dict[str, float]:
@@ -160,6 +244,8 @@ def test_ranks_may_hold_shards_and_shares() -> None:
         ({"gradients": []}, "number of updates of rank 0, 0 for 1", math.inf),
         ({"gradients": [{"b": torch.zeros(1)}]}, "gradient of a, which no rank has", math.inf),
         ({"weights": [{"a": torch.tensor([1.0, 2.0, 3.0, 5.0])}]}, "weight of a", 0.25),
+        ({"buffers": {"c": torch.tensor([0.75])}}, "buffer c", 0.5),
+        ({"buffers": {}}, "buffer c, which no rank has", math.inf),
         ({"weights": [{"a": torch.full((4,), math.nan)}]}, "weight of a", math.inf),
         ({"weights": [{"a": evidence().weights[0]["a"], "c": torch.ones(1)}]}, "weight of c", math.inf),
     ],
@@ -178,9 +264,31 @@ def test_what_is_computed_first_comes_first() -> None:
     assert sorted([later, gradient, loss]) == [loss, gradient, later]
 
 
-@pytest.mark.parametrize(("what", "words"), [({"strategy": "auto"}, "strategy='auto'"), ({"precision": "16"}, "'16'")])
-def test_what_cannot_be_compared_is_refused(what: dict[str, Any], words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        check(Net(), batches(), **what)
+def test_what_cannot_be_compared_is_refused() -> None:
+    with pytest.raises(ValueError, match="strategy='auto'"):
+        check(Net(), batches(), strategy="auto")
     with pytest.raises(ValueError, match="data"):
         check(Net(), [])
+
+
+SCRIPT = """
+from lightning_parallel import check
+from tests.comparison.test_check import Net, batches
+
+if __name__ == "__main__":
+    if found := check(Net(), batches(), strategy="pipeline_zbv", devices=2, accelerator="cpu"):
+        print(found)
+"""
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("launcher", [[], ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]])
+def test_a_script_says_it_once_by_itself_and_under_torchrun(tmp_path: Path, launcher: list[str]) -> None:
+    script = tmp_path / "check_it.py"
+    script.write_text(SCRIPT)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    ended = subprocess.run(
+        [sys.executable, *launcher, str(script)], env=environment, capture_output=True, text=True, timeout=240
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.count("pipeline_zbv on 2 devices: equal to one process.") == 1
