@@ -48,7 +48,7 @@ def _by_rank(ranks: Sequence[Evidence], expected: Evidence) -> Iterator[Differen
     # The loss of a replica is that of its share.
     losses = [sum(each) / len(each) for each in zip(*(rank.losses for rank in ranks), strict=False)]
     for update, loss in enumerate(expected.losses):
-        yield Difference(update, 0, "loss", _apart(losses[update] if update < len(losses) else math.nan, loss))
+        yield Difference(update, 0, "loss", apart(losses[update] if update < len(losses) else math.nan, loss))
     for rank, found in enumerate(ranks):
         if len(found.gradients) != len(expected.gradients):
             count = f"number of updates of rank {rank}, {len(found.gradients)} for {len(expected.gradients)}"
@@ -64,7 +64,7 @@ def _by_rank(ranks: Sequence[Evidence], expected: Evidence) -> Iterator[Differen
     for name, value in expected.logged.items():
         logged = [rank.logged.get(name, math.nan) for rank in ranks]
         # A replica logs what its own share comes to, unless the module asks for the mean.
-        size = min(_apart(each, value) for each in (logged[0], sum(logged) / len(logged)))
+        size = min(apart(each, value) for each in (logged[0], sum(logged) / len(logged)))
         yield Difference(last, 4, f"logged {name}", size)
 
 
@@ -78,21 +78,24 @@ def _of_tensors(
     unit = 1.0 if order == BUFFER else max((_largest(tensor) for tensor in whole.values()), default=0.0)
     for tensors, shards in parts:
         for name, tensor in tensors.items():
-            size = _distance(tensor, whole.get(name), shards.get(name), _ALMOST_ZERO * unit)
+            size = distance(tensor, whole.get(name), shards.get(name), _ALMOST_ZERO * unit)
             yield Difference(update, order, f"{what} {name}", size)
     for name in whole.keys() - {name for tensors, _ in parts for name in tensors}:
         if _largest(whole[name]):  # none is as good as one of zeros
             yield Difference(update, order, f"{what} {name}, which no rank has", math.inf)
 
 
-def _apart(one: float, other: float) -> float:
+def apart(one: float, other: float, least: float = _ALMOST_ZERO) -> float:
+    """How far a number is from one process's, relative to that, but to ``least`` at least."""
     if one == other or (math.isnan(one) and math.isnan(other)):
         return 0.0
-    apart = abs(one - other) / max(abs(other), _ALMOST_ZERO)
+    apart = abs(one - other) / max(abs(other), least)
     return math.inf if math.isnan(apart) else apart
 
 
-def _distance(tensor: Tensor, whole: Tensor | None, shard: Shard | None, least: float) -> float:
+def distance(tensor: Tensor, whole: Tensor | None, shard: Shard | None, least: float) -> float:
+    """How far a tensor, or a shard of it, is from one process's ``whole``: the largest difference of an entry, relative
+    to the largest entry of the whole, but to ``least`` at least."""
     if whole is None:  # zeros stand for a gradient that one process hasn't made
         return math.inf if _largest(tensor) else 0.0
     part = whole if shard is None else shard.take(whole)

@@ -9,14 +9,14 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 import torch
-from torch import Tensor
 
+from lightning_parallel.comparison.differences import apart, distance
 from tests.zoo.entry import Entry
 from tests.zoo.layouts import TIMEOUT, Layout
 from tests.zoo.training import Report
 
 TOLERANCES = {torch.float64: 1e-10, torch.float32: 2e-5}
-SMALLEST = 1e-3  # what a weight's deviation is divided by, at least
+SMALLEST = 1e-3  # what a deviation is divided by, at least
 _WAITED = re.compile(r"time[d ]*out|did not answer|had not answered", re.IGNORECASE)
 _BROKEN = re.compile(r"broke|closed by peer|connection reset", re.IGNORECASE)
 
@@ -118,7 +118,8 @@ def of_errors(reports: list[Report]) -> Verdict | None:
 
 
 def largest(reports: list[Report], reference: list[Report], shares: bool) -> tuple[float, str]:
-    """The largest relative deviation, and where it is. A weight that no rank holds, or a NaN, is an infinite one."""
+    """The largest relative deviation, and where it is. A weight that no rank holds, or a NaN of a layout alone, is an
+    infinite one."""
     if any(len(report.losses) != len(reference[0].losses) for report in (*reports, *reference)):
         return math.inf, "the number of losses"
     deviations = {}
@@ -127,7 +128,7 @@ def largest(reports: list[Report], reference: list[Report], shares: bool) -> tup
             f" on rank {rank}": report.losses[step] for rank, report in enumerate(reports)
         }  # fmt: skip
         for rank, loss in found.items():
-            deviations[f"loss of step {step}{rank}"] = _relative(_exact(loss), _exact(expected))
+            deviations[f"loss of step {step}{rank}"] = apart(loss, expected, SMALLEST)
     weights = reference[0].weights
     held: set[str] = set()
     for report in reports:
@@ -135,9 +136,7 @@ def largest(reports: list[Report], reference: list[Report], shares: bool) -> tup
             if name not in weights:
                 return math.inf, f"{name}, which one process doesn't have"
             held.add(name)
-            shard = report.shards.get(name)
-            expected_part = weights[name] if shard is None else shard.take(weights[name])
-            deviation = _relative(weight, expected_part) if weight.shape == expected_part.shape else math.inf
+            deviation = distance(weight, weights[name], report.shards.get(name), SMALLEST)
             deviations[name] = max(deviation, deviations.get(name, 0.0))
     missing = sorted(weights.keys() - held)
     if missing:
@@ -153,16 +152,3 @@ def _losses(reports: list[Report], shares: bool) -> list[float]:
     if not shares:
         return reports[0].losses
     return [sum(losses) / len(reports) for losses in zip(*(report.losses for report in reports), strict=True)]
-
-
-def _exact(loss: float) -> Tensor:
-    return torch.tensor(loss, dtype=torch.float64)
-
-
-def _relative(value: Tensor, expected: Tensor) -> float:
-    """The largest difference of an entry, relative to the largest entry."""
-    if not value.numel():
-        return 0.0
-    scale = max(float(expected.abs().max()), SMALLEST)
-    deviation = float((value.to(expected.dtype) - expected).abs().max()) / scale
-    return math.inf if math.isnan(deviation) else deviation
