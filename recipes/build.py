@@ -218,19 +218,17 @@ class TraceOfSteps(Callback):
 
     @override
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        if self._profile is not None and isinstance(trainer.strategy, LayoutStrategy):
+        if self._profile is None:
+            return
+        if isinstance(trainer.strategy, LayoutStrategy):
             trainer.strategy.drain()
-        self._end()
+        traced, self._profile = self._profile, None
+        traced.stop()
 
     @override
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         # To end a trace amid messages may crash the process before the error is reported.
         self._profile = None
-
-    def _end(self) -> None:
-        if self._profile is not None:
-            traced, self._profile = self._profile, None
-            traced.stop()
 
 
 def profiler_named(name: str | None, folder: Path, rank: int) -> Profiler | None:

@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
-import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from typing_extensions import override
 
 from lightning_parallel.checkpoint import is_whole, newest_in
 from lightning_parallel.checkpoint.directory import check_archive, found_in, saved_at
+from lightning_parallel.ranks.collectives import gather_objects
 from recipes import record
 from recipes.processes import restarts
 
@@ -72,10 +72,7 @@ class SameStart(Callback):
 
 
 def _same(what: str, mine: str | int | None) -> None:
-    if not dist.is_initialized():
-        return
-    all_ranks: list[str | int | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(all_ranks, mine)
+    all_ranks = gather_objects(mine, None)
     other = next((rank for rank, value in enumerate(all_ranks) if value != all_ranks[0]), None)
     if other is not None:
         found = f"rank 0 begins with {what} {all_ranks[0]}, rank {other} with {all_ranks[other]}"

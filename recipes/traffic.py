@@ -15,38 +15,20 @@ A message of one number carries no part of the model or its activations; it is a
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from types import MappingProxyType
+from collections.abc import Mapping
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from lightning_parallel.private.torch import TorchDispatchMode, boxed_group, group_by_name, tree_leaves
+from lightning_parallel.private.torch import TorchDispatchMode, boxed_group, group_by_name, tensors_in
 
 POINT_TO_POINT, SCALARS = "point-to-point", "scalars"
 KINDS = ("all-reduce", "all-gather", "reduce-scatter", "broadcast", POINT_TO_POINT, SCALARS)
 
-# The operators of torch.distributed, and those of its functional collectives, which DTensor uses.
-_OPERATORS: Mapping[str, str] = MappingProxyType(
-    {
-        "allreduce_": "all-reduce",
-        "allreduce_coalesced_": "all-reduce",
-        "all_reduce": "all-reduce",
-        "all_reduce_": "all-reduce",
-        "allgather_": "all-gather",
-        "_allgather_base_": "all-gather",
-        "allgather_into_tensor_coalesced_": "all-gather",
-        "all_gather_into_tensor": "all-gather",
-        "reduce_scatter_": "reduce-scatter",
-        "_reduce_scatter_base_": "reduce-scatter",
-        "reduce_scatter_tensor": "reduce-scatter",
-        "broadcast_": "broadcast",
-        "broadcast": "broadcast",
-        "recv_": POINT_TO_POINT,
-    }
-)
+# How the names of torch.distributed's operators, and of its functional collectives, begin without underscores.
+_BEGINNINGS = (*((kind.replace("-", ""), kind) for kind in KINDS[:4]), ("recv", POINT_TO_POINT))
 # No messages of their own: a pipeline's sends are counted where they arrive.
 _LEFT_OUT = frozenset({"send", "barrier", "monitored_barrier_", "wait_tensor", "_wrap_tensor_autograd"})
 
@@ -85,12 +67,14 @@ class Traffic(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         name = func.overloadpacket.__name__
         if func.namespace in ("c10d", "_c10d_functional") and name not in _LEFT_OUT:
-            self._count(_OPERATORS.get(name, name), result, args)
+            plain = name.replace("_", "")
+            kind = next((kind for beginning, kind in _BEGINNINGS if plain.startswith(beginning)), name)
+            self._count(kind, result, args)
         return result
 
     def _count(self, kind: str, result: Any, args: tuple[Any, ...]) -> None:
         # The whole tensor is the larger of what goes in and what comes out; pieces are given as a list of them.
-        whole = max(([*_tensors(value)] for value in (result, *args)), key=_nbytes)
+        whole = max((tensors_in(value) for value in (result, *args)), key=_nbytes)
         if kind == POINT_TO_POINT:
             self.received += _nbytes(whole)
         else:
@@ -98,10 +82,6 @@ class Traffic(TorchDispatchMode):
             kind = SCALARS if sum(tensor.numel() for tensor in whole) <= group.size() else kind
             self.sent[kind] += round(wire_bytes(kind, _nbytes(whole), group.size()))
         self.messages[kind] += 1
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    return (leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor))
 
 
 def _nbytes(tensors: list[Tensor]) -> int:

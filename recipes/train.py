@@ -72,9 +72,7 @@ def run(cfg: DictConfig) -> float | None:
         log.info("start it with: torchrun --nproc-per-node=%d -m recipes.worker %s", processes, config_file)
         return None
     metrics = launch(config, choices, job.overrides.task, Configs.of_job(job).recorded)
-    if metrics is None:
-        return None
-    return _optimized(config["optimized_metric"], metrics, sweeping=sweeping)
+    return None if metrics is None else _optimized(config["optimized_metric"], metrics, sweeping=sweeping)
 
 
 def _optimized(name: str | None, metrics: Mapping[str, float | None], *, sweeping: bool) -> float | None:

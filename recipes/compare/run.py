@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
 from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 
 from recipes import record
 from recipes.compose import resolved
 from recipes.configs import Configs
+from recipes.launch import write
 from recipes.launchers.launcher import WorkersFailed
 from recipes.problem import ConfigError
 
@@ -124,8 +124,7 @@ def run(planned: Outcome) -> Outcome:
     config = dict(planned.config)
     folder = Path(config["paths"]["output_dir"])
     folder.mkdir(parents=True)
-    config_file = folder / record.CONFIG
-    config_file.write_text(yaml.safe_dump(config, sort_keys=False))
+    config_file = write(config)
     record.start(folder, config, {"strategy": planned.strategy})
     processes = world_size(config)
     try:

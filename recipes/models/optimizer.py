@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -59,12 +59,10 @@ def configure(
         raise ValueError(f"optimizer: {error}") from error
     options = dict(scheduler or {"name": "constant"})
     name = options.pop("name")
-    if name == "constant":
-        if not options.get("warmup_steps"):
-            return built
-        factor = partial(warmup, **options)
-    elif name == "cosine":
-        factor = partial(warmup_cosine, **options)
-    else:
+    factors: Mapping[str, Callable[..., float]] = {"constant": warmup, "cosine": warmup_cosine}
+    if name not in factors:
         raise ValueError(f"scheduler.name={name!r} is not known: use 'constant' or 'cosine'")
+    if name == "constant" and not options.get("warmup_steps"):
+        return built
+    factor = partial(factors[name], **options)
     return {"optimizer": built, "lr_scheduler": {"scheduler": LambdaLR(built, factor), "interval": "step"}}
