@@ -201,6 +201,12 @@ def write_metrics(folder: Path, metrics: Mapping[str, Any]) -> dict[str, float |
     return finite
 
 
+def complete(folder: Path, metrics: Mapping[str, Any], **fields: Any) -> None:
+    """Ends a run that is complete, with its metrics."""
+    update(folder, **fields, metrics=write_metrics(folder, metrics))
+    end(folder, "completed")
+
+
 def read_metrics(folder: Path) -> dict[str, float | None]:
     content = json.loads((folder / METRICS).read_text())
     assert isinstance(content, dict)

@@ -52,7 +52,7 @@ class Run:
     logger: dict[str, Any]
     callbacks: dict[str, Any]
     paths: dict[str, Any]
-    command: Literal["train", "evaluate", "generate"] = "train"  # set by recipes.evaluate and recipes.generate
+    command: Literal["train", "check", "evaluate", "generate"] = "train"  # set by the commands
     as_pytorch_lightning: bool = False  # packages that import pytorch_lightning get lightning.pytorch
     generation: dict[str, Any] | None = None  # how text is generated
 
@@ -189,13 +189,8 @@ BY_NAME: Mapping[str, Mapping[str, type]] = MappingProxyType(
         "scheduler": {"constant": Constant, "cosine": Cosine},
     }
 )
-_LAUNCHERS = (
-    "recipes.launchers.kubernetes.KubernetesLauncher",
-    "recipes.launchers.local.LocalLauncher",
-    "recipes.launchers.ray.RayLauncher",
-    "recipes.launchers.slurm.SlurmLauncher",
-    "recipes.launchers.torchrun.TorchrunLauncher",
-)
+_CLUSTERS = ("Kubernetes", "Local", "Ray", "Slurm", "Torchrun")
+_LAUNCHERS = [f"recipes.launchers.{name.lower()}.{name}Launcher" for name in _CLUSTERS]
 BY_TARGET: Mapping[str, Mapping[str | None, type | str]] = MappingProxyType(
     {
         "strategy": {

@@ -89,9 +89,7 @@ def _model(config: Config, trainer: L.Trainer) -> L.LightningModule:
 
 def _end(config: Config, trainer: L.Trainer, metrics: Mapping[str, Any]) -> None:
     if trainer.is_global_zero:
-        folder = Path(config["paths"]["output_dir"])
-        record.update(folder, metrics=record.write_metrics(folder, metrics))
-        record.end(folder, "completed")
+        record.complete(Path(config["paths"]["output_dir"]), metrics)
 
 
 # -- texts -----------------------------------------------------------------------------------------------------------

@@ -16,14 +16,17 @@ from types import MappingProxyType
 from typing import Any
 
 import lightning as L
-import torch.distributed as dist
 import yaml
+from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.distributed.elastic.multiprocessing.errors import record as record_error
 
+import lightning_parallel
 from lightning_parallel.ranks import process_group
+from lightning_parallel.ranks.collectives import gather_objects
 from lightning_parallel.ranks.layout import Layout
+from lightning_parallel.strategies.base import LayoutStrategy
 from recipes import build, record, resume, trackers, using
 from recipes.logs import ContinuedLogs
 from recipes.processes import REQUEUE, restarts
@@ -52,13 +55,27 @@ def train(config: Mapping[str, Any]) -> None:
     if trainer.interrupted:
         raise KeyboardInterrupt("interrupted while training")
     metrics = dict(trainer.callback_metrics)
-    steps = trainer.global_step
     if config["test"]:
         trainer.test(model, datamodule=datamodule)
         metrics.update(trainer.callback_metrics)
     if trainer.is_global_zero:
-        record.update(folder, steps=steps, metrics=record.write_metrics(folder, metrics))
-        record.end(folder, "completed")
+        record.complete(folder, metrics, steps=trainer.global_step)
+
+
+def check(config: Mapping[str, Any]) -> None:
+    """Compare a few updates with one process. ValueError: they differ, and not by nature."""
+    layout: Any = build.strategy(config)
+    if isinstance(layout, LayoutStrategy):  # else it is refused
+        layout.cluster_environment = TorchElasticEnvironment()  # by itself Lightning may find SLURM
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    place = {"devices": local, "num_nodes": world_size(config) // local}
+    options: dict[str, Any] = place | {key: config["trainer"][key] for key in ("precision", "accelerator")}
+    found = lightning_parallel.check(build.model(config), build.data(config), strategy=layout, **options)
+    if found is not None:
+        print(found, flush=True)
+        if found.largest is None or not (found.equal or found.by_nature):
+            raise ValueError(str(found))
+        record.complete(Path(config["paths"]["output_dir"]), {"largest_difference": found.largest.size})
 
 
 def run(config: Mapping[str, Any]) -> None:
@@ -70,7 +87,7 @@ def run(config: Mapping[str, Any]) -> None:
 
 
 COMMANDS: Mapping[str, Callable[[Mapping[str, Any]], None]] = MappingProxyType(
-    {"train": train, "evaluate": using.evaluate, "generate": using.generate}
+    {"train": train, "check": check, "evaluate": using.evaluate, "generate": using.generate}
 )
 
 
@@ -162,10 +179,7 @@ class Recorder(Callback):
             "device": str(trainer.strategy.root_device),
             "coordinates": coordinates(trainer),
         }
-        ranks: list[Any] = [mine]
-        if dist.is_initialized():
-            ranks = [None] * trainer.world_size
-            dist.all_gather_object(ranks, mine)
+        ranks = gather_objects(mine, None)
         if trainer.is_global_zero:
             data = getattr(getattr(trainer, "datamodule", None), "fingerprint", None)
             record.update(self.folder, layout={"world_size": trainer.world_size, "ranks": ranks}, data=data)

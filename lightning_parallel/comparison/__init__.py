@@ -1,5 +1,6 @@
 """Compares a layout with one process, on a module of the user's own.
 
-``check.py`` runs both, ``evidence.py`` notes what a run has come to, and ``differences.py`` compares. It trains by
-Lightning's public Trainer, and knows nothing of how a layout works but which part of a parameter a rank holds.
+``check.py`` runs both, ``evidence.py`` notes what a run has come to, ``differences.py`` compares, and ``rounding.py``
+finds how far rounding may move a number. It trains by Lightning's public Trainer, and knows nothing of how a layout
+works but which part of a parameter a rank holds.
 """

@@ -36,6 +36,7 @@ from lightning_parallel.comparison.rounding import Limits, last_bits_changed
 from lightning_parallel.private.lightning.replaced import replaced
 from lightning_parallel.strategies.base import LayoutStrategy
 from lightning_parallel.strategies.pipeline import PipelineStrategy
+from lightning_parallel.strategies.staged import StagedStrategy
 
 _TRIALS = 3  # in which rounding is changed, in other precisions than float64
 _SHOWN = 5
@@ -85,7 +86,7 @@ def check(
     module: pl.LightningModule,
     data: pl.LightningDataModule | Iterable[Any] | None = None,
     *,
-    strategy: str = "pipeline_1f1b",
+    strategy: str | LayoutStrategy = "pipeline_1f1b",
     devices: int = 2,
     num_nodes: int = 1,
     batches: int = 3,
@@ -105,23 +106,22 @@ def check(
         module: what to train. Copies of it are.
         data: a LightningDataModule or a loader; by default the module's own loader. Its first batches are the batches
             of the whole layout; replicas get shares of them.
-        strategy: the name of a strategy of this package.
+        strategy: a strategy of this package, or its name.
         devices: the number of ranks on each node.
         num_nodes: as the Trainer's.
         batches: how many to train.
         precision: of all runs, as the Trainer's. In others than "64-true", three more runs of one process, with changed
             last bits, tell how far rounding moves each number; four times as far is the tolerance.
         accelerator: as the Trainer's.
-        **options: of the strategy's constructor. Here ``microbatches="auto"`` means two for each device, if the batch
-            has so many samples.
+        **options: of the constructor of a strategy that is given by its name.
 
     Raises:
-        ValueError: the strategy's name isn't known, or there are no batches. What a run raises, such as a refusal, is
-            raised.
+        ValueError: the strategy isn't one of this package, or there are no batches. What a run raises, such as a
+            refusal, is raised.
     """
     values = _first(module, data, batches)
     size, ranks = batch_size(values[0]), devices * num_nodes
-    layout = _layout(strategy, options, min(size, 2 * ranks))
+    layout = strategy if isinstance(strategy, LayoutStrategy) else _layout(strategy, options)
     common: Mapping[str, Any] = {"accelerator": accelerator, "precision": precision, "limit_val_batches": batches}
     in_one_process = partial(_in_one_process, module, data, values, common)
     shares, witness = _Shares(values), Witness()
@@ -138,15 +138,18 @@ def check(
     found = differences(witness.of_all_ranks, plain)
     different = tuple(each for each in found if not each.size <= limit(each))
     by_nature = False
-    replicas = layout.layout.size("data")
-    parts = replicas * getattr(layout.options, "microbatches", 1)
+    replicas, microbatches = layout.layout.size("data"), getattr(layout.options, "microbatches", 1)
+    if isinstance(layout, StagedStrategy) and microbatches == "auto":
+        microbatches = layout.automatic_microbatches(size // replicas)
+    parts = replicas * microbatches
     if different and 1 < parts <= size and module.automatic_optimization:  # else a pipeline refuses it
         alike = in_one_process(PipelineStrategy(microbatches=parts))
         left = differences(witness.of_all_ranks, alike)
         # A replica's buffers have seen its share only, and the first one's count.
         by_nature = all(each.size <= limit(each) for each in left if replicas == 1 or each.order != BUFFER)
     largest = max(found, key=lambda each: each.size, default=None)
-    return Comparison(f"{strategy} on {ranks} devices", len(plain.gradients), largest, different, by_nature)
+    name = strategy if isinstance(strategy, str) else type(strategy).__name__
+    return Comparison(f"{name} on {ranks} devices", len(plain.gradients), largest, different, by_nature)
 
 
 def _first(module: pl.LightningModule, data: pl.LightningDataModule | Iterable[Any] | None, count: int) -> list[Any]:
@@ -164,18 +167,15 @@ def _first(module: pl.LightningModule, data: pl.LightningDataModule | Iterable[A
     return found
 
 
-def _layout(name: str, options: dict[str, Any], microbatches: int) -> LayoutStrategy:
-    """A strategy by its name. ``microbatches`` are those of a pipeline that leaves them to the strategy."""
+def _layout(name: str, options: Mapping[str, Any]) -> LayoutStrategy:
+    """A strategy by its name."""
     kind = StrategyRegistry[name]["strategy"] if name in StrategyRegistry else None
     if kind is None or not issubclass(kind, LayoutStrategy):
         known = sorted(
             each for each, entry in StrategyRegistry.items() if issubclass(entry["strategy"], LayoutStrategy)
         )
         raise ValueError(f"strategy={name!r} is none that can be compared. There are {', '.join(known)}.")
-    options = StrategyRegistry[name]["init_params"] | options
-    if "pipeline" in name and options.get("microbatches", "auto") == "auto":
-        options["microbatches"] = microbatches
-    layout: LayoutStrategy = kind(**options)
+    layout: LayoutStrategy = kind(**StrategyRegistry[name]["init_params"], **options)
     return layout
 
 
