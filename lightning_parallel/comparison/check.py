@@ -17,7 +17,7 @@ import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import lightning.pytorch as pl
 import torch
@@ -30,16 +30,21 @@ from torch.utils.data import DataLoader, Dataset
 from typing_extensions import override
 
 from lightning_parallel.batch import batch_size, split
-from lightning_parallel.comparison.differences import BUFFER, Difference, differences
+from lightning_parallel.comparison.beginning import Beginning, where
+from lightning_parallel.comparison.differences import BUFFER, WEIGHT, Difference, differences
 from lightning_parallel.comparison.evidence import SEED, Evidence, Witness
 from lightning_parallel.comparison.rounding import Limits, last_bits_changed
+from lightning_parallel.comparison.units import UnitWatch
 from lightning_parallel.private.lightning.replaced import replaced
+from lightning_parallel.ranks.collectives import broadcast_object
 from lightning_parallel.strategies.base import LayoutStrategy
 from lightning_parallel.strategies.pipeline import PipelineStrategy
 from lightning_parallel.strategies.staged import StagedStrategy
 
 _TRIALS = 3  # in which rounding is changed, in other precisions than float64
 _SHOWN = 5
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -52,6 +57,8 @@ class Comparison:
         largest: the largest difference; None if nothing could be compared.
         different: what differs by more than rounding, what is computed first coming first.
         by_nature: is all of it the same as in one process that divides batches alike?
+        beginning: where the first difference begins, as a second run of both has shown. None if it hasn't come again,
+            or is in nothing that a module returns or holds.
     """
 
     layout: str
@@ -59,6 +66,7 @@ class Comparison:
     largest: Difference | None
     different: tuple[Difference, ...] = ()
     by_nature: bool = False
+    beginning: Beginning | None = None
 
     @property
     def equal(self) -> bool:
@@ -79,7 +87,8 @@ class Comparison:
                 "different by nature.\nOne process that divides each batch alike has the same numbers. Something "
                 "computes with several samples,\nsuch as BatchNorm, or a loss that compares samples."
             )
-        return f"{self.layout}: {why} First:\n{what}{more}"
+        begins = f"\nIt begins in {self.beginning}" if self.beginning else ""
+        return f"{self.layout}: {why} First:\n{what}{more}{begins}"
 
 
 def check(
@@ -121,35 +130,54 @@ def check(
     """
     values = _first(module, data, batches)
     size, ranks = batch_size(values[0]), devices * num_nodes
-    layout = strategy if isinstance(strategy, LayoutStrategy) else _layout(strategy, options)
     common: Mapping[str, Any] = {"accelerator": accelerator, "precision": precision, "limit_val_batches": batches}
     in_one_process = partial(_in_one_process, module, data, values, common)
-    shares, witness = _Shares(values), Witness()
-    trainer = _trainer(shares, witness, strategy=layout, devices=devices, num_nodes=num_nodes, **common)
-    plain = in_one_process() if layout.layout.rank == 0 else None
-    _fit(trainer, module, data, shares)
-    if plain is None:
+
+    def under_layout(*watches: Callback) -> tuple[LayoutStrategy, partial[int | None]]:
+        layout, shares = _layout(strategy, options), _Shares(values)
+        trainer = _trainer(shares, *watches, strategy=layout, devices=devices, num_nodes=num_nodes, **common)
+        return layout, partial(_fit, trainer, module, data, shares)
+
+    witness = Witness()
+    layout, fit = under_layout(witness)
+    expected = _expected(in_one_process, precision) if layout.layout.rank == 0 else None
+    found: list[Difference] = []
+    different: list[Difference] = []
+
+    def batch_of_first() -> int | None:
+        if expected is None:
+            return None
+        plain, limits = expected
+        found.extend(differences(witness.of_all_ranks, plain))
+        different.extend(each for each in found if not each.size <= limits.of(each))
+        update = next((each.update for each in different if each.order <= WEIGHT), None)
+        return None if update is None else update * len(values) // len(plain.gradients)
+
+    batch = fit(batch_of_first)
+    units = UnitWatch(batch)
+    if batch is not None:  # on all ranks
+        under_layout(Witness(), units)[1]()
+    if expected is None:
         return None
-    trials = []
-    for trial in range(0 if precision == "64-true" else _TRIALS):
-        with last_bits_changed(trial):
-            trials.append(in_one_process())
-    limit = Limits(plain, trials, precision).of
-    found = differences(witness.of_all_ranks, plain)
-    different = tuple(each for each in found if not each.size <= limit(each))
-    by_nature = False
+    plain, limits = expected
+    by_nature, beginning = False, None
     replicas, microbatches = layout.layout.size("data"), getattr(layout.options, "microbatches", 1)
     if isinstance(layout, StagedStrategy) and microbatches == "auto":
         microbatches = layout.automatic_microbatches(size // replicas)
     parts = replicas * microbatches
-    if different and 1 < parts <= size and module.automatic_optimization:  # else a pipeline refuses it
-        alike = in_one_process(PipelineStrategy(microbatches=parts))
+    if different and (parts == 1 or (parts <= size and module.automatic_optimization)):  # else a pipeline refuses it
+        units_alone = UnitWatch(batch)
+        alike = in_one_process(PipelineStrategy(microbatches=parts) if parts > 1 else "auto", units_alone)
         left = differences(witness.of_all_ranks, alike)
         # A replica's buffers have seen its share only, and the first one's count.
-        by_nature = all(each.size <= limit(each) for each in left if replicas == 1 or each.order != BUFFER)
+        counted = (each for each in left if replicas == 1 or each.order != BUFFER)
+        by_nature = parts > 1 and all(each.size <= limits.of(each) for each in counted)
+        if batch is not None and not by_nature:
+            noted, (noted_alone,), first = units.of_all_ranks, units_alone.of_all_ranks, different[0]
+            beginning = where(witness.of_all_ranks, alike, noted, noted_alone, first.update, limits.of(first))
     largest = max(found, key=lambda each: each.size, default=None)
-    name = strategy if isinstance(strategy, str) else type(strategy).__name__
-    return Comparison(f"{name} on {ranks} devices", len(plain.gradients), largest, different, by_nature)
+    name = f"{strategy if isinstance(strategy, str) else type(strategy).__name__} on {ranks} devices"
+    return Comparison(name, len(plain.gradients), largest, tuple(different), by_nature, beginning)
 
 
 def _first(module: pl.LightningModule, data: pl.LightningDataModule | Iterable[Any] | None, count: int) -> list[Any]:
@@ -167,8 +195,20 @@ def _first(module: pl.LightningModule, data: pl.LightningDataModule | Iterable[A
     return found
 
 
-def _layout(name: str, options: Mapping[str, Any]) -> LayoutStrategy:
-    """A strategy by its name."""
+def _expected(in_one_process: Callable[[], Evidence], precision: str) -> tuple[Evidence, Limits]:
+    """What one process comes to, and how far other numbers may be from it."""
+    plain, trials = in_one_process(), []
+    for trial in range(0 if precision == "64-true" else _TRIALS):
+        with last_bits_changed(trial):
+            trials.append(in_one_process())
+    return plain, Limits(plain, trials, precision)
+
+
+def _layout(strategy: str | LayoutStrategy, options: Mapping[str, Any]) -> LayoutStrategy:
+    """A copy of a strategy, or one by its name."""
+    if isinstance(strategy, LayoutStrategy):
+        return copy.deepcopy(strategy)
+    name = strategy
     kind = StrategyRegistry[name]["strategy"] if name in StrategyRegistry else None
     if kind is None or not issubclass(kind, LayoutStrategy):
         known = sorted(
@@ -199,9 +239,10 @@ def _in_one_process(
     batches: Sequence[Any],
     common: Mapping[str, Any],
     strategy: Strategy | str = "auto",
+    *watches: Callback,
 ) -> Evidence:
     shares, witness = _Shares(batches), Witness()
-    trainer = _trainer(shares, witness, strategy=strategy, devices=1, plugins=[_Alone()], **common)
+    trainer = _trainer(shares, witness, *watches, strategy=strategy, devices=1, plugins=[_Alone()], **common)
     backend = "nccl" if trainer.strategy.root_device.type == "cuda" else "gloo"
     dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
     _fit(trainer, module, data, shares)
@@ -209,14 +250,21 @@ def _in_one_process(
 
 
 class _Alone(LightningEnvironment):
-    """The environment of one process, where torchrun or a cluster has started several."""
+    """One process, whatever the variables of torchrun or a cluster say."""
 
     @override
     def teardown(self) -> None:
-        """Leave the variables, which the several read."""
+        """Leave the variables: the next run may be under a layout."""
 
 
-def _fit(trainer: pl.Trainer, module: pl.LightningModule, data: object, shares: _Shares) -> None:
+def _fit(
+    trainer: pl.Trainer,
+    module: pl.LightningModule,
+    data: object,
+    shares: _Shares,
+    ask: Callable[[], T | None] = lambda: None,
+) -> T | None:
+    """Train a copy. Returns what the first rank answers."""
     loader = DataLoader(shares, batch_size=None)
     datamodule = copy.copy(data) if isinstance(data, pl.LightningDataModule) else None
     if datamodule is not None:
@@ -224,6 +272,7 @@ def _fit(trainer: pl.Trainer, module: pl.LightningModule, data: object, shares: 
         replaced(datamodule, "setup", partial(_seeded, datamodule.setup))  # it may divide the data at random
     try:
         trainer.fit(copy.deepcopy(module), None if datamodule else loader, datamodule=datamodule)
+        return broadcast_object(ask(), None, None) if dist.is_initialized() else None
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()  # the next run may be of another size

@@ -14,7 +14,8 @@ from lightning_parallel.ranks.shard import Shard
 # What is smaller is compared with this: of numbers and buffers, and of others in units of their largest entry.
 _ALMOST_ZERO = 1e-6
 
-BUFFER = 3  # a Difference's order
+# What a Difference is of, in the order in which an update computes it: after the loss, 0, and before logs, 4.
+GRADIENT, WEIGHT, BUFFER = 1, 2, 3
 
 
 @dataclass(frozen=True, order=True)
@@ -26,12 +27,14 @@ class Difference:
         order: among what belongs to an update: what is computed first has the smallest.
         name: what it is.
         size: the largest difference of an entry, relative to the largest entry. NaN counts as infinite.
+        parameter: the name of the parameter whose it is; empty for others.
     """
 
     update: int
     order: int
     name: str
     size: float
+    parameter: str = ""
 
 
 def differences(ranks: Sequence[Evidence], expected: Evidence) -> list[Difference]:
@@ -55,10 +58,10 @@ def _by_rank(ranks: Sequence[Evidence], expected: Evidence) -> Iterator[Differen
             yield Difference(0, 1, count, math.inf)
     for update, whole in enumerate(expected.gradients):
         parts = [(rank.gradients[update], rank.shards) for rank in ranks if update < len(rank.gradients)]
-        yield from _of_tensors(update, 1, "gradient of", parts, whole)
+        yield from _of_tensors(update, GRADIENT, "gradient of", parts, whole)
     for update, whole in enumerate(expected.weights):
         parts = [(rank.weights[update], rank.shards) for rank in ranks if update < len(rank.weights)]
-        yield from _of_tensors(update, 2, "weight of", parts, whole)
+        yield from _of_tensors(update, WEIGHT, "weight of", parts, whole)
     last = len(expected.gradients) - 1
     yield from _of_tensors(last, BUFFER, "buffer", [(rank.buffers, {}) for rank in ranks], expected.buffers)
     for name, value in expected.logged.items():
@@ -75,14 +78,15 @@ def _of_tensors(
     parts: Sequence[tuple[Mapping[str, Tensor], Mapping[str, Shard]]],
     whole: Mapping[str, Tensor],
 ) -> Iterator[Difference]:
-    unit = 1.0 if order == BUFFER else max((_largest(tensor) for tensor in whole.values()), default=0.0)
+    unit = 1.0 if order == BUFFER else max((largest(tensor) for tensor in whole.values()), default=0.0)
     for tensors, shards in parts:
         for name, tensor in tensors.items():
             size = distance(tensor, whole.get(name), shards.get(name), _ALMOST_ZERO * unit)
-            yield Difference(update, order, f"{what} {name}", size)
+            yield Difference(update, order, f"{what} {name}", size, "" if order == BUFFER else name)
     for name in whole.keys() - {name for tensors, _ in parts for name in tensors}:
-        if _largest(whole[name]):  # none is as good as one of zeros
-            yield Difference(update, order, f"{what} {name}, which no rank has", math.inf)
+        if largest(whole[name]):  # none is as good as one of zeros
+            missing = f"{what} {name}, which no rank has"
+            yield Difference(update, order, missing, math.inf, "" if order == BUFFER else name)
 
 
 def apart(one: float, other: float, least: float = _ALMOST_ZERO) -> float:
@@ -97,19 +101,24 @@ def distance(tensor: Tensor, whole: Tensor | None, shard: Shard | None, least: f
     """How far a tensor, or a shard of it, is from one process's ``whole``: the largest difference of an entry, relative
     to the largest entry of the whole, but to ``least`` at least."""
     if whole is None:  # zeros stand for a gradient that one process hasn't made
-        return math.inf if _largest(tensor) else 0.0
+        return math.inf if largest(tensor) else 0.0
     part = whole if shard is None else shard.take(whole)
-    if part.shape != tensor.shape:
+    return farthest_entry(tensor, part, max(largest(whole), least))
+
+
+def farthest_entry(tensor: Tensor, right: Tensor, scale: float) -> float:
+    """The largest difference of an entry, by ``scale``. NaN is equal to NaN, and infinitely far from numbers, as are
+    tensors of other shapes."""
+    if right.shape != tensor.shape:
         return math.inf
-    if not part.numel():
+    if not right.numel():
         return 0.0
-    tensor = tensor.to(part.dtype)
-    same = (tensor == part) | (tensor.isnan() & part.isnan())
-    apart = float((tensor - part).abs().masked_fill(same, 0.0).max())
-    scale = max(_largest(whole), least)
+    tensor = tensor.to(right.dtype)
+    same = (tensor == right) | (tensor.isnan() & right.isnan())
+    apart = float((tensor - right).abs().masked_fill(same, 0.0).max())
     return 0.0 if apart == 0 else math.inf if not scale or math.isnan(apart) else apart / scale
 
 
-def _largest(tensor: Tensor) -> float:
+def largest(tensor: Tensor) -> float:
     """The largest finite entry, without its sign."""
     return float(tensor.abs().nan_to_num(0.0, 0.0).max()) if tensor.numel() else 0.0

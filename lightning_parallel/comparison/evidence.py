@@ -27,6 +27,7 @@ class Evidence:
     Attributes:
         losses: what ``training_step`` returned, one a batch; empty if the module optimizes by itself and returns none.
         gradients: one dictionary an update, by parameter; before clipping.
+        begin: the weights before the first update, by parameter.
         weights: after each update, by parameter.
         buffers: at the end, by name; those that a checkpoint keeps.
         logged: ``trainer.callback_metrics`` at the end.
@@ -35,6 +36,7 @@ class Evidence:
 
     losses: list[float] = field(default_factory=list)
     gradients: list[dict[str, Tensor]] = field(default_factory=list)
+    begin: dict[str, Tensor] = field(default_factory=dict)
     weights: list[dict[str, Tensor]] = field(default_factory=list)
     buffers: dict[str, Tensor] = field(default_factory=dict)
     logged: dict[str, float] = field(default_factory=dict)
@@ -55,11 +57,13 @@ class Witness(Callback):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         torch.manual_seed(SEED)
-        self._evidence.shards = dict(_local(trainer, pl_module).shards)
+        local = _local(trainer, pl_module)
+        self._evidence.shards = dict(local.shards)
+        self._evidence.begin = {name: copied(p.detach()) for name, p in local.parameters.items()}
 
     def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Any) -> None:
         named = _local(trainer, pl_module).parameters.items()
-        self._evidence.gradients.append({name: _copy(p.grad) for name, p in named if p.grad is not None})
+        self._evidence.gradients.append({name: copied(p.grad) for name, p in named if p.grad is not None})
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -71,14 +75,14 @@ class Witness(Callback):
             self._losses.append(loss)
         if len(self._evidence.weights) < len(self._evidence.gradients):
             named = _local(trainer, pl_module).parameters.items()
-            self._evidence.weights.append({name: _copy(p.detach()) for name, p in named})
+            self._evidence.weights.append({name: copied(p.detach()) for name, p in named})
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._evidence.losses = [float(loss) for loss in self._losses]  # before the end a stage would wait for it
         if isinstance(trainer.strategy, LayoutStrategy):
             trainer.strategy.share_buffers()
         self._evidence.buffers = {
-            name: _copy(each if each.is_floating_point() or each.is_complex() else each.double())
+            name: copied(each if each.is_floating_point() or each.is_complex() else each.double())
             for name, each in _local(trainer, pl_module).buffers().items()
         }
         self._evidence.logged = scalars(trainer.callback_metrics)
@@ -93,5 +97,6 @@ def _local(trainer: pl.Trainer, module: pl.LightningModule) -> LocalModel:
     return strategy.local_model if isinstance(strategy, LayoutStrategy) else LocalModel.of(module)
 
 
-def _copy(tensor: Tensor) -> Tensor:
+def copied(tensor: Tensor) -> Tensor:
+    """A copy in the host's memory, of all of the tensor."""
     return (whole(tensor) if isinstance(tensor, DTensor) else tensor).detach().to("cpu", copy=True)

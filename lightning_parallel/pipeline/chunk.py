@@ -237,7 +237,7 @@ class Chunk:
         format = format_of([tensor.detach().requires_grad_(tensor.is_floating_point()) for tensor in tensors])
         arrival = None if self._ends.activations_in is None else Arrival([*tensors], format)
         with self._generators.kept():
-            output = self._stage.run(step, arrival, self._index)
+            output = self._stage.run(step, arrival, self._index, trial=True)
         return self._loss_of(output) if self._ends.activations_out is None else output
 
     def evaluate(self, step: Callable[[], Any], number: int) -> Any:

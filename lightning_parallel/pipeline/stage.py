@@ -81,6 +81,7 @@ class Stage:
         # While another chunk runs, this stage's own units answer too, without their values.
         self._absent = {name: AbsentForward(unit, name, name in self._own) for name, unit in self._units.items()}
         self._pass: ForwardPass | None = None  # None outside a step
+        self._in_trial = False
         self._in_backward = False  # in which layers may run again (activation checkpointing)
         # By name, for each unit that runs: the seed to set after it, and its call.
         self._running: dict[str, tuple[int, Call | None]] = {}
@@ -112,6 +113,10 @@ class Stage:
     def runs_last_chunk(self) -> bool:
         """Is this stage running the last chunk now?"""
         return self._pass is not None and self._pass.cuts.chunk == self.partition.chunks - 1
+
+    def runs(self, unit: str) -> bool:
+        """Is a unit running here now in a microbatch's own forward? Not in a trial, nor again in the backward."""
+        return not self._in_trial and self._running.get(unit, (0, None))[1] is not None
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
         """The parameters held here, under their original (first) names; tied ones once."""
@@ -340,6 +345,8 @@ class Stage:
         step: Callable[[], Any],
         arrival: Arrival | None,
         chunk: int | None = None,
+        *,
+        trial: bool = False,
     ) -> Any:
         """Run a chunk of ``step``.
 
@@ -347,6 +354,7 @@ class Stage:
             step: the user's step with its arguments bound.
             arrival: what the previous chunk sent; None for the first chunk.
             chunk: the chunk to run; None for the only one of this stage.
+            trial: it is no microbatch's own forward.
 
         Returns:
             What ``step`` returned, for the last chunk; the tensors to send on for the others.
@@ -359,6 +367,7 @@ class Stage:
         chunk = self.chunks[0] if chunk is None else chunk
         assert (arrival is None) == (chunk == 0)
         self._pass = forward = ForwardPass(self._cuts[chunk], arrival)
+        self._in_trial = trial
         has_left = False
         try:
             output = step()

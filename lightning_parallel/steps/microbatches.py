@@ -45,6 +45,10 @@ class Microbatches:
     Args:
         shards: keeps the random numbers of tensor ranks apart inside their layers, and the same after a step.
         earlier: drops what runs for earlier chunks log.
+
+    Attributes:
+        count: the number of microbatches in the last batch.
+        loss: of the last batch.
     """
 
     def __init__(
@@ -67,7 +71,7 @@ class Microbatches:
         self._effects = StepEffects(run)
         shared = [name for name, on in stage.partition.buffers.items() if len(on) > 1]
         self.changes = StepChanges(run.module, shared)
-        self.count = 0
+        self.count, self.loss = 0, BatchLoss([1])
         self._is_watched = False  # in the last batch, did this stage end steps that aren't called as in one process?
         self._is_first_batch = True
 
@@ -94,7 +98,7 @@ class Microbatches:
         number, replica = self._run.trainer.fit_loop.total_batch_idx, self._run.layout.index("data")
         seeds = [mix(self._run.seed, replica, number, k) for k in range(len(parts))]
         is_first, self._is_first_batch = self._is_first_batch, False
-        loss = self._means.of(parts, counts, is_first=is_first)
+        self.loss = loss = self._means.of(parts, counts, is_first=is_first)
 
         def trial(part: Any, seed: int, size: int) -> Callable[[], Any]:
             return partial(self._trial, (part, *rest), size, seed)

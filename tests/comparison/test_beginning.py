@@ -1,0 +1,116 @@
+"""The first unit that differs: what is compared where nothing differs, and what isn't trusted."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_parallel.comparison import check
+from lightning_parallel.comparison.beginning import in_units
+from lightning_parallel.comparison.units import INPUT, OF_INPUT, OF_OUTPUT, OUTPUT, Notes, Place, UnitWatch
+from lightning_parallel.strategies.pipeline import PipelineStrategy
+from tests.faults.models import LAYOUTS, MODELS
+from tests.pool import WorkerPool
+
+COMMON = {"accelerator": "cpu", "precision": "64-true"}
+
+
+def noted(model: str, layout: str) -> tuple[list[Notes], Notes] | None:
+    """On the first rank: what all ranks have noted of the second batch, and one process with the same microbatches."""
+    kind, (devices, strategy, options) = MODELS[model], LAYOUTS[layout]
+    watch, alone, shares = UnitWatch(1), UnitWatch(1), check._Shares(kind.batches())
+    made = check._layout(strategy, options, 4)
+    trainer = check._trainer(shares, check.Witness(), watch, strategy=made, devices=devices, **COMMON)
+    parts = made.layout.size("data") * options.get("microbatches", 1)
+    if made.layout.rank == 0:
+        divided = PipelineStrategy(microbatches=parts) if parts > 1 else "auto"
+        check._in_one_process(kind(), kind.batches(), divided, COMMON, alone)
+    check._fit(trainer, kind(), shares)
+    return (watch.of_all_ranks, *alone.of_all_ranks) if made.layout.rank == 0 else None
+
+
+@pytest.mark.parametrize(
+    ("model", "layout"),
+    [
+        ("Words", "stages"),
+        ("Words", "stages in a V"),
+        ("Pictures", "interleaved stages"),
+        ("Untied", "late stages"),
+        ("Blocks", "replicas"),
+        ("Blocks", "fully sharded"),
+        ("Untied", "tensor"),
+        ("Dropped", "stages"),
+    ],
+)
+def test_all_units_are_compared_and_none_differs(pool: WorkerPool, model: str, layout: str) -> None:
+    ranks, alone = pool.run(noted, LAYOUTS[layout][0], model, layout, init=False)[0]
+    assert in_units(ranks, alone, 1, 1e-9) is None
+    compared = {place[:2] for notes in ranks for part in notes.by_part() for place in part}
+    # Lists of layers aren't called as a whole in stages.
+    right = {place[:2] for part in alone.by_part() for place in part if place.unit != "blocks"}
+    assert len(right) > 20 and right <= compared
+    # Each number in it counts.
+    for what in (INPUT, OUTPUT, OF_OUTPUT):
+        place, (when, tensor) = next(item for item in ranks[-1].seen.items() if item[0].what == what)
+        changed = {**ranks[-1].seen, place: (when, tensor + 0.01)}
+        found = in_units([*ranks[:-1], replace(ranks[-1], seen=changed)], alone, 1, 1e-9)
+        assert found is not None and found.unit == place.unit
+
+
+# -- what isn't trusted ------------------------------------------------------------------------------------------
+
+
+def notes(*seen: tuple[str, str, Tensor], **others: Any) -> Notes:
+    return Notes({Place(what, unit, 0, 0): (float(k), x) for k, (what, unit, x) in enumerate(seen)}, **others)
+
+
+def first(rank: Notes, alone: Notes) -> tuple[str, str] | None:
+    found = in_units([rank], alone, 0, 1e-9)
+    return None if found is None else (found.unit, found.what.split(" on ")[0])
+
+
+X, Y = torch.randn(4, 6), torch.randn(4, 6)
+
+
+def test_a_piece_counts_only_before_a_whole_output_that_differs() -> None:
+    alone = notes((OUTPUT, "up", X), (OUTPUT, "down", Y), (OUTPUT, "next", X))
+    piece = {"piece": (0, 2)}
+    wrong = (OUTPUT, "up", Y[:, :3])
+    assert first(notes((OUTPUT, "up", X[:, :3]), (OUTPUT, "down", Y), (OUTPUT, "next", X), **piece), alone) is None
+    assert first(notes(wrong, (OUTPUT, "down", Y), (OUTPUT, "next", X), **piece), alone) is None
+    assert first(notes(wrong, (OUTPUT, "down", X), (OUTPUT, "next", X), **piece), alone) == ("up", OUTPUT)
+    assert first(notes(wrong, (OUTPUT, "down", Y), (OUTPUT, "next", Y), **piece), alone) == ("next", OUTPUT)
+
+
+def test_fused_parts_are_divided_one_by_one() -> None:
+    alone = notes((OUTPUT, "qkv", X), (OUTPUT, "head", Y))
+    fused = X[:, [0, 2, 4]]
+    kept = {"piece": (0, 2), "fused": frozenset({(2, 2, 2)})}
+    assert first(notes((OUTPUT, "qkv", fused), (OUTPUT, "head", Y), **kept), alone) is None
+    assert first(notes((OUTPUT, "qkv", fused), (OUTPUT, "head", X), **kept), alone) == ("head", OUTPUT)
+
+
+def test_an_inputs_gradient_may_be_a_part_of_it() -> None:
+    """Other stages use the input, too."""
+    out = [(OUTPUT, "first", X), (OUTPUT, "second", X)]
+    alone = notes(*out, (OF_OUTPUT, "second", X), (OF_INPUT, "second", Y), (OF_OUTPUT, "first", Y))
+    part = notes(*out, (OF_OUTPUT, "second", X), (OF_INPUT, "second", Y / 2), (OF_OUTPUT, "first", Y))
+    assert first(part, alone) is None
+    wrong = notes(*out, (OF_OUTPUT, "second", X), (OF_INPUT, "second", Y / 2), (OF_OUTPUT, "first", Y / 2))
+    assert first(wrong, alone) == ("second", OF_INPUT)
+    lost = notes(*out, (OF_OUTPUT, "second", X), (OF_INPUT, "second", Y), (OF_OUTPUT, "first", Y / 2))
+    assert first(lost, alone) == ("first", OF_OUTPUT)
+
+
+def test_a_gradient_that_has_not_come_differs_from_any_but_zeros() -> None:
+    for gradient, found in ((X, ("unit", OF_OUTPUT)), (X * 0, None)):
+        assert first(notes((OUTPUT, "unit", X)), notes((OUTPUT, "unit", X), (OF_OUTPUT, "unit", gradient))) == found
+
+
+def test_other_shapes_are_not_compared() -> None:
+    """As where a batch is divided otherwise than one process divides it."""
+    assert first(notes((OUTPUT, "unit", X[:3])), notes((OUTPUT, "unit", X))) is None
