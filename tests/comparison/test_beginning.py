@@ -23,13 +23,14 @@ def noted(model: str, layout: str) -> tuple[list[Notes], Notes] | None:
     """On the first rank: what all ranks have noted of the second batch, and one process with the same microbatches."""
     kind, (devices, strategy, options) = MODELS[model], LAYOUTS[layout]
     watch, alone, shares = UnitWatch(1), UnitWatch(1), check._Shares(kind.batches())
-    made = check._layout(strategy, options, 4)
+    options = ({"microbatches": 4} if "pipeline" in strategy else {}) | options
+    made = check._layout(strategy, options)
     trainer = check._trainer(shares, check.Witness(), watch, strategy=made, devices=devices, **COMMON)
     parts = made.layout.size("data") * options.get("microbatches", 1)
     if made.layout.rank == 0:
         divided = PipelineStrategy(microbatches=parts) if parts > 1 else "auto"
-        check._in_one_process(kind(), kind.batches(), divided, COMMON, alone)
-    check._fit(trainer, kind(), shares)
+        check._in_one_process(kind(), None, kind.batches(), COMMON, divided, alone)
+    check._fit(trainer, kind(), None, shares)
     return (watch.of_all_ranks, *alone.of_all_ranks) if made.layout.rank == 0 else None
 
 
