@@ -1,6 +1,13 @@
 """Compares a layout with one process, on a module of the user's own.
 
-``check.py`` runs both, ``evidence.py`` notes what a run has come to, ``differences.py`` compares, and ``rounding.py``
-finds how far rounding may move a number. It trains by Lightning's public Trainer, and knows nothing of how a layout
-works but which part of a parameter a rank holds.
+    check.py          trains both, and once more where they differ
+    evidence.py       notes what a run has come to
+    differences.py    compares that
+    rounding.py       finds how far rounding may move a number
+    units.py          notes what modules get and return in one batch
+    beginning.py      finds the first of it that differs
+    kinds.py          says what a wrong tensor looks like
+
+It trains by Lightning's public Trainer. Of how a layout works it knows which part of a parameter a rank holds, into how
+many microbatches its share of a batch is divided, and whether a layer runs on this rank now.
 """

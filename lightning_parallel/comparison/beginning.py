@@ -27,6 +27,13 @@ from lightning_parallel.ranks.shard import Shard
 
 _ALMOST_ZERO = 1e-6  # of the largest entry of all tensors of its kind
 
+_WHERE = {
+    "forward": "the forward of",
+    "backward": "the backward of",
+    "gradient": "a gradient of",
+    "update": "the optimizer's step of",
+}
+
 Tensors = Mapping[Place, Tensor]  # of a microbatch
 
 
@@ -52,8 +59,8 @@ class Beginning:
     kind: str | None = None
 
     def __str__(self) -> str:
-        looks = "" if self.kind is None else f"\n    It looks like this: {self.kind}."
-        return f"{self.unit}, {self.phase} of update {self.update}: {self.what}, {self.size:.1e}.{looks}"
+        looks = "" if self.kind is None else f"\nIt looks like this: {self.kind}."
+        return f"{_WHERE[self.phase]} {self.unit}, in update {self.update}: {self.what}, {self.size:.1e}.{looks}"
 
 
 @dataclass(frozen=True)
@@ -87,12 +94,15 @@ def where(
     update: int,
     tolerance: float,
 ) -> Beginning | None:
-    """Where the differences between ranks and one process begin; None if it is in nothing that modules return or hold.
+    """Where the differences between ranks and one process begin; None if it is in nothing that modules return or hold,
+    or if microbatches have other sizes than in one process.
 
     Args:
         noted: what each rank has noted in the update in which the first difference is.
         noted_alone: what one process has, with the same microbatches.
     """
+    if not _are_alike(noted, noted_alone.by_part()):
+        return None  # units can't be compared, and of a parameter nobody could say that they are right
     in_unit = in_units(noted, noted_alone, update, tolerance)
     wrong = (each for each in differences(ranks, alone) if not each.size <= tolerance and each.parameter)
     first = next(wrong, None)
@@ -126,13 +136,23 @@ def in_units(ranks: Sequence[Notes], alone: Notes, update: int, tolerance: float
             k = next((k for k, kind in enumerate(kinds) if kind), max(range(len(wrong)), key=lambda k: wrong[k][0]))
             (size, here), kind = wrong[k], kinds[k]
             phase = "backward" if place.what in GRADIENTS else "forward"
-            what = f"{place.what} on rank {here.rank}, {name_of(here.part, ranks[0])}"
+            what = f"{place.what} on rank {here.rank}" + f", {name_of(here.part, ranks[0])}" * (len(right) > 1)
             suspect = suspect or Beginning(update, place.unit, phase, what, size, kind)
             if are_whole and place.what != OF_INPUT:
                 return suspect
         elif seen and are_whole and place.what in (OUTPUT, OF_OUTPUT):
             suspect = None
     return suspect
+
+
+def _are_alike(ranks: Sequence[Notes], right: Sequence[Tensors]) -> bool:
+    """Have the microbatches the same sizes as in one process, and is there something to compare in each?"""
+    found: dict[int, set[tuple[Place, torch.Size]]] = {}
+    for notes in ranks:
+        for k, part in enumerate(notes.by_part(), notes.replica[0] * notes.parts):
+            found.setdefault(k, set()).update((place, tensor.shape) for place, tensor in part.items())
+    shapes = [{(place, tensor.shape) for place, tensor in part.items()} for part in right]
+    return found.keys() == {*range(len(right))} and all(found[k] & each for k, each in enumerate(shapes))
 
 
 def _seen(
@@ -239,5 +259,6 @@ def _own(whole: Tensor, shard: Shard | None) -> Tensor:
 def name_of(part: int, notes: Notes) -> str:
     """The name of a microbatch among those of all replicas."""
     replica, k = divmod(part, notes.parts)
-    own = f"microbatch {k}" if notes.parts > 1 else "its batch"
-    return own + f" of replica {replica}" * (notes.replica[1] > 1)
+    if notes.parts == 1:
+        return f"the share of replica {replica}"
+    return f"microbatch {k}" + f" of replica {replica}" * (notes.replica[1] > 1)

@@ -87,7 +87,7 @@ class Comparison:
                 "different by nature.\nOne process that divides each batch alike has the same numbers. Something "
                 "computes with several samples,\nsuch as BatchNorm, or a loss that compares samples."
             )
-        begins = f"\nIt begins in {self.beginning}" if self.beginning else ""
+        begins = "" if self.beginning is None else f"\nIt begins in {self.beginning}"
         return f"{self.layout}: {why} First:\n{what}{more}{begins}"
 
 
@@ -151,12 +151,13 @@ def check(
         found.extend(differences(witness.of_all_ranks, plain))
         different.extend(each for each in found if not each.size <= limits.of(each))
         update = next((each.update for each in different if each.order <= WEIGHT), None)
-        return None if update is None else update * len(values) // len(plain.gradients)
+        return None if update is None else update * len(values) // max(1, len(plain.gradients))
 
     batch = fit(batch_of_first)
     units = UnitWatch(batch)
     if batch is not None:  # on all ranks
-        under_layout(Witness(), units)[1]()
+        _, fit_again = under_layout(Witness(), units)  # the same run, so with another witness
+        fit_again()
     if expected is None:
         return None
     plain, limits = expected

@@ -6,7 +6,7 @@ chance. Of others nothing is said.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -56,8 +56,8 @@ def kind_of(
     return _sum_of_parts(found, parts or {}, same) or _of_entries(found, right, tolerance)
 
 
-def _sum_of_parts(found: Tensor, parts: Mapping[str, Tensor], same: object) -> str | None:
-    """How often each part is in it, if that is a whole number, or the same for all that are in it."""
+def _sum_of_parts(found: Tensor, parts: Mapping[str, Tensor], same: Callable[[Tensor, Tensor], bool]) -> str | None:
+    """Which parts are in it, if all that are in it are so equally often; or which one isn't in it once."""
     if len(parts) < 2 or found.numel() < 2 * len(parts):
         return None
     columns = torch.stack([part.double().flatten() for part in parts.values()], 1)  # [entries, parts]
@@ -65,7 +65,6 @@ def _sum_of_parts(found: Tensor, parts: Mapping[str, Tensor], same: object) -> s
     if sizes[-1] <= 1e-6 * sizes[0]:
         return None  # some parts look like others
     counts = torch.linalg.lstsq(columns, found.flatten()).solution
-    assert callable(same)
     if not same(columns @ counts, found.flatten()):
         return None
     often = dict(zip(parts, counts.tolist(), strict=True))

@@ -14,13 +14,14 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
+import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
 
 from lightning_parallel.absent.tensor import AbsentTensor
 from lightning_parallel.comparison.evidence import copied
-from lightning_parallel.interception import Interception
+from lightning_parallel.interception import Interception, can_intercept
 from lightning_parallel.private.torch import tensors_in
 from lightning_parallel.strategies.base import LayoutStrategy
 from lightning_parallel.strategies.staged import StagedStrategy
@@ -104,8 +105,8 @@ class UnitWatch(Callback):
         stage = trainer.strategy.stage if isinstance(trainer.strategy, StagedStrategy) else None
         for name, part in pl_module.named_modules():
             unit = name if stage is None else _unit_of(name, stage.partition.units)
-            if name and unit:
-                runs = partial(bool, True) if stage is None else partial(stage.runs, unit)
+            if name and unit and can_intercept(part):
+                runs = (lambda: True) if stage is None else partial(stage.runs, unit)
                 self._on.before(part, partial(self._enter, name))
                 self._on.after(part, partial(self._leave, name, runs), first=True)
 
@@ -133,14 +134,16 @@ class UnitWatch(Callback):
 
     # -- hooks on units ------------------------------------------------------------------------------------------
 
+    @torch.compiler.disable
     def _enter(self, name: str, part: nn.Module, args: Any, kwargs: Any) -> None:
-        tensors = tensors_in((args, kwargs))
+        tensors = _comparable((args, kwargs))
         values = [] if _has_absent(tensors) else [*map(copied, tensors)]
         self._entered[name].append((next(self._clock), tensors, values))
 
+    @torch.compiler.disable
     def _leave(self, name: str, runs: Callable[[], bool], part: nn.Module, args: Any, output: Any) -> None:
         when, inputs, values = self._entered[name].pop()
-        outputs = tensors_in(output)
+        outputs = _comparable(output)
         if not runs() or _has_absent((*inputs, *outputs)):
             return
         seen, call = self._notes.seen, self._calls[name]
@@ -165,7 +168,7 @@ class UnitWatch(Callback):
         seen = self._notes.seen
         if place in seen:
             return
-        # The gradient of an output that a unit has made comes after that of the inputs of the units that read it.
+        # Of one tensor, an output that other units read: for these it comes first.
         when = seen[output][0] - 0.5 if output in seen else next(self._clock)
         seen[place] = when, copied(gradient)
 
@@ -174,6 +177,11 @@ def _unit_of(name: str, units: Container[str]) -> str | None:
     """The unit that a module is, or is inside of."""
     words = name.split(".")
     return next((unit for n in range(len(words), 0, -1) if (unit := ".".join(words[:n])) in units), None)
+
+
+def _comparable(value: Any) -> list[Tensor]:
+    """The tensors of numbers in a nested structure."""
+    return [each for each in tensors_in(value) if each.layout is torch.strided and each.dtype is not torch.bool]
 
 
 def _has_absent(tensors: Iterable[Tensor]) -> bool:

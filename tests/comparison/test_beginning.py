@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from lightning_parallel.comparison import check
-from lightning_parallel.comparison.beginning import in_units
+from lightning_parallel.comparison.beginning import in_units, where
+from lightning_parallel.comparison.evidence import Evidence
 from lightning_parallel.comparison.units import INPUT, OF_INPUT, OF_OUTPUT, OUTPUT, Notes, Place, UnitWatch
 from lightning_parallel.strategies.pipeline import PipelineStrategy
 from tests.faults.models import LAYOUTS, MODELS
@@ -112,6 +113,11 @@ def test_a_gradient_that_has_not_come_differs_from_any_but_zeros() -> None:
         assert first(notes((OUTPUT, "unit", X)), notes((OUTPUT, "unit", X), (OF_OUTPUT, "unit", gradient))) == found
 
 
-def test_other_shapes_are_not_compared() -> None:
-    """As where a batch is divided otherwise than one process divides it."""
-    assert first(notes((OUTPUT, "unit", X[:3])), notes((OUTPUT, "unit", X))) is None
+def test_no_parameter_is_blamed_where_units_cannot_be_compared() -> None:
+    """Such as where a batch is divided otherwise than one process divides it."""
+    right, wrong = (Evidence(gradients=[{"unit.weight": x}], weights=[{"unit.weight": X}]) for x in (X, 2 * X))
+    alone = notes((OUTPUT, "unit", X))
+    found = where([wrong], right, [alone], alone, 0, 1e-9)
+    assert found is not None and (found.unit, found.phase, found.kind) == ("unit", "gradient", "a scale: 2 times")
+    assert where([wrong], right, [notes((OUTPUT, "unit", X[:3]))], alone, 0, 1e-9) is None
+    assert where([wrong], right, [notes((OUTPUT, "unit", X), parts=2)], alone, 0, 1e-9) is None
