@@ -14,6 +14,7 @@
 #     make others                              # modules of other people's packages, into docs/others.md: hours
 #     make others ARGS="--room lightly"        # some of them; ARGS="--resume" goes on after an interruption
 #     make optimizers                          # optimizers under every layout, into docs/optimizers.md: ten minutes
+#     make faults                              # faults that check has to find, into docs/faults.md: five minutes
 #     make torture                             # runs that are killed at every moment, into docs/torture.md: an hour or two
 #     make torture ARGS="--sample"             # some of them; ARGS="--resume" goes on after an interruption
 
@@ -38,7 +39,7 @@ RUN_OTHERS := $(OTHERS_VENV)/bin/python
 OTHERS_READY := $(OTHERS_VENV)/.ready-others
 TIMM_READY := $(TIMM)/.ready
 
-.PHONY: train compare test timm-tests thorough cluster-tests slurm zoo others optimizers torture lightning-tests gpu lint docs clean
+.PHONY: train compare test timm-tests thorough cluster-tests slurm zoo others optimizers faults torture lightning-tests gpu lint docs clean
 
 train: $(READY)
 	$(RUN) -m recipes.train strategy=pipeline_async $(ARGS)
@@ -76,6 +77,9 @@ others: $(OTHERS_READY)
 
 optimizers: $(READY)
 	OMP_NUM_THREADS=1 $(RUN) -m tests.optimizer_table --page docs/optimizers.md $(ARGS)
+
+faults: $(READY)
+	OMP_NUM_THREADS=1 $(RUN) -m tests.faults --page docs/faults.md $(ARGS)
 
 torture: $(READY)
 	OMP_NUM_THREADS=1 $(RUN) -m tests.torture --record $(ARGS)

@@ -1,0 +1,50 @@
+"""``python -m tests.faults``: seeds faults one at a time, and sees whether ``check`` finds and places them."""
+
+from __future__ import annotations
+
+import argparse
+import fnmatch
+import os
+import sys
+from pathlib import Path
+
+# Before torch is imported, here and in the workers: as in tests/conftest.py.
+os.environ["OMP_NUM_THREADS"] = "1"
+os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
+
+from tests.faults import page
+from tests.faults.faults import FAULTS
+from tests.faults.training import PAIRS, Case, case, seeded
+from tests.pool import WorkerPool
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.faults", description=__doc__)
+    parser.add_argument("--only", default="*", metavar="PATTERN", help="faults whose name matches")
+    parser.add_argument("--page", type=Path, help="write the page, if all are run")
+    options = parser.parse_args()
+    surprises = 0
+    pool = WorkerPool()
+
+    def shown(each: Case, is_right: bool) -> Case:
+        print(f"{'' if is_right else 'WRONG: '}{each.name or 'no fault'}: {each.model}, {each.layout}", flush=True)
+        print(each.report, flush=True)
+        return each
+
+    try:
+        names = fnmatch.filter(FAULTS, options.only)
+        faulty = [shown(each, each.is_placed and each.is_explained) for each in (seeded(pool, name) for name in names)]
+        pairs = PAIRS if len(names) == len(FAULTS) else []
+        clean = [shown(each, not each.is_found) for each in (case(pool, *pair) for pair in pairs)]
+    finally:
+        pool.shutdown()
+    surprises = sum(not (each.is_placed and each.is_explained) for each in faulty)
+    surprises += sum(each.is_found or each.comparison is None for each in clean)
+    if options.page is not None and pairs:
+        page.write(faulty, clean, options.page)
+    return 1 if surprises else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
