@@ -41,7 +41,8 @@ def evaluate(config: Config) -> None:
     for loop in known:
         loop(module, datamodule=datamodule, ckpt_path=config["ckpt_path"], verbose=False)
         metrics |= trainer.callback_metrics
-    _end(config, trainer, metrics)
+    if trainer.is_global_zero:
+        record.complete(Path(config["paths"]["output_dir"]), metrics)
 
 
 def generate(config: Config) -> None:
@@ -75,7 +76,8 @@ def generate(config: Config) -> None:
             line = {"prompt": prompt, "text": tokenizer.decode(new[number])}
             file.write(json.dumps(line, ensure_ascii=False) + "\n")
     tokens = sum(map(len, new.values()))
-    _end(config, trainer, {"tokens": tokens, "tokens_per_second": tokens / clock.seconds})
+    metrics = {"tokens": tokens, "tokens_per_second": tokens / clock.seconds}
+    record.complete(Path(config["paths"]["output_dir"]), metrics)
 
 
 def _model(config: Config, trainer: L.Trainer) -> L.LightningModule:
@@ -85,11 +87,6 @@ def _model(config: Config, trainer: L.Trainer) -> L.LightningModule:
         if config["init_from"] is not None:
             build.begin_with(module, config["init_from"])
     return module
-
-
-def _end(config: Config, trainer: L.Trainer, metrics: Mapping[str, Any]) -> None:
-    if trainer.is_global_zero:
-        record.complete(Path(config["paths"]["output_dir"]), metrics)
 
 
 # -- texts -----------------------------------------------------------------------------------------------------------
