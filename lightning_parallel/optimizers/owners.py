@@ -1,7 +1,8 @@
 """Lets optimizers that treat a parameter as a whole (Muon, LAMB, Shampoo) step parameters that ranks have divided.
 
-Each divided parameter has an owner, one of the ranks that share it. In an update, between the user's closure and the
-optimizer's arithmetic, each owner gets the whole gradients of what it owns, and afterwards sends the parts back::
+Each divided parameter has an owner, one of the ranks that share it; replicas share the work, too. In an update, between
+the user's closure and the optimizer's arithmetic, each owner gets the whole gradients of what it owns, and afterwards
+sends the parts back::
 
     rank 0                                          rank 1 owns a
     a's first half's gradient    ------------->     a's gradient

@@ -438,13 +438,10 @@ class LayoutStrategy(ParallelStrategy):
         self._owned.clear()
         if not self.optimizers or not (self.local_model.shards or self.local_model.is_fully_sharded):
             return
-        replicas = [self.layout]
-        along = [self.groups.along("tensor")]
-        if self.local_model.is_fully_sharded:
-            replicas = [self.layout.at(rank) for rank in self.layout.peers("data")]
-            along.append(self.groups.along("data"))
+        along = [self.groups.along("tensor"), self.groups.along("data")]
         names = names_to_own(self.optimizers, groups, self.local_model, along)
         if names:
+            replicas = [self.layout.at(rank) for rank in self.layout.peers("data")]
             group = self.groups.joining(rank for each in replicas for rank in each.peers("tensor"))
             division = Division(self.local_model, names, group, self.root_device)
             owners = Owners(self.local_model, division)

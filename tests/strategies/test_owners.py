@@ -102,6 +102,14 @@ def test_late_batches_are_accumulated_for_owners(pool: WorkerPool) -> None:
     assert largest_difference(joined(reports, "weights"), expected.weights) < EXACT
 
 
+def test_replicas_of_an_asynchronous_pipeline_share_owners(pool: WorkerPool) -> None:
+    """Of one stage, which isn't late."""
+    options = {**STAGES, "stages": 1, "tensor_parallel": 2, "data_parallel": 2}
+    (single,) = pool.run(fit, 1, "LAMB", "single", init=False)
+    reports = pool.run(fit, 4, "LAMB", "async", options, 2, init=False)
+    assert largest_difference(joined(reports, "weights"), single.weights) < EXACT
+
+
 class ByClosure(Net):
     """Steps its two optimizers by closures, by hand."""
 
@@ -332,7 +340,7 @@ def go_on(
 @pytest.mark.parametrize("legs", [
     [None, "tensor", "tensor", None],
     [None, "fully sharded", "fully sharded", None],
-    ["tensor", "fully sharded x tensor", "stages x fully sharded", "stages x tensor", None],
+    ["tensor", "tensor x data", "fully sharded x tensor", "stages x fully sharded", "stages x tensor", None],
 ], ids=lambda legs: " > ".join(leg or "one" for leg in legs))  # fmt: skip
 def test_state_goes_from_layout_to_layout(pool: WorkerPool, tmp_path: Path, kind: str, legs: list[str | None]) -> None:
     (expected,) = pool.run(go_on, 1, kind, None, len(legs), None, tmp_path / "whole", False, init=False)
