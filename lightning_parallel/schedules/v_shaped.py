@@ -86,7 +86,7 @@ def vmin(stages: int, microbatches: int) -> Schedule:
 
 
 def v_shaped(stages: int, microbatches: int, activation_memory: float = 1.0) -> Schedule:
-    """The schedule in a V with the smallest bubble within a limit.
+    """A schedule in a V that holds no more than a limit. The more it may hold, the smaller is its bubble.
 
     Args:
         activation_memory: the most that a stage may hold, as a part of what the first stage of `one_f_one_b` holds.

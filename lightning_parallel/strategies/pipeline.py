@@ -61,7 +61,7 @@ class PipelineOptions(StagedOptions):
             ``"naive"``, and where there is one stage.
         chunks: the number of chunks of layers in each stage, with ``"interleaved"``; ``"auto"``: 2.
         activation_memory: with ``"zbv"``, the most activations that a stage may hold, as a part of what the first stage
-            of 1F1B holds, or in bytes, such as ``"6GiB"``. The bubble is the smallest that this allows. V-Min's is the
+            of 1F1B holds, or in bytes, such as ``"6GiB"``. The more, the smaller is the bubble. V-Min's is the
             least: a third and a little. Bytes are those that the start of a run estimates.
 
     Raises:
