@@ -122,7 +122,8 @@ def check(
         precision: of all runs, as the Trainer's. In others than "64-true", three more runs of one process, with changed
             last bits, tell how far rounding moves each number; four times as far is the tolerance.
         accelerator: as the Trainer's.
-        **options: of the constructor of a strategy that is given by its name.
+        **options: of the constructor of a strategy that is given by its name. Here ``microbatches="auto"`` means two
+            for each device, if the batch has so many samples.
 
     Raises:
         ValueError: the strategy isn't one of this package, or there are no batches. What a run raises, such as a
@@ -134,7 +135,7 @@ def check(
     in_one_process = partial(_in_one_process, module, data, values, common)
 
     def under_layout(*watches: Callback) -> tuple[LayoutStrategy, partial[int | None]]:
-        layout, shares = _layout(strategy, options), _Shares(values)
+        layout, shares = _layout(strategy, options, min(size, 2 * ranks)), _Shares(values)
         trainer = _trainer(shares, *watches, strategy=layout, devices=devices, num_nodes=num_nodes, **common)
         return layout, partial(_fit, trainer, module, data, shares)
 
@@ -205,8 +206,9 @@ def _expected(in_one_process: Callable[[], Evidence], precision: str) -> tuple[E
     return plain, Limits(plain, trials, precision)
 
 
-def _layout(strategy: str | LayoutStrategy, options: Mapping[str, Any]) -> LayoutStrategy:
-    """A copy of a strategy, or one by its name."""
+def _layout(strategy: str | LayoutStrategy, options: dict[str, Any], microbatches: int) -> LayoutStrategy:
+    """A copy of a strategy, or one by its name. ``microbatches`` are those of a pipeline that is given by its name, and
+    without them."""
     if isinstance(strategy, LayoutStrategy):
         return copy.deepcopy(strategy)
     name = strategy
@@ -216,7 +218,11 @@ def _layout(strategy: str | LayoutStrategy, options: Mapping[str, Any]) -> Layou
             each for each, entry in StrategyRegistry.items() if issubclass(entry["strategy"], LayoutStrategy)
         )
         raise ValueError(f"strategy={name!r} is none that can be compared. There are {', '.join(known)}.")
-    layout: LayoutStrategy = kind(**StrategyRegistry[name]["init_params"], **options)
+    options = StrategyRegistry[name]["init_params"] | options
+    chooses = "pipeline" in name and options.get("schedule") != "naive"
+    if chooses and options.get("microbatches", "auto") == "auto":
+        options["microbatches"] = microbatches
+    layout: LayoutStrategy = kind(**options)
     return layout
 
 

@@ -24,8 +24,7 @@ def noted(model: str, layout: str) -> tuple[list[Notes], Notes] | None:
     """On the first rank: what all ranks have noted of the second batch, and one process with the same microbatches."""
     kind, (devices, strategy, options) = MODELS[model], LAYOUTS[layout]
     watch, alone, shares = UnitWatch(1), UnitWatch(1), check._Shares(kind.batches())
-    options = ({"microbatches": 4} if "pipeline" in strategy else {}) | options
-    made = check._layout(strategy, options)
+    made = check._layout(strategy, options, 4)
     trainer = check._trainer(shares, check.Witness(), watch, strategy=made, devices=devices, **COMMON)
     parts = made.layout.size("data") * options.get("microbatches", 1)
     if made.layout.rank == 0:

@@ -25,8 +25,9 @@ from tests.thorough import thorough
 from tests.worker import ROOT
 
 LAYOUTS: dict[str, dict[str, Any]] = {
-    "pipeline_1f1b": {"microbatches": 4},
+    "pipeline_1f1b": {},
     "pipeline_zbv": {"microbatches": 4},
+    "pipeline_naive": {},
     "pipeline_async": {},
     "tensor_parallel": {},
     "fully_sharded": {},
@@ -203,7 +204,7 @@ def test_hooks_of_a_datamodule_are_called(pool: WorkerPool, strategy: str) -> No
 
 
 def checked_twice() -> list[Comparison | None]:
-    return [check(Net(nn.BatchNorm1d), batches(), devices=2, microbatches=4, batches=1) for _ in range(2)]
+    return [check(Net(nn.BatchNorm1d), batches(), devices=2, accelerator="cpu", batches=1) for _ in range(2)]
 
 
 def test_one_script_may_check_several_layouts_under_torchrun(pool: WorkerPool) -> None:
