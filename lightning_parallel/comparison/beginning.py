@@ -5,9 +5,9 @@ One process runs the same microbatches, so the calls of units are compared one b
     one process     in   out   in   out   ...   gradient of out   gradient of in   ...   gradients   weights
     a rank                     in   out   ...   gradient of out   gradient of in   ...   gradients   weights
 
-Between divided layers a rank has a piece of a tensor, and it isn't certain which one. The gradient of an input is only
-a part of it where units of other stages read the same. Such a difference counts only if that of the next output that is
-whole is there as well.
+Between divided layers a rank has a piece of a tensor, and it isn't certain which one; or one summand of a gradient, as
+where ranks share a head. The gradient of an input is only a part of it where units of other stages read the same. Such
+a difference counts only if that of the next output that is whole is there as well.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from lightning_parallel.comparison.differences import GRADIENT, Difference, differences, farthest_entry, largest
 from lightning_parallel.comparison.evidence import Evidence
-from lightning_parallel.comparison.kinds import kind_of
+from lightning_parallel.comparison.kinds import OWN_PART, kind_of
 from lightning_parallel.comparison.units import GRADIENTS, OF_INPUT, OF_OUTPUT, OUTPUT, Notes, Place
 from lightning_parallel.ranks.shard import Shard
 
@@ -138,7 +138,7 @@ def in_units(ranks: Sequence[Notes], alone: Notes, update: int, tolerance: float
             phase = "backward" if place.what in GRADIENTS else "forward"
             what = f"{place.what} on rank {here.rank}" + f", {name_of(here.part, ranks[0])}" * (len(right) > 1)
             suspect = suspect or Beginning(update, place.unit, phase, what, size, kind)
-            if are_whole and place.what != OF_INPUT:
+            if are_whole and place.what != OF_INPUT and kind != OWN_PART:
                 return suspect
         elif seen and are_whole and place.what in (OUTPUT, OF_OUTPUT):
             suspect = None

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
+OWN_PART = "each rank's own part, and their sum is right"
 _FEW = 3  # entries, of which any might be explained
 
 
@@ -47,7 +48,7 @@ def kind_of(
     if len(ranks) > 1 and not all(same(each.double(), ranks[0].double()) for each in ranks[1:]):
         total = torch.stack([each.double() for each in ranks]).sum(0)
         if same(total, right):
-            return "each rank's own part, and their sum is right"
+            return OWN_PART
         if same(total / len(ranks), right):
             return "each rank's own, and their mean is right"
     ratio = float((found * right).sum() / (right * right).sum())

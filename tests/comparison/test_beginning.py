@@ -74,7 +74,7 @@ def first(rank: Notes, alone: Notes) -> tuple[str, str] | None:
     return None if found is None else (found.unit, found.what.split(" on ")[0])
 
 
-X, Y = torch.randn(4, 6), torch.randn(4, 6)
+X, Y = torch.randn(2, 4, 6, dtype=torch.float64)
 
 
 def test_a_piece_counts_only_before_a_whole_output_that_differs() -> None:
@@ -85,6 +85,19 @@ def test_a_piece_counts_only_before_a_whole_output_that_differs() -> None:
     assert first(notes(wrong, (OUTPUT, "down", Y), (OUTPUT, "next", X), **piece), alone) is None
     assert first(notes(wrong, (OUTPUT, "down", X), (OUTPUT, "next", X), **piece), alone) == ("up", OUTPUT)
     assert first(notes(wrong, (OUTPUT, "down", Y), (OUTPUT, "next", Y), **piece), alone) == ("next", OUTPUT)
+
+
+def test_a_part_of_a_sum_counts_only_before_an_output_that_differs() -> None:
+    """Ranks that share a head have parts of its gradient."""
+    outputs = [(OUTPUT, "norm", X), (OUTPUT, "head", X)]
+
+    def gradients(head: Tensor, norm: Tensor) -> Notes:
+        return notes(*outputs, (OF_OUTPUT, "head", head), (OF_OUTPUT, "norm", norm))
+
+    part = X.roll(1, 0)
+    assert in_units([gradients(part, Y), gradients(X - part, Y)], gradients(X, Y), 0, 1e-9) is None
+    found = in_units([gradients(part, X), gradients(X - part, Y)], gradients(X, Y), 0, 1e-9)
+    assert found is not None and found.unit == "head"
 
 
 def test_fused_parts_are_divided_one_by_one() -> None:
