@@ -36,9 +36,9 @@ from lightning_parallel.schedules.checks import of_one_update
 from lightning_parallel.schedules.generators import Generator, interleaved, one_at_a_time
 from lightning_parallel.schedules.named import SCHEDULES
 from lightning_parallel.schedules.simulate import busy_across_batches, most_held, simulate
-from lightning_parallel.schedules.v_shaped import largest_within, v_shaped
+from lightning_parallel.schedules.v_shaped import zbv, zbv_in_bytes
 from lightning_parallel.set_up.options import StagedOptions
-from lightning_parallel.settings import Auto, ByteSize, Count, Range, bytes_of, takes
+from lightning_parallel.settings import Auto, ByteSize, Count, Range, binary_size, bytes_of, takes
 from lightning_parallel.steps.between_batches import gained, reasons_to_wait
 from lightning_parallel.steps.microbatches import loss_scale
 from lightning_parallel.strategies.staged import StagedStrategy
@@ -56,13 +56,14 @@ class PipelineOptions(StagedOptions):
             (stages - 1) / (microbatches + stages - 1). ``"interleaved"``: 1F1B with several chunks of layers a stage:
             a bubble smaller by their number, for more messages and activations. ``"zbv"``: two chunks a stage, and
             backwards in two halves: the smallest bubble; every stage holds what the first one does in 1F1B.
-            ``"vhalf"`` and ``"vmin"`` hold about a half and a third of it, for a bubble between ZB-V's and 1F1B's.
+            ``"vhalf"`` and ``"vmin"`` hold about a half and a third of it where there are many stages (with two, all),
+            for a larger bubble, and wait at the end of each batch.
             ``microbatches="auto"`` is four a stage, as GPipe advises, or as many as the batch has samples; one with
             ``"naive"``, and where there is one stage.
         chunks: the number of chunks of layers in each stage, with ``"interleaved"``; ``"auto"``: 2.
         activation_memory: with ``"zbv"``, the most activations that a stage may hold, as a part of what the first stage
-            of 1F1B holds, or in bytes, such as ``"6GiB"``. The more, the smaller is the bubble. V-Min's is the
-            least: a third and a little. Bytes are those that the start of a run estimates.
+            of 1F1B holds, or in bytes, such as ``"6GiB"``. The less, the larger is the bubble. V-Min's are the
+            least, about a third with many stages; with two, all. Bytes are those that the start of a run estimates.
 
     Raises:
         ValueError: a value that its setting doesn't take, several microbatches with ``"naive"``, ``chunks`` with
@@ -105,7 +106,7 @@ class PipelineOptions(StagedOptions):
             return f"interleaved, {chunks} chunks a stage", partial(interleaved, chunks=chunks)
         if not isinstance(self.activation_memory, str) and self.activation_memory != 1:
             limit = f"zbv, {self.activation_memory:g} of its activations"
-            return limit, partial(v_shaped, activation_memory=self.activation_memory)
+            return limit, partial(zbv, activation_memory=self.activation_memory)
         return self.schedule, SCHEDULES[self.schedule]
 
 
@@ -124,6 +125,7 @@ class PipelineStrategy(StagedStrategy):
         self._schedule_name, self._generator = options.generator
         self._schedules: dict[tuple[int, int], Schedule] = {}  # all batches but an epoch's last have the same
         self._limit = options.activation_memory
+        self._knows_bytes = True  # does the partition tell what training holds?
         self._by_user = callable(options.schedule)
         self._count = 1  # microbatches of the last batch
         self._gradients: Gradients = {}  # from training_step to backward
@@ -145,6 +147,11 @@ class PipelineStrategy(StagedStrategy):
                 )
         self._goes_on = False  # of the run before
         super().setup(trainer)
+        if self.run.trains and not self._knows_bytes:
+            raise ValueError(
+                f"activation_memory={self._limit!r}: this module was cut for an evaluation, which doesn't tell what "
+                f"training holds. Train before you evaluate, or give a part such as 0.75."
+            )
         self._alone_in = {chunk: self.stage.used_only_in(chunk) for chunk in self.stage.chunks}
         self._goes_on = self.run.trains and self._decide_to_go_on()
         self._is_cold = self.run.device.type != "cpu"
@@ -161,23 +168,25 @@ class PipelineStrategy(StagedStrategy):
 
     @override
     def check_partition(self, partition: Partition) -> None:
-        limit = self._limit
-        if not isinstance(limit, str):
+        if not isinstance(self._limit, str) or self.layout.stages == 1:
             return
-        stages, microbatches = self.layout.stages, self._usual_microbatches()
+        self._knows_bytes = self.run.trains
+        if not self._knows_bytes:  # an evaluation's batches aren't split
+            return
 
         def fullest(lists: Schedule) -> int:
             return max(self._held(actions, partition) for actions in lists)
 
-        try:
-            part = largest_within(stages, microbatches, bytes_of(limit), fullest)
-        except ValueError as error:
-            raise ValueError(
-                f"activation_memory={limit!r}: {error} Give more, or take more microbatches of fewer samples, or "
-                f"activation_checkpointing=True."
-            ) from None
-        self._schedule_name, self._generator = f"zbv, {limit} of activations", partial(v_shaped, activation_memory=part)
+        limit = bytes_of(self._limit)
+        self._schedule_name = f"zbv, {self._limit} of activations"
+        self._generator = partial(zbv_in_bytes, limit=limit, nbytes=fullest)
         self._schedules.clear()
+        least = fullest(self._schedule_for(self._usual_microbatches()))
+        if least > limit:
+            raise ValueError(
+                f"activation_memory={self._limit!r}: V-Min, which holds the least, holds {binary_size(least)} on a "
+                f"stage. Give more, or take more microbatches of fewer samples, or activation_checkpointing=True."
+            )
 
     @override
     def counts(self, name: str) -> bool:

@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 
-from lightning_parallel.schedules.actions import Backward, BackwardInput, BackwardWeight, Forward, Step
+from lightning_parallel.schedules.actions import Backward, BackwardInput, BackwardWeight, Forward, Schedule, Step
 from lightning_parallel.schedules.checks import of_one_update, validate
 from lightning_parallel.schedules.generators import gpipe, interleaved, one_f_one_b
 from lightning_parallel.schedules.named import SCHEDULES
@@ -18,7 +18,7 @@ from lightning_parallel.schedules.simulate import (
     repeated,
     simulate,
 )
-from lightning_parallel.schedules.v_shaped import v_shaped, vhalf, vmin, zbv
+from lightning_parallel.schedules.v_shaped import vhalf, vmin, zbv, zbv_in_bytes
 from recipes.schedule.figures import peak_activations
 
 SIZES = [(1, 1), (1, 4), (2, 1), (2, 8), (4, 2), (4, 4), (4, 8), (8, 16)]
@@ -103,7 +103,7 @@ def test_a_v_keeps_stages_busy_and_more_so_across_batches(
 
 @pytest.mark.parametrize(
     ("stages", "count", "half", "least"),
-    [(4, 8, (3.0, 0.906), (2.0, 0.814)), (8, 16, (5.0, 0.850), (4.0, 0.780)), (16, 32, (9.0, 0.824), (6.0, 0.765))],
+    [(4, 8, (3.0, 0.906), (2.0, 0.814)), (8, 16, (5.0, 0.850), (4.0, 0.807)), (16, 32, (9.0, 0.824), (6.0, 0.765))],
 )
 def test_v_half_and_v_min_hold_less_and_wait_less_than_1f1b(
     stages: int, count: int, half: tuple[float, float], least: tuple[float, float]
@@ -120,13 +120,28 @@ def test_any_limit_of_activations_gives_lists_that_keep_to_it_or_is_refused(stag
     least = max(peak_activations(vmin(stages, 4 * stages)))
     for limit in range(2 * stages + 1):
         part = limit / (2 * stages)
-        if limit < least:
-            with pytest.raises(ValueError, match="activation_memory="):
-                v_shaped(stages, 1, part)
+        if limit < least and stages > 1:
+            with pytest.raises(ValueError, match="activation_memory=") as refused:
+                zbv(stages, 1, part)
+            advised = float(str(refused.value).split("at least ")[1].split(",")[0])
+            assert max(peak_activations(zbv(stages, 4 * stages, advised))) == least
             continue
         for count in range(1, 3 * stages + 1, 1 + stages // 3):
-            lists = of_one_update(partial(v_shaped, activation_memory=part), stages, count)
-            assert max(peak_activations(lists)) <= limit
+            lists = of_one_update(partial(zbv, activation_memory=part), stages, count)
+            assert max(peak_activations(lists)) <= max(limit, least)
+
+
+def test_a_limit_in_bytes_holds_for_short_batches_with_unequal_chunks_too() -> None:
+    sizes = [10] * 6 + [100, 10]
+
+    def fullest(lists: Schedule) -> int:
+        return max(most_held(actions, sizes, sizes) for actions in lists)
+
+    for limit in (230, 300, 400):
+        for count in range(1, 9):
+            assert fullest(zbv_in_bytes(4, count, limit, fullest)) <= limit
+    assert zbv_in_bytes(4, 8, 10**6, fullest) == zbv(4, 8)
+    assert zbv_in_bytes(4, 8, 1, fullest) == vmin(4, 8)
 
 
 def test_the_halves_of_a_backward_share_its_time() -> None:

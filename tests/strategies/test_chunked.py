@@ -50,11 +50,14 @@ def test_unmodified_models_train_as_in_one_process(
     assert_equal(reports, single(model))
 
 
-def held_in_a_fit(limit: float | str) -> int:
-    """The bytes of activations that this rank expects to hold."""
+def held_in_a_fit(limit: float | str, *, evaluates: bool = False) -> int:
+    """The bytes of activations that this rank expects to hold. ``evaluates``: before it trains."""
     options = {"schedule": "zbv", "microbatches": BATCH, "activation_memory": limit}
     trainer = make_trainer("sync", [], options, max_epochs=1)
-    trainer.fit(MODELS["Shifts"](), MODELS["Shifts"].loader())
+    module, loader = MODELS["Shifts"](), MODELS["Shifts"].loader()
+    if evaluates:
+        trainer.validate(module, loader, verbose=False)
+    trainer.fit(module, loader)
     assert isinstance(trainer.strategy, PipelineStrategy)
     return trainer.strategy.activation_bytes()
 
@@ -63,7 +66,17 @@ def test_a_limit_of_activations_in_bytes_is_kept_to(pool: WorkerPool) -> None:
     most = max(pool.run(held_in_a_fit, 3, 1.0, init=False))
     assert most / 2 < max(pool.run(held_in_a_fit, 3, f"{0.8 * most / 2**10:.3f}KiB", init=False)) <= 0.8 * most
     for error in pool.run(held_in_a_fit, 3, "0.001KiB", init=False, expect_errors=True):
-        assert "activation_memory='0.001KiB': V-Min holds" in error
+        assert "activation_memory='0.001KiB': V-Min" in error
+    for error in pool.run(held_in_a_fit, 3, "1GiB", evaluates=True, init=False, expect_errors=True):
+        assert "activation_memory='1GiB': this module was cut for an evaluation" in error
+
+
+@pytest.mark.parametrize("limit", [0.5, "1KiB"])
+def test_one_process_has_nothing_to_limit(pool: WorkerPool, limit: float | str) -> None:
+    given = {"schedule": "zbv", "activation_memory": limit}
+    (report,) = pool.run(train, 1, "Shifts", "sync", given, init=False)
+    (plain,) = pool.run(train, 1, "Shifts", "single", init=False)
+    assert report.losses == plain.losses
 
 
 @pytest.mark.parametrize(
