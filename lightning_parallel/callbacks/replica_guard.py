@@ -28,6 +28,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_parallel.private.lightning.replaced import replaced
@@ -138,6 +139,7 @@ class _Copies:
         everyone: the group of all ranks.
         near: those that are compared between two batches: of an asynchronous pipeline one stage's, else all.
         tied: names of parameters that several stages hold.
+        owned: names of those whose optimizer state one rank has.
         places: those of all ranks, in one order.
     """
 
@@ -146,6 +148,7 @@ class _Copies:
     everyone: Group = None
     near: Group = None
     tied: frozenset[str] = frozenset()
+    owned: frozenset[str] = frozenset()
     places: tuple[_Place, ...] = ((),)
 
     @classmethod
@@ -165,7 +168,8 @@ class _Copies:
         counts = Counter(name for names in stages for name in names)
         tied = frozenset(name for name, count in counts.items() if count > 1)
         on_host = strategy.groups.on_host
-        copies = cls(local, layout, on_host(each.rank for each in ranks), on_host(near), tied)
+        owned = frozenset(strategy.owned)
+        copies = cls(local, layout, on_host(each.rank for each in ranks), on_host(near), tied, owned)
         own = {copies._place(name, parameter) for name, parameter in local.parameters.items()}
         places = set().union(*gather_objects(own, copies.everyone))
         return replace(copies, places=tuple(sorted(places, key=repr)))
@@ -174,7 +178,8 @@ class _Copies:
         """What differs, in words; empty if nothing does. All ranks of the group call it, and get the same."""
         held: dict[_Place, dict[str, list[Tensor]]] = {}
         for name, parameter in self.local.parameters.items():
-            held.setdefault(self._place(name, parameter), {}).update(_tensors_of(name, parameter, trainer))
+            optimizers = [] if name in self.owned else trainer.optimizers
+            held.setdefault(self._place(name, parameter), {}).update(_tensors_of(name, parameter, optimizers))
         numbers = {place: hash(digest_of_all(chain(*parts.values()))) % _ABOVE for place, parts in held.items()}
         signed = (sign * numbers[place] if place in numbers else -_ABOVE for sign in (1, -1) for place in self.places)
         largest = highest(group, *signed)
@@ -202,11 +207,11 @@ class _Copies:
         )
 
 
-def _tensors_of(name: str, parameter: Tensor, trainer: pl.Trainer) -> dict[str, list[Tensor]]:
-    """A parameter and its optimizer state, as they lie in memory."""
+def _tensors_of(name: str, parameter: Tensor, optimizers: Iterable[Optimizer]) -> dict[str, list[Tensor]]:
+    """A parameter and its state in some optimizers, as they lie in memory."""
     states = [
         optimizer.state.get(parameter, {})
-        for optimizer in trainer.optimizers
+        for optimizer in optimizers
         if not isinstance(optimizer, ZeroRedundancyOptimizer)  # whose state is on one rank
     ]
     tensors = tensors_in([[state[key] for key in sorted(state, key=str)] for state in states])

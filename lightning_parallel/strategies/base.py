@@ -433,6 +433,12 @@ class LayoutStrategy(ParallelStrategy):
         kind = type(self).__name__
         return [stepped_whole(optimizer, self.local_model, self.layout, kind) for optimizer in self.optimizers]
 
+    @property
+    def owned(self) -> Mapping[str, bool]:
+        """The divided parameters that one rank steps as a whole, by name: is it this one? It alone has their optimizer
+        state."""
+        return self._owned
+
     def _find_owners(self, groups: list[set[int]]) -> None:
         """Give an owner to each divided parameter that optimizers step as a whole, and let them see it so."""
         self._owned.clear()

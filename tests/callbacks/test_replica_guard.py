@@ -15,16 +15,28 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning_parallel import ReplicaGuard
 from lightning_parallel.ranks.local_model import local_part
 from lightning_parallel.ranks.writes import digest_of_all
+from tests import optimizers
 from tests.pool import WorkerPool
 from tests.strategies.harness import ALL, make_trainer
+from tests.strategies.shardable import ShardableLlama
 from tests.thorough import thorough
 
+
+class Owned(ShardableLlama):
+    """Its optimizer treats matrices as wholes, so each has an owner."""
+
+    def configure_optimizers(self) -> Any:
+        return optimizers.LAMB(self.parameters(), lr=0.01)
+
+
+KINDS = {**ALL, "Owned": Owned}
 # Ranks, the harness's name of the strategy, the model, and options.
 LAYOUTS: dict[str, tuple[int, str, str, dict[str, Any]]] = {
     "two replicas": (2, "ddp", "LeNet", {}),
     "three replicas": (3, "ddp", "LeNet", {}),
     "tensor": (2, "tensor", "ShardableLlama", {}),
     "replicas of tensor": (4, "tensor", "ShardableLlama", {"tensor_parallel": 2, "data_parallel": 2}),
+    "replicas that share owners": (4, "tensor", "Owned", {"tensor_parallel": 2, "data_parallel": 2}),
     "tied stages": (2, "sync", "GPT2", {"microbatches": 2}),
     "replicas of tied stages": (4, "sync", "GPT2", {"stages": 2, "microbatches": 2}),
     "asynchronous replicas": (4, "async", "GPT2Untied", {"stages": 2, "microbatches": 2}),
@@ -57,13 +69,23 @@ def train(layout: str, flip: tuple[Any, ...], every: int, folder: str) -> tuple[
     trainer = make_trainer(strategy, callbacks, options, max_epochs=12, enable_checkpointing=bool(folder))
     error = ""
     try:
-        trainer.fit(ALL[model](), ALL[model].loader())
+        trainer.fit(KINDS[model](), KINDS[model].loader())
     except RuntimeError as caught:
         error = str(caught)
     return error, sorted(each.name for each in Path(folder).glob("*")) if folder else []
 
 
-OFTEN = ("two replicas", "tensor", "asynchronous replicas", "fully sharded stages", "replicas of tied stages")
+OFTEN = (
+    "two replicas", "tensor", "asynchronous replicas", "fully sharded stages", "replicas of tied stages",
+    "replicas that share owners",
+)  # fmt: skip
+    "two replicas",
+    "tensor",
+    "asynchronous replicas",
+    "fully sharded stages",
+    "replicas of tied stages",
+    "replicas that share owners",
+)
 
 
 @pytest.mark.parametrize("layout", [*OFTEN, *thorough(*(each for each in LAYOUTS if each not in OFTEN))])
