@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -24,6 +25,7 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import Strategy, StrategyRegistry
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.utils.data import DataLoader, Dataset
@@ -126,8 +128,8 @@ def check(
             for each device, if the batch has so many samples.
 
     Raises:
-        ValueError: the strategy isn't one of this package, or there are no batches. What a run raises, such as a
-            refusal, is raised.
+        ValueError: the strategy isn't one of this package, or has a precision of its own; there are no batches, or a
+            loss isn't a number. What a run raises, such as a refusal, is raised.
     """
     values = _first(module, data, batches)
     size, ranks = batch_size(values[0]), devices * num_nodes
@@ -151,8 +153,11 @@ def check(
         plain, limits = expected
         found.extend(differences(witness.of_all_ranks, plain))
         different.extend(each for each in found if not each.size <= limits.of(each))
-        update = next((each.update for each in different if each.order <= WEIGHT), None)
-        return None if update is None else update * len(values) // max(1, len(plain.gradients))
+        first = next((each for each in different if each.order <= WEIGHT), None)
+        if first is None:
+            return None
+        # A loss has its batch's number.
+        return plain.batches[first.update] if first.order and plain.batches else first.update
 
     batch = fit(batch_of_first)
     units = UnitWatch(batch)
@@ -162,6 +167,11 @@ def check(
     if expected is None:
         return None
     plain, limits = expected
+    if (unknown := next((k for k, loss in enumerate(plain.losses) if not math.isfinite(loss)), None)) is not None:
+        raise ValueError(
+            f"In one process the loss of batch {unknown} is {plain.losses[unknown]}, so what comes of it can't be "
+            f"compared. Give other data or weights."
+        )
     by_nature, beginning = False, None
     replicas, microbatches = layout.layout.size("data"), getattr(layout.options, "microbatches", 1)
     if isinstance(layout, StagedStrategy) and microbatches == "auto":
@@ -210,6 +220,10 @@ def _layout(strategy: str | LayoutStrategy, options: dict[str, Any], microbatche
     """A copy of a strategy, or one by its name. ``microbatches`` are those of a pipeline that is given by its name, and
     without them."""
     if isinstance(strategy, LayoutStrategy):
+        if options:
+            raise ValueError(f"{', '.join(options)}: give options to the strategy, since it is made already.")
+        if type(strategy.precision_plugin) is not Precision:
+            raise ValueError("The strategy has a precision of its own. Give check precision=, which is for all runs.")
         return copy.deepcopy(strategy)
     name = strategy
     kind = StrategyRegistry[name]["strategy"] if name in StrategyRegistry else None

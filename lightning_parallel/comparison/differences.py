@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from lightning_parallel.comparison.evidence import Evidence
@@ -13,6 +14,9 @@ from lightning_parallel.ranks.shard import Shard
 
 # What is smaller is compared with this: of numbers and buffers, and of others in units of their largest entry.
 _ALMOST_ZERO = 1e-6
+# In last bits of the largest entry among the gradients: what is smaller is what rounding leaves of zero, as in the
+# gradient of a key's bias. Adam makes whole steps of it, so such a parameter's weights aren't compared.
+_ROUNDING = 100
 
 # What a Difference is of, in the order in which an update computes it: after the loss, 0, and before logs, 4.
 GRADIENT, WEIGHT, BUFFER = 1, 2, 3
@@ -56,12 +60,15 @@ def _by_rank(ranks: Sequence[Evidence], expected: Evidence) -> Iterator[Differen
         if len(found.gradients) != len(expected.gradients):
             count = f"number of updates of rank {rank}, {len(found.gradients)} for {len(expected.gradients)}"
             yield Difference(0, 1, count, math.inf)
+    zeros: list[set[str]] = []  # by update: the parameters whose gradients have been zero, but for rounding
     for update, whole in enumerate(expected.gradients):
+        zeros.append({name for name, tensor in whole.items() if largest(tensor) <= _rounding(whole)}.union(*zeros[-1:]))
         parts = [(rank.gradients[update], rank.shards) for rank in ranks if update < len(rank.gradients)]
         yield from _of_tensors(update, GRADIENT, "gradient of", parts, whole)
     for update, whole in enumerate(expected.weights):
         parts = [(rank.weights[update], rank.shards) for rank in ranks if update < len(rank.weights)]
-        yield from _of_tensors(update, WEIGHT, "weight of", parts, whole)
+        of_weights = _of_tensors(update, WEIGHT, "weight of", parts, whole)
+        yield from (each for each in of_weights if each.parameter not in zeros[update])
     last = len(expected.gradients) - 1
     yield from _of_tensors(last, BUFFER, "buffer", [(rank.buffers, {}) for rank in ranks], expected.buffers)
     for name, value in expected.logged.items():
@@ -79,14 +86,22 @@ def _of_tensors(
     whole: Mapping[str, Tensor],
 ) -> Iterator[Difference]:
     unit = 1.0 if order == BUFFER else max((largest(tensor) for tensor in whole.values()), default=0.0)
+    rounding = _rounding(whole) if order == GRADIENT else 0.0
     for tensors, shards in parts:
         for name, tensor in tensors.items():
+            if name in whole and max(largest(tensor), largest(whole[name])) <= rounding:
+                continue
             size = distance(tensor, whole.get(name), shards.get(name), _ALMOST_ZERO * unit)
             yield Difference(update, order, f"{what} {name}", size, "" if order == BUFFER else name)
     for name in whole.keys() - {name for tensors, _ in parts for name in tensors}:
         if largest(whole[name]):  # none is as good as one of zeros
             missing = f"{what} {name}, which no rank has"
             yield Difference(update, order, missing, math.inf, "" if order == BUFFER else name)
+
+
+def _rounding(gradients: Mapping[str, Tensor]) -> float:
+    """What rounding may leave of a gradient that is zero."""
+    return max((_ROUNDING * torch.finfo(each.dtype).eps * largest(each) for each in gradients.values()), default=0.0)
 
 
 def apart(one: float, other: float, least: float = _ALMOST_ZERO) -> float:

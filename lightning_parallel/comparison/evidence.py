@@ -26,7 +26,8 @@ class Evidence:
 
     Attributes:
         losses: what ``training_step`` returned, one a batch; empty if the module optimizes by itself and returns none.
-        gradients: one dictionary an update, by parameter; before clipping.
+        gradients: one dictionary an update, by parameter; before clipping. A step of an optimizer is an update.
+        batches: the number of each update's batch.
         begin: the weights before the first update, by parameter.
         weights: after each update, by parameter.
         buffers: at the end, by name; those that a checkpoint keeps.
@@ -36,6 +37,7 @@ class Evidence:
 
     losses: list[float] = field(default_factory=list)
     gradients: list[dict[str, Tensor]] = field(default_factory=list)
+    batches: list[int] = field(default_factory=list)
     begin: dict[str, Tensor] = field(default_factory=dict)
     weights: list[dict[str, Tensor]] = field(default_factory=list)
     buffers: dict[str, Tensor] = field(default_factory=dict)
@@ -62,6 +64,8 @@ class Witness(Callback):
         self._evidence.begin = {name: copied(p.detach()) for name, p in local.parameters.items()}
 
     def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Any) -> None:
+        self._note_weights(trainer, pl_module)  # after another step in this batch
+        self._evidence.batches.append(trainer.fit_loop.total_batch_idx)
         named = _local(trainer, pl_module).parameters.items()
         self._evidence.gradients.append({name: copied(p.grad) for name, p in named if p.grad is not None})
 
@@ -73,8 +77,11 @@ class Witness(Callback):
         loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
         if loss is not None:
             self._losses.append(loss)
+        self._note_weights(trainer, pl_module)
+
+    def _note_weights(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         if len(self._evidence.weights) < len(self._evidence.gradients):
-            named = _local(trainer, pl_module).parameters.items()
+            named = _local(trainer, module).parameters.items()
             self._evidence.weights.append({name: copied(p.detach()) for name, p in named})
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

@@ -76,9 +76,6 @@ def train(layout: str, flip: tuple[Any, ...], every: int, folder: str) -> tuple[
 
 
 OFTEN = (
-    "two replicas", "tensor", "asynchronous replicas", "fully sharded stages", "replicas of tied stages",
-    "replicas that share owners",
-)  # fmt: skip
     "two replicas",
     "tensor",
     "asynchronous replicas",

@@ -12,15 +12,16 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lightning_parallel import check
+from lightning_parallel import PipelineStrategy, check
 from lightning_parallel.comparison.check import Comparison
 from lightning_parallel.comparison.differences import Difference, differences
 from lightning_parallel.comparison.evidence import Evidence
 from lightning_parallel.ranks.shard import Shard
-from tests.pool import WorkerPool
+from tests.pool import WorkerError, WorkerPool
 from tests.thorough import thorough
 from tests.worker import ROOT
 
@@ -135,6 +136,70 @@ def test_a_wrong_gradient_is_named(pool: WorkerPool) -> None:
     first = found.different[0]
     assert (first.update, first.name) == (0, "gradient of net.5.weight") and first.size == pytest.approx(0.5)
     assert "net.5.weight" in str(found)
+
+
+class Two(Net):
+    """Two optimizers. On ranks that aren't alone the second one's gradient is halved."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
+        for k, optimizer in enumerate(self.optimizers()):  # type: ignore[arg-type]
+            optimizer.zero_grad()
+            self.manual_backward(F.cross_entropy(self.net(batch[0]), batch[1]))
+            if k and self.trainer.num_devices > 1:
+                self.net[3].weight.grad.mul_(0.5)
+            optimizer.step()
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD(self.net[k].parameters(), lr=0.1) for k in (0, 3)]
+
+
+def test_each_optimizer_s_step_is_an_update(pool: WorkerPool) -> None:
+    found = pool.run(checked, 2, Two(), "tensor_parallel", {"plan": "none", "data_parallel": 2}, init=False)[0]
+    first = found.different[0]
+    assert (first.update, first.name, first.size) == (1, "gradient of net.3.weight", pytest.approx(0.5))
+
+
+class Keys(Net):
+    """Attention's key has a bias, which changes nothing: rounding alone makes its gradient, and Adam steps of that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.key, self.value = (nn.Linear(8, 8) for _ in range(3))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x = batch[0][:, None] * torch.arange(1.0, 4.0, dtype=batch[0].dtype)[:, None]
+        seen = F.scaled_dot_product_attention(self.query(x), self.key(x), self.value(x))
+        return F.cross_entropy(self.net(seen.mean(1)), batch[1])
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters())
+
+
+@pytest.mark.parametrize("strategy", ["pipeline_1f1b", "fully_sharded"])
+def test_a_gradient_of_rounding_alone_is_no_difference(pool: WorkerPool, strategy: str) -> None:
+    found = pool.run(checked, 2, Keys(), strategy, {}, init=False)[0]
+    assert found.equal, str(found)
+
+
+class Lost(Net):
+    """Its loss isn't a number."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return super().training_step(batch, batch_idx) * math.nan
+
+
+def test_runs_that_cannot_be_compared_are_refused(pool: WorkerPool) -> None:
+    with pytest.raises(WorkerError, match="In one process the loss of batch 0 is nan"):
+        pool.run(checked, 2, Lost(), "fully_sharded", {}, init=False)
+    made = PipelineStrategy(microbatches=2)
+    with pytest.raises(ValueError, match="microbatches: give options to the strategy"):
+        check(Net(), batches(), strategy=made, microbatches=3)
+    with pytest.raises(ValueError, match="precision of its own"):
+        check(Net(), batches(), strategy=PipelineStrategy(precision_plugin=MixedPrecision("bf16-mixed", "cpu")))
 
 
 class Counting(Net):
