@@ -7,12 +7,12 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from lightning_parallel.checks.first_losses import scalars
+from lightning_parallel.ranks.collectives import gather_objects_on_first
 from lightning_parallel.ranks.local_model import LocalModel, whole
 from lightning_parallel.ranks.shard import Shard
 from lightning_parallel.strategies.base import LayoutStrategy
@@ -93,10 +93,7 @@ class Witness(Callback):
             for name, each in _local(trainer, pl_module).buffers().items()
         }
         self._evidence.logged = scalars(trainer.callback_metrics)
-        self.of_all_ranks = [self._evidence]
-        if dist.is_initialized():
-            self.of_all_ranks *= dist.get_world_size()
-            dist.gather_object(self._evidence, self.of_all_ranks if dist.get_rank() == 0 else None)
+        self.of_all_ranks = gather_objects_on_first(self._evidence, None) or []
 
 
 def _local(trainer: pl.Trainer, module: pl.LightningModule) -> LocalModel:

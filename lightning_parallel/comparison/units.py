@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
 import torch
-import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
 
@@ -23,6 +22,7 @@ from lightning_parallel.absent.tensor import AbsentTensor
 from lightning_parallel.comparison.evidence import copied
 from lightning_parallel.interception import Interception, can_intercept
 from lightning_parallel.private.torch import tensors_in
+from lightning_parallel.ranks.collectives import gather_objects_on_first
 from lightning_parallel.strategies.base import LayoutStrategy
 from lightning_parallel.strategies.staged import StagedStrategy
 
@@ -127,10 +127,7 @@ class UnitWatch(Callback):
             notes.parts, notes.factor = max(1, microbatches.count), float(microbatches.loss.factor)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self.of_all_ranks = [self._notes]
-        if dist.is_initialized():
-            self.of_all_ranks *= dist.get_world_size()
-            dist.gather_object(self._notes, self.of_all_ranks if dist.get_rank() == 0 else None)
+        self.of_all_ranks = gather_objects_on_first(self._notes, None) or []
 
     # -- hooks on units ------------------------------------------------------------------------------------------
 
