@@ -152,10 +152,8 @@ def take_part(
     if not averages._held:
         averages._fill(module, local, device_of_averages(callback, run.device))
     for owner, name in walks(callback):
-        walk = partial(_walk, getattr(owner, name), module)  # there nothing is in flight
-        if name == "update_parameters":
-            walk = partial(_average, getattr(owner, name), module, after_update)
-        end.callback(replaced(owner, name, walk))
+        waits_for = after_update if name == "update_parameters" else lambda: None  # at others nothing is in flight
+        end.callback(replaced(owner, name, partial(_walk, getattr(owner, name), module, waits_for)))
     end.callback(replaced(callback, "load_state_dict", partial(_load, callback, run.trainer, callback.load_state_dict)))
     leads = isinstance(callback, WeightAveraging)
     at = ("current_model_state",) if leads else ("callbacks", callback.state_key, "average_model_state")
@@ -167,22 +165,20 @@ def _load(callback: Averaging, trainer: pl.Trainer, load: Callable[[Any], None],
     leave_out_schedulers(callback, trainer)
 
 
-def _walk(function: Callable[..., Any], module: pl.LightningModule, *args: Any) -> None:
-    part = _Part(module)
-    function(*(part if each is module else each for each in args))
-
-
-def _average(
+def _walk(
     function: Callable[..., Any],
     module: pl.LightningModule,
     after_update: Callable[[], list[Callable[[], Any]] | None],
     *args: Any,
 ) -> None:
-    """Average now, or, where this rank makes the update later, after it, with the buffers of now."""
-    if (following := after_update()) is None:
-        return _walk(function, module, *args)
-    part = _Part(module, keeps_buffers=True)
-    following.append(partial(function, *(part if each is module else each for each in args)))
+    """Walk now, or, where this rank makes the update later, after it, with the buffers of now."""
+    following = after_update()
+    part = _Part(module, keeps_buffers=following is not None)
+    walk = partial(function, *(part if each is module else each for each in args))
+    if following is None:
+        walk()
+    else:
+        following.append(walk)
 
 
 def _refuse(found: Sequence[Averaging], averages: nn.Module, run: Run, local: LocalModel, strategy: str) -> None:
