@@ -127,14 +127,16 @@ def in_units(ranks: Sequence[Notes], alone: Notes, update: int, tolerance: float
     suspect: Beginning | None = None
     for place in dict.fromkeys(place for part in right for place in part):
         seen = [*_seen(place, ranks, found, right)]
-        sizes = [each.size(least[place.what in GRADIENTS]) for each in seen]
-        wrong = [(size, each) for size, each in zip(sizes, seen, strict=True) if not size <= tolerance]
+        wrong = [
+            (size, each, _kind(each, seen, place, right, ranks[0], tolerance))
+            for each in seen
+            if not (size := each.size(least[place.what in GRADIENTS])) <= tolerance
+        ]
         are_whole = all(each.right.shape == each.whole.shape for each in seen)
         if wrong:
             # What can be explained says more than what is largest.
-            kinds = [_kind(each, seen, place, right, ranks[0], tolerance) for _, each in wrong]
-            k = next((k for k, kind in enumerate(kinds) if kind), max(range(len(wrong)), key=lambda k: wrong[k][0]))
-            (size, here), kind = wrong[k], kinds[k]
+            explained = (each for each in wrong if each[2])
+            size, here, kind = next(explained, max(wrong, key=lambda each: each[0]))
             phase = "backward" if place.what in GRADIENTS else "forward"
             what = f"{place.what} on rank {here.rank}" + f", {name_of(here.part, ranks[0])}" * (len(right) > 1)
             suspect = suspect or Beginning(update, place.unit, phase, what, size, kind)
