@@ -221,17 +221,12 @@ def _tensors_of(name: str, parameter: Tensor, optimizers: Iterable[Optimizer]) -
     }
 
 
-def _unequal(ranks: Iterable[Mapping[Any, object]]) -> dict[Any, list[list[int]]]:
-    """The keys with different values on ranks that have them, and for each the ranks by value, most ranks last."""
-    found: dict[Any, dict[object, list[int]]] = {}
-    for rank, numbers in enumerate(ranks):
-        for key, number in numbers.items():
-            found.setdefault(key, {}).setdefault(number, []).append(rank)
-    return {key: sorted(copies.values(), key=len) for key, copies in found.items() if len(copies) > 1}
-
-
 def _said(ranks: Sequence[str], numbers: Iterable[Mapping[Any, object]], update: int) -> str:
-    unequal = _unequal(numbers)
+    holders: dict[Any, dict[object, list[int]]] = {}  # of each number, by tensor
+    for rank, here in enumerate(numbers):
+        for tensor, number in here.items():
+            holders.setdefault(tensor, {}).setdefault(number, []).append(rank)
+    unequal = {tensor: sorted(copies.values(), key=len) for tensor, copies in holders.items() if len(copies) > 1}
     *others, most = next(iter(unequal.values()))
     is_known = len(others[-1]) < len(most)
     blamed = [ranks[rank] for copies in (others if is_known else [*others, most]) for rank in copies]
