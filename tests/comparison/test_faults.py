@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.faults.faults import FAULTS
-from tests.faults.training import PAIRS, case, seeded
+from tests.faults.training import PAIRS, case, case_of
 from tests.pool import WorkerPool
 
 SAMPLE = [
@@ -21,12 +21,12 @@ SAMPLE = [
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in SAMPLE else pytest.mark.thorough) for n in FAULTS])
 def test_a_fault_is_found_and_placed(pool: WorkerPool, name: str) -> None:
-    found = seeded(pool, name)
-    assert found.is_found and found.is_placed and found.is_explained, found.report
+    found = case_of(pool, name)
+    assert found.is_right, found.report
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(("model", "layout"), PAIRS)
 def test_without_a_fault_there_is_no_alarm(pool: WorkerPool, model: str, layout: str) -> None:
     found = case(pool, model, layout)
-    assert found.comparison is not None and not found.is_found, found.report
+    assert found.is_right, found.report

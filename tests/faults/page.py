@@ -26,7 +26,7 @@ def write(faulty: Sequence[Case], clean: Sequence[Case], file: Path) -> None:
         "explainable": sum(FAULTS[each.name or ""].kind is not None for each in faulty),
         "alike": sum(FAULTS[each.name or ""].unit == ANY for each in faulty),
         "clean": len(clean),
-        "alarms": sum(each.is_found or each.comparison is None for each in clean) or "no",
+        "alarms": sum(not each.is_right for each in clean) or "no",
     }
     parts = [
         _INTRODUCTION.format(**counts),

@@ -10,7 +10,7 @@ from fnmatch import fnmatchcase
 
 from lightning_parallel import check
 from lightning_parallel.comparison.check import Comparison
-from tests.faults.faults import FAULTS, Fault
+from tests.faults.faults import FAULTS
 from tests.faults.models import LAYOUTS, MODELS
 from tests.faults.seeding import layouts_only
 from tests.pool import WorkerError, WorkerPool
@@ -57,6 +57,13 @@ class Case:
         begins = None if self.comparison is None else self.comparison.beginning
         return self.name is not None and begins is not None and (FAULTS[self.name].kind or "") in (begins.kind or "")
 
+    @property
+    def is_right(self) -> bool:
+        """Is a fault found, placed and explained, or is there no alarm without one?"""
+        if self.name is None:
+            return self.comparison is not None and not self.is_found
+        return self.is_placed and self.is_explained
+
 
 def case(pool: WorkerPool, model: str, layout: str, name: str | None = None) -> Case:
     """Run a case on its ranks."""
@@ -70,10 +77,9 @@ def case(pool: WorkerPool, model: str, layout: str, name: str | None = None) -> 
     return Case(name, model, layout, report, comparison, time.monotonic() - begin)
 
 
-def seeded(pool: WorkerPool, name: str) -> Case:
-    """Run a fault."""
-    fault: Fault = FAULTS[name]
-    return case(pool, fault.model, fault.layout, name)
+def case_of(pool: WorkerPool, name: str) -> Case:
+    """Run a fault's case."""
+    return case(pool, FAULTS[name].model, FAULTS[name].layout, name)
 
 
 def checked(model: str, layout: str, name: str | None = None) -> Comparison | None:
