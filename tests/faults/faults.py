@@ -38,9 +38,8 @@ from lightning_parallel.tensor import functions, linear
 from lightning_parallel.tensor.embedding import VocabParallelEmbedding
 from lightning_parallel.tensor.linear import RowParallelLinear
 from tests.faults.models import WIDTH, WORDS, Vision
-from tests.faults.seeding import is_seeded, replaced
+from tests.faults.seeding import Seeded, in_place_of, is_seeded, replaced
 
-Seeded = Callable[[], AbstractContextManager[Any]]
 ANY = "*"  # in the place of a unit: the fault is in all of them alike
 
 
@@ -75,22 +74,18 @@ def backward_of(microbatch: int | None, scale: float, rank: int | None = None) -
     return lambda: replaced(BatchLoss, "begin", begin, rank)
 
 
-def lost_backward() -> AbstractContextManager[None]:
-    def begin(original: Any, self: BatchLoss, index: int, factor: float) -> Any:
-        found = original(self, index, factor)
-        return ([], []) if index == 1 else found
-
-    return replaced(BatchLoss, "begin", begin)
+@in_place_of(BatchLoss, "begin")
+def lost_backward(original: Any, self: BatchLoss, index: int, factor: float) -> Any:
+    found = original(self, index, factor)
+    return ([], []) if index == 1 else found
 
 
-def lost_second_half() -> AbstractContextManager[None]:
-    def second_half(original: Any, self: Chunk, number: int, *, completes: bool) -> None:
-        if number == 1:
-            self._second_halves.popleft()
-        else:
-            original(self, number, completes=completes)
-
-    return replaced(Chunk, "second_half", second_half)
+@in_place_of(Chunk, "second_half")
+def lost_second_half(original: Any, self: Chunk, number: int, *, completes: bool) -> None:
+    if number == 1:
+        self._second_halves.popleft()
+    else:
+        original(self, number, completes=completes)
 
 
 def parts(change: Callable[[list[Any]], list[Any]], rank: int | None = None) -> Seeded:
@@ -114,20 +109,16 @@ def late_labels() -> AbstractContextManager[None]:
     return replaced(Splitting, "parts", late, rank=0)
 
 
-def by_samples() -> AbstractContextManager[None]:
-    def of(original: Any, self: LossMeans, given: Any, sizes: Any, *, is_first: bool) -> BatchLoss:
-        return BatchLoss(sizes, Rule.SAMPLES)
-
-    return replaced(LossMeans, "of", of)
+@in_place_of(LossMeans, "of")
+def by_samples(original: Any, self: LossMeans, given: Any, sizes: Any, *, is_first: bool) -> BatchLoss:
+    return BatchLoss(sizes, Rule.SAMPLES)
 
 
-def only_last_trained() -> AbstractContextManager[None]:
-    def backward(original: Any, self: Chunk, *args: Any, **kwargs: Any) -> None:
-        for parameter in self._stage.named_parameters().values():
-            parameter.grad = None
-        original(self, *args, **kwargs)
-
-    return replaced(Chunk, "backward", backward)
+@in_place_of(Chunk, "backward")
+def only_last_trained(original: Any, self: Chunk, *args: Any, **kwargs: Any) -> None:
+    for parameter in self._stage.named_parameters().values():
+        parameter.grad = None
+    original(self, *args, **kwargs)
 
 
 # -- messages ----------------------------------------------------------------------------------------------------
@@ -265,34 +256,30 @@ def halved(summed: Any, gradients: dict[str, Any]) -> dict[str, Any]:
     return {name: g / 2 if g is not None and found[name] is not gradients[name] else g for name, g in found.items()}
 
 
-def exchanged_layers() -> AbstractContextManager[None]:
+@in_place_of(Stages, "join_shared", rank=0)
+def exchanged_layers(original: Any, self: Stages, local: Any, run: Any) -> None:
     """The last stage's layers have each other's weights, as by a checkpoint that is read wrongly."""
-
-    def join(original: Any, self: Stages, local: Any, run: Any) -> None:
-        original(self, local, run)
-        one, other = local.parameters["blocks.3.up.weight"], local.parameters["blocks.3.down.weight"]
-        kept = one.detach().clone()
-        one.data.copy_(other.detach().t())
-        other.data.copy_(kept.t())
-
-    return replaced(Stages, "join_shared", join, rank=0)
+    original(self, local, run)
+    one, other = local.parameters["blocks.3.up.weight"], local.parameters["blocks.3.down.weight"]
+    kept = one.detach().clone()
+    one.data.copy_(other.detach().t())
+    other.data.copy_(kept.t())
 
 
 # -- random numbers ----------------------------------------------------------------------------------------------
 
 
-def one_mask() -> AbstractContextManager[None]:
-    return replaced(TorchGenerators, "seed", lambda original, self, seed: original(self, 7))
+@in_place_of(TorchGenerators, "seed")
+def one_mask(original: Any, self: TorchGenerators, seed: int) -> None:
+    original(self, 7)
 
 
-def in_evaluation() -> AbstractContextManager[None]:
-    def run(original: Any, self: Stage, *args: Any, **kwargs: Any) -> Any:
-        for part in self.module.modules():
-            if isinstance(part, nn.Dropout):
-                part.eval()
-        return original(self, *args, **kwargs)
-
-    return replaced(Stage, "run", run, rank=0)
+@in_place_of(Stage, "run", rank=0)
+def in_evaluation(original: Any, self: Stage, *args: Any, **kwargs: Any) -> Any:
+    for part in self.module.modules():
+        if isinstance(part, nn.Dropout):
+            part.eval()
+    return original(self, *args, **kwargs)
 
 
 # -- tensor ranks ------------------------------------------------------------------------------------------------
@@ -321,22 +308,22 @@ def without_sum_of_inputs() -> Iterator[None]:
         linear.functions = functions
 
 
+@in_place_of(RowParallelLinear, "forward")
 def bias_of_each(original: Any, self: RowParallelLinear, x: Tensor) -> Tensor:
     y: Tensor = original(self, x)
     return y if self.bias is None else y + self.bias
 
 
-def swapped_shards() -> AbstractContextManager[None]:
-    def begin(original: Any, self: TensorShards, run: Any, local: Any) -> None:
-        original(self, run, local)
-        for name in ("blocks.1.up.weight", "blocks.1.up.bias"):
-            shards = [torch.empty_like(local.parameters[name]) for _ in range(2)]
-            dist.all_gather(shards, local.parameters[name].detach())
-            local.parameters[name].data.copy_(shards[1 - dist.get_rank()])
-
-    return replaced(TensorShards, "begin", begin)
+@in_place_of(TensorShards, "begin")
+def swapped_shards(original: Any, self: TensorShards, run: Any, local: Any) -> None:
+    original(self, run, local)
+    for name in ("blocks.1.up.weight", "blocks.1.up.bias"):
+        shards = [torch.empty_like(local.parameters[name]) for _ in range(2)]
+        dist.all_gather(shards, local.parameters[name].detach())
+        local.parameters[name].data.copy_(shards[1 - dist.get_rank()])
 
 
+@in_place_of(VocabParallelEmbedding, "forward")
 def unmasked(original: Any, self: VocabParallelEmbedding, ids: Tensor) -> Tensor:
     rows = nn.functional.embedding((ids - self._start).clamp(0, self.weight.shape[0] - 1), self.weight)
     return functions.reduce_(rows, self.site.group)
@@ -345,13 +332,11 @@ def unmasked(original: Any, self: VocabParallelEmbedding, ids: Tensor) -> Tensor
 # -- fully sharded -----------------------------------------------------------------------------------------------
 
 
-def summed_gradients() -> AbstractContextManager[None]:
-    def shard(original: Any, self: FullyShardedStrategy, module: Any) -> None:
-        original(self, module)
-        for unit in self._units:
-            unit.set_gradient_divide_factor(1.0)
-
-    return replaced(FullyShardedStrategy, "_fully_shard", shard)
+@in_place_of(FullyShardedStrategy, "_fully_shard")
+def summed_gradients(original: Any, self: FullyShardedStrategy, module: Any) -> None:
+    original(self, module)
+    for unit in self._units:
+        unit.set_gradient_divide_factor(1.0)
 
 
 @contextmanager
@@ -444,12 +429,7 @@ FAULTS: dict[str, Fault] = {
         "Blocks", "stages", "blocks.1", "backward", returning(lambda i, g: g * 2), "2 times"
     ),
     "gradients are those of the microbatch before": Fault(
-        "Blocks",
-        "stages",
-        "blocks.1",
-        "backward",
-        stale_gradients,
-        "that of microbatch",
+        "Blocks", "stages", "blocks.1", "backward", stale_gradients, "that of microbatch"
     ),
     "the gradient of a skip connection is lost": Fault(
         "Pictures", "stages", "vision.net.2", "backward", returning(lambda i, g: g * (i == 1))
@@ -490,12 +470,7 @@ FAULTS: dict[str, Fault] = {
         "2 times",
     ),
     "a stage skips an update": Fault(
-        "Blocks",
-        "stages",
-        "blocks.[01].*",
-        "update",
-        stepping(without_second, rank=1),
-        "zeros",
+        "Blocks", "stages", "blocks.[01].*", "update", stepping(without_second, rank=1), "zeros"
     ),
     "a stage has twice the rate": Fault(
         "Blocks", "stages", "blocks.[01].*", "update", stepping(at_double_rate, rank=1), "2 times"
@@ -560,9 +535,7 @@ FAULTS: dict[str, Fault] = {
     "a column layer doesn't sum the gradients of its input": Fault(
         "Blocks", "tensor", "blocks.3.up", "backward", without_sum_of_inputs, "sum is right"
     ),
-    "each rank adds the bias of a row layer": Fault(
-        "Untied", "tensor", "blocks.0.o", "forward", lambda: replaced(RowParallelLinear, "forward", bias_of_each)
-    ),
+    "each rank adds the bias of a row layer": Fault("Untied", "tensor", "blocks.0.o", "forward", bias_of_each),
     "ranks have each other's shard": Fault(
         "Blocks", "tensor", "blocks.1.up", "forward", swapped_shards, "that of rank"
     ),
@@ -573,9 +546,7 @@ FAULTS: dict[str, Fault] = {
         "gradient",
         lambda: unwatched(replaced(TensorShards, "completed", lambda f, self, gradients, **_: gradients)),
     ),
-    "words of other ranks aren't left out": Fault(
-        "Untied", "tensor", "embed", "forward", lambda: replaced(VocabParallelEmbedding, "forward", unmasked)
-    ),
+    "words of other ranks aren't left out": Fault("Untied", "tensor", "embed", "forward", unmasked),
     "a stage's gradients are doubled on a tensor rank's way": Fault(
         "Blocks", "stages x tensor", "blocks.1", "backward", lambda: unwatched(returning(lambda i, g: g * 2)())
     ),

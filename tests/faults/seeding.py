@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from lightning_parallel.comparison import check
+
+Seeded = Callable[[], AbstractContextManager[Any]]  # the fault is there inside
 
 _ALONE = "FAULTS_ALONE"  # in the environment, while one process trains
 
@@ -55,3 +57,8 @@ def replaced(owner: Any, name: str, by: Callable[..., Any], rank: int | None = N
         yield
     finally:
         setattr(owner, name, original)
+
+
+def in_place_of(owner: Any, name: str, rank: int | None = None) -> Callable[[Callable[..., Any]], Seeded]:
+    """Makes a fault of a function, which :func:`replaced` then calls in the place of another one."""
+    return lambda by: lambda: replaced(owner, name, by, rank)
