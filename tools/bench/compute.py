@@ -17,7 +17,7 @@ from tools.bench.by_hand import BareAsync
 from tools.bench.contestants import (
     CHUNKED,
     COMPARED,
-    V_SHAPED,
+    ONLY_OURS,
     OneProcess,
     Ours,
     OursAsync,
@@ -33,7 +33,7 @@ from tools.bench.report import spread
 from tools.bench.rounds import middle, ratios
 
 ONE = "one process, one thread"
-_PAIRED = (*COMPARED, *CHUNKED, *V_SHAPED)
+_PAIRED = (*COMPARED, *CHUNKED)
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ def _pairs(sizes: Sizes) -> Times:
     runs = {}
     for schedule in _PAIRED:
         for whose, kind in (("ours", Ours), ("torch", Torch)):
-            if whose == "torch" and schedule in V_SHAPED:
+            if whose == "torch" and schedule in ONLY_OURS:
                 continue
             contestant = kind(blocks(sizes.layers, sizes.width), schedule, batch, sizes.microbatches, adamw)
             contestant.step()

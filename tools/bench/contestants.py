@@ -41,8 +41,8 @@ from tools.bench.rounds import in_turn
 
 CPU = torch.device("cpu")
 COMPARED = ("gpipe", "1f1b")  # the schedules with one chunk a stage that both this package and torch have
-CHUNKED = ("interleaved", "zbv")  # those with two
-V_SHAPED = ("vhalf", "vmin")  # with two as well, and torch has none
+ONLY_OURS = ("vhalf", "vmin")  # torch has none
+CHUNKED = ("interleaved", "zbv", *ONLY_OURS)  # those with two
 
 
 class Contestant(Protocol):

@@ -23,7 +23,7 @@ from tools.bench.by_hand import Bare, BareOnwards
 from tools.bench.contestants import (
     CHUNKED,
     COMPARED,
-    V_SHAPED,
+    ONLY_OURS,
     Ours,
     OursOnwards,
     Times,
@@ -93,7 +93,7 @@ def measure(sizes: Sizes) -> list[Table]:
 
 def _synchronous(sizes: Sizes) -> Table:
     rows: list[list[Cell]] = []
-    for names, places in ((COMPARED, sizes.synchronous), ((*CHUNKED, *V_SHAPED), sizes.chunked)):
+    for names, places in ((COMPARED, sizes.synchronous), (CHUNKED, sizes.chunked)):
         for stages, microbatches in places:
             times = merge(processes.run(_steps, stages, names, microbatches, sizes))
             rows += (_row(name, stages, microbatches, seconds, sizes) for name, seconds in times.items())
@@ -133,7 +133,7 @@ def _steps(names: tuple[str, ...], microbatches: int, sizes: Sizes) -> Times:
         f"{schedule}, {whose}": kind(_layers(schedule, sizes), schedule, batch, microbatches)
         for schedule in names
         for whose, kind in (("ours", Ours), ("torch", Torch), ("by hand", Bare))
-        if whose != "torch" or schedule not in V_SHAPED
+        if whose != "torch" or schedule not in ONLY_OURS
     }
     for contestant in contestants.values():
         contestant.step()  # shapes are agreed on, absent layers asked
@@ -144,7 +144,7 @@ def _steps(names: tuple[str, ...], microbatches: int, sizes: Sizes) -> Times:
 
 def _layers(schedule: str, sizes: Sizes) -> nn.Sequential:
     """A layer for each chunk; a stage's sleep as long with two as with one."""
-    chunks = 2 if schedule in (*CHUNKED, *V_SHAPED) else 1
+    chunks = 2 if schedule in CHUNKED else 1
     return sleeping(chunks * dist.get_world_size(), sizes.forward / chunks, sizes.backward / chunks)
 
 
@@ -208,7 +208,7 @@ def _trained(microbatches: int, sizes: Sizes) -> Times:
         seconds = fit(_layers(schedule, sizes), strategy, batch, _SKIPPED + _COUNTED + 1)
         return seconds[-_COUNTED:] if dist.get_rank() == 0 else []  # the last stage
 
-    return alternate({name: partial(run, name) for name in ("1f1b", *CHUNKED, *V_SHAPED, "async")}, sizes.fits)
+    return alternate({name: partial(run, name) for name in ("1f1b", *CHUNKED, "async")}, sizes.fits)
 
 
 def _asynchronous(sizes: Sizes) -> Table:
