@@ -65,7 +65,7 @@ class ByteSize:
         return "such as '6GiB'"
 
 
-_UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+_UNITS = types.MappingProxyType({"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40})
 _SIZE = re.compile(rf"(\d+(?:\.\d+)?) ?({'|'.join(_UNITS)})")
 
 
@@ -78,10 +78,8 @@ def bytes_of(text: str) -> int:
 
 def binary_size(nbytes: int) -> str:
     """Bytes as a text, in units of 1024."""
-    for unit, size in (("GiB", 2**30), ("MiB", 2**20)):
-        if nbytes >= size:
-            return f"{nbytes / size:.3g} {unit}"
-    return f"{nbytes / 1024:.3g} KiB"
+    unit = next((unit for unit in ("GiB", "MiB") if nbytes >= _UNITS[unit]), "KiB")
+    return f"{nbytes / _UNITS[unit]:.3g} {unit}"
 
 
 Count = Annotated[int, Range(1)]
