@@ -85,28 +85,23 @@ def _state_of(tensor: Tensor) -> tuple[int, Tensor]:
     return tensor.data_ptr(), digest(tensor)
 
 
-def digest(tensor: Tensor) -> Tensor:
-    """A sum over the bits of a tensor, which nearly every change alters, but not an exchange of entries."""
-    wide = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    raw = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
-    words = raw.view(wide[raw.element_size()])
-    total = words.sum(dtype=torch.int64)
-    # A sum of 64 bits loses the carry: of 4,096 halved entries each exponent is one less, 2**64 in all.
-    return total if words.element_size() < 8 else total + 3 * (words >> 32).sum()
-
-
-def digest_of_all(tensors: Iterable[Tensor]) -> tuple[int, ...]:
-    """One number for the bits of all these tensors, in their order, on each of their devices. A change of one entry
-    always alters it, and so does an exchange of two, unless they lie a multiple of 8,168 bytes apart. Small tensors are
-    read together."""
-    totals: dict[torch.device, Tensor] = {}
+def digest(*tensors: Tensor) -> Tensor:
+    """One number for the bits of these tensors of one device, in their order. A change of one entry always alters it,
+    and so does an exchange of two, unless they lie a multiple of 8,168 bytes apart. Small tensors are read together."""
     raw = (tensor.detach().contiguous().reshape(-1).view(torch.uint8) for tensor in tensors)
-    pieces = [piece for each in raw for piece in each.split(MESSAGE)]
-    for bucket in buckets(sorted(pieces, key=lambda piece: str(piece.device))):
+    total = torch.zeros((), dtype=torch.int64, device=tensors[0].device)
+    weights = torch.arange(1, 2 * _COLUMNS, 2, device=total.device)
+    for bucket in buckets(piece for each in raw for piece in each.split(MESSAGE)):
         padding = bucket[0].new_zeros(-sum(piece.numel() for piece in bucket) % (8 * _COLUMNS))
         sums = torch.cat([*bucket, padding]).view(torch.int64).view(-1, _COLUMNS).sum(0)
         sums += 3 * (sums >> 32)  # or an even multiple would lose the highest bit
-        weights = torch.arange(1, 2 * _COLUMNS, 2, device=padding.device)
-        total = (sums * weights).sum()
-        totals[padding.device] = total + 31 * totals.get(padding.device, total.new_zeros(()))
-    return tuple(int(total) for total in totals.values())
+        total = (sums * weights).sum() + 31 * total
+    return total
+
+
+def digest_of_all(tensors: Iterable[Tensor]) -> tuple[int, ...]:
+    """The :func:`digest` of all these tensors, in their order, on each of their devices."""
+    by_device: dict[torch.device, list[Tensor]] = {}
+    for tensor in tensors:
+        by_device.setdefault(tensor.device, []).append(tensor)
+    return tuple(int(digest(*each)) for each in by_device.values())

@@ -46,9 +46,12 @@ def test_an_optimizer_is_that_of_one_process_or_refused(pool: WorkerPool, kind: 
 class Writes(Callback):
     """Writes to parameters by hooks, past autograd, as WGAN's clipping does; looks at the optimizer between updates."""
 
-    def on_train_batch_start(self, trainer: L.Trainer, module: L.LightningModule, *args: Any) -> None:
+    def on_train_batch_start(self, trainer: L.Trainer, module: Any, *args: Any) -> None:
         for parameter in module.parameters() if trainer.global_step % 2 else ():
             parameter.data.clamp_(-0.1, 0.1)
+        for block in module.blocks if trainer.global_step == 6 else ():
+            own = local_part(block.up.weight)
+            own.copy_(own.flip(1))  # the sum of its bits stays
 
     def on_train_batch_end(self, trainer: L.Trainer, module: L.LightningModule, *args: Any) -> None:
         held = {id(p) for group in trainer.optimizers[0].param_groups for p in group["params"]}
