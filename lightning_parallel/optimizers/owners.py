@@ -181,7 +181,9 @@ class Owners:
                 self._wholes[name].copy_(whole)
             else:
                 self._wholes[name] = nn.Parameter(whole)
-                vars(self._wholes[name]).update(vars(parts[name]))  # what the user has noted on it
+        for name in self._wholes.keys() & parts:
+            self._wholes[name].__dict__ = vars(parts[name])  # what the user or the optimizer notes on one
+            self._wholes[name].requires_grad_(parts[name].requires_grad)
         gradients = {name: torch.zeros_like(part) if part.grad is None else part.grad for name, part in given.items()}
         for name, gradient in self._division.gathered(gradients).items():
             self._wholes[name].grad = gradient

@@ -71,6 +71,49 @@ def test_what_hooks_write_to_parameters_reaches_their_owners(pool: WorkerPool, l
     assert largest_difference(joined([own for (own,) in reports], "weights"), expected.weights) < EXACT
 
 
+class NotesOther(Callback):
+    def on_train_epoch_start(self, trainer: L.Trainer, module: Any) -> None:
+        for parameter in module.parameters() if trainer.current_epoch == 2 else ():
+            parameter.is_scaled = not parameter.is_scaled
+
+
+class Freezes(Callback):
+    def on_train_epoch_start(self, trainer: L.Trainer, module: Any) -> None:
+        module.blocks[0].up.weight.requires_grad_(trainer.current_epoch < 1)
+
+
+class DecaysTrained(optimizers.LAMB):
+    """Decays what is trained, with a gradient or without."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss = super().step(closure)
+        for parameter in (p for group in self.param_groups for p in group["params"] if p.requires_grad):
+            parameter.mul_(0.95)
+        return loss
+
+
+def fit_by(kind: type[optimizers.Short], callback: Callback, strategy: str, *args: Any, batch_size: int) -> Report:
+    module = type("Own", (Net,), {"configure_optimizers": lambda self: kind(self.parameters())})
+    return train(module, strategy, *args, max_epochs=EPOCHS, batch_size=batch_size, callbacks=[callback])
+
+
+@pytest.mark.parametrize("layout", ["tensor", "fully sharded x tensor"])
+@pytest.mark.parametrize(
+    ("kind", "callback"),
+    [(optimizers.Noted, NotesOther()), (DecaysTrained, Freezes())],
+    ids=["notes", "requires_grad"],
+)
+def test_owners_follow_what_changes_on_parameters(
+    pool: WorkerPool, layout: str, kind: type[optimizers.Short], callback: Callback
+) -> None:
+    ranks, strategy, options = LAYOUTS[layout]
+    (single,) = pool.run(fit_by, 1, kind, callback, "single", batch_size=BATCH, init=False)
+    size = BATCH // replicas_of(layout)
+    reports = pool.run(fit_by, ranks, kind, callback, strategy, options, batch_size=size, init=False)
+    assert largest_difference(joined(reports, "weights"), single.weights) < EXACT
+
+
 FEATURES: dict[str, dict[str, Any]] = {  # the table has parameter groups, a scheduler and clipping by norm
     "accumulation": {"accumulate_grad_batches": 2},
     "clipping by value": {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"},
@@ -250,11 +293,6 @@ def test_a_frozen_parameter_may_be_trained_later(pool: WorkerPool) -> None:
     ((expected,),) = pool.run(fit_unfreezing, 1, "single", init=False)
     reports = pool.run(fit_unfreezing, 2, "tensor", init=False)
     assert largest_difference(joined([own for (own,) in reports], "weights"), expected.weights) < EXACT
-
-
-class Freezes(Callback):
-    def on_train_epoch_start(self, trainer: L.Trainer, module: Any) -> None:
-        module.blocks[0].up.weight.requires_grad_(trainer.current_epoch < 1)
 
 
 class StepsFrozen(Net):
