@@ -147,13 +147,14 @@ class Owners:
             group["params"] = [wholes.get(p, p) for p in parts if p not in hidden]
         # The wholes have the states of their parts.
         state = optimizer.state
-        apart: dict[Tensor, Any] = {part: state.pop(part) for part in owned.values() if part in state}
-        state.update((wholes[part], values) for part, values in apart.items() if part in wholes)
+        states: dict[Tensor, Any] = {part: state.pop(part) for part in hidden if part in state}
+        state.update((whole, state.pop(part)) for part, whole in wholes.items() if part in state)
         try:
             yield
         finally:
-            state.update(apart)
+            state = optimizer.state  # another, where the step has begun anew
             state.update((part, state.pop(whole)) for part, whole in wholes.items() if whole in state)
+            state.update(states)
             for group, parts in zip(optimizer.param_groups, lists, strict=True):
                 group["params"] = parts
             for whole in wholes.values():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +94,24 @@ class DecaysTrained(optimizers.LAMB):
         return loss
 
 
+class StartsAnew(optimizers.LAMB):
+    """Forgets each parameter's state after five of its steps, which it counts on the parameter, and all after seven."""
+
+    steps = 0
+
+    def step(self, closure: Any = None) -> Any:
+        self.steps += 1
+        if self.steps == 7:
+            self.state = defaultdict(dict)
+        return super().step(closure)
+
+    def move(self, p: Any, g: Tensor, group: dict[str, Any]) -> None:
+        super().move(p, g, group)
+        p.steps = getattr(p, "steps", 0) + 1
+        if p.steps == 5:
+            del self.state[p]
+
+
 def fit_by(kind: type[optimizers.Short], callback: Callback, strategy: str, *args: Any, batch_size: int) -> Report:
     module = type("Own", (Net,), {"configure_optimizers": lambda self: kind(self.parameters())})
     return train(module, strategy, *args, max_epochs=EPOCHS, batch_size=batch_size, callbacks=[callback])
@@ -101,8 +120,8 @@ def fit_by(kind: type[optimizers.Short], callback: Callback, strategy: str, *arg
 @pytest.mark.parametrize("layout", ["tensor", "fully sharded x tensor"])
 @pytest.mark.parametrize(
     ("kind", "callback"),
-    [(optimizers.Noted, NotesOther()), (DecaysTrained, Freezes())],
-    ids=["notes", "requires_grad"],
+    [(optimizers.Noted, NotesOther()), (DecaysTrained, Freezes()), (StartsAnew, Writes())],
+    ids=["notes", "requires_grad", "state"],
 )
 def test_owners_follow_what_changes_on_parameters(
     pool: WorkerPool, layout: str, kind: type[optimizers.Short], callback: Callback
