@@ -118,6 +118,38 @@ class Noted(LARS):
             p.sub_(g, alpha=group["lr"])
 
 
+class NotedInState(LARS):
+    """By what stands in the state from the beginning, as Moonlight's Muon does: matrices, but not the largest."""
+
+    def __init__(self, params: Any, **options: Any) -> None:
+        super().__init__(params, **options)
+        listed = [p for group in self.param_groups for p in group["params"]]
+        for parameter in listed:
+            self.note(parameter, parameter.ndim == 2 and parameter.numel() < max(p.numel() for p in listed))
+
+    def note(self, p: Any, is_scaled: bool) -> None:
+        self.state[p]["is_scaled"] = is_scaled
+
+    def is_scaled(self, p: Any) -> bool:
+        return bool(self.state[p]["is_scaled"])
+
+    def move(self, p: Any, g: Tensor, group: dict[str, Any]) -> None:
+        if self.is_scaled(p):
+            super().move(p, g, group)
+        else:
+            p.sub_(g, alpha=group["lr"])
+
+
+class NotedByName(NotedInState):
+    """By a word on the parameter."""
+
+    def note(self, p: Any, is_scaled: bool) -> None:
+        p.rule = "LARS" if is_scaled else "SGD"
+
+    def is_scaled(self, p: Any) -> bool:
+        return bool(p.rule == "LARS")
+
+
 class LooksAhead(LARS):
     """Goes on by its last way before it asks for gradients."""
 

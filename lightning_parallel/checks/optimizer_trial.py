@@ -197,7 +197,7 @@ def _trials(optimizer: Optimizer, local: LocalModel) -> Iterator[_Trial]:
             if parameter.numel():  # frozen ones may be trained later
                 name = local.names.get(id(parameter), "a parameter outside of the module")
                 shard = local.shards.get(name)
-                kind = (parameter.ndim, shard and shard.dim, _uneven(parameter), _switches(parameter))
+                kind = (parameter.ndim, shard and shard.dim, _uneven(parameter), _notes(optimizer, parameter))
                 if kind not in kinds or parameter.numel() > kinds[kind][1].numel():
                     kinds[kind] = (name, parameter)
         for (_, dim, *_), (name, parameter) in kinds.items():
@@ -211,9 +211,13 @@ def _uneven(parameter: Tensor) -> int:
     return parameter.shape[0] % parameter.device_mesh.size() if isinstance(parameter, DTensor) else 0
 
 
-def _switches(parameter: Tensor) -> frozenset[tuple[str, bool]]:
-    """What the user has noted on a parameter that may divide its group, such as ``use_muon``."""
-    return frozenset((name, value) for name, value in vars(parameter).items() if isinstance(value, bool))
+def _notes(optimizer: Optimizer, parameter: Tensor) -> frozenset[tuple[tuple[str, str], str]]:
+    """What the user has noted on a parameter, or the optimizer in its state, that may divide its group, such as
+    ``use_muon``. Of a state no counts are taken: after an earlier fit only its owner has them."""
+    notes = {("note", key): repr(value) for key, value in vars(parameter).items() if not isinstance(value, Tensor)}
+    state = optimizer.state.get(parameter, {}).items()
+    notes.update({("state", key): repr(value) for key, value in state if isinstance(value, bool | str)})
+    return frozenset(notes.items())
 
 
 def _shape(parameter: Tensor, dim: int | None) -> list[int]:

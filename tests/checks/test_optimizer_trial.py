@@ -63,7 +63,7 @@ BY_PARAMETER: dict[str, Make] = {
     "Muon ": waits,
     **{kind.__name__: kind for kind in (
         optimizers.LARS, optimizers.LAMB, optimizers.HostLAMB, optimizers.Factored, optimizers.Shampoo,
-        optimizers.FloorSGD, optimizers.Noted,
+        optimizers.FloorSGD, optimizers.Noted, optimizers.NotedInState, optimizers.NotedByName,
     )},
     "Lookahead": lambda params: optimizers.Lookahead(optimizers.LAMB(params)),
 }  # fmt: skip
@@ -80,7 +80,11 @@ class Model(nn.Sequential):
 
     def held(self, axis: str) -> LocalModel:
         """As a rank has it, all layers by name but divided in words only."""
-        shards = {"0.weight": Shard((60, 50), 0, (60,), 0, 2), "0.bias": Shard((60,), 0, (60,), 0, 2)}
+        shards = {
+            "0.weight": Shard((60, 50), 0, (60,), 0, 2),
+            "0.bias": Shard((60,), 0, (60,), 0, 2),
+            "3.weight": Shard((2, 3), 0, (2,), 0, 2),
+        }
         return LocalModel.of(self, shards if axis == "tensor" else {})
 
 
