@@ -150,6 +150,35 @@ class NotedByName(NotedInState):
         return bool(p.rule == "LARS")
 
 
+class KeepsIds(NotedInState):
+    """By ids that it keeps."""
+
+    def __init__(self, params: Any, **options: Any) -> None:
+        self.kept: dict[str, set[int]] = {"scaled": set()}
+        super().__init__(params, **options)
+
+    def note(self, p: Any, is_scaled: bool) -> None:
+        if is_scaled:
+            self.kept["scaled"].add(id(p))
+
+    def is_scaled(self, p: Any) -> bool:
+        return id(p) in self.kept["scaled"]
+
+
+class KeepsParameters(LARS):
+    """By a set of them."""
+
+    def __init__(self, params: Any, **options: Any) -> None:
+        super().__init__(params, **options)
+        self.kept = {p for group in self.param_groups for p in group["params"] if p.ndim == 2}
+
+    def move(self, p: Tensor, g: Tensor, group: dict[str, Any]) -> None:
+        if p in self.kept:
+            super().move(p, g, group)
+        else:
+            p.sub_(g, alpha=group["lr"])
+
+
 class LooksAhead(LARS):
     """Goes on by its last way before it asks for gradients."""
 

@@ -2,7 +2,7 @@
 
 Some modules take an optimizer as an argument, and return it from ``configure_optimizers``. It has the parameters of the
 whole module, and is pointed at those that now have their names. A module that keeps old ones in an attribute is
-refused.
+refused, and so is an optimizer that keeps any.
 """
 
 from __future__ import annotations
@@ -58,6 +58,28 @@ class OriginalNames:
                             f"names, and look them up by self.get_parameter(name) where they are used."
                         )
 
+    def refuse_kept_by(self, optimizer: Optimizer, module: nn.Module, strategy: str) -> None:
+        """Refuse an optimizer that keeps parameters, or their ids, beside its groups and its state. A rank steps parts
+        or wholes in their place, or has only some of them.
+
+        Raises:
+            ValueError: it names the optimizer, the attribute and a parameter.
+        """
+        now = {id(parameter): name for name, parameter in module.named_parameters()}
+        for key, kept in vars(optimizer).items():
+            if isinstance(kept, Optimizer):
+                self.refuse_kept_by(kept, module, strategy)
+            for leaf in () if key in ("param_groups", "state") else _leaves(kept):
+                before = self._names_by_id.get(leaf) if type(leaf) is int else self._names.get(leaf)
+                name = now.get(leaf if type(leaf) is int else id(leaf), before)
+                if name is not None:
+                    raise ValueError(
+                        f"{type(optimizer).__name__} keeps the parameter '{name}', or its id, in '{key}'. Under "
+                        f"{strategy} a rank steps parts or wholes in the place of parameters, and doesn't have all of "
+                        f"them, so what is kept isn't what is stepped. Note it in an option of a parameter group, in "
+                        f"optimizer.state[parameter] or on the parameter, or use strategy='ddp'."
+                    )
+
 
 def _leaves(kept: Any, depth: int = 3) -> Iterator[Any]:
     """The integers and parameters in containers, at most ``depth`` deep; of dictionaries the keys, too. A container of
@@ -67,5 +89,5 @@ def _leaves(kept: Any, depth: int = 3) -> Iterator[Any]:
             return
         for each in (*kept, *kept.values()) if isinstance(kept, dict) else kept:
             yield from _leaves(each, depth - 1)
-    elif type(kept) in (int, nn.Parameter):
+    elif type(kept) is int or isinstance(kept, nn.Parameter):
         yield kept

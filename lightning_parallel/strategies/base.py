@@ -431,6 +431,9 @@ class LayoutStrategy(ParallelStrategy):
         """For each optimizer the groups that it has to step as wholes."""
         refuse_strange_parameters(self.run.module, self.optimizers)
         kind = type(self).__name__
+        if self.layout.stages > 1 or self.local_model.shards or self.local_model.is_fully_sharded:
+            for optimizer in self.optimizers:
+                self._original_names.refuse_kept_by(optimizer, self.run.module, kind)
         return [stepped_whole(optimizer, self.local_model, self.layout, kind) for optimizer in self.optimizers]
 
     @property

@@ -1,0 +1,38 @@
+"""set_up/original_names.py: what an optimizer keeps of a module's parameters beside its groups and its state."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_parallel.set_up.original_names import OriginalNames
+from tests import optimizers
+
+
+@pytest.mark.parametrize("make", [
+    optimizers.KeepsIds, optimizers.KeepsParameters, lambda params: optimizers.Lookahead(optimizers.KeepsIds(params)),
+])  # fmt: skip
+@pytest.mark.parametrize("is_divided", [False, True])
+def test_an_optimizer_that_keeps_parameters_is_refused(make: Callable[[Any], Optimizer], is_divided: bool) -> None:
+    module = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
+    names, optimizer = OriginalNames(module.named_parameters()), make(module.parameters())
+    if is_divided:  # it was made with the module
+        for layer in module:
+            layer.register_parameter("weight", nn.Parameter(torch.ones(1, 3)))
+    with pytest.raises(ValueError, match=r"Keeps\w+ keeps .*'[01]\.weight'.* 'kept'.*SomeStrategy"):
+        names.refuse_kept_by(optimizer, module, "SomeStrategy")
+
+
+@pytest.mark.parametrize("make", [
+    torch.optim.AdamW, optimizers.Noted, optimizers.Prodigy,
+    lambda params: optimizers.Lookahead(optimizers.LAMB(params)),
+    lambda params: optimizers.SAM(params, torch.optim.SGD, lr=0.1),
+])  # fmt: skip
+def test_others_pass(make: Callable[[Any], Optimizer]) -> None:
+    module = nn.Linear(4, 3)
+    OriginalNames(module.named_parameters()).refuse_kept_by(make(module.parameters()), module, "SomeStrategy")
