@@ -6,7 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import all_gather
 from torch.optim import Optimizer
 
 
@@ -177,6 +179,16 @@ class KeepsParameters(LARS):
             super().move(p, g, group)
         else:
             p.sub_(g, alpha=group["lr"])
+
+
+class DividesItsWork(LARS):
+    """Each rank moves some parameters, and all gather them, as KellerJordan's Muon does."""
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        loss = super().step(closure)
+        for p in (p for group in self.param_groups for p in group["params"]) if dist.is_initialized() else ():
+            all_gather([torch.empty_like(p) for _ in range(dist.get_world_size())], p.detach())
+        return loss
 
 
 class LooksAhead(LARS):

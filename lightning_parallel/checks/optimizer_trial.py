@@ -33,6 +33,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
+from lightning_parallel.checks.no_collectives import CollectiveError, no_collectives
 from lightning_parallel.optimizers.owners import only_once
 from lightning_parallel.ranks.layout import Layout
 from lightning_parallel.ranks.local_model import LocalModel, local_part
@@ -91,6 +92,12 @@ def stepped_whole(optimizer: Optimizer, local: LocalModel, layout: Layout, strat
     with TorchGenerators(local_part(trials[0].like).device).kept():
         try:
             whole = _stepped(optimizer, [(trial, Tensor.clone) for trial in trials])
+        except CollectiveError as error:
+            raise ValueError(
+                f"{kind} under {strategy}: in a step {error}, to divide its work over them, but they have parts of the "
+                f"model here. Use its variant for a single process, such as torch.optim.Muon: where ranks divide "
+                f"parameters, they divide its work, too."
+            ) from error
         except Exception as error:  # any: the user's optimizer may need what a trial doesn't have
             _warn(kind, strategy, f"{type(error).__name__}: {error}")
             return set()
@@ -273,9 +280,10 @@ def _stepped(optimizer: Optimizer, pieces: Pieces, closure_first: bool = False) 
             parameter.grad = (slope * parameter + pull * (1 + calls % 3)) * scale
         return torch.ones(())
 
-    for scale in _SCALES:  # noqa: B007  the closure reads it
-        once: Callable[[], Any] = only_once(closure()) if closure_first else closure
-        type(twin).step(twin, closure=once)  # a scheduler has replaced the method of the optimizer itself
+    with no_collectives():
+        for scale in _SCALES:  # noqa: B007  the closure reads it
+            once: Callable[[], Any] = only_once(closure()) if closure_first else closure
+            type(twin).step(twin, closure=once)  # a scheduler has replaced the method of the optimizer itself
     return [each.full_tensor() if isinstance(each, DTensor) else each.detach() for each in parameters]
 
 
