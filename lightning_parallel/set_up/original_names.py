@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -28,13 +28,19 @@ class OriginalNames:
         """Replace each parameter of the whole module by the one that now has its name.
 
         Raises:
-            ValueError: an optimizer has already stepped a parameter that has been replaced.
+            ValueError: an optimizer has already stepped a parameter that has been replaced, or has a state of none.
         """
         now = dict(module.named_parameters(remove_duplicate=False))
         for optimizer in optimizers:
             for group in optimizer.param_groups:
                 group["params"] = [now.get(self._names.get(each, ""), each) for each in group["params"]]
             for parameter in optimizer.state:
+                if not isinstance(parameter, Tensor):
+                    raise ValueError(
+                        f"{type(optimizer).__name__} has a state under {parameter!r}, which isn't a parameter. "
+                        f"Checkpoints have states by parameters' names, and would lose it. Keep it as an option of the "
+                        f"parameter groups (group['step'])."
+                    )
                 name = self._names.get(parameter, "")
                 if name in now and now[name] is not parameter:
                     raise ValueError(

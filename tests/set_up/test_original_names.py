@@ -36,3 +36,12 @@ def test_an_optimizer_that_keeps_parameters_is_refused(make: Callable[[Any], Opt
 def test_others_pass(make: Callable[[Any], Optimizer]) -> None:
     module = nn.Linear(4, 3)
     OriginalNames(module.named_parameters()).refuse_kept_by(make(module.parameters()), module, "SomeStrategy")
+
+
+def test_a_state_of_no_parameter_is_refused() -> None:
+    """A checkpoint would lose it."""
+    module = nn.Linear(4, 3)
+    optimizer = torch.optim.AdamW(module.parameters())
+    optimizer.state["total_step"] = 0  # type: ignore[index]
+    with pytest.raises(ValueError, match=r"AdamW has a state under 'total_step'.*parameter groups"):
+        OriginalNames(module.named_parameters()).rebind([optimizer], module)
