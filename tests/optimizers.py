@@ -90,6 +90,16 @@ class Lookahead(Optimizer):
         return loss
 
 
+class SavesMore(Lookahead):
+    """In a format of its own, as torch_optimizer's."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(LAMB(params))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "base": self.base.state_dict(), "steps": self.steps}
+
+
 class LARS(Short):
     """You et al. 2017."""
 

@@ -41,7 +41,7 @@ from lightning_parallel.checkpoint.background import BackgroundSave
 from lightning_parallel.checkpoint.rank_states import take_groups
 from lightning_parallel.checkpoint.trainer_checkpoints import Checkpoints, is_directory
 from lightning_parallel.checks.error_notes import explain
-from lightning_parallel.checks.optimizer_trial import refuse_strange_parameters, stepped_whole
+from lightning_parallel.checks.optimizer_trial import refuse_own_format, refuse_strange_parameters, stepped_whole
 from lightning_parallel.checks.other_lightning import warn_of_other_modules
 from lightning_parallel.checks.reads_of_shards import sizes_watched
 from lightning_parallel.disk_offload import DiskOffload
@@ -434,6 +434,7 @@ class LayoutStrategy(ParallelStrategy):
         if self.layout.stages > 1 or self.local_model.shards or self.local_model.is_fully_sharded:
             for optimizer in self.optimizers:
                 self._original_names.refuse_kept_by(optimizer, self.run.module, kind)
+                refuse_own_format(optimizer)
         return [stepped_whole(optimizer, self.local_model, self.layout, kind) for optimizer in self.optimizers]
 
     @property

@@ -37,6 +37,7 @@ def fit(kind: str, strategy: str, options: dict[str, Any]) -> None:
     ("Prodigy", 2, "tensor", {}, ["TensorParallelStrategy", "tensor_parallel=2", "AdamW"]),
     ("Prodigy", 4, "sync", {"stages": 1, "tensor_parallel": 2, "data_parallel_kind": "fully_shard"}, ["divide"]),
     ("Prodigy", 2, "sync", {}, ["PipelineStrategy", "2 stages", "AdamW"]),
+    ("SavesMore", 2, "tensor", {}, ["'base', 'steps'", "optimizer.state"]),
     ("DividesItsWork", 2, "tensor", {}, ["TensorParallelStrategy", "allgather", "single process", "Muon"]),
     ("DividesItsWork", 2, "fsdp", {}, ["FullyShardedStrategy", "allgather", "single process", "Muon"]),
     ("KeepsIds", 2, "tensor", {}, ["keeps", "'kept'", "TensorParallelStrategy", "parameter group"]),
