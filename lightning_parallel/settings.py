@@ -55,6 +55,7 @@ class Range:
         return f"from {self.low:g} to {self.high:g}" if self.low is not None else f"of at most {self.high:g}"
 
 
+@dataclass(frozen=True, slots=True)
 class ByteSize:
     """The texts that :func:`bytes_of` reads."""
 
@@ -82,6 +83,7 @@ def binary_size(nbytes: int) -> str:
     return f"{nbytes / _UNITS[unit]:.3g} {unit}"
 
 
+Bytes = Annotated[str, ByteSize()]
 Count = Annotated[int, Range(1)]
 Natural = Annotated[int, Range(0)]
 NotNegative = Annotated[float, Range(0)]

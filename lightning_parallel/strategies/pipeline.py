@@ -38,7 +38,7 @@ from lightning_parallel.schedules.named import SCHEDULES
 from lightning_parallel.schedules.simulate import busy_across_batches, most_held, simulate
 from lightning_parallel.schedules.v_shaped import zbv, zbv_in_bytes
 from lightning_parallel.set_up.options import StagedOptions
-from lightning_parallel.settings import Auto, ByteSize, Count, Range, binary_size, bytes_of, takes
+from lightning_parallel.settings import Auto, Bytes, Count, Range, binary_size, bytes_of, takes
 from lightning_parallel.steps.between_batches import gained, reasons_to_wait
 from lightning_parallel.steps.microbatches import loss_scale
 from lightning_parallel.strategies.staged import StagedStrategy
@@ -72,7 +72,7 @@ class PipelineOptions(StagedOptions):
 
     schedule: Literal["naive", "gpipe", "1f1b", "interleaved", "zbv", "vhalf", "vmin"] | Generator = "1f1b"
     chunks: Count | Auto = "auto"
-    activation_memory: Annotated[float, Range(0, 1)] | Annotated[str, ByteSize()] = 1.0
+    activation_memory: Annotated[float, Range(0, 1)] | Bytes = 1.0
 
     def __post_init__(self) -> None:
         schedule: Any = self.schedule
