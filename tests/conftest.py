@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import os
+import tests.environment  # before torch
 
-# Before torch is imported, here and in the workers.
-os.environ["OMP_NUM_THREADS"] = "1"
-# Without this, a process that has asked for GPUs cannot fork workers that use them.
-os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
-# torch's TCPStore asks the name server for the name of 127.0.0.1: a lost packet costs 1 s then, not 5.
-os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
-
+# isort: split
 import importlib.util
+import os
 from collections.abc import Callable, Iterator
 from typing import Any
 

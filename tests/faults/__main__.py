@@ -4,15 +4,10 @@ from __future__ import annotations
 
 import argparse
 import fnmatch
-import os
 import sys
 from pathlib import Path
 
-# Before torch is imported, here and in the workers: as in tests/conftest.py.
-os.environ["OMP_NUM_THREADS"] = "1"
-os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
-os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
-
+import tests.environment  # noqa: F401  before torch
 from tests.faults import page
 from tests.faults.faults import FAULTS
 from tests.faults.training import PAIRS, Case, case, case_of

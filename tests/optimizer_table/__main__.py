@@ -4,16 +4,11 @@ from __future__ import annotations
 
 import argparse
 import fnmatch
-import os
 import sys
 import time
 from pathlib import Path
 
-# Before torch is imported, here and in the workers: as in tests/conftest.py.
-os.environ["OMP_NUM_THREADS"] = "1"
-os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
-os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
-
+import tests.environment  # noqa: F401  before torch
 from tests.optimizer_table import page
 from tests.optimizer_table.training import ENTRIES, FOUND, expected, make_runner
 from tests.pool import WorkerPool

@@ -10,12 +10,9 @@ import sys
 import time
 from pathlib import Path
 
-# Before torch is imported, here and in the workers: as in tests/conftest.py.
-os.environ["OMP_NUM_THREADS"] = "1"
-os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
-os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing is downloaded
 
+import tests.environment  # before torch
 import tests.others.preloaded  # noqa: F401  before any package of an entry
 from tests.others import page
 from tests.others.judging import judge
