@@ -33,7 +33,7 @@ from typing_extensions import override
 
 from lightning_parallel.batch import batch_size, split
 from lightning_parallel.comparison.beginning import Beginning, where
-from lightning_parallel.comparison.differences import BUFFER, WEIGHT, Difference, differences
+from lightning_parallel.comparison.differences import BUFFER, LOSS, WEIGHT, Difference, differences
 from lightning_parallel.comparison.evidence import SEED, Evidence, Witness
 from lightning_parallel.comparison.rounding import Limits, last_bits_changed
 from lightning_parallel.comparison.units import UnitWatch
@@ -157,7 +157,7 @@ def check(
         if first is None:
             return None
         # A loss has its batch's number.
-        return plain.batches[first.update] if first.order and plain.batches else first.update
+        return plain.batches[first.update] if first.order != LOSS and plain.batches else first.update
 
     batch = fit(batch_of_first)
     units = UnitWatch(batch)

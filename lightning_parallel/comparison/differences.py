@@ -18,8 +18,8 @@ _ALMOST_ZERO = 1e-6
 # gradient of a key's bias. Adam makes whole steps of it, so such a parameter's weights aren't compared.
 _ROUNDING = 100
 
-# What a Difference is of, in the order in which an update computes it: after the loss, 0, and before logs, 4.
-GRADIENT, WEIGHT, BUFFER = 1, 2, 3
+# What a Difference is of, in the order in which an update computes it.
+LOSS, GRADIENT, WEIGHT, BUFFER, LOGGED = range(5)
 
 
 @dataclass(frozen=True, order=True)
@@ -55,16 +55,17 @@ def _by_rank(ranks: Sequence[Evidence], expected: Evidence) -> Iterator[Differen
     # The loss of a replica is that of its share.
     losses = [sum(each) / len(each) for each in zip(*(rank.losses for rank in ranks), strict=False)]
     for update, loss in enumerate(expected.losses):
-        yield Difference(update, 0, "loss", apart(losses[update] if update < len(losses) else math.nan, loss))
+        yield Difference(update, LOSS, "loss", apart(losses[update] if update < len(losses) else math.nan, loss))
     for rank, found in enumerate(ranks):
         if len(found.gradients) != len(expected.gradients):
             count = f"number of updates of rank {rank}, {len(found.gradients)} for {len(expected.gradients)}"
-            yield Difference(0, 1, count, math.inf)
+            yield Difference(0, GRADIENT, count, math.inf)
     zeros: list[set[str]] = []  # by update: the parameters whose gradients have been zero, but for rounding
     for update, whole in enumerate(expected.gradients):
-        zeros.append({name for name, tensor in whole.items() if largest(tensor) <= _rounding(whole)}.union(*zeros[-1:]))
+        rounding = _rounding(whole)
+        zeros.append({name for name, tensor in whole.items() if _is_within(rounding, tensor)}.union(*zeros[-1:]))
         parts = [(rank.gradients[update], rank.shards) for rank in ranks if update < len(rank.gradients)]
-        yield from _of_tensors(update, GRADIENT, "gradient of", parts, whole)
+        yield from _of_tensors(update, GRADIENT, "gradient of", parts, whole, rounding)
     for update, whole in enumerate(expected.weights):
         parts = [(rank.weights[update], rank.shards) for rank in ranks if update < len(rank.weights)]
         of_weights = _of_tensors(update, WEIGHT, "weight of", parts, whole)
@@ -75,7 +76,7 @@ def _by_rank(ranks: Sequence[Evidence], expected: Evidence) -> Iterator[Differen
         logged = [rank.logged.get(name, math.nan) for rank in ranks]
         # A replica logs what its own share comes to, unless the module asks for the mean.
         size = min(apart(each, value) for each in (logged[0], sum(logged) / len(logged)))
-        yield Difference(last, 4, f"logged {name}", size)
+        yield Difference(last, LOGGED, f"logged {name}", size)
 
 
 def _of_tensors(
@@ -84,12 +85,13 @@ def _of_tensors(
     what: str,
     parts: Sequence[tuple[Mapping[str, Tensor], Mapping[str, Shard]]],
     whole: Mapping[str, Tensor],
+    rounding: float = 0.0,
 ) -> Iterator[Difference]:
+    """``rounding``: where neither of two tensors has more, they aren't compared."""
     unit = 1.0 if order == BUFFER else max((largest(tensor) for tensor in whole.values()), default=0.0)
-    rounding = _rounding(whole) if order == GRADIENT else 0.0
     for tensors, shards in parts:
         for name, tensor in tensors.items():
-            if name in whole and max(largest(tensor), largest(whole[name])) <= rounding:
+            if rounding and name in whole and _is_within(rounding, tensor, whole[name]):
                 continue
             size = distance(tensor, whole.get(name), shards.get(name), _ALMOST_ZERO * unit)
             yield Difference(update, order, f"{what} {name}", size, "" if order == BUFFER else name)
@@ -102,6 +104,10 @@ def _of_tensors(
 def _rounding(gradients: Mapping[str, Tensor]) -> float:
     """What rounding may leave of a gradient that is zero."""
     return max((_ROUNDING * torch.finfo(each.dtype).eps * largest(each) for each in gradients.values()), default=0.0)
+
+
+def _is_within(rounding: float, *tensors: Tensor) -> bool:
+    return all(largest(each) <= rounding and bool(each.isfinite().all()) for each in tensors)
 
 
 def apart(one: float, other: float, least: float = _ALMOST_ZERO) -> float:

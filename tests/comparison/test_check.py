@@ -309,6 +309,7 @@ def test_ranks_may_hold_shards_and_shares() -> None:
         ({"logged": {}}, "logged x", math.inf),
         ({"gradients": []}, "number of updates of rank 0, 0 for 1", math.inf),
         ({"gradients": [{"b": torch.zeros(1)}]}, "gradient of a, which no rank has", math.inf),
+        ({"gradients": [evidence().gradients[0] | {"b": torch.tensor([math.nan])}]}, "gradient of b", math.inf),
         ({"weights": [{"a": torch.tensor([1.0, 2.0, 3.0, 5.0])}]}, "weight of a", 0.25),
         ({"buffers": {"c": torch.tensor([0.75])}}, "buffer c", 0.5),
         ({"buffers": {}}, "buffer c, which no rank has", math.inf),
