@@ -89,7 +89,6 @@ class PipelineOptions(StagedOptions):
                 f"chunks={self.chunks}: only schedule='interleaved' takes their number, of layers in a stage. Leave it "
                 f"out, or take that. The parts of a batch are `microbatches`."
             )
-
         if self.activation_memory != 1 and self.schedule != "zbv":
             raise ValueError(
                 f"activation_memory={self.activation_memory}: only schedule='zbv' takes a limit. Take that, or leave "

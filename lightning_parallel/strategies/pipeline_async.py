@@ -197,15 +197,7 @@ class AsyncPipelineStrategy(StagedStrategy):
 
     @override
     def on_train_start(self) -> None:
-        for callback in callbacks_of(self.run.trainer):
-            if not isinstance(callback, Averaging):
-                for name, value in vars(callback).items():
-                    if isinstance(value, AveragedModel):
-                        raise ValueError(
-                            f"{type(callback).__name__}.{name} is an AveragedModel. After a batch the stages of an "
-                            f"asynchronous pipeline have made different numbers of updates, so it would average "
-                            f"weights that never were together. Use Lightning's EMAWeightAveraging or WeightAveraging."
-                        )
+        _refuse_averages(self.run.trainer)
         # A stage that lags behind steps its scheduler before its first update. Each update still uses its own rate.
         warnings.filterwarnings("ignore", message=r"Detected call of `lr_scheduler.step\(\)` before")
 
@@ -304,6 +296,19 @@ def _refuse_hooks(trainer: pl.Trainer, module: pl.LightningModule) -> None:
                 f"{type(callback).__name__}: for BatchNorm's statistics it runs an epoch without updates, which the "
                 f"asynchronous pipeline would make. Use WeightAveraging, which averages the statistics, or "
                 f"PipelineStrategy."
+            )
+
+
+def _refuse_averages(trainer: pl.Trainer) -> None:
+    """Refuse averages of weights that other callbacks than Lightning's keep. They have made them when training
+    starts."""
+    for callback in callbacks_of(trainer):
+        averages = {} if isinstance(callback, Averaging) else vars(callback)
+        for name in (name for name, value in averages.items() if isinstance(value, AveragedModel)):
+            raise ValueError(
+                f"{type(callback).__name__}.{name} is an AveragedModel. After a batch the stages of an asynchronous "
+                f"pipeline have made different numbers of updates, so it would average weights that never were "
+                f"together. Use Lightning's EMAWeightAveraging or WeightAveraging."
             )
 
 
