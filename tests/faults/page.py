@@ -63,9 +63,9 @@ a part runs with the tests.
   *gradient*, which is summed and averaged over ranks, or the *update*.
 - **It looks like**: said only where it explains each entry of the tensor.
 
-{found} of {cases} faults are found, and {placed} placed rightly. {alike} of them are in all parameters alike: there any
-unit is right. Of {explainable} whose look can be told, {explained} are told. Without a fault, the same {clean} pairs
-of a module and a layout give {alarms} false alarms."""
+{found} of {cases} faults are found, and {placed} placed rightly. {alike} of them change all parameters alike: there any
+unit is right. For {explainable} faults a look is expected, and {explained} of them get it. Without a fault, the same
+{clean} pairs of a module and a layout give {alarms} false alarms."""
 
 _MODELS = """\
 The modules are in tests/faults/models.py: four residual blocks (*Blocks*), with dropout (*Dropped*), with gradients
