@@ -108,8 +108,9 @@ def where(
     first = next(wrong, None)
     if in_unit is not None or first is None or len({len(each.weights) for each in (*ranks, alone)}) > 1:
         return in_unit
-    parts = added_by_parts(noted_alone, alone, noted[0], update)
-    return in_parameter(ranks, alone, parts if first.update == update else {}, first, tolerance)
+    added = noted_alone.added if first.order == GRADIENT and first.update == update else []
+    parts = {name_of(k, noted[0]): gradients for k, gradients in enumerate(added)}
+    return in_parameter(ranks, alone, parts, first, tolerance)
 
 
 def in_units(ranks: Sequence[Notes], alone: Notes, update: int, tolerance: float) -> Beginning | None:
@@ -226,7 +227,7 @@ def in_parameter(
     found = {rank: tensor for rank, each in enumerate(ranks) if (tensor := part_of(each)) is not None}
     kind = None
     if whole is not None and found:
-        right = {rank: _own(whole, shards[rank]) for rank in found}
+        right, zeros = {rank: _own(whole, shards[rank]) for rank in found}, torch.zeros_like(whole)
         here = max(found, key=lambda rank: farthest_entry(found[rank], right[rank], 1.0))
         kind = kind_of(
             found[here],
@@ -234,24 +235,10 @@ def in_parameter(
             tolerance,
             others={f"that of rank {rank}": tensor for rank, tensor in right.items() if shards[rank] is not None},
             ranks=[tensor for rank, tensor in found.items() if shards[rank] is None],
-            parts={key: _own(part[name], shards[here]) for key, part in parts.items() if of_gradient and name in part},
+            parts={key: _own(part.get(name, zeros), shards[here]) for key, part in parts.items()},
         )
     unit, _, _ = name.rpartition(".")
     return Beginning(first.update, unit or name, "gradient" if of_gradient else "update", first.name, first.size, kind)
-
-
-def added_by_parts(notes: Notes, evidence: Evidence, ranks: Notes, update: int) -> dict[str, dict[str, Tensor]]:
-    """What each microbatch has added to the gradients of one process, by its name under the layout."""
-    step = max(1, len(notes.sums) // notes.parts)
-    last = {name: gradient / notes.factor for name, gradient in evidence.gradients[update].items()}
-    sums = [*notes.sums[::step], last]
-    zeros = {name: torch.zeros_like(gradient) for name, gradient in last.items()}
-    return {
-        name_of(k, ranks): {
-            name: notes.factor * (sums[k + 1].get(name, zero) - sums[k].get(name, zero)) for name, zero in zeros.items()
-        }
-        for k in range(len(sums) - 1)
-    }
 
 
 def _own(whole: Tensor, shard: Shard | None) -> Tensor:

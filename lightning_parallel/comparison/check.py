@@ -4,10 +4,11 @@
 
     one process     the batches whole                  compared with
     the layout      shares and microbatches of them    compared, if they differ, with
-    one process     the same microbatches
+    one process     the same shares and microbatches
 
 What computes with several samples (BatchNorm, a loss that compares them) differs by nature where a batch is divided:
-then the layout equals one process that divides it alike, and nothing is wrong with the layout.
+then the layout equals one process that divides it alike, and nothing is wrong with the layout. There each replica's
+share is a batch of its own, and Lightning accumulates as many gradients as there are replicas.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from __future__ import annotations
 import copy
 import itertools
 import math
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -27,6 +29,7 @@ from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import Strategy, StrategyRegistry
+from torch import nn
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.utils.data import DataLoader, Dataset
 from typing_extensions import override
@@ -45,6 +48,7 @@ from lightning_parallel.strategies.staged import StagedStrategy
 
 _TRIALS = 3  # in which rounding is changed, in other precisions than float64
 _SHOWN = 5
+_DROPOUT = nn.Dropout | nn.Dropout1d | nn.Dropout2d | nn.Dropout3d | nn.AlphaDropout | nn.FeatureAlphaDropout
 
 T = TypeVar("T")
 
@@ -61,6 +65,8 @@ class Comparison:
         by_nature: is all of it the same as in one process that divides batches alike?
         beginning: where the first difference begins, as a second run of both has shown. None if it hasn't come again,
             or is in nothing that a module returns or holds.
+        without_dropout: were rates of dropout set to 0? They are where a layer's batch or weights are divided among
+            ranks: masks of shares and of shards are others than one process's by nature.
     """
 
     layout: str
@@ -69,6 +75,7 @@ class Comparison:
     different: tuple[Difference, ...] = ()
     by_nature: bool = False
     beginning: Beginning | None = None
+    without_dropout: bool = False
 
     @property
     def equal(self) -> bool:
@@ -79,18 +86,19 @@ class Comparison:
         if self.largest is None:
             return f"{self.layout}: nothing was compared, since no update was made."
         found = f"{self.largest.size:.1e}, {self.largest.name} in update {self.largest.update}"
+        off = "\nDropout was off: its masks are others where ranks divide batches or layers." * self.without_dropout
         if self.equal:
-            return f"{self.layout}: equal to one process. {self.updates} updates, largest difference {found}."
+            return f"{self.layout}: equal to one process. {self.updates} updates, largest difference {found}.{off}"
         what = "\n".join(f"    update {d.update}: {d.name}, {d.size:.1e}" for d in self.different[:_SHOWN])
         more = f"\n    and {len(self.different) - _SHOWN} more" if len(self.different) > _SHOWN else ""
         why = "DIFFERENT from one process."
         if self.by_nature:
             why = (
-                "different by nature.\nOne process that divides each batch alike has the same numbers. Something "
-                "computes with several samples,\nsuch as BatchNorm, or a loss that compares samples."
+                "different by nature.\nOne process that divides each batch alike has the same numbers. It may be "
+                "BatchNorm, a loss that compares\nsamples, replicas' means over unequal numbers of tokens, or dropout."
             )
         begins = "" if self.beginning is None else f"\nIt begins in {self.beginning}"
-        return f"{self.layout}: {why} First:\n{what}{more}{begins}"
+        return f"{self.layout}: {why} First:\n{what}{more}{begins}{off}"
 
 
 def check(
@@ -131,19 +139,24 @@ def check(
         ValueError: the strategy isn't one of this package, or has a precision of its own; there are no batches, or a
             loss isn't a number. What a run raises, such as a refusal, is raised.
     """
-    values = _first(module, data, batches)
-    size, ranks = batch_size(values[0]), devices * num_nodes
+    ranks = devices * num_nodes
+    _refuse_other_ranks(ranks)
     common: Mapping[str, Any] = {"accelerator": accelerator, "precision": precision, "limit_val_batches": batches}
-    in_one_process = partial(_in_one_process, module, data, values, common)
+    values = _first(module, data, batches, common)
+    size = batch_size(values[0])
 
-    def under_layout(*watches: Callback) -> tuple[LayoutStrategy, partial[int | None]]:
+    def under_layout(*watches: Callback) -> tuple[LayoutStrategy, pl.Trainer, _Shares]:
         layout, shares = _layout(strategy, options, min(size, 2 * ranks)), _Shares(values)
         trainer = _trainer(shares, *watches, strategy=layout, devices=devices, num_nodes=num_nodes, **common)
-        return layout, partial(_fit, trainer, module, data, shares)
+        return layout, trainer, shares
 
     witness = Witness()
-    layout, fit = under_layout(witness)
-    expected = _expected(in_one_process, precision) if layout.layout.rank == 0 else None
+    layout, trainer, shares = under_layout(witness)
+    replicas = layout.layout.size("data")
+    module = copy.deepcopy(module)
+    without_dropout = max(replicas, layout.layout.size("tensor")) > 1 and _without_dropout(module)
+    in_one_process = partial(_in_one_process, module, data, common)
+    expected = _expected(partial(in_one_process, values), precision) if layout.layout.rank == 0 else None
     found: list[Difference] = []
     different: list[Difference] = []
 
@@ -159,11 +172,12 @@ def check(
         # A loss has its batch's number.
         return plain.batches[first.update] if first.order != LOSS and plain.batches else first.update
 
-    batch = fit(batch_of_first)
+    batch = _fit(trainer, module, data, shares, batch_of_first)
     units = UnitWatch(batch)
     if batch is not None:  # on all ranks
-        _, fit_again = under_layout(Witness(), units)  # the same run, so with another witness
-        fit_again()
+        _, again, shares = under_layout(Witness(), units)  # the same run, so with another witness
+        _fit(again, module, data, shares)
+    os.environ.setdefault("WORLD_SIZE", str(ranks))  # Lightning deletes it
     if expected is None:
         return None
     plain, limits = expected
@@ -173,31 +187,48 @@ def check(
             f"compared. Give other data or weights."
         )
     by_nature, beginning = False, None
-    replicas, microbatches = layout.layout.size("data"), getattr(layout.options, "microbatches", 1)
+    microbatches = getattr(layout.options, "microbatches", 1)
     if isinstance(layout, StagedStrategy) and microbatches == "auto":
         microbatches = layout.automatic_microbatches(size // replicas)
     parts = replicas * microbatches
     if different and (parts == 1 or (parts <= size and module.automatic_optimization)):  # else a pipeline refuses it
-        units_alone = UnitWatch(batch)
-        alike = in_one_process(PipelineStrategy(microbatches=parts) if parts > 1 else "auto", units_alone)
+        units_alone = UnitWatch(batch, replicas)
+        divided = PipelineStrategy(microbatches=microbatches) if microbatches > 1 else "auto"
+        alike = in_one_process(values, divided, units_alone, replicas=replicas)
         left = differences(witness.of_all_ranks, alike)
-        # A replica's buffers have seen its share only, and the first one's count.
-        counted = (each for each in left if replicas == 1 or each.order != BUFFER)
+        # A replica's buffers and logs come of its share only.
+        counted = (each for each in left if replicas == 1 or each.order < BUFFER)
         by_nature = parts > 1 and all(each.size <= limits.of(each) for each in counted)
         if batch is not None and not by_nature:
             noted, (noted_alone,), first = units.of_all_ranks, units_alone.of_all_ranks, different[0]
             beginning = where(witness.of_all_ranks, alike, noted, noted_alone, first.update, limits.of(first))
     largest = max(found, key=lambda each: each.size, default=None)
-    name = f"{strategy if isinstance(strategy, str) else type(strategy).__name__} on {ranks} devices"
-    return Comparison(name, len(plain.gradients), largest, tuple(different), by_nature, beginning)
+    name = f"{_name(strategy)} on {ranks} devices"
+    return Comparison(name, len(plain.gradients), largest, tuple(different), by_nature, beginning, without_dropout)
 
 
-def _first(module: pl.LightningModule, data: pl.LightningDataModule | Iterable[Any] | None, count: int) -> list[Any]:
-    """The first batches of a loader."""
+def _refuse_other_ranks(ranks: int) -> None:
+    """Another number of ranks than this script has would wait for each other for ever."""
+    started = int(os.environ.get("WORLD_SIZE", ranks)) if "LOCAL_RANK" in os.environ else ranks
+    if started != ranks:
+        raise ValueError(
+            f"check is to run on {ranks} ranks (devices= times num_nodes=), but this script runs on {started} already. "
+            f"Check each number of ranks in a script of its own."
+        )
+
+
+def _first(
+    module: pl.LightningModule,
+    data: pl.LightningDataModule | Iterable[Any] | None,
+    count: int,
+    common: Mapping[str, Any],
+) -> list[Any]:
+    """The first batches of a loader, as in one process."""
     loader: Any = copy.deepcopy(module) if data is None else data
     if isinstance(loader, pl.LightningDataModule):
         loader = copy.copy(loader)  # each run sets one up
     if isinstance(loader, pl.LightningDataModule | pl.LightningModule):
+        loader.trainer = _trainer(devices=1, plugins=[_Alone()], **common)  # its hooks may read it
         loader.prepare_data()
         loader.setup("fit")
         loader = loader.train_dataloader()
@@ -216,6 +247,19 @@ def _expected(in_one_process: Callable[[], Evidence], precision: str) -> tuple[E
     return plain, Limits(plain, trials, precision)
 
 
+def _without_dropout(module: pl.LightningModule) -> bool:
+    """Set the rates of layers that drop to 0. Returns whether there are any."""
+    found = [
+        (part, name)
+        for part in module.modules()
+        for name, value in vars(part).items()
+        if isinstance(value, float) and value and (name == "p" if isinstance(part, _DROPOUT) else "dropout" in name)
+    ]
+    for part, name in found:
+        setattr(part, name, 0.0)
+    return bool(found)
+
+
 def _layout(strategy: str | LayoutStrategy, options: dict[str, Any], microbatches: int) -> LayoutStrategy:
     """A copy of a strategy, or one by its name. ``microbatches`` are those of a pipeline that is given by its name, and
     without them."""
@@ -225,19 +269,23 @@ def _layout(strategy: str | LayoutStrategy, options: dict[str, Any], microbatche
         if type(strategy.precision_plugin) is not Precision:
             raise ValueError("The strategy has a precision of its own. Give check precision=, which is for all runs.")
         return copy.deepcopy(strategy)
-    name = strategy
+    name = _name(strategy)
     kind = StrategyRegistry[name]["strategy"] if name in StrategyRegistry else None
     if kind is None or not issubclass(kind, LayoutStrategy):
         known = sorted(
             each for each, entry in StrategyRegistry.items() if issubclass(entry["strategy"], LayoutStrategy)
         )
-        raise ValueError(f"strategy={name!r} is none that can be compared. There are {', '.join(known)}.")
+        raise ValueError(f"strategy={name!r} is none of this package's, so check can't compare it: {', '.join(known)}.")
     options = StrategyRegistry[name]["init_params"] | options
     chooses = "pipeline" in name and options.get("schedule") != "naive"
     if chooses and options.get("microbatches", "auto") == "auto":
         options["microbatches"] = microbatches
     layout: LayoutStrategy = kind(**options)
     return layout
+
+
+def _name(strategy: str | Strategy) -> str:
+    return strategy if isinstance(strategy, str) else type(strategy).__name__
 
 
 def _trainer(*callbacks: Callback, **given: Any) -> pl.Trainer:
@@ -257,17 +305,26 @@ def _trainer(*callbacks: Callback, **given: Any) -> pl.Trainer:
 def _in_one_process(
     module: pl.LightningModule,
     data: object,
-    batches: Sequence[Any],
     common: Mapping[str, Any],
+    batches: Sequence[Any],
     strategy: Strategy | str = "auto",
     *watches: Callback,
+    replicas: int = 1,
 ) -> Evidence:
+    """What one process comes to. The share of each of so many replicas is a batch of its own."""
+    if replicas > 1:
+        batches = [share for batch in batches for share in split(batch, replicas)]
+        common = {**common, "accumulate_grad_batches": replicas}
     shares, witness = _Shares(batches), Witness()
     trainer = _trainer(shares, witness, *watches, strategy=strategy, devices=1, plugins=[_Alone()], **common)
     backend = "nccl" if trainer.strategy.root_device.type == "cuda" else "gloo"
     dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
     _fit(trainer, module, data, shares)
-    return witness.of_all_ranks[0]
+    found = witness.of_all_ranks[0]
+    # Lightning divides the losses of batches by the number of those that it accumulates.
+    found.losses = [sum(found.losses[k : k + replicas]) for k in range(0, len(found.losses), replicas)]
+    found.batches = [batch // replicas for batch in found.batches]
+    return found
 
 
 class _Alone(LightningEnvironment):

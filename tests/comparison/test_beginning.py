@@ -23,13 +23,14 @@ COMMON = {"accelerator": "cpu", "precision": "64-true"}
 def noted(model: str, layout: str) -> tuple[list[Notes], Notes] | None:
     """On the first rank: what all ranks have noted of the second batch, and one process with the same microbatches."""
     kind, (devices, strategy, options) = MODELS[model], LAYOUTS[layout]
-    watch, alone, shares = UnitWatch(1), UnitWatch(1), check._Shares(kind.batches())
+    watch, shares = UnitWatch(1), check._Shares(kind.batches())
     made = check._layout(strategy, options, 4)
     trainer = check._trainer(shares, check.Witness(), watch, strategy=made, devices=devices, **COMMON)
-    parts = made.layout.size("data") * options.get("microbatches", 1)
+    replicas, microbatches = made.layout.size("data"), options.get("microbatches", 1)
+    alone = UnitWatch(1, replicas)
     if made.layout.rank == 0:
-        divided = PipelineStrategy(microbatches=parts) if parts > 1 else "auto"
-        check._in_one_process(kind(), None, kind.batches(), COMMON, divided, alone)
+        divided = PipelineStrategy(microbatches=microbatches) if microbatches > 1 else "auto"
+        check._in_one_process(kind(), None, COMMON, kind.batches(), divided, alone, replicas=replicas)
     check._fit(trainer, kind(), None, shares)
     return (watch.of_all_ranks, *alone.of_all_ranks) if made.layout.rank == 0 else None
 
@@ -57,7 +58,7 @@ def test_all_units_are_compared_and_none_differs(pool: WorkerPool, model: str, l
     # Each number in it counts.
     for what in (INPUT, OUTPUT, OF_OUTPUT):
         place, (when, tensor) = next(item for item in ranks[-1].seen.items() if item[0].what == what)
-        changed = {**ranks[-1].seen, place: (when, tensor + 0.01)}
+        changed = {**ranks[-1].seen, place: (when, tensor + 1)}
         found = in_units([*ranks[:-1], replace(ranks[-1], seen=changed)], alone, 1, 1e-9)
         assert found is not None and found.unit == place.unit
 

@@ -22,6 +22,7 @@ from lightning_parallel.comparison.differences import Difference, differences
 from lightning_parallel.comparison.evidence import Evidence
 from lightning_parallel.ranks.shard import Shard
 from tests.pool import WorkerError, WorkerPool
+from tests.strategies.failures import assert_refused
 from tests.thorough import thorough
 from tests.worker import ROOT
 
@@ -128,6 +129,62 @@ def test_what_computes_with_several_samples_differs_by_nature(pool: WorkerPool, 
     assert not found.equal and found.by_nature
     assert found.different[0].update == 0
     assert "buffer net.1.running_mean" in {each.name for each in found.different}
+
+
+class Words(Net):
+    """A mean over labels that count. One half of each batch has more of them."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        labels = batch[1].where(batch[0][:, 0] > 0.5, torch.full_like(batch[1], -100))
+        return F.cross_entropy(self.net(batch[0]), labels)
+
+
+def labelled() -> list[Any]:
+    """The first half of each batch has three labels that count, the second half one."""
+    found = batches()
+    for inputs, _ in found:
+        inputs[:, 0] = torch.tensor([1.0, 1, 1, 0, 0, 0, 0, 1])
+    return found
+
+
+def checked_words(strategy: str, options: dict[str, Any]) -> Comparison | None:
+    return check(Words(), labelled(), strategy=strategy, devices=2, accelerator="cpu", **options)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "options", "is_equal"),
+    [
+        ("pipeline_1f1b", {}, True),
+        ("fully_sharded", {}, False),
+        ("tensor_parallel", {"plan": "none", "data_parallel": 2}, False),
+    ],
+)
+def test_replicas_average_their_own_means(
+    pool: WorkerPool, strategy: str, options: dict[str, Any], is_equal: bool
+) -> None:
+    found = pool.run(checked_words, 2, strategy, options, init=False)[0]
+    assert (found.equal, found.by_nature) == (is_equal, not is_equal), str(found)
+
+
+class Dropping(Net):
+    """Drops between layers that tensor ranks divide."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net[2] = nn.Dropout(0.5)
+
+
+@pytest.mark.parametrize("strategy", ["tensor_parallel", "fully_sharded", "pipeline_1f1b"])
+def test_masks_that_are_others_by_nature_are_off(pool: WorkerPool, strategy: str) -> None:
+    found = pool.run(checked, 2, Dropping(), strategy, {}, init=False)[0]
+    of_pipeline = strategy == "pipeline_1f1b"  # one process draws the same for the same microbatches
+    assert (found.equal, found.by_nature, found.without_dropout) == (not of_pipeline, of_pipeline, not of_pipeline)
+    assert ("Dropout was off" in str(found)) is found.without_dropout
+
+
+def test_another_number_of_ranks_than_the_script_has_is_refused(pool: WorkerPool) -> None:
+    errors = pool.run(check, 2, Net(), batches(), devices=4, init=False, expect_errors=True)
+    assert_refused(errors, "ValueError", ["4 ranks"])
 
 
 def test_a_wrong_gradient_is_named(pool: WorkerPool) -> None:
@@ -241,6 +298,7 @@ class Prepared(L.LightningDataModule):
         self.faulty = faulty
 
     def setup(self, stage: str) -> None:
+        assert self.trainer is not None and self.trainer.world_size > 0
         self.scale = torch.randint(2, 99, ())
 
     def train_dataloader(self) -> Any:

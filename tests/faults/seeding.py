@@ -20,10 +20,10 @@ def layouts_only() -> Iterator[None]:
     it sees replicas only."""
     original = check._in_one_process
 
-    def alone(*args: Any) -> Any:
+    def alone(*args: Any, **kwargs: Any) -> Any:
         os.environ[_ALONE] = "1"
         try:
-            return original(*args)
+            return original(*args, **kwargs)
         finally:
             del os.environ[_ALONE]
 
