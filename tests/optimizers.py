@@ -311,6 +311,13 @@ class NormedSGD(Short):
         p.sub_(g / self.norm * group["lr"])
 
 
+class NeverEmpty(LARS):
+    """Fails where it has nothing to step."""
+
+    def look(self, parameters: list[Tensor]) -> None:
+        torch.stack([p.sum() for p in parameters])
+
+
 class FloorSGD(Short):
     """Gradients of small norms are lengthened; others are as they are."""
 

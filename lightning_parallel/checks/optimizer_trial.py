@@ -9,7 +9,7 @@ parameters, once whole, and once divided as the ranks have them::
     tensor ranks      a copy for each    steps   [a's first half, b's first half]    [a's second half, b's second half]
     stages            a copy for each    steps   [a]    [b]
     fully sharded     one copy           steps   [a, b] as DTensors, which may compute with the whole
-    owners            a copy for each    steps   [a]    [b]
+    owners            a copy for each    steps   [a]    [b]    [], for a rank that owns none
 
 Parameter groups that only differ as parts are stepped as wholes, by the ranks that own them
 (:mod:`lightning_parallel.optimizers.owners`). If they differ there too, the optimizer is refused.
@@ -22,6 +22,7 @@ too late to be seen.
 from __future__ import annotations
 
 import copy
+import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -155,11 +156,13 @@ def _divisions(trials: list[_Trial], layout: Layout) -> dict[_Axis, list[Pieces]
 
 
 def _owned(trials: list[_Trial], groups: set[int]) -> list[Pieces]:
-    """What two owners see: of these groups one of each two divided parameters, as a whole; else what ranks have."""
+    """What two owners see, and a rank that owns none: of these groups one of each two divided parameters, as a whole;
+    else what ranks have."""
     pieces: list[Pieces] = []
-    for index in range(2):
-        seen = [trial for number, trial in enumerate(trials) if number % 2 == index or not trial.is_owned_in(groups)]
-        pieces.append([(each, Tensor.clone if each.group in groups else _half(each.dim, index)) for each in seen])
+    for index in range(3):
+        is_here = [not trial.is_owned_in(groups) or number % 2 == index for number, trial in enumerate(trials)]
+        seen = itertools.compress(trials, is_here)
+        pieces.append([(each, Tensor.clone if each.group in groups else _half(each.dim, index % 2)) for each in seen])
     return pieces
 
 
@@ -180,7 +183,7 @@ def _differences(
             results[id(trial)].append(result)
     found: dict[int, str] = {}
     for trial, one in zip(trials, whole, strict=True):
-        parts = results[id(trial)]
+        parts = results[id(trial)][:2]  # a rank that owns none has the first once more
         joined = torch.cat(parts, trial.dim) if parts[0].shape != one.shape else parts[0]  # type: ignore[arg-type]
         # Offloaded parameters are on the CPU, and where they are gathered is on a GPU.
         if not (joined.to(one.device) - one).abs().max() <= _TOLERANCE * (one - trial.value).abs().max():  # NaN too

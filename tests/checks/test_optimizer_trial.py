@@ -114,6 +114,12 @@ def test_one_that_moves_before_its_closure_is_refused_where_owners_would_step() 
     assert not tried(optimizers.LooksAhead, "pipeline")
 
 
+def test_one_that_fails_on_a_rank_that_owns_nothing_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"NeverEmpty under SomeStrategy: .*it fails there: RuntimeError"):
+        tried(lambda params: optimizers.NeverEmpty([p for p in params if p.ndim == 2]), "tensor")
+    assert tried(optimizers.NeverEmpty, "tensor") == {0}  # it has vectors that all ranks hold
+
+
 def test_of_one_with_several_kinds_of_groups_some_step_wholes() -> None:
     def make(params: list[nn.Parameter]) -> Optimizer:
         matrices = [p for p in params if p.ndim == 2]
