@@ -8,7 +8,7 @@ old one or the new one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -26,9 +26,9 @@ from lightning_parallel.checkpoint.agreement import RankSummary, agree, digests,
 from lightning_parallel.checkpoint.average import Place
 from lightning_parallel.checkpoint.directory import CONTENTS, TRAINER, PathLike, contents_of
 from lightning_parallel.checkpoint.keys import MODEL, SECOND, OptimizerState
-from lightning_parallel.checkpoint.plain import Wholes, as_plain
+from lightning_parallel.checkpoint.plain import Wholes
 from lightning_parallel.checkpoint.reading import Reader, plain_errors
-from lightning_parallel.checkpoint.slices import Slices, collected, empty_like
+from lightning_parallel.checkpoint.slices import Slices, empty_like
 from lightning_parallel.ranks.collectives import Group, decided_by_first, gather_objects_on_first, guarded, together
 
 
@@ -44,7 +44,6 @@ def save(
     order: Sequence[str] = (),
     aliases: Mapping[str, str] = MappingProxyType({}),
     extra_state: Mapping[str, Any] = MappingProxyType({}),
-    file: Callable[[dict[str, Any]], None] | None = None,
     second: Mapping[str, Tensor] = MappingProxyType({}),
     second_at: Place = (),
 ) -> None:
@@ -68,7 +67,6 @@ def save(
             The first rank's are saved.
         extra_state: what modules here have in their ``state_dict`` besides parameters and buffers, such as what
             ``get_extra_state`` returns. Of modules on several ranks the lowest rank's is saved.
-        file: writes one file instead, as one process has it (:func:`.plain.as_plain`). The first rank calls it.
         second: a second state of the model, as ``model``.
         second_at: where one process has it; empty if there is none.
 
@@ -91,22 +89,17 @@ def save(
     summaries = gather_objects_on_first(summary, group)
     of_all: dict[str, Any] = {}  # on the first rank
 
-    def begin() -> tuple[str, dict[str, int], int]:
+    def begin() -> tuple[str, dict[str, int]]:
         joined, shared = agree(summaries or [], order)
         chosen = writers(summaries or [], shared)
-        new = directory.begin(path) if file is None else path
-        if file is None:
-            new.mkdir()
+        new = directory.begin(path)
+        new.mkdir()
         of_all.update(joined, second_at=list(second_at))
-        return str(new), chosen, max(len(rank.shapes) for rank in summaries or ())
+        return str(new), chosen
 
-    unfinished, chosen, most = decided_by_first(group, begin)
+    unfinished, chosen = decided_by_first(group, begin)
     new, mine = Path(unfinished), dist.get_rank(group) if dist.is_initialized() else 0
     own = {key: tensor for key, tensor in tensors.items() if chosen.get(key, mine) == mine}
-    if file is not None:
-        wholes, write = collected(own, most, group), file
-        decided_by_first(group, lambda: write(as_plain({"trainer": dict(trainer), **of_all}, wholes, aliases)))
-        return
 
     def end() -> None:
         (new / CONTENTS).write_bytes(contents_of(new, aliases, of_all["extra_state"]))

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
-from itertools import chain, islice, repeat
 from typing import Any
 
 import torch
@@ -28,7 +27,6 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from torch.distributed.tensor import DTensor
 
 from lightning_parallel.private.torch import tree_map, wrapper_tensor
-from lightning_parallel.ranks.collectives import Group, gather_objects_on_first
 from lightning_parallel.ranks.local_model import local_part
 from lightning_parallel.ranks.shard import Shard, piece
 
@@ -159,29 +157,6 @@ def on_host(values: Any) -> Any:
     for device in devices:
         torch.cuda.current_stream(device).synchronize()
     return copy
-
-
-def collected(own: Mapping[str, Tensor], most: int, group: Group) -> dict[str, Tensor]:
-    """Whole tensors by their keys, in host memory, on the group's first rank; elsewhere none. All ranks call it.
-
-    Args:
-        own: what this rank holds. The boxes of all ranks fill each tensor.
-        most: the largest number of tensors on a rank: one of each rank travels at a time.
-    """
-    wholes: dict[str, Tensor] = {}
-    for item in islice(chain(own.items(), repeat(None)), most):
-        mine = None
-        if item is not None:
-            key, tensor = item
-            boxes = [(list(at), values.cpu()) for at, values in boxes_of(tensor)]
-            mine = (key, tuple(tensor.shape), tensor.dtype, boxes)
-        for each in gather_objects_on_first(mine, group) or ():
-            if each is not None:
-                name, shape, dtype, boxes = each
-                whole = wholes[name] if name in wholes else wholes.setdefault(name, torch.empty(shape, dtype=dtype))
-                for at, values in boxes:
-                    _box(whole, at, values).copy_(values)
-    return wholes
 
 
 def _box(whole: Tensor, at: Sequence[int], like: Tensor) -> Tensor:

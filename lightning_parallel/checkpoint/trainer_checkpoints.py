@@ -57,8 +57,8 @@ class Checkpoints:
             :func:`.take_groups` fills it. A later run that only evaluates still saves by it.
         owned: divided parameters that an optimizer steps as a whole on the rank that owns it; is it this one?
         background: runs saves while training goes on; None: training waits for them.
-        file: writes one file; None: a checkpoint is a directory.
-        as_lightning: every rank holds all of the model, and the file is what Lightning has collected.
+        as_lightning: where every rank holds all of the model, writes the file that Lightning has collected; None: a
+            checkpoint is a directory.
         have_failed: an error has ended the run, and a save would need every rank: nothing is saved any more.
         opened: the path of the checkpoint that is loaded, for errors.
         average: what a callback of the run averages here.
@@ -69,8 +69,7 @@ class Checkpoints:
     group_names: list[list[list[str]]]
     owned: Mapping[str, bool]
     background: BackgroundSave | None
-    file: CheckpointIO | None = None
-    as_lightning: bool = False
+    as_lightning: CheckpointIO | None = None
     have_failed: bool = False
     opened: str | Path = ""
     average: Average | None = None
@@ -112,7 +111,7 @@ class Checkpoints:
     def state_dict(self, module: pl.LightningModule) -> dict[str, Any]:
         """The module's ``state_dict()``, checked by :func:`.refuse_others`. Tensors of other ranks are absent."""
         state_dict = module.state_dict()
-        if not self.as_lightning:
+        if self.as_lightning is None:
             refuse_others(state_dict, module, f"{type(module).__name__}.state_dict()")
         return state_dict
 
@@ -132,24 +131,22 @@ class Checkpoints:
         if self.have_failed:
             rank_zero_warn(f"Not saved after an error: {path}. A checkpoint needs every rank.")
             return
-        if storage_options is not None and self.file is None:
+        if storage_options is not None and self.as_lightning is None:
             raise TypeError(
-                f"storage_options={storage_options!r}: this strategy's checkpoint is a local directory. Set "
-                f"checkpoint='file'."
+                f"storage_options={storage_options!r}: this strategy's checkpoint is a local directory. Leave them "
+                f"out, and copy it when it is there, or `convert` it to one file."
             )
-        file: Callable[[dict[str, Any]], None] | None = None
-        if self.file is not None:
-            file = partial(self.file.save_checkpoint, path=path, storage_options=storage_options)
         state = module.trainer.state
         trains = state.fn == TrainerFn.FITTING and state.status == TrainerStatus.RUNNING
         background = self.background if trains else None
         self.finish()  # one copy in memory at a time
         copied = background is not None
-        write = together(None, lambda: self._writer(checkpoint, path, module, optimizers, file, copied))
+        write = together(None, lambda: self._writer(checkpoint, path, module, optimizers, storage_options, copied))
         if background is None:
             write(group=None)
             return
-        taken = module.trainer.is_global_zero and directory.take_name(Path(path), as_folder=file is None)
+        as_folder = self.as_lightning is None
+        taken = module.trainer.is_global_zero and directory.take_name(Path(path), as_folder=as_folder)
 
         def save(group: Group) -> None:
             try:
@@ -167,7 +164,7 @@ class Checkpoints:
         path: str | Path,
         module: pl.LightningModule,
         optimizers: Sequence[Optimizer],
-        file: Callable[[dict[str, Any]], None] | None,
+        storage_options: Any | None,
         copied: bool,
     ) -> Callable[..., None]:
         """A function that writes the checkpoint with the ranks of a ``group``.
@@ -179,11 +176,12 @@ class Checkpoints:
             copied: copy the state to host memory now, so that later changes of it aren't written.
         """
         save_as_given(checkpoint, module)
-        if file is not None and self.as_lightning:
+        if self.as_lightning is not None:
             if not module.trainer.is_global_zero:
                 # This isn't the first rank. After an error it is alone, and would be taken for the first.
                 return partial(decided_by_first, decide=partial(_await_first, Path(path)))
-            first = partial(file, _written_and_read(checkpoint) if copied else checkpoint)
+            content = _written_and_read(checkpoint) if copied else checkpoint
+            first = partial(self.as_lightning.save_checkpoint, content, path, storage_options)
             return partial(decided_by_first, decide=first)
         state_dict, model, second = self._states(checkpoint, module)
         own = named_tensors(module)
@@ -210,7 +208,6 @@ class Checkpoints:
             order=[name for groups in self.group_names for names in groups for name in names],
             aliases=self.local.tied_names(module),
             extra_state=extra,
-            file=file,
             second=second or {},
             second_at=at,
         )

@@ -32,9 +32,8 @@ class ProcessOptions:
         share_batches: one rank of each replica reads the data loaders in ``fit``, ``validate`` and ``test``, and sends
             the batches to the others. By default each rank reads them, so they have to draw the same samples
             everywhere. For loaders whose random generators are their own, or for slow ones.
-        checkpoint: ``"directory"``: all ranks write a directory together. ``"file"``: the first rank collects the model
-            in its host memory, and writes one file, as Lightning does in one process. ``"auto"``: a file where a rank
-            holds all of the model, else a directory. Either opens under every layout.
+        checkpoint: ``"directory"``: all ranks write a directory together. ``"auto"``: where a rank holds all of the
+            model, one file, as Lightning does in one process; else a directory. Either opens under every layout.
         async_save: write checkpoints while training goes on: a save waits only until the state has been copied to host
             memory. Training ends if a save has failed, and the run's end waits for the last one.
         accelerator: filled in by the Trainer, as in Lightning's strategies.
@@ -51,7 +50,7 @@ class ProcessOptions:
     process_group_backend: Literal["gloo", "nccl"] | None = None
     share_predictions: bool = False
     share_batches: bool = False
-    checkpoint: Literal["auto", "directory", "file"] = "auto"
+    checkpoint: Literal["auto", "directory"] = "auto"
     async_save: bool = False
     accelerator: Accelerator | None = field(default=None, metadata=SET_BY_TRAINER)
     parallel_devices: list[torch.device] | None = field(default=None, metadata=SET_BY_TRAINER)

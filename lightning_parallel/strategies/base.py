@@ -341,7 +341,6 @@ class LayoutStrategy(ParallelStrategy):
         """Take this rank's part of the divided model: move it to its device, make the optimizers for it, and make equal
         what several replicas hold."""
         run = self.run
-        one = self.options.checkpoint == "file" or (self.options.checkpoint == "auto" and self.layout.world_size == 1)
         self.local_model = local
         self.replicas = Replicas(local, run.module, self.groups.along("data"))
         self.checkpoints = Checkpoints(
@@ -350,8 +349,7 @@ class LayoutStrategy(ParallelStrategy):
             self._group_names,
             self._owned,
             self._background,
-            file=self.checkpoint_io if one or self.saves_as_lightning else None,
-            as_lightning=self.saves_as_lightning,
+            as_lightning=self.checkpoint_io if self.saves_as_lightning else None,
         )
         self._holds_part = True
         together(None, partial(self._original_names.refuse_kept, run.module, type(self).__name__))

@@ -38,7 +38,6 @@ LAYOUTS: dict[str, tuple[int, Callable[[], Any]]] = {
     "fsdp2": (2, lp.FullyShardedStrategy),
     "directory": (1, lambda: lp.PipelineStrategy(checkpoint="directory", **CUT)),
     "replicas": (2, lambda: lp.PipelineStrategy(stages=1, checkpoint="directory", **CUT)),
-    "file": (2, lambda: lp.PipelineStrategy(checkpoint="file", **CUT)),
     "background": (2, lambda: lp.PipelineStrategy(async_save=True, **CUT)),
     "late": (1, lambda: lp.AsyncPipelineStrategy(checkpoint="directory", **CUT)),
     "late2": (2, lambda: lp.AsyncPipelineStrategy(**CUT)),
@@ -231,7 +230,7 @@ MORE = [
     for average in ("ema", "multi")
     for one in LAYOUTS
     for other in LAYOUTS
-    if "single" in (one, other) and one != other or (one, other) in (("file", "fsdp2"), ("fsdp2", "tp2 x pp2"))
+    if "single" in (one, other) and one != other or (one, other) == ("fsdp2", "tp2 x pp2")
 ]
 
 
@@ -243,7 +242,7 @@ def test_averages_go_on_from_a_checkpoint_of_another_layout(runs: Runs, average:
     assert validated[-4:-1] == pytest.approx(of_whole_run[-4:-1], abs=TOLERANCE, rel=0)
 
 
-@pytest.mark.parametrize("layout", ["pp2", *thorough("tp2", "fsdp2", "file")])
+@pytest.mark.parametrize("layout", ["pp2", *thorough("tp2", "fsdp2")])
 def test_swa_goes_on_as_in_one_process(runs: Runs, layout: str) -> None:
     """Lightning doesn't resume it exactly."""
     expected = runs.run("by epochs", "single", runs.run("by epochs", "single")[0])
@@ -251,7 +250,7 @@ def test_swa_goes_on_as_in_one_process(runs: Runs, layout: str) -> None:
         assert_same(runs.run("by epochs", layout, first), expected)
 
 
-@pytest.mark.parametrize("layout", ["pp2", *thorough("tp2", "fsdp2", "file")])
+@pytest.mark.parametrize("layout", ["pp2", *thorough("tp2", "fsdp2")])
 @pytest.mark.parametrize(("before", "after"), [("ema", "none"), ("none", "ema")])
 def test_averages_begin_or_end_with_a_checkpoint(runs: Runs, before: str, after: str, layout: str) -> None:
     """As in one process: the averages become the weights, or begin with the weights."""

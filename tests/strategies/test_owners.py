@@ -378,14 +378,10 @@ def test_a_second_fit_goes_on_with_the_state_of_the_first(pool: WorkerPool) -> N
 # -- checkpoints -------------------------------------------------------------------------------------------------
 
 
-def go_on(
-    kind: str, layout: str | None, epochs: int, read: Path | None, write: Path, as_file: bool
-) -> dict[str, Tensor]:
+def go_on(kind: str, layout: str | None, epochs: int, read: Path | None, write: Path) -> dict[str, Tensor]:
     """Train on from a checkpoint up to some epochs, and save. The weights of this rank."""
     torch.set_default_dtype(torch.float64)
     _, strategy, options = LAYOUTS[layout] if layout else (1, "single", {})
-    if layout:
-        options = {**options, "checkpoint": "file" if as_file else "directory"}
     module, trainer = by(kind)(), make_trainer(strategy, [], options, max_epochs=epochs, gradient_clip_val=0.5)
     replicas = replicas_of(layout or "")
     share = trainer.distributed_sampler_kwargs if replicas > 1 else None
@@ -403,10 +399,10 @@ def go_on(
     ["tensor", "tensor x data", "fully sharded x tensor", "stages x fully sharded", "stages x tensor", None],
 ], ids=lambda legs: " > ".join(leg or "one" for leg in legs))  # fmt: skip
 def test_state_goes_from_layout_to_layout(pool: WorkerPool, tmp_path: Path, kind: str, legs: list[str | None]) -> None:
-    (expected,) = pool.run(go_on, 1, kind, None, len(legs), None, tmp_path / "whole", False, init=False)
+    (expected,) = pool.run(go_on, 1, kind, None, len(legs), None, tmp_path / "whole", init=False)
     read = None
-    for epochs, (layout, following) in enumerate(zip(legs, [*legs[1:], None], strict=True), 1):
+    for epochs, layout in enumerate(legs, 1):
         ranks, write = LAYOUTS[layout][0] if layout else 1, tmp_path / str(epochs)
-        found, *_ = pool.run(go_on, ranks, kind, layout, epochs, read, write, following is None, init=False)
+        found, *_ = pool.run(go_on, ranks, kind, layout, epochs, read, write, init=False)
         read = write
     assert largest_difference(found, expected) < EXACT

@@ -17,13 +17,11 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from torch import nn
 from torchmetrics import MeanMetric
 
-from lightning_parallel import ResumableDataLoader
-from lightning_parallel.checkpoint import is_checkpoint, read_full, read_plain
+from lightning_parallel.checkpoint import read_full, read_plain
 from tests.pool import WorkerPool
 from tests.strategies.failures import assert_refused
 from tests.strategies.harness import Report, complete, here, joined, largest_difference, make_trainer, spoil
 from tests.strategies.observed import WIDTH, loader
-from tests.strategies.saves import SavesIn
 from tests.strategies.test_lightning_idioms import LAYOUTS, Plain
 from tests.thorough import thorough
 
@@ -110,47 +108,6 @@ def test_hyperparameters_hold_the_network_that_is_trained(pool: WorkerPool, layo
     assert largest_difference(dict(module.named_parameters()), trained) == 0
     assert content["hyper_parameters"]["rate"] == 0.1
     assert not content["special"]["loss"]._forward_hooks and content["special"]["metric"].dist_sync_fn is None
-
-
-# -- one file ------------------------------------------------------------------------------------------------------
-
-
-def save_twice(layout: str, folder: Path, checkpoint: str) -> Report:
-    """Saves in the middle and goes on to the end."""
-    torch.set_default_dtype(torch.float64)
-    strategy, settings = LAYOUTS[layout]
-    module = Plain()
-    saves = SavesIn("on_train_batch_start", folder / f"{checkpoint}.ckpt", 3)
-    trainer = make_trainer(strategy, [saves], {**settings, "checkpoint": checkpoint}, max_epochs=1)
-    trainer.fit(module, ResumableDataLoader(loader(40).dataset, batch_size=4))
-    return Report(weights={name: complete(p.detach()) for name, p in here(module).items()})
-
-
-def go_on(layout: str, path: Path) -> Report:
-    torch.set_default_dtype(torch.float64)
-    strategy, settings = LAYOUTS[layout]
-    module = Plain()
-    trainer = make_trainer(strategy, [], settings, max_epochs=1)
-    trainer.fit(module, ResumableDataLoader(loader(40).dataset, batch_size=4), ckpt_path=path)
-    return Report(weights={name: complete(p.detach()) for name, p in here(module).items()})
-
-
-@pytest.mark.parametrize("layout", ["1f1b", "fully sharded", *thorough("tensor", "replicas")])
-def test_one_file_has_what_a_directory_has(pool: WorkerPool, layout: str, tmp_path: Path) -> None:
-    whole = pool.run(save_twice, 2, layout, tmp_path, "directory", init=False)
-    pool.run(save_twice, 2, layout, tmp_path, "file", init=False)
-    directory, file = (tmp_path / f"{kind}.ckpt" for kind in ("directory", "file"))
-    assert is_checkpoint(directory) and file.is_file()
-    expected, found = read_plain(directory), torch.load(file, weights_only=True)
-    assert found.keys() == expected.keys()
-    assert largest_difference(found["state_dict"], expected["state_dict"]) == 0
-    pairs = zip(found["optimizer_states"], expected["optimizer_states"], strict=True)
-    for state, of_directory in pairs:
-        each = [{n: values["momentum_buffer"] for n, values in s["state"].items()} for s in (state, of_directory)]
-        assert largest_difference(*each) == 0
-    resumed = pool.run(go_on, 2, layout, file, init=False)
-    for one, other in zip(whole, resumed, strict=True):
-        assert largest_difference(one.weights, other.weights) == 0
 
 
 # -- what a module leaves out --------------------------------------------------------------------------------------
