@@ -2,12 +2,9 @@
 
 The step waits until its tensors have been copied to host memory. What a save exchanges goes over a group of its own::
 
-    training   ... 6 | copy | 7   8   9 ...            ... 14 | error
-    thread                  | write ... | rename            agree: before batch 14
+    training   ... 6 | copy | 7   8   9 ...             14 | copy | ...
+    thread                  | write ... | rename           or the error of the one before, on all ranks
     removal of older ones   |           | now
-
-A failed save ends the run on all ranks before the same batch. The threads, which all know of the failure, agree on the
-first batch that none has begun; while they do, nobody begins one.
 """
 
 from __future__ import annotations
@@ -18,7 +15,7 @@ from collections.abc import Callable
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_parallel.private.torch import ThreadApart
-from lightning_parallel.ranks.collectives import Group, PeerLostError, highest
+from lightning_parallel.ranks.collectives import Group
 
 
 class BackgroundSave:
@@ -30,9 +27,7 @@ class BackgroundSave:
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
         self._after: list[Callable[[], None]] | None = None  # what waits for the save under way; None: none is
-        self._gate = threading.Lock()  # for what follows a save; closed while the threads agree
-        self._batch = 0  # that this rank has begun
-        self._stop = 0  # the batch before which a failure ends the run
+        self._lock = threading.Lock()  # for what follows a save
 
     def start(self, path: str, save: Callable[[Group], None]) -> None:
         """Run ``save(group)`` in a thread when the previous save has ended. It is called on all ranks, and fails on all
@@ -48,17 +43,11 @@ class BackgroundSave:
 
     def after(self, action: Callable[[], None]) -> None:
         """Run ``action`` when the save under way has succeeded; now if none is under way."""
-        with self._gate:
+        with self._lock:
             if self._after is not None:
                 self._after.append(action)
                 return
         action()
-
-    def begin_batch(self) -> bool:
-        """Begin a batch. True if all ranks end before it, since a save has failed."""
-        with self._gate:
-            self._batch += 1
-            return self._error is not None and self._batch >= self._stop
 
     def finish(self) -> None:
         """Wait for the save under way, and for the actions after it.
@@ -68,7 +57,7 @@ class BackgroundSave:
         """
         if self._thread is not None:
             self._thread.join()
-            self._thread = None
+        self._thread = self._after = None
         error, self._error = self._error, None
         if error is not None:
             raise error
@@ -77,25 +66,13 @@ class BackgroundSave:
         try:
             save(self._group)
         except Exception as error:  # of any kind: it is raised where the run can be ended
-            failure = RuntimeError(f"The checkpoint {path} could not be saved in the background: {error}")
-            failure.__cause__ = error
-            with self._gate:
-                self._stop, self._error, self._after = self._agreed(), failure, None
+            self._error = RuntimeError(f"The checkpoint {path} could not be saved in the background: {error}")
+            self._error.__cause__ = error
             return
-        with self._gate:
+        with self._lock:
             actions, self._after = self._after or (), None
         for action in actions:
             try:
                 action()
             except OSError as error:
                 rank_zero_warn(f"An older checkpoint could not be removed: {error}")
-
-    def _agreed(self) -> int:
-        """The first batch that no rank has begun."""
-        batch = self._batch + 1
-        if self._group is None:
-            return batch
-        try:
-            return highest(self._group, batch)[0]
-        except PeerLostError:
-            return 0

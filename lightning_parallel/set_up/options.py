@@ -35,7 +35,7 @@ class ProcessOptions:
         checkpoint: ``"directory"``: all ranks write a directory together. ``"auto"``: where a rank holds all of the
             model, one file, as Lightning does in one process; else a directory. Either opens under every layout.
         async_save: write checkpoints while training goes on: a save waits only until the state has been copied to host
-            memory. Training ends if a save has failed, and the run's end waits for the last one.
+            memory. A failed one ends the run at the next save or at its end, which wait for it.
         accelerator: filled in by the Trainer, as in Lightning's strategies.
         parallel_devices: filled in by the Trainer; may name one GPU several times, for ranks that share it.
         cluster_environment: filled in by the Trainer.

@@ -605,9 +605,6 @@ class LayoutStrategy(ParallelStrategy):
             refuse_hooks_of_parameters(self.run.module)  # that were registered since, in on_train_start
         if self._watch is not None:
             self._watch.end()
-        if self._background is not None and self._background.begin_batch():
-            self.drain()
-            self._background.finish()
         if self.batches_ahead == 0:  # else the backward of a batch under way may read what it would write to
             self.replicas.share_carried(begins_epoch=batch_idx == 0)
 

@@ -179,7 +179,7 @@ def failing(folder: Path, layout: str) -> tuple[str, int]:
 
 
 @pytest.mark.parametrize("layout", ["asynchronous", *thorough("stages")])
-def test_a_failed_save_ends_all_ranks_before_the_same_batch(pool: WorkerPool, tmp_path: Path, layout: str) -> None:
+def test_a_failed_save_ends_all_ranks_at_the_next_one(pool: WorkerPool, tmp_path: Path, layout: str) -> None:
     (one, begun), (other, begun_there) = pool.run(failing, 2, tmp_path, layout, init=False)
     for message in (one, other):
         assert "could not be saved in the background" in message and "No space left on device" in message
