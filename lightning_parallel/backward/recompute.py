@@ -1,25 +1,16 @@
-"""Activation checkpointing (arXiv:1604.06174): a layer keeps only its inputs, and runs again in the backward.
-
-torch's own checkpoint gives out each recomputed tensor once, to the node of the graph that needs it. A backward in two
-halves (``split.py``) needs some of them for its second half too, so it may look first::
-
-    layer's forward           x --> Recalled(what the checkpoint packed)
-    split backward, a look          Recalled.look()  --> runs the layer again, if nobody has; keeps x
-    the node of the graph           Recalled.take()  --> x, which is no longer kept
-"""
+"""Activation checkpointing (arXiv:1604.06174): a layer keeps only its inputs, and runs again in the backward."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
-from lightning_parallel.private.torch import buffers_of, parameters_of, saved_hooks
+from lightning_parallel.private.torch import buffers_of, parameters_of
 from lightning_parallel.seeding import host_generators_kept, host_generators_now
 
 _Place = tuple[dict[str, Any], str]  # a module's dictionary of buffers or parameters, and a name in it
@@ -39,9 +30,8 @@ class Recomputed:
         args, kwargs = without_caches(args, kwargs)
         places = [*self._without_gradient()] if self._written is None else self._written
         again = _Again(places, host_generators_now() if self._draws_on_host else None)
-        # The first context is entered inside the checkpoint's hooks.
         output = checkpoint(
-            self._forward, *args, use_reentrant=False, context_fn=lambda: (_recalled(), again), **kwargs
+            self._forward, *args, use_reentrant=False, context_fn=lambda: (nullcontext(), again), **kwargs
         )
         if self._written is None:
             self._written = again.forget_unwritten()
@@ -52,46 +42,6 @@ class Recomputed:
         for part in self._layer.modules():
             for store in (buffers_of(part), parameters_of(part)):
                 yield from ((store, name) for name, x in store.items() if x is not None and not x.requires_grad)
-
-
-class Recalled:
-    """A tensor that a node of the graph needs, and that is computed again in each backward.
-
-    Args:
-        x: the tensor. No reference to it is kept.
-        pack, unpack: the checkpoint's saved-tensor hooks.
-
-    Attributes:
-        plain: whether ``x`` is a dense tensor of torch's own class.
-    """
-
-    __slots__ = ("_packed", "_unpack", "_x", "plain")
-
-    def __init__(self, x: Tensor, pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> None:
-        self.plain = type(x) is Tensor and x.layout is torch.strided
-        self._packed, self._unpack = pack(x), unpack
-        self._x: Tensor | None = None
-
-    def look(self) -> Tensor:
-        """The tensor, computed again if need be. For a backward before the node runs; it stays until :meth:`take`."""
-        if self._x is None:
-            self._x = self._unpack(self._packed)
-        return self._x
-
-    def take(self) -> Tensor:
-        """The tensor for the node. It is no longer kept here."""
-        x, self._x = self.look(), None
-        return x
-
-
-@contextmanager
-def _recalled() -> Iterator[None]:
-    """A context for the first run of a layer inside a checkpoint, in which the graph saves its tensors as
-    :class:`Recalled`."""
-    hooks = saved_hooks()
-    assert hooks is not None, "the checkpoint's"
-    with saved_tensors_hooks(lambda x: Recalled(x, *hooks), Recalled.take):
-        yield
 
 
 class _Again:

@@ -20,9 +20,8 @@ matmuls it keeps what the weights' gradients are computed from. The second half 
 the weight's own edge of the graph: casts, weight norm, ties and hooks on parameters are left to autograd.
 
 What isn't known here belongs to the first half: then less is left for later, and the numbers are the same. That goes
-for norms, embeddings and biases, functions of users and of torch.compile, and a user's own activation checkpointing.
-Under the project's own (``recompute.py``) a layer runs again in the first half, and its matmuls keep what the second
-needs.
+for norms, embeddings and biases, functions of users and of torch.compile, and for layers that run again in the backward
+(``recompute.py``, or a user's own activation checkpointing).
 
 A parameter's gradient comes whole in one half. Whoever averages it is called once, when it is complete.
 """
@@ -31,7 +30,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -41,14 +41,11 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 from lightning_parallel.backward.matmuls import KNOWN, Formula
-from lightning_parallel.backward.recompute import Recalled
 from lightning_parallel.private.torch import (
     hooks_beside,
     memory_is_shared,
-    packed_tensor,
     run_backward,
     saved_tensor,
-    saves_tensors,
     version_of,
 )
 
@@ -87,12 +84,13 @@ def begin_backward(
     # A leaf that has a gradient adds to it, and takes over no memory.
     first = [node for node in now if getattr(getattr(node, "variable", None), "grad", None) is None]
     handles = [node.register_prehook(keep_apart) for node in first]
-    handles += [handle for uses in late for use in uses for handle in use.handles]
     try:
         run_backward(edges, gradients, [GradientEdge(node, 0) for node in now])
     finally:
         for handle in handles:
             handle.remove()
+        for use in chain(*late):
+            use.stop()
     return WeightGradients(late)
 
 
@@ -142,44 +140,36 @@ class _Use:
         edge: the edge from the matmul to the weight, or to the operation that made the weight.
         x: the other operand.
         formula: computes the weight's gradient from ``x`` and ``dy``.
-        handles: the handles that remove the hooks on the matmul.
+        handle: removes the hook on the matmul.
         dy: the gradient of the product, from the first half.
         versions: the versions of ``x`` and ``dy`` at that time, which count in-place changes.
     """
 
     edge: GradientEdge
-    x: Tensor | Recalled
+    x: Tensor
     formula: Formula
-    handles: list[RemovableHandle] = field(default_factory=list)
+    handle: RemovableHandle | None = None
     dy: Tensor | None = None
     versions: tuple[int, int] = (0, 0)
 
     def listen(self, node: Node) -> bool:
-        """Put hooks on the matmul's node. Returns whether there are no other hooks on it."""
-        self.handles.append(node.register_hook(self.keep))
-        if isinstance(self.x, Recalled):
-            self.handles.append(node.register_prehook(self.look))
-        return not hooks_beside(self.handles[0])
-
-    def look(self, _: Any) -> None:
-        """Get the operand in a layer that runs again, before the node uses it."""
-        assert isinstance(self.x, Recalled)
-        self.x = self.x.look().detach()
+        """Put a hook on the matmul's node. Returns whether there is no other hook on it."""
+        self.handle = node.register_hook(self.keep)
+        return not hooks_beside(self.handle)
 
     def keep(self, _: Any, gradients: tuple[Tensor | None, ...]) -> None:
         """Keep the gradient of the product: the tensor itself and no alias, so that others can see that it is in
         use."""
-        assert isinstance(self.x, Tensor)
         (self.dy,) = gradients
         if self.dy is not None:
             self.versions = version_of(self.x), version_of(self.dy)
 
     def stop(self) -> None:
-        for handle in self.handles:
-            handle.remove()
+        if self.handle is not None:
+            self.handle.remove()
 
     def gradient(self) -> Tensor:
-        assert isinstance(self.x, Tensor) and self.dy is not None
+        assert self.dy is not None
         if (version_of(self.x), version_of(self.dy)) != self.versions:
             raise RuntimeError(
                 f"A tensor of shape {[*self.x.shape]} that a weight's gradient is computed from, or the gradient of its"
@@ -216,7 +206,6 @@ class _Graph:
                     path.append(parent)
         self._roots, self._parents, self._children = {*roots}, parents, children
         self._path = on_path  # the nodes that a gradient passes on its way to an input
-        self._saving: dict[type, bool] = {}  # kinds of nodes
 
     def divide(self) -> tuple[list[Node], list[list[_Use]]]:
         """The leaves that the first half computes, and the parts that wait, with the matmuls that keep what they
@@ -279,29 +268,11 @@ class _Graph:
         other, name, formula = found
         if self._children[node][other][0] not in self._path:
             return None  # then what would be held is no activation
-        x: Tensor | Recalled | None = saved_tensor(node, name)
-        if x is None:
-            x = packed_tensor(node, name)
-            if not isinstance(x, Recalled) or not x.plain or self._saves(weight):
-                return None  # what the second half asked for would be computed again, by another run of the layer
-        elif type(x) is Tensor and x.layout is torch.strided:
-            x = x.detach()
-        else:
+        x = saved_tensor(node, name)
+        if type(x) is not Tensor or x.layout is not torch.strided:
             return None
-        use = _Use(GradientEdge(weight, number), x, formula)
+        use = _Use(GradientEdge(weight, number), x.detach(), formula)
         if not use.listen(node):  # another hook is to see the weight's gradient, and may change it
             use.stop()
             return None
         return use
-
-    def _saves(self, top: Node) -> bool:
-        """Does the way from a matmul to the parameter need saved tensors?"""
-        way = [top]
-        for node in way:
-            kind = type(node)
-            if kind not in self._saving:
-                self._saving[kind] = saves_tensors(node)
-            if self._saving[kind]:
-                return True
-            way += (child for child, _ in self._children[node] if child is not None)
-        return False

@@ -250,26 +250,6 @@ def _metadata(node: Node) -> list[Any]:
     return node._input_metadata
 
 
-def packed_tensor(node: Node, name: str) -> Any:
-    """What a saved-tensor hook has made of a tensor that a node of the graph has saved; None where torch doesn't
-    tell."""
-    return getattr(getattr(node, f"_raw_saved_{name}"), "data", None)
-
-
-def saves_tensors(node: Node) -> bool:
-    """Does a node of the graph need tensors for its backward? Only the names of its attributes tell."""
-    return any(name.startswith(("_raw_saved", "saved_tensors")) for name in dir(node))
-
-
-def saved_hooks() -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None:
-    """The innermost pair of saved-tensor hooks now in effect. It hides the hooks around it; who wants to call those has
-    to know them."""
-    hooks: tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None = (
-        torch._C._autograd._top_saved_tensors_default_hooks(True)
-    )
-    return hooks
-
-
 def hooks_beside(handle: RemovableHandle) -> int:
     """How many hooks of the same kind there are on a node of the graph beside the one that ``handle`` removes. The node
     itself doesn't tell."""

@@ -40,9 +40,6 @@ ELSEWHERE = {
     **dict.fromkeys(("differences", "lerp_all"), "pipeline/test_staleness.py"),
     "run_backward": "backward/test_split.py",
     "saved_value": "backward/test_split.py",
-    "packed_tensor": "backward/test_split.py",
-    "saved_hooks": "backward/test_split.py",
-    "saves_tensors": "backward/test_split.py",
     "memory_is_shared": "backward/test_split.py",
     "shape_of_result": "losses/test_graph.py",
     "shape_of_operand": "losses/test_graph.py",
@@ -154,7 +151,6 @@ def test_saved_tensor_is_none_where_hooks_hold_it() -> None:
         _raw_saved_self = object()  # of a torch that doesn't tell
 
     assert torch_private.saved_tensor(Silent(), "self") is None  # type: ignore[arg-type]
-    assert torch_private.packed_tensor(Silent(), "self") is None  # type: ignore[arg-type]
 
 
 def test_is_graphed_knows_what_torch_makes_of_a_forward() -> None:
