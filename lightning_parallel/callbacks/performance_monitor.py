@@ -11,9 +11,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any
 
 import lightning.pytorch as pl
@@ -28,27 +26,10 @@ from lightning_parallel.private.lightning.batches import ends_update
 from lightning_parallel.private.lightning.metrics import logged_step, show_in_progress_bar
 from lightning_parallel.private.torch import tree_leaves
 from lightning_parallel.ranks.notice import Noticeboard
-from lightning_parallel.timeline.recording import COMPUTE, Timeline
 
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 _BACKWARDS = 2  # a backward computes as much as two forwards
 _EACH = 64  # ranks; the memory of more isn't logged one by one
-
-
-@dataclass(frozen=True)
-class StageFigures:
-    """A pipeline's own figures.
-
-    Attributes:
-        forward_flops: the floating-point operations of the forwards of a replica's batch, by torch's formulas.
-        bubble: computes the fraction of the stages' time that the schedule leaves idle, in theory.
-        staleness: by how many updates this rank's gradients were late so far, on average; None where none is late.
-    """
-
-    forward_flops: float
-    bubble: Callable[[], float]
-    timeline: Timeline
-    staleness: float | None
 
 
 class PerformanceMonitor(Callback):
@@ -63,10 +44,6 @@ class PerformanceMonitor(Callback):
                             Left out where operations or the peak aren't known, or it would be above 1.
     ``memory_gib/rank3``    of each rank: resident in host memory; on a GPU the most that was allocated so far. Of more
                             than 64 ranks, ``memory_gib/highest`` alone.
-    ``bubble_theory``       of a pipeline: the fraction of time that its schedule leaves stages idle.
-    ``bubble_measured``     the fraction in which they ran no forward, backward or step; with ``timeline=True``.
-    ``staleness``           of an asynchronous pipeline: by how many updates gradients were late so far, in the mean, on
-                            the stage where they are latest.
     ======================  ===========================================================================================
 
     The first batch counts in none of them, since much is made in it. For ``mfu``, pipelines of several stages count
@@ -91,15 +68,13 @@ class PerformanceMonitor(Callback):
         self._unit, self._count = "samples", 0  # what batches hold, and how much since the last log
         self._since: float | None = None  # of the clock; None before the first batch has ended
         self._paused = 0.0
-        self._spans = 0  # of the timeline, read so far
-        self._bubble: float | None = None
 
     # -- a run ---------------------------------------------------------------------------------------------------
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._since = self._bubble = self._flops = None
-        self._count = self._spans = 0
+        self._since = self._flops = None
+        self._count = 0
         self._peak = self._given_peak or _peak_of(trainer)
         self._board = Noticeboard() if trainer.world_size > 1 else None
         if self._board is not None:
@@ -112,14 +87,14 @@ class PerformanceMonitor(Callback):
         self._unit, count = content(batch)
         if self._since is None:
             self._flops = self._flops_of_one(trainer, pl_module, count)
-            self._begin_interval(trainer)
+            self._begin_interval()
             return
         self._count += count
         step = logged_step(trainer)
         interval: int = trainer.log_every_n_steps  # type: ignore[attr-defined]
         if interval and (step + 1) % interval == 0 and ends_update(trainer):
             self._log(trainer, step, time.monotonic() - self._since)
-            self._begin_interval(trainer)
+            self._begin_interval()
 
     def _flops_of_one(self, trainer: pl.Trainer, module: nn.Module, count: int) -> float | None:
         """The operations for one token or sample, given their number in the first batch."""
@@ -128,13 +103,11 @@ class PerformanceMonitor(Callback):
         given = getattr(module, "flops_per_batch", None)
         if given is not None:
             return float(given() if callable(given) else given) / count
-        stage = _stage_figures(trainer)
-        return None if stage is None else (1 + _BACKWARDS) * stage.forward_flops / count
+        forward = getattr(trainer.strategy, "forward_flops", None)
+        return None if forward is None else (1 + _BACKWARDS) * forward() / count
 
-    def _begin_interval(self, trainer: pl.Trainer) -> None:
+    def _begin_interval(self) -> None:
         self._since, self._count = time.monotonic(), 0
-        stage = _stage_figures(trainer)
-        self._spans = stage.timeline.recorded if stage is not None else 0
 
     @override
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -148,54 +121,28 @@ class PerformanceMonitor(Callback):
     # -- figures -------------------------------------------------------------------------------------------------
 
     def _log(self, trainer: pl.Trainer, step: int, seconds: float) -> None:
-        stage = _stage_figures(trainer)
-        own: dict[str, float] = {"memory": memory_in_use(trainer.strategy.root_device)}
-        if stage is not None and stage.timeline.enabled:
-            spans = stage.timeline.newest(stage.timeline.recorded - self._spans)
-            own["busy"] = sum(span.end - span.start for span in spans if span.kind in COMPUTE) / seconds
-        if stage is not None and stage.staleness is not None:
-            own["staleness"] = stage.staleness
+        own = {"memory": memory_in_use(trainer.strategy.root_device)}
         if self._board is not None:
             self._board.leave(own)
         if not trainer.is_global_zero:
             return
         everyone = [own] if self._board is None else self._board.read()
         if everyone:
-            figures = self._figures(trainer, seconds, stage, everyone)
+            figures = self._figures(trainer, seconds, [each["memory"] / 2**30 for each in everyone])
             for logger in trainer.loggers:
                 logger.log_metrics(figures, step=step)
             show_in_progress_bar(trainer, _texts(figures, self._unit))
 
-    def _figures(
-        self, trainer: pl.Trainer, seconds: float, stage: StageFigures | None, everyone: list[dict[str, float]]
-    ) -> dict[str, float]:
+    def _figures(self, trainer: pl.Trainer, seconds: float, memory: list[float]) -> dict[str, float]:
         replicas = (trainer.distributed_sampler_kwargs or {}).get("num_replicas", 1)  # they get different batches
         rate = replicas * self._count / seconds
         figures = {f"{self._unit}_per_second": rate}
         if self._flops and self._peak:
             mfu = rate * self._flops / (self._peak * trainer.world_size)
             figures |= {"mfu": mfu} if 0 < mfu <= 1 else {}  # more would only say that the peak isn't one
-        memory = [each["memory"] / 2**30 for each in everyone]
-        if len(memory) <= _EACH:
-            figures |= {f"memory_gib/rank{rank}": value for rank, value in enumerate(memory)}
-        else:
-            figures["memory_gib/highest"] = max(memory)
-        if stage is not None:
-            if self._bubble is None:
-                self._bubble = stage.bubble()
-            figures["bubble_theory"] = self._bubble
-        busy = [each["busy"] for each in everyone if "busy" in each]
-        if busy:
-            figures["bubble_measured"] = 1 - sum(busy) / len(busy)
-        late = [each["staleness"] for each in everyone if "staleness" in each]
-        if late:
-            figures["staleness"] = max(late)
-        return figures
-
-
-def _stage_figures(trainer: pl.Trainer) -> StageFigures | None:
-    ask = getattr(trainer.strategy, "stage_figures", None)
-    return ask() if ask is not None else None
+        if len(memory) > _EACH:
+            return figures | {"memory_gib/highest": max(memory)}
+        return figures | {f"memory_gib/rank{rank}": value for rank, value in enumerate(memory)}
 
 
 def _peak_of(trainer: pl.Trainer) -> float | None:
@@ -215,10 +162,7 @@ def _texts(figures: dict[str, float], unit: str) -> dict[str, str]:
     texts = {f"{unit}/s": f"{figures[f'{unit}_per_second']:,.0f}"}
     texts |= {"mfu": f"{figures['mfu']:.1%}"} if "mfu" in figures else {}
     highest = max(value for name, value in figures.items() if name.startswith("memory_gib/"))
-    texts["memory"] = f"{highest:.2f} GiB"
-    bubble = next((name for name in ("bubble_measured", "bubble_theory") if name in figures), None)
-    texts |= {bubble: f"{figures[bubble]:.1%}"} if bubble is not None else {}
-    return texts | ({"late": f"{figures['staleness']:.2f}"} if "staleness" in figures else {})
+    return texts | {"memory": f"{highest:.2f} GiB"}
 
 
 def content(batch: Any) -> tuple[str, int]:

@@ -30,7 +30,6 @@ from typing_extensions import override
 
 from lightning_parallel.absent.tensor import AbsentTensor
 from lightning_parallel.callbacks.defaults import IN_STAGES, Reasons
-from lightning_parallel.callbacks.performance_monitor import StageFigures
 from lightning_parallel.callbacks.start_table import Holding
 from lightning_parallel.checks.manual import SEVERAL_OPTIMIZERS, refuse_manual_optimization
 from lightning_parallel.gradients.clipping import share_overflows
@@ -265,13 +264,9 @@ class StagedStrategy(LayoutStrategy):
     def theoretical_bubble(self) -> float:
         """The fraction of time that the schedule leaves stages idle."""
 
-    def stage_figures(self) -> StageFigures:
-        """The figures that :class:`~lightning_parallel.PerformanceMonitor` reads from a pipeline while it trains."""
-        forward = self.at_work.microbatches.count * sum(self.stage.partition.operations)
-        counts, late = self.staleness, None
-        if counts is not None:
-            late = sum(updates * count for updates, count in counts.items()) / max(1, sum(counts.values()))
-        return StageFigures(forward, self.theoretical_bubble, self.timeline, late)
+    def forward_flops(self) -> float:
+        """The floating-point operations of the forwards of a replica's batch, by torch's formulas."""
+        return self.at_work.microbatches.count * sum(self.stage.partition.operations)
 
     @abstractmethod
     def timeline_title(self) -> str:
