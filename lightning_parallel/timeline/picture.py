@@ -27,8 +27,7 @@ _TEXT_COLOURS = {
     "forward": "white", "backward": "black", "backward input": "white", "backward weight": "white", "evaluate": "black"
 }  # fmt: skip
 _LIGHTER = 0.45  # of a later chunk: so much of its colour is white, and its numbers are black
-_WHOLE = 100  # forwards and backwards that a row can show legibly
-_EACH_END = 32  # of a longer run, that many of its first and of its last are shown
+_LEGIBLE = 100  # forwards and backwards that a row can show
 
 
 def write_png(
@@ -42,8 +41,7 @@ def write_png(
 ) -> None:
     """Draw the timeline: a row for each stage, a box for each span, with the number of its microbatch where it fits.
 
-    Of a long run the beginning and the end are drawn, side by side. Where a stage has several chunks, later ones are
-    lighter.
+    Of a long run the beginning is drawn. Where a stage has several chunks, later ones are lighter.
 
     Args:
         title: the text above, before the :func:`report` of the whole run.
@@ -59,22 +57,18 @@ def write_png(
     from matplotlib.patches import Patch
 
     told = report(rows, theory)
-    windows = _windows(rows)
-    zero = windows[0][0]
-    lengths = [end - begin for begin, end in windows]
-    widths = [max(length, 0.4 * max(lengths)) for length in lengths]
+    begin, end = _window(rows)
     figure = Figure(figsize=(width, 1.5 + 0.45 * len(rows)), dpi=150, layout="constrained")
-    panels = figure.subplots(1, len(windows), sharey=True, squeeze=False, width_ratios=widths)[0]
-    for panel, (begin, end) in zip(panels, windows, strict=True):
-        panel.set_xlim((begin - zero) * 1e3, (end - zero) * 1e3)
-        panel.set_ylim(len(rows) - 0.5, -0.5)
-        panel.tick_params(axis="y", length=0)
-        panel.spines[["top", "right", "left"]].set_visible(False)
-        panel.xaxis.set_major_formatter("{x:,.0f}")
-        panel.set_xlabel("time (ms)")
-    panels[0].set_yticks(range(len(rows)), labels or [f"stage {s}" for s in range(len(rows))])
-    panels[0].set_title(title, loc="left", fontweight="bold", pad=20)
-    panels[0].annotate(told, (0, 1), xytext=(0, 6), xycoords="axes fraction", textcoords="offset points")
+    panel = figure.subplots()
+    panel.set_xlim(0, (end - begin) * 1e3)
+    panel.set_ylim(len(rows) - 0.5, -0.5)
+    panel.tick_params(axis="y", length=0)
+    panel.spines[["top", "right", "left"]].set_visible(False)
+    panel.xaxis.set_major_formatter("{x:,.0f}")
+    panel.set_xlabel("time (ms)")
+    panel.set_yticks(range(len(rows)), labels or [f"stage {s}" for s in range(len(rows))])
+    panel.set_title(title, loc="left", fontweight="bold", pad=20)
+    panel.annotate(told, (0, 1), xytext=(0, 6), xycoords="axes fraction", textcoords="offset points")
     drawn = {span.kind for row in rows for span in row}
     legend = [
         Patch(label="waiting for a message" if kind == "receive" else kind, **look)
@@ -83,31 +77,24 @@ def write_png(
     ]
     figure.legend(handles=legend, loc="outside lower center", ncols=len(legend), frameon=False)
     figure.draw_without_rendering()  # lays out, so that a box's width is known
-    for panel, (begin, end) in zip(panels, windows, strict=True):
-        _draw(panel, rows, begin, end, zero)
+    _draw(panel, rows, begin, end)
     figure.savefig(path)
 
 
-def _windows(rows: Sequence[Sequence[Span]]) -> list[tuple[float, float]]:
-    """The times to draw: the whole run, or the beginning and the end of a long one, cut between updates."""
-    passes = [[span for span in row if span.kind in PASSES] for row in rows]
+def _window(rows: Sequence[Sequence[Span]]) -> tuple[float, float]:
+    """The times to draw: the whole run, or the beginning of a long one, up to an update."""
     computed = [span for row in rows for span in row if span.kind in COMPUTE]
     begin, end = min(span.start for span in computed), max(span.end for span in computed)
-    if max(map(len, passes)) <= _WHOLE:
-        return [(begin, end)]
-    first = max(row[:_EACH_END][-1].end for row in passes if row)
-    last = min(row[-_EACH_END:][0].start for row in passes if row)
-    steps = [[span.end for span in row if span.kind == "step"] for row in rows]
-    from_first = [max(ends) for ends in zip(*steps, strict=False)]
-    from_last = [max(ends) for ends in zip(*map(reversed, steps), strict=False)]
-    return [
-        (begin, max((time for time in from_first if time <= first), default=first)),
-        (min((time for time in from_last if last <= time < end), default=last), end),
-    ]
+    passes = [[span.end for span in row if span.kind in PASSES] for row in rows]
+    if max(map(len, passes)) <= _LEGIBLE:
+        return begin, end
+    last = max(ends[:_LEGIBLE][-1] for ends in passes if ends)
+    updates = zip(*([span.end for span in row if span.kind == "step"] for row in rows), strict=False)
+    return begin, max((time for time in map(max, updates) if time <= last), default=last)
 
 
-def _draw(panel: Axes, rows: Sequence[Sequence[Span]], begin: float, end: float, zero: float) -> None:
-    """Draw the boxes and numbers of one window, whose limits and layout are set."""
+def _draw(panel: Axes, rows: Sequence[Sequence[Span]], begin: float, end: float) -> None:
+    """Draw the boxes and numbers between two times. The panel's limits and layout are set."""
     points = panel.get_window_extent().width / panel.figure.dpi * 72 / (end - begin)  # a second
 
     def fitting_size(span: Span) -> float:
@@ -123,13 +110,13 @@ def _draw(panel: Axes, rows: Sequence[Sequence[Span]], begin: float, end: float,
             spans = [span for span in row if span.kind == kind]
             for chunk in sorted({span.chunk for span in spans}):
                 bars = [
-                    (1e3 * (span.start - zero), 1e3 * (span.end - span.start)) for span in spans if span.chunk == chunk
+                    (1e3 * (span.start - begin), 1e3 * (span.end - span.start)) for span in spans if span.chunk == chunk
                 ]
                 shaded = look if chunk == 0 or kind == "receive" else {**look, "facecolor": _lighter(look, chunk)}
                 panel.broken_barh(bars, (s - 0.4, 0.8), zorder=1 if kind == "receive" else 2, **shaded)
             for span in spans if kind in _TEXT_COLOURS and size >= 5 else ():
                 if fitting_size(span) >= 0.9 * size:
-                    middle = ((max(span.start, begin) + min(span.end, end)) / 2 - zero) * 1e3
+                    middle = ((max(span.start, begin) + min(span.end, end)) / 2 - begin) * 1e3
                     colour = "black" if span.chunk else _TEXT_COLOURS[kind]
                     style: dict[str, Any] = {"fontsize": size, "color": colour}
                     panel.text(middle, s, str(span.microbatch), ha="center", va="center_baseline", **style)
@@ -161,7 +148,7 @@ def write_trace(rows: Sequence[Sequence[Span]], path: str | Path, *, labels: Seq
             events.append(
                 {
                     "ph": "X",
-                    "name": span.kind if span.kind == "omitted" else f"{span.kind} {span.microbatch}",
+                    "name": f"{span.kind} {span.microbatch}",
                     "cat": span.kind,
                     "ts": (span.start - begin) * 1e6,  # microseconds
                     "dur": (span.end - span.start) * 1e6,

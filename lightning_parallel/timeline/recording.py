@@ -8,7 +8,6 @@ it: there the GPU notes the time, and the host reads it when the run is over.
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ import torch
 PASSES = frozenset({"forward", "backward", "backward input", "backward weight"})
 COMPUTE = PASSES | {"step"}
 _NOTHING = nullcontext()
-_PER_BASE = 100  # marks in a GPU's queue
+LIMIT = 40_000  # spans
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,8 +30,7 @@ class Span:
 
     Attributes:
         kind: "forward", "backward", "backward input" and "backward weight" (its halves) or "step" (computing);
-            "receive" (waiting for a message); "evaluate" (validation, test, prediction); or "omitted" (recording that
-            was dropped).
+            "receive" (waiting for a message); or "evaluate" (validation, test, prediction).
         microbatch: its number; for a step, that of the update.
         version: for a forward of an asynchronous pipeline, the number of updates that made its weights.
         chunk: which of the stage's chunks, from 0.
@@ -46,107 +44,59 @@ class Span:
     chunk: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class _Base:
-    """An event in a GPU's queue whose time by the host's clock is known, in seconds."""
-
-    event: torch.cuda.Event
-    time: float
-
-    def time_of(self, later: torch.cuda.Event) -> float:
-        return self.time + self.event.elapsed_time(later) / 1000
-
-
 _Marked = tuple[str, int, Any, Any, int | None, int]  # a span, with marks for its times
 
 
 class Timeline:
-    """Recorder of one rank's spans.
-
-    A long run keeps its first and its last spans; an "omitted" span stands for those between.
+    """Recorder of one rank's spans. Of a long run it keeps the first :data:`LIMIT`.
 
         timeline = Timeline(enabled=True)
         with timeline.span("forward", microbatch):
             ...
 
     Args:
-        limit: the number of first, and of last, spans that are kept.
         device: on a GPU, times are those at which it comes to a place in its queue. The host waits for the GPU when
             this is set up, and when spans are read.
     """
 
-    def __init__(self, enabled: bool, limit: int = 20_000, device: torch.device | None = None) -> None:
+    def __init__(self, enabled: bool, device: torch.device | None = None) -> None:
         self.enabled = enabled
-        self._limit = limit
-        self._first: list[_Marked] = []
-        self._last: deque[_Marked] = deque(maxlen=limit)
-        self._omitted_from: Any = None
-        self.recorded = 0  # the number of spans so far, omitted ones too
+        self._marked: list[_Marked] = []
         self._gpu = device if enabled and device is not None and device.type == "cuda" else None
         if self._gpu is not None:
             torch.cuda.synchronize(self._gpu)
-            self._next = self._recorded_event()  # the next base, once the GPU has come to it
-            self._base = _Base(self._next, time.monotonic())
-            self._marks = 0
+            self._base, self._begun = self._now(), time.monotonic()
 
     def span(
         self, kind: str, microbatch: int, version: int | None = None, *, chunk: int = 0
     ) -> AbstractContextManager[None]:
         """Record what runs in the `with` block, also if it raises. It costs next to nothing when disabled."""
-        return _Recording(self, kind, microbatch, version, chunk) if self.enabled else _NOTHING
+        if not self.enabled or len(self._marked) >= LIMIT:
+            return _NOTHING
+        return _Recording(self, kind, microbatch, version, chunk)
 
     @property
     def spans(self) -> list[Span]:
         """The recorded spans, in the order in which they ended."""
-        first, last = [self._read(marked) for marked in self._first], [self._read(marked) for marked in self._last]
-        if self._omitted_from is None:
-            return [*first, *last]
-        return [*first, Span("omitted", -1, self._seconds(self._omitted_from), last[0].start), *last]
-
-    def newest(self, count: int) -> list[Span]:
-        """The last spans, as many of them as are kept."""
-        kept = [*self._first, *self._last] if self._omitted_from is None else [*self._last]
-        return [self._read(marked) for marked in kept[-count:]] if count else []
+        return [
+            Span(kind, microbatch, self._seconds(start), self._seconds(end), version, chunk)
+            for kind, microbatch, start, end, version, chunk in self._marked
+        ]
 
     def _now(self) -> Any:
-        """A mark of this moment: by the host's clock, or in the GPU's queue.
-
-        An event tells how long it came after another one, in milliseconds as a float32, which after an hour are exact
-        to 0.25. So events are counted from a later base from time to time: from one that the GPU has come to by now.
-        """
+        """A mark of this moment: by the host's clock, or in the GPU's queue."""
         if self._gpu is None:
             return time.monotonic()
-        event = self._recorded_event()
-        self._marks += 1
-        if self._marks % _PER_BASE == 0 and self._next.query():
-            self._base, self._next = _Base(self._next, self._base.time_of(self._next)), event
-        return self._base, event
-
-    def _recorded_event(self) -> torch.cuda.Event:
         event = torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(self._gpu))
         return event
 
     def _seconds(self, mark: Any) -> float:
-        """A mark's time by the host's clock."""
+        """A mark's time by the host's clock. A GPU's is exact to a float32 of the time since the beginning."""
         if self._gpu is None:
             return float(mark)
-        base, event = mark
-        event.synchronize()
-        return float(base.time_of(event))
-
-    def _read(self, marked: _Marked) -> Span:
-        kind, microbatch, start, end, version, chunk = marked
-        return Span(kind, microbatch, self._seconds(start), self._seconds(end), version, chunk)
-
-    def _add(self, marked: _Marked) -> None:
-        self.recorded += 1
-        if len(self._first) < self._limit:
-            self._first.append(marked)
-            return
-        if len(self._last) == self._limit and self._omitted_from is None:
-            self._omitted_from = self._first[-1][3]  # its end
-        self._last.append(marked)
+        mark.synchronize()
+        return float(self._begun + self._base.elapsed_time(mark) / 1000)
 
 
 class _Recording:
@@ -163,23 +113,21 @@ class _Recording:
 
     def __exit__(self, *error: object) -> None:
         end = self._timeline._now()
-        self._timeline._add((self._kind, self._microbatch, self._start, end, self._version, self._chunk))
+        self._timeline._marked.append((self._kind, self._microbatch, self._start, end, self._version, self._chunk))
 
 
 # -- measuring ---------------------------------------------------------------------------------------------------
 
 
 def _phases(rows: Sequence[Sequence[Span]]) -> Iterator[list[list[Span]]]:
-    """The training between one evaluation, or omission, and the next: the computing spans of each row."""
-    omitted = [span for row in rows for span in row if span.kind == "omitted"]
-    # What only some rows still know can't be measured: all rows drop the same time.
-    begin = min((span.start for span in omitted), default=float("inf"))
-    end = max((span.end for span in omitted), default=float("inf"))
+    """The training between one evaluation and the next: the computing spans of each row."""
+    # What only some rows have recorded can't be measured.
+    end = min((row[-1].end for row in rows if len(row) >= LIMIT), default=float("inf"))
     split = []
     for row in rows:
-        known = [span for span in row if span.kind in COMPUTE | {"evaluate"} and not begin <= span.end <= end]
-        runs = groupby(known, key=lambda span: (span.kind in COMPUTE, span.end > end))
-        split.append([list(run) for (computes, _), run in runs if computes])
+        known = [span for span in row if span.kind in COMPUTE | {"evaluate"} and span.end <= end]
+        runs = groupby(known, key=lambda span: span.kind in COMPUTE)
+        split.append([list(run) for computes, run in runs if computes])
     for phase in zip_longest(*split, fillvalue=()):
         yield [list(run) for run in phase]
 

@@ -69,18 +69,15 @@ def test_picture_has_a_box_a_span_and_says_what_it_shows(monkeypatch: pytest.Mon
     assert panel.get_xlim() == pytest.approx((0, 245))  # ms: 4 forwards, 4 backwards, a step
 
 
-def test_picture_of_a_long_run_shows_its_beginning_and_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_picture_of_a_long_run_shows_its_beginning(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("matplotlib")
-    step = rows_of(gpipe(2, 5), forward=20.0, backward=40.0)
-    length = 6 * 60  # ms
+    step = rows_of(gpipe(2, 7), forward=20.0, backward=40.0)
+    length = 8 * 60  # ms
     figure = figure_of(joined(*(later(step, i * length * 1e-3) for i in range(100))), monkeypatch)
-    first, last = figure.axes
-    # As many whole steps, of 10 forwards and backwards a row, as there is room for.
-    whole = drawing._EACH_END // 10
-    assert first.get_xlim() == pytest.approx((0, whole * length))
-    assert last.get_xlim() == pytest.approx(((100 - whole) * length, 100 * length))
-    numbers = [text.get_text() for text in last.texts if text.get_text().isdigit()]
-    assert sorted(numbers) == sorted(list("01234") * 2 * 2 * whole)
+    (panel,) = figure.axes
+    # As many whole steps, of 14 forwards and backwards a row, as there is room for.
+    whole = drawing._LEGIBLE // 14
+    assert panel.get_xlim() == pytest.approx((0, whole * length))
 
 
 def test_a_run_without_training_is_refused_with_the_reason() -> None:
