@@ -27,8 +27,6 @@ class ProcessOptions:
         timeout: how long a rank waits for another one before it gives up: seconds, or a ``timedelta``.
         process_group_backend: ``"gloo"`` or ``"nccl"``. By default NCCL where every rank has a GPU of its own, and gloo
             elsewhere.
-        share_predictions: ``trainer.predict`` returns on every rank what one process would, in the order of the data.
-            By default the last stage of each replica returns those of its share of the samples, and other stages None.
         share_batches: one rank of each replica reads the data loaders in ``fit``, ``validate`` and ``test``, and sends
             the batches to the others. By default each rank reads them, so they have to draw the same samples
             everywhere. For loaders whose random generators are their own, or for slow ones.
@@ -48,7 +46,6 @@ class ProcessOptions:
 
     timeout: Seconds | timedelta = 1800
     process_group_backend: Literal["gloo", "nccl"] | None = None
-    share_predictions: bool = False
     share_batches: bool = False
     checkpoint: Literal["auto", "directory"] = "auto"
     async_save: bool = False

@@ -70,7 +70,6 @@ from lightning_parallel.ranks.local_model import LocalModel, whole
 from lightning_parallel.ranks.run import Run
 from lightning_parallel.ranks.user_collectives import Collectives
 from lightning_parallel.results.metric_sync import gather_within
-from lightning_parallel.results.predictions import share_predictions
 from lightning_parallel.set_up.averages import copies_left_out, take_part
 from lightning_parallel.set_up.options import ProcessOptions
 from lightning_parallel.set_up.original_names import OriginalNames
@@ -528,11 +527,6 @@ class LayoutStrategy(ParallelStrategy):
     def on_predict_start(self) -> None:
         self.share_buffers()
         self._equal_steps = EqualSteps(self.run) if self.local_model.is_fully_sharded else None
-
-    @override
-    def on_predict_end(self) -> None:
-        if self.options.share_predictions:
-            share_predictions(self.run)
 
     # -- checkpoints ---------------------------------------------------------------------------------------------
 

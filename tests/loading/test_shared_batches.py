@@ -171,15 +171,15 @@ def test_a_generator_is_read_to_its_end(pool: WorkerPool) -> None:
 
 def predicted() -> list[Any]:
     torch.set_default_dtype(torch.float64)
-    trainer = make_trainer("sync", [], {"share_batches": True, "share_predictions": True})
+    trainer = make_trainer("sync", [], {"share_batches": True})
     data = [(torch.full((4,), float(i)), torch.zeros(2)) for i in range(12)]
     found: Any = trainer.predict(Net(), DataLoader(data, batch_size=4))
-    return [float(batch.sum()) for batch in found]
+    return [batch is not None for batch in found]
 
 
 def test_predictions_are_those_of_each_loader(pool: WorkerPool) -> None:
     one, other = pool.run(predicted, 2, init=False)
-    assert one == other and len(one) == 3
+    assert [one, other] == [[True] * 3, [False] * 3]  # those of the last stage
 
 
 class Broken(Drawing):

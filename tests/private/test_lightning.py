@@ -69,7 +69,6 @@ ELSEWHERE = {
     "callbacks_of": "callbacks/test_preemption.py",
     "LoaderSource": "loading/test_first_batch.py",
     "take_back_loaders": "loading/test_first_batch.py",
-    "samples_predicted": "results/test_predictions.py",
     "step_metrics": "strategies/test_host_reads.py",
     "metric_places": "results/test_published_metrics.py",
     "replace_metric_places": "results/test_published_metrics.py",

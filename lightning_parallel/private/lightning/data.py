@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.overrides.distributed import UnrepeatedDistributedSampler
 from lightning.pytorch.trainer.connectors.data_connector import _request_dataloader
 from lightning.pytorch.utilities import CombinedLoader
 
@@ -41,21 +40,6 @@ def take_back_loaders(trainer: pl.Trainer) -> None:
 def mode_of(loader: CombinedLoader) -> Any:
     """The mode of a combined loader ("min_size", "max_size_cycle", ...)."""
     return loader._mode
-
-
-def samples_predicted(trainer: pl.Trainer) -> list[tuple[list[int], int | None]]:
-    """For each loader of ``trainer.predict``: the number of samples in each batch that it gave, as its batch sampler
-    notes them, and its batch size. The batch size is None if Lightning hasn't divided the samples over the replicas."""
-    combined = trainer.predict_loop._combined_loader
-    assert combined is not None
-    found: list[tuple[list[int], int | None]] = []
-    for loader, predictions in zip(combined.flattened, trainer.predict_loop._predictions, strict=True):
-        batches = getattr(loader, "batch_sampler", None)
-        seen = getattr(batches, "seen_batch_indices", [])[: len(predictions)]
-        is_divided = isinstance(getattr(batches, "sampler", None), UnrepeatedDistributedSampler)
-        size = getattr(batches, "batch_size", None) if is_divided and len(seen) == len(predictions) else None
-        found.append(([len(indices) for indices in seen], size))
-    return found
 
 
 def before_batch_transfer(module: pl.LightningModule, batch: Any) -> Any:
