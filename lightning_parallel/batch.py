@@ -163,7 +163,7 @@ def join_outputs(outputs: Sequence[Any], weights: Sequence[int], *, strict: bool
     if strict and 0 < missing < len(outputs):
         raise ValueError(
             f"The step returned None for the share of {missing} of {len(outputs)} replicas, so it would skip a part of "
-            f"the batch. Decide by the whole batch: return None in all of them, or use loss_on='output_device'."
+            f"the batch. Decide by the whole batch: return None in all of them, or use strategy='ddp'."
         )
     parts = outputs if strict else [mapped(output, Tensor.detach) for output in outputs]
     return _join(parts, weights, "the output", strict)

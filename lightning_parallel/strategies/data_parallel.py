@@ -11,11 +11,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -25,24 +23,18 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_warn
-from torch import nn
 from typing_extensions import override
 
-from lightning_parallel.batch import samples_of
 from lightning_parallel.callbacks.defaults import bring_along
-from lightning_parallel.checks.manual import networks
 from lightning_parallel.checks.other_lightning import warn_of_other_modules
-from lightning_parallel.interception import Interception
 from lightning_parallel.local_replicas import Share, on_replicas, set_apart
 from lightning_parallel.private.lightning.launching import launched_by_make_launcher, layer_sync_of
 from lightning_parallel.private.lightning.metrics import set_device
 from lightning_parallel.ranks.writes import digest
 from lightning_parallel.results.log_joins import LogJoins
 from lightning_parallel.results.logs import LogRecorder, logging_through
-from lightning_parallel.settings import SET_BY_TRAINER, Auto, check, takes
+from lightning_parallel.settings import SET_BY_TRAINER, check, takes
 from lightning_parallel.values import first_few
-
-LossOn = Literal["replicas", "output_device"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,16 +42,9 @@ class DataParallelOptions:
     """The settings of :class:`DataParallelStrategy`.
 
     Args:
-        loss_on: ``"replicas"`` runs the user's whole step on each replica's share, and takes the mean of the losses,
-            weighted by samples. This is the loss of the whole batch, if the user's is a mean over samples.
-            ``"output_device"`` runs the step once, on the first device, which holds all outputs. The replicas share the
-            calls of ``self(...)`` in it, as in torch.nn.DataParallel, so the loss may compare samples of the whole
-            batch. With manual optimization they share the calls of the module's children too, such as a GAN's
-            generator. ``"auto"``: on the output device with manual optimization, otherwise on the replicas.
         parallel_devices: filled in by the Trainer, as are those below; may name one GPU several times.
     """
 
-    loss_on: LossOn | Auto = "auto"
     parallel_devices: list[torch.device] | None = field(default=None, metadata=SET_BY_TRAINER)
     accelerator: Accelerator | None = field(default=None, metadata=SET_BY_TRAINER)
     cluster_environment: ClusterEnvironment | None = field(default=None, metadata=SET_BY_TRAINER)
@@ -82,7 +67,9 @@ class DataParallelStrategy(SingleDeviceStrategy):
     There is one model, on the first device, one optimizer and one Trainer. World size, checkpoints, samplers and
     callbacks are those of a single process, and the replicas share the batch of the data loader.
 
-    With one device a step runs as it stands, so it takes any batch and returns anything.
+    A replica runs the user's whole step on its share, and the batch's loss is the mean of theirs, weighted by samples.
+    This is the loss of the whole batch, if the user's is a mean over samples. With one device a step runs as it stands,
+    so it takes any batch and returns anything.
 
     The replicas run one after the other. GPUs compute at the same time all the same, unless a step waits for them
     (``.item()``, metrics that check their arguments). On a CPU replicas gain nothing: they show what would happen on
@@ -106,11 +93,8 @@ class DataParallelStrategy(SingleDeviceStrategy):
         )
         self.parallel_devices = options.parallel_devices
         self.cluster_environment = options.cluster_environment
-        self._wanted = options.loss_on
-        self._loss_on: LossOn = "replicas"
         self.num_nodes = 1  # the Trainer sets its own
         self._joins = LogJoins()
-        self._shared_calls = 0  # in training steps so far
         self._runs = Counter[Any]()  # on replicas so far, by the module's id and the Trainer's stage
 
     @property
@@ -141,15 +125,10 @@ class DataParallelStrategy(SingleDeviceStrategy):
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
-        assert self.parallel_devices
-        module = self._module()
-        automatic: LossOn = "replicas" if module.automatic_optimization else "output_device"
-        self._loss_on = automatic if self._wanted == "auto" else self._wanted
-        is_fit = trainer.state.fn == TrainerFn.FITTING
-        if is_fit and self._loss_on == "replicas" and not module.automatic_optimization:
+        if trainer.state.fn == TrainerFn.FITTING and not self._module().automatic_optimization:
             raise ValueError(
-                "automatic_optimization=False with loss_on='replicas': each replica's training_step would step the "
-                "optimizer with the gradients of its share. Use loss_on='auto', or automatic optimization."
+                "automatic_optimization=False: each replica's training_step would step the optimizer with its share's "
+                "gradients. Use automatic optimization, or strategy='ddp'."
             )
         super().setup(trainer)
 
@@ -161,16 +140,7 @@ class DataParallelStrategy(SingleDeviceStrategy):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        output = self._step("training_step", *args, *kwargs.values())
-        automatic = self._module().automatic_optimization
-        must_share = self._loss_on == "output_device" and not self._has_one_device()
-        if must_share and not self._shared_calls and not (automatic and output is None):
-            use = "loss_on='replicas'" if automatic else "strategy='ddp'"
-            raise ValueError(
-                f"loss_on='output_device': training_step never called self(...), whose calls the replicas share, so "
-                f"one device did everything. Let training_step call self(...) with the inputs, or use {use}."
-            )
-        return output
+        return self._step("training_step", *args, *kwargs.values())
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -184,68 +154,38 @@ class DataParallelStrategy(SingleDeviceStrategy):
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         return self._step("predict_step", *args, *kwargs.values())
 
-    def _has_one_device(self) -> bool:
-        return self.parallel_devices is not None and len(self.parallel_devices) == 1
-
     def _step(self, name: str, batch: Any, *indices: int) -> Any:
-        """Run the user's step ``name`` on the replicas, or on the output device with its forwards on the replicas. With
-        one device it runs as it stands."""
+        """Run the user's step ``name`` on the replicas. With one device it runs as it stands."""
         module = self._module()
-        if self._has_one_device():  # there is nothing to split or to join
-            with self.precision_plugin.forward_context():
+        with self.precision_plugin.forward_context():
+            if self.parallel_devices is None or len(self.parallel_devices) == 1:  # there is nothing to split or to join
                 return getattr(module, name)(batch, *indices)
-        if self._loss_on == "replicas":
-            with self.precision_plugin.forward_context():
-                return self._on_replicas(module, lambda replica, part: getattr(replica, name)(part, *indices), batch)
-        called = {"": module} if module.automatic_optimization else {"": module, **networks(module)}
-        calls = Interception()
+            return self._on_replicas(module, name, batch, indices)
 
-        def share() -> None:
-            for path, part in called.items():
-                calls.instead(part, partial(forward, path, part))
-
-        def forward(path: str, part: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-            calls.remove()  # in the replicas too, which are copied here
-            try:
-                if path and samples_of((args, kwargs)) is None:
-                    return part.forward(*args, **kwargs)
-                self._shared_calls += name == "training_step"
-                return self._on_replicas(part, lambda replica, s: replica.forward(*s[0], **s[1]), (args, kwargs))
-            finally:
-                share()
-
-        share()
-        try:
-            with self.precision_plugin.forward_context():
-                return getattr(module, name)(batch, *indices)
-        finally:
-            calls.remove()
-
-    def _on_replicas(self, module: nn.Module, call: Callable[[Any, Any], Any], batch: Any) -> Any:
-        """The joined results of ``call(replica of the module, share of the batch)``. What the replicas log is logged
-        once."""
+    def _on_replicas(self, module: pl.LightningModule, name: str, batch: Any, indices: Sequence[int]) -> Any:
+        """The joined results of the replicas' steps. What the replicas log is logged once."""
         assert self.parallel_devices
         recorder = LogRecorder(self._joins)
         apart: dict[str, None] = {}
-        occasion = (id(module), self._module().trainer.state.stage)
+        occasion = (id(module), module.trainer.state.stage)
         # Two runs: a mean teacher that begins as a copy doesn't change in the first. The first replica may write, and
         # the others may write the same again.
-        watched = [*module.parameters()] if self._loss_on == "replicas" and self._runs[occasion] < 2 else []
+        watched = [*module.parameters()] if self._runs[occasion] < 2 else []
 
-        def run(replica: nn.Module, share: Share) -> Any:
+        def run(replica: Any, share: Share) -> Any:
             for copy in {*replica.modules()} - {*module.modules()}:
                 set_device(copy, share.device)
             recorder.begin(share.samples)
             before = [int(digest(parameter)) for parameter in watched if replica is not module]
-            with logging_through(replica, recorder.log) if isinstance(replica, pl.LightningModule) else nullcontext():
-                output = call(replica, share.batch)
+            with logging_through(replica, recorder.log):
+                output = getattr(replica, name)(share.batch, *indices)
             if not self._runs[occasion]:
                 apart.update(dict.fromkeys(set_apart(module, replica)))
-            for (name, parameter), was in zip(replica.named_parameters(), before, strict=False):
+            for (path, parameter), was in zip(replica.named_parameters(), before, strict=False):
                 if int(digest(parameter)) != was:
                     raise ValueError(
-                        f"The step changes the parameter '{name}' in place: each replica does so again. Do it in "
-                        f"on_train_batch_end, or use loss_on='output_device' or strategy='ddp'."
+                        f"The step changes the parameter '{path}' in place: each replica does so again. Do it in "
+                        f"on_train_batch_end, or use strategy='ddp'."
                     )
             return output
 
@@ -254,10 +194,10 @@ class DataParallelStrategy(SingleDeviceStrategy):
         if apart:
             rank_zero_warn(
                 f"Replicas come to different values of {first_few([repr(name) for name in apart])}. Those of the first "
-                f"replica are kept, which sees its share of each batch. Use an object of torchmetrics, or, if the loss "
-                f"does this, loss_on='output_device'."
+                f"replica are kept, which sees its share of each batch. Use an object of torchmetrics, or "
+                f"strategy='ddp'."
             )
-        recorder.replay(self._module().log)
+        recorder.replay(module.log)
         return joined
 
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from torchmetrics import CatMetric, MeanMetric, MetricCollection
 from torchmetrics.classification import MulticlassAccuracy
 
-from tests.strategies.models import GPT2, Base, LeNet, next_token_loss
+from tests.strategies.models import Base, LeNet
 
 
 class Forward(LeNet):
@@ -23,31 +22,6 @@ class Forward(LeNet):
     def loss(self, batch: Any) -> Tensor:
         images, labels = batch
         return F.cross_entropy(self(images), labels)
-
-
-class ForwardGPT2(GPT2):
-    """A forward that takes keywords and returns a ModelOutput, with a cache in it."""
-
-    def forward(self, **inputs: Tensor) -> Any:
-        return self.model(**inputs)
-
-    def loss(self, batch: Any) -> Tensor:
-        logits = self(input_ids=batch["input_ids"]).logits
-        return next_token_loss(logits, batch["labels"], logits.shape[-1])
-
-
-class Contrastive(Forward):
-    """A loss that compares samples; two forwards a step, the second of what the first and a parameter outside made."""
-
-    def build(self) -> None:
-        super().build()
-        self.scale = nn.Parameter(torch.ones(()))
-
-    def loss(self, batch: Any) -> Tensor:
-        images, _ = batch
-        first = self(images)
-        second = self(images * self.scale + first.mean())
-        return F.cross_entropy(first @ second.T, torch.arange(len(images)))
 
 
 class Normalised(Forward):
@@ -149,6 +123,6 @@ class Failing(Forward):
 
 
 MODULES: tuple[type[Base], ...] = (
-    Forward, ForwardGPT2, Contrastive, Normalised, Dropping, Recomputing, Penalised, Observing, Failing
+    Forward, Normalised, Dropping, Recomputing, Penalised, Observing, Failing
 )  # fmt: skip
 REPLICATED = {model.__name__: model for model in MODULES}

@@ -20,14 +20,11 @@ from lightning_parallel.batch import split
 from tests.pool import WorkerPool
 from tests.strategies.equality import EXACT, assert_equal
 from tests.strategies.harness import ALL, Report, here, largest_difference, make_trainer, train
-from tests.strategies.models import MODELS
 from tests.strategies.replicated import Forward, Normalised
 
-BOTH = pytest.mark.parametrize("loss_on", ["replicas", "output_device"])
 
-
-def replicated(pool: WorkerPool, model: str, replicas: int, loss_on: str = "replicas", **options: Any) -> Report:
-    report: Report = pool.run(train, 1, model, "data", {"loss_on": loss_on}, init=False, devices=replicas, **options)[0]
+def replicated(pool: WorkerPool, model: str, replicas: int, **options: Any) -> Report:
+    report: Report = pool.run(train, 1, model, "data", {}, init=False, devices=replicas, **options)[0]
     return report
 
 
@@ -40,37 +37,24 @@ def test_unmodified_models_train_as_in_one_process(pool: WorkerPool, single: Any
     assert_equal([replicated(pool, model, replicas)], single(model))
 
 
-@pytest.mark.parametrize(("model", "replicas"), [("ForwardGPT2", 2), ("Contrastive", 3)])
-def test_forwards_gathered_on_the_output_device_train_as_in_one_process(
-    pool: WorkerPool, single: Any, model: str, replicas: int
-) -> None:
-    assert_equal([replicated(pool, model, replicas, "output_device")], single(model))
-
-
-@BOTH
-def test_a_batch_smaller_than_the_replicas_trains_as_in_one_process(
-    pool: WorkerPool, single: Any, loss_on: str
-) -> None:
+def test_a_batch_smaller_than_the_replicas_trains_as_in_one_process(pool: WorkerPool, single: Any) -> None:
     options = {"batch_size": 5, "samples": 11}  # a last batch of one sample
-    assert_equal([replicated(pool, "Forward", 7, loss_on, **options)], single("Forward", **options))
+    assert_equal([replicated(pool, "Forward", 7, **options)], single("Forward", **options))
 
 
 @pytest.mark.parametrize("trainer_options", [
     {"gradient_clip_val": 0.001, "gradient_clip_algorithm": "value"},
     {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1, "shuffle": True},
 ], ids=["clip-value", "all-shuffled"])  # fmt: skip
-def test_accumulation_and_clipping_on_the_output_device_as_in_one_process(
+def test_accumulation_and_clipping_as_in_one_process(
     pool: WorkerPool, single: Any, trainer_options: dict[str, Any]
 ) -> None:
-    report = replicated(pool, "Forward", 3, "output_device", **trainer_options)
+    report = replicated(pool, "Forward", 3, **trainer_options)
     assert_equal([report], single("Forward", **trainer_options))
 
 
-@BOTH
-def test_penalties_bound_methods_and_hooks_on_parameters_as_in_one_process(
-    pool: WorkerPool, single: Any, loss_on: str
-) -> None:
-    assert_equal([replicated(pool, "Penalised", 3, loss_on)], single("Penalised"))
+def test_penalties_bound_methods_and_hooks_on_parameters_as_in_one_process(pool: WorkerPool, single: Any) -> None:
+    assert_equal([replicated(pool, "Penalised", 3)], single("Penalised"))
 
 
 def test_mixed_precision_reaches_the_replicas(pool: WorkerPool, single: Any) -> None:
@@ -107,7 +91,7 @@ def by_hand(replicas: int, epochs: int = 2) -> tuple[list[float], dict[str, Tens
     return losses, dict(model.named_parameters()), dict(model.named_buffers())
 
 
-def normalised_buffers(loss_on: str, replicas: int) -> tuple[list[float], dict[str, Tensor], dict[str, Tensor]]:
+def normalised_buffers(replicas: int) -> tuple[list[float], dict[str, Tensor], dict[str, Tensor]]:
     torch.set_default_dtype(torch.float64)
     module, losses = Normalised(), []
 
@@ -115,7 +99,7 @@ def normalised_buffers(loss_on: str, replicas: int) -> tuple[list[float], dict[s
         def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, *args: Any) -> None:
             losses.append(float(outputs["loss"]))
 
-    make_trainer("data", [Losses()], {"loss_on": loss_on}, devices=replicas).fit(module, Normalised.loader())
+    make_trainer("data", [Losses()], {}, devices=replicas).fit(module, Normalised.loader())
     return losses, {n: p.detach() for n, p in module.named_parameters()}, dict(module.named_buffers())
 
 
@@ -125,12 +109,9 @@ def by_hand_in_double(replicas: int) -> Any:
     return losses, {name: p.detach() for name, p in parameters.items()}, buffers
 
 
-@pytest.mark.parametrize(("loss_on", "replicas"), [("replicas", 3), ("output_device", 2)])
-def test_batch_norm_is_of_each_share_and_keeps_the_statistics_of_replica_0(
-    pool: WorkerPool, loss_on: str, replicas: int
-) -> None:
-    found = pool.run(normalised_buffers, 1, loss_on, replicas, init=False)[0]
-    expected = pool.run(by_hand_in_double, 1, replicas, init=False)[0]
+def test_batch_norm_is_of_each_share_and_keeps_the_statistics_of_replica_0(pool: WorkerPool) -> None:
+    found = pool.run(normalised_buffers, 1, 3, init=False)[0]
+    expected = pool.run(by_hand_in_double, 1, 3, init=False)[0]
     assert found[0] == pytest.approx(expected[0], rel=0, abs=EXACT)
     assert largest_difference(found[1], expected[1]) < EXACT
     assert largest_difference(found[2], expected[2]) < EXACT
@@ -139,16 +120,14 @@ def test_batch_norm_is_of_each_share_and_keeps_the_statistics_of_replica_0(
 # -- random numbers ----------------------------------------------------------------------------------------------
 
 
-@BOTH
-def test_dropout_is_the_same_in_every_run(pool: WorkerPool, loss_on: str) -> None:
-    runs = [replicated(pool, "Dropping", 4, loss_on, shuffle=True) for _ in range(2)]
+def test_dropout_is_the_same_in_every_run(pool: WorkerPool) -> None:
+    runs = [replicated(pool, "Dropping", 4, shuffle=True) for _ in range(2)]
     assert runs[0].losses == runs[1].losses
     assert largest_difference(runs[0].weights, runs[1].weights) == 0
 
 
-@BOTH
-def test_dropout_that_is_computed_again_is_the_same_dropout(pool: WorkerPool, loss_on: str) -> None:
-    runs = [replicated(pool, model, 3, loss_on, shuffle=True) for model in ("Dropping", "Recomputing")]
+def test_dropout_that_is_computed_again_is_the_same_dropout(pool: WorkerPool) -> None:
+    runs = [replicated(pool, model, 3, shuffle=True) for model in ("Dropping", "Recomputing")]
     assert_equal([runs[0]], runs[1])
 
 
@@ -170,14 +149,12 @@ def observed(strategy: str, options: dict[str, Any], devices: int) -> dict[str, 
     return seen
 
 
-@BOTH
-def test_metrics_logs_outputs_and_predictions_are_those_of_one_process(pool: WorkerPool, loss_on: str) -> None:
+def test_metrics_logs_outputs_and_predictions_are_those_of_one_process(pool: WorkerPool) -> None:
     expected = pool.run(observed, 1, "single", {}, 1, init=False)[0]
-    found = pool.run(observed, 1, "data", {"loss_on": loss_on}, 3, init=False)[0]
-    if loss_on == "replicas":  # a replica's step sees its share's rows
-        for name in ("train_rows", "val_rows", "test_rows"):
-            for metrics in (found["metrics"], expected["metrics"], found["tested"][0], expected["tested"][0]):
-                metrics.pop(name, None)
+    found = pool.run(observed, 1, "data", {}, 3, init=False)[0]
+    for name in ("train_rows", "val_rows", "test_rows"):  # a replica's step sees its share's
+        for metrics in (found["metrics"], expected["metrics"], found["tested"][0], expected["tested"][0]):
+            metrics.pop(name, None)
     assert found["metrics"] == pytest.approx(expected["metrics"], abs=EXACT)
     assert found["tested"] == [pytest.approx(expected["tested"][0], abs=EXACT)]
     assert found["steps"] == expected["steps"]  # replica 0's
@@ -246,7 +223,7 @@ class AnyBatch(Forward):
 
 
 def test_one_device_takes_any_batch_and_returns_anything() -> None:
-    one = trainer("replicas", devices=1, fast_dev_run=True, enable_progress_bar=False)
+    one = trainer(devices=1, fast_dev_run=True, enable_progress_bar=False)
     one.fit(AnyBatch(), AnyBatch.loader())
     assert one.predict(AnyBatch(), ["one", "three"]) == [{"length": 3}]  # type: ignore[arg-type]
 
@@ -254,23 +231,17 @@ def test_one_device_takes_any_batch_and_returns_anything() -> None:
 # -- refusals and failures ---------------------------------------------------------------------------------------
 
 
-@BOTH
-def test_an_error_keeps_its_type_and_names_the_replica(pool: WorkerPool, loss_on: str) -> None:
-    error = pool.run(train, 1, "Failing", "data", {"loss_on": loss_on}, init=False, devices=3, expect_errors=True)[0]
+def test_an_error_keeps_its_type_and_names_the_replica(pool: WorkerPool) -> None:
+    error = pool.run(train, 1, "Failing", "data", {}, init=False, devices=3, expect_errors=True)[0]
     assert "KeyError" in str(error) and "raised in replica 2 of 3, on cpu" in str(error)
 
 
-def trainer(loss_on: Any = "replicas", **options: Any) -> L.Trainer:
-    strategy = lp.DataParallelStrategy(loss_on=loss_on)
+def trainer(**options: Any) -> L.Trainer:
+    strategy = lp.DataParallelStrategy()
     return L.Trainer(**{"accelerator": "cpu", "devices": 2, "logger": False, "strategy": strategy} | options)
 
 
-def fit(module: L.LightningModule, loss_on: Any) -> None:
-    trainer(loss_on, enable_checkpointing=False, enable_progress_bar=False).fit(module, module.loader())
-
-
 @pytest.mark.parametrize(("make", "words"), [
-    (lambda: trainer("the moon"), ["loss_on='the moon'", "'replicas'", "'output_device'"]),
     (lambda: trainer(num_nodes=2), ["num_nodes=2", "one process", "num_nodes=1", "'ddp'"]),
     (lambda: trainer(sync_batchnorm=True), ["sync_batchnorm=True", "Leave it out", "'ddp'"]),
 ])  # fmt: skip
@@ -301,12 +272,6 @@ class Manual(Forward):
         super().__init__()
         self.automatic_optimization = False
 
-    def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
-        optimizer = self.optimizers()
-        optimizer.zero_grad()
-        self.manual_backward(self.loss(batch))
-        optimizer.step()
-
 
 class Teaches(Forward):
     """A mean teacher follows in each step. It begins as a copy."""
@@ -335,52 +300,22 @@ class OneText(Forward):
         return ["a text"]
 
 
-@pytest.mark.parametrize(("module", "loss_on", "words"), [
-    (MODELS["LeNet"], "output_device", ["never called self(...)", "loss_on='replicas'"]),
-    (Manual, "replicas", ["automatic_optimization=False", "loss_on='auto'"]),
-    (Iterating, "replicas", ["split"]),
-    (Teaches, "replicas", ["parameter 'teacher.0.weight'", "loss_on='output_device'", "'ddp'"]),
-    (OneText, "replicas", ["no tensor that could be split along dimension 0"]),
+@pytest.mark.parametrize(("module", "words"), [
+    (Manual, ["automatic_optimization=False", "'ddp'"]),
+    (Iterating, ["split"]),
+    (Teaches, ["parameter 'teacher.0.weight'", "on_train_batch_end", "'ddp'"]),
+    (OneText, ["no tensor that could be split along dimension 0"]),
 ])  # fmt: skip
-def test_modules_that_cannot_be_replicated_are_refused_before_an_update(
-    module: Any, loss_on: str, words: list[str]
-) -> None:
+def test_modules_that_cannot_be_replicated_are_refused_before_an_update(module: Any, words: list[str]) -> None:
     with pytest.raises(ValueError) as caught:
-        fit(module(), loss_on)
+        trainer(enable_checkpointing=False, enable_progress_bar=False).fit(module(), module.loader())
     assert all(word in str(caught.value) for word in words), caught.value
 
 
-@pytest.mark.parametrize(("module", "loss_on"), [(Masks, "replicas"), (Teaches, "output_device")])
-def test_a_step_may_write_to_parameters_what_is_the_same_again(module: Any, loss_on: str) -> None:
+def test_a_step_may_write_to_parameters_what_is_the_same_again() -> None:
     weights = []
     for options in ({}, {"strategy": "auto", "devices": 1}):
-        made = module()
-        trainer(loss_on, enable_checkpointing=False, max_epochs=1, **options).fit(made, made.loader())
+        made = Masks()
+        trainer(enable_checkpointing=False, max_epochs=1, **options).fit(made, made.loader())
         weights.append({name: p.detach() for name, p in made.named_parameters()})
-    assert largest_difference(*weights) < 1e-5  # float32
-
-
-class Skips(Forward):
-    """Skips the first and the third batch."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        return super().training_step(batch, batch_idx) if batch_idx == 1 else None
-
-
-def test_a_step_on_the_output_device_may_skip_batches() -> None:
-    module = Skips()
-    before = module.net[0].weight.detach().clone()
-    trainer("output_device", enable_checkpointing=False, max_epochs=1).fit(module, module.loader())
-    assert not torch.equal(module.net[0].weight, before)
-
-
-def test_manual_optimization_trains_on_the_output_device() -> None:
-    weights = []
-    for strategy in ("auto", lp.DataParallelStrategy(loss_on="output_device")):
-        module = Manual()
-        devices = 1 if strategy == "auto" else 3
-        trainer(strategy=strategy, devices=devices, max_epochs=1, enable_checkpointing=False).fit(
-            module, Manual.loader()
-        )
-        weights.append({name: p.detach() for name, p in module.named_parameters()})
     assert largest_difference(*weights) < 1e-5  # float32
