@@ -5,7 +5,7 @@ weights the losses of microbatches, and ``pairs.py`` tries whether the weights a
 loss compute with several samples. The step runs for each microbatch, and for each chunk of a stage, so its side
 effects would happen several times: ``changes.py`` and ``earlier_chunks.py`` prevent this or refuse it, ``effects.py``
 refuses others, and ``kept_state.py`` finds some. ``between_batches.py`` decides whether stages wait, and
-``equal_steps.py`` sees to it that replicas take the same number of steps.
+``equal_steps.py`` refuses loaders with which replicas would take other numbers of steps.
 
 What a step returns and logs belongs in ``results/``.
 """

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
@@ -75,7 +75,7 @@ from lightning_parallel.set_up.options import ProcessOptions
 from lightning_parallel.set_up.original_names import OriginalNames
 from lightning_parallel.set_up.part_of_model import attributes_kept, move_others, refuse_copies
 from lightning_parallel.set_up.replicas import Replicas
-from lightning_parallel.steps.equal_steps import EqualSteps, refuse_unequal_steps
+from lightning_parallel.steps.equal_steps import refuse_unequal_steps
 
 T = TypeVar("T")
 
@@ -126,7 +126,6 @@ class LayoutStrategy(ParallelStrategy):
         self._group_names: list[list[list[str]]] = []
         self._owned: dict[str, bool] = {}  # divided parameters that one rank steps as a whole; is it this one?
         self._told: tuple[Any, bool] = (None, False)  # of which module the start table is, and of a training?
-        self._equal_steps: EqualSteps | None = None
         self._same_batches: loaders.SameBatches | None = None
         self._watch: GradientWatch | None = None  # in training, where ranks hold parts of the model or of parameters
         self._at_end = ExitStack()  # undoes what set-up has done, in reverse order
@@ -476,15 +475,20 @@ class LayoutStrategy(ParallelStrategy):
     @override
     def on_validation_start(self) -> None:
         self.drain()
-        self.share_buffers()
-        if self.local_model.is_fully_sharded:
-            refuse_unequal_steps(self.run, "val", self.run.trainer.num_val_batches)
+        self._begin_evaluation("val", self.run.trainer.num_val_batches)
 
     @override
     def on_test_start(self) -> None:
+        self._begin_evaluation("test", self.run.trainer.num_test_batches)
+
+    @override
+    def on_predict_start(self) -> None:
+        self._begin_evaluation("predict", self.run.trainer.num_predict_batches)
+
+    def _begin_evaluation(self, kind: str, batches: Sequence[float]) -> None:
         self.share_buffers()
         if self.local_model.is_fully_sharded:
-            refuse_unequal_steps(self.run, "test", self.run.trainer.num_test_batches)
+            refuse_unequal_steps(self.run, kind, batches)
 
     # -- steps ---------------------------------------------------------------------------------------------------
 
@@ -507,9 +511,7 @@ class LayoutStrategy(ParallelStrategy):
 
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Where layers are gathered together, a replica predicts as often as all others do."""
-        step = partial(self.run_step, "predict_step", *args, **kwargs)
-        return step() if self._equal_steps is None else self._equal_steps.run(step)
+        return self.run_step("predict_step", *args, **kwargs)
 
     def run_step(self, kind: str, *args: Any, **kwargs: Any) -> Any:
         """Run the user's step of a kind (its name) on a batch."""
@@ -520,13 +522,6 @@ class LayoutStrategy(ParallelStrategy):
     def make_gradients(self, backward: Callable[[], None]) -> None:
         """Put the gradients of a batch on the parameters, complete. ``backward`` calls the precision plugin's, which
         runs the module's."""
-
-    # -- prediction ----------------------------------------------------------------------------------------------
-
-    @override
-    def on_predict_start(self) -> None:
-        self.share_buffers()
-        self._equal_steps = EqualSteps(self.run) if self.local_model.is_fully_sharded else None
 
     # -- checkpoints ---------------------------------------------------------------------------------------------
 

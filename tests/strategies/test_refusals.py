@@ -271,7 +271,7 @@ class Evaluated(Net):
     def test_step(self, batch: Any, batch_idx: int) -> Any:
         return self.logits_and_loss(batch)[1]
 
-    validation_step = test_step
+    validation_step = predict_step = test_step
 
 
 def run_unequally(what: str, strategy: str, options: dict[str, Any]) -> None:
@@ -284,6 +284,7 @@ def run_unequally(what: str, strategy: str, options: dict[str, Any]) -> None:
     ("fit", "fsdp", {}),
     ("validate", "fsdp", {}),
     ("test", "fsdp", {}),
+    ("predict", "fsdp", {}),
     ("fit", "tensor", {"tensor_parallel": 1, "data_parallel": 2}),
     ("fit", "sync", {"stages": 1, "data_parallel": 2, "microbatches": 1}),
 ])  # fmt: skip
