@@ -52,7 +52,6 @@ class Flow:
         updated: the parameters that the step's own code changes, from parameters alone: a teacher's, by the student's.
         own_updates: the parameters, buffers and numbers that units change themselves (:attr:`.Trace.own_updates`).
         carried: other values that the step's own code changes from step to step.
-        borrowed: in evaluation, the parameters and buffers that stages read without holding them, with these stages.
     """
 
     cuts: tuple[tuple[Cargo, ...], ...]
@@ -64,7 +63,6 @@ class Flow:
     carried: frozenset[str] = frozenset()
     placed: dict[Call, int] = field(default_factory=dict, hash=False)
     own_updates: dict[str, bool] = field(default_factory=dict, hash=False)
-    borrowed: dict[str, tuple[int, ...]] = field(default_factory=dict, hash=False)
 
     def into(self, chunk: int) -> tuple[Cargo, ...]:
         return self.cuts[chunk - 1] if chunk > 0 else ()

@@ -30,9 +30,8 @@ def flow_of_step(module: nn.Module, partition: Partition, step: Callable[[], Any
     that chunk itself will have the value. ``logged`` is a list to which the step appends what it logs.
 
     Raises:
-        FlowError: a chunk needs what a later one computes, what a chunk computes after it has left the step, or, in
-            training, a parameter that its stage doesn't hold; or stages would draw, count or update differently from
-            one process.
+        FlowError: a chunk needs what a later one computes, what a chunk computes after it has left the step, or a
+            parameter that its stage doesn't hold; or stages would draw, count or update differently from one process.
         Exception: the step's own, if it came before the last chunk's first call. An ``AbsentValueError`` says that the
             code before or between the layers asks for values that only one stage has.
     """
@@ -103,7 +102,6 @@ class _Flows:
         self._order |= {origin: (index, 1, 0) for origin, index in self._position.items()}
         self._needed: dict[str, int] = {}  # by origin: the last chunk that needs it
         self._transparent: set[str] = set()
-        self._borrowed: dict[str, set[int]] = {}
         self._late = self._late_calls()
         last = {chunk: i for i, chunk in enumerate(chunks) if i not in self._late}
         self._last_calls = [last.get(chunk) for chunk in range(partition.chunks)]  # indices
@@ -180,7 +178,6 @@ class _Flows:
             updated=frozenset(update.name for update in in_step) - by_layers,
             carried=frozenset(by_layers).union(each.name for each in self._seen.carried if each.is_number),
             own_updates=self._seen.own_updates,
-            borrowed={name: tuple(sorted(stages)) for name, stages in sorted(self._borrowed.items())},
         )
 
     # -- what a chunk needs --------------------------------------------------------------------------------------
@@ -221,16 +218,12 @@ class _Flows:
 
     def _need_parameter(self, name: str, consumer: str, chunk: int) -> None:
         holders, stage = self._partition.holders_of(name), self._stages[chunk]
-        if stage in holders:
-            return
-        changed = {*self._seen.own_updates, *(update.name for update in self._seen.updates)}
-        if torch.is_grad_enabled() or name in changed:
+        if stage not in holders:
             raise FlowError(
                 f"{consumer} on stage {stage} reads '{name}', which is on stage {holders[0]}. A buffer that its layer "
                 f"changes can be read in the layer only. Anything else must be read in the step by which the pipeline "
                 f"was cut (the first), too."
             )
-        self._borrowed.setdefault(name, set()).add(stage)  # in evaluation it is lent
 
     def _need_update(self, update: Update) -> None:
         """Need an update of a parameter by the code around the units. Each stage that holds it must change it: in each

@@ -80,12 +80,11 @@ class DryRuns:
             parameters = {name for name, _ in self._run.module.named_parameters(remove_duplicate=False)}
             of_parameters = {name: settles for name, settles in flow.own_updates.items() if name in parameters}
             self._stages.refuse_own_updates(of_parameters, count, late=self._late)
-            for verb, names in (("changes", flow.updated), ("reads", flow.borrowed)):
-                if layers is not None and names:
-                    raise ValueError(
-                        f"{kind.split()[0]} {verb} '{min(names)}', of which each replica may hold a part "
-                        f"(data_parallel_kind='fully_shard'). Use 'replicate'."
-                    )
+            if layers is not None and flow.updated:
+                raise ValueError(
+                    f"{kind.split()[0]} changes '{min(flow.updated)}', of which each replica may hold a part "
+                    f"(data_parallel_kind='fully_shard'). Use 'replicate'."
+                )
             self._warn_of_cargo(flow)
             if count > 1:
                 advancing = {name for name, settles in flow.own_updates.items() if not settles} - parameters

@@ -2,26 +2,18 @@
 
 A batch is one message to the next chunk, and with one chunk a stage no stage waits for the end of a batch. It is not
 split, so metrics see what they see in one process; only the batch of a step of several passes is split
-(``several_passes.py``). Metrics are published at the end of the loop. A parameter or buffer that a step reads on a
-stage which doesn't hold it is borrowed for the batch.
+(``several_passes.py``). Metrics are published at the end of the loop.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import count
 from typing import Any
 
-import torch
-from torch import Tensor, nn
-
 from lightning_parallel.passes import first_pass, passes_of
 from lightning_parallel.pipeline.engine import Engine
-from lightning_parallel.plan.flow import Flow
-from lightning_parallel.private.torch import buffers_of, parameters_of
-from lightning_parallel.ranks.collectives import broadcast_tensors
 from lightning_parallel.ranks.run import Run
 from lightning_parallel.results.last_stage import LastStage
 from lightning_parallel.set_up.dry_runs import DryRuns
@@ -29,7 +21,6 @@ from lightning_parallel.set_up.stages import Stages
 from lightning_parallel.set_up.tensor_shards import TensorShards
 from lightning_parallel.steps.earlier_chunks import EarlierChunks
 from lightning_parallel.steps.several_passes import Relay, run_in_passes
-from lightning_parallel.values import changed
 
 
 class Evaluation:
@@ -54,7 +45,7 @@ class Evaluation:
         self._engine, self._stages, self._shards, self._earlier = engine, stages, shards, earlier
         self._dry_runs, self._last_stage = dry_runs, last_stage
         self._module = run.module
-        self._run, self._relay = run, Relay(run)
+        self._relay = Relay(run)
         self._batches = 0
 
     def run(self, kind: str, *args: Any, **kwargs: Any) -> Any:
@@ -66,45 +57,6 @@ class Evaluation:
         # Each loader may have a step of its own.
         trial = partial(self._dry_runs.on_copy, first_pass(step), *args, **kwargs)
         flow = self._dry_runs.follow(f"{kind} {args[2:]}", trial)
-        with self._borrowed({} if flow is None else flow.borrowed, kind):
-            return self._run_step(kind, step, flow, args, kwargs)
-
-    # -- parameters and buffers that a step reads on a stage which doesn't hold them -------------------------------
-
-    @contextmanager
-    def _borrowed(self, borrowed: Mapping[str, Sequence[int]], kind: str) -> Iterator[None]:
-        """Inside, stages find the values that they borrow on the module, as a recommender reads all embeddings to rank
-        all items. Their holder lends them for each batch, since hooks may change them in between. All stages call
-        it."""
-        for name in sorted(borrowed.keys() & self._shards.shards.keys()):
-            raise ValueError(
-                f"{kind} reads '{name}' outside of its layer and on another stage, but each tensor rank holds a part "
-                f"of it. Leave its layer out of the plan, or read it inside a layer."
-            )
-        with changed([each for name, readers in borrowed.items() for each in self._exchanged(name, readers)]):
-            yield
-
-    def _exchanged(self, name: str, readers: Sequence[int]) -> list[tuple[dict[str, Any], str, Tensor]]:
-        """Send the values to the stages that read them, or receive them there: with their places on this module."""
-        run, layout, holder = self._run, self._run.layout, self._stages.stage.partition.holders_of(name)[0]
-        if layout.stage not in (holder, *readers):
-            return []
-        path, _, key = name.rpartition(".")
-        held, reads = getattr(run.module.get_submodule(path), key), layout.stage != holder
-        value = torch.empty(held.shape, dtype=held.dtype, device=held.device) if reads else held.detach()
-        group = run.groups.joining(layout.rank_at(pipeline=each) for each in {holder, *readers})
-        broadcast_tensors([value], layout.rank_at(pipeline=holder), group)
-        if not reads:
-            return []
-        given = nn.Parameter(value, requires_grad=False) if isinstance(held, nn.Parameter) else value
-        stores = (store for part in run.module.modules() for store in (parameters_of(part), buffers_of(part)))
-        return [(store, key, given) for store in stores for key, tensor in store.items() if tensor is held]
-
-    # -- a batch ---------------------------------------------------------------------------------------------------
-
-    def _run_step(
-        self, kind: str, step: Callable[..., Any], flow: Flow | None, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
         indices = [index for index in args[1:] if isinstance(index, int)]
         if flow is not None and not any(flow.last):  # it calls no layer, so no stage would leave it
             if not self._stages.stage.has_last_chunk:

@@ -56,6 +56,39 @@ def test_each_loader_s_step_has_what_crosses_the_cuts_in_it(pool: WorkerPool) ->
         assert [value for _, value in found] == pytest.approx([v for _, v in expected], rel=0, abs=1e-12)
 
 
+class ReadsWeights(Net):
+    """Validation reads the first layer's weight beside the last layer; so does training, or it doesn't. Its rate is
+    logged before its loss."""
+
+    def __init__(self, trained: bool) -> None:
+        super().__init__()
+        self.trained = trained
+
+    def read(self) -> Tensor:
+        return self.net[0].weight.square().mean()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.log("rate", self.optimizers().param_groups[0]["lr"])  # type: ignore[union-attr]
+        return super().training_step(batch, batch_idx) + (self.read() if self.trained else 0)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("loss", self.logits_and_loss(batch)[1] + self.read())
+
+
+def fit_reading(strategy: str, trained: bool) -> float:
+    torch.set_default_dtype(torch.float64)
+    trainer = make_trainer(strategy, [])
+    trainer.fit(ReadsWeights(trained), loader(), loader(8, 4, 5))
+    return float(trainer.callback_metrics["loss"])
+
+
+def test_an_evaluation_reads_weights_of_other_stages_where_training_does(pool: WorkerPool) -> None:
+    expected = pool.run(fit_reading, 1, "single", True, init=False)
+    assert pool.run(fit_reading, 2, "sync", True, init=False) == pytest.approx(expected * 2, rel=0, abs=1e-12)
+    failures = pool.run(fit_reading, 2, "sync", False, init=False, expect_errors=True)
+    assert_refused(failures, "FlowError", ["reads 'net.0.weight', which is on stage 0", "(the first), too"])
+
+
 class LooksAtTheRank(Net):
     """Where the last stage is told to, it logs of the first; what it asks for later must not matter."""
 
