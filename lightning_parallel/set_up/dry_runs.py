@@ -16,7 +16,7 @@ from torch import nn
 
 from lightning_parallel.absent.tensor import AbsentTensor
 from lightning_parallel.batch import cloned, tensors
-from lightning_parallel.plan.flow import TWICE, Flow, FlowError, tensors_of
+from lightning_parallel.plan.flow import TWICE, Flow, FlowError
 from lightning_parallel.private.torch import version_of
 from lightning_parallel.ranks.collectives import gather_objects, together
 from lightning_parallel.ranks.run import Run
@@ -28,7 +28,6 @@ from lightning_parallel.values import first_few
 
 # They normalise over samples, also those that keep no statistics.
 _OVER_SAMPLES = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
-MANY = 5  # this many tensors may cross a cut without a warning: a layer's output and a U-Net's skip connections
 
 
 class DryRuns:
@@ -44,7 +43,6 @@ class DryRuns:
         self._late = late
         self._flows: dict[str, Flow] = {}  # by the kind of step
         self._known: dict[str, set[str]] = {}  # the names logged in it, of values that depend on no layer
-        self._warned = False
         self._changes_batch = False  # has a step changed the copy of its batch?
 
     def on_copy(self, step: Callable[..., Any], *arguments: Any, **more: Any) -> Any:
@@ -85,7 +83,6 @@ class DryRuns:
                     f"{kind.split()[0]} changes '{min(flow.updated)}', of which each replica may hold a part "
                     f"(data_parallel_kind='fully_shard'). Use 'replicate'."
                 )
-            self._warn_of_cargo(flow)
             if count > 1:
                 advancing = {name for name, settles in flow.own_updates.items() if not settles} - parameters
                 self._warn_of_carried(flow, advancing, count)
@@ -163,20 +160,3 @@ class DryRuns:
                 f"called for each of {count} microbatches, so they change {count} times a batch. Count batches in "
                 f"on_train_batch_start or on_train_batch_end."
             )
-
-    def _warn_of_cargo(self, flow: Flow) -> None:
-        """Warn of a residual sum between layers: each stage computes it again, from all its terms, O(layers) of
-        them."""
-        places = self._stages.stage.partition.placement
-        between = [cut for cut in range(len(flow.cuts)) if places[cut] != places[cut + 1]]
-        heaviest = max(between, key=lambda cut: tensors_of(flow.cuts[cut]), default=None)
-        if self._warned or heaviest is None or tensors_of(cargo := flow.cuts[heaviest]) <= MANY:
-            return
-        self._warned = True
-        rank_zero_warn(
-            f"{tensors_of(cargo)} tensors cross the cut between stages {places[heaviest]} and {places[heaviest + 1]} "
-            f"for each microbatch, and their gradients come back: the outputs of "
-            f"{first_few([repr(item.module) for item in cargo])}. Later stages use them. If training_step or forward "
-            f"adds them up between the layers, as in `x = x + layer(x)`, move this into the layer's forward: then its "
-            f"output is all that crosses."
-        )

@@ -1,8 +1,7 @@
-"""What streams through the stages: each loader's own step, and a word where much has to cross."""
+"""What streams through the stages: each loader's own step."""
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import pytest
@@ -14,8 +13,6 @@ from torch.nn import functional as F
 from tests.pool import WorkerPool
 from tests.strategies.failures import assert_refused
 from tests.strategies.observed import CLASSES, WIDTH, Net, loader, make_trainer
-
-BOTH = pytest.mark.parametrize("strategy", ["sync", "async"])
 
 
 class Skips(Net):
@@ -129,48 +126,3 @@ def test_an_error_of_one_rank_in_its_first_step_is_told_on_all(pool: WorkerPool)
     failures = pool.run(evaluate_failing, 3, init=False, expect_errors=True)
     assert_refused(failures[1:2], "KeyError", ["mine"])
     assert_refused([failures[0], failures[2]], "RuntimeError", ["rank 1: KeyError: 'mine'"])
-
-
-class Residual(Net):
-    """Sums outside the layers, which each stage makes again from all their terms; or the same inside."""
-
-    class Inside(nn.Linear):
-        def forward(self, x: Tensor) -> Tensor:
-            return x + super().forward(x)
-
-    def __init__(self, layers: int, inside: bool) -> None:
-        super().__init__()
-        self.inside = inside
-        self.net = nn.Sequential(*((self.Inside if inside else nn.Linear)(WIDTH, WIDTH) for _ in range(layers)))
-
-    def logits_and_loss(self, batch: Any) -> tuple[Tensor, Tensor]:
-        x = batch[0]
-        for layer in self.net:
-            x = layer(x) if self.inside else x + layer(x)
-        return x, F.cross_entropy(x, batch[1])
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.logits_and_loss(batch)
-
-
-def warnings_of(strategy: str, layers: int, inside: bool) -> list[str]:
-    trainer = make_trainer(strategy, [], {"microbatches": 2, "balance": [layers - 2, 1, 1]}, max_epochs=1)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        trainer.fit(Residual(layers, inside), loader(), loader(8, 4, 5))
-    return [str(warning.message) for warning in caught if "cross the cut" in str(warning.message)]
-
-
-@BOTH
-def test_many_tensors_over_a_cut_are_told_once_with_the_way_out(pool: WorkerPool, strategy: str) -> None:
-    last, *others = pool.run(warnings_of, 3, strategy, 7, False, init=False)
-    (text,) = last  # of validation and training, on the rank that speaks for all
-    assert others == [[], []]
-    # Over 1|2 go the outputs of the first five layers; that of the sixth goes anyway.
-    for words in ("6 tensors cross the cut between stages 1 and 2", "'net.0'", "`x = x + layer(x)`", "layer's forward"):
-        assert words in text
-
-
-def test_few_tensors_over_a_cut_are_not_worth_a_word(pool: WorkerPool) -> None:
-    assert pool.run(warnings_of, 3, "sync", 6, False, init=False) == [[], [], []]
-    assert pool.run(warnings_of, 3, "sync", 7, True, init=False) == [[], [], []]
