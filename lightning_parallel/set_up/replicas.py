@@ -17,7 +17,6 @@ from contextlib import contextmanager
 from functools import partial
 
 import torch.distributed as dist
-from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
@@ -47,7 +46,6 @@ class Replicas:
         parts = module.named_modules()
         self._with_statistics = {name for name, part in parts if getattr(part, "track_running_stats", False)}
         self._carried: set[str] = set()  # the buffers that batches change, and may read
-        self._resized: set[str] = set()  # those of them that can't be shared
         self._before: dict[str, Tensor] = {}  # the digests of buffers before the last batch
         self._looks = _LOOKS
         self._first = dist.get_global_rank(group, 0)
@@ -68,19 +66,22 @@ class Replicas:
     def share_carried(self, *, begins_epoch: bool) -> None:
         """Before a batch, copy the first replica's buffers that batches have changed, such as a queue or a codebook:
         this batch may read them, and replicas would part. Changes are looked for after an epoch's first batches, and
-        where an epoch begins. All replicas call it. BatchNorm's statistics are left out: training doesn't read
-        them."""
+        where an epoch begins. All replicas call it. BatchNorm's statistics are left out: training doesn't read them.
+
+        Raises:
+            ValueError: on all replicas, if one of these buffers hasn't the same size on all of them.
+        """
         if begins_epoch:
             self._looks = _LOOKS
         is_due = self._looks >= 0
         # Most modules have no such buffer, and to find them all takes a walk over the module.
-        if self._group.size() == 1 or not (is_due or self._carried - self._resized):
+        if self._group.size() == 1 or not (is_due or self._carried):
             return
         self._looks -= is_due
         own = {
             name: buffer
             for name, buffer in self._local.buffers().items()
-            if name.rpartition(".")[0] not in self._with_statistics and name not in self._resized
+            if name.rpartition(".")[0] not in self._with_statistics
         }
         if is_due and own:
             now = {name: digest(buffer) for name, buffer in own.items()}
@@ -90,14 +91,13 @@ class Replicas:
             self._before = now
         carried = {name: own[name] for name in sorted(self._carried & own.keys())}
         sizes = [(name, tuple(buffer.shape), buffer.dtype) for name, buffer in carried.items()]
-        if self._carried <= self._resized or all_alike(self._group, sizes):
-            return broadcast_tensors(carried.values(), self._first, self._group)
-        self._resized |= self._carried  # on all replicas
-        rank_zero_warn(
-            f"Some of the buffers {first_few(map(repr, carried))} have other sizes on other replicas, so each replica "
-            f"keeps its own. A buffer that training changes is shared before each batch, as under DDP, if all have one "
-            f"size."
-        )
+        if not all_alike(self._group, sizes):
+            raise ValueError(
+                f"One of the buffers {first_few(map(repr, carried))} has another size on another replica. A buffer "
+                f"that training changes is shared before each batch, as under DDP. Give it one size, or register it "
+                f"with persistent=False: then each replica keeps its own."
+            )
+        broadcast_tensors(carried.values(), self._first, self._group)
 
     # -- gradients -----------------------------------------------------------------------------------------------
 
