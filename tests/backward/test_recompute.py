@@ -113,13 +113,6 @@ def test_it_starts_from_what_the_first_run_found(kind: str) -> None:
     assert torch.equal(one.scale, other.scale) and torch.equal(one.book, other.book)
 
 
-def test_it_runs_in_each_backward() -> None:
-    layer, x = Masked(), torch.randn(2, 3, requires_grad=True)
-    output = Recomputed(layer, layer, True)(x)
-    first, second = (torch.autograd.grad(output.sum(), x, retain_graph=True)[0] for _ in range(2))
-    assert torch.equal(first, second) and torch.allclose(first * x, output)
-
-
 def test_copies_of_what_it_leaves_alone_are_not_held_until_the_backward(monkeypatch: pytest.MonkeyPatch) -> None:
     """Frozen weights under adapters would be held twice."""
     made: list[weakref.ref[Tensor]] = []

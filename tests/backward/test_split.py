@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import Any
@@ -13,7 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.graph import get_gradient_edge, save_on_cpu
+from torch.autograd.graph import get_gradient_edge
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 from torch.utils.checkpoint import checkpoint
@@ -258,13 +257,6 @@ def test_gradients_are_those_of_a_whole_backward(name: str) -> None:
     assert late(make(), x(*shape)) == expected
 
 
-def test_complex_weights_wait() -> None:
-    double = torch.complex128
-    assert late(nn.Linear(D, 5, dtype=double), x(3, D, dtype=double)) == {"weight"}
-    module = Calls(lambda m, a: m.v @ a @ m.w, v=weight(4, 3, dtype=double), w=weight(D, 2, dtype=double))
-    assert late(module, x(3, D, dtype=double)) == {"v", "w"}
-
-
 def llama(layers: int = 1, **how: Any) -> nn.Module:
     sizes = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2}
     model = LlamaModel(LlamaConfig(**{**sizes, **how}, num_hidden_layers=layers, vocab_size=8))
@@ -294,21 +286,6 @@ def test_all_matrices_of_a_transformer_wait(kind: str, autocast: bool) -> None:
     if kind == "decoder":
         inputs = [each.transpose(0, 1).detach().requires_grad_() for each in inputs]
     assert late(module.to(dtype), *inputs, autocast=autocast) == matrices(module)
-
-
-def test_a_compiled_block_is_done_in_the_first_half() -> None:
-    block = torch.compile(nn.Linear(D, D), backend="aot_eager")
-    module = Calls(lambda m, a: m.after(block(m.before(a))), before=nn.Linear(D, D), after=nn.Linear(D, D))
-    given = x(3, D)
-    rest = begin(module(given), given)
-    assert len(rest._parts) == 2 and all(p.grad is not None for p in block.parameters())
-    rest.run()
-    found = [p.grad for p in (*module.parameters(), *block.parameters(), given)]
-    for p in (*module.parameters(), *block.parameters(), given):
-        p.grad = None
-    begin(module(given))
-    expected = [p.grad for p in (*module.parameters(), *block.parameters(), given)]
-    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))  # type: ignore[arg-type]
 
 
 class Own(torch.autograd.Function):
@@ -420,34 +397,7 @@ def test_a_weight_that_no_gradient_reaches_has_none() -> None:
     assert module.first.weight.grad is None
 
 
-def test_an_output_may_be_the_input_or_a_view_of_it() -> None:
-    linear, given = nn.Linear(D, D), x(3, D)
-    outputs = [linear(given), given.view(-1), given]
-    rest = begin_backward([get_gradient_edge(o) for o in outputs], [torch.ones_like(o) for o in outputs], [given])
-    rest.run()
-    assert torch.equal(given.grad, linear.weight.sum(0).expand(3, D) + 2)  # type: ignore[arg-type]
-
-
 # -- microbatches ------------------------------------------------------------------------------------------------
-
-
-def test_second_halves_may_run_late_and_add_to_gradients() -> None:
-    module = llama()
-    whole = copy.deepcopy(module)
-    inputs = [x(2, 5, 16) for _ in range(4)]
-    for given in inputs:
-        begin(whole(given))
-    outputs: dict[int, Tensor] = {}
-    waiting: dict[int, WeightGradients] = {}
-    for kind, k in zip("FFBFBWFBWBWW", (0, 1, 0, 2, 1, 0, 3, 2, 1, 3, 2, 3), strict=True):
-        if kind == "F":
-            outputs[k] = module(inputs[k])
-        elif kind == "B":
-            waiting[k] = begin(outputs.pop(k), inputs[k])
-        else:
-            waiting.pop(k).run()
-    found = gradients(module)
-    assert all(torch.equal(gradient, found[name]) for name, gradient in gradients(whole).items())
 
 
 def test_a_gradient_that_is_added_to_is_no_longer_shared_with_what_waits() -> None:
@@ -468,17 +418,6 @@ def test_a_gradient_that_is_added_to_is_no_longer_shared_with_what_waits() -> No
     assert all(torch.equal(gradient, found[name]) for name, gradient in gradients(whole).items())
 
 
-@pytest.mark.parametrize("at_a_time", [0, 1 << 30], ids=["one by one", "together"])
-def test_gradients_that_wait_are_added_once(monkeypatch: pytest.MonkeyPatch, at_a_time: int) -> None:
-    monkeypatch.setattr("lightning_parallel.backward.split._AT_A_TIME", at_a_time)
-
-    def twice(module: Any, a: Tensor) -> Tensor:
-        w = module.one * 2
-        return module.two(a @ w @ w)
-
-    assert late(Calls(twice, one=weight(D, D), two=nn.Linear(D, D)), x(3, D)) == {"one", "two.weight"}
-
-
 @pytest.mark.parametrize("what", ["activation", "gradient"])
 def test_a_tensor_that_is_changed_between_the_halves_is_told(what: str) -> None:
     linear, given, kept = nn.Linear(D, D), x(3, D), []
@@ -489,24 +428,6 @@ def test_a_tensor_that_is_changed_between_the_halves_is_told(what: str) -> None:
     with torch.no_grad():
         (hidden if what == "activation" else kept[0]).add_(1)
     with pytest.raises(RuntimeError, match=r"shape \[3, 6\].*changed in place between"):
-        rest.run()
-
-
-def test_weights_may_be_updated_between_the_halves() -> None:
-    """What waits needs no weights, except for those that are computed from others."""
-    linear, given = nn.Linear(D, D), x(3, D)
-    rest = begin(linear(given), given)
-    with torch.no_grad():
-        linear.weight.add_(1)
-    rest.run()
-    whole = nn.Linear(D, D)
-    begin(whole(given))
-    assert torch.equal(linear.weight.grad, whole.weight.grad)  # type: ignore[arg-type]
-    norm = weight_norm(linear)
-    rest = begin(norm(given), given)
-    with torch.no_grad():
-        norm.parametrizations.weight.original1.add_(1)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         rest.run()
 
 
@@ -538,36 +459,6 @@ def test_hooks_on_parameters_run_once_with_the_whole_gradient(used: str) -> None
         assert one[:2] == other[:2] and torch.equal(one[2], other[2])
 
 
-def test_hooks_on_activations_and_modules_change_what_they_would() -> None:
-    def hooked(m: Any, a: Tensor) -> Tensor:
-        hidden = m.first(a)
-        hidden.register_hook(lambda g: g * 3)
-        m.kept = hidden
-        hidden.retain_grad()
-        m.seen = []
-        seen = m.second.register_full_backward_hook(lambda _, into, out: m.seen.append((into[0], out[0])))
-        output = m.second(hidden.relu())
-        seen.remove()
-        weight = m.third.weight * 2
-        weight.register_hook(lambda g: g * 5)
-        return F.linear(output, weight)
-
-    module = Calls(hooked, first=nn.Linear(D, D), second=nn.Linear(D, D), third=nn.Linear(D, D, bias=False))
-    module.kept = None  # type: ignore[assignment]
-    assert late(module, x(3, D)) == {"first.weight", "second.weight", "third.weight"}
-    assert module.kept is not None and module.kept.grad is not None and len(module.seen) == 1  # type: ignore[unreachable,arg-type]
-
-
-def test_a_matmul_whose_weight_s_gradient_a_hook_may_change_is_done_in_the_first_half() -> None:
-    def hooked(m: Any, a: Tensor) -> Tensor:
-        output = m.first(a)
-        output.grad_fn.register_hook(lambda into, out: (*into[:2], into[2] * 3))
-        return m.second(output)
-
-    module = Calls(hooked, first=nn.Linear(D, D), second=nn.Linear(D, D))
-    assert late(module, x(3, D)) == {"second.weight"}
-
-
 # -- layers that run again, saved tensors that are elsewhere -----------------------------------------------------
 
 
@@ -591,21 +482,6 @@ def test_layers_that_run_again_do_so_once_in_the_first_half() -> None:
     module = nn.Sequential(Again(nn.TransformerEncoderLayer(16, 4, 32)), nn.Linear(16, 16))  # with dropout
     assert late(module.double(), x(2, 3, 16)) == {"1.weight"}
     assert module[0].runs == 2
-
-
-def test_what_hooks_on_saved_tensors_hold_is_asked_for_once() -> None:
-    asked = []
-
-    def forward(m: Any, a: Tensor) -> Tensor:
-        with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: asked.append(1) or t):  # type: ignore[func-returns-value]
-            hidden = m.first(a)
-        with save_on_cpu():
-            hidden = m.second(hidden)
-        return m.third(hidden)
-
-    module = Calls(forward, **{name: nn.Linear(D, D) for name in ("first", "second", "third")})
-    assert late(module, x(3, D)) == {"third.weight"}
-    assert len(asked) == 2 * 2  # the input and the weight, in either backward
 
 
 # -- memory ------------------------------------------------------------------------------------------------------
@@ -654,20 +530,3 @@ def test_what_waits_holds_about_as_much_as_the_forward_did(kind: str) -> None:
         rest.run()
         assert memory.held() == 0
     assert 0 < between <= 1.3 * forward, (between / forward, forward)
-
-
-def test_nothing_is_held_after_the_second_half() -> None:
-    linear, given = nn.Linear(D, D), x(3, D)
-    hidden = given * 2
-    output = linear(hidden)
-    held = [weakref.ref(hidden), weakref.ref(output)]
-    rest = begin(output, given)
-    node = output.grad_fn
-    del hidden, output
-    assert [each() for each in held] == [None, None]  # but for what waits: not the tensor, its memory
-    activation = StorageWeakRef(next(iter(rest._parts))[0].x.untyped_storage())
-    assert not activation.expired()
-    rest.run()
-    assert activation.expired() and node is not None  # a node of the graph that somebody keeps
-    rest.run()
-    assert not rest._parts

@@ -278,36 +278,6 @@ def test_a_stage_that_gets_no_gradients_does_not_run_away(pool: WorkerPool) -> N
 # -- evaluation, generators, ends --------------------------------------------------------------------------------------
 
 
-def draws_everywhere() -> bool:
-    """Forwards, backwards and updates draw, each stage as many as it likes: are the next numbers the usual ones?"""
-    rank = Rank("Net", asynchronous=True)
-    torch.manual_seed(3)
-    expected = torch.get_rng_state()
-    for parameter in rank.parameters.values():
-        parameter.register_hook(lambda gradient: gradient + torch.rand(rank.layout.stage + 1).sum())
-    step, update = rank.model.step, rank.update
-
-    def drawing_step(part: Tensor) -> Any:
-        return step(part + torch.rand(()))
-
-    def drawing_update() -> None:
-        torch.rand(rank.layout.stage + 1)
-        update()
-
-    rank.model.step = drawing_step
-    actions = AsyncOneFOneB(rank.layout.stages, rank.layout.stage)
-    rank.engine.run(actions.feed(3), rank.work(rows(6), [2] * 3), update=drawing_update, endless=True)
-    unmoved = torch.equal(torch.get_rng_state(), expected)
-    rank.engine.run(actions.drain(), {}, update=drawing_update, endless=True)
-    rank.engine.end_stream()
-    rank.model.step = step
-    return unmoved and torch.equal(torch.get_rng_state(), expected)
-
-
-def test_what_a_run_draws_leaves_the_generator_of_the_data_alone(pool: WorkerPool) -> None:
-    assert pool.run(draws_everywhere, 3) == [True] * 3
-
-
 class Slow(Net):
     """A model whose first stage is slow in the backward, and whose last stage is slow in evaluation."""
 
@@ -350,51 +320,3 @@ def leaves_at_once(how: str) -> list[float]:
 @pytest.mark.parametrize("how", ["naive", "gpipe", "1f1b", "asynchronous", "evaluation"])
 def test_a_process_that_ends_early_takes_no_message_with_it(pool: WorkerPool, how: str) -> None:
     assert [len(values) for values in pool.run(leaves_at_once, 3, how)] == [4, 0, 0]
-
-
-@pytest.mark.parametrize("kind", ["FrozenFirst", "Mixed"])
-def test_training_uses_no_memory_of_inference_mode(pool: WorkerPool, kind: str) -> None:
-    found = joined(pool.run(trains_after_evaluations, 2, kind))
-    with double():
-        expected = whole_batch(model_of(kind), [4], 0, split=False)[1]
-    assert_equal(found, {name: 2 * gradient for name, gradient in expected.items()})
-
-
-def trains_after_evaluations(kind: str) -> dict[str, Tensor]:
-    """Two batches, evaluations in inference mode before and between, messages of one shape."""
-    rank = Rank(kind, options={**BLOCKS, "balance": getattr(nets, kind).balance(2)})
-    batch = rows(4)
-    for _ in range(2):
-        with torch.inference_mode():
-            rank.engine.evaluate(partial(rank.model.step, batch))
-        rank.engine.run(SCHEDULES["naive"](2, 1)[rank.layout.stage], rank.work(batch, [4]))
-    return rank.gradients()
-
-
-def test_after_a_wait_nothing_is_made_that_could_be_made_before(pool: WorkerPool) -> None:
-    last, first = pool.run(prepares_ahead, 2)
-    # Of the second batch on, when formats are known. The last microbatch has no next to post a receive for.
-    assert last == ["memory", "wait", "post"] * 3 + ["wait"]
-    assert first == ["memory", "wait", "post"] * 3 + ["wait"]
-
-
-def prepares_ahead() -> list[str]:
-    """What the receivers do, of activations on the last stage, of gradients on the first."""
-    rank = Rank("Net")
-    events: list[str] = []
-    receiver: Any = rank.ends.gradients_in or rank.ends.activations_in
-    link = receiver._link
-
-    def noting(owner: Any, name: str, event: str) -> None:
-        method = getattr(owner, name)
-        setattr(owner, name, lambda *args, **kwargs: (events.append(event), method(*args, **kwargs))[1])
-
-    noting(receiver, "_first_packet", "memory")
-    noting(link, "wait", "wait")
-    noting(link, "irecv", "post")
-    for _ in range(2):
-        actions = SCHEDULES["gpipe"](2, 4)[rank.layout.stage]
-        work = rank.work(rows(4), [1] * 4)
-        events.clear()
-        rank.engine.run(actions, work)
-    return events[events.index("post") + 1 :]  # after the receive that begins the batch

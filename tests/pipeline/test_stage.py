@@ -5,26 +5,20 @@ No processes here: what a stage sends is handed to the next (by_hand.py).
 
 from __future__ import annotations
 
-import copy
 import gc
-import random
 import warnings
 import weakref
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_parallel.absent.tensor import AbsentTensor
 from lightning_parallel.messages.arrival import NO_GRADIENT
-from lightning_parallel.pipeline.stage import Stage
-from lightning_parallel.plan.search import partition
 from tests.pipeline import by_hand
-from tests.pipeline.by_hand import CPU, backward, forward, stages_of
+from tests.pipeline.by_hand import backward, forward, stages_of
 from tests.pipeline.nets import (
     BLOCKS,
     Attention,
@@ -102,70 +96,6 @@ def test_a_compiled_step_equals_the_whole_models() -> None:
         assert_equal_to_the_whole(UNet(), compiled, 3, **BLOCKS)
 
 
-@pytest.mark.parametrize("what", ["blocks.1", ""])
-def test_compiled_modules_equal_the_whole_models(what: str) -> None:
-    model = Called()
-    loss, gradients = by_hand.plain(model, step)
-    made = stages_of(model, step, 2, **BLOCKS)
-    torch.compiler.reset()
-    for stage in made:
-        stage.module.get_submodule(what).compile(backend="aot_eager")  # not before: a copy forgets it
-    output, departures, arrivals = forward(made, step)
-    backward(made, output, departures, arrivals)
-    torch.testing.assert_close(output.detach(), loss, rtol=0, atol=1e-12)
-    torch.testing.assert_close(by_hand.gradients_of(made), gradients, rtol=0, atol=1e-12)
-
-
-class Called(Net):
-    """Its step calls it."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.body(self.stem(x)))
-
-    def step(self, x: Tensor) -> Tensor:
-        return self(x).square().mean()
-
-
-class Halves(Net):
-    """Modules between the layers: an encoder's norm and a decoder's embedding."""
-
-    def __init__(self) -> None:
-        super().__init__(blocks=2)
-        self.head = nn.LayerNorm(self.width)
-        self.second_stem = nn.Linear(3, self.width)
-        self.second = nn.ModuleList(self.block() for _ in range(2))
-        self.last = nn.Linear(self.width, 2)
-
-    def step(self, x: Tensor) -> Tensor:
-        memory = self.head(self.body(self.stem(x)))
-        y = self.second_stem(x)
-        for block in self.second:
-            y = block(y + memory)
-        return self.last(y).square().mean()
-
-
-@pytest.mark.parametrize(("layers", "stages"), [
-    (["blocks.*", "second.*"], 2),
-    (["blocks.*", "second.*"], 4),
-    (["blocks.0", "last"], 2),
-])  # fmt: skip
-def test_modules_between_layers_run_with_the_next(layers: list[str], stages: int) -> None:
-    assert_equal_to_the_whole(Halves(), step, stages, layers=layers, balance="layers")
-
-
-def test_the_cut_may_come_right_before_a_layer_that_works_in_place() -> None:
-    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 4), nn.ReLU(inplace=True), nn.Linear(4, 2))
-    assert_equal_to_the_whole(model, lambda m: m(X).square().mean(), 2, balance=[2, 2])
-
-
-def test_memory_of_other_stages_is_freed() -> None:
-    model = Net()
-    held = {name: weakref.ref(p) for name, p in model.named_parameters()}
-    stage = Stage(model, partition(model, lambda: step(model), 2, **BLOCKS), 1, CPU)  # type: ignore[arg-type]
-    alive = {name for name, ref in held.items() if ref() is not None}
-    assert alive == set(stage.named_parameters())
-
-
 # -- what crosses -----------------------------------------------------------------------------------------------------
 
 
@@ -197,11 +127,6 @@ class GivenAModule(Net):
         return self.head(self.body(self.stem(x)), self.stem).square().mean()
 
 
-@pytest.mark.parametrize("kind", [PenaltyOnAll, ParameterElsewhere, GivenAModule])
-def test_a_parameter_can_be_read_outside_its_module(kind: type[Net]) -> None:
-    assert_equal_to_the_whole(kind(), step, 3, **BLOCKS)
-
-
 class Hooked(Net):
     """Hooks of the user's that change what layers return."""
 
@@ -212,25 +137,11 @@ class Hooked(Net):
             block.register_forward_pre_hook(lambda module, args: (args[0] + 1,))
 
 
-class Direct(Net):
-    """Layers called past their hooks."""
-
-    def body(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block.forward(x)
-        return x
-
-
 class DirectNow(Net):
     def body(self, x: Tensor) -> Tensor:
         for i, block in enumerate(self.blocks):
             x = block.forward(x) if i % 2 else block(x)
         return x
-
-
-@pytest.mark.parametrize("kind", [Hooked, Direct, DirectNow])
-def test_however_layers_are_called_stages_equal_the_whole_model(kind: type[Net]) -> None:
-    assert_equal_to_the_whole(kind(), step, 3, **BLOCKS)
 
 
 # -- calls in any order, any number of times ---------------------------------------------------------------------------
@@ -250,14 +161,6 @@ class Reversed(Net):
         return self.head(x).square().mean()
 
 
-class TwoTowers(Net):
-    """The same layers for two inputs."""
-
-    def step(self, x: Tensor) -> Tensor:
-        first, second = (self.head(self.body(self.stem(y))) for y in (x, 2 * x + 1))
-        return (first - second).square().mean()
-
-
 class Recycled(Net):
     """One layer, many times: ALBERT."""
 
@@ -273,8 +176,10 @@ class StemAgain(Net):
 
 
 @pytest.mark.parametrize("recompute", [False, True])
-@pytest.mark.parametrize("kind", [Twice, Reversed, TwoTowers, Recycled, StemAgain])
-def test_whatever_the_order_and_number_of_calls_stages_equal_the_whole_model(kind: type[Net], recompute: bool) -> None:
+@pytest.mark.parametrize("kind", [
+    PenaltyOnAll, ParameterElsewhere, GivenAModule, Hooked, DirectNow, Twice, Reversed, Recycled, StemAgain,
+])  # fmt: skip
+def test_whatever_is_called_and_read_where_stages_equal_the_whole_model(kind: type[Net], recompute: bool) -> None:
     model = kind()
     loss, gradients = by_hand.plain(model, step)
     made = stages_of(model, step, 3)
@@ -392,29 +297,6 @@ def test_what_arrives_keeps_its_gradients_wherever_the_step_asks_for_it(without:
     assert_equal_to_the_whole(FrozenInside(), lambda model: model.step(X, without), 3, **BLOCKS, balance="layers")
 
 
-def test_removing_the_hooks_gives_the_module_back() -> None:
-    model = Net()
-    expected = by_hand.plain(model, step)[0]
-    stage = Stage(model, partition(model, lambda: step(model), 1, **BLOCKS), 0, CPU)  # type: ignore[arg-type]
-    for _ in range(2):
-        stage.install()
-        stage.remove()
-    hooks = [m._forward_hooks or m._forward_pre_hooks or "forward" in m.__dict__ for m in model.modules()]
-    assert not any(hooks)
-    assert torch.equal(model.step(X), expected)
-    assert torch.equal(copy.deepcopy(model).step(X), expected)
-
-
-def test_a_forward_that_the_user_put_in_place_is_put_back() -> None:
-    model = Net()
-    mine = model.blocks[3].forward = lambda x: x * 2
-    stage = Stage(model, partition(model, lambda: step(model), 2, **BLOCKS), 0, CPU)
-    stage.install()
-    assert model.blocks[3].forward is not mine
-    stage.remove()
-    assert model.blocks[3].forward is mine
-
-
 # -- random numbers ----------------------------------------------------------------------------------------------------
 
 
@@ -454,14 +336,6 @@ def noisy(stages: int, *together: int) -> by_hand.Result:
         return model.step(X)
 
     return by_hand.run(model, seeded_step, stages, **BLOCKS, balance="layers")
-
-
-def test_random_numbers_do_not_depend_on_the_cuts() -> None:
-    one, many = noisy(1), noisy(3)
-    torch.testing.assert_close(many.output, one.output, rtol=0, atol=1e-12)
-    for name, gradient in one.gradients.items():
-        torch.testing.assert_close(many.gradients[name], gradient, rtol=0, atol=1e-12)
-    assert not torch.equal(noisy(1).output, by_hand.plain(Noisy(), step)[0])
 
 
 def test_a_checkpoint_of_several_layers_draws_the_same_again() -> None:
@@ -521,27 +395,6 @@ def test_activations_are_freed_with_their_last_user(kind: type[Net]) -> None:
     one_pass()
     assert len(refs) > 6
     assert [ref for ref in refs if ref() is not None] == []
-
-
-@pytest.mark.usefixtures("without_garbage_collection")
-def test_what_a_stage_computed_is_freed_even_if_no_backward_runs() -> None:
-    inside: list[weakref.ref[Any]] = []
-
-    class Leaves(Net):
-        def block(self) -> nn.Module:
-            class Block(nn.Linear):
-                def forward(self, x: Tensor) -> Tensor:
-                    y = super().forward(x)
-                    if not isinstance(y, AbsentTensor):
-                        inside.append(weakref.ref(y))
-                    return y.tanh()
-
-            return Block(self.width, self.width)
-
-    made = stages_of(Leaves(), step, 2, **BLOCKS)
-    forward(made, step)
-    assert len(inside) == 4
-    assert [ref for ref in inside if ref() is not None] == []
 
 
 # -- what would be silently different ----------------------------------------------------------------------------------
@@ -643,24 +496,3 @@ class GivesAModule(Net):
 
 def test_layers_may_call_a_module_that_they_are_given() -> None:
     assert_equal_to_the_whole(GivesAModule(), step, 3, **BLOCKS)
-
-
-class DrawsOnTheHost(Net):
-    class Block(nn.Linear):
-        def forward(self, x: Tensor) -> Tensor:
-            return super().forward(x) * random.random() + float(np.random.rand())
-
-    def block(self) -> nn.Module:
-        return self.Block(self.width, self.width)
-
-    def step(self, x: Tensor) -> Tensor:
-        torch.manual_seed(1)  # as the engine does, for each microbatch
-        random.seed(1)
-        np.random.seed(1)
-        return super().step(x) * random.random() * float(np.random.rand())
-
-
-def test_numbers_that_layers_draw_on_the_host_do_not_depend_on_the_cuts() -> None:
-    model = DrawsOnTheHost()
-    found = [float(by_hand.run(model, step, stages, **BLOCKS).output.detach()) for stages in (1, 2, 4)]
-    assert found == pytest.approx([found[0]] * 3, rel=1e-12)

@@ -5,8 +5,6 @@ The reference is a plain loop that keeps a copy of every version.
 
 from __future__ import annotations
 
-import gc
-import weakref
 from collections import Counter, deque
 from typing import Any
 
@@ -16,7 +14,6 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_parallel.gradients.swapping import swap_gradients
-from lightning_parallel.losses.normaliser import BatchLoss
 from lightning_parallel.pipeline.staleness import Stashing
 from lightning_parallel.pipeline.weights import WeightVersions, gradients_apart
 from lightning_parallel.private.torch import TorchDispatchMode
@@ -213,30 +210,6 @@ class Scalars(nn.Module):
         return x * self.w * self.v
 
 
-def test_a_forward_costs_no_memory() -> None:
-    model = made("x * w")
-    versions = WeightVersions(model, parameters_of(model))
-    seen = []
-    versions.forward(lambda: seen.append(model.layer.weight) or model(batch(0)))  # type: ignore[func-returns-value]
-    (leaf,) = seen
-    assert leaf is not model.layer.weight and leaf.data_ptr() == model.layer.weight.data_ptr()
-    assert leaf.is_leaf and leaf.requires_grad
-
-
-def test_old_versions_are_freed_after_their_last_backward() -> None:
-    model = made("gru")
-    training = Training(model, "stash", delay=2)
-    leaves: list[weakref.ref[Tensor]] = []
-    for k in range(8):
-        training.microbatch(batch(k))
-        version = training.flights[-1][1]
-        leaves.append(weakref.ref(version.leaves["before.weight"]))
-        del version
-    assert training.versions.updates == 6
-    assert [ref() is not None for ref in leaves] == [False] * 6 + [True] * 2  # of the two in flight
-    assert copies_held(training.versions) <= 2
-
-
 @pytest.mark.parametrize("correction", [0.0, 1.0])
 def test_frozen_parameters_are_neither_copied_nor_extrapolated_nor_given_gradients(correction: float) -> None:
     model = made("linear")
@@ -308,30 +281,6 @@ def test_copies_held_are_those_in_flight_and_those_of_the_correction(
     assert set(steady) == {expected}  # as an update ends
 
 
-def test_copies_held_are_all_the_memory_there_is() -> None:
-    for stashing in ("stash", "2bw", "latest"):
-        for correction, second_order in ((0.0, False), (1.0, False), (1.0, True)):
-            rule: Any = {"correction": correction, "second_order": second_order}
-            delay = 2 if stashing == "2bw" else 3
-            training = Training(made("x * w"), stashing, delay, 2, **rule)
-            for k in range(12):
-                training.microbatch(batch(k))
-                versions = training.versions
-                held = {version.leaves["layer.weight"].data_ptr() for version in versions._versions()}
-                held.discard(training.parameters["layer.weight"].data_ptr())
-                assert copies_held(versions) == len(held), (stashing, correction, k)
-
-
-@pytest.mark.parametrize("stashing", ["stash", "2bw", "latest"])
-def test_an_update_that_no_forward_came_before_is_corrected_too(stashing: Stashing) -> None:
-    model = Scalars()
-    versions = WeightVersions(model, parameters_of(model), stashing, corrected=True)
-    with torch.no_grad():
-        versions.update(lambda: model.w.sub_(1.0), 1.0)  # type: ignore[arg-type, return-value]
-    assert model.w.item() == 1.0
-    assert versions.forward(lambda: model.w.item())[0] == 0.0
-
-
 class Operations(TorchDispatchMode):
     """Counts what a GPU would run."""
 
@@ -396,65 +345,6 @@ def test_staleness_is_counted_for_every_microbatch(stashing: Stashing, delay: in
     training = Training(made("linear"), stashing, delay, count).run(12)
     read = [max(0, k // count - 1) if stashing == "2bw" else max(0, k - delay) // count for k in range(12)]
     assert training.versions.staleness == Counter(k // count - read[k] for k in range(12))
-
-
-@pytest.mark.parametrize(("correction", "second_order"), [(0.0, False), (1.0, False), (1.0, True)])
-@pytest.mark.parametrize("stashing", ["stash", "2bw", "latest"])
-def test_after_a_refresh_forwards_read_the_parameters_themselves(
-    stashing: Stashing, correction: float, second_order: bool
-) -> None:
-    training = Training(made("gru"), stashing, 2, 2, correction=correction, second_order=second_order).run(8)
-    versions = training.versions
-    versions.refresh()
-    assert copies_held(versions) == 0
-    training.microbatch(batch(8))
-    _, token = training.flights[-1]
-    for name, p in training.parameters.items():
-        assert torch.equal(token.leaves[name], p)
-        shares = token.leaves[name].data_ptr() == p.data_ptr()
-        assert shares == (stashing != "latest" or not correction)  # corrections of "latest" are written to leaves
-    before = {name: p.detach().clone() for name, p in training.parameters.items()}
-    training.microbatch(batch(9))
-    training.microbatch(batch(10))
-    training.microbatch(batch(11))  # the first update since then
-    assert versions.updates == 5
-    if correction:  # knows of no correction before
-        read = versions._versions()[-1].leaves
-        for name, p in training.parameters.items():
-            expected = p - correction * (1 + 0.9 * second_order) * (before[name] - p)
-            torch.testing.assert_close(read[name].detach(), expected.detach(), rtol=0, atol=1e-14)
-
-
-@pytest.mark.parametrize(("correction", "second_order"), [(0.0, False), (1.0, False), (1.0, True)])
-@pytest.mark.parametrize("stashing", ["stash", "2bw", "latest"])
-def test_gradients_of_an_open_update_outlive_refreshes(
-    stashing: Stashing, correction: float, second_order: bool
-) -> None:
-    training = Training(made("x * w"), stashing, 2, 4, correction=correction, second_order=second_order).run(6)
-    twin = made("x * w")
-    expected: dict[str, Tensor] = {}
-    training.versions.refresh()
-    twin.load_state_dict(training.model.state_dict())
-    taken = training.versions.take_gradients()
-    for k in range(3):
-        training.versions.begin(1)
-        loss, token = training.versions.forward(lambda k=k: training.model(batch(k)))  # type: ignore[misc]
-        with training.versions.backward(token):
-            loss.backward()
-        training.versions.refresh()
-        loss = twin(batch(k))
-        for (name, _), g in zip(
-            twin.named_parameters(), torch.autograd.grad(loss, list(twin.parameters())), strict=True
-        ):
-            expected[name] = expected.get(name, 0) + g
-        # A change from outside, in place of the parameter's memory too: what is read next is the new one.
-        for p, q in zip(training.parameters.values(), twin.parameters(), strict=True):
-            p.data = p.data * 1.1
-            q.data = q.data * 1.1
-    assert set(taken) == set(expected)  # of the two microbatches before
-    assert_equal(training.versions.take_gradients(), expected)
-    assert training.versions.take_gradients() == {}
-    assert training.versions._versions() == []
 
 
 class TiedInside(nn.Module):
@@ -536,32 +426,6 @@ def test_a_change_from_outside_is_seen_after_a_refresh() -> None:
     with versions.backward(token):
         loss.backward()
     assert {name: g.item() for name, g in versions.take_gradients().items()} == {"w": 3.0}
-
-
-def test_a_failed_batch_doesnt_keep_the_versions_in_memory() -> None:
-    # The loss of a batch that ends in an error keeps its graph. With it the versions would keep the connections open,
-    # by which other stages notice the error.
-    model = Between(next(iter(LAYERS)))
-    versions = WeightVersions(model, parameters_of(model), grown=[].append)
-    loss = BatchLoss([2])
-    output, token = versions.forward(lambda: model(batch(0)))
-    loss.add(0, output)
-    with pytest.raises(ValueError), versions.backward(token, loss):
-        raise ValueError
-    alive = weakref.ref(versions)
-    del versions, output, token, loss
-    gc.collect()
-    assert alive() is None
-
-
-def test_with_a_correction_parameters_move_once_not_at_every_update() -> None:
-    training = Training(made("x * w"), "stash", delay=2, correction=2.0)
-    addresses = []
-    for k in range(8):
-        training.microbatch(batch(k))
-        addresses.append(training.parameters["layer.weight"].data_ptr())
-    assert training.versions.updates == 6
-    assert len(set(addresses)) == 2 and len(set(addresses[2:])) == 1  # leaves have memory of their own by then
 
 
 def test_first_gradients_have_memory_of_their_own_also_where_one_is_sparse() -> None:
