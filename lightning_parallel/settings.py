@@ -27,7 +27,7 @@ import functools
 import inspect
 import re
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import Field, dataclass, fields
 from datetime import timedelta
 from typing import Annotated, Any, Concatenate, Literal, ParamSpec, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -64,6 +64,25 @@ class ByteSize:
 
     def __str__(self) -> str:
         return "such as '6GiB'"
+
+
+# By which word of other frameworks' names for a setting it is told, and how they call schedules.
+_MEANT = types.MappingProxyType(
+    {
+        "virtual": "chunks", "pipeline": "stages", "pp": "stages", "tensor": "tensor_parallel", "tp": "tensor_parallel",
+        "data": "data_parallel", "dp": "data_parallel", "accumulate": "microbatches", "micro": "microbatches",
+        "interleaved1f1b": "interleaved", "zbvzerobubble": "zbv", "zerobubble": "zbv",
+    }
+)  # fmt: skip
+
+
+def nearest(wrong: str, known: Iterable[str]) -> str | None:
+    """The one of these names that is meant by another one, of which a letter is wrong or which another framework has;
+    None for none."""
+    words, names = wrong.lower(), list(known)
+    close = difflib.get_close_matches(words, names, n=1, cutoff=0.8)
+    meant = [name for word, name in _MEANT.items() if name in names and (word == words or word in words.split("_"))]
+    return next(iter([*close, *meant, *difflib.get_close_matches(words, names, n=1)]), None)
 
 
 _UNITS = types.MappingProxyType({"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40})
@@ -161,8 +180,8 @@ def check(options: Any) -> None:
         value = getattr(options, field.name)
         if not fits(value, hint):
             choices = [choice for choice in _choices(hint) if isinstance(choice, str)]
-            close = difflib.get_close_matches(value, choices, n=1) if isinstance(value, str) else []
-            did_you_mean = f" Did you mean {close[0]!r}?" if close else ""
+            close = nearest(value, choices) if isinstance(value, str) else None
+            did_you_mean = f" Did you mean {close!r}?" if close else ""
             raise ValueError(f"{field.name}={value!r}: give {described(hint, python=True)}.{did_you_mean}")
 
 
@@ -189,8 +208,8 @@ def takes(options: Callable[P, O]) -> Callable[[Callable[[S, O], None]], Callabl
         def __init__(self: S, *args: P.args, **kwargs: P.kwargs) -> None:
             unknown = next((name for name in kwargs if name not in parameters), None)
             if unknown is not None:
-                close = difflib.get_close_matches(unknown, parameters, n=1)
-                hint = f" Did you mean {close[0]!r}?" if close else ""
+                close = nearest(unknown, (field.name for field, _ in settings_of(options)))  # type: ignore[arg-type]
+                hint = f" Did you mean {close!r}?" if close else ""
                 raise TypeError(f"{type(self).__name__} has no setting {unknown!r}.{hint}")
             init(self, options(*args, **kwargs))
 

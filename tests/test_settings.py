@@ -19,6 +19,7 @@ from lightning_parallel.settings import (
     Range,
     check,
     fits,
+    nearest,
     settings_of,
     takes,
 )
@@ -110,3 +111,22 @@ def test_an_unknown_setting_is_refused_with_the_nearest_one() -> None:
         Machine(sise=3)  # type: ignore[call-arg]
     with pytest.raises(TypeError, match=r"Machine has no setting 'colour'\.$"):
         Machine(colour=3)  # type: ignore[call-arg]
+
+
+STRATEGY = ["sequence_parallel", "tensor_parallel", "data_parallel", "stages", "chunks", "microbatches", "plan"]
+SCHEDULES = ["naive", "gpipe", "1f1b", "interleaved", "zbv"]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "known", "meant"),
+    [
+        ("pipeline_parallel", STRATEGY, "stages"), ("pipeline_parallel_degree", STRATEGY, "stages"),
+        ("pp_size", STRATEGY, "stages"), ("num_stages", STRATEGY, "stages"), ("tp_size", STRATEGY, "tensor_parallel"),
+        ("tensor_model_parallel_size", STRATEGY, "tensor_parallel"), ("dp_shard_size", STRATEGY, "data_parallel"),
+        ("virtual_pipeline_model_parallel_size", STRATEGY, "chunks"), ("num_microbatches", STRATEGY, "microbatches"),
+        ("sequence_paralel", STRATEGY, "sequence_parallel"), ("colour", STRATEGY, None),
+        ("1F1B", SCHEDULES, "1f1b"), ("Interleaved1F1B", SCHEDULES, "interleaved"), ("ZBVZeroBubble", SCHEDULES, "zbv"),
+    ],
+)  # fmt: skip
+def test_other_frameworks_names_are_understood(wrong: str, known: list[str], meant: str | None) -> None:
+    assert nearest(wrong, known) == meant
