@@ -49,13 +49,13 @@ class TensorParallelOptions(ProcessOptions):
         sequence_parallel: between the divided layers, divide the activations too, along the sequence (Korthikanti et
             al. 2022): less memory, the same traffic.
         data_parallel: the number of replicas of the model, each of which gets its share of every batch; ``"auto"``: as
-            many as there are ranks for.
+            many as there are ranks for, or one if the other axis is ``"auto"`` too.
     """
 
     tensor_parallel: Count | Auto = "auto"
     plan: Plan | Literal["none"] | None = None
     sequence_parallel: bool = False
-    data_parallel: Count | Auto = 1
+    data_parallel: Count | Auto = "auto"
 
 
 class TensorParallelStrategy(LayoutStrategy):
