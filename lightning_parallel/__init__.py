@@ -56,14 +56,16 @@ __version__ = "0.1.0"
 def _register() -> None:
     names: dict[str, tuple[type[Strategy], dict[str, Any]]] = {
         "pipeline_naive": (PipelineStrategy, {"schedule": "naive"}),
-        "pipeline_sync": (PipelineStrategy, {"schedule": "gpipe"}),
         "pipeline_gpipe": (PipelineStrategy, {"schedule": "gpipe"}),
+        "pipeline_sync": (PipelineStrategy, {"schedule": "gpipe"}),  # its earlier name
         "pipeline_1f1b": (PipelineStrategy, {"schedule": "1f1b"}),
         "pipeline_interleaved": (PipelineStrategy, {"schedule": "interleaved"}),
         "pipeline_zbv": (PipelineStrategy, {"schedule": "zbv"}),
         "pipeline_vhalf": (PipelineStrategy, {"schedule": "vhalf"}),
         "pipeline_vmin": (PipelineStrategy, {"schedule": "vmin"}),
         "pipeline_async": (AsyncPipelineStrategy, {}),
+        "pipeline_tensor": (PipelineStrategy, {"tensor_parallel": 2}),
+        "pipeline_3d": (PipelineStrategy, {"tensor_parallel": 2, "data_parallel": 2}),
         "data_parallel": (DataParallelStrategy, {}),
         "tensor_parallel": (TensorParallelStrategy, {}),
         "fully_sharded": (FullyShardedStrategy, {}),

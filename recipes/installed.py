@@ -1,11 +1,5 @@
-"""The installed commands: ``lp-train`` is ``python -m recipes.train``, and so on.
-
-::
-
-    pip install "lightning-parallel[recipes]"
-    lp-train strategy=pipeline_1f1b
-
-Nothing is imported before it is known that the extra ``recipes`` is installed.
+"""The installed commands: ``lp-train`` is ``python -m recipes.train``, and so on. Nothing is imported before the extra
+``recipes`` is known to be there.
 """
 
 from __future__ import annotations
@@ -24,7 +18,7 @@ def main() -> None:
     """The command of the name by which this program was started."""
     missing = [name for name in _NEEDED if find_spec(name) is None]
     if missing:
-        sys.exit(f'{", ".join(missing)} not installed: pip install "lightning-parallel[recipes]"')
+        sys.exit(f'{", ".join(missing)} not installed: pip install ".[recipes]" in the checkout')
     import_from_here()
     name = Path(sys.argv[0]).stem.removeprefix("lp-")
     import_module("recipes.compare.__main__" if name == "compare" else f"recipes.{name}").main()

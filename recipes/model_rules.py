@@ -52,7 +52,7 @@ def _folder(model: Config, data: Config) -> Iterator[Problem]:
     path = model["path"]
     if path is None or not Path(path).is_dir():
         message = "names no folder" if path is None else "no such folder"
-        yield Problem("model.path", path, message, "give one that save_pretrained has written")
+        yield Problem("model.path", path, message, "give one, as `hf download ID --local-dir DIR` makes it")
     elif not (Path(path) / "config.json").exists():
         yield Problem("model.path", path, "has no config.json", "give a folder that save_pretrained has written")
     else:

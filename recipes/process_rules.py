@@ -152,8 +152,7 @@ def _backend(config: Config) -> Iterator[Problem]:
 def _missing(path: str, value: Any, extra: str, packages: Mapping[str, str]) -> Iterator[Problem]:
     missing = [package for module, package in packages.items() if find_spec(module) is None]
     if missing:
-        source = "." if IN_CHECKOUT else "lightning-parallel"
-        fix = f'pip install "{source}[recipes,{extra}]"'
+        fix = f'pip install ".[recipes,{extra}]"' + " in the checkout" * (not IN_CHECKOUT)
         yield Problem(path, value, f"{' and '.join(missing)} not installed", fix)
 
 

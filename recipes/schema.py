@@ -227,7 +227,7 @@ def kind_of(group: str, node: Mapping[str, Any]) -> type | None:
 
 
 def world_size(config: Mapping[str, Any]) -> int:
-    """The processes of a run: one for strategy=single and strategy=dp, else one for each device of each machine."""
+    """The processes of a run: one for strategy=single and data_parallel, else one for each device of each machine."""
     in_one_process = (Single, DataParallelOptions)
     if kind_of("strategy", config["strategy"]) in in_one_process:
         return 1

@@ -18,7 +18,7 @@ from lightning.pytorch.loggers import Logger
 from lightning.pytorch.strategies import Strategy
 from torch.optim import Optimizer
 
-from lightning_parallel.settings import Count, described, fits, settings_of
+from lightning_parallel.settings import Count, described, fits, nearest, settings_of
 from recipes import rules, schema
 from recipes.problem import Problem, closest
 from recipes.schema import BY_NAME, kind_of
@@ -97,7 +97,8 @@ def _node(path: str, node: Config, kind: type) -> Iterator[Problem]:
                 yield Problem(prefix + key, value, "set by the recipe", f"use {schema.TRAINER_SET_ELSEWHERE[key]}")
             else:
                 where = f"no such key in {path}" if path else "no such key"
-                yield Problem(prefix + str(key), value, where, closest(str(key), {*settings, *others}))
+                meant = nearest(str(key), settings) or str(key)
+                yield Problem(prefix + str(key), value, where, closest(meant, {*settings, *others}))
         elif not fits(_given(value) if path else value, settings[key][1]) and not _is_made(value):
             fix = f"give {described(settings[key][1])}"
             yield Problem(prefix + key, value, "not a value it can have", fix)

@@ -38,7 +38,7 @@ Groups and values of recipes.train ({train} --help)
 
 Examples
     {compare}
-    {compare} strategies=[ddp,fsdp] cluster.devices=4
+    {compare} strategies=[ddp,fully_sharded] cluster.devices=4
     {compare} model=mlp data=digits trainer.max_steps=100
 
 What is measured

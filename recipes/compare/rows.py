@@ -73,7 +73,7 @@ def _row(outcome: Outcome, reference: Row | None) -> Row:
         return Row(outcome.strategy, outcome.error)
     config, ranks = outcome.config, outcome.ranks
     processes = world_size(config)
-    # dp's replicas are in one process.
+    # data_parallel's replicas are in one process.
     devices = 1 if outcome.strategy == REFERENCE else max(processes, int(config["cluster"]["devices"]))
     first, median, third = quantiles(ranks[0]["seconds"], n=4, method="inclusive")
     data, accumulated = config["data"], config["trainer"]["accumulate_grad_batches"]

@@ -20,8 +20,8 @@ from recipes.problem import ConfigError
 
 REFERENCE = "single"
 STRATEGIES = (
-    "dp", "ddp", "fsdp", "tensor_parallel", "pipeline_naive", "pipeline_sync", "pipeline_1f1b", "pipeline_interleaved",
-    "pipeline_zbv", "pipeline_async",
+    "data_parallel", "ddp", "fully_sharded", "tensor_parallel", "pipeline_naive", "pipeline_gpipe", "pipeline_1f1b",
+    "pipeline_interleaved", "pipeline_zbv", "pipeline_async",
 )  # fmt: skip
 _WARMUP, _COUNTED = 5, 2  # updates, of a run that is long enough
 _LEAST_STEPS = 6

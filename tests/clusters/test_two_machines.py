@@ -63,7 +63,7 @@ def there(cluster: Slurm, machines: list[Machine], *words: str) -> str:
 
 def test_a_run_over_both_has_the_loss_of_one_process(cluster: Slurm, machines: list[Machine], tmp_path: Path) -> None:
     where = f"+callbacks.where={{_target_:{WhereItIs.__module__}.WhereItIs,folder:{tmp_path}}}"
-    there(cluster, machines, *command(tmp_path, "strategy=tensor_pipeline", "model.dropout=0", where))
+    there(cluster, machines, *command(tmp_path, "strategy=pipeline_tensor", "model.dropout=0", where))
     places: list[dict[str, Any]] = [json.loads((tmp_path / f"place-{rank}.json").read_text()) for rank in range(4)]
     assert [(place["node"], place["tensor"]) for place in places] == [(0, 0), (0, 1), (1, 0), (1, 1)]
     assert places[0]["pipeline"] == places[1]["pipeline"] != places[2]["pipeline"] == places[3]["pipeline"]
@@ -74,10 +74,10 @@ def test_a_run_over_both_has_the_loss_of_one_process(cluster: Slurm, machines: l
 def test_a_comparison_over_both(cluster: Slurm, machines: list[Machine], tmp_path: Path) -> None:
     small = ["model=mlp", "data=digits", "model.width=16", "data.batch_size=12", "trainer.accelerator=cpu"]
     folders = [f"output={tmp_path}/compared", f"paths.data_dir={tmp_path}/data"]
-    words = ["strategies=[ddp,tensor_pipeline]", "trainer.max_steps=8", *small, *folders]
+    words = ["strategies=[ddp,pipeline_tensor]", "trainer.max_steps=8", *small, *folders]
     said = there(cluster, machines, "-m", "recipes.compare", *words)
     assert "cluster.nodes=2 x cluster.devices=2" in " ".join(said.split())
     with (tmp_path / "compared" / "compare.csv").open() as file:
         rows = {row["strategy"]: row for row in csv.DictReader(file)}
-    assert [rows[name]["devices"] for name in ("single", "ddp", "tensor_pipeline")] == ["1", "4", "4"]
+    assert [rows[name]["devices"] for name in ("single", "ddp", "pipeline_tensor")] == ["1", "4", "4"]
     assert not any(row["error"] for row in rows.values())

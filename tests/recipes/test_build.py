@@ -83,7 +83,8 @@ def test_the_trainer_has_what_the_groups_say(tmp_path: Any) -> None:
 
 
 def test_replicas_in_one_process_are_as_many_as_the_devices(tmp_path: Any) -> None:
-    config = composed("strategy=dp", "cluster.devices=3", "trainer.accelerator=cpu", f"paths.log_dir={tmp_path}")
+    words = ["strategy=data_parallel", "cluster.devices=3", "trainer.accelerator=cpu", f"paths.log_dir={tmp_path}"]
+    config = composed(*words)
     trainer = build.trainer(config)
     assert world_size(config) == 1 and trainer.world_size == 1
     assert len(trainer.strategy.parallel_devices) == 3  # type: ignore[attr-defined]

@@ -73,24 +73,24 @@ def measured(pool: WorkerPool, tmp_path: Path) -> Measured:
     return measure_one
 
 
-@pytest.mark.parametrize("strategy", ["fsdp", "tensor_parallel", "dp", *thorough("ddp")])
+@pytest.mark.parametrize("strategy", ["fully_sharded", "tensor_parallel", "data_parallel", *thorough("ddp")])
 def test_what_collectives_send_is_what_theory_says(measured: Measured, strategy: str) -> None:
     row, _ = measured(strategy, "trainer.max_steps=7")  # 6 and 7 are counted; in 8 tensor ranks compare their losses
     parameters = 4 * (64 * 16 + 16 + 2 * (16 * 16 + 16) + 10 * 16 + 10)  # bytes of an MLP of three hidden layers
     padded = parameters  # every first dimension is even
     kinds = {
         "ddp": {"all-reduce": parameters},
-        "fsdp": {"all-gather": 2 * padded / 2, "reduce-scatter": padded / 2},
+        "fully_sharded": {"all-gather": 2 * padded / 2, "reduce-scatter": padded / 2},
         # Activations of 12 samples: the row layer's output and the column layers' inputs' gradients; what is gathered.
         "tensor_parallel": {"all-reduce": 2 * 12 * 16 * 4, "all-gather": 12 * 16 * 4 / 2},
-        "dp": {},
+        "data_parallel": {},
     }
     assert {kind: n for kind, n in row.sent.items() if kind != "scalars"} == kinds[strategy]
     if strategy == "ddp":
         assert row.held["parameters"] == row.held["gradients"] == parameters <= row.held["optimizer"] / 2
-    if strategy == "fsdp":
+    if strategy == "fully_sharded":
         assert all(row.held[name] < 0.6 * parameters for name in ("parameters", "gradients"))
-    if strategy == "dp":
+    if strategy == "data_parallel":
         assert (row.processes, row.devices) == (1, 2)
 
 
@@ -138,7 +138,7 @@ def outcomes(ddp_seconds: float = 0.1, nodes: int = 1) -> list[Outcome]:
     sent = {"sent": {"all-reduce": 4.0 * MIB, "scalars": 4.0}}
     return [
         Outcome("single", one, None, [measured_by_hand([0.16] * 4, 50 * MIB)], {"val_loss": 2.0}),
-        Outcome("dp", dp, None, [measured_by_hand([0.2] * 4, 60 * MIB)], {"val_loss": 2.0}),
+        Outcome("data_parallel", dp, None, [measured_by_hand([0.2] * 4, 60 * MIB)], {"val_loss": 2.0}),
         Outcome(
             "ddp",
             ddp,
@@ -184,7 +184,7 @@ def test_the_report_is_written_with_what_failed(tmp_path: Path) -> None:
     assert "4,096.0" in text and "| pipeline_async | rank 0: no luck today |" in text
     with (tmp_path / "compare.csv").open() as stream:
         lines = list(csv.DictReader(stream))
-    assert [line["strategy"] for line in lines] == ["single", "dp", "ddp", "pipeline_async"]
+    assert [line["strategy"] for line in lines] == ["single", "data_parallel", "ddp", "pipeline_async"]
     assert float(lines[2]["step_s"]) == 0.1 and float(lines[2]["sent_all-reduce_bytes"]) == 4 * MIB
     assert lines[3]["error"] == "rank 0: no luck today" and lines[3]["step_s"] == ""
 
@@ -219,7 +219,7 @@ def test_a_failed_run_is_told_and_the_rest_goes_on(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(LocalLauncher, "launch", launch)
     (planned,) = configs(TINY, ["ddp"], tmp_path)
     assert run.run(planned).error == "rank 1: ValueError: no luck today"
-    (refused,) = configs([*TINY, "strategy.microbatches=13"], ["pipeline_sync"], tmp_path)
+    (refused,) = configs([*TINY, "strategy.microbatches=13"], ["pipeline_gpipe"], tmp_path)
     assert "more than the data.batch_size=12 samples" in (run.run(refused).error or "")
 
 
@@ -244,7 +244,7 @@ def command(folder: Path, *words: str) -> subprocess.Popen[str]:
 
 @pytest.mark.thorough
 def test_strategies_are_run_and_reported(tmp_path: Path) -> None:
-    program = command(tmp_path, "strategies=[dp]")
+    program = command(tmp_path, "strategies=[data_parallel]")
     output, _ = program.communicate(timeout=200)
     assert program.returncode == 0, output
     assert "[1/2] single" in output and "[2/2] dp" in output and "What this shows" in output

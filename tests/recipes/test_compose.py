@@ -17,9 +17,15 @@ def told(*overrides: str, multirun: bool = False) -> list[str]:
 
 def test_unknown_options_and_keys_are_told_together_with_what_there_is() -> None:
     option, top, key = told("strategy=pipelin_sync", "modle=gpt", "trainer.max_stepz=3")
-    assert option.startswith("strategy=pipelin_sync: no such strategy; did you mean pipeline_sync? known: d")
+    assert option.startswith("strategy=pipelin_sync: no such strategy; did you mean pipeline_async? known: d")
     assert top.startswith("modle=gpt: no such key; did you mean model?")
     assert key.startswith("trainer.max_stepz=3: no such key in trainer; did you mean max_steps? known: ")
+
+
+def test_earlier_names_of_strategies_lead_to_those_of_now() -> None:
+    for old, new in {"fsdp": "fully_sharded", "dp": "data_parallel", "hybrid": "pipeline_3d"}.items():
+        (problem,) = told(f"strategy={old}")
+        assert problem.startswith(f"strategy={old}: no such strategy; did you mean {new}? known: ")
 
 
 def test_names_and_values_are_told_in_one_round() -> None:
@@ -37,14 +43,14 @@ def test_what_belongs_to_a_misspelt_option_is_not_judged() -> None:
 
 
 def test_keys_are_looked_up_in_the_chosen_option() -> None:
-    assert told("strategy=pipeline_sync", "strategy.schedule=1f1b") == []
+    assert told("strategy=pipeline_gpipe", "strategy.schedule=1f1b") == []
     (problem,) = told("strategy=pipeline_async", "strategy.schedule=1f1b")
     assert "no such key in strategy" in problem
     assert told("logger.csv.name=x", "hydra.job.name=y", "+callbacks.x._target_=lightning.Callback") == []
 
 
 def test_every_job_of_a_sweep_is_checked_before_the_first() -> None:
-    assert told("strategy=ddp,pipeline_sync", "cluster.devices=2,3", multirun=True) == []
+    assert told("strategy=ddp,pipeline_gpipe", "cluster.devices=2,3", multirun=True) == []
     (problem,) = told("strategy=ddp,single", "cluster.devices=2,5", multirun=True)
     assert problem.startswith("data.batch_size=24: can't be shared equally by cluster.devices=5")
     (problem,) = told("strategy=ddp,sngle", "cluster.devices=2,5", multirun=True)

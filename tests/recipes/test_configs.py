@@ -129,13 +129,13 @@ def test_help_names_the_default_of_every_group_first() -> None:
 
 CHOSEN = {
     "pipeline_naive": {"schedule": "naive", "microbatches": 1},
-    "pipeline_sync": {"schedule": "gpipe"},
+    "pipeline_gpipe": {"schedule": "gpipe"},
     "pipeline_interleaved": {"schedule": "interleaved"},
     "pipeline_zbv": {"schedule": "zbv"},
     "pipeline_vhalf": {"schedule": "vhalf"},
     "pipeline_vmin": {"schedule": "vmin"},
-    "tensor_pipeline": {"tensor_parallel": 2},
-    "hybrid": {"tensor_parallel": 2, "data_parallel": 2},
+    "pipeline_tensor": {"tensor_parallel": 2},
+    "pipeline_3d": {"tensor_parallel": 2, "data_parallel": 2},
 }
 
 

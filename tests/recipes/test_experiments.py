@@ -65,7 +65,7 @@ def test_averages_of_weights_are_validated_in_a_pipeline(pool: WorkerPool, tmp_p
     ("simple", "ddp"), ("pytorch", "ddp"),
     *thorough(
         ("simple", "pipeline_async"), ("pytorch", "pipeline_zbv"),
-        ("advanced", "pipeline_1f1b"), ("pytorch", "pipeline_async"), ("pytorch", "fsdp"),
+        ("advanced", "pipeline_1f1b"), ("pytorch", "pipeline_async"), ("pytorch", "fully_sharded"),
         ("pytorch", "tensor_parallel"),
     ),
 ])  # fmt: skip

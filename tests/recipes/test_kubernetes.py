@@ -16,7 +16,7 @@ from tests.recipes.test_configs import composed, problems
 NEEDED = ["cluster=kubernetes", "cluster.image=me/image:1", "cluster.claim=runs"]
 LINE = [*NEEDED, "cluster.nodes=2", "cluster.devices=4", "cluster.gpus=4"]
 LINE += ["cluster.memory=64Gi", "cluster.interface=eth0"]
-OWN = ["strategy=hybrid", "+trainer.min_steps=3", "hydra.run.dir=somewhere"]
+OWN = ["strategy=pipeline_3d", "+trainer.min_steps=3", "hydra.run.dir=somewhere"]
 # Of the published schema, the fields that are used here.
 FIELDS = {
     "metadata": {"name", "namespace"},

@@ -31,7 +31,7 @@ def test_what_runs_elsewhere_or_in_one_process_is_not_measured_by_this_machine(m
     many = ["cluster.devices=100", "data.batch_size=100"]
     assert problems("strategy=ddp", "launch=false", "strategy.process_group_backend=nccl", *many) == []
     assert problems("strategy=single", *many) == []
-    assert problems("strategy=dp", *many) == []
+    assert problems("strategy=data_parallel", *many) == []
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "pipeline_1f1b"])

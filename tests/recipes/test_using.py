@@ -50,7 +50,7 @@ def exported(run: Path) -> Path:
 
 @pytest.mark.parametrize("layout", [
     ["strategy=tensor_parallel"],
-    *thorough([], ["strategy=fsdp"], ["strategy=tensor_pipeline", "cluster.devices=4"]),
+    *thorough([], ["strategy=fully_sharded"], ["strategy=pipeline_tensor", "cluster.devices=4"]),
 ], ids=str)  # fmt: skip
 def test_scores_are_those_of_the_run_under_any_layout(
     pool: WorkerPool, hf: Path, tmp_path: Path, layout: list[str]
@@ -129,7 +129,7 @@ def written(pool: WorkerPool, run: Path, folder: Path, *layout: str, **more: Any
 
 @pytest.mark.parametrize("layout", [
     [], ["strategy=tensor_parallel"],
-    *thorough(["strategy=pipeline_zbv"], ["strategy=tensor_pipeline", "cluster.devices=4"], ["strategy=fsdp"]),
+    *thorough(["strategy=pipeline_zbv"], ["strategy=pipeline_tensor", "cluster.devices=4"], ["strategy=fully_sharded"]),
 ], ids=str)  # fmt: skip
 def test_the_most_likely_text_is_transformers_own(
     pool: WorkerPool, hf: Path, tmp_path: Path, layout: list[str]

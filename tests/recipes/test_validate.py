@@ -37,7 +37,7 @@ HERE = "tests.recipes.test_validate"
 )
 def test_a_value_of_the_wrong_kind_is_refused_with_what_it_can_be(override: str, said: str) -> None:
     late = override.split("=")[0] in ("strategy.correction", "strategy.weights")
-    (problem,) = problems("experiment=async_quality" if late else "strategy=pipeline_sync", override)
+    (problem,) = problems("experiment=async_quality" if late else "strategy=pipeline_gpipe", override)
     key, value = override.split("=")
     assert str(problem).lower().startswith(f"{key}={value}:")
     assert said in problem.fix
@@ -55,12 +55,12 @@ def test_a_value_of_the_wrong_kind_is_refused_with_what_it_can_be(override: str,
         (["strategy=single", "timeline=true"], "timeline", "use a pipeline strategy"),
         (["strategy.stages=3"], "strategy.stages", "set cluster.devices=3"),
         (["strategy=tensor_parallel", "strategy.tensor_parallel=3"], "strategy.tensor_parallel", "cluster.devices=3"),
-        (["strategy=tensor_pipeline", "cluster.devices=5"], "strategy.tensor_parallel", "does not fill"),
+        (["strategy=pipeline_tensor", "cluster.devices=5"], "strategy.tensor_parallel", "does not fill"),
         (["strategy.stages=2", "strategy.data_parallel=2"], "strategy.stages", "set cluster.devices=4"),
         (["strategy.tensor_parallel=auto"], "strategy.stages and strategy.tensor_parallel", "give one a number"),
         (["strategy.microbatches=25"], "strategy.microbatches", "at most 24"),
         (["strategy=pipeline_naive", "strategy.microbatches=8"], "strategy.microbatches", "use '1f1b' for more"),
-        (["strategy=tensor_pipeline", "cluster.devices=3"], "strategy.tensor_parallel", "=2, or a multiple"),
+        (["strategy=pipeline_tensor", "cluster.devices=3"], "strategy.tensor_parallel", "=2, or a multiple"),
         (["scheduler=cosine", "trainer.max_steps=20"], "scheduler.warmup_steps", "use 4, a fifth"),
         (["ckpt_path=/no/such.ckpt"], "ckpt_path", "no such checkpoint"),
         (["ckpt_path=last"], "ckpt_path", "or use resume=auto"),
@@ -152,7 +152,7 @@ def test_no_partition_has_more_stages(model: str, options: dict[str, int]) -> No
 
 
 def test_names_of_classes_of_the_users_own_are_not_those_of_examples() -> None:
-    config = composed("strategy=pipeline_sync")
+    config = composed("strategy=pipeline_gpipe")
     config["model"] = {"_target_": "tests.recipes.test_build.OwnModel", "width": 3, "name": "gpt"}
     config["data"] = {"_target_": "tests.recipes.test_build.OwnData", "size": 5, "name": "text", "batch_size": "auto"}
     config["scheduler"] = {"_target_": "transformers.get_scheduler", "name": "cosine", "num_warmup_steps": 3}

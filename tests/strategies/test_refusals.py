@@ -444,6 +444,7 @@ def made_by_name(names: list[str]) -> list[str]:
 NAMES = {
     "pipeline_naive": "naive", "pipeline_sync": "gpipe", "pipeline_gpipe": "gpipe", "pipeline_1f1b": "1f1b",
     "pipeline_interleaved": "interleaved", "pipeline_zbv": "zbv", "pipeline_async": "asynchronous",
+    "pipeline_tensor": "1f1b",
 }  # fmt: skip
 
 

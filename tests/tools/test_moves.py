@@ -14,7 +14,7 @@ SMALL = ["data.batch_size=12", "data.context=16", "model.width=16", "model.heads
 
 @pytest.mark.thorough
 def test_a_run_that_is_disturbed_and_moved_has_the_losses_of_one_that_is_not(tmp_path: Path) -> None:
-    legs = [Leg("single", 0.3, signal.SIGKILL), Leg("pipeline_sync")]
+    legs = [Leg("single", 0.3, signal.SIGKILL), Leg("pipeline_gpipe")]
     run(tmp_path / "alone", 48, [Leg("single")], SMALL)
     _, end = run(tmp_path / "moved", 48, legs, SMALL)
     whole, moved = losses(tmp_path / "alone"), losses(tmp_path / "moved")

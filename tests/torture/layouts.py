@@ -37,7 +37,7 @@ _EVEN = "strategy.balance=layers"  # a probe on each stage
 LAYOUTS = (
     Layout("single", ("strategy=single",), ranks=1, all_write=False),
     Layout("ddp 2", ("strategy=ddp", _WAIT), all_write=False),
-    Layout("fsdp 2", ("strategy=fsdp", _WAIT)),
+    Layout("fsdp 2", ("strategy=fully_sharded", _WAIT)),
     Layout("tensor 2", ("strategy=tensor_parallel", _WAIT)),
     Layout("1F1B 2", ("strategy=pipeline_1f1b", _EVEN, _WAIT)),
     Layout("ZB-V 2", ("strategy=pipeline_zbv", _EVEN, _WAIT)),

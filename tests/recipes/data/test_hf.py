@@ -250,9 +250,9 @@ def run(pool: WorkerPool, folder: Path, *overrides: str) -> dict[str, Any]:
     ("chats", "true", "pipeline_zbv", 2),
     *thorough(
         ("questions", "false", "ddp", 2),
-        ("texts", "true", "tensor_pipeline", 4), ("chats", "false", "pipeline_1f1b", 2),
-        ("questions", "true", "fsdp", 2), ("questions", "false", "tensor_parallel", 2),
-        ("questions", "false", "hybrid", 8), ("chats", "false", "dp", 1),
+        ("texts", "true", "pipeline_tensor", 4), ("chats", "false", "pipeline_1f1b", 2),
+        ("questions", "true", "fully_sharded", 2), ("questions", "false", "tensor_parallel", 2),
+        ("questions", "false", "pipeline_3d", 8), ("chats", "false", "data_parallel", 1),
     ),
 ])  # fmt: skip
 def test_documents_train_as_in_one_process(

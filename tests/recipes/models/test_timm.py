@@ -175,7 +175,7 @@ def test_a_run_is_scored_and_exported_as_one_process_has_it(
     given = [f"model.architecture={VIT}", ARGUMENTS, f"data.path={folder}", "data.batch_size=5"]
     given.append("callbacks.checkpoint.save_top_k=-1")  # by itself a run keeps its best weights, not the last ones
     one = run(pool, tmp_path / "one", *given, "strategy=single")
-    four = run(pool, tmp_path / "four", *given, "strategy=tensor_pipeline", "cluster.devices=4")
+    four = run(pool, tmp_path / "four", *given, "strategy=pipeline_tensor", "cluster.devices=4")
     assert record.read_config(four)["model"]["classes"] == 4
     scores = record.read_metrics(four)
     assert scores == pytest.approx(record.read_metrics(one), rel=0, abs=1e-9)
