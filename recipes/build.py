@@ -15,7 +15,7 @@ from hydra.errors import InstantiationException
 from hydra.utils import get_class, instantiate
 from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.callbacks import Callback, Checkpoint
+from lightning.pytorch.callbacks import Callback, Checkpoint, LearningRateMonitor
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.profilers import AdvancedProfiler, Profiler, SimpleProfiler
 from lightning.pytorch.strategies import Strategy
@@ -46,8 +46,14 @@ def built(node: Mapping[str, Any]) -> Any:
 
 
 def launcher(config: Config) -> Launcher:
-    """What starts the workers of the run."""
-    chosen: Launcher = built(config["cluster"])
+    """What starts the workers of the run. A job asks for what they need, unless it is told otherwise."""
+    node, alone = dict(config["cluster"]), config["strategy"]["_target_"] is None
+    on_cpus = config["trainer"]["accelerator"] == "cpu"
+    if node.get("gpus") == "auto":
+        node["gpus"] = None if on_cpus else 1 if alone else node["devices"]
+    if node.get("cpus") == "auto":
+        node["cpus"] = node["threads"] + config["data"].get("workers", 0)
+    chosen: Launcher = built(node)
     return chosen
 
 
@@ -123,6 +129,8 @@ def callbacks(config: Config) -> list[Callback]:
     chosen: list[Callback] = [built(node) for node in config["callbacks"].values() if node is not None]
     if not config["trainer"]["enable_progress_bar"]:
         chosen = [callback for callback in chosen if not isinstance(callback, L.pytorch.callbacks.ProgressBar)]
+    if not any(config["logger"].values()):
+        chosen = [callback for callback in chosen if not isinstance(callback, LearningRateMonitor)]  # it would refuse
     return chosen
 
 

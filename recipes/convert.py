@@ -1,10 +1,4 @@
-"""Make one file of a checkpoint: a plain ``.ckpt``, or safetensors.
-
-::
-
-    python -m recipes.convert runs/one/checkpoints/last.ckpt last.ckpt          # what Lightning saves in one process
-    python -m recipes.convert runs/one/checkpoints/last.ckpt last.safetensors   # weights, to be shared
-"""
+"""Make one file of a checkpoint: a plain ``.ckpt``, as Lightning saves it in one process, or safetensors."""
 
 from __future__ import annotations
 

@@ -1,9 +1,5 @@
 """``python -m recipes.evaluate RUN [KEY=VALUE ...]``: what a run's model scores on the validation and the test data.
 
-::
-
-    python -m recipes.evaluate logs/train/runs/2026-11-23_04-26-12-951180 strategy=single
-
 It takes the run's newest checkpoint, under the run's own layout unless told otherwise. Other settings may be changed
 too (``data.val_path=FILE``). The numbers are printed, and written into a folder ``evaluate`` of the run.
 """

@@ -39,7 +39,7 @@ class KubernetesLauncher(Cluster):
     mount: str = "/shared"
     runtime: str = "torch-distributed"
     namespace: str | None = None
-    gpus: int | None = None
+    gpus: int | str | None = None
     memory: str | None = None
 
     def launch(self, config_file: Path, processes: int) -> str:

@@ -56,7 +56,7 @@ class RayLauncher(Cluster):
 
         folder = config_file.parent
         leave = folder / LEAVE
-        # strategy=single and dp are one process.
+        # strategy=single and data_parallel are one process.
         nodes, each = (self.nodes, self.devices) if processes > 1 else (1, 1)
         work = Work(config_file.absolute(), nodes, each, self._handed_on, Path.cwd())
         _forget(folder)
@@ -121,7 +121,7 @@ class RayLauncher(Cluster):
     def _needed(self, nodes: int, machines: Sequence[Mapping[str, float]]) -> dict[str, float]:
         """What a machine has to have, by Ray's names. Without a GPU for each process they share what is there."""
         needed = {"CPU": float(self.threads * self.devices), **(self.resources or {})}
-        with_gpus = {**needed, "GPU": float((1 if self.gpus is None else self.gpus) * self.devices)}
+        with_gpus = {**needed, "GPU": float(self.devices if self.gpus is None else self.gpus)}
         wanted = _fitting(with_gpus, machines) >= nodes if self.gpus is None else self.gpus > 0
         return with_gpus if wanted else needed
 

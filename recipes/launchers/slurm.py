@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from lightning_parallel.settings import Natural
+from lightning_parallel.settings import Auto, Count, Natural
 from recipes import record
 from recipes.launchers.cluster import Cluster
 from recipes.launchers.launcher import Failure, LeftAlone, Preempted, WorkersFailed, first_failure
@@ -51,7 +51,7 @@ _FIRST_MACHINE = '$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)'
 
 # --kill-on-bad-exit=0: the others are to write what they know, and end by themselves; --wait: within the timeout.
 _SRUN = """\
-srun --cpus-per-task={threads} --kill-on-bad-exit=0 --wait={wait} bash -c '
+srun --cpus-per-task={cpus} --kill-on-bad-exit=0 --wait={wait} bash -c '
     export RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID WORLD_SIZE=$SLURM_NTASKS
     export LOCAL_WORLD_SIZE=$((SLURM_NTASKS / SLURM_NNODES)) GROUP_RANK=$SLURM_NODEID
     exec "$0" {worker} "$1"' {python} {config}
@@ -86,6 +86,7 @@ class SlurmLauncher(Cluster):
     time: str | None = None
     memory: str | None = None
     gpus: int | str | None = None
+    cpus: Count | Auto = 1
     signal_before_end: Natural = 60
     requeue: bool = True
     options: list[str] = field(default_factory=list)
@@ -215,7 +216,7 @@ def script(cluster: SlurmLauncher, config_file: Path, processes: int) -> str:
         f"rm -rf {shlex.quote(str(folder / record.ERRORS))}  # of an earlier start",
         f"echo {shlex.quote(STARTS.strip())}",
         _SRUN.format(
-            threads=cluster.threads,
+            cpus=cluster.cpus,
             wait=int(cluster.timeout),
             worker=shlex.join(WORKER),
             python=shlex.quote(sys.executable),
@@ -239,7 +240,7 @@ def _options(cluster: SlurmLauncher, folder: Path, processes: int) -> Iterator[s
     yield f"--job-name={re.sub('[^A-Za-z0-9_.-]', '-', folder.name)}"
     yield f"--nodes={cluster.nodes if processes > 1 else 1}"
     yield f"--ntasks-per-node={cluster.devices if processes > 1 else 1}"
-    yield f"--cpus-per-task={cluster.threads}"
+    yield f"--cpus-per-task={cluster.cpus}"
     named = {"partition": cluster.partition, "account": cluster.account, "time": cluster.time, "mem": cluster.memory}
     yield from (f"--{name}={value}" for name, value in named.items() if value is not None)
     if cluster.gpus is not None:

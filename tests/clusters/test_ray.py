@@ -55,7 +55,7 @@ def test_on_two_machines_too(tmp_path: Path, undisturbed: dict[str, float], monk
 
 @pytest.mark.parametrize(("options", "said"), [
     (["cluster.nodes=2"], "the run needs 2 of Ray's machines with 2 CPU; there are 1. Ray is this machine alone"),
-    (["cluster.gpus=1"], "the run needs 1 of Ray's machines with 2 CPU, 2 GPU; there are 0"),
+    (["cluster.gpus=2"], "the run needs 1 of Ray's machines with 2 CPU, 2 GPU; there are 0"),
     (["cluster.address=127.0.0.1:1"], "no Ray listens at 127.0.0.1:1"),
 ])  # fmt: skip
 def test_what_ray_can_never_have_is_refused(tmp_path: Path, options: list[str], said: str) -> None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import pickle
+import re
 import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -173,3 +174,23 @@ def test_after_which_ends_a_job_is_put_into_the_queue_again(
         log = tmp_path / "requeued"
         counts.append(log.read_text().count("7\n") if log.exists() else 0)
     assert [after > before for before, after in zip(counts, counts[1:], strict=False)] == requeued
+
+
+@pytest.mark.parametrize(
+    ("words", "gpus", "cpus"),
+    [
+        ([], "4", "1"),
+        (["data.workers=7", "cluster.threads=2"], "4", "9"),
+        (["trainer.accelerator=cpu"], None, "1"),
+        (["cluster.gpus=a100:4", "cluster.cpus=12"], "a100:4", "12"),
+        (["cluster.gpus=null"], None, "1"),
+        (["strategy=single"], "1", "1"),
+    ],
+)
+def test_a_job_of_slurm_asks_for_what_its_processes_need(words: list[str], gpus: str | None, cpus: str) -> None:
+    config = composed("cluster=slurm", "cluster.devices=4", "launch=false", *words)
+    assert [problem for problem in validate(config) if "gpus" in str(problem) or "cpus" in str(problem)] == []
+    job = script(cast(SlurmLauncher, build.launcher(config)), Path("run") / record.CONFIG, 8)
+    asked = dict(re.findall(r"^#SBATCH --([\w-]+)=(.+)$", job, re.MULTILINE))
+    assert (asked.get("gpus-per-node"), asked["cpus-per-task"]) == (gpus, cpus)
+    assert f"srun --cpus-per-task={cpus} " in job
