@@ -1,6 +1,6 @@
 # Sets up a virtual environment of its own with pinned packages, then trains, tests, checks or documents with it.
 #
-#     make train ARGS="strategy=pipeline_sync trainer.max_steps=200"
+#     make train ARGS="strategy=pipeline_gpipe trainer.max_steps=200"
 #     make test ARGS="tests/pipeline -k gpipe"
 #     make test JOBS=0                         # one test at a time, without pytest-xdist: for a debugger
 #     make timm-tests                          # those that need timm; make test runs them too, if it is given no ARGS
@@ -33,6 +33,8 @@ JOBS ?= 3
 
 RUN := $(VENV)/bin/python
 READY := $(VENV)/.ready
+# To try the recipes out, a tenth of the packages is enough; a set-up with all of them has these.
+RECIPES_READY := $(if $(wildcard $(READY)),$(READY),$(VENV)/.ready-recipes)
 RUN_ZOO := $(ZOO_VENV)/bin/python
 ZOO_READY := $(ZOO_VENV)/.ready
 RUN_OTHERS := $(OTHERS_VENV)/bin/python
@@ -41,10 +43,10 @@ TIMM_READY := $(TIMM)/.ready
 
 .PHONY: train compare test timm-tests thorough cluster-tests slurm zoo others optimizers faults torture lightning-tests gpu lint docs clean
 
-train: $(READY)
+train: $(RECIPES_READY)
 	$(RUN) -m recipes.train strategy=pipeline_async $(ARGS)
 
-compare: $(READY)
+compare: $(RECIPES_READY)
 	$(RUN) -m recipes.compare $(ARGS)
 
 TEST_TIMM = OMP_NUM_THREADS=1 PYTHONPATH=$(TIMM) $(RUN) -m pytest -m "timm" tests/recipes
@@ -103,13 +105,16 @@ clean:
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # Made anew when what is to be installed changes; a set-up that was cut short has no .ready and is done again.
-$(READY) $(ZOO_READY): %/.ready: pyproject.toml constraints.txt
+define SET_UP
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' || \
 		{ echo "$(PYTHON) is not Python 3.11, 3.12 or 3.13: make PYTHON=/path/to/one"; exit 1; }
-	@echo "Setting up $*: once, a minute or more"
-	$(PYTHON) -m venv $*
-	$*/bin/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e ".[$(EXTRAS)]"
+	@echo "Setting up $(@D): once, a minute or more"
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e ".[$(EXTRAS)]"
 	@touch $@
+endef
+$(READY) $(ZOO_READY) $(VENV)/.ready-recipes: pyproject.toml constraints.txt
+	$(SET_UP)
 
 # torch first, for the CPU where pip's settings say so: what a package would bring by itself is built for CUDA.
 $(OTHERS_READY): tests/others/requirements.txt tests/others/constraints.txt
@@ -126,4 +131,5 @@ $(TIMM_READY): $(READY)
 	@touch $@
 
 $(READY): EXTRAS = recipes,ray,optuna,wandb,mlflow,test,docs
+$(VENV)/.ready-recipes: EXTRAS = recipes
 $(ZOO_READY): EXTRAS = zoo

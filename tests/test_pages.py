@@ -78,6 +78,7 @@ TARGETS = [command for command in COMMANDS if command.startswith("make ")]
 def test_every_command_is_of_a_kind_that_is_run_here() -> None:
     known = {*(f"{TRAIN} {shlex.join(words)}" for words in TRAININGS), *INSTALLED, *OTHER_MODULES, *TARGETS}
     known |= {"pip install .", "pip install '.[recipes]'"}
+    known |= {line for line in COMMANDS if re.match(r"python \w+\.py\b", line)}  # test_scripts.py
     known |= {line for line in COMMANDS if re.match("torchrun .* -m recipes.train cluster=torchrun", line)}
     assert set(COMMANDS) <= known and len(TRAININGS) > 8
 
@@ -176,7 +177,10 @@ def test_arguments_of_other_programs_are_right(command: str, monkeypatch: pytest
 @pytest.mark.parametrize("command", TARGETS)
 def test_make_knows_the_target_and_runs_a_program_that_exists(command: str) -> None:
     shown = subprocess.run(
-        ["make", "-n", "-o", ".venv/.ready", *shlex.split(command)[1:]], cwd=ROOT, capture_output=True, text=True
+        ["make", "-n", "-o", ".venv/.ready", "-o", ".venv/.ready-recipes", *shlex.split(command)[1:]],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
     )
     assert shown.returncode == 0, shown.stderr
     modules = re.findall(r"-m ([\w.]+)", shown.stdout)
