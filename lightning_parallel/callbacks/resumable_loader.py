@@ -17,7 +17,6 @@ import lightning.pytorch as pl
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_parallel.loading.shared_batches import SharedLoader
 from lightning_parallel.private.torch import tree_leaves
 
 
@@ -127,7 +126,6 @@ def with_what_comes_next(trainer: pl.Trainer, states: Sequence[Any]) -> list[Any
     loaders = [loader for loader in tree_leaves(trainer.train_dataloader) if hasattr(loader, "load_state_dict")]
     changed = []
     for loader, state in zip(loaders, states, strict=True):
-        loader = loader.loader if isinstance(loader, SharedLoader) else loader
         if isinstance(loader, ResumableDataLoader):
             place = state["place"] - (0 if loader.has_ended else inside)
             comes = "another epoch" if over else "nothing" if place == len(loader) else "the rest"

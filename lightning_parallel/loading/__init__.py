@@ -2,7 +2,6 @@
 
 ``loaders.py`` makes loaders and the generators that they draw from agree. ``first_batch.py`` takes a batch before
 training, to trace the step with, and ``read_ahead.py`` gives it back to loaders that don't begin anew.
-``shared_batches.py`` has one rank read for all.
 
 How a batch is split belongs in ``set_up/splitting.py``, what the tensors of a batch are in ``batch.py``.
 """

@@ -27,10 +27,8 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
 from lightning_parallel.batch import samples_of, split
 from lightning_parallel.loading.read_ahead import ReadAhead, can_hand_on
-from lightning_parallel.loading.shared_batches import read_by_one
 from lightning_parallel.passes import first_pass
 from lightning_parallel.private.lightning.data import LoaderSource, before_batch_transfer, mode_of
-from lightning_parallel.ranks.collectives import together
 from lightning_parallel.ranks.run import Run
 from lightning_parallel.results.logs import trial
 from lightning_parallel.seeding import TorchGenerators, host_generators_kept
@@ -47,8 +45,7 @@ STEPS = {
 
 
 def first_step(run: Run) -> partial[Any]:
-    """The first step that the Trainer is going to run, bound to a batch on the module's present device. All ranks of a
-    replica call it.
+    """The first step that the Trainer is going to run, bound to a batch on the module's present device.
 
     Raises:
         ValueError: there is no batch.
@@ -59,11 +56,10 @@ def first_step(run: Run) -> partial[Any]:
     step = getattr(module, name)
     with TorchGenerators(trainer.strategy.root_device).kept(), host_generators_kept():
         source = LoaderSource(trainer)
-        loader = together(run.groups.model, source.get) if run.shares_batches else source.get()
+        loader = source.get()
         if trainer.ckpt_path is None:  # otherwise the loader may depend on what the checkpoint restores
             source.hand_over(loader)
-        read = partial(_first_batch, trainer, source, loader, name)
-        batch, one_after_another = read_by_one(read, run) if run.shares_batches else read()
+        batch, one_after_another = _first_batch(trainer, source, loader, name)
         batch = trainer.precision_plugin.convert_input(batch)
         batch = before_batch_transfer(module, batch)
         batch = trainer.strategy.batch_to_device(batch, device=module.device)

@@ -115,8 +115,8 @@ class SameBatches:
         if not all_alike(self._run.groups.model, fingerprint(batch)):
             raise RuntimeError(
                 f"The ranks of one replica see different batches: their batches {index} differ. Every stage and every "
-                f"tensor rank must load the same samples in the same order. With share_batches=True one rank reads "
-                f"them for all. Or seed the sampler with `seed_everything(...)` or a generator of its own, or leave "
-                f"`use_distributed_sampler=True`. Code that runs on some ranks only (`if trainer.is_global_zero:`) "
-                f"mustn't draw from the generators that the data are drawn from."
+                f"tensor rank must load the same samples in the same order. Seed the sampler with "
+                f"`seed_everything(...)` or a generator of its own, or leave `use_distributed_sampler=True`. Code that "
+                f"runs on some ranks only (`if trainer.is_global_zero:`) mustn't draw from the generators that the "
+                f"data are drawn from."
             )

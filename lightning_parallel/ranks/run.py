@@ -27,7 +27,6 @@ class Run:
         device: of this rank.
         precision: the Trainer's plugin.
         seed: the same on all ranks.
-        shares_batches: does one rank of a replica read its loaders?
         ahead: gives how many batches a rank may be ahead of another one.
     """
 
@@ -39,7 +38,6 @@ class Run:
     device: torch.device
     precision: Precision
     seed: int
-    shares_batches: bool
     ahead: Callable[[], int]
 
     @property

@@ -27,9 +27,6 @@ class ProcessOptions:
         timeout: how long a rank waits for another one before it gives up: seconds, or a ``timedelta``.
         process_group_backend: ``"gloo"`` or ``"nccl"``. By default NCCL where every rank has a GPU of its own, and gloo
             elsewhere.
-        share_batches: one rank of each replica reads the data loaders in ``fit``, ``validate`` and ``test``, and sends
-            the batches to the others. By default each rank reads them, so they have to draw the same samples
-            everywhere. For loaders whose random generators are their own, or for slow ones.
         checkpoint: ``"directory"``: all ranks write a directory together. ``"auto"``: where a rank holds all of the
             model, one file, as Lightning does in one process; else a directory. Either opens under every layout.
         async_save: write checkpoints while training goes on: a save waits only until the state has been copied to host

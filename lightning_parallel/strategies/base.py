@@ -48,7 +48,6 @@ from lightning_parallel.disk_offload import DiskOffload
 from lightning_parallel.gradients.clipping import install_clipping
 from lightning_parallel.gradients.hook_watch import GradientWatch, refuse_hooks_of_parameters
 from lightning_parallel.loading import loaders
-from lightning_parallel.loading.shared_batches import SharedLoader
 from lightning_parallel.optimizers.division import Division
 from lightning_parallel.optimizers.owners import Owners, names_to_own
 from lightning_parallel.private.lightning.data import take_back_loaders
@@ -273,9 +272,7 @@ class LayoutStrategy(ParallelStrategy):
     def process_dataloader(self, dataloader: object) -> object:
         if self._same_batches is not None:
             self._same_batches.agree()  # what Lightning does next is to make the first epoch's iterator
-        prepared = loaders.prepare(dataloader, self.layout)
-        is_shared = self.options.share_batches and self.run.shares_batches  # searches prepare loaders before a run
-        return SharedLoader(prepared, self.run) if is_shared else prepared
+        return loaders.prepare(dataloader, self.layout)
 
     @override
     @contextmanager
@@ -301,8 +298,6 @@ class LayoutStrategy(ParallelStrategy):
             self.root_device,
             self.precision_plugin,
             self._seed,
-            # Predictions go by a loader's own record of its samples.
-            self.options.share_batches and not trainer.predicting,
             ahead=lambda: self.batches_ahead,
         )
         is_alone = self.layout.world_size == 1

@@ -334,7 +334,7 @@ class Tried(SingleDeviceStrategy):
             return step(batch, batch_idx)
 
         module.training_step = noting  # type: ignore[method-assign]
-        run = trial_of(SimpleNamespace(trainer=trainer, module=module, shares_batches=False))  # type: ignore[arg-type]
+        run = trial_of(SimpleNamespace(trainer=trainer, module=module))  # type: ignore[arg-type]
         with StateKept(module):
             run()
             run()
