@@ -43,7 +43,6 @@ class ProcessOptions:
 
     timeout: Seconds | timedelta = 1800
     process_group_backend: Literal["gloo", "nccl"] | None = None
-    share_batches: bool = False
     checkpoint: Literal["auto", "directory"] = "auto"
     async_save: bool = False
     accelerator: Accelerator | None = field(default=None, metadata=SET_BY_TRAINER)
