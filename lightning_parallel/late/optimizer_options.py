@@ -40,11 +40,13 @@ def restored(optimizer: Optimizer, options: Options, written: set[str]) -> Itera
     given = [{k: v for k, v in values.items() if k not in written} for values in options]
     # The objects themselves: a scheduler changes a rate that is a tensor in place.
     current = [{key: group[key] for key in values} for group, values in zip(groups, given, strict=True)]
+    known = set().union(*groups)
     for group, values in zip(groups, given, strict=True):
         group.update({key: _copied(value) for key, value in values.items()})
     try:
         yield
     finally:
+        written |= set().union(*groups) - known  # made in the first step, as a count
         for group, values, before in zip(groups, given, current, strict=True):
             written |= {key for key, value in values.items() if not same_value(group[key], value)}
             group.update({key: value for key, value in before.items() if key not in written})

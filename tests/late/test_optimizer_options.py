@@ -29,3 +29,16 @@ def test_a_rate_that_is_a_tensor_is_kept_as_it_was_and_stays_the_scheduler_s() -
     with restored(optimizer, were, set()):
         assert float(optimizer.param_groups[0]["lr"]) == 1.0
     assert optimizer.param_groups[0]["lr"] is rate and float(rate) == pytest.approx(0.1)
+
+
+def test_a_count_that_the_first_step_makes_is_the_optimizer_s() -> None:
+    """Options of later batches were copied after it, so they hold an earlier count."""
+    optimizer = two_groups()
+    written: set[str] = set()
+    early = options_of(optimizer)
+    later = [{**group, "step": 1} for group in early]
+    for count, were in enumerate([early, early, later, later], 1):
+        with restored(optimizer, were, written):
+            for group in optimizer.param_groups:
+                group["step"] = group.get("step", 0) + 1
+        assert [group["step"] for group in optimizer.param_groups] == [count] * 2
