@@ -4,8 +4,9 @@
 
     python -m recipes.generate logs/train/runs/2026-11-23_04-26-12-951180 --prompt "def main(" --temperature 0.8
 
-It takes the run's newest checkpoint, under the run's own layout unless told otherwise (``strategy=single``). The texts
-are printed, and are in ``texts.jsonl`` in a folder ``generate`` of the run.
+It takes the run's newest checkpoint, in one process unless told otherwise (``strategy=tensor_parallel``). A pipeline
+doesn't generate: each token would go through all stages before the next one. The texts are printed, and are in
+``texts.jsonl`` in a folder ``generate`` of the run.
 """
 
 from __future__ import annotations
@@ -33,7 +34,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if not prompts:
             raise ConfigError(["there is no prompt: give one with --prompt, or a file of them with --prompts"])
         generation = {"prompts": prompts, **{name: getattr(given, name) for name in SETTINGS}}
-        folder = run_on("generate", given.run, given.overrides, given.checkpoint, {"generation": generation})
+        strategies = [word for word in given.overrides if word.startswith("strategy=")] or ["strategy=single"]
+        overrides = [*strategies, *(word for word in given.overrides if word not in strategies)]
+        folder = run_on("generate", given.run, overrides, given.checkpoint, {"generation": generation})
     if (folder / TEXTS).exists():
         for line in (folder / TEXTS).read_text().splitlines():
             text = json.loads(line)

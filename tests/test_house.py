@@ -26,7 +26,7 @@ ROWS = (
     {"checkpoint", "tracing", "losses", "timeline", "schedules"},
     {"absent", "messages", "gradients"},
     {"backward", "ranks"},
-    {"batch", "disk_offload", "interception", "passes", "seeding", "settings", "tensor_lists", "values"},
+    {"batch", "disk_offload", "interception", "seeding", "settings", "tensor_lists", "values"},
     {"batch_objects", "as_pytorch_lightning"},
     {"private"},
 )

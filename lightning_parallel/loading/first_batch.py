@@ -27,7 +27,6 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
 from lightning_parallel.batch import samples_of, split
 from lightning_parallel.loading.read_ahead import ReadAhead, can_hand_on
-from lightning_parallel.passes import first_pass
 from lightning_parallel.private.lightning.data import LoaderSource, before_batch_transfer, mode_of
 from lightning_parallel.ranks.run import Run
 from lightning_parallel.results.logs import trial
@@ -66,7 +65,7 @@ def first_step(run: Run) -> partial[Any]:
     indices = [0] if is_param_in_hook_signature(step, "batch_idx", min_args=2) else []
     if one_after_another:
         indices.append(0)  # dataloader_idx
-    return partial(first_pass(step), batch, *indices)
+    return partial(step, batch, *indices)
 
 
 def trial_of(run: Run) -> Callable[[], None]:

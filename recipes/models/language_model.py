@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import lightning as L
@@ -10,8 +9,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_parallel import in_passes
-from lightning_parallel.passes import Passes
 from recipes.models.generation import Generation
 
 
@@ -56,8 +53,7 @@ class LanguageModel(L.LightningModule):
         """Of a batch's loss in the mean over all batches; None for the number of its samples."""
         return None
 
-    @in_passes
-    def predict_step(self, batch: dict[str, Tensor], batch_idx: int) -> Passes:
+    def predict_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         """Goes on from prompts.
 
         Args:
@@ -73,8 +69,8 @@ class LanguageModel(L.LightningModule):
         going = torch.ones_like(numbers, dtype=torch.bool)
         for place in range(settings.max_new_tokens):
             cached = tokens.shape[1] - 1 if place else 0
-            new: Tensor = yield partial(self._choose, numbers, place, tokens, attention_mask, cache, cached)
-            new = new.where(going, settings.padding)
+            logits = self.next_logits(tokens, attention_mask, cache, cached)
+            new = settings.choose(logits, numbers, place).where(going, settings.padding)
             tokens = torch.cat([tokens, new[:, None]], dim=1)
             attention_mask = torch.cat([attention_mask, torch.ones_like(new)[:, None]], dim=1)
             for end in settings.end_tokens:
@@ -83,9 +79,6 @@ class LanguageModel(L.LightningModule):
                 break
         missing = length + settings.max_new_tokens - tokens.shape[1]
         return F.pad(tokens[:, length:], (0, missing), value=settings.padding)
-
-    def _choose(self, prompt_numbers: Tensor, place: int, *text: Any) -> Tensor:
-        return self.generation.choose(self.next_logits(*text), prompt_numbers, place)
 
     def make_cache(self, length: int) -> Any:
         """What the layers keep of earlier tokens, in texts of at most ``length``. By default nothing."""

@@ -126,3 +126,38 @@ def test_an_error_of_one_rank_in_its_first_step_is_told_on_all(pool: WorkerPool)
     failures = pool.run(evaluate_failing, 3, init=False, expect_errors=True)
     assert_refused(failures[1:2], "KeyError", ["mine"])
     assert_refused([failures[0], failures[2]], "RuntimeError", ["rank 1: KeyError: 'mine'"])
+
+
+class Writes(Net):
+    """Predicts in several passes, each of what came of the one before; it may look at that."""
+
+    def __init__(self, looks: bool) -> None:
+        super().__init__()
+        self.looks = looks
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        x = batch[0]
+        for _ in range(3):
+            chosen = self.net(x).argmax(-1)
+            if self.looks and chosen.sum().item() < 0:
+                break
+            x = x + chosen[:, None]
+        return x
+
+
+def predict_in_passes(strategy: str, looks: bool, fits: bool) -> Any:
+    torch.set_default_dtype(torch.float64)
+    trainer, module = make_trainer(strategy, [], max_epochs=1), Writes(looks)
+    if fits:
+        trainer.fit(module, loader())
+    return [None if each is None else each.tolist() for each in trainer.predict(module, loader(8, 4, 5)) or []]
+
+
+@pytest.mark.parametrize("looks", [True, False])
+def test_a_prediction_in_several_passes_has_its_layers_on_one_stage_or_is_refused(
+    pool: WorkerPool, looks: bool
+) -> None:
+    expected = pool.run(predict_in_passes, 1, "single", looks, False, init=False)[0]
+    assert pool.run(predict_in_passes, 2, "sync", looks, False, init=False)[0] == expected
+    failures = pool.run(predict_in_passes, 2, "sync", looks, True, init=False, expect_errors=True)
+    assert_refused(failures, "FlowError", ["'net.0'"])
