@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -17,7 +18,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from lightning_parallel.batch import fingerprint
 from lightning_parallel.private.lightning.replaced import replaced
-from lightning_parallel.ranks.collectives import all_alike, broadcast_object
+from lightning_parallel.ranks.collectives import all_alike, broadcast_object, gather_objects
 from lightning_parallel.ranks.layout import Layout
 from lightning_parallel.ranks.run import Run
 from lightning_parallel.ranks.user_collectives import Collectives
@@ -71,6 +72,27 @@ def prepare(dataloader: object, layout: Layout) -> object:
     if int(os.environ.get("PL_SEED_WORKERS", 0)) and dataloader.worker_init_fn is None:
         dataloader.worker_init_fn = partial(pl_worker_init_function, rank=layout.index("data"))
     return dataloader
+
+
+def refuse_unequal_steps(run: Run, kind: str, batches: Sequence[float]) -> None:
+    """Refuse loaders that have more batches on one replica than on another, since replicas take their steps together.
+    All replicas call it before their first step.
+
+    Args:
+        kind: as in ``limit_{kind}_batches``.
+        batches: for each loader their number, infinite where it isn't known.
+
+    Raises:
+        ValueError: on all replicas.
+    """
+    for loader, counts in enumerate(zip(*gather_objects([*batches], run.groups.along("data")), strict=True)):
+        known = {count for count in counts if math.isfinite(count)}
+        if len(known) > 1:
+            raise ValueError(
+                f"Of loader {loader} one replica has {min(known):.0f} batches, and another one {max(known):.0f}, but "
+                f"they take their steps together. Leave use_distributed_sampler=True, give samplers equal lengths, "
+                f"take another batch size, or set limit_{kind}_batches={min(known):.0f}."
+            )
 
 
 class SameBatches:

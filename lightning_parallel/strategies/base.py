@@ -74,7 +74,6 @@ from lightning_parallel.set_up.options import ProcessOptions
 from lightning_parallel.set_up.original_names import OriginalNames
 from lightning_parallel.set_up.part_of_model import attributes_kept, move_others, refuse_copies
 from lightning_parallel.set_up.replicas import Replicas
-from lightning_parallel.steps.equal_steps import refuse_unequal_steps
 
 T = TypeVar("T")
 
@@ -483,7 +482,7 @@ class LayoutStrategy(ParallelStrategy):
     def _begin_evaluation(self, kind: str, batches: Sequence[float]) -> None:
         self.share_buffers()
         if self.local_model.is_fully_sharded:
-            refuse_unequal_steps(self.run, kind, batches)
+            loaders.refuse_unequal_steps(self.run, kind, batches)
 
     # -- steps ---------------------------------------------------------------------------------------------------
 
@@ -585,7 +584,7 @@ class LayoutStrategy(ParallelStrategy):
         if self._same_batches is not None:
             self._same_batches.check(batch, batch_idx)
         if batch_idx == 0:
-            refuse_unequal_steps(self.run, "train", [self.run.trainer.num_training_batches])
+            loaders.refuse_unequal_steps(self.run, "train", [self.run.trainer.num_training_batches])
             refuse_hooks_of_parameters(self.run.module)  # that were registered since, in on_train_start
         if self._watch is not None:
             self._watch.end()
