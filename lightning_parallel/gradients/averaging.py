@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from lightning_parallel.gradients.swapping import Gradients
-from lightning_parallel.ranks.collectives import guarded
+from lightning_parallel.ranks.collectives import buckets, guarded
 from lightning_parallel.ranks.local_model import local_part
 
 BUCKET_BYTES = 25 * 2**20  # as in DDP
@@ -41,8 +41,8 @@ class _Bucket:
         message: ``[one flag a parameter, gradient, gradient, ...]``; None before it is sent.
     """
 
-    names: list[str] = field(default_factory=list)
-    sizes: list[int] = field(default_factory=list)
+    names: list[str]
+    sizes: list[int]
     ready: dict[str, Tensor] = field(default_factory=dict)
     missing: set[str] = field(default_factory=set)
     message: Tensor | None = None
@@ -60,7 +60,7 @@ class GradientAverager:
 
     Args:
         parameters: this rank's parameters by name, in the model's order, which is the same on every replica.
-        bucket_bytes: a bucket is full when its gradients have this many bytes.
+        bucket_bytes: the most bytes of gradients in a bucket, unless one gradient has more.
         factor: gives the number by which this replica's gradients are multiplied before they are averaged. It is called
             when the first of them are complete. By default 1.
     """
@@ -74,7 +74,7 @@ class GradientAverager:
     ) -> None:
         self._parameters = dict(parameters)
         self._group = group
-        self._bucket_bytes = bucket_bytes
+        self._limit = bucket_bytes
         self._factor = factor
         self._buckets: list[_Bucket] = []
         self._of: dict[str, _Bucket] = {}
@@ -84,20 +84,11 @@ class GradientAverager:
         self.begun = False  # has an update's last backward begun?
 
     def _begin(self) -> None:
-        self._buckets, self._of, self._sent, self._grown, self.begun = [], {}, 0, set(), True
-        filled = 0
-        for name, parameter in reversed(self._parameters.items()):
-            if not parameter.requires_grad:
-                continue
-            last = self._parameters[self._buckets[-1].names[-1]] if self._buckets else parameter
-            alike = (last.dtype, last.device) == (parameter.dtype, parameter.device)
-            if not self._buckets or not alike or filled >= self._bucket_bytes:
-                self._buckets.append(_Bucket())
-                filled = 0
-            self._buckets[-1].names.append(name)
-            self._buckets[-1].sizes.append(parameter.numel())
-            self._of[name] = self._buckets[-1]
-            filled += parameter.numel() * parameter.element_size()
+        self._sent, self._grown, self.begun = 0, set(), True
+        trained = [(name, p) for name, p in reversed(self._parameters.items()) if p.requires_grad]
+        alike = buckets(trained, lambda item: item[1].nbytes, lambda item: (item[1].dtype, item[1].device), self._limit)
+        self._buckets = [_Bucket([name for name, _ in each], [p.numel() for _, p in each]) for each in alike]
+        self._of = {name: bucket for bucket in self._buckets for name in bucket.names}
 
     @contextmanager
     def completing(self, names: Collection[str]) -> Iterator[None]:

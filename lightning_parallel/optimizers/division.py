@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_parallel.checkpoint.slices import Slices, boxes_of
-from lightning_parallel.ranks.collectives import gather_objects, guarded
+from lightning_parallel.ranks.collectives import buckets, gather_objects, guarded
 from lightning_parallel.ranks.local_model import LocalModel, local_part
 
 _MESSAGE = 2**27  # bytes of whole tensors that travel together
@@ -99,17 +99,11 @@ class Division:
 
     def _buckets(self, parts: Mapping[str, Tensor]) -> Iterator[list[str]]:
         """The names in their order, in lists that make one message; each list is of one dtype."""
-        bucket: list[str] = []
-        size = 0
-        for name, part in parts.items():
-            nbytes = torch.Size(self._shapes[name]).numel() * part.dtype.itemsize
-            if bucket and (size + nbytes > _MESSAGE or part.dtype != parts[bucket[0]].dtype):
-                yield bucket
-                bucket, size = [], 0
-            bucket.append(name)
-            size += nbytes
-        if bucket:
-            yield bucket
+
+        def nbytes(name: str) -> int:
+            return torch.Size(self._shapes[name]).numel() * parts[name].dtype.itemsize
+
+        return buckets(parts, nbytes, lambda name: parts[name].dtype, _MESSAGE)
 
     def _exchange(self, out: list[list[Tensor]], into: list[list[Tensor]], dtype: torch.dtype) -> None:
         """Send boxes to each rank of the group, and fill those ``into`` which each sends. Its own it copies."""

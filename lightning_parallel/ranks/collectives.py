@@ -48,7 +48,7 @@ def broadcast_tensors(tensors: Iterable[Tensor], source: int, group: dist.Proces
     without autograd's knowledge."""
     if group.size() == 1:
         return
-    for bucket in buckets(tensors):
+    for bucket in buckets_of(tensors):
         raw = [tensor.data.contiguous().reshape(-1).view(torch.uint8) for tensor in bucket]  # for any backend
         message = torch.cat(raw) if len(raw) > 1 else raw[0]
         guarded(dist.broadcast, message, source, group)
@@ -62,18 +62,26 @@ def broadcast_tensors(tensors: Iterable[Tensor], source: int, group: dist.Proces
             tensor.copy_(values)
 
 
-def buckets(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
-    """The tensors in their order, in lists that fit into one message; each list is of one device."""
-    bucket: list[Tensor] = []
+def buckets(
+    items: Iterable[T], nbytes: Callable[[T], int], kind: Callable[[T], object], limit: int = MESSAGE
+) -> Iterator[list[T]]:
+    """The items in their order, in lists that travel in one message: each list is of one kind, and of at most ``limit``
+    bytes where it has several items."""
+    bucket: list[T] = []
     size = 0
-    for tensor in tensors:
-        if bucket and (size + tensor.nbytes > MESSAGE or tensor.device != bucket[0].device):
+    for item in items:
+        if bucket and (size + nbytes(item) > limit or kind(item) != kind(bucket[0])):
             yield bucket
             bucket, size = [], 0
-        bucket.append(tensor)
-        size += tensor.nbytes
+        bucket.append(item)
+        size += nbytes(item)
     if bucket:
         yield bucket
+
+
+def buckets_of(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
+    """Tensors in lists that are copied together, each of one device."""
+    return buckets(tensors, lambda tensor: tensor.nbytes, lambda tensor: tensor.device)
 
 
 def broadcast_object(value: T | None, source: int | None, group: Group) -> T:
