@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 
 from tests.pool import WorkerPool
@@ -108,19 +107,6 @@ def test_stages_wait_where_they_must(
     runs = pool.run(trained, stages, model, V, init=False, **trainer_options)
     (expected,) = pool.run(trained, 1, model, None, init=False, **trainer_options)
     assert_same(runs, expected, ahead=0)
-
-
-def best_path(folder: str) -> str:
-    keeps = ModelCheckpoint(folder, filename="{step}-{train_loss_step:.4f}", every_n_train_steps=2)
-    trainer = make_trainer("sync", [keeps], V, max_epochs=1, enable_checkpointing=True)
-    trainer.fit(ALL["Llama"](), ALL["Llama"].loader())
-    assert trainer.strategy.batches_ahead == 1  # type: ignore[attr-defined]
-    return keeps.best_model_path
-
-
-def test_a_metric_in_a_checkpoint_s_name_is_the_same_on_all_ranks(pool: WorkerPool, tmp_path: Path) -> None:
-    first, second = pool.run(best_path, 2, str(tmp_path), init=False)
-    assert first == second and "train_loss_step=0.0000" not in first
 
 
 def begins_and_ends(schedule: str) -> tuple[float, float]:

@@ -66,18 +66,6 @@ class Packed(Base):
         return DataLoader(Rows([*zip(tokens, lengths, strict=True)]), batch_size=None)
 
 
-class FailsAlways(Base):
-    """With another error on a part."""
-
-    def build(self) -> None:
-        self.net = nn.Sequential(nn.Linear(WIDTH, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))
-
-    def loss(self, batch: Any) -> Tensor:
-        raise KeyError("of a part") if len(batch[0]) < 4 else IndexError("of the whole")
-
-    loader = classmethod(lambda cls, *_, **__: Together.loader())  # type: ignore[assignment]
-
-
 class Together(Base):
     """Its layer has a weight for each sample of the batch."""
 
@@ -141,8 +129,3 @@ def test_what_cannot_be_split_is_refused_before_training(
 ) -> None:
     failures = pool.run(train, 2, model, "sync", options, init=False, expect_errors=True, timeout=LIMIT)
     assert_refused(failures, "ValueError", words)
-
-
-def test_a_step_that_fails_on_the_whole_batch_too_raises_its_own_error(pool: WorkerPool) -> None:
-    failures = pool.run(train, 2, FailsAlways, "sync", {"microbatches": 2}, init=False, expect_errors=True)
-    assert_refused(failures, "KeyError", ["of a part"])

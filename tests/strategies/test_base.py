@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import random
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -13,8 +12,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint
-from lightning.pytorch.utilities import CombinedLoader
+from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, IterableDataset
@@ -100,55 +98,10 @@ def batches_seen(strategy: str, data: str, seed: int | None) -> list[list[float]
     return batches.seen
 
 
-@pytest.mark.parametrize(
-    ("strategy", "data"), [("sync", "augmented"), ("async", "iterable"), *thorough(("async", "workers"))]
-)
-def test_seeded_data_are_the_same_on_all_stages(pool: WorkerPool, strategy: str, data: str) -> None:
-    ranks = pool.run(batches_seen, 2, strategy, data, 5, init=False)
-    assert ranks[0] == ranks[1]
-    assert ranks[0][0] != ranks[0][1]
-
-
-@pytest.mark.parametrize("data", ["workers", *thorough("augmented")])
-def test_seeded_data_are_those_of_a_single_process(pool: WorkerPool, data: str) -> None:
-    single = pool.run(batches_seen_without_validation, 1, "single", data, init=False)[0]
-    assert pool.run(batches_seen_without_validation, 2, "sync", data, init=False) == [single, single]
-
-
-def batches_seen_without_validation(strategy: str, data: str) -> list[list[float]]:
-    module = Net()
-    L.seed_everything(5, workers=True, verbose=False)
-    batches, train = Batches(), train_loader(data)
-    make_trainer(strategy, [batches], max_epochs=2, limit_train_batches=3).fit(module, train)
-    return batches.seen
-
-
 @pytest.mark.parametrize(("strategy", "data"), [("sync", "workers"), ("async", "shuffled")])
 def test_unseeded_runs_see_the_same_data_on_all_stages(pool: WorkerPool, strategy: str, data: str) -> None:
     ranks = pool.run(batches_seen, 2, strategy, data, None, init=False)
     assert ranks[0] == ranks[1]
-
-
-class OfTwoLoaders(Net):
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        both = [torch.cat(parts) for parts in zip(batch["a"], batch["b"], strict=True)]
-        return super().training_step(both, batch_idx)
-
-
-def train_on_two_loaders(strategy: str) -> dict[str, float]:
-    """The sums of the parameters that this rank holds whole."""
-    loaders = CombinedLoader({"a": loader(), "b": loader(seed=5)}, "min_size")
-    options = {"plan": {"net.2": "row_split"}} if strategy == "tensor" else None
-    trainer, module = make_trainer(strategy, [], options, max_epochs=1), OfTwoLoaders()
-    trainer.fit(module, loaders)
-    return {name: float(each.double().sum()) for name, each in here(module).items() if not name.startswith("net.2")}
-
-
-@pytest.mark.parametrize("strategy", ["sync", "tensor"])
-def test_loaders_that_the_user_combines_train_as_in_a_single_process(pool: WorkerPool, strategy: str) -> None:
-    (single,) = pool.run(train_on_two_loaders, 1, "single", init=False)
-    last, other = pool.run(train_on_two_loaders, 2, strategy, init=False)
-    assert last | other == pytest.approx(single, rel=1e-4)
 
 
 class SamplesOnRankZero(Callback):
@@ -190,21 +143,6 @@ def test_draws_of_one_rank_that_change_data_within_an_epoch_end_the_run(pool: Wo
     for text in pool.run(sample_on_rank_zero, 2, strategy, "augmented", hook, init=False, expect_errors=True):
         assert "RuntimeError: The ranks of one replica see different batches" in text
         assert "is_global_zero" in text
-
-
-def shuffle_otherwise_on_each_rank(strategy: str) -> None:
-    trainer = make_trainer(strategy, [])
-    generator = torch.Generator().manual_seed(trainer.global_rank)
-    samples = loader().dataset.samples  # type: ignore[attr-defined]
-    # One batch an epoch: the same samples, in another order.
-    trainer.fit(Net(), DataLoader(Rows(samples), len(samples), shuffle=True, generator=generator))
-
-
-@BOTH
-def test_stages_that_see_different_batches_are_refused(pool: WorkerPool, strategy: str) -> None:
-    for text in pool.run(shuffle_otherwise_on_each_rank, 2, strategy, init=False, expect_errors=True, timeout=30):
-        assert "RuntimeError: The ranks of one replica see different batches" in text
-        assert "seed_everything" in text
 
 
 # -- random numbers of the model -----------------------------------------------------------------------------
@@ -255,21 +193,6 @@ def test_dropout_is_the_same_in_every_run_and_for_any_number_of_stages(pool: Wor
     drawn = [tuple(mask) for masks in two.values() for mask in masks]
     assert len(drawn) == 4 * 6, "a mask a layer and microbatch"
     assert len(set(drawn)) == len(drawn), "no two alike"
-
-
-def train_dropping(strategy: str, recomputed: bool) -> dict[str, Tensor]:
-    L.seed_everything(5, verbose=False)
-    module = Dropping(lr=0.5)
-    options = {"microbatches": 2, "layers": ["net.*"], "activation_checkpointing": recomputed}
-    make_trainer(strategy, [], options, max_epochs=1).fit(module, loader())
-    return {name: p.detach() for name, p in here(module).items()}
-
-
-@BOTH
-def test_dropout_is_the_same_where_activations_are_recomputed(pool: WorkerPool, strategy: str) -> None:
-    kept, recomputed = (pool.run(train_dropping, 2, strategy, how, init=False) for how in (False, True))
-    for mine, other in zip(kept, recomputed, strict=True):
-        assert all(torch.equal(mine[name], other[name]) for name in mine)
 
 
 class Denoising(Net):
@@ -389,40 +312,6 @@ def test_one_trainer_fits_twice_and_evaluates(pool: WorkerPool, strategy: str) -
             assert results["test"] == [pytest.approx(expected["test"][0], abs=1e-6)]
     if strategy == "sync":
         assert all(torch.equal(a, b) for a, b in zip(ranks[0]["predict"], expected["predict"], strict=True))
-
-
-class FailsOnce(Net):
-    """In its second batch; not any more when it is trained again."""
-
-    failed = False
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        if batch_idx == 1 and not self.failed:
-            self.failed = True
-            raise RuntimeError("no luck today")
-        return super().training_step(batch, batch_idx)
-
-
-def fit_again(strategy: str, folder: Path) -> tuple[bool, int]:
-    """After an error that the script handles: is a checkpoint written, and how many forwards has the timeline?"""
-    module, options = FailsOnce(), {"microbatches": 2, "timeline": True}
-    keeper = ModelCheckpoint(folder, "again")
-    trainer = make_trainer(
-        strategy, [keeper], options, max_epochs=1, enable_checkpointing=True, default_root_dir=folder
-    )
-    with pytest.raises(RuntimeError, match="no luck today"):
-        trainer.fit(module, loader())
-    trainer.fit(module, loader())
-    spans = [span for span in trainer.strategy.timeline.spans if span.kind == "forward"]
-    return (folder / "again.ckpt").exists(), len(spans)
-
-
-@BOTH
-def test_after_an_error_the_same_trainer_fits_and_saves_as_if_there_had_been_none(
-    pool: WorkerPool, tmp_path: Path, strategy: str
-) -> None:
-    ((saved, spans),) = pool.run(fit_again, 1, strategy, tmp_path, init=False)
-    assert saved and spans == 2 * len(loader())
 
 
 def group_at_exit() -> tuple[bool, bool]:

@@ -5,19 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
-from torch import Tensor, nn
-from torch.nn import functional as F
 
 from lightning_parallel import PipelineStrategy
 from lightning_parallel.ranks.layout import Placement
-from lightning_parallel.schedules.actions import Action, Backward, Forward, Schedule, Step, placement
-from lightning_parallel.schedules.generators import one_at_a_time
-from lightning_parallel.schedules.v_shaped import zbv
+from lightning_parallel.schedules.actions import placement
 from tests.pool import WorkerPool
 from tests.strategies.equality import assert_equal
 from tests.strategies.harness import make_trainer, train
-from tests.strategies.models import BATCH, MODELS, SAMPLES, Base
+from tests.strategies.models import BATCH, MODELS
 from tests.thorough import thorough
 
 ALL_AT_ONCE = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.05}
@@ -25,16 +20,10 @@ FULLY = {"stages": 2, "data_parallel": 2, "data_parallel_kind": "fully_shard"}
 TENSOR = {"stages": 2, "tensor_parallel": 2, "sequence_parallel": True}
 
 
-def in_order(stages: int, microbatches: int) -> Schedule:
-    """ZB-V in a run's first batch on GPUs."""
-    return [one_at_a_time(actions) for actions in zbv(stages, microbatches)]
-
-
 @pytest.mark.parametrize(
     ("model", "stages", "schedule"),
     [
         ("Shifts", 3, "interleaved"),
-        ("Blocks", 2, in_order),
         ("Shifts", 3, "vhalf"),
         *thorough(
             ("GPT2", 3, "interleaved"),
@@ -71,14 +60,6 @@ def test_a_limit_of_activations_in_bytes_is_kept_to(pool: WorkerPool) -> None:
         assert "activation_memory='1GiB': this module was cut for an evaluation" in error
 
 
-@pytest.mark.parametrize("limit", [0.5, "1KiB"])
-def test_one_process_has_nothing_to_limit(pool: WorkerPool, limit: float | str) -> None:
-    given = {"schedule": "zbv", "activation_memory": limit}
-    (report,) = pool.run(train, 1, "Shifts", "sync", given, init=False)
-    (plain,) = pool.run(train, 1, "Shifts", "single", init=False)
-    assert report.losses == plain.losses
-
-
 @pytest.mark.parametrize(
     ("model", "ranks", "options", "schedule", "trainer_options"),
     [
@@ -111,30 +92,6 @@ def test_other_axes_and_settings_with_chunks_equal_one_process(
     assert_equal(reports, single(model, **trainer_options), replicas=replicas)
 
 
-class Crops(Base):
-    """As SwaV: one model for all crops of a batch, and a loss that begins with zeros, into which terms are added."""
-
-    def build(self) -> None:
-        self.net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3))
-
-    def loss(self, batch: Any) -> Tensor:
-        outputs = [self.net(batch * scale) for scale in (1.0, 0.5, 0.3, 0.7)]
-        loss = outputs[0].new_zeros(1)
-        for output in outputs[1:]:
-            loss += F.mse_loss(output, outputs[0].detach().softmax(-1))
-        return loss.sum()
-
-    @classmethod
-    def samples(cls) -> list[Any]:
-        return [*torch.randn(SAMPLES, 6, generator=torch.Generator().manual_seed(3))]
-
-
-def test_a_loss_may_be_added_up_in_place(pool: WorkerPool) -> None:
-    (expected,) = pool.run(train, 1, Crops, init=False, max_epochs=1)
-    options = {"microbatches": 4, "schedule": "zbv"}
-    assert_equal(pool.run(train, 2, Crops, "sync", options, init=False, max_epochs=1), expected)
-
-
 # -- settings ---------------------------------------------------------------------------------------------------------
 
 
@@ -157,19 +114,3 @@ def test_a_model_with_fewer_layers_than_chunks_is_refused_before_training(pool: 
     options = {"schedule": "interleaved", "chunks": 40}
     for failure in pool.run(train, 2, "LeNet", "sync", options, init=False, expect_errors=True):
         assert "stages=2 with 40 chunks each, but the model has only" in failure
-
-
-def there_and_back(stages: int, microbatches: int) -> Schedule:
-    """Chunks in a V, one microbatch after the other."""
-    lists: Schedule = [[] for _ in range(stages)]
-    places = [*reversed(range(stages)), *range(stages)]
-    for k in range(microbatches):
-        forwards: list[Action] = [Forward(chunk, k) for chunk in range(2 * stages)]
-        for chunk, action in [*enumerate(forwards), *((c, Backward(c, k)) for c in reversed(range(2 * stages)))]:
-            lists[places[chunk]].append(action)
-    return [[*actions, Step(stage, 0)] for stage, actions in enumerate(lists)]
-
-
-def test_a_schedule_of_one_s_own_may_have_several_chunks(pool: WorkerPool, single: Any) -> None:
-    options = {"schedule": there_and_back, "microbatches": 2}
-    assert_equal(pool.run(train, 2, "LeNet", "sync", options, init=False), single("LeNet"))

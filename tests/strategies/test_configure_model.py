@@ -99,13 +99,3 @@ def test_so_does_one_that_the_trainer_initialises(pool: WorkerPool, single: Any)
     first, second = pool.run(initialised_by_the_trainer, 2, init=False)
     reference = single("Llama", max_epochs=1, limit_train_batches=1).weights
     assert largest_difference(first | second, reference) < EXACT
-
-
-@pytest.mark.parametrize(
-    ("strategy", "model"), [("sync", LateLlama), *thorough(("tensor", LateGPT2), ("fsdp", LateLeNet))]
-)
-def test_a_callback_that_averages_weights_has_it_made_in_files_too(
-    pool: WorkerPool, strategy: str, model: type[Any]
-) -> None:
-    share = {"batch_size": BATCH // 2} if strategy == "fsdp" else {}
-    pool.run(trained, 2, model, strategy, {}, init=False, average=True, samples=8, **share)

@@ -126,11 +126,6 @@ def test_dropout_is_the_same_in_every_run(pool: WorkerPool) -> None:
     assert largest_difference(runs[0].weights, runs[1].weights) == 0
 
 
-def test_dropout_that_is_computed_again_is_the_same_dropout(pool: WorkerPool) -> None:
-    runs = [replicated(pool, model, 3, shuffle=True) for model in ("Dropping", "Recomputing")]
-    assert_equal([runs[0]], runs[1])
-
-
 # -- what steps say beside the loss ------------------------------------------------------------------------------
 
 
@@ -210,22 +205,6 @@ def test_the_name_and_the_object_are_the_same_strategy() -> None:
     trainer = L.Trainer(accelerator="cpu", devices=2, strategy="data_parallel", logger=False)
     assert isinstance(trainer.strategy, lp.DataParallelStrategy)
     assert trainer.world_size == 1 and len(trainer.strategy.parallel_devices) == 2
-
-
-class AnyBatch(Forward):
-    """Steps that take and return what no replica could share."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:  # type: ignore[override]
-        return {"loss": super().training_step(batch, batch_idx), "seen": torch.zeros(3), "how": self}
-
-    def predict_step(self, batch: Any) -> Any:
-        return {"length": len(batch)}
-
-
-def test_one_device_takes_any_batch_and_returns_anything() -> None:
-    one = trainer(devices=1, fast_dev_run=True, enable_progress_bar=False)
-    one.fit(AnyBatch(), AnyBatch.loader())
-    assert one.predict(AnyBatch(), ["one", "three"]) == [{"length": 3}]  # type: ignore[arg-type]
 
 
 # -- refusals and failures ---------------------------------------------------------------------------------------

@@ -35,16 +35,6 @@ from tests.thorough import thorough
 SAMPLES = {2: 22, 4: 20}  # for as many ranks, with a last batch that isn't full and has an equal share for each
 
 
-@pytest.mark.parametrize(("model", "ranks"), [
-    ("SharedPart", 2),
-    *thorough(("GPT2", 2), ("LeNet", 2), ("Llama", 2), ("Blocks", 4), ("GPT2", 4), ("GPT2Untied", 2), ("LeNet", 4)),
-])  # fmt: skip
-def test_unmodified_models_train_as_in_one_process(pool: WorkerPool, single: Any, model: str, ranks: int) -> None:
-    samples = SAMPLES[ranks]
-    reports = pool.run(train, ranks, model, "fsdp", init=False, batch_size=BATCH // ranks, samples=samples)
-    assert_equal(reports, single(model, samples=samples), replicas=ranks)
-
-
 @pytest.mark.parametrize("options", [
     {"units": ["model.model.layers.*.mlp", "model.lm_head"]},
     *thorough({"reshard_after_forward": False}, {"cpu_offload": True}),
@@ -376,21 +366,3 @@ def test_replicas_that_use_different_modules_of_one_size_are_refused(
 
 def test_replicas_may_take_another_way_together(pool: WorkerPool) -> None:
     pool.run(refused, 2, partial(Branching, "together"), {}, init=False)
-
-
-def trained_twice(strategy: str) -> tuple[dict[str, Tensor], bool]:
-    """The weights after two Trainers, and whether any is divided."""
-    torch.set_default_dtype(torch.float64)
-    module = ALL["LeNet"]()
-    for _ in range(2):
-        make_trainer(strategy, [], {}, max_epochs=1).fit(module, ALL["LeNet"].loader())
-    weights = {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
-    return weights, any(isinstance(p, DTensor) for p in module.parameters())
-
-
-def test_one_rank_is_one_process(pool: WorkerPool) -> None:
-    ((weights, is_divided),) = pool.run(trained_twice, 1, "fsdp", init=False)
-    ((expected, _),) = pool.run(trained_twice, 1, "single", init=False)
-    assert not is_divided
-    for name, weight in weights.items():
-        torch.testing.assert_close(weight, expected[name], rtol=0, atol=0)

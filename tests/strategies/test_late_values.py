@@ -9,10 +9,9 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, EarlyStopping
-from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor
 
-from tests.pool import Failure, WorkerPool
+from tests.pool import WorkerPool
 from tests.strategies.harness import ALL, make_trainer
 from tests.strategies.reference import delayed
 from tests.thorough import thorough
@@ -41,17 +40,6 @@ class Net(ALL["LeNet"]):  # type: ignore[misc]
         if self.global_step == self.stop_in_step:
             self.trainer.should_stop = True
         return loss
-
-
-class Scheduled(Net):
-    """Its learning rate follows the loss."""
-
-    def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
-        rate = torch.optim.lr_scheduler.LambdaLR(
-            optimizer, lambda step: float(self.trainer.callback_metrics["loss"]) if step else 1.0
-        )
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": rate, "interval": "step"}}
 
 
 class Reads(Callback):
@@ -108,15 +96,6 @@ def test_each_stage_reads_the_numbers_of_the_last_one(
             assert "test_late_values.py" in text and "Reads.on_before_backward" in text
 
 
-@GOING_ON
-def test_a_scheduler_may_read(pool: WorkerPool, strategy: str, stages: int, options: dict[str, Any]) -> None:
-    runs = pool.run(read, stages, strategy, options, init=False, kind=Scheduled)
-    assert len({tuple(rates) for _, rates, _ in runs}) == 1 and len({*runs[0][1]}) > 3
-    if strategy == "sync":
-        (single,) = pool.run(read, 1, "single", {}, init=False, kind=Scheduled)
-        assert runs[0][1] == pytest.approx(single[1], rel=0, abs=EXACT)
-
-
 class Counts(Callback):
     """Reads nothing but counts what waited, and keeps losses."""
 
@@ -145,21 +124,6 @@ def test_nothing_waits_where_nothing_is_read_in_a_batch(
     runs = pool.run(read_at_the_end, stages, strategy, options, init=False)
     assert [awaited for awaited, _ in runs] == [0] * stages
     assert all(losses == runs[0][1] for _, losses in runs) and len({*runs[0][1]}) > 3
-
-
-def read_with_loose_parameters() -> list[Any]:
-    torch.set_default_dtype(torch.float64)
-    losses: list[float] = []
-    module = ALL["Blocks"]()
-    module.on_train_batch_end = lambda outputs, *args: losses.append(float(outputs["loss"]))
-    make_trainer("async", [], LATE).fit(module, module.loader())
-    return losses
-
-
-def test_a_first_update_waits_for_no_other_stage_s(pool: WorkerPool) -> None:
-    """The last stage would wait in it, and the first one, which reads a loss before its own, for the last."""
-    last, *others = pool.run(read_with_loose_parameters, 3, init=False, timeout=60)
-    assert len({*last}) > 3 and others == [last, last]
 
 
 # -- the end ---------------------------------------------------------------------------------------------------------
@@ -228,26 +192,3 @@ def test_max_time_ends_all_stages_after_the_same_batch_and_nobody_waits_for_it(
     assert len({*runs}) == 1
     steps, broadcasts = runs[0]
     assert steps >= 1 and broadcasts <= 2  # those of the start
-
-
-class Fails(Net):
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        if self.global_step == 2 and rank_zero_only.rank == 0:  # in a step, global_rank is the replica's
-            raise KeyError("on the last stage")
-        return super().training_step(batch, batch_idx)
-
-
-def read_of_a_lost_stage(strategy: str, options: dict[str, Any]) -> None:
-    torch.set_default_dtype(torch.float64)
-    make_trainer(strategy, [Reads()], options).fit(Fails(), Fails.loader())
-
-
-@GOING_ON
-def test_a_wait_for_a_stage_that_is_gone_ends(
-    pool: WorkerPool, strategy: str, stages: int, options: dict[str, Any]
-) -> None:
-    last, *others = pool.run(
-        read_of_a_lost_stage, stages, strategy, options, init=False, timeout=60, expect_errors=True
-    )
-    assert isinstance(last, Failure) and "KeyError" in str(last)
-    assert all(isinstance(other, Failure) and "PeerLostError" in str(other) for other in others)

@@ -13,7 +13,6 @@ import pytest
 import torch
 from lightning.pytorch.core.module import LightningModule
 from lightning.pytorch.plugins import MixedPrecision
-from torch.distributed.tensor import DTensor
 from torch.nn.modules import module as modules
 
 from tests.pool import WorkerPool
@@ -71,14 +70,3 @@ def scaler_left(strategy: str) -> list[bool]:
 @pytest.mark.parametrize("strategy", ["sync", "tensor"])
 def test_a_precision_plugin_gets_its_scaler_back(pool: WorkerPool, strategy: str) -> None:
     assert pool.run(scaler_left, 2, strategy, init=False) == [[True]] * 2
-
-
-def reads_as_before() -> bool:
-    handlers = DTensor._op_dispatcher._custom_op_handlers
-    before = dict(handlers)
-    fit("fsdp")
-    return handlers == before
-
-
-def test_dtensors_are_read_as_before(pool: WorkerPool) -> None:
-    assert pool.run(reads_as_before, 2, init=False) == [True] * 2

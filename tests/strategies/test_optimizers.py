@@ -7,13 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from tests import optimizers
 from tests.pool import WorkerPool
 from tests.strategies.equality import EXACT
 from tests.strategies.failures import LIMIT, assert_refused
-from tests.strategies.harness import Report, complete, here, joined, largest_difference, make_trainer, train
+from tests.strategies.harness import Report, joined, largest_difference, make_trainer, train
 from tests.strategies.models import BATCH, Base, Blocks
 from tests.strategies.shardable import Mixed
 from tests.strategies.test_fully_sharded import SAMPLES
@@ -65,30 +64,3 @@ def test_where_it_trains_the_same_model_it_trains_as_in_one_process(pool: Worker
     sharded = pool.run(train_by, 2, kind, "fsdp", init=False, samples=SAMPLES[2], batch_size=BATCH // 2)
     for reports in (stages, sharded):
         assert largest_difference(joined(reports, "weights"), single.weights) < EXACT
-
-
-class MadeWithTheModule(Blocks):
-    def __init__(self) -> None:
-        super().__init__()
-        self.made = torch.optim.AdamW(self.parameters(), 0.01)
-
-    def configure_optimizers(self) -> Any:
-        return self.made
-
-
-def fit_twice(strategy: str) -> dict[str, Tensor]:
-    """The optimizer of the second fit has a state."""
-    torch.set_default_dtype(torch.float64)
-    module, trainer = MadeWithTheModule(), make_trainer(strategy, [], {}, max_epochs=1)
-    share = None if strategy == "single" else trainer.distributed_sampler_kwargs
-    loader = module.loader(False, BATCH // (1 if share is None else 2), SAMPLES[2], share)
-    trainer.fit(module, loader)
-    trainer.fit_loop.max_epochs = 2
-    trainer.fit(module, loader)
-    return {name: complete(p.detach()) for name, p in here(module).items()}
-
-
-def test_one_that_has_stepped_in_an_earlier_fit_is_tried_alike_on_all_ranks(pool: WorkerPool) -> None:
-    (single,) = pool.run(fit_twice, 1, "single", init=False)
-    for weights in pool.run(fit_twice, 2, "fsdp", init=False):
-        assert largest_difference(weights, single) < EXACT

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -88,11 +86,3 @@ def test_a_schedule_of_one_s_own_is_checked_before_it_runs(pool: WorkerPool, sch
 
 
 # -- the timeline ----------------------------------------------------------------------------------------------------
-
-
-def test_a_timeline_is_that_of_rank_0_s_replica_and_shard(pool: WorkerPool, tmp_path: Path) -> None:
-    options = {"stages": 2, "tensor_parallel": 2, "microbatches": 2, "timeline": True}
-    pool.run(train, 4, "Mixed", "sync", options, init=False, default_root_dir=tmp_path)
-    events = json.loads((tmp_path / "timeline.json").read_text())["traceEvents"]
-    names = [event["args"]["name"] for event in events if event["ph"] == "M" and event["name"] == "thread_name"]
-    assert names == ["stage 0 (rank 2)", "stage 1 (rank 0)"]

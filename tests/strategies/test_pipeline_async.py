@@ -9,8 +9,6 @@ import torch
 from lightning.pytorch.callbacks import EMAWeightAveraging, WeightAveraging
 from torch.utils.data import DataLoader
 
-from lightning_parallel.pipeline.weights import WeightVersions
-from tests.pipeline.versions import version
 from tests.pool import WorkerPool
 from tests.strategies.harness import Report, here, joined, largest_difference, make_trainer, train
 from tests.strategies.models import MODELS, Rows
@@ -24,22 +22,6 @@ EXACT = 1e-12  # float64
 def updates_of(reports: list[Report], number: int) -> dict[str, torch.Tensor]:
     """Gradients of an update, each stage's own, though the stages step at different times."""
     return joined(reports, "gradients", number)
-
-
-def train_and_log_versions(model: str, options: dict[str, Any], **trainer_options: Any) -> tuple[Report, list[int]]:
-    """As `train`, with the version of the weights that each microbatch's forward used."""
-    used: list[int] = []
-    forward = WeightVersions.forward
-
-    def logging(self: WeightVersions, step: Any) -> Any:
-        used.append(self.updates)
-        return forward(self, step)
-
-    WeightVersions.forward = logging  # type: ignore[method-assign]
-    try:
-        return train(model, "async", options, **trainer_options), used
-    finally:
-        WeightVersions.forward = forward  # type: ignore[method-assign]
 
 
 # Model, stages, microbatches a batch, options of the strategy (and of the reference), of the Trainer.
@@ -142,18 +124,6 @@ def test_recomputation_uses_the_weights_of_its_forward(pool: WorkerPool, model: 
     reports = pool.run(train, 3, model, "async", options, init=False)
     reference = pool.run(delayed, 1, model, 3, 2, init=False)[0]
     assert largest_difference(joined(reports, "weights"), reference.weights) < EXACT
-
-
-@pytest.mark.parametrize(("stages", "microbatches", "extra"), [(3, 2, 1), *thorough((3, 2, 0), (2, 1, 1))])
-def test_every_forward_uses_the_version_of_the_formula(
-    pool: WorkerPool, stages: int, microbatches: int, extra: int
-) -> None:
-    options = {"microbatches": microbatches, "extra_in_flight": extra}
-    runs = pool.run(train_and_log_versions, stages, "LeNet", options, init=False, max_epochs=1)
-    for rank, (_, used) in enumerate(runs):
-        stage = stages - 1 - rank
-        expected = [version(stages, stage, microbatches, k, extra) for k in range(3 * microbatches)]
-        assert used == expected, f"stage {stage}"
 
 
 def test_one_stage_is_the_plain_loop_to_the_bit(pool: WorkerPool) -> None:
@@ -296,36 +266,3 @@ def moved_by_the_second_optimizer() -> bool:
 
 def test_an_optimizer_that_a_hook_puts_in_makes_the_updates(pool: WorkerPool) -> None:
     assert pool.run(moved_by_the_second_optimizer, 2, init=False) == [False, False]
-
-
-class Counting(torch.optim.SGD):
-    """Writes a count of its steps to its groups, which scales them, as schedule-free optimizers do."""
-
-    def __init__(self, parameters: Any, lr: float) -> None:
-        super().__init__(parameters, lr=lr)
-        for group in self.param_groups:
-            group["k"] = 0
-
-    def step(self, closure: Any = None) -> Any:
-        for group in self.param_groups:
-            group["k"] += 1
-            rate, group["lr"] = group["lr"], group["lr"] / (1 + group["k"])
-            super().step(closure)
-            group["lr"] = rate
-        return None
-
-
-class Counted(MODELS["LeNet"]):  # type: ignore[misc]
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return Counting(self.parameters(), lr=0.01)
-
-
-def count_updates() -> tuple[int, int]:
-    trainer = make_trainer("async", [], {"microbatches": 2})
-    trainer.fit(Counted(), Counted.loader())
-    return trainer.optimizers[0].param_groups[0]["k"], trainer.global_step
-
-
-def test_what_an_optimizer_writes_to_its_groups_is_kept(pool: WorkerPool) -> None:
-    for counted, updates in pool.run(count_updates, 3, init=False):
-        assert counted == updates > 1

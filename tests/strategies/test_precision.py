@@ -91,19 +91,6 @@ def assert_like(weights: dict[str, Tensor], expected: dict[str, Tensor], toleran
     assert largest_difference(weights, expected) < tolerance
 
 
-@pytest.mark.parametrize("precision", ["bf16-mixed", *thorough("64-true", "32-true", "bf16-true")])
-def test_asynchronous_training_learns_in_every_precision(pool: WorkerPool, precision: str) -> None:
-    ((single, dtypes, _),) = pool.run(train, 1, "single", precision, init=False, max_epochs=1)
-    (last, dtypes_of_last, _), (first, _, _) = pool.run(train, 2, "async", precision, init=False, max_epochs=1)
-    # The first forward is that of a single process; later ones are computed with weights of an update before.
-    assert last.losses[0] == pytest.approx(single.losses[0], rel=0, abs=TOLERANCE[precision])
-    assert dtypes_of_last == dtypes
-    weights = joined([last, first], "weights")
-    assert_like(weights, single.weights, torch.inf)
-    assert all(torch.isfinite(weight).all() for weight in weights.values())
-    assert first.metrics == last.metrics
-
-
 class Spiked(nn.Linear):
     """Its output's gradient is infinite where ``spike`` says so."""
 

@@ -40,11 +40,6 @@ class SetsAnOption(Logs):
         self.optimizers().param_groups[0]["weight_decay"] = 0.5  # type: ignore[union-attr]
 
 
-class FillsATensor(Logs):
-    def at_end(self, loss: Tensor, batch_idx: int) -> None:
-        self.rate.mul_(0.5)
-
-
 class BranchesOnTheLoss(Logs):
     def at_end(self, loss: Tensor, batch_idx: int) -> None:
         if loss > 100:
@@ -65,11 +60,6 @@ class StepsLater(Logs):
 class ReadsAMetric(Logs):
     def at_end(self, loss: Tensor, batch_idx: int) -> None:
         self.seen = self.trainer.callback_metrics.get("loss", 0.0)
-
-
-class ReadsALoggedOne(Logs):
-    def at_end(self, loss: Tensor, batch_idx: int) -> None:
-        self.seen = dict(self.trainer.logged_metrics.items())
 
 
 class ReadsEarlier(Logs):
@@ -122,8 +112,8 @@ class KeepsAnAverage(Net):
 
 
 KINDS: tuple[type[Net], ...] = (
-    SetsAnOption, FillsATensor, BranchesOnTheLoss, StepsAScheduler, StepsLater, ReadsAMetric, ReadsALoggedOne,
-    ReadsEarlier, Stops, StopsAtOnce, KeepsAnAverage,
+    SetsAnOption, BranchesOnTheLoss, StepsAScheduler, StepsLater, ReadsAMetric, ReadsEarlier, Stops, StopsAtOnce,
+    KeepsAnAverage,
 )  # fmt: skip
 MODULES = {kind.__name__: kind for kind in KINDS}
 SCHEDULES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -147,13 +137,11 @@ def train(kind: str, strategy: str, options: dict[str, Any], **given: Any) -> tu
 @pytest.mark.parametrize(("kind", "schedule", "words"), [
     (SetsAnOption, "1f1b", ["'weight_decay' of SGD", "on_train_batch_start"]),
     (SetsAnOption, "async", ["'weight_decay' of SGD", "on_train_batch_start"]),
-    (FillsATensor, "1f1b", ["'lr' of SGD"]),
     (BranchesOnTheLoss, "1f1b", ["'lr' of SGD"]),
     (StepsAScheduler, "zbv", ["StepLR", "on_train_batch_start"]),
     (StepsAScheduler, "async", ["StepLR"]),
     (ReadsAMetric, "1f1b", ["'loss'", "on_train_batch_end"]),
     (ReadsAMetric, "async", ["'loss'", "on_train_batch_end"]),
-    (ReadsALoggedOne, "zbv", ["'loss'"]),
 ])  # fmt: skip
 def test_what_a_step_does_to_the_run_is_refused_before_training(
     pool: WorkerPool, kind: Any, schedule: str, words: list[str]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +13,7 @@ from torch.nn import functional as F
 from tests.pool import WorkerPool
 from tests.strategies.equality import EXACT, assert_equal
 from tests.strategies.harness import joined, largest_difference, make_trainer, train
-from tests.strategies.models import SAMPLES, TOKENS, Base, LeNet
+from tests.strategies.models import SAMPLES, TOKENS, Base
 from tests.strategies.shardable import Mixed
 from tests.thorough import thorough
 from tests.worker import texts_of_warnings
@@ -71,21 +70,6 @@ def test_torch_s_encoder_is_divided_in_evaluation_too(pool: WorkerPool) -> None:
 def test_a_model_that_nothing_divides_trains_where_the_user_says_so(pool: WorkerPool, single: Any) -> None:
     reports = pool.run(train, 2, "LeNet", "tensor", {"plan": "none"}, init=False)
     assert_equal(reports, single("LeNet"))
-
-
-def save_what_nothing_divides(path: Path) -> dict[str, Tensor]:
-    torch.set_default_dtype(torch.float64)
-    module, trainer = LeNet(), make_trainer("tensor", [], {"plan": "none"}, max_epochs=1)
-    trainer.fit(module, LeNet.loader())
-    trainer.save_checkpoint(path)
-    return module.state_dict()
-
-
-def test_a_model_that_nothing_divides_is_saved_as_by_one_process(pool: WorkerPool, tmp_path: Path) -> None:
-    path = tmp_path / "whole.ckpt"
-    for weights in pool.run(save_what_nothing_divides, 2, path, init=False):
-        saved = torch.load(path, weights_only=False)["state_dict"]
-        assert weights.keys() == saved.keys() and all(torch.equal(weights[name], saved[name]) for name in saved)
 
 
 def test_accumulation_and_clipping_with_sequence_parallelism_as_in_one_process(pool: WorkerPool, single: Any) -> None:
@@ -159,34 +143,6 @@ def test_validation_is_compared_too(pool: WorkerPool, strategy: str, ranks: int)
     errors = pool.run(train, ranks, "DrawsInValidation", strategy, options, init=False, expect_errors=True)
     told = [error for error in errors if "different values in validation_step" in str(error)]
     assert len(errors) == ranks and len(told) >= 2
-
-
-class Later(Mixed):
-    """Reads a divided weight in the third batch, or predicts what a divided layer has computed."""
-
-    reads = False
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        loss = super().training_step(batch, batch_idx)
-        return loss + self.mlp[0].weight.square().mean() if self.reads and batch_idx == 2 else loss
-
-    def predict_step(self, batch: Any) -> Any:
-        return self.mlp[0](self.body(batch[0]))
-
-
-def fit_later(reads: bool) -> None:
-    torch.set_default_dtype(torch.float64)
-    module, trainer = Later(), make_trainer("tensor", [], {}, max_epochs=1)
-    module.reads = reads
-    trainer.fit(module, Later.loader(False, 4))
-    trainer.predict(module, Later.loader())
-
-
-def test_later_steps_are_compared_too_and_predictions(pool: WorkerPool) -> None:
-    for error in pool.run(fit_later, 2, True, init=False, expect_errors=True):
-        assert "training_step reads 'mlp.0.weight'" in error
-    for error in pool.run(fit_later, 2, False, init=False, expect_errors=True):
-        assert "different values in predict_step: 'prediction 0'" in error
 
 
 class Ranks(Mixed):

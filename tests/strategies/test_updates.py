@@ -117,37 +117,6 @@ class Sometimes(Turns):
         return F.cross_entropy(self.net[self.layers :](hidden), batch[1])
 
 
-class Scale(torch.autograd.Function):
-    """Its backward returns a gradient that wants one itself."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, scale: Tensor) -> Tensor:  # type: ignore[override]
-        ctx.save_for_backward(scale)
-        return x * scale
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
-        with torch.enable_grad():
-            return gradient * ctx.saved_tensors[0], None
-
-
-class Scaled(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.tensor(0.5))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return Scale.apply(x, self.scale)  # type: ignore[no-any-return, no-untyped-call]
-
-
-class ByHand(Net):
-    """Each layer is followed by one with a backward of the user's own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.Sequential(*(nn.Sequential(Scaled(), layer) for layer in self.net))
-
-
 class Twice(Turns):
     """Layers run twice, and in some microbatches gradients pass only one of the runs."""
 
@@ -157,35 +126,6 @@ class Twice(Turns):
         self.log("hits", (logits.argmax(1) == batch[1]).double().mean())
         hidden = hidden.detach() if (batch[1] == 1).sum() > 1 else hidden
         return F.cross_entropy(self.net[2:](hidden), batch[1])
-
-
-class Returns(Net):
-    """Numbers beside the loss, of labels of which some count, and what a hook makes of them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[list[float]] = []
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        logits, counted = self.net(batch[0]), batch[1] != 0
-        losses = F.cross_entropy(logits, batch[1], reduction="none")[counted]
-        loss = losses.sum() / counted.sum()
-        hits = (logits.argmax(1) == batch[1]).sum()
-        rows = len(batch[0])
-        return {
-            "loss": loss + 0,
-            "nll": loss.detach(),
-            "hits": hits,
-            "sum": logits.sum().detach(),
-            "rows": rows,
-            "float": float(rows),
-            "mean": logits.mean().detach(),
-            "index": batch_idx,
-            "tensor": torch.tensor(rows),
-        }
-
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.seen.append([float(value) for name, value in outputs.items() if name != "loss"])
 
 
 class Replacing(Net):
@@ -351,7 +291,6 @@ KINDS: dict[str, Callable[[], Net]] = {
     "teacher": Teacher,
     "teacher that asks": partial(Teacher, asks=True),
     "turns": Turns,
-    "by hand": ByHand,
     "marked": Marked,
     "twice": Twice,
     "sometimes the first": partial(Sometimes, 1),
@@ -409,8 +348,6 @@ IN_THE_STEP, AT_THE_END, BEFORE = "in the step", "on_train_batch_end", "on_befor
         # A gradient that is None on one stage is None on all.
         ("turns", "", TWO_STAGES),
         ("turns", "", ZBV),
-        # A gradient that wants a gradient reaches earlier stages.
-        ("by hand", "", TWO_STAGES | {"layers": ["net.*"]}),
         ("marked", "", TWO_STAGES),
         # In the path of gradients: backwards of earlier microbatches still read the memory that is replaced.
         ("teacher's memory", "", ZBV | {"microbatches": 4}),
@@ -422,7 +359,6 @@ IN_THE_STEP, AT_THE_END, BEFORE = "in the step", "on_train_batch_end", "on_befor
             ("teacher that asks", AT_THE_END, ONE_STAGE),
             ("turns", "", ONE_STAGE),
             ("turns", "", TWO_STAGES | {"schedule": "gpipe"}),
-            ("by hand", "", ZBV | {"layers": ["net.*"]}),
             ("teacher's memory", "", TWO_STAGES | {"microbatches": 4}),
             ("own memory", "", ZBV | {"microbatches": 4}),
         ),
@@ -454,20 +390,6 @@ def test_a_batch_whose_last_microbatch_leaves_stages_out_has_the_same_gradients(
 ) -> None:
     """The factor of a batch's gradients comes with the gradients of its last microbatch."""
     assert_as_in_one_process(pool, kind, options, "", "sync", stages=1, microbatches=2)
-
-
-def returned(strategy: str, options: dict[str, Any]) -> list[list[float]]:
-    torch.set_default_dtype(torch.float64)
-    module = Returns()
-    make_trainer(strategy, [], options).fit(module, loader(16, 8))
-    return module.seen[-2:]  # the dry run of the hook is before
-
-
-@pytest.mark.parametrize("options", [{"stages": 1, "microbatches": 4}, {"stages": 1, "microbatches": 3}])
-def test_numbers_that_a_step_returns_are_those_of_the_batch(pool: WorkerPool, options: dict[str, Any]) -> None:
-    [expected] = pool.run(returned, 1, "single", {}, init=False)
-    [found] = pool.run(returned, 1, "sync", options, init=False)
-    assert found == [pytest.approx(each, rel=1e-12) for each in expected]
 
 
 IN_PARTS = {"microbatches": 2, "data_parallel": 2, "data_parallel_kind": "fully_shard"}
