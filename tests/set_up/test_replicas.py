@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from pathlib import Path
 from typing import Any
 
@@ -10,54 +9,18 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
 import lightning_parallel as lp
 from lightning_parallel.absent.tensor import AbsentTensor
 from tests.pool import WorkerPool
-from tests.strategies.equality import EXACT, assert_equal
+from tests.strategies.equality import EXACT
 from tests.strategies.failures import assert_refused
 from tests.strategies.harness import Report, joined, largest_difference, make_trainer, train
-from tests.strategies.models import BATCH, LeNet, Llama
+from tests.strategies.models import LeNet, Llama
 from tests.thorough import thorough
-
-ALL_AT_ONCE = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.05}
-IN_PARTS = {"stages": 1, "tensor_parallel": 2, "data_parallel_kind": "fully_shard"}
-RECOMPUTED = {"stages": 2, "data_parallel_kind": "fully_shard", "activation_checkpointing": True}
-IN_STAGES = {"stages": 2, "tensor_parallel": 2, "microbatches": 2}
-# What the contract has no rows of: replicas of tensor groups, and what only some models have.
-CASES = [
-    # model, ranks, strategy, options, of the Trainer
-    ("ShardableLlama", 4, "tensor", {"tensor_parallel": 2, "data_parallel": 2, "sequence_parallel": True}, ALL_AT_ONCE),
-    ("LeNet", 4, "sync", {"stages": 1, "microbatches": 2}, {}),
-    ("ShardableLlama", 4, "sync", {**IN_PARTS, "sequence_parallel": True}, ALL_AT_ONCE),
-    *thorough(
-        ("Llama", 4, "sync", RECOMPUTED, ALL_AT_ONCE),
-        ("Experts", 4, "sync", IN_PARTS, {}),
-        ("LoraLlama", 4, "sync", IN_PARTS, {}),
-        ("FewHeadsLlama", 4, "sync", IN_PARTS, {}),
-        ("ShardableGPT2", 8, "sync", {**RECOMPUTED, "tensor_parallel": 2}, ALL_AT_ONCE),
-        ("ShardableGPT2", 8, "sync", IN_STAGES, ALL_AT_ONCE),
-    ),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("model", "ranks", "strategy", "options", "trainer_options"), CASES)
-def test_replicas_train_as_one_process_with_the_whole_batch(
-    pool: WorkerPool, single: Any, model: str, ranks: int, strategy: str, options: dict[str, Any],
-    trainer_options: dict[str, Any],
-) -> None:  # fmt: skip
-    per_replica = options.get("tensor_parallel", 1)
-    replicas = ranks // (options.get("stages", 1) * per_replica)
-    # 22 samples are batches of 8, 8 and 6, which four replicas would fill up with samples seen before.
-    samples = {2: 22, 4: 20}[replicas]
-    reports = pool.run(
-        train, ranks, model, strategy, options, init=False, batch_size=BATCH // replicas, samples=samples,
-        **trainer_options,
-    )  # fmt: skip
-    assert_equal(reports, single(model, samples=samples, **trainer_options), replicas=replicas)
 
 
 def share_of_the_model(kind: str, tensor_parallel: int = 1) -> tuple[int, int, int]:
@@ -206,26 +169,3 @@ def test_buffers_of_unequal_sizes_are_refused(pool: WorkerPool) -> None:
 def fit_growing() -> None:
     trainer = make_trainer("sync", [], {"stages": 1}, max_epochs=2, limit_val_batches=0)
     trainer.fit(Growing(), Growing.loader(batch_size=4))
-
-
-class Recurrent(LeNet):
-    """An LSTM, which refuses to have its divided parameters replaced, as a move to another device would. A validation
-    after the training doesn't move them again: torch refuses it where something refers to them weakly."""
-
-    def build(self) -> None:
-        self.net = nn.Sequential(nn.Flatten(1, 2), nn.LSTM(8, 8, batch_first=True), Last(), nn.Linear(8, 10))
-
-    def on_fit_end(self) -> None:
-        self.__dict__["remembered"] = [weakref.ref(parameter) for parameter in self.parameters()]
-
-
-class Last(nn.Module):
-    def forward(self, outputs: tuple[Tensor, Any]) -> Tensor:
-        return outputs[0][:, -1]
-
-
-def test_recurrent_layers_are_fully_sharded(pool: WorkerPool) -> None:
-    options = {"stages": 2, "data_parallel_kind": "fully_shard", "microbatches": 1}
-    reports = pool.run(train, 4, Recurrent, "sync", options, init=False, batch_size=BATCH // 2, samples=22)
-    (expected,) = pool.run(train, 1, Recurrent, init=False, samples=22)
-    assert_equal(reports, expected, replicas=2)
