@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_parallel.absent.tensor import AbsentTensor
 from lightning_parallel.pipeline.stage import Stage
 from lightning_parallel.plan.flow import Cargo, Flow, FlowError
 from lightning_parallel.plan.search import partition
@@ -83,15 +82,6 @@ def test_what_the_step_itself_adds_up_crosses_part_by_part() -> None:
     """Residual sums outside the layers: only outputs of modules cross, so the sum is made again on each stage."""
     assert crossing(Loose(), 2) == [{("stem", 0), ("blocks.0", 0)}]
     assert crossing(Glue(), 2) == [{("stem", 0), ("blocks.0", 0)}]
-
-
-def test_each_call_of_a_module_is_cargo_of_its_own() -> None:
-    class TwoViews(Net):
-        def step(self, x: Tensor) -> Tensor:
-            first, second, third = self.stem(x), self.stem(2 * x), self.stem(3 * x)
-            return self.head(self.body(first + second) + third).square().mean()
-
-    assert crossing(TwoViews(), 2) == [{("stem", 2)}]
 
 
 def test_a_stage_goes_on_to_its_further_calls_past_those_of_later_stages() -> None:
@@ -177,45 +167,7 @@ def test_what_is_told_beside_the_loss_crosses_too(where: str, asks: bool) -> Non
         assert model.kept == {0: []} and model.last is None and torch.equal(model.mean, torch.zeros(2))
 
 
-def test_an_error_after_the_layers_is_the_last_stages() -> None:
-    """What the loss can't do with absent values it may do with real ones."""
-
-    class Odd(Net):
-        def step(self, x: Tensor) -> Tensor:
-            x = self.head(self.body(self.stem(x)))
-            if isinstance(x, AbsentTensor):
-                raise TypeError("of the user")
-            return x.square().mean()
-
-    assert crossing(Odd(), 2) == [set()]
-
-
 # -- what the dry run sees --------------------------------------------------------------------------------------------
-
-
-def test_a_dry_run_in_inference_mode_serves_training() -> None:
-    """The sanity check before training is the first to be traced."""
-    made = by_hand.stages_of(UNet(), step, 2, **BLOCKS)
-    for stage in made:
-        with torch.inference_mode():
-            assert stage.flow_of(lambda stage=stage: step(stage.module)) == stage.flow  # type: ignore[misc]
-    output, departures, arrivals = by_hand.forward(made, step)
-    by_hand.backward(made, output, departures, arrivals)
-    assert by_hand.gradients_of(made)
-
-
-def test_values_asked_for_after_the_layers_do_not_end_a_step_that_leaves_a_module_out() -> None:
-    class TwoHeads(Net):
-        def __init__(self) -> None:
-            super().__init__()
-            self.other = nn.Linear(self.width, 2)  # for another kind of step
-
-        def step(self, x: Tensor) -> Tensor:
-            loss = self.head(self.body(self.stem(x))).square().mean()
-            assert loss.item() >= 0
-            return loss
-
-    assert crossing(TwoHeads(), 2) == [set()]
 
 
 # -- what escapes ------------------------------------------------------------------------------------------------------
@@ -315,19 +267,6 @@ def test_a_layer_at_a_cut_that_hides_gradients_is_refused(kind: type[Net], froze
         stage.flow_of(lambda: step(stage.module))
     with torch.no_grad():  # an evaluation step has no gradients anywhere
         stage.flow_of(lambda: step(stage.module))
-
-
-def test_a_trained_layer_at_a_cut_may_run_without_gradients() -> None:
-    """In the backward of one process, nothing would come back either."""
-
-    class Without(Net):
-        def step(self, x: Tensor) -> Tensor:
-            with torch.no_grad():
-                x = self.blocks[1](self.blocks[0](self.stem(x)))
-            return self.head(self.blocks[3](self.blocks[2](x))).square().mean()
-
-    model = Without()
-    stage_of(model, 2).flow_of(lambda: step(model))
 
 
 class Penalised(Net):
