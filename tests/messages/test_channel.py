@@ -5,11 +5,9 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -17,10 +15,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from lightning_parallel.messages import channel
 from lightning_parallel.messages.announced import AnnouncedReceiver, Announcements, AnnouncingSender
 from lightning_parallel.messages.channel import Link, Receiver, Sender
-from lightning_parallel.messages.message import Packet, format_of
+from lightning_parallel.messages.message import format_of
 from lightning_parallel.ranks.collectives import PeerLostError
 from lightning_parallel.ranks.groups import Wire
 from tests.pool import WorkerPool
@@ -122,32 +119,6 @@ def test_messages_arrive_as_they_were_sent_whatever_changes(pool: WorkerPool, ki
         assert acknowledged == i
 
 
-def counts_its_sends() -> list[int] | None:
-    changing = [[tensor(0, 2)], [tensor(1, 2)], [tensor(2, 3)], [tensor(3, 3)], [tensor(4, 2)]]
-    if dist.get_rank() == 0:
-        connection = link()
-        posted: list[int] = []
-        isend = connection.isend
-        connection.isend = lambda buffer: (posted.append(buffer.numel()), isend(buffer))[1]  # type: ignore[method-assign]
-        sender = Sender(connection)
-        counts = []
-        for tensors in changing:
-            sender.send(tensors, 0)
-            sender.flush()  # posting is left to a thread
-            counts.append(len(posted))
-            posted.clear()
-        return counts
-    receiver = Receiver(link())
-    for _ in changing:
-        receiver.expect(0)
-        receiver.take()
-    return None
-
-
-def test_a_message_like_the_one_before_is_a_single_send(pool: WorkerPool) -> None:
-    assert pool.run(counts_its_sends, 2)[0] == [3, 1, 3, 1, 3]
-
-
 def ends_its_stream(kind: str) -> list[bool] | None:
     """Ends before any message, in the middle of messages, where a large one was expected; and goes on."""
     messages: list[Tensor | None] = [None, tensor(0, 100), tensor(1, 100), None, tensor(2, 100), tensor(3, 1), None]
@@ -175,65 +146,6 @@ def ends_its_stream(kind: str) -> list[bool] | None:
 @pytest.mark.parametrize("kind", ["gloo", "announced"])
 def test_a_stream_ends_and_begins_again(pool: WorkerPool, kind: str) -> None:
     assert pool.run(ends_its_stream, 2, kind)[1] == [True, False, False, True, False, False, True]
-
-
-@contextmanager
-def packets_made() -> Iterator[list[weakref.ref[Packet]]]:
-    """Those that senders and receivers make inside."""
-    made: list[weakref.ref[Packet]] = []
-
-    class Recorded(Packet):
-        __slots__ = ("__weakref__",)
-
-        def __init__(self, *args: Any) -> None:
-            super().__init__(*args)
-            made.append(weakref.ref(self))
-
-    with mock.patch.object(channel, "Packet", Recorded):
-        yield made
-
-
-def reuses_packets() -> list[tuple[int, int, int]] | None:
-    """Packets made so far, those alive, and messages sent, as messages are sent and confirmed."""
-    sizes = [8] * 8 + [30, 60, 90, 120, 150]  # each another number of aligned bytes
-    if dist.get_rank() == 1:
-        receiver = Receiver(link())
-        for _ in sizes:
-            receiver.expect(0)
-            receiver.take()
-        return None
-    with packets_made() as made:
-        sender = Sender(link())
-        found = []
-
-        def send(count: int) -> None:
-            for _ in range(count):
-                sender.send([tensor(sender.sent, sizes[sender.sent])], 0)
-            count_packets()
-
-        def count_packets() -> None:
-            found.append((len(made), sum(ref() is not None for ref in made), sender.sent))
-
-        send(4)  # two packets for the first, whose format is new and is announced, and one for each of the others
-        for messages in (0, 1, 3, 3, 2):  # what was confirmed before is nothing new
-            sender.confirm(messages)
-        send(1)
-        sender.flush(keep=1)
-        send(2)
-        sender.flush()
-        send(1)
-        sender.confirm(100)
-        for _ in sizes[8:]:  # of other formats, one after the other: new packets take the place of old ones
-            send(1)
-            sender.flush()
-        return found
-
-
-def test_packets_of_messages_that_arrived_are_used_again(pool: WorkerPool) -> None:
-    found = pool.run(reuses_packets, 2)[0]
-    assert [sent for *_, sent in found] == [4, 5, 7, 8, 9, 10, 11, 12, 13]
-    assert [made for made, *_ in found[:4]] == [5] * 4
-    assert [alive for _, alive, _ in found] == [5] * 9
 
 
 def changes_what_it_sent() -> list[float] | None:

@@ -50,16 +50,6 @@ def test_a_tensor_lies_in_memory_as_it_did_unless_it_repeats_itself() -> None:
     assert found == [(60, 1, 15, 3), (1, 2), (3, 1)]
 
 
-def test_a_packet_without_a_trailer_is_its_tensors_alone() -> None:
-    packet = Packet(format_of([torch.ones(16)]), False, CPU).fill([torch.ones(16)])
-    assert packet.buffer.view(torch.float32).tolist() == [1.0] * 16
-
-
-def test_words_alone_leave_the_tensors_as_they_are() -> None:
-    packet = Packet(format_of([torch.ones(2)]), True, CPU).fill([torch.ones(2)], (0, 0))
-    assert packet.fill((), (3, 4)).words() == (3, 4) and packet.tensors[0].tolist() == [1.0, 1.0]
-
-
 @pytest.mark.parametrize("device", ["cpu", "meta"])  # of both kinds of memory, as far as inference mode goes
 def test_a_packet_made_in_inference_mode_may_be_filled_outside(device: str) -> None:
     with torch.inference_mode():  # as in validation; training uses it again
