@@ -7,13 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from itertools import product
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_parallel.absent.tensor import AbsentTensor, absent_like
 from lightning_parallel.tensor import functions
@@ -24,16 +22,6 @@ DTYPES = [torch.float64, torch.bfloat16]
 NAMES = ["copy", "reduce", "reduce_", "split", "gather", "reduce_scatter", "gather_sum"]
 EQUAL_INPUTS = ["copy", "split"]  # their input is the same on all ranks
 PIECES = ["gather", "gather_sum"]  # their input is a piece
-
-
-class OperatorsNoted(TorchDispatchMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        self.names.append(func.overloadpacket.__name__)
-        return func(*args, **(kwargs or {}))
 
 
 def integers(seed: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -133,43 +121,6 @@ def expanded_gradients() -> None:
         assert x.grad is not None and torch.equal(x.grad, torch.full((4, 2), float(factor))), name
 
 
-def messages() -> dict[str, list[list[str]]]:
-    found = {}
-    for name in NAMES:
-        x = torch.ones(4, 2, requires_grad=True)
-        with Messages() as forward:
-            y = call(name, x, 0, None)
-        with Messages() as backward:
-            y.sum().backward()
-        found[name] = [[n for n, _ in each.sent] for each in (forward, backward)]
-    return found
-
-
-def test_each_function_sends_what_its_formula_needs_and_no_more(pool: WorkerPool) -> None:
-    reduced, joined, scattered = ["allreduce_"], ["_allgather_base_"], ["_reduce_scatter_base_"]
-    assert pool.run(messages, 2)[0] == {
-        "copy": [[], reduced],
-        "reduce": [reduced, []],
-        "reduce_": [reduced, []],
-        "split": [[], joined],
-        "gather": [joined, []],
-        "reduce_scatter": [scattered, joined],
-        "gather_sum": [joined, scattered],
-    }
-
-
-def copies() -> list[str]:
-    """What is done beside messages where pieces lie one after the other."""
-    x = torch.ones(4, 2, requires_grad=True)
-    with OperatorsNoted() as noted:
-        functions.gather_sum(x, 0, world()).backward(torch.ones(8, 2))
-    return [name for name in noted.names if name in ("cat", "clone")]  # gloo itself copies, too
-
-
-def test_pieces_along_the_first_dimension_are_not_copied(pool: WorkerPool) -> None:
-    assert pool.run(copies, 2) == [[], []]
-
-
 def second_derivatives() -> None:
     """They are refused."""
     for name in NAMES:
@@ -223,14 +174,6 @@ def test_tensors_without_memory_get_their_shapes_and_send_nothing(
     pool: WorkerPool, make: Callable[[tuple[int, ...]], Tensor]
 ) -> None:
     pool.run(without_memory, 2, make)
-
-
-def test_only_what_has_bytes_has_memory() -> None:
-    assert functions.has_memory(torch.zeros(2))
-    assert functions.has_memory(torch.zeros(4)[2:])
-    assert not functions.has_memory(torch.zeros(4)[4:])
-    assert not functions.has_memory(on_meta((2,)))
-    assert not functions.has_memory(absent((2,)))
 
 
 def pieces_alone() -> None:

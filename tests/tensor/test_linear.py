@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from unittest import mock
 
 import pytest
 import torch
@@ -135,23 +134,7 @@ def second_derivatives() -> None:
         grad.sum().backward()
 
 
-def region_borders() -> None:
-    """A region is entered after columns, in training, and left before rows."""
-    region = mock.Mock()
-    site = Site(world(), region)
-
-    def calls(layer: nn.Module) -> list[str]:
-        region.reset_mock()
-        layer(torch.ones(2, 4))
-        return [name for name, *_ in region.mock_calls]
-
-    assert calls(ColumnParallelLinear.of(nn.Linear(4, 6), site)) == ["enter"]
-    assert calls(ColumnParallelLinear.of(nn.Linear(4, 6).eval(), site)) == []
-    assert calls(ColumnParallelLinear.of(nn.Linear(4, 6), site, (), True)) == []
-    assert calls(RowParallelLinear.of(nn.Linear(8, 6), site)) == ["leave"]
-
-
-@pytest.mark.parametrize("what", [frozen_weights, second_derivatives, region_borders])
+@pytest.mark.parametrize("what", [frozen_weights, second_derivatives])
 def test_layers_keep_to_what_they_promise(pool: WorkerPool, what: Callable[[], None]) -> None:
     pool.run(what, 2)
 
