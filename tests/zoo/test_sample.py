@@ -14,17 +14,10 @@ from tests.zoo.runner import Runner
 SAMPLE = [
     ("gpt2", ["ZB-V 2", "tensor 2"]),
     ("llama, 2 key-value heads", ["sequence 2"]),
-    ("llama, gradient checkpointing", ["fully sharded 2"]),
     ("bart", ["1F1B 2"]),
     ("mixtral", ["GPipe 2"]),
-    ("mamba", ["recomputed 2"]),
-    ("vit", ["1F1B 2"]),
-    ("plain attributes", ["interleaved 2"]),
     ("two lists taking turns", ["1F1B 2"]),
     ("registered in another order", ["recomputed 2"]),
-    ("tied", ["1F1B 2"]),
-    ("multi-task", ["1F1B 2"]),
-    ("batch norm", ["GPipe 2"]),
     ("metrics", ["1F1B 2"]),
 ]
 
