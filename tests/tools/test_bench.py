@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import pickle
 import time
 from collections.abc import Callable
 from functools import partial
@@ -29,13 +28,11 @@ from tools.bench import (
     generation,
     halves,
     host_time,
-    in_flight,
     late,
     memory,
     messages,
     one_device,
     optimizers,
-    over_nccl,
     overhead,
     processes,
     report,
@@ -109,14 +106,6 @@ def test_it_measures_all_contestants(name: str) -> None:
     assert numbers and all(map(math.isfinite, numbers))
 
 
-def test_mixed_precision_keeps_casts_of_the_weights_for_each_microbatch_in_flight() -> None:
-    *_, table = in_flight.measure(in_flight.QUICK)
-    mixed, true = (column(table, "each further one (MiB)")[i] for i in (1, 3))
-    weights = float(table.title.rpartition("are ")[2].split()[0])
-    assert isinstance(mixed, float) and isinstance(true, float)
-    assert 0 < true < mixed and mixed - true > 0.9 * weights  # casts of biases aren't kept
-
-
 def fails_or_hangs(how: str) -> str:
     if how == "fails" and dist.get_rank() == 1:
         raise ValueError("not\ntoday")
@@ -132,47 +121,6 @@ def fails_or_hangs(how: str) -> str:
 ])  # fmt: skip
 def test_what_may_fail_or_hang_is_ended_and_told(how: str, limit: float, said: str, found: list[str] | None) -> None:
     assert processes.attempt(fails_or_hangs, 2, how, limit=limit, environment={"HOW": "so"}) == (said, found)
-
-
-class Stuck:
-    """A process that has written down its error, and can't leave."""
-
-    def __init__(self, file: Path) -> None:
-        self.error_files = [None, str(file)]
-
-
-def test_the_error_of_a_rank_that_could_not_leave_is_told(tmp_path: Path) -> None:
-    assert processes._raised(Stuck(tmp_path / "none")) is None
-    (tmp_path / "error").write_bytes(pickle.dumps("Traceback\n  File x\n    line\nValueError: no\n"))
-    error = processes._raised(Stuck(tmp_path / "error"))
-    assert error is not None and processes._last(error) == "ValueError: no"
-
-
-@pytest.mark.parametrize(("gpus", "version", "environment", "missing"), [
-    (2, (2, 27, 3), {}, None),
-    (1, (2, 30, 4), {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_MAX_CTAS": "4"}, None),
-    (1, (3, 0, 1, "rc"), {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_MAX_CTAS": "4"}, None),
-    (1, (2, 29, 7), {}, "one GPU, which 2 ranks can share from NCCL 2.30 on"),
-])  # fmt: skip
-def test_two_ranks_need_two_gpus_or_an_nccl_by_which_they_can_share_one(
-    monkeypatch: pytest.MonkeyPatch, gpus: int, version: tuple[Any, ...], environment: dict[str, str], missing: str
-) -> None:
-    monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
-    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: version)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "H100")
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-    found = over_nccl.way("cuda")
-    assert (found.backend, found.environment, found.missing) == ("nccl", environment, missing)
-    assert found.words.endswith(f"H100, over NCCL {'.'.join(map(str, version[:3]))}")
-
-
-def test_what_two_ranks_can_not_run_is_said_to_be_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    missing = over_nccl.Way("one GPU", "nccl", missing="too old")
-    for module, sizes in ((two_ranks, two_ranks.CUDA), (contention, contention.CUDA)):
-        monkeypatch.setattr(module, "way", lambda device: missing)
-        *_, table = module.measure(sizes)
-        assert len(table.rows) > 1 and set(column(table, report.HOW)) == {"not run: too old"}
-        assert all(cell is None for row in table.rows for cell in row[-2:])
 
 
 def trained(schedule: str) -> list[list[Tensor]]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import psutil
 import pytest
 import torch
 
@@ -57,29 +56,6 @@ def test_all_commands_are_run_and_their_tables_kept_also_after_one_has_failed(
     assert runs["works"]["end of output"] == ["CUDA_DEVICE_MAX_CONNECTIONS=32"]
 
 
-@pytest.mark.usefixtures("with_gpu")
-def test_a_command_that_takes_too_long_is_ended_with_its_processes_and_its_rows_stay(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit, match="gpu: failed: endless$"):
-        gpu.main({"endless": gpu.Command(20, (*TABLE, "ended", "stay"))}, tmp_path / "gpu.json")
-    (found,) = json.loads((tmp_path / "gpu.json").read_text())["commands"].values()
-    assert found["exit code"] == 124 and found["tables"][0]["rows"] == [{"number": 1, "how it ended": "ended"}]
-    assert found["not run"] == ["what came after 20 s"]
-    assert "gpu: not run: endless: what came after 20 s" in capsys.readouterr().out
-    process = int(found["end of output"][-1].partition(" ")[2])
-    assert not psutil.pid_exists(process) or psutil.Process(process).status() == psutil.STATUS_ZOMBIE
-
-
-@pytest.mark.usefixtures("with_gpu")
-def test_what_was_seen_is_written_before_the_next_command_begins(tmp_path: Path) -> None:
-    results = tmp_path / "gpu.json"
-    first, second = gpu.Command(60, (*TABLE, "ended")), gpu.Command(60, (*TABLE, "ended", str(results)))
-    gpu.main({"first": first, "second": second}, results)
-    said = json.loads(json.loads(results.read_text())["commands"]["second"]["end of output"][-1])
-    assert said["first"]["tables"] and said["second"] == {"not run": ["this command hasn't ended"]}
-
-
 def test_the_measurements_of_make_gpu_are_known_to_the_command() -> None:
     commands = [each.arguments for each in gpu.COMMANDS.values() if each.arguments[0] == "tools.bench"]
     parts = bench._on("cuda")
@@ -113,7 +89,3 @@ def test_a_test_that_needs_more_gpus_than_there_are_is_not_run(
     done = pytester.runpytest_inprocess("-p", "no:cacheprovider")
     done.assert_outcomes(passed=passed, deselected=2 - passed)
     done.stdout.fnmatch_lines([f"*{said}"])
-
-
-def test_all_commands_together_take_ten_minutes_at_most() -> None:
-    assert sum(each.limit for each in gpu.COMMANDS.values()) <= 600

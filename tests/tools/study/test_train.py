@@ -100,11 +100,3 @@ def test_the_synchronous_arm_is_a_plain_training_loop(tmp_path: Path) -> None:
     assert [updates for updates, _ in result["curve"]] == [3, 6]
     assert [loss for _, loss in result["curve"]] == pytest.approx(expected, rel=0, abs=1e-12)
     assert result["final"] == result["final_read"] == result["curve"][-1][1]
-
-
-def test_corrected_weights_are_read_and_parameters_are_validated(tmp_path: Path) -> None:
-    task = write_text(tmp_path)
-    plain = execute(Run(TINY, Arm("adamw", 4, 8), 0.01, 0), task)
-    corrected = execute(Run(TINY, Arm("adamw", 4, 8, "stash", "second_order"), 0.01, 0), task)
-    assert corrected["final"] != plain["final"]
-    assert corrected["final_read"] != corrected["final"]
