@@ -7,7 +7,6 @@ measured with the summaries of all.
 
 from __future__ import annotations
 
-import pickle
 import time
 import tracemalloc
 from collections.abc import Iterator, Sequence
@@ -24,8 +23,6 @@ from torch import Tensor, nn
 from torch.distributed.distributed_c10d import _world
 from torch.testing._internal.distributed import fake_pg  # noqa: F401  # registers the backend
 
-from lightning_parallel.checkpoint.agreement import RankSummary, agree, writers
-from lightning_parallel.checkpoint.keys import divided
 from lightning_parallel.losses.normaliser import BatchLoss
 from lightning_parallel.messages.channel import Link
 from lightning_parallel.messages.message import TRAILER, encode, format_of
@@ -184,39 +181,3 @@ def test_a_first_batch_costs_the_same_with_a_thousand_ranks_as_with_few(pool: Wo
     assert found[1024][2] == found[128][2] and sum(found[1024][2]) > 0
     assert found[1024][0] < 3 * found[128][0] + 0.5  # a machine that does something else
     assert found[8192][1] < 1.5 * found[128][1]
-
-
-def summary(layout: Layout, names: list[str]) -> RankSummary:
-    """What the first rank gets of a rank that saves a stage of 144 parameters, and AdamW's state of them."""
-    weight = torch.empty(4096, 4096, device=META)
-    state = {"exp_avg": weight, "exp_avg_sq": weight, "step": torch.tensor(1.0)}
-    tensors, scalars = divided([dict.fromkeys(names, state)])
-    tensors |= {f"model/{name}": weight for name in names}
-    shapes = {key: (tuple(tensor.shape), tensor.dtype) for key, tensor in tensors.items()}
-    digests = {name: (2**62 + len(name), b"") for name in names}
-    group = {"lr": 1e-3, "betas": (0.9, 0.95), "params": names}
-    return RankSummary(shapes, digests, scalars, [[group]], {})
-
-
-def agreed(world_size: int) -> tuple[float, int, set[int]]:
-    """The ranks of a save, as the first one sees them: the seconds it takes, the bytes it gets of each rank, and how
-    many weights and moments each rank is to write."""
-    layouts = [Layout.resolve(world_size, rank, pipeline=8, data="auto") for rank in range(world_size)]
-    held = {stage: [f"{stage}.{i}" for i in range(144)] for stage in range(8)}
-    summaries = [summary(layout, held[layout.stage]) for layout in layouts]
-    begin = time.process_time()
-    _, shared = agree(summaries, [name for names in held.values() for name in names])
-    chosen = writers(summaries, shared)
-    seconds = time.process_time() - begin
-    assert len(shared) == 8 * 144
-    counts = dict.fromkeys(range(world_size), 0)
-    for key, rank in chosen.items():
-        counts[rank] += key.endswith(("exp_avg", "exp_avg_sq")) or key.startswith("model/")
-    return seconds, len(pickle.dumps(summaries[-1])), set(counts.values())
-
-
-def test_with_more_replicas_a_rank_writes_less_and_the_first_one_s_work_grows_linearly() -> None:
-    (few_seconds, few_bytes, few), (many_seconds, many_bytes, many) = agreed(128), agreed(1024)
-    assert few == {27} and many <= {3, 4}  # 432 of a stage over 16 replicas, and over 128
-    assert many_bytes <= few_bytes + 8 < 50_000  # the number of a rank is longer
-    assert many_seconds < 16 * few_seconds + 1  # eight times the ranks, on a machine that does something else
