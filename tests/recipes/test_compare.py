@@ -7,8 +7,6 @@ import json
 import logging
 import math
 import os
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +15,7 @@ from typing import Any
 import pytest
 import yaml
 
-from recipes import ROOT, record, work
+from recipes import record, work
 from recipes.compare import report, run
 from recipes.compare.__main__ import compare
 from recipes.compare.rows import Row, rows
@@ -27,7 +25,6 @@ from recipes.launchers.local import LocalLauncher
 from recipes.problem import ConfigError
 from recipes.schema import world_size
 from tests.pool import WorkerPool
-from tests.recipes.test_launch import processes_of
 from tests.thorough import thorough
 
 TINY = ["model=mlp", "data=digits", "model.width=16", "data.batch_size=12", "trainer.max_steps=8"]
@@ -221,35 +218,3 @@ def test_a_failed_run_is_told_and_the_rest_goes_on(tmp_path: Path, monkeypatch: 
     assert run.run(planned).error == "rank 1: ValueError: no luck today"
     (refused,) = configs([*TINY, "strategy.microbatches=13"], ["pipeline_gpipe"], tmp_path)
     assert "more than the data.batch_size=12 samples" in (run.run(refused).error or "")
-
-
-def command(folder: Path, *words: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [
-            sys.executable,
-            "-m",
-            "recipes.compare",
-            *TINY,
-            f"paths.data_dir={folder}/data",
-            f"output={folder}/out",
-            *words,
-        ],
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-
-
-@pytest.mark.thorough
-def test_strategies_are_run_and_reported(tmp_path: Path) -> None:
-    program = command(tmp_path, "strategies=[data_parallel]")
-    output, _ = program.communicate(timeout=200)
-    assert program.returncode == 0, output
-    assert "[1/2] single" in output and "[2/2] dp" in output and "What this shows" in output
-    assert all((tmp_path / "out" / f"compare.{kind}").exists() for kind in ("md", "csv"))
-    with (tmp_path / "out" / "compare.csv").open() as stream:
-        single, replicas = csv.DictReader(stream)
-    assert float(single["loss"]) == pytest.approx(float(replicas["loss"]), rel=1e-5)
-    assert processes_of(tmp_path) == []

@@ -5,8 +5,6 @@ from __future__ import annotations
 import fcntl
 import json
 import math
-import subprocess
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -23,15 +21,13 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 from omegaconf import OmegaConf
 from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
 from optuna.pruners import MedianPruner
-from optuna.trial import TrialState
 
 from hydra_plugins.lightning_parallel_optuna import OptunaSweeper
-from recipes import CONF, ROOT, record
+from recipes import CONF, record
 from recipes.compose import check, jobs
 from recipes.launchers.launcher import Failure, WorkersFailed
 from recipes.problem import ConfigError
 from recipes.search import Pruning, TrialsFailed, split, study
-from tests.clusters.disturbed import variables
 
 TRIALS = 5
 Objective = Callable[[int, float], Any]
@@ -153,28 +149,6 @@ def test_a_search_that_was_ended_goes_on(search: Search, tmp_path: Path) -> None
     assert search(distance) == []  # it has all
 
 
-@pytest.mark.thorough
-def test_several_trials_at_a_time(search: Search, tmp_path: Path) -> None:
-    assert [number for number, _ in search(distance, n_jobs=4)] == list(range(TRIALS))
-    assert len(study(tmp_path, "minimize").get_trials(states=[TrialState.COMPLETE])) == TRIALS
-
-
-@pytest.mark.thorough
-def test_a_failed_trial_is_one_of_many(search: Search, tmp_path: Path) -> None:
-    """Also one whose values are refused, or whose metric isn't finite."""
-
-    def fails(number: int, lr: float) -> float:
-        if number in (1, 2):
-            raise WorkersFailed(Failure(0, "killed", None), 1)
-        if number in (4, 5):
-            raise ConfigError(["width=65 does not divide"])
-        return math.nan if number in (7, 8) else distance(number, lr)
-
-    search(fails, n_trials=10)
-    states = [trial.state for trial in study(tmp_path, "minimize").get_trials()]
-    assert [number for number, state in enumerate(states) if state == TrialState.COMPLETE] == [0, 3, 6, 9]
-
-
 @pytest.mark.parametrize(("error", "said"), [
     (WorkersFailed(Failure(0, "killed", None), 1), "killed"), (ConfigError(["no"]), "no"), (None, "not a finite number")
 ])  # fmt: skip
@@ -276,22 +250,3 @@ def test_a_run_that_is_worse_than_most_is_ended_and_others_are_not(tmp_path: Pat
 def test_a_run_goes_on_without_its_study(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
     assert train(tmp_path, 0, [5, 4, 3, 2]).global_step == 8
     assert any("Not pruned" in str(warning.message) for warning in recwarn)
-
-
-@pytest.mark.thorough
-def test_a_search_over_pipelines(tmp_path: Path) -> None:
-    """All stages stop together; the same command goes on; the report names what was pruned."""
-    program = [
-        sys.executable, "-m", "recipes.train", "hparams_search=optuna", "strategy=pipeline_1f1b", "model=mlp",
-        "data=digits", "model.width=16", "trainer.max_steps=20", "trainer.val_check_interval=5", "print_config=false",
-        "trainer.accelerator=cpu", f"hydra.sweep.dir={tmp_path}", f"paths.data_dir={tmp_path}/data",
-        "~hydra.sweeper.pruner", "+hydra.sweeper.pruner={_target_:optuna.pruners.ThresholdPruner,upper:0}",
-        "hydra.sweeper.n_trials=2",
-    ]  # fmt: skip
-    done = subprocess.run(program, cwd=ROOT, env=variables(), text=True, capture_output=True, timeout=280)
-    assert done.returncode == 0, done.stdout + done.stderr
-    said = [record.read(tmp_path / str(number)) for number in range(2)]
-    assert [(each["status"], each["pruned_at"], each["steps"]) for each in said] == [("completed", 5, 5)] * 2
-    assert (tmp_path / "report.csv").read_text().count("pruned at 5") == 2
-    again = subprocess.run(program, cwd=ROOT, env=variables(), text=True, capture_output=True, timeout=100)
-    assert again.returncode == 0 and "Launching" not in again.stdout

@@ -87,25 +87,6 @@ def test_the_other_ranks_leave_mlflows_server_alone(tmp_path: Path, monkeypatch:
     assert not (tmp_path / "mlflow.db").exists() and not (tmp_path / "mlflow_run.json").exists()
 
 
-@pytest.mark.thorough
-def test_a_resumed_run_goes_on_at_wandb_and_a_fresh_one_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import wandb
-
-    monkeypatch.setenv("WANDB_SILENT", "true")
-    offline = ("logger=wandb", "logger.wandb.offline=true")
-    names = []
-    for steps, resume in ((2, False), (3, True), (1, False)):
-        if not resume:
-            forget_runs(tmp_path, None)
-        logger = made(tmp_path, *offline)
-        fit(tmp_path, logger, steps, resume)
-        names.append(logger.version)
-        wandb.finish()
-    first, second, third = names
-    assert first == second != third
-    assert len([*(tmp_path / "wandb").glob(f"offline-run-*-{first}/run-{first}.wandb")]) == 2  # the server joins them
-
-
 def test_only_a_checkpoint_of_the_folder_itself_goes_on_at_the_server(tmp_path: Path) -> None:
     for checkpoint, goes_on in (("checkpoints/last.ckpt", True), ("../other/last.ckpt", False), (None, False)):
         RunAtServer(tmp_path, "wandb").keep(id="abc")
@@ -113,13 +94,3 @@ def test_only_a_checkpoint_of_the_folder_itself_goes_on_at_the_server(tmp_path: 
         forget_runs(tmp_path, None if checkpoint is None else str(tmp_path / checkpoint))
         assert RunAtServer(tmp_path, "wandb").known == ({"id": "abc"} if goes_on else {})
         assert (tmp_path / "notes_run.json").exists()
-
-
-@pytest.mark.usefixtures("store")
-def test_hyperparameters_may_change_when_a_run_of_mlflow_goes_on(tmp_path: Path) -> None:
-    of_mlflow(tmp_path).log_hyperparams({"lr": 0.1})
-    resumed = of_mlflow(tmp_path)
-    with pytest.warns(UserWarning, match="MLflow keeps the hyperparameters with which the run began"):
-        resumed.log_hyperparams({"lr": 0.2})
-    params = client_of(tmp_path / "mlflow.db").get_run(str(resumed.version)).data.params
-    assert params == {"lr": "0.1"}

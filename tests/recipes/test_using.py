@@ -27,7 +27,6 @@ from tests.thorough import thorough
 SMALL = [
     "trainer.precision=64-true", "trainer.max_steps=2", "trainer.limit_val_batches=2", "optimizer.lr=0.02",
 ]  # fmt: skip
-GPT = ["model.layers=2", "model.width=16", "model.heads=2", "data.context=16", "data.batch_size=4"]
 
 
 @pytest.fixture(scope="module")
@@ -151,56 +150,12 @@ def test_what_is_drawn_goes_by_the_seed_alone(pool: WorkerPool, hf: Path, tmp_pa
     assert written(pool, hf, tmp_path / "c", "strategy=single", seed=1, **settings) != drawn
 
 
-def test_a_model_of_the_examples_writes_bytes(pool: WorkerPool, tmp_path: Path) -> None:
-    text = tmp_path / "text"
-    text.write_text("abcabcabc" * 200)
-    given = ["data=text", f"data.path={text}", *GPT, "strategy=pipeline_1f1b", "cluster.devices=2"]
-    run = trained(pool, tmp_path / "run", *SMALL, *given)
-    one = written(pool, run, tmp_path / "one", "strategy=single", batch_size=2)
-    assert written(pool, run, tmp_path / "two", "strategy=tensor_parallel", batch_size=2) == one
-    assert any(one)
-
-
 def test_too_long_a_text_and_a_model_without_texts_are_refused(pool: WorkerPool, hf: Path, tmp_path: Path) -> None:
     with pytest.raises(WorkerError, match="more than the 64 tokens that the model takes; use at most"):
         written(pool, hf, tmp_path / "texts", "strategy=single", max_new_tokens=60)
     run = trained(pool, tmp_path / "lenet", *SMALL, "model=lenet", "data=digits", "strategy=single")
     with pytest.raises(WorkerError, match="A LeNet writes no text"):
         written(pool, run, tmp_path / "none", "strategy=single")
-
-
-@pytest.mark.parametrize("words", [
-    ["--temperature", "-1"], ["--top-p", "0"], ["--top-k", "0"], ["--max-new-tokens", "x"],
-])  # fmt: skip
-def test_settings_that_mean_nothing_are_refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        generate.main(["run", "--prompt", "a", *words])
-    assert words[0] in capsys.readouterr().err
-
-
-def test_options_and_changes_come_in_any_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[Any] = []
-    for module in (generate, evaluate):
-        monkeypatch.setattr(module, "run_on", lambda *given: told.append(given) or Path())
-    generate.main(["run", "--prompt", "a", "strategy=single", "--top-k", "3", "seed=2"])
-    evaluate.main(["run", "--checkpoint", "c", "strategy=single"])
-    generate.main(["run", "--prompt", "a", "seed=2", "strategy=fsdp"])
-    generate.main(["run", "--prompt", "a", "seed=2"])
-    assert [given[2] for given in told] == [
-        ["strategy=single", "seed=2"], ["strategy=single"], ["strategy=fsdp", "seed=2"], ["strategy=single", "seed=2"],
-    ]  # fmt: skip
-
-
-def test_a_text_ends_where_the_model_s_own_settings_say(pool: WorkerPool, hf: Path, tmp_path: Path) -> None:
-    by = tokenizer_of(str(exported(hf)))
-    own = AutoModelForCausalLM.from_pretrained(exported(hf), dtype=torch.float64)
-    tokens = torch.tensor([by.encode(PROMPTS[0])[0]])
-    made = own.generate(tokens, max_new_tokens=12, do_sample=False, pad_token_id=0)[0, tokens.shape[1] :].tolist()
-    place = next(i for i in range(1, len(made)) if made[i] not in made[:i])
-    folder = shutil.copytree(record.read_config(hf)["model"]["path"], tmp_path / "model")
-    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [0, made[place]]}))
-    ended = written(pool, hf, tmp_path / "ended", "strategy=single", f"model.path={folder}")
-    assert ended[0] == by.decode(made[:place])
 
 
 @pytest.mark.parametrize("config", [

@@ -8,7 +8,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, BloomConfig, LlamaConfig, MixtralConfig
+from transformers import BloomConfig, LlamaConfig
 
 from recipes import record
 from recipes.data.base import SeededData
@@ -179,21 +179,6 @@ def test_a_model_that_lets_documents_see_each_other_is_refused(tmp_path: Path) -
     module = CausalLM(path=str(tmp_path / "model"), optimizer={})
     attach(module, data(tmp_path, file, packing=False))
     module.setup("fit")
-
-
-def test_experts_are_no_reason_to_refuse_packed_rows(tmp_path: Path) -> None:
-    config = MixtralConfig(
-        vocab_size=300, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, num_local_experts=4, output_router_logits=True,
-    )  # fmt: skip
-    AutoModelForCausalLM.from_config(config).save_pretrained(tokenizer(tmp_path / "model"))
-    module = CausalLM(path=str(tmp_path / "model"), optimizer={})
-    attach(module, data(tmp_path, texts(tmp_path / "a.jsonl")))
-    module.setup("fit")
-    batch = {"input_ids": torch.arange(8)[None], "labels": torch.arange(8)[None]}
-    own = module.model(**batch).loss
-    assert torch.allclose(module._loss(batch), own)
-    assert not torch.allclose(own, module.model(**batch, output_router_logits=False).loss)
 
 
 def test_positions_that_go_by_the_longest_document_are_refused_in_packed_rows(tmp_path: Path) -> None:

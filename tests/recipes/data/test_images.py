@@ -196,14 +196,3 @@ def test_images_train_as_in_one_process(
     one = run(pool, tmp_path / "one", f"data.path={folder}", "strategy=single")
     given = [f"data.path={folder}", *layout, f"cluster.devices={ranks}"]
     assert run(pool, tmp_path / "several", *given) == pytest.approx(one, rel=0, abs=EXACT)
-
-
-@pytest.mark.parametrize("workers", [0, *thorough(1)])
-def test_a_run_that_goes_on_in_the_middle_of_an_epoch_sees_the_same_images(
-    pool: WorkerPool, tmp_path: Path, folder: Path, workers: int
-) -> None:
-    """In its second one, of six batches each."""
-    given = [f"data.path={folder}", f"data.workers={workers}", "strategy=pipeline_1f1b", "cluster.devices=2"]
-    whole = run(pool, tmp_path / "whole", *given)
-    run(pool, tmp_path / "parts", *given, "trainer.max_steps=7", "trainer.val_check_interval=7")
-    assert run(pool, tmp_path / "parts", *given, "resume=auto") == whole

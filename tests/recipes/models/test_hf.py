@@ -102,23 +102,6 @@ def test_adapters_train_and_nothing_else(pool: WorkerPool, tmp_path: Path, strat
     assert all(torch.equal(value, before[name]) for name, value in reference["weights"].items() if "lora_" not in name)
 
 
-@pytest.mark.thorough
-def test_late_updates_of_adapters_leave_tied_frozen_weights_alone(pool: WorkerPool, tmp_path: Path) -> None:
-    """The asynchronous pipeline refuses tied weights because they would drift apart. Frozen ones can't."""
-    tied, untied = pretrained(tmp_path / "tied", "tied", torch.float64), tmp_path / "untied"
-    model = AutoModelForCausalLM.from_pretrained(tied, dtype=torch.float64)
-    model.config.tie_word_embeddings = False
-    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
-    model.save_pretrained(untied)
-    lora = {**LORA, "target_modules": ["q_proj", "up_proj"]}
-    found = pool.run(train, 2, "async", 2, tied, lora, init=False)
-    expected = pool.run(train, 2, "async", 2, untied, lora, init=False)
-    assert found[0]["loss"] == expected[0]["loss"]
-    for rank, reference in zip(found, expected, strict=True):
-        adapters = [name for name in reference["weights"] if "lora_" in name]
-        assert adapters and all(torch.equal(rank["weights"][name], reference["weights"][name]) for name in adapters)
-
-
 # -- commands --------------------------------------------------------------------------------------------------------
 
 TINY = [
@@ -258,17 +241,6 @@ def test_what_transformers_would_open_as_another_model_is_not_exported(
     with pytest.raises(SystemExit, match=said):
         exported(run, *words)
     assert not list(tmp_path.glob("*out*")) and not list(tmp_path.glob(".*out*"))
-
-
-def test_adapters_of_a_new_model_are_exported_with_it(tmp_path: Path) -> None:
-    folder = pretrained(tmp_path / "model")
-    for file in folder.glob("*.safetensors*"):
-        file.unlink()
-    run = fake_run(tmp_path / "run", f"model.path={folder}", "model.lora={r:4,target_modules:all-linear}")
-    with pytest.raises(SystemExit, match="but in the run: use --merge"):
-        exported(run)
-    exported(run, "--merge")
-    assert torch.isfinite(logits(tmp_path / "out")).all()
 
 
 def test_the_rest_of_the_folder_comes_along(tmp_path: Path) -> None:

@@ -6,21 +6,16 @@ import copy
 import pickle
 from typing import Any
 
-import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
 
 from recipes.models.classifier import MLP, LeNet
 from recipes.models.gpt import GPT
 from recipes.models.muon import MuonAdamW
-from tests.pool import WorkerPool
-from tests.strategies.harness import ALL, Report, joined, largest_difference, train
-from tests.strategies.models import BATCH, LENGTH, TOKENS, Base
+from tests.strategies.models import LENGTH, TOKENS, Base
 
 MUON = {"_target_": "recipes.models.muon.MuonAdamW", "lr": 1e-2}
-EXACT = 1e-12  # float64
 
 
 def parameters() -> list[nn.Parameter]:
@@ -134,53 +129,3 @@ class Muon(Base):
         configured: Any = self.gpt.configure_optimizers()
         configured["optimizer"].param_groups[1]["eps"] = 1e-4  # or AdamW would blow up rounding
         return configured
-
-
-class OneBlock(Muon):
-    blocks = 1
-
-
-class Sizes(Callback):
-    """How many parameters each group of the optimizer has."""
-
-    def __init__(self) -> None:
-        self.found: list[int] = []
-
-    def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        self.found = [len(group["params"]) for group in trainer.optimizers[0].param_groups]
-
-
-def fit(
-    blocks: int, strategy: str = "single", options: dict[str, Any] | None = None, replicas: int = 1, **given: Any
-) -> tuple[Report, list[int]]:
-    given = {"callbacks": [sizes := Sizes()], "gradient_clip_val": 0.5, "batch_size": BATCH // replicas, **given}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(ALL, "Muon", {1: OneBlock, 2: Muon}[blocks])
-        return train("Muon", strategy, options, **given), sizes.found
-
-
-@pytest.mark.parametrize(("blocks", "layers"), [(2, None), (1, ["gpt.blocks.0", "gpt.norm", "gpt.head"])])
-def test_a_pipeline_trains_with_muon_as_one_process_does(pool: WorkerPool, blocks: int, layers: Any) -> None:
-    reference, whole = pool.run(fit, 1, blocks, init=False)[0]
-    options = {"microbatches": 4, "layers": layers, "balance": "layers" if layers is None else [1, 2]}
-    reports, sizes = zip(*pool.run(fit, 2, blocks, "sync", options, init=False), strict=True)
-    assert len(reference.losses) == 3
-    for report in reports:
-        assert report.losses == pytest.approx(reference.losses, rel=0, abs=EXACT)
-    assert largest_difference(joined(list(reports), "weights"), reference.weights) < EXACT
-    assert whole == [sum(parts) for parts in zip(*sizes, strict=True)]
-    assert (0 in [matrices for matrices, _ in sizes]) == (blocks == 1)  # norm and output alone have none
-
-
-PLAN = {"gpt.blocks.*.mlp.0": "column", "gpt.blocks.*.mlp.2": "row"}
-
-
-@pytest.mark.parametrize(("strategy", "options"), [("fsdp", {}), ("tensor", {"plan": PLAN})])
-def test_matrices_that_ranks_divide_are_stepped_as_in_one_process(
-    pool: WorkerPool, strategy: str, options: dict[str, Any]
-) -> None:
-    given: dict[str, Any] = {"samples": 20}
-    reference, _ = pool.run(fit, 1, 2, init=False, **given)[0]
-    replicas = 2 if strategy == "fsdp" else 1
-    reports = [report for report, _ in pool.run(fit, 2, 2, strategy, options, replicas, init=False, **given)]
-    assert largest_difference(joined(reports, "weights"), reference.weights) < EXACT

@@ -54,10 +54,6 @@ def test_latency_is_paid_twice_a_microbatch_unless_one_more_is_in_flight() -> No
     assert steady_utilisation(simulation) == pytest.approx(1.0)
 
 
-def test_one_round_of_a_synchronous_schedule_has_no_steady_state() -> None:
-    assert steady(simulate(gpipe(4, 8))) is None
-
-
 def test_the_table_draws_columns_in_proportion_to_time() -> None:
     assert clock_table(gpipe(2, 2)).splitlines() == [
         "stage 0 | F0 F1  .  .  . B0 == B1 ==|",
@@ -68,12 +64,3 @@ def test_the_table_draws_columns_in_proportion_to_time() -> None:
         "stage 1 |  . F0 B0 ==  S| .  .",
     ]
     assert clock_table(simulate(gpipe(1, 1)), column=0.5).splitlines() == ["stage 0 | F0 == B0 == == ==|"]
-
-
-def test_the_table_shows_every_action_when_times_fall_between_columns() -> None:
-    simulation = simulate(asynchronous(4, 1, 12), 1.0, 2.3, latency=0.37)
-    for line in clock_table(simulation).splitlines():
-        words = line.replace("|", " ").split()
-        assert [w for w in words if w[0] == "F"] == [f"F{k}" for k in range(12)]
-        assert [w for w in words if w[0] == "B"] == [f"B{k}" for k in range(12)]
-        assert line.count("|") == 1 + 12
