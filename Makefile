@@ -33,7 +33,7 @@ JOBS ?= 3
 
 RUN := $(VENV)/bin/python
 READY := $(VENV)/.ready
-# To try the recipes out, a tenth of the packages is enough; a set-up with all of them has these.
+# To try the recipes out, a third of the packages is enough; a set-up with all of them has these.
 RECIPES_READY := $(if $(wildcard $(READY)),$(READY),$(VENV)/.ready-recipes)
 RUN_ZOO := $(ZOO_VENV)/bin/python
 ZOO_READY := $(ZOO_VENV)/.ready
