@@ -33,6 +33,7 @@ from recipes.schema import DDP, kind_of
 
 Config = Mapping[str, Any]
 _WAIT, _WARM_UP, _TRACED = 1, 1, 3  # batches
+_MADE_LATER = ("optimizer", "scheduler")
 
 
 def built(node: Mapping[str, Any]) -> Any:
@@ -72,14 +73,13 @@ def data(config: Config) -> L.LightningDataModule:
 def model(config: Config) -> L.LightningModule:
     """The example model named by ``model.name``, or the user's own ``model._target_``.
 
-    The example models get the optimizer and scheduler nodes; a class of the user's own configures its own, or
-    takes them with ``model.optimizer: ${optimizer}``.
+    The example models get the optimizer and scheduler nodes; a class of the user's own may take them too.
     """
     node = dict(config["model"])
     if node.get("_target_") is not None:
         target = get_class(node.pop("_target_"))
-        # These two are passed on as dictionaries, not built: they need the model's parameters.
-        passed = {key: node.pop(key) for key in ("optimizer", "scheduler") if key in node}
+        # These two are passed on as dictionaries, not built: they need the model's parameters. Functions don't yet.
+        passed = {key: node.pop(key) for key in _MADE_LATER if key in node and "_partial_" not in (node[key] or {})}
         module = target(**built(node), **passed)
     else:
         target = get_class(MODELS[node.pop("name")].target)

@@ -56,6 +56,7 @@ def name_of(path: Path) -> str:
 
 
 COMMANDS = commands(*PAGES)
+SCRIPT = r"(python|torchrun --nproc-per-node=\d) \w+\.py\b"  # one that the page prints
 TRAIN = "python -m recipes.train"
 TRAININGS = [shlex.split(command.removeprefix(TRAIN)) for command in COMMANDS if command.startswith(TRAIN)]
 INSTALLED = [command for command in COMMANDS if command.startswith("lp-")]  # tests/recipes/test_installed.py
@@ -78,7 +79,7 @@ TARGETS = [command for command in COMMANDS if command.startswith("make ")]
 def test_every_command_is_of_a_kind_that_is_run_here() -> None:
     known = {*(f"{TRAIN} {shlex.join(words)}" for words in TRAININGS), *INSTALLED, *OTHER_MODULES, *TARGETS}
     known |= {"pip install .", "pip install '.[recipes]'"}
-    known |= {line for line in COMMANDS if re.match(r"python \w+\.py\b", line)}  # test_scripts.py
+    known |= {line for line in COMMANDS if re.match(SCRIPT, line)}  # test_scripts.py
     known |= {line for line in COMMANDS if re.match("torchrun .* -m recipes.train cluster=torchrun", line)}
     assert set(COMMANDS) <= known and len(TRAININGS) > 8
 

@@ -10,13 +10,14 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 from hydra._internal.utils import get_args_parser
 
-from recipes import CONF, ROOT, installed, record
-from recipes.compose import check
+from recipes import CONF, ROOT, build, installed, record
+from recipes.compose import check, resolved
 from recipes.configs import Configs
 from tests.thorough import thorough
 
@@ -77,7 +78,7 @@ def test_each_command_tells_its_own_name(
 
 def test_without_the_extra_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(installed, "find_spec", lambda name: None if name == "rich" else name)
-    with pytest.raises(SystemExit, match=r'rich not installed: pip install "lightning-parallel\[recipes\]"'):
+    with pytest.raises(SystemExit, match=r'rich not installed: pip install "\.\[recipes\]" in the checkout'):
         installed.main()
 
 
@@ -87,6 +88,27 @@ def test_the_commands_of_the_page_are_right(here: Path, command: str) -> None:
     assert script == "lp-train"
     args = get_args_parser().parse_args(words)
     assert args.help or check(args.overrides, configs=Configs.of_command_line(args)) == []
+
+
+def test_a_template_s_module_and_config_come_as_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (ROOT / "docs" / "moving.md").read_text()
+    (module,) = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    (config,) = re.findall(r"^```yaml\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    (tmp_path / "my_package.py").write_text(module)
+    (tmp_path / "my_conf" / "model").mkdir(parents=True)
+    (tmp_path / "my_conf" / "model" / "mine.yaml").write_text(config)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "my_package", raising=False)
+    commands = re.findall(r"^lp-train (.*)$", page, re.MULTILINE)
+    assert len(commands) == 2
+    for command in commands:
+        args = get_args_parser().parse_args(shlex.split(command))
+        configs = Configs.of_command_line(args)
+        assert check(args.overrides, configs=configs) == []
+        with configs.opened():
+            made: Any = build.model(resolved(configs.composed(args.overrides), str(tmp_path))).configure_optimizers()
+    assert made["optimizer"].param_groups[0]["lr"] == 0.01 and made["lr_scheduler"].step_size == 10
 
 
 @pytest.mark.parametrize("launch", [False, *thorough(True)])
