@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import inspect
 import signal
+import traceback
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -29,6 +30,7 @@ from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from lightning_parallel import PipelineStrategy
 from lightning_parallel.private import lightning as lightning_private
 from tests.test_house import is_private, modules
 
@@ -108,6 +110,26 @@ def test_script_launcher_starts_processes_by_script() -> None:
     """Otherwise a user's script would not be started for each device."""
     launcher = lightning_private.launching.ScriptLauncher(LightningEnvironment(), 3, 2)
     assert (launcher.num_processes, launcher.num_nodes, launcher.is_interactive_compatible) == (3, 2, False)
+
+
+def test_a_refusal_is_raised_with_the_user_s_own_lines_alone() -> None:
+    """Otherwise the message comes after forty frames of this package and of Lightning."""
+    launcher = lightning_private.launching.ScriptLauncher(LightningEnvironment(), 1, 1)
+
+    def refused() -> None:
+        with torch.no_grad():
+            PipelineStrategy(stages=0)
+
+    def wrong() -> None:
+        torch.nn.Linear(2, 2)(torch.ones(1, 2).long())
+
+    with pytest.raises(ValueError, match="stages=0") as raised:
+        launcher.launch(refused)
+    files = [Path(frame.filename).name for frame in traceback.extract_tb(raised.value.__traceback__)]
+    assert files == ["test_lightning.py", "launching.py", "test_lightning.py", "settings.py"]
+    with pytest.raises(RuntimeError) as raised_by_torch:  # an error of another kind has all of its frames
+        launcher.launch(wrong)
+    assert len(traceback.extract_tb(raised_by_torch.value.__traceback__)) > 5
 
 
 # -- the strategy's tools ------------------------------------------------------------------------------------

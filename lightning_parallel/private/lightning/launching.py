@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Sequence
 from datetime import timedelta
+from types import TracebackType
 from typing import Any, TypeVar
 
 import lightning.pytorch as pl
@@ -19,6 +20,9 @@ from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from torch.optim import Optimizer
 
 S = TypeVar("S", bound=type[Strategy])
+
+_OURS = "lightning_parallel"
+_LIBRARIES = (_OURS, "contextlib", "functools", "lightning", "torch")
 
 
 def launched_by_make_launcher(strategy: S) -> S:
@@ -39,14 +43,37 @@ def launched_by_make_launcher(strategy: S) -> S:
 
 class ScriptLauncher(_SubprocessScriptLauncher):
     """Starts a script once more for each further process, as Lightning's own strategies do. It keeps what the Trainer's
-    call was given as ``weights_only``."""
+    call was given as ``weights_only``. A refusal's message says everything, so its traceback has the user's own lines
+    alone."""
 
     weights_only: bool | None = None
 
     def launch(self, function: Any, *args: Any, **kwargs: Any) -> Any:
         given = {name: value for name, value in kwargs.items() if name != "trainer"}
         self.weights_only = inspect.signature(function).bind(*args, **given).arguments.get("weights_only")
-        return super().launch(function, *args, **kwargs)
+        try:
+            return super().launch(function, *args, **kwargs)
+        except ValueError as error:
+            frames = _frames_of_refusal(error.__traceback__)
+            if frames is None:
+                raise
+            raise error.with_traceback(frames) from None
+
+
+def _frames_of_refusal(raised: TracebackType | None) -> TracebackType | None:
+    """The user's own frames, and the one that has raised the error; None if that is no frame of this package."""
+    frames = []
+    while raised is not None:
+        frames.append(raised)
+        raised = raised.tb_next
+    packages = [str(each.tb_frame.f_globals.get("__name__")).partition(".")[0] for each in frames]
+    if packages[-1] != _OURS:
+        return None
+    kept = None
+    for each, package in reversed([*zip(frames, packages, strict=True)]):
+        if each is frames[-1] or package not in _LIBRARIES:
+            kept = TracebackType(kept, each.tb_frame, each.tb_lasti, each.tb_lineno)
+    return kept
 
 
 def asked_weights_only(strategy: Strategy) -> bool | None:
