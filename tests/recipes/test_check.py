@@ -19,7 +19,12 @@ DIGITS = ["model=mlp", "data=digits", "trainer.accelerator=cpu", *QUIET]
 
 @pytest.mark.parametrize("layout", [
     ["strategy=pipeline_1f1b", "cluster.devices=4", "strategy.data_parallel=2", "strategy.stages=2"],
-    *thorough(["strategy=pipeline_zbv"], ["strategy=fully_sharded"], ["strategy=tensor_parallel"], ["strategy=pipeline_async"]),
+    *thorough(
+        ["strategy=pipeline_zbv"],
+        ["strategy=fully_sharded"],
+        ["strategy=tensor_parallel"],
+        ["strategy=pipeline_async"],
+    ),
 ])  # fmt: skip
 def test_a_layout_is_equal_to_one_process(pool: WorkerPool, tmp_path: Path, layout: list[str]) -> None:
     words = [*DIGITS, *layout, "+command=check", "trainer.precision=64-true"]
