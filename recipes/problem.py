@@ -47,14 +47,8 @@ class ConfigError(CompactHydraException):
         return ConfigError, (self.problems,)
 
 
-_MEANT = {  # by words of earlier versions and of other templates
-    "dp": "data_parallel", "fsdp": "fully_sharded", "hybrid": "pipeline_3d", "pipeline_sync": "pipeline_gpipe",
-    "tensor_pipeline": "pipeline_tensor", "fdr": "default",
-}  # fmt: skip
-
-
 def closest(wrong: str, known: Iterable[str]) -> str:
     """``did you mean ...? known: ...``, for an error message."""
     known = sorted(known)
-    match = difflib.get_close_matches(_MEANT.get(wrong, wrong), known, n=1)
+    match = difflib.get_close_matches(wrong, known, n=1)
     return (f"did you mean {match[0]}? " if match else "") + f"known: {', '.join(known)}"

@@ -127,6 +127,13 @@ def test_help_names_the_default_of_every_group_first() -> None:
     }
 
 
+EARLIER = {
+    "dp": "data_parallel",
+    "fsdp": "fully_sharded",
+    "hybrid": "pipeline_3d",
+    "pipeline_sync": "pipeline_gpipe",
+    "tensor_pipeline": "pipeline_tensor",
+}
 CHOSEN = {
     "pipeline_naive": {"schedule": "naive", "microbatches": 1},
     "pipeline_gpipe": {"schedule": "gpipe"},
@@ -139,7 +146,12 @@ CHOSEN = {
 }
 
 
-@pytest.mark.parametrize("strategy", [option for option in GROUPS["strategy"] if option not in ("single", "ddp")])
+def test_earlier_names_of_strategies_are_those_of_now() -> None:
+    for old, new in EARLIER.items():
+        assert composed(f"strategy={old}")["strategy"] == composed(f"strategy={new}")["strategy"]
+
+
+@pytest.mark.parametrize("strategy", [each for each in GROUPS["strategy"] if each not in ("single", "ddp", *EARLIER)])
 def test_a_strategy_s_config_has_every_setting_of_the_strategy_with_its_default(strategy: str) -> None:
     node = composed(f"strategy={strategy}")["strategy"]
     assert isinstance(build.strategy({"strategy": node}), get_class(node["_target_"]))
