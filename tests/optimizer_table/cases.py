@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pydoc
 from typing import Any
 
 import torch
@@ -42,6 +43,14 @@ BY_PARAMETER = [
     "Lookahead",
 ]  # fmt: skip
 BY_ALL = ["Prodigy", "SAM", "LBFGS"]
+# Of the package pytorch_optimizer.
+PACKAGED = [
+    "pytorch_optimizer.Lion", "pytorch_optimizer.Adan", "pytorch_optimizer.ScheduleFreeAdamW",
+    "pytorch_optimizer.AdaBelief", "pytorch_optimizer.MARS", "pytorch_optimizer.Lamb", "pytorch_optimizer.LARS",
+    "pytorch_optimizer.Shampoo", "pytorch_optimizer.ScalableShampoo", "pytorch_optimizer.CAME",
+    "pytorch_optimizer.AdaFactor",
+]  # fmt: skip
+PACKAGED_BY_ALL = ["pytorch_optimizer.Kron", "pytorch_optimizer.Prodigy", "pytorch_optimizer.DAdaptAdam"]
 TRAINED = {("Prodigy", "fully sharded"), ("SAM", "fully sharded")}  # of BY_ALL: by their operations on DTensors
 
 
@@ -87,6 +96,10 @@ def made(kind: str, parameters: list[nn.Parameter]) -> Optimizer:
         return optimizers.Lookahead(optimizers.LAMB(groups, lr=0.01))
     if kind == "SAM":
         return optimizers.SAM(groups, torch.optim.SGD, lr=0.01)
+    if "." in kind:
+        packaged: Optimizer = pydoc.locate(kind)(groups, lr=0.01)  # type: ignore[operator]
+        getattr(packaged, "train", lambda: None)()  # those that are schedule-free
+        return packaged
     options = (
         {"eps": 1e-4} if kind.startswith(("Ad", "NAd", "RAd", "RMS")) and kind not in ("Adafactor", "Adan") else {}
     )

@@ -15,6 +15,8 @@ from tests.optimizer_table.cases import (
     ELEMENTWISE,
     EPOCHS,
     LAYOUTS,
+    PACKAGED,
+    PACKAGED_BY_ALL,
     STAGES,
     TRAINED,
     Net,
@@ -40,6 +42,7 @@ ENTRIES = {
         ("Elementwise", ELEMENTWISE),
         ("Treat a parameter as a whole", BY_PARAMETER),
         ("Take numbers over all parameters", BY_ALL),
+        ("As a package has them", [*PACKAGED, *PACKAGED_BY_ALL]),
     )
     for kind in kinds
 }
@@ -60,7 +63,7 @@ def make_runner(pool: WorkerPool) -> Runner:
 
 
 def expected(kind: str, layout: str) -> Outcome:
-    return Outcome.REFUSED if kind in BY_ALL and (kind, layout) not in TRAINED else Outcome.EQUAL
+    return Outcome.REFUSED if kind in (*BY_ALL, *PACKAGED_BY_ALL) and (kind, layout) not in TRAINED else Outcome.EQUAL
 
 
 class Updates(Witness):
