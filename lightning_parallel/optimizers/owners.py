@@ -9,7 +9,8 @@ sends the parts back::
                                                     the user's optimizer steps a
     a's first half               <-------------     a
 
-The optimizer object is the user's. While it steps, its groups have the whole parameters that this rank owns in the
+The optimizer object is the user's, and steps all parameters in one call. So messages come before and after it: none is
+in flight while a part is computed. While it steps, its groups have the whole parameters that this rank owns in the
 place of the parts, and nothing of those that others own. Clipping, schedulers and the module's hooks see parts as
 before. Hooks around an optimizer's own steps are refused.
 

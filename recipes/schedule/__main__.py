@@ -36,6 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--updates", type=int, help="async: updates until the drain (default: 3 x stages)")
     parser.add_argument("--extra-in-flight", type=int, help="async: more forwards ahead on each link (default: 0)")
     parser.add_argument("--column", type=float, help="time per column (default: that of the shortest action)")
+    parser.add_argument("--activation-memory", type=float, help="zbv: a part of what 1F1B holds (default: 1)")
     parser.add_argument("--width", type=int, help="cut the table at so many characters")
     options = parser.parse_args(arguments)
     try:
@@ -55,7 +56,10 @@ def _described(options: argparse.Namespace) -> str:
         if options.updates is not None or options.extra_in_flight is not None:
             raise ValueError(f"schedule={name}: --updates and --extra-in-flight belong to async.")
         microbatches = 2 * stages if options.microbatches is None else options.microbatches
-        schedule = SCHEDULES[name](stages, microbatches)
+        if options.activation_memory is not None and name != "zbv":
+            raise ValueError(f"schedule={name}: --activation-memory belongs to zbv.")
+        limit = {} if options.activation_memory is None else {"activation_memory": options.activation_memory}
+        schedule = SCHEDULES[name](stages, microbatches, **limit)
     validate(schedule)
     simulation = simulate(schedule, options.forward, options.backward, options.step, options.latency)
     theory = 0.0 if name == "async" else simulate(schedule).bubble

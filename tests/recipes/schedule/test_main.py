@@ -17,6 +17,11 @@ def test_command_line_prints_table_bubble_and_activations(capsys: pytest.Capture
     assert "activations held  4 3 2 1" in printed
 
 
+def test_a_limit_of_memory_bounds_what_stages_hold(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["zbv", "--stages", "4", "--microbatches", "8", "--activation-memory", "0.75"])
+    assert "activations held  6 6 6 6 microbatches" in capsys.readouterr().out
+
+
 def test_command_line_describes_the_asynchronous_schedule(capsys: pytest.CaptureFixture[str]) -> None:
     main(["async", "--stages", "3", "--microbatches", "2", "--updates", "20"])
     printed = capsys.readouterr().out
@@ -31,6 +36,7 @@ def test_command_line_describes_the_asynchronous_schedule(capsys: pytest.Capture
         ("gpipe --stages 0", "stages=0"),
         ("gpipe --stages 2 --microbatches 0", "microbatches=0"),
         ("gpipe --stages 2 --updates 3", "belong to async"),
+        ("vmin --stages 2 --activation-memory 0.5", "belongs to zbv"),
         ("async --stages 2 --updates 0", "updates=0"),
         ("async --stages 2 --extra-in-flight -1", "extra_in_flight=-1"),
     ],
