@@ -45,21 +45,21 @@ class Evaluation:
     def run(self, kind: str, *args: Any, **kwargs: Any) -> Any:
         """Run ``validation_step``, ``test_step`` or ``predict_step`` (the ``kind``) on one batch, the first of
         ``args``. Returns what the step returned on the last stage, and None on the others."""
-        step = partial(getattr(self._module, kind), *args, **kwargs)
+        step = getattr(self._module, kind)
         self._batches += 1
         # Each loader may have a step of its own.
-        trial = partial(self._dry_runs.on_copy, getattr(self._module, kind), *args, **kwargs)
+        trial = partial(self._dry_runs.on_copy, step, *args, **kwargs)
         flow = self._dry_runs.follow(f"{kind} {args[2:]}", trial)
         alone = partial(self._last_stage.alone, kind, *(index for index in args[1:] if isinstance(index, int)))
         if flow is not None and not any(flow.last):  # it calls no layer, so no stage would leave it
             if not self._stages.stage.has_last_chunk:
                 return None
             with alone():
-                return step()
+                return step(*args, **kwargs)
 
         def run() -> Any:
             with alone():
-                return self._shards.run(partial(self._earlier.run, step), kind)
+                return self._shards.run(partial(self._earlier.run, step, *args, **kwargs), kind)
 
         output = self._engine.evaluate(run, self._batches)
         if self._stages.fully_sharded is not None:

@@ -44,6 +44,7 @@ class Net(L.LightningModule):
 
     def validation_step(self, batch: dict[str, Tensor]) -> None:
         self.log("val_loss", self.loss(self.changed(batch)))
+        self.log("val_x", batch["x"].square().mean())
 
     def changed(self, batch: dict[str, Tensor]) -> Tensor:
         batch["x"] = batch["x"] * 0.5
@@ -75,7 +76,7 @@ def metrics(schedule: str, stages: int, kind: type[Net] = Net) -> dict[str, floa
 def test_runs_for_earlier_chunks_leave_no_trace(pool: WorkerPool, schedule: str) -> None:
     expected = pool.run(metrics, 2, "1f1b", 2, init=False)
     found = pool.run(metrics, 2, schedule, 2, init=False)
-    assert expected[0].keys() >= {"seen", "mean", "size", "loss", "val_loss"}
+    assert expected[0].keys() >= {"seen", "mean", "size", "loss", "val_loss", "val_x"}
     assert expected[0]["seen"] == 16  # in training and in validation
     for theirs, ours in zip(expected, found, strict=True):
         assert ours == pytest.approx(theirs, rel=0, abs=1e-12)
