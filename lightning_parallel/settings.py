@@ -70,7 +70,7 @@ class ByteSize:
 _MEANT = types.MappingProxyType(
     {
         "virtual": "chunks", "pipeline": "stages", "pp": "stages", "tensor": "tensor_parallel", "tp": "tensor_parallel",
-        "data": "data_parallel", "dp": "data_parallel", "accumulate": "microbatches", "micro": "microbatches",
+        "data": "data_parallel", "dp": "data_parallel", "micro": "microbatches",
         "interleaved1f1b": "interleaved", "zbvzerobubble": "zbv", "zerobubble": "zbv",
     }
 )  # fmt: skip

@@ -68,8 +68,8 @@ def run(cfg: DictConfig) -> float | None:
     if config["print_config"]:
         print(config_file.read_text())
     if not config["launch"]:
-        processes = world_size(config)
-        log.info("start it with: torchrun --nproc-per-node=%d -m recipes.worker %s", processes, config_file)
+        command = f"torchrun --nproc-per-node={world_size(config)} -m recipes.worker {config_file}"
+        log.info("start it with: %s%s", command, "; a job: cluster.submit=print" * ("submit" in config["cluster"]))
         return None
     metrics = launch(config, choices, job.overrides.task, Configs.of_job(job).recorded)
     return None if metrics is None else _optimized(config["optimized_metric"], metrics, sweeping=sweeping)
