@@ -19,7 +19,7 @@ class Classifier(L.LightningModule):  # nothing in it knows of stages
         return loss
 
     def configure_optimizers(self):
-        return torch.optim.AdamW(self.parameters(), lr=0.001)
+        return torch.optim.AdamW(self.parameters(), lr=0.01)
 
 
 L.seed_everything(1)

@@ -67,7 +67,7 @@ def test_scripts_run_as_printed(command: str, tmp_path: Path, monkeypatch: pytes
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     program, *words = shlex.split(command)
     start = [sys.executable, *(["-m", "torch.distributed.run"] if program == "torchrun" else []), *words]
-    done = subprocess.run(start, cwd=tmp_path, capture_output=True, text=True, timeout=240)
+    done = subprocess.run(start, cwd=tmp_path, capture_output=True, text=True, timeout=290)
     assert done.returncode == 0, done.stderr[-3000:]
     if script_of(command) == "loop.py":
         wanted = losses_of_one_process()
