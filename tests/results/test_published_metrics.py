@@ -20,7 +20,6 @@ from lightning.pytorch.callbacks import (
     ModelCheckpoint,
 )
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
-from torch import nn
 
 from tests.pool import WorkerPool
 from tests.strategies.observed import Net, Observed, Reader, loader, make_trainer
@@ -187,30 +186,6 @@ def test_on_train_batch_end_has_the_loss_on_every_stage_and_says_that_it_has_no_
     other = pool.run(use_outputs, 2, strategy, "logits", init=False, expect_errors=True, timeout=30)[1]
     assert "RuntimeError: on_train_batch_end looks at 'logits'" in other
     assert "exists on the last pipeline stage only" in other
-
-
-def test_metrics_keep_their_dtype_on_every_rank(pool: WorkerPool) -> None:
-    for dtypes in pool.run(dtypes_read, 2, init=False):
-        assert dtypes == {"single": torch.float32, "double": torch.float64, "double_late": torch.float64}
-
-
-def dtypes_read() -> dict[str, torch.dtype]:
-    seen: dict[str, torch.dtype] = {}
-
-    class Dtypes(Net):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            loss = super().training_step(batch, batch_idx)
-            self.log_dict({"single": loss, "double": loss.double() / 3})
-            if batch_idx > 0:
-                self.log("double_late", loss.double() / 3)
-            return loss
-
-    class Look(Callback):
-        def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
-            seen.update({name: value.dtype for name, value in trainer.callback_metrics.items()})
-
-    make_trainer("sync", [Look()], max_epochs=1).fit(Dtypes(), loader())
-    return seen
 
 
 # -- checkpoints, early stopping, schedulers -----------------------------------------------------------------
@@ -382,50 +357,3 @@ def test_loggers_write_once_what_a_single_process_writes(
 
 
 # -- the end of training -------------------------------------------------------------------------------------
-
-
-class Stops(Net):
-    """Asks for the end in one of its hooks, at the end of the second epoch. Steps and callbacks that ask for it are in
-    tests/strategies/test_late_values.py."""
-
-    def __init__(self, moves: bool, place: str) -> None:
-        super().__init__(moves)
-        self.place = place
-
-    def ask(self, place: str) -> None:
-        self.trainer.should_stop |= place == self.place and self.current_epoch == 1
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.logits_and_loss(batch)
-
-    def on_train_epoch_end(self) -> None:
-        self.ask("on_train_epoch_end")
-
-    def on_validation_epoch_end(self) -> None:
-        self.ask("on_validation_epoch_end")
-
-
-def run_until_stopped(strategy: str, moves: bool, place: str) -> int:
-    trainer = make_trainer(strategy, [], max_epochs=4)
-    trainer.fit(Stops(moves, place), loader(16), loader(8, 4, 5))
-    return int(trainer.global_step)
-
-
-@pytest.mark.parametrize(("strategy", "place"), [("sync", "on_train_epoch_end"), ("async", "on_validation_epoch_end")])
-def test_should_stop_ends_all_ranks_at_the_same_step(pool: WorkerPool, single: Any, strategy: str, place: str) -> None:
-    moves = strategy == "sync"
-    expected = single(run_until_stopped, moves, place)
-    ranks = pool.run(run_until_stopped, STAGES[strategy], strategy, moves, place, init=False, timeout=30)
-    assert ranks == [expected] * STAGES[strategy] and expected < 16
-
-
-def test_module_hooks_are_wrapped_only_while_a_pipeline_runs(pool: WorkerPool) -> None:
-    assert pool.run(attributes_after_fit, 2, init=False) == [set(), set()]
-
-
-def attributes_after_fit() -> set[str]:
-    module = Observed()
-    before = set(vars(module))
-    make_trainer("sync", []).fit(module, loader(), loader(8, 4, 5))
-    assert isinstance(module.net, nn.Sequential)
-    return {name for name in vars(module).keys() - before if callable(getattr(module, name))}

@@ -9,12 +9,8 @@ from typing import Any
 from unittest import mock
 
 import pytest
-import torch.distributed as dist
 
-from lightning_parallel.ranks.groups import Groups
-from lightning_parallel.ranks.layout import Layout
 from lightning_parallel.results import timelines
-from lightning_parallel.timeline.recording import Timeline
 from tests.pool import WorkerPool
 from tests.strategies.observed import Net, loader, make_trainer
 
@@ -64,26 +60,3 @@ def test_without_matplotlib_the_start_says_so_and_the_end_writes_the_rest(
     assert len(said) == 1 and "pip install 'lightning-parallel[pictures]'" in said[0]
     assert not any(others)
     assert (tmp_path / "timeline.json").exists() and not (tmp_path / "timeline.png").exists()
-
-
-def exchanges_at_the_end(directory: Path) -> int:
-    """How many exchanges of objects a rank takes part in while the timeline is written."""
-    layout = Layout.resolve(dist.get_world_size(), dist.get_rank(), pipeline=2, data="auto")
-    group = Groups(layout).host_group
-    timeline = Timeline(enabled=True)
-    for kind in ("forward", "backward"):
-        with timeline.span(kind, 0):
-            pass
-    with (
-        mock.patch.object(dist, "all_gather_object", side_effect=AssertionError),
-        mock.patch.object(dist, "gather_object", wraps=dist.gather_object) as gather,
-    ):
-        timelines.write_timeline(timeline, layout, group, directory, title="", theory=0.0)
-    return gather.call_count
-
-
-def test_what_ranks_recorded_goes_to_the_first_rank_only(pool: WorkerPool, tmp_path: Path) -> None:
-    """A long run records many spans, which no other rank needs; other replicas send nothing."""
-    first, *others = pool.run(exchanges_at_the_end, 4, tmp_path)
-    assert first == 1 and sorted(others) == [0, 0, 1]
-    assert (tmp_path / "timeline.json").read_text().count("stage 1 (rank") == 1
