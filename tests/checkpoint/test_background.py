@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -77,21 +76,6 @@ def test_what_is_written_later_is_the_state_at_the_save(
         for mine, theirs in zip(plain["optimizer_states"], later["optimizer_states"], strict=True):
             for number, state in mine["state"].items():
                 assert largest_difference(state, theirs["state"][number]) == 0
-
-
-def two_keepers(folder: Path, async_save: bool) -> list[str]:
-    first = ModelCheckpoint(folder, every_n_train_steps=2, save_top_k=1)
-    second = ModelCheckpoint(folder, every_n_train_steps=4, save_top_k=-1)
-    fit("stages", [Slow(0, seconds=0.2), first, second], async_save=async_save, epochs=3)
-    return sorted(path.name for path in folder.iterdir())
-
-
-def test_a_checkpoint_on_its_way_has_its_name(pool: WorkerPool, tmp_path: Path) -> None:
-    """Otherwise Lightning gives the name to another one, and removes both when it removes one."""
-    kept, kept_later = (
-        pool.run(two_keepers, 2, tmp_path / str(kind), kind, init=False)[0] for kind in (False, True)
-    )  # fmt: skip
-    assert kept == kept_later and len(kept) > 2
 
 
 class Graph(Callback):
@@ -185,28 +169,3 @@ def test_a_failed_save_ends_all_ranks_at_the_next_one(pool: WorkerPool, tmp_path
         assert "could not be saved in the background" in message and "No space left on device" in message
     assert begun == begun_there < 60
     assert list(tmp_path.glob("*.ckpt*")) == []
-
-
-class Breaks(Callback):
-    """Raises an error of its own while a save is being written."""
-
-    def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
-        if trainer.fit_loop.total_batch_idx == 5:
-            raise KeyError("of the user")
-
-
-def broken(folder: Path) -> list[str]:
-    """What is warned of."""
-    slow = Slow(0, fails=True, seconds=0.5)
-    with warnings.catch_warnings(record=True) as caught, pytest.raises(KeyError, match="of the user"):
-        warnings.simplefilter("always")
-        try:
-            fit("stages", [slow, Breaks(), ModelCheckpoint(folder, every_n_train_steps=4)], async_save=True, epochs=4)
-        finally:
-            slow.teardown()
-    return [str(each.message) for each in caught if "in the background" in str(each.message)]
-
-
-def test_a_failed_save_is_told_of_also_when_an_error_ends_the_run(pool: WorkerPool, tmp_path: Path) -> None:
-    (warning,), others = pool.run(broken, 2, tmp_path, init=False)
-    assert "No space left on device" in warning and others == []
