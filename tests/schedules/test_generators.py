@@ -137,20 +137,6 @@ def test_gradient_accumulation_steps_once_for_all_its_feeds() -> None:
     assert list(middle.drain()) == stage(1, "B3 S0")
 
 
-def test_drain_leaves_an_open_update_open() -> None:
-    first = AsyncOneFOneB(3, 0)
-    assert list(first.feed(2, ends_update=False)) == stage(0, "F0 F1")
-    assert list(first.drain()) == stage(0, "B0 B1")
-    assert list(first.feed(1)) == stage(0, "F2")
-    assert list(first.drain()) == stage(0, "B2 S0")
-
-
-def test_bookkeeping_does_not_depend_on_consuming_the_slice() -> None:
-    last = AsyncOneFOneB(2, 1)
-    last.feed(3)
-    assert list(last.feed(1)) == stage(1, "F3 B3 S1")
-
-
 @pytest.mark.parametrize(
     ("make", "setting"),
     [

@@ -25,37 +25,6 @@ def seen(model: Any, **options: Any) -> Trace:
     return trace(model, Layers(model, None).units, lambda: model.step(X), **options)
 
 
-def test_calls_come_in_order_with_what_they_need() -> None:
-    found = seen(UNet())
-    assert [call.unit for call in found.calls] == ["stem", *(f"blocks.{i}" for i in range(4)), "head"]
-    needs = {call.unit: call.needs for call in found.calls}
-    assert needs["stem"] == frozenset() and needs["blocks.0"] == {"the output of 'stem'"}
-    assert needs["blocks.3"] == {"the output of 'blocks.2'", "the output of 'blocks.0'"}
-    assert found.end == {"the output of 'head'"} and found.stopped is None
-
-
-def test_parameters_that_the_code_around_reads_are_needed() -> None:
-    class Reads(Net):
-        def step(self, x: Tensor) -> Tensor:
-            x = self.stem(x) * self.head.bias.sum()
-            return self.blocks[0](x).sum() + self.stem.weight.norm()
-
-    found = seen(Reads())
-    assert "parameter 'head.bias'" in found.calls[1].needs
-    assert found.end == {"the output of 'blocks.0'", "parameter 'stem.weight'"}
-
-
-def test_values_asked_for_end_it_and_are_needed() -> None:
-    class Asks(Net):
-        def step(self, x: Tensor) -> Tensor:
-            loss = self.stem(x).sum()
-            return self.head(loss) if loss.item() > 0 else loss
-
-    found = seen(Asks())
-    assert isinstance(found.stopped, AbsentValueError) and found.end == {"the output of 'stem'"}
-    assert [call.unit for call in found.calls] == ["stem"]
-
-
 class Labelled(Tensor):
     """With the names of its columns."""
 
@@ -108,34 +77,6 @@ def test_a_deep_model_takes_little_time_and_no_memory_for_parameters() -> None:
     found = trace(model, units, lambda: model(input_ids=ids).logits)
     assert [call.unit for call in found.calls][1:101] == [f"model.layers.{i}" for i in range(100)]
     assert time.process_time() - start < 6  # 2 at most on an idle machine
-
-
-@pytest.mark.parametrize("kept", [True, False])
-def test_what_escapes_from_a_unit_is_told(kept: bool) -> None:
-    class Keeps(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(3, 6)
-            self.last: Any = None
-
-        def forward(self, x: Tensor) -> Tensor:
-            y = self.layer(x)
-            if kept:
-                self.last = y * x.sum()
-            return y
-
-    class Model(Net):
-        def __init__(self) -> None:
-            super().__init__()
-            self.stem = Keeps()
-
-        def step(self, x: Tensor) -> Tensor:
-            y = self.head(self.stem(x)).sum()
-            return y + self.stem.last.sum() if kept else y
-
-    found = seen(Model())
-    escaped = found.end & set(found.escapes)
-    assert escaped == ({"the output of 'stem.layer'", "a value inside 'stem'"} if kept else set())
 
 
 def test_a_signal_while_the_step_goes_on_ends_the_look() -> None:
