@@ -95,31 +95,6 @@ def test_averages_and_sums_count_a_missing_gradient_as_zero(
                 assert float((found - expected).abs().max()) < (1e-6 if name == "d" else 1e-15)
 
 
-def order_of_messages() -> Any:
-    """When each bucket was sent, in words."""
-    log: list[str] = []
-    send = GradientAverager._send
-
-    def logging(self: GradientAverager, bucket: Any) -> None:
-        log.append("+".join(bucket.names))
-        send(self, bucket)
-
-    with patch.object(GradientAverager, "_send", logging):
-        made = {name: torch.zeros(4, requires_grad=True) for name in "abcd"}
-        averager = GradientAverager(made, dist.group.WORLD, bucket_bytes=32)
-        with averager.completing("abcd"):
-            for name in "cbda":  # b completes no bucket; d completes the first
-                averager.ready(name, torch.ones(4))
-                log.append(f"after {name}")
-        averager.finish({})
-    return log
-
-
-def test_a_bucket_is_sent_as_soon_as_it_and_all_before_it_are_complete(pool: WorkerPool) -> None:
-    expected = ["after c", "after b", "d+c", "after d", "b+a", "after a"]
-    assert pool.run(order_of_messages, 2) == [expected] * 2
-
-
 def test_what_grows_after_it_was_complete_is_refused() -> None:
     trained = {name: torch.zeros(2, requires_grad=True) for name in "ab"}
     averager = GradientAverager(trained, None)  # type: ignore[arg-type]

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import lightning_parallel as lp
-from lightning_parallel.gradients.swapping import add_gradients, swap_gradients
 from tests.pool import WorkerPool
 
 
@@ -92,16 +91,3 @@ def test_who_looks_sees_those_of_one_process(pool: WorkerPool) -> None:
     ranks = [seen for _, seen in pool.run(fit, 2, "Looks", True, init=False)]
     assert [sum(parts) for parts in zip(*ranks, strict=True)] == pytest.approx(expected, rel=1e-5)
     assert expected[0] == 0 < expected[1]
-
-
-def test_gradients_are_swapped_without_a_copy_and_added_in_place() -> None:
-    held = {name: nn.Parameter(torch.zeros(2)) for name in ("a", "b", "c")}
-    held["a"].grad, held["b"].grad = torch.ones(2), torch.full((2,), 2.0)
-    a, b, new = held["a"].grad, held["b"].grad, torch.full((2,), 5.0)
-    before = swap_gradients(held, {"c": torch.ones(2)})
-    assert before["a"] is a and before["b"] is b and before["c"] is None
-    assert held["a"].grad is None and held["c"].grad is not None
-    swap_gradients(held, before)
-    assert held["a"].grad is a and held["b"].grad is b and held["c"].grad is None
-    add_gradients(held, {"a": torch.ones(2), "b": None, "c": new})
-    assert held["a"].grad is a and a.tolist() == [2.0, 2.0] and b.tolist() == [2.0, 2.0] and held["c"].grad is new

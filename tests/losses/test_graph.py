@@ -86,39 +86,6 @@ def test_a_device_weighs_a_loss_of_0_itself() -> None:
     assert all(isinstance(weight, Tensor) for weight in batch.weights)
 
 
-def gradients(rule: Rule, change: Rule | None, loss: Callable[[Tensor], Tensor], rows: list[Tensor]) -> Tensor:
-    """The gradient of a weight by a batch's microbatches, each backward right after its forward."""
-    weight = torch.ones(3, dtype=torch.float64, requires_grad=True)
-    batch = BatchLoss([len(each) for each in rows], rule)
-    for place, each in enumerate(rows):
-        batch.add(place, loss(each * weight))
-        if change is not None and place == 1:
-            batch.change(change)
-        torch.autograd.backward(*batch.begin(place, 1.0))
-    assert weight.grad is not None and isinstance(batch.factor, float)
-    return weight.grad * batch.factor
-
-
-@pytest.mark.parametrize(
-    ("rule", "change", "loss"),
-    [
-        (Rule.COUNTS, None, lambda z: z[z > 0].mean()),
-        (Rule.SAMPLES, None, lambda z: z.sum(1).mean()),
-        (Rule.SUM, None, lambda z: z.pow(2).sum()),
-        (Rule.COUNTS, Rule.SUM, lambda z: z.pow(2).sum() / 7),  # it is found after a backward
-        (Rule.COUNTS, Rule.SAMPLES, lambda z: z.sum(1).mean()),
-    ],
-)
-def test_a_batch_has_the_gradients_of_one_process(
-    rule: Rule, change: Rule | None, loss: Callable[[Tensor], Tensor]
-) -> None:
-    x = torch.randn(7, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    weight = torch.ones(3, dtype=torch.float64, requires_grad=True)
-    loss(x * weight).backward()
-    assert weight.grad is not None
-    torch.testing.assert_close(gradients(rule, change, loss, [*x.split([3, 2, 2])]), weight.grad, rtol=1e-12, atol=0)
-
-
 @pytest.mark.parametrize("count", [3, 24, 100])
 def test_the_shares_of_losses_in_16_bits_add_up(count: int) -> None:
     weight = torch.ones(1, dtype=torch.bfloat16, requires_grad=True)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from lightning_parallel.ranks.layout import AXES, Axis, Layout, Size
+from lightning_parallel.ranks.layout import Layout, Size
 
 NAMES = ("pipeline", "data", "tensor")
 SHAPES = [(1, 1, 1), (4, 1, 1), (2, 2, 2), (3, 2, 1), (2, 1, 3), (1, 3, 2)]
@@ -106,20 +106,3 @@ def test_ranks_that_hold_one_copy_of_the_model_differ_on_the_axes_that_split_it(
     for place in places(2, 2, 2):
         assert place.model_peers() == [0 + 2 * place.index("data"), 1 + 2 * place.index("data"),
                                        4 + 2 * place.index("data"), 5 + 2 * place.index("data")]  # fmt: skip
-
-
-def test_an_axis_is_added_by_an_entry() -> None:
-    """A fourth axis: sizes, coordinates, peers, names and refusals follow."""
-    axes = (Axis("context", "cp", "piece", splits_model=False), *AXES)
-    layouts = [Layout.resolve(8, rank, axes=axes, context=2, tensor=2, pipeline="auto") for rank in range(8)]
-    assert [place.index("context") for place in layouts] == [0, 1] * 4
-    assert layouts[5].coordinate == "pp0.dp0.tp0.cp1"
-    assert layouts[5].peers("context") == [4, 5] and layouts[5].peers("tensor") == [5, 7]
-    assert layouts[5].model_peers() == [1, 3, 5, 7]
-    assert layouts[5].describe(5) == "stage 0, shard 0, piece 1 (rank 5)"
-    with pytest.raises(ValueError, match="pipeline 1 x data 1 x tensor 1 x context 3 does not fill 8 processes"):
-        Layout.resolve(8, axes=axes, context=3)
-    with pytest.raises(ValueError, match="no axis 'context': the axes are tensor, data, pipeline"):
-        Layout.resolve(8, context=2)
-    with pytest.raises(ValueError, match="no axis 'context'"):
-        Layout.resolve(1).index("context")

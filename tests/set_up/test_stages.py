@@ -8,13 +8,12 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
-from torch import Tensor, nn
+from torch import Tensor
 
 from tests.pool import WorkerPool
 from tests.strategies import harness
-from tests.strategies.harness import here, largest_difference
+from tests.strategies.harness import here
 from tests.strategies.models import MODELS
-from tests.strategies.observed import CLASSES, WIDTH, Net, loader, make_trainer
 
 # -- parameters ----------------------------------------------------------------------------------------------
 
@@ -61,46 +60,3 @@ def test_what_several_stages_hold_is_the_first_one_s_and_the_rest_each_stage_s_o
 
 
 # -- the optimizer -------------------------------------------------------------------------------------------
-
-
-class Grouped(Net):
-    """Groups that lie on one stage, on all, and a frozen one; state for every parameter before the first step."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3)), nn.Linear(WIDTH, CLASSES))
-        self.net[1].bias.requires_grad_(False)
-
-    def configure_optimizers(self) -> Any:
-        weights = [layer.weight for layer in self.net[1:]]
-        biases = [layer.bias for layer in self.net]
-        groups = [
-            {"params": [self.net[0].weight], "lr": 0.3},
-            {"params": weights, "weight_decay": 0.1},
-            {"params": biases, "lr": 0.2, "lr_decay": 0.1},
-        ]
-        return torch.optim.Adagrad(groups, lr=0.1, initial_accumulator_value=0.5)
-
-
-def train_grouped(strategy: str) -> tuple[dict[str, Tensor], list[list[str]], list[Any], list[str]]:
-    torch.set_default_dtype(torch.float64)
-    module = Grouped()
-    trainer = make_trainer(strategy, [])
-    trainer.fit(module, loader())
-    names = {id(p): name for name, p in module.named_parameters()}
-    (optimizer,) = trainer.optimizers
-    groups = [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
-    options = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
-    weights = {name: p.detach().clone() for name, p in here(module).items()}
-    return weights, groups, options, [names[id(p)] for p in optimizer.state]
-
-
-def test_each_stage_s_optimizer_has_all_groups_with_the_parameters_held_there(pool: WorkerPool) -> None:
-    weights, groups, options, _ = pool.run(train_grouped, 1, "single", init=False)[0]
-    found: dict[str, Tensor] = {}
-    for held, mine, its_options, with_state in pool.run(train_grouped, 4, "sync", init=False):
-        assert mine == [[name for name in group if name in held] for group in groups]
-        assert its_options == options
-        assert sorted(with_state) == sorted(held)
-        found |= held
-    assert largest_difference(found, weights) < 1e-12
