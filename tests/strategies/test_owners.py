@@ -24,7 +24,7 @@ from tests.strategies.models import BATCH
 from tests.thorough import thorough
 from tests.zoo.outcome import Outcome
 
-MOST = ["Muon", "LAMB", "Prodigy"]
+MOST = ["Muon", "Prodigy"]
 
 
 # The table of docs/optimizers.md.
