@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,6 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import BatchSizeFinder, Callback, LearningRateFinder
-from lightning.pytorch.trainer.states import TrainerStatus
 from lightning.pytorch.utilities import CombinedLoader
 from torch import nn
 from torch.utils.data import DataLoader
@@ -107,77 +105,6 @@ def test_loaders_of_unequal_lengths_go_on(tmp_path: Path, mode: str, hook: str, 
     whole = run("auto", 1, None, SavesIn(hook, path, saved), lp.ExactResume(), kind=kind)
     resumed = run("auto", 1, path, lp.ExactResume(), kind=kind)
     assert resumed == whole[saved + (hook == "on_train_batch_end") :]
-
-
-class OwnState(DataLoader):
-    """A loader of the user's own, which calls what it likes a place, and hands its live state out."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.state = {"place": "disk-2"}
-
-    def state_dict(self) -> dict[str, Any]:
-        return self.state
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        assert state == {"place": "disk-2"}
-
-
-def test_states_of_other_loaders_are_left_alone(tmp_path: Path) -> None:
-    class Own(Remembers):
-        def train_dataloader(self) -> DataLoader:
-            return OwnState(torch.arange(12.0)[:, None], batch_size=2)  # type: ignore[arg-type]
-
-    run("auto", 1, None, SavesIn("on_train_batch_start", tmp_path / "own.ckpt", SAVED), lp.ExactResume(), kind=Own)
-    run("auto", 1, tmp_path / "own.ckpt", lp.ExactResume(), kind=Own)
-
-
-class FailsOnOne(Remembers):
-    """After an error, rank 0 saves alone, as ``OnExceptionCheckpoint`` does on a rank that the others have left."""
-
-    def __init__(self, path: Path) -> None:
-        super().__init__()
-        self.path = path
-
-    def on_train_batch_end(self, *_: Any) -> None:
-        if self.trainer.global_step == SAVED:
-            self.trainer.state.status = TrainerStatus.INTERRUPTED
-            if self.trainer.global_rank == 0:
-                self.trainer.strategy.barrier = lambda name=None: None  # type: ignore[method-assign]
-                with pytest.warns(UserWarning, match="of rank 0 only"):
-                    self.trainer.save_checkpoint(self.path)
-                del self.trainer.strategy.barrier
-
-
-def fails(path: Path, resume: bool) -> list[tuple[list[float], float]]:
-    kind = Remembers if resume else partial(FailsOnOne, path)
-    return run("ddp", 2, path if resume else None, lp.ExactResume(), kind=kind)
-
-
-def test_after_an_error_rank_0_saves_without_the_others(pool: WorkerPool, tmp_path: Path) -> None:
-    path = tmp_path / "failed.ckpt"
-    whole = pool.run(fails, 2, path, resume=False, init=False)
-    resumed = pool.run(fails, 2, path, resume=True, init=False)
-    assert len(whole[0]) == STEPS and [len(rank) for rank in resumed] == [STEPS - SAVED] * 2
-    assert resumed[0] == whole[0][SAVED:]
-
-
-class Unlucky(Callback):
-    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        raise ValueError("no luck")
-
-
-def test_a_resumed_run_that_fails_at_its_start_leaves_nothing_to_the_next_one(tmp_path: Path) -> None:
-    run("auto", 1, None, SavesIn("on_train_batch_end", tmp_path / "x.ckpt", SAVED), lp.ExactResume())
-    made = L.Trainer(
-        accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False,
-        enable_checkpointing=False, max_epochs=3, callbacks=[lp.Preemption(), lp.ExactResume(), Unlucky()],
-    )  # fmt: skip
-    loops = made.fit_loop, made.fit_loop.epoch_loop
-    before = [set(vars(loop)) for loop in loops]
-    with pytest.raises(ValueError, match="no luck"):
-        made.fit(Remembers(), ckpt_path=tmp_path / "x.ckpt")
-    assert [set(vars(loop)) for loop in loops] == before
 
 
 # -- a search before a run puts its own state back: a run that is resumed would begin anew, so it refuses the search ---

@@ -181,28 +181,6 @@ def test_the_strategies_bring_along_one_that_only_warns(pool: WorkerPool, name: 
     assert [said for _, _, said in found] == [first, *[[]] * (WORLDS[name] - 1)]
 
 
-def looks_at_losses() -> int:
-    """How often a tensor's values are asked for, in 30 batches."""
-    asked = 0
-    ask = Tensor.tolist
-
-    def counted(tensor: Tensor) -> Any:
-        nonlocal asked
-        asked += 1
-        return ask(tensor)
-
-    Tensor.tolist = counted  # type: ignore[method-assign]
-    try:
-        train("single", Model(range(0)), [FiniteLoss()])
-    finally:
-        Tensor.tolist = ask  # type: ignore[method-assign]
-    return asked
-
-
-def test_a_gpu_is_waited_for_every_tenth_batch(pool: WorkerPool) -> None:
-    assert pool.run(looks_at_losses, 1, init=False) == [3]
-
-
 @pytest.mark.parametrize("stop_after", [0, -1])
 def test_a_number_of_batches_is_at_least_one(stop_after: int) -> None:
     with pytest.raises(ValueError, match=f"stop_after={stop_after}: give an integer of at least 1, or None"):

@@ -13,7 +13,7 @@ from lightning.pytorch.loggers.logger import DummyLogger
 from torch.utils.data import DataLoader
 
 from lightning_parallel import PerformanceMonitor
-from lightning_parallel.callbacks.performance_monitor import _texts, content, memory_in_use
+from lightning_parallel.callbacks.performance_monitor import _texts, content
 from tests.flops import flop_counter
 from tests.pool import WorkerPool
 from tests.strategies.harness import ALL, make_trainer, train
@@ -136,23 +136,8 @@ def test_a_first_batch_with_nothing_in_it_has_no_utilisation() -> None:
     assert "mfu" not in found
 
 
-def test_an_interval_of_none_logs_nothing() -> None:
-    assert fit(BoringModel(), log_every_n_steps=0) == {}
-
-
 def test_tokens_are_what_an_integer_tensor_of_two_dimensions_has() -> None:
     ids, mask = torch.ones(3, 5, dtype=torch.int64), torch.ones(3, 5, dtype=torch.bool)
     assert content({"mask": mask, "ids": ids}) == content((torch.ones(3, 2), ids)) == ("tokens", 15)
     assert content([torch.ones(3, 8, 8), torch.ones(3, dtype=torch.int64)]) == ("samples", 3)
     assert content("a text") == ("batches", 1)
-
-
-def test_memory_grows_with_what_a_process_holds() -> None:
-    before = memory_in_use(torch.device("cpu"))
-    held = torch.ones(2**26)  # 256 MiB
-    assert memory_in_use(torch.device("cpu")) - before > 0.9 * held.nbytes
-
-
-def test_a_peak_that_is_none_is_refused() -> None:
-    with pytest.raises(ValueError, match="peak_flops=0: give the FLOP/s of one device"):
-        PerformanceMonitor(0)

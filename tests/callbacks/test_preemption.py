@@ -13,7 +13,6 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import Tensor, nn
@@ -261,19 +260,6 @@ class FailsOnce(Model):
         return super().training_step(batch, batch_idx)
 
 
-def stop_after_an_error() -> list[str]:
-    trainer, model = make_trainer("single"), FailsOnce(("training", 2, 0, signal.SIGTERM))
-    with pytest.raises(ValueError, match="once"):
-        trainer.fit(model, *loaders())
-    with pytest.raises(SystemExit):
-        trainer.fit(model, *loaders())
-    return os.listdir("saved")
-
-
-def test_a_trainer_whose_run_has_failed_listens_in_the_next_one(pool: WorkerPool) -> None:
-    assert pool.run(stop_after_an_error, 1, init=False) == [["last.ckpt"]]
-
-
 class SignalledAtItsError(pl.LightningDataModule):
     """The launcher ends a rank that has lost a peer, while the rank deals with that."""
 
@@ -291,18 +277,3 @@ def fail_and_get_a_signal() -> None:
 
 def test_a_signal_does_not_take_the_place_of_an_error(pool: WorkerPool) -> None:
     pool.run(fail_and_get_a_signal, 1, init=False)
-
-
-def train_alone_in_a_group() -> int:
-    """Rank 0 trains in one process; the others don't."""
-    if dist.get_rank() > 0:
-        return 0
-    for name in [each for each in os.environ if each.startswith("TORCHELASTIC") or each.endswith(("RANK", "SIZE"))]:
-        del os.environ[name]  # Lightning would take it for torchrun
-    model = Model()
-    make_trainer("threads", max_epochs=1).fit(model, *loaders())
-    return int(model.ended)
-
-
-def test_one_process_is_alone_also_in_a_group_of_the_user_s(pool: WorkerPool) -> None:
-    assert pool.run(train_alone_in_a_group, 2, timeout=60) == [BATCHES, 0]

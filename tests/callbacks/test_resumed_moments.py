@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from datetime import timedelta
-from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -12,7 +10,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback, Checkpoint, Timer
+from lightning.pytorch.callbacks import Checkpoint
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, random_split
 from torchmetrics import MeanMetric, Metric, MinMetric, SumMetric
@@ -49,12 +47,6 @@ class Saves(Checkpoint):
             number = sum(SAVED in event[0] for event in events)
             trainer.save_checkpoint(folder / f"{number}.ckpt")
             events.append((SAVED if ends_update(trainer) else "saved in an update", number))
-
-
-class SavesFirst(Callback):
-    """The same, before the callbacks that come after it in the list."""
-
-    __init__, save = Saves.__init__, Saves.save  # type: ignore[assignment]
 
 
 class Scheduled(L.LightningModule):
@@ -194,12 +186,6 @@ def test_a_checkpoint_of_what_will_be_done_once_more_is_warned_of(tmp_path: Path
         run(None, tmp_path, hook, {"max_epochs": 1})
 
 
-@pytest.mark.parametrize("hook", HOOKS)
-def test_other_checkpoints_are_not(tmp_path: Path, hook: str, recwarn: pytest.WarningsRecorder) -> None:
-    run(None, tmp_path, hook, {"max_epochs": 1})
-    assert not [warning for warning in recwarn if "Saved" in str(warning.message)]
-
-
 def test_a_second_fit_has_nothing_of_the_run_that_the_first_one_resumed(tmp_path: Path) -> None:
     run(None, tmp_path, "on_validation_end", {"max_epochs": 1})
     module, callback = Scheduled("epoch"), lp.ExactResume()
@@ -286,24 +272,12 @@ class Stops(Unusual):
         return super().training_step(batch)
 
 
-@pytest.mark.parametrize("hook", ["on_train_batch_end", "on_validation_end"])
-def test_a_callback_that_comes_first_may_save(equal_from_saves: Equal, hook: str) -> None:
-    equal_from_saves(hook, {"val_check_interval": 4, "kind": Unusual, "saver": SavesFirst})
-
-
 @pytest.mark.parametrize("hook", ["on_train_batch_end", "on_validation_end", "on_train_epoch_end"])
 def test_a_run_that_was_to_stop_stops(equal_from_saves: Equal, caplog: pytest.LogCaptureFixture, hook: str) -> None:
     with caplog.at_level("INFO"):
         whole = equal_from_saves(hook, {"val_check_interval": 4, "kind": Stops})
     assert "To train on, resume it from an earlier checkpoint" in caplog.text
     assert [event[-1] for event in whole if event[0] != SAVED][-1] == 8
-
-
-@pytest.mark.parametrize("hook", HOOKS)
-def test_a_run_that_was_to_stop_goes_on_to_its_least_epochs(equal_from_saves: Equal, hook: str) -> None:
-    options = {"val_check_interval": 4, "kind": Stops, "min_epochs": 4, "max_epochs": 6}
-    whole = equal_from_saves(hook, options)
-    assert [event[-1] for event in whole if event[0] != SAVED][-1] == 24
 
 
 @pytest.mark.parametrize(("limit", "raised"), [
@@ -320,38 +294,6 @@ def test_a_run_that_has_ended_goes_on_with_a_raised_limit(tmp_path: Path, limit:
 @pytest.mark.parametrize("limit", [{}, {"max_epochs": None, "max_steps": 14}])
 def test_a_run_that_was_saved_before_it_began_begins(equal_from_saves: Equal, limit: Any) -> None:
     equal_from_saves("on_fit_start", limit)
-
-
-class Batches(Timer):
-    """Counts the run's batches in the place of seconds."""
-
-    def setup(self, trainer: L.Trainer, *_: Any, **__: Any) -> None:
-        self.trainer = trainer
-
-    def time_elapsed(self, stage: str = "train") -> float:
-        return float(self.trainer.fit_loop.total_batch_idx + 1)
-
-
-def test_a_run_that_ended_by_its_time_goes_on_with_more(tmp_path: Path) -> None:
-    few, many = ({"callbacks": lambda batches=batches: [Batches(timedelta(seconds=batches))]} for batches in (8, 30))
-    whole, *end = run(None, None, "", many)
-    run(None, tmp_path, "on_train_batch_end", few)
-    rest, *rest_end = run(tmp_path / "7.ckpt", None, "", many)
-    assert (rest, rest_end) == (whole[-len(rest) :], end) and sum(event[0] == "batch" for event in rest) == 10
-
-
-class Over(Timer):
-    def state_dict(self) -> dict[str, Any]:
-        return {"time_elapsed": {"train": 1000.0}}
-
-
-def test_a_run_whose_time_was_over_trains_no_more(tmp_path: Path) -> None:
-    whole = {"callbacks": lambda: [Over(timedelta(seconds=10000))]}
-    over = {"callbacks": lambda: [Over(timedelta(seconds=100))]}
-    in_parts = partial(lp.PipelineStrategy, checkpoint="directory")
-    run(None, tmp_path, "on_train_batch_end", whole, in_parts())
-    events, *_ = run(tmp_path / "7.ckpt", None, "", over, in_parts())
-    assert not [event for event in events if event[0] == "batch"]
 
 
 def parallel(layers: list[str] | None, folder: Path, hook: str, resumed: int | None) -> Any:
