@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
-from lightning_parallel.checkpoint import PlainOnDemand, format, is_checkpoint
+from lightning_parallel.checkpoint import PlainOnDemand, format, is_checkpoint, remove
 from lightning_parallel.checkpoint.format import save
 from lightning_parallel.checkpoint.keys import OptimizerState
 from lightning_parallel.ranks.collectives import together
@@ -134,6 +134,18 @@ def test_any_layout_opens_what_three_ranks_saved(pool: WorkerPool, path: str, si
     assert states == [[rank if rank < 3 else 0] * 3 for rank in range(size)]
 
 
+def save_drifted(path: str) -> None:
+    arguments = held(*place(), extra=("0.weight",))
+    arguments["model"]["0.weight"] += 1e-7 * dist.get_rank()
+    save(path, **arguments)
+
+
+def test_copies_of_a_parameter_that_drifted_apart_are_refused(pool: WorkerPool, path: str) -> None:
+    errors = pool.run(save_drifted, 2, path, expect_errors=True)
+    assert all("Copies of one parameter differ" in error and "0.weight" in error for error in errors)
+    assert not is_checkpoint(path)
+
+
 def save_misfits(path: str, what: str) -> None:
     rank, size = place()
     arguments = held(rank, size)
@@ -201,6 +213,16 @@ def test_a_rank_that_cannot_write_fails_all_and_leaves_the_old_one(pool: WorkerP
     load_here(path)
 
 
+def fail_to_pickle(path: str) -> None:
+    save_here(path, trainer={"epoch": lambda: None})
+
+
+def test_a_trainer_state_that_cannot_be_pickled_fails_all(pool: WorkerPool, path: str) -> None:
+    errors = pool.run(fail_to_pickle, 2, path, expect_errors=True)
+    assert all("lambda" in error for error in errors)
+    assert left_in(path) == []
+
+
 def load_misfits(path: str, what: str) -> None:
     rank, size = place()
     arguments = blank(rank, size)
@@ -261,3 +283,12 @@ def test_tensors_of_any_shape_and_dtype_come_back(path: str) -> None:
     nothing = load(path, model=found, parameters=["one"], coordinate="pp0")
     assert all(torch.equal(found[name], state[name]) for name in state)
     assert nothing == ([], {}) and PlainOnDemand(path).saved["trainer"] == {}
+
+
+def test_a_removed_checkpoint_leaves_nothing(path: str) -> None:
+    save_here(path)
+    (Path(path).parent / "last.ckpt.tmp-12345678").mkdir()
+    (Path(path).parent / "last.ckpt.json").touch()
+    remove(path)
+    assert left_in(path) == ["last.ckpt.json"] and not is_checkpoint(path)
+    remove(path)

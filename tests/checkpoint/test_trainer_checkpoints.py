@@ -17,6 +17,7 @@ from tests.pool import WorkerPool
 from tests.strategies.failures import assert_refused
 from tests.strategies.harness import (
     ALL,
+    STRATEGIES,
     complete,
     here,
     largest_difference,
@@ -82,6 +83,29 @@ def test_a_checkpoint_after_a_test_has_the_parameters_in_the_model_s_order(pool:
     expected = [name for name, _ in ALL["LeNet"]().named_parameters()]
     for fitted, tested in pool.run(orders_saved, 2, tmp_path, init=False):
         assert fitted == tested == expected
+
+
+class TwoGroups(ALL["LeNet"]):  # type: ignore[misc]
+    """What its class has become once a callback has added a group to its optimizer."""
+
+    def configure_optimizers(self) -> Any:
+        first, *others = self.parameters()
+        return torch.optim.AdamW([{"params": [first]}, {"params": others}])
+
+
+def resume_without_a_group(folder: Path) -> None:
+    for kind, resume in ((TwoGroups, None), (ALL["LeNet"], folder / "epoch=0.ckpt")):
+        trainer = L.Trainer(
+            accelerator="cpu", devices=2, max_epochs=1 if resume is None else 2, logger=False,
+            callbacks=[ModelCheckpoint(folder, "{epoch}")], strategy=STRATEGIES["sync"](),
+            enable_progress_bar=False, enable_model_summary=False,
+        )  # fmt: skip
+        trainer.fit(kind(), kind.loader(), ckpt_path=resume)
+
+
+def test_other_parameter_groups_are_refused_with_the_fix(pool: WorkerPool, tmp_path: Path) -> None:
+    failures = pool.run(resume_without_a_group, 2, tmp_path, init=False, expect_errors=True)
+    assert_refused(failures, "ValueError", ["has 2 parameter groups, but configure_optimizers made 1", "callback"])
 
 
 def take(path: Path, content: dict[str, Any]) -> None:
@@ -160,3 +184,20 @@ def test_what_modules_keep_besides_tensors_is_saved_and_opens_everywhere(pool: W
     fresh.load_state_dict(read_full(tmp_path / "sync.ckpt"))
     assert (fresh.first.calls, fresh.last.calls) == (9, 18)
     assert Counting.load_from_checkpoint(tmp_path / "sync.ckpt").last.calls == 18
+
+
+def save_unrun(strategy: str, ranks: int, path: Path) -> None:
+    module = ALL["LeNet"]()
+    trainer = L.Trainer(accelerator="cpu", devices=ranks, strategy=STRATEGIES[strategy](), logger=False)
+    trainer.strategy.connect(module)
+    trainer.save_checkpoint(path)
+    if trainer.is_global_zero:
+        saved = torch.load(path, weights_only=True)["state_dict"]
+        assert saved.keys() == module.state_dict().keys()
+
+
+@pytest.mark.parametrize(("strategy", "ranks"), [("sync", 1), ("fsdp", 2)])
+def test_a_module_that_has_not_run_is_saved_as_by_lightning(
+    pool: WorkerPool, tmp_path: Path, strategy: str, ranks: int
+) -> None:
+    pool.run(save_unrun, ranks, strategy, ranks, tmp_path / "begin.ckpt", init=False)

@@ -287,6 +287,38 @@ def test_a_look_leaves_a_batch_that_is_put_back_as_it_was() -> None:
     torch.testing.assert_close(seen[1], seen[0], rtol=0, atol=0)
 
 
+def test_a_loader_of_the_next_fit_is_not_mistaken_for_the_last() -> None:
+    trainer = trainer_with(looking())
+    module = Net("plain")
+    module.layers[1] = nn.Linear(3, 3)  # fails in the dry run
+    with pytest.raises(RuntimeError):
+        trainer.fit(module, DataLoader(TensorDataset(ROWS), batch_size=2))
+    module = Net("plain")
+    trainer = trainer_with(looking())
+    trainer.fit(module, DataLoader(TensorDataset(ROWS + 100), batch_size=6))
+    assert all(batch[0].min() >= 100 and len(batch[0]) == 6 for batch in module.seen[-2:])
+
+
+class FailsOnce(Net):
+    failed = False
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        if not self.failed:
+            self.failed = True
+            raise ValueError("no luck")
+        return super().configure_optimizers()
+
+
+def test_after_an_error_at_set_up_the_module_is_asked_for_its_loaders_again() -> None:
+    trainer = trainer_with(looking())
+    module = FailsOnce("plain")
+    with pytest.raises(ValueError, match="no luck"):
+        trainer.fit(module)
+    module.loader, module.seen = "shuffled", []
+    trainer.fit(module)
+    assert module.asked == 2 and module.seen
+
+
 class Tried(SingleDeviceStrategy):
     """Runs the first step ahead, twice, before Lightning sets the module up."""
 

@@ -37,12 +37,21 @@ class Normalised(Forward):
 class Dropping(Forward):
     """Dropout, in a layer that is computed again in the backward."""
 
+    recompute = False
+
     def build(self) -> None:
         super().build()
         self.hidden = nn.Sequential(nn.Linear(10, 10), nn.Dropout(0.5), nn.Tanh())
 
     def forward(self, images: Tensor) -> Tensor:
-        return checkpoint(self.hidden, self.net(images), use_reentrant=False)
+        logits = self.net(images)
+        if self.recompute:
+            return checkpoint(self.hidden, logits, use_reentrant=False)
+        return self.hidden(logits)
+
+
+class Recomputing(Dropping):
+    recompute = True
 
 
 class Penalised(Forward):
@@ -114,6 +123,6 @@ class Failing(Forward):
 
 
 MODULES: tuple[type[Base], ...] = (
-    Forward, Normalised, Dropping, Penalised, Observing, Failing
+    Forward, Normalised, Dropping, Recomputing, Penalised, Observing, Failing
 )  # fmt: skip
 REPLICATED = {model.__name__: model for model in MODULES}

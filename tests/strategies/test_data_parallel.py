@@ -126,6 +126,11 @@ def test_dropout_is_the_same_in_every_run(pool: WorkerPool) -> None:
     assert largest_difference(runs[0].weights, runs[1].weights) == 0
 
 
+def test_dropout_that_is_computed_again_is_the_same_dropout(pool: WorkerPool) -> None:
+    runs = [replicated(pool, model, 3, shuffle=True) for model in ("Dropping", "Recomputing")]
+    assert_equal([runs[0]], runs[1])
+
+
 # -- what steps say beside the loss ------------------------------------------------------------------------------
 
 
@@ -205,6 +210,22 @@ def test_the_name_and_the_object_are_the_same_strategy() -> None:
     trainer = L.Trainer(accelerator="cpu", devices=2, strategy="data_parallel", logger=False)
     assert isinstance(trainer.strategy, lp.DataParallelStrategy)
     assert trainer.world_size == 1 and len(trainer.strategy.parallel_devices) == 2
+
+
+class AnyBatch(Forward):
+    """Steps that take and return what no replica could share."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:  # type: ignore[override]
+        return {"loss": super().training_step(batch, batch_idx), "seen": torch.zeros(3), "how": self}
+
+    def predict_step(self, batch: Any) -> Any:
+        return {"length": len(batch)}
+
+
+def test_one_device_takes_any_batch_and_returns_anything() -> None:
+    one = trainer("replicas", devices=1, fast_dev_run=True, enable_progress_bar=False)
+    one.fit(AnyBatch(), AnyBatch.loader())
+    assert one.predict(AnyBatch(), ["one", "three"]) == [{"length": 3}]  # type: ignore[arg-type]
 
 
 # -- refusals and failures ---------------------------------------------------------------------------------------
@@ -297,4 +318,30 @@ def test_a_step_may_write_to_parameters_what_is_the_same_again() -> None:
         made = Masks()
         trainer(enable_checkpointing=False, max_epochs=1, **options).fit(made, made.loader())
         weights.append({name: p.detach() for name, p in made.named_parameters()})
+    assert largest_difference(*weights) < 1e-5  # float32
+
+
+class Skips(Forward):
+    """Skips the first and the third batch."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return super().training_step(batch, batch_idx) if batch_idx == 1 else None
+
+
+def test_a_step_on_the_output_device_may_skip_batches() -> None:
+    module = Skips()
+    before = module.net[0].weight.detach().clone()
+    trainer("output_device", enable_checkpointing=False, max_epochs=1).fit(module, module.loader())
+    assert not torch.equal(module.net[0].weight, before)
+
+
+def test_manual_optimization_trains_on_the_output_device() -> None:
+    weights = []
+    for strategy in ("auto", lp.DataParallelStrategy(loss_on="output_device")):
+        module = Manual()
+        devices = 1 if strategy == "auto" else 3
+        trainer(strategy=strategy, devices=devices, max_epochs=1, enable_checkpointing=False).fit(
+            module, Manual.loader()
+        )
+        weights.append({name: p.detach() for name, p in module.named_parameters()})
     assert largest_difference(*weights) < 1e-5  # float32

@@ -9,9 +9,10 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, EarlyStopping
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor
 
-from tests.pool import WorkerPool
+from tests.pool import Failure, WorkerPool
 from tests.strategies.harness import ALL, make_trainer
 from tests.strategies.reference import delayed
 from tests.thorough import thorough
@@ -192,3 +193,26 @@ def test_max_time_ends_all_stages_after_the_same_batch_and_nobody_waits_for_it(
     assert len({*runs}) == 1
     steps, broadcasts = runs[0]
     assert steps >= 1 and broadcasts <= 2  # those of the start
+
+
+class Fails(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if self.global_step == 2 and rank_zero_only.rank == 0:  # in a step, global_rank is the replica's
+            raise KeyError("on the last stage")
+        return super().training_step(batch, batch_idx)
+
+
+def read_of_a_lost_stage(strategy: str, options: dict[str, Any]) -> None:
+    torch.set_default_dtype(torch.float64)
+    make_trainer(strategy, [Reads()], options).fit(Fails(), Fails.loader())
+
+
+@GOING_ON
+def test_a_wait_for_a_stage_that_is_gone_ends(
+    pool: WorkerPool, strategy: str, stages: int, options: dict[str, Any]
+) -> None:
+    last, *others = pool.run(
+        read_of_a_lost_stage, stages, strategy, options, init=False, timeout=60, expect_errors=True
+    )
+    assert isinstance(last, Failure) and "KeyError" in str(last)
+    assert all(isinstance(other, Failure) and "PeerLostError" in str(other) for other in others)

@@ -72,6 +72,13 @@ class Unwrapped(Plain):
         optimizer.optimizer.step(closure=optimizer_closure)
 
 
+class WarmsUp(Plain):
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        optimizer.step(closure=optimizer_closure)
+        for group in optimizer.param_groups:
+            group["lr"] = 0.1 * min(1.0, (self.trainer.global_step + 1) / 5)
+
+
 class NeverZeroes(Plain):
     def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
         pass
@@ -88,6 +95,11 @@ class ScalesGradients(Plain):
         for parameter in self.parameters():
             if parameter.grad is not None:
                 parameter.grad.mul_(0.5).clamp_(-0.01, 0.01)
+
+
+class Clips(Plain):
+    def configure_gradient_clipping(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        self.clip_gradients(optimizer, gradient_clip_val=0.05, gradient_clip_algorithm="norm")
 
 
 class ClipsByValue(Plain):
@@ -132,7 +144,8 @@ class LogsNorms(Untied):
 
 
 EQUAL = (
-    Standard, ClosureFirst, ClosureAlone, Unwrapped, NeverZeroes, ZeroesEverySecond, ScalesGradients, ClipsByValue,
+    Standard, ClosureFirst, ClosureAlone, Unwrapped, WarmsUp, NeverZeroes, ZeroesEverySecond, ScalesGradients, Clips,
+    ClipsByValue,
 )  # fmt: skip
 MODULES: dict[str, Callable[[], Plain]] = {kind.__name__: kind for kind in (
     *EQUAL, ClipsByHand, ClipsBeforeStep, ClipsAfterBackward, ClipsBetween, SkipsNaN, LogsNorms,
@@ -294,6 +307,13 @@ def test_what_a_step_logs_is_the_batch_s(pool: WorkerPool, reduce_fx: str, layou
     assert names in ([], ["doubtful"])
 
 
+def test_what_replicas_in_one_process_can_t_tell_is_warned_of(pool: WorkerPool) -> None:
+    ((expected, _),) = pool.run(count, 1, "sum", None, init=False)
+    ((metrics, told),) = pool.run(count, 1, "sum", "threads", init=False)
+    for name in ("loss", "constant", "batch", "step", "size", "elements", "tensor", "weight", "labels", "hits"):
+        assert metrics[name] == pytest.approx(expected[name]) or any(f"self.log({name!r}" in text for text in told)
+
+
 class Edits(Untied):
     """Keeps a value of its own, and reads the model otherwise than it was saved."""
 
@@ -321,6 +341,14 @@ class Forgets(Edits):
 
 class Looks(Edits):
     touches = False
+
+
+class SavesOthers(Edits):
+    """As an average of weights is often saved."""
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        if "net.8.weight" in checkpoint["state_dict"]:  # on one rank
+            checkpoint["state_dict"]["net.8.weight"] = torch.zeros(3, 6)
 
 
 RESUMED: dict[str, type[Edits]] = {kind.__name__: kind for kind in (Edits, Forgets, Looks)}
@@ -360,3 +388,8 @@ def test_a_checkpoint_is_read_as_on_load_checkpoint_leaves_it(pool: WorkerPool, 
             weights = joined([report for report, _ in reports], "weights")
             assert largest_difference(weights, expected.weights) < 1e-10, (kind, path)
             assert {each for _, each in reports} == {counted} == {7}
+
+
+def test_other_values_for_the_model_s_are_refused_when_they_are_saved(pool: WorkerPool, tmp_path: Path) -> None:
+    failures = pool.run(save, 2, "1f1b", tmp_path / "it", SavesOthers, init=False, expect_errors=True)
+    assert_refused(failures, "ValueError", ["on_save_checkpoint", "'net.8.weight'", "a key of their own"])

@@ -21,6 +21,13 @@ from tests.worker import texts_of_warnings
 EXACT = 1e-10  # float64
 
 
+def test_replicas_average_their_means_as_under_ddp(pool: WorkerPool) -> None:
+    options = {"stages": 2, "data_parallel": 2, "microbatches": 2}
+    reports = pool.run(train, 4, "Tokens", "sync", options, init=False, batch_size=4)
+    reference = pool.run(train, 2, "Tokens", "ddp", init=False, batch_size=4)[0]
+    assert largest_difference(joined(reports, "weights"), reference.weights) < EXACT
+
+
 @pytest.mark.parametrize("options", [{}, {"correction": None, "accumulate": 2}], ids=["corrected", "accumulated"])
 def test_the_asynchronous_pipeline_equals_its_delayed_reference(pool: WorkerPool, options: dict[str, Any]) -> None:
     accumulate = options.get("accumulate", 1)

@@ -15,12 +15,13 @@ from torch import Tensor
 from lightning_parallel.optimizers.owners import only_once
 from lightning_parallel.ranks.local_model import local_part
 from tests import optimizers
-from tests.optimizer_table.cases import EPOCHS, LAYOUTS, Net, by, fit, replicas_of
+from tests.optimizer_table.cases import CLIP, EPOCHS, LAYOUTS, STAGES, Net, by, fit, replicas_of
 from tests.optimizer_table.training import ENTRIES, EXACT, FOUND, expected, make_runner
 from tests.pool import WorkerPool
 from tests.strategies.failures import LIMIT, assert_refused
 from tests.strategies.harness import Report, complete, here, joined, largest_difference, make_trainer, spoil, train
 from tests.strategies.models import BATCH
+from tests.strategies.reference import delayed
 from tests.thorough import thorough
 from tests.zoo.outcome import Outcome
 
@@ -148,6 +149,25 @@ def test_owners_have_the_gradients_of_one_process(pool: WorkerPool, kind: str, l
     reports = pool.run(fit, ranks, kind, strategy, options, replicas_of(layout), **given)
     allowed = 0.02 if feature == "mixed precision" else EXACT
     assert largest_difference(joined(reports, "weights"), single.weights) < allowed
+
+
+def fit_late(kind: str) -> Report:
+    return delayed(by(kind), **STAGES, clip=CLIP, epochs=EPOCHS, accumulate=2)
+
+
+def test_late_batches_are_accumulated_for_owners(pool: WorkerPool) -> None:
+    ranks, strategy, options = LAYOUTS["late stages x tensor"]
+    (expected,) = pool.run(fit_late, 1, "LAMB", init=False)
+    reports = pool.run(fit, ranks, "LAMB", strategy, options, init=False, accumulate_grad_batches=2)
+    assert largest_difference(joined(reports, "weights"), expected.weights) < EXACT
+
+
+def test_replicas_of_an_asynchronous_pipeline_share_owners(pool: WorkerPool) -> None:
+    """Of one stage, which isn't late."""
+    options = {**STAGES, "stages": 1, "tensor_parallel": 2, "data_parallel": 2}
+    (single,) = pool.run(fit, 1, "LAMB", "single", init=False)
+    reports = pool.run(fit, 4, "LAMB", "async", options, 2, init=False)
+    assert largest_difference(joined(reports, "weights"), single.weights) < EXACT
 
 
 def test_a_closure_is_not_called_twice() -> None:

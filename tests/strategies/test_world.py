@@ -161,3 +161,24 @@ def test_collectives_in_a_step_are_over_the_replicas(pool: WorkerPool, layout: s
     if strategy == "async":
         losses, theirs = losses[:1], theirs[:1]  # the others come by late gradients
     assert losses == pytest.approx(theirs, rel=1e-12)
+
+
+class MeetingInside(Net):
+    """Calls a collective between the layers, on what a later stage has not computed itself."""
+
+    def logits_and_loss(self, batch: Any) -> tuple[Tensor, Tensor]:
+        hidden = self.net[:2](batch[0])
+        shift = hidden.detach().mean(0)
+        if dist.is_initialized():
+            dist.all_reduce(shift)
+            shift /= dist.get_world_size()
+        logits = self.net[2:](hidden - shift)
+        return logits, torch.nn.functional.cross_entropy(logits, batch[1])
+
+
+@pytest.mark.parametrize("layout", ["pipeline, replicas", *thorough("three stages")])
+def test_collectives_between_the_layers(pool: WorkerPool, layout: str) -> None:
+    strategy, options, processes, replicas = LAYOUTS[layout]
+    expected = pool.run(fit, replicas, MeetingInside, *(("single", {}) if replicas == 1 else ("ddp", {})), init=False)
+    peers = pool.run(fit, processes, MeetingInside, strategy, options, init=False, timeout=LIMIT)
+    assert peers[0][0] == pytest.approx(expected[0][0], rel=1e-12)

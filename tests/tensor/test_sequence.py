@@ -10,13 +10,16 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_parallel.absent.module import make_absent
 from lightning_parallel.absent.tensor import absent_like
+from lightning_parallel.tensor.dropout import ShardedRegion
 from lightning_parallel.tensor.plan import find_plan
 from lightning_parallel.tensor.sharding import shard_module
-from tests.tensor.helpers import ranks
+from tests.pool import WorkerPool
+from tests.tensor.helpers import ranks, world
 from tests.tensor.models import TIME, Loss, batch, gpt, lenet, mlp, phi3
 
 CPU = torch.device("cpu")
@@ -55,6 +58,36 @@ def test_blocks_hold_pieces_and_attention_sees_all_of_the_sequence(size: int) ->
 
 
 # -- with a pipeline ---------------------------------------------------------------------------------------------
+
+
+def dropout_differs_between_pieces_and_nowhere_else() -> None:
+    group = world()
+    torch.manual_seed(0)
+    model = gpt(dropout=0.5).double()
+    region = ShardedRegion(group.rank(), CPU)
+    shard_module(model, find_plan(model), group, sequence_parallel=True, region=region)
+    masks: list[Tensor] = []
+    states: list[Tensor] = []
+    model.get_submodule("blocks.0.dropout").register_forward_hook(lambda m, x, y: masks.append((y == 0).double()))
+    model.get_submodule("norm").register_forward_hook(lambda m, x, y: states.append(torch.get_rng_state()))
+    for _ in range(2):
+        Loss(model)(*batch(model)).backward()
+        region.close()
+    for mask in masks:
+        both = [torch.empty_like(mask) for _ in range(2)]
+        dist.all_gather(both, mask)
+        assert not torch.equal(*both)
+        assert 0.4 < mask.mean() < 0.6
+    assert not torch.equal(masks[0], masks[1]) and not torch.equal(masks[0], masks[2])
+    for state in (*states, torch.get_rng_state()):
+        both = [torch.empty_like(state) for _ in range(2)]
+        dist.all_gather(both, state)
+        assert torch.equal(*both)
+    assert not torch.equal(states[0], states[1])
+
+
+def test_dropout_differs_between_pieces(pool: WorkerPool) -> None:
+    pool.run(dropout_differs_between_pieces_and_nowhere_else, 2)
 
 
 # -- refusals ----------------------------------------------------------------------------------------------------

@@ -6,14 +6,18 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_parallel.ranks.shard import Shard
+from lightning_parallel.tensor.dropout import ShardedRegion
 from lightning_parallel.tensor.layer import ParallelLayer, Site, shard_parameter
 from lightning_parallel.tensor.plan import find_plan
 from lightning_parallel.tensor.rules import resolve
+from lightning_parallel.tensor.sharding import shard_module
 from lightning_parallel.tensor.style import Plan, Rule, Style
 from tests.pool import WorkerPool
+from tests.tensor.helpers import world
 from tests.tensor.models import EXPERTS, PLANNED, TRIED, VOCABULARY, gpt2, llama, trains_as_the_whole
 from tests.thorough import thorough
 
@@ -186,7 +190,41 @@ def test_divided_models_train_as_the_whole(
 # -- adapters and styles -----------------------------------------------------------------------------------------------
 
 
+def dropout_agrees() -> None:
+    group = world()
+    torch.manual_seed(0)
+    model = lora_llama(lora_dropout=0.5).double().train()
+    region = ShardedRegion(group.rank(), torch.device("cpu"))
+    sharding = shard_module(model, find_plan(model), group, region=region)
+    model(torch.arange(10).view(1, 10)).logits.pow(2).sum().backward()
+    region.close()
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and name not in sharding.shards and name not in sharding.partial:
+            mine, others = parameter.grad, [torch.empty_like(parameter) for _ in range(group.size())]
+            assert mine is not None, name
+            dist.all_gather(others, mine, group)
+            torch.testing.assert_close(others[0], others[1], msg=lambda m, name=name: f"{name}: {m}")
+
+
+def test_an_adapter_s_dropout_leaves_the_ranks_with_one_gradient(pool: WorkerPool) -> None:
+    pool.run(dropout_agrees, 2)
+
+
 def test_other_adapters_are_refused_by_name() -> None:
     model = adapted(llama(), ["q_proj"], use_dora=True)
     with pytest.raises(ValueError, match=r"'model.layers.0.self_attn.q_proj' is a Linear of PEFT with lora_magnitude"):
         resolve(model, find_plan(model))
+
+
+def test_what_a_style_does_not_override_leaves_the_module_as_it_is() -> None:
+    class Nothing(Style):
+        pass
+
+    style, module = Nothing.read(""), nn.Linear(2, 2)
+    (rule,) = resolve(nn.Sequential(module), {"0": style})
+    assert rule.style is style and style.text == "Nothing"
+    assert style.partial_parameters(module) == []
+    with pytest.raises(ValueError, match="takes no options"):
+        Nothing.read("3")
+    with pytest.raises(ValueError, match="plan: 'up': 'gain', but 'up' is a Linear"):
+        resolve(Gained(), {"up": GainStyle()})

@@ -188,7 +188,7 @@ def run(pool: WorkerPool, output: Path, *overrides: str) -> dict[str, float | No
 
 @pytest.mark.parametrize(("layout", "ranks"), [
     (["strategy=pipeline_zbv"], 2),
-    *thorough((["strategy=hybrid"], 8), (["strategy=pipeline_1f1b"], 2), (["strategy=ddp"], 2)),
+    *thorough((["strategy=pipeline_3d"], 8), (["strategy=pipeline_1f1b"], 2), (["strategy=ddp"], 2)),
 ])  # fmt: skip
 def test_images_train_as_in_one_process(
     pool: WorkerPool, tmp_path: Path, folder: Path, layout: list[str], ranks: int
