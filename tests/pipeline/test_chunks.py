@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from functools import partial
 from typing import Any
 
@@ -10,7 +11,16 @@ import torch
 from torch import Tensor
 
 from lightning_parallel.schedules.actions import (
+    Action,
+    Backward,
+    BackwardInput,
+    BackwardWeight,
+    Forward,
+    Schedule,
+    Step,
+    needed,
     placement,
+    sent,
 )
 from lightning_parallel.schedules.checks import of_one_update
 from lightning_parallel.schedules.generators import Generator, interleaved
@@ -22,6 +32,47 @@ from tests.pool import WorkerPool
 from tests.thorough import thorough
 
 LAYERS = {**BLOCKS, "balance": "layers"}
+
+
+_LAYERS = 8  # of the model: there are no more chunks
+
+
+def any_order(stages: int, microbatches: int, seed: int) -> Schedule:
+    """Valid lists without any plan: two or three chunks a stage anywhere, of which one that can run is drawn each
+    time; backwards whole or in halves."""
+    draw = random.Random(seed)
+    places = [stage for stage in range(stages) for _ in range(draw.choice([2, 3]))][:_LAYERS]
+    places.remove(stages - 1)
+    draw.shuffle(places)
+    places.append(stages - 1)  # the last chunk
+    chunks = len(places)
+    lists: Schedule = [[] for _ in range(stages)]
+    halved = {(chunk, k): draw.random() < 0.5 for chunk in range(chunks) for k in range(microbatches)}
+    kinds: tuple[type[Any], ...] = (Forward, BackwardInput, BackwardWeight)
+    due = {(kind, chunk): 0 for kind in kinds for chunk in range(chunks)}
+    done: set[Any] = {None}
+    while any(number < microbatches for number in due.values()):
+        ready: list[tuple[Any, Action]] = []
+        for (kind, chunk), k in due.items():
+            if k == microbatches:
+                continue
+            action = kind(chunk, k)
+            before = {BackwardInput: Forward, BackwardWeight: BackwardInput}.get(kind)
+            if needed(action, chunks) in done and (before is None or before(chunk, k) in done):
+                ready.append(((kind, chunk), action))
+        place, action = draw.choice(ready)
+        due[place] += 1
+        done |= {action, sent(action, chunks)}
+        assert not isinstance(action, Step)
+        whole = not halved[action.chunk, action.microbatch]
+        if whole and isinstance(action, BackwardWeight):
+            continue
+        if whole and isinstance(action, BackwardInput):
+            action = Backward(action.chunk, action.microbatch)
+        lists[places[action.chunk]].append(action)
+    for stage, actions in enumerate(lists):
+        actions.append(Step(stage, 0))
+    return lists
 
 
 def trained(kind: str, generator: Generator, batches: list[list[int]], options: dict[str, Any]) -> list[Any]:
@@ -61,6 +112,9 @@ def check(pool: WorkerPool, kind: str, stages: int, generator: Generator, batche
         assert_equal(buffers, dict(model.named_buffers()))
 
 
+KINDS = ["Tuples", "Frozen", "Loose", "InPlace", "SkipChanged", "SameTwice", "MultiExit"]
+
+
 @pytest.mark.parametrize(
     ("kind", "stages"),
     [
@@ -69,12 +123,32 @@ def check(pool: WorkerPool, kind: str, stages: int, generator: Generator, batche
         ("PassesThrough", 2),  # weights cross, and get no gradient
         ("Checkpointed", 2),
         ("Mixed", 3),
-        *thorough(*((kind, 2) for kind in ("Loose", "InPlace", "MultiExit", "Cycle", "MixedWithBatchNorm"))),
+        *thorough(*((kind, 2) for kind in (*KINDS, "Tied", "UNet", "Cycle", "MixedWithBatchNorm")), ("Mixed", 1)),
     ],
 )
 def test_gradients_in_a_v_equal_one_process_s(pool: WorkerPool, kind: str, stages: int) -> None:
     batches = [[1] * 8, [1] * 8] if kind == "Shifted" else BATCHES
     check(pool, kind, stages, zbv, batches)
+
+
+@pytest.mark.parametrize("seed", [1, *thorough(*range(2, 20))])
+def test_any_valid_lists_give_the_same_numbers(pool: WorkerPool, seed: int) -> None:
+    stages = 2 + seed % 2
+    check(pool, "Mixed", stages, partial(any_order, seed=seed), [[3, 3, 2, 2, 2], [4, 4, 3], [1]])
+
+
+def breadth_first(stages: int, microbatches: int) -> Schedule:
+    """All forwards of a chunk, then those of the stage's next chunk, then the backwards."""
+    lists: Schedule = []
+    for s in range(stages):
+        forwards: list[Action] = [Forward(c, k) for c in (s, s + stages) for k in range(microbatches)]
+        backwards: list[Action] = [Backward(c, k) for c in (s + stages, s) for k in range(microbatches)]
+        lists.append([*forwards, *backwards, Step(s, 0)])
+    return lists
+
+
+def test_chunks_to_which_no_gradient_comes_back_hold_nobody_up_within_a_batch(pool: WorkerPool) -> None:
+    check(pool, "FrozenFirst", 2, breadth_first, [[1] * 8, [1] * 8])
 
 
 def measured(generator: Generator, count: int) -> tuple[int, int, int]:

@@ -281,6 +281,16 @@ def test_copies_held_are_those_in_flight_and_those_of_the_correction(
     assert set(steady) == {expected}  # as an update ends
 
 
+@pytest.mark.parametrize("stashing", ["stash", "2bw", "latest"])
+def test_an_update_that_no_forward_came_before_is_corrected_too(stashing: Stashing) -> None:
+    model = Scalars()
+    versions = WeightVersions(model, parameters_of(model), stashing, corrected=True)
+    with torch.no_grad():
+        versions.update(lambda: model.w.sub_(1.0), 1.0)  # type: ignore[arg-type, return-value]
+    assert model.w.item() == 1.0
+    assert versions.forward(lambda: model.w.item())[0] == 0.0
+
+
 class Operations(TorchDispatchMode):
     """Counts what a GPU would run."""
 
@@ -438,3 +448,35 @@ def test_first_gradients_have_memory_of_their_own_also_where_one_is_sparse() -> 
             output.backward(torch.ones_like(output))
     assert embedding.weight.grad is not None and bias.grad is not None
     assert embedding.weight.grad.to_dense().tolist() == [[2.0, 2.0]] * 3 and bias.grad.tolist() == [6.0, 6.0]
+
+
+@pytest.mark.parametrize(("correction", "second_order"), [(0.0, False), (1.0, False), (1.0, True)])
+@pytest.mark.parametrize("stashing", ["stash", "2bw", "latest"])
+def test_gradients_of_an_open_update_outlive_refreshes(
+    stashing: Stashing, correction: float, second_order: bool
+) -> None:
+    training = Training(made("x * w"), stashing, 2, 4, correction=correction, second_order=second_order).run(6)
+    twin = made("x * w")
+    expected: dict[str, Tensor] = {}
+    training.versions.refresh()
+    twin.load_state_dict(training.model.state_dict())
+    taken = training.versions.take_gradients()
+    for k in range(3):
+        training.versions.begin(1)
+        loss, token = training.versions.forward(lambda k=k: training.model(batch(k)))  # type: ignore[misc]
+        with training.versions.backward(token):
+            loss.backward()
+        training.versions.refresh()
+        loss = twin(batch(k))
+        for (name, _), g in zip(
+            twin.named_parameters(), torch.autograd.grad(loss, list(twin.parameters())), strict=True
+        ):
+            expected[name] = expected.get(name, 0) + g
+        # A change from outside, in place of the parameter's memory too: what is read next is the new one.
+        for p, q in zip(training.parameters.values(), twin.parameters(), strict=True):
+            p.data = p.data * 1.1
+            q.data = q.data * 1.1
+    assert set(taken) == set(expected)  # of the two microbatches before
+    assert_equal(training.versions.take_gradients(), expected)
+    assert training.versions.take_gradients() == {}
+    assert training.versions._versions() == []
