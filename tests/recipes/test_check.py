@@ -34,7 +34,7 @@ def test_a_layout_is_equal_to_one_process(pool: WorkerPool, tmp_path: Path, layo
 
 
 def test_what_is_no_layout_of_the_package_is_refused(pool: WorkerPool, tmp_path: Path) -> None:
-    with pytest.raises(Exception, match="strategy='auto' is none that can be compared"):
+    with pytest.raises(Exception, match="strategy='auto' is none of this package's"):
         done(pool, composed(*DIGITS, "strategy=single", "+command=check", folder=tmp_path))
 
 

@@ -162,7 +162,7 @@ def test_findings_say_what_the_figures_say() -> None:
         return "\n".join(report.findings(rows(outcomes(seconds))))
 
     assert "is ddp: 1.60 x as fast as one process" in told(0.1)
-    assert "is dp: 0.80 x as fast as one process" in told(0.4)
+    assert "is data_parallel: 0.80 x as fast as one process" in told(0.4)
     assert "losses are within 1.0e-03 of one process's 2.0000 (ddp)" in told(0.1)
     assert report.findings([]) == ["Too few strategies were measured to compare them."]
 
@@ -174,7 +174,7 @@ def test_the_report_is_written_with_what_failed(tmp_path: Path) -> None:
     assert config is not None
     head, found = report.headline(config, ["model=gpt"]), report.tables(table, "val_loss")
     shown = report.show(head, table, found)
-    assert max(map(len, shown.splitlines())) < 140
+    assert max(map(len, shown.splitlines())) < 150
     report.write(tmp_path, head, table, found)
     text = (tmp_path / "compare.md").read_text()
     assert "| ddp | 2 | 100.0 | 100.0-100.0 | 240 | 30,720 | 80% |" in text
@@ -196,7 +196,7 @@ def test_the_report_is_written_with_what_failed(tmp_path: Path) -> None:
     (["output=/tmp"], "output=/tmp: is there already"),
     (["strategies=[ddp]", "model.widht=3"], "model.widht=3: no such key in model; did you mean width"),
     (["strategies=[ddp]", "trainer.max_steps=5"], "trainer.max_steps=5: too few to be measured; use 6 or more"),
-    (["strategy.stagez=2"], "strategy.stagez=2: none of single, dp, .* has such a value"),
+    (["strategy.stagez=2"], "strategy.stagez=2: none of single, data_parallel, .* has such a value"),
 ])  # fmt: skip
 def test_what_cannot_be_compared_is_refused_before_anything_starts(words: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
