@@ -17,6 +17,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
 import lightning_parallel
@@ -134,6 +135,8 @@ def test_trainings_run(
         folder.mkdir(parents=True)
         output = trained(pool, folder, job)
         assert record.read_metrics(output)["val_loss"] is not None
+        if (output / "csv").exists():  # the whole config is what runs are told apart by
+            assert "cluster" in yaml.safe_load((output / "csv" / "hparams.yaml").read_text())
         if "timeline=true" in words:
             assert (output / "timeline.png").exists() and (output / "timeline.json").exists()
 

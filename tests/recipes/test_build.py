@@ -8,7 +8,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint, TQDMProgressBar
+from lightning.pytorch.callbacks import LearningRateMonitor, ModelCheckpoint, TQDMProgressBar
 from lightning.pytorch.loggers import TensorBoardLogger
 
 from recipes import build
@@ -110,3 +110,9 @@ def test_what_an_optimizer_refuses_is_told_with_the_setting() -> None:
     config = composed("model=mlp", "data=digits", "optimizer.betas=[1,1]")
     with pytest.raises(ValueError, match="^optimizer: Invalid beta"):
         build.model(config).configure_optimizers()
+
+
+def test_the_learning_rate_is_logged_where_there_is_a_logger() -> None:
+    for words, logged in (([], True), (["logger=none"], False), (["logger.csv=null"], False)):
+        found = build.callbacks(composed(*words))
+        assert any(isinstance(callback, LearningRateMonitor) for callback in found) is logged
