@@ -437,3 +437,9 @@ NAMES = {
 
 def test_strategies_can_be_given_by_name(pool: WorkerPool) -> None:
     assert pool.run(made_by_name, 2, [*NAMES], init=False) == [[*NAMES.values()]] * 2
+
+
+def test_tensor_ranks_leave_the_other_devices_to_replicas() -> None:
+    strategy = lp.TensorParallelStrategy(tensor_parallel=2)
+    L.Trainer(accelerator="cpu", devices=8, strategy=strategy, logger=False)
+    assert (strategy.layout.size("tensor"), strategy.layout.size("data")) == (2, 4)
