@@ -91,7 +91,7 @@ class Replicas:
             self._before = now
         carried = {name: own[name] for name in sorted(self._carried & own.keys())}
         sizes = [(name, tuple(buffer.shape), buffer.dtype) for name, buffer in carried.items()]
-        if not all_alike(self._group, sizes):
+        if sizes and not all_alike(self._group, sizes):
             raise ValueError(
                 f"One of the buffers {first_few(map(repr, carried))} has another size on another replica. A buffer "
                 f"that training changes is shared before each batch, as under DDP. Give it one size, or register it "
