@@ -24,6 +24,6 @@ def test_a_run_that_is_disturbed_and_moved_has_the_losses_of_one_that_is_not(tmp
 
 def test_the_curves_are_drawn(tmp_path: Path) -> None:
     whole = {step: 3.0 - step / 10 for step in range(9)}
-    legs = [Leg("single", 0.3, signal.SIGTERM), Leg("ddp", 0.6, signal.SIGKILL), Leg("fsdp")]
+    legs = [Leg("single", 0.3, signal.SIGTERM), Leg("ddp", 0.6, signal.SIGKILL), Leg("fully_sharded")]
     draw(tmp_path / "moves.png", whole, whole, [3, 6, 9], legs)
     assert (tmp_path / "moves.png").read_bytes().startswith(b"\x89PNG")
