@@ -131,6 +131,15 @@ MAKE: dict[str, Callable[[], Callback]] = {
 }
 
 
+def trainer_of(layout: str, *callbacks: Callback, epochs: int = 1, **given: Any) -> L.Trainer:
+    """That writes nothing and shows nothing."""
+    devices, strategy = LAYOUTS[layout]
+    return L.Trainer(
+        accelerator="cpu", devices=devices, strategy=strategy(), max_epochs=epochs, callbacks=[*callbacks],
+        logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, **given,
+    )  # fmt: skip
+
+
 def train(average: str, layout: str, first: Path | None, saved: Path | None, final: Path) -> list[float]:
     """Train from a checkpoint, or from the start, to the end. Returns what validations and a test logged."""
     torch.set_default_dtype(torch.float64)
@@ -138,12 +147,8 @@ def train(average: str, layout: str, first: Path | None, saved: Path | None, fin
     callbacks += [] if saved is None else [SavesIn("on_train_batch_start", saved, MIDDLE)]
     if layout in ("single", "ddp2"):
         callbacks += [lp.ExactResume()]
-    devices, strategy = LAYOUTS[layout]
-    trainer = L.Trainer(
-        accelerator="cpu", devices=devices, strategy=strategy(), max_epochs=EPOCHS, callbacks=callbacks, logger=False,
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, num_sanity_val_steps=1,
-        use_distributed_sampler=False,
-    )  # fmt: skip
+    given = {"num_sanity_val_steps": 1, "use_distributed_sampler": False}
+    trainer = trainer_of(layout, *callbacks, epochs=EPOCHS, **given)
     module = Averaged()
     if first is not None:
         with torch.no_grad():
@@ -267,65 +272,16 @@ def test_a_directory_with_averages_is_converted(runs: Runs, tmp_path: Path) -> N
     assert_same((tmp_path / "one.ckpt", *runs.run("ema", "pp2")[1:]), runs.run("ema", "single"))
 
 
-def sizes(average: str, layout: str) -> tuple[int, int]:
-    """Of a rank, after two runs of one Trainer and a test: of the averages, and of the module."""
-    torch.set_default_dtype(torch.float64)
-    callback: Any = MAKE[average]()
-    trainer = L.Trainer(
-        accelerator="cpu", devices=LAYOUTS[layout][0], strategy=LAYOUTS[layout][1](), max_epochs=1, logger=False,
-        callbacks=[callback], enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-    )  # fmt: skip
-    module = Averaged()
-    trainer.fit(module)
-    trainer.fit_loop.max_epochs = 2
-    trainer.fit(module)
-    trainer.test(module, module.val_dataloader(), verbose=False)
-    copy = getattr(callback._average_model, "module", callback._average_model)
-    return sum(each.numel() for each in copy.parameters()), sum(each.numel() for each in Averaged().parameters())
-
-
-@pytest.mark.parametrize(("average", "layout"), [
-    ("ema", "pp2"), ("by epochs", "fsdp2"), *thorough(("ema", "fsdp2"), ("by epochs", "pp2"), ("ema", "tp2"))
-])  # fmt: skip
-def test_a_rank_averages_its_part_in_every_run(pool: WorkerPool, average: str, layout: str) -> None:
-    ranks = pool.run(sizes, LAYOUTS[layout][0], average, layout, init=False)
-    assert all(averaged < 0.8 * whole for averaged, whole in ranks)
-    assert sum(averaged for averaged, _ in ranks) >= ranks[0][1]
-
-
 class WithStatistics(Averaged):
     def __init__(self) -> None:
         super().__init__()
         self.first.norm = nn.BatchNorm1d(8)
 
 
-def statistics(layout: str) -> tuple[Tensor, Tensor]:
-    """Of a rank, after a run and a save: the mean of BatchNorm that it validates with, and what a checkpoint has."""
-    torch.set_default_dtype(torch.float64)
-    trainer = L.Trainer(
-        accelerator="cpu", devices=LAYOUTS[layout][0], strategy=LAYOUTS[layout][1](), max_epochs=2, logger=False,
-        callbacks=[EMAWeightAveraging(decay=0.8)], enable_checkpointing=False, enable_progress_bar=False,
-        enable_model_summary=False, use_distributed_sampler=False,
-    )  # fmt: skip
-    module, seen = WithStatistics(), []
-    module.on_validation_epoch_start = lambda: seen.append(module.first.norm.running_mean.clone())  # type: ignore[method-assign, union-attr]
-    trainer.fit(module)
-    return seen[-1], trainer._checkpoint_connector.dump_checkpoint()["state_dict"]["first.norm.running_mean"]
-
-
-def test_the_first_replicas_averages_of_statistics_count(pool: WorkerPool) -> None:
-    (seen, saved), (seen_too, saved_too) = pool.run(statistics, 2, "replicas", init=False)
-    assert torch.equal(seen, seen_too) and torch.equal(saved, saved_too)
-
-
 def statistics_at_the_end(layout: str, path: Path) -> None:
     """Save after a run of `StochasticWeightAveraging`, which ends with an epoch without updates."""
     torch.set_default_dtype(torch.float64)
-    trainer = L.Trainer(
-        accelerator="cpu", devices=LAYOUTS[layout][0], strategy=LAYOUTS[layout][1](), max_epochs=3, logger=False,
-        callbacks=[MAKE["by epochs"]()], enable_checkpointing=False, enable_progress_bar=False,
-        enable_model_summary=False, use_distributed_sampler=False,
-    )  # fmt: skip
+    trainer = trainer_of(layout, MAKE["by epochs"](), epochs=3, use_distributed_sampler=False)
     trainer.fit(WithStatistics())
     trainer.save_checkpoint(path)
 
@@ -349,41 +305,18 @@ class Untied(Averaged):
         self.head.weight = nn.Parameter(self.head.weight.detach().clone())
 
 
-def counts(strategy: str) -> dict[str, Tensor]:
+def counts(layout: str) -> dict[str, Tensor]:
     """What a rank has of the averages of buffers that a hook counts up."""
     torch.set_default_dtype(torch.float64)
-    trainer = L.Trainer(
-        accelerator="cpu", devices=2 if strategy == "late" else 1, max_epochs=1, logger=False,
-        strategy=lp.AsyncPipelineStrategy(**CUT) if strategy == "late" else "auto",
-        callbacks=[EMAWeightAveraging(decay=0.8)], enable_checkpointing=False, enable_progress_bar=False,
-        enable_model_summary=False,
-    )  # fmt: skip
+    trainer = trainer_of(layout, MAKE["ema"]())
     trainer.fit(Untied())
     state = trainer._checkpoint_connector.dump_checkpoint()["state_dict"]
     return {name: value for name, value in state.items() if name.endswith("calls")}
 
 
 def test_a_late_stage_averages_the_buffers_of_the_batch(pool: WorkerPool) -> None:
-    first, last = pool.run(counts, 2, "late", init=False)
-    assert {**first, **last} == pool.run(counts, 1, "auto", init=False)[0]
-
-
-def dtypes(layout: str) -> set[torch.dtype]:
-    """Of a rank's averages, in a run that trains in bfloat16 what was made in double precision."""
-    torch.set_default_dtype(torch.float64)
-    callback: Any = EMAWeightAveraging(decay=0.8)
-    trainer = L.Trainer(
-        accelerator="cpu", devices=LAYOUTS[layout][0], strategy=LAYOUTS[layout][1](), max_steps=2, logger=False,
-        callbacks=[callback], enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-        precision="bf16-true",
-    )  # fmt: skip
-    trainer.fit(Averaged())
-    return {each.dtype for each in callback._average_model.parameters()}
-
-
-def test_averages_keep_the_precision_in_which_the_module_was_made(pool: WorkerPool) -> None:
-    ranks = [*pool.run(dtypes, 1, "single", init=False), *pool.run(dtypes, 2, "pp2", init=False)]
-    assert ranks == [{torch.float64}] * 3
+    first, last = pool.run(counts, 2, "late2", init=False)
+    assert {**first, **last} == pool.run(counts, 1, "single", init=False)[0]
 
 
 # -- torch's AveragedModel, held by the user's own code --------------------------------------------------------------
@@ -419,10 +352,7 @@ def own(where: str, layout: str) -> dict[str, Tensor]:
     untied: Any = Untied if layout == "late2" else Averaged
     module = OnModule() if where == "module" else untied()
     callbacks: list[Callback] = [] if where == "module" else [InCallback(where)]
-    trainer = L.Trainer(
-        accelerator="cpu", devices=LAYOUTS[layout][0], strategy=LAYOUTS[layout][1](), max_epochs=1, logger=False,
-        callbacks=callbacks, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-    )  # fmt: skip
+    trainer = trainer_of(layout, *callbacks)
     trainer.fit(module)
     holder: Any = module if where == "module" else callbacks[0]
     block = getattr(holder.average.module, "first", holder.average.module)
@@ -457,33 +387,6 @@ def test_averages_of_the_users_own_fail_otherwise(pool: WorkerPool, where: str, 
     assert_refused(pool.run(own, 2, where, layout, init=False, expect_errors=True), error[0], error[1:])
 
 
-class SavesItself(InCallback):
-    def state_dict(self) -> dict[str, Any]:
-        return {"average": self.average.state_dict()}
-
-
-def save_own(layout: str, path: Path) -> None:
-    torch.set_default_dtype(torch.float64)
-    trainer = L.Trainer(
-        accelerator="cpu", devices=LAYOUTS[layout][0], strategy=LAYOUTS[layout][1](), max_epochs=1, logger=False,
-        callbacks=[SavesItself("on_fit_start")], enable_checkpointing=False, enable_progress_bar=False,
-        enable_model_summary=False,
-    )  # fmt: skip
-    trainer.fit(Averaged())
-    trainer.save_checkpoint(path)
-
-
-@pytest.mark.parametrize(("layout", "words"), [
-    ("tp2", ["'callbacks.SavesItself.average.module.first.up.weight'", "EMAWeightAveraging"]),
-    ("pp2", ["lives on another pipeline stage"]),
-])  # fmt: skip
-def test_parts_are_not_saved_from_the_first_rank_only(
-    pool: WorkerPool, tmp_path: Path, layout: str, words: list[str]
-) -> None:
-    failures = pool.run(save_own, 2, layout, tmp_path / "saved", init=False, expect_errors=True)
-    assert_refused(failures, "ValueError" if layout == "tp2" else "RuntimeError", words)
-
-
 # -- refusals ----------------------------------------------------------------------------------------------------
 
 
@@ -513,13 +416,8 @@ class Begins(Callback):
 
 def strange(average: str, layout: Any) -> None:
     torch.set_default_dtype(torch.float64)
-    trainer = L.Trainer(
-        accelerator="cpu", devices=LAYOUTS[layout][0], strategy=LAYOUTS[layout][1](), max_epochs=1, logger=False,
-        callbacks=[Begins(), *STRANGE[average]()], enable_checkpointing=False, enable_progress_bar=False,
-        enable_model_summary=False,
-    )  # fmt: skip
     module = WithStatistics() if average == "statistics" else Averaged()
-    trainer.fit(module)
+    trainer_of(layout, Begins(), *STRANGE[average]()).fit(module)
 
 
 @pytest.mark.parametrize(("average", "layout", "words"), [
