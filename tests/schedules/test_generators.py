@@ -26,6 +26,7 @@ from lightning_parallel.schedules.simulate import simulate
 from lightning_parallel.schedules.v_shaped import zbv
 from recipes.schedule.figures import asynchronous, clock_table, peak_activations
 from tests.pipeline.versions import version
+from tests.thorough import thorough
 
 STAGES = range(1, 6)
 MICROBATCHES = (1, 2, 3, 4, 5, 8)
@@ -258,7 +259,7 @@ def test_a_generator_that_is_not_of_one_update_is_refused_by_name(made: Generato
         of_one_update(made, 2, 3)
 
 
-@pytest.mark.parametrize("stages", range(1, 9))
+@pytest.mark.parametrize("stages", [*range(1, 6), *thorough(6, 7, 8)])
 def test_interleaved_and_v_lists_are_of_one_update_for_any_sizes(stages: int) -> None:
     for count in range(1, 4 * stages + 2, 1 + stages // 4):
         for name in ("zbv", "vhalf", "vmin"):
