@@ -34,7 +34,16 @@ def hf(pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of a pretrained model in a pipeline."""
     here = tmp_path_factory.mktemp("hf")
     given = ["model=hf", f"model.path={model(here / 'model')}", "data=hf", f"data.path={texts(here / 'a.jsonl')}"]
-    return trained(pool, here / "run", *SMALL, *given, "data.context=32", "strategy=pipeline_1f1b", "cluster.devices=2")
+    return trained(
+        pool,
+        here / "run",
+        *SMALL,
+        *given,
+        "data.context=32",
+        "strategy=pipeline_1f1b",
+        "strategy.microbatches=2",
+        "cluster.devices=2",
+    )
 
 
 def exported(run: Path) -> Path:
