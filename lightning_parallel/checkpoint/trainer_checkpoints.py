@@ -139,11 +139,19 @@ class Checkpoints:
         state = module.trainer.state
         trains = state.fn == TrainerFn.FITTING and state.status == TrainerStatus.RUNNING
         background = self.background if trains else None
-        self.finish()  # one copy in memory at a time
+        failed: RuntimeError | None = None
+        try:
+            self.finish()  # one copy in memory at a time
+        except RuntimeError as error:
+            failed, background = error, None  # this one is written before the run ends
         copied = background is not None
         write = together(None, lambda: self._writer(checkpoint, path, module, optimizers, storage_options, copied))
         if background is None:
-            write(group=None)
+            try:
+                write(group=None)
+            finally:
+                if failed is not None:
+                    raise failed
             return
         as_folder = self.as_lightning is None
         taken = module.trainer.is_global_zero and directory.take_name(Path(path), as_folder=as_folder)

@@ -30,7 +30,7 @@ class ProcessOptions:
         checkpoint: ``"directory"``: all ranks write a directory together. ``"auto"``: where a rank holds all of the
             model, one file, as Lightning does in one process; else a directory. Either opens under every layout.
         async_save: write checkpoints while training goes on: a save waits only until the state has been copied to host
-            memory. A failed one ends the run at the next save or at its end, which wait for it.
+            memory. A failed one ends the run at its end, or at the next save, which is written before.
         accelerator: filled in by the Trainer, as in Lightning's strategies.
         parallel_devices: filled in by the Trainer; may name one GPU several times, for ranks that share it.
         cluster_environment: filled in by the Trainer.
