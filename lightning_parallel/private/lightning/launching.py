@@ -57,7 +57,7 @@ class ScriptLauncher(_SubprocessScriptLauncher):
             frames = _frames_of_refusal(error.__traceback__)
             if frames is None:
                 raise
-            raise error.with_traceback(frames) from None
+            raise error.with_traceback(frames) from error.__cause__
 
 
 def _frames_of_refusal(raised: TracebackType | None) -> TracebackType | None:
