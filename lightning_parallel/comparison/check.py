@@ -36,10 +36,10 @@ from typing_extensions import override
 
 from lightning_parallel.batch import batch_size, split
 from lightning_parallel.comparison.beginning import Beginning, where
-from lightning_parallel.comparison.differences import BUFFER, LOSS, WEIGHT, Difference, differences
+from lightning_parallel.comparison.differences import BUFFER, LOGGED, LOSS, WEIGHT, Difference, differences
 from lightning_parallel.comparison.evidence import SEED, Evidence, Witness
 from lightning_parallel.comparison.rounding import Limits, last_bits_changed
-from lightning_parallel.comparison.units import UnitWatch
+from lightning_parallel.comparison.units import Notes, UnitWatch
 from lightning_parallel.private.lightning.replaced import replaced
 from lightning_parallel.ranks.collectives import broadcast_object
 from lightning_parallel.strategies.base import LayoutStrategy
@@ -192,19 +192,44 @@ def check(
         microbatches = layout.automatic_microbatches(size // replicas)
     parts = replicas * microbatches
     if different and (parts == 1 or (parts <= size and module.automatic_optimization)):  # else a pipeline refuses it
-        units_alone = UnitWatch(batch, replicas)
-        divided = PipelineStrategy(microbatches=microbatches) if microbatches > 1 else "auto"
-        alike = in_one_process(values, divided, units_alone, replicas=replicas)
-        left = differences(witness.of_all_ranks, alike)
-        # A replica's buffers and logs come of its share only.
-        counted = (each for each in left if replicas == 1 or each.order < BUFFER)
-        by_nature = parts > 1 and all(each.size <= limits.of(each) for each in counted)
+        by_nature, alike, alone = _divided_alike(
+            partial(in_one_process, values), replicas, microbatches, batch, witness, different, limits
+        )
         if batch is not None and not by_nature:
-            noted, (noted_alone,), first = units.of_all_ranks, units_alone.of_all_ranks, different[0]
-            beginning = where(witness.of_all_ranks, alike, noted, noted_alone, first.update, limits.of(first))
+            first = different[0]
+            beginning = where(witness.of_all_ranks, alike, units.of_all_ranks, alone, first.update, limits.of(first))
     largest = max(found, key=lambda each: each.size, default=None)
     name = f"{_name(strategy)} on {ranks} devices"
     return Comparison(name, len(plain.gradients), largest, tuple(different), by_nature, beginning, without_dropout)
+
+
+def _divided_alike(
+    in_one_process: Callable[..., Evidence],
+    replicas: int,
+    microbatches: int,
+    batch: int | None,
+    witness: Witness,
+    different: Iterable[Difference],
+    limits: Limits,
+) -> tuple[bool, Evidence, Notes]:
+    """Does one process that divides batches as the layout does come to the same? And what does it come to, and what
+    do its units in ``batch``?
+
+    There are two such processes. One runs all parts as microbatches of one batch. Replicas average their own means, so
+    to the other each share is a batch; but then hooks of batches run, and logs are, once for each.
+    """
+    parts = replicas * microbatches
+    for shares, inside in dict.fromkeys([(1, parts), (replicas, microbatches)]):
+        units = UnitWatch(batch, shares)
+        strategy = PipelineStrategy(microbatches=inside) if inside > 1 else "auto"
+        alike = in_one_process(strategy, units, replicas=shares)
+        # A replica's buffers come of its share only.
+        ignored = {BUFFER: replicas > 1, LOGGED: shares > 1}
+        left = [each for each in differences(witness.of_all_ranks, alike) if not ignored.get(each.order)]
+        same = all(each.size <= limits.of(each) for each in left)
+        if parts > 1 and same and (shares == 1 or any(each.order != LOGGED for each in different)):
+            return True, alike, units.of_all_ranks[0]
+    return False, alike, units.of_all_ranks[0]
 
 
 def _refuse_other_ranks(ranks: int) -> None:

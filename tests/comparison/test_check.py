@@ -166,6 +166,37 @@ def test_replicas_average_their_own_means(
     assert (found.equal, found.by_nature) == (is_equal, not is_equal), str(found)
 
 
+class Averaging(Net):
+    """Averages its weights after each batch, and computes with the average."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.BatchNorm1d)
+        self.average = nn.Linear(8, 4).requires_grad_(False)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return super().training_step(batch, batch_idx) + self.average(batch[0]).square().mean()
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.average.weight.data.lerp_(self.net[6].weight.data, 0.1)
+
+
+class LogsOtherwise(Net):
+    """Logs another number on ranks that aren't alone."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.log("ranks", float(self.trainer.world_size), sync_dist=True)
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize(("module", "by_nature"), [(Averaging, True), (LogsOtherwise, False)])
+def test_hooks_and_logs_of_replicas_are_those_of_one_batch(
+    pool: WorkerPool, module: type[Net], by_nature: bool
+) -> None:
+    options = {"stages": 1, "data_parallel": 2, "microbatches": 1}
+    found = pool.run(checked, 2, module(), "pipeline_1f1b", options, init=False)[0]
+    assert not found.equal and found.by_nature is by_nature, str(found)
+
+
 class Dropping(Net):
     """Drops between layers that tensor ranks divide."""
 
