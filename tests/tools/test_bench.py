@@ -25,7 +25,6 @@ from tools.bench import (
     contention,
     data,
     folder,
-    generation,
     halves,
     host_time,
     late,
@@ -78,7 +77,6 @@ MEASUREMENTS: dict[str, tuple[Callable[[], list[Table]], list[int]]] = {
         f"replicas {number}": (partial(replicas, group), [len(group.contestants)])
         for number, group in enumerate((data.DDP_GROUP, data.FSDP_GROUP, data.PIPELINE_GROUP, data.THREADS_GROUP))
     },
-    "generation": (lambda: generation.measure(generation.QUICK), [2]),
     "optimizers": (lambda: optimizers.measure(optimizers.QUICK), [4]),
     "folder": (
         lambda: folder.measure(folder.Sizes(layers=2, width=64, vocabulary=64, ranks=2, rounds=1)), [2]

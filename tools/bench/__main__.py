@@ -2,7 +2,6 @@
 ``python -m tools.bench tensor``: the layers of tensor parallelism beside DTensor and beside bare functions;
 ``python -m tools.bench data``: replicas that share every batch, in a Trainer and in bare loops of torch's own;
 ``python -m tools.bench checkpoint``: saving and opening, beside torch's distributed checkpoint;
-``python -m tools.bench generation``: texts out of a pipeline, beside one process;
 ``python -m tools.bench optimizers``: steps where ranks divide parameters, beside bare ones."""
 
 from __future__ import annotations
@@ -25,7 +24,6 @@ from tools.bench import (
     contention,
     data,
     folder,
-    generation,
     halves,
     host_time,
     in_flight,
@@ -100,10 +98,6 @@ CHECKPOINT: dict[str, Part] = {
     "folder": _part(folder.measure, folder.Sizes(), folder.QUICK),
 }
 
-GENERATION: dict[str, Part] = {
-    "texts": _part(generation.measure, generation.Sizes(), generation.QUICK),
-}
-
 OPTIMIZERS: dict[str, Part] = {
     "step": (partial(optimizers.measure, optimizers.Sizes()), partial(optimizers.measure, optimizers.QUICK)),
 }
@@ -118,7 +112,6 @@ def _on(device: str) -> dict[str, dict[str, Part]]:
         "tensor": TENSOR,
         "data": DATA,
         "checkpoint": CHECKPOINT,
-        "generation": GENERATION,
         "optimizers": OPTIMIZERS,
     }
 
