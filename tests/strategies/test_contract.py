@@ -60,6 +60,7 @@ REFUSED: dict[tuple[str, str], list[str]] = {
     ("Skipping", "pipeline x tensor"): ["no pair of its layers could be divided", "(Linear)"],
     ("Language", "async"): ["is tied to", "head.weight", "stages [0, 1]", "tie_word_embeddings=False"],
     ("Loose", "async"): ["'position' is used on stages [0, 1]", "PipelineStrategy"],
+    ("TwoOptimizers", "threads"): ["automatic_optimization=False", "'ddp'"],
     **{("TwoOptimizers", layout): ["automatic_optimization=False", "FullyShardedStrategy"] for layout in PIPELINES},
 }
 REFUSED_ALIKE = [("TwoOptimizers", layout) for layout in PIPELINES if layout not in ("zbv", "async")]

@@ -223,7 +223,7 @@ class AnyBatch(Forward):
 
 
 def test_one_device_takes_any_batch_and_returns_anything() -> None:
-    one = trainer("replicas", devices=1, fast_dev_run=True, enable_progress_bar=False)
+    one = trainer(devices=1, fast_dev_run=True, enable_progress_bar=False)
     one.fit(AnyBatch(), AnyBatch.loader())
     assert one.predict(AnyBatch(), ["one", "three"]) == [{"length": 3}]  # type: ignore[arg-type]
 
@@ -318,30 +318,4 @@ def test_a_step_may_write_to_parameters_what_is_the_same_again() -> None:
         made = Masks()
         trainer(enable_checkpointing=False, max_epochs=1, **options).fit(made, made.loader())
         weights.append({name: p.detach() for name, p in made.named_parameters()})
-    assert largest_difference(*weights) < 1e-5  # float32
-
-
-class Skips(Forward):
-    """Skips the first and the third batch."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        return super().training_step(batch, batch_idx) if batch_idx == 1 else None
-
-
-def test_a_step_on_the_output_device_may_skip_batches() -> None:
-    module = Skips()
-    before = module.net[0].weight.detach().clone()
-    trainer("output_device", enable_checkpointing=False, max_epochs=1).fit(module, module.loader())
-    assert not torch.equal(module.net[0].weight, before)
-
-
-def test_manual_optimization_trains_on_the_output_device() -> None:
-    weights = []
-    for strategy in ("auto", lp.DataParallelStrategy(loss_on="output_device")):
-        module = Manual()
-        devices = 1 if strategy == "auto" else 3
-        trainer(strategy=strategy, devices=devices, max_epochs=1, enable_checkpointing=False).fit(
-            module, Manual.loader()
-        )
-        weights.append({name: p.detach() for name, p in module.named_parameters()})
     assert largest_difference(*weights) < 1e-5  # float32

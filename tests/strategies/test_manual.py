@@ -17,8 +17,7 @@ BOTH_AXES = {"tensor_parallel": 2, "data_parallel": 2}
 
 
 def run(pool: WorkerPool, strategy: str, ranks: int, model: str, options: dict[str, Any], **given: Any) -> list[Report]:
-    threads = {"devices": 2} if strategy == "data" else {}
-    return pool.run(fit, ranks, model, strategy, options, init=False, **threads, **given)
+    return pool.run(fit, ranks, model, strategy, options, init=False, **given)
 
 
 def assert_equal(reports: list[Report], whole: Report) -> None:
@@ -29,9 +28,9 @@ def assert_equal(reports: list[Report], whole: Report) -> None:
 
 
 @pytest.mark.parametrize(("model", "strategy", "ranks", "options"), [
-    ("Accumulating", "tensor", 4, BOTH_AXES), ("Accumulating", "fsdp", 2, {}), ("Accumulating", "data", 1, {}),
+    ("Accumulating", "tensor", 4, BOTH_AXES), ("Accumulating", "fsdp", 2, {}),
     ("SharedGraph", "tensor", 2, {}), ("SharedGraph", "fsdp", 2, {"reshard_after_forward": False}),
-    ("SharedGraph", "data", 1, {}), ("Wholes", "tensor", 2, {}),
+    ("Wholes", "tensor", 2, {}),
     ("Wholes", "fsdp", 2, {"reshard_after_forward": False}),
 ])  # fmt: skip
 def test_manual_optimization_trains_as_in_one_process(
@@ -42,7 +41,7 @@ def test_manual_optimization_trains_as_in_one_process(
 
 
 @pytest.mark.parametrize(("strategy", "ranks", "options"), [
-    ("tensor", 2, {"tensor_parallel": 1, "data_parallel": 2}), ("fsdp", 2, {"units": ["generator"]}), ("data", 1, {}),
+    ("tensor", 2, {"tensor_parallel": 1, "data_parallel": 2}), ("fsdp", 2, {"units": ["generator"]}),
 ])  # fmt: skip
 def test_a_gradient_penalty_is_that_of_one_process_where_its_network_is_whole(
     pool: WorkerPool, strategy: str, ranks: int, options: dict[str, Any]
