@@ -66,7 +66,7 @@ class ByteSize:
         return "such as '6GiB'"
 
 
-# By which word of other frameworks' names for a setting it is told, and how they call schedules.
+# What other frameworks call a setting, a word of it, or a schedule; and its name here.
 _MEANT = types.MappingProxyType(
     {
         "virtual": "chunks", "pipeline": "stages", "pp": "stages", "tensor": "tensor_parallel", "tp": "tensor_parallel",

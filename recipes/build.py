@@ -47,7 +47,7 @@ def built(node: Mapping[str, Any]) -> Any:
 
 
 def launcher(config: Config) -> Launcher:
-    """What starts the workers of the run. A job asks for what they need, unless it is told otherwise."""
+    """The launcher of the run's workers. Where ``gpus`` or ``cpus`` are ``auto``, they are what the workers need."""
     node, alone = dict(config["cluster"]), config["strategy"]["_target_"] is None
     on_cpus = config["trainer"]["accelerator"] == "cpu"
     if node.get("gpus") == "auto":

@@ -94,11 +94,11 @@ def _changed(config: Mapping[str, Any], run: Path, overrides: Sequence[str]) -> 
         ConfigError: an option isn't known, a value changes nothing here, or the run's own command line isn't known.
     """
     own = record.read(run).get("overrides")
-    chosen = {word.partition("=")[0] for word in overrides}
-    own = own and [word for word in own if "." not in word.partition("=")[0] or word.split(".")[0] not in chosen]
     if own is None:
         words = " ".join(overrides)
         raise ConfigError([f"{run} doesn't say how it was started, so its config can't be changed: leave out {words}"])
+    chosen = tuple(word.partition("=")[0] + "." for word in overrides)
+    own = [word for word in own if not word.startswith(chosen)]  # another option of a group has keys of its own
     idle = [word for word in overrides if word.lstrip("+~").split("=")[0].split(".")[0] in _IDLE]
     if idle:
         raise ConfigError([f"{word}: it changes nothing here; leave it out" for word in idle])

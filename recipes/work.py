@@ -52,7 +52,7 @@ def train(config: Mapping[str, Any]) -> None:
         if config["init_from"] is not None and path is None:
             build.begin_with(model, config["init_from"])
     for logger in trainer.loggers:
-        logger.log_hyperparams(dict(config))  # by which runs are told apart; Lightning adds the model's own
+        logger.log_hyperparams(dict(config))  # to compare runs by; Lightning adds the model's own
     trainer.fit(model, datamodule=datamodule, ckpt_path=path)
     if trainer.interrupted:
         raise KeyboardInterrupt("interrupted while training")

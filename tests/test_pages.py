@@ -135,7 +135,7 @@ def test_trainings_run(
         folder.mkdir(parents=True)
         output = trained(pool, folder, job)
         assert record.read_metrics(output)["val_loss"] is not None
-        if (output / "csv").exists():  # the whole config is what runs are told apart by
+        if (output / "csv").exists():  # runs are compared by the whole config
             assert "cluster" in yaml.safe_load((output / "csv" / "hparams.yaml").read_text())
         if "timeline=true" in words:
             assert (output / "timeline.png").exists() and (output / "timeline.json").exists()

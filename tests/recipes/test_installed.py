@@ -41,15 +41,20 @@ def lib(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with the files of the page."""
-    (module,) = re.findall(r"^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
-    (experiment,) = re.findall(r"^```yaml\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
-    (tmp_path / "my_package.py").write_text(module)
-    (tmp_path / "my_conf" / "experiment").mkdir(parents=True)
-    (tmp_path / "my_conf" / "experiment" / "mine.yaml").write_text(experiment)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.delitem(sys.modules, "my_package", raising=False)
+    unpack(PAGE, "experiment", tmp_path, monkeypatch)
     return tmp_path
+
+
+def unpack(page: str, group: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Write a page's module, and its config of a group, into a folder, which becomes the current one."""
+    (module,) = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    (config,) = re.findall(r"^```yaml\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    (folder / "my_package.py").write_text(module)
+    (folder / "my_conf" / group).mkdir(parents=True)
+    (folder / "my_conf" / group / "mine.yaml").write_text(config)
+    monkeypatch.chdir(folder)
+    monkeypatch.syspath_prepend(str(folder))
+    monkeypatch.delitem(sys.modules, "my_package", raising=False)
 
 
 def test_the_wheel_has_all_configs_and_plugins(lib: Path) -> None:
@@ -92,14 +97,7 @@ def test_the_commands_of_the_page_are_right(here: Path, command: str) -> None:
 
 def test_a_template_s_module_and_config_come_as_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     page = (ROOT / "docs" / "moving.md").read_text()
-    (module,) = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
-    (config,) = re.findall(r"^```yaml\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
-    (tmp_path / "my_package.py").write_text(module)
-    (tmp_path / "my_conf" / "model").mkdir(parents=True)
-    (tmp_path / "my_conf" / "model" / "mine.yaml").write_text(config)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.delitem(sys.modules, "my_package", raising=False)
+    unpack(page, "model", tmp_path, monkeypatch)
     commands = re.findall(r"^lp-train (.*)$", page, re.MULTILINE)
     assert len(commands) == 2
     for command in commands:
