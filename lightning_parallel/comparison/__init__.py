@@ -1,6 +1,7 @@
 """Compares a layout with one process, on a module of the user's own.
 
-    check.py          trains both, and once more where they differ
+    check.py          compares both, once more where they differ
+    runs.py           trains them
     evidence.py       notes what a run has come to
     differences.py    compares that
     rounding.py       finds how far rounding may move a number

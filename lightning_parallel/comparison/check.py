@@ -7,41 +7,32 @@
     one process     the same shares and microbatches
 
 What computes with several samples (BatchNorm, a loss that compares them) differs by nature where a batch is divided:
-then the layout equals one process that divides it alike, and nothing is wrong with the layout. There each replica's
-share is a batch of its own, and Lightning accumulates as many gradients as there are replicas.
+then the layout equals one process that divides it alike, and nothing is wrong with the layout.
 """
 
 from __future__ import annotations
 
 import copy
-import itertools
 import math
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import lightning.pytorch as pl
-import torch
-import torch.distributed as dist
-from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import Strategy, StrategyRegistry
 from torch import nn
-from torch.distributed import HashStore  # type: ignore[attr-defined]
-from torch.utils.data import DataLoader, Dataset
-from typing_extensions import override
 
-from lightning_parallel.batch import batch_size, split
+from lightning_parallel.batch import batch_size
 from lightning_parallel.comparison.beginning import Beginning, where
 from lightning_parallel.comparison.differences import BUFFER, LOGGED, LOSS, WEIGHT, Difference, differences
-from lightning_parallel.comparison.evidence import SEED, Evidence, Witness
+from lightning_parallel.comparison.evidence import Evidence, Witness
 from lightning_parallel.comparison.rounding import Limits, last_bits_changed
+from lightning_parallel.comparison.runs import Shares, first_batches, fit, train_in_one_process, trainer_of
 from lightning_parallel.comparison.units import Notes, UnitWatch
-from lightning_parallel.private.lightning.replaced import replaced
-from lightning_parallel.ranks.collectives import broadcast_object
 from lightning_parallel.strategies.base import LayoutStrategy
 from lightning_parallel.strategies.pipeline import PipelineStrategy
 from lightning_parallel.strategies.staged import StagedStrategy
@@ -49,8 +40,6 @@ from lightning_parallel.strategies.staged import StagedStrategy
 _TRIALS = 3  # in which rounding is changed, in other precisions than float64
 _SHOWN = 5
 _DROPOUT = nn.Dropout | nn.Dropout1d | nn.Dropout2d | nn.Dropout3d | nn.AlphaDropout | nn.FeatureAlphaDropout
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -142,12 +131,12 @@ def check(
     ranks = devices * num_nodes
     _refuse_other_ranks(ranks)
     common: Mapping[str, Any] = {"accelerator": accelerator, "precision": precision, "limit_val_batches": batches}
-    values = _first(module, data, batches, common)
+    values = first_batches(module, data, batches, common)
     size = batch_size(values[0])
 
-    def under_layout(*watches: Callback) -> tuple[LayoutStrategy, pl.Trainer, _Shares]:
-        layout, shares = _layout(strategy, options, min(size, 2 * ranks)), _Shares(values)
-        trainer = _trainer(shares, *watches, strategy=layout, devices=devices, num_nodes=num_nodes, **common)
+    def under_layout(*watches: Callback) -> tuple[LayoutStrategy, pl.Trainer, Shares]:
+        layout, shares = _layout(strategy, options, min(size, 2 * ranks)), Shares(values)
+        trainer = trainer_of(shares, *watches, strategy=layout, devices=devices, num_nodes=num_nodes, **common)
         return layout, trainer, shares
 
     witness = Witness()
@@ -155,7 +144,7 @@ def check(
     replicas = layout.layout.size("data")
     module = copy.deepcopy(module)
     without_dropout = max(replicas, layout.layout.size("tensor")) > 1 and _without_dropout(module)
-    in_one_process = partial(_in_one_process, module, data, common)
+    in_one_process = partial(train_in_one_process, module, data, common)
     expected = _expected(partial(in_one_process, values), precision) if layout.layout.rank == 0 else None
     found: list[Difference] = []
     different: list[Difference] = []
@@ -172,11 +161,11 @@ def check(
         # A loss has its batch's number.
         return plain.batches[first.update] if first.order != LOSS and plain.batches else first.update
 
-    batch = _fit(trainer, module, data, shares, batch_of_first)
+    batch = fit(trainer, module, data, shares, batch_of_first)
     units = UnitWatch(batch)
     if batch is not None:  # on all ranks
         _, again, shares = under_layout(Witness(), units)  # the same run, so with another witness
-        _fit(again, module, data, shares)
+        fit(again, module, data, shares)
     os.environ.setdefault("WORLD_SIZE", str(ranks))  # Lightning deletes it
     if expected is None:
         return None
@@ -242,27 +231,6 @@ def _refuse_other_ranks(ranks: int) -> None:
         )
 
 
-def _first(
-    module: pl.LightningModule,
-    data: pl.LightningDataModule | Iterable[Any] | None,
-    count: int,
-    common: Mapping[str, Any],
-) -> list[Any]:
-    """The first batches of a loader, as in one process."""
-    loader: Any = copy.deepcopy(module) if data is None else data
-    if isinstance(loader, pl.LightningDataModule):
-        loader = copy.copy(loader)  # each run sets one up
-    if isinstance(loader, pl.LightningDataModule | pl.LightningModule):
-        loader.trainer = _trainer(devices=1, plugins=[_Alone()], **common)  # its hooks may read it
-        loader.prepare_data()
-        loader.setup("fit")
-        loader = loader.train_dataloader()
-    found = [*itertools.islice(loader, count)]
-    if not found:
-        raise ValueError("data gives no batches.")
-    return found
-
-
 def _expected(in_one_process: Callable[[], Evidence], precision: str) -> tuple[Evidence, Limits]:
     """What one process comes to, and how far other numbers may be from it."""
     plain, trials = in_one_process(), []
@@ -311,100 +279,3 @@ def _layout(strategy: str | LayoutStrategy, options: dict[str, Any], microbatche
 
 def _name(strategy: str | Strategy) -> str:
     return strategy if isinstance(strategy, str) else type(strategy).__name__
-
-
-def _trainer(*callbacks: Callback, **given: Any) -> pl.Trainer:
-    return pl.Trainer(
-        max_epochs=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        num_sanity_val_steps=0,
-        use_distributed_sampler=False,  # each rank is given its share
-        callbacks=[*callbacks],
-        **given,
-    )
-
-
-def _in_one_process(
-    module: pl.LightningModule,
-    data: object,
-    common: Mapping[str, Any],
-    batches: Sequence[Any],
-    strategy: Strategy | str = "auto",
-    *watches: Callback,
-    replicas: int = 1,
-) -> Evidence:
-    """What one process comes to. The share of each of so many replicas is a batch of its own."""
-    if replicas > 1:
-        batches = [share for batch in batches for share in split(batch, replicas)]
-        common = {**common, "accumulate_grad_batches": replicas}
-    shares, witness = _Shares(batches), Witness()
-    trainer = _trainer(shares, witness, *watches, strategy=strategy, devices=1, plugins=[_Alone()], **common)
-    backend = "nccl" if trainer.strategy.root_device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
-    _fit(trainer, module, data, shares)
-    found = witness.of_all_ranks[0]
-    # Lightning divides the losses of batches by the number of those that it accumulates.
-    found.losses = [sum(found.losses[k : k + replicas]) for k in range(0, len(found.losses), replicas)]
-    found.batches = [batch // replicas for batch in found.batches]
-    return found
-
-
-class _Alone(LightningEnvironment):
-    """One process, whatever the variables of torchrun or a cluster say."""
-
-    @override
-    def teardown(self) -> None:
-        """Leave the variables: the next run may be under a layout."""
-
-
-def _fit(
-    trainer: pl.Trainer,
-    module: pl.LightningModule,
-    data: object,
-    shares: _Shares,
-    ask: Callable[[], T | None] = lambda: None,
-) -> T | None:
-    """Train a copy. Returns what the first rank answers."""
-    loader = DataLoader(shares, batch_size=None)
-    datamodule = copy.copy(data) if isinstance(data, pl.LightningDataModule) else None
-    if datamodule is not None:
-        replaced(datamodule, "train_dataloader", lambda: loader)
-        replaced(datamodule, "setup", partial(_seeded, datamodule.setup))  # it may divide the data at random
-    try:
-        trainer.fit(copy.deepcopy(module), None if datamodule else loader, datamodule=datamodule)
-        return broadcast_object(ask(), None, None) if dist.is_initialized() else None
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()  # the next run may be of another size
-
-
-def _seeded(function: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-    torch.manual_seed(SEED)
-    function(*args, **kwargs)
-
-
-class _Shares(Callback, Dataset[Any]):
-    """This rank's shares of the first rank's batches. A module that ranks have made of other random numbers gets the
-    first rank's weights, too."""
-
-    def __init__(self, batches: Sequence[Any]) -> None:
-        self._batches = batches
-
-    def __len__(self) -> int:
-        return len(self._batches)
-
-    def __getitem__(self, index: int) -> Any:
-        return copy.deepcopy(self._batches[index])  # a step may change its batch
-
-    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        own = [tensor.data for tensor in (*pl_module.parameters(), *pl_module.buffers())]
-        self._batches, tensors = trainer.strategy.broadcast((self._batches, own))
-        for tensor, of_first in zip(own, tensors, strict=True):
-            tensor.copy_(of_first)
-        torch.manual_seed(SEED)  # for configure_model, which comes next
-        share = trainer.distributed_sampler_kwargs or {}
-        if share.get("num_replicas", 1) > 1:
-            self._batches = [split(batch, share["num_replicas"])[share["rank"]] for batch in self._batches]

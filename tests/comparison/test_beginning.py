@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_parallel.comparison import check
+from lightning_parallel.comparison import check, runs
 from lightning_parallel.comparison.beginning import in_units, where
-from lightning_parallel.comparison.evidence import Evidence
+from lightning_parallel.comparison.evidence import Evidence, Witness
 from lightning_parallel.comparison.units import INPUT, OF_INPUT, OF_OUTPUT, OUTPUT, Notes, Place, UnitWatch
 from lightning_parallel.strategies.pipeline import PipelineStrategy
 from tests.faults.models import LAYOUTS, MODELS
@@ -23,15 +23,15 @@ COMMON = {"accelerator": "cpu", "precision": "64-true"}
 def noted(model: str, layout: str) -> tuple[list[Notes], Notes] | None:
     """On the first rank: what all ranks have noted of the second batch, and one process with the same microbatches."""
     kind, (devices, strategy, options) = MODELS[model], LAYOUTS[layout]
-    watch, shares = UnitWatch(1), check._Shares(kind.batches())
+    watch, shares = UnitWatch(1), runs.Shares(kind.batches())
     made = check._layout(strategy, options, 4)
-    trainer = check._trainer(shares, check.Witness(), watch, strategy=made, devices=devices, **COMMON)
+    trainer = runs.trainer_of(shares, Witness(), watch, strategy=made, devices=devices, **COMMON)
     replicas, microbatches = made.layout.size("data"), options.get("microbatches", 1)
     alone = UnitWatch(1, replicas)
     if made.layout.rank == 0:
         divided = PipelineStrategy(microbatches=microbatches) if microbatches > 1 else "auto"
-        check._in_one_process(kind(), None, COMMON, kind.batches(), divided, alone, replicas=replicas)
-    check._fit(trainer, kind(), None, shares)
+        runs.train_in_one_process(kind(), None, COMMON, kind.batches(), divided, alone, replicas=replicas)
+    runs.fit(trainer, kind(), None, shares)
     return (watch.of_all_ranks, *alone.of_all_ranks) if made.layout.rank == 0 else None
 
 

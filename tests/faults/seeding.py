@@ -18,7 +18,7 @@ _ALONE = "FAULTS_ALONE"  # in the environment, while one process trains
 def layouts_only() -> Iterator[None]:
     """Inside, ``check`` tells which of its trainings are under a layout. What a step asks torch.distributed doesn't:
     it sees replicas only."""
-    original = check._in_one_process
+    original = check.train_in_one_process
 
     def alone(*args: Any, **kwargs: Any) -> Any:
         os.environ[_ALONE] = "1"
@@ -27,11 +27,11 @@ def layouts_only() -> Iterator[None]:
         finally:
             del os.environ[_ALONE]
 
-    check._in_one_process = alone
+    check.train_in_one_process = alone
     try:
         yield
     finally:
-        check._in_one_process = original
+        check.train_in_one_process = original
 
 
 def is_seeded(rank: int | None = None) -> bool:
