@@ -3,11 +3,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.functional import cross_entropy
 
+from lightning_parallel.cuts.search import partition
 from lightning_parallel.losses.normaliser import BatchLoss
 from lightning_parallel.pipeline.chunk import Microbatch
 from lightning_parallel.pipeline.engine import Engine
 from lightning_parallel.pipeline.stage import Stage
-from lightning_parallel.plan.search import partition
 from lightning_parallel.ranks.groups import Groups
 from lightning_parallel.ranks.layout import Layout
 from lightning_parallel.schedules.named import SCHEDULES

@@ -21,7 +21,7 @@ ROWS = (
     {"set_up"},
     {"checks"},
     {"pipeline", "tensor", "callbacks", "fully_sharded", "local_replicas", "loading"},
-    {"plan", "results"},
+    {"cuts", "results"},
     {"optimizers"},
     {"checkpoint", "tracing", "losses", "timeline", "schedules"},
     {"absent", "messages", "gradients"},
@@ -31,7 +31,7 @@ ROWS = (
     {"private"},
 )
 KNOW_NO_LIGHTNING = (
-    "pipeline", "plan", "tracing", "absent", "schedules", "messages", "backward", "losses", "timeline", "tensor",
+    "pipeline", "cuts", "tracing", "absent", "schedules", "messages", "backward", "losses", "timeline", "tensor",
     "fully_sharded", "local_replicas",
 )  # fmt: skip
 INSTALLED = (PACKAGE, ROOT / "hydra_plugins", ROOT / "recipes")

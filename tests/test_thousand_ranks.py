@@ -23,13 +23,13 @@ from torch import Tensor, nn
 from torch.distributed.distributed_c10d import _world
 from torch.testing._internal.distributed import fake_pg  # noqa: F401  # registers the backend
 
+from lightning_parallel.cuts.search import partition
 from lightning_parallel.losses.normaliser import BatchLoss
 from lightning_parallel.messages.channel import Link
 from lightning_parallel.messages.message import TRAILER, encode, format_of
 from lightning_parallel.pipeline.chunk import Microbatch
 from lightning_parallel.pipeline.engine import Engine
 from lightning_parallel.pipeline.stage import Stage
-from lightning_parallel.plan.search import partition
 from lightning_parallel.private.torch import group_of_members
 from lightning_parallel.ranks import groups as groups_module
 from lightning_parallel.ranks import meeting

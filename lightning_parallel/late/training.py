@@ -18,13 +18,13 @@ import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
+from lightning_parallel.cuts.partition import Partition
 from lightning_parallel.gradients.swapping import Gradients, swap_gradients
 from lightning_parallel.late.optimizer_options import Options, options_of, restored
 from lightning_parallel.late.settings import LateGradients
 from lightning_parallel.pipeline.engine import Engine
 from lightning_parallel.pipeline.staleness import is_second_order
 from lightning_parallel.pipeline.weights import WeightVersions
-from lightning_parallel.plan.partition import Partition
 from lightning_parallel.ranks.collectives import broadcast_tensors, guarded
 from lightning_parallel.ranks.local_model import LocalModel
 from lightning_parallel.ranks.run import Run

@@ -4,5 +4,5 @@
 the user's step up to the cut, with ``forward_pass.py``. ``weights.py`` has the versions of the weights that forwards
 and backwards read, ``staleness.py`` the formulas for late gradients.
 
-Where the module is cut belongs in ``plan/``, what an action costs in ``schedules/``, bytes in ``messages/``.
+Where the module is cut belongs in ``cuts/``, what an action costs in ``schedules/``, bytes in ``messages/``.
 """

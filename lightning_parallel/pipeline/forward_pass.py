@@ -12,9 +12,9 @@ from typing import Any
 from torch import Tensor
 
 from lightning_parallel.absent.tensor import first_absent
+from lightning_parallel.cuts.flow import Flow, tensors_of
+from lightning_parallel.cuts.partition import Partition
 from lightning_parallel.messages.arrival import Arrival
-from lightning_parallel.plan.flow import Flow, tensors_of
-from lightning_parallel.plan.partition import Partition
 from lightning_parallel.private.torch import has_gradient_hooks, tensors_in, tree_flatten, tree_unflatten
 from lightning_parallel.tracing.trace import Call
 

@@ -2,7 +2,7 @@
 
 The step (``training_step``, any callable) runs on every stage, from its first line. The units of other chunks return
 absent tensors (``absent/tensor.py``), for the cost of a look-up. Where the output of such a call is needed in this
-chunk or later (``plan/flow.py``), it returns what arrived from the previous chunk, in the structure that the unit
+chunk or later (``cuts/flow.py``), it returns what arrived from the previous chunk, in the structure that the unit
 itself returns. So the code between the units (unpacking tuples, masks, residual scaling) runs as written, on live
 values. The chunk's last call doesn't return: the user's step is left there. In the last chunk it goes on to the loss.
 ``forward_pass.py`` remembers what happens in one such pass::
@@ -38,12 +38,12 @@ from lightning_parallel.absent.answers import AbsentForward
 from lightning_parallel.absent.module import make_absent
 from lightning_parallel.absent.tensor import AbsentTensor, AbsentValueError, first_absent
 from lightning_parallel.backward.recompute import Recomputed
+from lightning_parallel.cuts.flow import Flow
+from lightning_parallel.cuts.flow_of_step import flow_of_step
+from lightning_parallel.cuts.partition import Partition
 from lightning_parallel.interception import Interception, LeaveStep, can_intercept
 from lightning_parallel.messages.arrival import Arrival
 from lightning_parallel.pipeline.forward_pass import Cuts, ForwardPass
-from lightning_parallel.plan.flow import Flow
-from lightning_parallel.plan.flow_of_step import flow_of_step
-from lightning_parallel.plan.partition import Partition
 from lightning_parallel.private.torch import forward_hooks
 from lightning_parallel.ranks.local_model import saved_buffers
 from lightning_parallel.seeding import TorchGenerators, next_seed, seed_host_generators

@@ -11,9 +11,9 @@ import torch.distributed as dist
 
 from lightning_parallel.absent.tensor import AbsentTensor, AbsentValueError
 from lightning_parallel.batch import cloned
+from lightning_parallel.cuts.partition import Partition
+from lightning_parallel.cuts.search import partition
 from lightning_parallel.loading.first_batch import as_in, first_step
-from lightning_parallel.plan.partition import Partition
-from lightning_parallel.plan.search import partition
 from lightning_parallel.ranks.collectives import all_alike, broadcast_object, gather_objects, together
 from lightning_parallel.ranks.layout import Placement
 from lightning_parallel.ranks.run import Run

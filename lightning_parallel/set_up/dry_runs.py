@@ -1,7 +1,7 @@
 """The dry run of the first step of a kind, which finds what crosses the cuts between stages.
 
 Before the first real step of each kind (training, the validation step of each loader, ...), every rank runs that step
-once on absent tensors (:func:`lightning_parallel.plan.flow_of_step.flow_of_step`). If it fails on one rank, all ranks
+once on absent tensors (:func:`lightning_parallel.cuts.flow_of_step.flow_of_step`). If it fails on one rank, all ranks
 raise. Otherwise all use what the last stage has found, since it alone runs the end of the step.
 """
 
@@ -16,7 +16,7 @@ from torch import nn
 
 from lightning_parallel.absent.tensor import AbsentTensor
 from lightning_parallel.batch import cloned, tensors
-from lightning_parallel.plan.flow import TWICE, Flow, FlowError
+from lightning_parallel.cuts.flow import TWICE, Flow, FlowError
 from lightning_parallel.private.torch import version_of
 from lightning_parallel.ranks.collectives import gather_objects, together
 from lightning_parallel.ranks.run import Run

@@ -14,12 +14,12 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import nn
 
+from lightning_parallel.cuts.partition import Partition
 from lightning_parallel.fully_sharded.layers import FullyShardedLayers
 from lightning_parallel.fully_sharded.units import untied
 from lightning_parallel.gradients.averaging import summed_over
 from lightning_parallel.gradients.swapping import Gradients
 from lightning_parallel.pipeline.stage import Stage
-from lightning_parallel.plan.partition import Partition
 from lightning_parallel.private.torch import is_graphed
 from lightning_parallel.ranks.collectives import broadcast_tensors, gather_objects
 from lightning_parallel.ranks.local_model import LocalModel, local_part

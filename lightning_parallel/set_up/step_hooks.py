@@ -13,7 +13,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from lightning_parallel.absent.origins import parameter_of
 from lightning_parallel.absent.tensor import AbsentValueError
-from lightning_parallel.plan.partition import Partition
+from lightning_parallel.cuts.partition import Partition
 
 
 class StepHooks:

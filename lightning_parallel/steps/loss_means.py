@@ -13,10 +13,10 @@ from typing import Any
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 
+from lightning_parallel.cuts.partition import Partition
 from lightning_parallel.losses.normaliser import BatchLoss, Rule
 from lightning_parallel.losses.trial import Findings
 from lightning_parallel.pipeline.chunk import Trial
-from lightning_parallel.plan.partition import Partition
 from lightning_parallel.ranks.run import Run
 from lightning_parallel.results.last_stage import LastStage
 from lightning_parallel.steps.pairs import PairTrials, Step

@@ -37,10 +37,10 @@ from typing_extensions import override
 
 from lightning_parallel.callbacks.start_table import Holding
 from lightning_parallel.checks.manual import BackwardGuard, networks
+from lightning_parallel.cuts.layers import Layers, named_layers
 from lightning_parallel.fully_sharded.units import check_dtypes, materialize, refuse_second_derivatives, untied
 from lightning_parallel.fully_sharded.uses import Uses
 from lightning_parallel.gradients.swapping import add_gradients, swap_gradients
-from lightning_parallel.plan.layers import Layers, named_layers
 from lightning_parallel.private.lightning.launching import callbacks_of
 from lightning_parallel.ranks.collectives import broadcast_tensors
 from lightning_parallel.ranks.local_model import LocalModel

@@ -26,10 +26,10 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from torch.autograd.graph import GradientEdge
 from typing_extensions import override
 
+from lightning_parallel.cuts.partition import Partition
 from lightning_parallel.gradients.swapping import Gradients, add_gradients, swap_gradients, take_earlier_gradients
 from lightning_parallel.losses.graph import Number
 from lightning_parallel.losses.normaliser import BatchLoss
-from lightning_parallel.plan.partition import Partition
 from lightning_parallel.ranks.layout import Placement
 from lightning_parallel.schedules.actions import Action, Schedule, placement
 from lightning_parallel.schedules.checks import of_one_update

@@ -34,12 +34,12 @@ from typing_extensions import override
 
 from lightning_parallel.callbacks.defaults import ASYNCHRONOUS
 from lightning_parallel.callbacks.start_table import Holding
+from lightning_parallel.cuts.partition import Partition
 from lightning_parallel.gradients.swapping import Gradients
 from lightning_parallel.late.settings import LateGradients
 from lightning_parallel.late.training import AsynchronousTraining
 from lightning_parallel.pipeline.staleness import Correction, Stashing
 from lightning_parallel.pipeline.weights import WeightVersions
-from lightning_parallel.plan.partition import Partition
 from lightning_parallel.private.lightning.averaging import Averaging
 from lightning_parallel.private.lightning.launching import callbacks_of
 from lightning_parallel.set_up.options import StagedOptions

@@ -32,12 +32,12 @@ from lightning_parallel.absent.tensor import AbsentTensor
 from lightning_parallel.callbacks.defaults import IN_STAGES, Reasons
 from lightning_parallel.callbacks.start_table import Holding
 from lightning_parallel.checks.manual import SEVERAL_OPTIMIZERS, refuse_manual_optimization
+from lightning_parallel.cuts.partition import Partition
 from lightning_parallel.gradients.clipping import share_overflows
 from lightning_parallel.losses.graph import Number
 from lightning_parallel.pipeline.engine import Engine
 from lightning_parallel.pipeline.stage import Stage
 from lightning_parallel.pipeline.weights import Weights
-from lightning_parallel.plan.partition import Partition
 from lightning_parallel.ranks.layout import Placement
 from lightning_parallel.ranks.local_model import LocalModel
 from lightning_parallel.results.last_stage import LastStage

@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from torch import nn
 
-from lightning_parallel.plan.layers import matching
+from lightning_parallel.cuts.layers import matching
 from lightning_parallel.ranks.writes import digest
 from lightning_parallel.tensor.layer import ParallelLayer
 from lightning_parallel.tensor.plan_search import found_plan, table_of

@@ -20,7 +20,7 @@ from dataclasses import replace
 
 from torch import nn
 
-from lightning_parallel.plan.layers import matching
+from lightning_parallel.cuts.layers import matching
 from lightning_parallel.tensor.layer import ParallelLayer, Site
 from lightning_parallel.tensor.linear import is_linear
 from lightning_parallel.tensor.style import Plan, Rule, Style

@@ -10,7 +10,7 @@ with the origins of its inputs. The code around the units runs as it stands::
     p = self.embed.weight.norm()
     return loss(h) + p              the end    needs the output of 'block', parameter 'embed.weight'
 
-``plan/search.py`` decides by this who runs what, and ``plan/flow_of_step.py`` what crosses the cuts.
+``cuts/search.py`` decides by this who runs what, and ``cuts/flow_of_step.py`` what crosses the cuts.
 """
 
 from __future__ import annotations

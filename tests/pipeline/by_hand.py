@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_parallel.cuts.partition import Partition
+from lightning_parallel.cuts.search import partition
 from lightning_parallel.messages.arrival import NO_GRADIENT, Arrival
 from lightning_parallel.messages.message import format_of
 from lightning_parallel.pipeline.stage import Stage
-from lightning_parallel.plan.partition import Partition
-from lightning_parallel.plan.search import partition
 
 CPU = torch.device("cpu")
 Step = Callable[[Any], Any]  # a model's step: takes the model, returns the loss

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightning_parallel.cuts.search import partition
 from lightning_parallel.losses.normaliser import BatchLoss
 from lightning_parallel.messages.announced import AnnouncedReceiver, AnnouncingSender
 from lightning_parallel.messages.message import encode, format_of
@@ -26,7 +27,6 @@ from lightning_parallel.pipeline.chunk import Chunk, Microbatch
 from lightning_parallel.pipeline.engine import Engine
 from lightning_parallel.pipeline.stage import Stage
 from lightning_parallel.pipeline.weights import WeightVersions
-from lightning_parallel.plan.search import partition
 from lightning_parallel.ranks.groups import Links, Wire
 from lightning_parallel.ranks.layout import Layout
 from lightning_parallel.schedules.actions import Action, Step, placement

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightning_parallel.cuts.search import partition
 from lightning_parallel.losses.normaliser import BatchLoss
 from lightning_parallel.messages.channel import Sender
 from lightning_parallel.messages.ends import Ends
@@ -24,7 +25,6 @@ from lightning_parallel.pipeline.chunk import Microbatch
 from lightning_parallel.pipeline.engine import Engine
 from lightning_parallel.pipeline.stage import Stage
 from lightning_parallel.pipeline.weights import WeightVersions
-from lightning_parallel.plan.search import partition
 from lightning_parallel.ranks.groups import Groups
 from lightning_parallel.ranks.layout import Layout
 from lightning_parallel.schedules.asynchronous import AsyncOneFOneB

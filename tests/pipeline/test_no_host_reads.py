@@ -18,12 +18,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from lightning_parallel.cuts.search import partition
 from lightning_parallel.losses.normaliser import BatchLoss
 from lightning_parallel.messages.channel import Link
 from lightning_parallel.pipeline.chunk import Microbatch
 from lightning_parallel.pipeline.engine import Engine
 from lightning_parallel.pipeline.stage import Stage
-from lightning_parallel.plan.search import partition
 from lightning_parallel.ranks.groups import Groups, Links, Wire
 from lightning_parallel.ranks.layout import Layout
 from lightning_parallel.schedules.actions import Step, placement

@@ -32,7 +32,7 @@ ELSEWHERE = {
     "dispatch_disabled": "absent/test_tensor.py",
     "make_parameter": "absent/test_tensor.py",
     "written_arguments": "absent/test_tensor.py",
-    "VALUE_OF": "plan/test_one_sided.py",
+    "VALUE_OF": "cuts/test_one_sided.py",
     "PACK_SEQUENCES": "strategies/test_any_batch.py",
     "norms_of": "gradients/test_clipping.py",
     "scale_all": "gradients/test_clipping.py",

@@ -10,7 +10,7 @@ import pytest
 import torch
 from hydra.utils import get_class
 
-from lightning_parallel.plan.search import partition
+from lightning_parallel.cuts.search import partition
 from recipes.examples import MODELS
 from recipes.problem import ConfigError
 from recipes.schema import world_size

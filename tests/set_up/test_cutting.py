@@ -10,8 +10,8 @@ import torch.distributed as dist
 from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import Tensor, nn
 
-from lightning_parallel.plan.partition import Partition
-from lightning_parallel.plan.search import partition
+from lightning_parallel.cuts.partition import Partition
+from lightning_parallel.cuts.search import partition
 from lightning_parallel.set_up.cutting import check_equal
 from tests.pool import WorkerPool
 from tests.strategies.harness import make_trainer

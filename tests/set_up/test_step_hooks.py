@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from lightning_parallel.absent.module import everything_absent
 from lightning_parallel.absent.origins import parameter_of
-from lightning_parallel.plan.partition import Partition
-from lightning_parallel.plan.search import partition
+from lightning_parallel.cuts.partition import Partition
+from lightning_parallel.cuts.search import partition
 from lightning_parallel.set_up.step_hooks import StepHooks
 from lightning_parallel.tracing.dry_run import trace
 

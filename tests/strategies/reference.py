@@ -12,8 +12,8 @@ from torch.func import functional_call
 from torch.optim.swa_utils import AveragedModel
 
 from lightning_parallel.batch import batch_size, split
+from lightning_parallel.cuts.search import partition
 from lightning_parallel.pipeline.staleness import discount, mean_staleness
-from lightning_parallel.plan.search import partition
 from lightning_parallel.schedules.asynchronous import AsyncOneFOneB
 from tests.strategies.harness import Report
 from tests.strategies.models import MODELS, Base

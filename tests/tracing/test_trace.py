@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from lightning_parallel.absent.tensor import AbsentTensor, AbsentValueError
-from lightning_parallel.plan.layers import Layers
+from lightning_parallel.cuts.layers import Layers
 from lightning_parallel.tracing.dry_run import trace
 from lightning_parallel.tracing.trace import Trace
 from tests.pipeline.nets import Net, UNet

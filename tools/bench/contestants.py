@@ -24,13 +24,13 @@ from torch.distributed.pipelining import (
     ScheduleZBVZeroBubble,
 )
 
+from lightning_parallel.cuts.search import partition
 from lightning_parallel.gradients.swapping import swap_gradients
 from lightning_parallel.losses.normaliser import BatchLoss
 from lightning_parallel.pipeline.chunk import Microbatch
 from lightning_parallel.pipeline.engine import Engine
 from lightning_parallel.pipeline.stage import Stage
 from lightning_parallel.pipeline.weights import WeightVersions
-from lightning_parallel.plan.search import partition
 from lightning_parallel.ranks.groups import Groups
 from lightning_parallel.ranks.layout import Layout, Placement
 from lightning_parallel.schedules.actions import placement

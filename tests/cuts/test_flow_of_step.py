@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from lightning_parallel.cuts.flow import Cargo, Flow, FlowError
+from lightning_parallel.cuts.search import partition
 from lightning_parallel.pipeline.stage import Stage
-from lightning_parallel.plan.flow import Cargo, Flow, FlowError
-from lightning_parallel.plan.search import partition
 from tests.pipeline import by_hand
 from tests.pipeline.by_hand import CPU
 from tests.pipeline.nets import (

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 from torchmetrics import MeanMetric
 
-from lightning_parallel.plan.flow import Flow, FlowError
-from lightning_parallel.plan.flow_of_step import flow_of_step
-from lightning_parallel.plan.search import partition
+from lightning_parallel.cuts.flow import Flow, FlowError
+from lightning_parallel.cuts.flow_of_step import flow_of_step
+from lightning_parallel.cuts.search import partition
 from tests.pipeline.nets import Net
 
 X = torch.linspace(-1, 1, 15).view(5, 3)

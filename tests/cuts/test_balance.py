@@ -9,7 +9,7 @@ from itertools import combinations, pairwise
 
 import pytest
 
-from lightning_parallel.plan.balance import Balance, balanced, bounds_of
+from lightning_parallel.cuts.balance import Balance, balanced, bounds_of
 
 
 def counts(costs: Sequence[int], stages: int, balance: Balance = "parameters") -> list[int]:

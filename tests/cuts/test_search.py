@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torchmetrics import CatMetric
 
-from lightning_parallel.plan.partition import Partition
-from lightning_parallel.plan.search import partition
+from lightning_parallel.cuts.partition import Partition
+from lightning_parallel.cuts.search import partition
 from tests.pipeline.nets import Cycle, Loose, Mixed, Net, SameModulesTwice, Tied, UNet
 
 IDS = torch.arange(6).view(2, 3)

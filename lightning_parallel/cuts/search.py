@@ -9,10 +9,10 @@ from typing import Any
 from torch import nn
 
 from lightning_parallel.absent.origins import FROM_EARLIER_STEP, parameter_of
-from lightning_parallel.plan.balance import Balance
-from lightning_parallel.plan.candidate import Candidate
-from lightning_parallel.plan.layers import Layers, named_layers
-from lightning_parallel.plan.partition import Partition
+from lightning_parallel.cuts.balance import Balance
+from lightning_parallel.cuts.candidate import Candidate
+from lightning_parallel.cuts.layers import Layers, named_layers
+from lightning_parallel.cuts.partition import Partition
 from lightning_parallel.ranks.layout import Placement
 from lightning_parallel.tracing.dry_run import trace
 from lightning_parallel.tracing.repeated import unrepeatable

@@ -32,10 +32,10 @@ from itertools import chain, pairwise
 from torch import nn
 
 from lightning_parallel.absent.origins import origin_of_parameter, parameter_of
-from lightning_parallel.plan.balance import Balance, bounds_of
-from lightning_parallel.plan.layers import Layers
-from lightning_parallel.plan.order import shared_out
-from lightning_parallel.plan.partition import Partition
+from lightning_parallel.cuts.balance import Balance, bounds_of
+from lightning_parallel.cuts.layers import Layers
+from lightning_parallel.cuts.order import shared_out
+from lightning_parallel.cuts.partition import Partition
 from lightning_parallel.ranks.layout import Placement
 from lightning_parallel.tracing.trace import Trace
 from lightning_parallel.values import first_few

@@ -17,8 +17,8 @@ from torch import nn
 
 from lightning_parallel.absent.origins import origin_of_parameter, parameter_of
 from lightning_parallel.absent.tensor import TakesGradientsError
-from lightning_parallel.plan.flow import TWICE, Cargo, Flow, FlowError
-from lightning_parallel.plan.partition import Partition
+from lightning_parallel.cuts.flow import TWICE, Cargo, Flow, FlowError
+from lightning_parallel.cuts.partition import Partition
 from lightning_parallel.private.torch import has_full_backward_hooks
 from lightning_parallel.tracing.dry_run import trace
 from lightning_parallel.tracing.trace import Call, Place, Trace, Update
