@@ -96,19 +96,20 @@ def refuse_unequal_steps(run: Run, kind: str, batches: Sequence[float]) -> None:
 
 
 class SameBatches:
-    """Keeps the training batches of the ranks of one replica the same, which hold one copy of the model together.
+    """Keeps the batches of the ranks of one replica the same, which hold one copy of the model together.
 
     Samplers and augmentations draw from the global generators, and each rank has its own. Code that runs on one rank
     only (``if trainer.is_global_zero: torch.randn(4)``) advances that rank's generators only, and stages that draw for
     their own parameters advance theirs differently. So before each epoch all ranks get the generators of the replica's
     first rank, and before the first epoch's iterator is made, which seeds its workers. In the first replica this is
     global rank 0, which has drawn what one process draws. If batches differ all the same, the run would train nonsense.
-    So ranks compare their first batch, and batches 0, 1, 2, 4, 8, ... of each epoch.
+    So ranks compare their first batch, and batches 0, 1, 2, 4, 8, ... of each epoch and of each evaluation.
     """
 
     def __init__(self, run: Run) -> None:
         self._run = run
         self._has_checked = False
+        self._evaluated = 0  # batches of this evaluation
         hook = partial(self._begin, run.module.on_train_epoch_start)
         self.end = replaced(run.module, "on_train_epoch_start", hook)  # gives the module back its own hook
 
@@ -131,10 +132,23 @@ class SameBatches:
         """
         # Within an epoch, a rank that may be ahead doesn't wait for the others.
         due = index == 0 or (index.bit_count() == 1 and not self._run.ahead())
-        if self._run.groups.model.size() == 1 or (self._has_checked and not due):
-            return
-        self._has_checked = True
-        if not all_alike(self._run.groups.model, fingerprint(batch)):
+        if not self._has_checked or due:
+            self._has_checked = True
+            self._compare(batch, index)
+
+    def begin_evaluation(self) -> None:
+        """Called before an evaluation draws its first batch. All ranks of the replica call it."""
+        self._evaluated = 0
+        self.agree()
+
+    def check_evaluation(self, batch: Any) -> None:
+        """Called with each batch of an evaluation. Raises as :meth:`check` does."""
+        index, self._evaluated = self._evaluated, self._evaluated + 1
+        if index.bit_count() <= 1:
+            self._compare(batch, index)
+
+    def _compare(self, batch: Any, index: int) -> None:
+        if self._run.groups.model.size() > 1 and not all_alike(self._run.groups.model, fingerprint(batch)):
             raise RuntimeError(
                 f"The ranks of one replica see different batches: their batches {index} differ. Every stage and every "
                 f"tensor rank must load the same samples in the same order. Seed the sampler with "

@@ -313,9 +313,8 @@ class LayoutStrategy(ParallelStrategy):
         self.accelerator.setup(trainer)
         self._at_end.callback(take_back_loaders, trainer)
         self._at_end.callback(gather_within(run.module, self.groups.along("data")))
-        if run.trains:
-            self._same_batches = loaders.SameBatches(run)
-            self._at_end.callback(self._same_batches.end)
+        self._same_batches = loaders.SameBatches(run)
+        self._at_end.callback(self._same_batches.end)
         with self.disk_offload:  # it may be a copy of the whole model, in another precision
             self.model = self.precision_plugin.convert_module(run.module)
         # The precision plugin's alone, so that what wraps or counts Lightning's `Strategy.backward` sees that.
@@ -481,6 +480,8 @@ class LayoutStrategy(ParallelStrategy):
 
     def _begin_evaluation(self, kind: str, batches: Sequence[float]) -> None:
         self.share_buffers()
+        if self._same_batches is not None:
+            self._same_batches.begin_evaluation()
         if self.local_model.is_fully_sharded:
             loaders.refuse_unequal_steps(self.run, kind, batches)
 
@@ -497,15 +498,20 @@ class LayoutStrategy(ParallelStrategy):
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        return self.run_step("validation_step", *args, **kwargs)
+        return self._evaluate("validation_step", *args, **kwargs)
 
     @override
     def test_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        return self.run_step("test_step", *args, **kwargs)
+        return self._evaluate("test_step", *args, **kwargs)
 
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self.run_step("predict_step", *args, **kwargs)
+        return self._evaluate("predict_step", *args, **kwargs)
+
+    def _evaluate(self, kind: str, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        if self._same_batches is not None:
+            self._same_batches.check_evaluation(batch)
+        return self.run_step(kind, batch, *args, **kwargs)
 
     def run_step(self, kind: str, *args: Any, **kwargs: Any) -> Any:
         """Run the user's step of a kind (its name) on a batch."""

@@ -110,7 +110,7 @@ class SamplesOnRankZero(Callback):
     def __init__(self, hook: str) -> None:
         setattr(self, hook, self.draw)
 
-    def draw(self, trainer: L.Trainer, *args: Any) -> None:
+    def draw(self, trainer: L.Trainer, *args: Any, **kwargs: Any) -> None:
         if trainer.is_global_zero:
             torch.rand(3), np.random.rand(3), random.random()
 
@@ -143,6 +143,28 @@ def test_draws_of_one_rank_that_change_data_within_an_epoch_end_the_run(pool: Wo
     for text in pool.run(sample_on_rank_zero, 2, strategy, "augmented", hook, init=False, expect_errors=True):
         assert "RuntimeError: The ranks of one replica see different batches" in text
         assert "is_global_zero" in text
+
+
+def validate_on_rank_zero(strategy: str, data: str, hook: str) -> list[list[float]]:
+    """The batches of a validation alone, after rank 0 has drawn."""
+    batches = Batches()
+    L.seed_everything(5, workers=True, verbose=False)
+    trainer = make_trainer(strategy, [SamplesOnRankZero(hook), batches], None)
+    trainer.validate(Validated(), train_loader(data), verbose=False)
+    return batches.seen
+
+
+@pytest.mark.parametrize(("strategy", "hook"), [("sync", "setup"), ("async", "on_validation_start")])
+def test_draws_of_one_rank_leave_the_data_of_an_evaluation(pool: WorkerPool, strategy: str, hook: str) -> None:
+    single = pool.run(validate_on_rank_zero, 1, "single", "shuffled", hook, init=False)[0]
+    assert pool.run(validate_on_rank_zero, 2, strategy, "shuffled", hook, init=False) == [single, single]
+
+
+def test_draws_of_one_rank_that_change_data_within_an_evaluation_end_it(pool: WorkerPool) -> None:
+    failures = pool.run(
+        validate_on_rank_zero, 2, "sync", "augmented", "on_validation_batch_end", init=False, expect_errors=True
+    )
+    assert all("RuntimeError: The ranks of one replica see different batches" in text for text in failures)
 
 
 # -- random numbers of the model -----------------------------------------------------------------------------
