@@ -153,8 +153,11 @@ class StepChanges:
                     f"A layer has changed its buffer '{name}', but not in the first step. training_step reads it on "
                     f"another stage, where it stays as it was: change it in a hook such as on_train_batch_end."
                 )
-        for name, (parameter, address, version) in parameters.items():
-            if (parameter.data_ptr(), version_of(parameter)) == (address, version):
+        now = self._parameters() if parameters else {}
+        for name, begun in parameters.items():
+            found = now.get(name, begun)
+            parameter = found[0]  # the step may have put another one in its place
+            if parameter is begun[0] and found[1:] == begun[1:]:
                 continue
             if name not in self._written:
                 self._written.add(name)
