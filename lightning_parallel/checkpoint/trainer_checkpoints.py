@@ -17,7 +17,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.fabric.plugins import CheckpointIO
+from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
@@ -347,6 +347,19 @@ def is_directory(path: str | Path) -> bool:
         return False
 
     return decided_by_first(None, look)
+
+
+def refuse_writer(io: CheckpointIO) -> None:
+    """Refuse a plugin that saves checkpoints its own way: a directory is written by all ranks together.
+
+    Raises:
+        ValueError: it names the plugin.
+    """
+    if type(io).save_checkpoint is not TorchCheckpointIO.save_checkpoint:
+        raise ValueError(
+            f"plugins=[{type(io).__name__}(...)] would save nothing: where ranks hold parts of the model, they write a "
+            f"directory together. Leave it out. The strategy's async_save=True saves while training goes on."
+        )
 
 
 def _written_and_read(values: Any) -> Any:

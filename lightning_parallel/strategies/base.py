@@ -39,7 +39,7 @@ from lightning_parallel.callbacks.defaults import (
 from lightning_parallel.callbacks.start_table import Holding, tell
 from lightning_parallel.checkpoint.background import BackgroundSave
 from lightning_parallel.checkpoint.rank_states import take_groups
-from lightning_parallel.checkpoint.trainer_checkpoints import Checkpoints, is_directory
+from lightning_parallel.checkpoint.trainer_checkpoints import Checkpoints, is_directory, refuse_writer
 from lightning_parallel.checks.error_notes import explain
 from lightning_parallel.checks.optimizer_trial import refuse_own_format, refuse_strange_parameters, stepped_whole
 from lightning_parallel.checks.other_lightning import warn_of_other_modules
@@ -304,6 +304,7 @@ class LayoutStrategy(ParallelStrategy):
             refuse_callbacks(callbacks_of(trainer), self.refused_callbacks, type(self).__name__)
             if run.trains and not self.saves_as_lightning:
                 refuse_saves_after_errors(callbacks_of(trainer))
+                refuse_writer(self.checkpoint_io)
         if run.trains:
             refuse_hooks_of_parameters(run.module)
         if self.layout.size("data") == 1:

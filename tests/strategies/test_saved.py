@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from torch import nn
 from torchmetrics import MeanMetric
 
@@ -161,8 +162,8 @@ def test_what_a_module_leaves_out_is_left_out(pool: WorkerPool, layout: str, tmp
             assert value.shape != expected.shape or torch.equal(value, expected), name  # not of shards
 
 
-def fit_refused(kind: type[Plain], callbacks: list[Callback]) -> None:
-    make_trainer("sync", callbacks, {"stages": 2}, enable_checkpointing=True).fit(kind(), loader(20))
+def fit_refused(kind: type[Plain], callbacks: list[Callback], **settings: Any) -> None:
+    make_trainer("sync", callbacks, {"stages": 2}, enable_checkpointing=True, **settings).fit(kind(), loader(20))
 
 
 def test_what_can_not_be_saved_is_refused_before_training(pool: WorkerPool) -> None:
@@ -171,3 +172,7 @@ def test_what_can_not_be_saved_is_refused_before_training(pool: WorkerPool) -> N
     keeper = ModelCheckpoint(save_on_exception=True)
     failures = pool.run(fit_refused, 2, Plain, [keeper], init=False, expect_errors=True)
     assert_refused(failures, "ValueError", ["ModelCheckpoint(save_on_exception=True)", "every_n_train_steps"])
+    failures = pool.run(
+        fit_refused, 2, Plain, [], plugins=[AsyncCheckpointIO()], init=False, expect_errors=True
+    )
+    assert_refused(failures, "ValueError", ["AsyncCheckpointIO", "async_save=True"])
