@@ -9,6 +9,13 @@ of the step (``tracing/dry_run.py``) shows what is needed where. If a unit in ch
     down.0 ----------------------------> up.1
     down.1 --------> middle -----------> up.0
 
+A stage with several chunks sends itself nothing that it has: what a chunk needs of an earlier one of its own stage is
+*kept* there, and crosses no cut in between. In a V, whose first and last chunks share a stage, a skip connection from
+the first layers to the last ones is no message::
+
+    stage 1   chunk 0 -- kept --> chunk 3
+    stage 0   chunk 1 ----------> chunk 2
+
 What the user's code computes between units is computed again in each chunk that needs it. The end of the step, its loss
 and its logs, belongs to the last chunk: whatever they were computed from is needed there (a penalty on an early layer's
 output, a variational autoencoder's divergence).
@@ -44,6 +51,7 @@ class Flow:
 
     Attributes:
         cuts: the cargo of each cut, in the order in which it is computed.
+        kept: the cargo that stays on a stage, by the chunk that has it and the later one that needs it.
         last: for each chunk its last call; None if it has none.
         passed: for each chunk the calls of later chunks that come before its last one. It goes on with absent tensors.
         placed: the chunk of each call in the dry run.
@@ -61,14 +69,19 @@ class Flow:
     inside: frozenset[str] = frozenset()
     updated: frozenset[str] = frozenset()
     carried: frozenset[str] = frozenset()
+    kept: dict[tuple[int, int], tuple[Cargo, ...]] = field(default_factory=dict, hash=False)
     placed: dict[Call, int] = field(default_factory=dict, hash=False)
     own_updates: dict[str, bool] = field(default_factory=dict, hash=False)
 
-    def into(self, chunk: int) -> tuple[Cargo, ...]:
-        return self.cuts[chunk - 1] if chunk > 0 else ()
+    def into(self, chunk: int) -> dict[int, tuple[Cargo, ...]]:
+        """What a chunk gets, by the chunk that has it: the previous one first, then others of its stage."""
+        before = {chunk - 1: self.cuts[chunk - 1]} if chunk > 0 else {}
+        return before | {one: cargo for (one, other), cargo in sorted(self.kept.items()) if other == chunk}
 
-    def out_of(self, chunk: int) -> tuple[Cargo, ...]:
-        return self.cuts[chunk] if chunk < len(self.cuts) else ()
+    def out_of(self, chunk: int) -> dict[int, tuple[Cargo, ...]]:
+        """What a chunk hands on, by the chunk that gets it: the next one first, then others of its stage."""
+        after = {chunk + 1: self.cuts[chunk]} if chunk < len(self.cuts) else {}
+        return after | {other: cargo for (one, other), cargo in sorted(self.kept.items()) if one == chunk}
 
 
 def tensors_of(cargo: Iterable[Cargo]) -> int:

@@ -8,7 +8,7 @@ would make the stages drift apart from one process is refused.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import inf
 from typing import Any
 
@@ -22,6 +22,8 @@ from lightning_parallel.cuts.partition import Partition
 from lightning_parallel.private.torch import has_full_backward_hooks
 from lightning_parallel.tracing.dry_run import trace
 from lightning_parallel.tracing.trace import Call, Place, Trace, Update
+
+_Pair = tuple[int, int]  # a chunk that keeps something for a later one of its stage
 
 
 def flow_of_step(module: nn.Module, partition: Partition, step: Callable[[], Any], logged: Sequence[Any] = ()) -> Flow:
@@ -62,7 +64,8 @@ def _check_gradients(module: nn.Module, partition: Partition, flow: Flow, seen: 
     last = max((i for i, call in enumerate(seen.calls) if call.in_function), default=-1)
     before = [module.get_submodule(call.unit) for call in seen.calls[: last + 1]]
     passes_gradients = any(parameter.requires_grad for unit in before for parameter in unit.parameters())
-    for chunk, cargo in ((chunk, cargo) for chunk, cut in enumerate(flow.cuts) for cargo in cut):
+    crossing = [*enumerate(flow.cuts), *((chunk, kept) for (chunk, _), kept in flow.kept.items())]
+    for chunk, cargo in ((chunk, cargo) for chunk, cut in crossing for cargo in cut):
         unit = module.get_submodule(cargo.module)
         if has_full_backward_hooks(unit):
             raise RuntimeError(
@@ -100,7 +103,7 @@ class _Flows:
         # A value inside a unit (0) is computed before the unit's output (1).
         self._order = {origin: (escape.within, 0, i) for i, (origin, escape) in enumerate(seen.escapes.items())}
         self._order |= {origin: (index, 1, 0) for origin, index in self._position.items()}
-        self._needed: dict[str, int] = {}  # by origin: the last chunk that needs it
+        self._needed: dict[str, set[int]] = {}  # by origin: the later chunks that need it
         self._transparent: set[str] = set()
         self._late = self._late_calls()
         last = {chunk: i for i, chunk in enumerate(chunks) if i not in self._late}
@@ -147,19 +150,8 @@ class _Flows:
         self._need(self._seen.end, "the end of the step", self._last)
         for update in self._seen.updates:
             self._need_update(update)
-        cuts: list[list[Cargo]] = [[] for _ in range(self._last)]
-        inside: set[str] = set()
-        for origin in sorted(self._needed, key=self._order.__getitem__):
-            index, *_ = self._order[origin]
-            if origin in self._position:
-                call = self._seen.calls[index]
-                cargo = Cargo(call.unit, call.call, call.tensors)
-            else:
-                escape = self._seen.escapes[origin]
-                cargo = Cargo(*escape.module, escape.tensors or 0)
-                inside.add(cargo.module)
-            for cut in range(self._chunks[index], self._needed[origin]):
-                cuts[cut].append(cargo)
+        cargo = {origin: self._cargo(origin) for origin in sorted(self._needed, key=self._order.__getitem__)}
+        cuts, kept = self._ways(cargo)
         calls = [(each.unit, each.call) for each in self._seen.calls]
         passed: list[set[Call]] = [set() for _ in self._ends]
         for i, chunk in enumerate(self._chunks):
@@ -169,16 +161,58 @@ class _Flows:
         in_step = [update for update in self._seen.updates if update.place is not None]
         by_layers = {update.name for update in in_step if update.by_layers}
         return Flow(
-            cuts=tuple(map(tuple, cuts)),
+            cuts=cuts,
+            kept=kept,
             last=tuple(None if index is None else calls[index] for index in self._last_calls),
             passed=tuple(map(frozenset, passed)),
             placed=dict(zip(calls, self._chunks, strict=True)),
             transparent=frozenset(self._transparent),
-            inside=frozenset(inside),
+            inside=frozenset(each.module for origin, each in cargo.items() if origin not in self._position),
             updated=frozenset(update.name for update in in_step) - by_layers,
             carried=frozenset(by_layers).union(each.name for each in self._seen.carried if each.is_number),
             own_updates=self._seen.own_updates,
         )
+
+    # -- ways to the chunks that need a value ----------------------------------------------------------------------
+
+    def _cargo(self, origin: str) -> Cargo:
+        if origin in self._position:
+            call = self._seen.calls[self._position[origin]]
+            return Cargo(call.unit, call.call, call.tensors)
+        escape = self._seen.escapes[origin]
+        return Cargo(*escape.module, escape.tensors or 0)
+
+    def _ways(self, cargo: dict[str, Cargo]) -> tuple[tuple[tuple[Cargo, ...], ...], dict[_Pair, tuple[Cargo, ...]]]:
+        """What crosses each cut, and what stays on a stage. If nothing were left for a cut, nothing stays: with its
+        message's gradients comes the number by which they are divided."""
+        users = {origin: (self._chunks[self._order[origin][0]], self._needed[origin]) for origin in cargo}
+        crossing = {origin: set(range(owner, max(needed))) for origin, (owner, needed) in users.items()}
+        staying: dict[str, set[_Pair]] = {origin: set() for origin in cargo}
+        ways = {origin: self._way(*each) for origin, each in users.items()}
+        crossed = {origin: cuts for origin, (cuts, _) in ways.items()}
+        if set().union(*crossed.values()) == set().union(*crossing.values()):
+            crossing, staying = crossed, {origin: pairs for origin, (_, pairs) in ways.items()}
+
+        def with_(place: Any, places: Mapping[str, set[Any]]) -> tuple[Cargo, ...]:
+            return tuple(each for origin, each in cargo.items() if place in places[origin])
+
+        pairs = sorted(set().union(*staying.values()))
+        return tuple(with_(cut, crossing) for cut in range(self._last)), {pair: with_(pair, staying) for pair in pairs}
+
+    def _way(self, owner: int, users: set[int]) -> tuple[set[int], set[_Pair]]:
+        """The cuts that a value crosses from its owner to the chunks that need it, and the pairs of chunks of one stage
+        between which it stays there."""
+        having, crossed, stays = {owner, *users}, set[int](), set[_Pair]()
+        for chunk in range(max(users), owner, -1):
+            if chunk not in having:
+                continue
+            own = [each for each in having if each < chunk and self._stages[each] == self._stages[chunk]]
+            if own and max(own) < chunk - 1:
+                stays.add((max(own), chunk))
+            else:
+                crossed.add(chunk - 1)
+                having.add(chunk - 1)
+        return crossed, stays
 
     # -- what a chunk needs --------------------------------------------------------------------------------------
 
@@ -204,7 +238,7 @@ class _Flows:
         if escape is not None and escape.tensors is None:
             self._need(escape.needs, consumer, chunk)
         else:
-            self._needed[origin] = max(chunk, self._needed.get(origin, 0))
+            self._needed.setdefault(origin, set()).add(chunk)
 
     def _need_written(self, origin: str, consumer: str, chunk: int) -> None:
         """Need a tensor that a call has changed in place. In chunks where the call is absent, it is as it was

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import partial
+from itertools import combinations
 from typing import Any
 
 import torch
@@ -17,13 +19,28 @@ from lightning_parallel.ranks.layout import Layout, Placement
 
 
 @dataclass(frozen=True)
+class Kept:
+    """What a chunk keeps for a later one of its stage, and the gradients that come back."""
+
+    activations: Handover = field(default_factory=Handover)
+    gradients: Handover = field(default_factory=Handover)
+
+
+@dataclass(frozen=True)
 class Ends:
-    """The ends of a chunk's four ways of messages; None where there is no neighbour."""
+    """The ends of a chunk's four ways of messages; None where there is no neighbour.
+
+    Attributes:
+        earlier: what earlier chunks of this stage keep for this one, by chunk.
+        later: what it keeps for later ones.
+    """
 
     activations_in: Receiver | Handover | None
     activations_out: Sender | Handover | None
     gradients_in: Receiver | Handover | None
     gradients_out: Sender | Handover | None
+    earlier: Mapping[int, Kept]
+    later: Mapping[int, Kept]
 
 
 def ends_of(placement: Placement, layout: Layout, links: Links, device: torch.device) -> dict[int, Ends]:
@@ -48,13 +65,16 @@ def ends_of(placement: Placement, layout: Layout, links: Links, device: torch.de
             return AnnouncingSender(for_messages, hosts)
         return AnnouncedReceiver(for_messages, hosts, announcements)
 
+    own = [chunk for chunk, stage in enumerate(placement) if stage == layout.stage]
+    kept = {pair: Kept() for pair in combinations(own, 2)}
     return {
         chunk: Ends(
             activations_in=over(chunk - 1, chunk - 1, links.activations, activations, Receiver),
             activations_out=over(chunk, chunk + 1, links.activations, activations, Sender),
             gradients_in=over(chunk, chunk + 1, links.gradients, gradients, Receiver),
             gradients_out=over(chunk - 1, chunk - 1, links.gradients, gradients, Sender),
+            earlier={one: each for (one, other), each in kept.items() if other == chunk},
+            later={other: each for (one, other), each in kept.items() if one == chunk},
         )
-        for chunk, stage in enumerate(placement)
-        if stage == layout.stage
+        for chunk in own
     }

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import GradientEdge
 
 from lightning_parallel.backward.split import WeightGradients, begin_backward
 from lightning_parallel.losses.graph import Term
@@ -29,6 +29,7 @@ from lightning_parallel.messages.arrival import Arrival
 from lightning_parallel.messages.channel import Receiver
 from lightning_parallel.messages.ends import Ends
 from lightning_parallel.messages.message import Format, format_of, gradient_format
+from lightning_parallel.pipeline.kept import KeptOnStage, edges_of, present
 from lightning_parallel.pipeline.stage import Stage
 from lightning_parallel.pipeline.weights import Weights
 from lightning_parallel.private.torch import run_backward
@@ -145,6 +146,7 @@ class Chunk:
         self._index, self._stage, self._ends, self._device = index, stage, ends, device
         self._generators, self._loss_of, self._weights = generators, loss_of, weights
         self._span = partial(timeline.span, chunk=stage.chunks.index(index))
+        self._kept = KeptOnStage(index, stage, ends) if len(stage.chunks) > 1 else None
         self._in_flight: deque[_InFlight] = deque()
         self._second_halves: deque[tuple[int, WeightGradients, Any]] = deque()
         self._gradients_taken = 0  # messages
@@ -198,6 +200,8 @@ class Chunk:
             loss = self._loss_of(output)
             terms = microbatch.loss.add(microbatch.index, loss)
         else:
+            if self._kept is not None:
+                output = self._kept.keep(output, trains=True)
             if microbatch.ends_batch:
                 output = self._asking(output, arrival)
             gradients = gradient_format(out.send(output, microbatch.index, self._gradients_taken))
@@ -205,20 +209,20 @@ class Chunk:
             self._is_unanswered = not gradients
             if gradients and self._ends.gradients_in is not None:
                 self._ends.gradients_in.expect(gradients)
-            edges = [get_gradient_edge(t) for t in output if t.requires_grad]
+            edges = edges_of(output)
         if trial is not None:
             trial.run(Again(self._index, copies, self._again), loss, terms)
         self._in_flight.append(_InFlight(number, microbatch, edges, gradients, sent, arrival, token))
         return [output] if out is None else []
 
-    def _receive(self, number: int) -> Arrival | None:
+    def _receive(self, number: int, *, trains: bool = True) -> Arrival | None:
         """Wait for the activation of a microbatch; None in the first chunk."""
         if self._ends.activations_in is None:
             return None
         with self._span("receive", number):
             message = self._ends.activations_in.take()
         assert message is not None, "a stream ends between batches"
-        return Arrival(*message)
+        return Arrival(*message) if self._kept is None else Arrival(*self._kept.joined(*message, trains=trains))
 
     def _asking(self, output: list[Tensor], arrival: Arrival | None) -> list[Tensor]:
         """What is to be sent in a batch's last microbatch. If the batch may have made gradients here, one is asked for,
@@ -252,12 +256,13 @@ class Chunk:
         """
         if self._ends.activations_in is not None:
             self._ends.activations_in.expect("evaluation")
-        arrival = self._receive(number)
+        arrival = self._receive(number, trains=False)
         with self._span("evaluate", number):
             output = self._stage.run(step, arrival, self._index)
         if self._ends.activations_out is None:
             return output
-        self._ends.activations_out.send(output, "evaluation")
+        message = output if self._kept is None else self._kept.keep(output, trains=False)
+        self._ends.activations_out.send(message, "evaluation")
         self._ends.activations_out.flush()
         return None
 
@@ -283,13 +288,12 @@ class Chunk:
                 assert message is not None, "there is no end of stream of gradients"
                 (*gradients, factor), format = message
                 work.loss.receive(factor)
-                # Where NO_GRADIENT came, which alone requires one, no backward begins. From zeros, parameters would get
-                # zeros that have None in one process.
-                pairs = zip(edges, gradients, format[:-1], strict=True)
-                present = [(edge, gradient) for edge, gradient, sent in pairs if not sent.requires_grad]
-                edges, gradients = [edge for edge, _ in present], [gradient for _, gradient in present]
+                edges, gradients = present(edges, gradients, format[:-1])
                 ends.activations_out.confirm(flight.sent)
                 self._gradients_taken += 1
+            if self._kept is not None and ends.activations_out is not None:
+                of_kept, their_gradients = self._kept.begin()
+                edges, gradients = [*edges, *of_kept], [*gradients, *their_gradients]
             self._in_flight.popleft()
             completing = self._completing(edges) if completes else nullcontext()
             with completing, self._span("backward input" if in_halves else "backward", number):
@@ -302,9 +306,12 @@ class Chunk:
                     run_backward(edges, gradients)
             if ends.gradients_out is not None and ends.activations_in is not None:
                 assert flight.arrival is not None
-                if back := flight.arrival.gradients():
+                back, format = flight.arrival.gradients(), flight.arrival.format
+                if self._kept is not None:
+                    back, format = self._kept.give_back(back, format)
+                if back:
                     factor = work.loss.message(self._device)
-                    ends.gradients_out.send([*back, factor], gradient_format(flight.arrival.format))
+                    ends.gradients_out.send([*back, factor], gradient_format(format))
                 ends.gradients_out.confirm(ends.activations_in.acknowledged)
         if work.ends_batch:
             self._weights.end_batch(work.loss)

@@ -7,6 +7,7 @@ and keeps what later chunks need.
 from __future__ import annotations
 
 from collections import defaultdict
+from itertools import chain
 from typing import Any
 
 from torch import Tensor
@@ -23,8 +24,8 @@ class Cuts:
     """The cuts around one chunk, and what crosses them in a step with this flow.
 
     Attributes:
-        cargo_in: the outputs that arrive, in the order of the message.
-        cargo_out: the outputs that depart, in the order of the message.
+        into: the outputs that arrive, in order, by the chunk that has them: the previous one, or one of this stage.
+        out_of: the outputs that depart, in order, by the chunk that gets them: the next one, or one of this stage.
         wanted: the calls whose output a later chunk needs.
         last: the call after which the chunk leaves the step. None for the last chunk, and for one without calls.
         passed: the calls of later chunks before it.
@@ -33,8 +34,8 @@ class Cuts:
 
     def __init__(self, flow: Flow, partition: Partition, chunk: int) -> None:
         self.partition, self.chunk = partition, chunk
-        self.cargo_in, self.cargo_out = flow.into(chunk), flow.out_of(chunk)
-        self.wanted = frozenset((item.module, item.call) for item in self.cargo_out)
+        self.into, self.out_of = flow.into(chunk), flow.out_of(chunk)
+        self.wanted = frozenset((item.module, item.call) for cargo in self.out_of.values() for item in cargo)
         self.last = flow.last[chunk] if chunk < partition.chunks - 1 else None
         self.passed = flow.passed[chunk]
         self.placed = flow.placed
@@ -58,16 +59,17 @@ class ForwardPass:
         self._reached = 0  # the latest chunk of which a call has been made
         self._calls: defaultdict[str, int] = defaultdict(int)  # so far, by name
         received = [] if arrival is None else arrival.receive()
-        if len(received) != tensors_of(cuts.cargo_in):
+        due = [*chain(*cuts.into.values())]
+        if len(received) != tensors_of(due):
             raise RuntimeError(
-                f"{len(received)} tensors arrived on stage {cuts.stage}, but {tensors_of(cuts.cargo_in)} were due, the "
-                f"outputs of {', '.join(repr(c.module) for c in cuts.cargo_in)}: the number of a layer's outputs must "
+                f"{len(received)} tensors arrived on stage {cuts.stage}, but {tensors_of(due)} were due, the "
+                f"outputs of {', '.join(repr(c.module) for c in due)}: the number of a layer's outputs must "
                 f"not depend on values, nor change from batch to batch."
             )
         tensors = iter(received)
         # By call, its output as the previous chunk sent it.
         self._arrived: dict[Call, list[Tensor]] = {
-            (c.module, c.call): [next(tensors) for _ in range(c.tensors)] for c in cuts.cargo_in
+            (c.module, c.call): [next(tensors) for _ in range(c.tensors)] for c in due
         }
         self._kept: dict[Call, list[Tensor]] = {}
         for call in self._arrived.keys() & cuts.wanted:  # it goes further on as it came, whatever this stage does to it
@@ -130,10 +132,10 @@ class ForwardPass:
         self._kept[call] = [t.clone() if copied else t for t in tensors_in(output)]
 
     def departure(self) -> list[Tensor]:
-        """The tensors that the chunk sends on, in order: the outputs that later chunks need, then its last layer's."""
+        """The tensors that the chunk hands on, in the order of ``cuts.out_of``."""
         cuts = self.cuts
         tensors: list[Tensor] = []
-        for cargo in cuts.cargo_out:
+        for cargo in chain(*cuts.out_of.values()):
             kept = self._kept.get((cargo.module, cargo.call))
             if kept is None:
                 raise RuntimeError(

@@ -62,6 +62,7 @@ class Stage:
         layers: the names of this stage's layers, in the order of their first calls here, each once.
         chunks: the chunks that this stage runs.
         has_last_chunk: does it run the end of steps?
+        cuts: by chunk the cuts around it.
     """
 
     def __init__(self, module: nn.Module, partition: Partition, index: int, device: torch.device) -> None:
@@ -76,7 +77,7 @@ class Stage:
         nothing = (frozenset[Call](),) * partition.chunks
         self._flow = Flow(((),) * (partition.chunks - 1), (None,) * partition.chunks, nothing)
         self._generators = TorchGenerators(device)
-        self._cuts = {chunk: Cuts(self._flow, partition, chunk) for chunk in self.chunks}
+        self.cuts = {chunk: Cuts(self._flow, partition, chunk) for chunk in self.chunks}
         self._own = {name for name in partition.units if index in partition.stages_with(name)}
         # While another chunk runs, this stage's own units answer too, without their values.
         self._absent = {name: AbsentForward(unit, name, name in self._own) for name, unit in self._units.items()}
@@ -104,7 +105,7 @@ class Stage:
             return
         changed = (flow.transparent, flow.inside) != (self._flow.transparent, self._flow.inside)
         self._flow = flow
-        self._cuts = {chunk: Cuts(flow, self.partition, chunk) for chunk in self.chunks}
+        self.cuts = {chunk: Cuts(flow, self.partition, chunk) for chunk in self.chunks}
         if changed and self._recompute is not None:
             self._inside_units.remove()
             self._install_inside()
@@ -366,7 +367,7 @@ class Stage:
         """
         chunk = self.chunks[0] if chunk is None else chunk
         assert (arrival is None) == (chunk == 0)
-        self._pass = forward = ForwardPass(self._cuts[chunk], arrival)
+        self._pass = forward = ForwardPass(self.cuts[chunk], arrival)
         self._in_trial = trial
         has_left = False
         try:

@@ -78,6 +78,23 @@ def test_skip_connections_cross_up_to_the_stage_that_needs_them() -> None:
     assert crossing(UNet(), 2) == [{("stem", 0), ("blocks.0", 0)}]
 
 
+def test_what_a_stage_has_is_not_sent_to_it() -> None:
+    def flow(places: tuple[int, ...]) -> Flow:
+        stage = stage_of(model := UNet(), max(places) + 1, **BLOCKS, balance="layers", placement=places)
+        return stage.flow_of(lambda: step(model))
+
+    stem, *blocks = (Cargo(name, 0, 1) for name in ("stem", "blocks.0", "blocks.1", "blocks.2"))
+    in_a_v = flow((1, 0, 0, 1))  # the stem and blocks.0; blocks.1; blocks.2; blocks.3 and the head
+    assert in_a_v.cuts == ((blocks[0],), (blocks[1],), (blocks[2],))
+    assert in_a_v.kept == {(0, 3): (stem, blocks[0])}
+    interleaved = flow((0, 1, 0, 1))  # chunk 2 passes on what its stage has; chunk 1 has been sent blocks.0
+    assert interleaved.cuts == ((blocks[0],), (blocks[1],), (stem, blocks[2]))
+    assert interleaved.kept == {(0, 2): (stem,), (1, 3): (blocks[0],)}
+    without = flow((0, 1, 2, 3))
+    assert without.cuts == ((stem, blocks[0]), (stem, blocks[0], blocks[1]), (stem, blocks[0], blocks[2]))
+    assert without.kept == {}
+
+
 def test_what_the_step_itself_adds_up_crosses_part_by_part() -> None:
     """Residual sums outside the layers: only outputs of modules cross, so the sum is made again on each stage."""
     assert crossing(Loose(), 2) == [{("stem", 0), ("blocks.0", 0)}]

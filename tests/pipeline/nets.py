@@ -241,13 +241,19 @@ class UNet(Net):
     def step(self, x: Tensor) -> Tensor:
         stem = x = self.stem(x)
         downs = []
-        for block in self.blocks[:2]:
+        half = len(self.blocks) // 2
+        for block in self.blocks[:half]:
             x = block(x)
             downs.append(x)
         x = x * 2
-        for block, skip in zip(self.blocks[2:], reversed(downs), strict=True):
+        for block, skip in zip(self.blocks[half:], reversed(downs), strict=True):
             x = block(x + skip)
         return self.head(x + stem).square().mean()
+
+
+class DeepUNet(UNet):
+    def __init__(self) -> None:
+        super().__init__(blocks=8)
 
 
 class Views(Net):
