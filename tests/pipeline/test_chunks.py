@@ -134,7 +134,7 @@ def test_gradients_in_a_v_equal_one_process_s(pool: WorkerPool, kind: str, stage
 
 @pytest.mark.parametrize(
     ("kind", "seed"),
-    [("Mixed", 1), ("DeepUNet", 2), *thorough(*((kind, seed) for kind in ("Mixed", "DeepUNet") for seed in range(3, 20)))],
+    [("Mixed", 1), ("DeepUNet", 2), *thorough(*((kind, k) for kind in ("Mixed", "DeepUNet") for k in range(3, 20)))],
 )
 def test_any_valid_lists_give_the_same_numbers(pool: WorkerPool, kind: str, seed: int) -> None:
     stages = 2 + seed % 2
