@@ -188,7 +188,6 @@ def trainer(config: Config, extra_callbacks: Sequence[Callback] = ()) -> L.Train
         callbacks=attached,
         enable_checkpointing=any(isinstance(callback, Checkpoint) for callback in attached),
         default_root_dir=config["paths"]["output_dir"],
-        use_distributed_sampler=False,  # the example data have their own sampler: recipes/data/base.py
     )
 
 

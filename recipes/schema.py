@@ -167,7 +167,6 @@ TRAINER_SET_ELSEWHERE: Mapping[str, str] = MappingProxyType(
         "callbacks": "the group callbacks=...",
         "default_root_dir": "paths.output_dir",
         "enable_checkpointing": "the group callbacks=...",
-        "use_distributed_sampler": "nothing: the example data have their own sampler",
         "check_val_every_n_epoch": "trainer.val_check_interval",
         "barebones": "logger=none callbacks=none",
     }

@@ -18,8 +18,8 @@ class SeededData(L.LightningDataModule):
 
     Replicas take equal shares of the same shuffled list. So one process, DDP over n processes and a pipeline see the
     same samples at the same step, and their losses can be compared. Lightning would shuffle in another order with one
-    process than with several; therefore the loaders bring their own sampler, and the Trainer is built with
-    ``use_distributed_sampler=False``. A last batch that is not full is left out of training.
+    process than with several; therefore the loaders bring a sampler of their own, a DistributedSampler, which it leaves
+    as it is. A last batch that is not full is left out of training.
 
     Args:
         batch_size: samples per batch, over all replicas.
