@@ -199,13 +199,17 @@ def takes(options: Callable[P, O]) -> Callable[[Callable[[S, O], None]], Callabl
     arguments.
 
     Raises:
-        TypeError: by the constructor, for a keyword that is no field; it names the nearest one. What ``options`` raises
-            for a wrong value, the constructor raises too.
+        TypeError: by the constructor, for a keyword that is no field, of which it names the nearest; or for a value
+            without a name. What ``options`` raises for a wrong value, the constructor raises too.
     """
 
     def decorate(init: Callable[[S, O], None]) -> Callable[Concatenate[S, P], None]:
         @functools.wraps(init)
         def __init__(self: S, *args: P.args, **kwargs: P.kwargs) -> None:
+            if args:
+                fitting = (field.name for field, hint in settings_of(options) if fits(args[0], hint))  # type: ignore[arg-type]
+                example = f"{next(fitting, 'name')}={args[0]!r}"
+                raise TypeError(f"{type(self).__name__} takes its settings by their names, as in {example}.")
             unknown = next((name for name in kwargs if name not in parameters), None)
             if unknown is not None:
                 close = nearest(unknown, (field.name for field, _ in settings_of(options)))  # type: ignore[arg-type]

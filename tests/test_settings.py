@@ -111,6 +111,8 @@ def test_an_unknown_setting_is_refused_with_the_nearest_one() -> None:
         Machine(sise=3)  # type: ignore[call-arg]
     with pytest.raises(TypeError, match=r"Machine has no setting 'colour'\.$"):
         Machine(colour=3)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match=r"by their names, as in mode='slow'\."):
+        Machine("slow")  # type: ignore[misc]
 
 
 STRATEGY = ["sequence_parallel", "tensor_parallel", "data_parallel", "stages", "chunks", "microbatches", "plan"]

@@ -36,6 +36,7 @@ class Axis:
         name: the axis's name, and that of the argument of :meth:`Layout.resolve` which gives its size.
         short: its abbreviation in a coordinate, such as ``pp0.dp1.tp0``.
         member: the word for one rank along the axis in messages: "stage", "replica", "shard".
+        setting: what a strategy calls its size.
         splits_model: True if ranks along the axis hold different parts of the model, False if each holds a copy.
         backwards: True if the axis's last coordinate has the lowest rank.
     """
@@ -43,14 +44,15 @@ class Axis:
     name: str
     short: str
     member: str
+    setting: str
     splits_model: bool
     backwards: bool = False
 
 
 AXES = (
-    Axis("tensor", "tp", "shard", splits_model=True),
-    Axis("data", "dp", "replica", splits_model=False),
-    Axis("pipeline", "pp", "stage", splits_model=True, backwards=True),
+    Axis("tensor", "tp", "shard", "tensor_parallel", splits_model=True),
+    Axis("data", "dp", "replica", "data_parallel", splits_model=False),
+    Axis("pipeline", "pp", "stage", "stages", splits_model=True, backwards=True),
 )
 
 
@@ -94,17 +96,18 @@ class Layout:
             given["data"] = 1
             automatic.remove("data")
         if len(automatic) > 1:
+            both = " and ".join(axis.setting for axis in reversed(axes) if axis.name in automatic)
             raise ValueError(
-                f"The sizes of the {' and '.join(reversed(automatic))} axes are both 'auto', which {world_size} "
-                f"processes can fill in several ways: give one of them a number."
+                f"{both} are both 'auto', which {world_size} processes can fill in several ways: give one of them a "
+                f"number."
             )
         product = math.prod(size for size in given.values() if isinstance(size, int))
-        asked = " x ".join(f"{name} {size}" for name, size in reversed(given.items()))
+        asked = " x ".join(f"{axis.setting}={given[axis.name]}" for axis in reversed(axes))
         if world_size % product or (not automatic and world_size != product):
             wanted = f"a multiple of {product}" if automatic else str(product)
             raise ValueError(
                 f"The layout {asked} does not fill {world_size} processes: set `devices` (x `num_nodes`) to {wanted}, "
-                f"or change the axis sizes so that their product is {world_size}."
+                f"or change these settings so that their product is {world_size}."
             )
         left = world_size // product
         return cls(tuple(left if size == "auto" else int(size) for size in given.values()), rank, axes)

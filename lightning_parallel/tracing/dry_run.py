@@ -15,9 +15,11 @@ with the origins of its inputs. The code around the units runs as it stands::
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stdout, suppress
 from dataclasses import dataclass
+from io import StringIO
 from itertools import zip_longest
 from typing import Any
 
@@ -171,7 +173,9 @@ def _guessed(
         recorder = Recorder(scene)
         guesses = ValuesGuessed(lambda _: recorder.place.during != "call", truth=truth, number=number)  # noqa: B023
         output = None
-        with WritesFollowed():
+        # What it says of guessed values isn't so: `if loss.isnan(): warn(...)`.
+        with WritesFollowed(), warnings.catch_warnings(), redirect_stdout(StringIO()):
+            warnings.simplefilter("ignore")
             with suppress(Exception), around(recorder), recorder.installed(), guesses:  # any error: the trace has it
                 try:
                     output = step()

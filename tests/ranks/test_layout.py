@@ -77,16 +77,16 @@ def test_auto_takes_the_ranks_that_the_others_leave(
 @pytest.mark.parametrize(
     ("world", "sizes", "words"),
     [
-        (4, {"pipeline": 3}, ["pipeline 3", "4 processes", "`devices`", "to 3,", "product is 4"]),
-        (6, {"pipeline": 4, "data": "auto"}, ["pipeline 4", "6 processes", "a multiple of 4"]),
-        (2, {"pipeline": 4}, ["pipeline 4", "2 processes", "to 4,"]),
-        (8, {"pipeline": 2, "data": 2}, ["pipeline 2 x data 2 x tensor 1", "8 processes", "to 4,"]),
+        (4, {"pipeline": 3}, ["stages=3", "4 processes", "`devices`", "to 3,", "product is 4"]),
+        (6, {"pipeline": 4, "data": "auto"}, ["stages=4", "6 processes", "a multiple of 4"]),
+        (2, {"pipeline": 4}, ["stages=4", "2 processes", "to 4,"]),
+        (8, {"pipeline": 2, "data": 2}, ["stages=2 x data_parallel=2 x tensor_parallel=1", "8 processes", "to 4,"]),
         (4, {"pipeline": 0}, ["pipeline", "0", "positive integer or 'auto'"]),
         (4, {"data": -1}, ["data", "-1", "positive integer"]),
         (4, {"tensor": 2.0}, ["tensor", "2.0", "positive integer"]),
         (4, {"pipeline": True}, ["pipeline", "True", "positive integer"]),
         (4, {"pipeline": "all"}, ["pipeline", "'all'", "'auto'"]),
-        (4, {"pipeline": "auto", "tensor": "auto"}, ["pipeline and tensor", "'auto'", "give one of them a number"]),
+        (4, {"pipeline": "auto", "tensor": "auto"}, ["stages and tensor_parallel", "'auto'", "give one of them a number"]),
     ],
 )
 def test_a_refusal_names_the_numbers_and_the_fix(world: int, sizes: dict[str, Any], words: list[str]) -> None:

@@ -64,7 +64,7 @@ def test_synchronised_batchnorm_is_refused_before_processes_start(strategy: Any)
 
 
 @pytest.mark.parametrize(("stages", "words"), [
-    (3, ["pipeline 3", "does not fill 2 processes", "devices", "a multiple of 3"]),
+    (3, ["stages=3", "does not fill 2 processes", "devices", "a multiple of 3"]),
     (0, ["stages=0", "integer of at least 1, or 'auto'"]),
     ("half", ["stages='half'", "integer of at least 1, or 'auto'"]),
 ])  # fmt: skip

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import time
+import warnings
 from typing import Any
 
 import pytest
@@ -96,3 +97,20 @@ def test_a_signal_while_the_step_goes_on_ends_the_look() -> None:
     model.error = SIGTERMException
     with pytest.raises(SIGTERMException):
         seen(model, plain_values=True)
+
+
+def test_what_a_step_says_of_guessed_values_is_not_heard(capsys: pytest.CaptureFixture[str]) -> None:
+    """As torchmetrics' aggregators do, which warn of NaN."""
+    model = nn.Linear(2, 1)
+
+    def step() -> Tensor:
+        loss = model(torch.ones(1, 2)).mean()
+        if loss.isnan():
+            warnings.warn("NaN", stacklevel=1)
+            print("NaN")
+        return loss
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trace(model, {id(model): "model"}, step, beyond=True)
+    assert not caught and not capsys.readouterr().out
