@@ -86,7 +86,7 @@ def test_auto_takes_the_ranks_that_the_others_leave(
         (4, {"tensor": 2.0}, ["tensor", "2.0", "positive integer"]),
         (4, {"pipeline": True}, ["pipeline", "True", "positive integer"]),
         (4, {"pipeline": "all"}, ["pipeline", "'all'", "'auto'"]),
-        (4, {"pipeline": "auto", "tensor": "auto"}, ["stages and tensor_parallel", "'auto'", "give one of them a number"]),
+        (4, {"pipeline": "auto", "tensor": "auto"}, ["stages and tensor_parallel", "'auto'", "give one of them"]),
     ],
 )
 def test_a_refusal_names_the_numbers_and_the_fix(world: int, sizes: dict[str, Any], words: list[str]) -> None:
