@@ -6,11 +6,12 @@ from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any
 
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import nn
 
 from lightning_parallel.absent.origins import FROM_EARLIER_STEP, parameter_of
 from lightning_parallel.cuts.balance import Balance
-from lightning_parallel.cuts.candidate import Candidate
+from lightning_parallel.cuts.candidate import UNEVEN, Candidate
 from lightning_parallel.cuts.layers import Layers, named_layers
 from lightning_parallel.cuts.partition import Partition
 from lightning_parallel.ranks.layout import Placement
@@ -81,6 +82,7 @@ def partition(
         raise best.refusal()
     result = best.partition(recompute)
     _check_updates(result, best.seen)
+    _warn_of_values(module, best.seen, result.chunks)
     # The calls after which chunks leave the step, with these chunks: all but the last one.
     calls = [(call.unit, call.call) for call in best.seen.calls]
     last = {result.calls[call]: call for call in calls}
@@ -100,6 +102,18 @@ def partition(
         _check_independent(result, third, {exits[call]} if call is not None else set(exits.values()))
     _check_held(result, {name for name, _ in module.named_parameters(remove_duplicate=False)})
     return result
+
+
+def _warn_of_values(module: nn.Module, seen: Trace, chunks: int) -> None:
+    """Warn if the step asks for a value so early that the last chunk has most of the layers, which come after it."""
+    beyond = {parameter for name in seen.beyond for parameter in module.get_submodule(name).parameters()}
+    share = sum(p.numel() for p in beyond) / max(1, sum(p.numel() for p in module.parameters()))
+    if chunks > 1 and share * chunks > UNEVEN:
+        names = first_few(map(repr, sorted(seen.beyond)))
+        rank_zero_warn(
+            f"The last stage has {share:.0%} of the parameters: the step asks for a value, and calls {names} after "
+            f"that. For an even cut ask inside a layer's own forward, or after the layers. {seen.stopped}"
+        )
 
 
 def _check_updates(parts: Partition, seen: Trace) -> None:

@@ -25,6 +25,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from lightning_parallel.absent.tensor import AbsentTensor
 from lightning_parallel.interception import LeaveStep
@@ -156,6 +157,8 @@ class StepChanges:
         now = self._parameters() if parameters else {}
         for name, begun in parameters.items():
             found = now.get(name, begun)
+            if isinstance(begun[0], DTensor) or isinstance(found[0], DTensor):  # gathered, or divided again
+                found = (begun[0], begun[0].data_ptr(), version_of(begun[0]))
             parameter = found[0]  # the step may have put another one in its place
             if parameter is begun[0] and found[1:] == begun[1:]:
                 continue

@@ -562,3 +562,16 @@ def test_layers_that_do_something_else_when_they_run_again_are_not_recomputed(ki
 ])  # fmt: skip
 def test_the_others_are(kind: str) -> None:
     assert recomputed(kind).stages == 2
+
+
+def test_a_value_asked_for_before_most_layers_is_warned_of() -> None:
+    class Checked(Net):
+        def step(self, x: Tensor) -> Tensor:
+            x = self.stem(x)
+            if not torch.isfinite(x).all():
+                raise ValueError
+            return self.head(self.body(x)).square().mean()
+
+    model = Checked()
+    with pytest.warns(UserWarning, match=r"last stage has \d+% of the parameters.*'blocks.0', 'blocks.1'.*own forward"):
+        assert partition(model, lambda: model.step(torch.ones(2, 3)), 2).units["blocks.0"] == (1,)
