@@ -5,8 +5,8 @@ gradient before its update, every weight and moment of the optimizers, and what 
 compared again for a run that goes on from a checkpoint of the layout: in one process, and in some rows (RESUME) under
 the layout, too. In thorough runs it goes on under the layout in all rows. See contract.py.
 
-By default every pair of model, layout and feature is in a row, and a schedule that places chunks as another one does is
-in a few (LIKE_OTHERS). In thorough runs all combinations are.
+By default every pair of model, layout and feature is in a row; a layout whose parts other layouts have too is in a few
+(LIKE_OTHERS), with what those parts have to agree on. In thorough runs all combinations are.
 """
 
 from __future__ import annotations
@@ -36,20 +36,32 @@ from tests.strategies.failures import assert_refused
 from tests.thorough import thorough
 
 PIPELINES = [name for name in LAYOUTS if name not in ("replicas", "threads", "sharded", "tensor")]
-ONLY_THOROUGH = ("naive", "pipeline x sharded")
+ALONE = ("sharded", "tensor", "1f1b", "zbv", "pipeline x data", "async")  # layouts whose parts no other one has
 # Combinations of three that have to agree with each other.
 ALWAYS = [
     ("Language", "1f1b", "accumulation"),  # batches count alike, however many labels each has
     ("Perceptron", "pipeline x data", "accumulation"),  # replicas' gradients are averaged once
 ]
 
-# gpipe has the chunks of 1f1b, interleaved has as many as zbv.
+# gpipe has the chunks of 1f1b, interleaved as many as zbv, vmin the V of zbv. Replicas are those of pipeline x data,
+# shards under pipeline x tensor are those of tensor.
 LIKE_OTHERS = [
     ("Language", "gpipe", "clipping by norm"),  # tied weights count once in a norm
     ("Perceptron", "gpipe", "all"),
     ("Language", "interleaved", "groups"),  # chunks of both stages have tied weights
     ("Skipping", "interleaved", "clipping by norm"),
     ("Perceptron", "interleaved", "all"),
+    ("Skipping", "vmin", "accumulation"),  # three stages, which the skips pass by
+    ("ResNet", "vmin", "all"),
+    ("Language", "pipeline x tensor", "clipping by norm"),  # over both axes
+    ("Loose", "pipeline x tensor", "early optimizer"),
+    ("TwoTerms", "pipeline x tensor", "all"),
+    ("ResNet", "replicas", "clipping by norm"),
+    ("TwoOptimizers", "replicas", "groups"),
+    ("TwoTerms", "replicas", "all"),
+    ("Perceptron", "threads", "clipping by norm"),
+    ("Language", "threads", "early optimizer"),
+    ("Loose", "threads", "all"),
 ]
 
 # What the library refuses, and words of the message.
@@ -79,8 +91,7 @@ def is_supported(model: str, layout: str, feature: str) -> bool:
     return (model, layout) not in REFUSED and (layout, feature) not in OTHERWISE
 
 
-BY_DEFAULT = [name for name in LAYOUTS if name not in (*ONLY_THOROUGH, "gpipe", "interleaved")]
-USUAL = [*covering([list(MODELS), BY_DEFAULT, list(FEATURES)], is_supported, ALWAYS), *LIKE_OTHERS]
+USUAL = [*covering([list(MODELS), ALONE, list(FEATURES)], is_supported, ALWAYS), *LIKE_OTHERS]
 ALL = [row for row in product(MODELS, LAYOUTS, FEATURES) if is_supported(*row)]
 RESUME = {row for layout in LAYOUTS for row in [row for row in USUAL if row[1] == layout][::3]}
 RESUME |= {next(row for row in USUAL if row[0] == model) for model in MODELS}
