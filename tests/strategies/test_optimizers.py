@@ -16,6 +16,7 @@ from tests.strategies.harness import Report, joined, largest_difference, make_tr
 from tests.strategies.models import BATCH, Base, Blocks
 from tests.strategies.shardable import Mixed
 from tests.strategies.test_fully_sharded import SAMPLES
+from tests.thorough import thorough
 
 
 def by(kind: str, model: type[Base]) -> type[Base]:
@@ -56,7 +57,7 @@ def train_by(kind: str, *args: Any, **kwargs: Any) -> Report:
     return train(by(kind, Blocks), *args, **kwargs)
 
 
-@pytest.mark.parametrize("kind", ["LAMB", "HostLAMB"])
+@pytest.mark.parametrize("kind", ["HostLAMB", *thorough("LAMB")])
 def test_where_it_trains_the_same_model_it_trains_as_in_one_process(pool: WorkerPool, kind: str) -> None:
     (single,) = pool.run(train_by, 1, kind, init=False, samples=SAMPLES[2])
     stages = pool.run(train_by, 2, kind, "sync", {"microbatches": 2}, init=False, samples=SAMPLES[2])
