@@ -63,7 +63,9 @@ def fit(callback: str, strategy: str, options: dict[str, Any] | None = None, **g
     callbacks: list[Callback] = [MAKE[callback]()]
     options = options or {}
     module.batch_size //= options.get("data_parallel", 1)
-    epochs = 16 if callback == "LearningRateFinder" else 6  # in which it tries as many rates
+    epochs = 3
+    if callback == "LearningRateFinder":  # in sixteen steps it tries as many rates
+        epochs = 16 if strategy == "fsdp" else 8
     trainer = make_trainer(strategy, callbacks, options, max_epochs=epochs, **given)
     trainer.fit(module)
     report.weights = {name: complete(p.detach()) for name, p in here(module).items()}

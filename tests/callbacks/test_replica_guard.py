@@ -66,7 +66,8 @@ def train(layout: str, flip: tuple[Any, ...], every: int, folder: str) -> tuple[
     callbacks: list[Callback] = [*([Flip(*flip)] if flip else []), ReplicaGuard(every)]
     if folder:
         callbacks.append(ModelCheckpoint(folder, filename="{step}", every_n_train_steps=2, save_top_k=-1))
-    trainer = make_trainer(strategy, callbacks, options, max_epochs=12, enable_checkpointing=bool(folder))
+    epochs = 12 if flip else 5  # a bit that has flipped ends the run
+    trainer = make_trainer(strategy, callbacks, options, max_epochs=epochs, enable_checkpointing=bool(folder))
     error = ""
     try:
         trainer.fit(KINDS[model](), KINDS[model].loader())

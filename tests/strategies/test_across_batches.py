@@ -77,7 +77,7 @@ CLIPPED = {"gradient_clip_val": 0.001, "gradient_clip_algorithm": "value"}
 @pytest.mark.parametrize(
     ("model", "stages", "options", "trainer_options"),
     [
-        ("LeNet", 2, {}, {"accumulate_grad_batches": 2, "max_epochs": 8}),
+        ("LeNet", 2, {}, {"accumulate_grad_batches": 2, "max_epochs": 5}),
         *thorough(
             ("GPT2", 2, {}, {}),  # whose tied embeddings are on one stage
             ("LeNet", 2, {}, {}),
