@@ -10,7 +10,7 @@ import pytest
 from recipes import record
 from tests.pool import WorkerPool
 from tests.recipes.runs import trained
-from tests.recipes.test_configs import GROUPS, composed
+from tests.recipes.test_configs import GROUPS, composed, problems
 from tests.recipes.tiny import images, model, texts
 from tests.thorough import thorough
 
@@ -26,13 +26,8 @@ def run(pool: WorkerPool, folder: Path, *overrides: str) -> dict[str, float | No
     return record.read_metrics(folder)
 
 
-EXPERIMENTS = [
-    pytest.param(name, marks=pytest.mark.timm) if name == "vit_images" else name for name in GROUPS["experiment"]
-]
-
-
-@pytest.mark.parametrize("experiment", EXPERIMENTS)
-def test_every_experiment_trains(pool: WorkerPool, tmp_path: Path, experiment: str) -> None:
+def given_to(experiment: str, tmp_path: Path) -> list[str]:
+    """What makes it small, and what it needs."""
     given = [f"experiment={experiment}", *FEW]
     chosen = composed(given[0])
     if chosen["model"]["name"] == "hf":
@@ -42,11 +37,28 @@ def test_every_experiment_trains(pool: WorkerPool, tmp_path: Path, experiment: s
         folder = images(tmp_path / "images")
         given += [f"data.path={folder}", "data.batch_size=4", "model.arguments.img_size=16", *VIT]
     given += GPT if chosen["model"]["name"] == "gpt" else []
-    given += WARM_UP if chosen["scheduler"]["name"] == "cosine" else []
-    assert run(pool, tmp_path / "run", *given)["val_loss"] is not None
+    return given + (WARM_UP if chosen["scheduler"]["name"] == "cosine" else [])
 
 
-@pytest.mark.parametrize("debug", [*(each for each in GROUPS["debug"] if each != "profiler"), *thorough("profiler")])
+OFTEN = ["async_quality", "hf_lora_tensor"]
+OTHERS = [name for name in GROUPS["experiment"] if name not in (*OFTEN, "vit_images")]
+
+
+@pytest.mark.parametrize(
+    "experiment", [*OFTEN, pytest.param("vit_images", marks=pytest.mark.timm), *thorough(*OTHERS)]
+)
+def test_every_experiment_trains(pool: WorkerPool, tmp_path: Path, experiment: str) -> None:
+    assert run(pool, tmp_path / "run", *given_to(experiment, tmp_path))["val_loss"] is not None
+
+
+def test_every_experiment_and_every_way_to_debug_is_valid(tmp_path: Path) -> None:
+    for experiment in (*OFTEN, *OTHERS):
+        assert problems(*given_to(experiment, tmp_path)) == []
+    for debug in GROUPS["debug"]:
+        assert problems(f"debug={debug}", "strategy=pipeline_1f1b") == []
+
+
+@pytest.mark.parametrize("debug", ["overfit", *thorough(*(each for each in GROUPS["debug"] if each != "overfit"))])
 def test_every_way_to_debug_runs_in_a_pipeline(pool: WorkerPool, tmp_path: Path, debug: str) -> None:
     few = ["trainer.max_steps=8"] if debug in ("overfit", "profiler") else []
     metrics = run(pool, tmp_path / "run", f"debug={debug}", "strategy=pipeline_1f1b", "cluster.devices=2", *GPT, *few)
