@@ -75,7 +75,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         counts[reason] = len(marked)
         if marked:
             config.hook.pytest_deselected(items=marked)
-            items[:] = [item for item in items if item not in marked]
+            items[:] = [item for item in items if not lacks(item)]
     # The longest begin first, so that none is left alone at the end.
     items.sort(key=lambda item: not str(item.path).endswith(LONGEST))
 

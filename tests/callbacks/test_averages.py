@@ -209,8 +209,9 @@ def assert_same(one: tuple[Path, Path, list[float]], other: tuple[Path, Path, li
 LAYOUTS_OF_PARTS = [name for name in LAYOUTS if name not in ("single", "ddp2", "whole batches", "late2")]
 OFTEN = [
     ("ema", "pp2"),
-    ("swa", "tp2"),
-    ("multi", "fsdp2 x tp2"),
+    ("ema", "fsdp2 x tp2"),
+    ("swa", "pp2"),
+    ("multi", "tp2"),
     ("by epochs", "pp2"),
     ("by epochs", "late"),
     ("ema", "background"),

@@ -181,7 +181,7 @@ def train(kinds: list[str], layout: str | None, **options: Any) -> list[tuple[Re
     return reports
 
 
-# Each kind under 1F1B, and half of them under each other layout.
+# Each kind under 1F1B, half of them where ranks hold all layers or parts of each, and some under another schedule.
 ODD, EVEN = EQUAL[1::2], EQUAL[::2]
 
 
@@ -189,12 +189,12 @@ ODD, EVEN = EQUAL[1::2], EQUAL[::2]
     ("layout", "accumulate", "chosen"),
     [
         ("1f1b", 2, EQUAL),
-        ("zbv", 2, EVEN),
+        ("zbv", 2, EQUAL[::4]),
         ("replicas", 2, ODD),
         ("tensor", 1, EVEN),
         ("fully sharded", 2, ODD),
         *thorough(
-            ("1f1b", 1, EQUAL), ("zbv", 2, ODD), ("replicas", 2, EVEN), ("tensor", 1, ODD), ("fully sharded", 2, EVEN)
+            ("1f1b", 1, EQUAL), ("zbv", 2, EQUAL), ("replicas", 2, EVEN), ("tensor", 1, ODD), ("fully sharded", 2, EVEN)
         ),
     ],
 )

@@ -18,7 +18,7 @@ from tests.strategies.harness import train
 from tests.strategies.models import MODELS
 from tests.thorough import thorough
 
-USUAL = [(model, 3) for model in ("Blocks", "SharedPart", "Shifts")]
+USUAL = [(model, 3) for model in ("Blocks", "SharedPart")]
 
 
 @pytest.mark.parametrize(
