@@ -36,15 +36,15 @@ from tests.strategies.failures import assert_refused
 from tests.thorough import thorough
 
 PIPELINES = [name for name in LAYOUTS if name not in ("replicas", "threads", "sharded", "tensor")]
-ALONE = ("sharded", "tensor", "1f1b", "zbv", "pipeline x data", "async")  # layouts whose parts no other one has
+ALONE = ("sharded", "tensor", "1f1b", "zbv", "async")  # layouts whose parts no other one has
 # Combinations of three that have to agree with each other.
 ALWAYS = [
     ("Language", "1f1b", "accumulation"),  # batches count alike, however many labels each has
     ("Perceptron", "pipeline x data", "accumulation"),  # replicas' gradients are averaged once
 ]
 
-# gpipe has the chunks of 1f1b, interleaved as many as zbv, vmin the V of zbv. Replicas are those of pipeline x data,
-# shards under pipeline x tensor are those of tensor.
+# gpipe has the chunks of 1f1b, interleaved as many as zbv, vmin the V of zbv. Stages of replicas or shards are those of
+# 1f1b, and the shards those of tensor.
 LIKE_OTHERS = [
     ("Language", "gpipe", "clipping by norm"),  # tied weights count once in a norm
     ("Perceptron", "gpipe", "all"),
@@ -56,6 +56,9 @@ LIKE_OTHERS = [
     ("Language", "pipeline x tensor", "clipping by norm"),  # over both axes
     ("Loose", "pipeline x tensor", "early optimizer"),
     ("TwoTerms", "pipeline x tensor", "all"),
+    ("Language", "pipeline x data", "clipping by norm"),
+    ("ResNet", "pipeline x data", "early optimizer"),
+    ("Loose", "pipeline x data", "all"),
     ("ResNet", "replicas", "clipping by norm"),
     ("TwoOptimizers", "replicas", "groups"),
     ("TwoTerms", "replicas", "all"),
@@ -91,7 +94,7 @@ def is_supported(model: str, layout: str, feature: str) -> bool:
     return (model, layout) not in REFUSED and (layout, feature) not in OTHERWISE
 
 
-USUAL = [*covering([list(MODELS), ALONE, list(FEATURES)], is_supported, ALWAYS), *LIKE_OTHERS]
+USUAL = covering([list(MODELS), ALONE, list(FEATURES)], is_supported, [*ALWAYS, *LIKE_OTHERS])
 ALL = [row for row in product(MODELS, LAYOUTS, FEATURES) if is_supported(*row)]
 RESUME = {row for layout in LAYOUTS for row in [row for row in USUAL if row[1] == layout][::3]}
 RESUME |= {next(row for row in USUAL if row[0] == model) for model in MODELS}
