@@ -15,11 +15,9 @@ ROOMS = {  # module: the packages that its entries need
     "tests.zoo.diffusion": ("diffusers",),
     "tests.zoo.peft_models": ("transformers", "peft"),
     "tests.zoo.handwritten.order": (),
-    "tests.zoo.handwritten.sharing": (),
     "tests.zoo.handwritten.layers": (),
     "tests.zoo.handwritten.steps": (),
     "tests.zoo.handwritten.losses": (),
-    "tests.zoo.handwritten.updates": (),
 }
 
 
