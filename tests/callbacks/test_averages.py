@@ -209,7 +209,7 @@ def assert_same(one: tuple[Path, Path, list[float]], other: tuple[Path, Path, li
 LAYOUTS_OF_PARTS = [name for name in LAYOUTS if name not in ("single", "ddp2", "whole batches", "late2")]
 OFTEN = [
     ("ema", "pp2"),
-    ("ema", "fsdp2 x tp2"),
+    ("ema", "fsdp2"),
     ("swa", "pp2"),
     ("multi", "tp2"),
     ("by epochs", "pp2"),
@@ -230,7 +230,7 @@ def test_averages_are_those_of_one_process(runs: Runs, average: str, layout: str
     assert_same(runs.run(average, layout), runs.run(average, "single"))
 
 
-MOVES = [("ema", "pp2", "tp2"), ("ema", "single", "fsdp2"), ("ema", "fsdp2 x tp2", "single")]
+MOVES = [("ema", "pp2", "tp2"), ("ema", "single", "fsdp2"), ("ema", "fsdp2", "single")]
 MORE = [
     (average, one, other)
     for average in ("ema", "multi")

@@ -25,7 +25,7 @@ LATE = {"microbatches": 2}
 LAYOUTS = [("sync", 2, V), ("async", 3, LATE)]
 ALL_LAYOUTS = pytest.mark.parametrize(
     ("strategy", "stages", "options"),
-    [*LAYOUTS, ("sync", 2, SYNC), *thorough(("sync", 3, V | {"microbatches": 6}), ("async", 2, LATE))],
+    [*LAYOUTS, *thorough(("sync", 2, SYNC), ("sync", 3, V | {"microbatches": 6}), ("async", 2, LATE))],
 )
 GOING_ON = pytest.mark.parametrize(("strategy", "stages", "options"), LAYOUTS)
 

@@ -117,7 +117,7 @@ def fit_by(kind: type[optimizers.Short], callback: Callback, strategy: str, *arg
 
 @pytest.mark.parametrize(("kind", "callback", "layout"), [
     (optimizers.Noted, NotesOther(), "tensor"), (DecaysTrained, Freezes(), "tensor"),
-    (StartsAnew, Writes(), "fully sharded x tensor"),
+    (StartsAnew, Writes(), "fully sharded"),
 ], ids=["notes", "requires_grad", "state"])  # fmt: skip
 def test_owners_follow_what_changes_on_parameters(
     pool: WorkerPool, kind: type[optimizers.Short], callback: Callback, layout: str
@@ -163,6 +163,7 @@ def test_late_batches_are_accumulated_for_owners(pool: WorkerPool) -> None:
     assert largest_difference(joined(reports, "weights"), expected.weights) < EXACT
 
 
+@pytest.mark.thorough
 def test_replicas_of_an_asynchronous_pipeline_share_owners(pool: WorkerPool) -> None:
     """Of one stage, which isn't late."""
     options = {**STAGES, "stages": 1, "tensor_parallel": 2, "data_parallel": 2}
