@@ -31,7 +31,7 @@ def replicated(pool: WorkerPool, model: str, replicas: int, **options: Any) -> R
 # -- equality with one model -------------------------------------------------------------------------------------
 
 
-# Others, in two replicas, are in the table of test_contract.py.
+# Others, in two replicas, with accumulation and clipping, are in the table of test_contract.py.
 @pytest.mark.parametrize(("model", "replicas"), [("GPT2", 3), ("Blocks", 4)])
 def test_unmodified_models_train_as_in_one_process(pool: WorkerPool, single: Any, model: str, replicas: int) -> None:
     assert_equal([replicated(pool, model, replicas)], single(model))
@@ -40,17 +40,6 @@ def test_unmodified_models_train_as_in_one_process(pool: WorkerPool, single: Any
 def test_a_batch_smaller_than_the_replicas_trains_as_in_one_process(pool: WorkerPool, single: Any) -> None:
     options = {"batch_size": 5, "samples": 11}  # a last batch of one sample
     assert_equal([replicated(pool, "Forward", 7, **options)], single("Forward", **options))
-
-
-@pytest.mark.parametrize("trainer_options", [
-    {"gradient_clip_val": 0.001, "gradient_clip_algorithm": "value"},
-    {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1, "shuffle": True},
-], ids=["clip-value", "all-shuffled"])  # fmt: skip
-def test_accumulation_and_clipping_as_in_one_process(
-    pool: WorkerPool, single: Any, trainer_options: dict[str, Any]
-) -> None:
-    report = replicated(pool, "Forward", 3, **trainer_options)
-    assert_equal([report], single("Forward", **trainer_options))
 
 
 def test_penalties_bound_methods_and_hooks_on_parameters_as_in_one_process(pool: WorkerPool, single: Any) -> None:
