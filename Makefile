@@ -4,7 +4,8 @@
 #     make test ARGS="tests/pipeline -k gpipe"
 #     make test JOBS=0                         # one test at a time, without pytest-xdist: for a debugger
 #     make timm-tests                          # those that need timm; make test runs them too, if it is given no ARGS
-#     make thorough                            # all tests: make test leaves rows out that repeat others
+#     make programs                            # tests that start whole programs: scripts, launchers, the wheel, a kill
+#     make thorough                            # all tests: make test leaves rows out that repeat others, and programs
 #     make cluster-tests                       # runs killed and preempted under torchrun, Ray and a SLURM of two nodes
 #     make lightning-tests TESTS=/folder/tests_pytorch   # Lightning's own tests, from its repository, with our strategies
 #     make gpu                                 # what can be seen on this machine's GPUs, into docs/gpu.json
@@ -41,7 +42,7 @@ RUN_OTHERS := $(OTHERS_VENV)/bin/python
 OTHERS_READY := $(OTHERS_VENV)/.ready-others
 TIMM_READY := $(TIMM)/.ready
 
-.PHONY: train compare test timm-tests thorough cluster-tests slurm zoo others optimizers faults torture lightning-tests gpu lint docs clean
+.PHONY: train compare test timm-tests programs thorough cluster-tests slurm zoo others optimizers faults torture lightning-tests gpu lint docs clean
 
 train: $(RECIPES_READY)
 	$(RUN) -m recipes.train strategy=pipeline_async $(ARGS)
@@ -61,6 +62,9 @@ thorough: $(READY) $(if $(ARGS),,$(TIMM_READY))
 
 timm-tests: $(TIMM_READY)
 	$(TEST_TIMM) $(ARGS)
+
+programs: $(READY)
+	OMP_NUM_THREADS=1 $(RUN) -m pytest -m "programs" $(ARGS)
 
 cluster-tests: $(READY) slurm
 	OMP_NUM_THREADS=1 $(RUN) -m pytest --thorough $(ARGS) tests/clusters

@@ -1,4 +1,4 @@
-"""What all tests share: the pool of workers, double precision, and the markers `gpu`, `timm` and `thorough`."""
+"""What all tests share: the pool of workers, double precision, and the markers of what isn't always run."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.pool import WorkerPool
 
 torch.set_num_threads(1)
 
-LONGEST = ("strategies/test_contract.py", "torture/test_sample.py")
+LONGEST = "strategies/test_contract.py"
 NOT_RUN = pytest.StashKey[dict[str, int]]()  # the number of tests, by reason
 
 
@@ -60,13 +60,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Take out what this run leaves out, and count it for the summary: tests marked `gpu` where there are too few,
-    those marked `timm` where there is none, and those marked `thorough` if they aren't asked for."""
+    those marked `timm` where there is none, and those marked `programs` or `thorough` if they aren't asked for."""
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     without_timm, not_thorough = importlib.util.find_spec("timm") is None, not config.getoption("thorough")
+    no_programs = not_thorough and "programs" not in config.getoption("markexpr")
     too_few = f"{gpus or 'no'} GPU{'s' * (gpus > 1)} on this machine"
     left_out: dict[str, Callable[[pytest.Item], bool]] = {
         f"gpu tests not run: {too_few}": lambda item: _gpus_needed(item) > gpus,
         "tests of timm not run: `make timm-tests` runs them": lambda item: without_timm and _is_marked(item, "timm"),
+        "programs not run: `make programs` runs them": lambda item: no_programs and _is_marked(item, "programs"),
         "thorough tests not run: `make thorough` runs them": lambda item: not_thorough and _is_marked(item, "thorough"),
     }
     counts = config.stash.setdefault(NOT_RUN, {})
@@ -76,7 +78,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if marked:
             config.hook.pytest_deselected(items=marked)
             items[:] = [item for item in items if not lacks(item)]
-    # The longest begin first, so that none is left alone at the end.
+    # The longest begins first, so that it isn't left alone at the end.
     items.sort(key=lambda item: not str(item.path).endswith(LONGEST))
 
 

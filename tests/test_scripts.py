@@ -58,6 +58,7 @@ def test_every_script_is_started_on_its_page() -> None:
 ONCE = {command: page for page, command in reversed(STARTED)}  # the README's train.py is the one of a page, too
 
 
+@pytest.mark.programs
 @pytest.mark.parametrize(
     "command", [each for each in ONCE if "cli.py" not in each] + thorough(*(each for each in ONCE if "cli.py" in each))
 )

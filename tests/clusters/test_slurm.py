@@ -30,6 +30,7 @@ def submit(cluster: Slurm, folder: Path, *options: str) -> subprocess.Popen[str]
     return start(program, cluster.environment)
 
 
+@pytest.mark.programs
 def test_a_preempted_job_is_saved_requeued_and_resumed(
     cluster: Slurm, tmp_path: Path, undisturbed: dict[str, float]
 ) -> None:

@@ -57,6 +57,7 @@ def unpack(page: str, group: str, folder: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.delitem(sys.modules, "my_package", raising=False)
 
 
+@pytest.mark.programs
 def test_the_wheel_has_all_configs_and_plugins(lib: Path) -> None:
     def configs(folder: Path) -> dict[Path, str]:
         return {file.relative_to(folder): file.read_text() for file in folder.rglob("*.yaml")}
@@ -109,6 +110,7 @@ def test_a_template_s_module_and_config_come_as_they_are(tmp_path: Path, monkeyp
     assert made["optimizer"].param_groups[0]["lr"] == 0.01 and made["lr_scheduler"].step_size == 10
 
 
+@pytest.mark.programs
 @pytest.mark.parametrize("launch", [False, *thorough(True)])
 def test_a_module_and_configs_of_the_users_own_are_found_from_an_empty_folder(
     lib: Path, here: Path, launch: bool

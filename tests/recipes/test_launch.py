@@ -69,6 +69,7 @@ def processes_of(folder: Path) -> list[str]:
     return [line for line in listing.splitlines() if str(folder) in line]
 
 
+@pytest.mark.programs
 def test_a_failing_rank_is_named_and_the_launcher_is_left_as_it_was(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

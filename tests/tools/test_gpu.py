@@ -31,6 +31,7 @@ def with_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 TABLE = ("tests.tools.leaves_a_table", "OUT")
 
 
+@pytest.mark.programs
 @pytest.mark.usefixtures("with_gpu")
 def test_all_commands_are_run_and_their_tables_kept_also_after_one_has_failed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -82,7 +83,7 @@ def test_a_test_that_needs_more_gpus_than_there_are_is_not_run(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     pytester.makeconftest("from tests.conftest import *")
-    pytester.makeini("[pytest]\nmarkers =\n    gpu\n    timm\n    thorough")
+    pytester.makeini("[pytest]\nmarkers =\n    gpu\n    timm\n    programs\n    thorough")
     pytester.makepyfile(
         "import pytest\n@pytest.mark.gpu\ndef test_one(): pass\n@pytest.mark.gpu(2)\ndef test_two(): pass\n"
     )

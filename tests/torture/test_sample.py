@@ -13,6 +13,7 @@ from tests.clusters.disturbed import variables
 from tests.torture.cases import SMALL_SAMPLE
 
 
+@pytest.mark.programs
 @pytest.mark.parametrize("name", SMALL_SAMPLE)
 def test_a_run_goes_on_after_it(tmp_path: Path, name: str) -> None:
     """As the matrix is run: by a process that has imported everything, and that others are forked from."""
