@@ -10,7 +10,7 @@
 #     make lightning-tests TESTS=/folder/tests_pytorch   # Lightning's own tests, from its repository, with our strategies
 #     make gpu                                 # what can be seen on this machine's GPUs, into docs/gpu.json
 #     make docs                                # the site of docs/, into site/
-#     make zoo                                 # three hundred small models under every layout, into docs/zoo.md
+#     make zoo                                 # nearly three hundred models under every layout, into docs/zoo.md
 #     make zoo ARGS="--only 'gpt2*' --traces"  # some of them; ARGS="--resume" goes on after an interruption
 #     make others                              # modules of other people's packages, into docs/others.md: hours
 #     make others ARGS="--room lightly"        # some of them; ARGS="--resume" goes on after an interruption

@@ -20,7 +20,6 @@ class Nature(StrEnum):
     STATISTICS = "BatchNorm normalises over a microbatch"
     DRAWS = "each microbatch draws random numbers of its own"
     SAMPLES = "samples of a microbatch are compared with each other"
-    SUM = "the loss isn't a mean over samples"
     BALANCE = "the loss of the router is a product of means over a microbatch"
     LABELS = "the loss is a mean over labels, and each rank has another number of them"
 

@@ -17,7 +17,6 @@ ROOMS = {  # module: the packages that its entries need
     "tests.zoo.handwritten.order": (),
     "tests.zoo.handwritten.layers": (),
     "tests.zoo.handwritten.steps": (),
-    "tests.zoo.handwritten.losses": (),
 }
 
 
