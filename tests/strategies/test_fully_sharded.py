@@ -259,7 +259,7 @@ def refused(model: Any, options: dict[str, Any], trainers: int = 1) -> None:
     ((GateOnMeta, {}), ["net.7", "Gate", "scale", "reset_parameters"]),
     ((TwoKinds, {}), ["net.7", "float32, torch.float64", "units"]),
     ((Borrowed, {}), ["while it was sharded", "by default the layers of lists are units", "strategy='ddp'"]),
-    ((Blocks, {"data_parallel": 3}), ["data 3", "devices"]),
+    ((Blocks, {"data_parallel": 3}), ["data_parallel=3", "devices"]),
     ((Blocks, {}, 2), ["sharded already", "checkpoint"]),
     ((FailsOnce, {}), ["sharded already", "error"]),
 ], ids=lambda value: "-".join(value) if isinstance(value, list) else "")  # fmt: skip
