@@ -56,6 +56,13 @@ class Step:
     update: int
 
 
+@dataclass(frozen=True, slots=True)
+class StepOfChunk(Step):
+    """Update the parameters of one of a stage's chunks, with the gradients of its backwards since its last step."""
+
+    chunk: int
+
+
 Action: TypeAlias = OnChunk | Step
 Schedule: TypeAlias = list[list[Action]]  # the index is the stage
 

@@ -15,6 +15,7 @@ from lightning_parallel.schedules.actions import (
     Message,
     Schedule,
     Step,
+    StepOfChunk,
     needed,
     placement,
     sent,
@@ -53,8 +54,9 @@ def validate(schedule: Schedule) -> None:
     """Check that a schedule can run and counts every microbatch once.
 
     On every chunk, each forward has one backward, whole or in two halves, and backwards run in the order of the
-    forwards; so do second halves. Steps are numbered 0, 1, 2, ...; the backwards between two of them are the same
-    microbatches on all chunks, and none is left after the last. Between neighbouring chunks, messages are used in the
+    forwards; so do second halves. Steps are numbered 0, 1, 2, ..., those of a chunk by themselves. The backwards
+    between two of them are the same microbatches on all chunks, and none is left after the last. Where a stage's chunks
+    have steps of their own, the later one makes an update first. Between neighbouring chunks, messages are used in the
     order in which they are sent. Together, no stage waits for what will never come.
 
     Raises:
@@ -78,18 +80,24 @@ def validate(schedule: Schedule) -> None:
 def _validate_stage(stage: int, actions: Sequence[Action]) -> None:
     """Check the steps of a stage, and that each backward comes after its forward."""
     done: set[Action] = set()
-    steps = 0
-    pending = 0  # backwards since the last step
+    chunks = sorted({action.chunk for action in actions if not isinstance(action, Step)})
+    steps = dict.fromkeys(chunks, 0)
+    pending: set[int] = set()  # chunks with backwards since their last step
     for action in actions:
         where = f"stage {stage}: {action}"
         if isinstance(action, Step):
+            own = [action.chunk] if isinstance(action, StepOfChunk) else chunks
+            due = steps[own[0]]
             if action.stage != stage:
                 raise ValueError(f"{where} belongs to another stage.")
-            if action.update != steps:
-                raise ValueError(f"{where} comes where update {steps} is due.")
-            if not pending:
+            if action.update != due:
+                raise ValueError(f"{where} comes where update {due} is due.")
+            if not pending.intersection(own):
                 raise ValueError(f"{where} has no backward before it.")
-            steps, pending = steps + 1, 0
+            if any(steps[later] <= due for later in chunks if later > max(own)):
+                raise ValueError(f"{where} comes before that of a later chunk.")
+            steps.update(dict.fromkeys(own, due + 1))
+            pending.difference_update(own)
             continue
         if action in done:
             raise ValueError(f"{where} comes twice.")
@@ -99,14 +107,15 @@ def _validate_stage(stage: int, actions: Sequence[Action]) -> None:
             raise ValueError(f"{where} comes before its forward.")
         if isinstance(action, BackwardWeight) and BackwardInput(*place) not in done:
             raise ValueError(f"{where} comes before its BackwardInput.")
-        pending += not isinstance(action, Forward)
-    if pending or not steps:
+        if not isinstance(action, Forward):
+            pending.add(action.chunk)
+    if pending or not any(steps.values()):
         raise ValueError(f"stage {stage}: after {actions[-1] if actions else 'no action'} a Step is missing.")
 
 
 def _orders(chunk: int, actions: Sequence[Action]) -> tuple[Sequence[object], ...]:
     """What the chunks must agree on: the orders of forwards and of backwards, and the microbatches of each update."""
-    own = [action for action in actions if isinstance(action, Step) or action.chunk == chunk]
+    own = [action for action in actions if getattr(action, "chunk", chunk) == chunk]  # a plain Step is of all chunks
     forwards = [action.microbatch for action in own if isinstance(action, Forward)]
     backwards = [action.microbatch for action in own if isinstance(action, Backward | BackwardInput)]
     halves = [[a.microbatch for a in own if isinstance(a, kind)] for kind in (BackwardInput, BackwardWeight)]

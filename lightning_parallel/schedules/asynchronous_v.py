@@ -1,0 +1,253 @@
+"""V-Half and V-Min that are never flushed: two chunks a stage in a V, backwards in halves, an update for each chunk."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from functools import cache, lru_cache
+from typing import Literal, NamedTuple, TypeAlias
+
+from lightning_parallel.schedules.actions import (
+    Action,
+    Backward,
+    BackwardWeight,
+    Forward,
+    Message,
+    OnChunk,
+    Schedule,
+    StepOfChunk,
+    needed,
+)
+from lightning_parallel.schedules.blocks import HOP_OF_V_HALF, HOP_OF_V_MIN, PERIOD, Block, blocks, chunks_in_v, least
+from lightning_parallel.schedules.filling import StageAtWork, run
+from lightning_parallel.schedules.generators import refuse_below
+from lightning_parallel.schedules.simulate import most_held, simulate
+
+VShape: TypeAlias = Literal["vhalf", "vmin"]
+_HOPS: dict[VShape, int] = {"vhalf": HOP_OF_V_HALF, "vmin": HOP_OF_V_MIN}
+
+
+class AsyncV:
+    """The endless list of one stage in a V, produced slice by slice.
+
+    A batch's forwards all run in its own slice, on every stage, the last chunk's too. So the loss of a batch is there
+    when its slice has run, though the last stage begins a microbatch long before it ends its forward. The price: before
+    the last stage begins the next batch, the way down to the turn and back runs empty of forwards. Backwards of
+    microbatches in flight, and their second halves, fill that time, with many microbatches a batch nearly all of it
+    (:func:`steady`). Nothing else ever waits for an update, and nothing is flushed.
+
+    2 stages, V-Half, 2 updates of 2 microbatches, drain included; ``a`` is a stage's first chunk, ``I`` and ``W`` the
+    halves of a backward:
+
+        stage 0 |   . F0a F0b F1a F1b I0b W0b I0a W0a F2a F2b I1b W1b|I1a W1a|F3a F3b I2b I2a I3b I3a W2b W2a W3b|W3a|
+        stage 1 | F0a F1a   . F0b I0b F1b W0b F2a B0a === I1b F2b W1b|F3a B1a ===|I2b F3b I3b B2a === B3a === W2b W3b|
+
+    Each chunk has updates of its own, as soon as its gradients of an update are complete; of a stage's two chunks the
+    later one makes an update first, so a parameter of both can be updated with the first one's.
+
+    Args:
+        stage: the index of the stage whose list it is.
+        shape: which block is repeated, and with it the limit of activations.
+    """
+
+    def __init__(self, stages: int, stage: int, shape: VShape) -> None:
+        refuse_below(1, stages=stages)
+        if not 0 <= stage < stages:
+            raise ValueError(f"stage={stage}: with stages={stages} give a stage from 0 to {stages - 1}.")
+        self._stage, self._hop = stage, _HOPS[shape]
+        self._chunks = chunks_in_v(stages, stage)
+        self._state = self._empty = _State((((),) * stages), ((0,) * stages), ((0,) * stages), ())
+        self._microbatch = 0  # the number of the next one
+        self._ending: set[int] = set()  # microbatches that end an update which hasn't been made
+        self._steps: Counter[int] = Counter()  # by chunk
+        self._waiting: deque[OnChunk] = deque()  # backwards of the first chunk
+        self._due: int | None = None  # the microbatch that ends the update which the first chunk is to make
+
+    def feed(self, count: int, *, ends_update: bool = True) -> Iterator[Action]:
+        """The stage's actions when `count` new microbatches come, numbered on from the last: all their forwards, and
+        what falls due meanwhile. The rest stays owed to later calls or to :meth:`drain`. The bookkeeping is complete on
+        return, however much of the iterator is consumed.
+
+        Args:
+            ends_update: if False (gradient accumulation), the update goes on with the next call.
+        """
+        refuse_below(1, count=count)
+        if ends_update:
+            self._ending.add(self._microbatch + count - 1)
+        begun, self._state = _fed(self._hop, self._state, count)
+        actions = self._numbered(begun[self._stage], self._microbatch)
+        self._microbatch += count
+        return iter([*self._with_steps(actions)])
+
+    def drain(self) -> Iterator[Action]:
+        """The backwards and steps still owed. The next :meth:`feed` refills, from the next microbatch number.
+
+        An update left open by `ends_update=False` stays open: its backwards run, and its step comes when it is
+        complete.
+        """
+        begun, self._state = _drained(self._hop, self._state), self._empty
+        return iter([*self._with_steps(self._numbered(begun[self._stage], self._microbatch))])
+
+    @staticmethod
+    def _numbered(actions: Iterable[OnChunk], first: int) -> Iterator[OnChunk]:
+        return (replace(action, microbatch=first + action.microbatch) for action in actions)
+
+    def _with_steps(self, actions: Iterable[OnChunk]) -> Iterator[Action]:
+        """Actions, with the steps that fall due after them."""
+        first, later = self._chunks
+        for action in actions:
+            if action.chunk == first and isinstance(action, Backward | BackwardWeight):
+                self._waiting.append(action)
+            else:
+                yield action
+                if isinstance(action, BackwardWeight) and action.microbatch in self._ending:
+                    yield self._step(later)
+            yield from self._of_first_chunk()
+
+    def _of_first_chunk(self) -> Iterator[Action]:
+        """What completes gradients of the first chunk, and its steps. Where an update waits for the later chunk's, so
+        does what would add to the next one; no stage waits for it."""
+        first, later = self._chunks
+        while self._waiting or self._due is not None:
+            if self._due is None:
+                action = self._waiting.popleft()
+                yield action
+                self._due = action.microbatch if action.microbatch in self._ending else None
+            elif self._steps[first] < self._steps[later]:
+                self._ending.remove(self._due)
+                self._due = None
+                yield self._step(first)
+            else:
+                return
+
+    def _step(self, chunk: int) -> StepOfChunk:
+        self._steps[chunk] += 1
+        return StepOfChunk(self._stage, self._steps[chunk] - 1, chunk)
+
+
+# -- all stages together -----------------------------------------------------------------------------------------------
+
+
+class _State(NamedTuple):
+    """Between two slices: what stages have been fed and haven't begun, the clocks at which they are free, the chunks
+    whose activations they hold, and the clocks at which messages to what is left are there. Microbatches and clocks
+    are counted from the next one."""
+
+    left: tuple[tuple[OnChunk, ...], ...]
+    free_from: tuple[int, ...]
+    held: tuple[int, ...]
+    arrivals: tuple[tuple[Message, int], ...]
+
+
+_Begun: TypeAlias = tuple[tuple[OnChunk, ...], ...]  # by stage
+
+
+@cache
+def _block(stages: int, hop: int) -> tuple[Block, int]:
+    """The block that is repeated, and the most chunks whose activations a stage holds."""
+    limit = least(stages, hop)
+    return next(block for block in blocks(stages, hop) if block.held() <= limit), limit
+
+
+@lru_cache(maxsize=256)
+def _fed(hop: int, state: _State, count: int) -> tuple[_Begun, _State]:
+    """What stages begin when microbatches are fed, until the last stage has begun the last of the forwards, and the
+    state then. Nobody begins what is fed next before that, so it needn't be known. Batches of one size come to the same
+    states again."""
+    block, limit = _block(len(state.left), hop)
+    stages = [
+        StageAtWork(
+            sorted((*left, *block.actions(s, range(count))), key=block.clock), limit, free_from=free_from, held=held
+        )
+        for s, (left, free_from, held) in enumerate(zip(state.left, state.free_from, state.held, strict=True))
+    ]
+    arrivals, last = dict(state.arrivals), stages[-1]
+    clock = run(stages, arrivals, lambda: not any(isinstance(action, Forward) for action in last.left))
+    messages: list[tuple[Message, int]] = []
+    for action in (action for stage in stages for action in stage.left):
+        message = needed(action, 2 * len(stages))
+        if message in arrivals:
+            messages.append((message._replace(microbatch=message.microbatch - count), arrivals[message] - clock))
+    return tuple(tuple(stage.begun) for stage in stages), _State(
+        tuple(tuple(replace(a, microbatch=a.microbatch - count) for a in stage.left) for stage in stages),
+        tuple(max(0, stage.free_from - clock) for stage in stages),
+        tuple(stage.held for stage in stages),
+        tuple((message, max(0, at)) for message, at in messages),
+    )
+
+
+@lru_cache(maxsize=256)
+def _drained(hop: int, state: _State) -> _Begun:
+    """What stages begin until nothing is left."""
+    _, limit = _block(len(state.left), hop)
+    stages = [
+        StageAtWork([*left], limit, free_from=free_from, held=held)
+        for left, free_from, held in zip(state.left, state.free_from, state.held, strict=True)
+    ]
+    run(stages, dict(state.arrivals), lambda: not any(stage.left for stage in stages))
+    return tuple(tuple(stage.begun) for stage in stages)
+
+
+# -- what they cost ----------------------------------------------------------------------------------------------------
+
+
+class Steady(NamedTuple):
+    """What the lists cost once the pipeline is full, with updates of one batch each.
+
+    Attributes:
+        staleness: by chunk, the updates that a microbatch's gradients are late in the mean: those made between its
+            forward and the update that they go into.
+        most: by chunk, the most that they are.
+        held: by stage, the most chunks whose activations it holds.
+        busy: the fraction of the stages' time in which they compute, for equal chunks and backwards of twice the
+            forwards.
+    """
+
+    staleness: tuple[float, ...]
+    most: tuple[int, ...]
+    held: tuple[int, ...]
+    busy: float
+
+
+_MEASURED = 4  # batches
+
+
+def lists(shape: VShape, stages: int, microbatches: int, updates: int) -> Schedule:
+    """The lists of some updates of one batch each, and of the drain."""
+    made: Schedule = []
+    for stage in range(stages):
+        endless = AsyncV(stages, stage, shape)
+        fed = [action for _ in range(updates) for action in endless.feed(microbatches)]
+        made.append([*fed, *endless.drain()])
+    return made
+
+
+@lru_cache(maxsize=256)
+def steady(shape: VShape, stages: int, microbatches: int) -> Steady:
+    """What the lists of V-Half or V-Min cost, in batches after the fill."""
+    fill = 3 + 4 * stages // microbatches
+    made = lists(shape, stages, microbatches, fill + _MEASURED + fill)
+    counted = range(fill * microbatches, (fill + _MEASURED) * microbatches)
+    late: dict[int, list[int]] = {}
+    for actions in made:
+        steps: Counter[int] = Counter()
+        for action in actions:
+            if isinstance(action, StepOfChunk):
+                steps[action.chunk] += 1
+            elif isinstance(action, Forward) and action.microbatch in counted:
+                update = action.microbatch // microbatches
+                late.setdefault(action.chunk, []).append(update - steps[action.chunk])
+    chunks = range(2 * stages)
+    ends = {
+        timed.action.microbatch: timed.end
+        for timed in simulate(made).rows[-1]
+        if isinstance(timed.action, Forward) and timed.action.chunk == chunks[-1]
+    }
+    period = (ends[counted[-1]] - ends[counted[0] - 1]) / _MEASURED
+    return Steady(
+        tuple(sum(late[chunk]) / len(late[chunk]) for chunk in chunks),
+        tuple(max(late[chunk]) for chunk in chunks),
+        tuple(most_held(actions, [1] * len(chunks), [1] * len(chunks)) for actions in made),
+        PERIOD * microbatches / period,
+    )
