@@ -6,12 +6,14 @@ until the pipeline drains before a validation, at a checkpoint or at the end of 
 
     fed        batch 0      batch 1      batch 2      drain
     runs       F0 F1 F2     F3 B0 | F4   B1 | F5 B2 |  B3 | B4 | B5 |        | is an update
+
+In a V each of the stage's two chunks has updates of its own.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -20,7 +22,7 @@ from torch.optim import Optimizer
 
 from lightning_parallel.cuts.partition import Partition
 from lightning_parallel.gradients.swapping import Gradients, swap_gradients
-from lightning_parallel.late.optimizer_options import Options, options_of, restored
+from lightning_parallel.late.optimizer_options import Options, OwnOptions, options_of
 from lightning_parallel.late.settings import LateGradients
 from lightning_parallel.pipeline.engine import Engine
 from lightning_parallel.pipeline.staleness import is_second_order
@@ -36,8 +38,8 @@ class AsynchronousTraining:
 
     Args:
         partition: tells which parameters are loose.
-        versions: the versions of the weights that are in use.
-        completed: given an update's gradients, returns those of all replicas and shards.
+        versions: by chunk, the versions of the weights that are in use.
+        completed: given a chunk's gradients of an update, and the chunk, returns those of all replicas and shards.
     """
 
     def __init__(
@@ -47,19 +49,20 @@ class AsynchronousTraining:
         *,
         local: LocalModel,
         partition: Partition,
-        versions: WeightVersions,
-        completed: Callable[[Gradients], Gradients],
+        versions: Mapping[int, WeightVersions],
+        completed: Callable[[Gradients, int], Gradients],
     ) -> None:
         self._run, self._late, self._layout = run, late, run.layout
         self._local, self.versions = local, versions
         self._completed = completed
         self._list = late.actions(run.layout.stages, run.layout.stage)
-        self._written: set[str] = set()  # the options that the optimizer is known to write itself
+        self._options = OwnOptions()
         self._loose = _LooseParameters(sorted(partition.loose), local, run)
         # Updates whose batches have been fed, the oldest first: the optimizer's options as they were when the last of
-        # these batches came, the number of microbatches, and what is called after the update.
-        self._owed: deque[tuple[Options, int, list[Callable[[], Any]]]] = deque()
+        # these batches came, the number of microbatches, and what is called after the update; for each chunk.
+        self._owed: dict[int, deque[tuple[Options, int, list[Callable[[], Any]]]]] = {c: deque() for c in versions}
         self.fed = 0  # microbatches so far
+        self._batches = 0
         self.begun = 0  # updates whose last batch has been fed
         self._fed_to_next = 0  # microbatches fed to the next update
         self._last = 0  # microbatches of the last of those begun
@@ -79,13 +82,16 @@ class AsynchronousTraining:
             self._late.check(self._layout.stages, count * self._run.trainer.accumulate_grad_batches)
         if self._late.weights == "2bw" and 0 < self._last < self._late.ahead(self._layout.stages, 0):
             self.drain(engine)  # this batch would ask the first stage for a version that it hasn't made yet
-        self.versions.begin(self.begun)
+        for versions in self.versions.values():
+            versions.begin(self.begun, self._batches)
+        self._batches += 1
         self.fed += count
         self._fed_to_next += count
         if ends_update:
-            stages, stage = self._layout.stages, self._layout.stage
-            factor = self._late.rate_factor(stages, stage, self._fed_to_next, self._run.trainer.global_step)
-            self._owed.append((options_of(self._optimizer, factor), self._fed_to_next, []))
+            for chunk, owed in self._owed.items():
+                number, count_of_update = self._run.trainer.global_step, self._fed_to_next
+                factor = self._late.rate_factor(self._layout.stages, chunk, count_of_update, number)
+                owed.append((options_of(self._optimizer, factor), count_of_update, []))
             self.begun += 1
             self._last, self._fed_to_next = self._fed_to_next, 0
         return self._list.feed(count, ends_update=ends_update)
@@ -93,24 +99,27 @@ class AsynchronousTraining:
     @property
     def after_last(self) -> list[Callable[[], Any]] | None:
         """What this stage will call after the last update that it owes; None if it owes none."""
-        return self._owed[-1][2] if self._owed else None
+        owed = next(iter(self._owed.values()))  # the first chunk's, which are made last
+        return owed[-1][2] if owed else None
 
-    def update(self) -> None:
-        """One update of this stage: the hooks, the clipping and the step that Lightning would run, with the options
-        that were in force when its batch came."""
-        optimizer, (options, microbatches, following) = self._optimizer, self._owed.popleft()
-        gradients = self._completed({**self.versions.take_gradients()})
+    def update(self, chunk: int | None = None) -> None:
+        """One update of a chunk, by default of the stage's only one: the hooks, the clipping and the step that
+        Lightning would run, with the options that were in force when its batch came."""
+        chunk = next(iter(self._owed)) if chunk is None else chunk
+        versions = self.versions[chunk]
+        optimizer, (options, microbatches, following) = self._optimizer, self._owed[chunk].popleft()
+        gradients = self._completed({**versions.take_gradients()}, chunk)
         self._loose.note(gradients)
 
         def update() -> None:
             swap_gradients(self._local.parameters, gradients)
-            with restored(optimizer, options, self._written):
+            with self._options.of(chunk, optimizer, options):
                 step = self._run.precision.optimizer_step
                 step(optimizer, model=self._run.module, closure=lambda: None)  # type: ignore[arg-type]
             swap_gradients(self._local.parameters, {})
 
-        weight = self._late.correction_factor(self._layout.stages, self._layout.stage, microbatches)
-        self.versions.update(update, weight, is_second_order(self._late.correction, weight))
+        weight = self._late.correction_factor(self._layout.stages, chunk, microbatches)
+        versions.update(update, weight, is_second_order(self._late.correction, weight))
         for call in following:
             call()
 
@@ -123,7 +132,9 @@ class AsynchronousTraining:
         with torch.inference_mode(False), torch.enable_grad():
             engine.run(self._list.drain(), {}, update=self.update, endless=True)
             engine.end_stream()
-        self.versions.refresh()
+        for versions in self.versions.values():
+            versions.refresh()
+        self._options.drained()
         self._loose.copy()
 
 

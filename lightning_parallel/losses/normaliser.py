@@ -73,6 +73,7 @@ class BatchLoss:
         self._ratios: list[tuple[Number, dict[str, Number]]] = []
         self._terms: dict[int, list[Term]] = {}  # where the backwards that haven't begun will begin
         self._begun: dict[int, Number] = {}  # the weights with which the others have
+        self._heard = -1  # the last microbatch with whose gradient a factor came
         self._is_unsuited = False  # has a backward begun with a weight that no factor puts right?
 
     # -- on the last stage -----------------------------------------------------------------------------------------
@@ -204,9 +205,11 @@ class BatchLoss:
 
     # -- the factor ------------------------------------------------------------------------------------------------
 
-    def receive(self, factor: Tensor) -> None:
-        """The next chunk has sent its factor."""
-        self.factor = number_of(factor)
+    def receive(self, factor: Tensor, index: int) -> None:
+        """The next chunk has sent its factor with the gradient of a microbatch. The newest counts: on a stage with two
+        chunks it may have come before. The last stage knows it."""
+        if index >= self._heard and not self._losses:
+            self._heard, self.factor = index, number_of(factor)
 
     def message(self, device: torch.device) -> Tensor:
         """The factor as it is sent."""

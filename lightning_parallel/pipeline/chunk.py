@@ -148,7 +148,7 @@ class Chunk:
         self._span = partial(timeline.span, chunk=stage.chunks.index(index))
         self._kept = KeptOnStage(index, stage, ends) if len(stage.chunks) > 1 else None
         self._in_flight: deque[_InFlight] = deque()
-        self._second_halves: deque[tuple[int, WeightGradients, Any]] = deque()
+        self._second_halves: deque[tuple[_InFlight, WeightGradients]] = deque()
         self._gradients_taken = 0  # messages
         self.is_ahead = False
         self._is_unanswered = False  # do no gradients come back?
@@ -278,7 +278,8 @@ class Chunk:
         ends, flight = self._ends, self._in_flight[0]
         assert flight.number == number, "schedules run backwards in the order of the forwards"
         work = flight.work
-        with self._weights.backward(flight.token, work.loss), self._stage.backward():  # before it waits
+        weights = self._weights.backward(flight.token, work.loss, in_halves=in_halves)
+        with weights, self._stage.backward():  # before it waits
             edges, gradients = flight.edges, list[Tensor]()
             if ends.activations_out is None:
                 edges, gradients = work.loss.begin(work.index, work.scale)
@@ -287,7 +288,7 @@ class Chunk:
                     message = ends.gradients_in.take()
                 assert message is not None, "there is no end of stream of gradients"
                 (*gradients, factor), format = message
-                work.loss.receive(factor)
+                work.loss.receive(factor, work.index)
                 edges, gradients = present(edges, gradients, format[:-1])
                 ends.activations_out.confirm(flight.sent)
                 self._gradients_taken += 1
@@ -301,7 +302,7 @@ class Chunk:
                     anchor = None if flight.arrival is None else flight.arrival.anchor
                     inputs = [] if anchor is None else [anchor]
                     begun = begin_backward(edges, gradients, inputs)
-                    self._second_halves.append((number, begun, flight.token))
+                    self._second_halves.append((flight, begun))
                 elif edges:
                     run_backward(edges, gradients)
             if ends.gradients_out is not None and ends.activations_in is not None:
@@ -313,17 +314,19 @@ class Chunk:
                     factor = work.loss.message(self._device)
                     ends.gradients_out.send([*back, factor], gradient_format(format))
                 ends.gradients_out.confirm(ends.activations_in.acknowledged)
-        if work.ends_batch:
-            self._weights.end_batch(work.loss)
+        if work.ends_batch and not in_halves:
+            self._weights.end_batch(work.loss, flight.token)
 
     def second_half(self, number: int, *, completes: bool) -> None:
         """Run the second half of the backward of a microbatch. ``completes``: it completes gradients for an update."""
-        begun, gradients, token = self._second_halves.popleft()
-        assert begun == number, "second halves run in the order of the first ones"
+        flight, gradients = self._second_halves.popleft()
+        assert flight.number == number, "second halves run in the order of the first ones"
         completing = self._completing(()) if completes else nullcontext()
-        weights = self._weights.second_half(token)
+        weights = self._weights.second_half(flight.token, flight.work.loss)
         with self._span("backward weight", number), weights, self._stage.backward(), completing:
             gradients.run()
+        if flight.work.ends_batch:
+            self._weights.end_batch(flight.work.loss, flight.token)
 
     # -- the end -------------------------------------------------------------------------------------------------
 

@@ -21,7 +21,7 @@ from lightning_parallel.pipeline.stage import Stage
 from lightning_parallel.pipeline.weights import CurrentWeights, Weights
 from lightning_parallel.ranks.groups import Links
 from lightning_parallel.ranks.layout import Layout
-from lightning_parallel.schedules.actions import Action, BackwardInput, BackwardWeight, Forward, Step
+from lightning_parallel.schedules.actions import Action, BackwardInput, BackwardWeight, Forward, Step, StepOfChunk
 from lightning_parallel.seeding import TorchGenerators
 from lightning_parallel.timeline.recording import Timeline
 
@@ -33,7 +33,8 @@ class Engine:
         layout: tells the ranks of the neighbouring stages.
         links: the links to the neighbouring stages' ranks.
         loss_of: takes the loss out of what the user's step returned, in the last chunk.
-        weights: decides which version of the weights a forward uses; by default the module's own parameters.
+        weights: decides which version of the weights a forward uses, for all chunks or for each; by default the
+            module's own parameters.
         halves: run a backward's second half where the schedule has it. Otherwise both halves run together.
         completing: a context around the actions that complete a chunk's gradients for an update.
     """
@@ -46,7 +47,7 @@ class Engine:
         device: torch.device,
         *,
         loss_of: Callable[[Any], Tensor],
-        weights: Weights | None = None,
+        weights: Weights | Mapping[int, Weights] | None = None,
         timeline: Timeline | None = None,
         halves: bool = True,
         completing: Completing = lambda chunk, edges: nullcontext(),
@@ -62,7 +63,7 @@ class Engine:
                 device,
                 generators=self._generators,
                 loss_of=loss_of,
-                weights=weights or CurrentWeights(stage.module),
+                weights=weights[index] if isinstance(weights, Mapping) else weights or CurrentWeights(stage.module),
                 timeline=self._timeline,
                 completing=completing,
             )
@@ -81,14 +82,14 @@ class Engine:
         actions: Iterable[Action],
         microbatches: Mapping[int, Microbatch],
         *,
-        update: Callable[[], None] | None = None,
+        update: Callable[..., None] | None = None,
         endless: bool = False,
     ) -> list[Any]:
         """Run a list of actions, or a slice of an endless one.
 
         Args:
             microbatches: the microbatches whose forward is among ``actions``, by number.
-            update: called at each ``Step``.
+            update: called at each ``Step``, with the chunk if it is that of one.
             endless: more forwards will come in another call (or :meth:`end_stream`), so the first one's activation is
                 received ahead.
 
@@ -115,7 +116,7 @@ class Engine:
                 if isinstance(action, Step):
                     with self._timeline.span("step", action.update):
                         if update is not None:
-                            update()
+                            update(*([action.chunk] if isinstance(action, StepOfChunk) else ()))
                 elif isinstance(action, Forward):
                     number = action.microbatch
                     outputs += self._chunks[action.chunk].forward(number, microbatches[number])
@@ -166,12 +167,12 @@ def _completing(actions: Sequence[Action]) -> set[int]:
     """The indices of the actions after which some gradients of a chunk are complete before a step: for gradients of
     first halves the last of these, for all others the last backward."""
     found: set[int] = set()
-    after: dict[int, set[type[Action]]] | None = None  # by chunk: what follows before the step; None if no step follows
+    after: dict[int, set[type[Action]]] = {}  # by chunk: what follows before the step; those that no step follows lack
+    chunks = {action.chunk for action in actions if not isinstance(action, Step)}
     for i, action in reversed([*enumerate(actions)]):
         if isinstance(action, Step):
-            after = {}
-        elif not isinstance(action, Forward) and after is not None:
-            follow = after.setdefault(action.chunk, set())
+            after |= {chunk: set() for chunk in ({action.chunk} if isinstance(action, StepOfChunk) else chunks)}
+        elif not isinstance(action, Forward) and (follow := after.get(action.chunk)) is not None:
             if follow <= ({BackwardWeight} if isinstance(action, BackwardInput) else set()):
                 found.add(i)
             follow.add(type(action))

@@ -56,7 +56,7 @@ _MEMORY = 0.9  # b, at most
 _MEMORY_OF_HALVES = 0.45  # and in 16-bit numbers, where half of the last place, rounded, would never die away
 
 
-def mean_staleness(weights: Stashing, warmup: int, microbatches: int) -> float:
+def mean_staleness(weights: Stashing, warmup: float, microbatches: int) -> float:
     """The mean staleness, in updates, over the microbatches of an update.
 
     Args:
@@ -67,7 +67,7 @@ def mean_staleness(weights: Stashing, warmup: int, microbatches: int) -> float:
     return 1.0 if weights == "2bw" else warmup / microbatches
 
 
-def correction_weight(correction: Correction, weights: Stashing, warmup: int, microbatches: int) -> float:
+def correction_weight(correction: Correction, weights: Stashing, warmup: float, microbatches: int) -> float:
     """The weight c of a stage's correction: its mean staleness; or a user's own number, on every stage that has any
     staleness."""
     staleness = mean_staleness(weights, warmup, microbatches)
@@ -102,7 +102,7 @@ def extrapolate(before: list[Tensor], parameters: list[Tensor], read: list[Tenso
     add_all(before, last, alpha=memory)
 
 
-def copies(weights: Stashing, correction: Correction, warmup: int, microbatches: int) -> int:
+def copies(weights: Stashing, correction: Correction, warmup: float, microbatches: int) -> int:
     """The most copies of a stage's weights that it holds besides its parameters."""
     weight = correction_weight(correction, weights, warmup, microbatches)
     late = 0 if weights == "latest" else math.ceil(mean_staleness(weights, warmup, microbatches))

@@ -21,8 +21,8 @@ parameters: one copy more than without.
 from __future__ import annotations
 
 import weakref
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial, reduce
@@ -55,14 +55,18 @@ class CurrentWeights:
         backward."""
         return step(), None
 
-    def backward(self, token: None, loss: BatchLoss | None = None) -> AbstractContextManager[None]:
-        """A context for the backward, or for one of its halves, of the forward that returned ``token``. ``loss`` is the
+    def backward(
+        self, token: None, loss: BatchLoss | None = None, *, in_halves: bool = False
+    ) -> AbstractContextManager[None]:
+        """A context for the backward of the forward that returned ``token``, or for its first half. ``loss`` is the
         whole batch's."""
+        return self.second_half(token)
+
+    def second_half(self, token: None, loss: BatchLoss | None = None) -> AbstractContextManager[None]:
+        """A context for the other half."""
         return gradients_apart([p for store in self._stores for p in store.values() if p is not None])
 
-    second_half = backward
-
-    def end_batch(self, loss: BatchLoss) -> None:
+    def end_batch(self, loss: BatchLoss, token: None) -> None:
         """Nothing: the strategy completes the gradients when the batch's list has ended."""
 
 
@@ -88,34 +92,44 @@ def gradients_apart(leaves: Iterable[Tensor]) -> Iterator[None]:
 
 @dataclass(eq=False)
 class Version:
-    """One version of the weights.
+    """One version of the weights, as the microbatches of one batch read it.
 
     Attributes:
         updates: the number of updates that made it.
+        batch: whose microbatches read it.
         leaves: by parameter name, the tensors that forwards of this version read. Gradients accumulate in the leaves'
             ``grad``.
         copied: the names of the leaves that have memory of their own. Others share the parameters'.
+        lender: the version of an earlier chunk whose memory some of the leaves share.
         in_flight: the number of forwards whose backward hasn't run.
     """
 
     updates: int
+    batch: int
     leaves: dict[str, Tensor]
     copied: set[str]
+    lender: Version | None = None
     in_flight: int = 0
 
 
 class WeightVersions:
-    """Weight stashing (PipeDream, SOSP 2019), two versions (PipeDream-2BW, ICML 2021) or none.
+    """Weight stashing (PipeDream, SOSP 2019), two versions (PipeDream-2BW, ICML 2021) or none, for one chunk.
+
+    A stage's two chunks have versions each, since they update by themselves. A parameter of both belongs to the earlier
+    one, whose gradients are complete last. The later chunk borrows it: it reads the earlier one's newest version on
+    leaves of its own, and what it adds to an update's gradient is handed over when its own are taken.
 
     Args:
         module: the partitioned module. Its parameters are swapped for leaves while a step runs.
-        parameters: this stage's parameters, by name.
+        parameters: the chunk's own parameters, by name.
         stashing: ``"stash"``: a forward uses the newest weights, and its backward the same ones. ``"2bw"``: likewise,
             but the forwards of update u use the version after u - 1 updates, which every stage has by then.
             ``"latest"``: a backward multiplies with the newest weights, but uses the activations of the forward. This
             needs no copies, and the gradient is biased.
         corrected: whether :meth:`update` will be given corrections.
         grown: called with the name of a parameter whenever a backward has added to its :meth:`gradient`.
+        lender: the versions of the earlier chunk.
+        borrowed: the parameters of that one which this chunk reads too.
 
     Attributes:
         updates: the number of updates done, which is also the number of the newest version.
@@ -130,20 +144,30 @@ class WeightVersions:
         *,
         corrected: bool = False,
         grown: Callable[[str], None] | None = None,
+        lender: WeightVersions | None = None,
+        borrowed: Collection[str] = (),
     ) -> None:
         self._parameters = dict(parameters)
         self._grown = grown
         self._stashing = stashing
         self._corrected = corrected
+        self._lender, self._borrowed = (lender, borrowed) if borrowed else (None, ())
         self.updates = 0
         self._drained = 0  # the version at the last drain: nothing reads an older one
         self._wanted: int | None = None  # the version that forwards read; None for the newest
+        self._batch = 0  # whose forwards run
         self._current: Version | None = None
         self._old: list[Version] = []  # older ones: in flight, or yet to be read
-        self._loss = BatchLoss([1])  # of the batch whose backwards run
+        self._loss = BatchLoss([1])  # of the batch whose backwards were completed last
+        self._ending: Version | None = None  # that the last of them read
+        self._open = 0  # the first batch that hasn't ended
         self._ended: dict[str, Tensor] = {}  # gradients of the update's batches that have ended
+        self._lent: deque[dict[str, Tensor]] = deque()  # by update, gradients that a later chunk has handed over
         self.staleness: Counter[int] = Counter()
-        self._places = places_of(module, {id(parameter): name for name, parameter in parameters.items()})
+        read = dict(parameters)
+        if self._lender is not None:
+            read |= {name: self._lender._parameters[name] for name in borrowed}
+        self._places = places_of(module, {id(parameter): name for name, parameter in read.items()})
 
     @property
     def reading(self) -> int:
@@ -152,32 +176,50 @@ class WeightVersions:
 
     # -- forwards and backwards ----------------------------------------------------------------------------------
 
-    def begin(self, update: int) -> None:
-        """Let the next forwards be those of ``update``, counted from 0."""
+    def begin(self, update: int, batch: int = 0) -> None:
+        """Let the next forwards be those of ``update`` and of ``batch``, both counted from 0. Gradients of batches are
+        kept apart, since a batch's backwards may begin before the last one's second halves have run."""
+        self._batch = batch
         if self._stashing == "2bw":
             self._wanted = max(update - 1, self._drained)
 
     def forward(self, step: Callable[[], Any]) -> tuple[Any, Version]:
         """Run ``step`` on the leaves of the version that is to be read."""
-        version = next((old for old in self._old if old.updates == self._wanted), None) or self._newest()
+        version = self._to_read()
         assert version.updates == self.reading, "2bw reads a version that every stage has by now"
         with self._read_from(version):
             result = step()
-        version.in_flight += 1
+        self._count_in_flight(version, 1)
         return result, version
 
     @contextmanager
-    def backward(self, version: Version, loss: BatchLoss | None = None) -> Iterator[None]:
-        """A context for the backward of a forward that read ``version``."""
-        self._loss = loss or self._loss
+    def backward(self, version: Version, loss: BatchLoss | None = None, *, in_halves: bool = False) -> Iterator[None]:
+        """A context for the backward of a forward that read ``version``, or for its first half."""
+        if not in_halves:
+            self._loss, self._ending = loss or self._loss, version
         # Activation checkpointing runs parts of the forward again here, and has to find the same weights.
         with self._read_from(version), gradients_apart(version.leaves.values()):
             yield
-        version.in_flight -= 1
+        if not in_halves:
+            self._complete(version)
+
+    @contextmanager
+    def second_half(self, version: Version, loss: BatchLoss | None = None) -> Iterator[None]:
+        """A context for the other half, which reads the version's memory."""
+        self._loss, self._ending = loss or self._loss, version
+        with gradients_apart(version.leaves.values()):
+            yield
+        self._complete(version)
+
+    def _complete(self, version: Version) -> None:
+        self._count_in_flight(version, -1)
         self.staleness[self.updates - version.updates] += 1
 
-    def second_half(self, version: Version) -> AbstractContextManager[None]:
-        return gradients_apart(version.leaves.values())
+    @staticmethod
+    def _count_in_flight(version: Version, change: int) -> None:
+        version.in_flight += change
+        if version.lender is not None:
+            version.lender.in_flight += change
 
     def _read_from(self, version: Version) -> AbstractContextManager[None]:
         return changed([(store, key, version.leaves[name]) for store, key, name in self._places])
@@ -186,30 +228,40 @@ class WeightVersions:
 
     def gradient(self, name: str) -> Tensor:
         """A parameter's gradient so far, in the last backward of an update. It must have one."""
-        parts = [g for version in self._versions() if (g := version.leaves[name].grad) is not None]
+        assert self._ending is not None, "called in a backward"
+        own = (version for version in self._versions() if version.batch == self._ending.batch)
+        parts = [g for version in own if (g := version.leaves[name].grad) is not None]
         gradient = reduce(torch.add, parts[1:], parts[0].clone())
         multiply([gradient], self._loss.factor)
         return gradient + self._ended[name] if name in self._ended else gradient
 
-    def end_batch(self, loss: BatchLoss) -> None:
-        """End a batch whose backwards, or first halves, have all run: its gradients get the factor of its loss."""
+    def end_batch(self, loss: BatchLoss, token: Version) -> None:
+        """End a batch whose backwards have all run, the last of a forward that returned ``token``: its gradients get
+        the factor of its loss."""
         grown: dict[str, Tensor] = {}  # summed over versions
         for version in self._versions():
             own: dict[str, Tensor] = {}
-            for name, leaf in version.leaves.items():
+            for name, leaf in version.leaves.items() if version.batch == token.batch else ():
                 if leaf.grad is not None:
                     own[name], leaf.grad = leaf.grad, None
             grown = added(grown, own)
         multiply([*grown.values()], loss.factor)
         self._ended = added(self._ended, grown)
+        self._open = token.batch + 1
         self._old = [version for version in self._old if self._is_needed(version)]
 
     def take_gradients(self) -> dict[str, Tensor]:
-        """The gradients of the batches since the last call, by parameter name. All these batches have ended. A
-        parameter that the loss didn't depend on is missing."""
-        self.end_batch(self._loss)
+        """The gradients of the batches since the last call, by the names of the chunk's own parameters. All these
+        batches have ended. A parameter that the loss didn't depend on is missing."""
+        self._end_last()
         gradients, self._ended = self._ended, {}
-        return gradients
+        if self._lender is not None:
+            self._lender._lent.append({n: gradients.pop(n) for n in self._borrowed if n in gradients})
+        return added(gradients, self._lent.popleft()) if self._lent else gradients
+
+    def _end_last(self) -> None:
+        if self._ending is not None:
+            self.end_batch(self._loss, self._ending)
 
     # -- updates -------------------------------------------------------------------------------------------------
 
@@ -220,27 +272,29 @@ class WeightVersions:
         assert self._corrected or not correction
         # With a correction or "2bw" the newest version will be read, or written to.
         current = self._newest() if self._corrected or self._stashing == "2bw" else self._current
+        newest = [version for version in self._versions() if version.updates == self.updates]  # with common memory
         read: dict[str, Tensor] | None = None
         if current is not None:
             if second_order:
                 read = {name: current.leaves[name].data for name in current.copied}
-            stays = current.in_flight > 0 or self._stashing == "2bw"
+            stays = any(version.in_flight > 0 for version in newest) or self._stashing == "2bw"
             apart = self._corrected if self._stashing == "latest" else stays
             data = self._data() if apart else {}
             moved = copied({name: values for name, values in data.items() if name not in current.copied})
             for name, copy in moved.items():
                 self._parameters[name].data = copy
-            current.copied |= moved.keys()
-            if stays:
-                self._old.append(current)
+            for version in newest:
+                version.copied |= moved.keys()
+            self._old.append(current)
         self._current = None
-        before = copied(self._data()) if self._corrected else {}
+        corrects = self._corrected and correction > 0
+        before = copied(self._data()) if corrects else {}
         apply()
         self.updates += 1
         if self._wanted is not None:  # the forwards of the update that was made have run
             self._wanted = max(self._wanted, self.updates - 1)
         self._old = [version for version in self._old if self._is_needed(version)]
-        if self._corrected:
+        if corrects:
             self._extrapolate(before, read, correction)
             if self._stashing == "latest":  # written to what versions in flight read
                 assert current is not None
@@ -255,7 +309,7 @@ class WeightVersions:
 
         Args:
             read: what forwards have read so far where it wasn't the parameters; None for error feedback.
-            weight: the stage's mean staleness in updates.
+            weight: the chunk's mean staleness in updates.
         """
         now = [self._parameters[name].data for name in before]
         were_read = [(read or before).get(name, values) for name, values in before.items()]
@@ -266,7 +320,8 @@ class WeightVersions:
         """After a drain, let the next forward read the parameters themselves: nothing is in flight, and other code may
         have changed them. Gradients of an update under way (accumulation over batches) are kept for it."""
         assert not any(version.in_flight for version in self._versions())
-        self.end_batch(self._loss)
+        self._end_last()
+        self._ending = None
         self._drained = self.updates
         self._wanted = None
         self._old, self._current = [], None
@@ -282,7 +337,26 @@ class WeightVersions:
         return [*self._old, *([self._current] if self._current else [])]
 
     def _is_needed(self, version: Version) -> bool:
-        return version.in_flight > 0 or version.updates >= self.reading
+        return version.in_flight > 0 or version.updates >= self.reading or version.batch >= self._open
+
+    def _to_read(self) -> Version:
+        """The version that the next forward is to read, for its batch, with what the lender has newest."""
+        lender = None if self._lender is None else self._lender._to_read()
+        found = (version for version in reversed(self._versions()) if version.updates == self._wanted)
+        version = next(found, None) or self._newest()
+        if version.batch == self._batch and version.lender is lender:
+            return version
+        own = {name: version.leaves[name] for name in self._parameters}
+        if version.batch != self._batch:
+            own = self._leaves(own)
+        lent = {} if lender is None else self._leaves({name: lender.leaves[name] for name in self._borrowed})
+        again = Version(version.updates, self._batch, {**own, **lent}, {*version.copied}, lender)
+        if version is self._current:
+            self._current = again
+            self._old.append(version)
+        else:
+            self._old.insert(self._old.index(version) + 1, again)
+        return again
 
     def _newest(self) -> Version:
         if self._current is None:
@@ -293,16 +367,21 @@ class WeightVersions:
 
     def _version(self, values: Mapping[str, Tensor]) -> Version:
         """The newest version, with ``values`` where there are any, otherwise with the parameters' own."""
+        leaves = self._leaves({name: values.get(name, parameter) for name, parameter in self._parameters.items()})
+        return Version(self.updates, self._batch, leaves, copied=set(values))
+
+    def _leaves(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Leaves in the memory of ``values``."""
         # `.data` first: its version counter is its own, so an in-place step doesn't invalidate the graphs that "latest"
         # is to run on the new values. Parameters, since layers may ask (torch's parametrizations do).
+        needed = self._parameters if self._lender is None else {**self._lender._parameters, **self._parameters}
         leaves: dict[str, Tensor] = {
-            name: nn.Parameter(values.get(name, parameter.data).data, parameter.requires_grad)
-            for name, parameter in self._parameters.items()
+            name: nn.Parameter(value.data, needed[name].requires_grad) for name, value in values.items()
         }
         for name, leaf in leaves.items() if self._grown is not None else ():
             if leaf.requires_grad:
                 leaf.register_post_accumulate_grad_hook(partial(_tell, weakref.ref(self), name))
-        return Version(self.updates, leaves, copied=set(values))
+        return leaves
 
 
 def _tell(versions: weakref.ref[WeightVersions], name: str, leaf: Tensor) -> None:

@@ -1,10 +1,14 @@
-"""The schedules that have a name."""
+"""The schedules that have a name, those of one update and those without an end."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
+from typing import Literal, TypeAlias
 
+from lightning_parallel.ranks.layout import Placement
+from lightning_parallel.schedules.asynchronous import AsyncOneFOneB
+from lightning_parallel.schedules.asynchronous_v import AsyncV, steady
 from lightning_parallel.schedules.generators import Generator, gpipe, interleaved, naive, one_f_one_b
 from lightning_parallel.schedules.v_shaped import vhalf, vmin, zbv
 
@@ -19,3 +23,26 @@ SCHEDULES: Mapping[str, Generator] = MappingProxyType(
         "vmin": vmin,
     }
 )
+
+Endless: TypeAlias = Literal["1f1b", "vhalf", "vmin"]
+
+
+def endless(schedule: Endless, stages: int, stage: int, extra_in_flight: int = 0) -> AsyncOneFOneB | AsyncV:
+    """The endless list of one stage. One stage alone has one chunk, whatever the schedule."""
+    if schedule == "1f1b" or stages == 1:
+        return AsyncOneFOneB(stages, stage, extra_in_flight)
+    return AsyncV(stages, stage, schedule)
+
+
+def placement_of(schedule: Endless, stages: int) -> Placement:
+    """The stage of each chunk of an endless schedule."""
+    up = range(stages)
+    return tuple(up if schedule == "1f1b" or stages == 1 else [*reversed(up), *up])
+
+
+def mean_ahead(schedule: Endless, stages: int, chunk: int, microbatches: int, extra_in_flight: int = 0) -> float:
+    """By how many microbatches a chunk's forwards are ahead of the updates that they would read if nothing was late, in
+    the mean and once the pipeline is full."""
+    if schedule == "1f1b" or stages == 1:
+        return AsyncOneFOneB(stages, chunk, extra_in_flight).warmup
+    return steady(schedule, stages, microbatches).staleness[chunk] * microbatches

@@ -143,9 +143,14 @@ class Replicas:
         if self._averager is not None:
             self._averager.ready(name, gradient)
 
-    def averaged(self, gradients: Mapping[str, Tensor | None]) -> Gradients:
+    def averaged(
+        self, gradients: Mapping[str, Tensor | None], names: Collection[str] | None = None
+    ) -> Gradients:
         """The mean of complete gradients over the replicas, with their factors. All replicas call it. Gradients of
-        fully sharded parameters are means already."""
+        fully sharded parameters are means already. ``names``: those of the parameters, if they aren't all."""
+        if self._averager is not None and names is not None:
+            own = {name: parameter for name, parameter in self._local.replicated.items() if name in names}
+            return {**gradients, **GradientAverager(own, self._group, factor=self._factor).finish(gradients)}
         if self._averager is not None:
             return {**gradients, **self._averager.finish(gradients)}
         multiply([g for name in self._local.replicated if (g := gradients.get(name)) is not None], self._factor())

@@ -1,4 +1,4 @@
-"""Asynchronous pipeline parallelism (PipeDream): no flush, so no bubble, at the price of late gradients.
+"""Asynchronous pipeline parallelism (PipeDream, or a V): no flush, so no bubble, at the price of late gradients.
 
 Each ``training_step`` feeds one batch's microbatches to the stage's endless list of actions, and runs the slice that
 falls due: forwards of this batch, backwards and updates of batches that this stage saw some steps ago. A rank waits for
@@ -7,7 +7,8 @@ pipeline is drained where weights or metrics have to be whole::
 
     Lightning              here
     training_step          batch -> microbatches -> fed to the list -> engine.run(slice)
-                               | within it, an update: gradients completed -> clipped -> step, on this stage alone
+                               | within it, an update: gradients completed -> clipped -> step, on this stage alone,
+                               | in a V of one chunk alone
     backward               hooks only
     validation, save, end  drain
 """
@@ -16,8 +17,9 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +30,7 @@ from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
+from torch.autograd.graph import GradientEdge
 from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 from typing_extensions import override
@@ -42,6 +45,10 @@ from lightning_parallel.pipeline.staleness import Correction, Stashing
 from lightning_parallel.pipeline.weights import WeightVersions
 from lightning_parallel.private.lightning.averaging import Averaging
 from lightning_parallel.private.lightning.launching import callbacks_of
+from lightning_parallel.ranks.layout import Placement
+from lightning_parallel.schedules.asynchronous_v import steady
+from lightning_parallel.schedules.named import Endless, placement_of
+from lightning_parallel.schedules.simulate import most_held
 from lightning_parallel.set_up.options import StagedOptions
 from lightning_parallel.settings import Count, Natural, takes
 from lightning_parallel.strategies.staged import StagedStrategy
@@ -63,15 +70,22 @@ class AsyncPipelineOptions(StagedOptions):
             themselves.
         lr_discount: for this many updates (PipeMare's T1), stages whose gradients are more than one update late use a
             smaller learning rate, which grows to the full one. None: all stages use the full rate from the start.
+        schedule: ``"1f1b"``: one chunk of layers a stage. ``"vhalf"`` and ``"vmin"``: two, in a V, which hold about a
+            half and three eighths of its activations with 16 stages, with gradients that are no later or half as late;
+            each chunk has updates of its own, and is late by itself. The first and the last layers share a stage, so
+            they may share weights. Stages wait a little at each batch, the less the more microbatches it has
+            (:mod:`lightning_parallel.schedules.asynchronous_v`). Only with ``weights="stash"``.
         extra_in_flight: microbatches in flight on each link beyond the fewest that keep all stages busy. 1 hides the
             latency of messages, and doubles the staleness. ``microbatches="auto"`` gives an update twice as many
             microbatches as there are stages, and as many again for each extra one in flight, if the batch has the
             samples. With 1 microbatch it is PipeDream.
 
     Raises:
-        ValueError: a value that its setting doesn't take, or ``data_parallel_kind="fully_shard"``.
+        ValueError: a value that its setting doesn't take, ``data_parallel_kind="fully_shard"``, or in a V other
+            ``weights`` than ``"stash"``, or ``extra_in_flight``.
     """
 
+    schedule: Endless = "1f1b"
     weights: Stashing = "stash"
     correction: Correction = "second_order"
     lr_discount: Count | None = None
@@ -84,15 +98,27 @@ class AsyncPipelineOptions(StagedOptions):
                 "data_parallel_kind='fully_shard': an asynchronous pipeline keeps several versions of its weights, "
                 "which layers that are gathered for a step don't have. Use 'replicate', or PipelineStrategy."
             )
+        if self.schedule == "1f1b":
+            return
+        if self.weights != "stash":
+            raise ValueError(
+                f"weights={self.weights!r} with schedule={self.schedule!r}: in a V a backward uses the weights of its "
+                f"forward. Use weights='stash', or schedule='1f1b'."
+            )
+        if self.extra_in_flight:
+            raise ValueError(
+                f"extra_in_flight={self.extra_in_flight} with schedule={self.schedule!r}: a V has a number in flight "
+                f"of its own. Leave it out, take 'vhalf', which has more than 'vmin', or take schedule='1f1b'."
+            )
 
 
 class AsyncPipelineStrategy(StagedStrategy):
-    """Asynchronous 1F1B: every stage is busy all the time, and steps on its own.
+    """Asynchronous 1F1B, or V: every stage is busy all the time, and steps on its own.
 
     Stage s of p runs its forward of a microbatch (p - 1 - s) microbatches before its backward, and may step in between:
     its gradients are up to ceil((p - 1 - s) / microbatches) updates late. Update u uses the learning rate that
     schedulers have set for batch u, on every stage. Gradients are clipped by each stage's own norm, since a norm over
-    stages would make them wait for each other.
+    stages would make them wait for each other. In a V, read chunk for stage.
     """
 
     refused_callbacks = ASYNCHRONOUS  # type: ignore[assignment]  # also on one stage
@@ -103,7 +129,10 @@ class AsyncPipelineStrategy(StagedStrategy):
     @takes(AsyncPipelineOptions)
     def __init__(self, options: AsyncPipelineOptions) -> None:
         super().__init__(options)
-        self._late = LateGradients(options.weights, options.correction, options.lr_discount, options.extra_in_flight)
+        self._late = LateGradients(
+            options.weights, options.correction, options.lr_discount, options.extra_in_flight, options.schedule
+        )
+        self._own: dict[int, frozenset[str]] = {}  # the names of the parameters that each chunk updates
         self._steps = False  # does the optimizer step after the batch that runs?
         self._accumulates = False  # or does Lightning only accumulate its gradients?
 
@@ -120,7 +149,14 @@ class AsyncPipelineStrategy(StagedStrategy):
         assert self.lightning_module is not None
         if trainer.state.fn == TrainerFn.FITTING:
             _refuse_hooks(trainer, self.lightning_module)
+            if self._late.schedule != "1f1b":
+                _refuse_averages_in_v(trainer, self._late.schedule)
         super().setup(trainer)
+
+    @property
+    @override
+    def placement(self) -> Placement:
+        return placement_of(self._late.schedule, self.layout.stages)
 
     @override
     def check_partition(self, partition: Partition) -> None:
@@ -134,6 +170,8 @@ class AsyncPipelineStrategy(StagedStrategy):
     @property
     @override
     def batches_ahead(self) -> int:
+        if self._late.in_v(self.layout.stages):
+            return 1  # no stage ends a batch before all have begun it
         return (self.layout.stages - 1) * (1 + self._late.extra_in_flight)  # with one microbatch a batch
 
     def _updates_microbatches(self) -> int:
@@ -156,28 +194,45 @@ class AsyncPipelineStrategy(StagedStrategy):
     @override
     def holding(self) -> Holding:
         stages, stage, microbatches = self.layout.stages, self.layout.stage, self._updates_microbatches()
-        parameters = self.local_model.parameters.values()
-        trained = sum(parameter.nbytes for parameter in parameters if parameter.requires_grad)  # others aren't copied
-        extra = self.activation_bytes() + self._late.copies(stages, stage, microbatches) * trained
+        extra = self.activation_bytes()
+        for chunk, names in self._own_parameters().items():
+            held = (self.local_model.parameters[name] for name in names)
+            trained = sum(parameter.nbytes for parameter in held if parameter.requires_grad)  # others aren't copied
+            extra += self._late.copies(stages, chunk, microbatches) * trained
         return Holding(self._stages.layers, self._late.description(stages, stage, microbatches), extra)
 
     @override
     def activation_bytes(self) -> int:
-        parts = self.stage.partition
-        ahead = self._late.ahead(self.layout.stages, self.layout.stage)
-        return (1 + ahead) * sum(parts.held[chunk] for chunk in self.stage.chunks)
+        # A list of some updates is as full as an endless one.
+        endless, count = self._late.actions(self.layout.stages, self.layout.stage), self._updates_microbatches()
+        actions = [action for _ in range(3 + self.layout.stages // count) for action in endless.feed(count)]
+        return most_held(actions, self.stage.partition.held, self.stage.partition.computed)
+
+    def _own_parameters(self) -> dict[int, list[str]]:
+        """The names of the parameters that each chunk updates. One that both use is the first one's."""
+        first, *later = self.stage.chunks
+        own = {chunk: self.stage.used_only_in(chunk) for chunk in later}
+        others = {name for names in own.values() for name in names}
+        return {first: [name for name in self.local_model.parameters if name not in others], **own}
 
     @override
-    def make_versions(self) -> WeightVersions:
+    def make_versions(self) -> dict[int, WeightVersions]:
         """Make the versions of the weights, and the updates that create them."""
-        layout = self.layout
-        versions = WeightVersions(
-            self.run.module,
-            self.local_model.parameters,
-            self._late.weights,
-            corrected=self._late.correction_factor(layout.stages, layout.stage, 1) > 0,
-            grown=self._gradient_grown if layout.size("data") > 1 else None,
-        )
+        layout, parameters, uses = self.layout, self.local_model.parameters, self.stage.partition.uses
+        first = self.stage.chunks[0]
+        own = self._own_parameters()
+        self._own = {chunk: frozenset(names) for chunk, names in own.items()}
+        versions: dict[int, WeightVersions] = {}
+        for chunk, names in own.items():
+            versions[chunk] = WeightVersions(
+                self.run.module,
+                {name: parameters[name] for name in names},
+                self._late.weights,
+                corrected=self._late.may_correct(layout.stages, chunk),
+                grown=self._gradient_grown if layout.size("data") > 1 and len(own) == 1 else None,
+                lender=versions.get(first),
+                borrowed=[name for name in own[first] if chunk in uses[name]] if chunk != first else (),
+            )
         self.training = AsynchronousTraining(
             self.run,
             self._late,
@@ -190,10 +245,17 @@ class AsyncPipelineStrategy(StagedStrategy):
 
     def _gradient_grown(self, name: str) -> None:
         if self.replicas.in_last_backward:
-            self.replicas.ready(name, self.training.versions.gradient(name))
+            (versions,) = self.training.versions.values()
+            self.replicas.ready(name, versions.gradient(name))
 
-    def _completed(self, gradients: Gradients) -> Gradients:
-        return self._shards.completed(self.replicas.averaged(gradients))
+    def _completed(self, gradients: Gradients, chunk: int) -> Gradients:
+        # In a V a chunk's averages would meet those of another one's update, so they are sent when it is complete.
+        names = self._own[chunk] if len(self.stage.chunks) > 1 else None
+        return self._shards.completed(self.replicas.averaged(gradients, names))
+
+    @override
+    def completing(self, chunk: int, edges: Sequence[GradientEdge]) -> AbstractContextManager[None]:
+        return super().completing(chunk, edges) if len(self.stage.chunks) == 1 else nullcontext()
 
     @override
     def on_train_start(self) -> None:
@@ -266,17 +328,22 @@ class AsyncPipelineStrategy(StagedStrategy):
         extra, count = self._late.extra_in_flight, self.training.fed // max(1, self.training.begun)
         more = f", {extra} extra in flight" if extra else ""
         batches = f"{count} microbatch{'' if count == 1 else 'es'}"
-        return f"asynchronous 1F1B, {self.layout.stages} stages, {batches} an update{more}"
+        name = {"1f1b": "1F1B", "vhalf": "V-Half", "vmin": "V-Min"}[self._late.schedule]
+        return f"asynchronous {name}, {self.layout.stages} stages, {batches} an update{more}"
 
     @override
     def theoretical_bubble(self) -> float:
         """The fraction of time that the schedule leaves stages idle in its steady state."""
-        return 0.0
+        if not self._late.in_v(self.layout.stages):
+            return 0.0
+        count = self.training.fed // max(1, self.training.begun)
+        return 1 - steady(self._late.schedule, self.layout.stages, count).busy
 
     @property
     @override
     def staleness(self) -> Mapping[int, int]:
-        return self.training.versions.staleness
+        counts = (versions.staleness for versions in self.training.versions.values())
+        return sum(counts, Counter[int]())
 
 
 def _refuse_hooks(trainer: pl.Trainer, module: pl.LightningModule) -> None:
@@ -296,6 +363,16 @@ def _refuse_hooks(trainer: pl.Trainer, module: pl.LightningModule) -> None:
                 f"{type(callback).__name__}: for BatchNorm's statistics it runs an epoch without updates, which the "
                 f"asynchronous pipeline would make. Use WeightAveraging, which averages the statistics, or "
                 f"PipelineStrategy."
+            )
+
+
+def _refuse_averages_in_v(trainer: pl.Trainer, schedule: str) -> None:
+    for callback in callbacks_of(trainer):
+        if isinstance(callback, Averaging):
+            raise ValueError(
+                f"{type(callback).__name__} with schedule={schedule!r}: in a V the two chunks of a stage make their "
+                f"updates at different times, so it would average weights that never were together. Use "
+                f"schedule='1f1b', or PipelineStrategy."
             )
 
 

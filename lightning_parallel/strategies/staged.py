@@ -123,8 +123,8 @@ class StagedStrategy(LayoutStrategy):
     def counts(self, name: str) -> bool:
         return self._shards.counts(name)
 
-    def make_versions(self) -> Weights | None:
-        """The weights that the engine's forwards read; None for the module's own parameters."""
+    def make_versions(self) -> Mapping[int, Weights] | None:
+        """The weights that the engine's forwards read, by chunk; None for the module's own parameters."""
         return None
 
     def completing(self, chunk: int, edges: Sequence[GradientEdge]) -> AbstractContextManager[None]:

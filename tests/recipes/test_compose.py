@@ -38,7 +38,7 @@ def test_what_belongs_to_a_misspelt_option_is_not_judged() -> None:
 
 def test_keys_are_looked_up_in_the_chosen_option() -> None:
     assert told("strategy=pipeline_gpipe", "strategy.schedule=1f1b") == []
-    (problem,) = told("strategy=pipeline_async", "strategy.schedule=1f1b")
+    (problem,) = told("strategy=pipeline_async", "strategy.chunks=2")
     assert "no such key in strategy" in problem
     assert told("logger.csv.name=x", "hydra.job.name=y", "+callbacks.x._target_=lightning.Callback") == []
 

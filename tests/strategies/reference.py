@@ -12,9 +12,10 @@ from torch.func import functional_call
 from torch.optim.swa_utils import AveragedModel
 
 from lightning_parallel.batch import batch_size, split
+from lightning_parallel.cuts.partition import Partition
 from lightning_parallel.cuts.search import partition
 from lightning_parallel.pipeline.staleness import discount, mean_staleness
-from lightning_parallel.schedules.asynchronous import AsyncOneFOneB
+from lightning_parallel.schedules.named import mean_ahead, placement_of
 from tests.strategies.harness import Report
 from tests.strategies.models import MODELS, Base
 from tools.study.delayed import Delayed
@@ -56,38 +57,42 @@ def delayed(
     kind = MODELS[model] if isinstance(model, str) else model
     module = kind()
     first = next(iter(kind.loader()))
-    owners = partition(module, lambda: module.training_step(first, 0), stages).owners
+    schedule, extra = options.get("schedule", "1f1b"), options.get("extra_in_flight", 0)
+    places = placement_of(schedule, stages)
+    cut = partition(module, lambda: module.training_step(first, 0), stages, placement=places, keep_together=True)
     report = Report()
     parameters = dict(module.named_parameters())
-    names = [[n for n in parameters if _owner(n, owners, stages) == s] for s in range(stages)]
+    chunks = range(len(places))
+    names = [[n for n in parameters if _owner(n, cut) == c] for c in chunks]
+    tied = _tied(cut)
     optimizers, schedulers = [], []
-    for stage in range(stages):
+    for chunk in chunks:
         configured = module.configure_optimizers()
-        optimizer, held = configured["optimizer"], {parameters[n] for n in names[stage]}
+        optimizer, held = configured["optimizer"], {parameters[n] for n in names[chunk]}
         for group in optimizer.param_groups:
             group["params"] = [p for p in group["params"] if p in held]
         for parameter in [p for p in optimizer.state if p not in held]:
             del optimizer.state[parameter]
         optimizers.append(optimizer)
         schedulers.append(configured["lr_scheduler"]["scheduler"])
-    pipeline = Delayed([{n: parameters[n] for n in names[s]} for s in range(stages)], **options)
+    pipeline = Delayed([{n: parameters[n] for n in names[c]} for c in chunks], tied=tied, **options)
     averages = average and AveragedModel(module, use_buffers=True, **average._kwargs)
     gathering = before = 0  # microbatches of the update under way, and of the last
 
-    def step(stage: int) -> None:
-        groups = optimizers[stage].param_groups
-        report.gradients[-1].update({n: g.clone() for n in names[stage] if (g := parameters[n].grad) is not None})
+    def step(chunk: int) -> None:
+        groups = optimizers[chunk].param_groups
+        report.gradients[-1].update({n: g.clone() for n in names[chunk] if (g := parameters[n].grad) is not None})
         if clip is not None:
             torch.nn.utils.clip_grad_norm_([p for group in groups for p in group["params"]], clip)  # as Lightning does
-        ahead = AsyncOneFOneB(stages, stage, options.get("extra_in_flight", 0)).warmup
+        ahead = mean_ahead(schedule, stages, chunk, gathering, extra)
         late = mean_staleness(options.get("weights", "stash"), ahead, gathering)
         rates = [group["lr"] for group in groups]
         for group, rate in zip(groups, rates, strict=True):
             group["lr"] = rate * discount(late, pipeline.updates, lr_discount)
-        optimizers[stage].step()
+        optimizers[chunk].step()
         for group, rate in zip(groups, rates, strict=True):
             group["lr"] = rate
-        schedulers[stage].step()
+        schedulers[chunk].step()
 
     for epoch in range(epochs):
         loader = list(kind.loader())
@@ -101,7 +106,8 @@ def delayed(
                 pipeline.drain()
             gathering += len(parts)
             for part, reading in zip(parts, pipeline.feed(len(parts), ends_update=ends_update), strict=True):
-                loss = functional_call(_Loss(module), {f"module.{n}": p for n, p in reading.weights.items()}, (part,))
+                read = {f"module.{n}": p for n, p in reading.weights.items()}
+                loss = functional_call(_Loss(module), read, (part,), tie_weights=not tied)
                 pipeline.backward(reading, loss, weigh(part) / size * (1 / accumulate))
                 total += float(loss) * (weigh(part) / size)
             report.losses.append(total / accumulate)  # as Lightning reports it
@@ -114,12 +120,26 @@ def delayed(
         pipeline.drain()
         if average and averages and average.should_update(epoch_idx=epoch):
             averages.update_parameters(module)
-    report.weights = {n: p.detach().clone() for n, p in (averages.module if averages else module).named_parameters()}
+    trained = averages.module if averages else module
+    report.weights = {n: p.detach().clone() for n, p in trained.named_parameters(remove_duplicate=False)}
     return report
 
 
-def _owner(name: str, owners: dict[str, tuple[int, ...]], stages: int) -> int:
-    """Loose parameters: `Blocks.temperature` is used on the last stage, all others on the first."""
-    if len(owners[name]) == 1:
-        return owners[name][0]
-    return stages - 1 if name.endswith("temperature") else 0
+def _owner(name: str, cut: Partition) -> int:
+    """The chunk that updates a parameter: the first one that uses it on its stage. Of loose parameters
+    `Blocks.temperature` is used in the last chunk, all others in the first."""
+    last = cut.chunks - 1
+    if name in cut.loose:
+        return cut.chunks_of(cut.placement[last if name.endswith("temperature") else 0])[0]
+    return min(cut.uses[name])
+
+
+def _tied(cut: Partition) -> dict[str, str]:
+    """The parameters that both chunks of a stage use, by the names under which the second one reads them."""
+    tied = {
+        other: name
+        for other, name in cut.aliases.items()
+        if name != other and len(cut.uses[name]) > 1 and name not in cut.loose
+    }
+    loose = (name for name in cut.loose if name.endswith("temperature") and len(cut.chunks_of(cut.placement[-1])) > 1)
+    return tied | {name: name for name in loose}

@@ -75,14 +75,17 @@ REFUSED: dict[tuple[str, str], list[str]] = {
     ("Skipping", "pipeline x tensor"): ["no pair of its layers could be divided", "(Linear)"],
     ("Language", "async"): ["is tied to", "head.weight", "stages [0, 1]", "tie_word_embeddings=False"],
     ("Loose", "async"): ["'position' is used on stages [0, 1]", "PipelineStrategy"],
+    ("Loose", "async in a V"): ["'position' is used on stages [0, 1]", "PipelineStrategy"],
     ("TwoOptimizers", "threads"): ["automatic_optimization=False", "'ddp'"],
     **{("TwoOptimizers", layout): ["automatic_optimization=False", "FullyShardedStrategy"] for layout in PIPELINES},
 }
-REFUSED_ALIKE = [("TwoOptimizers", layout) for layout in PIPELINES if layout not in ("zbv", "async")]
+REFUSED_ALIKE = [("TwoOptimizers", layout) for layout in PIPELINES if layout not in ("zbv", "async", "async in a V")]
 # What has other numbers by nature, as documented.
 OTHERWISE = {
     ("async", "clipping by norm"): "each stage clips by its own norm",
     ("async", "all"): "each stage clips by its own norm",
+    ("async in a V", "clipping by norm"): "each chunk clips by its own norm",
+    ("async in a V", "all"): "each chunk clips by its own norm",
 }
 # What Lightning itself refuses.
 NOT_BY_HAND = ("accumulation", "clipping by norm", "clipping by value", "all")

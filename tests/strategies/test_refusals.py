@@ -39,6 +39,9 @@ BOTH = pytest.mark.parametrize("strategy", ["sync", "async"])
     (lambda: lp.PipelineStrategy(microbatches=0), ["microbatches=0", "integer of at least 1"]),
     (lambda: lp.PipelineStrategy(schedule="naive", microbatches=4), ["microbatches=4", "naive", "'1f1b'"]),
     (lambda: lp.AsyncPipelineStrategy(microbatches="many"), ["microbatches='many'", "'auto'"]),  # type: ignore[arg-type]
+    (lambda: lp.AsyncPipelineStrategy(schedule="zbv"), ["schedule='zbv'", "'vhalf'"]),  # type: ignore[arg-type]
+    (lambda: lp.AsyncPipelineStrategy(schedule="vmin", weights="2bw"), ["weights='2bw'", "'vmin'", "'stash'"]),
+    (lambda: lp.AsyncPipelineStrategy(schedule="vmin", extra_in_flight=1), ["extra_in_flight=1", "'vmin'", "'vhalf'"]),
     (lambda: lp.PipelineStrategy(timeout=0), ["timeout=0", "a number of at least 1, or a timedelta"]),
     (lambda: lp.TensorParallelStrategy(plan={"net.0": 3}), ["plan=", "a dictionary"]),  # type: ignore[dict-item]
     (lambda: lp.FullyShardedStrategy(process_group_backend="mpi"), ["'mpi'", "'gloo' or 'nccl'"]),  # type: ignore[arg-type]
@@ -425,7 +428,9 @@ def test_a_rank_that_does_not_answer_ends_the_others_after_the_timeout(pool: Wor
 
 def made_by_name(names: list[str]) -> list[str]:
     made: list[Any] = [L.Trainer(accelerator="cpu", devices=2, strategy=name, logger=False) for name in names]
-    return [getattr(trainer.strategy.options, "schedule", "asynchronous") for trainer in made]
+    late = lp.AsyncPipelineStrategy
+    strategies: list[Any] = [trainer.strategy for trainer in made]
+    return ["asynchronous" if isinstance(each, late) else each.options.schedule for each in strategies]
 
 
 NAMES = {

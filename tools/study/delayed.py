@@ -1,11 +1,12 @@
 """The asynchronous pipeline without a pipeline: the same late gradients, in one process.
 
-Asynchrony changes the numbers in one way only: which version of a stage's weights a microbatch's forward uses. The
-stage's list of actions determines the version; a correction may change its values. So one process that keeps the last
-versions of all stages' weights computes what p processes compute. It tells what a choice costs in quality before anyone
-owns p devices. In float64 the two are equal to the bit where what crosses the cuts is contiguous and read on one stage;
-otherwise sums differ in their order. This module takes the lists from the schedule, and shares no code with the engine
-and the weight versions that do it in processes, for which it is the reference::
+Asynchrony changes the numbers in one way only: which version of a chunk's weights a microbatch's forward uses. (A stage
+has one chunk; in a V it has two.) The stage's list of actions determines the version; a correction may change its
+values. So one process that keeps the last versions of all chunks' weights computes what p processes compute. It tells
+what a choice costs in quality before anyone owns p devices. In float64 the two are equal to the bit where what crosses
+the cuts is contiguous and read on one stage; otherwise sums differ in their order. This module takes the lists from the
+schedule, and shares no code with the engine and the weight versions that do it in processes, for which it is the
+reference::
 
     asynchronous = Delayed([dict(stage.named_parameters()) for stage in stages], weights="stash")
     optimizers = [torch.optim.AdamW(stage.parameters()) for stage in stages]
@@ -15,6 +16,9 @@ and the weight versions that do it in processes, for which it is the reference::
             asynchronous.backward(reading, loss, weight=1 / 16)
         asynchronous.update(lambda stage: optimizers[stage].step())
     asynchronous.drain()    # before a validation, a checkpoint, and at the end
+
+A parameter that both chunks of a stage use is the first one's. Each use reads the newest version that the first chunk
+has made by then, and the gradients of both uses for one update's microbatches go into the first chunk's update.
 """
 
 from __future__ import annotations
@@ -26,8 +30,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_parallel.pipeline.staleness import Correction, Stashing, correction_weight, extrapolate, is_second_order
-from lightning_parallel.schedules.actions import Forward, Step
-from lightning_parallel.schedules.asynchronous import AsyncOneFOneB
+from lightning_parallel.schedules.actions import Action, Forward, Step
+from lightning_parallel.schedules.named import Endless, endless, mean_ahead, placement_of
 
 
 @dataclass(frozen=True)
@@ -35,9 +39,9 @@ class Reading:
     """What one microbatch reads.
 
     Attributes:
-        stages: for each stage, its parameters by name: leaves, in whose ``grad`` gradients accumulate. Microbatches
-            that read one version of a stage share them.
-        versions: for each stage, the number of updates that made what is read.
+        stages: for each stage, or chunk, its parameters by name: leaves, in whose ``grad`` gradients accumulate.
+            Microbatches that read one version of a chunk share them.
+        versions: for each stage, or chunk, the number of updates that made what is read.
     """
 
     stages: tuple[Mapping[str, Tensor], ...]
@@ -45,32 +49,49 @@ class Reading:
 
     @property
     def weights(self) -> dict[str, Tensor]:
-        """The leaves of all stages together, as ``torch.func.functional_call`` takes them."""
+        """The leaves of all chunks together, as ``torch.func.functional_call`` takes them."""
         return {name: leaf for stage in self.stages for name, leaf in stage.items()}
 
 
 @dataclass
-class _Stage:
-    """A stage's parameters, their versions by number of updates, and its list of actions."""
+class _Chunk:
+    """A chunk's parameters, their versions by number of updates, and what it reads of the first chunk of its stage, by
+    its own version and that one's."""
 
     parameters: Mapping[str, nn.Parameter]
-    actions: AsyncOneFOneB
+    borrowed: Mapping[str, str]  # by the name under which it is read, that of the first chunk's
     steps: int = 0  # in the list so far
     versions: dict[int, dict[str, Tensor]] = field(default_factory=dict)
-    kept: dict[str, Tensor] = field(default_factory=dict)  # gradients from before the last drain
+    copies: dict[tuple[int, int], dict[str, Tensor]] = field(default_factory=dict)
+    kept: dict[str, Tensor] = field(default_factory=dict)  # gradients of the update's earlier batches
+
+    def take(self) -> dict[str, Tensor]:
+        """The gradients of the update under way, batch by batch, and in a batch from version to version."""
+        grown: dict[str, Tensor] = {}
+        for _, leaves in [*sorted(self.versions.items()), *sorted(self.copies.items())]:
+            for name, leaf in leaves.items():
+                if leaf.grad is not None:
+                    grown[name] = grown[name] + leaf.grad if name in grown else leaf.grad
+                    leaf.grad = None
+        kept, self.kept = self.kept, {}
+        return {**grown, **{n: g + grown[n] if n in grown else g for n, g in kept.items()}}
 
 
 class Delayed:
     """The late gradients of an asynchronous pipeline.
 
-    Every stage makes each of its updates when :meth:`update` is called, which is earlier than in the pipeline. The
+    Every chunk makes each of its updates when :meth:`update` is called, which is earlier than in the pipeline. The
     versions kept say what is read when, so nothing reads an update early.
 
     Args:
-        stages: each stage's parameters, by name. Names are unique over the stages.
+        chunks: each chunk's parameters, by name, in the order of a forward: with ``schedule="1f1b"`` each stage's.
+            Names are unique over the chunks.
         weights: as in :class:`~lightning_parallel.AsyncPipelineStrategy`.
         correction: as there.
         extra_in_flight: as there.
+        schedule: as there.
+        tied: parameters that both chunks of a stage use, by the names under which the second one reads them: there the
+            names under which they are among the first one's.
 
     Raises:
         ValueError: (by :meth:`feed`) ``weights="2bw"`` with fewer microbatches an update than a stage runs ahead.
@@ -78,17 +99,28 @@ class Delayed:
 
     def __init__(
         self,
-        stages: Sequence[Mapping[str, nn.Parameter]],
+        chunks: Sequence[Mapping[str, nn.Parameter]],
         *,
         weights: Stashing = "stash",
         correction: Correction = "second_order",
         extra_in_flight: int = 0,
+        schedule: Endless = "1f1b",
+        tied: Mapping[str, str] | None = None,
     ) -> None:
-        count = len(stages)
-        self._stages = [_Stage(dict(p), AsyncOneFOneB(count, s, extra_in_flight)) for s, p in enumerate(stages)]
+        self._schedule, self._extra = schedule, extra_in_flight
+        places = placement_of(schedule, 1 if len(chunks) == 1 else len(chunks) // (1 if schedule == "1f1b" else 2))
+        count = max(places) + 1
+        self._lists = [endless(schedule, count, stage, extra_in_flight) for stage in range(count)]
+        # The two chunks of a stage stand opposite each other.
+        self._first = [min(chunk, places.index(stage)) for chunk, stage in enumerate(places)]
+        self._chunks: list[_Chunk] = []
+        for chunk, (parameters, first) in enumerate(zip(chunks, self._first, strict=True)):
+            others = (tied or {}).items() if chunk != first else ()
+            borrowed = {name: own for name, own in others if own in chunks[first]}
+            self._chunks.append(_Chunk(dict(parameters), borrowed))
         self._weights: Stashing = weights
         self._correction: Correction = correction
-        self._updates = 0  # made, on all stages
+        self._updates = 0  # made, on all chunks
         self._begun = 0  # whose last microbatches have been fed
         self._drained = 0  # made by the last drain
         self._fed = 0  # microbatches of the update under way
@@ -107,27 +139,50 @@ class Delayed:
             ends_update: if False, the update goes on with the next call, as with gradient accumulation.
         """
         assert self._begun == self._updates, "update() comes between the updates' microbatches"
-        columns: list[list[int]] = []
-        for stage in self._stages:
-            read: list[int] = []
-            for action in stage.actions.feed(microbatches, ends_update=ends_update):
+        for chunk in self._chunks:
+            chunk.kept = chunk.take()
+        read: dict[int, list[tuple[int, int]]] = {}  # by chunk: its version, and the first one's on its stage
+        for actions in self._lists:
+            for action in actions.feed(microbatches, ends_update=ends_update):
                 if isinstance(action, Forward):
+                    made, of_first = (self._chunks[c].steps for c in (action.chunk, self._first[action.chunk]))
                     # 2BW: one before the newest that every stage has; none is older than the last drain.
-                    version = max(self._begun - 1, self._drained) if self._weights == "2bw" else stage.steps
-                    if version > stage.steps:
+                    version = max(self._begun - 1, self._drained) if self._weights == "2bw" else made
+                    if version > made:
+                        ahead = mean_ahead(self._schedule, len(self._lists), action.chunk, microbatches, self._extra)
                         raise ValueError(
-                            f"weights='2bw' with {microbatches} microbatches: a stage has {stage.actions.warmup} in "
-                            f"flight, and not yet the version to read. Give at least {stage.actions.warmup} an update."
+                            f"weights='2bw' with {microbatches} microbatches: a stage has {ahead:g} in flight, and not "
+                            f"yet the version to read. Give at least {ahead:g} an update."
                         )
-                    read.append(version)
-                stage.steps += isinstance(action, Step)
-            columns.append(read)
+                    read.setdefault(action.chunk, []).append((version, of_first))
+                self._count(action)
         self._fed += microbatches
         self._begun += ends_update
         return [
-            Reading(tuple(s.versions[v] for s, v in zip(self._stages, row, strict=True)), row)
-            for row in zip(*columns, strict=True)
+            Reading(
+                tuple(self._leaves_of(chunk, *versions) for chunk, versions in enumerate(row)),
+                tuple(version for version, _ in row),
+            )
+            for row in zip(*(read[chunk] for chunk in range(len(self._chunks))), strict=True)
         ]
+
+    def _count(self, action: Action) -> None:
+        """Count a step in a list: of one chunk, or of a stage's only one."""
+        if isinstance(action, Step):
+            self._chunks[getattr(action, "chunk", action.stage)].steps += 1
+
+    def _leaves_of(self, number: int, version: int, of_first: int) -> dict[str, Tensor]:
+        """What a chunk reads of a version of its own, and of one of the first chunk on its stage."""
+        chunk = self._chunks[number]
+        if not chunk.borrowed:
+            return chunk.versions[version]
+        if (version, of_first) not in chunk.copies:
+            values = self._chunks[self._first[number]].versions[of_first]
+            own = {name: values[other] for name, other in chunk.borrowed.items()}
+            chunk.copies[version, of_first] = {
+                name: value.detach().clone().requires_grad_(value.requires_grad) for name, value in own.items()
+            }
+        return {**chunk.versions[version], **chunk.copies[version, of_first]}
 
     def backward(self, reading: Reading, loss: Tensor, weight: float = 1.0) -> None:
         """Add a microbatch's gradients to those of the update under way. Call it in the order of the microbatches.
@@ -141,8 +196,8 @@ class Delayed:
             torch.autograd.backward(loss, torch.full_like(loss, weight))
             return
         # The graph has saved the leaves' memory as its weights: during the backward it holds the newest values.
-        newest = [stage.versions[self._updates] for stage in self._stages]
-        before = [{name: leaf.detach().clone() for name, leaf in stage.items()} for stage in reading.stages]
+        newest = [chunk.versions[self._updates] for chunk in self._chunks]
+        before = [{name: leaf.detach().clone() for name, leaf in chunk.items()} for chunk in reading.stages]
         _write(reading.stages, newest)
         torch.autograd.backward(loss, torch.full_like(loss, weight))
         _write(reading.stages, before)
@@ -151,67 +206,68 @@ class Delayed:
         """Make the update whose microbatches have run.
 
         Args:
-            step: called with every stage's number, to change its parameters. Their gradients are in ``grad``.
+            step: called with every chunk's number, to change its parameters. Their gradients are in ``grad``.
         """
         assert self._begun == self._updates + 1, "feed() has not ended an update"
-        for number, stage in enumerate(self._stages):
-            gradients = _take_gradients(stage)
-            before = {name: p.detach().clone() for name, p in stage.parameters.items()}
-            for name, parameter in stage.parameters.items():
+        for number, (chunk, gradients) in enumerate(zip(self._chunks, self._taken(), strict=True)):
+            before = {name: p.detach().clone() for name, p in chunk.parameters.items()}
+            for name, parameter in chunk.parameters.items():
                 parameter.grad = gradients.get(name)
             step(number)
-            for parameter in stage.parameters.values():
+            for parameter in chunk.parameters.values():
                 parameter.grad = None
-            weight = correction_weight(self._correction, self._weights, stage.actions.warmup, self._fed)
-            stage.versions[self._updates + 1] = _leaves(stage, self._values(stage, before, weight))
+            ahead = mean_ahead(self._schedule, len(self._lists), number, self._fed, self._extra)
+            weight = correction_weight(self._correction, self._weights, ahead, self._fed)
+            chunk.versions[self._updates + 1] = _leaves(chunk, self._values(chunk, before, weight))
             # The version that the list's next forward reads is the oldest still wanted; with 2BW, the last but one.
-            oldest = self._updates if self._weights == "2bw" else stage.steps
-            stage.versions = {version: leaves for version, leaves in stage.versions.items() if version >= oldest}
+            oldest = self._updates if self._weights == "2bw" else chunk.steps
+            chunk.versions = {version: leaves for version, leaves in chunk.versions.items() if version >= oldest}
+            chunk.copies = {}
         self._updates += 1
         self._fed = 0
 
-    def _values(self, stage: _Stage, before: Mapping[str, Tensor], weight: float) -> dict[str, Tensor]:
+    def _taken(self) -> list[dict[str, Tensor]]:
+        """Each chunk's gradients of the update, with those of a later chunk's uses of its parameters."""
+        taken = [chunk.take() for chunk in self._chunks]
+        for number, chunk in enumerate(self._chunks):
+            of_first = taken[self._first[number]]
+            for name, own in chunk.borrowed.items():
+                if (gradient := taken[number].pop(name, None)) is not None:
+                    of_first[own] = of_first[own] + gradient if own in of_first else gradient
+        return taken
+
+    def _values(self, chunk: _Chunk, before: Mapping[str, Tensor], weight: float) -> dict[str, Tensor]:
         """What forwards read of the version that an update has just made."""
         second_order = is_second_order(self._correction, weight)
         values: dict[str, Tensor] = {}
-        for name, parameter in stage.parameters.items():
+        for name, parameter in chunk.parameters.items():
             if not weight or not parameter.requires_grad:
                 values[name] = parameter.detach().clone()
                 continue
             values[name] = before[name]
-            read = [stage.versions[self._updates][name].detach()] if second_order else None
+            read = [chunk.versions[self._updates][name].detach()] if second_order else None
             extrapolate([values[name]], [parameter.detach()], read, weight)
         return values
 
     def drain(self) -> None:
         """All stages run what they owe: nothing is late afterwards, and forwards read the parameters themselves.
         Gradients of an update under way are kept for it."""
-        for stage in self._stages:
-            stage.steps += sum(isinstance(action, Step) for action in stage.actions.drain())
-            assert stage.steps == self._updates
+        for actions in self._lists:
+            for action in actions.drain():
+                self._count(action)
+        assert all(chunk.steps == self._updates for chunk in self._chunks)
         self._drained = self._updates
         self._make_versions()
 
     def _make_versions(self) -> None:
-        for stage in self._stages:
-            stage.kept = _take_gradients(stage)
-            values = {name: p.detach().clone() for name, p in stage.parameters.items()}
-            stage.versions = {self._updates: _leaves(stage, values)}
+        for chunk in self._chunks:
+            chunk.kept = chunk.take()
+            values = {name: p.detach().clone() for name, p in chunk.parameters.items()}
+            chunk.versions, chunk.copies = {self._updates: _leaves(chunk, values)}, {}
 
 
-def _take_gradients(stage: _Stage) -> dict[str, Tensor]:
-    """The gradients of the update under way, summed over versions, the oldest first."""
-    gradients, stage.kept = stage.kept, {}
-    for _, leaves in sorted(stage.versions.items()):
-        for name, leaf in leaves.items():
-            if leaf.grad is not None:
-                gradients[name] = gradients[name] + leaf.grad if name in gradients else leaf.grad
-                leaf.grad = None
-    return gradients
-
-
-def _leaves(stage: _Stage, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name: v.requires_grad_(stage.parameters[name].requires_grad) for name, v in values.items()}
+def _leaves(chunk: _Chunk, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: v.requires_grad_(chunk.parameters[name].requires_grad) for name, v in values.items()}
 
 
 def _write(leaves: Sequence[Mapping[str, Tensor]], values: Sequence[Mapping[str, Tensor]]) -> None:

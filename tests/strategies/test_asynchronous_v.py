@@ -1,0 +1,207 @@
+"""The asynchronous pipeline in a V has the numbers of delayed gradients, each chunk's as late as its list says."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import EMAWeightAveraging
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader
+
+from tests.pool import WorkerPool
+from tests.strategies.harness import Report, here, joined, largest_difference, make_trainer, train
+from tests.strategies.models import BATCH, MODELS, Rows
+from tests.strategies.reference import delayed
+from tests.thorough import thorough
+
+EXACT = 1e-12  # float64
+
+
+class Deep(MODELS["LeNet"]):  # type: ignore[misc]
+    """Chunks for five stages."""
+
+    def build(self) -> None:
+        sizes = [64, *[12] * 9, 10]
+        layers = [nn.Sequential(nn.Linear(a, b), nn.Tanh()) for a, b in zip(sizes, sizes[1:], strict=False)]
+        self.net = nn.Sequential(nn.Flatten(), *layers)
+
+
+class Skips(MODELS["LeNet"]):  # type: ignore[misc]
+    """The first layers' outputs go to the last ones, as in a U-Net; the stage that has both keeps one in reach."""
+
+    def build(self) -> None:
+        self.inner = nn.ModuleList(nn.Linear(64 if i == 0 else 12, 12) for i in range(4))
+        self.outer = nn.ModuleList(nn.Linear(24, 12) for _ in range(3))
+        self.head = nn.Linear(12, 10)
+
+    def loss(self, batch: Any) -> Tensor:
+        images, labels = batch
+        x, kept = images.flatten(1), []
+        for layer in self.inner:
+            x = layer(x).tanh()
+            kept.append(x)
+        for layer, skip in zip(self.outer, reversed(kept[:-1]), strict=True):
+            x = layer(torch.cat([x, skip], 1)).tanh()
+        return F.cross_entropy(self.head(x), labels)
+
+
+class Sixteen(Deep):
+    """Two replicas' microbatches together are those of one process."""
+
+    @classmethod
+    def samples(cls) -> list[Any]:
+        return super().samples()[:16]  # type: ignore[no-any-return]
+
+
+class Uneven(Deep):
+    """Batches of one to four samples."""
+
+    @classmethod
+    def loader(cls, *args: Any, **kwargs: Any) -> DataLoader[Any]:
+        batches = [[0, 1, 2, 3], [4], [5, 6, 7, 8], [9, 10, 11], [12, 13, 14, 15], [16, 17]]
+        return DataLoader(Rows(cls.samples()), batch_sampler=batches)
+
+
+# Model, stages, microbatches a batch, options of the strategy (and of the reference), of the Trainer.
+CASES: list[Any] = [
+    ("LeNet", 2, 2, {"schedule": "vhalf"}, {}),
+    ("LeNet", 3, 1, {"schedule": "vmin"}, {}),
+    (Deep, 4, 4, {"schedule": "vmin"}, {}),
+    (Deep, 2, 2, {"schedule": "vhalf", "correction": "error_feedback"}, {"accumulate_grad_batches": 2}),
+    (Deep, 3, 1, {"schedule": "vhalf", "lr_discount": 4, "correction": 0.5}, {}),
+    (Uneven, 3, 4, {"schedule": "vhalf"}, {}),
+    (Skips, 2, 2, {"schedule": "vmin"}, {}),
+    ("GPT2", 2, 2, {"schedule": "vmin"}, {}),  # embedding and head are tied
+    ("Blocks", 2, 2, {"schedule": "vmin"}, {}),  # loose parameters
+    *thorough(
+        ("GPT2", 3, 1, {"schedule": "vhalf"}, {}),
+        ("GPT2", 2, 4, {"schedule": "vhalf"}, {"accumulate_grad_batches": 2}),
+        ("GPT2", 2, 1, {"schedule": "vmin", "correction": None}, {}),
+        ("Llama", 2, 4, {"schedule": "vhalf"}, {}),
+        ("LeNet", 3, 4, {"schedule": "vhalf", "correction": None}, {}),
+        (Deep, 5, 1, {"schedule": "vmin"}, {}),
+        (Deep, 4, 2, {"schedule": "vhalf"}, {"accumulate_grad_batches": 2}),
+        (Uneven, 4, 4, {"schedule": "vmin", "correction": "error_feedback"}, {}),
+        (Skips, 2, 4, {"schedule": "vhalf"}, {}),
+    ),
+]
+
+
+@pytest.mark.parametrize(("model", "stages", "microbatches", "options", "trainer_options"), CASES)
+def test_training_equals_delayed_gradients_to_the_bit(
+    pool: WorkerPool,
+    model: str | type[Any],
+    stages: int,
+    microbatches: int,
+    options: dict[str, Any],
+    trainer_options: dict[str, Any],
+) -> None:
+    given = {"microbatches": microbatches, **options}
+    reports = pool.run(train, stages, model, "async", given, init=False, max_epochs=2, **trainer_options)
+    accumulate = trainer_options.get("accumulate_grad_batches", 1)
+    reference = pool.run(
+        delayed, 1, model, stages, microbatches, init=False, epochs=2, accumulate=accumulate, **options
+    )[0]  # fmt: skip
+    assert reports[0].losses == pytest.approx(reference.losses, rel=0, abs=EXACT)
+    allowed = EXACT if model is Skips else 0  # two stages read what crosses a cut, and sum its gradients
+    assert largest_difference(joined(reports, "weights"), reference.weights) <= allowed
+
+
+@pytest.mark.parametrize("given", [
+    {}, {"activation_checkpointing": True}, {"data_parallel": 2},
+])  # fmt: skip
+def test_clipped_recomputed_and_replicated_training_equal_delayed_gradients(
+    pool: WorkerPool, given: dict[str, Any]
+) -> None:
+    """A norm is that of a chunk. Each of two replicas has every other sample, so both have a whole microbatch's."""
+    replicas = given.get("data_parallel", 1)
+    options = {"stages": 2, "microbatches": 2, "schedule": "vhalf", **given}
+    trainer = {"max_epochs": 2, "gradient_clip_val": 0.05}
+    share = BATCH // replicas
+    reports = pool.run(train, 2 * replicas, Sixteen, "async", options, init=False, batch_size=share, **trainer)
+    [reference] = pool.run(delayed, 1, Sixteen, 2, 2, init=False, epochs=2, clip=0.05, schedule="vhalf")
+    assert largest_difference(joined(reports, "weights"), reference.weights) < EXACT
+
+
+def test_divided_training_equals_delayed_gradients(pool: WorkerPool) -> None:
+    options = {"stages": 2, "microbatches": 2, "schedule": "vmin", "tensor_parallel": 2}
+    reports = pool.run(train, 4, "Llama", "async", options, init=False, max_epochs=2)
+    [reference] = pool.run(delayed, 1, "Llama", 2, 2, init=False, epochs=2, schedule="vmin")
+    assert largest_difference(joined(reports, "weights"), reference.weights) < EXACT
+
+
+def test_one_stage_is_the_plain_loop_to_the_bit(pool: WorkerPool) -> None:
+    plain = pool.run(train, 1, "Blocks", init=False)[0]
+    staged = pool.run(train, 1, "Blocks", "async", {"microbatches": 1, "schedule": "vmin"}, init=False)[0]
+    assert staged.losses == plain.losses
+    assert largest_difference(staged.weights, plain.weights) == 0
+
+
+# -- what steps themselves --------------------------------------------------------------------------------------------
+
+
+class Counting(torch.optim.SGD):
+    """Keeps the number of its steps among its options, and takes smaller steps by it."""
+
+    def step(self, closure: Any = None) -> Any:
+        result = None if closure is None else closure()
+        for group in self.param_groups:
+            group["count"] = group.get("count", 0) + 1
+            for parameter in (p for p in group["params"] if p.grad is not None):
+                parameter.data.sub_(parameter.grad, alpha=group["lr"] / group["count"])
+        return result
+
+
+class Counted(Deep):
+    def configure_optimizers(self) -> Any:
+        optimizer = Counting(self.parameters(), lr=0.5)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 99)}}
+
+
+def test_an_optimizer_s_own_count_is_that_of_each_chunk(pool: WorkerPool) -> None:
+    options = {"microbatches": 1, "schedule": "vhalf"}
+    reports = pool.run(train, 2, Counted, "async", options, init=False, max_epochs=2)
+    [reference] = pool.run(delayed, 1, Counted, 2, 1, init=False, epochs=2, schedule="vhalf")
+    assert largest_difference(joined(reports, "weights"), reference.weights) == 0
+
+
+# -- refused ----------------------------------------------------------------------------------------------------------
+
+
+def refused(model: str, options: dict[str, Any], averages: bool) -> str:
+    callbacks: list[Any] = [EMAWeightAveraging()] if averages else []
+    trainer = make_trainer("async", callbacks, options)
+    with pytest.raises(ValueError) as caught:
+        trainer.fit(MODELS[model](), MODELS[model].loader())
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(("model", "averages", "words"), [
+    ("LeNet", True, ["EMAWeightAveraging", "schedule='vmin'", "schedule='1f1b'"]),
+    ("SharedPart", False, ["blocks.0.mix", "PipelineStrategy"]),  # on two stages in a V too
+])  # fmt: skip
+def test_what_cannot_be_trained_is_refused_on_all_ranks(
+    pool: WorkerPool, model: str, averages: bool, words: list[str]
+) -> None:
+    for told in pool.run(refused, 3, model, {"microbatches": 2, "schedule": "vmin"}, averages, init=False):
+        assert all(word in told for word in words), told
+
+
+# -- drains -----------------------------------------------------------------------------------------------------------
+
+
+def train_with_validations(model: str, options: dict[str, Any], every: int) -> Report:
+    torch.set_default_dtype(torch.float64)
+    module = MODELS[model]()
+    trainer = make_trainer("async", [], options, val_check_interval=every, max_epochs=1)
+    trainer.fit(module, MODELS[model].loader(), MODELS[model].loader())
+    return Report(weights={name: p.detach().clone() for name, p in here(module).items()})
+
+
+def test_with_a_drain_after_each_batch_the_numbers_are_those_of_one_process(pool: WorkerPool) -> None:
+    reports = pool.run(train_with_validations, 2, "GPT2", {"microbatches": 2, "schedule": "vmin"}, 1, init=False)
+    [plain] = pool.run(train, 1, "GPT2", init=False)
+    assert largest_difference(joined(reports, "weights"), plain.weights) < EXACT
