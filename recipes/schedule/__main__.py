@@ -6,9 +6,9 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from lightning_parallel.schedules.asynchronous import AsyncOneFOneB
+from lightning_parallel.schedules.asynchronous_v import steady as costs_in_v
 from lightning_parallel.schedules.checks import validate
-from lightning_parallel.schedules.named import SCHEDULES
+from lightning_parallel.schedules.named import SCHEDULES, Endless, mean_ahead, placement_of
 from lightning_parallel.schedules.simulate import simulate
 from recipes.schedule.figures import (
     asynchronous,
@@ -19,6 +19,8 @@ from recipes.schedule.figures import (
     utilisation,
 )
 
+ENDLESS: dict[str, Endless] = {"async": "1f1b", "async_vhalf": "vhalf", "async_vmin": "vmin"}
+
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line."""
@@ -26,7 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         prog="python -m recipes.schedule",
         description="Draw a pipeline schedule as text and print its bubble and the activations held.",
     )
-    parser.add_argument("schedule", choices=[*SCHEDULES, "async"])
+    parser.add_argument("schedule", choices=[*SCHEDULES, *ENDLESS])
     parser.add_argument("--stages", type=int, required=True)
     parser.add_argument("--microbatches", type=int, help="per update (default: 1 for async, else 2 x stages)")
     parser.add_argument("--forward", type=float, default=1.0, help="duration of a forward (default: 1)")
@@ -46,12 +48,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _described(options: argparse.Namespace) -> str:
-    name, stages = options.schedule, options.stages
-    if name == "async":
+    name, stages, endless = options.schedule, options.stages, ENDLESS.get(options.schedule)
+    if endless is not None:
         microbatches = 1 if options.microbatches is None else options.microbatches
         updates = 3 * stages if options.updates is None else options.updates
         extra = options.extra_in_flight or 0
-        schedule = asynchronous(stages, microbatches, updates, extra)
+        schedule = asynchronous(stages, microbatches, updates, extra, endless)
     else:
         if options.updates is not None or options.extra_in_flight is not None:
             raise ValueError(f"schedule={name}: --updates and --extra-in-flight belong to async.")
@@ -62,7 +64,9 @@ def _described(options: argparse.Namespace) -> str:
         schedule = SCHEDULES[name](stages, microbatches, **limit)
     validate(schedule)
     simulation = simulate(schedule, options.forward, options.backward, options.step, options.latency)
-    theory = 0.0 if name == "async" else simulate(schedule).bubble
+    theory = 0.0 if endless else simulate(schedule).bubble
+    if (endless == "vhalf" or endless == "vmin") and stages > 1:
+        theory = 1 - costs_in_v(endless, stages, microbatches).busy
     lines = [
         f"{name}: {stages} stages, {microbatches} microbatches per update",
         "",
@@ -70,17 +74,19 @@ def _described(options: argparse.Namespace) -> str:
         "",
         f"makespan          {simulation.makespan:g}",
         f"bubble            {simulation.bubble:.3f} simulated, {theory:.3f} by theory"
-        + (" (steady state; simulated with fill and drain)" if name == "async" else ""),
+        + (" (steady state; simulated with fill and drain)" if endless else ""),
         f"activations held  {' '.join(map(str, peak_activations(schedule)))} microbatches, stage by stage",
     ]
-    if name == "async":
+    if endless:
         full = steady(simulation)
         simulated = "(too few updates)" if full is None else f"{utilisation(simulation, *full):.3f}"
-        expected = asynchronous_utilisation(stages, extra, options.forward, options.backward, options.latency)
-        means = [AsyncOneFOneB(stages, s, extra).warmup / microbatches for s in range(stages)]
+        equal = asynchronous_utilisation(stages, extra, options.forward, options.backward, options.latency)
+        expected = 1 - theory if theory else equal
+        chunks = range(len(placement_of(endless, stages)))
+        means = [mean_ahead(endless, stages, c, microbatches, extra) / microbatches for c in chunks]
         lines += [
             f"stages busy       {simulated} simulated in the steady state, {expected:.3f} by theory",
-            f"mean staleness    {' '.join(f'{mean:.3g}' for mean in means)} updates, stage by stage",
+            f"mean staleness    {' '.join(f'{mean:.3g}' for mean in means)} updates, chunk by chunk",
         ]
     return "\n".join(lines)
 

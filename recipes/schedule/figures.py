@@ -6,22 +6,19 @@ import math
 from collections.abc import Sequence
 
 from lightning_parallel.schedules.actions import Action, Backward, BackwardInput, Forward, Schedule, Step, placement
-from lightning_parallel.schedules.asynchronous import AsyncOneFOneB
 from lightning_parallel.schedules.generators import refuse_below
+from lightning_parallel.schedules.named import Endless, endless
 from lightning_parallel.schedules.simulate import Simulation, most_held, simulate
 
 
-def asynchronous(stages: int, microbatches: int, updates: int, extra_in_flight: int = 0) -> Schedule:
-    """`updates` updates of `microbatches` each by `AsyncOneFOneB`, then the drain."""
+def asynchronous(
+    stages: int, microbatches: int, updates: int, extra_in_flight: int = 0, schedule: Endless = "1f1b"
+) -> Schedule:
+    """`updates` updates of `microbatches` each by an endless schedule, then the drain."""
     refuse_below(1, stages=stages, microbatches=microbatches, updates=updates)
-    schedule: Schedule = []
-    for s in range(stages):
-        stage = AsyncOneFOneB(stages, s, extra_in_flight)
-        actions: list[Action] = []
-        for _ in range(updates):
-            actions += stage.feed(microbatches)
-        schedule.append([*actions, *stage.drain()])
-    return schedule
+    lists = [endless(schedule, stages, s, extra_in_flight) for s in range(stages)]
+    fed = [[action for _ in range(updates) for action in each.feed(microbatches)] for each in lists]
+    return [[*actions, *each.drain()] for actions, each in zip(fed, lists, strict=True)]
 
 
 def asynchronous_utilisation(

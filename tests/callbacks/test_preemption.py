@@ -87,6 +87,7 @@ def strategy_of(name: str) -> tuple[Any, dict[str, Any]]:
         "ddp": lambda: ("ddp", {"devices": 2, "callbacks": [Preemption(), ExactResume()]}),
         "pipeline": lambda: (PipelineStrategy(microbatches=2, layers=layers), {"devices": 2}),
         "asynchronous": lambda: (AsyncPipelineStrategy(microbatches=2, layers=layers), {"devices": 2}),
+        "asynchronous in a V": lambda: (AsyncPipelineStrategy(microbatches=2, schedule="vmin"), {"devices": 2}),
         "tensor": lambda: (TensorParallelStrategy(plan=plan), {"devices": 2}),
         "fully sharded": lambda: (FullyShardedStrategy(), {"devices": 2}),
         "threads": lambda: (DataParallelStrategy(), {"devices": 2}),
@@ -173,12 +174,13 @@ def test_a_run_that_was_stopped_goes_on_as_if_it_had_not_been(pool: WorkerPool, 
         assert_equal(found, [{**rank, "drained before": batch + 1} for rank in whole])
 
 
-def test_an_asynchronous_one_as_if_it_had_drained_there(pool: WorkerPool) -> None:
-    """It stops as many batches later as its first stage is ahead of the last one."""
+@pytest.mark.parametrize("name", ["asynchronous", "asynchronous in a V"])
+def test_an_asynchronous_one_as_if_it_had_drained_there(pool: WorkerPool, name: str) -> None:
+    """It stops as many batches later as a stage may be ahead of another one."""
     for batch, rank in ((1, 0), (4, 1)):
-        found = pool.run(train, 2, "asynchronous", ("training", batch, rank, signal.SIGTERM), init=False)
+        found = pool.run(train, 2, name, ("training", batch, rank, signal.SIGTERM), init=False)
         assert [each["drained before"] for each in found] == [batch + 3] * 2
-        assert_equal(found, pool.run(train, 2, "asynchronous", None, batch + 3, init=False))
+        assert_equal(found, pool.run(train, 2, name, None, batch + 3, init=False))
 
 
 def test_a_signal_in_a_validation_waits_for_its_end(pool: WorkerPool) -> None:

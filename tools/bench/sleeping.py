@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from statistics import median
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -13,7 +15,7 @@ from torch import nn
 
 from lightning_parallel import AsyncPipelineStrategy, PipelineStrategy
 from lightning_parallel.schedules.actions import placement
-from lightning_parallel.schedules.named import SCHEDULES
+from lightning_parallel.schedules.named import SCHEDULES, Endless
 from lightning_parallel.schedules.simulate import busy_across_batches, simulate
 from lightning_parallel.strategies.staged import StagedStrategy
 from recipes.schedule.figures import asynchronous_utilisation
@@ -36,6 +38,7 @@ from tools.bench.contestants import (
 from tools.bench.layers import fit, sleeping
 from tools.bench.report import spread
 
+_ENDLESS: Mapping[str, Endless] = MappingProxyType({"async": "1f1b", "async vhalf": "vhalf", "async vmin": "vmin"})
 LATENCY = 1e-3  # seconds a message, for the theory; gloo between two processes takes about that for 1 MiB
 
 
@@ -144,7 +147,7 @@ def _steps(names: tuple[str, ...], microbatches: int, sizes: Sizes) -> Times:
 
 def _layers(schedule: str, sizes: Sizes) -> nn.Sequential:
     """A layer for each chunk; a stage's sleep as long with two as with one."""
-    chunks = 2 if schedule in CHUNKED else 1
+    chunks = 2 if schedule in CHUNKED or _ENDLESS.get(schedule, "1f1b") != "1f1b" else 1
     return sleeping(chunks * dist.get_world_size(), sizes.forward / chunks, sizes.backward / chunks)
 
 
@@ -201,14 +204,17 @@ def _trained(microbatches: int, sizes: Sizes) -> Times:
 
     def run(schedule: Any) -> list[float]:
         strategy: StagedStrategy
-        if schedule == "async":
-            strategy = AsyncPipelineStrategy(microbatches=microbatches, correction=None, balance="layers")
+        if schedule in _ENDLESS:
+            shape = _ENDLESS[schedule]
+            strategy = AsyncPipelineStrategy(
+                microbatches=microbatches, schedule=shape, correction=None, balance="layers"
+            )
         else:
             strategy = PipelineStrategy(schedule=schedule, microbatches=microbatches, balance="layers")
         seconds = fit(_layers(schedule, sizes), strategy, batch, _SKIPPED + _COUNTED + 1)
         return seconds[-_COUNTED:] if dist.get_rank() == 0 else []  # the last stage
 
-    return alternate({name: partial(run, name) for name in ("1f1b", *CHUNKED, "async")}, sizes.fits)
+    return alternate({name: partial(run, name) for name in ("1f1b", *CHUNKED, *_ENDLESS)}, sizes.fits)
 
 
 def _asynchronous(sizes: Sizes) -> Table:

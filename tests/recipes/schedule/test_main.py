@@ -22,6 +22,15 @@ def test_a_limit_of_memory_bounds_what_stages_hold(capsys: pytest.CaptureFixture
     assert "activations held  6 6 6 6 microbatches" in capsys.readouterr().out
 
 
+def test_command_line_describes_the_asynchronous_schedule_in_a_v(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["async_vmin", "--stages", "4", "--microbatches", "8", "--updates", "20"])
+    printed = capsys.readouterr().out
+    assert clock_table(asynchronous(4, 8, 20, schedule="vmin")) in printed
+    assert "0.960 simulated in the steady state, 0.960 by theory" in printed
+    assert "activations held  4 4 4 4 microbatches" in printed  # of half a stage
+    assert "mean staleness    0.25 0.25 0.25 0.125" in printed
+
+
 def test_command_line_describes_the_asynchronous_schedule(capsys: pytest.CaptureFixture[str]) -> None:
     main(["async", "--stages", "3", "--microbatches", "2", "--updates", "20"])
     printed = capsys.readouterr().out
