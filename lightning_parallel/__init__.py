@@ -19,6 +19,7 @@ from lightning_parallel.callbacks.resumable_loader import ResumableDataLoader
 from lightning_parallel.checkpoint import is_checkpoint, read_plain
 from lightning_parallel.checkpoint.directory import replacing
 from lightning_parallel.comparison.check import check
+from lightning_parallel.planning.planner import plan
 from lightning_parallel.private.lightning.checkpoints import open_directories
 from lightning_parallel.strategies.data_parallel import DataParallelStrategy
 from lightning_parallel.strategies.fully_sharded import FullyShardedStrategy
@@ -45,6 +46,7 @@ __all__ = [
     "TensorParallelStrategy",
     "VocabParallelEmbedding",
     "check",
+    "plan",
     "vocab_parallel_cross_entropy",
 ]
 

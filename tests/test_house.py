@@ -15,6 +15,7 @@ from recipes import ROOT
 PACKAGE = Path(lightning_parallel.__file__).parent
 # Arrows run from a row to the rows after it, and within a row.
 ROWS = (
+    {"planning"},
     {"comparison"},
     {"strategies"},
     {"steps", "late"},

@@ -137,7 +137,7 @@ def asked(call: Invocation, origin: str, written: Callable[[Tensor], None] | Non
         if any(forward_hooks(part) > 0 for part in call.module.modules() if part is not call.module):
             raise
     with _on_stand_ins(call.module):
-        return _watched(call, lambda tree: tree_map(_stand_in, tree), written, strict)
+        return _watched(call, lambda tree: tree_map(stand_in, tree), written, strict)
 
 
 def _watched(
@@ -220,7 +220,7 @@ def _on_stand_ins(module: nn.Module) -> Iterator[None]:
                 if isinstance(tensor, AbsentTensor):
                     kept.append((part, name, tensor))
                     if id(tensor) not in made:
-                        made[id(tensor)] = _stand_in(tensor)
+                        made[id(tensor)] = stand_in(tensor)
                         before[id(tensor)] = digest(made[id(tensor)])
                     setattr(part, name, made[id(tensor)])  # as in make_absent
         yield
@@ -232,7 +232,7 @@ def _on_stand_ins(module: nn.Module) -> Iterator[None]:
             setattr(part, name, tensor)
 
 
-def _stand_in(value: Any) -> Any:
+def stand_in(value: Any) -> Any:
     """For an absent tensor, a stand-in: small random numbers, zeros for integers (which are indices of something), True
     for masks. Other values stay."""
     if not isinstance(value, AbsentTensor):

@@ -148,7 +148,7 @@ class AsyncPipelineStrategy(StagedStrategy):
             )
         assert self.lightning_module is not None
         if trainer.state.fn == TrainerFn.FITTING:
-            _refuse_hooks(trainer, self.lightning_module)
+            refuse_hooks(trainer, self.lightning_module)
             if self._late.schedule != "1f1b":
                 _refuse_averages_in_v(trainer, self._late.schedule)
         super().setup(trainer)
@@ -160,7 +160,7 @@ class AsyncPipelineStrategy(StagedStrategy):
 
     @override
     def check_partition(self, partition: Partition) -> None:
-        _refuse_ties(self.run.module, partition)
+        refuse_ties(self.run.module, partition)
 
     @property
     @override
@@ -346,7 +346,7 @@ class AsyncPipelineStrategy(StagedStrategy):
         return sum(counts, Counter[int]())
 
 
-def _refuse_hooks(trainer: pl.Trainer, module: pl.LightningModule) -> None:
+def refuse_hooks(trainer: pl.Trainer, module: pl.LightningModule) -> None:
     """Refuse hooks at moments other than a stage's step, where alone gradients are on the parameters, and epochs
     without updates."""
     for hook in ("optimizer_zero_grad", "on_after_backward"):
@@ -389,7 +389,7 @@ def _refuse_averages(trainer: pl.Trainer) -> None:
             )
 
 
-def _refuse_ties(module: nn.Module, parts: Partition) -> None:
+def refuse_ties(module: nn.Module, parts: Partition) -> None:
     """Refuse parameters that two stages hold and train: their copies would get updates of different staleness."""
     learns = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
     # Every stage holds the loose ones. Those that don't read one only copy it.

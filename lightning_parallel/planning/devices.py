@@ -1,0 +1,158 @@
+"""What a device can do: measured here, or described by numbers of its maker.
+
+A device is a few rates, and a message takes ``latency + bytes / link``. So contention, topology, and collectives that
+choose their algorithm by size aren't modelled.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import HashStore, ProcessGroupGloo  # type: ignore[attr-defined]
+
+_EFFICIENCY = 0.5  # of the peak, which matrix products of layers reach on a described device
+_LARGE = 2**23  # bytes of the message that is measured
+
+
+@dataclass(frozen=True)
+class Device:
+    """A kind of device, and how several of them are linked.
+
+    Attributes:
+        name: in words.
+        operations: floating-point ones a second that matrix products reach.
+        memory_rate: bytes a second that it reads and writes.
+        link: bytes a second from one device to another.
+        latency: seconds until a message of no size has arrived.
+        overlaps: do messages travel while it computes? Not where a CPU's cores do both.
+        measured: were layers run on it? If not, their times are the larger of those by operations and by bytes.
+    """
+
+    name: str
+    operations: float
+    memory_rate: float
+    link: float
+    latency: float
+    overlaps: bool = True
+    measured: bool = False
+
+    def message(self, nbytes: float) -> float:
+        """Seconds that one message takes."""
+        return self.latency + nbytes / self.link
+
+    def all_reduce(self, nbytes: float, ranks: int) -> float:
+        """Seconds of a sum over ranks in a ring: a reduce-scatter, and then an all-gather."""
+        return 2 * self.all_gather(nbytes, ranks)
+
+    def all_gather(self, nbytes: float, ranks: int) -> float:
+        """Seconds until each rank has the whole, of these bytes; also those of a reduce-scatter."""
+        return (ranks - 1) * self.message(nbytes / ranks) if ranks > 1 else 0.0
+
+    def passes(self, nbytes: float) -> float:
+        """Seconds for work whose results are so many bytes, and for which as many are read."""
+        return 2 * nbytes / self.memory_rate
+
+    def computes(self, operations: float, nbytes: float) -> float:
+        """Seconds of work that isn't tried: by its operations, or by the bytes of its results."""
+        return max(operations / self.operations, self.passes(nbytes))
+
+
+# From the makers' data sheets: dense operations a second of bfloat16 and of float32 (without TF32), memory, a link's
+# bytes in one direction.
+_DESCRIBED: Mapping[str, tuple[float, float, float, float]] = MappingProxyType(
+    {
+        "a100": (312e12, 19.5e12, 2.0e12, 300e9),
+        "h100": (989e12, 67e12, 3.35e12, 450e9),
+        "h200": (989e12, 67e12, 4.8e12, 450e9),
+        "l4": (121e12, 30e12, 0.3e12, 32e9),
+    }
+)
+DESCRIBED = tuple(_DESCRIBED)
+
+
+def described(name: str, *, halves: bool) -> Device:
+    """A device by its name.
+
+    Args:
+        halves: is the work done in bfloat16 or float16?
+
+    Raises:
+        ValueError: there is no such description.
+    """
+    if name not in _DESCRIBED:
+        known = ", ".join(DESCRIBED)
+        raise ValueError(f"device={name!r}: there are descriptions of {known}; 'here' is tried.")
+    of_halves, of_floats, memory_rate, link = _DESCRIBED[name]
+    return Device(name, _EFFICIENCY * (of_halves if halves else of_floats), memory_rate, link, latency=20e-6)
+
+
+def here(device: torch.device, dtype: torch.dtype) -> Device:
+    """This machine's device, measured in a second. Links between CPUs are gloo's, between two threads; those between
+    GPUs can't be measured by one process, so they count as PCIe's."""
+    size = 2**9 if device.type == "cpu" else 2**12
+    one = torch.randn(size, size, device=device).to(dtype)
+    operations = 2 * size**3 / seconds_of(lambda: one @ one, device)
+    many = torch.randn(2**21, device=device)
+    memory_rate = 2 * many.nbytes / seconds_of(lambda: many * 2, device)
+    if device.type != "cpu":
+        name = torch.cuda.get_device_name(device)
+        return Device(name, operations, memory_rate, 25e9, latency=30e-6, measured=True)
+    latency, whole = _gloo(4), _gloo(_LARGE)
+    link = _LARGE / max(whole - latency, 1e-9)
+    return Device("this CPU", operations, memory_rate, link, latency / 2, overlaps=False, measured=True)
+
+
+def seconds_of(work: Callable[[], object], device: torch.device, *, least: float = 0.03, most: int = 50) -> float:
+    """The least of several runs, after a first one, which loads what the work needs. What else runs on the machine only
+    adds to it."""
+    work()
+    found: list[float] = []
+    while len(found) < 5 or (sum(found) < least and len(found) < most):
+        _wait(device)
+        start = time.perf_counter()
+        work()
+        _wait(device)
+        found.append(time.perf_counter() - start)
+        if sum(found) > 1:  # long ones needn't be repeated often
+            break
+    return min(found)
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _gloo(nbytes: int) -> float:
+    """Seconds of an all-reduce between two threads of this process: of ``nbytes``, which each sends once."""
+    store = HashStore()
+    found: list[float] = []
+
+    def member(rank: int) -> None:
+        group: Any = ProcessGroupGloo(store, rank, 2, timedelta(seconds=30))
+        tensor: Tensor = torch.ones(nbytes // 4)
+
+        def reduced() -> None:
+            group.allreduce([tensor]).wait()
+
+        for _ in range(2):
+            reduced()
+        start = time.perf_counter()
+        for _ in range(5):
+            reduced()
+        found.append((time.perf_counter() - start) / 5)
+
+    members = [threading.Thread(target=member, args=(rank,), daemon=True) for rank in range(2)]
+    for thread in members:
+        thread.start()
+    for thread in members:
+        thread.join()
+    return max(found)

@@ -1,0 +1,166 @@
+"""What one call of a layer takes, tried by running a copy of it on stand-ins: seconds, and bytes held for its backward.
+
+Autograd says itself what it saves. Parameters aren't counted, since they are there anyway, and memory that several
+saved tensors share is counted once. What goes into a layer and out of it is counted apart: its neighbours may hold the
+same memory.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import astuple, dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from lightning_parallel.absent.answers import stand_in
+from lightning_parallel.absent.tensor import AbsentTensor
+from lightning_parallel.planning.devices import seconds_of
+from lightning_parallel.private.torch import tensors_in, tree_leaves, tree_map
+from lightning_parallel.values import PLAIN
+
+_NUMBERS = ("idx", "index", "_id", "number")  # ends of names of attributes that number equal layers
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Of one call on some samples.
+
+    Attributes:
+        forward, backward: seconds; zero if it wasn't timed.
+        inner: bytes held from its forward to its backward, besides its inputs and outputs.
+        inputs: those of its inputs that are held.
+        outputs: those of its outputs that are held.
+        around: bytes that the code after it computes, and holds.
+        computed: all bytes that are computed, by both.
+        returned: bytes of its outputs.
+    """
+
+    forward: float = 0.0
+    backward: float = 0.0
+    inner: float = 0.0
+    inputs: float = 0.0
+    outputs: float = 0.0
+    around: float = 0.0
+    computed: float = 0.0
+    returned: float = 0.0
+
+    @classmethod
+    def mixed(cls, costs: Sequence[Cost], weights: Sequence[float]) -> Cost:
+        """The weighted sum of costs, as on a line through them. Nothing in it is below zero."""
+        return cls(
+            *(
+                max(0.0, sum(value * weight for value, weight in zip(values, weights, strict=True)))
+                for values in zip(*map(astuple, costs), strict=True)
+            )
+        )
+
+
+def kind_of(unit: nn.Module, args: Any, kwargs: Any) -> Any:
+    """A key that is equal for calls that take the same: layers of one class, shapes and numbers, and inputs of one
+    shape. What a layer is called, and its number among equal ones, doesn't count."""
+    parts = []
+    for part in unit.modules():
+        plain = {name: value for name, value in vars(part).items() if isinstance(value, (int, float, str))}
+        numbers = tuple(sorted((k, v) for k, v in plain.items() if not k.endswith(_NUMBERS)))
+        own = tuple((tuple(p.shape), p.dtype, p.requires_grad) for p in part.parameters(recurse=False))
+        parts.append((type(part), numbers, own))
+    inputs = [(tuple(x.shape), x.dtype) if isinstance(x, Tensor) else _plain(x) for x in tree_leaves((args, kwargs))]
+    return tuple(parts), tuple(inputs), torch.is_autocast_enabled("cpu")
+
+
+def _plain(value: Any) -> Any:
+    return value if isinstance(value, PLAIN) else type(value)
+
+
+def tried(
+    unit: nn.Module,
+    args: Any,
+    kwargs: Any,
+    device: torch.device,
+    context: Callable[[], AbstractContextManager[Any]],
+    *,
+    timed: bool,
+) -> Cost:
+    """What a call takes on a device.
+
+    Args:
+        args, kwargs: of the call; tensors without values get random ones.
+        context: the precision's.
+        timed: run it several times, for its seconds.
+
+    Raises:
+        Exception: the layer's own. It may need other values than random ones.
+    """
+    own = copy.deepcopy(unit).to(device)  # its buffers and gradients may change
+    given: list[Tensor] = []
+
+    def real(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        made = stand_in(value).detach().to(device)
+        if isinstance(value, AbsentTensor) and made.is_floating_point():
+            made.requires_grad_()
+        given.append(made)
+        return made
+
+    args, kwargs = tree_map(real, (args, kwargs))
+
+    def run() -> Any:
+        with torch.enable_grad(), context():
+            return own(*args, **kwargs)
+
+    saved = _Saved()
+    with saved_tensors_hooks(saved.note, lambda tensor: tensor):
+        output = run()
+    there = {_memory(tensor) for tensor in (*own.parameters(), *own.buffers())}
+    inputs = {_memory(tensor) for tensor in given} - there
+    outputs = {_memory(tensor) for tensor in tensors_in(output)} - inputs - there
+    held = {key: size for key, size in saved.sizes.items() if key not in there}
+    inner = sum(size for key, size in held.items() if key not in inputs | outputs)
+    cost = Cost(inner=inner, inputs=_sum(held, inputs), outputs=_sum(held, outputs))
+    if not timed:
+        return cost
+    forward = seconds_of(run, device)
+    gradients = [torch.ones_like(tensor) for tensor in _differentiable(output)]
+
+    def both() -> None:
+        results = _differentiable(run())
+        if results:
+            torch.autograd.backward(results, gradients)
+        for tensor in given:
+            tensor.grad = None
+
+    backward = seconds_of(both, device) - forward if gradients else 0.0
+    return replace(cost, forward=forward, backward=max(backward, 0.0))
+
+
+class _Saved:
+    """Notes what autograd saves: bytes by the memory in which they lie."""
+
+    def __init__(self) -> None:
+        self.sizes: dict[int, int] = {}
+        self._kept: list[Tensor] = []  # else memory could be given to another one
+
+    def note(self, tensor: Tensor) -> Tensor:
+        self.sizes[_memory(tensor)] = tensor.untyped_storage().nbytes()
+        self._kept.append(tensor.detach())
+        return tensor
+
+
+def _memory(tensor: Tensor) -> int:
+    """A key that is equal for tensors in the same memory."""
+    return int(StorageWeakRef(tensor.untyped_storage()).cdata)
+
+
+def _sum(sizes: dict[int, int], keys: Iterable[int]) -> int:
+    return sum(sizes.get(key, 0) for key in keys)
+
+
+def _differentiable(output: Any) -> list[Tensor]:
+    return [tensor for tensor in tensors_in(output) if tensor.requires_grad]

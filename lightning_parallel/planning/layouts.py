@@ -1,0 +1,119 @@
+"""The layouts that there are for some devices and a batch, before anything is known of the module."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+from lightning_parallel.ranks.layout import Placement
+from lightning_parallel.schedules.actions import Schedule, placement
+from lightning_parallel.schedules.asynchronous import AsyncOneFOneB
+from lightning_parallel.schedules.named import SCHEDULES
+
+_SYNCHRONOUS = ("gpipe", "1f1b", "interleaved", "zbv", "vhalf", "vmin")
+_A_STAGE = (1, 2, 4, 8)  # microbatches that are tried
+ASYNC = "pipeline_async"
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A layout with its settings.
+
+    Attributes:
+        strategy: its name, as ``Trainer(strategy=...)`` and the recipes take it.
+        stages, data, tensor: the sizes of the axes.
+        microbatches: of a replica's batch.
+        recompute: ``activation_checkpointing``.
+        balance: the numbers of layers of chunks; None for the default.
+    """
+
+    strategy: str
+    stages: int = 1
+    data: int = 1
+    tensor: int = 1
+    microbatches: int = 1
+    recompute: bool = False
+    balance: tuple[int, ...] | None = None
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The settings of the strategy."""
+        if self.strategy == "tensor_parallel":
+            return {"tensor_parallel": self.tensor, "data_parallel": self.data}
+        if not self.is_pipeline:
+            return {}
+        options: dict[str, Any] = {
+            "stages": self.stages,
+            "data_parallel": self.data,
+            "microbatches": self.microbatches,
+        }
+        options |= {"activation_checkpointing": True} if self.recompute else {}
+        return options | ({} if self.balance is None else {"balance": list(self.balance)})
+
+    @property
+    def is_pipeline(self) -> bool:
+        return self.strategy.startswith("pipeline")
+
+    @property
+    def is_late(self) -> bool:
+        """Are gradients late, so that it isn't the training of one process?"""
+        return self.strategy == ASYNC
+
+    @property
+    def placement(self) -> Placement:
+        """The stage of each chunk."""
+        if not self.is_pipeline:
+            return (0,)
+        return tuple(range(self.stages)) if self.is_late else placement(self.schedule())
+
+    def schedule(self, updates: int = 1) -> Schedule:
+        """The lists of a pipeline's stages. Those of the asynchronous one are of several updates, with the drain."""
+        return _lists(self.strategy.removeprefix("pipeline_"), self.stages, self.microbatches, updates)
+
+    def __str__(self) -> str:
+        sizes = {"stages": self.stages, "replicas": self.data, "tensor ranks": self.tensor}
+        several = [f"{size} {name}" for name, size in sizes.items() if size > 1]
+        several += ["checkpointing"] if self.recompute else []
+        return ", ".join([self.strategy, *several])
+
+
+@cache
+def _lists(name: str, stages: int, microbatches: int, updates: int) -> Schedule:
+    if name != "async":
+        return SCHEDULES[name](stages, microbatches)
+    lists: Schedule = []
+    for stage in range(stages):
+        endless = AsyncOneFOneB(stages, stage)
+        actions = [action for _ in range(updates) for action in endless.feed(microbatches)]
+        lists.append([*actions, *endless.drain()])
+    return lists
+
+
+def choices(devices: int, samples: int) -> Iterator[Choice]:
+    """All layouts that use all devices, without activation checkpointing.
+
+    Args:
+        samples: of a batch of all replicas; each replica needs one.
+    """
+    if devices == 1:
+        yield Choice("single")
+        return
+    sizes = [size for size in range(1, devices + 1) if devices % size == 0]
+    if samples >= devices:
+        yield Choice("ddp", data=devices)
+        yield Choice("fully_sharded", data=devices)
+    for size in sizes[1:]:
+        replicas = devices // size
+        if samples < replicas:
+            continue
+        yield Choice("tensor_parallel", data=replicas, tensor=size)
+        for schedule in (*_SYNCHRONOUS, "async"):
+            counts = {min(each * size, samples // replicas) for each in _A_STAGE}
+            for count in sorted(counts):
+                yield Choice(f"pipeline_{schedule}", size, replicas, microbatches=count)
+
+
+def with_checkpointing(choice: Choice) -> Choice:
+    return replace(choice, recompute=True)

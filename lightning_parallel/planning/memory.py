@@ -1,0 +1,172 @@
+"""The bytes that the fullest rank of a layout holds.
+
+Parameters, gradients and the optimizer's state are counted, activations are those that autograd has saved. Not known is
+what lies outside of tensors: the process itself, CUDA's context, libraries' buffers, what an allocator doesn't give
+back. Of the moment's tensors in a forward or a backward, the largest layer's are counted.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_parallel.callbacks.start_table import state_bytes
+from lightning_parallel.cuts.partition import Partition
+from lightning_parallel.planning.layouts import Choice
+from lightning_parallel.planning.profile import ChunkCost
+from lightning_parallel.private.torch import tree_leaves
+from lightning_parallel.schedules.asynchronous import AsyncOneFOneB
+from lightning_parallel.schedules.simulate import most_held
+from lightning_parallel.strategies.fully_sharded import find_units
+
+_BUCKET = 25 * 2**20  # bytes of gradients that are averaged at a time
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on one rank.
+
+    Attributes:
+        parameters, buffers: of its stage, or its parts of them.
+        gradients: as they are when the optimizer steps.
+        optimizer: its state.
+        activations: what forwards hold for their backwards.
+        copies: layers gathered for a moment, messages of gradients, earlier versions of weights.
+        working: what the largest layer computes.
+    """
+
+    parameters: int = 0
+    buffers: int = 0
+    gradients: int = 0
+    optimizer: int = 0
+    activations: int = 0
+    copies: int = 0
+    working: int = 0
+
+    @property
+    def total(self) -> int:
+        return sum(getattr(self, field.name) for field in fields(self))
+
+
+class State:
+    """What an optimizer keeps for each parameter, tried by a step of a copy of it on tensors without memory.
+
+    Attributes:
+        problem: why it couldn't be tried, so that two tensors like each parameter are assumed; None if it could.
+    """
+
+    def __init__(self, module: nn.Module, optimizers: Sequence[Optimizer] | None) -> None:
+        self.problem: str | None = None
+        self._like: dict[str, int] = {}  # bytes of tensors of the parameter's own shape
+        self._others: dict[str, int] = {}
+        for name, parameter in module.named_parameters():
+            self._like[name] = 2 * parameter.nbytes if optimizers is None and parameter.requires_grad else 0
+        if optimizers is None:
+            self.problem = "configure_optimizers can't be called ahead"
+        for optimizer in optimizers or ():
+            try:
+                self._try(module, optimizer)
+            except Exception as error:  # any: of the user's optimizer
+                self._assume(module, optimizer, error)
+
+    def of(self, name: str, part: float = 1.0) -> int:
+        """The bytes for a parameter, of which the rank has a part."""
+        return round(self._like.get(name, 0) * part) + self._others.get(name, 0)
+
+    def _try(self, module: nn.Module, optimizer: Optimizer) -> None:
+        twins: dict[int, nn.Parameter] = {}
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                twin = nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
+                twin.grad = torch.empty_like(twin) if parameter.requires_grad else None
+                twins[id(parameter)] = twin
+        memo = {**twins, **{id(twin): twin for twin in twins.values()}}
+        # A scheduler has replaced the method of the optimizer itself.
+        step = vars(optimizer).pop("step", None)
+        try:
+            twin_of_all: Optimizer = copy.deepcopy(optimizer, memo)  # type: ignore[arg-type]  # ids, as copy wants them
+        finally:
+            if step is not None:
+                vars(optimizer)["step"] = step
+        type(twin_of_all).step(twin_of_all)
+        for name, parameter in module.named_parameters():
+            if id(parameter) in twins:
+                twin = twins[id(parameter)]
+                tensors = [x for x in tree_leaves(dict(twin_of_all.state.get(twin, {}))) if isinstance(x, Tensor)]
+                self._like[name] = sum(x.nbytes for x in tensors if x.shape == twin.shape)
+                self._others[name] = sum(x.nbytes for x in tensors if x.shape != twin.shape)
+
+    def _assume(self, module: nn.Module, optimizer: Optimizer, error: Exception) -> None:
+        known = state_bytes(optimizer)
+        own = {id(p) for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
+        sizes = {name: p.nbytes for name, p in module.named_parameters() if id(p) in own}
+        copies = 2.0 if known is None else known / max(1, sum(sizes.values()))
+        self._like |= {name: round(copies * size) for name, size in sizes.items()}
+        if known is None:
+            self.problem = f"{type(optimizer).__name__} can't be tried without memory ({error})"
+
+
+def on_each_stage(
+    choice: Choice, module: nn.Module, state: State, parts: Partition, chunks: Sequence[ChunkCost]
+) -> list[Memory]:
+    """What a rank of each stage holds. A layout without stages has one."""
+    found = []
+    units = _unit_sizes(module) if choice.strategy == "fully_sharded" else []
+    for stage in range(choice.stages):
+        held = {n: p for n, p in module.named_parameters() if stage in parts.owners[n]}
+        part_of = {n: _part(p, choice.data if choice.strategy == "fully_sharded" else 1) for n, p in held.items()}
+        parameters = sum(round(p.nbytes * part_of[n]) for n, p in held.items())
+        trained = {n: p for n, p in held.items() if p.requires_grad}
+        gradients = sum(round(p.nbytes * part_of[n]) for n, p in trained.items())
+        buffers = {n: b for n, b in module.named_buffers() if not choice.is_pipeline or stage in parts.holders_of(n)}
+        own = parts.chunks_of(stage)
+        copies = 0
+        if choice.is_late:
+            ahead = AsyncOneFOneB(choice.stages, stage).warmup
+            activations = (1 + ahead) * sum(chunks[c].held for c in own)
+            late = math.ceil(ahead / choice.microbatches)
+            copies = (late + (late > 0)) * gradients  # versions, and what corrected forwards read
+        elif choice.is_pipeline:
+            between = [each.between for each in chunks]
+            activations = most_held(choice.schedule()[stage], [each.held for each in chunks], between)
+        else:
+            activations = chunks[0].held
+        if choice.strategy == "ddp":
+            copies = gradients  # its buckets
+        elif choice.strategy == "fully_sharded":
+            copies = _gathered(units, parameters=sum(p.nbytes for p in held.values()))
+        elif choice.data > 1:
+            copies += min(gradients, _BUCKET)
+        working = max(chunks[c].working for c in own)
+        optimizer = sum(state.of(n, part_of[n]) for n in trained)
+        found.append(
+            Memory(parameters, _nbytes(buffers.values()), gradients, optimizer, activations, copies, working)
+        )
+    return found
+
+
+def _part(parameter: Tensor, ranks: int) -> float:
+    """The part of a parameter that the first of some ranks has: rows are divided, and rounded up for it."""
+    rows = parameter.shape[0] if parameter.dim() else 1
+    return math.ceil(rows / ranks) / rows if rows else 1.0
+
+
+def _unit_sizes(module: nn.Module) -> list[int]:
+    return sorted((_nbytes(unit.parameters()) for unit in find_units(module).values()), reverse=True)
+
+
+def _gathered(units: Sequence[int], parameters: int) -> int:
+    """What is gathered at once: what lies in no unit, with its gradients, and the two largest units, of which the next
+    one is gathered while one runs, with the gradients of one."""
+    root = parameters - sum(units)
+    return 2 * root + sum(units[:2]) + sum(units[:1])
+
+
+def _nbytes(tensors: Iterable[Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in tensors)

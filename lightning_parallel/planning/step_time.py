@@ -1,0 +1,135 @@
+"""The seconds that a step of a layout takes.
+
+Stages run their lists as the simulator has it, with each chunk's own times. The rest is added up. Not modelled are
+waiting for data, other work on the same cores or links, and that a microbatch is slower or faster than the line between
+the two that were tried.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+from lightning_parallel.cuts.partition import Partition
+from lightning_parallel.planning.devices import Device
+from lightning_parallel.planning.layouts import Choice
+from lightning_parallel.planning.memory import Memory
+from lightning_parallel.planning.profile import ChunkCost
+from lightning_parallel.schedules.actions import Schedule, Step
+from lightning_parallel.schedules.simulate import Simulation, repeated, simulate
+
+OF_BATCH = 3e-3  # seconds of Lightning's hooks and loops for a batch
+OF_FORWARD = 0.4e-3  # seconds in which a stage runs the step's code for one forward of a chunk
+_BATCHES, _FILL = 5, 2  # of a pipeline whose stages don't wait for each other, and those until it is steady
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of a step.
+
+    Attributes:
+        computing: layers, and the loss.
+        waiting: of the fullest list, the time in which its stage waits for others.
+        messages: between replicas and tensor ranks, as far as nothing is computed meanwhile.
+        updating: the optimizer.
+        overhead: Lightning's, and that of running the step's code on each stage.
+    """
+
+    computing: float
+    waiting: float = 0.0
+    messages: float = 0.0
+    updating: float = 0.0
+    overhead: float = 0.0
+
+    @property
+    def total(self) -> float:
+        return sum(getattr(self, field.name) for field in fields(self))
+
+    @property
+    def bubble(self) -> float:
+        """The part of a pipeline's time in which its stages wait for each other."""
+        ran = self.computing + self.waiting + self.updating
+        return self.waiting / ran if ran else 0.0
+
+
+def of_step(
+    choice: Choice,
+    device: Device,
+    parts: Partition,
+    chunks: Sequence[ChunkCost],
+    memory: Sequence[Memory],
+    *,
+    goes_on: bool = False,
+) -> StepTime:
+    """The time of a step.
+
+    Args:
+        chunks: what each takes for a microbatch.
+        memory: of each stage.
+        goes_on: do stages begin the next batch without waiting for each other?
+    """
+    updates = [_update(device, each) for each in memory]
+    forward, backward = sum(c.forward for c in chunks), sum(c.backward for c in chunks)
+    if not choice.is_pipeline:
+        messages = _of_replicas(choice, device, memory[0], forward, backward)
+        return StepTime(forward + backward, 0.0, messages, updates[0], OF_BATCH)
+    added = OF_FORWARD if choice.stages > 1 else 0.0
+    simulation, batches = _simulated(choice, device, chunks, updates, added, goes_on)
+    busiest = max(range(choice.stages), key=lambda stage: simulation.busy[stage])
+    period = _period(simulation, batches)
+    busy = simulation.busy[busiest] / len([t for t in simulation.rows[busiest] if isinstance(t.action, Step)])
+    overhead = added * choice.microbatches * len(parts.chunks_of(busiest))
+    messages = 0.0
+    if choice.data > 1:
+        sums = max(device.all_reduce(each.gradients, choice.data) for each in memory)
+        last = min(c.backward for c in chunks)  # meanwhile the last backward of a batch runs
+        messages = max(0.0, sums - last) if device.overlaps else sums
+    computing = max(0.0, busy - overhead - updates[busiest])
+    return StepTime(computing, max(0.0, period - busy), messages, updates[busiest], overhead + OF_BATCH)
+
+
+def _update(device: Device, memory: Memory) -> float:
+    """Parameters, gradients and state are read, and all but the gradients written, most of them several times."""
+    return 2 * device.passes(memory.parameters + memory.gradients + memory.optimizer)
+
+
+def _of_replicas(choice: Choice, device: Device, memory: Memory, forward: float, backward: float) -> float:
+    if choice.strategy == "fully_sharded":
+        gather = device.all_gather(choice.data * memory.parameters, choice.data)
+        return _beside(device, forward, gather) + _beside(device, backward, 2 * gather)
+    return _beside(device, backward, device.all_reduce(memory.gradients, choice.data))
+
+
+def _beside(device: Device, computing: float, messages: float) -> float:
+    """What messages add to computing."""
+    return max(0.0, messages - computing) if device.overlaps else messages
+
+
+def _simulated(
+    choice: Choice,
+    device: Device,
+    chunks: Sequence[ChunkCost],
+    updates: Sequence[float],
+    added: float,
+    goes_on: bool,
+) -> tuple[Simulation, int]:
+    """The lists on paper, and the number of updates in them from which to take the period."""
+    count = 1
+    schedule: Schedule
+    if choice.is_late:
+        count = _BATCHES + 2 * (-(-choice.stages // choice.microbatches))
+        schedule = choice.schedule(count)
+    else:
+        count = _BATCHES if goes_on else 1
+        schedule = repeated(choice.schedule(), count)
+    latency = device.message(max((chunk.sent for chunk in chunks[:-1]), default=0))
+    forward = [chunk.forward + added for chunk in chunks]
+    return simulate(schedule, forward, [c.backward for c in chunks], list(updates), latency), count
+
+
+def _period(simulation: Simulation, updates: int) -> float:
+    """The seconds from an update to the next one; of a single batch, all."""
+    if updates == 1:
+        return simulation.makespan
+    ends = [timed.end for timed in simulation.rows[-1] if isinstance(timed.action, Step)]
+    return (ends[-1] - ends[_FILL - 1]) / (len(ends) - _FILL)

@@ -1,0 +1,188 @@
+"""A plan as a table: one line for each layout, the fastest that fits first, and why the others lose or are refused."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from functools import cached_property
+from typing import Any
+
+from lightning_parallel.planning.layouts import Choice
+from lightning_parallel.planning.memory import Memory
+from lightning_parallel.planning.profile import ChunkCost
+from lightning_parallel.planning.step_time import StepTime
+from lightning_parallel.settings import binary_size
+
+MARGIN = 1.1  # the memory that has to be there, as a multiple of what is predicted
+_SHOWN = 12
+_ALIKE = 1.03  # times this near count as equal
+
+
+@dataclass(frozen=True)
+class Row:
+    """A layout and what it will cost.
+
+    Attributes:
+        choice: the layout.
+        chunks: what each takes for a microbatch.
+        ranks: the memory of each stage's ranks; without stages, of one.
+        time: of a step.
+        samples: of a step, over all replicas.
+        tokens: of a sample; None if they aren't known.
+        devices: on which it was planned.
+        fits: is the memory, with the margin, within the limit?
+    """
+
+    choice: Choice
+    chunks: Sequence[ChunkCost]
+    ranks: Sequence[Memory]
+    time: StepTime
+    samples: int
+    tokens: int | None
+    devices: int
+    fits: bool
+
+    @property
+    def memory(self) -> Memory:
+        """Of the rank that holds the most."""
+        return max(self.ranks, key=lambda memory: memory.total)
+
+    @property
+    def strategy(self) -> str:
+        """The name, as ``Trainer(strategy=...)`` and ``lightning_parallel.check`` take it."""
+        return self.choice.strategy
+
+    @property
+    def options(self) -> Mapping[str, Any]:
+        """The settings that go with the name."""
+        return self.choice.options
+
+    @property
+    def overrides(self) -> list[str]:
+        """The words for the recipes."""
+        words = {f"strategy.{name}": value for name, value in self.options.items()}
+        return [f"strategy={self.strategy}", f"cluster.devices={self.devices}"] + [
+            f"{name}={str(value).replace(' ', '')}" for name, value in words.items()
+        ]
+
+    @property
+    def needed(self) -> int:
+        """The bytes that a device should have: the predicted ones, and a margin."""
+        return round(MARGIN * self.memory.total)
+
+    def lost_to(self, best: Row) -> str:
+        """In words, what this layout has more of than the best one."""
+        if self.choice.is_late:
+            return "gradients are late"
+        if self.time.total <= _ALIKE * best.time.total:
+            return "as fast"
+        differences = {f.name: getattr(self.time, f.name) - getattr(best.time, f.name) for f in fields(StepTime)}
+        most = max(differences, key=lambda name: differences[name])
+        return f"{self.time.total / best.time.total:.2f} times as long: {_WORDS[most]}"
+
+
+_WORDS = {
+    "computing": "computing",
+    "waiting": "waiting for other stages",
+    "messages": "messages",
+    "updating": "the optimizer",
+    "overhead": "running the step's code",
+}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The layouts for a module, some devices and a memory, the best first.
+
+    Attributes:
+        found: all layouts that can be trained: those that fit by time, then those whose gradients are late, then those
+            that don't fit by memory.
+        refused: the layouts that the module doesn't allow, with the reason.
+        limit: the bytes of a device; None for no limit.
+        devices: how many, and what kind, in words.
+        notes: what the numbers rest on.
+    """
+
+    found: Sequence[Row]
+    refused: Mapping[str, str]
+    limit: int | None
+    devices: str
+    notes: Sequence[str]
+
+    @property
+    def rows(self) -> list[Row]:
+        """The layouts that fit."""
+        return [row for row in self.found if row.fits]
+
+    @cached_property
+    def best(self) -> Row:
+        """The fastest layout that fits, and has the numbers of one process.
+
+        Raises:
+            ValueError: there is none. It names the layout that needs the least, and what it would need.
+        """
+        first = next((row for row in self.rows if not row.choice.is_late), None)
+        if first is not None:
+            return first
+        if not self.found:
+            reasons = "; ".join(f"{name}: {reason}" for name, reason in self.refused.items())
+            raise ValueError(f"devices={self.devices}: no layout can be planned. {reasons}")
+        least = min(self.found, key=lambda row: (row.choice.is_late, row.needed))
+        held = least.memory
+        raise ValueError(
+            f"memory={binary_size(self.limit or 0)}: no layout of {self.devices} fits. {least.choice} comes nearest, "
+            f"and needs {binary_size(least.needed)} on its fullest rank (parameters {binary_size(held.parameters)}, "
+            f"gradients {binary_size(held.gradients)}, optimizer {binary_size(held.optimizer)}, activations "
+            f"{binary_size(held.activations)}). Take more devices, smaller batches, or devices with more memory."
+        )
+
+    def __str__(self) -> str:
+        try:
+            best, problem = self.best, None
+        except ValueError as error:
+            best, problem = None, str(error)
+        several = [row for row in self.found if row.fits or best is None] or self.found
+        shown = _one_of_each(several)[:_SHOWN]
+        titles = ["layout", "microbatches", "ms a step", "samples/s", "tokens/s", "memory", "bubble", "verdict"]
+        lines = [titles, *(self._cells(row, best) for row in shown)]
+        columns = [column for column in zip(*lines, strict=True) if any(column[1:])]
+        widths = [max(map(len, column)) for column in columns]
+        aligned = [[cell.ljust(width) for cell in column] for column, width in zip(columns, widths, strict=True)]
+        text = ["  ".join(line).rstrip() for line in zip(*aligned, strict=True)]
+        hidden = len(self.found) - len([row for row in self.found if row.fits])
+        if best is not None and hidden:
+            limit = binary_size(self.limit or 0)
+            text.append(f"{hidden} more don't fit into {limit} with a margin of {MARGIN - 1:.0%}.")
+        text += [f"{name}: refused. {reason}" for name, reason in self.refused.items()]
+        text += self.notes
+        if best is not None:
+            text += ["", f"lp-train {' '.join(best.overrides)}"]
+        return "\n".join([*text, *([problem] if problem else [])])
+
+    def __repr__(self) -> str:
+        return str(self)  # what a notebook shows
+
+    def _cells(self, row: Row, best: Row | None) -> list[str]:
+        rate = row.samples / row.time.total
+        if not row.fits:
+            verdict = f"needs {binary_size(row.needed)}"
+        else:
+            verdict = "best" if best is None or row is best else row.lost_to(best)
+        return [
+            str(row.choice),
+            str(row.choice.microbatches) if row.choice.is_pipeline else "",
+            f"{1000 * row.time.total:.3g}",
+            f"{rate:.3g}",
+            f"{rate * row.tokens:,.0f}" if row.tokens else "",
+            binary_size(row.memory.total),
+            f"{row.time.bubble:.0%}" if row.choice.is_pipeline else "",
+            verdict,
+        ]
+
+
+def _one_of_each(rows: Sequence[Row]) -> list[Row]:
+    """The first row of each layout: others differ in the number of microbatches."""
+    found: dict[str, Row] = {}
+    for row in rows:
+        found.setdefault(str(row.choice), row)
+    return list(found.values())

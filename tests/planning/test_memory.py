@@ -1,0 +1,159 @@
+"""What a plan says of memory is what ranks hold: parameters, gradients and optimizer state to the byte, activations
+as autograd saves them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.nn import functional as F
+
+from lightning_parallel import plan
+from lightning_parallel.comparison import check, runs
+from lightning_parallel.planning.layouts import Choice
+from recipes.compare.measure import held
+from recipes.models.gpt import GPT
+from tests.faults.models import Blocks, Pictures, Words
+from tests.pool import WorkerPool
+
+COMMON = {"accelerator": "cpu", "precision": "32-true"}
+
+
+class AdamBlocks(Blocks):
+    """With an optimizer that keeps a count for each parameter, and weights of an odd number of rows."""
+
+    def build(self) -> None:
+        super().build()
+        self.head = nn.Linear(16, 5)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+
+MODELS = {kind.__name__: kind for kind in (Blocks, AdamBlocks, Words)}
+
+
+class Counter(Callback):
+    """Counts what a rank holds, when gradients and the state are there."""
+
+    def __init__(self) -> None:
+        self.found: dict[str, int] = {}
+
+    def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Any) -> None:
+        self.found = held(pl_module, trainer.optimizers)
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self.found["optimizer"] = held(pl_module, trainer.optimizers)["optimizer"]
+
+
+def counted(model: str, choice: Choice, devices: int) -> dict[str, int]:
+    kind, counter = MODELS[model], Counter()
+    shares = runs.Shares(kind.batches())
+    known = "ddp" if choice.strategy == "ddp" else check._layout(choice.strategy, choice.options, 2)
+    trainer = runs.trainer_of(shares, counter, strategy=known, devices=devices, **COMMON)
+    runs.fit(trainer, kind(), None, shares)
+    return counter.found
+
+
+@pytest.mark.parametrize(
+    ("model", "strategy", "devices"),
+    [
+        ("Blocks", "pipeline_1f1b", 2),
+        ("AdamBlocks", "pipeline_1f1b", 4),
+        ("AdamBlocks", "pipeline_zbv", 2),
+        ("AdamBlocks", "fully_sharded", 2),
+        ("AdamBlocks", "ddp", 2),
+        ("Words", "pipeline_interleaved", 2),
+    ],
+)
+def test_what_is_counted_on_ranks(pool: WorkerPool, model: str, strategy: str, devices: int) -> None:
+    kind = MODELS[model]
+    rows = plan(kind(), kind.batches()[0], devices=devices).found
+    row = next(each for each in rows if each.strategy == strategy and each.choice.stages in (1, devices))
+    found = pool.run(counted, devices, model, row.choice, devices, init=False)
+    ranks = {tuple(sorted(each.items())) for each in found}
+    names = ("gradients", "optimizer", "parameters")
+    predicted = [tuple((name, getattr(memory, name)) for name in names) for memory in row.ranks]
+    if strategy == "fully_sharded":  # the first rank has the larger parts
+        assert predicted[0] == tuple(sorted(found[0].items()))
+    else:
+        assert set(predicted) == ranks
+
+
+# -- activations ---------------------------------------------------------------------------------------------------
+
+
+class Saved:
+    """The bytes that autograd saves besides parameters, each memory once."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.sizes: dict[int, int] = {}
+        self._own = {p.untyped_storage().data_ptr() for p in (*module.parameters(), *module.buffers())}
+        self._kept: list[Tensor] = []
+
+    def note(self, tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in self._own:
+            self.sizes[storage.data_ptr()] = storage.nbytes()
+        self._kept.append(tensor.detach())
+        return tensor
+
+
+class Encoder(L.LightningModule):
+    """torch's own layers, with a dropout and a penalty that the step computes itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(64, 4, 128, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 3, enable_nested_tensor=False)
+        self.embed, self.head = nn.Embedding(50, 64), nn.Linear(64, 50)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        hidden = self.encoder(self.embed(batch[0]))
+        return F.cross_entropy(self.head(hidden).flatten(0, 1), batch[1].flatten()) + 1e-3 * hidden.pow(2).mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def gpt() -> GPT:
+    return GPT(optimizer={"_target_": "torch.optim.AdamW", "lr": 1e-3}, layers=4, width=64, context=32)
+
+
+def tokens(vocabulary: int) -> Any:
+    return tuple(torch.randint(0, vocabulary, (2, 16, 32)).unbind())
+
+
+CASES = {"gpt": (gpt, tokens(256)), "Encoder": (Encoder, tokens(50)), "Pictures": (Pictures, Pictures.batches()[0])}
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("devices", [1, 2, 4])
+def test_activations_are_those_that_autograd_saves(name: str, devices: int) -> None:
+    """A share of the batch, between the sizes that were tried, and at their ends."""
+    make, batch = CASES[name]
+    module = make()
+    strategy = "ddp" if devices > 1 else "single"
+    row = next(each for each in plan(module, batch, devices=devices).found if each.strategy == strategy)
+    saved = Saved(module)
+    module.log = lambda *args, **kwargs: None  # type: ignore[method-assign]
+    share = tuple(each[: len(each) // devices] for each in batch)
+    with saved_tensors_hooks(saved.note, lambda tensor: tensor):
+        module.training_step(share, 0)
+    assert row.memory.activations == pytest.approx(sum(saved.sizes.values()), rel=0.1)
+
+
+def test_checkpointing_holds_the_inputs_of_layers() -> None:
+    module, batch = gpt(), tokens(256)
+    rows = [row for row in plan(module, batch, devices=2, memory="1KiB").found if row.strategy == "pipeline_1f1b"]
+    rows = [row for row in rows if row.choice.microbatches == 4]
+    kept, again = (next(row.chunks for row in rows if row.choice.recompute is how) for how in (False, True))
+    inputs = 4 * 32 * 64 * 4  # of each block, for 4 samples of 32 positions
+    assert again[0].held == pytest.approx(2 * inputs, rel=0.2)
+    assert again[0].held < kept[0].held / 5
+    assert kept[0].backward + kept[0].forward == pytest.approx(again[0].backward, rel=0.1)  # the embedding runs once

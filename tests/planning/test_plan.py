@@ -1,0 +1,197 @@
+"""What a plan ranks, refuses and says."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lightning_parallel import plan
+from lightning_parallel.planning.layouts import Choice, choices
+from lightning_parallel.schedules.simulate import simulate
+from tests.faults.models import Blocks, Words
+
+
+class Sleeping(torch.autograd.Function):
+    """Takes so many seconds forward, and twice as many backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, seconds: float) -> Tensor:
+        ctx.seconds = seconds
+        time.sleep(seconds)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        time.sleep(2 * ctx.seconds)
+        return gradient, None
+
+
+class Sleeper(nn.Module):
+    """A layer that takes ``seconds`` for each sample, besides next to nothing."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self.seconds = seconds
+        self.weight = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Sleeping.apply(x * self.weight, self.seconds * len(x))
+
+
+class Sleepers(L.LightningModule):
+    def __init__(self, *seconds: float) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*map(Sleeper, seconds))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.layers(batch).pow(2).mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Manual(Blocks):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+
+# -- time ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_time_is_that_of_the_simulation_with_known_times() -> None:
+    """Layers of 2 ms a sample: so a chunk of one takes 2 ms x samples, and each schedule what the simulator says."""
+    rows = plan(Sleepers(*[0.002] * 4), torch.randn(8, 4), devices=4).rows
+    pipelines = [row for row in rows if row.choice.is_pipeline and not row.choice.is_late and row.choice.stages == 4]
+    assert {row.strategy for row in pipelines} >= {"pipeline_gpipe", "pipeline_1f1b"}
+    for row in pipelines:
+        each = 0.002 * 8 / row.choice.microbatches
+        known = simulate(row.choice.schedule(), each, 2 * each)
+        assert row.time.computing + row.time.waiting == pytest.approx(known.makespan, rel=0.3), row.choice
+        assert row.time.bubble == pytest.approx(known.bubble, abs=0.1), row.choice
+    by_count = {row.choice.microbatches: row.time.total for row in pipelines if row.strategy == "pipeline_1f1b"}
+    assert by_count[8] < by_count[4]  # the bubble is smaller
+    ddp = next(row for row in rows if row.strategy == "ddp")
+    assert ddp.time.computing == pytest.approx(3 * 4 * 0.002 * 2, rel=0.3)
+
+
+def test_cuts_are_moved_by_time() -> None:
+    """By parameters the layers are equal."""
+    rows = plan(Sleepers(0.001, 0.001, 0.001, 0.003), torch.randn(8, 4), devices=2).rows
+    for row in rows:
+        if row.strategy == "pipeline_1f1b":
+            assert row.options["balance"] == [3, 1]
+    even = plan(Sleepers(*[0.002] * 4), torch.randn(8, 4), devices=2).rows
+    assert all("balance" not in row.options for row in even if row.strategy == "pipeline_1f1b")
+
+
+# -- what there is, and what is refused ------------------------------------------------------------------------------
+
+
+def test_layouts_fill_all_devices() -> None:
+    found = {*choices(4, 16)}
+    assert all(choice.stages * choice.data * choice.tensor == 4 for choice in found)
+    assert Choice("pipeline_zbv", 2, 2, microbatches=4) in found
+    assert {choice.strategy for choice in choices(4, 3)} >= {"pipeline_1f1b"}
+    assert not {"ddp", "fully_sharded"} & {choice.strategy for choice in choices(4, 3)}  # a replica has no sample
+
+
+def test_refusals_name_what_is_in_the_way() -> None:
+    manual = plan(Manual(), Manual.batches()[0], devices=2)
+    assert {row.strategy for row in manual.rows} == {"ddp", "fully_sharded"}
+    assert "automatic_optimization" in manual.refused["pipeline_1f1b, 2 stages"]
+    tied = plan(Words(), Words.batches()[0], devices=2)
+    assert "embed.weight" in tied.refused["pipeline_async, 2 stages"]
+    few = plan(Sleepers(0.0, 0.0, 0.0), torch.randn(8, 4), devices=4)
+    assert "stages=4" in few.refused["pipeline_1f1b, 4 stages"]
+    assert any(row.choice.stages == 2 for row in few.rows)
+
+
+def test_late_gradients_are_never_taken_unasked() -> None:
+    found = plan(Blocks(), Blocks.batches()[0], devices=2)
+    late = [row.choice.is_late for row in found.rows]
+    assert late == sorted(late) and any(late)
+    assert not found.best.choice.is_late
+
+
+def test_what_does_not_fit_names_the_nearest_layout() -> None:
+    found = plan(Blocks(), Blocks.batches()[0], devices=2, memory="1KiB")
+    assert not found.rows
+    least = min(row.needed for row in found.found if not row.choice.is_late)
+    with pytest.raises(ValueError, match="memory=1 KiB") as error:
+        _ = found.best
+    nearest = next(row for row in found.found if row.needed == least)
+    assert str(nearest.choice) in str(error.value) and str(nearest.choice) in str(found)
+
+
+def test_less_memory_takes_checkpointing_or_other_layouts() -> None:
+    """What fits, fits with the margin; what needs more is out."""
+    everything = plan(Blocks(), Blocks.batches()[0], devices=2)
+    sizes = sorted(row.needed for row in everything.rows)
+    limit = f"{sizes[len(sizes) // 2] / 2**10:.3f}KiB"
+    some = plan(Blocks(), Blocks.batches()[0], devices=2, memory=limit)
+    assert some.limit is not None
+    assert {row.needed <= some.limit for row in some.rows} == {True}
+    assert len(some.rows) < len(some.found)
+    assert any(row.choice.recompute for row in some.found)
+
+
+def test_wrong_values_are_named() -> None:
+    batch = Blocks.batches()[0]
+    for wrong in ({"memory": "2 apples"}, {"device": "abacus"}, {"devices": 0}):
+        with pytest.raises(ValueError, match=next(iter(wrong))):
+            plan(Blocks(), batch, **wrong)
+
+
+# -- the rest --------------------------------------------------------------------------------------------------------
+
+
+def test_a_described_device_needs_no_times() -> None:
+    found = plan(Blocks(), Blocks.batches()[0], devices=4, device="h100")
+    assert found.best.time.computing < 1e-3
+    assert "data sheet" in str(found)
+
+
+def test_the_module_stays_as_it_is() -> None:
+    module = Blocks()
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    plan(module, Blocks.batches()[0], devices=2)
+    assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
+    assert all(parameter.grad is None for parameter in module.parameters())
+    assert module._trainer is None
+
+
+class Made(Blocks):
+    """Makes its layers late, and its batch in a hook; its step takes no index."""
+
+    def build(self) -> None:
+        pass
+
+    def configure_model(self) -> None:
+        Blocks.build(self)
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return batch["x"], batch["y"]
+
+    def training_step(self, batch: Any) -> Tensor:  # type: ignore[override]
+        return F.cross_entropy(self.head(self.blocks(self.enter(batch[0]))), batch[1])
+
+
+def test_what_lightning_does_before_a_step_is_done() -> None:
+    x, y = Blocks.batches()[0]
+    found = plan(Made(), {"x": x, "y": y}, devices=2)
+    assert not set(found.refused) - {"tensor_parallel"}
+    assert found.best.memory.parameters > 0
+
+
+def test_the_text_has_the_command() -> None:
+    found = plan(Blocks(), Blocks.batches()[0], devices=2)
+    assert f"lp-train {' '.join(found.best.overrides)}" in str(found)
+    assert found.best.overrides[0] == f"strategy={found.best.strategy}"
+    assert repr(found) == str(found)
