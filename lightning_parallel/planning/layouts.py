@@ -9,8 +9,7 @@ from typing import Any
 
 from lightning_parallel.ranks.layout import Placement
 from lightning_parallel.schedules.actions import Schedule, placement
-from lightning_parallel.schedules.asynchronous import AsyncOneFOneB
-from lightning_parallel.schedules.named import SCHEDULES
+from lightning_parallel.schedules.named import SCHEDULES, asynchronous
 
 _SYNCHRONOUS = ("gpipe", "1f1b", "interleaved", "zbv", "vhalf", "vmin")
 _A_STAGE = (1, 2, 4, 8)  # microbatches that are tried
@@ -81,32 +80,27 @@ class Choice:
 
 @cache
 def _lists(name: str, stages: int, microbatches: int, updates: int) -> Schedule:
-    if name != "async":
-        return SCHEDULES[name](stages, microbatches)
-    lists: Schedule = []
-    for stage in range(stages):
-        endless = AsyncOneFOneB(stages, stage)
-        actions = [action for _ in range(updates) for action in endless.feed(microbatches)]
-        lists.append([*actions, *endless.drain()])
-    return lists
+    if name == "async":
+        return asynchronous(stages, microbatches, updates)
+    return SCHEDULES[name](stages, microbatches)
 
 
 def choices(devices: int, samples: int) -> Iterator[Choice]:
     """All layouts that use all devices, without activation checkpointing.
 
     Args:
-        samples: of a batch of all replicas; each replica needs one.
+        samples: of a batch of all replicas, which have equal shares of it.
     """
     if devices == 1:
         yield Choice("single")
         return
     sizes = [size for size in range(1, devices + 1) if devices % size == 0]
-    if samples >= devices:
+    if samples % devices == 0:
         yield Choice("ddp", data=devices)
         yield Choice("fully_sharded", data=devices)
     for size in sizes[1:]:
         replicas = devices // size
-        if samples < replicas:
+        if samples % replicas:
             continue
         yield Choice("tensor_parallel", data=replicas, tensor=size)
         for schedule in (*_SYNCHRONOUS, "async"):

@@ -7,9 +7,10 @@ from types import MappingProxyType
 from typing import Literal, TypeAlias
 
 from lightning_parallel.ranks.layout import Placement
+from lightning_parallel.schedules.actions import Schedule
 from lightning_parallel.schedules.asynchronous import AsyncOneFOneB
 from lightning_parallel.schedules.asynchronous_v import AsyncV, steady
-from lightning_parallel.schedules.generators import Generator, gpipe, interleaved, naive, one_f_one_b
+from lightning_parallel.schedules.generators import Generator, gpipe, interleaved, naive, one_f_one_b, refuse_below
 from lightning_parallel.schedules.v_shaped import vhalf, vmin, zbv
 
 SCHEDULES: Mapping[str, Generator] = MappingProxyType(
@@ -46,3 +47,13 @@ def mean_ahead(schedule: Endless, stages: int, chunk: int, microbatches: int, ex
     if schedule == "1f1b" or stages == 1:
         return AsyncOneFOneB(stages, chunk, extra_in_flight).warmup
     return steady(schedule, stages, microbatches).staleness[chunk] * microbatches
+
+
+def asynchronous(
+    stages: int, microbatches: int, updates: int, extra_in_flight: int = 0, schedule: Endless = "1f1b"
+) -> Schedule:
+    """`updates` updates of `microbatches` each by an endless schedule, then the drain."""
+    refuse_below(1, stages=stages, microbatches=microbatches, updates=updates)
+    lists = [endless(schedule, stages, stage, extra_in_flight) for stage in range(stages)]
+    fed = [[action for _ in range(updates) for action in each.feed(microbatches)] for each in lists]
+    return [[*actions, *each.drain()] for actions, each in zip(fed, lists, strict=True)]

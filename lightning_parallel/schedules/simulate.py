@@ -80,6 +80,13 @@ def most_held(actions: Iterable[Action], sizes: Sequence[int], between: Sequence
     return most
 
 
+def peak_activations(schedule: Schedule) -> list[int]:
+    """The most microbatches whose activations each stage holds at once: forward begun, backward not done. On a stage
+    with several chunks they count for each chunk."""
+    chunks = len(placement(schedule))
+    return [most_held(actions, [1] * chunks, [1] * chunks) for actions in schedule]
+
+
 def simulate(
     schedule: Schedule,
     forward: float | Sequence[float] = 1.0,

@@ -1,33 +1,12 @@
-"""What is said of a schedule without a run: it as text, figures of the asynchronous one, and what stages hold."""
+"""What is said of a schedule without a run: it as text, and how busy stages are."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 
-from lightning_parallel.schedules.actions import Action, Backward, BackwardInput, Forward, Schedule, Step, placement
-from lightning_parallel.schedules.generators import refuse_below
-from lightning_parallel.schedules.named import Endless, endless
-from lightning_parallel.schedules.simulate import Simulation, most_held, simulate
-
-
-def asynchronous(
-    stages: int, microbatches: int, updates: int, extra_in_flight: int = 0, schedule: Endless = "1f1b"
-) -> Schedule:
-    """`updates` updates of `microbatches` each by an endless schedule, then the drain."""
-    refuse_below(1, stages=stages, microbatches=microbatches, updates=updates)
-    lists = [endless(schedule, stages, s, extra_in_flight) for s in range(stages)]
-    fed = [[action for _ in range(updates) for action in each.feed(microbatches)] for each in lists]
-    return [[*actions, *each.drain()] for actions, each in zip(fed, lists, strict=True)]
-
-
-def asynchronous_utilisation(
-    stages: int, extra_in_flight: int = 0, forward: float = 1.0, backward: float = 2.0, latency: float = 0.0
-) -> float:
-    """The steady utilisation of the asynchronous schedule by theory, for equal stages; derived in `AsyncOneFOneB`."""
-    work = forward + backward
-    loop = (stages * work + 2 * (stages - 1) * latency) / (1 + (stages - 1) * (1 + extra_in_flight))
-    return work / max(work, loop)
+from lightning_parallel.schedules.actions import Action, Backward, BackwardInput, Forward, Schedule, Step
+from lightning_parallel.schedules.simulate import Simulation, simulate
 
 
 def steady(simulation: Simulation) -> tuple[float, float] | None:
@@ -47,13 +26,6 @@ def utilisation(simulation: Simulation, begin: float, end: float) -> float:
     """The fraction of the time from `begin` to `end` in which the stages compute, in the mean over them."""
     busy = sum(max(0.0, min(t.end, end) - max(t.start, begin)) for row in simulation.rows for t in row)
     return busy / (len(simulation.rows) * (end - begin))
-
-
-def peak_activations(schedule: Schedule) -> list[int]:
-    """The most microbatches whose activations each stage holds at once: forward begun, backward not done. On a stage
-    with several chunks they count for each chunk."""
-    chunks = len(placement(schedule))
-    return [most_held(actions, [1] * chunks, [1] * chunks) for actions in schedule]
 
 
 def clock_table(schedule: Schedule | Simulation, *, column: float | None = None, width: int | None = None) -> str:

@@ -24,8 +24,8 @@ from lightning_parallel.schedules.actions import (
 )
 from lightning_parallel.schedules.checks import of_one_update
 from lightning_parallel.schedules.generators import Generator, interleaved
+from lightning_parallel.schedules.simulate import peak_activations
 from lightning_parallel.schedules.v_shaped import zbv
-from recipes.schedule.figures import peak_activations
 from tests.pipeline.nets import BLOCKS
 from tests.pipeline.test_engine import BATCHES, Rank, assert_equal, double, joined, model_of, rows, whole_batch
 from tests.pool import WorkerPool

@@ -18,7 +18,7 @@ from lightning_parallel.pipeline.staleness import (
 )
 from lightning_parallel.schedules.actions import Backward, Forward, Step
 from lightning_parallel.schedules.asynchronous import AsyncOneFOneB
-from recipes.schedule.figures import asynchronous
+from lightning_parallel.schedules.named import asynchronous
 
 SIZES = list(itertools.product((1, 2, 3, 5), (1, 2, 3, 4, 7), (0, 1, 2)))  # stages, microbatches, extra in flight
 

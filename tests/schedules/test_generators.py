@@ -21,10 +21,10 @@ from lightning_parallel.schedules.actions import (
 from lightning_parallel.schedules.asynchronous import AsyncOneFOneB
 from lightning_parallel.schedules.checks import dependency_order, of_one_update, validate
 from lightning_parallel.schedules.generators import Generator, gpipe, interleaved, naive, one_f_one_b
-from lightning_parallel.schedules.named import SCHEDULES
-from lightning_parallel.schedules.simulate import simulate
+from lightning_parallel.schedules.named import SCHEDULES, asynchronous
+from lightning_parallel.schedules.simulate import peak_activations, simulate
 from lightning_parallel.schedules.v_shaped import zbv
-from recipes.schedule.figures import asynchronous, clock_table, peak_activations
+from recipes.schedule.figures import clock_table
 from tests.pipeline.versions import version
 from tests.thorough import thorough
 

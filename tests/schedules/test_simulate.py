@@ -15,11 +15,11 @@ from lightning_parallel.schedules.simulate import (
     Timed,
     busy_across_batches,
     most_held,
+    peak_activations,
     repeated,
     simulate,
 )
 from lightning_parallel.schedules.v_shaped import vhalf, vmin, zbv, zbv_in_bytes
-from recipes.schedule.figures import peak_activations
 from tests.thorough import thorough
 
 SIZES = [(1, 1), (1, 4), (2, 1), (2, 8), (4, 2), (4, 4), (4, 8), (8, 16)]

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lightning_parallel.schedules.generators import gpipe
-from lightning_parallel.schedules.named import SCHEDULES
+from lightning_parallel.schedules.named import SCHEDULES, asynchronous
 from lightning_parallel.schedules.simulate import simulate
 from lightning_parallel.timeline import recording
 from lightning_parallel.timeline.recording import (
@@ -19,7 +19,6 @@ from lightning_parallel.timeline.recording import (
     report,
     utilisation,
 )
-from recipes.schedule.figures import asynchronous
 from tests.pipeline.recordings import joined, later, rows_of
 
 

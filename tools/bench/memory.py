@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from lightning_parallel.schedules.asynchronous import AsyncOneFOneB
-from lightning_parallel.schedules.named import SCHEDULES
-from recipes.schedule.figures import asynchronous, peak_activations
+from lightning_parallel.schedules.named import SCHEDULES, asynchronous
+from lightning_parallel.schedules.simulate import peak_activations
 from recipes.tables import Table
 from tools.bench import processes
 from tools.bench.contestants import Contestant, Ours, OursAsync, Torch

@@ -15,10 +15,10 @@ from torch import nn
 
 from lightning_parallel import AsyncPipelineStrategy, PipelineStrategy
 from lightning_parallel.schedules.actions import placement
+from lightning_parallel.schedules.asynchronous import asynchronous_utilisation
 from lightning_parallel.schedules.named import SCHEDULES, Endless
 from lightning_parallel.schedules.simulate import busy_across_batches, simulate
 from lightning_parallel.strategies.staged import StagedStrategy
-from recipes.schedule.figures import asynchronous_utilisation
 from recipes.tables import Cell, Table
 from tools.bench import processes
 from tools.bench.by_hand import Bare, BareOnwards

@@ -5,14 +5,9 @@ from __future__ import annotations
 import pytest
 
 from lightning_parallel.schedules.generators import gpipe, naive, one_f_one_b
-from lightning_parallel.schedules.simulate import Simulation, simulate
-from recipes.schedule.figures import (
-    asynchronous,
-    clock_table,
-    peak_activations,
-    steady,
-    utilisation,
-)
+from lightning_parallel.schedules.named import asynchronous
+from lightning_parallel.schedules.simulate import Simulation, peak_activations, simulate
+from recipes.schedule.figures import clock_table, steady, utilisation
 
 
 @pytest.mark.parametrize("microbatches", [1, 2, 4, 8])

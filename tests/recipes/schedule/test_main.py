@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from lightning_parallel.schedules.generators import one_f_one_b
+from lightning_parallel.schedules.named import asynchronous
 from recipes.schedule.__main__ import main
-from recipes.schedule.figures import asynchronous, clock_table
+from recipes.schedule.figures import clock_table
 
 
 def test_command_line_prints_table_bubble_and_activations(capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from lightning_parallel.schedules.generators import one_f_one_b
+from lightning_parallel.schedules.named import asynchronous
 from lightning_parallel.schedules.simulate import simulate
-from recipes.schedule.figures import asynchronous
 from tools.study import clock
 
 LEAST, MOST = {(4, 8): 0.6, (8, 16): 0.5}, {(4, 8): 0.9, (8, 16): 0.8}
