@@ -17,8 +17,8 @@ from recipes.processes import INTERRUPTED
 def typed(command: str) -> str:
     """How the user starts a command such as ``train``: as the one that runs, by its installed name or as a module."""
     program = Path(sys.argv[0])
-    if command == "train" and program.stem.removeprefix("lp-") == "check":
-        command = "check"  # it has train's help text
+    if command == "train" and program.stem.removeprefix("lp-") in ("check", "plan"):
+        command = program.stem.removeprefix("lp-")  # it has train's help text
     return f"lp-{command}" if program.name.startswith("lp-") else f"python -m recipes.{command}"
 
 

@@ -24,6 +24,7 @@ from recipes.processes import INTERRUPTED, REQUEUE
 
 RUN, METRICS, CONFIG = "run.json", "metrics.json", "resolved.yaml"
 TEXTS = "texts.jsonl"  # of a generation: a line for each prompt
+PLAN = "plan.json"  # of a plan: the words of the layout that it takes
 ERRORS = "errors"  # a folder: the traceback of each rank that failed
 STARTING = "starting"  # status until a worker has begun
 EXITS = {"completed": 0, "failed": 1, "preempted": REQUEUE, "interrupted": INTERRUPTED}  # codes of recipes.train

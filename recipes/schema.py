@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal
 from hydra.utils import get_class
 
 from lightning_parallel.set_up.options import Seconds
-from lightning_parallel.settings import Auto, Count, Natural, NotNegative, Range
+from lightning_parallel.settings import Auto, Bytes, Count, Natural, NotNegative, Range
 from lightning_parallel.strategies.data_parallel import DataParallelOptions
 from lightning_parallel.strategies.fully_sharded import FullyShardedOptions
 from lightning_parallel.strategies.pipeline import PipelineOptions
@@ -52,9 +52,10 @@ class Run:
     logger: dict[str, Any]
     callbacks: dict[str, Any]
     paths: dict[str, Any]
-    command: Literal["train", "check", "evaluate", "generate"] = "train"  # set by the commands
+    command: Literal["train", "check", "plan", "evaluate", "generate"] = "train"  # set by the commands
     as_pytorch_lightning: bool = False  # packages that import pytorch_lightning get lightning.pytorch
     generation: dict[str, Any] | None = None  # how text is generated
+    plan: dict[str, Any] | None = None  # for what a layout is planned
 
 
 # -- strategy --------------------------------------------------------------------------------------------------------
@@ -180,6 +181,13 @@ class Paths:
     output_dir: str
 
 
+@dataclass
+class Plan:
+    devices: Count | None
+    memory: Bytes | None
+    device: Literal["here", "a100", "h100", "h200", "l4"]
+
+
 # Which dataclass a node has: by its `name`, by its `_target_`, or by its group.
 BY_NAME: Mapping[str, Mapping[str, type]] = MappingProxyType(
     {
@@ -211,7 +219,7 @@ BY_TARGET: Mapping[str, Mapping[str | None, type | str]] = MappingProxyType(
         "cluster": {name: name for name in _LAUNCHERS},  # launchers start what trains, which imports this module
     }
 )
-BY_GROUP: Mapping[str, type] = MappingProxyType({"trainer": Trainer, "paths": Paths})
+BY_GROUP: Mapping[str, type] = MappingProxyType({"trainer": Trainer, "paths": Paths, "plan": Plan})
 
 
 def kind_of(group: str, node: Mapping[str, Any]) -> type | None:

@@ -6,11 +6,14 @@ and a misspelt option of a group are answered at once; a wrong value takes some 
 
 from __future__ import annotations
 
+import json
 import logging
 import signal
+import subprocess
 import sys
+import tempfile
 from argparse import Namespace
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import hydra
@@ -30,6 +33,8 @@ from recipes.processes import INTERRUPTED, PREEMPTING, REQUEUE, may_be_told
 from recipes.worker import start
 
 log = logging.getLogger(__name__)
+
+_AUTO = "strategy=auto"  # what a plan takes
 
 OmegaConf.register_new_resolver("command", typed, replace=True)  # in the help text
 
@@ -113,8 +118,25 @@ def _asks(args: Namespace) -> bool:
     return bool(args.help or args.hydra_help or args.info or args.shell_completion)
 
 
+def _with_the_best(words: Sequence[str]) -> list[str]:
+    """A command line with the layout that a plan takes in the place of ``strategy=auto``. The plan is printed."""
+    rest = [word for word in words if word != _AUTO]
+    with tempfile.TemporaryDirectory(prefix="recipes-plan-") as folder:
+        own = [f"hydra.run.dir={folder}", "print_config=false"]
+        code = subprocess.run([sys.executable, "-m", "recipes.plan", *rest, *own]).returncode
+        plan = Path(folder) / record.PLAN
+        if code or not plan.exists():
+            sys.exit(code or f"{_AUTO}: it is planned elsewhere; start what that plan says, or use cluster=local")
+        best = json.loads(plan.read_text())
+    log.info("%s takes %s", _AUTO, " ".join(best))
+    return [*rest, *best]
+
+
 def compose_and_run(args: Namespace) -> None:
     """All problems with the command line are reported before the first job starts."""
+    if _AUTO in args.overrides and not _asks(args):
+        sys.argv[1:] = _with_the_best(sys.argv[1:])
+        args = get_args_parser().parse_args()
     # Configs in place of all of these are checked as each job starts.
     if not (args.config_path or args.experimental_rerun or _asks(args)):
         try:

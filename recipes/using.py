@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -70,7 +70,7 @@ def generate(config: Config) -> None:
     new: dict[int, list[int]] = {}
     for batch, rows in zip(batches, predicted or [], strict=True):
         for number, row in zip(batch["prompt_number"].tolist(), rows, strict=True):  # type: ignore[arg-type]
-            new[number] = _before(row.tolist(), module.generation.end_tokens)
+            new[number] = [*takewhile(lambda token: token not in module.generation.end_tokens, row.tolist())]
     with (Path(config["paths"]["output_dir"]) / record.TEXTS).open("w") as file:
         for number, prompt in enumerate(settings["prompts"]):
             line = {"prompt": prompt, "text": tokenizer.decode(new[number])}
@@ -128,11 +128,6 @@ def _check_lengths(module: LanguageModel, prompts: Sequence[Sequence[int]]) -> N
             f"--max-new-tokens {new}: with a prompt of {longest} tokens they are more than the {module.longest} tokens "
             f"that the model takes; use at most {max(0, module.longest - longest)}, or a shorter prompt."
         )
-
-
-def _before(tokens: list[int], end_tokens: Collection[int]) -> list[int]:
-    """The tokens before the first that ends the text."""
-    return list(takewhile(lambda token: token not in end_tokens, tokens))
 
 
 class _Clock(L.Callback):

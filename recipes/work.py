@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import socket
@@ -80,6 +81,17 @@ def check(config: Mapping[str, Any]) -> None:
         record.complete(Path(config["paths"]["output_dir"]), {"largest_difference": found.largest.size})
 
 
+def plan(config: Mapping[str, Any]) -> None:
+    """Print which layouts fit, and what each will cost. ValueError: none fits."""
+    options = config["plan"] | {key: config["trainer"][key] for key in ("precision", "gradient_clip_val")}
+    options["devices"] = options["devices"] or config["cluster"]["devices"]
+    found = lightning_parallel.plan(build.model(config), build.data(config), **options)
+    print(found, flush=True)
+    folder, best = Path(config["paths"]["output_dir"]), found.best
+    (folder / record.PLAN).write_text(json.dumps(best.overrides))
+    record.complete(folder, {"seconds_per_step": best.time.total, "bytes": best.memory.total})
+
+
 def run(config: Mapping[str, Any]) -> None:
     """Do the command that a config is for."""
     if config.get("as_pytorch_lightning"):
@@ -89,7 +101,7 @@ def run(config: Mapping[str, Any]) -> None:
 
 
 COMMANDS: Mapping[str, Callable[[Mapping[str, Any]], None]] = MappingProxyType(
-    {"train": train, "check": check, "evaluate": using.evaluate, "generate": using.generate}
+    {"train": train, "check": check, "plan": plan, "evaluate": using.evaluate, "generate": using.generate}
 )
 
 

@@ -16,10 +16,11 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor
+from torch.utils.data import DataLoader
 
 from lightning_parallel.batch import batch_size, cloned, split
 from lightning_parallel.checks.manual import SEVERAL_OPTIMIZERS, refuse_manual_optimization
-from lightning_parallel.comparison.runs import trainer_of
+from lightning_parallel.comparison.runs import first_batches, trainer_of
 from lightning_parallel.cuts.balance import balanced
 from lightning_parallel.cuts.partition import Partition
 from lightning_parallel.cuts.search import partition
@@ -44,7 +45,7 @@ _WORTH = 1.03  # the slowest chunk has to be so much slower, for cuts to be move
 
 def plan(
     module: pl.LightningModule,
-    batch: Any,
+    data: Any,
     *,
     devices: int = 2,
     memory: str | None = None,
@@ -67,7 +68,7 @@ def plan(
 
     Args:
         module: what is to be trained.
-        batch: one of all replicas together, as a loader gives it.
+        data: a batch of all replicas together; or a LightningDataModule or a DataLoader, whose first one is taken.
         devices: their number.
         memory: of each, such as ``"24GiB"``. None: no limit.
         device: ``"here"``: layers are timed on this machine's GPU or CPU. ``"a100"``, ``"h100"``, ``"h200"``, ``"l4"``:
@@ -86,6 +87,9 @@ def plan(
     tried_on = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     halves = precision.startswith(("bf16", "16"))
     rates = here(tried_on, torch.float32) if device == "here" else described(device, halves=halves)
+    batch = data
+    if isinstance(data, pl.LightningDataModule | DataLoader):
+        (batch,) = first_batches(module, data, 1, {"accelerator": "cpu"})
     made = trainer_of(devices=1, accelerator="cpu", precision=precision, **trainer)
     with _ready(module, made) as own:
         return _Planner(own, made, batch, rates, tried_on).plan(devices, limit)

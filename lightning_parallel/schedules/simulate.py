@@ -173,3 +173,22 @@ def busy_across_batches(schedule: Schedule, latency: float = 0.0) -> float:
     ends = [timed.end for timed in simulation.rows[-1] if isinstance(timed.action, Step)]
     period = (ends[-1] - ends[_FILL - 1]) / (_BATCHES - _FILL)
     return sum(simulation.busy) / _BATCHES / (len(schedule) * period)
+
+
+def steady(simulation: Simulation) -> tuple[float, float] | None:
+    """Begin and end of the time in which all stages run forwards and backwards in turn, or None.
+
+    It begins when the last stage starts its backwards, and ends when the first one runs out of forwards: the
+    asynchronous schedule between its fill and its drain. It is None where a stage runs out of forwards before another
+    starts its backwards, as in one round of a synchronous schedule.
+    """
+    rows = simulation.rows
+    begin = max(next(t.start for t in row if isinstance(t.action, Backward | BackwardInput)) for row in rows)
+    end = min(next(t.end for t in reversed(row) if isinstance(t.action, Forward)) for row in rows)
+    return (begin, end) if begin < end else None
+
+
+def utilisation(simulation: Simulation, begin: float, end: float) -> float:
+    """The fraction of the time from `begin` to `end` in which the stages compute, in the mean over them."""
+    busy = sum(max(0.0, min(t.end, end) - max(t.start, begin)) for row in simulation.rows for t in row)
+    return busy / (len(simulation.rows) * (end - begin))

@@ -10,8 +10,8 @@ from lightning_parallel.schedules.asynchronous import asynchronous_utilisation
 from lightning_parallel.schedules.asynchronous_v import steady as costs_in_v
 from lightning_parallel.schedules.checks import validate
 from lightning_parallel.schedules.named import SCHEDULES, Endless, asynchronous, mean_ahead, placement_of
-from lightning_parallel.schedules.simulate import peak_activations, simulate
-from recipes.schedule.figures import clock_table, steady, utilisation
+from lightning_parallel.schedules.simulate import peak_activations, simulate, steady, utilisation
+from recipes.schedule.figures import clock_table
 
 ENDLESS: dict[str, Endless] = {"async": "1f1b", "async_vhalf": "vhalf", "async_vmin": "vmin"}
 

@@ -1,4 +1,4 @@
-"""What is said of a schedule without a run: it as text, and how busy stages are."""
+"""A schedule as text."""
 
 from __future__ import annotations
 
@@ -7,25 +7,6 @@ from collections.abc import Sequence
 
 from lightning_parallel.schedules.actions import Action, Backward, BackwardInput, Forward, Schedule, Step
 from lightning_parallel.schedules.simulate import Simulation, simulate
-
-
-def steady(simulation: Simulation) -> tuple[float, float] | None:
-    """Begin and end of the time in which all stages run forwards and backwards in turn, or None.
-
-    It begins when the last stage starts its backwards, and ends when the first one runs out of forwards: the
-    asynchronous schedule between its fill and its drain. It is None where a stage runs out of forwards before another
-    starts its backwards, as in one round of a synchronous schedule.
-    """
-    rows = simulation.rows
-    begin = max(next(t.start for t in row if isinstance(t.action, Backward | BackwardInput)) for row in rows)
-    end = min(next(t.end for t in reversed(row) if isinstance(t.action, Forward)) for row in rows)
-    return (begin, end) if begin < end else None
-
-
-def utilisation(simulation: Simulation, begin: float, end: float) -> float:
-    """The fraction of the time from `begin` to `end` in which the stages compute, in the mean over them."""
-    busy = sum(max(0.0, min(t.end, end) - max(t.start, begin)) for row in simulation.rows for t in row)
-    return busy / (len(simulation.rows) * (end - begin))
 
 
 def clock_table(schedule: Schedule | Simulation, *, column: float | None = None, width: int | None = None) -> str:

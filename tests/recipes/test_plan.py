@@ -1,0 +1,60 @@
+"""``recipes.plan`` says which layouts fit, and ``strategy=auto`` takes the best of them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from recipes import plan, record, train
+from tests.pool import WorkerPool
+from tests.recipes.runs import QUIET, done
+from tests.recipes.test_configs import composed, problems
+from tests.worker import ROOT
+
+DIGITS = ["model=mlp", "data=digits", "trainer.accelerator=cpu", *QUIET]
+
+
+def test_the_first_row_is_left_for_the_run(pool: WorkerPool, tmp_path: Path) -> None:
+    words = [*DIGITS, "strategy=single", "+command=plan", "plan.devices=2", "plan.memory=1GiB"]
+    folder = done(pool, composed(*words, folder=tmp_path))
+    taken = json.loads((folder / record.PLAN).read_text())
+    assert "cluster.devices=2" in taken
+    assert problems(*DIGITS, *taken) == []
+    assert set(record.read_metrics(folder)) == {"seconds_per_step", "bytes"}
+
+
+def test_what_does_not_fit_ends_in_an_error(pool: WorkerPool, tmp_path: Path) -> None:
+    with pytest.raises(Exception, match="memory=1 KiB: no layout"):
+        done(pool, composed(*DIGITS, "strategy=single", "+command=plan", "plan.memory=1KiB", folder=tmp_path))
+
+
+def test_values_are_checked() -> None:
+    wrong = problems("plan.devices=0", "plan.memory=2apples", "plan.device=abacus")
+    assert [problem.path for problem in wrong] == ["plan.devices", "plan.memory", "plan.device"]  # type: ignore[union-attr]
+
+
+def test_the_command_line_is_that_of_train(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[Any] = []
+    monkeypatch.setattr(train, "main", lambda: told.extend(sys.argv))
+    monkeypatch.setattr(sys, "argv", ["plan.py", "strategy=pipeline_zbv", "strategy.microbatches=4", "plan.devices=8"])
+    plan.main()
+    config = composed(*told[1:])
+    assert (config["command"], config["plan"]["devices"]) == ("plan", 8)
+    assert config["strategy"] == {"_target_": None}
+
+
+def test_auto_trains_what_the_plan_takes(tmp_path: Path) -> None:
+    words = [*DIGITS, "trainer=smoke", "strategy=auto", "cluster.devices=2", f"hydra.run.dir={tmp_path}/run"]
+    given = [*words, f"paths.data_dir={tmp_path}/data"]
+    command = [sys.executable, "-m", "recipes.train", *given]
+    ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=250)
+    assert ran.returncode == 0, ran.stderr
+    said = record.read(tmp_path / "run")
+    assert said["status"] == "completed" and "strategy=auto" not in said["overrides"]
+    taken = [word for word in said["overrides"] if word.startswith("strategy=")]
+    assert len(taken) == 1 and taken[0] in ran.stdout
