@@ -34,8 +34,9 @@ JOBS ?= 3
 
 RUN := $(VENV)/bin/python
 READY := $(VENV)/.ready
-# To try the recipes out, a third of the packages is enough; a set-up with all of them has these.
+# For the recipes a third of the packages is enough, for the pages fewer; a set-up with all of them has these.
 RECIPES_READY := $(if $(wildcard $(READY)),$(READY),$(VENV)/.ready-recipes)
+DOCS_READY := $(if $(wildcard $(READY)),$(READY),$(VENV)/.ready-docs)
 RUN_ZOO := $(ZOO_VENV)/bin/python
 ZOO_READY := $(ZOO_VENV)/.ready
 RUN_OTHERS := $(OTHERS_VENV)/bin/python
@@ -101,7 +102,7 @@ lint: $(READY)
 	$(RUN) -m ruff check .
 	$(RUN) -m mypy
 
-docs: $(READY)
+docs: $(DOCS_READY)
 	$(RUN) -m zensical build --clean --strict
 
 clean:
@@ -117,7 +118,7 @@ define SET_UP
 	$(@D)/bin/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e ".[$(EXTRAS)]"
 	@touch $@
 endef
-$(READY) $(ZOO_READY) $(VENV)/.ready-recipes: pyproject.toml constraints.txt
+$(READY) $(ZOO_READY) $(VENV)/.ready-recipes $(VENV)/.ready-docs: pyproject.toml constraints.txt
 	$(SET_UP)
 
 # torch first, for the CPU where pip's settings say so: what a package would bring by itself is built for CUDA.
@@ -136,4 +137,5 @@ $(TIMM_READY): $(READY)
 
 $(READY): EXTRAS = recipes,ray,optuna,wandb,mlflow,test,docs
 $(VENV)/.ready-recipes: EXTRAS = recipes
+$(VENV)/.ready-docs: EXTRAS = docs
 $(ZOO_READY): EXTRAS = zoo
