@@ -54,7 +54,7 @@ def launch(
         raise
     except Preempted:
         record.end(folder, "preempted")
-        log.warning("preempted: saved as far as it had come; go on with hydra.run.dir=%s ckpt_path=last", folder)
+        log.warning("preempted: saved as far as it had come; go on with hydra.run.dir=%s resume=auto", folder)
         sys.exit(REQUEUE)
     except LeftAlone as said:
         log.warning("%s", said)
