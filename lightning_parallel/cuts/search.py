@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any
 
-from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import nn
 
 from lightning_parallel.absent.origins import FROM_EARLIER_STEP, parameter_of
@@ -33,6 +33,7 @@ def partition(
     hooks: Callable[[Any], Any] | None = None,
     recompute: bool = False,
     keep_together: bool = False,
+    warn: Callable[[str], None] = warnings.warn,
 ) -> Partition:
     """Cut ``module`` into chunks, and place them on ``stages``.
 
@@ -49,6 +50,7 @@ def partition(
         hooks: runs the module's hooks around a step, given what the step returns.
         recompute: layers run again in the backward. This is then tried too.
         keep_together: one stage holds all of a unit, wherever a cut allows it.
+        warn: called with what users should know of the cut.
 
     Raises:
         ValueError: a pattern matches nothing or what isn't called, ``balance`` doesn't fit, there are more stages than
@@ -82,7 +84,8 @@ def partition(
         raise best.refusal()
     result = best.partition(recompute)
     _check_updates(result, best.seen)
-    _warn_of_values(module, best.seen, result.chunks)
+    if message := _late_layers(module, best.seen, result.chunks):
+        warn(message)
     # The calls after which chunks leave the step, with these chunks: all but the last one.
     calls = [(call.unit, call.call) for call in best.seen.calls]
     last = {result.calls[call]: call for call in calls}
@@ -104,16 +107,18 @@ def partition(
     return result
 
 
-def _warn_of_values(module: nn.Module, seen: Trace, chunks: int) -> None:
-    """Warn if the step asks for a value so early that the last chunk has most of the layers, which come after it."""
+def _late_layers(module: nn.Module, seen: Trace, chunks: int) -> str | None:
+    """A warning if the step asks for a value so early that the last chunk has most of the layers, which come after
+    it."""
     beyond = {parameter for name in seen.beyond for parameter in module.get_submodule(name).parameters()}
     share = sum(p.numel() for p in beyond) / max(1, sum(p.numel() for p in module.parameters()))
-    if chunks > 1 and share * chunks > UNEVEN:
-        names = first_few(map(repr, sorted(seen.beyond)))
-        rank_zero_warn(
-            f"The last stage has {share:.0%} of the parameters: the step asks for a value, and calls {names} after "
-            f"that. For an even cut ask inside a layer's own forward, or after the layers. {seen.stopped}"
-        )
+    if chunks == 1 or share * chunks <= UNEVEN:
+        return None
+    names = first_few(map(repr, sorted(seen.beyond)))
+    return (
+        f"The last stage has {share:.0%} of the parameters: the step asks for a value, and calls {names} after that. "
+        f"For an even cut ask inside a layer's own forward, or after the layers. {seen.stopped}"
+    )
 
 
 def _check_updates(parts: Partition, seen: Trace) -> None:
