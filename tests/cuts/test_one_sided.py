@@ -353,3 +353,18 @@ def test_a_parameter_may_follow_parameters_in_each_chunk_but_not_what_layers_ret
         flow_of(Teacher(by_output=True), placement=(0, 1, 0, 1))
     with torch.no_grad(), pytest.raises(FlowError, match=r"'teacher.bias', on stage \d, in evaluation. A stage with"):
         flow_of(Teacher(by_output=False), placement=(0, 1, 0, 1))
+
+
+class FollowsLate(Net):
+    """Changes its first layer after its last one."""
+
+    def step(self, x: Tensor) -> Tensor:
+        loss: Tensor = super().step(x)
+        with torch.no_grad():
+            self.stem.bias.mul_(0.9)
+        return loss
+
+
+def test_a_parameter_of_a_stage_that_has_left_the_step_is_not_changed() -> None:
+    with pytest.raises(FlowError, match="changes 'stem.bias', which is on stage 0"):
+        flow_of(FollowsLate())
