@@ -574,6 +574,6 @@ def test_a_value_asked_for_before_most_layers_is_warned_of() -> None:
                 x = block(x)
             return self.head(x).square().mean()
 
-    model = Checked()
+    model = Checked(blocks=8)
     with pytest.warns(UserWarning, match=r"last stage has \d+% of the parameters.*'blocks.1', 'blocks.2'.*own forward"):
         assert partition(model, lambda: model.step(torch.ones(2, 3)), 2).units["blocks.1"] == (1,)
