@@ -63,6 +63,7 @@ class AsynchronousTraining:
         self._owed: dict[int, deque[tuple[Options, int, list[Callable[[], Any]]]]] = {c: deque() for c in versions}
         self.fed = 0  # microbatches so far
         self._batches = 0
+        self._has_updated = False
         self.begun = 0  # updates whose last batch has been fed
         self._fed_to_next = 0  # microbatches fed to the next update
         self._last = 0  # microbatches of the last of those begun
@@ -112,7 +113,7 @@ class AsynchronousTraining:
         self._loose.note(gradients)
 
         def update() -> None:
-            swap_gradients(self._local.parameters, gradients)
+            self._refuse_unforeseen(swap_gradients(self._local.parameters, gradients))
             with self._options.of(chunk, optimizer, options):
                 step = self._run.precision.optimizer_step
                 step(optimizer, model=self._run.module, closure=lambda: None)  # type: ignore[arg-type]
@@ -122,6 +123,18 @@ class AsynchronousTraining:
         versions.update(update, weight, is_second_order(self._late.correction, weight))
         for call in following:
             call()
+
+    def _refuse_unforeseen(self, found: Gradients) -> None:
+        """Refuse gradients that backwards have left on the parameters themselves: a chunk has read a parameter of the
+        stage's other one, which it didn't in the first step."""
+        name = next((name for name, gradient in found.items() if gradient is not None), None)
+        if name is not None and self._has_updated:
+            raise RuntimeError(
+                f"The step reads '{name}' outside of its layer, as it didn't in the first step, in another of the "
+                f"stage's two chunks, so its gradient would be lost. Read it in each step, with a weight: "
+                f"loss + float(global_step >= 100) * term."
+            )
+        self._has_updated = True
 
     # -- where the stages meet -----------------------------------------------------------------------------------
 

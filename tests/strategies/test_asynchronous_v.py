@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from tests.pool import WorkerPool
+from tests.strategies.failures import LIMIT, assert_lost, assert_refused
 from tests.strategies.harness import Report, here, joined, largest_difference, make_trainer, train
 from tests.strategies.models import BATCH, MODELS, Rows
 from tests.strategies.reference import delayed
@@ -188,6 +189,22 @@ def test_what_cannot_be_trained_is_refused_on_all_ranks(
 ) -> None:
     for told in pool.run(refused, 3, model, {"microbatches": 2, "schedule": "vmin"}, averages, init=False):
         assert all(word in told for word in words), told
+
+
+class ReadLate(Deep):
+    """The last chunk reads a weight of the first one, from the third update on."""
+
+    def loss(self, batch: Any) -> Tensor:
+        loss = super().loss(batch)
+        is_due = self._trainer is not None and self.trainer.global_step >= 2
+        return loss + self.net[1][0].weight.square().sum() if is_due else loss
+
+
+def test_a_parameter_that_another_chunk_begins_to_read_is_not_silently_left_out(pool: WorkerPool) -> None:
+    options = {"microbatches": 2, "schedule": "vmin"}
+    found = pool.run(train, 2, ReadLate, "async", options, init=False, timeout=LIMIT, expect_errors=True)
+    assert_refused(found[:1], "RuntimeError", ["'net.1.0.weight'", "in each step"])
+    assert_lost(found[1:])
 
 
 # -- drains -----------------------------------------------------------------------------------------------------------
