@@ -17,8 +17,9 @@ from torch import Tensor
 from lightning_parallel.messages.ends import ends_of
 from lightning_parallel.messages.posting import short_switch_interval
 from lightning_parallel.pipeline.chunk import Chunk, Completing, Microbatch
+from lightning_parallel.pipeline.current_weights import CurrentWeights
 from lightning_parallel.pipeline.stage import Stage
-from lightning_parallel.pipeline.weights import CurrentWeights, Weights
+from lightning_parallel.pipeline.weights import Weights
 from lightning_parallel.ranks.groups import Links
 from lightning_parallel.ranks.layout import Layout
 from lightning_parallel.schedules.actions import Action, BackwardInput, BackwardWeight, Forward, Step, StepOfChunk

@@ -9,6 +9,9 @@ backward::
     "latest"      the same, of the activations only                     w / m
     "2bw"         1, on every stage                                     1
 
+In a V each chunk has updates of its own, and w / m is its mean staleness by its list
+(``schedules/asynchronous_v.py``).
+
 **Corrections.** Let u_t be the optimizer's own update of a stage (what it subtracts from the parameters v), and c the
 stage's mean staleness. Forwards read
 

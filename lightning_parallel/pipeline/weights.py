@@ -1,7 +1,7 @@
 """Decides which version of the weights a microbatch runs with.
 
 A synchronous schedule has one version of the weights between two steps, and autograd needs no help
-(:class:`CurrentWeights`). An asynchronous one steps while microbatches are in flight, whose backward must not see the
+(``current_weights.py``). An asynchronous one steps while microbatches are in flight, whose backward must not see the
 new weights (:class:`WeightVersions`)::
 
     update       ----- 0 ------- 1 ------- 2 ------->
@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial, reduce
@@ -31,63 +31,12 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from lightning_parallel.absent.tensor import AbsentTensor
 from lightning_parallel.losses.normaliser import BatchLoss
+from lightning_parallel.pipeline.current_weights import CurrentWeights, gradients_apart
 from lightning_parallel.pipeline.staleness import Stashing, extrapolate
-from lightning_parallel.private.torch import copy_all, parameters_of, places_of
+from lightning_parallel.private.torch import copy_all, places_of
 from lightning_parallel.tensor_lists import added, alike, copied, multiply
 from lightning_parallel.values import changed
-
-
-class CurrentWeights:
-    """The module's own parameters, for synchronous schedules. Gradients accumulate in ``p.grad``."""
-
-    reading = None  # updates aren't counted
-
-    def __init__(self, module: nn.Module) -> None:
-        # Where modules keep their parameters, not the parameters: gathering replaces them, and pruning renames them.
-        # What other stages hold stays absent.
-        stores = (parameters_of(each) for each in module.modules())
-        self._stores = [store for store in stores if any(not isinstance(p, AbsentTensor) for p in store.values())]
-
-    def forward(self, step: Callable[[], Any]) -> tuple[Any, None]:
-        """Run ``step`` with the weights that a forward starting now uses. Returns its result, and a token for the
-        backward."""
-        return step(), None
-
-    def backward(
-        self, token: None, loss: BatchLoss | None = None, *, in_halves: bool = False
-    ) -> AbstractContextManager[None]:
-        """A context for the backward of the forward that returned ``token``, or for its first half. ``loss`` is the
-        whole batch's."""
-        return self.second_half(token)
-
-    def second_half(self, token: None, loss: BatchLoss | None = None) -> AbstractContextManager[None]:
-        """A context for the other half."""
-        return gradients_apart([p for store in self._stores for p in store.values() if p is not None])
-
-    def end_batch(self, loss: BatchLoss, token: None) -> None:
-        """Nothing: the strategy completes the gradients when the batch's list has ended."""
-
-
-@contextmanager
-def gradients_apart(leaves: Iterable[Tensor]) -> Iterator[None]:
-    """A context for a backward, in which the first gradients of leaves get memory of their own. For one sample,
-    autograd takes one memory for the gradients of p and q in ``x + p[None] + q[None]``, and would add the next
-    microbatch's to it twice."""
-    first = {id(leaf): leaf for leaf in leaves if leaf.requires_grad and leaf.grad is None}
-    yield
-    taken: set[int] = set()
-    for leaf in first.values():
-        gradient = leaf.grad
-        if gradient is not None and gradient.layout is not torch.strided:
-            leaf.grad = gradient.clone()  # its values may lie where another gradient does
-        elif type(gradient) is Tensor:
-            place = gradient.untyped_storage().data_ptr()
-            if place in taken:
-                leaf.grad = gradient.clone()
-            if place:  # empty ones have none
-                taken.add(place)
 
 
 @dataclass(eq=False)
