@@ -33,6 +33,7 @@ class Cost:
 
     Attributes:
         forward, backward: seconds; zero if it wasn't timed.
+        first: those of the backward's first half, which the layer before waits for.
         inner: bytes held from its forward to its backward, besides its inputs and outputs.
         inputs: those of its inputs that are held.
         outputs: those of its outputs that are held.
@@ -43,6 +44,7 @@ class Cost:
 
     forward: float = 0.0
     backward: float = 0.0
+    first: float = 0.0
     inner: float = 0.0
     inputs: float = 0.0
     outputs: float = 0.0
@@ -63,18 +65,19 @@ class Cost:
 
 def kind_of(unit: nn.Module, args: Any, kwargs: Any) -> Any:
     """A key that is equal for calls that take the same: layers of one class, shapes and numbers, and inputs of one
-    shape. What a layer is called, and its number among equal ones, doesn't count."""
+    shape, of layers or of the batch. What a layer is called, and its number among equal ones, doesn't count."""
     parts = []
     for part in unit.modules():
         plain = {name: value for name, value in vars(part).items() if isinstance(value, (int, float, str))}
         numbers = tuple(sorted((k, v) for k, v in plain.items() if not k.endswith(_NUMBERS)))
         own = tuple((tuple(p.shape), p.dtype, p.requires_grad) for p in part.parameters(recurse=False))
         parts.append((type(part), numbers, own))
-    inputs = [(tuple(x.shape), x.dtype) if isinstance(x, Tensor) else _plain(x) for x in tree_leaves((args, kwargs))]
-    return tuple(parts), tuple(inputs), torch.is_autocast_enabled("cpu")
+    return tuple(parts), tuple(map(_kind, tree_leaves((args, kwargs))))
 
 
-def _plain(value: Any) -> Any:
+def _kind(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return tuple(value.shape), value.dtype, isinstance(value, AbsentTensor)
     return value if isinstance(value, PLAIN) else type(value)
 
 
@@ -136,8 +139,14 @@ def tried(
         for tensor in given:
             tensor.grad = None
 
-    backward = seconds_of(both, device) - forward if gradients else 0.0
-    return replace(cost, forward=forward, backward=max(backward, 0.0))
+    arrived = [tensor for tensor in given if tensor.requires_grad]
+
+    def half() -> None:
+        torch.autograd.grad(_differentiable(run()), arrived, gradients, allow_unused=True)
+
+    backward = max(0.0, seconds_of(both, device) - forward) if gradients else 0.0
+    first = seconds_of(half, device) - forward if gradients and arrived else 0.0
+    return replace(cost, forward=forward, backward=backward, first=min(backward, max(0.0, first)))
 
 
 class _Saved:

@@ -33,6 +33,7 @@ class ChunkCost:
 
     Attributes:
         forward, backward: seconds.
+        first: the part of the backward that is in its first half.
         held: bytes from its forward to its backward.
         between: bytes between the halves of its backward.
         working: bytes that its largest layer computes, which are there for a moment.
@@ -41,6 +42,7 @@ class ChunkCost:
 
     forward: float
     backward: float
+    first: float
     held: int
     between: int
     working: int
@@ -200,15 +202,16 @@ class Profile:
         seconds = self._device.computes(call.operations, call.computed)
         if cost is None:
             self.untried.add(call.unit)
-            cost = Cost(seconds, 2 * seconds, inner=call.computed)
+            cost = Cost(seconds, 2 * seconds, seconds, inner=call.computed)
         elif not self._device.measured:
-            cost = replace(cost, forward=seconds, backward=2 * seconds)
+            cost = replace(cost, forward=seconds, backward=2 * seconds, first=seconds)
         operations, nbytes = look.around[index] if index < len(look.around) else (0, 0)
         more = self._device.computes(operations, nbytes)
         return replace(
             cost,
             forward=cost.forward + more,
             backward=cost.backward + 2 * more,
+            first=cost.first + 2 * more,
             around=nbytes,
             computed=call.computed + nbytes,
             returned=call.returned,
@@ -228,9 +231,14 @@ def _chunk(items: Sequence[tuple[TracedCall, Cost]], again: Collection[str]) -> 
         # The inputs of a layer that runs again are outputs of others: about as large as its own.
         own = cost.inputs or (cost.returned if call.unit in again else 0.0)
         inputs[call.needs] = max(inputs.get(call.needs, 0.0), own)
+    forward = sum(cost.forward for _, cost in items)
+    backward = sum(cost.backward + cost.forward * (call.unit in again) for call, cost in items)
+    # Layers that run again have a backward in one piece.
+    first = sum(cost.backward + cost.forward if call.unit in again else cost.first for call, cost in items)
     return ChunkCost(
-        forward=max(1e-9, sum(cost.forward for _, cost in items)),
-        backward=max(1e-9, sum(cost.backward + cost.forward * (call.unit in again) for call, cost in items)),
+        forward=max(1e-9, forward),
+        backward=max(1e-9, backward),
+        first=min(1.0, first / backward) if backward else 1.0,
         held=round(held + sum(inputs.values())),
         between=round(saved + sum(inputs.values())),
         working=round(max((cost.computed for _, cost in items), default=0.0)),

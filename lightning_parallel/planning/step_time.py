@@ -124,7 +124,8 @@ def _simulated(
         schedule = repeated(choice.schedule(), count)
     latency = device.message(max((chunk.sent for chunk in chunks[:-1]), default=0))
     forward = [chunk.forward + added for chunk in chunks]
-    return simulate(schedule, forward, [c.backward for c in chunks], list(updates), latency), count
+    backward, first = [chunk.backward for chunk in chunks], [chunk.first for chunk in chunks]
+    return simulate(schedule, forward, backward, list(updates), latency, first), count
 
 
 def _period(simulation: Simulation, updates: int) -> float:

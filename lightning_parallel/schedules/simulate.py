@@ -93,6 +93,7 @@ def simulate(
     backward: float | Sequence[float] = 2.0,
     step: float | Sequence[float] = 0.0,
     latency: float = 0.0,
+    first: float | Sequence[float] = 0.5,
 ) -> Simulation:
     """Run a schedule on paper: every action starts as soon as its stage is free and its message is there. By default
     chunks are equal, backwards take twice as long as forwards, and messages no time, which gives the bubble by theory.
@@ -104,6 +105,7 @@ def simulate(
         step: the duration of an update, for all stages or for each, in the same unit.
         latency: the time from the end of an action until another stage can use its message. Messages overlap with
             computing and with each other.
+        first: the part of a backward that is in its first half, for all chunks or for each.
 
     Raises:
         ValueError: a duration is not positive (`step`, `latency`: negative), there is a wrong number of them, or the
@@ -116,7 +118,7 @@ def simulate(
     steps = _durations("step", step, len(schedule), "stages", allow_zero=True)
     if latency < 0:
         raise ValueError(f"latency={latency}: give 0 or more.")
-    shares = {Backward: 1.0, BackwardInput: 0.5, BackwardWeight: 0.5}
+    firsts = _durations("first", first, len(places), "chunks", allow_zero=True)
     rows: list[list[Timed]] = [[] for _ in schedule]
     arrivals: dict[Message, tuple[int, float]] = {}  # from which stage, and when it was sent
     for action in dependency_order(schedule):
@@ -125,7 +127,9 @@ def simulate(
         elif isinstance(action, Forward):
             stage, duration = places[action.chunk], forwards[action.chunk]
         else:
-            stage, duration = places[action.chunk], backwards[action.chunk] * shares[type(action)]
+            part = firsts[action.chunk]
+            share = {BackwardInput: part, BackwardWeight: 1 - part}.get(type(action), 1.0)
+            stage, duration = places[action.chunk], backwards[action.chunk] * share
         row = rows[stage]
         start = row[-1].end if row else 0.0
         message = needed(action, len(places))

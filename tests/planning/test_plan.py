@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import time
+from itertools import pairwise
 from typing import Any
 
 import lightning as L
 import pytest
 import torch
+from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_parallel import plan
+from lightning_parallel.comparison import check, runs
 from lightning_parallel.planning.layouts import Choice, choices
 from lightning_parallel.schedules.simulate import simulate
 from tests.faults.models import Blocks, Words
+from tests.pool import WorkerPool
 
 
 class Sleeping(torch.autograd.Function):
@@ -56,6 +60,18 @@ class Sleepers(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
+class Products(L.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(256, 256) for _ in range(4)))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.layers(batch).pow(2).mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
 class Manual(Blocks):
     def __init__(self) -> None:
         super().__init__()
@@ -79,6 +95,43 @@ def test_the_time_is_that_of_the_simulation_with_known_times() -> None:
     assert by_count[8] < by_count[4]  # the bubble is smaller
     ddp = next(row for row in rows if row.strategy == "ddp")
     assert ddp.time.computing == pytest.approx(3 * 4 * 0.002 * 2, rel=0.3)
+
+
+class Clock(Callback):
+    """The ends of batches."""
+
+    def __init__(self) -> None:
+        self.ends: list[float] = []
+
+    def on_train_batch_end(self, *args: Any, **kwargs: Any) -> None:
+        self.ends.append(time.monotonic())
+
+
+def measured(choice: Choice, seconds: list[float]) -> float:
+    """The least seconds of a step, on two ranks that sleep most of the time."""
+    clock, shares = Clock(), runs.Shares([torch.randn(8, 4) for _ in range(5)])
+    layout = check._layout(choice.strategy, choice.options, 2)
+    trainer = runs.trainer_of(shares, clock, strategy=layout, devices=2, accelerator="cpu")
+    runs.fit(trainer, Sleepers(*seconds), None, shares)
+    return min(after - before for before, after in pairwise(clock.ends[1:]))
+
+
+def test_a_run_takes_the_time_that_was_planned(pool: WorkerPool) -> None:
+    seconds = [0.005] * 4
+    rows = plan(Sleepers(*seconds), torch.randn(8, 4), devices=2).rows
+    for strategy in ("pipeline_gpipe", "pipeline_1f1b", "fully_sharded"):
+        row = next(each for each in rows if each.strategy == strategy)
+        found = max(pool.run(measured, 2, row.choice, seconds, init=False))
+        assert row.time.total == pytest.approx(found, rel=0.25), strategy
+
+
+def test_halves_of_a_backward_are_timed() -> None:
+    """A layer of a user's own function has all of it in the first half; a product of matrices about a half there."""
+    rows = plan(Sleepers(*[0.005] * 4), torch.randn(8, 4), devices=2).rows
+    asleep = next(row.chunks for row in rows if row.strategy == "pipeline_zbv")
+    assert all(chunk.first > 0.9 for chunk in asleep[1:])
+    wide = next(row.chunks for row in plan(Products(), torch.randn(512, 256), devices=2).rows if row.choice.is_pipeline)
+    assert 0.3 < wide[-1].first < 0.8
 
 
 def test_cuts_are_moved_by_time() -> None:

@@ -67,6 +67,7 @@ def test_durations_may_differ_by_stage_and_steps_count_as_busy() -> None:
         ({"forward": [1.0]}, "one for each of the 2 chunks"),
         ({"step": -1.0}, "step=-1.0"),
         ({"latency": -0.1}, "latency=-0.1"),
+        ({"first": -0.1}, "first=-0.1"),
     ],
 )
 def test_bad_durations_are_refused_by_name(arguments: dict[str, float], setting: str) -> None:
@@ -148,6 +149,8 @@ def test_a_limit_in_bytes_holds_for_short_batches_with_unequal_chunks_too() -> N
 def test_the_halves_of_a_backward_share_its_time() -> None:
     row = simulate(zbv(1, 1), 1.0, 4.0).rows[0]
     assert [timed.end - timed.start for timed in row] == [1.0, 1.0, 2.0, 4.0, 2.0, 0.0]
+    row = simulate(zbv(1, 1), 1.0, 4.0, first=[1.0, 0.75]).rows[0]
+    assert [timed.end - timed.start for timed in row] == [1.0, 1.0, 3.0, 4.0, 1.0, 0.0]
 
 
 def test_a_chunk_s_activations_are_held_to_the_end_of_its_backward() -> None:
