@@ -115,8 +115,9 @@ def tried(
     args, kwargs = tree_map(real, (args, kwargs))
 
     def run() -> Any:
+        now_args, now_kwargs = with_own_objects((args, kwargs))
         with torch.enable_grad(), context():
-            return own(*args, **kwargs)
+            return own(*now_args, **now_kwargs)
 
     saved = _Saved()
     with saved_tensors_hooks(saved.note, lambda tensor: tensor):
@@ -147,6 +148,21 @@ def tried(
     backward = max(0.0, seconds_of(both, device) - forward) if gradients else 0.0
     first = seconds_of(half, device) - forward if gradients and arrived else 0.0
     return replace(cost, forward=forward, backward=backward, first=min(backward, max(0.0, first)))
+
+
+def with_own_objects(arguments: Any) -> Any:
+    """Arguments with copies of the objects in them, such as a cache, to which a layer writes. Tensors and modules are
+    the same."""
+
+    def own(value: Any) -> Any:
+        if isinstance(value, (Tensor, nn.Module, *PLAIN)):
+            return value
+        try:
+            return copy.deepcopy(value)
+        except Exception:  # any: of the user's class, which doesn't allow it
+            return value
+
+    return tree_map(own, arguments)
 
 
 class _Saved:

@@ -20,7 +20,7 @@ from lightning_parallel.absent.tensor import AbsentMemory, AbsentTensor
 from lightning_parallel.cuts.partition import Partition
 from lightning_parallel.interception import Interception
 from lightning_parallel.planning.devices import Device
-from lightning_parallel.planning.layer_costs import Cost, kind_of, tried
+from lightning_parallel.planning.layer_costs import Cost, kind_of, tried, with_own_objects
 from lightning_parallel.private.torch import tensors_in
 from lightning_parallel.tracing.dry_run import trace
 from lightning_parallel.tracing.operations import OperationsNoted
@@ -72,7 +72,8 @@ class _Around(OperationsNoted):
 
     def before(self, name: str, unit: nn.Module, args: Any, kwargs: Any) -> None:
         self.inside = True
-        self.given[name, sum(1 for other, _ in self.given if other == name)] = args, kwargs
+        number = sum(1 for other, _ in self.given if other == name)
+        self.given[name, number] = with_own_objects((args, kwargs))
         for tensor in tensors_in((args, kwargs)):
             if isinstance(tensor, AbsentTensor):
                 self._add(0, -self._made.pop(tensor.memory, 0))
