@@ -239,7 +239,8 @@ def fingerprint(batch: Any) -> str:
     """A hash of the batch's tensors: batches with different tensors have different ones."""
     digest = hashlib.blake2b()
     for tensor in tensors(batch):
-        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+        dense = tensor if tensor.layout is torch.strided else tensor.to_dense()
+        digest.update(dense.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
 
 

@@ -14,7 +14,17 @@ from torch.nn.utils.rnn import PackedSequence, pack_sequence
 from transformers import BatchEncoding
 from transformers.modeling_outputs import CausalLMOutput
 
-from lightning_parallel.batch import batch_size, join_outputs, mapped, rebuilt, sizes, split, tensors, weighted_mean
+from lightning_parallel.batch import (
+    batch_size,
+    fingerprint,
+    join_outputs,
+    mapped,
+    rebuilt,
+    sizes,
+    split,
+    tensors,
+    weighted_mean,
+)
 
 
 class Pair(NamedTuple):
@@ -279,3 +289,8 @@ def test_parts_of_a_tensor_carry_what_it_carries() -> None:
     batch.labels = ["a", "b"]  # type: ignore[attr-defined]
     parts = split({"x": batch}, 2)
     assert [part["x"].labels for part in parts] == [["a", "b"]] * 2 and [len(part["x"]) for part in parts] == [2, 1]
+
+
+def test_sparse_tensors_have_the_fingerprint_of_their_values() -> None:
+    dense = torch.eye(3)
+    assert fingerprint([dense.to_sparse()]) == fingerprint([dense]) != fingerprint([2 * dense.to_sparse()])

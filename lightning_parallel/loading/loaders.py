@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
 from itertools import product
@@ -18,7 +18,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from lightning_parallel.batch import fingerprint
 from lightning_parallel.private.lightning.replaced import replaced
-from lightning_parallel.ranks.collectives import all_alike, broadcast_object, gather_objects
+from lightning_parallel.ranks.collectives import Group, all_alike, broadcast_object, gather_objects
 from lightning_parallel.ranks.layout import Layout
 from lightning_parallel.ranks.run import Run
 from lightning_parallel.ranks.user_collectives import Collectives
@@ -85,14 +85,21 @@ def refuse_unequal_steps(run: Run, kind: str, batches: Sequence[float]) -> None:
     Raises:
         ValueError: on all replicas.
     """
-    for loader, counts in enumerate(zip(*gather_objects([*batches], run.groups.along("data")), strict=True)):
+    for loader, fewest, most in _unequal(batches, run.groups.along("data")):
+        raise ValueError(
+            f"Of loader {loader} one replica has {fewest:.0f} batches, and another one {most:.0f}, but they take their "
+            f"steps together. Leave use_distributed_sampler=True, give samplers equal lengths, take another batch "
+            f"size, or set limit_{kind}_batches={fewest:.0f}."
+        )
+
+
+def _unequal(batches: Sequence[float], group: Group) -> Iterator[tuple[int, float, float]]:
+    """The loaders of which ranks have unequal numbers of batches, with the fewest and the most. All ranks of the group
+    call it."""
+    for loader, counts in enumerate(zip(*gather_objects([*batches], group), strict=True)):
         known = {count for count in counts if math.isfinite(count)}
         if len(known) > 1:
-            raise ValueError(
-                f"Of loader {loader} one replica has {min(known):.0f} batches, and another one {max(known):.0f}, but "
-                f"they take their steps together. Leave use_distributed_sampler=True, give samplers equal lengths, "
-                f"take another batch size, or set limit_{kind}_batches={min(known):.0f}."
-            )
+            yield loader, min(known), max(known)
 
 
 class SameBatches:
@@ -136,10 +143,23 @@ class SameBatches:
             self._has_checked = True
             self._compare(batch, index)
 
-    def begin_evaluation(self) -> None:
-        """Called before an evaluation draws its first batch. All ranks of the replica call it."""
+    def begin_evaluation(self, batches: Sequence[float]) -> None:
+        """Called before an evaluation's first batch. All ranks of the replica call it. Loaders with workers have drawn
+        their order by then.
+
+        Args:
+            batches: for each loader their number, infinite where it isn't known.
+
+        Raises:
+            RuntimeError: a loader has more batches on one of the ranks, on all of them.
+        """
         self._evaluated = 0
         self.agree()
+        for loader, fewest, most in _unequal(batches, self._run.groups.model):
+            raise RuntimeError(
+                f"The ranks of one replica see different batches: of loader {loader} one has {fewest:.0f}, and another "
+                f"one {most:.0f}. Every stage and every tensor rank must load the same samples in the same order."
+            )
 
     def check_evaluation(self, batch: Any) -> None:
         """Called with each batch of an evaluation. Raises as :meth:`check` does."""

@@ -482,7 +482,7 @@ class LayoutStrategy(ParallelStrategy):
     def _begin_evaluation(self, kind: str, batches: Sequence[float]) -> None:
         self.share_buffers()
         if self._same_batches is not None:
-            self._same_batches.begin_evaluation()
+            self._same_batches.begin_evaluation(batches)
         if self.local_model.is_fully_sharded:
             loaders.refuse_unequal_steps(self.run, kind, batches)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import os
 import random
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -165,6 +166,17 @@ def test_draws_of_one_rank_that_change_data_within_an_evaluation_end_it(pool: Wo
         validate_on_rank_zero, 2, "sync", "augmented", "on_validation_batch_end", init=False, expect_errors=True
     )
     assert all("RuntimeError: The ranks of one replica see different batches" in text for text in failures)
+
+
+def validate_other_numbers() -> None:
+    samples = loader().dataset.samples  # type: ignore[attr-defined]
+    own = Rows(samples[: 8 + 4 * int(os.environ["RANK"])])
+    make_trainer("sync", [], None).validate(Validated(), DataLoader(own, 4), verbose=False)
+
+
+def test_unequal_numbers_of_batches_end_an_evaluation(pool: WorkerPool) -> None:
+    failures = pool.run(validate_other_numbers, 2, init=False, expect_errors=True)
+    assert all("RuntimeError: The ranks of one replica see different batches: of loader 0" in text for text in failures)
 
 
 # -- random numbers of the model -----------------------------------------------------------------------------

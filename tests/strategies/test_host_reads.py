@@ -55,7 +55,7 @@ IN_HOST_MEMORY = {
     "uses.py compare": "whether replicas have used the same modules, from host to host",
     "dropout.py enter": "the state of torch's generator",
     "batch.py fingerprint": "whether ranks load the same batches, in batches 0, 1, 2, 4, 8, ... of an epoch",
-    "loaders.py check": "what they have found",
+    "loaders.py _compare": "what they have found",
 }
 ONCE_A_BATCH = {
     "logger_connector.py on_batch_end": "Lightning's: metrics of the progress bar",
