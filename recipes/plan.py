@@ -1,7 +1,4 @@
-"""``python -m recipes.plan``, with the words of recipes.train: which layouts fit, and what will each cost?
-
-It plans for ``plan.devices`` with ``plan.memory`` each, in one process.
-"""
+"""``python -m recipes.plan``, with the words of recipes.train: the layouts that fit, and what each will cost."""
 
 import sys
 
@@ -11,7 +8,7 @@ from recipes import train
 def main() -> None:
     """The command line."""
     words = [word for word in sys.argv if not word.startswith(("strategy", "+command="))]
-    sys.argv = [*words, "+command=plan", "task_name=plan", "strategy=single"]
+    sys.argv = [*words, "+command=plan", "task_name=plan", "strategy=single", "print_config=false"]
     train.main()
 
 

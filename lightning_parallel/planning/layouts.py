@@ -103,10 +103,14 @@ def choices(devices: int, samples: int) -> Iterator[Choice]:
         if samples % replicas:
             continue
         yield Choice("tensor_parallel", data=replicas, tensor=size)
+        lists: list[Schedule] = []  # with few stages or microbatches some schedules have the same
         for schedule in (*_SYNCHRONOUS, "async"):
             counts = {min(each * size, samples // replicas) for each in _A_STAGE}
             for count in sorted(counts):
-                yield Choice(f"pipeline_{schedule}", size, replicas, microbatches=count)
+                choice = Choice(f"pipeline_{schedule}", size, replicas, microbatches=count)
+                if choice.is_late or choice.schedule() not in lists:
+                    lists.append(choice.schedule())
+                    yield choice
 
 
 def with_checkpointing(choice: Choice) -> Choice:

@@ -153,6 +153,8 @@ def test_layouts_fill_all_devices() -> None:
     assert Choice("pipeline_zbv", 2, 2, microbatches=4) in found
     assert {choice.strategy for choice in choices(4, 3)} >= {"pipeline_1f1b"}
     assert not {"ddp", "fully_sharded"} & {choice.strategy for choice in choices(4, 3)}  # a replica has no sample
+    in_a_v = {choice.strategy for choice in choices(2, 4) if choice.microbatches == 2 and choice.stages == 2}
+    assert {"pipeline_zbv"} == in_a_v & {"pipeline_zbv", "pipeline_vhalf", "pipeline_vmin"}  # they have one list
 
 
 def test_refusals_name_what_is_in_the_way() -> None:
