@@ -27,7 +27,7 @@ from lightning_parallel.late.settings import LateGradients
 from lightning_parallel.pipeline.engine import Engine
 from lightning_parallel.pipeline.staleness import is_second_order
 from lightning_parallel.pipeline.weights import WeightVersions
-from lightning_parallel.ranks.collectives import broadcast_tensors, guarded
+from lightning_parallel.ranks.collectives import broadcast_tensors, guarded, highest
 from lightning_parallel.ranks.local_model import LocalModel
 from lightning_parallel.ranks.run import Run
 from lightning_parallel.schedules.actions import Action
@@ -56,6 +56,9 @@ class AsynchronousTraining:
         self._local, self.versions = local, versions
         self._completed = completed
         self._list = late.actions(run.layout.stages, run.layout.stage)
+        self._replicas: dist.ProcessGroup | None = None  # in a V this stage's, between hosts: no device waits
+        if late.in_v(run.layout.stages) and run.layout.size("data") > 1:
+            self._replicas = run.groups.on_host(run.layout.peers("data"))
         self._options = OwnOptions()
         self._loose = _LooseParameters(sorted(partition.loose), local, run)
         # Updates whose batches have been fed, the oldest first: the optimizer's options as they were when the last of
@@ -79,6 +82,8 @@ class AsynchronousTraining:
     def feed(self, engine: Engine, count: int, ends_update: bool) -> Iterator[Action]:
         """Register a batch of ``count`` microbatches before it runs, and give the actions that fall due. If it
         ``ends_update``, an update follows it."""
+        if self._replicas is not None:
+            self._refuse_unequal(count, self._replicas)
         if not self.fed:
             self._late.check(self._layout.stages, count * self._run.trainer.accumulate_grad_batches)
         if self._late.weights == "2bw" and 0 < self._last < self._late.ahead(self._layout.stages, 0):
@@ -96,6 +101,26 @@ class AsynchronousTraining:
             self.begun += 1
             self._last, self._fed_to_next = self._fed_to_next, 0
         return self._list.feed(count, ends_update=ends_update)
+
+    def _refuse_unequal(self, count: int, replicas: dist.ProcessGroup) -> None:
+        """Refuse a batch with another number of microbatches on another replica. In a V it decides what falls due, and
+        in which order the chunks make their updates: replicas would wait for each other's gradients for ever, or
+        average those of different chunks. They meet at each update anyhow.
+
+        Raises:
+            ValueError: on all ranks.
+        """
+        most, least = highest(replicas, count, -count)
+        if most == -least:
+            return
+        # All stages find the same, each when it begins this batch. One that left before would seem to be lost.
+        self._run.collectives.barrier()
+        batch = self._run.trainer.fit_loop.batch_idx
+        raise ValueError(
+            f"data_parallel={self._layout.size('data')} with schedule={self._late.schedule!r}: replicas have from "
+            f"{-least} to {most} microbatches of batch {batch}, but in a V they need equally many. Use batches of "
+            f"equal sizes (drop_last=True in the DataLoader), or schedule='1f1b'."
+        )
 
     @property
     def after_last(self) -> list[Callable[[], Any]] | None:

@@ -191,6 +191,31 @@ def test_what_cannot_be_trained_is_refused_on_all_ranks(
         assert all(word in told for word in words), told
 
 
+class UnequalReplicas(Deep):
+    """The last batch of the second replica is smaller."""
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        kwargs = self.trainer.distributed_sampler_kwargs
+        assert kwargs is not None
+        last = [8] if kwargs["rank"] else [8, 9, 10, 11]
+        return DataLoader(Rows(self.samples()), batch_sampler=[[0, 1, 2, 3], [4, 5, 6, 7], last])
+
+
+def refused_for_replicas(stages: int) -> str:
+    options = {"stages": stages, "data_parallel": 2, "microbatches": 4, "schedule": "vhalf"}
+    trainer = make_trainer("async", [], options, use_distributed_sampler=False)
+    with pytest.raises(ValueError) as caught:
+        trainer.fit(UnequalReplicas())
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("stages", [2, 3])
+def test_unequal_microbatches_of_replicas_are_refused_on_all_ranks(pool: WorkerPool, stages: int) -> None:
+    words = ["data_parallel=2", "schedule='vhalf'", "from 1 to 4", "batch 2", "drop_last=True"]
+    for told in pool.run(refused_for_replicas, 2 * stages, stages, init=False, timeout=LIMIT):
+        assert all(word in told for word in words), told
+
+
 class ReadLate(Deep):
     """The last chunk reads a weight of the first one, from the third update on."""
 
