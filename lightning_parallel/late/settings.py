@@ -60,6 +60,8 @@ class LateGradients:
 
     def correction_factor(self, stages: int, chunk: int, microbatches: int) -> float:
         """The weight of the last update in the weights that a chunk's forwards read."""
+        if self.correction is None:
+            return 0.0  # how late a chunk is takes a while to count out
         return correction_weight(self.correction, self.weights, self.ahead(stages, chunk, microbatches), microbatches)
 
     def may_correct(self, stages: int, chunk: int) -> bool:
@@ -68,11 +70,14 @@ class LateGradients:
 
     def rate_factor(self, stages: int, chunk: int, microbatches: int, update: int) -> float:
         """The factor of a chunk's learning rate at an update (from 0)."""
+        if self.lr_discount is None:
+            return 1.0
         return discount(self.staleness(stages, chunk, microbatches), update, self.lr_discount)
 
     def copies(self, stages: int, chunk: int, microbatches: int) -> int:
         """The most copies of a chunk's weights that its stage holds besides its parameters."""
-        if self.schedule != "1f1b" and stages > 1:
+        if self.in_v(stages):
+            assert self.schedule != "1f1b"
             late = steady(self.schedule, stages, microbatches).most[chunk]
             return late + (self.correction_factor(stages, chunk, microbatches) > 0)
         return copies(self.weights, self.correction, self.ahead(stages, chunk), microbatches)

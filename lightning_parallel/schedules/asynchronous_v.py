@@ -225,7 +225,17 @@ def lists(shape: VShape, stages: int, microbatches: int, updates: int) -> Schedu
 
 @lru_cache(maxsize=256)
 def steady(shape: VShape, stages: int, microbatches: int) -> Steady:
-    """What the lists of V-Half or V-Min cost, in batches after the fill."""
+    """What the lists of V-Half or V-Min cost, in batches after the fill.
+
+    Twice as many microbatches as stages are enough for a stage to come back, within a batch, to the block that is
+    repeated. From there on a batch's beginning and end are the same, however long its middle is: as many microbatches
+    are late, and stages wait as long. So no longer batch needs to be counted out.
+    """
+    if microbatches > (enough := 2 * stages):
+        found = steady(shape, stages, enough)
+        waits = enough * (1 / found.busy - 1)  # in microbatches' time, for each batch
+        late_ones = tuple(each * enough / microbatches for each in found.staleness)
+        return found._replace(staleness=late_ones, busy=microbatches / (microbatches + waits))
     fill = 3 + 4 * stages // microbatches
     made = lists(shape, stages, microbatches, fill + _MEASURED + fill)
     counted = range(fill * microbatches, (fill + _MEASURED) * microbatches)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import re
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 
@@ -11,6 +12,7 @@ import pytest
 
 from lightning_parallel.schedules.actions import Action, BackwardWeight, Forward, Step, StepOfChunk
 from lightning_parallel.schedules.asynchronous_v import AsyncV, VShape, lists, steady
+from lightning_parallel.schedules.blocks import PERIOD
 from lightning_parallel.schedules.checks import dependency_order, validate
 from lightning_parallel.schedules.simulate import most_held, simulate
 from recipes.schedule.figures import clock_table
@@ -103,6 +105,34 @@ def test_what_the_lists_cost(shape: VShape, stages: int) -> None:
     assert max(found.most) == 1 and found.staleness[-1] == 0
     assert found.busy > (0.95 if shape == "vhalf" else 0.88)
     assert found.busy < steady(shape, stages, 4 * stages).busy
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("stages", [2, 3, 5])
+def test_what_long_batches_cost_follows_from_shorter_ones(shape: VShape, stages: int) -> None:
+    microbatches, updates = 5 * stages + 1, 5
+    made = lists(shape, stages, microbatches, updates)
+    late: Counter[int] = Counter()  # by chunk, of the batch in the middle
+    for actions in made:
+        steps: Counter[int] = Counter()
+        for action in actions:
+            if isinstance(action, StepOfChunk):
+                steps[action.chunk] += 1
+            elif isinstance(action, Forward) and action.microbatch // microbatches == 2:
+                late[action.chunk] += 2 - steps[action.chunk]
+    found = steady(shape, stages, microbatches)
+    assert [late[chunk] / microbatches for chunk in range(2 * stages)] == pytest.approx(found.staleness, abs=1e-12)
+    last = [t for t in simulate(made).rows[-1] if isinstance(t.action, Forward) and t.action.chunk == 2 * stages - 1]
+    ends = {timed.action.microbatch: timed.end for timed in last if isinstance(timed.action, Forward)}
+    period = (ends[4 * microbatches - 1] - ends[2 * microbatches - 1]) / 2
+    assert found.busy == pytest.approx(PERIOD * microbatches / period, abs=1e-12)
+    assert found.held == tuple(most_held(actions, [1] * 2 * stages, [1] * 2 * stages) for actions in made)
+
+
+def test_very_long_batches_are_not_counted_out() -> None:
+    began = time.perf_counter()
+    assert 0 < steady("vhalf", 8, 2_000).staleness[0] < 1e-2
+    assert time.perf_counter() - began < 10
 
 
 def test_a_drain_and_small_batches_hold_no_more() -> None:
