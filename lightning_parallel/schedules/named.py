@@ -26,6 +26,7 @@ SCHEDULES: Mapping[str, Generator] = MappingProxyType(
 )
 
 Endless: TypeAlias = Literal["1f1b", "vhalf", "vmin"]
+TITLES: Mapping[Endless, str] = MappingProxyType({"1f1b": "1F1B", "vhalf": "V-Half", "vmin": "V-Min"})
 
 
 def endless(schedule: Endless, stages: int, stage: int, extra_in_flight: int = 0) -> AsyncOneFOneB | AsyncV:

@@ -47,7 +47,7 @@ from lightning_parallel.private.lightning.averaging import Averaging
 from lightning_parallel.private.lightning.launching import callbacks_of
 from lightning_parallel.ranks.layout import Placement
 from lightning_parallel.schedules.asynchronous_v import steady
-from lightning_parallel.schedules.named import Endless, placement_of
+from lightning_parallel.schedules.named import TITLES, Endless, placement_of
 from lightning_parallel.schedules.simulate import most_held
 from lightning_parallel.set_up.options import StagedOptions
 from lightning_parallel.settings import Count, Natural, takes
@@ -328,8 +328,7 @@ class AsyncPipelineStrategy(StagedStrategy):
         extra, count = self._late.extra_in_flight, self.training.fed // max(1, self.training.begun)
         more = f", {extra} extra in flight" if extra else ""
         batches = f"{count} microbatch{'' if count == 1 else 'es'}"
-        name = {"1f1b": "1F1B", "vhalf": "V-Half", "vmin": "V-Min"}[self._late.schedule]
-        return f"asynchronous {name}, {self.layout.stages} stages, {batches} an update{more}"
+        return f"asynchronous {TITLES[self._late.schedule]}, {self.layout.stages} stages, {batches} an update{more}"
 
     @override
     def theoretical_bubble(self) -> float:
