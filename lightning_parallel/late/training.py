@@ -138,6 +138,8 @@ class AsynchronousTraining:
         self._loose.note(gradients)
 
         def update() -> None:
+            if not self._has_step(chunk):
+                return
             self._refuse_unforeseen(swap_gradients(self._local.parameters, gradients))
             with self._options.of(chunk, optimizer, options):
                 step = self._run.precision.optimizer_step
@@ -148,6 +150,13 @@ class AsynchronousTraining:
         versions.update(update, weight, is_second_order(self._late.correction, weight))
         for call in following:
             call()
+
+    def _has_step(self, chunk: int) -> bool:
+        """Does the optimizer step for this chunk? Where one of a stage's two trains nothing of its own, it and
+        its hooks are left to the other one."""
+        first, *_ = self.versions
+        trained = [each for each, versions in self.versions.items() if versions.trains]
+        return chunk in (trained or [first])
 
     def _refuse_unforeseen(self, found: Gradients) -> None:
         """Refuse gradients that backwards have left on the parameters themselves: a chunk has read a parameter of the

@@ -119,6 +119,11 @@ class WeightVersions:
         self._places = places_of(module, {id(parameter): name for name, parameter in read.items()})
 
     @property
+    def trains(self) -> bool:
+        """Is one of the chunk's own parameters trained?"""
+        return any(parameter.requires_grad for parameter in self._parameters.values())
+
+    @property
     def reading(self) -> int:
         """The number of the version that the next forward reads."""
         return self.updates if self._wanted is None else self._wanted

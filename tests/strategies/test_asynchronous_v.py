@@ -169,6 +169,33 @@ def test_an_optimizer_s_own_count_is_that_of_each_chunk(pool: WorkerPool) -> Non
     assert largest_difference(joined(reports, "weights"), reference.weights) == 0
 
 
+class FrozenEnd(Deep):
+    """The last chunk trains nothing. A hook counts the updates."""
+
+    def build(self) -> None:
+        super().build()
+        self.net[8:].requires_grad_(False)
+        self.updates = 0
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.updates += 1
+
+
+def updates_and_weights(options: dict[str, Any]) -> tuple[int, Report]:
+    torch.set_default_dtype(torch.float64)
+    module = FrozenEnd()
+    make_trainer("async", [], options).fit(module, FrozenEnd.loader())
+    return module.updates, Report(weights={name: p.detach().clone() for name, p in here(module).items()})
+
+
+def test_a_chunk_that_trains_nothing_makes_no_steps(pool: WorkerPool) -> None:
+    found = pool.run(updates_and_weights, 2, {"microbatches": 2, "schedule": "vhalf"}, init=False)
+    batches = 2 * len(FrozenEnd.loader())
+    assert [updates for updates, _ in found] == [batches, 2 * batches]  # the first rank has the last chunk
+    [reference] = pool.run(delayed, 1, FrozenEnd, 2, 2, init=False, epochs=2, schedule="vhalf")
+    assert largest_difference(joined([report for _, report in found], "weights"), reference.weights) == 0
+
+
 # -- refused ----------------------------------------------------------------------------------------------------------
 
 
