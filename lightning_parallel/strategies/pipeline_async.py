@@ -29,6 +29,7 @@ from lightning.pytorch.callbacks import Callback, StochasticWeightAveraging
 from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import nn
 from torch.autograd.graph import GradientEdge
 from torch.optim import Optimizer
@@ -149,8 +150,8 @@ class AsyncPipelineStrategy(StagedStrategy):
         assert self.lightning_module is not None
         if trainer.state.fn == TrainerFn.FITTING:
             refuse_hooks(trainer, self.lightning_module)
-            if self._late.schedule != "1f1b":
-                _refuse_averages_in_v(trainer, self._late.schedule)
+            if self._late.in_v(self.layout.stages):
+                _check_in_v(trainer, self.lightning_module, self._late.schedule)
         super().setup(trainer)
 
     @property
@@ -259,7 +260,7 @@ class AsyncPipelineStrategy(StagedStrategy):
 
     @override
     def on_train_start(self) -> None:
-        _refuse_averages(self.run.trainer)
+        _refuse_averages(self.run.trainer, self._late.in_v(self.layout.stages))
         # A stage that lags behind steps its scheduler before its first update. Each update still uses its own rate.
         warnings.filterwarnings("ignore", message=r"Detected call of `lr_scheduler.step\(\)` before")
 
@@ -365,7 +366,8 @@ def refuse_hooks(trainer: pl.Trainer, module: pl.LightningModule) -> None:
             )
 
 
-def _refuse_averages_in_v(trainer: pl.Trainer, schedule: str) -> None:
+def _check_in_v(trainer: pl.Trainer, module: pl.LightningModule, schedule: str) -> None:
+    """Refuse averages of weights, and warn of hooks that are called for each chunk."""
     for callback in callbacks_of(trainer):
         if isinstance(callback, Averaging):
             raise ValueError(
@@ -373,18 +375,32 @@ def _refuse_averages_in_v(trainer: pl.Trainer, schedule: str) -> None:
                 f"updates at different times, so it would average weights that never were together. Use "
                 f"schedule='1f1b', or PipelineStrategy."
             )
+    owners = [module, *callbacks_of(trainer)]
+    found = [
+        f"{type(owner).__name__}.{hook}"
+        for hook in ("on_before_optimizer_step", "configure_gradient_clipping")
+        for owner in owners
+        if is_overridden(hook, owner, None if owner is module else Callback)
+    ]
+    if found:
+        rank_zero_warn(
+            f"{', '.join(found)}: with schedule={schedule!r} it is called twice for a batch on each stage, for each of "
+            f"the stage's two chunks with its gradients alone. If it counts updates, or computes a number from all "
+            f"gradients, use schedule='1f1b', or PipelineStrategy."
+        )
 
 
-def _refuse_averages(trainer: pl.Trainer) -> None:
+def _refuse_averages(trainer: pl.Trainer, in_v: bool) -> None:
     """Refuse averages of weights that other callbacks than Lightning's keep. They have made them when training
     starts."""
+    advice = "PipelineStrategy" if in_v else "Lightning's EMAWeightAveraging or WeightAveraging"
     for callback in callbacks_of(trainer):
         averages = {} if isinstance(callback, Averaging) else vars(callback)
         for name in (name for name, value in averages.items() if isinstance(value, AveragedModel)):
             raise ValueError(
                 f"{type(callback).__name__}.{name} is an AveragedModel. After a batch the stages of an asynchronous "
                 f"pipeline have made different numbers of updates, so it would average weights that never were "
-                f"together. Use Lightning's EMAWeightAveraging or WeightAveraging."
+                f"together. Use {advice}."
             )
 
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import EMAWeightAveraging
+from lightning.pytorch.callbacks import Callback, EMAWeightAveraging
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader
 
 from tests.pool import WorkerPool
@@ -199,23 +201,55 @@ def test_a_chunk_that_trains_nothing_makes_no_steps(pool: WorkerPool) -> None:
 # -- refused ----------------------------------------------------------------------------------------------------------
 
 
-def refused(model: str, options: dict[str, Any], averages: bool) -> str:
-    callbacks: list[Any] = [EMAWeightAveraging()] if averages else []
+class OwnAverages(Callback):
+    def on_train_start(self, trainer: Any, module: Any) -> None:
+        self.average = AveragedModel(module)
+
+
+def refused(model: str, options: dict[str, Any], averaging: type[Callback] | None) -> str:
+    callbacks = [] if averaging is None else [averaging()]
     trainer = make_trainer("async", callbacks, options)
     with pytest.raises(ValueError) as caught:
         trainer.fit(MODELS[model](), MODELS[model].loader())
     return str(caught.value)
 
 
-@pytest.mark.parametrize(("model", "averages", "words"), [
-    ("LeNet", True, ["EMAWeightAveraging", "schedule='vmin'", "schedule='1f1b'"]),
-    ("SharedPart", False, ["blocks.0.mix", "PipelineStrategy"]),  # on two stages in a V too
+@pytest.mark.parametrize(("model", "averaging", "words"), [
+    ("LeNet", OwnAverages, ["OwnAverages.average", "Use PipelineStrategy"]),
+    ("LeNet", EMAWeightAveraging, ["EMAWeightAveraging", "schedule='vmin'", "schedule='1f1b'"]),
+    ("SharedPart", None, ["blocks.0.mix", "PipelineStrategy"]),  # on two stages in a V too
 ])  # fmt: skip
 def test_what_cannot_be_trained_is_refused_on_all_ranks(
-    pool: WorkerPool, model: str, averages: bool, words: list[str]
+    pool: WorkerPool, model: str, averaging: type[Callback] | None, words: list[str]
 ) -> None:
-    for told in pool.run(refused, 3, model, {"microbatches": 2, "schedule": "vmin"}, averages, init=False):
+    for told in pool.run(refused, 3, model, {"microbatches": 2, "schedule": "vmin"}, averaging, init=False):
         assert all(word in told for word in words), told
+
+
+class OwnClipping(Deep):
+    def configure_gradient_clipping(self, optimizer: Any, **options: Any) -> None:
+        self.clip_gradients(optimizer, gradient_clip_val=1.0)
+
+
+class Watches(Callback):
+    def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
+        pass
+
+
+def warned_of(stages: int) -> list[str]:
+    options = {"microbatches": 2, "stages": stages, "schedule": "vmin"}
+    trainer = make_trainer("async", [Watches(), *([EMAWeightAveraging()] if stages == 1 else [])], options, max_steps=1)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.fit(OwnClipping(), OwnClipping.loader())
+    return [text for each in caught if "two chunks" in (text := str(each.message))]
+
+
+def test_hooks_that_are_called_for_each_chunk_are_warned_of_once(pool: WorkerPool) -> None:
+    (warning,), others = pool.run(warned_of, 2, 2, init=False)
+    words = ["Watches.on_before_optimizer_step", "OwnClipping.configure_gradient_clipping", "schedule='vmin'", "1f1b"]
+    assert all(word in warning for word in words) and not others
+    assert pool.run(warned_of, 1, 1, init=False) == [[]]  # one stage has no V
 
 
 class UnequalReplicas(Deep):
