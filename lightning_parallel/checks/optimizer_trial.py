@@ -10,6 +10,7 @@ parameters, once whole, and once divided as the ranks have them::
     stages            a copy for each    steps   [a]    [b]
     fully sharded     one copy           steps   [a, b] as DTensors, which may compute with the whole
     owners            a copy for each    steps   [a]    [b]    [], for a rank that owns none
+    chunks in a V     one copy           steps   [a], then [b]: it holds both, and one has no gradients
 
 Parameter groups that only differ as parts are stepped as wholes, by the ranks that own them
 (:mod:`lightning_parallel.optimizers.owners`). If they differ there too, the optimizer is refused.
@@ -26,6 +27,7 @@ import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -76,6 +78,8 @@ class _Trial:
 
 Piece = Callable[[Tensor], Tensor]  # makes of something of a trial's shape what one copy of the optimizer sees
 Pieces = list[tuple[_Trial, Piece]]
+# Makes the steps of an update with an optimizer, and is made for a training.
+InTurn = Callable[[], Callable[[Optimizer, Sequence[Callable[[], Any]]], None]]
 
 
 def stepped_whole(optimizer: Optimizer, local: LocalModel, layout: Layout, strategy: str) -> set[int]:
@@ -115,6 +119,47 @@ def stepped_whole(optimizer: Optimizer, local: LocalModel, layout: Layout, strat
             if problem:
                 raise ValueError(f"{kind} under {strategy}: {axis.words}. {problem} {_ADVICE}")
     return found
+
+
+def refuse_steps_apart(optimizer: Optimizer, local: LocalModel, strategy: str, in_turn: InTurn) -> None:
+    """Refuse an optimizer that trains otherwise if it makes two steps an update, one for each half of its parameters.
+    One that can't be tried is left to :func:`stepped_whole`, which warns of it.
+
+    Args:
+        strategy: the class's name and the setting that asks for it, for messages.
+        in_turn: makes, for a training, what is given an optimizer and the steps of an update, and makes these as that
+            training would.
+
+    Raises:
+        ValueError: it names the optimizer, a parameter, and what would work.
+    """
+    trials = list(_trials(optimizer, local))
+    if not trials:
+        return
+    pieces: Pieces = [(trial, Tensor.clone) for trial in trials]
+    with TorchGenerators(local_part(trials[0].like).device).kept():
+        try:
+            together = _stepped(optimizer, pieces, closure_first=True)
+        except Exception:  # any: the user's optimizer may need what a trial doesn't have
+            return
+        try:
+            apart = _stepped(optimizer, pieces, closure_first=True, in_turn=in_turn())
+        except Exception as error:  # any: it would come in the first update
+            raise ValueError(f"{type(optimizer).__name__} under {strategy}: {_APART} {_fails(error)}") from error
+    for trial, one, other in zip(trials, together, apart, strict=True):
+        if not (one - other).abs().max() <= _TOLERANCE * (one - trial.value).abs().max():
+            raise ValueError(
+                f"{type(optimizer).__name__} under {strategy}: {_APART} Tried on small parameters, it changes what "
+                f"stands for '{trial.name}' (parameter group {trial.group}) otherwise than with one step. Let it keep "
+                f"what it counts in optimizer.state[parameter] or as an option of its groups, or use schedule='1f1b'."
+            )
+
+
+_APART = "in a V it makes two steps an update, one for each of a stage's chunks."
+
+
+def _fails(error: Exception) -> str:
+    return f"Tried on small parameters, it fails there: {type(error).__name__}: {str(error).rstrip('.')}."
 
 
 _ADVICE = (
@@ -177,8 +222,7 @@ def _differences(
             stepped = _stepped(optimizer, pieces, closure_first)
         except Exception as error:  # any: it would come in the first update
             groups = {trial.group for trial in trials}
-            reason = str(error).rstrip(".")
-            return groups, f"Tried on small parameters, it fails there: {type(error).__name__}: {reason}."
+            return groups, _fails(error)
         for (trial, _), result in zip(pieces, stepped, strict=True):
             results[id(trial)].append(result)
     found: dict[int, str] = {}
@@ -265,9 +309,15 @@ def _sharded_as(like: Tensor) -> Piece:
 # -- copies of the optimizer -------------------------------------------------------------------------------------
 
 
-def _stepped(optimizer: Optimizer, pieces: Pieces, closure_first: bool = False) -> list[Tensor]:
+def _stepped(
+    optimizer: Optimizer,
+    pieces: Pieces,
+    closure_first: bool = False,
+    in_turn: Callable[[Optimizer, Sequence[Callable[[], Any]]], None] | None = None,
+) -> list[Tensor]:
     """The pieces of parameters after steps of a copy of the optimizer. A piece that was a DTensor is whole again.
-    ``closure_first``: gradients are made before the step, as for owners."""
+    ``closure_first``: gradients are made before the step, as for owners. ``in_turn`` makes two steps an update, each
+    with the gradients of every other parameter."""
     given = [[piece(x) for x in (trial.value, trial.slope, trial.pull)] for trial, piece in pieces]
     parameters = [nn.Parameter(value) for value, _, _ in given]
     for (trial, _), parameter in zip(pieces, parameters, strict=True):
@@ -283,8 +333,18 @@ def _stepped(optimizer: Optimizer, pieces: Pieces, closure_first: bool = False) 
             parameter.grad = (slope * parameter + pull * (1 + calls % 3)) * scale
         return torch.ones(())
 
+    def half_a_step(gradients: list[Tensor | None], half: int) -> None:
+        for number, (parameter, gradient) in enumerate(zip(parameters, gradients, strict=True)):
+            parameter.grad = gradient if number % 2 == half else None
+        type(twin).step(twin, closure=only_once(None))
+
     with no_collectives():
         for scale in _SCALES:  # noqa: B007  the closure reads it
+            if in_turn is not None:
+                closure()
+                gradients = [parameter.grad for parameter in parameters]
+                in_turn(twin, [partial(half_a_step, gradients, half) for half in range(2)])
+                continue
             once: Callable[[], Any] = only_once(closure()) if closure_first else closure
             type(twin).step(twin, closure=once)  # a scheduler has replaced the method of the optimizer itself
     return [each.full_tensor() if isinstance(each, DTensor) else each.detach() for each in parameters]

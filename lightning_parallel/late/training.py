@@ -13,7 +13,7 @@ In a V each of the stage's two chunks has updates of its own.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -183,6 +183,20 @@ class AsynchronousTraining:
             versions.refresh()
         self._options.drained()
         self._loose.copy()
+
+
+def in_turn() -> Callable[[Optimizer, Sequence[Callable[[], Any]]], None]:
+    """A function that is given an optimizer and the steps of a stage's chunks in an update, and makes them as a
+    training does, each with the options that its chunk's last step has left."""
+    options = OwnOptions()
+
+    def make(optimizer: Optimizer, steps: Sequence[Callable[[], Any]]) -> None:
+        given = options_of(optimizer)
+        for chunk, step in enumerate(steps):
+            with options.of(chunk, optimizer, given):
+                step()
+
+    return make
 
 
 class _LooseParameters:

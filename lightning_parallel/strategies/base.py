@@ -425,7 +425,11 @@ class LayoutStrategy(ParallelStrategy):
             for optimizer in self.optimizers:
                 self._original_names.refuse_kept_by(optimizer, self.run.module, kind)
                 refuse_own_format(optimizer)
-        return [stepped_whole(optimizer, self.local_model, self.layout, kind) for optimizer in self.optimizers]
+        return [self.try_optimizer(optimizer) for optimizer in self.optimizers]
+
+    def try_optimizer(self, optimizer: Optimizer) -> set[int]:
+        """The groups that an optimizer has to step as wholes. It is refused if it would train another model here."""
+        return stepped_whole(optimizer, self.local_model, self.layout, type(self).__name__)
 
     @property
     def owned(self) -> Mapping[str, bool]:

@@ -38,10 +38,11 @@ from typing_extensions import override
 
 from lightning_parallel.callbacks.defaults import ASYNCHRONOUS
 from lightning_parallel.callbacks.start_table import Holding
+from lightning_parallel.checks.optimizer_trial import refuse_steps_apart
 from lightning_parallel.cuts.partition import Partition
 from lightning_parallel.gradients.swapping import Gradients
 from lightning_parallel.late.settings import LateGradients
-from lightning_parallel.late.training import AsynchronousTraining
+from lightning_parallel.late.training import AsynchronousTraining, in_turn
 from lightning_parallel.pipeline.staleness import Correction, Stashing
 from lightning_parallel.pipeline.weights import WeightVersions
 from lightning_parallel.private.lightning.averaging import Averaging
@@ -263,6 +264,14 @@ class AsyncPipelineStrategy(StagedStrategy):
         _refuse_averages(self.run.trainer, self._late.in_v(self.layout.stages))
         # A stage that lags behind steps its scheduler before its first update. Each update still uses its own rate.
         warnings.filterwarnings("ignore", message=r"Detected call of `lr_scheduler.step\(\)` before")
+
+    @override
+    def try_optimizer(self, optimizer: Optimizer) -> set[int]:
+        groups = super().try_optimizer(optimizer)
+        if self._late.in_v(self.layout.stages):
+            strategy = f"{type(self).__name__}(schedule={self._late.schedule!r})"
+            refuse_steps_apart(optimizer, self.local_model, strategy, in_turn)
+        return groups
 
     # -- a batch -------------------------------------------------------------------------------------------------
 

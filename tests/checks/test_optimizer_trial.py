@@ -12,7 +12,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_parallel.checks.optimizer_trial import stepped_whole
+from lightning_parallel.checks.optimizer_trial import refuse_steps_apart, stepped_whole
+from lightning_parallel.late.training import in_turn
 from lightning_parallel.ranks.layout import Layout
 from lightning_parallel.ranks.local_model import LocalModel
 from lightning_parallel.ranks.shard import Shard
@@ -100,6 +101,40 @@ def test_elementwise_optimizers_pass_without_a_word(name: str, axis: str) -> Non
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert not tried(ELEMENTWISE[name], axis)
+
+
+class CountsItself(torch.optim.SGD):
+    """Its steps get smaller. The count is its own, not an option."""
+
+    steps = 0
+
+    def step(self, closure: Any = None) -> Any:
+        self.steps += 1
+        before = [group["lr"] for group in self.param_groups]
+        for group, rate in zip(self.param_groups, before, strict=True):
+            group["lr"] = rate / self.steps
+        result = super().step(closure)
+        for group, rate in zip(self.param_groups, before, strict=True):
+            group["lr"] = rate
+        return result
+
+
+def tried_in_v(make: Make) -> None:
+    model = Model()
+    refuse_steps_apart(make(list(model.parameters())), model.held("pipeline"), "SomeStrategy(schedule='vmin')", in_turn)
+
+
+@pytest.mark.parametrize("name", [*ELEMENTWISE.keys() - {"Lookahead"}, *BY_PARAMETER.keys() - {"Lookahead"}])
+def test_those_that_treat_parameters_apart_pass_in_a_v(name: str) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        tried_in_v({**BY_PARAMETER, **ELEMENTWISE}[name])
+
+
+@pytest.mark.parametrize("make", [lambda params: CountsItself(params, lr=0.1), ELEMENTWISE["Lookahead"]])
+def test_one_that_counts_its_steps_on_itself_is_refused_in_a_v(make: Make) -> None:
+    with pytest.raises(ValueError, match=r"under SomeStrategy\(schedule='vmin'\): .*group 0.*schedule='1f1b'"):
+        tried_in_v(make)
 
 
 @pytest.mark.parametrize("name", BY_PARAMETER)

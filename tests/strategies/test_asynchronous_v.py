@@ -226,6 +226,30 @@ def test_what_cannot_be_trained_is_refused_on_all_ranks(
         assert all(word in told for word in words), told
 
 
+class CountsItself(torch.optim.SGD):
+    steps = 0
+
+    def step(self, closure: Any = None) -> Any:
+        result = None if closure is None else closure()
+        self.steps += 1
+        for group in self.param_groups:
+            for parameter in (p for p in group["params"] if p.grad is not None):
+                parameter.data.sub_(parameter.grad, alpha=group["lr"] / self.steps)
+        return result
+
+
+class CountedOnItself(Deep):
+    def configure_optimizers(self) -> Any:
+        return CountsItself(self.parameters(), lr=0.5)
+
+
+def test_an_optimizer_that_counts_its_steps_on_itself_is_refused(pool: WorkerPool) -> None:
+    options = {"microbatches": 2, "schedule": "vmin"}
+    found = pool.run(train, 2, CountedOnItself, "async", options, init=False, timeout=LIMIT, expect_errors=True)
+    assert_refused(found, "ValueError", ["CountsItself", "schedule='vmin'", "parameter group 0", "schedule='1f1b'"])
+    pool.run(train, 2, CountedOnItself, "async", {"microbatches": 2}, init=False)
+
+
 class OwnClipping(Deep):
     def configure_gradient_clipping(self, optimizer: Any, **options: Any) -> None:
         self.clip_gradients(optimizer, gradient_clip_val=1.0)
