@@ -406,7 +406,7 @@ FAULTS: dict[str, Fault] = {
         "stages",
         "blocks.1",
         "backward",
-        lambda: replaced(BatchLoss, "receive", lambda f, self, factor: None, 1),
+        lambda: replaced(BatchLoss, "receive", lambda f, self, factor, index: None, 1),
         "times",
     ),
     # messages
