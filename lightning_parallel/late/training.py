@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from math import inf
 from typing import Any
 
 import torch
@@ -56,8 +57,10 @@ class AsynchronousTraining:
         self._local, self.versions = local, versions
         self._completed = completed
         self._list = late.actions(run.layout.stages, run.layout.stage)
-        self._replicas: dist.ProcessGroup | None = None  # in a V this stage's, between hosts: no device waits
-        if late.in_v(run.layout.stages) and run.layout.size("data") > 1:
+        # Fewer microbatches than these decide what falls due in a batch; in a V all do.
+        self._enough = inf if late.in_v(run.layout.stages) else late.ahead(run.layout.stages, 0)
+        self._replicas: dist.ProcessGroup | None = None  # this stage's, between hosts: no device waits
+        if self._enough > 1 and run.layout.size("data") > 1:
             self._replicas = run.groups.on_host(run.layout.peers("data"))
         self._options = OwnOptions()
         self._loose = _LooseParameters(sorted(partition.loose), local, run)
@@ -103,23 +106,24 @@ class AsynchronousTraining:
         return self._list.feed(count, ends_update=ends_update)
 
     def _refuse_unequal(self, count: int, replicas: dist.ProcessGroup) -> None:
-        """Refuse a batch with another number of microbatches on another replica. In a V it decides what falls due, and
-        in which order the chunks make their updates: replicas would wait for each other's gradients for ever, or
+        """Refuse a batch with another number of microbatches on another replica, where it decides what falls due, and
+        in a V in which order the chunks make their updates: replicas would wait for each other's gradients for ever, or
         average those of different chunks. They meet at each update anyhow.
 
         Raises:
             ValueError: on all ranks.
         """
         most, least = highest(replicas, count, -count)
-        if most == -least:
+        if most == -least or -least >= self._enough:
             return
         # All stages find the same, each when it begins this batch. One that left before would seem to be lost.
         self._run.collectives.barrier()
         batch = self._run.trainer.fit_loop.batch_idx
+        else_ = "" if self._enough == inf else f", or at least {self._enough:g}"
         raise ValueError(
             f"data_parallel={self._layout.size('data')} with schedule={self._late.schedule!r}: replicas have from "
-            f"{-least} to {most} microbatches of batch {batch}, but in a V they need equally many. Use batches of "
-            f"equal sizes (drop_last=True in the DataLoader), or schedule='1f1b'."
+            f"{-least} to {most} microbatches of batch {batch}, but need equally many{else_}. Use batches of "
+            f"equal sizes (drop_last=True in the DataLoader)."
         )
 
     @property

@@ -286,18 +286,20 @@ class UnequalReplicas(Deep):
         return DataLoader(Rows(self.samples()), batch_sampler=[[0, 1, 2, 3], [4, 5, 6, 7], last])
 
 
-def refused_for_replicas(stages: int) -> str:
-    options = {"stages": stages, "data_parallel": 2, "microbatches": 4, "schedule": "vhalf"}
+def refused_for_replicas(stages: int, schedule: str) -> str:
+    options = {"stages": stages, "data_parallel": 2, "microbatches": 4, "schedule": schedule}
     trainer = make_trainer("async", [], options, use_distributed_sampler=False)
     with pytest.raises(ValueError) as caught:
         trainer.fit(UnequalReplicas())
     return str(caught.value)
 
 
-@pytest.mark.parametrize("stages", [2, 3])
-def test_unequal_microbatches_of_replicas_are_refused_on_all_ranks(pool: WorkerPool, stages: int) -> None:
-    words = ["data_parallel=2", "schedule='vhalf'", "from 1 to 4", "batch 2", "drop_last=True"]
-    for told in pool.run(refused_for_replicas, 2 * stages, stages, init=False, timeout=LIMIT):
+@pytest.mark.parametrize(("stages", "schedule"), [(2, "vhalf"), (3, "vhalf"), (3, "1f1b")])
+def test_unequal_microbatches_of_replicas_are_refused_on_all_ranks(
+    pool: WorkerPool, stages: int, schedule: str
+) -> None:
+    words = ["data_parallel=2", f"schedule='{schedule}'", "from 1 to 4", "batch 2", "drop_last=True"]
+    for told in pool.run(refused_for_replicas, 2 * stages, stages, schedule, init=False, timeout=LIMIT):
         assert all(word in told for word in words), told
 
 
