@@ -3,5 +3,6 @@
 ``optimizer_trial.py`` finds optimizers that treat parameters as wholes, ``manual.py`` is about modules that step
 optimizers themselves, ``first_losses.py`` finds tensor ranks with different losses, ``reads_of_shards.py`` code that
 takes a rank's part of a parameter for the parameter, and ``other_lightning.py`` modules of ``pytorch_lightning``.
-``error_notes.py`` explains what ends a run all the same.
+``late_gradients.py`` has what asynchronous pipelines refuse, ``error_notes.py`` explains what ends a run all the
+same.
 """

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_parallel.batch import batch_size, cloned, split
+from lightning_parallel.checks.late_gradients import refuse_hooks, refuse_ties
 from lightning_parallel.checks.manual import SEVERAL_OPTIMIZERS, refuse_manual_optimization
 from lightning_parallel.comparison.runs import first_batches, trainer_of
 from lightning_parallel.cuts.balance import balanced
@@ -37,7 +38,6 @@ from lightning_parallel.results.logs import discard, logging_through
 from lightning_parallel.set_up.stages import refuse_training
 from lightning_parallel.settings import ByteSize, bytes_of
 from lightning_parallel.steps.between_batches import gained, reasons_to_wait
-from lightning_parallel.strategies.pipeline_async import refuse_hooks, refuse_ties
 from lightning_parallel.values import first_few
 
 _WORTH = 1.03  # the slowest chunk has to be so much slower, for cuts to be moved by time

@@ -25,19 +25,15 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch.distributed as dist
-from lightning.pytorch.callbacks import Callback, StochasticWeightAveraging
 from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.model_helpers import is_overridden
-from lightning_utilities.core.rank_zero import rank_zero_warn
-from torch import nn
 from torch.autograd.graph import GradientEdge
 from torch.optim import Optimizer
-from torch.optim.swa_utils import AveragedModel
 from typing_extensions import override
 
 from lightning_parallel.callbacks.defaults import ASYNCHRONOUS
 from lightning_parallel.callbacks.start_table import Holding
+from lightning_parallel.checks.late_gradients import check_in_v, refuse_averages, refuse_hooks, refuse_ties
 from lightning_parallel.checks.optimizer_trial import refuse_steps_apart
 from lightning_parallel.cuts.partition import Partition
 from lightning_parallel.gradients.swapping import Gradients
@@ -45,8 +41,6 @@ from lightning_parallel.late.settings import LateGradients
 from lightning_parallel.late.training import AsynchronousTraining, in_turn
 from lightning_parallel.pipeline.staleness import Correction, Stashing
 from lightning_parallel.pipeline.weights import WeightVersions
-from lightning_parallel.private.lightning.averaging import Averaging
-from lightning_parallel.private.lightning.launching import callbacks_of
 from lightning_parallel.ranks.layout import Placement
 from lightning_parallel.schedules.asynchronous_v import steady
 from lightning_parallel.schedules.named import TITLES, Endless, placement_of
@@ -152,7 +146,7 @@ class AsyncPipelineStrategy(StagedStrategy):
         if trainer.state.fn == TrainerFn.FITTING:
             refuse_hooks(trainer, self.lightning_module)
             if self._late.in_v(self.layout.stages):
-                _check_in_v(trainer, self.lightning_module, self._late.schedule)
+                check_in_v(trainer, self.lightning_module, self._late.schedule)
         super().setup(trainer)
 
     @property
@@ -261,7 +255,7 @@ class AsyncPipelineStrategy(StagedStrategy):
 
     @override
     def on_train_start(self) -> None:
-        _refuse_averages(self.run.trainer, self._late.in_v(self.layout.stages))
+        refuse_averages(self.run.trainer, self._late.in_v(self.layout.stages))
         # A stage that lags behind steps its scheduler before its first update. Each update still uses its own rate.
         warnings.filterwarnings("ignore", message=r"Detected call of `lr_scheduler.step\(\)` before")
 
@@ -353,83 +347,3 @@ class AsyncPipelineStrategy(StagedStrategy):
     def staleness(self) -> Mapping[int, int]:
         counts = (versions.staleness for versions in self.training.versions.values())
         return sum(counts, Counter[int]())
-
-
-def refuse_hooks(trainer: pl.Trainer, module: pl.LightningModule) -> None:
-    """Refuse hooks at moments other than a stage's step, where alone gradients are on the parameters, and epochs
-    without updates."""
-    for hook in ("optimizer_zero_grad", "on_after_backward"):
-        owners = [module, *callbacks_of(trainer)] if hook == "on_after_backward" else [module]
-        for owner in owners:
-            if is_overridden(hook, owner, None if owner is module else Callback):
-                raise ValueError(
-                    f"{type(owner).__name__}.{hook}: in the asynchronous pipeline each stage zeroes and completes its "
-                    f"gradients within its own step. Use on_before_optimizer_step, or PipelineStrategy."
-                )
-    for callback in callbacks_of(trainer):
-        if isinstance(callback, StochasticWeightAveraging) and callback.pl_module_contains_batch_norm(module):
-            raise ValueError(
-                f"{type(callback).__name__}: for BatchNorm's statistics it runs an epoch without updates, which the "
-                f"asynchronous pipeline would make. Use WeightAveraging, which averages the statistics, or "
-                f"PipelineStrategy."
-            )
-
-
-def _check_in_v(trainer: pl.Trainer, module: pl.LightningModule, schedule: str) -> None:
-    """Refuse averages of weights, and warn of hooks that are called for each chunk."""
-    for callback in callbacks_of(trainer):
-        if isinstance(callback, Averaging):
-            raise ValueError(
-                f"{type(callback).__name__} with schedule={schedule!r}: in a V the two chunks of a stage make their "
-                f"updates at different times, so it would average weights that never were together. Use "
-                f"schedule='1f1b', or PipelineStrategy."
-            )
-    owners = [module, *callbacks_of(trainer)]
-    found = [
-        f"{type(owner).__name__}.{hook}"
-        for hook in ("on_before_optimizer_step", "configure_gradient_clipping")
-        for owner in owners
-        if is_overridden(hook, owner, None if owner is module else Callback)
-    ]
-    if found:
-        rank_zero_warn(
-            f"{', '.join(found)}: with schedule={schedule!r} it is called twice for a batch on each stage, for each of "
-            f"the stage's two chunks with its gradients alone. If it counts updates, or computes a number from all "
-            f"gradients, use schedule='1f1b', or PipelineStrategy."
-        )
-
-
-def _refuse_averages(trainer: pl.Trainer, in_v: bool) -> None:
-    """Refuse averages of weights that other callbacks than Lightning's keep. They have made them when training
-    starts."""
-    advice = "PipelineStrategy" if in_v else "Lightning's EMAWeightAveraging or WeightAveraging"
-    for callback in callbacks_of(trainer):
-        averages = {} if isinstance(callback, Averaging) else vars(callback)
-        for name in (name for name, value in averages.items() if isinstance(value, AveragedModel)):
-            raise ValueError(
-                f"{type(callback).__name__}.{name} is an AveragedModel. After a batch the stages of an asynchronous "
-                f"pipeline have made different numbers of updates, so it would average weights that never were "
-                f"together. Use {advice}."
-            )
-
-
-def refuse_ties(module: nn.Module, parts: Partition) -> None:
-    """Refuse parameters that two stages hold and train: their copies would get updates of different staleness."""
-    learns = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
-    # Every stage holds the loose ones. Those that don't read one only copy it.
-    shared = {name: parts.loose.get(name, stages) for name, stages in parts.shared().items() if name in learns}
-    for name, stages in shared.items():
-        if len(stages) < 2:
-            continue
-        others = [other for other, first in parts.aliases.items() if first == name and other != name]
-        used = f"is tied to {others} on" if others else "is used on"
-        fix = (
-            "Untie the weights (tie_word_embeddings=False in transformers)"
-            if others
-            else "Call its layer once in a step, on all inputs together (torch.cat), and use it on one stage only (see "
-            "`layers` and `balance`)"
-        )
-        raise ValueError(
-            f"'{name}' {used} stages {list(stages)}: asynchronous updates of different staleness would drive the "
-            f"copies apart. {fix}, or take PipelineStrategy."
-        )
