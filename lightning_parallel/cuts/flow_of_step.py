@@ -8,7 +8,7 @@ would make the stages drift apart from one process is refused.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from math import inf
 from typing import Any
 
@@ -24,6 +24,7 @@ from lightning_parallel.tracing.dry_run import trace
 from lightning_parallel.tracing.trace import Call, Place, Trace, Update
 
 _Pair = tuple[int, int]  # a chunk that keeps something for a later one of its stage
+_Way = tuple[set[int], set[_Pair]]  # the cuts that a value crosses, and the pairs between which it stays
 
 
 def flow_of_step(module: nn.Module, partition: Partition, step: Callable[[], Any], logged: Sequence[Any] = ()) -> Flow:
@@ -185,21 +186,25 @@ class _Flows:
     def _ways(self, cargo: dict[str, Cargo]) -> tuple[tuple[tuple[Cargo, ...], ...], dict[_Pair, tuple[Cargo, ...]]]:
         """What crosses each cut, and what stays on a stage. If nothing were left for a cut, nothing stays: with its
         message's gradients comes the number by which they are divided."""
-        users = {origin: (self._chunks[self._order[origin][0]], self._needed[origin]) for origin in cargo}
-        crossing = {origin: set(range(owner, max(needed))) for origin, (owner, needed) in users.items()}
-        staying: dict[str, set[_Pair]] = {origin: set() for origin in cargo}
-        ways = {origin: self._way(*each) for origin, each in users.items()}
-        crossed = {origin: cuts for origin, (cuts, _) in ways.items()}
-        if set().union(*crossed.values()) == set().union(*crossing.values()):
-            crossing, staying = crossed, {origin: pairs for origin, (_, pairs) in ways.items()}
+        ways: dict[str, _Way] = {}
+        sent: dict[str, _Way] = {}  # if nothing stays
+        for origin in cargo:
+            owner, users = self._chunks[self._order[origin][0]], self._needed[origin]
+            ways[origin] = self._way(owner, users)
+            sent[origin] = set(range(owner, max(users))), set()
+        if set().union(*(cuts for cuts, _ in ways.values())) < set().union(*(cuts for cuts, _ in sent.values())):
+            ways = sent
+        crossing: list[list[Cargo]] = [[] for _ in range(self._last)]
+        kept: dict[_Pair, list[Cargo]] = {}
+        for origin, each in cargo.items():
+            cuts, pairs = ways[origin]
+            for cut in cuts:
+                crossing[cut].append(each)
+            for pair in pairs:
+                kept.setdefault(pair, []).append(each)
+        return tuple(map(tuple, crossing)), {pair: tuple(each) for pair, each in sorted(kept.items())}
 
-        def with_(place: Any, places: Mapping[str, set[Any]]) -> tuple[Cargo, ...]:
-            return tuple(each for origin, each in cargo.items() if place in places[origin])
-
-        pairs = sorted(set().union(*staying.values()))
-        return tuple(with_(cut, crossing) for cut in range(self._last)), {pair: with_(pair, staying) for pair in pairs}
-
-    def _way(self, owner: int, users: set[int]) -> tuple[set[int], set[_Pair]]:
+    def _way(self, owner: int, users: set[int]) -> _Way:
         """The cuts that a value crosses from its owner to the chunks that need it, and the pairs of chunks of one stage
         between which it stays there."""
         having, crossed, stays = {owner, *users}, set[int](), set[_Pair]()

@@ -119,10 +119,10 @@ class AsynchronousTraining:
         # All stages find the same, each when it begins this batch. One that left before would seem to be lost.
         self._run.collectives.barrier()
         batch = self._run.trainer.fit_loop.batch_idx
-        else_ = "" if self._enough == inf else f", or at least {self._enough:g}"
+        enough = "" if self._enough == inf else f", or at least {self._enough:g}"
         raise ValueError(
             f"data_parallel={self._layout.size('data')} with schedule={self._late.schedule!r}: replicas have from "
-            f"{-least} to {most} microbatches of batch {batch}, but need equally many{else_}. Use batches of "
+            f"{-least} to {most} microbatches of batch {batch}, but need equally many{enough}. Use batches of "
             f"equal sizes (drop_last=True in the DataLoader)."
         )
 
