@@ -16,7 +16,8 @@ from lightning_parallel.cuts.partition import Partition
 from lightning_parallel.cuts.search import partition
 from lightning_parallel.pipeline.staleness import discount, mean_staleness
 from lightning_parallel.schedules.named import mean_ahead, placement_of
-from tests.strategies.harness import Report
+from tests.pool import WorkerPool
+from tests.strategies.harness import Report, train
 from tests.strategies.models import MODELS, Base
 from tools.study.delayed import Delayed
 
@@ -31,6 +32,24 @@ class _Loss(torch.nn.Module):
     def forward(self, batch: Any) -> Tensor:
         loss: Tensor = self.module.loss(batch)
         return loss
+
+
+def trained_and_delayed(
+    pool: WorkerPool,
+    model: str | type[Base],
+    stages: int,
+    microbatches: int,
+    options: dict[str, Any],
+    trainer_options: dict[str, Any],
+) -> tuple[list[Report], Report]:
+    """Two epochs under the strategy with these options, by rank, and by the reference."""
+    given = {"microbatches": microbatches, **options}
+    reports = pool.run(train, stages, model, "async", given, init=False, max_epochs=2, **trainer_options)
+    accumulate = trainer_options.get("accumulate_grad_batches", 1)
+    [reference] = pool.run(
+        delayed, 1, model, stages, microbatches, init=False, epochs=2, accumulate=accumulate, **options
+    )  # fmt: skip
+    return reports, reference
 
 
 def delayed(

@@ -17,7 +17,7 @@ from tests.pool import WorkerPool
 from tests.strategies.failures import LIMIT, assert_lost, assert_refused
 from tests.strategies.harness import Report, here, joined, largest_difference, make_trainer, train
 from tests.strategies.models import BATCH, MODELS, Rows
-from tests.strategies.reference import delayed
+from tests.strategies.reference import delayed, trained_and_delayed
 from tests.thorough import thorough
 
 EXACT = 1e-12  # float64
@@ -102,12 +102,7 @@ def test_training_equals_delayed_gradients_to_the_bit(
     options: dict[str, Any],
     trainer_options: dict[str, Any],
 ) -> None:
-    given = {"microbatches": microbatches, **options}
-    reports = pool.run(train, stages, model, "async", given, init=False, max_epochs=2, **trainer_options)
-    accumulate = trainer_options.get("accumulate_grad_batches", 1)
-    reference = pool.run(
-        delayed, 1, model, stages, microbatches, init=False, epochs=2, accumulate=accumulate, **options
-    )[0]  # fmt: skip
+    reports, reference = trained_and_delayed(pool, model, stages, microbatches, options, trainer_options)
     assert reports[0].losses == pytest.approx(reference.losses, rel=0, abs=EXACT)
     allowed = EXACT if model is Skips else 0  # two stages read what crosses a cut, and sum its gradients
     assert largest_difference(joined(reports, "weights"), reference.weights) <= allowed
