@@ -50,7 +50,9 @@ def everything_absent(module: nn.Module, units: Iterable[nn.Module]) -> Iterator
         tensor = store[key]
         if isinstance(tensor, AbsentTensor):  # as another stage's is
             return tensor
-        changes.append((store, key, made.setdefault(id(tensor), absent_like(tensor, origin))))
+        # A model on the meta device, which can be planned, is traced with batches that lie on the CPU.
+        device = torch.device("cpu") if tensor.is_meta else tensor.device
+        changes.append((store, key, made.setdefault(id(tensor), absent_like(tensor, origin, device))))
         return changes[-1][2]
 
     for prefix, part in module.named_modules():

@@ -20,6 +20,11 @@ from lightning_parallel.tracing.repeated import unrepeatable
 from lightning_parallel.tracing.trace import Call, Trace
 from lightning_parallel.values import first_few
 
+NOT_REPEATABLE = (
+    "activation_checkpointing=True: '{}' does something else when it runs again on the same inputs: it keeps a state, "
+    "or draws from a generator of its own. Leave activation_checkpointing out."
+)
+
 
 def partition(
     module: nn.Module,
@@ -34,6 +39,7 @@ def partition(
     recompute: bool = False,
     keep_together: bool = False,
     warn: Callable[[str], None] = warnings.warn,
+    traced: Callable[..., Trace] = trace,
 ) -> Partition:
     """Cut ``module`` into chunks, and place them on ``stages``.
 
@@ -51,6 +57,7 @@ def partition(
         recompute: layers run again in the backward. This is then tried too.
         keep_together: one stage holds all of a unit, wherever a cut allows it.
         warn: called with what users should know of the cut.
+        traced: traces a step, or knows what a trace gave before: the step is traced alike for many cuts.
 
     Raises:
         ValueError: a pattern matches nothing or what isn't called, ``balance`` doesn't fit, there are more stages than
@@ -64,7 +71,7 @@ def partition(
     logged = [] if logged is None else logged
     while True:
         logged.clear()
-        seen = trace(module, modules.units, step, logged=logged, hooks=hooks, beyond=True)
+        seen = traced(module, modules.units, step, logged=logged, hooks=hooks, beyond=True)
         if overlapping := modules.overlapping({call.unit for call in seen.calls}):
             modules.open(overlapping)
             continue
@@ -90,14 +97,11 @@ def partition(
     calls = [(call.unit, call.call) for call in best.seen.calls]
     last = {result.calls[call]: call for call in calls}
     exits = {call: chunk for chunk, call in last.items() if chunk < result.chunks - 1}
-    again = partial(trace, module, best.units, step)
+    again = partial(traced, module, best.units, step)
     second = again(seed=1, exits=exits)
     _check_repeatable(best.seen, second)
     if recompute and (changed := unrepeatable(module, result.layers, again)):
-        raise ValueError(
-            f"activation_checkpointing=True: '{min(changed)}' does something else when it runs again on the same "
-            f"inputs: it keeps a state, or draws from a generator of its own. Leave activation_checkpointing out."
-        )
+        raise ValueError(NOT_REPEATABLE.format(min(changed)))
     _check_stored(result, calls, {exits[call] for call in second.stored_after if call is not None})
     for call in second.stored_after:
         third = again(seed=2, earlier=[call])

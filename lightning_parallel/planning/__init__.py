@@ -7,7 +7,8 @@ machine's device, and of the schedules, simulated::
     devices.py                   this machine's device and links, measured; or another one, described
     layouts.py                   the layouts that there are for so many devices and such a batch
     memory.py, step_time.py      what one of them takes on its fullest rank, and a step of it
-    planner.py, table.py         all of them, refused or ranked
+    planned_module.py            the module as one of some tensor ranks has it, where it can be cut
+    planner.py, table.py         all layouts, refused or ranked
 
 ``comparison/`` tells whether a layout is right, this room what it costs. It cuts no module: ``cuts/`` does.
 """

@@ -1,14 +1,16 @@
 """What a device can do: measured here, or described by numbers of its maker.
 
-A device is a few rates, and a message takes ``latency + bytes / link``. So contention, topology, and collectives that
-choose their algorithm by size aren't modelled.
+A device is a few rates, and a message takes ``latency + bytes / rate``. Ranks of a node are joined by links, nodes by a
+network, to which each device has a port of its own. Collectives are rings. So contention, what lies between nodes, and
+collectives that choose their algorithm by size aren't modelled.
 """
 
 from __future__ import annotations
 
+import math
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -19,6 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed import HashStore, ProcessGroupGloo  # type: ignore[attr-defined]
+
+from lightning_parallel.private.group_on_paper import Sent
 
 _EFFICIENCY = 0.5  # of the peak, which matrix products of layers reach on a described device
 _LARGE = 2**23  # bytes of the message that is measured
@@ -34,6 +38,9 @@ class Device:
         memory_rate: bytes a second that it reads and writes.
         link: bytes a second from one device to another.
         latency: seconds until a message of no size has arrived.
+        hop: seconds of each further step of a ring.
+        node: the number of devices that links join.
+        network: bytes a second from a device to one of another node.
         overlaps: do messages travel while it computes? Not where a CPU's cores do both.
         measured: were layers run on it? If not, their times are the larger of those by operations and by bytes.
     """
@@ -43,38 +50,55 @@ class Device:
     memory_rate: float
     link: float
     latency: float
+    hop: float
+    node: int = 8
+    network: float = math.inf
     overlaps: bool = True
     measured: bool = False
 
-    def message(self, nbytes: float) -> float:
-        """Seconds that one message takes."""
-        return self.latency + nbytes / self.link
+    def message(self, nbytes: float, distance: int = 1) -> float:
+        """Seconds that one message takes, to the device that is so many ranks away."""
+        return self.latency + nbytes / (self.link if distance < self.node else self.network)
 
-    def all_reduce(self, nbytes: float, ranks: int) -> float:
-        """Seconds of a sum over ranks in a ring: a reduce-scatter, and then an all-gather."""
-        return 2 * self.all_gather(nbytes, ranks)
+    def all_reduce(self, nbytes: float, ranks: int, distance: int = 1) -> float:
+        """Seconds of a sum over ranks: a reduce-scatter, and then an all-gather."""
+        return 2 * self.all_gather(nbytes, ranks, distance)
 
-    def all_gather(self, nbytes: float, ranks: int) -> float:
-        """Seconds until each rank has the whole, of these bytes; also those of a reduce-scatter."""
-        return (ranks - 1) * self.message(nbytes / ranks) if ranks > 1 else 0.0
+    def all_gather(self, nbytes: float, ranks: int, distance: int = 1) -> float:
+        """Seconds until each rank has the whole, of these bytes; also those of a reduce-scatter.
+
+        Args:
+            distance: between neighbours in the group, in ranks. The group's devices in one node use all their ports.
+        """
+        if ranks == 1:
+            return 0.0
+        rate = self.link
+        if ranks * distance > self.node:
+            rate = min(rate, max(1, self.node // distance) * self.network)
+        return self.latency + (ranks - 2) * self.hop + (ranks - 1) / ranks * nbytes / rate
+
+    def collectives(self, sent: Iterable[Sent], ranks: int) -> float:
+        """Seconds of collectives, one after the other."""
+        return sum((2 if kind == "all_reduce" else 1) * self.all_gather(nbytes, ranks) for kind, nbytes in sent)
 
     def passes(self, nbytes: float) -> float:
         """Seconds for work whose results are so many bytes, and for which as many are read."""
         return 2 * nbytes / self.memory_rate
 
     def computes(self, operations: float, nbytes: float) -> float:
-        """Seconds of work that isn't tried: by its operations, or by the bytes of its results."""
-        return max(operations / self.operations, self.passes(nbytes))
+        """Seconds of work that isn't tried: by its operations, and by the bytes of its results."""
+        return operations / self.operations + self.passes(nbytes)
 
 
 # From the makers' data sheets: dense operations a second of bfloat16 and of float32 (without TF32), memory, a link's
-# bytes in one direction.
-_DESCRIBED: Mapping[str, tuple[float, float, float, float]] = MappingProxyType(
+# bytes in one direction. The last one is a usual network's: a port of 200 Gb/s for each A100, 400 for each H100 and
+# H200, and 100 for eight L4.
+_DESCRIBED: Mapping[str, tuple[float, float, float, float, float]] = MappingProxyType(
     {
-        "a100": (312e12, 19.5e12, 2.0e12, 300e9),
-        "h100": (989e12, 67e12, 3.35e12, 450e9),
-        "h200": (989e12, 67e12, 4.8e12, 450e9),
-        "l4": (121e12, 30e12, 0.3e12, 32e9),
+        "a100": (312e12, 19.5e12, 2.0e12, 300e9, 25e9),
+        "h100": (989e12, 67e12, 3.35e12, 450e9, 50e9),
+        "h200": (989e12, 67e12, 4.8e12, 450e9, 50e9),
+        "l4": (121e12, 30e12, 0.3e12, 32e9, 1.6e9),
     }
 )
 DESCRIBED = tuple(_DESCRIBED)
@@ -92,8 +116,9 @@ def described(name: str, *, halves: bool) -> Device:
     if name not in _DESCRIBED:
         known = ", ".join(DESCRIBED)
         raise ValueError(f"device={name!r}: there are descriptions of {known}; 'here' is tried.")
-    of_halves, of_floats, memory_rate, link = _DESCRIBED[name]
-    return Device(name, _EFFICIENCY * (of_halves if halves else of_floats), memory_rate, link, latency=20e-6)
+    of_halves, of_floats, memory_rate, link, network = _DESCRIBED[name]
+    operations = _EFFICIENCY * (of_halves if halves else of_floats)
+    return Device(name, operations, memory_rate, link, latency=20e-6, hop=3e-6, network=network)
 
 
 def here(device: torch.device, dtype: torch.dtype) -> Device:
@@ -106,10 +131,11 @@ def here(device: torch.device, dtype: torch.dtype) -> Device:
     memory_rate = 2 * many.nbytes / seconds_of(lambda: many * 2, device)
     if device.type != "cpu":
         name = torch.cuda.get_device_name(device)
-        return Device(name, operations, memory_rate, 25e9, latency=30e-6, measured=True)
+        return Device(name, operations, memory_rate, 25e9, latency=30e-6, hop=10e-6, measured=True)
     latency, whole = _gloo(4), _gloo(_LARGE)
     link = _LARGE / max(whole - latency, 1e-9)
-    return Device("this CPU", operations, memory_rate, link, latency / 2, overlaps=False, measured=True)
+    latency /= 2  # of an all-reduce, which sends twice
+    return Device("this CPU", operations, memory_rate, link, latency, latency, overlaps=False, measured=True)
 
 
 def seconds_of(work: Callable[[], object], device: torch.device, *, least: float = 0.03, most: int = 50) -> float:

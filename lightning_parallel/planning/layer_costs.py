@@ -20,7 +20,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from lightning_parallel.absent.answers import stand_in
 from lightning_parallel.absent.tensor import AbsentTensor
-from lightning_parallel.planning.devices import seconds_of
+from lightning_parallel.planning.devices import Device, seconds_of
+from lightning_parallel.private.group_on_paper import GroupOnPaper
 from lightning_parallel.private.torch import tensors_in, tree_leaves, tree_map
 from lightning_parallel.values import PLAIN
 
@@ -40,6 +41,7 @@ class Cost:
         around: bytes that the code after it computes, and holds.
         computed: all bytes that are computed, by both.
         returned: bytes of its outputs.
+        sent_forward, sent_backward: seconds in which its tensor ranks exchange sums, besides the others.
     """
 
     forward: float = 0.0
@@ -51,6 +53,8 @@ class Cost:
     around: float = 0.0
     computed: float = 0.0
     returned: float = 0.0
+    sent_forward: float = 0.0
+    sent_backward: float = 0.0
 
     @classmethod
     def mixed(cls, costs: Sequence[Cost], weights: Sequence[float]) -> Cost:
@@ -87,31 +91,36 @@ def tried(
     kwargs: Any,
     device: torch.device,
     context: Callable[[], AbstractContextManager[Any]],
+    group: GroupOnPaper,
+    rates: Device,
     *,
-    timed: bool,
+    on_paper: bool = False,
 ) -> Cost:
     """What a call takes on a device.
 
     Args:
         args, kwargs: of the call; tensors without values get random ones.
         context: the precision's.
-        timed: run it several times, for its seconds.
+        group: the tensor ranks among which the layer is divided.
+        rates: of the device that is planned for. Where it is measured, the call is timed.
+        on_paper: run it without memory and without arithmetic, in torch's mode of fake tensors, for what autograd
+            would save.
 
     Raises:
         Exception: the layer's own. It may need other values than random ones.
     """
-    own = copy.deepcopy(unit).to(device)  # its buffers and gradients may change
     given: list[Tensor] = []
 
     def real(value: Any) -> Any:
         if not isinstance(value, Tensor):
             return value
-        made = stand_in(value).detach().to(device)
+        made = _like(value) if on_paper else stand_in(value).detach().to(device)
         if isinstance(value, AbsentTensor) and made.is_floating_point():
             made.requires_grad_()
         given.append(made)
         return made
 
+    own = _without_memory(unit) if on_paper else copy.deepcopy(unit).to(device)  # its buffers and gradients may change
     args, kwargs = tree_map(real, (args, kwargs))
 
     def run() -> Any:
@@ -120,18 +129,25 @@ def tried(
             return own(*now_args, **now_kwargs)
 
     saved = _Saved()
-    with saved_tensors_hooks(saved.note, lambda tensor: tensor):
-        output = run()
+    with group.noted() as sent:
+        with saved_tensors_hooks(saved.note, lambda tensor: tensor):
+            output = run()
+        sent_forward = rates.collectives(sent, group.size())
+        sent.clear()
+        gradients = [torch.ones_like(tensor) for tensor in _differentiable(output)]
+        if group.size() > 1 and gradients:
+            torch.autograd.backward(_differentiable(output), gradients)
+        sent_backward = rates.collectives(sent, group.size())
     there = {_memory(tensor) for tensor in (*own.parameters(), *own.buffers())}
     inputs = {_memory(tensor) for tensor in given} - there
     outputs = {_memory(tensor) for tensor in tensors_in(output)} - inputs - there
     held = {key: size for key, size in saved.sizes.items() if key not in there}
     inner = sum(size for key, size in held.items() if key not in inputs | outputs)
     cost = Cost(inner=inner, inputs=_sum(held, inputs), outputs=_sum(held, outputs))
-    if not timed:
+    cost = replace(cost, sent_forward=sent_forward, sent_backward=sent_backward)
+    if not rates.measured:
         return cost
     forward = seconds_of(run, device)
-    gradients = [torch.ones_like(tensor) for tensor in _differentiable(output)]
 
     def both() -> None:
         results = _differentiable(run())
@@ -148,6 +164,19 @@ def tried(
     backward = max(0.0, seconds_of(both, device) - forward) if gradients else 0.0
     first = seconds_of(half, device) - forward if gradients and arrived else 0.0
     return replace(cost, forward=forward, backward=backward, first=min(backward, max(0.0, first)))
+
+
+def _without_memory(unit: nn.Module) -> nn.Module:
+    """A copy of a layer, in a mode in which its tensors are made without memory."""
+    memo: dict[int, Any] = {}
+    for tensor in (*unit.parameters(), *unit.buffers()):
+        made = _like(tensor)
+        memo[id(tensor)] = nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
+    return copy.deepcopy(unit, memo)
+
+
+def _like(tensor: Tensor) -> Tensor:
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
 
 
 def with_own_objects(arguments: Any) -> Any:

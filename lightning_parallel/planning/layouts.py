@@ -13,6 +13,8 @@ from lightning_parallel.schedules.named import SCHEDULES, asynchronous
 
 _SYNCHRONOUS = ("gpipe", "1f1b", "interleaved", "zbv", "vhalf", "vmin")
 _A_STAGE = (1, 2, 4, 8)  # microbatches that are tried
+_MOST = 256  # microbatches, unless there are more stages; also layers, where they aren't known
+_NODE = 8  # devices whose links are fast enough for tensor parallelism
 ASYNC = "pipeline_async"
 
 
@@ -48,6 +50,7 @@ class Choice:
             "data_parallel": self.data,
             "microbatches": self.microbatches,
         }
+        options |= {"tensor_parallel": self.tensor} if self.tensor > 1 else {}
         options |= {"activation_checkpointing": True} if self.recompute else {}
         return options | ({} if self.balance is None else {"balance": list(self.balance)})
 
@@ -85,29 +88,36 @@ def _lists(name: str, stages: int, microbatches: int, updates: int) -> Schedule:
     return SCHEDULES[name](stages, microbatches)
 
 
-def choices(devices: int, samples: int) -> Iterator[Choice]:
-    """All layouts that use all devices, without activation checkpointing.
+def tensor_sizes(devices: int) -> list[int]:
+    """The numbers of ranks of a tensor group that are planned: they divide the devices, and stay within a node."""
+    return [size for size in range(1, min(devices, _NODE) + 1) if devices % size == 0]
+
+
+def choices(devices: int, samples: int, tensor: int = 1, layers: int = _MOST) -> Iterator[Choice]:
+    """All layouts that use all devices and have so many ranks in a tensor group, without activation checkpointing.
 
     Args:
         samples: of a batch of all replicas, which have equal shares of it.
+        layers: of the module. One stage more than these is tried, to be refused by name.
     """
     if devices == 1:
         yield Choice("single")
         return
-    sizes = [size for size in range(1, devices + 1) if devices % size == 0]
-    if samples % devices == 0:
+    left = devices // tensor  # devices, for the other axes
+    if samples % left == 0 and tensor == 1:
         yield Choice("ddp", data=devices)
         yield Choice("fully_sharded", data=devices)
-    for size in sizes[1:]:
-        replicas = devices // size
-        if samples % replicas:
+    elif samples % left == 0:
+        yield Choice("tensor_parallel", data=left, tensor=tensor)
+    for stages in range(2, min(left, layers + 1) + 1):
+        replicas = left // stages
+        if left % stages or samples % replicas:
             continue
-        yield Choice("tensor_parallel", data=replicas, tensor=size)
         lists: list[Schedule] = []  # with few stages or microbatches some schedules have the same
         for schedule in (*_SYNCHRONOUS, "async"):
-            counts = {min(each * size, samples // replicas) for each in _A_STAGE}
+            counts = {min(each * stages, samples // replicas, max(stages, _MOST)) for each in _A_STAGE}
             for count in sorted(counts):
-                choice = Choice(f"pipeline_{schedule}", size, replicas, microbatches=count)
+                choice = Choice(f"pipeline_{schedule}", stages, replicas, tensor, microbatches=count)
                 if choice.is_late or choice.schedule() not in lists:
                     lists.append(choice.schedule())
                     yield choice

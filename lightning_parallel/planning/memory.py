@@ -112,19 +112,34 @@ class State:
             self.problem = f"{type(optimizer).__name__} can't be tried without memory ({error})"
 
 
+class Tensors:
+    """The parameters and buffers of a module, as plans of many layouts need them.
+
+    Attributes:
+        units: the bytes of what fully sharded replicas gather at a time, the largest first.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.parameters = dict(module.named_parameters())
+        self.buffers = dict(module.named_buffers())
+        self.units = sorted((_nbytes(unit.parameters()) for unit in find_units(module).values()), reverse=True)
+
+
 def on_each_stage(
-    choice: Choice, module: nn.Module, state: State, parts: Partition, chunks: Sequence[ChunkCost]
+    choice: Choice, tensors: Tensors, state: State, parts: Partition, chunks: Sequence[ChunkCost]
 ) -> list[Memory]:
     """What a rank of each stage holds. A layout without stages has one."""
     found = []
-    units = _unit_sizes(module) if choice.strategy == "fully_sharded" else []
-    for stage in range(choice.stages):
-        held = {n: p for n, p in module.named_parameters() if stage in parts.owners[n]}
+    held_by: list[dict[str, Tensor]] = [{} for _ in range(choice.stages)]
+    for name, parameter in tensors.parameters.items():
+        for stage in parts.owners[name]:
+            held_by[stage][name] = parameter
+    for stage, held in enumerate(held_by):
         part_of = {n: _part(p, choice.data if choice.strategy == "fully_sharded" else 1) for n, p in held.items()}
         parameters = sum(round(p.nbytes * part_of[n]) for n, p in held.items())
         trained = {n: p for n, p in held.items() if p.requires_grad}
         gradients = sum(round(p.nbytes * part_of[n]) for n, p in trained.items())
-        buffers = {n: b for n, b in module.named_buffers() if not choice.is_pipeline or stage in parts.holders_of(n)}
+        buffers = {n: b for n, b in tensors.buffers.items() if not choice.is_pipeline or stage in parts.holders_of(n)}
         own = parts.chunks_of(stage)
         copies = 0
         if choice.is_late:
@@ -140,7 +155,7 @@ def on_each_stage(
         if choice.strategy == "ddp":
             copies = gradients  # its buckets
         elif choice.strategy == "fully_sharded":
-            copies = _gathered(units, parameters=sum(p.nbytes for p in held.values()))
+            copies = _gathered(tensors.units, parameters=sum(p.nbytes for p in held.values()))
         elif choice.data > 1:
             copies += min(gradients, _BUCKET)
         working = max(chunks[c].working for c in own)
@@ -155,10 +170,6 @@ def _part(parameter: Tensor, ranks: int) -> float:
     """The part of a parameter that the first of some ranks has: rows are divided, and rounded up for it."""
     rows = parameter.shape[0] if parameter.dim() else 1
     return math.ceil(rows / ranks) / rows if rows else 1.0
-
-
-def _unit_sizes(module: nn.Module) -> list[int]:
-    return sorted((_nbytes(unit.parameters()) for unit in find_units(module).values()), reverse=True)
 
 
 def _gathered(units: Sequence[int], parameters: int) -> int:

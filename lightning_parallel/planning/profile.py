@@ -8,7 +8,7 @@ results are counted, and it takes as long as these need to be written and read. 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -16,12 +16,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_parallel.absent.tensor import AbsentMemory, AbsentTensor
+from lightning_parallel.absent.tensor import AbsentMemory, AbsentTensor, AbsentValueError
 from lightning_parallel.cuts.partition import Partition
 from lightning_parallel.interception import Interception
 from lightning_parallel.planning.devices import Device
 from lightning_parallel.planning.layer_costs import Cost, kind_of, tried, with_own_objects
-from lightning_parallel.private.torch import tensors_in
+from lightning_parallel.private.group_on_paper import GroupOnPaper
+from lightning_parallel.private.torch import FakeTensorMode, tensors_in
 from lightning_parallel.tracing.dry_run import trace
 from lightning_parallel.tracing.operations import OperationsNoted
 from lightning_parallel.tracing.trace import Call, TracedCall
@@ -38,6 +39,7 @@ class ChunkCost:
         between: bytes between the halves of its backward.
         working: bytes that its largest layer computes, which are there for a moment.
         sent: bytes that cross the cut after it, as far as its last layer returns them.
+        messages: seconds of the forward and the backward in which its tensor ranks exchange sums.
     """
 
     forward: float
@@ -47,6 +49,7 @@ class ChunkCost:
     between: int
     working: int
     sent: int
+    messages: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -107,6 +110,7 @@ class Profile:
         device: the rates of the device.
         tried_on: where layers are tried.
         context: the precision's.
+        group: the tensor ranks among which the module is divided; None if it is whole.
 
     Attributes:
         untried: units that can't be run on stand-ins: their costs come of their operations and results.
@@ -120,12 +124,15 @@ class Profile:
         device: Device,
         tried_on: torch.device,
         context: Callable[[], AbstractContextManager[Any]],
+        group: GroupOnPaper | None = None,
     ) -> None:
+        self._group = GroupOnPaper(1) if group is None else group
         self.untried: set[str] = set()
         self._module, self._step_of, self._sizes = module, step_of, sizes
         self._device, self._tried_on, self._context = device, tried_on, context
         self._looks: dict[frozenset[str], list[_Look]] = {}
         self._costs: dict[Any, Cost | None] = {}
+        self._found: dict[Any, list[tuple[TracedCall, Cost]]] = {}  # by units and samples
 
     def chunks(self, parts: Partition, samples: int, *, recompute: bool = False) -> list[ChunkCost]:
         """What each chunk takes for a microbatch of so many samples. With ``recompute``, of layers only the inputs are
@@ -149,7 +156,12 @@ class Profile:
 
     def calls(self, parts: Partition, samples: int) -> list[tuple[TracedCall, Cost]]:
         """Each call of the step with what it takes."""
-        units = frozenset(parts.units)
+        key = frozenset(parts.units), samples
+        if key not in self._found:
+            self._found[key] = self._mixed(frozenset(parts.units), samples)
+        return [(call, cost) for call, cost in self._found[key] if (call.unit, call.call) in parts.calls]
+
+    def _mixed(self, units: frozenset[str], samples: int) -> list[tuple[TracedCall, Cost]]:
         if units not in self._looks:
             looks = [self._look(units, size) for size in self._sizes]
             origins = [[call.origin for call in look.calls] for look in looks]
@@ -161,11 +173,7 @@ class Profile:
             part = (samples - looks[0].samples) / (looks[1].samples - looks[0].samples)
             weights = [1 - part, part]
         costs = [[self._cost(look, index) for index in range(len(look.calls))] for look in looks]
-        return [
-            (call, Cost.mixed(each, weights))
-            for call, *each in zip(looks[0].calls, *costs, strict=True)
-            if (call.unit, call.call) in parts.calls
-        ]
+        return [(call, Cost.mixed(each, weights)) for call, *each in zip(looks[0].calls, *costs, strict=True)]
 
     def _look(self, units: frozenset[str], size: int) -> _Look:
         step, samples = self._step_of(size)
@@ -184,6 +192,8 @@ class Profile:
             seen = trace(self._module, parts, run)
         finally:
             watched.remove()
+        if seen.stopped is not None and not isinstance(seen.stopped, AbsentValueError):
+            raise ValueError(f"The step can't be traced: {type(seen.stopped).__name__}: {seen.stopped}")
         return _Look(samples, seen.calls, around.given, around.found)
 
     def _cost(self, look: _Look, index: int) -> Cost:
@@ -194,11 +204,7 @@ class Profile:
             unit = self._module.get_submodule(call.unit)
             key = kind_of(unit, *given)
             if key not in self._costs:
-                try:
-                    timed = self._device.measured
-                    self._costs[key] = tried(unit, *given, self._tried_on, self._context, timed=timed)
-                except Exception:  # any: of the user's layer, which may need other values than random ones
-                    self._costs[key] = None
+                self._costs[key] = self._tried(unit, *given)
             cost = self._costs[key]
         seconds = self._device.computes(call.operations, call.computed)
         if cost is None:
@@ -218,6 +224,17 @@ class Profile:
             returned=call.returned,
         )
 
+    def _tried(self, unit: nn.Module, args: Any, kwargs: Any) -> Cost | None:
+        """What a unit takes; None if it can't be run on stand-ins."""
+        call = unit, args, kwargs, self._tried_on, self._context, self._group, self._device
+        if not self._device.measured:
+            with suppress(Exception), FakeTensorMode():  # any: of the user's layer, which may read values
+                return tried(*call, on_paper=True)
+        try:
+            return tried(*call)
+        except Exception:  # any: of the user's layer, which may need other values than random ones
+            return None
+
 
 def _chunk(items: Sequence[tuple[TracedCall, Cost]], again: Collection[str]) -> ChunkCost:
     """The calls of a chunk together. Layers in ``again`` run again in the backward. What is held as an input isn't
@@ -232,10 +249,15 @@ def _chunk(items: Sequence[tuple[TracedCall, Cost]], again: Collection[str]) -> 
         # The inputs of a layer that runs again are outputs of others: about as large as its own.
         own = cost.inputs or (cost.returned if call.unit in again else 0.0)
         inputs[call.needs] = max(inputs.get(call.needs, 0.0), own)
-    forward = sum(cost.forward for _, cost in items)
-    backward = sum(cost.backward + cost.forward * (call.unit in again) for call, cost in items)
-    # Layers that run again have a backward in one piece.
-    first = sum(cost.backward + cost.forward if call.unit in again else cost.first for call, cost in items)
+    forward = backward = first = messages = 0.0
+    for call, cost in items:
+        forwards = cost.forward + cost.sent_forward
+        backwards = cost.backward + cost.sent_backward + forwards * (call.unit in again)
+        forward += forwards
+        backward += backwards
+        # Layers that run again have a backward in one piece. What tensor ranks sum is an input's gradient.
+        first += backwards if call.unit in again else cost.first + cost.sent_backward
+        messages += (1 + (call.unit in again)) * cost.sent_forward + cost.sent_backward
     return ChunkCost(
         forward=max(1e-9, forward),
         backward=max(1e-9, backward),
@@ -244,4 +266,5 @@ def _chunk(items: Sequence[tuple[TracedCall, Cost]], again: Collection[str]) -> 
         between=round(saved + sum(inputs.values())),
         working=round(max((cost.computed for _, cost in items), default=0.0)),
         sent=round(items[-1][1].returned) if items else 0,
+        messages=messages,
     )

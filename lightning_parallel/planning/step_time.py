@@ -7,7 +7,7 @@ the two that were tried.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 
 from lightning_parallel.cuts.partition import Partition
@@ -59,7 +59,7 @@ def of_step(
     chunks: Sequence[ChunkCost],
     memory: Sequence[Memory],
     *,
-    goes_on: bool = False,
+    goes_on: Callable[[], bool] = lambda: False,
 ) -> StepTime:
     """The time of a step.
 
@@ -71,20 +71,22 @@ def of_step(
     updates = [_update(device, each) for each in memory]
     forward, backward = sum(c.forward for c in chunks), sum(c.backward for c in chunks)
     if not choice.is_pipeline:
-        messages = _of_replicas(choice, device, memory[0], forward, backward)
-        return StepTime(forward + backward, 0.0, messages, updates[0], OF_BATCH)
+        sums = sum(c.messages for c in chunks)
+        messages = sums + _of_replicas(choice, device, memory[0], len(parts.layers) + 1, forward, backward)
+        return StepTime(forward + backward - sums, 0.0, messages, updates[0], OF_BATCH)
     added = OF_FORWARD if choice.stages > 1 else 0.0
-    simulation, batches = _simulated(choice, device, chunks, updates, added, goes_on)
+    waits = choice.is_late or not goes_on()
+    simulation, batches = _simulated(choice, device, chunks, updates, added, not waits)
     busiest = max(range(choice.stages), key=lambda stage: simulation.busy[stage])
     period = _period(simulation, batches)
     busy = simulation.busy[busiest] / len([t for t in simulation.rows[busiest] if isinstance(t.action, Step)])
     overhead = added * choice.microbatches * len(parts.chunks_of(busiest))
-    messages = 0.0
+    messages = exchanged = choice.microbatches * sum(chunks[c].messages for c in parts.chunks_of(busiest))
     if choice.data > 1:
-        sums = max(device.all_reduce(each.gradients, choice.data) for each in memory)
+        sums = max(device.all_reduce(each.gradients, choice.data, choice.tensor) for each in memory)
         last = min(c.backward for c in chunks)  # meanwhile the last backward of a batch runs
-        messages = max(0.0, sums - last) if device.overlaps else sums
-    computing = max(0.0, busy - overhead - updates[busiest])
+        messages += max(0.0, sums - last) if device.overlaps else sums
+    computing = max(0.0, busy - overhead - updates[busiest] - exchanged)
     return StepTime(computing, max(0.0, period - busy), messages, updates[busiest], overhead + OF_BATCH)
 
 
@@ -93,11 +95,13 @@ def _update(device: Device, memory: Memory) -> float:
     return 2 * device.passes(memory.parameters + memory.gradients + memory.optimizer)
 
 
-def _of_replicas(choice: Choice, device: Device, memory: Memory, forward: float, backward: float) -> float:
+def _of_replicas(
+    choice: Choice, device: Device, memory: Memory, units: int, forward: float, backward: float
+) -> float:
     if choice.strategy == "fully_sharded":
-        gather = device.all_gather(choice.data * memory.parameters, choice.data)
-        return _beside(device, forward, gather) + _beside(device, backward, 2 * gather)
-    return _beside(device, backward, device.all_reduce(memory.gradients, choice.data))
+        each = device.all_gather(choice.data * memory.parameters / units, choice.data)
+        return _beside(device, forward, units * each) + _beside(device, backward, 2 * units * each)
+    return _beside(device, backward, device.all_reduce(memory.gradients, choice.data, choice.tensor))
 
 
 def _beside(device: Device, computing: float, messages: float) -> float:
@@ -122,7 +126,8 @@ def _simulated(
     else:
         count = _BATCHES if goes_on else 1
         schedule = repeated(choice.schedule(), count)
-    latency = device.message(max((chunk.sent for chunk in chunks[:-1]), default=0))
+    largest = max((chunk.sent for chunk in chunks[:-1]), default=0)
+    latency = device.message(largest, distance=choice.tensor * choice.data)
     forward = [chunk.forward + added for chunk in chunks]
     backward, first = [chunk.backward for chunk in chunks], [chunk.first for chunk in chunks]
     return simulate(schedule, forward, backward, list(updates), latency, first), count

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import Any
 
@@ -26,7 +26,7 @@ class Row:
         choice: the layout.
         chunks: what each takes for a microbatch.
         ranks: the memory of each stage's ranks; without stages, of one.
-        time: of a step.
+        timed: computes the time of a step. Schedules of many stages take seconds, and what doesn't fit needs none.
         samples: of a step, over all replicas.
         tokens: of a sample; None if they aren't known.
         devices: on which it was planned.
@@ -36,11 +36,16 @@ class Row:
     choice: Choice
     chunks: Sequence[ChunkCost]
     ranks: Sequence[Memory]
-    time: StepTime
+    timed: Callable[[], StepTime] = field(repr=False, compare=False)
     samples: int
     tokens: int | None
     devices: int
     fits: bool
+
+    @cached_property
+    def time(self) -> StepTime:
+        """Of a step."""
+        return self.timed()
 
     @property
     def memory(self) -> Memory:

@@ -20,6 +20,10 @@ import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 from torch import Tensor, nn
+
+# Names that others import from here.
+# Running layers without memory and without arithmetic, for what autograd would save. Its module isn't public.
+from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 from torch.autograd.graph import GradientEdge, Node, _engine_run_backward
 from torch.distributed import Store  # type: ignore[attr-defined]
 from torch.distributed.checkpoint import metadata
@@ -28,7 +32,6 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.optim import Optimizer
 
-# Names that others import from here.
 # Observing operators (recipes/traffic.py). Named as public by torch's own documentation, but its module is not.
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 

@@ -30,6 +30,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from lightning_parallel.private.group_on_paper import GroupOnPaper
 from lightning_parallel.private.torch import gather_into, reduce_scatter_into
 from lightning_parallel.ranks.shard import piece
 
@@ -50,7 +51,7 @@ def reduce(x: Tensor, group: Group) -> Tensor:
 
 def reduce_(x: Tensor, group: Group) -> Tensor:
     """:func:`reduce` in the memory of ``x``: for a fresh, contiguous result that no backward needs."""
-    return _mapped(x, group, lambda t: all_reduced_(t, group), lambda g: g) if has_memory(x) else x
+    return _mapped(x, group, lambda t: all_reduced_(t, group), lambda g: g) if sends(x, group) else x
 
 
 def split(x: Tensor, dim: int, group: Group) -> Tensor:
@@ -118,7 +119,7 @@ def all_reduced(x: Tensor, group: Group, op: dist.ReduceOp.RedOpType = dist.Redu
 
 def all_reduced_(x: Tensor, group: Group, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
     """:func:`all_reduced` in the memory of ``x``."""
-    if group.size() > 1 and has_memory(x):
+    if sends(x, group):
         dist.all_reduce(x, op, group)
     return x
 
@@ -138,7 +139,7 @@ def joined(x: Tensor, dim: int, group: Group, size: int | None = None) -> Tensor
     # All messages have one size. With `dim` in front pieces lie one after the other, so there is no list to copy.
     own = _padded(x, dim, piece(size, 0, count)[1]).movedim(dim, 0).contiguous()
     whole = own.new_empty(count * own.shape[0], *own.shape[1:])
-    if has_memory(own):
+    if sends(own, group):
         gather_into(whole, own, group)
     return whole.narrow(0, 0, size).movedim(0, dim).contiguous()
 
@@ -150,9 +151,14 @@ def summed_piece(x: Tensor, dim: int, group: Group) -> Tensor:
     length = piece(size, 0, count)[1]
     whole = _padded(x, dim, length * count).movedim(dim, 0).contiguous()
     own = whole.new_empty(length, *whole.shape[1:])
-    if has_memory(whole):
+    if sends(whole, group):
         reduce_scatter_into(own, whole, group=group)
     return own.narrow(0, 0, stop - start).movedim(0, dim).contiguous()
+
+
+def sends(x: Tensor, group: Group) -> bool:
+    """Is there something to send, and somebody to send it to? A group on paper is told of what has no memory, too."""
+    return group.size() > 1 and (isinstance(group, GroupOnPaper) or has_memory(x))
 
 
 def has_memory(x: Tensor) -> bool:

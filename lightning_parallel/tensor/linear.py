@@ -261,7 +261,7 @@ class _CopyLinear(torch.autograd.Function):
         shape = g.shape
         g = g.reshape(-1, shape[-1])
         grad_x = g @ weight
-        work = dist.all_reduce(grad_x, group=ctx.group, async_op=True) if functions.has_memory(grad_x) else None
+        work = dist.all_reduce(grad_x, group=ctx.group, async_op=True) if functions.sends(grad_x, ctx.group) else None
         grad_weight = grad_bias = None
         if x is not None:
             x = x.reshape(-1, x.shape[-1])

@@ -61,20 +61,22 @@ def counted(model: str, choice: Choice, devices: int) -> dict[str, int]:
 
 
 @pytest.mark.parametrize(
-    ("model", "strategy", "devices"),
+    ("model", "strategy", "devices", "tensor"),
     [
-        ("Blocks", "pipeline_1f1b", 2),
-        ("AdamBlocks", "pipeline_1f1b", 4),
-        ("AdamBlocks", "pipeline_zbv", 2),
-        ("AdamBlocks", "fully_sharded", 2),
-        ("AdamBlocks", "ddp", 2),
-        ("Words", "pipeline_interleaved", 2),
+        ("Blocks", "pipeline_1f1b", 2, 1),
+        ("AdamBlocks", "pipeline_1f1b", 4, 1),
+        ("AdamBlocks", "pipeline_zbv", 2, 1),
+        ("AdamBlocks", "fully_sharded", 2, 1),
+        ("AdamBlocks", "ddp", 2, 1),
+        ("Words", "pipeline_interleaved", 2, 1),
+        ("Words", "tensor_parallel", 2, 2),
+        ("AdamBlocks", "pipeline_1f1b", 4, 2),
     ],
 )
-def test_what_is_counted_on_ranks(pool: WorkerPool, model: str, strategy: str, devices: int) -> None:
+def test_what_is_counted_on_ranks(pool: WorkerPool, model: str, strategy: str, devices: int, tensor: int) -> None:
     kind = MODELS[model]
-    rows = plan(kind(), kind.batches()[0], devices=devices).found
-    row = next(each for each in rows if each.strategy == strategy and each.choice.stages in (1, devices))
+    rows = [row for row in plan(kind(), kind.batches()[0], devices=devices).found if row.choice.tensor == tensor]
+    row = next(each for each in rows if each.strategy == strategy and each.choice.data in (1, devices))
     found = pool.run(counted, devices, model, row.choice, devices, init=False)
     ranks = {tuple(sorted(each.items())) for each in found}
     names = ("gradients", "optimizer", "parameters")

@@ -15,7 +15,8 @@ from torch.nn import functional as F
 
 from lightning_parallel import plan
 from lightning_parallel.comparison import check, runs
-from lightning_parallel.planning.layouts import Choice, choices
+from lightning_parallel.planning.devices import described
+from lightning_parallel.planning.layouts import Choice, choices, tensor_sizes
 from lightning_parallel.schedules.simulate import simulate
 from tests.faults.models import Blocks, Words
 from tests.pool import WorkerPool
@@ -73,6 +74,8 @@ class Products(L.LightningModule):
 
 
 class Manual(Blocks):
+    """Optimizes by itself."""
+
     def __init__(self) -> None:
         super().__init__()
         self.automatic_optimization = False
@@ -148,9 +151,13 @@ def test_cuts_are_moved_by_time() -> None:
 
 
 def test_layouts_fill_all_devices() -> None:
-    found = {*choices(4, 16)}
+    found = {choice for tensor in tensor_sizes(4) for choice in choices(4, 16, tensor)}
     assert all(choice.stages * choice.data * choice.tensor == 4 for choice in found)
     assert Choice("pipeline_zbv", 2, 2, microbatches=4) in found
+    assert Choice("pipeline_1f1b", 2, tensor=2, microbatches=4) in found
+    assert {choice.data for choice in found if choice.strategy == "tensor_parallel"} == {1, 2}
+    assert max(tensor_sizes(1024)) == 8  # a node
+    assert max(choice.stages for choice in choices(1024, 4096, layers=80)) == 64
     assert {choice.strategy for choice in choices(4, 3)} >= {"pipeline_1f1b"}
     assert not {"ddp", "fully_sharded"} & {choice.strategy for choice in choices(4, 3)}  # a replica has no sample
     in_a_v = {choice.strategy for choice in choices(2, 4) if choice.microbatches == 2 and choice.stages == 2}
@@ -159,10 +166,12 @@ def test_layouts_fill_all_devices() -> None:
 
 def test_refusals_name_what_is_in_the_way() -> None:
     manual = plan(Manual(), Manual.batches()[0], devices=2)
-    assert {row.strategy for row in manual.rows} == {"ddp", "fully_sharded"}
+    assert {row.strategy for row in manual.rows} == {"ddp", "fully_sharded", "tensor_parallel"}
     assert "automatic_optimization" in manual.refused["pipeline_1f1b, 2 stages"]
     tied = plan(Words(), Words.batches()[0], devices=2)
     assert "embed.weight" in tied.refused["pipeline_async, 2 stages"]
+    unpaired = plan(Sleepers(0.0, 0.0), torch.randn(8, 4), devices=2)
+    assert "plan" in unpaired.refused["2 tensor ranks"]
     few = plan(Sleepers(0.0, 0.0, 0.0), torch.randn(8, 4), devices=4)
     assert "stages=4" in few.refused["pipeline_1f1b, 4 stages"]
     assert any(row.choice.stages == 2 for row in few.rows)
@@ -204,6 +213,81 @@ def test_wrong_values_are_named() -> None:
             plan(Blocks(), batch, **wrong)
 
 
+class Untraceable(Products):
+    """Its step takes plain tensors only."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if type(batch) is not type(self.layers(batch)):
+            raise TypeError("a plain tensor, please")
+        return self.layers(batch).mean()
+
+    def configure_tensor_parallel(self) -> dict[str, str]:
+        return {"layers.0": "column", "layers.1": "row"}
+
+
+def test_a_step_that_cannot_be_traced_is_refused_on_any_layout() -> None:
+    found = plan(Untraceable(), torch.randn(8, 256), devices=2)
+    assert not found.found
+    assert {"ddp, 2 replicas", "fully_sharded, 2 replicas"} <= set(found.refused)
+
+
+# -- tensor ranks and large machines -----------------------------------------------------------------------------
+
+
+class Pairs(L.LightningModule):
+    """Four pairs of a column and a row, without memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.device("meta"):
+            self.layers = nn.Sequential(*(Pair(1024) for _ in range(4)))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.layers(batch).pow(2).mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters())
+
+    def configure_tensor_parallel(self) -> dict[str, str]:
+        return {"layers.*.up": "column", "layers.*.down": "row"}
+
+
+class Pair(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, 4 * width, bias=False), nn.Linear(4 * width, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.up(x).relu())
+
+
+def test_a_pair_of_layers_sends_its_output_and_its_gradient() -> None:
+    samples, width, ranks = 64, 1024, 4
+    found = plan(Pairs(), torch.randn(samples, width), devices=ranks, device="h100")
+    row = next(row for row in found.rows if row.strategy == "tensor_parallel" and row.choice.tensor == ranks)
+    one = described("h100", halves=False).all_reduce(4 * samples * width, ranks)
+    # The first pair's input needs no gradient.
+    assert row.time.messages == pytest.approx(one * (4 + 3), rel=1e-6)
+    assert row.memory.parameters == 4 * 8 * width**2 * 4 / ranks
+    ddp = next(row for row in found.rows if row.strategy == "ddp")
+    assert row.time.computing == pytest.approx(ddp.time.computing, rel=0.5)  # a quarter of the work, on all samples
+
+
+def test_groups_across_nodes_are_as_fast_as_the_network() -> None:
+    device, size = described("h100", halves=True), 2**30
+    inside, across = device.all_gather(size, 8), device.all_gather(size, 8, distance=8)
+    assert across == pytest.approx(inside * device.link / device.network, rel=0.1)
+    assert device.all_gather(size, 16) < across  # all ports of both nodes are used
+    assert device.message(size) < device.message(size, distance=8)
+
+
+def test_a_thousand_devices_are_planned_without_memory() -> None:
+    found = plan(Pairs(), torch.randn(4096, 1024), devices=1024, device="h100", memory="80GiB")
+    assert {1, 8} <= {row.choice.tensor for row in found.rows}
+    assert {row.choice.stages * row.choice.data * row.choice.tensor for row in found.rows} == {1024}
+    assert not found.best.choice.is_late
+
+
 # -- the rest --------------------------------------------------------------------------------------------------------
 
 
@@ -241,7 +325,7 @@ class Made(Blocks):
 def test_what_lightning_does_before_a_step_is_done() -> None:
     x, y = Blocks.batches()[0]
     found = plan(Made(), {"x": x, "y": y}, devices=2)
-    assert not set(found.refused) - {"tensor_parallel"}
+    assert not set(found.refused) - {"2 tensor ranks"}
     assert found.best.memory.parameters > 0
 
 

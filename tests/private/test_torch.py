@@ -15,11 +15,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils.dlpack import to_dlpack
 
 from lightning_parallel.private import torch as torch_private
+from lightning_parallel.private.group_on_paper import GroupOnPaper
 from tests.pool import WorkerPool
 from tests.test_house import ROOT, modules
 
@@ -261,6 +263,34 @@ def gathered_silently() -> list[float]:
     torch_private.gather_into(gathered, own, group=group)
     torch_private.reduce_scatter_into(own, gathered, group=group)
     return gathered.tolist()
+
+
+def test_group_on_paper_notes_what_a_part_of_a_model_would_send() -> None:
+    """Otherwise tensor parallelism would be planned as if it cost nothing. There is no process group here."""
+    group, own = GroupOnPaper(4), torch.ones(3)
+    torch_private.gather_into(torch.empty(12), own, group=group)  # outside, nothing is noted
+    with group.noted() as sent:
+        dist.all_reduce(own, group=group)
+        assert dist.all_reduce(own, group=group, async_op=True) is None
+        torch_private.gather_into(torch.empty(12), own, group=group)
+        torch_private.reduce_scatter_into(torch.empty(3), torch.empty(12), group=group)
+    assert (group.rank(), group.size()) == (0, 4)
+    assert sent == [("all_reduce", 12), ("all_reduce", 12), ("all_gather", 48), ("reduce_scatter", 48)]
+
+
+def test_fake_tensors_have_a_dtype_under_autocast_and_attention_that_saves_no_scores() -> None:
+    """Otherwise plans for described devices would count float32, and the square of the sequence."""
+    saved: list[Tensor] = []
+
+    def note(tensor: Tensor) -> Tensor:
+        saved.append(tensor)
+        return tensor
+
+    with torch_private.FakeTensorMode(), torch.autocast("cpu", torch.bfloat16), saved_tensors_hooks(note, note):
+        q, k, v = (torch.empty(1, 2, 256, 8, requires_grad=True) for _ in range(3))
+        nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+    assert max(tensor.numel() for tensor in saved) == q.numel()
+    assert {tensor.dtype for tensor in saved if tensor.dim() == 4} == {torch.bfloat16}
 
 
 def aborted() -> bool:
