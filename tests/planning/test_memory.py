@@ -175,13 +175,13 @@ CASES: dict[str, tuple[Any, Any]] = {
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("devices", [1, 2, 4])
-def test_activations_are_those_that_autograd_saves(name: str, devices: int) -> None:
-    """A share of the batch, between the sizes that were tried, and at their ends."""
+@pytest.mark.parametrize(("devices", "device"), [(1, "here"), (2, "here"), (4, "here"), (2, "h100")])
+def test_activations_are_those_that_autograd_saves(name: str, devices: int, device: str) -> None:
+    """A share of the batch, between the sizes that were tried, and at their ends; layers with memory, and without."""
     make, batch = CASES[name]
     module = make()
     strategy = "ddp" if devices > 1 else "single"
-    found = plan(module, batch, devices=devices)
+    found = plan(module, batch, devices=devices, device=device)
     assert "By their operations alone" not in str(found)  # all layers were tried
     row = next(each for each in found.found if each.strategy == strategy)
     saved = Saved(module)

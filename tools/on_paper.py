@@ -1,0 +1,150 @@
+"""Plans two large Llama models for 8 to 1,024 H100, beside speeds that were published.
+
+::
+
+    python -m tools.on_paper docs/on-paper.md
+
+Nothing of it is measured: the models have no memory, and the device is that of a data sheet. The tables between the
+marks of the page are written anew.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import lightning_parallel
+from lightning_parallel.planning.table import Plan, Row
+from lightning_parallel.settings import binary_size
+
+CONTEXT = 8192
+SIZES: dict[str, dict[str, int]] = {
+    "8B": {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32},
+    "70B": {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64},
+}
+PLANNED = (("8B", 8), ("8B", 64), ("8B", 1024), ("70B", 64), ("70B", 1024))
+SEQUENCES = 4  # of a batch, for each device
+SHOWN = 6  # layouts of each plan
+
+
+class Llama(L.LightningModule):
+    """Llama 3.1 without memory."""
+
+    def __init__(self, size: str) -> None:
+        super().__init__()
+        common = {"num_key_value_heads": 8, "vocab_size": 128256, "max_position_embeddings": CONTEXT}
+        with torch.device("meta"):
+            self.model = LlamaForCausalLM(LlamaConfig(**SIZES[size], **common, use_cache=False))  # type: ignore[arg-type]
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        return self.model(input_ids=batch, labels=batch).loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=3e-4)
+
+
+@dataclass(frozen=True)
+class Published:
+    """A speed that others have measured.
+
+    Attributes:
+        rate: tokens a second of each device.
+        by: what it was measured with.
+    """
+
+    size: str
+    device: str
+    devices: int
+    sequences: int
+    rate: float
+    by: str
+
+
+# Fully sharded replicas, bfloat16, without torch.compile and Float8.
+_H100 = "torchtitan, benchmarks/llama3_h100_202412_torchtitan.md; selective activation checkpointing"
+_A100 = "torchtitan, docs/performance.md of 2024; activation checkpointing: {}"
+PUBLISHED = (
+    Published("8B", "h100", 8, 16, 5762, _H100),
+    Published("8B", "h100", 128, 256, 5605, _H100),
+    Published("8B", "a100", 64, 64, 2904, _A100.format("of every second layer")),
+    Published("70B", "a100", 64, 64, 331, _A100.format("of all layers")),
+)
+
+
+def planned(size: str, device: str, devices: int, sequences: int, memory: str) -> Plan:
+    """The layouts of a model for a batch of so many sequences."""
+    batch = torch.zeros(sequences, CONTEXT, dtype=torch.long)
+    return lightning_parallel.plan(
+        Llama(size), batch, devices=devices, memory=memory, device=device, precision="bf16-mixed"
+    )
+
+
+def of_plans(cases: Sequence[tuple[str, int]]) -> Iterator[str]:
+    """The best layouts of each model on so many H100 of 80 GiB."""
+    for size, devices in cases:
+        start = time.monotonic()
+        plan = planned(size, "h100", devices, SEQUENCES * devices, "80GiB")
+        best: dict[str, Row] = {}  # of each kind, with the best number of microbatches
+        for row in plan.rows:
+            best.setdefault(str(row.choice), row)
+        text = [
+            f"### {size} on {devices:,} H100",
+            f"{SEQUENCES * devices:,} sequences of {CONTEXT:,} tokens a step. {len(plan.found):,} layouts, of which "
+            f"{len(plan.rows):,} fit, planned in {time.monotonic() - start:.0f} s.",
+            "| layout | microbatches | tokens/s of a device | memory | bubble |\n|---|--:|--:|--:|--:|",
+        ]
+        yield "\n\n".join(text) + "".join(f"\n{_line(row, devices)}" for row in list(best.values())[:SHOWN])
+
+
+def _line(row: Row, devices: int) -> str:
+    count = row.choice.microbatches if row.choice.is_pipeline else ""
+    bubble = f"{row.time.bubble:.0%}" if row.choice.is_pipeline else ""
+    return f"| {row.choice} | {count} | {_rate(row, devices):,.0f} | {binary_size(row.memory.total)} | {bubble} |"
+
+
+def _rate(row: Row, devices: int) -> float:
+    """Tokens a second of each device."""
+    return row.samples * CONTEXT / row.time.total / devices
+
+
+def beside_published(cases: Sequence[Published]) -> Iterator[str]:
+    """Fully sharded replicas, as planned and as measured by others."""
+    yield "| model | devices | planned | with all layers run again | published | by |\n|---|---|--:|--:|--:|---|"
+    for case in cases:
+        # Nothing fits into so little: times are computed of what is asked for, and not of all layouts.
+        plan = planned(case.size, case.device, case.devices, case.sequences, "1KiB")
+        row = next(row for row in plan.found if row.strategy == "fully_sharded")
+        whole = _rate(row, case.devices)
+        again = whole * row.time.total / (row.time.total + row.time.computing / 3)  # a third of it is the forward
+        where = f"{case.devices} {case.device.upper()}"
+        yield f"\n| {case.size} | {where} | {whole:,.0f} | {again:,.0f} | {case.rate:,.0f} | {case.by} |"
+
+
+def between(text: str, mark: str, made: str) -> str:
+    """A page with new text after a mark, up to the next end."""
+    head, start, rest = text.partition(f"<!-- {mark} -->")
+    _, end, tail = rest.partition("<!-- end -->")
+    if not end:
+        raise SystemExit(f"The page has no place for {mark}.")
+    return f"{head}{start}\n{made}\n{end}{tail}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m tools.on_paper", description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("page", type=Path)
+    page: Path = parser.parse_args().page
+    text = between(page.read_text(), "published", "".join(beside_published(PUBLISHED)))
+    page.write_text(between(text, "plans", "\n\n".join(of_plans(PLANNED))))
+
+
+if __name__ == "__main__":
+    main()
