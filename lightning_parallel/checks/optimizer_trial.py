@@ -27,7 +27,6 @@ import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -78,8 +77,6 @@ class _Trial:
 
 Piece = Callable[[Tensor], Tensor]  # makes of something of a trial's shape what one copy of the optimizer sees
 Pieces = list[tuple[_Trial, Piece]]
-# Makes the steps of an update with an optimizer, and is made for a training.
-InTurn = Callable[[], Callable[[Optimizer, Sequence[Callable[[], Any]]], None]]
 
 
 def stepped_whole(optimizer: Optimizer, local: LocalModel, layout: Layout, strategy: str) -> set[int]:
@@ -121,14 +118,10 @@ def stepped_whole(optimizer: Optimizer, local: LocalModel, layout: Layout, strat
     return found
 
 
-def refuse_steps_apart(optimizer: Optimizer, local: LocalModel, strategy: str, in_turn: InTurn) -> None:
+def refuse_steps_apart(optimizer: Optimizer, local: LocalModel, strategy: str) -> None:
     """Refuse an optimizer that trains otherwise if it makes two steps an update, one for each half of its parameters.
-    One that can't be tried is left to :func:`stepped_whole`, which warns of it.
-
-    Args:
-        strategy: the class's name and the setting that asks for it, for messages.
-        in_turn: makes, for a training, what is given an optimizer and the steps of an update, and makes these as that
-            training would.
+    One that can't be tried is left to :func:`stepped_whole`, which warns of it. ``strategy`` is the class's name and
+    the setting that asks for it, for messages.
 
     Raises:
         ValueError: it names the optimizer, a parameter, and what would work.
@@ -143,7 +136,7 @@ def refuse_steps_apart(optimizer: Optimizer, local: LocalModel, strategy: str, i
         except Exception:  # any: the user's optimizer may need what a trial doesn't have
             return
         try:
-            apart = _stepped(optimizer, pieces, closure_first=True, in_turn=in_turn())
+            apart = _stepped(optimizer, pieces, closure_first=True, in_halves=True)
         except Exception as error:  # any: it would come in the first update
             raise ValueError(f"{type(optimizer).__name__} under {strategy}: {_APART} {_fails(error)}") from error
     for trial, one, other in zip(trials, together, apart, strict=True):
@@ -151,7 +144,7 @@ def refuse_steps_apart(optimizer: Optimizer, local: LocalModel, strategy: str, i
             raise ValueError(
                 f"{type(optimizer).__name__} under {strategy}: {_APART} Tried on small parameters, it changes what "
                 f"stands for '{trial.name}' (parameter group {trial.group}) otherwise than with one step. Let it keep "
-                f"what it counts in optimizer.state[parameter] or as an option of its groups, or use schedule='1f1b'."
+                f"what it counts in optimizer.state[parameter], or use schedule='1f1b'."
             )
 
 
@@ -310,14 +303,11 @@ def _sharded_as(like: Tensor) -> Piece:
 
 
 def _stepped(
-    optimizer: Optimizer,
-    pieces: Pieces,
-    closure_first: bool = False,
-    in_turn: Callable[[Optimizer, Sequence[Callable[[], Any]]], None] | None = None,
+    optimizer: Optimizer, pieces: Pieces, closure_first: bool = False, in_halves: bool = False
 ) -> list[Tensor]:
     """The pieces of parameters after steps of a copy of the optimizer. A piece that was a DTensor is whole again.
-    ``closure_first``: gradients are made before the step, as for owners. ``in_turn`` makes two steps an update, each
-    with the gradients of every other parameter."""
+    ``closure_first``: gradients are made before the step, as for owners. ``in_halves``: it makes two steps an
+    update, each with the gradients of every other parameter."""
     given = [[piece(x) for x in (trial.value, trial.slope, trial.pull)] for trial, piece in pieces]
     parameters = [nn.Parameter(value) for value, _, _ in given]
     for (trial, _), parameter in zip(pieces, parameters, strict=True):
@@ -333,17 +323,15 @@ def _stepped(
             parameter.grad = (slope * parameter + pull * (1 + calls % 3)) * scale
         return torch.ones(())
 
-    def half_a_step(gradients: list[Tensor | None], half: int) -> None:
-        for number, (parameter, gradient) in enumerate(zip(parameters, gradients, strict=True)):
-            parameter.grad = gradient if number % 2 == half else None
-        type(twin).step(twin, closure=only_once(None))
-
     with no_collectives():
         for scale in _SCALES:  # noqa: B007  the closure reads it
-            if in_turn is not None:
+            if in_halves:
                 closure()
                 gradients = [parameter.grad for parameter in parameters]
-                in_turn(twin, [partial(half_a_step, gradients, half) for half in range(2)])
+                for half in range(2):
+                    for number, (parameter, gradient) in enumerate(zip(parameters, gradients, strict=True)):
+                        parameter.grad = gradient if number % 2 == half else None
+                    type(twin).step(twin, closure=only_once(None))
                 continue
             once: Callable[[], Any] = only_once(closure()) if closure_first else closure
             type(twin).step(twin, closure=once)  # a scheduler has replaced the method of the optimizer itself

@@ -52,40 +52,5 @@ def restored(optimizer: Optimizer, options: Options, written: set[str]) -> Itera
             group.update({key: value for key, value in before.items() if key not in written})
 
 
-class OwnOptions:
-    """The options that an optimizer writes itself, such as a count of its steps, for each chunk of a stage: chunks make
-    their steps apart, and each is to find what its own last step has left. What a scheduler or a hook has set since the
-    stage's last step is theirs, and stays."""
-
-    def __init__(self) -> None:
-        self._written: set[str] = set()  # those that it is known to write
-        self._own: dict[int, Options] = {}  # by chunk, all options after its last step
-        self._before: Options = []  # when nothing was under way
-        self._left: Options = []  # after the stage's last step
-
-    @contextmanager
-    def of(self, chunk: int, optimizer: Optimizer, options: Options) -> Iterator[None]:
-        """Inside, the optimizer has these options for a step of a chunk, and those that the chunk's last step wrote."""
-        if not self._own:
-            self._before = self._left = options_of(optimizer)
-        own = self._own.get(chunk, self._before)
-        for i, (group, left) in enumerate(zip(optimizer.param_groups, self._left, strict=True)):
-            for key in self._written:
-                if not same_value(group.get(key), left.get(key)):  # somebody else has set it, for all chunks
-                    for each in (self._before, *self._own.values()):
-                        each[i][key] = group[key]
-                elif key in own[i]:
-                    group[key] = own[i][key]
-                else:
-                    group.pop(key, None)
-        with restored(optimizer, options, self._written):
-            yield
-        self._own[chunk] = self._left = options_of(optimizer)
-
-    def drained(self) -> None:
-        """All chunks have made equally many steps: the next ones begin with what the optimizer has."""
-        self._own = {}
-
-
 def _copied(value: Any) -> Any:
     return value.clone() if isinstance(value, Tensor) else value

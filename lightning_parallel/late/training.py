@@ -13,7 +13,7 @@ In a V each of the stage's two chunks has updates of its own.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from math import inf
 from typing import Any
 
@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 
 from lightning_parallel.cuts.partition import Partition
 from lightning_parallel.gradients.swapping import Gradients, swap_gradients
-from lightning_parallel.late.optimizer_options import Options, OwnOptions, options_of
+from lightning_parallel.late.optimizer_options import Options, options_of, restored
 from lightning_parallel.late.settings import LateGradients
 from lightning_parallel.pipeline.engine import Engine
 from lightning_parallel.pipeline.staleness import is_second_order
@@ -62,7 +62,7 @@ class AsynchronousTraining:
         self._replicas: dist.ProcessGroup | None = None  # this stage's, between hosts: no device waits
         if self._enough > 1 and run.layout.size("data") > 1:
             self._replicas = run.groups.on_host(run.layout.peers("data"))
-        self._options = OwnOptions()
+        self._written: set[str] = set()  # options that the optimizer is known to write itself
         self._loose = _LooseParameters(sorted(partition.loose), local, run)
         # Updates whose batches have been fed, the oldest first: the optimizer's options as they were when the last of
         # these batches came, the number of microbatches, and what is called after the update; for each chunk.
@@ -145,7 +145,7 @@ class AsynchronousTraining:
             if not self._has_step(chunk):
                 return
             self._refuse_unforeseen(swap_gradients(self._local.parameters, gradients))
-            with self._options.of(chunk, optimizer, options):
+            with restored(optimizer, options, self._written):
                 step = self._run.precision.optimizer_step
                 step(optimizer, model=self._run.module, closure=lambda: None)  # type: ignore[arg-type]
             swap_gradients(self._local.parameters, {})
@@ -185,22 +185,7 @@ class AsynchronousTraining:
             engine.end_stream()
         for versions in self.versions.values():
             versions.refresh()
-        self._options.drained()
         self._loose.copy()
-
-
-def in_turn() -> Callable[[Optimizer, Sequence[Callable[[], Any]]], None]:
-    """A function that is given an optimizer and the steps of a stage's chunks in an update, and makes them as a
-    training does, each with the options that its chunk's last step has left."""
-    options = OwnOptions()
-
-    def make(optimizer: Optimizer, steps: Sequence[Callable[[], Any]]) -> None:
-        given = options_of(optimizer)
-        for chunk, step in enumerate(steps):
-            with options.of(chunk, optimizer, given):
-                step()
-
-    return make
 
 
 class _LooseParameters:

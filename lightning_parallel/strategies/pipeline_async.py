@@ -38,7 +38,7 @@ from lightning_parallel.checks.optimizer_trial import refuse_steps_apart
 from lightning_parallel.cuts.partition import Partition
 from lightning_parallel.gradients.swapping import Gradients
 from lightning_parallel.late.settings import LateGradients
-from lightning_parallel.late.training import AsynchronousTraining, in_turn
+from lightning_parallel.late.training import AsynchronousTraining
 from lightning_parallel.pipeline.staleness import Correction, Stashing
 from lightning_parallel.pipeline.weights import WeightVersions
 from lightning_parallel.ranks.layout import Placement
@@ -264,7 +264,7 @@ class AsyncPipelineStrategy(StagedStrategy):
         groups = super().try_optimizer(optimizer)
         if self._late.in_v(self.layout.stages):
             strategy = f"{type(self).__name__}(schedule={self._late.schedule!r})"
-            refuse_steps_apart(optimizer, self.local_model, strategy, in_turn)
+            refuse_steps_apart(optimizer, self.local_model, strategy)
         return groups
 
     # -- a batch -------------------------------------------------------------------------------------------------

@@ -13,7 +13,6 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_parallel.checks.optimizer_trial import refuse_steps_apart, stepped_whole
-from lightning_parallel.late.training import in_turn
 from lightning_parallel.ranks.layout import Layout
 from lightning_parallel.ranks.local_model import LocalModel
 from lightning_parallel.ranks.shard import Shard
@@ -121,7 +120,7 @@ class CountsItself(torch.optim.SGD):
 
 def tried_in_v(make: Make) -> None:
     model = Model()
-    refuse_steps_apart(make(list(model.parameters())), model.held("pipeline"), "SomeStrategy(schedule='vmin')", in_turn)
+    refuse_steps_apart(make(list(model.parameters())), model.held("pipeline"), "SomeStrategy(schedule='vmin')")
 
 
 @pytest.mark.parametrize("name", [name for name in (*ELEMENTWISE, *BY_PARAMETER) if name != "Lookahead"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lightning_parallel.late.optimizer_options import OwnOptions, options_of, restored
+from lightning_parallel.late.optimizer_options import options_of, restored
 
 
 def two_groups() -> torch.optim.Optimizer:
@@ -45,25 +45,10 @@ def test_a_count_that_the_first_step_makes_is_the_optimizer_s() -> None:
 
 
 def test_what_a_scheduler_sets_after_a_hook_s_write_stays() -> None:
-    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
-    own = OwnOptions()
-    for chunk in (0, 1):
-        with own.of(chunk, optimizer, options_of(optimizer)):
-            optimizer.param_groups[0]["lr"] = 0.001  # as in on_before_optimizer_step
+    optimizer, written = two_groups(), set[str]()
+    with restored(optimizer, options_of(optimizer), written):
+        optimizer.param_groups[0]["lr"] = 0.001  # as in on_before_optimizer_step
     optimizer.param_groups[0]["lr"] = 0.05
-    for chunk in (0, 1):
-        with own.of(chunk, optimizer, options_of(optimizer)):
-            assert optimizer.param_groups[0]["lr"] == 0.05
+    with restored(optimizer, options_of(optimizer), written):
+        assert optimizer.param_groups[0]["lr"] == 0.05
     assert optimizer.param_groups[0]["lr"] == 0.05
-
-
-def test_a_count_of_steps_is_each_chunk_s_own() -> None:
-    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
-    own, counts = OwnOptions(), list[int]()
-    for _ in range(2):
-        for chunk in (0, 1):
-            with own.of(chunk, optimizer, options_of(optimizer)):
-                group = optimizer.param_groups[0]
-                group["k"] = group.get("k", 0) + 1
-                counts.append(group["k"])
-    assert counts == [1, 1, 2, 2]

@@ -141,31 +141,6 @@ def test_one_stage_is_the_plain_loop_to_the_bit(pool: WorkerPool) -> None:
 # -- what steps themselves --------------------------------------------------------------------------------------------
 
 
-class Counting(torch.optim.SGD):
-    """Keeps the number of its steps among its options, and takes smaller steps by it."""
-
-    def step(self, closure: Any = None) -> Any:
-        result = None if closure is None else closure()
-        for group in self.param_groups:
-            group["count"] = group.get("count", 0) + 1
-            for parameter in (p for p in group["params"] if p.grad is not None):
-                parameter.data.sub_(parameter.grad, alpha=group["lr"] / group["count"])
-        return result
-
-
-class Counted(Deep):
-    def configure_optimizers(self) -> Any:
-        optimizer = Counting(self.parameters(), lr=0.5)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 99)}}
-
-
-def test_an_optimizer_s_own_count_is_that_of_each_chunk(pool: WorkerPool) -> None:
-    options = {"microbatches": 1, "schedule": "vhalf"}
-    reports = pool.run(train, 2, Counted, "async", options, init=False, max_epochs=2)
-    [reference] = pool.run(delayed, 1, Counted, 2, 1, init=False, epochs=2, schedule="vhalf")
-    assert largest_difference(joined(reports, "weights"), reference.weights) == 0
-
-
 class FrozenEnd(Deep):
     """The last chunk trains nothing. A hook counts the updates."""
 
@@ -221,28 +196,31 @@ def test_what_cannot_be_trained_is_refused_on_all_ranks(
         assert all(word in told for word in words), told
 
 
-class CountsItself(torch.optim.SGD):
-    steps = 0
+class Counting(torch.optim.SGD):
+    """Keeps the number of its steps among its options, and takes smaller steps by it."""
 
     def step(self, closure: Any = None) -> Any:
         result = None if closure is None else closure()
-        self.steps += 1
         for group in self.param_groups:
+            group["count"] = group.get("count", 0) + 1
             for parameter in (p for p in group["params"] if p.grad is not None):
-                parameter.data.sub_(parameter.grad, alpha=group["lr"] / self.steps)
+                parameter.data.sub_(parameter.grad, alpha=group["lr"] / group["count"])
         return result
 
 
-class CountedOnItself(Deep):
+class Counted(Deep):
     def configure_optimizers(self) -> Any:
-        return CountsItself(self.parameters(), lr=0.5)
+        optimizer = Counting(self.parameters(), lr=0.5)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 99)}}
 
 
-def test_an_optimizer_that_counts_its_steps_on_itself_is_refused(pool: WorkerPool) -> None:
-    options = {"microbatches": 2, "schedule": "vmin"}
-    found = pool.run(train, 2, CountedOnItself, "async", options, init=False, timeout=LIMIT, expect_errors=True)
-    assert_refused(found, "ValueError", ["CountsItself", "schedule='vmin'", "parameter group 0", "schedule='1f1b'"])
-    pool.run(train, 2, CountedOnItself, "async", {"microbatches": 2}, init=False)
+def test_an_optimizer_that_counts_its_steps_for_all_parameters_is_refused(pool: WorkerPool) -> None:
+    options = {"microbatches": 1, "schedule": "vmin"}
+    found = pool.run(train, 2, Counted, "async", options, init=False, timeout=LIMIT, expect_errors=True)
+    assert_refused(found, "ValueError", ["Counting", "schedule='vmin'", "parameter group 0", "schedule='1f1b'"])
+    reports = pool.run(train, 2, Counted, "async", {"microbatches": 1}, init=False, max_epochs=2)
+    [reference] = pool.run(delayed, 1, Counted, 2, 1, init=False, epochs=2)
+    assert largest_difference(joined(reports, "weights"), reference.weights) == 0
 
 
 class OwnClipping(Deep):
