@@ -43,10 +43,11 @@ class Microbatches:
     """Splits batches into microbatches, and joins what these return.
 
     Args:
+        weight: the setting ``microbatch_weight``.
         shards: keeps the random numbers of tensor ranks apart inside their layers, and the same after a step.
-        earlier: drops what runs for earlier chunks log.
 
     Attributes:
+        earlier: drops what runs for earlier chunks log.
         count: the number of microbatches in the last batch.
         loss: of the last batch.
     """
@@ -55,17 +56,17 @@ class Microbatches:
         self,
         run: Run,
         splitting: Splitting,
-        *,
+        weight: Callable[[Any], float] | None,
         shards: TensorShards,
         dry_runs: DryRuns,
-        means: LossMeans,
         last_stage: LastStage,
-        earlier: EarlierChunks,
         stage: Stage,
     ) -> None:
-        self._run, self._splitting = run, splitting
-        self._shards, self._earlier, self._stage = shards, earlier, stage
-        self._dry_runs, self._means, self._last_stage = dry_runs, means, last_stage
+        self._run, self._splitting, self._shards, self._stage = run, splitting, shards, stage
+        self._dry_runs, self._last_stage = dry_runs, last_stage
+        self.earlier = EarlierChunks(run.module, stage)
+        known = partial(dry_runs.known, "training_step")
+        self._means = LossMeans(run, weight, last_stage, stage.partition, known, by_user=splitting.by_user)
         self._joins = LogJoins()
         self._recorder = LogRecorder()  # of the batch that is running
         self._effects = StepEffects(run)
@@ -137,7 +138,7 @@ class Microbatches:
 
     def _step(self, arguments: tuple[Any, ...], size: int, seed: int, index: int) -> Any:
         """The user's step on the microbatch of this index."""
-        step = partial(self._earlier.run, self._noted_step, *arguments)
+        step = partial(self.earlier.run, self._noted_step, *arguments)
         run = partial(self._shards.run, step, "training_step")
         with self._prepared(size, seed), self.changes.around_run(index):
             return self._effects.run(run) if self._is_watched else run()

@@ -7,9 +7,7 @@ Training differs: see ``pipeline.py`` and ``pipeline_async.py``. The parts, in t
     Replicas        copies of the stage, gradients averaged
     LastStage       hooks and logs of the last stage, for all
     DryRuns         what crosses the cuts in a step
-    LossMeans       by what microbatches are weighted
     Engine          runs a schedule on the stage
-    Evaluation      validation, test, prediction
     Microbatches    a batch's work, and its outputs joined
 """
 
@@ -49,9 +47,6 @@ from lightning_parallel.set_up.part_of_model import refuse_calls
 from lightning_parallel.set_up.splitting import Splitting
 from lightning_parallel.set_up.stages import Stages, refuse_evaluation, refuse_training
 from lightning_parallel.set_up.tensor_shards import TensorShards
-from lightning_parallel.steps.earlier_chunks import EarlierChunks
-from lightning_parallel.steps.evaluation import Evaluation
-from lightning_parallel.steps.loss_means import LossMeans
 from lightning_parallel.steps.microbatches import Microbatches, loss_of
 from lightning_parallel.strategies.base import LayoutStrategy
 from lightning_parallel.timeline.recording import Timeline
@@ -63,7 +58,7 @@ class _AtWork:
 
     last_stage: LastStage
     engine: Engine
-    evaluation: Evaluation
+    dry_runs: DryRuns
     microbatches: Microbatches
 
 
@@ -194,22 +189,9 @@ class StagedStrategy(LayoutStrategy):
             halves=self._stages.fully_sharded is None,
             completing=self.completing,
         )
-        earlier = EarlierChunks(module, stage)
-        evaluation = Evaluation(run, engine, self._stages, dry_runs, last_stage, self._shards, earlier)
-        known = partial(dry_runs.known, "training_step")
         weight = self.options.microbatch_weight
-        means = LossMeans(run, weight, last_stage, stage.partition, known, by_user=splitting.by_user)
-        microbatches = Microbatches(
-            run,
-            splitting,
-            shards=self._shards,
-            dry_runs=dry_runs,
-            means=means,
-            last_stage=last_stage,
-            earlier=earlier,
-            stage=stage,
-        )
-        self._at_work = _AtWork(last_stage, engine, evaluation, microbatches)
+        microbatches = Microbatches(run, splitting, weight, self._shards, dry_runs, last_stage, stage)
+        self._at_work = _AtWork(last_stage, engine, dry_runs, microbatches)
         self.begin_averages()
 
     @override
@@ -253,10 +235,31 @@ class StagedStrategy(LayoutStrategy):
 
     @override
     def run_step(self, kind: str, *args: Any, **kwargs: Any) -> Any:
+        """Run a step. A batch of an evaluation is one message to the next chunk, and with one chunk a stage no stage
+        waits for the end of a batch. It is not split, so metrics see what they see in one process."""
         if kind == "training_step":  # of one process
             return super().run_step(kind, *args, **kwargs)
+        work, step = self.at_work, getattr(self.run.module, kind)
+        indices = [index for index in args[1:] if isinstance(index, int)]  # of the batch, and of its loader
+        alone = partial(work.last_stage.alone, kind, *indices)
+
+        def run() -> Any:
+            with alone():
+                return self._shards.run(partial(work.microbatches.earlier.run, step, *args, **kwargs), kind)
+
         with self.precision_plugin.forward_context():
-            return self.at_work.evaluation.run(kind, *args, **kwargs)
+            # Each loader may have a step of its own.
+            trial = partial(work.dry_runs.on_copy, step, *args, **kwargs)
+            flow = work.dry_runs.follow(f"{kind} {args[2:]}", trial)
+            if flow is not None and not any(flow.last):  # it calls no layer, so no stage would leave it
+                if not self.stage.has_last_chunk:
+                    return None
+                with alone():
+                    return step(*args, **kwargs)
+            output = work.engine.evaluate(run, next(iter(indices), 0))
+        if self._stages.fully_sharded is not None:
+            self._stages.fully_sharded.free()
+        return output
 
     # -- the end -------------------------------------------------------------------------------------------------
 
