@@ -29,6 +29,7 @@ from lightning_parallel.messages.arrival import Arrival
 from lightning_parallel.messages.channel import Receiver
 from lightning_parallel.messages.ends import Ends
 from lightning_parallel.messages.message import Format, format_of, gradient_format
+from lightning_parallel.pipeline.current_weights import Half
 from lightning_parallel.pipeline.kept import KeptOnStage, edges_of, present
 from lightning_parallel.pipeline.stage import Stage
 from lightning_parallel.pipeline.weights import Weights
@@ -278,7 +279,8 @@ class Chunk:
         ends, flight = self._ends, self._in_flight[0]
         assert flight.number == number, "schedules run backwards in the order of the forwards"
         work = flight.work
-        weights = self._weights.backward(flight.token, work.loss, in_halves=in_halves)
+        half: Half = 1 if in_halves else 0
+        weights = self._weights.backward(flight.token, work.loss, half, ends_batch=work.ends_batch)
         with weights, self._stage.backward():  # before it waits
             edges, gradients = flight.edges, list[Tensor]()
             if ends.activations_out is None:
@@ -314,19 +316,16 @@ class Chunk:
                     factor = work.loss.message(self._device)
                     ends.gradients_out.send([*back, factor], gradient_format(format))
                 ends.gradients_out.confirm(ends.activations_in.acknowledged)
-        if work.ends_batch and not in_halves:
-            self._weights.end_batch(work.loss, flight.token)
 
     def second_half(self, number: int, *, completes: bool) -> None:
         """Run the second half of the backward of a microbatch. ``completes``: it completes gradients for an update."""
         flight, gradients = self._second_halves.popleft()
         assert flight.number == number, "second halves run in the order of the first ones"
         completing = self._completing(()) if completes else nullcontext()
-        weights = self._weights.second_half(flight.token, flight.work.loss)
+        work = flight.work
+        weights = self._weights.backward(flight.token, work.loss, 2, ends_batch=work.ends_batch)
         with self._span("backward weight", number), weights, self._stage.backward(), completing:
             gradients.run()
-        if flight.work.ends_batch:
-            self._weights.end_batch(flight.work.loss, flight.token)
 
     # -- the end -------------------------------------------------------------------------------------------------
 

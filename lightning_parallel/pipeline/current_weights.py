@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from lightning_parallel.absent.tensor import AbsentTensor
 from lightning_parallel.losses.normaliser import BatchLoss
 from lightning_parallel.private.torch import parameters_of
+
+Half: TypeAlias = Literal[0, 1, 2]  # of a backward: the first, or the second; 0 for one in one piece
 
 
 class CurrentWeights:
@@ -31,18 +33,15 @@ class CurrentWeights:
         return step(), None
 
     def backward(
-        self, token: None, loss: BatchLoss | None = None, *, in_halves: bool = False
+        self, token: None, loss: BatchLoss | None = None, half: Half = 0, *, ends_batch: bool = False
     ) -> AbstractContextManager[None]:
-        """A context for the backward of the forward that returned ``token``, or for its first half. ``loss`` is the
-        whole batch's."""
-        return self.second_half(token)
+        """A context for the backward of the forward that returned ``token``, or for a half of it.
 
-    def second_half(self, token: None, loss: BatchLoss | None = None) -> AbstractContextManager[None]:
-        """A context for the other half."""
+        Args:
+            loss: the whole batch's.
+            ends_batch: no other backward of the batch follows. The strategy completes its gradients.
+        """
         return gradients_apart([p for store in self._stores for p in store.values() if p is not None])
-
-    def end_batch(self, loss: BatchLoss, token: None) -> None:
-        """Nothing: the strategy completes the gradients when the batch's list has ended."""
 
 
 @contextmanager

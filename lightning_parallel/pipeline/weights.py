@@ -23,7 +23,7 @@ from __future__ import annotations
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial, reduce
 from typing import Any, TypeAlias
@@ -32,7 +32,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_parallel.losses.normaliser import BatchLoss
-from lightning_parallel.pipeline.current_weights import CurrentWeights, gradients_apart
+from lightning_parallel.pipeline.current_weights import CurrentWeights, Half, gradients_apart
 from lightning_parallel.pipeline.staleness import Stashing, extrapolate
 from lightning_parallel.private.torch import copy_all, places_of
 from lightning_parallel.tensor_lists import added, alike, copied, multiply
@@ -147,27 +147,22 @@ class WeightVersions:
         return result, version
 
     @contextmanager
-    def backward(self, version: Version, loss: BatchLoss | None = None, *, in_halves: bool = False) -> Iterator[None]:
-        """A context for the backward of a forward that read ``version``, or for its first half."""
-        if not in_halves:
+    def backward(
+        self, version: Version, loss: BatchLoss | None = None, half: Half = 0, *, ends_batch: bool = False
+    ) -> Iterator[None]:
+        """A context for the backward of a forward that read ``version``, or for a half of it, of which the second one
+        reads the version's memory alone."""
+        if half != 1:
             self._loss, self._ending = loss or self._loss, version
         # Activation checkpointing runs parts of the forward again here, and has to find the same weights.
-        with self._read_from(version), gradients_apart(version.leaves.values()):
+        reading = nullcontext() if half == 2 else self._read_from(version)
+        with reading, gradients_apart(version.leaves.values()):
             yield
-        if not in_halves:
-            self._complete(version)
-
-    @contextmanager
-    def second_half(self, version: Version, loss: BatchLoss | None = None) -> Iterator[None]:
-        """A context for the other half, which reads the version's memory."""
-        self._loss, self._ending = loss or self._loss, version
-        with gradients_apart(version.leaves.values()):
-            yield
-        self._complete(version)
-
-    def _complete(self, version: Version) -> None:
-        self._count_in_flight(version, -1)
-        self.staleness[self.updates - version.updates] += 1
+        if half != 1:
+            self._count_in_flight(version, -1)
+            self.staleness[self.updates - version.updates] += 1
+            if ends_batch:
+                self._end_batch()
 
     @staticmethod
     def _count_in_flight(version: Version, change: int) -> None:
@@ -189,33 +184,31 @@ class WeightVersions:
         multiply([gradient], self._loss.factor)
         return gradient + self._ended[name] if name in self._ended else gradient
 
-    def end_batch(self, loss: BatchLoss, token: Version) -> None:
-        """End a batch whose backwards have all run, the last of a forward that returned ``token``: its gradients get
-        the factor of its loss."""
+    def _end_batch(self) -> None:
+        """End the batch whose backwards have run last, all of them: its gradients get the factor of its loss."""
+        if self._ending is None:
+            return
+        batch = self._ending.batch
         grown: dict[str, Tensor] = {}  # summed over versions
         for version in self._versions():
             own: dict[str, Tensor] = {}
-            for name, leaf in version.leaves.items() if version.batch == token.batch else ():
+            for name, leaf in version.leaves.items() if version.batch == batch else ():
                 if leaf.grad is not None:
                     own[name], leaf.grad = leaf.grad, None
             grown = added(grown, own)
-        multiply([*grown.values()], loss.factor)
+        multiply([*grown.values()], self._loss.factor)
         self._ended = added(self._ended, grown)
-        self._open = token.batch + 1
+        self._open = batch + 1
         self._old = [version for version in self._old if self._is_needed(version)]
 
     def take_gradients(self) -> dict[str, Tensor]:
         """The gradients of the batches since the last call, by the names of the chunk's own parameters. All these
         batches have ended. A parameter that the loss didn't depend on is missing."""
-        self._end_last()
+        self._end_batch()
         gradients, self._ended = self._ended, {}
         if self._lender is not None:
             self._lender._lent.append({n: gradients.pop(n) for n in self._borrowed if n in gradients})
         return added(gradients, self._lent.popleft()) if self._lent else gradients
-
-    def _end_last(self) -> None:
-        if self._ending is not None:
-            self.end_batch(self._loss, self._ending)
 
     # -- updates -------------------------------------------------------------------------------------------------
 
@@ -274,7 +267,7 @@ class WeightVersions:
         """After a drain, let the next forward read the parameters themselves: nothing is in flight, and other code may
         have changed them. Gradients of an update under way (accumulation over batches) are kept for it."""
         assert not any(version.in_flight for version in self._versions())
-        self._end_last()
+        self._end_batch()
         self._ending = None
         self._drained = self.updates
         self._wanted = None
