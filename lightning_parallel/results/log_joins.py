@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from enum import Enum
 from numbers import Real
 from typing import Any
 
@@ -40,22 +39,13 @@ _TOLERANCE = 1e-5
 _CHECKED = 5  # batches; the host waits for a GPU to look at numbers
 
 
-class _Kind(Enum):
-    """How the ``batch_size=`` of a batch follows from those of its microbatches."""
-
-    SUM = "their sum, perhaps without 1 where nothing counts"
-    SURE_SUM = "their sum"
-    SETTING = "the same number"
-    UNKNOWN = "the step doesn't come to it without its layers"
-
-
 class LogJoins:
     """Joins the numbers of microbatches, by what earlier batches have shown about each name."""
 
     def __init__(self) -> None:
         self._ways: dict[str, Sequence[str]] = {}  # by which a name's numbers may be joined
         self._checked: dict[str, int] = {}  # in how many batches a name's numbers have been looked at
-        self._kinds: dict[str, _Kind] = {}  # of a name's batch_size=
+        self._settings: dict[str, bool] = {}  # by name: is its batch_size= the same number, whatever the batch?
         self._warned: set[str] = set()  # names whose batch_size= may not be a sum
 
     def weigh(
@@ -74,31 +64,21 @@ class LogJoins:
             given: the user's ``batch_size=`` for them.
             whole: gives the user's ``batch_size=`` for the whole batch; None if it isn't known.
         """
-        # A bound may stand for 0, as in `batch_size=int(mask.sum().clamp(min=1))`.
-        bounds = [size == 1 and _is_nothing(value) for size, value in zip(given, values, strict=True)]
-        counted = [0 if bound else size for bound, size in zip(bounds, given, strict=True)]
-        are_equal = len({*given}) == 1
-        if len(given) == 1 or (given == sizes and not any(bounds)):
+        if len(given) == 1 or given == sizes:
             return given, sum(given)
-        kind = self._kinds.get(name)
-        if kind is None or (any(bounds) and kind is _Kind.SUM):
-            total = whole()
-            if total == sum(given):
-                kind = _Kind.SURE_SUM if any(bounds) else _Kind.SUM
-            elif any(bounds) and total is not None and sum(counted) in (total, 0):
-                self._kinds[name] = _Kind.SUM
-                return (counted if any(counted) else given), total
-            elif total is not None:  # a mask that is drawn at random has another sum
-                kind = _Kind.SETTING if are_equal and total == given[0] else _Kind.SURE_SUM
-            self._kinds[name] = kind or _Kind.UNKNOWN
-        if kind is _Kind.SETTING and are_equal:
+        are_equal = len({*given}) == 1
+        if name not in self._settings:
+            self._settings[name] = are_equal and whole() == given[0]
+        if are_equal and self._settings[name]:
             return sizes, given[0]
-        if any(bounds) and given != sizes and kind is not _Kind.SURE_SUM and name not in self._warned:
+        # A bound may stand for 0, as in `batch_size=int(mask.sum().clamp(min=1))`.
+        bounded = any(size == 1 and _is_nothing(value) for size, value in zip(given, values, strict=True))
+        if bounded and name not in self._warned and whole() != sum(given):
             self._warned.add(name)
             rank_zero_warn(
-                f"self.log({name!r}, batch_size=...): the parts of a batch give {[*given]}, and what the whole batch "
-                f"would give isn't known. Their sum is taken. If 1 stands for a part in which nothing counts, as with "
-                f"clamp(min=1), the epoch's mean is another one. Leave the bound out, or use microbatches=1."
+                f"self.log({name!r}, batch_size=...): the parts of a batch give {[*given]}. Their sum is taken, which "
+                f"the whole batch may not give: if 1 stands for a part in which nothing counts, as with clamp(min=1), "
+                f"the epoch's mean is another one. Leave the bound out, or use microbatches=1."
             )
         # One number for microbatches of different sizes is a setting, not a count of what is in each.
         weights = sizes if are_equal and len({*sizes}) > 1 else given

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 from unittest.mock import MagicMock
 
+import pytest
 import torch
 from lightning.pytorch.loggers import CSVLogger
 
 from lightning_parallel.losses.normaliser import BatchLoss, Rule
+from lightning_parallel.results.log_joins import LogJoins
 from lightning_parallel.results.logs import LogRecorder, loggers_through
 
 
@@ -25,6 +28,29 @@ def test_a_number_of_a_batch_in_which_nothing_counts_is_that_of_a_microbatch() -
     calls: dict[str, float] = {}
     recorder.replay(lambda name, value, **_: calls.update({name: value}), batch)
     assert calls == {"loss": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("given", "whole", "expected", "warned"),
+    [
+        ([5, 3], 8, ([5, 3], 8), False),  # labels
+        ([9, 9], 9, ([3, 2], 9), False),  # a setting, whatever the batch
+        ([9, 9], 18, ([3, 2], 5), False),
+        ([7, 1], 8, ([7, 1], 8), False),
+        ([7, 1], 7, ([7, 1], 8), True),  # clamp(min=1)
+        ([7, 1], None, ([7, 1], 8), True),
+    ],
+)
+def test_a_batch_size_of_the_user_s_weighs_parts(
+    given: list[int], whole: int | None, expected: tuple[list[int], int], warned: bool
+) -> None:
+    joins = LogJoins()
+    for first in (True, False):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            weights, size = joins.weigh("loss", [1.5, 0.0], [3, 2], given, lambda: whole)
+        assert (weights, size) == expected
+        assert len(caught) == (warned and first) and all("'loss', batch_size=" in str(each.message) for each in caught)
 
 
 def replayed(recorder: LogRecorder) -> list[tuple[str, Any, dict[str, Any]]]:
