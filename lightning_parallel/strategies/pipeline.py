@@ -75,12 +75,6 @@ class PipelineOptions(StagedOptions):
     activation_memory: Annotated[float, Range(0, 1)] | Bytes = 1.0
 
     def __post_init__(self) -> None:
-        schedule: Any = self.schedule
-        if schedule == "auto":
-            raise ValueError(
-                "schedule='auto': no schedule is chosen for a model any more. Name one, such as schedule='1f1b'; "
-                "`python -m recipes.schedule` draws each and shows what it costs."
-            )
         super().__post_init__()
         if self.schedule == "naive" and self.microbatches not in ("auto", 1):
             raise ValueError(f"microbatches={self.microbatches!r}: the naive schedule has one; use '1f1b' for more.")

@@ -33,9 +33,6 @@ BOTH = pytest.mark.parametrize("strategy", ["sync", "async"])
 
 @pytest.mark.parametrize(("make", "words"), [
     (lambda: lp.PipelineStrategy(schedule="zigzag"), ["schedule='zigzag'", "'gpipe'", "'1f1b'", "'naive'"]),  # type: ignore[arg-type]
-    (lambda: lp.PipelineStrategy(schedule="auto"), [  # type: ignore[arg-type]
-        "schedule='auto'", "schedule='1f1b'", "python -m recipes.schedule",
-    ]),
     (lambda: lp.PipelineStrategy(microbatches=0), ["microbatches=0", "integer of at least 1"]),
     (lambda: lp.PipelineStrategy(schedule="naive", microbatches=4), ["microbatches=4", "naive", "'1f1b'"]),
     (lambda: lp.AsyncPipelineStrategy(microbatches="many"), ["microbatches='many'", "'auto'"]),  # type: ignore[arg-type]
