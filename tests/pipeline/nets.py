@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import parametrize
 from torch.utils.checkpoint import checkpoint
 
 BLOCKS: dict[str, Any] = {"layers": ["blocks.*"]}
@@ -419,16 +418,6 @@ class Product(Scale):
         return x @ self.weight
 
 
-class Parametrized(Scale):
-    """Its weight is another one while it runs, as where PEFT adapts experts."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        parametrize.register_parametrization(self, "weight", nn.Tanh())
-        result = super().forward(x)
-        parametrize.remove_parametrizations(self, "weight", leave_parametrized=False)
-        return result
-
-
 class Run(nn.Module):
     """A layer, and how it is run."""
 
@@ -452,7 +441,6 @@ LAYERS = {
     "gru": lambda width: Run(nn.GRU(width, width, batch_first=True), lambda layer, x: layer(x)[0]),
     "x * w": Scale,
     "x @ w": Product,
-    "parametrized": Parametrized,
 }
 
 

@@ -1,6 +1,6 @@
-"""Weight versions: a backward sees the weights of its forward, whatever was updated between, for every kind of layer.
+"""Versions of the weights: how many are held, what they cost, and what changes them.
 
-The reference is a plain loop that keeps a copy of every version.
+That a backward sees the weights of its forward is in ``tests/strategies/test_pipeline_async.py``.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from lightning_parallel.gradients.swapping import swap_gradients
 from lightning_parallel.pipeline.current_weights import gradients_apart
@@ -68,15 +67,12 @@ class Training:
         self.versions = WeightVersions(model, self.parameters, stashing, corrected=correction != 0)
         self.fed = 0
         self.flights: deque[tuple[Tensor, Any]] = deque()
-        self.losses: list[float] = []
-        self.copies: list[int] = []
         self.done = 0
 
     def microbatch(self, x: Tensor) -> None:
         self.versions.begin(self.fed // self.count)
         self.fed += 1
         loss, token = self.versions.forward(lambda: self.model(x))
-        self.losses.append(loss.item())
         self.flights.append((loss, token))
         if len(self.flights) > self.delay:
             self.backward()
@@ -89,7 +85,6 @@ class Training:
         if self.done % self.count == 0:
             gradients = self.versions.take_gradients()
             self.versions.update(lambda: self._apply(gradients), self.correction, self.second_order)
-            self.copies.append(copies_held(self.versions))
 
     def _apply(self, gradients: dict[str, Tensor]) -> None:
         swap_gradients(self.parameters, gradients)
@@ -101,103 +96,11 @@ class Training:
             self.microbatch(batch(k))
         return self
 
-    def run(self, microbatches: int) -> Training:
-        return self.fed_with(microbatches).drain()
-
-    def drain(self) -> Training:
-        while self.flights:
-            self.backward()
-        return self
-
-
-def reference(
-    model: nn.Module,
-    microbatches: int,
-    delay: int,
-    count: int = 1,
-    *,
-    stashing: Stashing = "stash",
-    correction: float = 0.0,
-    second_order: bool = False,
-) -> tuple[dict[str, Tensor], list[float]]:
-    """Final weights and losses of delayed gradients: forward k runs after backward k - 1 - delay."""
-    parameters = parameters_of(model)
-    masters = {name: p.detach().clone() for name, p in parameters.items()}
-    optimizer = torch.optim.AdamW(masters.values(), **ADAMW)
-    history = [{name: w.clone() for name, w in masters.items()}]
-    losses = []
-    updates: list[dict[str, Tensor]] = []
-    for k in range(microbatches):
-        used = max(0, k // count - 1) if stashing == "2bw" else max(0, k - delay) // count
-        for name, p in parameters.items():
-            p.data = history[used][name].clone()
-        model.zero_grad()
-        loss = model(batch(k))
-        loss.backward()
-        losses.append(loss.item())
-        for name, p in parameters.items():
-            gradient = masters[name].grad
-            masters[name].grad = p.grad if gradient is None else gradient + p.grad  # type: ignore[operator]
-        if (k + 1) % count == 0:
-            before = {name: w.clone() for name, w in masters.items()}
-            optimizer.step()
-            optimizer.zero_grad()
-            updates.append({name: before[name] - w for name, w in masters.items()})
-            c, last = correction, history[-1]
-            history.append({name: w - c * updates[-1][name] for name, w in masters.items()})
-            if second_order:
-                for name, r in history[-1].items():
-                    r -= c * min(c, 0.9) * updates[-1][name] - min(c, 0.9) * (before[name] - last[name])
-    return masters, losses
-
-
-def assert_equal(found: Any, expected: dict[str, Tensor]) -> None:
-    for name, value in expected.items():
-        torch.testing.assert_close(found[name].detach(), value, rtol=0, atol=1e-12, msg=lambda m, n=name: f"{n}: {m}")
 
 
 def made(kind: str) -> Between:
     torch.manual_seed(1)
     return Between(kind)
-
-
-@pytest.mark.parametrize(("delay", "count"), [(0, 1), (1, 1), (3, 1), (3, 2), (2, 4)])
-@pytest.mark.parametrize("kind", LAYERS)
-def test_stashed_training_equals_delayed_gradients(kind: str, delay: int, count: int) -> None:
-    training = Training(made(kind), "stash", delay, count).run(12)
-    model = made(kind)
-    expected, losses = reference(model, 12, delay, count)
-    assert_equal(training.parameters, expected)
-    assert training.losses == pytest.approx(losses, rel=0, abs=1e-12)
-    assert_equal(dict(training.model.named_buffers()), dict(model.named_buffers()))
-    assert training.versions.updates == 12 // count
-    assert max(training.copies) <= -(-delay // count)
-
-
-@pytest.mark.parametrize(
-    ("stashing", "delay", "count", "correction", "second_order"),
-    [
-        ("2bw", 0, 2, 0.0, False),
-        ("2bw", 2, 2, 0.0, False),
-        ("2bw", 1, 2, 1.0, False),
-        ("2bw", 2, 3, 1.0, True),
-        ("stash", 3, 1, 3.0, False),
-        ("stash", 2, 3, 2 / 3, False),
-        ("stash", 2, 3, 2 / 3, True),
-        ("stash", 3, 3, 1.0, True),
-    ],
-)
-@pytest.mark.parametrize("kind", ["gru", "x * w", "attention", "batchnorm"])
-def test_two_versions_and_corrections_equal_delayed_gradients(
-    kind: str, stashing: Stashing, delay: int, count: int, correction: float, second_order: bool
-) -> None:
-    rule: Any = {"correction": correction, "second_order": second_order}
-    training = Training(made(kind), stashing, delay, count, **rule).run(12)
-    model = made(kind)
-    expected, losses = reference(model, 12, delay, count, stashing=stashing, **rule)
-    assert_equal(training.parameters, expected)
-    assert training.losses == pytest.approx(losses, rel=0, abs=1e-12)
-    assert_equal(dict(training.model.named_buffers()), dict(model.named_buffers()))
 
 
 class Scalars(nn.Module):
@@ -223,6 +126,7 @@ def test_frozen_parameters_are_neither_copied_nor_extrapolated_nor_given_gradien
             for name, (address, value) in frozen.items():
                 leaf = tensors[f"layer.{name}"]
                 assert leaf.data_ptr() == address and torch.equal(leaf, value) and not leaf.requires_grad
+                assert isinstance(leaf, nn.Parameter)  # torch's parametrizations ask
     assert training.versions.updates == 3
     assert set(training.versions.take_gradients()) == {n for n, p in training.parameters.items() if p.requires_grad}
 
@@ -353,55 +257,11 @@ def test_an_update_runs_as_few_operations_for_many_parameters_as_for_few(
 def test_staleness_is_counted_for_every_microbatch(stashing: Stashing, delay: int, count: int) -> None:
     if stashing == "2bw" and delay > count:
         count = delay
-    training = Training(made("linear"), stashing, delay, count).run(12)
+    training = Training(made("linear"), stashing, delay, count).fed_with(12)
+    while training.flights:
+        training.backward()
     read = [max(0, k // count - 1) if stashing == "2bw" else max(0, k - delay) // count for k in range(12)]
     assert training.versions.staleness == Counter(k // count - read[k] for k in range(12))
-
-
-class TiedInside(nn.Module):
-    """One parameter under three names, at two modules and on a list."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.one, self.other = nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False)
-        self.other.weight = self.one.weight
-        self.more = nn.ParameterList([self.one.weight])
-
-    def forward(self, x: Tensor) -> Tensor:
-        return (self.other(self.one(x).tanh()) @ self.more[0]).square().mean()
-
-
-def test_tied_names_read_one_version_and_sum_their_gradients() -> None:
-    expected, losses = reference(tied_inside(), 8, delay=2)
-    training = Training(tied_inside(), "stash", delay=2).run(8)
-    assert list(training.parameters) == ["one.weight"]
-    assert_equal(training.parameters, expected)
-    assert training.losses == pytest.approx(losses, rel=0, abs=1e-12)
-    model = training.model
-    assert isinstance(model, TiedInside)
-    assert model.one.weight is model.other.weight is model.more[0]
-
-
-def tied_inside() -> TiedInside:
-    torch.manual_seed(2)
-    return TiedInside()
-
-
-class Checkpointed(Between):
-    """The user's own activation checkpointing: the layer's forward runs again in the backward."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = checkpoint(lambda h: self.layer(h).tanh(), self.before(x), use_reentrant=False)
-        return self.after(y).square().mean()
-
-
-@pytest.mark.parametrize("kind", ["linear", "x * w", "gru", "attention", "layernorm"])
-def test_what_a_backward_computes_again_it_computes_with_the_weights_of_its_forward(kind: str) -> None:
-    torch.manual_seed(1)
-    training = Training(Checkpointed(kind), "stash", delay=2).run(8)
-    expected, losses = reference(made(kind), 8, delay=2)
-    assert_equal(training.parameters, expected)
-    assert training.losses == pytest.approx(losses, rel=0, abs=1e-12)
 
 
 def test_the_modules_parameters_are_back_after_a_step_that_fails() -> None:
@@ -449,35 +309,3 @@ def test_first_gradients_have_memory_of_their_own_also_where_one_is_sparse() -> 
             output.backward(torch.ones_like(output))
     assert embedding.weight.grad is not None and bias.grad is not None
     assert embedding.weight.grad.to_dense().tolist() == [[2.0, 2.0]] * 3 and bias.grad.tolist() == [6.0, 6.0]
-
-
-@pytest.mark.parametrize(("correction", "second_order"), [(0.0, False), (1.0, False), (1.0, True)])
-@pytest.mark.parametrize("stashing", ["stash", "2bw", "latest"])
-def test_gradients_of_an_open_update_outlive_refreshes(
-    stashing: Stashing, correction: float, second_order: bool
-) -> None:
-    training = Training(made("x * w"), stashing, 2, 4, correction=correction, second_order=second_order).run(6)
-    twin = made("x * w")
-    expected: dict[str, Tensor] = {}
-    training.versions.refresh()
-    twin.load_state_dict(training.model.state_dict())
-    taken = training.versions.take_gradients()
-    for k in range(3):
-        training.versions.begin(1)
-        loss, token = training.versions.forward(lambda k=k: training.model(batch(k)))  # type: ignore[misc]
-        with training.versions.backward(token):
-            loss.backward()
-        training.versions.refresh()
-        loss = twin(batch(k))
-        for (name, _), g in zip(
-            twin.named_parameters(), torch.autograd.grad(loss, list(twin.parameters())), strict=True
-        ):
-            expected[name] = expected.get(name, 0) + g
-        # A change from outside, in place of the parameter's memory too: what is read next is the new one.
-        for p, q in zip(training.parameters.values(), twin.parameters(), strict=True):
-            p.data = p.data * 1.1
-            q.data = q.data * 1.1
-    assert set(taken) == set(expected)  # of the two microbatches before
-    assert_equal(training.versions.take_gradients(), expected)
-    assert training.versions.take_gradients() == {}
-    assert training.versions._versions() == []

@@ -27,6 +27,7 @@ def updates_of(reports: list[Report], number: int) -> dict[str, torch.Tensor]:
 # Model, stages, microbatches a batch, options of the strategy (and of the reference), of the Trainer.
 CASES: list[Any] = [
     ("LeNet", 3, 2, {}, {}),
+    ("Blocks", 3, 3, {"weights": "2bw"}, {}),
     ("GPT2Untied", 4, 1, {"correction": "error_feedback"}, {}),
     ("LeNet", 4, 3, {"weights": "2bw", "correction": None}, {}),
     ("LeNet", 3, 2, {"weights": "latest"}, {}),
@@ -130,9 +131,27 @@ def test_one_stage_is_the_plain_loop_to_the_bit(pool: WorkerPool) -> None:
     assert largest_difference(staged.weights, plain.weights) == 0
 
 
-def test_loose_parameters_are_trained_where_they_are_used(pool: WorkerPool) -> None:
-    reports = pool.run(train, 3, "Blocks", "async", {"microbatches": 2}, init=False)
-    reference = pool.run(delayed, 1, "Blocks", 3, 2, init=False)[0]
+class Twice(torch.nn.Module):
+    """A layer with two names for one weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one = self.other = torch.nn.Parameter(torch.randn(32, 32) / 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x @ self.one).tanh() @ self.other
+
+
+class TiedInside(MODELS["LeNet"]):  # type: ignore[misc]
+    def build(self) -> None:
+        super().build()
+        self.net.insert(7, Twice())
+
+
+@pytest.mark.parametrize("model", ["Blocks", TiedInside])
+def test_loose_and_tied_parameters_are_trained_where_they_are_used(pool: WorkerPool, model: str | type[Any]) -> None:
+    reports = pool.run(train, 3, model, "async", {"microbatches": 2}, init=False)
+    reference = pool.run(delayed, 1, model, 3, 2, init=False)[0]
     assert largest_difference(joined(reports, "weights"), reference.weights) < EXACT
 
 
