@@ -69,35 +69,6 @@ class Tuples(Net):
         return (self.head(hidden) * depth).square().mean()
 
 
-class Shifted(Net):
-    """For a batch of one sample, autograd takes one memory for the gradients of a layer's input and of both its shifts:
-    where nothing is summed, all are views of the output's gradient."""
-
-    class Block(nn.Module):
-        def __init__(self, width: int) -> None:
-            super().__init__()
-            self.shift = nn.Parameter(torch.linspace(-1, 1, width))
-            self.other = nn.Parameter(torch.linspace(1, 2, width))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return (x + self.shift[None] + self.other[None]).sin()
-
-
-class Summed(Net):
-    """A weight that is the sum of two parameters, read through views: autograd takes one memory for the gradients of
-    both, whatever the number of samples, where the matmul's backward runs in halves."""
-
-    class Block(nn.Module):
-        def __init__(self, width: int) -> None:
-            super().__init__()
-            self.one = nn.Parameter(torch.randn(width * width))
-            self.other = nn.Parameter(torch.randn(width * width))
-            self.shape = (width, width)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return nn.functional.linear(x, self.one.view(self.shape) + self.other.view(self.shape)).tanh()
-
-
 class Dicts(Net):
     class Block(nn.Module):
         def __init__(self, width: int) -> None:
@@ -248,11 +219,6 @@ class UNet(Net):
         for block, skip in zip(self.blocks[half:], reversed(downs), strict=True):
             x = block(x + skip)
         return self.head(x + stem).square().mean()
-
-
-class DeepUNet(UNet):
-    def __init__(self) -> None:
-        super().__init__(blocks=8)
 
 
 class Views(Net):

@@ -5,8 +5,7 @@ from __future__ import annotations
 import gc
 import time
 import weakref
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import product
@@ -98,11 +97,6 @@ class Rank:
         """Of the stage's first chunk."""
         return self.engine._chunks[self.stage.chunks[0]]._ends
 
-    def gradients(self) -> dict[str, Tensor]:
-        found = {name: p.grad for name, p in self.parameters.items() if p.grad is not None}
-        self.optimizer.zero_grad()
-        return found
-
     def update(self) -> None:
         """One asynchronous update."""
         assert self.versions is not None
@@ -118,49 +112,7 @@ class Rank:
         self.copies.append(copies_held(self.versions))
 
 
-def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    assert found.keys() == expected.keys()
-    for name, value in expected.items():
-        torch.testing.assert_close(found[name], value, rtol=0, atol=1e-12, msg=lambda m, n=name: f"{n}: {m}")
-
-
 # -- synchronous schedules ---------------------------------------------------------------------------------------------
-
-# Microbatch sizes of the batches of one run: uneven, changing in number and size, fewer than stages.
-BATCHES = [[3, 3, 2, 2, 2], [3, 3, 2, 2, 2], [4, 4, 3], [1], [2, 2], [1, 1, 1, 1, 1, 1, 1], [5, 5]]
-
-
-def joined(gradients: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Over the ranks; of a parameter on several stages, the sum."""
-    total: dict[str, Tensor] = {}
-    for found in gradients:
-        for name, gradient in found.items():
-            total[name] = total[name] + gradient if name in total else gradient
-    return total
-
-
-@contextmanager
-def double() -> Iterator[None]:
-    torch.set_default_dtype(torch.float64)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(torch.float32)
-
-
-def whole_batch(model: Any, sizes: list[int], seed: int, *, split: bool) -> tuple[list[float], dict[str, Tensor]]:
-    """Losses and gradients of one process: of the undivided batch, or of a loop over its microbatches."""
-    batch = rows(sum(sizes), seed)
-    losses, gradients = [], {}
-    for part in batch.split(sizes) if split else [batch]:
-        model.zero_grad()  # summed here: autograd may have one memory for two gradients, and add to both
-        loss = model.step(part) * (len(part) / len(batch))
-        loss.backward()
-        losses.append(loss.item())
-        for name, p in model.named_parameters():
-            if p.grad is not None:
-                gradients[name] = p.grad + gradients.get(name, 0.0)
-    return losses, gradients
 
 
 class Token:

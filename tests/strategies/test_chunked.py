@@ -2,22 +2,62 @@
 
 from __future__ import annotations
 
+import random
+from functools import partial
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
 
 from lightning_parallel import PipelineStrategy
 from lightning_parallel.ranks.layout import Placement
-from lightning_parallel.schedules.actions import placement
+from lightning_parallel.schedules.actions import (
+    Action,
+    Backward,
+    BackwardInput,
+    BackwardWeight,
+    Forward,
+    Schedule,
+    Step,
+    needed,
+    placement,
+    sent,
+)
 from tests.pool import WorkerPool
 from tests.strategies.equality import assert_equal
 from tests.strategies.harness import make_trainer, train
 from tests.strategies.models import BATCH, MODELS
+from tests.strategies.test_asynchronous_v import Deep, Skips
 from tests.thorough import thorough
 
 ALL_AT_ONCE = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.05}
 FULLY = {"stages": 2, "data_parallel": 2, "data_parallel_kind": "fully_shard"}
 TENSOR = {"stages": 2, "tensor_parallel": 2, "sequence_parallel": True}
+
+
+class Sum(nn.Module):
+    """A weight that is the sum of two parameters, read through views: autograd takes one memory for the gradients of
+    both, whatever the number of samples, where the matmul's backward runs in halves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = (nn.Parameter(torch.randn(16 * 16) / 8) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.one.view(16, 16) + self.other.view(16, 16)).tanh()
+
+
+class Sums(MODELS["Shifts"]):  # type: ignore[misc]
+    def build(self) -> None:
+        super().build()
+        self.shifts = nn.ModuleList(Sum() for _ in range(4))
+
+
+def test_gradients_in_one_memory_are_those_of_one_process(pool: WorkerPool) -> None:
+    reports = pool.run(train, 2, Sums, "sync", {"schedule": "zbv", "microbatches": 4}, init=False)
+    assert_equal(reports, pool.run(train, 1, Sums, init=False)[0])
 
 
 @pytest.mark.parametrize(
@@ -89,6 +129,90 @@ def test_other_axes_and_settings_with_chunks_equal_one_process(
     share = BATCH // replicas
     reports = pool.run(train, ranks, model, "sync", given, init=False, batch_size=share, **trainer_options)
     assert_equal(reports, single(model, **trainer_options), replicas=replicas)
+
+
+# -- lists of one's own -----------------------------------------------------------------------------------------------
+
+_LAYERS = 8  # of the models: there are no more chunks
+
+
+def any_order(stages: int, microbatches: int, seed: int) -> Schedule:
+    """Valid lists without any plan: two or three chunks a stage anywhere, of which one that can run is drawn each
+    time; backwards whole or in halves."""
+    draw = random.Random(seed)
+    places = [stage for stage in range(stages) for _ in range(draw.choice([2, 3]))][:_LAYERS]
+    places.remove(stages - 1)
+    draw.shuffle(places)
+    places.append(stages - 1)  # the last chunk
+    chunks = len(places)
+    lists: Schedule = [[] for _ in range(stages)]
+    halved = {(chunk, k): draw.random() < 0.5 for chunk in range(chunks) for k in range(microbatches)}
+    kinds: tuple[type[Any], ...] = (Forward, BackwardInput, BackwardWeight)
+    due = {(kind, chunk): 0 for kind in kinds for chunk in range(chunks)}
+    done: set[Any] = {None}
+    while any(number < microbatches for number in due.values()):
+        ready: list[tuple[Any, Action]] = []
+        for (kind, chunk), k in due.items():
+            if k == microbatches:
+                continue
+            action = kind(chunk, k)
+            before = {BackwardInput: Forward, BackwardWeight: BackwardInput}.get(kind)
+            if needed(action, chunks) in done and (before is None or before(chunk, k) in done):
+                ready.append(((kind, chunk), action))
+        place, action = draw.choice(ready)
+        due[place] += 1
+        done |= {action, sent(action, chunks)}
+        assert not isinstance(action, Step)
+        whole = not halved[action.chunk, action.microbatch]
+        if whole and isinstance(action, BackwardWeight):
+            continue
+        if whole and isinstance(action, BackwardInput):
+            action = Backward(action.chunk, action.microbatch)
+        lists[places[action.chunk]].append(action)
+    for stage, actions in enumerate(lists):
+        actions.append(Step(stage, 0))
+    return lists
+
+
+@pytest.mark.parametrize(
+    ("model", "seed"),
+    [(Deep, 1), (Skips, 2), *thorough(*((kind, k) for kind in (Deep, Skips) for k in range(3, 20)))],
+)
+def test_any_valid_lists_give_the_numbers_of_one_process(pool: WorkerPool, model: type[Any], seed: int) -> None:
+    options = {"schedule": partial(any_order, seed=seed), "microbatches": 5}
+    reports = pool.run(train, 2 + seed % 2, model, "sync", options, init=False)
+    assert_equal(reports, pool.run(train, 1, model, init=False)[0])
+
+
+def breadth_first(stages: int, microbatches: int) -> Schedule:
+    """All forwards of a chunk, then those of the stage's next chunk, then the backwards."""
+    lists: Schedule = []
+    for s in range(stages):
+        forwards: list[Action] = [Forward(c, k) for c in (s, s + stages) for k in range(microbatches)]
+        backwards: list[Action] = [Backward(c, k) for c in (s + stages, s) for k in range(microbatches)]
+        lists.append([*forwards, *backwards, Step(s, 0)])
+    return lists
+
+
+class FrozenFirst(Deep):
+    """The first stage has a trained parameter, but its output depends on none: no gradient comes back to it."""
+
+    def build(self) -> None:
+        super().build()
+        self.net[:6].requires_grad_(False)
+        self.net[1].unused = nn.Parameter(torch.zeros(1))
+
+    def loss(self, batch: Any) -> Tensor:
+        images, labels = batch
+        with torch.no_grad():
+            hidden = self.net[:2](images)
+        return F.cross_entropy(self.net[2:](hidden), labels)
+
+
+def test_chunks_to_which_no_gradient_comes_back_hold_nobody_up_within_a_batch(pool: WorkerPool) -> None:
+    options = {"schedule": breadth_first, "microbatches": BATCH}
+    reports = pool.run(train, 2, FrozenFirst, "sync", options, init=False)
+    assert_equal(reports, pool.run(train, 1, FrozenFirst, init=False)[0])
 
 
 # -- settings ---------------------------------------------------------------------------------------------------------
