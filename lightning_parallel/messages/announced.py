@@ -169,6 +169,7 @@ class AnnouncedReceiver(Receiver):
     def take(self) -> tuple[list[Tensor], Format] | None:
         while not self._launched:
             self._announcements.wait()
+        self.taken += 1
         self.acknowledged, packet = self._launched.popleft()
         if packet is None:
             return None

@@ -202,12 +202,12 @@ class Sender(_End):
 
 
 class Receiver(_End):
-    """Receives messages over a link, in order. ``acknowledged`` is the number of gradient messages that the peer had
-    received when it sent the last message taken."""
+    """Receives messages over a link, in order. ``taken`` is the number of messages so far, and ``acknowledged`` that of
+    gradient messages which the peer had received when it sent the last of them."""
 
     def __init__(self, link: Link) -> None:
         super().__init__(link)
-        self.acknowledged = 0
+        self.taken = self.acknowledged = 0
         self._coming: deque[Hashable] = deque()  # places in the schedule of messages that haven't been taken
         self._posted: tuple[dist.Work, Packet] | None = None  # the receive of the first of them
 
@@ -230,6 +230,7 @@ class Receiver(_End):
         with link.streams.incoming():
             following = self._first_packet(self._coming[0]) if self._coming else None
             link.wait(work)
+            self.taken += 1
             status, self.acknowledged = packet.words()
             if status > 0:
                 self._formats[place] = received_format(link, status)

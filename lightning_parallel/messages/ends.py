@@ -1,12 +1,17 @@
-"""The ends of a chunk's ways of messages: over links to other stages, or directly to another chunk of this stage."""
+"""The ends of a chunk's ways of messages: over links to other stages, or directly to another chunk of this stage.
+
+In a V the first chunk and the last one share a stage, so a skip connection from the first layers to the last ones is no
+message (``cuts/flow.py``)::
+
+    stage 1   chunk 0  ---- here ----> chunk 3        B of chunk 3  -- gradient --> B of chunk 0
+    stage 0   chunk 1  -------------> chunk 2
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass
 from itertools import combinations
-from typing import Any
 
 import torch
 
@@ -19,62 +24,61 @@ from lightning_parallel.ranks.layout import Layout, Placement
 
 
 @dataclass(frozen=True)
-class Kept:
-    """What a chunk keeps for a later one of its stage, and the gradients that come back."""
+class WayIn:
+    """A chunk's ends of a way from an earlier one: activations come, and their gradients go back."""
 
-    activations: Handover = field(default_factory=Handover)
-    gradients: Handover = field(default_factory=Handover)
+    activations: Receiver | Handover
+    gradients: Sender | Handover
+
+
+@dataclass(frozen=True)
+class WayOut:
+    """A chunk's ends of a way to a later one: activations go, and their gradients come back."""
+
+    activations: Sender | Handover
+    gradients: Receiver | Handover
 
 
 @dataclass(frozen=True)
 class Ends:
-    """The ends of a chunk's four ways of messages; None where there is no neighbour.
+    """The ends of a chunk's ways, by the chunk at the other end: the one before or after it, or one of its stage."""
 
-    Attributes:
-        earlier: what earlier chunks of this stage keep for this one, by chunk.
-        later: what it keeps for later ones.
-    """
-
-    activations_in: Receiver | Handover | None
-    activations_out: Sender | Handover | None
-    gradients_in: Receiver | Handover | None
-    gradients_out: Sender | Handover | None
-    earlier: Mapping[int, Kept]
-    later: Mapping[int, Kept]
+    into: Mapping[int, WayIn]
+    out_of: Mapping[int, WayOut]
 
 
 def ends_of(placement: Placement, layout: Layout, links: Links, device: torch.device) -> dict[int, Ends]:
     """The ends of this rank's chunks, by chunk. ``placement`` is the stage of each chunk."""
     streams, announcements = Streams(device), Announcements()
-    activations: dict[int, Handover] = {}
-    gradients: dict[int, Handover] = {}
 
-    def over(cut: int, neighbour: int, wires: dict[int, Wire], inside: dict[int, Handover], end: type[Any]) -> Any:
-        if not 0 <= neighbour < len(placement):
-            return None
-        if placement[neighbour] == layout.stage:
-            return inside.setdefault(cut, Handover())
+    def linked(wire: Wire, neighbour: int) -> tuple[Link, Link | None]:
+        """For messages, and for announcements where there are any."""
         peer = layout.rank_at(pipeline=placement[neighbour])
-        link = partial(Link, peer=peer, peer_name=layout.describe(peer))
-        wire = wires[cut]
-        for_messages = link(wire, device=device, streams=streams)
-        if wire.host_group is None:
-            return end(for_messages)
-        hosts = link(Wire(wire.host_group, wire.tag), device=torch.device("cpu"))
-        if end is Sender:
-            return AnnouncingSender(for_messages, hosts)
-        return AnnouncedReceiver(for_messages, hosts, announcements)
+        name = layout.describe(peer)
+        announced = None if wire.host_group is None else Wire(wire.host_group, wire.tag)
+        hosts = None if announced is None else Link(announced, peer, name, torch.device("cpu"))
+        return Link(wire, peer, name, device, streams), hosts
+
+    def sender(wire: Wire, neighbour: int) -> Sender:
+        link, hosts = linked(wire, neighbour)
+        return Sender(link) if hosts is None else AnnouncingSender(link, hosts)
+
+    def receiver(wire: Wire, neighbour: int) -> Receiver:
+        link, hosts = linked(wire, neighbour)
+        return Receiver(link) if hosts is None else AnnouncedReceiver(link, hosts, announcements)
 
     own = [chunk for chunk, stage in enumerate(placement) if stage == layout.stage]
-    kept = {pair: Kept() for pair in combinations(own, 2)}
-    return {
-        chunk: Ends(
-            activations_in=over(chunk - 1, chunk - 1, links.activations, activations, Receiver),
-            activations_out=over(chunk, chunk + 1, links.activations, activations, Sender),
-            gradients_in=over(chunk, chunk + 1, links.gradients, gradients, Receiver),
-            gradients_out=over(chunk - 1, chunk - 1, links.gradients, gradients, Sender),
-            earlier={one: each for (one, other), each in kept.items() if other == chunk},
-            later={other: each for (one, other), each in kept.items() if one == chunk},
-        )
-        for chunk in own
-    }
+    here = {pair: (Handover(), Handover()) for pair in combinations(own, 2)}
+    ends: dict[int, Ends] = {}
+    for chunk in own:
+        into = {one: WayIn(*ways) for (one, other), ways in here.items() if other == chunk}
+        out_of = {other: WayOut(*ways) for (one, other), ways in here.items() if one == chunk}
+        before, after = chunk - 1, chunk + 1
+        if before >= 0 and before not in own:
+            to_it = receiver(links.activations[before], before)
+            into[before] = WayIn(to_it, sender(links.gradients[before], before))
+        if after < len(placement) and after not in own:
+            from_it = sender(links.activations[chunk], after)
+            out_of[after] = WayOut(from_it, receiver(links.gradients[chunk], after))
+        ends[chunk] = Ends(into, out_of)
+    return ends

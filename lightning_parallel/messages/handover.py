@@ -17,13 +17,12 @@ class Handover:
     """Messages from one chunk of this stage to the next, or back.
 
     Attributes:
-        sent: the number of messages handed over.
-        acknowledged: always 0, where a link's receiver counts gradient messages: no buffers depend on it here.
+        sent, taken, acknowledged: always 0, where a link's ends count messages: no buffers depend on them here.
     """
 
+    sent = taken = acknowledged = 0
+
     def __init__(self) -> None:
-        self.sent = 0
-        self.acknowledged = 0
         self._messages: deque[tuple[list[Tensor], Format]] = deque()
 
     def send(self, tensors: Sequence[Tensor], place: Hashable, acknowledged: int = 0) -> Format:
@@ -31,7 +30,6 @@ class Handover:
         format."""
         format = format_of(tensors)
         self._messages.append(([tensor.detach().clone() for tensor in tensors], format))
-        self.sent += 1
         return format
 
     def take(self) -> tuple[list[Tensor], Format]:

@@ -1,9 +1,8 @@
 """A stage at work: it runs its chunks of the user's step in the order of a schedule. It knows no Lightning.
 
 ``engine.py`` walks the list of actions, ``chunk.py`` runs one forward or backward with its messages, ``stage.py`` runs
-the user's step up to the cut, with ``forward_pass.py``. ``kept.py`` has what a chunk keeps for a later one of its
-stage, ``weights.py`` the versions of the weights that forwards and backwards read, ``staleness.py`` the formulas for
-late gradients.
+the user's step up to the cut, with ``forward_pass.py``. ``weights.py`` has the versions of the weights that forwards
+and backwards read, ``staleness.py`` the formulas for late gradients.
 
 Where the module is cut belongs in ``cuts/``, what an action costs in ``schedules/``, bytes in ``messages/``.
 """

@@ -20,17 +20,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from lightning_parallel.backward.split import WeightGradients, begin_backward
 from lightning_parallel.losses.graph import Term
 from lightning_parallel.losses.normaliser import BatchLoss
 from lightning_parallel.messages.arrival import Arrival
 from lightning_parallel.messages.channel import Receiver
-from lightning_parallel.messages.ends import Ends
+from lightning_parallel.messages.ends import Ends, WayIn, WayOut
 from lightning_parallel.messages.message import Format, format_of, gradient_format
 from lightning_parallel.pipeline.current_weights import Half
-from lightning_parallel.pipeline.kept import KeptOnStage, edges_of, present
 from lightning_parallel.pipeline.stage import Stage
 from lightning_parallel.pipeline.weights import Weights
 from lightning_parallel.private.torch import run_backward
@@ -95,21 +94,35 @@ class Microbatch:
 
 
 @dataclass(frozen=True)
-class _InFlight:
-    """What a forward leaves for its backward: edges of the graph, not tensors, so an output's memory is free once it is
-    sent.
+class _Sent:
+    """What a forward has sent to a later chunk: edges of the graph, not tensors, so an output's memory is free once it
+    is sent.
 
     Attributes:
-        edges: where the backward begins; empty in the last chunk, where ``work.loss`` knows.
-        gradients: the format of the gradients with which it begins, and which the next chunk will send.
-        sent: the number of activation messages sent, this one included.
+        edges: where the backward begins that is given its gradients.
+        gradients: the format in which these come back; empty if none do.
+        number: of activation messages sent on this way, this one included.
+    """
+
+    way: WayOut
+    edges: list[GradientEdge]
+    gradients: Format
+    number: int
+
+
+@dataclass(frozen=True)
+class _InFlight:
+    """What a forward leaves for its backward.
+
+    Attributes:
+        sent: to each later chunk; empty in the last chunk, where ``work.loss`` knows where the backward begins.
+        taken: the formats of what has come from each earlier chunk.
     """
 
     number: int
     work: Microbatch
-    edges: list[GradientEdge]
-    gradients: Format
-    sent: int
+    sent: list[_Sent]
+    taken: list[tuple[WayIn, Format]]
     arrival: Arrival | None
     token: Any
 
@@ -120,7 +133,7 @@ class Chunk:
     Args:
         index: the chunk's number in the order of a forward.
         stage: runs the user's step, cut to this chunk.
-        ends: the ends of its four ways of messages.
+        ends: the ends of its ways of messages.
         generators: the random generators that forwards draw from.
         loss_of: takes the loss out of what the user's step returned, in the last chunk.
         weights: decides which version of the weights a forward uses.
@@ -147,10 +160,8 @@ class Chunk:
         self._index, self._stage, self._ends, self._device = index, stage, ends, device
         self._generators, self._loss_of, self._weights = generators, loss_of, weights
         self._span = partial(timeline.span, chunk=stage.chunks.index(index))
-        self._kept = KeptOnStage(index, stage, ends) if len(stage.chunks) > 1 else None
         self._in_flight: deque[_InFlight] = deque()
         self._second_halves: deque[tuple[_InFlight, WeightGradients]] = deque()
-        self._gradients_taken = 0  # messages
         self.is_ahead = False
         self._is_unanswered = False  # do no gradients come back?
 
@@ -170,12 +181,12 @@ class Chunk:
         """
         # If no gradients come back to confirm messages, this limits how far the chunk runs ahead: the next one has read
         # all of them but one. A wait in the middle of a list could deadlock.
-        if self._is_unanswered and self._ends.activations_out is not None:
-            self._ends.activations_out.flush(keep=1)
+        for way in self._ends.out_of.values() if self._is_unanswered else ():
+            way.activations.flush(keep=1)
         coming = [*indices, 0] if endless else indices
         for index in coming[1:] if self.is_ahead else coming:
-            if self._ends.activations_in is not None:
-                self._ends.activations_in.expect(index)
+            for source in self._ends.into.values():
+                source.activations.expect(index)
         self.is_ahead = endless
 
     def forward(self, number: int, microbatch: Microbatch) -> list[Any]:
@@ -185,45 +196,57 @@ class Chunk:
             What the user's step returned, in the last chunk; an empty list in the others.
         """
         self._generators.seed(microbatch.seed)
-        trial, out = microbatch.trial, self._ends.activations_out
-        keeps = trial is not None and trial.wants_activations(out is None)
-        arrival = self._receive(number)
+        trial, is_last = microbatch.trial, not self._ends.out_of
+        keeps = trial is not None and trial.wants_activations(is_last)
+        arrival, taken = self._receive(number)
         copies = [] if arrival is None else arrival.copies() if keeps else None
         with self._span("forward", number, self._weights.reading):
             run = partial(self._stage.run, microbatch.step, arrival, self._index)
             output, token = self._weights.forward(run)
-        edges: list[GradientEdge] = []
-        gradients: Format = ()
-        sent = 0
+        sent: list[_Sent] = []
         loss: Tensor | None = None
         terms: list[Term] = []
-        if out is None:
+        if is_last:
             loss = self._loss_of(output)
             terms = microbatch.loss.add(microbatch.index, loss)
         else:
-            if self._kept is not None:
-                output = self._kept.keep(output, trains=True)
-            if microbatch.ends_batch:
-                output = self._asking(output, arrival)
-            gradients = gradient_format(out.send(output, microbatch.index, self._gradients_taken))
-            sent = out.sent
-            self._is_unanswered = not gradients
-            if gradients and self._ends.gradients_in is not None:
-                self._ends.gradients_in.expect(gradients)
-            edges = edges_of(output)
+            sent = self._send(output, microbatch, arrival)
         if trial is not None:
             trial.run(Again(self._index, copies, self._again), loss, terms)
-        self._in_flight.append(_InFlight(number, microbatch, edges, gradients, sent, arrival, token))
-        return [output] if out is None else []
+        self._in_flight.append(_InFlight(number, microbatch, sent, taken, arrival, token))
+        return [output] if is_last else []
 
-    def _receive(self, number: int, *, trains: bool = True) -> Arrival | None:
-        """Wait for the activation of a microbatch; None in the first chunk."""
-        if self._ends.activations_in is None:
-            return None
+    def _receive(self, number: int) -> tuple[Arrival | None, list[tuple[WayIn, Format]]]:
+        """Wait for the activations of a microbatch, and tell their formats by the ways on which they have come; None in
+        the first chunk."""
+        if not self._ends.into:
+            return None, []
+        tensors, taken = list[Tensor](), list[tuple[WayIn, Format]]()
+        format: Format = ()
         with self._span("receive", number):
-            message = self._ends.activations_in.take()
-        assert message is not None, "a stream ends between batches"
-        return Arrival(*message) if self._kept is None else Arrival(*self._kept.joined(*message, trains=trains))
+            for chunk in self._stage.cuts[self._index].into:
+                way = self._ends.into[chunk]
+                message = way.activations.take()
+                assert message is not None, "a stream ends between batches"
+                tensors, format = [*tensors, *message[0]], (*format, *message[1])
+                taken.append((way, message[1]))
+        return Arrival(tensors, format), taken
+
+    def _send(self, output: list[Tensor], microbatch: Microbatch, arrival: Arrival | None) -> list[_Sent]:
+        sent: list[_Sent] = []
+        for chunk, count in self._stage.cuts[self._index].departing.items():
+            part, output = output[:count], output[count:]
+            way, is_next = self._ends.out_of[chunk], chunk == self._index + 1
+            if is_next and microbatch.ends_batch:
+                part = self._asking(part, arrival)
+            gradients = gradient_format(way.activations.send(part, microbatch.index, way.gradients.taken))
+            if is_next:
+                self._is_unanswered = not gradients
+            if gradients:
+                way.gradients.expect(gradients)
+            edges = [get_gradient_edge(tensor) for tensor in part if tensor.requires_grad]
+            sent.append(_Sent(way, edges, gradients, way.activations.sent))
+        return sent
 
     def _asking(self, output: list[Tensor], arrival: Arrival | None) -> list[Tensor]:
         """What is to be sent in a batch's last microbatch. If the batch may have made gradients here, one is asked for,
@@ -240,10 +263,10 @@ class Chunk:
     def _again(self, step: Callable[[], Any], tensors: Sequence[Tensor]) -> Any:
         """Run a step on given activations. Returns its loss in the last chunk, in others what would be sent on."""
         format = format_of([tensor.detach().requires_grad_(tensor.is_floating_point()) for tensor in tensors])
-        arrival = None if self._ends.activations_in is None else Arrival([*tensors], format)
+        arrival = Arrival([*tensors], format) if self._ends.into else None
         with self._generators.kept():
             output = self._stage.run(step, arrival, self._index, trial=True)
-        return self._loss_of(output) if self._ends.activations_out is None else output
+        return output if self._ends.out_of else self._loss_of(output)
 
     def evaluate(self, step: Callable[[], Any], number: int) -> Any:
         """Run a forward only, with one message a batch. It returns when the output has arrived: messages of a process
@@ -255,16 +278,17 @@ class Chunk:
         Returns:
             What the step returned, in the last chunk; None in the others.
         """
-        if self._ends.activations_in is not None:
-            self._ends.activations_in.expect("evaluation")
-        arrival = self._receive(number, trains=False)
+        for source in self._ends.into.values():
+            source.activations.expect("evaluation")
+        arrival, _ = self._receive(number)
         with self._span("evaluate", number):
             output = self._stage.run(step, arrival, self._index)
-        if self._ends.activations_out is None:
+        if not self._ends.out_of:
             return output
-        message = output if self._kept is None else self._kept.keep(output, trains=False)
-        self._ends.activations_out.send(message, "evaluation")
-        self._ends.activations_out.flush()
+        for chunk, count in self._stage.cuts[self._index].departing.items():
+            self._ends.out_of[chunk].activations.send(output[:count], "evaluation")
+            self._ends.out_of[chunk].activations.flush()
+            output = output[count:]
         return None
 
     # -- backward ------------------------------------------------------------------------------------------------
@@ -276,27 +300,29 @@ class Chunk:
             in_halves: leave the gradients that nobody waits for to :meth:`second_half`.
             completes: it completes gradients for an update.
         """
-        ends, flight = self._ends, self._in_flight[0]
+        flight = self._in_flight[0]
         assert flight.number == number, "schedules run backwards in the order of the forwards"
         work = flight.work
         half: Half = 1 if in_halves else 0
         weights = self._weights.backward(flight.token, work.loss, half, ends_batch=work.ends_batch)
         with weights, self._stage.backward():  # before it waits
-            edges, gradients = flight.edges, list[Tensor]()
-            if ends.activations_out is None:
+            edges, gradients = list[GradientEdge](), list[Tensor]()
+            if not self._ends.out_of:
                 edges, gradients = work.loss.begin(work.index, work.scale)
-            elif ends.gradients_in is not None and flight.gradients:
-                with self._span("receive", number):
-                    message = ends.gradients_in.take()
-                assert message is not None, "there is no end of stream of gradients"
-                (*gradients, factor), format = message
-                work.loss.receive(factor, work.index)
-                edges, gradients = present(edges, gradients, format[:-1])
-                ends.activations_out.confirm(flight.sent)
-                self._gradients_taken += 1
-            if self._kept is not None and ends.activations_out is not None:
-                of_kept, their_gradients = self._kept.begin()
-                edges, gradients = [*edges, *of_kept], [*gradients, *their_gradients]
+            for sent in flight.sent:
+                if sent.gradients:
+                    with self._span("receive", number):
+                        message = sent.way.gradients.take()
+                    assert message is not None, "there is no end of stream of gradients"
+                    (*found, factor), format = message
+                    work.loss.receive(factor, work.index)
+                    # Where NO_GRADIENT came, which alone requires one, no backward begins: from zeros, parameters would
+                    # get zeros that have None in one process.
+                    for edge, gradient, each in zip(sent.edges, found, format[:-1], strict=True):
+                        if not each.requires_grad:
+                            edges.append(edge)
+                            gradients.append(gradient)
+                    sent.way.activations.confirm(sent.number)
             self._in_flight.popleft()
             completing = self._completing(edges) if completes else nullcontext()
             with completing, self._span("backward input" if in_halves else "backward", number):
@@ -307,15 +333,13 @@ class Chunk:
                     self._second_halves.append((flight, begun))
                 elif edges:
                     run_backward(edges, gradients)
-            if ends.gradients_out is not None and ends.activations_in is not None:
-                assert flight.arrival is not None
-                back, format = flight.arrival.gradients(), flight.arrival.format
-                if self._kept is not None:
-                    back, format = self._kept.give_back(back, format)
-                if back:
-                    factor = work.loss.message(self._device)
-                    ends.gradients_out.send([*back, factor], gradient_format(format))
-                ends.gradients_out.confirm(ends.activations_in.acknowledged)
+            back = [] if flight.arrival is None else flight.arrival.gradients()
+            for way, format in flight.taken:
+                count = sum(each.requires_grad for each in format)
+                if count:
+                    way.gradients.send([*back[:count], work.loss.message(self._device)], gradient_format(format))
+                    back = back[count:]
+                way.gradients.confirm(way.activations.acknowledged)
 
     def second_half(self, number: int, *, completes: bool) -> None:
         """Run the second half of the backward of a microbatch. ``completes``: it completes gradients for an update."""
@@ -331,18 +355,20 @@ class Chunk:
 
     def flush(self) -> None:
         """Wait until every message has arrived. Messages of a process that ends before that are lost."""
-        for sender in (self._ends.activations_out, self._ends.gradients_out):
-            if sender is not None:
-                sender.flush()
+        for way in self._ends.out_of.values():
+            way.activations.flush()
+        for source in self._ends.into.values():
+            source.gradients.flush()
 
     def end_stream(self) -> None:
         """Tell the next chunk that the message which it expects won't come."""
-        if self._ends.activations_out is not None:
-            self._ends.activations_out.end(0, self._gradients_taken)
+        for way in self._ends.out_of.values():
+            way.activations.end(0, way.gradients.taken)
 
     def take_end(self) -> None:
         """Take the answer to this chunk's own receive."""
         self.is_ahead = False
-        if isinstance(self._ends.activations_in, Receiver):
-            message = self._ends.activations_in.take()
-            assert message is None, "the previous chunk ends its stream at the same microbatch"
+        for source in self._ends.into.values():
+            if isinstance(source.activations, Receiver):
+                message = source.activations.take()
+                assert message is None, "the previous chunk ends its stream at the same microbatch"

@@ -26,6 +26,7 @@ class Cuts:
     Attributes:
         into: the outputs that arrive, in order, by the chunk that has them: the previous one, or one of this stage.
         out_of: the outputs that depart, in order, by the chunk that gets them: the next one, or one of this stage.
+        departing: the number of tensors in them, by the same chunk.
         wanted: the calls whose output a later chunk needs.
         last: the call after which the chunk leaves the step. None for the last chunk, and for one without calls.
         passed: the calls of later chunks before it.
@@ -35,6 +36,7 @@ class Cuts:
     def __init__(self, flow: Flow, partition: Partition, chunk: int) -> None:
         self.partition, self.chunk = partition, chunk
         self.into, self.out_of = flow.into(chunk), flow.out_of(chunk)
+        self.departing = {chunk: tensors_of(cargo) for chunk, cargo in self.out_of.items()}
         self.wanted = frozenset((item.module, item.call) for cargo in self.out_of.values() for item in cargo)
         self.last = flow.last[chunk] if chunk < partition.chunks - 1 else None
         self.passed = flow.passed[chunk]

@@ -190,7 +190,8 @@ def trained_late(count: int, extra: int) -> dict[str, Any]:
     engine.end_stream()
     engine.end_stream()  # nothing is left to end
     assert engine.activations_held == 0
-    senders = [sender for sender in (rank.ends.activations_out, rank.ends.gradients_out) if sender is not None]
+    senders = [way.activations for way in rank.ends.out_of.values()]
+    senders += [way.gradients for way in rank.ends.into.values()]
     unconfirmed = max(len(sender._unconfirmed) for sender in senders)  # type: ignore[union-attr]
     return {"held": max(rank.held), "used": rank.used, "copies": max(rank.copies), "unconfirmed": unconfirmed}
 
@@ -214,8 +215,9 @@ def runs_ahead(kind: str) -> tuple[int, int]:
     most = 0
     for k in range(30):
         rank.engine.run(actions.feed(1), rank.work(rows(2), [2], k), update=rank.update, endless=True)
-        if isinstance(rank.ends.activations_out, Sender):
-            most = max(most, len(rank.ends.activations_out._unconfirmed))
+        for way in rank.ends.out_of.values():
+            assert isinstance(way.activations, Sender)
+            most = max(most, len(way.activations._unconfirmed))
     rank.engine.run(actions.drain(), {}, update=rank.update, endless=True)
     rank.engine.end_stream()
     assert rank.versions is not None
