@@ -131,16 +131,6 @@ def test_divided_training_equals_delayed_gradients(pool: WorkerPool) -> None:
     assert largest_difference(joined(reports, "weights"), reference.weights) < EXACT
 
 
-def test_one_stage_is_the_plain_loop_to_the_bit(pool: WorkerPool) -> None:
-    plain = pool.run(train, 1, "Blocks", init=False)[0]
-    staged = pool.run(train, 1, "Blocks", "async", {"microbatches": 1, "schedule": "vmin"}, init=False)[0]
-    assert staged.losses == plain.losses
-    assert largest_difference(staged.weights, plain.weights) == 0
-
-
-# -- what steps themselves --------------------------------------------------------------------------------------------
-
-
 class FrozenEnd(Deep):
     """The last chunk trains nothing. A hook counts the updates."""
 

@@ -124,9 +124,10 @@ def test_recomputation_uses_the_weights_of_its_forward(pool: WorkerPool, model: 
     assert largest_difference(joined(reports, "weights"), reference.weights) < EXACT
 
 
-def test_one_stage_is_the_plain_loop_to_the_bit(pool: WorkerPool) -> None:
+@pytest.mark.parametrize("schedule", ["1f1b", "vmin"])
+def test_one_stage_is_the_plain_loop_to_the_bit(pool: WorkerPool, schedule: str) -> None:
     plain = pool.run(train, 1, "Blocks", init=False)[0]
-    staged = pool.run(train, 1, "Blocks", "async", {"microbatches": 1}, init=False)[0]
+    staged = pool.run(train, 1, "Blocks", "async", {"microbatches": 1, "schedule": schedule}, init=False)[0]
     assert staged.losses == plain.losses
     assert largest_difference(staged.weights, plain.weights) == 0
 
