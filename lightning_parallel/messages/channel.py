@@ -216,10 +216,8 @@ class Receiver(_End):
         self._coming.append(place)
         if self._posted is None:
             with self._link.streams.incoming():
-                self._post(self._first_packet(place))
-
-    def _post(self, packet: Packet) -> None:
-        self._posted = self._link.irecv(packet.buffer), packet
+                packet = self._first_packet(place)
+                self._posted = self._link.irecv(packet.buffer), packet
 
     def take(self) -> tuple[list[Tensor], Format] | None:
         """Wait for the next message, and read it. Returns its tensors and their format; None if the sender ended the
@@ -240,7 +238,7 @@ class Receiver(_End):
                 link.wait(link.irecv(packet.buffer))
             buffer = packet.buffer.to(link.device, non_blocking=True)
             if following is not None:
-                self._post(following)
+                self._posted = link.irecv(following.buffer), following
         link.streams.arrived(buffer)
         return None if status == END else (packet.views(buffer), packet.format)
 

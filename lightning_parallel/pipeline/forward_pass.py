@@ -25,6 +25,7 @@ class Cuts:
 
     Attributes:
         into: the outputs that arrive, in order, by the chunk that has them: the previous one, or one of this stage.
+        due: all of these outputs, and ``tensors_due`` the number of tensors in them.
         out_of: the outputs that depart, in order, by the chunk that gets them: the next one, or one of this stage.
         departing: the number of tensors in them, by the same chunk.
         wanted: the calls whose output a later chunk needs.
@@ -36,6 +37,8 @@ class Cuts:
     def __init__(self, flow: Flow, partition: Partition, chunk: int) -> None:
         self.partition, self.chunk = partition, chunk
         self.into, self.out_of = flow.into(chunk), flow.out_of(chunk)
+        self.due = [*chain(*self.into.values())]
+        self.tensors_due = tensors_of(self.due)
         self.departing = {chunk: tensors_of(cargo) for chunk, cargo in self.out_of.items()}
         self.wanted = frozenset((item.module, item.call) for cargo in self.out_of.values() for item in cargo)
         self.last = flow.last[chunk] if chunk < partition.chunks - 1 else None
@@ -61,17 +64,16 @@ class ForwardPass:
         self._reached = 0  # the latest chunk of which a call has been made
         self._calls: defaultdict[str, int] = defaultdict(int)  # so far, by name
         received = [] if arrival is None else arrival.receive()
-        due = [*chain(*cuts.into.values())]
-        if len(received) != tensors_of(due):
+        if len(received) != cuts.tensors_due:
             raise RuntimeError(
-                f"{len(received)} tensors arrived on stage {cuts.stage}, but {tensors_of(due)} were due, the "
-                f"outputs of {', '.join(repr(c.module) for c in due)}: the number of a layer's outputs must "
+                f"{len(received)} tensors arrived on stage {cuts.stage}, but {cuts.tensors_due} were due, the "
+                f"outputs of {', '.join(repr(c.module) for c in cuts.due)}: the number of a layer's outputs must "
                 f"not depend on values, nor change from batch to batch."
             )
         tensors = iter(received)
         # By call, its output as the previous chunk sent it.
         self._arrived: dict[Call, list[Tensor]] = {
-            (c.module, c.call): [next(tensors) for _ in range(c.tensors)] for c in due
+            (c.module, c.call): [next(tensors) for _ in range(c.tensors)] for c in cuts.due
         }
         self._kept: dict[Call, list[Tensor]] = {}
         for call in self._arrived.keys() & cuts.wanted:  # it goes further on as it came, whatever this stage does to it

@@ -40,7 +40,7 @@ class Collectives:
 
     def __init__(self, layout: Layout, groups: Groups, device: torch.device) -> None:
         self._layout = layout
-        self._groups = groups
+        self._replicas = groups.along("data")
         self._device = device
         self._is_trial = False
         self._is_data_hook = False
@@ -57,7 +57,7 @@ class Collectives:
         in a hook that makes loaders the data axis's, since a ``DistributedSampler(dataset)`` asks it."""
         before, self._is_data_hook = self._is_data_hook, True
         try:
-            with nullcontext() if name == "setup" else default_group(self._groups.along("data")):
+            with nullcontext() if name == "setup" else default_group(self._replicas):
                 yield
         finally:
             self._is_data_hook = before
@@ -70,7 +70,7 @@ class Collectives:
             return
         before, self.inside = self.inside, name
         try:
-            with default_group(self._groups.along("data")):
+            with default_group(self._replicas):
                 yield
         finally:
             self.inside = before
@@ -131,4 +131,4 @@ class Collectives:
             return group
         if self._layout.size("data") == 1:
             return None
-        return dist.group.WORLD if self._is_trial else self._groups.along("data")
+        return dist.group.WORLD if self._is_trial else self._replicas

@@ -9,7 +9,7 @@ from typing import Any
 from lightning.pytorch.utilities.data import extract_batch_size
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
-from lightning_parallel.batch import batch_size, samples_of, sizes, split
+from lightning_parallel.batch import batch_size, samples_of, sizes, split_into
 from lightning_parallel.set_up.options import StagedOptions
 
 WAYS_TO_SPLIT = (
@@ -81,7 +81,8 @@ class Splitting:
                 f"microbatches, or a larger batch_size in the DataLoader."
             )
         count = min(count, size)  # the last batch of an epoch may be smaller
-        return split(batch, count), sizes(size, count)
+        lengths = sizes(size, count)
+        return split_into(batch, lengths), lengths
 
 
 def _guess(batch: Any) -> int:

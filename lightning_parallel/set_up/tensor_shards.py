@@ -159,7 +159,8 @@ class TensorShards:
         if self._region is not None and not more_follow:
             self._region.close()
         partial = {name: self._local.parameters[name] for name in self._sharding.partial if name in gradients}
-        gradients = {**gradients, **summed_over(self._group, partial, gradients)}
+        if partial:
+            gradients = {**gradients, **summed_over(self._group, partial, gradients)}
         if self._checks_left:
             self._checks_left -= not more_follow
             self._check_whole(gradients)

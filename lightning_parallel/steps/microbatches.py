@@ -63,7 +63,7 @@ class Microbatches:
         stage: Stage,
     ) -> None:
         self._run, self._splitting, self._shards, self._stage = run, splitting, shards, stage
-        self._dry_runs, self._last_stage = dry_runs, last_stage
+        self._dry_runs, self._last_stage, self._replica = dry_runs, last_stage, run.layout.index("data")
         self.earlier = EarlierChunks(run.module, stage)
         known = partial(dry_runs.known, "training_step")
         self._means = LossMeans(run, weight, last_stage, stage.partition, known, by_user=splitting.by_user)
@@ -96,8 +96,8 @@ class Microbatches:
         self.count = len(parts)
         self._is_watched = self._run.layout.is_last_stage and not self._run.layout.stages == self.count == 1
         # Numbered through the whole run, so a resumed run draws the same random numbers.
-        number, replica = self._run.trainer.fit_loop.total_batch_idx, self._run.layout.index("data")
-        seeds = [mix(self._run.seed, replica, number, k) for k in range(len(parts))]
+        number = self._run.trainer.fit_loop.total_batch_idx
+        seeds = [mix(self._run.seed, self._replica, number, k) for k in range(len(parts))]
         is_first, self._is_first_batch = self._is_first_batch, False
         self.loss = loss = self._means.of(parts, counts, is_first=is_first)
 

@@ -131,6 +131,7 @@ class PipelineStrategy(StagedStrategy):
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
+        self.is_one_process = self.layout.world_size == 1 and self.options.keeps_steps_whole(1)
         if self._by_user:  # an epoch's last batch may have fewer microbatches: a bad schedule is refused now
             places = {placement(self._schedule_for(count)) for count in range(self._usual_microbatches(), 0, -1)}
             if len(places) > 1:
@@ -148,11 +149,6 @@ class PipelineStrategy(StagedStrategy):
         self._alone_in = {chunk: self.stage.used_only_in(chunk) for chunk in self.stage.chunks}
         self._goes_on = self.run.trains and self._decide_to_go_on()
         self._is_cold = self.run.device.type != "cpu"
-
-    @property
-    @override
-    def is_one_process(self) -> bool:
-        return self.layout.world_size == 1 and self.options.keeps_steps_whole(1)
 
     @property
     @override

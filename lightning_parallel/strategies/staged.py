@@ -69,6 +69,7 @@ class StagedStrategy(LayoutStrategy):
     calls_configure_part = True
     gradients_on_parameters = True  # do backwards add to `p.grad`?
     keep_together = False  # has one stage to hold all of a unit, where a cut allows it?
+    is_one_process = False  # is there one rank, and nothing that asks for parts of a step? Lightning runs it then
     timeline: Timeline  # from set-up on, what this rank has run when
 
     def __init__(self, options: StagedOptions) -> None:
@@ -92,11 +93,6 @@ class StagedStrategy(LayoutStrategy):
     @override
     def refused_callbacks(self) -> Reasons:
         return super().refused_callbacks if self.saves_as_lightning else IN_STAGES
-
-    @property
-    def is_one_process(self) -> bool:
-        """Is there one rank, and nothing that asks for parts of a step? Lightning runs it then."""
-        return False
 
     # -- set-up --------------------------------------------------------------------------------------------------
 
