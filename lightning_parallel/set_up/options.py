@@ -76,7 +76,7 @@ class StagedOptions(ProcessOptions):
         balance: ``"parameters"`` (stages of equal size), ``"operations"`` (of equal work, counted in the first step),
             ``"layers"`` (equal counts), or the number of layers of each stage; of each chunk where stages have several.
         activation_checkpointing: keep only the inputs of layers, and run the layers again in the backward: less memory,
-            for about a third more time. BatchNorm then updates its statistics twice.
+            for about a third more time.
         tensor_parallel: the number of ranks that share a stage's layers; see
             :class:`~lightning_parallel.TensorParallelStrategy`.
         plan: which layers these ranks divide, and how; see there.
