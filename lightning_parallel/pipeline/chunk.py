@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from lightning_parallel.absent.tensor import AbsentTensor
 from lightning_parallel.backward.split import WeightGradients, begin_backward
 from lightning_parallel.losses.graph import Term
 from lightning_parallel.losses.normaliser import BatchLoss
@@ -29,10 +30,9 @@ from lightning_parallel.messages.arrival import Arrival
 from lightning_parallel.messages.channel import Receiver
 from lightning_parallel.messages.ends import Ends, WayIn, WayOut
 from lightning_parallel.messages.message import Format, format_of, gradient_format
-from lightning_parallel.pipeline.current_weights import Half
 from lightning_parallel.pipeline.stage import Stage
-from lightning_parallel.pipeline.weights import Weights
-from lightning_parallel.private.torch import run_backward
+from lightning_parallel.pipeline.weights import Half, WeightVersions, gradients_apart
+from lightning_parallel.private.torch import parameters_of, run_backward
 from lightning_parallel.seeding import TorchGenerators
 from lightning_parallel.timeline.recording import Timeline
 
@@ -136,7 +136,7 @@ class Chunk:
         ends: the ends of its ways of messages.
         generators: the random generators that forwards draw from.
         loss_of: takes the loss out of what the user's step returned, in the last chunk.
-        weights: decides which version of the weights a forward uses.
+        weights: decides which version of the weights a forward uses; None for the module's own parameters.
         completing: a context around the backwards that complete gradients for an update.
 
     Attributes:
@@ -152,7 +152,7 @@ class Chunk:
         *,
         generators: TorchGenerators,
         loss_of: Callable[[Any], Tensor],
-        weights: Weights,
+        weights: WeightVersions | None,
         timeline: Timeline,
         completing: Completing,
     ) -> None:
@@ -160,6 +160,10 @@ class Chunk:
         self._index, self._stage, self._ends, self._device = index, stage, ends, device
         self._generators, self._loss_of, self._weights = generators, loss_of, weights
         self._span = partial(timeline.span, chunk=stage.chunks.index(index))
+        # Where modules keep their parameters, not the parameters: gathering replaces them, and pruning renames them.
+        # What other stages hold stays absent.
+        stores = (parameters_of(each) for each in stage.module.modules())
+        self._stores = [store for store in stores if any(not isinstance(p, AbsentTensor) for p in store.values())]
         self._in_flight: deque[_InFlight] = deque()
         self._second_halves: deque[tuple[_InFlight, WeightGradients]] = deque()
         self.is_ahead = False
@@ -200,9 +204,10 @@ class Chunk:
         keeps = trial is not None and trial.wants_activations(is_last)
         arrival, taken = self._receive(number)
         copies = [] if arrival is None else arrival.copies() if keeps else None
-        with self._span("forward", number, self._weights.reading):
+        weights = self._weights
+        with self._span("forward", number, None if weights is None else weights.reading):
             run = partial(self._stage.run, microbatch.step, arrival, self._index)
-            output, token = self._weights.forward(run)
+            output, token = (run(), None) if weights is None else weights.forward(run)
         sent: list[_Sent] = []
         loss: Tensor | None = None
         terms: list[Term] = []
@@ -303,9 +308,7 @@ class Chunk:
         flight = self._in_flight[0]
         assert flight.number == number, "schedules run backwards in the order of the forwards"
         work = flight.work
-        half: Half = 1 if in_halves else 0
-        weights = self._weights.backward(flight.token, work.loss, half, ends_batch=work.ends_batch)
-        with weights, self._stage.backward():  # before it waits
+        with self._weights_of(flight, 1 if in_halves else 0), self._stage.backward():  # before it waits
             edges, gradients = list[GradientEdge](), list[Tensor]()
             if not self._ends.out_of:
                 edges, gradients = work.loss.begin(work.index, work.scale)
@@ -346,10 +349,16 @@ class Chunk:
         flight, gradients = self._second_halves.popleft()
         assert flight.number == number, "second halves run in the order of the first ones"
         completing = self._completing(()) if completes else nullcontext()
-        work = flight.work
-        weights = self._weights.backward(flight.token, work.loss, 2, ends_batch=work.ends_batch)
-        with self._span("backward weight", number), weights, self._stage.backward(), completing:
+        with self._span("backward weight", number), self._weights_of(flight, 2), self._stage.backward(), completing:
             gradients.run()
+
+    def _weights_of(self, flight: _InFlight, half: Half) -> AbstractContextManager[None]:
+        """A context for a backward, or for a half of it, with the weights of its forward. Where these are the module's
+        own, the strategy completes the gradients when the batch's list has ended."""
+        if self._weights is not None:
+            ends = flight.work.ends_batch
+            return self._weights.backward(flight.token, flight.work.loss, half, ends_batch=ends)
+        return gradients_apart([p for store in self._stores for p in store.values() if p is not None])
 
     # -- the end -------------------------------------------------------------------------------------------------
 

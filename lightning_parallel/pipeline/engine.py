@@ -17,9 +17,8 @@ from torch import Tensor
 from lightning_parallel.messages.ends import ends_of
 from lightning_parallel.messages.posting import short_switch_interval
 from lightning_parallel.pipeline.chunk import Chunk, Completing, Microbatch
-from lightning_parallel.pipeline.current_weights import CurrentWeights
 from lightning_parallel.pipeline.stage import Stage
-from lightning_parallel.pipeline.weights import Weights
+from lightning_parallel.pipeline.weights import WeightVersions
 from lightning_parallel.ranks.groups import Links
 from lightning_parallel.ranks.layout import Layout
 from lightning_parallel.schedules.actions import Action, BackwardInput, BackwardWeight, Forward, Step, StepOfChunk
@@ -48,7 +47,7 @@ class Engine:
         device: torch.device,
         *,
         loss_of: Callable[[Any], Tensor],
-        weights: Weights | Mapping[int, Weights] | None = None,
+        weights: WeightVersions | Mapping[int, WeightVersions] | None = None,
         timeline: Timeline | None = None,
         halves: bool = True,
         completing: Completing = lambda chunk, edges: nullcontext(),
@@ -64,7 +63,7 @@ class Engine:
                 device,
                 generators=self._generators,
                 loss_of=loss_of,
-                weights=weights[index] if isinstance(weights, Mapping) else weights or CurrentWeights(stage.module),
+                weights=weights[index] if isinstance(weights, Mapping) else weights,
                 timeline=self._timeline,
                 completing=completing,
             )

@@ -1,8 +1,7 @@
 """Decides which version of the weights a microbatch runs with.
 
-A synchronous schedule has one version of the weights between two steps, and autograd needs no help
-(``current_weights.py``). An asynchronous one steps while microbatches are in flight, whose backward must not see the
-new weights (:class:`WeightVersions`)::
+A synchronous schedule has one version of the weights between two steps: the module's own. An asynchronous one steps
+while microbatches are in flight, whose backward must not see the new weights (:class:`WeightVersions`)::
 
     update       ----- 0 ------- 1 ------- 2 ------->
     forward 3    uses version 1                        its leaves share memory with the parameters,
@@ -22,21 +21,22 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial, reduce
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from lightning_parallel.losses.normaliser import BatchLoss
-from lightning_parallel.pipeline.current_weights import CurrentWeights, Half, gradients_apart
 from lightning_parallel.pipeline.staleness import Stashing, extrapolate
 from lightning_parallel.private.torch import copy_all, places_of
 from lightning_parallel.tensor_lists import added, alike, copied, multiply
 from lightning_parallel.values import changed
+
+Half: TypeAlias = Literal[0, 1, 2]  # of a backward: the first, or the second; 0 for one in one piece
 
 
 @dataclass(eq=False)
@@ -151,7 +151,12 @@ class WeightVersions:
         self, version: Version, loss: BatchLoss | None = None, half: Half = 0, *, ends_batch: bool = False
     ) -> Iterator[None]:
         """A context for the backward of a forward that read ``version``, or for a half of it, of which the second one
-        reads the version's memory alone."""
+        reads the version's memory alone.
+
+        Args:
+            loss: the whole batch's.
+            ends_batch: no other backward of the batch follows.
+        """
         if half != 1:
             self._loss, self._ending = loss or self._loss, version
         # Activation checkpointing runs parts of the forward again here, and has to find the same weights.
@@ -339,4 +344,21 @@ def _tell(versions: weakref.ref[WeightVersions], name: str, leaf: Tensor) -> Non
         alive._grown(name)
 
 
-Weights: TypeAlias = CurrentWeights | WeightVersions
+@contextmanager
+def gradients_apart(leaves: Iterable[Tensor]) -> Iterator[None]:
+    """A context for a backward, in which the first gradients of leaves get memory of their own. For one sample,
+    autograd takes one memory for the gradients of p and q in ``x + p[None] + q[None]``, and would add the next
+    microbatch's to it twice."""
+    first = {id(leaf): leaf for leaf in leaves if leaf.requires_grad and leaf.grad is None}
+    yield
+    taken: set[int] = set()
+    for leaf in first.values():
+        gradient = leaf.grad
+        if gradient is not None and gradient.layout is not torch.strided:
+            leaf.grad = gradient.clone()  # its values may lie where another gradient does
+        elif type(gradient) is Tensor:
+            place = gradient.untyped_storage().data_ptr()
+            if place in taken:
+                leaf.grad = gradient.clone()
+            if place:  # empty ones have none
+                taken.add(place)

@@ -35,7 +35,7 @@ from lightning_parallel.gradients.clipping import share_overflows
 from lightning_parallel.losses.graph import Number
 from lightning_parallel.pipeline.engine import Engine
 from lightning_parallel.pipeline.stage import Stage
-from lightning_parallel.pipeline.weights import Weights
+from lightning_parallel.pipeline.weights import WeightVersions
 from lightning_parallel.ranks.layout import Placement
 from lightning_parallel.ranks.local_model import LocalModel
 from lightning_parallel.results.last_stage import LastStage
@@ -114,7 +114,7 @@ class StagedStrategy(LayoutStrategy):
     def counts(self, name: str) -> bool:
         return self._shards.counts(name)
 
-    def make_versions(self) -> Mapping[int, Weights] | None:
+    def make_versions(self) -> Mapping[int, WeightVersions] | None:
         """The weights that the engine's forwards read, by chunk; None for the module's own parameters."""
         return None
 
