@@ -155,7 +155,7 @@ class Stage:
 
         Args:
             recompute: activation checkpointing: the layers of this stage keep only their inputs, and run again in the
-                backward, where ``Weights.backward`` gives them the weights of their forward.
+                backward, where ``WeightVersions.backward`` gives them the weights of their forward.
         """
         for name, unit in self._units.items():
             if name not in self._own:
