@@ -7,7 +7,6 @@
     rounding.py       finds how far rounding may move a number
     units.py          notes what modules get and return in one batch
     beginning.py      finds the first of it that differs
-    kinds.py          says what a wrong tensor looks like
 
 It trains by Lightning's public Trainer. Of how a layout works it knows which part of a parameter a rank holds, into how
 many microbatches its share of a batch is divided, and whether a layer runs on this rank now.

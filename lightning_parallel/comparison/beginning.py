@@ -19,9 +19,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightning_parallel.comparison.differences import GRADIENT, Difference, differences, farthest_entry, largest
+from lightning_parallel.comparison.differences import GRADIENT, differences, farthest_entry, largest
 from lightning_parallel.comparison.evidence import Evidence
-from lightning_parallel.comparison.kinds import OWN_PART, kind_of
 from lightning_parallel.comparison.units import GRADIENTS, OF_INPUT, OF_OUTPUT, OUTPUT, Notes, Place
 from lightning_parallel.ranks.shard import Shard
 
@@ -48,7 +47,6 @@ class Beginning:
             a parameter whose gradient is right.
         what: the tensor, in words.
         size: as that of a :class:`~lightning_parallel.comparison.differences.Difference`.
-        kind: what it looks like, in words; None if that can't be told.
     """
 
     update: int
@@ -56,11 +54,9 @@ class Beginning:
     phase: str
     what: str
     size: float
-    kind: str | None = None
 
     def __str__(self) -> str:
-        looks = "" if self.kind is None else f"\nIt looks like this: {self.kind}."
-        return f"{_WHERE[self.phase]} {self.unit}, in update {self.update}: {self.what}, {self.size:.1e}.{looks}"
+        return f"{_WHERE[self.phase]} {self.unit}, in update {self.update}: {self.what}, {self.size:.1e}."
 
 
 @dataclass(frozen=True)
@@ -108,9 +104,9 @@ def where(
     first = next(wrong, None)
     if in_unit is not None or first is None or len({len(each.weights) for each in (*ranks, alone)}) > 1:
         return in_unit
-    added = noted_alone.added if first.order == GRADIENT and first.update == update else []
-    parts = {name_of(k, noted[0]): gradients for k, gradients in enumerate(added)}
-    return in_parameter(ranks, alone, parts, first, tolerance)
+    unit, _, _ = first.parameter.rpartition(".")
+    phase = "gradient" if first.order == GRADIENT else "update"
+    return Beginning(first.update, unit or first.parameter, phase, first.name, first.size)
 
 
 def in_units(ranks: Sequence[Notes], alone: Notes, update: int, tolerance: float) -> Beginning | None:
@@ -128,20 +124,15 @@ def in_units(ranks: Sequence[Notes], alone: Notes, update: int, tolerance: float
     suspect: Beginning | None = None
     for place in dict.fromkeys(place for part in right for place in part):
         seen = [*_seen(place, ranks, found, right)]
-        wrong = [
-            (size, each, _kind(each, seen, place, right, ranks[0], tolerance))
-            for each in seen
-            if not (size := each.size(least[place.what in GRADIENTS])) <= tolerance
-        ]
+        sizes = [(each.size(least[place.what in GRADIENTS]), each) for each in seen]
+        wrong = [(size, each) for size, each in sizes if not size <= tolerance]
         are_whole = all(each.right.shape == each.whole.shape for each in seen)
         if wrong:
-            # What can be explained says more than what is largest.
-            explained = (each for each in wrong if each[2])
-            size, here, kind = next(explained, max(wrong, key=lambda each: each[0]))
+            size, here = max(wrong, key=lambda each: each[0])
             phase = "backward" if place.what in GRADIENTS else "forward"
             what = f"{place.what} on rank {here.rank}" + f", {name_of(here.part, ranks[0])}" * (len(right) > 1)
-            suspect = suspect or Beginning(update, place.unit, phase, what, size, kind)
-            if are_whole and place.what != OF_INPUT and kind != OWN_PART:
+            suspect = suspect or Beginning(update, place.unit, phase, what, size)
+            if are_whole and place.what != OF_INPUT and not _is_part_of_sum(here, seen, tolerance):
                 return suspect
         elif seen and are_whole and place.what in (OUTPUT, OF_OUTPUT):
             suspect = None
@@ -175,16 +166,14 @@ def _seen(
                 yield Seen(rank, part, None, whole, whole)
 
 
-def _kind(
-    here: Seen, seen: Sequence[Seen], place: Place, right: Sequence[Tensors], notes: Notes, tolerance: float
-) -> str | None:
-    if here.tensor is None:
-        return "none has come"
-    others = {f"that of {name_of(k, notes)}": part[place] for k, part in enumerate(right) if place in part}
-    beside = [each for each in seen if each.part == here.part]
-    others |= {f"that of rank {each.rank}": each.right for each in beside}
-    ranks = [each.tensor for each in beside if each.tensor is not None]
-    return kind_of(here.tensor, here.right, tolerance, others=others, ranks=ranks)
+def _is_part_of_sum(here: Seen, seen: Sequence[Seen], tolerance: float) -> bool:
+    """Do ranks have other tensors each, and is their sum right? So it is where they share a head."""
+    tensors = [each.tensor for each in seen if each.part == here.part and each.tensor is not None]
+    if len(tensors) < 2 or any(farthest_entry(each, tensors[0], 1.0) == math.inf for each in tensors):
+        return False
+    scale = largest(here.right)
+    alike = all(farthest_entry(each, tensors[0], scale) <= tolerance for each in tensors)
+    return not alike and farthest_entry(torch.stack(tensors).sum(0), here.right, scale) <= tolerance
 
 
 def _piece(tensor: Tensor, whole: Tensor, notes: Notes) -> Tensor | None:
@@ -198,51 +187,6 @@ def _piece(tensor: Tensor, whole: Tensor, notes: Notes) -> Tensor | None:
     shards = [Shard(tuple(whole.shape), dims[0], parts, index, count) for parts in ways]
     pieces = [shard.take(whole) for shard in shards if shard.size == tensor.shape[dims[0]]]
     return min(pieces, key=lambda piece: farthest_entry(tensor, piece, 1.0), default=None)
-
-
-def in_parameter(
-    ranks: Sequence[Evidence],
-    alone: Evidence,
-    parts: Mapping[str, Mapping[str, Tensor]],
-    first: Difference,
-    tolerance: float,
-) -> Beginning:
-    """What the first parameter that differs looks like: its gradient, or its change in an update.
-
-    Args:
-        parts: by microbatch, what it has added to the gradients of one process.
-        first: of a parameter.
-    """
-    name, of_gradient = first.parameter, first.order == GRADIENT
-
-    def part_of(evidence: Evidence) -> Tensor | None:
-        if of_gradient:
-            return evidence.gradients[first.update].get(name)
-        before = evidence.weights[first.update - 1] if first.update else evidence.begin
-        after = evidence.weights[first.update].get(name)
-        return None if after is None else after - before[name]
-
-    whole = part_of(alone)
-    shards = [rank.shards.get(name) for rank in ranks]
-    found = {rank: tensor for rank, each in enumerate(ranks) if (tensor := part_of(each)) is not None}
-    kind = None
-    if whole is not None and found:
-        right, zeros = {rank: _own(whole, shards[rank]) for rank in found}, torch.zeros_like(whole)
-        here = max(found, key=lambda rank: farthest_entry(found[rank], right[rank], 1.0))
-        kind = kind_of(
-            found[here],
-            right[here],
-            tolerance,
-            others={f"that of rank {rank}": tensor for rank, tensor in right.items() if shards[rank] is not None},
-            ranks=[tensor for rank, tensor in found.items() if shards[rank] is None],
-            parts={key: _own(part.get(name, zeros), shards[here]) for key, part in parts.items()},
-        )
-    unit, _, _ = name.rpartition(".")
-    return Beginning(first.update, unit or name, "gradient" if of_gradient else "update", first.name, first.size, kind)
-
-
-def _own(whole: Tensor, shard: Shard | None) -> Tensor:
-    return whole if shard is None else shard.take(whole)
 
 
 def name_of(part: int, notes: Notes) -> str:

@@ -28,7 +28,6 @@ class Evidence:
         losses: what ``training_step`` returned, one a batch; empty if the module optimizes by itself and returns none.
         gradients: one dictionary an update, by parameter; before clipping. A step of an optimizer is an update.
         batches: the number of each update's batch.
-        begin: the weights before the first update, by parameter.
         weights: after each update, by parameter.
         buffers: at the end, by name; those that a checkpoint keeps.
         logged: ``trainer.callback_metrics`` at the end.
@@ -38,7 +37,6 @@ class Evidence:
     losses: list[float] = field(default_factory=list)
     gradients: list[dict[str, Tensor]] = field(default_factory=list)
     batches: list[int] = field(default_factory=list)
-    begin: dict[str, Tensor] = field(default_factory=dict)
     weights: list[dict[str, Tensor]] = field(default_factory=list)
     buffers: dict[str, Tensor] = field(default_factory=dict)
     logged: dict[str, float] = field(default_factory=dict)
@@ -59,9 +57,7 @@ class Witness(Callback):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         torch.manual_seed(SEED)
-        local = _local(trainer, pl_module)
-        self._evidence.shards = dict(local.shards)
-        self._evidence.begin = {name: copied(p.detach()) for name, p in local.parameters.items()}
+        self._evidence.shards = dict(_local(trainer, pl_module).shards)
 
     def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Any) -> None:
         self._note_weights(trainer, pl_module)  # after another step in this batch

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter, defaultdict
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
@@ -28,9 +28,6 @@ from lightning_parallel.strategies.staged import StagedStrategy
 
 INPUT, OUTPUT = "its input", "its output"
 OF_INPUT, OF_OUTPUT = GRADIENTS = "the gradient of its input", "the gradient of its output"
-
-
-Gradients = dict[str, Tensor]  # by parameter
 
 
 class Place(NamedTuple):
@@ -53,7 +50,6 @@ class Notes:
         replica: this rank's index among the replicas, and their number.
         piece: this rank's index among those that share a layer, and their number.
         fused: the sizes of fused parts of this rank's shards.
-        added: in one process, what each microbatch has added to the parameters' gradients.
     """
 
     seen: dict[Place, tuple[float, Tensor]] = field(default_factory=dict)
@@ -61,7 +57,6 @@ class Notes:
     replica: tuple[int, int] = (0, 1)
     piece: tuple[int, int] = (0, 1)
     fused: frozenset[tuple[int, ...]] = frozenset()
-    added: list[Gradients] = field(default_factory=list)
 
     def by_part(self) -> list[dict[Place, Tensor]]:
         """What was noted of each microbatch in the order of time, with calls counted from 0 again. Units that aren't
@@ -96,18 +91,12 @@ class UnitWatch(Callback):
         self._entered: defaultdict[str, list[tuple[float, list[Tensor], list[Tensor]]]] = defaultdict(list)
         self._made: dict[int, tuple[Place, Tensor]] = {}  # outputs by their ids, which hold as long as they are kept
         self._gradients_of: set[Place] = set()  # that this batch has made
-        self._summed: dict[str, nn.Parameter] = {}
-        # Gradients of these parameters: before each microbatch of the batch, and after the batch before.
-        self._sums: list[Gradients] = []
-        self._total: Gradients = {}
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         if batch_idx not in self._batches:
             return
-        if trainer.world_size == 1:
-            self._summed = dict(pl_module.named_parameters())
         stage = trainer.strategy.stage if isinstance(trainer.strategy, StagedStrategy) else None
         for name, part in pl_module.named_modules():
             unit = name if stage is None else _unit_of(name, stage.partition.units)
@@ -137,21 +126,6 @@ class UnitWatch(Callback):
             when, gradient = notes.seen[place]
             notes.seen[place] = when, gradient * (factor / notes.replica[1])
         self._gradients_of.clear()
-        notes.added += self._added(parts, factor)
-
-    def _added(self, parts: int, factor: float) -> list[Gradients]:
-        """What each microbatch of the batch has added to the gradients of one process; nothing if that isn't known.
-
-        Args:
-            factor: by which the gradients were multiplied after the backwards.
-        """
-        before = self._sums[:: max(1, len(self._sums) // parts)]
-        self._sums = []
-        earlier, self._total = self._total, _gradients(self._summed)
-        if len(before) != parts:
-            return []
-        added = [_minus(later, sooner, factor) for sooner, later in itertools.pairwise(before)]
-        return [*added, _minus(_minus(self._total, earlier), _minus(before[-1], before[0], factor))]
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self.of_all_ranks = gather_objects_on_first(self._notes, None) or []
@@ -172,8 +146,6 @@ class UnitWatch(Callback):
             return
         seen, call = self._notes.seen, self._calls[name]
         self._calls[name] += 1
-        if self._summed and name == next(iter(self._calls)):
-            self._sums.append(_gradients(self._summed))
         for leaf, (tensor, value) in enumerate(zip(inputs, values, strict=True)):
             seen[Place(INPUT, name, call, leaf)] = when, value
             if tensor.grad_fn is not None:
@@ -195,16 +167,6 @@ class UnitWatch(Callback):
         when = seen[output][0] - 0.5 if output in seen else next(self._clock)
         seen[place] = when, copied(gradient)
         self._gradients_of.add(place)
-
-
-def _gradients(parameters: Mapping[str, nn.Parameter]) -> Gradients:
-    return {name: copied(p.grad) for name, p in parameters.items() if p.grad is not None}
-
-
-def _minus(one: Gradients, other: Gradients, factor: float = 1.0) -> Gradients:
-    """Their difference, times a factor. A gradient that isn't there is zero."""
-    zero = torch.zeros(())
-    return {name: factor * (one.get(name, zero) - other.get(name, zero)) for name in one.keys() | other.keys()}
 
 
 def _unit_of(name: str, units: Container[str]) -> str | None:

@@ -22,8 +22,6 @@ def write(faulty: Sequence[Case], clean: Sequence[Case], file: Path) -> None:
         "cases": len(faulty),
         "found": sum(each.is_found for each in faulty),
         "placed": sum(each.is_placed for each in faulty),
-        "explained": sum(each.is_explained for each in faulty if FAULTS[each.name or ""].kind),
-        "explainable": sum(FAULTS[each.name or ""].kind is not None for each in faulty),
         "alike": sum(FAULTS[each.name or ""].unit == ANY for each in faulty),
         "clean": len(clean),
         "alarms": sum(not each.is_right for each in clean) or "no",
@@ -39,15 +37,14 @@ def write(faulty: Sequence[Case], clean: Sequence[Case], file: Path) -> None:
 
 
 def _table(faulty: Sequence[Case]) -> Iterator[str]:
-    yield "| Fault | Module, layout | Found | Begins in | It looks like |"
-    yield "|---|---|:-:|---|---|"
+    yield "| Fault | Module, layout | Found | Begins in |"
+    yield "|---|---|:-:|---|"
     for each in faulty:
         begins = None if each.comparison is None else each.comparison.beginning
         place = "" if begins is None else f"{begins.unit}, {begins.phase}"
         if not each.is_placed:
             place += " (wrong)" if begins else "not said"
-        kind = begins.kind if begins is not None and begins.kind else ""
-        yield f"| {each.name} | {each.model}, {each.layout} | {'yes' if each.is_found else 'NO'} | {place} | {kind} |"
+        yield f"| {each.name} | {each.model}, {each.layout} | {'yes' if each.is_found else 'NO'} | {place} |"
 
 
 _INTRODUCTION = """\
@@ -61,11 +58,9 @@ a part runs with the tests.
 - **Begins in**: the unit that the report names, and when: in the *forward* (its input or its output differs), or in the
   *backward* (the gradient of one of both). Where what units get and return is right, it names the first parameter: its
   *gradient*, which is summed and averaged over ranks, or the *update*.
-- **It looks like**: said only where it explains each entry of the tensor.
 
 {found} of {cases} faults are found, and {placed} placed rightly. {alike} of them change all parameters alike: there any
-unit is right. For {explainable} faults a look is expected, and {explained} of them get it. Without a fault, the same
-{clean} pairs of a module and a layout give {alarms} false alarms."""
+unit is right. Without a fault, the same {clean} pairs of a module and a layout give {alarms} false alarms."""
 
 _MODELS = """\
 The modules are in tests/faults/models.py: four residual blocks (*Blocks*), with dropout (*Dropped*), with gradients
