@@ -44,32 +44,6 @@ class Short(Optimizer):
         return state.lerp_(value, 1 - decay)
 
 
-class Lion(Short):
-    """Chen et al. 2023."""
-
-    def move(self, p: Tensor, g: Tensor, group: dict[str, Any]) -> None:
-        before = self.state[p].get("m", torch.zeros_like(p)).clone()
-        self.mean(p, "m", g, 0.99)
-        p.sub_(before.lerp(g, 0.1).sign(), alpha=group["lr"])
-
-
-class ScheduleFree(Short):
-    """SGD of Defazio et al. 2024; it has to be told that it trains, and counts in its groups."""
-
-    training = False
-
-    def train(self) -> None:
-        self.training = True
-
-    def move(self, p: Tensor, g: Tensor, group: dict[str, Any]) -> None:
-        if not self.training:
-            raise RuntimeError("not in train mode")
-        z = self.state[p].setdefault("z", p.clone())
-        count = self.state[p]["count"] = self.state[p].get("count", 0) + 1
-        p.lerp_(z, 1 / count).sub_(g, alpha=group["lr"] * (0.9 * (1 - 1 / count) - 1))
-        z.sub_(g, alpha=group["lr"])
-
-
 class Lookahead(Optimizer):
     """Zhang et al. 2019: around another optimizer, whose groups are its own. Every fifth step goes half way back."""
 
@@ -223,28 +197,8 @@ class HostLAMB(Short):
         p.sub_(g, alpha=group["lr"] * p.norm().item() / g.norm().item())
 
 
-class Factored(Short):
-    """The second moments of Adafactor, Shazeer & Stern 2018."""
-
-    def move(self, p: Tensor, g: Tensor, group: dict[str, Any]) -> None:
-        square = g * g
-        if g.ndim > 1:
-            square = square.mean(-1, keepdim=True) * square.mean(-2, keepdim=True) / square.mean()
-        p.sub_(g / square.sqrt(), alpha=group["lr"])
-
-
-class Shampoo(Short):
-    """Gupta et al. 2018, on one side."""
-
-    def move(self, p: Tensor, g: Tensor, group: dict[str, Any]) -> None:
-        rows = g.reshape(len(g), -1) if g.ndim else g.reshape(1, 1)
-        values, vectors = torch.linalg.eigh(rows @ rows.mT)
-        root = vectors * (values.clamp(min=0) + 1e-3) ** -0.25 @ vectors.mT
-        p.sub_((root @ rows).reshape(g.shape), alpha=group["lr"])
-
-
 class Kronecker(Short):
-    """Shampoo on both sides, with running sums (Gupta et al. 2018)."""
+    """Shampoo with running sums, Gupta et al. 2018."""
 
     def move(self, p: Tensor, g: Tensor, group: dict[str, Any]) -> None:
         matrix = g.reshape(len(g), -1) if g.ndim else g.reshape(1, 1)
@@ -269,16 +223,6 @@ class SOAP(Short):
         square = self.state[p].setdefault("v", torch.zeros_like(matrix))
         square.lerp_((basis.mT @ matrix) ** 2, 0.1)
         p.sub_((basis @ (basis.mT @ mean / (square.sqrt() + 1e-2))).reshape(g.shape), alpha=group["lr"])
-
-
-class Adan(Short):
-    """Xie et al. 2022."""
-
-    def move(self, p: Tensor, g: Tensor, group: dict[str, Any]) -> None:
-        way = g - self.state[p].get("before", g)
-        self.state[p]["before"] = g.clone()
-        square = self.mean(p, "n", (g + 0.9 * way) ** 2, 0.99)
-        p.sub_((self.mean(p, "m", g) + 0.9 * self.mean(p, "v", way)) / (square.sqrt() + 1e-4), alpha=group["lr"])
 
 
 class Prodigy(Short):

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import pytorch_optimizer
 import torch
 from torch import nn
 from torch.optim import Optimizer
@@ -53,8 +54,8 @@ ELEMENTWISE: dict[str, Make] = {
     "rate-zero": of_torch("SGD", lr=0.0),
     "state-at-first": of_torch("Adagrad", initial_accumulator_value=0.1),
     "groups": hybrid,
-    "Lion": optimizers.Lion,
-    "ScheduleFree": optimizers.ScheduleFree,
+    "Lion": pytorch_optimizer.Lion,
+    "ScheduleFree": pytorch_optimizer.ScheduleFreeAdamW,
     "Lookahead": lambda params: optimizers.Lookahead(torch.optim.AdamW(params)),
 }  # fmt: skip
 BY_PARAMETER: dict[str, Make] = {
@@ -62,7 +63,7 @@ BY_PARAMETER: dict[str, Make] = {
     "Muon": lambda params: torch.optim.Muon([p for p in params if p.ndim == 2]),
     "Muon ": waits,
     **{kind.__name__: kind for kind in (
-        optimizers.LARS, optimizers.LAMB, optimizers.HostLAMB, optimizers.Factored, optimizers.Shampoo,
+        optimizers.LARS, optimizers.LAMB, optimizers.HostLAMB, optimizers.Kronecker,
         optimizers.FloorSGD, optimizers.Noted, optimizers.NotedInState, optimizers.NotedByName,
     )},
     "Lookahead": lambda params: optimizers.Lookahead(optimizers.LAMB(params)),

@@ -35,13 +35,9 @@ LAYOUTS: dict[str, tuple[int, str, dict[str, Any]]] = {
     "late stages x tensor": (4, "async", {**STAGES, "tensor_parallel": 2}),
 }
 ELEMENTWISE = [
-    "SGD", "Adam", "AdamW", "Adagrad", "RMSprop", "Adadelta", "Adamax", "NAdam", "RAdam", "ASGD", "Rprop", "Lion",
-    "Adan", "ScheduleFree",
+    "SGD", "Adam", "AdamW", "Adagrad", "RMSprop", "Adadelta", "Adamax", "NAdam", "RAdam", "ASGD", "Rprop",
 ]  # fmt: skip
-BY_PARAMETER = [
-    "Muon", "Adafactor", "LARS", "LAMB", "HostLAMB", "Factored", "Shampoo", "Kronecker", "SOAP", "FloorSGD",
-    "Lookahead",
-]  # fmt: skip
+BY_PARAMETER = ["Muon", "Adafactor", "LARS", "LAMB", "HostLAMB", "Kronecker", "SOAP", "FloorSGD", "Lookahead"]
 BY_ALL = ["Prodigy", "SAM", "LBFGS"]
 # Of the package pytorch_optimizer.
 PACKAGED = [
@@ -100,12 +96,8 @@ def made(kind: str, parameters: list[nn.Parameter]) -> Optimizer:
         packaged: Optimizer = pydoc.locate(kind)(groups, lr=0.01)  # type: ignore[operator]
         getattr(packaged, "train", lambda: None)()  # those that are schedule-free
         return packaged
-    options = (
-        {"eps": 1e-4} if kind.startswith(("Ad", "NAd", "RAd", "RMS")) and kind not in ("Adafactor", "Adan") else {}
-    )
+    options = {"eps": 1e-4} if kind.startswith(("Ad", "NAd", "RAd", "RMS")) and kind != "Adafactor" else {}
     optimizer: Optimizer = (getattr(optimizers, kind, None) or getattr(torch.optim, kind))(groups, lr=0.01, **options)
-    if kind == "ScheduleFree":
-        optimizer.train()  # type: ignore[attr-defined]
     return optimizer
 
 

@@ -80,10 +80,9 @@ a parameter as a whole trains where ranks divide parameters, and [limits](limits
   norm.
 - **Which optimizers**: those of torch.optim under their names there, except SparseAdam, which takes no dense gradients.
   The others are the published rules in a few lines each, in tests/optimizers.py, some of them simplified:
-  *HostLAMB* takes its norms to the host, *Factored* has Adafactor's second moments, *Kronecker* is Shampoo on both
-  sides, *FloorSGD* lengthens small gradients. Those of the package pytorch_optimizer are used as they are. Its SOAP is
-  left out: in one process, too, the last bit of the inputs changes its weights by a third. So is its Muon, which takes
-  groups of its own.
+  *HostLAMB* takes its norms to the host, *Kronecker* is Shampoo, *FloorSGD* lengthens small gradients. Those of the
+  package pytorch_optimizer are used as they are. Its SOAP is left out: in one process, too, the last bit of the inputs
+  changes its weights by a third. So is its Muon, which takes groups of its own.
 - **What is compared**: the loss of each step and every parameter at the end, with those of Lightning's own Trainer in
   one process on the whole batch. *Equal*: the largest deviation, relative to the largest entry of the tensor, is at
   most {exact:g}. *Late stages* are the asynchronous pipeline, whose gradients are late by its nature: it is compared
