@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any, Self
 
-import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -19,32 +18,9 @@ class VocabParallelEmbedding(ParallelLayer, nn.Embedding):
     """``nn.Embedding`` with the rows of the table divided over the ranks.
 
     It takes ids ``[...]``, equal on all ranks, and returns ``[..., embedding_dim]``, equal on all ranks. Each rank
-    looks up the ids that it holds; it returns zeros for the others, and the results are summed. Weights start as the
-    slices of ``nn.Embedding``'s for the same seed.
-
-    Args:
-        num_embeddings: the size of the whole vocabulary.
-        embedding_dim: the size of each row.
-        padding_idx: an id of the whole vocabulary whose row starts as zeros and gets no gradient.
-        group: the tensor group, over whose ranks the rows are divided.
-        device: where the table is made; None for torch's default.
-        dtype: the table's dtype; None for torch's default.
-
-    Raises:
-        ValueError: a rank would get no rows.
+    looks up the ids that it holds; it returns zeros for the others, and the results are summed. The row of
+    ``padding_idx``, which is an id of the whole vocabulary, gets no gradient.
     """
-
-    def __init__(
-        self,
-        num_embeddings: int,
-        embedding_dim: int,
-        padding_idx: int | None = None,
-        *,
-        group: dist.ProcessGroup,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        self._hold(nn.Embedding(num_embeddings, embedding_dim, padding_idx, device=device, dtype=dtype), Site(group))
 
     @classmethod
     def from_embedding(cls, embedding: nn.Module, *, group: dist.ProcessGroup) -> Self:
@@ -52,7 +28,7 @@ class VocabParallelEmbedding(ParallelLayer, nn.Embedding):
         transformers' gradient checkpointing, are the new layer's, too.
 
         Raises:
-            ValueError: ``embedding`` is something else, or more, than a table; or as the constructor.
+            ValueError: ``embedding`` is something else, or more, than a table; or a rank would get no rows.
         """
         return cls.of(embedding, Site(group))
 

@@ -80,7 +80,7 @@ class Site:
 
 
 class ParallelLayer(nn.Module):
-    """A layer of which each rank of a group holds a shard.
+    """A layer of which each rank of a group holds a shard. It is made of the whole layer, by :meth:`of`.
 
     Attributes:
         site: what is around it.
@@ -89,6 +89,9 @@ class ParallelLayer(nn.Module):
 
     site: Site
     shards: dict[str, Shard]
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        raise TypeError(f"Make the whole layer, and divide it: {type(self).__name__}.of(layer, Site(group)).")
 
     @classmethod
     def of(cls, whole: nn.Module, site: Site, *options: Any) -> Self:

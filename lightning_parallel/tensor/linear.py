@@ -7,7 +7,6 @@ function between (an MLP; or attention, whose pieces are heads) needs one messag
     RowParallelLinear      y = sum_i x_i W_i^T + b        x_i a piece, y whole    backward: nothing to send
 
 "Column" and "row" refer to the matrix A in y = x A, which is the transpose of ``nn.Linear``'s weight ``[out, in]``.
-Weights start as the slices of ``nn.Linear``'s for the same seed.
 
 Grouped-query attention may have fewer key-value heads than there are ranks. Then the projection stays whole, and each
 rank computes one head of it, that of its queries (:class:`SharedHeadsLinear`)::
@@ -78,35 +77,9 @@ class ColumnParallelLinear(ParallelLinear):
     It takes the whole input ``[..., in_features]``, equal on all ranks, and returns this rank's outputs
     ``[..., out here]``.
 
-    Args:
-        in_features: the number of inputs of the whole layer.
-        out_features: the number of outputs of the whole layer.
-        bias: add a bias, divided as the outputs are.
-        group: the tensor group, over whose ranks the outputs are divided.
-        gather_output: return ``[..., out_features]`` on all ranks. Only for a layer of one part.
-        parts: the sizes of fused projections, such as q, k and v in one weight. Each is divided by itself.
-        device: where the parameters are made; None for torch's default.
-        dtype: the parameters' dtype; None for torch's default.
-
-    Raises:
-        ValueError: a rank would get no outputs, or several parts are to be gathered.
     """
 
     _divided = MappingProxyType({"weight": 0, "bias": 0})
-
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        bias: bool = True,
-        *,
-        group: dist.ProcessGroup,
-        gather_output: bool = False,
-        parts: tuple[int, ...] = (),
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        self._hold(nn.Linear(in_features, out_features, bias, device, dtype), Site(group), parts, gather_output)
 
     @classmethod
     def from_linear(
@@ -118,10 +91,16 @@ class ColumnParallelLinear(ParallelLinear):
         parts: tuple[int, ...] = (),
     ) -> Self:
         """This rank's shard of an ``nn.Linear`` or a transformers ``Conv1D``, in the orientation that it has there.
-        ``linear`` stays as it is.
+
+        Args:
+            linear: the whole layer, which stays as it is.
+            group: the tensor group, over whose ranks the outputs are divided.
+            gather_output: return ``[..., out_features]`` on all ranks. Only for a layer of one part.
+            parts: the sizes of fused projections, such as q, k and v in one weight. Each is divided by itself.
 
         Raises:
-            ValueError: ``linear`` is something else, or more, than such a layer; or as the constructor.
+            ValueError: ``linear`` is something else, or more, than such a layer; a rank would get no outputs; or
+                several parts are to be gathered.
         """
         return cls.of(linear, Site(group), parts, gather_output)
 
@@ -149,39 +128,15 @@ class RowParallelLinear(ParallelLinear):
 
     It takes this rank's piece of the input, ``[..., in here]``, and returns the whole output ``[..., out_features]``,
     equal on all ranks. The bias is whole on every rank, and is added once, to the sum.
-
-    Args:
-        in_features: the number of inputs of the whole layer.
-        out_features: the number of outputs of the whole layer.
-        bias: add a bias, which is whole on every rank.
-        group: the tensor group, over whose ranks the inputs are divided.
-        input_is_parallel: by default the input is this rank's piece. False: it is whole, ``[..., in_features]``, equal
-            on all ranks, and is cut here.
-        device: where the parameters are made; None for torch's default.
-        dtype: the parameters' dtype; None for torch's default.
-
-    Raises:
-        ValueError: a rank would get no inputs.
     """
 
     _divided = MappingProxyType({"weight": 1})
 
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        bias: bool = True,
-        *,
-        group: dist.ProcessGroup,
-        input_is_parallel: bool = True,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        self._hold(nn.Linear(in_features, out_features, bias, device, dtype), Site(group), input_is_parallel)
-
     @classmethod
     def from_linear(cls, linear: nn.Module, *, group: dist.ProcessGroup, input_is_parallel: bool = True) -> Self:
-        """This rank's shard of an existing layer: see :meth:`ColumnParallelLinear.from_linear`."""
+        """This rank's shard of a layer: see :meth:`ColumnParallelLinear.from_linear`. By default the input is this
+        rank's piece. ``input_is_parallel=False``: it is whole, ``[..., in_features]``, equal on all ranks, and is cut
+        here."""
         return cls.of(linear, Site(group), input_is_parallel)
 
     def _hold(self, whole: Any, site: Site, input_is_parallel: bool = True) -> None:  # type: ignore[override]

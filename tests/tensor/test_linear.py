@@ -1,8 +1,9 @@
-"""Divided linear layers: the numbers of the whole layer, its checkpoint, its first weights; and few messages."""
+"""Divided linear layers: the numbers of the whole layer, and few messages."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +17,6 @@ from tests.pool import WorkerPool
 from tests.tensor.helpers import Messages, close, ranks, values, world
 
 IN, HIDDEN, OUT = 6, 10, 7  # 10 over 3 ranks: 4, 4, 2; over 4: 3, 3, 3, 1
-KINDS: tuple[type[ColumnParallelLinear] | type[RowParallelLinear], ...] = (ColumnParallelLinear, RowParallelLinear)
 
 
 def linear(seed: int, inputs: int, outputs: int, bias: bool = True, kind: str = "linear") -> nn.Module:
@@ -123,7 +123,8 @@ def frozen_weights() -> None:
 
 def second_derivatives() -> None:
     """They are refused."""
-    column, row = ColumnParallelLinear(4, 4, group=world()), RowParallelLinear(8, 4, group=world())
+    column = ColumnParallelLinear.from_linear(nn.Linear(4, 4), group=world())
+    row = RowParallelLinear.from_linear(nn.Linear(8, 4), group=world())
     x = torch.ones(2, 4, requires_grad=True)
     for gradient_depends in (False, True):  # on x: without, the result would be a constant, without a word
         y = column(x).square() if gradient_depends else column(x)
@@ -150,14 +151,14 @@ def test_a_copy_that_shares_memory_may_not_be_changed_in_place() -> None:
 
 def layers_and_inputs() -> dict[str, tuple[ParallelLinear, int]]:
     """Layers in all ways, and how many features they take here."""
-    pieces = Site(world(), in_block=True)
+    first, second, alone, pieces = nn.Linear(4, 6), nn.Linear(8, 6), Site(world()), Site(world(), in_block=True)
     return {
-        "column": (ColumnParallelLinear(4, 6, group=world()), 4),
-        "column, gathered": (ColumnParallelLinear(4, 6, group=world(), gather_output=True), 4),
-        "column, in a block on pieces": (ColumnParallelLinear.of(nn.Linear(4, 6), pieces), 4),
-        "row": (RowParallelLinear(8, 6, group=world()), 4),
-        "row, splits": (RowParallelLinear(8, 6, group=world(), input_is_parallel=False), 8),
-        "row, in a block on pieces": (RowParallelLinear.of(nn.Linear(8, 6), pieces), 4),
+        "column": (ColumnParallelLinear.of(first, alone), 4),
+        "column, gathered": (ColumnParallelLinear.from_linear(first, group=world(), gather_output=True), 4),
+        "column, in a block on pieces": (ColumnParallelLinear.of(first, pieces), 4),
+        "row": (RowParallelLinear.of(second, alone), 4),
+        "row, splits": (RowParallelLinear.from_linear(second, group=world(), input_is_parallel=False), 8),
+        "row, in a block on pieces": (RowParallelLinear.of(second, pieces), 4),
     }
 
 
@@ -191,37 +192,22 @@ def test_a_layer_sends_one_message_in_the_direction_that_needs_it(pool: WorkerPo
     }
 
 
-# -- parameters --------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-@pytest.mark.parametrize("count", [1, 2, 3, 4])
-@pytest.mark.parametrize("bias", [True, False])
-def test_first_weights_and_names_are_those_of_the_whole_layer(count: int, bias: bool, device: str) -> None:
-    for kind in KINDS:
-        for dtype in (torch.float32, torch.bfloat16):
-            torch.manual_seed(3)
-            whole = nn.Linear(HIDDEN, HIDDEN, bias, device, dtype)
-            after = torch.get_rng_state()
-            for rank in range(count):
-                torch.manual_seed(3)
-                layer = kind(HIDDEN, HIDDEN, bias, group=ranks(count, rank), dtype=dtype, device=device)
-                assert torch.equal(torch.get_rng_state(), after)
-                assert list(layer.state_dict()) == list(whole.state_dict())
-                for name, parameter in whole.named_parameters():
-                    part = layer.shards[name].take(parameter) if name in layer.shards else parameter
-                    assert torch.equal(getattr(layer, name), part)
-
-
 # -- refusals ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("make", "message"), [
-    (lambda: ColumnParallelLinear(3, 5, group=ranks(4)), "5 can't be divided over 4 tensor ranks"),
-    (lambda: RowParallelLinear(5, 3, group=ranks(4)), "5 can't be divided over 4 tensor ranks"),
-    (lambda: ColumnParallelLinear(3, 9, group=ranks(2), parts=(4, 4)), r"\(4, 4\) add up to 8"),
-    (lambda: ColumnParallelLinear(3, 8, group=ranks(2), parts=(4, 4), gather_output=True), "gather_output=True"),
+@pytest.mark.parametrize(("kind", "sizes", "count", "options", "message"), [
+    (ColumnParallelLinear, (3, 5), 4, {}, "5 can't be divided over 4 tensor ranks"),
+    (RowParallelLinear, (5, 3), 4, {}, "5 can't be divided over 4 tensor ranks"),
+    (ColumnParallelLinear, (3, 9), 2, {"parts": (4, 4)}, r"\(4, 4\) add up to 8"),
+    (ColumnParallelLinear, (3, 8), 2, {"parts": (4, 4), "gather_output": True}, "gather_output=True"),
 ])  # fmt: skip
-def test_sizes_that_do_not_fit_are_refused_with_the_numbers(make: Callable[[], object], message: str) -> None:
+def test_sizes_that_do_not_fit_are_refused_with_the_numbers(
+    kind: Any, sizes: tuple[int, int], count: int, options: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
-        make()
+        kind.from_linear(nn.Linear(*sizes), group=ranks(count), **options)
+
+
+def test_a_layer_is_made_of_a_whole_one() -> None:
+    with pytest.raises(TypeError, match=r"RowParallelLinear.of\(layer, Site\(group\)\)"):
+        RowParallelLinear(8, 4, group=ranks(2))
