@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torchmetrics import SumMetric
 
-from tests.strategies.models import GPT2, TOKENS, LeNet, Llama, next_token_loss
+from tests.strategies.models import GPT2, TOKENS, LeNet, Llama, OfTransformers, next_token_loss
 
 
 class ShardableGPT2(GPT2):
@@ -41,16 +41,55 @@ class ShardableQwen2(Llama):
     sizes = ShardableLlama.sizes | {"num_key_value_heads": 4}
 
 
-class LoraLlama(ShardableLlama):
+class Lora(OfTransformers):
     """Adapted by PEFT: only the adapters are trained."""
+
+    adapters: dict[str, Any] = {}
 
     def build(self) -> None:
         from peft import LoraConfig, get_peft_model
 
         super().build()
-        targets = ["q_proj", "k_proj", "v_proj", "o_proj", "up_proj", "gate_proj", "down_proj"]
-        config = LoraConfig(r=2, target_modules=targets, init_lora_weights=False)
+        config = LoraConfig(r=2, lora_alpha=2, init_lora_weights=False, **self.adapters)
         self.model = get_peft_model(self.model, config, autocast_adapter_dtype=False)
+
+
+class LoraLlama(Lora, ShardableLlama):
+    """In all its layers; two key-value heads."""
+
+    sizes = ShardableLlama.sizes | {"num_key_value_heads": 2}
+    layers = ["q_proj", "k_proj", "v_proj", "o_proj", "up_proj", "gate_proj", "down_proj"]
+    adapters = {"target_modules": [*layers, "lm_head", "embed_tokens"]}
+
+
+class LoraSavingLlama(LoraLlama):
+    """With a head that is trained as a whole."""
+
+    adapters = {"target_modules": LoraLlama.layers, "modules_to_save": ["lm_head"]}
+
+
+class DroppingLoraLlama(LoraLlama):
+    adapters = LoraLlama.adapters | {"lora_dropout": 0.5}
+
+
+class LoraGPT2(Lora, ShardableGPT2):
+    """In layers with transposed weights."""
+
+    adapters = {"target_modules": ["c_attn", "c_proj", "c_fc"], "fan_in_fan_out": True}
+
+
+class ShardablePhi3(Llama):
+    """By its own plan; queries, keys and values in one layer, and so the two halves of the MLP."""
+
+    kind = "Phi3ForCausalLM"
+    sizes = ShardableLlama.sizes | {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "pad_token_id": 0}
+
+
+class ShardableQwen3(Llama):
+    """By its own plan; norms of queries and keys, whose gradients are summed."""
+
+    kind = "Qwen3ForCausalLM"
+    sizes = ShardableLlama.sizes | {"head_dim": 2}
 
 
 class FewHeadsLlama(Llama):
@@ -268,7 +307,8 @@ SHARDABLE = {
     for model in (
         ShardableGPT2, DroppingGPT2, ShardableLlama, ShardableQwen2, Mixed, Forgetful, Apart, Fails, Counting,
         Asks, Scaled, ScaledWithoutASum,
-        LoraLlama, FewHeadsLlama, PlanlessOPT, Experts, PenalisesShards, PenalisesZeros, DrawsByRank,
+        LoraLlama, LoraSavingLlama, DroppingLoraLlama, LoraGPT2, ShardablePhi3, ShardableQwen3, FewHeadsLlama,
+        PlanlessOPT, Experts, PenalisesShards, PenalisesZeros, DrawsByRank,
         DrawsInValidation, LogsShards, ByForward,
     )
 }  # fmt: skip

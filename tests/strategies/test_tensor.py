@@ -15,14 +15,17 @@ from tests.strategies.equality import EXACT, assert_equal
 from tests.strategies.harness import joined, largest_difference, make_trainer, train
 from tests.strategies.models import SAMPLES, TOKENS, Base
 from tests.strategies.shardable import Mixed
+from tests.tensor.models import VOCABULARY, Gained, GainStyle, InSum, Net
 from tests.thorough import thorough
 from tests.worker import texts_of_warnings
 
 
 @pytest.mark.parametrize(("model", "ranks", "sequence_parallel"), [
-    ("LoraLlama", 2, True), ("Experts", 2, False), ("PlanlessOPT", 2, False),
+    ("LoraLlama", 4, False),  # with fewer heads than ranks
+    ("LoraSavingLlama", 2, False), ("LoraGPT2", 2, False), ("ShardablePhi3", 2, False), ("ShardableQwen3", 2, True),
+    ("Experts", 2, False), ("PlanlessOPT", 2, False),
     *thorough(
-        ("ShardableGPT2", 3, True),
+        ("LoraLlama", 2, True), ("ShardableGPT2", 3, True),
         ("ShardableQwen2", 2, False), ("FewHeadsLlama", 2, True), ("ShardableGPT2", 2, False),
         ("ShardableGPT2", 4, False), ("ShardableLlama", 2, True), ("ShardableQwen2", 4, True),
     ),
@@ -38,6 +41,45 @@ def test_transformers_train_as_in_one_process(
 @pytest.mark.parametrize("ranks", [3, *thorough(2, 4)])
 def test_a_plan_of_the_module_s_own_trains_as_in_one_process(pool: WorkerPool, single: Any, ranks: int) -> None:
     assert_equal(pool.run(train, ranks, "Mixed", "tensor", init=False), single("Mixed"))
+
+
+class Around(Base):
+    """A module that gets tokens, in a LightningModule. Norms, factors and biases don't start as ones and zeros."""
+
+    make: type[nn.Module]
+
+    def build(self) -> None:
+        self.model = self.make()
+        for parameter in self.model.parameters():
+            parameter.data += 0.1 * torch.randn_like(parameter)
+
+    def loss(self, batch: Any) -> Tensor:
+        tokens = batch["input_ids"] % VOCABULARY
+        return F.cross_entropy(self.model(tokens).transpose(1, 2), tokens)
+
+
+class AroundNet(Around):
+    make = Net
+
+
+class AroundGained(Around):
+    make = Gained
+
+
+class AroundSum(Around):
+    make = InSum
+
+
+@pytest.mark.parametrize(("model", "ranks", "plan"), [
+    (AroundNet, 2, None),  # it is found
+    (AroundGained, 3, {"model.up": "column", "model.gain": GainStyle(), "model.down": "row"}),
+    (AroundSum, 2, {"model.mixture": "experts:up=0,down=1", "model.mixture.kept": "divide_output"}),
+])  # fmt: skip
+def test_modules_written_by_hand_train_as_in_one_process(
+    pool: WorkerPool, model: type[Base], ranks: int, plan: Any
+) -> None:
+    (expected,) = pool.run(train, 1, model, init=False)
+    assert_equal(pool.run(train, ranks, model, "tensor", {} if plan is None else {"plan": plan}, init=False), expected)
 
 
 class Encoder(Base):
@@ -93,8 +135,9 @@ def test_an_asynchronous_pipeline_of_shards_has_the_numbers_of_one_without(
     assert largest_difference(joined(reports, "weights"), joined(whole, "weights")) < EXACT
 
 
-def test_dropout_leaves_the_ranks_with_one_loss_and_one_model(pool: WorkerPool) -> None:
-    reports = pool.run(train, 2, "DroppingGPT2", "tensor", init=False, shuffle=True)
+@pytest.mark.parametrize("model", ["DroppingGPT2", "DroppingLoraLlama"])
+def test_dropout_leaves_the_ranks_with_one_loss_and_one_model(pool: WorkerPool, model: str) -> None:
+    reports = pool.run(train, 2, model, "tensor", init=False, shuffle=True)
     assert reports[0].losses == reports[1].losses
     joined(reports, "weights")  # asserts that what both hold agrees
 

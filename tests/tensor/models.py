@@ -1,24 +1,20 @@
-"""Models that are divided in tests, and how a divided model is compared with the whole one."""
+"""Models that are divided in tests."""
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
-from lightning_parallel.private.torch import tree_map
-from lightning_parallel.tensor.plan import find_plan
-from lightning_parallel.tensor.sharding import Sharding, shard_module
+from lightning_parallel.ranks.shard import Shard
+from lightning_parallel.tensor.layer import ParallelLayer, Site, shard_parameter
+from lightning_parallel.tensor.style import Rule, Style
 from recipes.models.classifier import MLP, LeNet
 from recipes.models.gpt import GPT
-from tests.tensor.helpers import close, world
 
 ADAM = {"_target_": "torch.optim.AdamW"}
 VOCABULARY = 11  # no group divides it
@@ -39,12 +35,6 @@ LLAMA: dict[str, Any] = TOKENS | {
     "hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 2, "head_dim": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "max_position_embeddings": TIME, "use_cache": False, "attention_dropout": 0.0,
 }  # fmt: skip
-MOE: dict[str, Any] = LLAMA | {"num_experts_per_tok": 2, "output_router_logits": False}
-LATENT: dict[str, Any] = {  # DeepSeek's attention
-    "kv_lora_rank": 6, "q_lora_rank": 6, "qk_rope_head_dim": 2, "qk_nope_head_dim": 4, "v_head_dim": 4,
-    "num_key_value_heads": 4, "moe_intermediate_size": 6, "n_routed_experts": 4, "n_group": 1, "topk_group": 1,
-    "first_k_dense_replace": 1, "head_dim": 2,
-}  # fmt: skip
 
 llama = partial(of_transformers, "Llama", **LLAMA)
 qwen3 = partial(of_transformers, "Qwen3", **LLAMA)
@@ -56,24 +46,9 @@ gpt2 = partial(
 gpt = partial(GPT, optimizer=ADAM, vocab_size=VOCABULARY, context=TIME, layers=2, heads=12, width=24)
 mlp = partial(MLP, optimizer=ADAM, features=6, classes=5, width=10)
 lenet = partial(LeNet, optimizer=ADAM)
-
-# Divided by the plans that they bring, or that are shipped. tests/zoo has many more.
-PLANNED: dict[str, Make] = {
-    "llama": llama, "qwen3": qwen3, "phi3": phi3, "gpt2": gpt2, "gpt": gpt, "mlp": mlp, "lenet": lenet,
-}  # fmt: skip
-EXPERTS: dict[str, Make] = {
-    "mixtral": partial(of_transformers, "Mixtral", **MOE | {"num_local_experts": 4, "intermediate_size": 13}),
-    "deepseek_v3": partial(of_transformers, "DeepseekV3", **MOE | LATENT),
-    "gpt_oss": partial(
-        of_transformers, "GptOss", **MOE, num_local_experts=4,
-        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
-    ),
-    "longcat": partial(
-        of_transformers, "LongcatFlash", **{name: each for name, each in (LLAMA | LATENT).items() if name not in (
-            "intermediate_size", "num_hidden_layers", "first_k_dense_replace", "n_group"
-        )}, ffn_hidden_size=12, expert_ffn_hidden_size=6, moe_topk=2, zero_expert_num=2, num_layers=1,
-    ),
-}  # fmt: skip
+mixtral = partial(of_transformers, "Mixtral", **LLAMA | {
+    "num_experts_per_tok": 2, "output_router_logits": False, "num_local_experts": 4, "intermediate_size": 13,
+})  # fmt: skip
 
 
 class Block(nn.Module):
@@ -116,14 +91,97 @@ opt = partial(
 )  # fmt: skip
 # Its attention gets slopes of all heads: only the MLPs are divided.
 bloom = partial(of_transformers, "Bloom", vocab_size=VOCABULARY, hidden_size=16, n_layer=2, n_head=4)
-# Divided by plans that are found by trying.
-TRIED: dict[str, Make] = {
-    "opt": opt, "net": Net, "bloom": bloom,
-    # Its linear layers have a forward of their own. One key-value head for all queries: only the MLPs are divided.
-    "falcon": partial(
-        of_transformers, "Falcon", vocab_size=VOCABULARY, hidden_size=16, num_hidden_layers=2, num_attention_heads=4
-    ),
-}  # fmt: skip
+
+
+# -- styles of a user's own, and modules that stay whole in a sum ------------------------------------------------------
+
+
+class Gain(nn.Module):
+    """A factor and an offset for each feature."""
+
+    def __init__(self, features: int) -> None:
+        super().__init__()
+        self.factor = nn.Parameter(torch.ones(features))
+        self.offset = nn.Parameter(torch.zeros(()))  # one for all, so it can't be divided
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.factor + self.offset
+
+
+class ShardedGain(ParallelLayer):
+    def _hold(self, whole: Gain, site: Site) -> None:
+        super()._hold(whole, site)
+        self.shards["factor"] = Shard.of(whole.factor.shape, 0, site.group)
+        self.factor = shard_parameter(whole.factor, self.shards["factor"], site.shared)
+        self.offset = whole.offset
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.factor + self.offset
+
+
+class GainStyle(Style):
+    """A gain on features that a column layer has left divided."""
+
+    name = "gain"
+
+    def check(self, rule: Rule) -> None:
+        if not isinstance(rule.module, Gain):
+            raise ValueError(rule.misfit(": it is for Gain."))
+
+    def new_layer(self, rule: Rule, site: Site) -> nn.Module:
+        return ShardedGain.of(rule.module, site)
+
+    def partial_parameters(self, module: nn.Module) -> list[nn.Parameter]:
+        assert isinstance(module, Gain)
+        return [module.offset]
+
+
+class Gained(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, 6)
+        self.up, self.gain, self.down = nn.Linear(6, 10), Gain(10), nn.Linear(10, VOCABULARY)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        out: Tensor = self.down(torch.tanh(self.gain(self.up(self.embedding(tokens)))))
+        return out
+
+
+class Scale(nn.Module):
+    """What an identity expert is, with a parameter; its input comes by keyword."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(6))
+
+    def forward(self, *, hidden: Tensor) -> Tensor:
+        return hidden * self.scale
+
+
+class Mixture(nn.Module):
+    """Divided matrices, and a module that stays whole, in one sum."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Parameter(torch.randn(10, 6)), nn.Parameter(torch.randn(6, 10))
+        self.kept = Scale()
+        self.group = 2.0  # a name that is the module's own
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(x @ self.up.T) @ self.down.T + self.group * self.kept(hidden=x)
+
+
+class InSum(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.mixture, self.head = nn.Embedding(VOCABULARY, 6), Mixture(), nn.Linear(6, VOCABULARY)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        out: Tensor = self.head(self.mixture(self.embedding(tokens)))
+        return out
+
+
+# -- around a model ----------------------------------------------------------------------------------------------------
 
 
 class Loss(nn.Module):
@@ -137,16 +195,6 @@ class Loss(nn.Module):
         output = self.model(inputs)
         logits = getattr(output, "logits", output)
         return F.cross_entropy(logits.flatten(0, -2), targets.flatten())
-
-
-class InDouble(TorchFunctionMode):
-    """Routers and norms cast to float32, whose rounding would bound every comparison: here they cast to float64."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.Tensor.float:
-            return args[0].double()
-        args, kwargs = tree_map(lambda x: torch.float64 if x is torch.float32 else x, (args, kwargs or {}))
-        return func(*args, **kwargs)
 
 
 def batch(model: nn.Module) -> tuple[Tensor, Tensor]:
@@ -164,62 +212,3 @@ def seeded(make: Make, **options: Any) -> nn.Module:
     for parameter in model.parameters():  # also norms and biases, which start as ones and zeros
         parameter.data += 0.1 * torch.randn_like(parameter)
     return model
-
-
-def sum_partial(module: nn.Module, sharding: Sharding, group: dist.ProcessGroup) -> None:
-    for name in sharding.partial:
-        gradient = module.get_parameter(name).grad
-        if module.get_parameter(name).requires_grad:
-            assert gradient is not None, name
-            dist.all_reduce(gradient, group=group)
-
-
-def agree(tensor: Tensor | None, group: dist.ProcessGroup, what: str) -> None:
-    """Equal on all ranks, to the last bit: nothing to drift apart by."""
-    if tensor is not None:
-        others = [torch.empty_like(tensor) for _ in range(group.size())]
-        dist.all_gather(others, tensor.contiguous(), group)
-        assert all(torch.equal(other, tensor) for other in others), what
-
-
-def trains_as_the_whole(make: Make, sequence_parallel: bool = False, **options: Any) -> None:
-    """Train a model for three steps, whole and divided over the world by the plan that is found for it."""
-    group, model = world(), seeded(make, **options)
-    if make in EXPERTS.values():
-        model.set_experts_implementation("eager")  # type: ignore[operator]  # kernels that know float64
-    data = batch(model)
-    whole, sharded = Loss(copy.deepcopy(model)), Loss(model)
-    with InDouble():
-        found = find_plan(model, count=group.size(), make_run=lambda: lambda: sharded(*data))
-        plan = {f"model.{pattern}": style for pattern, style in found.items()}
-        sharding = shard_module(sharded, plan, group, sequence_parallel=sequence_parallel)
-
-        def compare(step: int) -> None:
-            theirs = dict(whole.named_parameters(remove_duplicate=False))
-            ours = dict(sharded.named_parameters(remove_duplicate=False))
-            assert ours.keys() == theirs.keys()
-            for name, parameter in ours.items():
-                for what, mine, other in (
-                    (f"step {step}: {name}.grad", parameter.grad, theirs[name].grad),
-                    (f"step {step}: {name}", parameter.detach(), theirs[name].detach()),
-                ):
-                    is_cut = other is not None and name in sharding.shards
-                    close(mine, sharding.shards[name].take(other) if is_cut and other is not None else other, what)
-                    if not is_cut:
-                        agree(mine, group, what)
-
-        # A large eps: gradients that are zero but for rounding (a key's bias) would become steps of 1.
-        optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2, eps=1e-4, weight_decay=0.1) for m in (whole, sharded)]
-        for step in range(3):
-            losses = []
-            for m, optimizer in zip((whole, sharded), optimizers, strict=True):
-                optimizer.zero_grad()
-                losses.append(m(*data))
-                losses[-1].backward()
-            close(losses[1].detach(), losses[0].detach(), f"loss in step {step}")
-            sum_partial(sharded, sharding, group)
-            if step == 0:
-                compare(step)
-            for optimizer in optimizers:
-                optimizer.step()
-        compare(3)

@@ -8,9 +8,10 @@ from torch import nn
 from lightning_parallel.tensor.plan import find_plan
 from lightning_parallel.tensor.rules import resolve
 from lightning_parallel.tensor.sharding import shard_module
+from lightning_parallel.tensor.style import Style
 from lightning_parallel.tensor.styles import Column, Divide, Row, read_style
 from tests.tensor.helpers import ranks
-from tests.tensor.models import EXPERTS, LLAMA, Loss, llama, of_transformers, phi3, qwen3
+from tests.tensor.models import LLAMA, Gained, GainStyle, Loss, llama, mixtral, of_transformers, phi3, qwen3
 
 
 class Hooked(nn.Module):
@@ -132,4 +133,27 @@ def test_styles_are_read_and_written() -> None:
 ])  # fmt: skip
 def test_experts_that_do_not_fit_are_refused(style: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        resolve(EXPERTS["mixtral"](), {"model.layers.*.mlp.experts": style})
+        resolve(mixtral(), {"model.layers.*.mlp.experts": style})
+
+
+def test_what_a_style_does_not_override_leaves_the_module_as_it_is() -> None:
+    class Nothing(Style):
+        pass
+
+    style, module = Nothing.read(""), nn.Linear(2, 2)
+    (rule,) = resolve(nn.Sequential(module), {"0": style})
+    assert rule.style is style and style.text == "Nothing"
+    assert style.partial_parameters(module) == []
+    with pytest.raises(ValueError, match="takes no options"):
+        Nothing.read("3")
+    with pytest.raises(ValueError, match="plan: 'up': 'gain', but 'up' is a Linear"):
+        resolve(Gained(), {"up": GainStyle()})
+
+
+def test_other_adapters_than_lora_are_refused_by_name() -> None:
+    from peft import LoraConfig, get_peft_model
+
+    config = LoraConfig(target_modules=["q_proj"], use_dora=True)
+    model = get_peft_model(llama(), config).base_model.model  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"'model.layers.0.self_attn.q_proj' is a Linear of PEFT with lora_magnitude"):
+        resolve(model, find_plan(model))

@@ -1,4 +1,4 @@
-"""A model divided by a plan: what each rank holds, and what is refused. That it trains is shown in test_training.py."""
+"""A model divided by a plan: what each rank holds, and what is refused. strategies/test_tensor.py trains some."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lightning_parallel.tensor.plan import find_plan
 from lightning_parallel.tensor.sharding import shard_module
 from lightning_parallel.tensor.styles import Experts
 from tests.tensor.helpers import ranks
-from tests.tensor.models import EXPERTS, gpt, gpt2, llama, seeded
+from tests.tensor.models import gpt, gpt2, llama, mixtral, seeded
 
 # -- what a rank holds -------------------------------------------------------------------------------------------
 
@@ -61,7 +61,7 @@ def test_with_fewer_heads_than_ranks_each_computes_the_head_of_its_queries(rank:
 
 
 def test_parameters_of_experts_are_cut_part_by_part() -> None:
-    model = EXPERTS["mixtral"]()
+    model = mixtral()
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     name = "model.layers.0.mlp.experts"
     assert find_plan(model)["model.layers.*.mlp.experts"] == Experts((("gate_up_proj", 1, 2), ("down_proj", 2, 1)))
