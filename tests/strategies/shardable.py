@@ -9,8 +9,10 @@ import torch
 from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 from torchmetrics import SumMetric
 
+from lightning_parallel.private.torch import tree_map
 from tests.strategies.models import GPT2, TOKENS, LeNet, Llama, OfTransformers, next_token_loss
 
 
@@ -120,6 +122,42 @@ class Experts(Llama):
     def build(self) -> None:
         super().build()
         self.model.set_experts_implementation("eager")  # whose kernels know float64
+
+
+class InDouble(TorchFunctionMode):
+    """Inside, routers that cast to float32, whose rounding would bound every comparison, cast to float64."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.float:
+            return args[0].double()
+        args, kwargs = tree_map(lambda x: torch.float64 if x is torch.float32 else x, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+
+class LatentExperts(Experts):
+    """With the attention of DeepSeek, whose keys and values come from a narrow layer that all ranks compute."""
+
+    kind = "DeepseekV3ForCausalLM"
+    sizes = Llama.sizes | {
+        "num_hidden_layers": 2, "num_experts_per_tok": 2, "kv_lora_rank": 6, "q_lora_rank": 6, "qk_rope_head_dim": 2,
+        "qk_nope_head_dim": 4, "v_head_dim": 4, "num_key_value_heads": 4, "moe_intermediate_size": 6, "head_dim": 2,
+        "n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1,
+    }  # fmt: skip
+
+    def loss(self, batch: Any) -> Tensor:
+        with InDouble():
+            return super().loss(batch)
+
+
+class IdentityExperts(LatentExperts):
+    """Some experts return what they get, on all ranks."""
+
+    kind = "LongcatFlashForCausalLM"
+    sizes = {
+        **{name: each for name, each in LatentExperts.sizes.items() if name not in (
+            "intermediate_size", "num_hidden_layers", "first_k_dense_replace", "n_group"
+        )}, "ffn_hidden_size": 12, "expert_ffn_hidden_size": 6, "moe_topk": 2, "zero_expert_num": 2, "num_layers": 1,
+    }  # fmt: skip
 
 
 class Mixed(LeNet):
@@ -308,7 +346,7 @@ SHARDABLE = {
         ShardableGPT2, DroppingGPT2, ShardableLlama, ShardableQwen2, Mixed, Forgetful, Apart, Fails, Counting,
         Asks, Scaled, ScaledWithoutASum,
         LoraLlama, LoraSavingLlama, DroppingLoraLlama, LoraGPT2, ShardablePhi3, ShardableQwen3, FewHeadsLlama,
-        PlanlessOPT, Experts, PenalisesShards, PenalisesZeros, DrawsByRank,
+        PlanlessOPT, Experts, LatentExperts, IdentityExperts, PenalisesShards, PenalisesZeros, DrawsByRank,
         DrawsInValidation, LogsShards, ByForward,
     )
 }  # fmt: skip

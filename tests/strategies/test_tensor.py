@@ -23,8 +23,9 @@ from tests.worker import texts_of_warnings
 @pytest.mark.parametrize(("model", "ranks", "sequence_parallel"), [
     ("LoraLlama", 4, False),  # with fewer heads than ranks
     ("LoraSavingLlama", 2, False), ("LoraGPT2", 2, False), ("ShardablePhi3", 2, False), ("ShardableQwen3", 2, True),
-    ("Experts", 2, False), ("PlanlessOPT", 2, False),
+    ("Experts", 2, False), ("LatentExperts", 2, False), ("PlanlessOPT", 2, False),
     *thorough(
+        ("IdentityExperts", 2, False),
         ("LoraLlama", 2, True), ("ShardableGPT2", 3, True),
         ("ShardableQwen2", 2, False), ("FewHeadsLlama", 2, True), ("ShardableGPT2", 2, False),
         ("ShardableGPT2", 4, False), ("ShardableLlama", 2, True), ("ShardableQwen2", 4, True),
