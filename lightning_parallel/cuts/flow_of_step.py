@@ -8,6 +8,7 @@ would make the stages drift apart from one process is refused.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from math import inf
 from typing import Any
@@ -311,6 +312,11 @@ class _Flows:
         at = place.index - (0 if place.during == "hooks" else 0.5)
         return [chunk for chunk, end in enumerate(self._ends) if at <= end]
 
+    def _with_several(self, chunks: set[int]) -> int | None:
+        """A stage that runs several of these chunks."""
+        stages = Counter(self._stages[chunk] for chunk in chunks)
+        return min((stage for stage, count in stages.items() if count > 1), default=None)
+
     def _check_gradients_taken(self) -> None:
         """Refuse ``torch.autograd.grad`` between layers, unless the last chunk differentiates by what it has computed
         itself, or by parameters that its stage alone holds."""
@@ -324,22 +330,23 @@ class _Flows:
 
     def _check_draws(self) -> None:
         """Refuse a generator that lives longer than a step unless each stage draws all of its numbers, or none, and
-        each once."""
+        in one of its chunks: between two of them it runs other microbatches."""
         for places in self._seen.draws.values():
-            for stage in range(self._partition.stages):
-                times = [sum(self._stages[chunk] == stage for chunk in self._running(place)) for place in places]
-                if max(times) > 1:
-                    raise FlowError(
-                        f"The step draws from a random generator of its own, and would draw several times on stage "
-                        f"{stage}. {TWICE} draw from torch's default generator, which all stages follow, make the "
-                        f"generator anew in each step, or take a schedule with one chunk a stage ('1f1b')."
-                    )
-                if sum(times) not in (0, len(places)):
-                    raise FlowError(
-                        f"The step draws from a random generator of its own in {len(places)} places, of which stage "
-                        f"{stage} runs {sum(times)}, so its numbers would differ from then on. Draw from torch's "
-                        f"default generator, which all stages follow, or make the generator anew in each step."
-                    )
+            running = [chunk for place in places for chunk in self._running(place)]
+            again = self._with_several(set(running))
+            if again is not None:
+                raise FlowError(
+                    f"The step draws from a random generator of its own, and would draw several times on stage "
+                    f"{again}. {TWICE} draw from torch's default generator, which all stages follow, make the "
+                    f"generator anew in each step, or take a schedule with one chunk a stage ('1f1b')."
+                )
+            chunk, count = min(Counter(running).items(), key=lambda each: each[1], default=(0, len(places)))
+            if count < len(places):
+                raise FlowError(
+                    f"The step draws from a random generator of its own in {len(places)} places, of which stage "
+                    f"{self._stages[chunk]} runs {count}, so its numbers would differ from then on. Draw from torch's "
+                    f"default generator, which all stages follow, or make the generator anew in each step."
+                )
 
     def _check_plain_reads(self) -> None:
         """Refuse to read a number that another stage's layer keeps."""
@@ -376,8 +383,7 @@ class _Flows:
                         f"that stage has left the step, so the stage keeps the old value: change it at the beginning "
                         f"of the step, or in a hook such as on_train_batch_end."
                     )
-            stages = [self._stages[chunk] for chunk in writers]
-            again = next((stage for stage in stages if stages.count(stage) > 1), None)
+            again = self._with_several(writers)
             if again is not None:
                 raise FlowError(
                     f"The step reads and changes '{carried.name}', and would change it several times on stage "

@@ -318,6 +318,12 @@ def test_a_generator_is_drawn_from_once_a_stage(placement: tuple[int, ...]) -> N
         flow_of(Draws("before", "inside 0", "inside 1"), placement=placement)
 
 
+def test_a_generator_is_drawn_from_in_one_chunk_of_a_stage() -> None:
+    """Between two of them the stage runs other microbatches."""
+    with pytest.raises(FlowError, match="would draw several times on stage 1"):
+        flow_of(Draws("inside 0", "inside 3"), placement=(1, 0, 0, 1))
+
+
 @pytest.mark.parametrize("placement", PLACEMENTS)
 def test_what_is_counted_is_counted_once_a_stage(placement: tuple[int, ...]) -> None:
     flow_of(Keeps(0, nothing, use_and_count), placement=placement)
