@@ -115,9 +115,7 @@ def _changed(config: Mapping[str, Any], run: Path, overrides: Sequence[str]) -> 
         raise
     except (HydraException, yaml.YAMLError) as error:
         raise ConfigError([str(error)]) from error
-    changed = _with_difference(config, before, after)
-    assert isinstance(changed, dict)
-    return changed
+    return dict(_with_difference(config, before, after))
 
 
 def _with_difference(value: Any, before: Any, after: Any) -> Any:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from recipes.command_line import add_run, as_command, typed
@@ -46,35 +47,25 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog=typed("generate"), description="Text from a run's language model.")
     add_run(parser)
+    limits = (int, 1, 2**31), (float, 0, 1e9), (float, 1e-9, 1)
+    count, heat, part = (partial(_number, *each) for each in limits)
     parser.add_argument("--prompt", action="append", default=[], help="what a text goes on from; may be given again")
     parser.add_argument("--prompts", type=Path, help="a file with a prompt in each line")
     parser.add_argument("--chat", action="store_true", help="prompts are what a user says, and the model answers")
-    parser.add_argument("--max-new-tokens", type=_positive, default=64, help="of each text, at most (64)")
-    parser.add_argument("--temperature", type=_not_negative, default=0.0, help="0 (default): the most likely token")
-    parser.add_argument("--top-k", type=_positive, help="draw among so many of the most likely tokens")
+    parser.add_argument("--max-new-tokens", type=count, default=64, help="of each text, at most (64)")
+    parser.add_argument("--temperature", type=heat, default=0.0, help="0 (default): the most likely token")
+    parser.add_argument("--top-k", type=count, help="draw among so many of the most likely tokens")
     likely = "draw among the most likely tokens that together have this probability"
-    parser.add_argument("--top-p", type=_fraction, help=likely)
+    parser.add_argument("--top-p", type=part, help=likely)
     parser.add_argument("--seed", type=int, default=0, help="of what is drawn (0)")
-    parser.add_argument("--batch-size", type=_positive, default=8, help="prompts at a time (8)")
+    parser.add_argument("--batch-size", type=count, default=8, help="prompts at a time (8)")
     return parser
 
 
-def _positive(text: str) -> int:
-    if int(text) < 1:
-        raise argparse.ArgumentTypeError("give a number of at least 1")
-    return int(text)
-
-
-def _not_negative(text: str) -> float:
-    if not 0 <= float(text) < float("inf"):
-        raise argparse.ArgumentTypeError("give a number of at least 0")
-    return float(text)
-
-
-def _fraction(text: str) -> float:
-    if not 0 < float(text) <= 1:
-        raise argparse.ArgumentTypeError("give a number over 0, at most 1")
-    return float(text)
+def _number(kind: type[float], least: float, most: float, text: str) -> float:
+    if not least <= kind(text) <= most:
+        raise argparse.ArgumentTypeError(f"give a number from {least:g} to {most:g}")
+    return kind(text)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from recipes.processes import import_from_here
 
-_NEEDED = ("hydra", "psutil", "rich", "yaml")  # by all commands; the others name what they miss
+_NEEDED = ("hydra", "psutil", "yaml")  # by all commands; the others name what they miss
 
 
 def main() -> None:

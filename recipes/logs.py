@@ -16,6 +16,8 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning_utilities.core.rank_zero import rank_zero_only
 from typing_extensions import override
 
+from recipes.tables import write_csv
+
 Row = dict[str, Any]
 
 
@@ -47,10 +49,7 @@ class ContinuedCSVLogger(CSVLogger):
         path.unlink(missing_ok=True)
         writer.metrics_keys = list(rows[0]) if rows else []
         if rows:
-            with path.open("w", newline="") as file:
-                table = csv.DictWriter(file, writer.metrics_keys)
-                table.writeheader()
-                table.writerows(rows)
+            write_csv(path, writer.metrics_keys, rows)
 
 
 def read(folder: Path) -> list[Row]:

@@ -11,7 +11,6 @@ time, while runs are still going on.
 from __future__ import annotations
 
 import argparse
-import csv
 import re
 import sys
 from collections.abc import Mapping, Sequence
@@ -21,15 +20,12 @@ from typing import Any, Literal
 
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig
-from rich.console import Console
-from rich.table import Table
 
 from recipes import record
 from recipes.command_line import typed
+from recipes.tables import Table, write_csv
 
 CSV = "report.csv"
-_WIDE = 160  # characters: of a file
-
 
 Row = dict[str, Any]  # by column
 
@@ -84,18 +80,13 @@ def direction_of(metric: str) -> Literal["minimize", "maximize"] | None:
     return "maximize" if "acc" in metric else None
 
 
-def report(folder: Path, console: Console | None = None) -> list[Row]:
+def report(folder: Path) -> list[Row]:
     """Print the table, and write it into the folder. Returns its rows."""
     found = rows(folder)
     columns = list(dict.fromkeys(column for row in found for column in row))
-    table = Table(*columns, title=str(folder))
-    for row in found:
-        table.add_row(*(_shown(row.get(column)) for column in columns))
-    (console or Console(width=None if sys.stdout.isatty() else _WIDE)).print(table)
-    with (folder / CSV).open("w", newline="") as file:
-        writer = csv.DictWriter(file, columns)
-        writer.writeheader()
-        writer.writerows(found)
+    cells = [[_shown(row.get(column)) for column in columns] for row in found]
+    print(Table(str(folder), dict.fromkeys(columns, ""), cells).text())
+    write_csv(folder / CSV, columns, found)
     return found
 
 

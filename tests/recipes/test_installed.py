@@ -83,8 +83,8 @@ def test_each_command_tells_its_own_name(
 
 
 def test_without_the_extra_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(installed, "find_spec", lambda name: None if name == "rich" else name)
-    with pytest.raises(SystemExit, match=r'rich not installed: pip install "\.\[recipes\]" in the checkout'):
+    monkeypatch.setattr(installed, "find_spec", lambda name: None if name == "psutil" else name)
+    with pytest.raises(SystemExit, match=r'psutil not installed: pip install "\.\[recipes\]" in the checkout'):
         installed.main()
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import io
 import itertools
 import json
 import math
@@ -12,7 +11,6 @@ from typing import Any
 
 import pytest
 import yaml
-from rich.console import Console
 
 from recipes import launch, record, report, rerun
 from recipes.problem import ConfigError
@@ -81,9 +79,8 @@ def sweep(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_runs_are_in_order_with_what_differs(sweep: Path) -> None:
-    said = io.StringIO()
-    first, second, third = report.report(sweep, Console(file=said, width=200))
+def test_runs_are_in_order_with_what_differs(sweep: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    first, second, third = report.report(sweep)
     numbers = {"status": "completed", "val_loss": 0.5, "seconds": 90, "attempts": 1}
     assert first == {"run": "2", "model": "mlp", "optimizer.lr": "0.1", "tags": "[a]", **numbers}  # the third has none
     assert (second["run"], second["seconds"], second["attempts"]) == ("10", None, 2)
@@ -91,7 +88,7 @@ def test_runs_are_in_order_with_what_differs(sweep: Path) -> None:
     with (sweep / report.CSV).open() as file:
         rows = list(csv.DictReader(file))
     assert [row["val_loss"] for row in rows] == ["0.5", "0.25", ""] and rows[1]["val_acc"] == "1.0"
-    assert "0.25" in said.getvalue()
+    assert "0.25" in capsys.readouterr().out
 
 
 def test_a_folder_without_runs_is_refused(tmp_path: Path) -> None:
