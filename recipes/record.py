@@ -24,7 +24,7 @@ from recipes.processes import INTERRUPTED, REQUEUE
 
 RUN, METRICS, CONFIG = "run.json", "metrics.json", "resolved.yaml"
 TEXTS = "texts.jsonl"  # of a generation: a line for each prompt
-PLAN = "plan.json"  # of a plan: the words of the layout that it takes
+PLAN = "plan.json"  # of a plan: the words of the layout that it takes, and what each layout costs
 ERRORS = "errors"  # a folder: the traceback of each rank that failed
 STARTING = "starting"  # status until a worker has begun
 EXITS = {"completed": 0, "failed": 1, "preempted": REQUEUE, "interrupted": INTERRUPTED}  # codes of recipes.train
@@ -209,9 +209,7 @@ def complete(folder: Path, metrics: Mapping[str, Any], **fields: Any) -> None:
 
 
 def read_metrics(folder: Path) -> dict[str, float | None]:
-    content = json.loads((folder / METRICS).read_text())
-    assert isinstance(content, dict)
-    return content
+    return dict(json.loads((folder / METRICS).read_text()))
 
 
 def read_config(folder: Path, new: Path | None = None) -> dict[str, Any]:

@@ -186,6 +186,7 @@ class Plan:
     devices: Count | None
     memory: Bytes | None
     device: Literal["here", "a100", "h100", "h200", "l4"]
+    measure: Natural
 
 
 # Which dataclass a node has: by its `name`, by its `_target_`, or by its group.

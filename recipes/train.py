@@ -127,7 +127,7 @@ def _with_the_best(words: Sequence[str]) -> list[str]:
         plan = Path(folder) / record.PLAN
         if code or not plan.exists():
             sys.exit(code or f"{_AUTO}: it is planned elsewhere; start what that plan says, or use cluster=local")
-        best = json.loads(plan.read_text())
+        best = json.loads(plan.read_text())["best"]
     log.info("%s takes %s", _AUTO, " ".join(best))
     return [*rest, *best]
 

@@ -88,8 +88,9 @@ def plan(config: Mapping[str, Any]) -> None:
     found = lightning_parallel.plan(build.model(config), build.data(config), **options)
     print(found, flush=True)
     folder, best = Path(config["paths"]["output_dir"]), found.best
-    (folder / record.PLAN).write_text(json.dumps(best.overrides))
-    record.complete(folder, {"seconds_per_step": best.time.total, "bytes": best.memory.total})
+    rows = [{"overrides": row.overrides, "seconds": row.seconds, "bytes": row.memory.total} for row in found.found]
+    (folder / record.PLAN).write_text(json.dumps({"best": best.overrides, "rows": rows}))
+    record.complete(folder, {"seconds_per_step": best.seconds, "bytes": best.memory.total})
 
 
 def run(config: Mapping[str, Any]) -> None:

@@ -135,7 +135,7 @@ def check(
     size = batch_size(values[0])
 
     def under_layout(*watches: Callback) -> tuple[LayoutStrategy, pl.Trainer, Shares]:
-        layout, shares = _layout(strategy, options, min(size, 2 * ranks)), Shares(values)
+        layout, shares = layout_of(strategy, options, min(size, 2 * ranks)), Shares(values)
         trainer = trainer_of(shares, *watches, strategy=layout, devices=devices, num_nodes=num_nodes, **common)
         return layout, trainer, shares
 
@@ -253,7 +253,7 @@ def _without_dropout(module: pl.LightningModule) -> bool:
     return bool(found)
 
 
-def _layout(strategy: str | LayoutStrategy, options: dict[str, Any], microbatches: int) -> LayoutStrategy:
+def layout_of(strategy: str | LayoutStrategy, options: dict[str, Any], microbatches: int) -> LayoutStrategy:
     """A copy of a strategy, or one by its name. ``microbatches`` are those of a pipeline that is given by its name, and
     without them."""
     if isinstance(strategy, LayoutStrategy):

@@ -8,10 +8,11 @@ collectives that choose their algorithm by size aren't modelled.
 from __future__ import annotations
 
 import math
+import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -26,6 +27,7 @@ from lightning_parallel.private.group_on_paper import Sent
 
 _EFFICIENCY = 0.5  # of the peak, which matrix products of layers reach on a described device
 _LARGE = 2**23  # bytes of the message that is measured
+_BUSY = 2**10  # rows of the products that keep a core busy, each of some milliseconds without Python
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,8 @@ class Device:
         network: bytes a second from a device to one of another node.
         overlaps: do messages travel while it computes? Not where a CPU's cores do both.
         measured: were layers run on it? If not, their times are the larger of those by operations and by bytes.
+        at_once: ranks that compute at one time, where they share a machine's cores; None where each has a device.
+        alone: the speed of a rank while no other one computes, in units of that with all cores busy.
     """
 
     name: str
@@ -55,6 +59,17 @@ class Device:
     network: float = math.inf
     overlaps: bool = True
     measured: bool = False
+    at_once: int | None = None
+    alone: float = 1.0
+
+    def speed(self, computing: int) -> float:
+        """That of each of so many ranks that compute at one time. 1 is that of layers as they were timed: with all
+        cores busy, and no more ranks than cores."""
+        if self.at_once is None:
+            return 1.0
+        if computing >= self.at_once:
+            return self.at_once / computing
+        return self.alone + (1 - self.alone) * (computing - 1) / (self.at_once - 1)
 
     def message(self, nbytes: float, distance: int = 1) -> float:
         """Seconds that one message takes, to the device that is so many ranks away."""
@@ -121,21 +136,66 @@ def described(name: str, *, halves: bool) -> Device:
     return Device(name, operations, memory_rate, link, latency=20e-6, hop=3e-6, network=network)
 
 
-def here(device: torch.device, dtype: torch.dtype) -> Device:
-    """This machine's device, measured in a second. Links between CPUs are gloo's, between two threads; those between
-    GPUs can't be measured by one process, so they count as PCIe's."""
+def here(device: torch.device, dtype: torch.dtype, ranks: int) -> Device:
+    """This machine's device, measured in a second, for so many ranks on it. Links between CPUs are gloo's, between two
+    threads; those between GPUs can't be measured by one process, so they count as PCIe's."""
     size = 2**9 if device.type == "cpu" else 2**12
     one = torch.randn(size, size, device=device).to(dtype)
-    operations = 2 * size**3 / seconds_of(lambda: one @ one, device)
     many = torch.randn(2**21, device=device)
-    memory_rate = 2 * many.nbytes / seconds_of(lambda: many * 2, device)
+    with as_one_of(ranks, device):
+        product = seconds_of(lambda: one @ one, device)
+        memory_rate = 2 * many.nbytes / seconds_of(lambda: many * 2, device)
+    operations = 2 * size**3 / product
     if device.type != "cpu":
         name = torch.cuda.get_device_name(device)
         return Device(name, operations, memory_rate, 25e9, latency=30e-6, hop=10e-6, measured=True)
-    latency, whole = _gloo(4), _gloo(_LARGE)
+    latency, whole = _gloo(4), _gloo(_LARGE)  # of an all-reduce, which sends twice
     link = _LARGE / max(whole - latency, 1e-9)
-    latency /= 2  # of an all-reduce, which sends twice
-    return Device("this CPU", operations, memory_rate, link, latency, latency, overlaps=False, measured=True)
+    with as_one_of(1, device, threads_of_rank(ranks)):
+        alone = product / seconds_of(lambda: one @ one, device)
+    return Device(
+        "this CPU",
+        operations,
+        memory_rate,
+        link,
+        latency / 2,
+        hop=latency / 2,
+        overlaps=False,
+        measured=True,
+        at_once=_at_once(ranks),
+        alone=max(1.0, alone),
+    )
+
+
+@contextmanager
+def as_one_of(ranks: int, device: torch.device, threads: int | None = None) -> Iterator[None]:
+    """Inside, this process computes on a CPU with as many threads as one of some ranks on this machine has, while the
+    other cores are as busy as theirs."""
+    if device.type != "cpu":
+        yield
+        return
+    before, over = torch.get_num_threads(), threading.Event()
+    torch.set_num_threads(threads or threads_of_rank(ranks))
+
+    def computes() -> None:
+        one, result = torch.randn(2, _BUSY, _BUSY).unbind()
+        while not over.is_set():
+            torch.mm(one, one, out=result)
+
+    others = [threading.Thread(target=computes, daemon=True) for _ in range(_at_once(ranks) - 1)]
+    for other in others:
+        other.start()
+    try:
+        yield
+    finally:
+        over.set()
+        for other in others:
+            other.join()
+        torch.set_num_threads(before)
+
+
+def _at_once(ranks: int) -> int:
+    return min(ranks, max(1, (os.cpu_count() or 1) // threads_of_rank(ranks)))
 
 
 def seconds_of(work: Callable[[], object], device: torch.device, *, least: float = 0.03, most: int = 50) -> float:
@@ -145,21 +205,26 @@ def seconds_of(work: Callable[[], object], device: torch.device, *, least: float
     found: list[float] = []
     while len(found) < 5 or (sum(found) < least and len(found) < most):
         _wait(device)
-        start, before = time.perf_counter(), _kept_waiting()  # in this order: what comes between isn't taken off
+        start, before = time.perf_counter(), kept_waiting()  # in this order: what comes between isn't taken off
         work()
         _wait(device)
-        waited = _kept_waiting() - before
+        waited = kept_waiting() - before
         found.append(time.perf_counter() - start - waited)
         if sum(found) > 1:  # long ones needn't be repeated often
             break
     return min(found)
 
 
-def _kept_waiting() -> float:
+def kept_waiting() -> float:
     """Seconds in which this thread could have run, and others had the cores; 0 where the system doesn't tell."""
     with suppress(OSError):
         return int(Path("/proc/thread-self/schedstat").read_text().split()[1]) * 1e-9
     return 0.0
+
+
+def threads_of_rank(ranks: int) -> int:
+    """The threads that each of some ranks on this machine computes with on a CPU: its share of the cores."""
+    return max(1, (os.cpu_count() or 1) // ranks)
 
 
 def _wait(device: torch.device) -> None:

@@ -11,6 +11,7 @@ import copy
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import astuple, dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,10 +22,13 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from lightning_parallel.absent.answers import stand_in
 from lightning_parallel.absent.tensor import AbsentTensor
 from lightning_parallel.planning.devices import Device, seconds_of
+from lightning_parallel.planning.held import Held
 from lightning_parallel.private.group_on_paper import GroupOnPaper
 from lightning_parallel.private.torch import tensors_in, tree_leaves, tree_map
 from lightning_parallel.values import PLAIN
 
+_CACHED = 2**26  # bytes that a processor's cache may have
+_MOST_COPIES = 6  # of a layer that are timed one after the other
 _NUMBERS = ("idx", "index", "_id", "number")  # ends of names of attributes that number equal layers
 
 
@@ -38,6 +42,8 @@ class Cost:
         inner: bytes held from its forward to its backward, besides its inputs and outputs.
         inputs: those of its inputs that are held.
         outputs: those of its outputs that are held.
+        forwards, backwards: bytes that are there for a moment of its forward, or of its backward, besides what is held,
+            what it returns, and the gradient of that.
         around: bytes that the code after it computes, and holds.
         computed: all bytes that are computed, by both.
         returned: bytes of its outputs.
@@ -50,6 +56,8 @@ class Cost:
     inner: float = 0.0
     inputs: float = 0.0
     outputs: float = 0.0
+    forwards: float = 0.0
+    backwards: float = 0.0
     around: float = 0.0
     computed: float = 0.0
     returned: float = 0.0
@@ -123,47 +131,82 @@ def tried(
     own = _without_memory(unit) if on_paper else copy.deepcopy(unit).to(device)  # its buffers and gradients may change
     args, kwargs = tree_map(real, (args, kwargs))
 
-    def run() -> Any:
+    def run(part: nn.Module) -> Any:
         now_args, now_kwargs = with_own_objects((args, kwargs))
         with torch.enable_grad(), context():
-            return own(*now_args, **now_kwargs)
+            return part(*now_args, **now_kwargs)
 
     saved = _Saved()
-    with group.noted() as sent:
-        with saved_tensors_hooks(saved.note, lambda tensor: tensor):
-            output = run()
-        sent_forward = rates.collectives(sent, group.size())
-        sent.clear()
-        gradients = [torch.ones_like(tensor) for tensor in _differentiable(output)]
-        if group.size() > 1 and gradients:
-            torch.autograd.backward(_differentiable(output), gradients)
-        sent_backward = rates.collectives(sent, group.size())
+    with group.noted() as sent, saved_tensors_hooks(saved.note, lambda tensor: tensor):
+        output = run(own)
+    sent_forward = rates.collectives(sent, group.size())
     there = {_memory(tensor) for tensor in (*own.parameters(), *own.buffers())}
     inputs = {_memory(tensor) for tensor in given} - there
     outputs = {_memory(tensor) for tensor in tensors_in(output)} - inputs - there
     held = {key: size for key, size in saved.sizes.items() if key not in there}
     inner = sum(size for key, size in held.items() if key not in inputs | outputs)
     cost = Cost(inner=inner, inputs=_sum(held, inputs), outputs=_sum(held, outputs))
-    cost = replace(cost, sent_forward=sent_forward, sent_backward=sent_backward)
+    gradients = [torch.ones_like(tensor) for tensor in _differentiable(output)]
+    del output, saved
+    with group.noted() as sent:
+        moments = _for_a_moment(own, partial(run, own), given, gradients)
+    sent_backward = rates.collectives(sent, group.size()) - sent_forward
+    cost = replace(
+        cost, forwards=moments[0], backwards=moments[1], sent_forward=sent_forward, sent_backward=sent_backward
+    )
     if not rates.measured:
         return cost
-    forward = seconds_of(run, device)
+    # As many as aren't in a cache when their turn comes, as in a step.
+    nbytes = 2 * sum(p.nbytes for p in own.parameters()) + sum(held.values())
+    count = min(_MOST_COPIES, 1 + _CACHED // max(1, nbytes))
+    several = [own, *(copy.deepcopy(unit).to(device) for _ in range(count - 1))]
+
+    def forwards() -> list[Any]:
+        return [run(each) for each in several]
+
+    forward = seconds_of(forwards, device)
 
     def both() -> None:
-        results = _differentiable(run())
-        if results:
-            torch.autograd.backward(results, gradients)
-        for tensor in given:
-            tensor.grad = None
+        for output in reversed(forwards()):
+            results = _differentiable(output)
+            if results:
+                torch.autograd.backward(results, gradients)
+            for tensor in given:
+                tensor.grad = None
 
     arrived = [tensor for tensor in given if tensor.requires_grad]
 
     def half() -> None:
-        torch.autograd.grad(_differentiable(run()), arrived, gradients, allow_unused=True)
+        for output in reversed(forwards()):
+            torch.autograd.grad(_differentiable(output), arrived, gradients, allow_unused=True)
 
     backward = max(0.0, seconds_of(both, device) - forward) if gradients else 0.0
     first = seconds_of(half, device) - forward if gradients and arrived else 0.0
-    return replace(cost, forward=forward, backward=backward, first=min(backward, max(0.0, first)))
+    first = min(backward, max(0.0, first))
+    return replace(cost, forward=forward / count, backward=backward / count, first=first / count)
+
+
+def _for_a_moment(
+    unit: nn.Module, run: Callable[[], Any], given: Sequence[Tensor], gradients: Sequence[Tensor]
+) -> tuple[int, int]:
+    """The bytes that a forward and a backward take besides what is there when they end, or begin."""
+    for parameter in unit.parameters():
+        if parameter.requires_grad:
+            parameter.grad = torch.zeros_like(parameter)
+    parameters = [*unit.parameters()]
+    held = Held([*parameters, *unit.buffers(), *(p.grad for p in parameters if p.grad is not None), *given, *gradients])
+    with held:
+        output = run()
+    forwards = held.most - held.now
+    held.forget()
+    begin, results = held.now, _differentiable(output)
+    del output
+    if results:
+        with held:
+            torch.autograd.backward(results, gradients)
+    for tensor in given:
+        tensor.grad = None
+    return forwards, held.most - begin
 
 
 def _without_memory(unit: nn.Module) -> nn.Module:

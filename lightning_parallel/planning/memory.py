@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from lightning_parallel.callbacks.start_table import state_bytes
 from lightning_parallel.cuts.partition import Partition
 from lightning_parallel.planning.layouts import Choice
+from lightning_parallel.planning.moments import fullest
 from lightning_parallel.planning.profile import ChunkCost
 from lightning_parallel.private.torch import tree_leaves
 from lightning_parallel.schedules.asynchronous import AsyncOneFOneB
@@ -38,7 +39,7 @@ class Memory:
         optimizer: its state.
         activations: what forwards hold for their backwards.
         copies: layers gathered for a moment, messages of gradients, earlier versions of weights.
-        working: what the largest layer computes.
+        working: what else is there at the fullest moment; below 0 where gradients, or what forwards hold, aren't yet.
     """
 
     parameters: int = 0
@@ -126,10 +127,11 @@ class Tensors:
 
 
 def on_each_stage(
-    choice: Choice, tensors: Tensors, state: State, parts: Partition, chunks: Sequence[ChunkCost]
+    choice: Choice, tensors: Tensors, state: State, parts: Partition, chunks: Sequence[ChunkCost], batch: int
 ) -> list[Memory]:
-    """What a rank of each stage holds. A layout without stages has one."""
+    """What a rank of each stage holds. A layout without stages has one. ``batch``: the bytes of a replica's."""
     found = []
+    units = tensors.units if choice.strategy == "fully_sharded" else []
     held_by: list[dict[str, Tensor]] = [{} for _ in range(choice.stages)]
     for name, parameter in tensors.parameters.items():
         for stage in parts.owners[name]:
@@ -141,7 +143,7 @@ def on_each_stage(
         gradients = sum(round(p.nbytes * part_of[n]) for n, p in trained.items())
         buffers = {n: b for n, b in tensors.buffers.items() if not choice.is_pipeline or stage in parts.holders_of(n)}
         own = parts.chunks_of(stage)
-        copies = 0
+        copies = outside = 0
         if choice.is_late:
             ahead = AsyncOneFOneB(choice.stages, stage).warmup
             activations = (1 + ahead) * sum(chunks[c].held for c in own)
@@ -155,11 +157,15 @@ def on_each_stage(
         if choice.strategy == "ddp":
             copies = gradients  # its buckets
         elif choice.strategy == "fully_sharded":
-            copies = _gathered(tensors.units, parameters=sum(p.nbytes for p in held.values()))
+            outside = sum(p.nbytes for p in held.values()) - sum(units)  # what lies in no unit is gathered throughout
+            copies = outside + sum(units[:2])  # the next unit is gathered while one runs
         elif choice.data > 1:
             copies += min(gradients, _BUCKET)
-        working = max(chunks[c].working for c in own)
         optimizer = sum(state.of(n, part_of[n]) for n in trained)
+        largest = max((round(p.nbytes * part_of[n]) for n, p in trained.items()), default=0)
+        whole = outside + sum(units[:1])  # gradients that aren't divided yet
+        moment = fullest(choice, stage, chunks, gradients, activations, largest, whole)
+        working = batch + moment - gradients - activations
         found.append(
             Memory(parameters, _nbytes(buffers.values()), gradients, optimizer, activations, copies, working)
         )
@@ -170,13 +176,6 @@ def _part(parameter: Tensor, ranks: int) -> float:
     """The part of a parameter that the first of some ranks has: rows are divided, and rounded up for it."""
     rows = parameter.shape[0] if parameter.dim() else 1
     return math.ceil(rows / ranks) / rows if rows else 1.0
-
-
-def _gathered(units: Sequence[int], parameters: int) -> int:
-    """What is gathered at once: what lies in no unit, with its gradients, and the two largest units, of which the next
-    one is gathered while one runs, with the gradients of one."""
-    root = parameters - sum(units)
-    return 2 * root + sum(units[:2]) + sum(units[:1])
 
 
 def _nbytes(tensors: Iterable[Tensor]) -> int:

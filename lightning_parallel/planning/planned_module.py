@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
@@ -25,10 +25,11 @@ from lightning_parallel.cuts.partition import Partition
 from lightning_parallel.cuts.search import NOT_REPEATABLE, partition
 from lightning_parallel.disk_offload import DiskOffload
 from lightning_parallel.loading.first_batch import as_in
-from lightning_parallel.planning.devices import Device
+from lightning_parallel.planning.devices import Device, as_one_of
 from lightning_parallel.planning.layouts import Choice
-from lightning_parallel.planning.memory import State, Tensors
+from lightning_parallel.planning.memory import Memory, State, Tensors
 from lightning_parallel.planning.profile import Profile
+from lightning_parallel.planning.updates import Updates
 from lightning_parallel.private.group_on_paper import GroupOnPaper
 from lightning_parallel.private.torch import tree_leaves
 from lightning_parallel.results.logs import discard, logging_through
@@ -100,10 +101,11 @@ class PlannedModule:
     Args:
         batch: of all replicas together.
         tensor: the ranks of the tensor group.
-        replicas: the most that a layout has, which get equal shares of the batch.
+        devices: of a layout, which share the cores of this machine if it is planned for.
 
     Attributes:
         samples: of the batch; None if it can't be split.
+        nbytes: of the batch.
         tensors: its parameters and buffers.
         state: what the optimizer keeps.
         profile: what its layers take.
@@ -121,7 +123,7 @@ class PlannedModule:
         tried_on: torch.device,
         *,
         tensor: int,
-        replicas: int,
+        devices: int,
     ) -> None:
         self.module, self._trainer, self._device = module, trainer, device
         batch = trainer.precision_plugin.convert_input(batch)
@@ -132,14 +134,17 @@ class PlannedModule:
             self.samples: int | None = batch_size(self._batch)
         except ValueError:
             self.samples = None
+        self.nbytes = sum(x.nbytes for x in tree_leaves(self._batch) if isinstance(x, Tensor))
         group = None if tensor == 1 else self._divided(tensor)
         self.tensors = Tensors(module)
         self.state = self._optimizer_state()
         samples = self.samples or 1
-        share = max(1, samples // replicas)
+        share = max(1, samples * tensor // devices)  # of the smallest replica
         sizes = max(1, share // 4), max(share, min(samples, 2))
         context = trainer.precision_plugin.forward_context
-        self.profile = Profile(module, self._step_of, sizes, device, tried_on, context, group)
+        self.profile = Profile(module, self._step_of, sizes, device, tried_on, context, devices, group)
+        with as_one_of(devices if device.measured else 1, tried_on):
+            self._updates = Updates(module, trainer.strategy.optimizers, device, tried_on)
         self._step, _ = self._step_of(1)
         self._traces = _Traces()
         self._cuts: dict[Any, Partition | ValueError] = {}
@@ -248,6 +253,19 @@ class PlannedModule:
         shared = [name for name in parts.shared() if self.tensors.parameters[name].requires_grad]
         plugin = self._trainer.precision_plugin
         return not any(True for _ in reasons_to_wait(self._trainer, self.module, plugin, shared))
+
+    def update_times(self, choice: Choice, parts: Partition, memory: Sequence[Memory]) -> list[float]:
+        """The seconds of the optimizer's step on each stage."""
+        divided = choice.strategy == "fully_sharded"
+        part = 1 / choice.data if divided else 1.0
+        trained: list[dict[str, float]] = [{} for _ in memory]
+        for name, parameter in self.tensors.parameters.items():
+            for stage in parts.owners[name] if parameter.requires_grad else ():
+                trained[stage][name] = part
+        return [
+            self._updates.seconds(own, each.parameters + each.gradients + each.optimizer, divided=divided)
+            for own, each in zip(trained, memory, strict=True)
+        ]
 
     # -- the step, and the optimizer ---------------------------------------------------------------------------------
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -17,6 +18,7 @@ from lightning_parallel.planning.memory import on_each_stage
 from lightning_parallel.planning.planned_module import PlannedModule, ready
 from lightning_parallel.planning.step_time import of_step
 from lightning_parallel.planning.table import MARGIN, Plan, Row
+from lightning_parallel.planning.trial import Measured, TrialFailed, measured
 from lightning_parallel.settings import ByteSize, bytes_of
 
 
@@ -28,6 +30,7 @@ def plan(
     memory: str | None = None,
     device: str = "here",
     precision: str = "32-true",
+    measure: int = 0,
     **trainer: Any,
 ) -> Plan:
     """The layouts of a module over some devices, ranked by the time of a step, with the memory that each needs.
@@ -50,19 +53,24 @@ def plan(
         device: ``"here"``: layers are timed on this machine's GPU or CPU. ``"a100"``, ``"h100"``, ``"h200"``, ``"l4"``:
             times are those of the data sheet, at half of the peak.
         precision: as the Trainer's.
+        measure: run so many of the best layouts for a few steps, in processes of this machine, which needs the devices.
+            They are ranked by what was measured. Call it under ``if __name__ == "__main__":``, since the processes
+            import the script.
         **trainer: other arguments of the Trainer, such as ``gradient_clip_val``, for which stages wait.
 
     Raises:
-        ValueError: a value that its setting doesn't take. That nothing fits is said by :attr:`.Plan.best`.
+        ValueError: a value that its setting doesn't take, or there are fewer devices than are to be measured. That
+            nothing fits is said by :attr:`.Plan.best`.
     """
     if devices < 1:
         raise ValueError(f"devices={devices}: give 1 or more.")
     if memory is not None and memory not in ByteSize():
         raise ValueError(f"memory={memory!r}: give a size, {ByteSize()}.")
     limit = None if memory is None else bytes_of(memory)
+    _refuse_to_measure(measure, devices, device)
     tried_on = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     halves = precision.startswith(("bf16", "16"))
-    rates = here(tried_on, torch.float32) if device == "here" else described(device, halves=halves)
+    rates = here(tried_on, torch.float32, devices) if device == "here" else described(device, halves=halves)
     batch = data
     if isinstance(data, pl.LightningDataModule | DataLoader):
         (batch,) = first_batches(module, data, 1, {"accelerator": "cpu"})
@@ -73,7 +81,7 @@ def plan(
     for tensor in tensor_sizes(devices):
         with ready(module, made) as own:
             try:
-                planned = PlannedModule(own, made, batch, rates, tried_on, tensor=tensor, replicas=devices // tensor)
+                planned = PlannedModule(own, made, batch, rates, tried_on, tensor=tensor, devices=devices)
             except ValueError as error:  # it can't be divided
                 refused[f"{tensor} tensor ranks"] = _first_sentence(error)
                 continue
@@ -85,7 +93,36 @@ def plan(
             notes += planned.notes()
     found.sort(key=_rank)
     notes = [*_on_all(rates), *dict.fromkeys(notes)]
-    return Plan(found, refused, limit, f"{devices} x {rates.name}", notes)
+    ranked = Plan(found, refused, limit, f"{devices} x {rates.name}", notes)
+    arguments = {"accelerator": tried_on.type, "precision": precision, **trainer}
+    return _with_trials(ranked, measure, lambda choice: measured(choice, module, batch, devices, arguments))
+
+
+def _refuse_to_measure(measure: int, devices: int, device: str) -> None:
+    if measure < 0:
+        raise ValueError(f"measure={measure}: give 0 or more.")
+    if measure and device != "here":
+        raise ValueError(f"measure={measure}, device={device!r}: layouts run on this machine; leave out one of them.")
+    if measure and torch.cuda.is_available() and torch.cuda.device_count() < devices:
+        raise ValueError(
+            f"measure={measure}, devices={devices}: this machine has {torch.cuda.device_count()}. Leave measure out, "
+            f"or plan where the devices are."
+        )
+
+
+def _with_trials(plan: Plan, count: int, run: Callable[[Choice], Measured]) -> Plan:
+    """The plan, with its best layouts run: those that ran come first, and those that failed are refused."""
+    best = plan.one_of_each()[:count]
+    ran, refused = [], dict(plan.refused)
+    for row in best:
+        try:
+            ran.append(replace(row, measured=run(row.choice)))
+        except TrialFailed as error:
+            refused[str(row.choice)] = f"It failed when it was run: {error}"
+    others = [row for row in plan.found if row not in best and str(row.choice) not in refused]
+    found = [*sorted(ran, key=lambda row: row.seconds), *others]
+    found.sort(key=lambda row: (not row.fits, row.choice.is_late))
+    return replace(plan, found=found, refused=refused)
 
 
 def _rows(choice: Choice, planned: PlannedModule, device: Device, devices: int, limit: int | None) -> Iterator[Row]:
@@ -107,8 +144,10 @@ def _row(choice: Choice, planned: PlannedModule, device: Device, devices: int, l
         choice = planned.by_time(choice, parts, samples)
         parts = planned.cut(choice)
     chunks = planned.profile.chunks(parts, samples, recompute=choice.recompute)
-    memory = on_each_stage(choice, planned.tensors, planned.state, parts, chunks)
-    time = partial(of_step, choice, device, parts, chunks, memory, goes_on=partial(planned.goes_on, choice, parts))
+    memory = on_each_stage(choice, planned.tensors, planned.state, parts, chunks, planned.nbytes // choice.data)
+    updates = planned.update_times(choice, parts, memory)
+    goes_on = partial(planned.goes_on, choice, parts)
+    time = partial(of_step, choice, device, parts, chunks, memory, updates, goes_on=goes_on)
     fits = limit is None or MARGIN * max(each.total for each in memory) <= limit
     return Row(choice, chunks, memory, time, planned.samples or 1, planned.tokens(), devices, fits)
 

@@ -19,7 +19,7 @@ from torch import nn
 from lightning_parallel.absent.tensor import AbsentMemory, AbsentTensor, AbsentValueError
 from lightning_parallel.cuts.partition import Partition
 from lightning_parallel.interception import Interception
-from lightning_parallel.planning.devices import Device
+from lightning_parallel.planning.devices import Device, as_one_of
 from lightning_parallel.planning.layer_costs import Cost, kind_of, tried, with_own_objects
 from lightning_parallel.private.group_on_paper import GroupOnPaper
 from lightning_parallel.private.torch import FakeTensorMode, tensors_in
@@ -37,7 +37,7 @@ class ChunkCost:
         first: the part of the backward that is in its first half.
         held: bytes from its forward to its backward.
         between: bytes between the halves of its backward.
-        working: bytes that its largest layer computes, which are there for a moment.
+        forwards, backwards: bytes of it at the fullest moment of its forward, or of its backward.
         sent: bytes that cross the cut after it, as far as its last layer returns them.
         messages: seconds of the forward and the backward in which its tensor ranks exchange sums.
     """
@@ -47,7 +47,8 @@ class ChunkCost:
     first: float
     held: int
     between: int
-    working: int
+    forwards: int
+    backwards: int
     sent: int
     messages: float = 0.0
 
@@ -110,6 +111,7 @@ class Profile:
         device: the rates of the device.
         tried_on: where layers are tried.
         context: the precision's.
+        ranks: their number, where they share this machine's cores.
         group: the tensor ranks among which the module is divided; None if it is whole.
 
     Attributes:
@@ -124,12 +126,13 @@ class Profile:
         device: Device,
         tried_on: torch.device,
         context: Callable[[], AbstractContextManager[Any]],
+        ranks: int,
         group: GroupOnPaper | None = None,
     ) -> None:
         self._group = GroupOnPaper(1) if group is None else group
         self.untried: set[str] = set()
         self._module, self._step_of, self._sizes = module, step_of, sizes
-        self._device, self._tried_on, self._context = device, tried_on, context
+        self._device, self._tried_on, self._context, self._ranks = device, tried_on, context, ranks
         self._looks: dict[frozenset[str], list[_Look]] = {}
         self._costs: dict[Any, Cost | None] = {}
         self._found: dict[Any, list[tuple[TracedCall, Cost]]] = {}  # by units and samples
@@ -209,7 +212,7 @@ class Profile:
         seconds = self._device.computes(call.operations, call.computed)
         if cost is None:
             self.untried.add(call.unit)
-            cost = Cost(seconds, 2 * seconds, seconds, inner=call.computed)
+            cost = Cost(seconds, 2 * seconds, seconds, inner=call.computed, backwards=call.computed)
         elif not self._device.measured:
             cost = replace(cost, forward=seconds, backward=2 * seconds, first=seconds)
         operations, nbytes = look.around[index] if index < len(look.around) else (0, 0)
@@ -231,7 +234,8 @@ class Profile:
             with suppress(Exception), FakeTensorMode():  # any: of the user's layer, which may read values
                 return tried(*call, on_paper=True)
         try:
-            return tried(*call)
+            with as_one_of(self._ranks if self._device.measured else 1, self._tried_on):
+                return tried(*call)
         except Exception:  # any: of the user's layer, which may need other values than random ones
             return None
 
@@ -241,7 +245,7 @@ def _chunk(items: Sequence[tuple[TracedCall, Cost]], again: Collection[str]) -> 
     counted once more as an output, or as the input of another call."""
     taken = {need for call, cost in items if cost.inputs for need in call.needs}
     inputs: dict[frozenset[str], float] = {}
-    held = saved = 0.0
+    held = saved = most_forward = most_backward = 0.0
     for call, cost in items:
         inner = cost.inner + (0.0 if call.origin in taken else cost.outputs)
         saved += inner + cost.around
@@ -249,6 +253,10 @@ def _chunk(items: Sequence[tuple[TracedCall, Cost]], again: Collection[str]) -> 
         # The inputs of a layer that runs again are outputs of others: about as large as its own.
         own = cost.inputs or (cost.returned if call.unit in again else 0.0)
         inputs[call.needs] = max(inputs.get(call.needs, 0.0), own)
+        there = held + sum(inputs.values()) + cost.returned + (inner if call.unit in again else 0.0)
+        most_forward = max(most_forward, there + cost.forwards)
+        # The code around it has the gradients of its results, and of what these are made of.
+        most_backward = max(most_backward, there + cost.backwards, there + 2 * cost.around)
     forward = backward = first = messages = 0.0
     for call, cost in items:
         forwards = cost.forward + cost.sent_forward
@@ -264,7 +272,8 @@ def _chunk(items: Sequence[tuple[TracedCall, Cost]], again: Collection[str]) -> 
         first=min(1.0, first / backward) if backward else 1.0,
         held=round(held + sum(inputs.values())),
         between=round(saved + sum(inputs.values())),
-        working=round(max((cost.computed for _, cost in items), default=0.0)),
+        forwards=round(most_forward),
+        backwards=round(most_backward),
         sent=round(items[-1][1].returned) if items else 0,
         messages=messages,
     )

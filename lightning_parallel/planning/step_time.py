@@ -15,6 +15,7 @@ from lightning_parallel.planning.devices import Device
 from lightning_parallel.planning.layouts import Choice
 from lightning_parallel.planning.memory import Memory
 from lightning_parallel.planning.profile import ChunkCost
+from lightning_parallel.planning.sharing import simulate_shared
 from lightning_parallel.schedules.actions import Schedule, Step
 from lightning_parallel.schedules.simulate import Simulation, repeated, simulate
 
@@ -58,6 +59,7 @@ def of_step(
     parts: Partition,
     chunks: Sequence[ChunkCost],
     memory: Sequence[Memory],
+    updates: Sequence[float],
     *,
     goes_on: Callable[[], bool] = lambda: False,
 ) -> StepTime:
@@ -66,14 +68,15 @@ def of_step(
     Args:
         chunks: what each takes for a microbatch.
         memory: of each stage.
+        updates: seconds of the optimizer's step on each stage.
         goes_on: do stages begin the next batch without waiting for each other?
     """
-    updates = [_update(device, each) for each in memory]
-    forward, backward = sum(c.forward for c in chunks), sum(c.backward for c in chunks)
+    slower = 1 / device.speed(choice.stages * choice.data * choice.tensor)  # while all ranks compute
+    forward, backward = slower * sum(c.forward for c in chunks), slower * sum(c.backward for c in chunks)
     if not choice.is_pipeline:
-        sums = sum(c.messages for c in chunks)
-        messages = sums + _of_replicas(choice, device, memory[0], len(parts.layers) + 1, forward, backward)
-        return StepTime(forward + backward - sums, 0.0, messages, updates[0], OF_BATCH)
+        sums = slower * sum(c.messages for c in chunks)
+        messages = slower * _of_replicas(choice, device, memory[0], len(parts.layers) + 1, forward, backward)
+        return StepTime(forward + backward - sums, 0.0, sums + messages, slower * updates[0], slower * OF_BATCH)
     added = OF_FORWARD if choice.stages > 1 else 0.0
     waits = choice.is_late or not goes_on()
     simulation, batches = _simulated(choice, device, chunks, updates, added, not waits)
@@ -88,11 +91,6 @@ def of_step(
         messages += max(0.0, sums - last) if device.overlaps else sums
     computing = max(0.0, busy - overhead - updates[busiest] - exchanged)
     return StepTime(computing, max(0.0, period - busy), messages, updates[busiest], overhead + OF_BATCH)
-
-
-def _update(device: Device, memory: Memory) -> float:
-    """Parameters, gradients and state are read, and all but the gradients written, most of them several times."""
-    return 2 * device.passes(memory.parameters + memory.gradients + memory.optimizer)
 
 
 def _of_replicas(
@@ -130,7 +128,13 @@ def _simulated(
     latency = device.message(largest, distance=choice.tensor * choice.data)
     forward = [chunk.forward + added for chunk in chunks]
     backward, first = [chunk.backward for chunk in chunks], [chunk.first for chunk in chunks]
-    return simulate(schedule, forward, backward, list(updates), latency, first), count
+    if device.at_once is None:
+        return simulate(schedule, forward, backward, list(updates), latency, first), count
+
+    def speed(stages: int) -> float:
+        return device.speed(stages * choice.data * choice.tensor)
+
+    return simulate_shared(schedule, forward, backward, updates, latency, first, speed), count
 
 
 def _period(simulation: Simulation, updates: int) -> float:

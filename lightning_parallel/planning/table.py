@@ -11,6 +11,7 @@ from lightning_parallel.planning.layouts import Choice
 from lightning_parallel.planning.memory import Memory
 from lightning_parallel.planning.profile import ChunkCost
 from lightning_parallel.planning.step_time import StepTime
+from lightning_parallel.planning.trial import Measured
 from lightning_parallel.settings import binary_size
 
 MARGIN = 1.1  # the memory that has to be there, as a multiple of what is predicted
@@ -31,6 +32,7 @@ class Row:
         tokens: of a sample; None if they aren't known.
         devices: on which it was planned.
         fits: is the memory, with the margin, within the limit?
+        measured: what a few steps of it have taken; None if it wasn't run.
     """
 
     choice: Choice
@@ -41,6 +43,12 @@ class Row:
     tokens: int | None
     devices: int
     fits: bool
+    measured: Measured | None = None
+
+    @property
+    def seconds(self) -> float:
+        """Of a step: measured, or else predicted."""
+        return self.time.total if self.measured is None else self.measured.seconds
 
     @cached_property
     def time(self) -> StepTime:
@@ -79,11 +87,11 @@ class Row:
         """In words, what this layout has more of than the best one."""
         if self.choice.is_late:
             return "gradients are late"
-        if self.time.total <= _ALIKE * best.time.total:
+        if self.seconds <= _ALIKE * best.seconds:
             return "as fast"
         differences = {f.name: getattr(self.time, f.name) - getattr(best.time, f.name) for f in fields(StepTime)}
         most = max(differences, key=lambda name: differences[name])
-        return f"{self.time.total / best.time.total:.2f} times as long: {_WORDS[most]}"
+        return f"{self.seconds / best.seconds:.2f} times as long: {_WORDS[most]}"
 
 
 _WORDS = {
@@ -100,8 +108,8 @@ class Plan:
     """The layouts for a module, some devices and a memory, the best first.
 
     Attributes:
-        found: all layouts that can be trained: those that fit by time, then those whose gradients are late, then those
-            that don't fit by memory.
+        found: all layouts that can be trained: those that were run by measured time, the others that fit by predicted
+            time, then those whose gradients are late, then those that don't fit by memory.
         refused: the layouts that the module doesn't allow, with the reason.
         limit: the bytes of a device; None for no limit.
         devices: how many, and what kind, in words.
@@ -141,6 +149,10 @@ class Plan:
             f"{binary_size(held.activations)}). Take more devices, smaller batches, or devices with more memory."
         )
 
+    def one_of_each(self) -> list[Row]:
+        """Of the layouts that fit, the best number of microbatches of each."""
+        return _one_of_each(self.rows)
+
     def __str__(self) -> str:
         try:
             best, problem = self.best, None
@@ -148,7 +160,8 @@ class Plan:
             best, problem = None, str(error)
         several = [row for row in self.found if row.fits or best is None] or self.found
         shown = _one_of_each(several)[:_SHOWN]
-        titles = ["layout", "microbatches", "ms a step", "samples/s", "tokens/s", "memory", "bubble", "verdict"]
+        titles = ["layout", "microbatches", "ms a step", "measured", "samples/s", "tokens/s", "memory", "measured"]
+        titles += ["bubble", "verdict"]
         lines = [titles, *(self._cells(row, best) for row in shown)]
         columns = [column for column in zip(*lines, strict=True) if any(column[1:])]
         widths = [max(map(len, column)) for column in columns]
@@ -168,7 +181,7 @@ class Plan:
         return str(self)  # what a notebook shows
 
     def _cells(self, row: Row, best: Row | None) -> list[str]:
-        rate = row.samples / row.time.total
+        rate = row.samples / row.seconds
         if not row.fits:
             verdict = f"needs {binary_size(row.needed)}"
         else:
@@ -177,9 +190,11 @@ class Plan:
             str(row.choice),
             str(row.choice.microbatches) if row.choice.is_pipeline else "",
             f"{1000 * row.time.total:.3g}",
+            f"{1000 * row.measured.seconds:.3g}" if row.measured else "",
             f"{rate:.3g}",
             f"{rate * row.tokens:,.0f}" if row.tokens else "",
             binary_size(row.memory.total),
+            binary_size(row.measured.held) if row.measured else "",
             f"{row.time.bubble:.0%}" if row.choice.is_pipeline else "",
             verdict,
         ]

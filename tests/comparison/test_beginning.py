@@ -25,7 +25,7 @@ def noted(model: str, layout: str) -> tuple[list[Notes], Notes] | None:
     """On the first rank: what all ranks have noted of the second batch, and one process with the same microbatches."""
     kind, (devices, strategy, options) = MODELS[model], LAYOUTS[layout]
     watch, shares = UnitWatch(1), runs.Shares(kind.batches())
-    made = check._layout(strategy, options, 4)
+    made = check.layout_of(strategy, options, 4)
     trainer = runs.trainer_of(shares, Witness(), watch, strategy=made, devices=devices, **COMMON)
     replicas, microbatches = made.layout.size("data"), options.get("microbatches", 1)
     alone = UnitWatch(1, replicas)

@@ -54,7 +54,7 @@ class Counter(Callback):
 def counted(model: str, choice: Choice, devices: int) -> dict[str, int]:
     kind, counter = MODELS[model], Counter()
     shares = runs.Shares(kind.batches())
-    known = "ddp" if choice.strategy == "ddp" else check._layout(choice.strategy, choice.options, 2)
+    known = "ddp" if choice.strategy == "ddp" else check.layout_of(choice.strategy, choice.options, 2)
     trainer = runs.trainer_of(shares, counter, strategy=known, devices=devices, **COMMON)
     runs.fit(trainer, kind(), None, shares)
     return counter.found

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from lightning_parallel import plan
 from lightning_parallel.comparison import check, runs
-from lightning_parallel.planning.devices import described
+from lightning_parallel.planning.devices import Device, described
 from lightning_parallel.planning.layouts import Choice, choices, tensor_sizes
 from lightning_parallel.schedules.simulate import simulate
 from tests.faults.models import Blocks, Words
@@ -84,8 +84,9 @@ class Manual(Blocks):
 # -- time ----------------------------------------------------------------------------------------------------------
 
 
-def test_the_time_is_that_of_the_simulation_with_known_times() -> None:
+def test_the_time_is_that_of_the_simulation_with_known_times(monkeypatch: pytest.MonkeyPatch) -> None:
     """Layers of 2 ms a sample: so a chunk of one takes 2 ms x samples, and each schedule what the simulator says."""
+    monkeypatch.setattr(Device, "speed", lambda self, computing: 1.0)  # asleep, nobody needs a core
     rows = plan(Sleepers(*[0.002] * 4), torch.randn(8, 4), devices=4).rows
     pipelines = [row for row in rows if row.choice.is_pipeline and not row.choice.is_late and row.choice.stages == 4]
     assert {row.strategy for row in pipelines} >= {"pipeline_gpipe", "pipeline_1f1b"}
@@ -113,7 +114,7 @@ class Clock(Callback):
 def measured(choice: Choice, seconds: list[float]) -> float:
     """The least seconds of a step, on two ranks that sleep most of the time."""
     clock, shares = Clock(), runs.Shares([torch.randn(8, 4) for _ in range(5)])
-    layout = check._layout(choice.strategy, choice.options, 2)
+    layout = check.layout_of(choice.strategy, choice.options, 2)
     trainer = runs.trainer_of(shares, clock, strategy=layout, devices=2, accelerator="cpu")
     runs.fit(trainer, Sleepers(*seconds), None, shares)
     return min(after - before for before, after in pairwise(clock.ends[1:]))

@@ -1,0 +1,235 @@
+"""Runs a layout for a few steps, in processes of its own: seconds and bytes, to stand beside those of the plan."""
+
+from __future__ import annotations
+
+import copy
+import multiprocessing
+import os
+import pickle
+import signal
+import tempfile
+import threading
+import time
+from collections.abc import Collection, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as torch_multiprocessing
+from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
+from lightning.pytorch.callbacks import Callback
+from torch import Tensor
+from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException
+from torch.utils.data import DataLoader
+
+from lightning_parallel.comparison.check import layout_of
+from lightning_parallel.comparison.runs import Shares, trainer_of
+from lightning_parallel.planning.devices import kept_waiting, threads_of_rank
+from lightning_parallel.planning.held import Held
+from lightning_parallel.planning.layouts import Choice
+from lightning_parallel.private.torch import tree_leaves
+
+STEPS = 3
+# A pipeline tries losses in batches 0, 1, 2, 4, 8, ..., which takes time and memory of its own. The first batches are
+# traced. And to count the memory of a batch, a buffer has to have been used before.
+_BEGIN, _COUNTED, _FIRST = 2, 3, 5
+_LIMIT = 300.0  # seconds for one layout, with the start of its processes
+_LEAVING = 10.0  # seconds in which a process that has been killed must have ended
+
+
+class TrialFailed(Exception):
+    """A layout couldn't be run, or took too long. The message is the error's of a rank."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a few steps of a layout have taken.
+
+    Attributes:
+        seconds: of a step, the median of the slowest rank.
+        least: of the fastest step.
+        held: bytes of tensors at once, on the fullest rank.
+        computing: seconds of a step in which a rank's thread had a core: the median of the busiest rank.
+        queued: the share of time in which the ranks had none.
+    """
+
+    seconds: float
+    least: float
+    held: int
+    computing: float = 0.0
+    queued: float = 0.0
+
+    @classmethod
+    def of_ranks(cls, ranks: list[Figures]) -> Measured:
+        slowest = max(ranks, key=lambda each: median(each.seconds))
+        return cls(
+            median(slowest.seconds),
+            min(slowest.seconds),
+            max(each.held for each in ranks),
+            max(median(each.computing) for each in ranks),
+            min(1.0, max(each.queued / sum(each.seconds) for each in ranks)),
+        )
+
+
+@dataclass(frozen=True)
+class Figures:
+    """Of one rank: seconds of each step, those in which its thread had a core, those of all in which it had none, and
+    bytes."""
+
+    seconds: list[float]
+    computing: list[float]
+    queued: float
+    held: int
+
+
+def measured(
+    choice: Choice, module: pl.LightningModule, batch: Any, devices: int, trainer: Mapping[str, Any]
+) -> Measured:
+    """Run a layout in so many processes, which end with it.
+
+    Args:
+        batch: of all replicas together.
+        trainer: arguments of the Trainer.
+
+    Raises:
+        TrialFailed: the module can't be sent to processes, a rank has raised an error, or it took too long.
+    """
+    with tempfile.TemporaryDirectory(prefix="lightning-parallel-") as folder:
+        try:
+            torch.save((choice, module, batch, dict(trainer)), Path(folder) / _GIVEN)
+        except Exception as error:  # any: of the user's class
+            raise TrialFailed(f"The module and its batch can't be sent to other processes: {error}") from error
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
+        context = torch_multiprocessing.start_processes(  # type: ignore[attr-defined]
+            _rank, (devices, store.port, folder), devices, join=False, daemon=True, start_method="spawn"
+        )
+        assert context is not None, "join=False gives a context"
+        end = time.monotonic() + _LIMIT
+        try:
+            while not context.join(max(0.0, end - time.monotonic())):
+                if time.monotonic() >= end:
+                    raise TrialFailed(f"It hadn't ended after {_LIMIT:.0f} s.")
+        except ProcessRaisedException as error:
+            raise TrialFailed(_last_line(error)) from error
+        except ProcessExitedException as error:
+            guard = 'A script has to call it under if __name__ == "__main__":.'
+            raise TrialFailed(f"{_last_line(error)}. {guard}") from error
+        finally:
+            for process in context.processes:
+                if process.is_alive():
+                    process.kill()
+                process.join(_LEAVING)
+        return Measured.of_ranks([pickle.loads((Path(folder) / str(rank)).read_bytes()) for rank in range(devices)])
+
+
+_GIVEN = "given"
+
+
+def _last_line(error: Exception) -> str:
+    lines = [line for line in str(error).strip().splitlines() if line and not line.startswith(" ")]
+    return lines[-1] if lines else type(error).__name__
+
+
+def _rank(rank: int, devices: int, port: int, folder: str) -> None:
+    threading.Thread(target=_follow_parent, daemon=True).start()
+    # As torch's elastic agent would set it.
+    os.environ.update(
+        RANK=str(rank),
+        WORLD_SIZE=str(devices),
+        LOCAL_RANK=str(rank),
+        LOCAL_WORLD_SIZE=str(devices),
+        GROUP_RANK="0",
+        GROUP_WORLD_SIZE="1",
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+        TORCHELASTIC_RUN_ID="plan",
+        TORCHELASTIC_USE_AGENT_STORE="True",
+    )
+    torch.set_num_threads(threads_of_rank(devices))
+    choice, module, batch, trainer = torch.load(Path(folder) / _GIVEN, weights_only=False)
+    found = on_rank(choice, module, batch, devices, trainer | {"plugins": [TorchElasticEnvironment()]})
+    (Path(folder) / str(rank)).write_bytes(pickle.dumps(found))
+    if dist.is_initialized():
+        dist.barrier()  # none closes its connections while another one needs them
+        dist.destroy_process_group()
+
+
+def _follow_parent() -> None:
+    """End with the process that started this one, however that ended."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def on_rank(
+    choice: Choice, module: pl.LightningModule, batch: Any, devices: int, trainer: Mapping[str, Any], steps: int = STEPS
+) -> Figures:
+    """Train a copy of a module for a few steps, as one of the ranks of a layout. All ranks call it."""
+    layout: Any = choice.strategy  # a strategy of Lightning's own
+    if choice.strategy != "ddp":
+        layout = layout_of(choice.strategy, choice.options, 2)
+    timed = [number for number in range(_FIRST, _FIRST + 2 * steps) if number.bit_count() > 1][:steps]
+    shares, clock = Shares([batch] * (timed[-1] + 1)), _Clock(timed)
+    made = trainer_of(shares, clock, strategy=layout, devices=devices, **trainer)
+    made.fit(copy.deepcopy(module), DataLoader(shares, batch_size=None))
+    return Figures(clock.seconds, clock.computing, clock.queued, clock.bytes)
+
+
+class _Clock(Callback):
+    """The seconds of some batches, and before these the bytes that are held in one: counting them takes time."""
+
+    def __init__(self, timed: Collection[int]) -> None:
+        self.seconds: list[float] = []
+        self.computing: list[float] = []
+        self.queued = 0.0
+        self._timed = timed
+        self._held = Held()
+        self._on_gpu = 0
+        self._last = 0.0, 0.0, 0.0
+
+    @property
+    def bytes(self) -> int:
+        return self._on_gpu or self._held.most
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        device = trainer.strategy.root_device
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        now, computed, waited = _clocks()
+        if batch_idx in self._timed:
+            self.seconds.append(now - self._last[0])
+            self.computing.append(computed - self._last[1])
+            self.queued += waited - self._last[2]
+        if batch_idx + 1 == _BEGIN:
+            self._held.add(_kept(trainer, pl_module))
+            self._held.__enter__()
+        elif batch_idx + 1 == _COUNTED:
+            self._held.forget()
+            if device.type == "cuda":
+                torch.cuda.reset_peak_memory_stats(device)
+        elif batch_idx == _COUNTED:
+            self._held.__exit__(None, None, None)
+            self._on_gpu = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
+        self._last = _clocks()
+
+
+def _clocks() -> tuple[float, float, float]:
+    return time.perf_counter(), time.thread_time(), kept_waiting()
+
+
+def _kept(trainer: pl.Trainer, module: pl.LightningModule) -> list[Tensor]:
+    """What is there between steps."""
+    found = [*module.parameters(), *module.buffers()]
+    found += [p.grad for p in module.parameters() if p.grad is not None]
+    for optimizer in trainer.optimizers:
+        with suppress(Exception):  # any: a state that isn't a dictionary of tensors
+            found += [value for value in tree_leaves(dict(optimizer.state)) if isinstance(value, Tensor)]
+    return found

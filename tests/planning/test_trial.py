@@ -1,0 +1,79 @@
+"""The best layouts of a plan are run, and ranked by what they take."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_parallel import plan
+from lightning_parallel.planning.held import Held
+from tests.faults.models import Blocks
+from tests.planning.test_plan import Sleepers
+
+
+class FailsInDDP(Blocks):
+    """Its step fails in one of two processes; the other one waits for it. No pipeline takes it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if dist.is_initialized() and dist.get_rank() == 1 and type(self.trainer.strategy).__name__ == "DDPStrategy":
+            raise RuntimeError("no luck on rank 1")
+        return super().training_step(batch, batch_idx)
+
+
+def test_the_best_are_run_and_ranked_by_what_was_measured() -> None:
+    found = plan(Sleepers(*[0.004] * 4), torch.randn(8, 4), devices=2, measure=2)
+    first, second, *others = found.rows
+    assert first.measured is not None and second.measured is not None
+    assert all(row.measured is None for row in others)
+    assert first.measured.seconds <= second.measured.seconds
+    for row in (first, second):
+        assert row.measured is not None
+        assert row.time.total == pytest.approx(row.measured.seconds, rel=0.5), row.choice
+    assert found.best is first and "measured" in str(found)
+
+
+def test_one_that_fails_is_refused_with_its_error() -> None:
+    found = plan(FailsInDDP(), FailsInDDP.batches()[0], devices=2, measure=3)
+    assert "no luck on rank 1" in found.refused["ddp, 2 replicas"]
+    assert {row.strategy for row in found.found} == {"fully_sharded"}
+    assert found.best.measured is not None
+
+
+def test_what_cannot_be_measured_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    batch = Blocks.batches()[0]
+    with pytest.raises(ValueError, match="measure=-1"):
+        plan(Blocks(), batch, measure=-1)
+    with pytest.raises(ValueError, match="measure=3, device='h100'"):
+        plan(Blocks(), batch, measure=3, device="h100")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(ValueError, match="measure=3, devices=4: this machine has 1"):
+        plan(Blocks(), batch, devices=4, measure=3)
+
+
+def test_memory_is_held_until_it_is_freed() -> None:
+    weight = nn.Parameter(torch.zeros(100, 100))
+    held = Held([weight, weight[1:]])
+    own = 4 * 100 * 100
+    assert held.most == own
+    with held:
+        kept = weight * 2
+        for _ in range(3):
+            weight * 3
+        kept.view(-1)[:50].add_(1)
+    assert held.most == 3 * own
+    with held:
+        again = kept @ kept + 1  # of this the product is freed
+        large = torch.empty(2 * own, dtype=torch.int8)
+        large.untyped_storage().resize_(0)
+        another = torch.empty(own // 4)
+    assert held.most == 5 * own
+    del again, large, another
