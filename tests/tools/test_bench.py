@@ -33,6 +33,8 @@ from tools.bench import (
     one_device,
     optimizers,
     overhead,
+    plan,
+    plan_models,
     processes,
     report,
     shared_device,
@@ -142,6 +144,24 @@ def test_contestants_of_a_schedule_train_alike(schedule: str) -> None:
     for rank, (ours, _, by_hand) in enumerate(ranks):
         torch.testing.assert_close(by_hand, ours)
         torch.testing.assert_close(ranks[-1 - rank][1], ours)
+
+
+def small_mlp() -> Any:
+    return plan_models.Classifier(nn.Sequential(*(nn.Linear(8, 8) for _ in range(4))), partial(torch.optim.SGD))
+
+
+def small_batch() -> tuple[Tensor, Tensor]:
+    return torch.randn(8, 8), torch.randint(0, 8, (8,))
+
+
+def test_plans_are_judged_by_their_layouts() -> None:
+    model = plan_models.Model("small", "mlp", small_mlp, small_batch)
+    found = plan.judged(model, 2, steps=1)
+    assert [pair.how for pair in found.pairs] == ["ended"] * len(found.pairs) and len(found.pairs) > 5
+    assert found.regret >= 1 and all(0.3 < pair.memory < 3 for pair in found.pairs)
+    families, choices, rows = plan.tables([found])
+    assert [len(table.rows) for table in (families, choices, rows)] == [1, 1, len(found.pairs)]
+    assert bench._on("cpu")["plan"].keys() == set(plan_models.FAMILIES)
 
 
 def test_what_is_held_is_what_theory_says() -> None:

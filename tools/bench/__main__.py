@@ -2,7 +2,8 @@
 ``python -m tools.bench tensor``: the layers of tensor parallelism beside DTensor and beside bare functions;
 ``python -m tools.bench data``: replicas that share every batch, in a Trainer and in bare loops of torch's own;
 ``python -m tools.bench checkpoint``: saving and opening, beside torch's distributed checkpoint;
-``python -m tools.bench optimizers``: steps where ranks divide parameters, beside bare ones."""
+``python -m tools.bench optimizers``: steps where ranks divide parameters, beside bare ones;
+``python -m tools.bench plan``: what a plan predicts of layouts, beside what they take."""
 
 from __future__ import annotations
 
@@ -33,6 +34,8 @@ from tools.bench import (
     one_device,
     optimizers,
     overhead,
+    plan,
+    plan_models,
     report,
     shared_device,
     sleeping,
@@ -113,6 +116,7 @@ def _on(device: str) -> dict[str, dict[str, Part]]:
         "data": DATA,
         "checkpoint": CHECKPOINT,
         "optimizers": OPTIMIZERS,
+        "plan": plan.Bench().parts(),
     }
 
 
@@ -155,7 +159,7 @@ def _parser() -> argparse.ArgumentParser:
         type=lambda text: text.split(","),
         metavar="PART,...",
         help=f"some of: {', '.join(PIPELINE)} of the pipeline, {', '.join(TENSOR)} of tensor, "
-        f"{', '.join(DATA)} of data (default: all)",
+        f"{', '.join(DATA)} of data, {', '.join(plan_models.FAMILIES)} of plan (default: all)",
     )
     parser.add_argument(
         "--device",

@@ -9,7 +9,7 @@ import signal
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
@@ -39,6 +39,7 @@ def run(
     backend: str = "gloo",
     limit: float | None = None,
     environment: Mapping[str, str] | None = None,
+    preload: Sequence[str] = (),
 ) -> list[Any]:
     """Call ``fn(*args)`` on ``world_size`` ranks of a group, one thread each: the results, by rank.
 
@@ -48,6 +49,7 @@ def run(
             too few, the first one for all ranks.
         limit: seconds from the start of the processes; None for no limit.
         environment: variables of the ranks, which are set before they use a GPU.
+        preload: modules that the first measurement of a program imports for all ranks to come.
 
     Raises:
         torch.multiprocessing.ProcessRaisedException: a rank raised; the others have been ended.
@@ -56,7 +58,7 @@ def run(
     """
     os.environ["OMP_NUM_THREADS"] = "1"  # read by the server when it imports torch
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # or its imports start CUDA, which can't be forked
-    multiprocessing.set_forkserver_preload(_PRELOAD)
+    multiprocessing.set_forkserver_preload([*_PRELOAD, *preload])
     # Port 0: the kernel chooses one.
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
     with tempfile.TemporaryDirectory(prefix="bench-") as scratch:

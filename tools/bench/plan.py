@@ -1,0 +1,277 @@
+"""What ``lightning_parallel.plan`` predicts, beside what it predicts: the layouts of models of several families, each
+trained for a few steps by as many processes over gloo."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from statistics import median
+from typing import Any
+
+import torch
+
+import lightning_parallel
+from lightning_parallel.planning.devices import threads_of_rank
+from lightning_parallel.planning.layouts import Choice
+from lightning_parallel.planning.table import Plan, Row
+from lightning_parallel.planning.trial import Figures, Measured, on_rank
+from recipes.tables import Cell, Table
+from tools.bench import processes
+from tools.bench.layers import quiet
+from tools.bench.plan_models import FAMILIES, MODELS, PRELOAD, Model
+
+MIB = 2**20
+NEAR = 1.05  # a layout whose steps take so many times the fastest one's is as good
+_LIMIT = 300.0  # seconds, for all layouts of a model
+_TRAINER = {"accelerator": "cpu", "precision": "32-true"}
+ALL = "all"
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How many models of a family are trained by so many ranks; ``steps`` of each layout that are timed."""
+
+    models: Mapping[int, int]
+    steps: int = 3
+
+
+FULL, QUICK = Sizes({2: 3, 4: 1}), Sizes({2: 1}, steps=1)
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A layout's row in a plan, and what it has taken; or its error."""
+
+    model: Model
+    ranks: int
+    row: Row
+    measured: Measured | None
+    how: str = "ended"
+
+    @property
+    def time(self) -> float:
+        """Measured over predicted."""
+        assert self.measured is not None
+        return self.measured.seconds / self.row.time.total
+
+    @property
+    def memory(self) -> float:
+        """Measured over predicted."""
+        assert self.measured is not None
+        return self.measured.held / self.row.memory.total
+
+
+@dataclass(frozen=True)
+class Judged:
+    """A plan beside the layouts that it is of.
+
+    Attributes:
+        seconds: in which it was made.
+    """
+
+    model: Model
+    ranks: int
+    seconds: float
+    pairs: Sequence[Pair]
+
+    @property
+    def synchronous(self) -> list[Pair]:
+        """Those that ended, and could be chosen: the best by plan first."""
+        return [pair for pair in self.pairs if pair.measured is not None and not pair.row.choice.is_late]
+
+    @property
+    def fastest(self) -> Pair:
+        return min(self.synchronous, key=_seconds)
+
+    @property
+    def regret(self) -> float:
+        """The time of the chosen layout in units of the fastest one's."""
+        return _seconds(self.synchronous[0]) / _seconds(self.fastest)
+
+
+def _seconds(pair: Pair) -> float:
+    assert pair.measured is not None
+    return pair.measured.seconds
+
+
+@dataclass
+class Bench:
+    """Measures families one after the other; tables are of all so far."""
+
+    judged: list[Judged] = field(default_factory=list)
+
+    def parts(self) -> dict[str, tuple[Any, Any]]:
+        """For each family, in full and with ``--quick``."""
+        return {f: (partial(self.measure, f, FULL), partial(self.measure, f, QUICK)) for f in FAMILIES}
+
+    def measure(self, family: str, sizes: Sizes) -> Iterator[Table]:
+        quiet()
+        models = [model for model in MODELS.values() if model.family == family]
+        for ranks, count in sizes.models.items():
+            for model in models[:count]:
+                self.judged.append(judged(model, ranks, sizes.steps))
+                yield from tables(self.judged)
+
+
+def judged(model: Model, ranks: int, steps: int) -> Judged:
+    """Plan a model's layouts, and train the best number of microbatches of each."""
+    module, batch = model.build()
+    threads = torch.get_num_threads()
+    start = time.perf_counter()
+    found: Plan = lightning_parallel.plan(module, batch, devices=ranks)
+    seconds = time.perf_counter() - start
+    torch.set_num_threads(threads)
+    rows = found.one_of_each()
+    run = partial(processes.attempt, _trained, ranks, model, limit=_LIMIT, preload=PRELOAD)
+    _, all_of_them = run([row.choice for row in rows], steps)
+    pairs = []
+    for number, row in enumerate(rows):
+        how, figures = "ended", None
+        if all_of_them is None:  # one of them has failed or hung, and taken the others with it
+            how, alone = run([row.choice], steps)
+            figures = None if alone is None else [each[0] for each in alone]
+        else:
+            figures = [each[number] for each in all_of_them]
+        said = next((each for each in figures or [] if isinstance(each, str)), how)
+        told = None if figures is None or said != "ended" else Measured.of_ranks(figures)
+        pairs.append(Pair(model, ranks, row, told, said))
+    return Judged(model, ranks, seconds, pairs)
+
+
+def _trained(model: Model, choices: Iterable[Choice], steps: int) -> list[Figures | str]:
+    """What each layout has taken on this rank, or its error, which all ranks have."""
+    quiet()
+    ranks = torch.distributed.get_world_size()
+    torch.set_num_threads(threads_of_rank(ranks))
+    found: list[Figures | str] = []
+    for choice in choices:
+        module, batch = model.build()
+        try:
+            found.append(on_rank(choice, module, batch, ranks, _TRAINER, steps))
+        except ValueError as error:  # a refusal
+            found.append(f"failed: {str(error)[:200]}")
+    return found
+
+
+# -- tables ------------------------------------------------------------------------------------------------------
+
+
+def tables(found: Sequence[Judged]) -> list[Table]:
+    return [_families(found), _choices(found), _rows(found)]
+
+
+def _families(found: Sequence[Judged]) -> Table:
+    names = [name for name in FAMILIES if any(each.model.family == name for each in found)]
+    rows: list[list[Cell]] = []
+    for name in [*names, *([ALL] if len(names) > 1 else [])]:
+        own = [each for each in found if name in (ALL, each.model.family)]
+        pairs = [pair for each in own for pair in each.pairs if pair.measured is not None]
+        if not pairs:
+            continue
+        times, memories = [pair.time for pair in pairs], [pair.memory for pair in pairs]
+        near = sum(each.regret <= NEAR for each in own)
+        rows.append(
+            [
+                name,
+                len({each.model.name for each in own}),
+                len(pairs),
+                median(times),
+                _error(times, median),
+                _error(times, max),
+                _error(memories, median),
+                _error(memories, max),
+                f"{near} of {len(own)}",
+                max(each.regret for each in own),
+                max(each.seconds for each in own),
+            ]
+        )
+    return Table(
+        "What a plan says, and what was measured",
+        {
+            "family": "",
+            "models": "d",
+            "layouts": "d",
+            "measured / predicted time": ".2f",
+            "off, median": ".0%",
+            "off, worst": ".0%",
+            "memory off, median": ".0%",
+            "memory off, worst": ".0%",
+            "chosen within 5 %": "",
+            "worst choice": ".2f",
+            "plan (s)": ".0f",
+        },
+        rows,
+        "Off: how far the measured step or the bytes on the fullest rank are from the predicted, in parts of the "
+        "prediction. Chosen: is the layout that a plan takes within 5 % of the fastest one's time? Worst choice: the "
+        "chosen one's time in units of the fastest one's. Plan: the longest that one took.",
+    )
+
+
+def _error(ratios: Sequence[float], of: Any) -> float:
+    return float(of([abs(ratio - 1) for ratio in ratios]))
+
+
+def _choices(found: Sequence[Judged]) -> Table:
+    rows: list[list[Cell]] = []
+    for each in found:
+        if not each.synchronous:
+            continue
+        chosen, fastest = each.synchronous[0], each.fastest
+        queued = max(pair.measured.queued for pair in each.pairs if pair.measured is not None)
+        row: list[Cell] = [each.model.name, each.ranks, _named(chosen), _named(fastest), each.regret, each.seconds]
+        rows.append([*row, queued])
+    return Table(
+        "The layout that a plan takes, and the fastest",
+        {
+            "model": "",
+            "ranks": "d",
+            "by plan": "",
+            "measured": "",
+            "time of the first / second": ".2f",
+            "plan (s)": ".1f",
+            "no core": ".0%",
+        },
+        rows,
+        "Layouts with the numbers of one process. No core: the largest share of a rank's time in which others had the "
+        "cores; with more ranks than cores they are other ranks.",
+    )
+
+
+def _named(pair: Pair) -> str:
+    choice = pair.row.choice
+    return f"{choice}, {choice.microbatches} microbatches" if choice.is_pipeline else str(choice)
+
+
+def _rows(found: Sequence[Judged]) -> Table:
+    rows: list[list[Cell]] = []
+    for pair in [pair for each in found for pair in each.pairs]:
+        row: list[Cell] = [pair.model.name, pair.ranks, _named(pair), pair.row.time.total * 1e3]
+        if pair.measured is None:
+            rows.append([*row, None, None, None, pair.row.memory.total / MIB, None, None, None, pair.how])
+            continue
+        measured = pair.measured
+        row += [measured.seconds * 1e3, measured.computing * 1e3, pair.time]
+        row += [pair.row.memory.total / MIB, measured.held / MIB, pair.memory, measured.queued, pair.how]
+        rows.append(row)
+    return Table(
+        "Each layout",
+        {
+            "model": "",
+            "ranks": "d",
+            "layout": "",
+            "predicted (ms)": ".0f",
+            "measured (ms)": ".0f",
+            "on a core (ms)": ".0f",
+            "ratio": ".2f",
+            "predicted (MiB)": ".1f",
+            "measured (MiB)": ".1f",
+            "memory ratio": ".2f",
+            "no core": ".0%",
+            "how it ended": "",
+        },
+        rows,
+        "The step: the median, on the slowest rank; the part of it in which the busiest rank had a core. MiB: tensors "
+        "on the fullest rank, at the most in a step. No core: the share of time in which a rank could have gone on.",
+    )
