@@ -14,7 +14,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import CompactHydraException, HydraException
 
 from recipes.command_line import typed
-from recipes.compare.run import REFERENCE, STRATEGIES, Outcome, configs, run
+from recipes.compare.run import REFERENCE, STRATEGIES, Outcome, configs, plan, run
 from recipes.compose import check
 from recipes.configs import Configs
 from recipes.problem import ConfigError, Problem, closest
@@ -42,7 +42,7 @@ Examples
     {compare} model=mlp data=digits trainer.max_steps=100
 
 What is measured
-    step time       median and quartiles of the updates after a warm-up
+    step time       median and quartiles of the updates after a warm-up, beside what recipes.plan predicts
     memory          peak of each rank; parameters, gradients and optimizer state exactly
     messages        bytes that a rank sends, by kind, in the last two updates
     bubble          of pipelines: share of the stages' time without compute, beside theory
@@ -117,7 +117,7 @@ def _options(words: Sequence[str], own: Configs) -> tuple[list[str], Path, list[
 
 
 def _compare(planned: Sequence[Outcome], folder: Path, words: Sequence[str]) -> None:
-    outcomes = []
+    outcomes, predicted = [], plan(planned[0])
     for number, each in enumerate(planned, 1):
         print(f"[{number}/{len(planned)}] {each.strategy} ...", end="", flush=True)
         begin = time.monotonic()
@@ -129,7 +129,7 @@ def _compare(planned: Sequence[Outcome], folder: Path, words: Sequence[str]) -> 
 
     from recipes.compare import report, rows  # here: they import torch, for which --help need not wait
 
-    table = rows.rows(outcomes)
+    table = rows.rows(outcomes, predicted)
     head = report.headline(config, words)
     found = report.tables(table, str(config["optimized_metric"] or "train_loss"))
     print(f"\n{report.show(head, table, found)}")

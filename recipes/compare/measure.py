@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import lightning as L
 import torch
@@ -97,10 +97,10 @@ class Measure(Callback):
             torch.cuda.reset_peak_memory_stats(gpu)
         if not self._gpus:
             forget_peak()
-        self._thread = Times.now()
+        self._thread = seconds_of_thread()
 
     def _stop(self, trainer: L.Trainer) -> None:
-        thread = Times.now().since(self._thread)
+        thread = shares(self._thread, seconds_of_thread())
         peaks = [torch.cuda.max_memory_allocated(gpu) for gpu in self._gpus]
         self._found = {
             "rank": trainer.global_rank,
@@ -109,13 +109,15 @@ class Measure(Callback):
             "seconds": [end - start for start, end in zip(self._ends, self._ends[1:], strict=False)],
             "peaks": peaks or [peak_resident() - self._baseline],
             "held": self._held,
-            "thread": thread.shares(),
+            "thread": thread,
         }
         strategy = trainer.strategy
         if isinstance(strategy, StagedStrategy):
             begin, end = self._ends[0], self._ends[-1]
             spans = [span for span in strategy.timeline.spans if begin <= span.start and span.end <= end]
             self._found |= {"spans": [asdict(span) for span in spans], "bubble": strategy.theoretical_bubble()}
+            sizes = {"stages": strategy.layout.stages, "microbatches": strategy.at_work.microbatches.count}
+            self._found["words"] = [f"strategy.{name}={size}" for name, size in sizes.items()]
 
     def _count(self) -> None:
         per_step = 1 / self._counted
@@ -176,26 +178,19 @@ def devices_of(root: torch.device, others: Iterable[torch.device] | None) -> lis
     return [device for device in dict.fromkeys(others or [root]) if device.type == "cuda"]
 
 
-class Times:
-    """Seconds of one thread: on the clock, on a core, and ready to run without one, which is the machine's load. A
-    thread that waits for Python's interpreter lock or for a message is blocked."""
+Seconds = tuple[float, float, float]  # of a thread: on the clock, on a core, and ready to run without one
 
-    def __init__(self, wall: float = 0.0, computing: float = 0.0, queued: float = 0.0) -> None:
-        self.wall, self.computing, self.queued = wall, computing, queued
 
-    @classmethod
-    def now(cls) -> Self:
-        """Of the calling thread, since it began."""
-        file = Path(f"/proc/self/task/{threading.get_native_id()}/schedstat")
-        computing, queued, _ = file.read_text().split()
-        return cls(time.monotonic(), int(computing) * 1e-9, int(queued) * 1e-9)
+def seconds_of_thread() -> Seconds:
+    """Of the calling thread, since it began. Without a core it waits for the machine's load. While it waits for
+    Python's interpreter lock or for a message, it is blocked."""
+    computing, queued, _ = Path(f"/proc/self/task/{threading.get_native_id()}/schedstat").read_text().split()
+    return time.monotonic(), int(computing) * 1e-9, int(queued) * 1e-9
 
-    def since(self, start: Times) -> Times:
-        return Times(self.wall - start.wall, self.computing - start.computing, self.queued - start.queued)
 
-    def shares(self) -> dict[str, float]:
-        """Fractions of the time on the clock."""
-        # The kernel books at its ticks: of a short while it may count a little more than went by.
-        whole = max(self.wall, self.computing + self.queued) or 1.0
-        computing, queued = self.computing / whole, self.queued / whole
-        return {"computing": computing, "queued": queued, "blocked": max(0.0, 1 - computing - queued)}
+def shares(before: Seconds, after: Seconds) -> dict[str, float]:
+    """Fractions of the time on the clock."""
+    wall, computing, queued = (b - a for a, b in zip(before, after, strict=True))
+    # The kernel books at its ticks: of a short while it may count a little more than went by.
+    whole = max(wall, computing + queued) or 1.0
+    return {"queued": queued / whole, "blocked": max(0.0, 1 - (computing + queued) / whole)}

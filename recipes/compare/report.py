@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -13,7 +12,7 @@ from typing import Any
 from recipes.compare.rows import Row
 from recipes.compare.run import REFERENCE
 from recipes.process_rules import counted
-from recipes.tables import Cell, Table, circumstances
+from recipes.tables import Cell, Table, circumstances, write_csv
 from recipes.traffic import KINDS
 
 MIB, KIB = 2**20, 2**10
@@ -40,6 +39,7 @@ def _speed(rows: Sequence[Row], loss: str) -> Table:
         "processes": "d",
         "step (ms)": ".1f",
         "half of all (ms)": "",
+        "predicted (ms)": ".1f",
         "samples/s": ",.0f",
         "tokens/s": ",.0f",
         "efficiency": ".0%",
@@ -53,32 +53,34 @@ def _speed(rows: Sequence[Row], loss: str) -> Table:
     for row in rows:
         first, median, third = (seconds * 1e3 for seconds in row.quartiles)
         name = row.strategy if row.devices == row.processes else f"{row.strategy} ({row.devices} replicas)"
-        line: list[Cell] = [name, row.processes, median, f"{first:.1f}-{third:.1f}", row.samples, row.tokens]
+        line: list[Cell] = [name, row.processes, median, f"{first:.1f}-{third:.1f}"]
+        line += [row.predicted and row.predicted[0] * 1e3, row.samples, row.tokens]
         cells.append([*line, row.efficiency, row.blocked, row.queued, row.bubble, row.theory, row.loss])
     return Table(
         "Speed",
         columns,
         cells,
-        "Step: the median update, and the range that half of all lie in. Efficiency: throughput per device, in units "
-        "of one process's. Of the threads that compute, the share of time in which they were blocked, waiting for "
-        "messages; and in which they had no core, which is the machine's load. Bubble: the share of the stages' time "
-        "without compute, whatever the reason, and by theory of the schedule alone.",
+        "Step: the median update, the range that half of all lie in, and by a plan. Efficiency: throughput per device, "
+        "in units of one process's. Of the threads that compute, the share of time in which they were blocked, waiting "
+        "for messages; and in which they had no core, which is the machine's load. Bubble: the share of the stages' "
+        "time without compute, whatever the reason, and by theory of the schedule alone.",
     )
 
 
 def _memory(rows: Sequence[Row]) -> Table:
-    columns = {"strategy": "", "peak, fullest (MiB)": ".1f", "mean (MiB)": ".1f", "max/mean": ".2f"}
+    columns = {"strategy": "", "peak, fullest (MiB)": ".1f", "predicted": ".1f", "mean (MiB)": ".1f", "max/mean": ".2f"}
     columns |= {f"{name} (MiB)": ".2f" for name in HELD} | {"these three (MiB)": ".2f"}
     cells: list[list[Cell]] = []
     for row in rows:
         held = [row.held[name] / MIB for name in HELD]
-        cells.append([row.strategy, row.peak / MIB, fmean(row.peaks) / MIB, row.imbalance, *held, sum(held)])
+        line: list[Cell] = [row.strategy, row.peak / MIB, row.predicted and row.predicted[1] / MIB]
+        cells.append([*line, fmean(row.peaks) / MIB, row.imbalance, *held, sum(held)])
     return Table(
         "Memory of a rank",
         columns,
         cells,
         "Peak: on a GPU the most that torch had allocated; on the CPU the most that was resident, above what the "
-        "process had without the model. Parameters, gradients and optimizer state: exactly, the mean over the ranks.",
+        "process had without the model. Predicted: tensors alone. The others: exactly, the mean over the ranks.",
     )
 
 
@@ -164,10 +166,7 @@ def write(folder: Path, head: tuple[str, str], rows: Sequence[Row], found: Seque
     parts += ["## What this shows", "\n".join(f"- {line}" for line in findings(rows))]
     parts += [table.markdown().replace("### ", "## ", 1) for table in found]
     (folder / "compare.md").write_text("\n\n".join(parts) + "\n")
-    with (folder / "compare.csv").open("w", newline="") as stream:
-        writer = csv.DictWriter(stream, list(flat(rows[0])))
-        writer.writeheader()
-        writer.writerows(flat(row) for row in rows)
+    write_csv(folder / "compare.csv", list(flat(rows[0])), map(flat, rows))
 
 
 def flat(row: Row) -> dict[str, Any]:
@@ -177,6 +176,7 @@ def flat(row: Row) -> dict[str, Any]:
     return (
         {"strategy": row.strategy, "error": row.error, "processes": row.processes, "devices": row.devices}
         | {"step_s": median, "step_first_quartile_s": first, "step_third_quartile_s": third}
+        | dict(zip(("predicted_step_s", "predicted_bytes"), row.predicted or (None, None), strict=True))
         | {"samples_per_s": row.samples, "tokens_per_s": row.tokens, "efficiency": row.efficiency}
         | {"blocked": row.blocked, "no_core": row.queued, "bubble": row.bubble, "bubble_by_theory": row.theory}
         | {"loss": row.loss}

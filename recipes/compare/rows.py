@@ -27,6 +27,7 @@ class Row:
         blocked: share of time in which the threads that compute waited for messages.
         queued: share of time in which they had no core.
         bubble, theory: shares of the stages' time.
+        predicted: seconds of a step, and bytes of tensors on the fullest rank, by a plan.
     """
 
     strategy: str
@@ -45,6 +46,7 @@ class Row:
     bubble: float | None = None
     theory: float | None = None
     loss: float | None = None
+    predicted: tuple[float, float] | None = None
 
     @property
     def step(self) -> float:
@@ -62,13 +64,13 @@ class Row:
         return max(self.peaks) / fmean(self.peaks)
 
 
-def rows(outcomes: Sequence[Outcome]) -> list[Row]:
-    """A row each; efficiencies where the reference is among them."""
-    reference = next((_row(o, None) for o in outcomes if o.strategy == REFERENCE and o.error is None), None)
-    return [_row(outcome, reference) for outcome in outcomes]
+def rows(outcomes: Sequence[Outcome], plan: Sequence[Mapping[str, Any]] = ()) -> list[Row]:
+    """A row each; efficiencies where the reference is among them, predictions where a plan has the layout."""
+    reference = next((_row(o, None, ()) for o in outcomes if o.strategy == REFERENCE and o.error is None), None)
+    return [_row(outcome, reference, plan) for outcome in outcomes]
 
 
-def _row(outcome: Outcome, reference: Row | None) -> Row:
+def _row(outcome: Outcome, reference: Row | None, plan: Sequence[Mapping[str, Any]]) -> Row:
     if outcome.error is not None or outcome.config is None or outcome.metrics is None:
         return Row(outcome.strategy, outcome.error)
     config, ranks = outcome.config, outcome.ranks
@@ -80,6 +82,8 @@ def _row(outcome: Outcome, reference: Row | None) -> Row:
     batch, context = data.get("batch_size"), data.get("context")
     samples = batch * accumulated / median if batch else None
     bubble, theory = _bubble(ranks)
+    words = {f"strategy={outcome.strategy}", *ranks[0].get("words", ())}
+    predicted = next((each for each in plan if words <= {*each["overrides"]}), None)
     return Row(
         strategy=outcome.strategy,
         processes=processes,
@@ -96,6 +100,7 @@ def _row(outcome: Outcome, reference: Row | None) -> Row:
         bubble=bubble,
         theory=theory,
         loss=_loss(outcome.metrics, config["optimized_metric"]),
+        predicted=(predicted["seconds"], predicted["bytes"]) if predicted else None,
     )
 
 

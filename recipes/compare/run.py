@@ -114,6 +114,18 @@ def _measured(config: dict[str, Any], folder: str) -> dict[str, Any]:
     }
 
 
+def plan(reference: Outcome) -> list[dict[str, Any]]:
+    """What is predicted of each layout, by one process with the reference's config. None where that can't be done."""
+    if reference.config is None:
+        return []
+    folder = Path(reference.config["paths"]["output_dir"]).with_name("plan")
+    paths = {**reference.config["paths"], "output_dir": str(folder)}
+    config = {**reference.config, "command": "plan", "callbacks": {}, "paths": paths}
+    outcome = run(Outcome("plan", config, reference.error))
+    found: Any = json.loads((folder / record.PLAN).read_text()) if outcome.error is None else {"rows": []}
+    return list(found["rows"])
+
+
 def run(planned: Outcome) -> Outcome:
     """Runs what :func:`configs` gave, and reads what its ranks have measured."""
     from recipes.build import launcher  # here: they import torch, for which --help need not wait
@@ -132,5 +144,6 @@ def run(planned: Outcome) -> Outcome:
     except WorkersFailed as failed:
         record.end(folder, "failed", failed.failure.as_dict())
         return Outcome(planned.strategy, config, f"rank {failed.failure.rank}: {failed.failure.message}")
-    ranks = [json.loads((folder / f"measured-{rank}.json").read_text()) for rank in range(processes)]
+    files = [folder / f"measured-{rank}.json" for rank in range(processes)]
+    ranks = [json.loads(file.read_text()) for file in files if file.exists()]  # a plan has none
     return Outcome(planned.strategy, config, None, ranks, record.read_metrics(folder))

@@ -157,6 +157,20 @@ def test_a_row_has_throughput_efficiency_and_imbalance() -> None:
     assert (two_machines.devices, two_machines.efficiency) == (4, pytest.approx(0.4))
 
 
+def test_a_prediction_is_that_of_the_same_layout() -> None:
+    plan = [
+        {"overrides": ["strategy=ddp", "cluster.devices=2"], "seconds": 0.09, "bytes": 7 * MIB},
+        {"overrides": ["strategy=pipeline_1f1b", "strategy.microbatches=2"], "seconds": 1.0, "bytes": 1},
+        {"overrides": ["strategy=pipeline_1f1b", "strategy.microbatches=4"], "seconds": 0.2, "bytes": 2},
+    ]
+    given = outcomes()
+    ranks = [measured_by_hand([0.1] * 4, MIB, words=["strategy.microbatches=4"])]
+    staged = replace(given[2], strategy="pipeline_1f1b", ranks=ranks)
+    single, _, ddp, _, pipeline = rows([*given, staged], plan)
+    assert (single.predicted, ddp.predicted, pipeline.predicted) == (None, (0.09, 7 * MIB), (0.2, 2))
+    assert "| 100.0-100.0 | 90.0 |" in report.tables([ddp], "val_loss")[0].markdown()
+
+
 def test_findings_say_what_the_figures_say() -> None:
     def told(seconds: float) -> str:
         return "\n".join(report.findings(rows(outcomes(seconds))))
@@ -177,7 +191,7 @@ def test_the_report_is_written_with_what_failed(tmp_path: Path) -> None:
     assert max(map(len, shown.splitlines())) < 147  # of which 13 are the longest name
     report.write(tmp_path, head, table, found)
     text = (tmp_path / "compare.md").read_text()
-    assert "| ddp | 2 | 100.0 | 100.0-100.0 | 240 | 30,720 | 80% |" in text
+    assert "| ddp | 2 | 100.0 | 100.0-100.0 |  | 240 | 30,720 | 80% |" in text
     assert "4,096.0" in text and "| pipeline_async | rank 0: no luck today |" in text
     with (tmp_path / "compare.csv").open() as stream:
         lines = list(csv.DictReader(stream))
@@ -207,6 +221,20 @@ def test_a_strategy_s_own_values_are_left_out_of_the_others(tmp_path: Path) -> N
     ddp, pipeline = configs([*TINY, "strategy.microbatches=3"], ["ddp", "pipeline_1f1b"], tmp_path)
     assert ddp.error is None and pipeline.error is None and pipeline.config is not None
     assert pipeline.config["strategy"]["microbatches"] == 3 and pipeline.config["timeline"] is True
+
+
+def test_the_layouts_are_planned_by_one_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pool: WorkerPool
+) -> None:
+    def launch(launcher: LocalLauncher, config_file: Path, processes: int) -> None:
+        pool.run(work.main, processes, config_file.read_text(), init=False)
+
+    monkeypatch.setattr(LocalLauncher, "launch", launch)
+    reference, _ = configs([*TINY, f"paths.data_dir={tmp_path}/data"], ["single", "ddp"], tmp_path)
+    found = run.plan(reference)
+    assert {row["overrides"][0] for row in found} >= {"strategy=ddp", "strategy=pipeline_1f1b"}
+    assert all(row["seconds"] > 0 and row["bytes"] > 0 for row in found)
+    assert run.plan(replace(reference, error="it can't be made")) == []
 
 
 def test_a_failed_run_is_told_and_the_rest_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
