@@ -12,10 +12,9 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -23,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.distributed import HashStore, ProcessGroupGloo  # type: ignore[attr-defined]
 
+from lightning_parallel.comparison.timing import kept_waiting, threads_of_rank
 from lightning_parallel.private.group_on_paper import Sent
 
 _EFFICIENCY = 0.5  # of the peak, which matrix products of layers reach on a described device
@@ -213,18 +213,6 @@ def seconds_of(work: Callable[[], object], device: torch.device, *, least: float
         if sum(found) > 1:  # long ones needn't be repeated often
             break
     return min(found)
-
-
-def kept_waiting() -> float:
-    """Seconds in which this thread could have run, and others had the cores; 0 where the system doesn't tell."""
-    with suppress(OSError):
-        return int(Path("/proc/thread-self/schedstat").read_text().split()[1]) * 1e-9
-    return 0.0
-
-
-def threads_of_rank(ranks: int) -> int:
-    """The threads that each of some ranks on this machine computes with on a CPU: its share of the cores."""
-    return max(1, (os.cpu_count() or 1) // ranks)
 
 
 def _wait(device: torch.device) -> None:

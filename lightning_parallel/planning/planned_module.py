@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import replace
-from functools import partial
-from itertools import pairwise
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import lightning.pytorch as pl
@@ -15,16 +12,13 @@ import torch
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_parallel.batch import batch_size, cloned, split
-from lightning_parallel.checks.late_gradients import refuse_hooks, refuse_ties
-from lightning_parallel.checks.manual import SEVERAL_OPTIMIZERS, refuse_manual_optimization
-from lightning_parallel.cuts.balance import balanced
 from lightning_parallel.cuts.partition import Partition
-from lightning_parallel.cuts.search import NOT_REPEATABLE, partition
 from lightning_parallel.disk_offload import DiskOffload
 from lightning_parallel.loading.first_batch import as_in
+from lightning_parallel.planning.cutting import Cuts
 from lightning_parallel.planning.devices import Device, as_one_of
 from lightning_parallel.planning.layouts import Choice
 from lightning_parallel.planning.memory import Memory, State, Tensors
@@ -34,13 +28,8 @@ from lightning_parallel.private.group_on_paper import GroupOnPaper
 from lightning_parallel.private.torch import tree_leaves
 from lightning_parallel.results.logs import discard, logging_through
 from lightning_parallel.set_up.part_of_model import configure_part
-from lightning_parallel.set_up.stages import refuse_training
-from lightning_parallel.steps.between_batches import gained, reasons_to_wait
 from lightning_parallel.tensor.plan import find_plan
 from lightning_parallel.tensor.sharding import shard_module
-from lightning_parallel.tracing.dry_run import trace
-from lightning_parallel.tracing.repeated import unrepeatable
-from lightning_parallel.tracing.trace import Call, Trace
 from lightning_parallel.values import first_few
 
 _WORTH = 1.03  # the slowest chunk has to be so much slower, for cuts to be moved by time
@@ -67,34 +56,6 @@ def ready(module: pl.LightningModule, trainer: pl.Trainer) -> Iterator[pl.Lightn
         yield own
 
 
-class _Traces:
-    """The dry runs of one step, each made once: cuts of the same units are found by the same ones.
-
-    Attributes:
-        units: those of the last one.
-    """
-
-    def __init__(self) -> None:
-        self.units: Mapping[int, str] = {}
-        self._made: dict[Any, Trace] = {}
-
-    def get(self, module: nn.Module, units: Mapping[int, str], step: Callable[[], Any], **options: Any) -> Trace:
-        self.units = units
-        options.pop("logged", None)  # nothing is kept of what a planned step logs
-        options.pop("hooks", None)
-        exits = options.pop("exits", ())
-        key = frozenset(units.values()), tuple(map(repr, sorted(options.items())))
-        if key not in self._made:
-            self._made[key] = trace(module, units, step, exits=_Everything(), **options)
-        seen = self._made[key]
-        return replace(seen, stored_after={call for call in seen.stored_after if call is None or call in exits})
-
-
-class _Everything(Container[Call]):
-    def __contains__(self, call: object) -> bool:
-        return True
-
-
 class PlannedModule:
     """A copy of the module that ``ready`` has made, of which one rank of a tensor group has its part.
 
@@ -109,6 +70,7 @@ class PlannedModule:
         tensors: its parameters and buffers.
         state: what the optimizer keeps.
         profile: what its layers take.
+        cuts: where layouts cut it.
 
     Raises:
         ValueError: it can't be divided over tensor ranks.
@@ -145,11 +107,8 @@ class PlannedModule:
         self.profile = Profile(module, self._step_of, sizes, device, tried_on, context, devices, group)
         with as_one_of(devices if device.measured else 1, tried_on):
             self._updates = Updates(module, trainer.strategy.optimizers, device, tried_on)
-        self._step, _ = self._step_of(1)
-        self._traces = _Traces()
-        self._cuts: dict[Any, Partition | ValueError] = {}
-        self._changed: dict[tuple[str, ...], set[str]] = {}  # by layers: those that can't run again
-        self._moved: dict[Any, tuple[int, ...] | None] = {}  # the numbers of layers, where cuts are moved
+        step, _ = self._step_of(1)
+        self.cuts = Cuts(module, trainer, step, divisible=self.samples is not None)
 
     def _divided(self, tensor: int) -> GroupOnPaper:
         """Make layers the first rank's shards of them, as the strategies do."""
@@ -159,100 +118,6 @@ class PlannedModule:
         shard_module(self.module, rules, group)
         configure_part(self.module)
         return group
-
-    @property
-    def layers(self) -> int:
-        """The number of calls of layers, between which cuts may fall."""
-        return len(self.cut(Choice("single")).layers)
-
-    # -- where the module is cut -----------------------------------------------------------------------------------
-
-    def refused_or_cut(self, choice: Choice) -> Partition:
-        """Its parts under a layout.
-
-        Raises:
-            ValueError: the layout can't train it.
-        """
-        if choice.is_pipeline:
-            refuse_manual_optimization(self.module)
-            refuse_training(self.module)
-            if len(self._trainer.strategy.optimizers) > 1:
-                raise ValueError(SEVERAL_OPTIMIZERS)
-            if self.samples is None and choice.microbatches > 1:
-                raise ValueError("The batch can't be split into microbatches.")
-        if choice.is_late:
-            refuse_hooks(self._trainer, self.module)
-        parts = self.cut(choice)
-        if choice.is_late:
-            refuse_ties(self.module, parts)
-        return parts
-
-    def cut(self, choice: Choice) -> Partition:
-        """The module's parts in a layout, without the checks of its schedule.
-
-        Raises:
-            ValueError: it can't be cut so.
-        """
-        key = choice.placement, choice.balance, choice.is_late
-        if key not in self._cuts:
-            balance = "parameters" if choice.balance is None else choice.balance
-            try:
-                self._cuts[key] = partition(
-                    self.module,
-                    self._step,
-                    choice.stages,
-                    None,
-                    balance,
-                    placement=choice.placement,
-                    keep_together=choice.is_late,
-                    traced=self._traces.get,
-                )
-            except ValueError as error:
-                self._cuts[key] = error
-            except Exception as error:  # any: of the user's step
-                self._cuts[key] = ValueError(f"The step can't be traced: {type(error).__name__}: {error}")
-        found = self._cuts[key]
-        if isinstance(found, ValueError):
-            raise found
-        if choice.recompute:
-            self._refuse_rerun(found)
-        return found
-
-    def _refuse_rerun(self, parts: Partition) -> None:
-        if parts.layers not in self._changed:
-            again = partial(trace, self.module, self._traces.units, self._step)
-            self._changed[parts.layers] = unrepeatable(self.module, parts.layers, again)
-        if self._changed[parts.layers]:
-            raise ValueError(NOT_REPEATABLE.format(min(self._changed[parts.layers])))
-
-    def by_time(self, choice: Choice, parts: Partition, samples: int) -> Choice:
-        """The layout with its cuts moved, if the slowest stage gets faster by it."""
-        key = choice.placement, choice.is_late
-        if key not in self._moved:
-            seconds = self.profile.seconds(parts, samples)
-            bounds = balanced([round(1e9 * each) for each in seconds], parts.chunks, [True] * len(seconds))
-            moved = tuple(b - a for a, b in pairwise(bounds))
-            self._moved[key] = None
-            with suppress(ValueError):  # no cut may be there
-                other = self.cut(replace(choice, balance=moved))
-                slowest, faster = (max(self._of_stages(each, samples)) for each in (parts, other))
-                self._moved[key] = moved if slowest > _WORTH * faster else None
-        return replace(choice, balance=self._moved[key])
-
-    def _of_stages(self, parts: Partition, samples: int) -> list[float]:
-        """The seconds of each stage for a microbatch."""
-        sums = [0.0] * parts.stages
-        for stage, cost in zip(parts.placement, self.profile.chunks(parts, samples), strict=True):
-            sums[stage] += cost.forward + cost.backward
-        return sums
-
-    def goes_on(self, choice: Choice, parts: Partition) -> bool:
-        """Do stages begin the next batch without waiting for each other?"""
-        if not gained(choice.schedule()):
-            return False
-        shared = [name for name in parts.shared() if self.tensors.parameters[name].requires_grad]
-        plugin = self._trainer.precision_plugin
-        return not any(True for _ in reasons_to_wait(self._trainer, self.module, plugin, shared))
 
     def update_times(self, choice: Choice, parts: Partition, memory: Sequence[Memory]) -> list[float]:
         """The seconds of the optimizer's step on each stage."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -12,13 +12,13 @@ import torch
 from torch.utils.data import DataLoader
 
 from lightning_parallel.comparison.runs import first_batches, trainer_of
+from lightning_parallel.comparison.timing import Measured, TrialFailed, measured
 from lightning_parallel.planning.devices import Device, described, here
 from lightning_parallel.planning.layouts import Choice, choices, tensor_sizes, with_checkpointing
 from lightning_parallel.planning.memory import on_each_stage
 from lightning_parallel.planning.planned_module import PlannedModule, ready
 from lightning_parallel.planning.step_time import of_step
 from lightning_parallel.planning.table import MARGIN, Plan, Row
-from lightning_parallel.planning.trial import Measured, TrialFailed, measured
 from lightning_parallel.settings import ByteSize, bytes_of
 
 
@@ -85,7 +85,7 @@ def plan(
             except ValueError as error:  # it can't be divided
                 refused[f"{tensor} tensor ranks"] = _first_sentence(error)
                 continue
-            for choice in choices(devices, planned.samples or 1, tensor, planned.layers):
+            for choice in choices(devices, planned.samples or 1, tensor, planned.cuts.layers):
                 try:
                     found += _rows(choice, planned, rates, devices, limit)
                 except ValueError as error:
@@ -95,7 +95,13 @@ def plan(
     notes = [*_on_all(rates), *dict.fromkeys(notes)]
     ranked = Plan(found, refused, limit, f"{devices} x {rates.name}", notes)
     arguments = {"accelerator": tried_on.type, "precision": precision, **trainer}
-    return _with_trials(ranked, measure, lambda choice: measured(choice, module, batch, devices, arguments))
+    return _with_trials(ranked, measure, partial(_measured, module, batch, devices, arguments))
+
+
+def _measured(
+    module: pl.LightningModule, batch: Any, devices: int, trainer: Mapping[str, Any], choice: Choice
+) -> Measured:
+    return measured(choice.strategy, choice.options, module, batch, devices, trainer)
 
 
 def _refuse_to_measure(measure: int, devices: int, device: str) -> None:
@@ -138,15 +144,15 @@ def _rows(choice: Choice, planned: PlannedModule, device: Device, devices: int, 
 
 
 def _row(choice: Choice, planned: PlannedModule, device: Device, devices: int, limit: int | None) -> Row:
-    parts = planned.refused_or_cut(choice)
+    parts = planned.cuts.refused_or_cut(choice)
     samples = -(-(planned.samples or 1) // (choice.data * choice.microbatches))
     if choice.is_pipeline and choice.stages > 1:
-        choice = planned.by_time(choice, parts, samples)
-        parts = planned.cut(choice)
+        choice = planned.cuts.by_time(choice, parts, planned.profile, samples)
+        parts = planned.cuts.cut(choice)
     chunks = planned.profile.chunks(parts, samples, recompute=choice.recompute)
     memory = on_each_stage(choice, planned.tensors, planned.state, parts, chunks, planned.nbytes // choice.data)
     updates = planned.update_times(choice, parts, memory)
-    goes_on = partial(planned.goes_on, choice, parts)
+    goes_on = partial(planned.cuts.goes_on, choice, parts)
     time = partial(of_step, choice, device, parts, chunks, memory, updates, goes_on=goes_on)
     fits = limit is None or MARGIN * max(each.total for each in memory) <= limit
     return Row(choice, chunks, memory, time, planned.samples or 1, planned.tokens(), devices, fits)

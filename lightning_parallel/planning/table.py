@@ -7,11 +7,11 @@ from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import Any
 
+from lightning_parallel.comparison.timing import Measured
 from lightning_parallel.planning.layouts import Choice
 from lightning_parallel.planning.memory import Memory
 from lightning_parallel.planning.profile import ChunkCost
 from lightning_parallel.planning.step_time import StepTime
-from lightning_parallel.planning.trial import Measured
 from lightning_parallel.settings import binary_size
 
 MARGIN = 1.1  # the memory that has to be there, as a multiple of what is predicted

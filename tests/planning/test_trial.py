@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_parallel import plan
-from lightning_parallel.planning.held import Held
+from lightning_parallel.comparison.held import Held
 from tests.faults.models import Blocks
 from tests.planning.test_plan import Sleepers
 

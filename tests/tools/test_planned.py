@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from lightning_parallel.comparison.timing import Measured
 from lightning_parallel.planning.layouts import Choice
 from lightning_parallel.planning.memory import Memory
 from lightning_parallel.planning.step_time import StepTime
 from lightning_parallel.planning.table import Row
-from lightning_parallel.planning.trial import Measured
 from tools.bench import plan, report
 from tools.bench.plan import Judged, Pair
 from tools.bench.plan_models import MODELS

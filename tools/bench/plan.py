@@ -13,10 +13,9 @@ from typing import Any
 import torch
 
 import lightning_parallel
-from lightning_parallel.planning.devices import threads_of_rank
+from lightning_parallel.comparison.timing import Figures, Measured, on_rank, threads_of_rank
 from lightning_parallel.planning.layouts import Choice
 from lightning_parallel.planning.table import Plan, Row
-from lightning_parallel.planning.trial import Figures, Measured, on_rank
 from recipes.tables import Cell, Table
 from tools.bench import processes
 from tools.bench.layers import quiet
@@ -149,7 +148,7 @@ def _trained(model: Model, choices: Iterable[Choice], steps: int) -> list[Figure
     for choice in choices:
         module, batch = model.build()
         try:
-            found.append(on_rank(choice, module, batch, ranks, _TRAINER, steps))
+            found.append(on_rank(choice.strategy, choice.options, module, batch, ranks, _TRAINER, steps))
         except ValueError as error:  # a refusal
             found.append(f"failed: {str(error)[:200]}")
     return found

@@ -1,4 +1,8 @@
-"""Runs a layout for a few steps, in processes of its own: seconds and bytes, to stand beside those of the plan."""
+"""Runs a layout for a few steps, in processes of its own: what they take in seconds and bytes.
+
+A rank computes with its share of the machine's cores. What else the machine does is in the seconds, so the time in
+which ranks had no core is told too.
+"""
 
 from __future__ import annotations
 
@@ -28,10 +32,8 @@ from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedExc
 from torch.utils.data import DataLoader
 
 from lightning_parallel.comparison.check import layout_of
+from lightning_parallel.comparison.held import Held
 from lightning_parallel.comparison.runs import Shares, trainer_of
-from lightning_parallel.planning.devices import kept_waiting, threads_of_rank
-from lightning_parallel.planning.held import Held
-from lightning_parallel.planning.layouts import Choice
 from lightning_parallel.private.torch import tree_leaves
 
 STEPS = 3
@@ -40,6 +42,18 @@ STEPS = 3
 _BEGIN, _COUNTED, _FIRST = 2, 3, 5
 _LIMIT = 300.0  # seconds for one layout, with the start of its processes
 _LEAVING = 10.0  # seconds in which a process that has been killed must have ended
+
+
+def threads_of_rank(ranks: int) -> int:
+    """The threads that each of some ranks on this machine computes with on a CPU: its share of the cores."""
+    return max(1, (os.cpu_count() or 1) // ranks)
+
+
+def kept_waiting() -> float:
+    """Seconds in which this thread could have run, and others had the cores; 0 where the system doesn't tell."""
+    with suppress(OSError):
+        return int(Path("/proc/thread-self/schedstat").read_text().split()[1]) * 1e-9
+    return 0.0
 
 
 class TrialFailed(Exception):
@@ -88,11 +102,17 @@ class Figures:
 
 
 def measured(
-    choice: Choice, module: pl.LightningModule, batch: Any, devices: int, trainer: Mapping[str, Any]
+    strategy: str,
+    options: Mapping[str, Any],
+    module: pl.LightningModule,
+    batch: Any,
+    devices: int,
+    trainer: Mapping[str, Any],
 ) -> Measured:
     """Run a layout in so many processes, which end with it.
 
     Args:
+        strategy, options: as :func:`.check` takes them; or Lightning's ``"ddp"``.
         batch: of all replicas together.
         trainer: arguments of the Trainer.
 
@@ -101,7 +121,7 @@ def measured(
     """
     with tempfile.TemporaryDirectory(prefix="lightning-parallel-") as folder:
         try:
-            torch.save((choice, module, batch, dict(trainer)), Path(folder) / _GIVEN)
+            torch.save((strategy, dict(options), module, batch, dict(trainer)), Path(folder) / _GIVEN)
         except Exception as error:  # any: of the user's class
             raise TrialFailed(f"The module and its batch can't be sent to other processes: {error}") from error
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
@@ -151,8 +171,8 @@ def _rank(rank: int, devices: int, port: int, folder: str) -> None:
         TORCHELASTIC_USE_AGENT_STORE="True",
     )
     torch.set_num_threads(threads_of_rank(devices))
-    choice, module, batch, trainer = torch.load(Path(folder) / _GIVEN, weights_only=False)
-    found = on_rank(choice, module, batch, devices, trainer | {"plugins": [TorchElasticEnvironment()]})
+    strategy, options, module, batch, trainer = torch.load(Path(folder) / _GIVEN, weights_only=False)
+    found = on_rank(strategy, options, module, batch, devices, trainer | {"plugins": [TorchElasticEnvironment()]})
     (Path(folder) / str(rank)).write_bytes(pickle.dumps(found))
     if dist.is_initialized():
         dist.barrier()  # none closes its connections while another one needs them
@@ -168,12 +188,16 @@ def _follow_parent() -> None:
 
 
 def on_rank(
-    choice: Choice, module: pl.LightningModule, batch: Any, devices: int, trainer: Mapping[str, Any], steps: int = STEPS
+    strategy: str,
+    options: Mapping[str, Any],
+    module: pl.LightningModule,
+    batch: Any,
+    devices: int,
+    trainer: Mapping[str, Any],
+    steps: int = STEPS,
 ) -> Figures:
     """Train a copy of a module for a few steps, as one of the ranks of a layout. All ranks call it."""
-    layout: Any = choice.strategy  # a strategy of Lightning's own
-    if choice.strategy != "ddp":
-        layout = layout_of(choice.strategy, choice.options, 2)
+    layout: Any = strategy if strategy == "ddp" else layout_of(strategy, dict(options), 2)
     timed = [number for number in range(_FIRST, _FIRST + 2 * steps) if number.bit_count() > 1][:steps]
     shares, clock = Shares([batch] * (timed[-1] + 1)), _Clock(timed)
     made = trainer_of(shares, clock, strategy=layout, devices=devices, **trainer)

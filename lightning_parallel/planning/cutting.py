@@ -1,0 +1,167 @@
+"""Where a layout cuts a module: by parameters, or by time where that is faster; or why the module doesn't allow it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Mapping
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import lightning.pytorch as pl
+from torch import nn
+
+from lightning_parallel.checks.late_gradients import refuse_hooks, refuse_ties
+from lightning_parallel.checks.manual import SEVERAL_OPTIMIZERS, refuse_manual_optimization
+from lightning_parallel.cuts.balance import balanced
+from lightning_parallel.cuts.partition import Partition
+from lightning_parallel.cuts.search import NOT_REPEATABLE, partition
+from lightning_parallel.planning.layouts import Choice
+from lightning_parallel.planning.profile import Profile
+from lightning_parallel.set_up.stages import refuse_training
+from lightning_parallel.steps.between_batches import gained, reasons_to_wait
+from lightning_parallel.tracing.dry_run import trace
+from lightning_parallel.tracing.repeated import unrepeatable
+from lightning_parallel.tracing.trace import Call, Trace
+
+_WORTH = 1.03  # the slowest chunk has to be so much slower, for cuts to be moved by time
+
+
+class _Traces:
+    """The dry runs of one step, each made once: cuts of the same units are found by the same ones.
+
+    Attributes:
+        units: those of the last one.
+    """
+
+    def __init__(self) -> None:
+        self.units: Mapping[int, str] = {}
+        self._made: dict[Any, Trace] = {}
+
+    def get(self, module: nn.Module, units: Mapping[int, str], step: Callable[[], Any], **options: Any) -> Trace:
+        self.units = units
+        options.pop("logged", None)  # nothing is kept of what a planned step logs
+        options.pop("hooks", None)
+        exits = options.pop("exits", ())
+        key = frozenset(units.values()), tuple(map(repr, sorted(options.items())))
+        if key not in self._made:
+            self._made[key] = trace(module, units, step, exits=_Everything(), **options)
+        seen = self._made[key]
+        return replace(seen, stored_after={call for call in seen.stored_after if call is None or call in exits})
+
+
+class _Everything(Container[Call]):
+    def __contains__(self, call: object) -> bool:
+        return True
+
+
+class Cuts:
+    """Cuts a module for layouts, and remembers where.
+
+    Args:
+        step: on the smallest microbatch.
+        divisible: can a batch be split into microbatches?
+    """
+
+    def __init__(
+        self, module: pl.LightningModule, trainer: pl.Trainer, step: Callable[[], Any], *, divisible: bool
+    ) -> None:
+        self._module, self._trainer, self._step, self._divisible = module, trainer, step, divisible
+        self._traces = _Traces()
+        self._changed: dict[tuple[str, ...], set[str]] = {}  # by layers: those that can't run again
+        self._cuts: dict[Any, Partition | ValueError] = {}
+        self._moved: dict[Any, tuple[int, ...] | None] = {}  # the numbers of layers, where cuts are moved
+
+    @property
+    def layers(self) -> int:
+        """The number of calls of layers, between which cuts may fall; 1 if it isn't known."""
+        try:
+            return len(self.cut(Choice("single")).layers)
+        except ValueError:  # each layout is refused with it
+            return 1
+
+    def refused_or_cut(self, choice: Choice) -> Partition:
+        """The parts of a layout, each of which has as many parameters.
+
+        Raises:
+            ValueError: the module doesn't allow the layout.
+        """
+        if choice.is_pipeline:
+            refuse_manual_optimization(self._module)
+            refuse_training(self._module)
+            if len(self._trainer.strategy.optimizers) > 1:
+                raise ValueError(SEVERAL_OPTIMIZERS)
+            if not self._divisible and choice.microbatches > 1:
+                raise ValueError("The batch can't be split into microbatches.")
+        if choice.is_late:
+            refuse_hooks(self._trainer, self._module)
+        parts = self.cut(choice)
+        if choice.is_late:
+            refuse_ties(self._module, parts)
+        return parts
+
+    def cut(self, choice: Choice) -> Partition:
+        """The parts of a layout, which may say where it is cut. ValueError: there are none."""
+        key = choice.placement, choice.balance, choice.is_late
+        if key not in self._cuts:
+            balance = "parameters" if choice.balance is None else choice.balance
+            try:
+                self._cuts[key] = partition(
+                    self._module,
+                    self._step,
+                    choice.stages,
+                    None,
+                    balance,
+                    placement=choice.placement,
+                    keep_together=choice.is_late,
+                    traced=self._traces.get,
+                )
+            except ValueError as error:
+                self._cuts[key] = error
+            except Exception as error:  # any: of the user's step
+                self._cuts[key] = ValueError(f"The step can't be traced: {type(error).__name__}: {error}")
+        found = self._cuts[key]
+        if isinstance(found, ValueError):
+            raise found
+        if choice.recompute:
+            self._refuse_rerun(found)
+        return found
+
+    def _refuse_rerun(self, parts: Partition) -> None:
+        if parts.layers not in self._changed:
+            again = partial(trace, self._module, self._traces.units, self._step)
+            self._changed[parts.layers] = unrepeatable(self._module, parts.layers, again)
+        if self._changed[parts.layers]:
+            raise ValueError(NOT_REPEATABLE.format(min(self._changed[parts.layers])))
+
+    def by_time(self, choice: Choice, parts: Partition, profile: Profile, samples: int) -> Choice:
+        """The layout with its cuts moved, if the slowest stage gets faster by it."""
+        key = choice.placement, choice.is_late
+        if key not in self._moved:
+            seconds = profile.seconds(parts, samples)
+            bounds = balanced([round(1e9 * each) for each in seconds], parts.chunks, [True] * len(seconds))
+            moved = tuple(b - a for a, b in pairwise(bounds))
+            self._moved[key] = None
+            with suppress(ValueError):  # no cut may be there
+                other = self.cut(replace(choice, balance=moved))
+                slowest, faster = (max(_of_stages(profile, each, samples)) for each in (parts, other))
+                self._moved[key] = moved if slowest > _WORTH * faster else None
+        return replace(choice, balance=self._moved[key])
+
+    def goes_on(self, choice: Choice, parts: Partition) -> bool:
+        """Do stages begin the next batch without waiting for each other?"""
+        if not gained(choice.schedule()):
+            return False
+        trained = {name for name, p in self._module.named_parameters() if p.requires_grad}
+        shared = [name for name in parts.shared() if name in trained]
+        plugin = self._trainer.precision_plugin
+        return not any(True for _ in reasons_to_wait(self._trainer, self._module, plugin, shared))
+
+
+def _of_stages(profile: Profile, parts: Partition, samples: int) -> list[float]:
+    """Of each stage, for a microbatch."""
+    sums = [0.0] * parts.stages
+    for chunk, cost in zip(parts.placement, profile.chunks(parts, samples), strict=True):
+        sums[chunk] += cost.forward + cost.backward
+    return sums
