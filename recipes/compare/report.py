@@ -36,10 +36,10 @@ def tables(rows: Sequence[Row], loss: str) -> list[Table]:
 def _speed(rows: Sequence[Row], loss: str) -> Table:
     columns = {
         "strategy": "",
-        "processes": "d",
+        "ranks": "d",
         "step (ms)": ".1f",
-        "half of all (ms)": "",
-        "predicted (ms)": ".1f",
+        "half of all": "",
+        "by plan": ".1f",
         "samples/s": ",.0f",
         "tokens/s": ",.0f",
         "efficiency": ".0%",
