@@ -20,7 +20,7 @@ from lightning_parallel.cuts.search import NOT_REPEATABLE, partition
 from lightning_parallel.planning.layouts import Choice
 from lightning_parallel.planning.profile import Profile
 from lightning_parallel.set_up.stages import refuse_training
-from lightning_parallel.steps.between_batches import gained, reasons_to_wait
+from lightning_parallel.steps.between_batches import reasons_to_wait
 from lightning_parallel.tracing.dry_run import trace
 from lightning_parallel.tracing.repeated import unrepeatable
 from lightning_parallel.tracing.trace import Call, Trace
@@ -149,14 +149,12 @@ class Cuts:
                 self._moved[key] = moved if slowest > _WORTH * faster else None
         return replace(choice, balance=self._moved[key])
 
-    def goes_on(self, choice: Choice, parts: Partition) -> bool:
-        """Do stages begin the next batch without waiting for each other?"""
-        if not gained(choice.schedule()):
-            return False
+    def waits(self, parts: Partition) -> bool:
+        """Does something make stages wait for each other between two batches?"""
         trained = {name for name, p in self._module.named_parameters() if p.requires_grad}
         shared = [name for name in parts.shared() if name in trained]
         plugin = self._trainer.precision_plugin
-        return not any(True for _ in reasons_to_wait(self._trainer, self._module, plugin, shared))
+        return any(True for _ in reasons_to_wait(self._trainer, self._module, plugin, shared))
 
 
 def _of_stages(profile: Profile, parts: Partition, samples: int) -> list[float]:

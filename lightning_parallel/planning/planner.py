@@ -152,8 +152,8 @@ def _row(choice: Choice, planned: PlannedModule, device: Device, devices: int, l
     chunks = planned.profile.chunks(parts, samples, recompute=choice.recompute)
     memory = on_each_stage(choice, planned.tensors, planned.state, parts, chunks, planned.nbytes // choice.data)
     updates = planned.update_times(choice, parts, memory)
-    goes_on = partial(planned.cuts.goes_on, choice, parts)
-    time = partial(of_step, choice, device, parts, chunks, memory, updates, goes_on=goes_on)
+    waits = not choice.is_pipeline or planned.cuts.waits(parts)
+    time = partial(of_step, choice, device, parts, chunks, memory, updates, waits=waits)
     fits = limit is None or MARGIN * max(each.total for each in memory) <= limit
     return Row(choice, chunks, memory, time, planned.samples or 1, planned.tokens(), devices, fits)
 

@@ -7,7 +7,7 @@ the two that were tried.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 from lightning_parallel.cuts.partition import Partition
@@ -18,6 +18,7 @@ from lightning_parallel.planning.profile import ChunkCost
 from lightning_parallel.planning.sharing import simulate_shared
 from lightning_parallel.schedules.actions import Schedule, Step
 from lightning_parallel.schedules.simulate import Simulation, repeated, simulate
+from lightning_parallel.steps.between_batches import gained
 
 OF_BATCH = 3e-3  # seconds of Lightning's hooks and loops for a batch
 OF_FORWARD = 0.4e-3  # seconds in which a stage runs the step's code for one forward of a chunk
@@ -61,7 +62,7 @@ def of_step(
     memory: Sequence[Memory],
     updates: Sequence[float],
     *,
-    goes_on: Callable[[], bool] = lambda: False,
+    waits: bool,
 ) -> StepTime:
     """The time of a step.
 
@@ -69,7 +70,7 @@ def of_step(
         chunks: what each takes for a microbatch.
         memory: of each stage.
         updates: seconds of the optimizer's step on each stage.
-        goes_on: do stages begin the next batch without waiting for each other?
+        waits: does something make stages wait for each other between two batches?
     """
     slower = 1 / device.speed(choice.stages * choice.data * choice.tensor)  # while all ranks compute
     forward, backward = slower * sum(c.forward for c in chunks), slower * sum(c.backward for c in chunks)
@@ -78,8 +79,8 @@ def of_step(
         messages = slower * _of_replicas(choice, device, memory[0], len(parts.layers) + 1, forward, backward)
         return StepTime(forward + backward - sums, 0.0, sums + messages, slower * updates[0], slower * OF_BATCH)
     added = OF_FORWARD if choice.stages > 1 else 0.0
-    waits = choice.is_late or not goes_on()
-    simulation, batches = _simulated(choice, device, chunks, updates, added, not waits)
+    goes_on = not (waits or choice.is_late) and gained(choice.schedule()) > 0
+    simulation, batches = _simulated(choice, device, chunks, updates, added, goes_on)
     busiest = max(range(choice.stages), key=lambda stage: simulation.busy[stage])
     period = _period(simulation, batches)
     busy = simulation.busy[busiest] / len([t for t in simulation.rows[busiest] if isinstance(t.action, Step)])
