@@ -98,10 +98,10 @@ class DryRuns:
                 f"{kind.split()[0]} changes a tensor of its batch in place. {TWICE} change a clone, do it in the data "
                 f"loader, or take a schedule with one chunk a stage ('1f1b')."
             )
-        values = {name: call["value"] for name, call in logged.items()}
-        self._known[kind] = {
-            name for name, value in values.items() if not (isinstance(value, AbsentTensor) and depends_on_layers(value))
-        }
+        if self._stages.fully_sharded is None:  # see `logged`
+            values = {name: call["value"] for name, call in logged.items()}
+            of_layers = {name for name, v in values.items() if isinstance(v, AbsentTensor) and depends_on_layers(v)}
+            self._known[kind] = values.keys() - of_layers
         return flow
 
     def _traced(self, kind: str, step: Callable[[], Any]) -> tuple[Flow, dict[str, dict[str, Any]]]:
@@ -121,17 +121,12 @@ class DryRuns:
 
     def known(self, kind: str) -> Container[str]:
         """The names whose values in steps of this kind :meth:`logged` gives."""
-        return self._known.get(kind, ()) if self.may_repeat else ()
-
-    @property
-    def may_repeat(self) -> bool:
-        """May this rank alone run :meth:`logged`? A dry run that gathers layers has to be run by all replicas."""
-        return self._stages.fully_sharded is None
+        return self._known.get(kind, ())
 
     def logged(self, kind: str, step: Callable[[], Any]) -> dict[str, dict[str, Any]]:
         """The arguments of a step's calls of ``self.log``, by name, in a dry run on this rank alone. Values that depend
-        on layers are absent."""
-        return self._traced(kind, step)[1]
+        on layers are absent. None are known where layers are gathered: all replicas would have to run it."""
+        return {} if self._stages.fully_sharded is not None else self._traced(kind, step)[1]
 
     def _agreed(self, find: Callable[[], Flow]) -> Flow:
         """The last stage's result, on all ranks. An error on one rank is raised on all, since none may wait for what

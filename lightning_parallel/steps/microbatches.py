@@ -119,7 +119,7 @@ class Microbatches:
                 trial=self._means.trial(again, batch, counts, k, loss, is_first=is_first) if tries else None,
             )
         of_whole = trial(batch, mix(self._run.seed, number), sum(counts))
-        whole = partial(self._dry_runs.logged, "training_step", of_whole) if self._dry_runs.may_repeat else dict
+        whole = partial(self._dry_runs.logged, "training_step", of_whole)
         self._recorder = LogRecorder(self._joins, whole, self._dry_runs.known("training_step"))
         return work, loss
 
