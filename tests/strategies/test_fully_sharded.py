@@ -44,6 +44,20 @@ def test_what_is_gathered_when_makes_no_difference(pool: WorkerPool, single: Any
     assert_equal(reports, single("Llama"), replicas=2)
 
 
+class LogsReplica(Blocks):
+    """What one replica logs is joined in each way to the same number, 0, and the other replica's is not."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.log("replica", float(self.global_rank % 2))
+        return super().training_step(batch, batch_idx)
+
+
+def test_no_replica_gathers_layers_alone_to_join_what_it_logs(pool: WorkerPool) -> None:
+    options = {"stages": 2, "data_parallel": 2, "data_parallel_kind": "fully_shard", "microbatches": 2}
+    reports = pool.run(train, 4, LogsReplica, "sync", options, init=False, batch_size=BATCH // 2)
+    assert [report.metrics["replica"] for report in reports] == [0, 1, 0, 1]
+
+
 # -- what a rank holds -------------------------------------------------------------------------------------------
 
 
