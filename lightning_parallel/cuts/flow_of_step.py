@@ -23,6 +23,7 @@ from lightning_parallel.cuts.partition import Partition
 from lightning_parallel.private.torch import has_full_backward_hooks
 from lightning_parallel.tracing.dry_run import trace
 from lightning_parallel.tracing.trace import Call, Place, Trace, Update
+from lightning_parallel.values import first_few
 
 _Pair = tuple[int, int]  # a chunk that keeps something for a later one of its stage
 _Way = tuple[set[int], set[_Pair]]  # the cuts that a value crosses, and the pairs between which it stays
@@ -137,6 +138,7 @@ class _Flows:
         self._check_draws()
         self._check_plain_reads()
         self._check_carried()
+        self._check_counts()
         for index in self._seen.overwriting:
             if any(chunk != self._last for chunk in self._chunks[index:]):  # others run what follows
                 raise FlowError(
@@ -368,6 +370,20 @@ class _Flows:
                 f"{read.attribute!r} that isn't computed from tensors alone, and stage {self._stages[missing[0]]} "
                 f"reads it. It can't be sent: keep a tensor instead of a number (without .item()), or return it."
             )
+
+    def _check_counts(self) -> None:
+        """Refuse a layer that is called in several chunks and counts its calls: each stage would count its own, and a
+        chunk sees microbatches in an order of its own."""
+        for name in sorted(self._seen.counts):
+            calls = zip(self._seen.calls, self._chunks, strict=True)
+            chunks = {chunk: call.unit for call, chunk in calls if name.startswith(f"{call.unit}.")}
+            if len(chunks) > 1:
+                raise FlowError(
+                    f"'{chunks[min(chunks)]}' is called on {first_few(map(self._name, sorted(chunks)))}, and each call "
+                    f"changes its '{name}', as a count does: it would be another one there. Call the layer once in a "
+                    f"step, on all inputs together (torch.cat), or let one stage make all of its calls (see `layers` "
+                    f"and `balance`)."
+                )
 
     def _check_carried(self) -> None:
         """Refuse what the step keeps for the next one if a stage reads it that doesn't change it, or changes it several

@@ -232,6 +232,7 @@ def _add_plain_values(scene: Scene, seen: Trace, step: Callable[[], Any]) -> Non
                         seen.carried.append(Carried(name, is_number, where, changed))
                     elif changed and is_number and not isinstance(part, Metric):
                         seen.own_updates[name] = False
+                        seen.counts |= {name} if used[0].before != now else set()
     parts = set(map(id, written))  # a metric's hash follows its state
     for metric in _metrics(scene):
         if id(metric) in parts and origins_in(vars(metric)) <= {METRIC_STATE}:  # it was updated with stand-ins

@@ -149,6 +149,7 @@ class Trace:
         own_updates: what units change themselves: parameters, as a masked convolution does in its forward, buffers, and
             (only with ``plain_values``) numbers that they read first. True for those that another forward leaves as
             they are then, such as clamped ones.
+        counts: those of these numbers that are others after each step, such as a layer's count of its calls.
         draws: for each of the module's own generators that was drawn from, by its index, the places where it was.
         plain_reads, carried: found only with ``plain_values``.
         stopped: the error that ended the step early; None if it came to its end.
@@ -164,6 +165,7 @@ class Trace:
     overwriting: set[int] = field(default_factory=set)
     updates: list[Update] = field(default_factory=list)
     own_updates: dict[str, bool] = field(default_factory=dict)
+    counts: set[str] = field(default_factory=set)
     draws: dict[int, list[Place]] = field(default_factory=dict)
     plain_reads: list[PlainRead] = field(default_factory=list)
     carried: list[Carried] = field(default_factory=list)

@@ -324,6 +324,40 @@ def test_a_generator_is_drawn_from_in_one_chunk_of_a_stage() -> None:
         flow_of(Draws("inside 0", "inside 3"), placement=(1, 0, 0, 1))
 
 
+class Counts(nn.Module):
+    """Counts its calls, and knows from the first one on how wide its input is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.calls, self.width = nn.Linear(6, 6), 0, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.width = self.width or x.shape[-1]
+        return self.layer(x) * self.calls
+
+
+class Counting(Counts):
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return super().forward(x)
+
+
+class CalledTwice(Net):
+    """Its second block is its last one, too."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.blocks[1] = self.blocks[3] = block
+
+
+@pytest.mark.parametrize("placement", [(0, 1), *PLACEMENTS])
+def test_a_layer_that_counts_its_calls_makes_them_in_one_chunk(placement: tuple[int, ...]) -> None:
+    flow_of(CalledTwice(Counts()), placement=placement)
+    with pytest.raises(FlowError, match=r"'blocks.1' is called on .* changes its 'blocks.1.calls'.*`balance`"):
+        flow_of(CalledTwice(Counting()), placement=placement)
+    flow_of(CalledTwice(Counting()), stages=1)
+
+
 @pytest.mark.parametrize("placement", PLACEMENTS)
 def test_what_is_counted_is_counted_once_a_stage(placement: tuple[int, ...]) -> None:
     flow_of(Keeps(0, nothing, use_and_count), placement=placement)
