@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from lightning.pytorch.callbacks import WeightAveraging
 from torch import Tensor
@@ -17,9 +18,12 @@ from lightning_parallel.cuts.search import partition
 from lightning_parallel.pipeline.staleness import discount, mean_staleness
 from lightning_parallel.schedules.named import mean_ahead, placement_of
 from tests.pool import WorkerPool
-from tests.strategies.harness import Report, train
-from tests.strategies.models import MODELS, Base
+from tests.strategies.equality import EXACT
+from tests.strategies.harness import Report, joined, largest_difference, train
+from tests.strategies.models import BATCH, MODELS, Base
 from tools.study.delayed import Delayed
+
+OF_RANKS = ("activation_checkpointing", "data_parallel", "tensor_parallel")  # settings that change no number
 
 
 class _Loss(torch.nn.Module):
@@ -34,22 +38,38 @@ class _Loss(torch.nn.Module):
         return loss
 
 
-def trained_and_delayed(
+def assert_equals_delayed(
     pool: WorkerPool,
     model: str | type[Base],
     stages: int,
     microbatches: int,
     options: dict[str, Any],
     trainer_options: dict[str, Any],
-) -> tuple[list[Report], Report]:
-    """Two epochs under the strategy with these options, by rank, and by the reference."""
-    given = {"microbatches": microbatches, **options}
-    reports = pool.run(train, stages, model, "async", given, init=False, max_epochs=2, **trainer_options)
-    accumulate = trainer_options.get("accumulate_grad_batches", 1)
+    *,
+    allowed: float = 0.0,
+) -> None:
+    """Two epochs under the strategy with these options have the numbers of the reference: losses, the gradients of each
+    update, and weights.
+
+    Args:
+        allowed: by how much weights and gradients may differ.
+    """
+    replicas, tensor = options.get("data_parallel", 1), options.get("tensor_parallel", 1)
+    given = {"stages": stages, "microbatches": microbatches, **options}
+    trainer = {"batch_size": BATCH // replicas, "max_epochs": 2, **trainer_options}
+    reports = pool.run(train, stages * replicas * tensor, model, "async", given, init=False, **trainer)
+    accumulate, clip = trainer_options.get("accumulate_grad_batches", 1), trainer_options.get("gradient_clip_val")
+    own = {name: value for name, value in options.items() if name not in OF_RANKS}
     [reference] = pool.run(
-        delayed, 1, model, stages, microbatches, init=False, epochs=2, accumulate=accumulate, **options
+        delayed, 1, model, stages, microbatches, init=False, epochs=2, accumulate=accumulate, clip=clip, **own
     )  # fmt: skip
-    return reports, reference
+    if replicas == 1:  # else a rank has its replica's
+        assert reports[0].losses == pytest.approx(reference.losses, rel=0, abs=EXACT)
+    if "schedule" not in options:  # else each chunk's, as if they were updates
+        for number, expected in enumerate(reference.gradients):
+            found = joined(reports, "gradients", number)  # each stage's own, though they step at different times
+            assert largest_difference(found, expected) <= allowed, f"update {number}"
+    assert largest_difference(joined(reports, "weights"), reference.weights) <= allowed
 
 
 def delayed(
@@ -100,7 +120,8 @@ def delayed(
 
     def step(chunk: int) -> None:
         groups = optimizers[chunk].param_groups
-        report.gradients[-1].update({n: g.clone() for n in names[chunk] if (g := parameters[n].grad) is not None})
+        own = {n: parameters[first].grad for n, first in cut.aliases.items() if first in names[chunk]}
+        report.gradients[-1].update({n: g.clone() for n, g in own.items() if g is not None})
         if clip is not None:
             torch.nn.utils.clip_grad_norm_([p for group in groups for p in group["params"]], clip)  # as Lightning does
         ahead = mean_ahead(schedule, stages, chunk, gathering, extra)

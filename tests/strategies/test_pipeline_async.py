@@ -10,19 +10,43 @@ from lightning.pytorch.callbacks import EMAWeightAveraging, WeightAveraging
 from torch.utils.data import DataLoader
 
 from tests.pool import WorkerPool
-from tests.strategies.harness import Report, here, joined, largest_difference, make_trainer, train
+from tests.strategies.equality import EXACT
+from tests.strategies.harness import Report, joined, largest_difference, make_trainer, train
 from tests.strategies.models import MODELS, Rows
-from tests.strategies.reference import delayed, trained_and_delayed
+from tests.strategies.reference import assert_equals_delayed, delayed
 from tests.thorough import thorough
 from tests.worker import texts_of_warnings
 
-EXACT = 1e-12  # float64
+
+class Twice(torch.nn.Module):
+    """A layer with two names for one weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one = self.other = torch.nn.Parameter(torch.randn(32, 32) / 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x @ self.one).tanh() @ self.other
 
 
-def updates_of(reports: list[Report], number: int) -> dict[str, torch.Tensor]:
-    """Gradients of an update, each stage's own, though the stages step at different times."""
-    return joined(reports, "gradients", number)
+class TiedInside(MODELS["LeNet"]):  # type: ignore[misc]
+    def build(self) -> None:
+        super().build()
+        self.net.insert(7, Twice())
 
+
+class Uneven(MODELS["LeNet"]):  # type: ignore[misc]
+    """One batch is too small for two versions. It drains the pipeline of 2BW: the batch after it would need a version
+    that no stage has yet."""
+
+    @classmethod
+    def loader(cls, *args: Any, **kwargs: Any) -> DataLoader[Any]:
+        batches = [[0, 1, 2, 3], [4], [5, 6, 7, 8], [9, 10, 11], [12, 13, 14, 15]]
+        return DataLoader(Rows(cls.samples()), batch_sampler=batches)
+
+
+CLIP: dict[str, Any] = {"gradient_clip_val": 0.05}
+RECOMPUTED = {"activation_checkpointing": True}
 
 # Model, stages, microbatches a batch, options of the strategy (and of the reference), of the Trainer.
 CASES: list[Any] = [
@@ -32,9 +56,14 @@ CASES: list[Any] = [
     ("LeNet", 4, 3, {"weights": "2bw", "correction": None}, {}),
     ("LeNet", 3, 2, {"weights": "latest"}, {}),
     ("LeNet", 3, 1, {"lr_discount": 4, "correction": None}, {}),
+    ("LeNet", 3, 1, {"extra_in_flight": 1, "correction": 0.5}, {"accumulate_grad_batches": 2, **CLIP}),
+    ("LeNet", 3, 2, RECOMPUTED, {}),
+    ("Blocks", 3, 2, {}, {}),  # loose parameters
+    (TiedInside, 3, 2, {}, {}),
+    (Uneven, 4, 4, {"weights": "2bw"}, {}),
     *thorough(
         ("LeNet", 3, 2, {"extra_in_flight": 1, "correction": 0.5}, {}),
-        ("LeNet", 3, 1, {}, {"accumulate_grad_batches": 2}),  # as below, with clipping
+        ("LeNet", 3, 1, {}, {"accumulate_grad_batches": 2}),
         ("LeNet", 3, 2, {"correction": None}, {}),
         ("Llama", 3, 2, {"extra_in_flight": 1, "correction": 0.5}, {}),
         ("GPT2Untied", 4, 4, {}, {}),
@@ -43,6 +72,10 @@ CASES: list[Any] = [
         ("Llama", 4, 4, {"weights": "latest", "correction": "error_feedback"}, {}),
         ("DemoTransformer", 4, 2, {}, {}),
         ("LeNet", 3, 1, {"weights": "2bw"}, {"accumulate_grad_batches": 2}),
+        ("Llama", 3, 3, {}, CLIP),
+        ("Llama", 3, 2, RECOMPUTED, {}),
+        ("DemoTransformer", 3, 2, RECOMPUTED, {}),
+        (Uneven, 4, 4, {}, {}),
     ),
 ]
 
@@ -54,34 +87,14 @@ SUMMED_OTHERWISE = {"DemoTransformer"}
 @pytest.mark.parametrize(("model", "stages", "microbatches", "options", "trainer_options"), CASES)
 def test_training_equals_delayed_gradients_to_the_bit(
     pool: WorkerPool,
-    model: str,
+    model: str | type[Any],
     stages: int,
     microbatches: int,
     options: dict[str, Any],
     trainer_options: dict[str, Any],
 ) -> None:
-    reports, reference = trained_and_delayed(pool, model, stages, microbatches, options, trainer_options)
-    assert reports[0].losses == pytest.approx(reference.losses, rel=0, abs=EXACT)
-    allowed = EXACT if model in SUMMED_OTHERWISE else 0
-    for number, expected in enumerate(reference.gradients):
-        assert largest_difference(updates_of(reports, number), expected) <= allowed, f"update {number}"
-    assert largest_difference(joined(reports, "weights"), reference.weights) <= allowed
-
-
-@pytest.mark.parametrize(
-    ("model", "stages", "microbatches", "options", "accumulate"),
-    [("LeNet", 3, 1, {"extra_in_flight": 1, "correction": 0.5}, 2), *thorough(("Llama", 3, 3, {}, 1))],
-)
-def test_clipped_training_equals_delayed_gradients(
-    pool: WorkerPool, model: str, stages: int, microbatches: int, options: dict[str, Any], accumulate: int
-) -> None:
-    given = {"microbatches": microbatches, **options}
-    trainer = {"accumulate_grad_batches": accumulate, "gradient_clip_val": 0.05}
-    reports = pool.run(train, stages, model, "async", given, init=False, max_epochs=2, **trainer)
-    reference = pool.run(
-        delayed, 1, model, stages, microbatches, init=False, epochs=2, accumulate=accumulate, clip=0.05, **options
-    )[0]  # fmt: skip
-    assert largest_difference(joined(reports, "weights"), reference.weights) < EXACT
+    allowed = EXACT if model in SUMMED_OTHERWISE or "gradient_clip_val" in trainer_options else 0
+    assert_equals_delayed(pool, model, stages, microbatches, options, trainer_options, allowed=allowed)
 
 
 def make_average() -> WeightAveraging:
@@ -116,44 +129,12 @@ def test_averages_are_of_weights_with_delayed_gradients(
     assert largest_difference(joined(reports, "weights"), reference.weights) <= EXACT
 
 
-@pytest.mark.parametrize("model", ["LeNet", *thorough("Llama", "DemoTransformer")])
-def test_recomputation_uses_the_weights_of_its_forward(pool: WorkerPool, model: str) -> None:
-    options = {"microbatches": 2, "activation_checkpointing": True}
-    reports = pool.run(train, 3, model, "async", options, init=False)
-    reference = pool.run(delayed, 1, model, 3, 2, init=False)[0]
-    assert largest_difference(joined(reports, "weights"), reference.weights) < EXACT
-
-
 @pytest.mark.parametrize("schedule", ["1f1b", "vmin"])
 def test_one_stage_is_the_plain_loop_to_the_bit(pool: WorkerPool, schedule: str) -> None:
     plain = pool.run(train, 1, "Blocks", init=False)[0]
     staged = pool.run(train, 1, "Blocks", "async", {"microbatches": 1, "schedule": schedule}, init=False)[0]
     assert staged.losses == plain.losses
     assert largest_difference(staged.weights, plain.weights) == 0
-
-
-class Twice(torch.nn.Module):
-    """A layer with two names for one weight."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.one = self.other = torch.nn.Parameter(torch.randn(32, 32) / 8)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return (x @ self.one).tanh() @ self.other
-
-
-class TiedInside(MODELS["LeNet"]):  # type: ignore[misc]
-    def build(self) -> None:
-        super().build()
-        self.net.insert(7, Twice())
-
-
-@pytest.mark.parametrize("model", ["Blocks", TiedInside])
-def test_loose_and_tied_parameters_are_trained_where_they_are_used(pool: WorkerPool, model: str | type[Any]) -> None:
-    reports = pool.run(train, 3, model, "async", {"microbatches": 2}, init=False)
-    reference = pool.run(delayed, 1, model, 3, 2, init=False)[0]
-    assert largest_difference(joined(reports, "weights"), reference.weights) < EXACT
 
 
 # -- microbatches ----------------------------------------------------------------------------------------------------
@@ -206,30 +187,6 @@ def test_a_setting_that_trains_badly_is_warned_of_once_with_figures(
     told, *others = pool.run(warnings_of, 3, options, init=False)
     assert len(told) == warns and not any(others)
     assert all("updates late" in text and "microbatches='auto' with at least 6 samples" in text for text in told)
-
-
-class Uneven(MODELS["LeNet"]):  # type: ignore[misc]
-    """One batch is too small for two versions."""
-
-    @classmethod
-    def loader(cls, *args: Any, **kwargs: Any) -> DataLoader[Any]:
-        batches = [[0, 1, 2, 3], [4], [5, 6, 7, 8], [9, 10, 11], [12, 13, 14, 15]]
-        return DataLoader(Rows(cls.samples()), batch_sampler=batches)
-
-
-def train_unevenly(options: dict[str, Any]) -> Report:
-    torch.set_default_dtype(torch.float64)
-    module = Uneven()
-    make_trainer("async", [], options).fit(module, Uneven.loader())
-    return Report(weights={name: p.detach().clone() for name, p in here(module).items()})
-
-
-@pytest.mark.parametrize("weights", ["2bw", *thorough("stash")])
-def test_a_small_batch_among_others_trains_as_in_one_process(pool: WorkerPool, weights: str) -> None:
-    """Of 2BW, it drains the pipeline: the batch after it would need a version that no stage has yet."""
-    reports = pool.run(train_unevenly, 4, {"microbatches": 4, "weights": weights}, init=False)
-    reference = pool.run(delayed, 1, Uneven, 4, 4, init=False, epochs=2, weights=weights)[0]
-    assert largest_difference(joined(reports, "weights"), reference.weights) == 0
 
 
 # -- what follows an update late -------------------------------------------------------------------------------------
