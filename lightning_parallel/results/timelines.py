@@ -11,7 +11,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_parallel.ranks.collectives import gather_objects_on_first
 from lightning_parallel.ranks.layout import Layout
-from lightning_parallel.timeline.picture import write_png, write_trace
+from lightning_parallel.timeline.picture import draw, write_trace
 from lightning_parallel.timeline.recording import Span, Timeline, report
 
 
@@ -57,7 +57,7 @@ def write_timeline(
     write_trace(rows, directory / "timeline.json", labels=labels)
     written = "timeline.json"
     if find_spec("matplotlib") is not None:
-        write_png(rows, directory / "timeline.png", title=title, theory=theory, labels=labels)
+        draw(rows, directory / "timeline.png", title=title, theory=theory, labels=labels)
         written = "timeline.png and timeline.json"
     rank_zero_info(f"{report(rows, theory)}\nWritten: {directory}/{written}")
     for stage, (_, late) in enumerate(stages):

@@ -30,7 +30,7 @@ _LIGHTER = 0.45  # of a later chunk: so much of its colour is white, and its num
 _LEGIBLE = 100  # forwards and backwards that a row can show
 
 
-def write_png(
+def draw(
     rows: Sequence[Sequence[Span]],
     path: str | Path,
     *,
@@ -39,7 +39,8 @@ def write_png(
     labels: Sequence[str] | None = None,
     width: float = 14,
 ) -> None:
-    """Draw the timeline: a row for each stage, a box for each span, with the number of its microbatch where it fits.
+    """Draw the timeline into a file, of the kind that the end of its name says: a row for each stage, a box for each
+    span, with the number of its microbatch where it fits.
 
     Of a long run the beginning is drawn. Where a stage has several chunks, later ones are lighter.
 

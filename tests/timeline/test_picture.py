@@ -11,7 +11,7 @@ import pytest
 
 from lightning_parallel.schedules.generators import gpipe
 from lightning_parallel.timeline import picture as drawing
-from lightning_parallel.timeline.picture import write_png, write_trace
+from lightning_parallel.timeline.picture import draw, write_trace
 from lightning_parallel.timeline.recording import Span, report
 from tests.pipeline.recordings import joined, later, rows_of
 
@@ -34,12 +34,12 @@ def test_perfetto_trace_has_a_named_thread_a_stage_and_microseconds(tmp_path: Pa
 
 
 def figure_of(rows: list[list[Span]], monkeypatch: pytest.MonkeyPatch, **options: Any) -> Any:
-    """The figure that `write_png` saves."""
+    """The figure that `draw` saves."""
     from matplotlib.figure import Figure
 
     saved: list[Any] = []
     monkeypatch.setattr(Figure, "savefig", lambda figure, path: saved.append(figure))
-    write_png(rows, "unused.png", **{"title": "title", "theory": None, **options})
+    draw(rows, "unused.png", **{"title": "title", "theory": None, **options})
     return saved[0]
 
 
@@ -47,7 +47,7 @@ def test_picture_is_a_png_without_touching_pyplot(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     loaded = "matplotlib.pyplot" in sys.modules
     path = tmp_path / "timeline.png"
-    write_png(rows_of(gpipe(4, 8)), path, title="GPipe", theory=0.27)
+    draw(rows_of(gpipe(4, 8)), path, title="GPipe", theory=0.27)
     assert path.read_bytes().startswith(b"\x89PNG")
     # pyplot would choose a window system, and keep every figure.
     assert ("matplotlib.pyplot" in sys.modules) == loaded
@@ -83,4 +83,4 @@ def test_picture_of_a_long_run_shows_its_beginning(monkeypatch: pytest.MonkeyPat
 def test_a_run_without_training_is_refused_with_the_reason() -> None:
     pytest.importorskip("matplotlib")
     with pytest.raises(ValueError, match="no forward or backward"):
-        write_png([[Span("evaluate", 0, 0.0, 1.0)]], "unused.png", title="", theory=None)
+        draw([[Span("evaluate", 0, 0.0, 1.0)]], "unused.png", title="", theory=None)

@@ -15,15 +15,15 @@ PAGES = ("README.md", "README.ko.md", "docs/index.md", "docs/strategies.md")
 
 @pytest.mark.parametrize("name", TIMELINES)
 def test_a_picture_shows_what_its_caption_says(name: str) -> None:
-    assert unmet(name, read(PICTURES / f"{name}.png")) == []
+    assert unmet(name, read(PICTURES / f"{name}.svg")) == []
 
 
 def test_the_pages_name_the_share_of_the_time_in_which_stages_are_busy() -> None:
-    rows = read(PICTURES / "async.png")
+    rows = read(PICTURES / "async.svg")
     share = f"{sum(busy(row, length(rows)) for row in rows) / len(rows):.0%}"
     for page in PAGES:
         text = (ROOT / page).read_text()
-        assert "pictures/async.png" in text
+        assert "pictures/async.svg" in text
         assert share in text or f"{share[:-1]} %" in text, f"{page} doesn't say {share}"
 
 
@@ -33,7 +33,7 @@ def test_the_page_names_the_durations() -> None:
 
 
 def test_a_picture_of_something_else_is_not_taken() -> None:
-    rows = read(PICTURES / "async.png")
+    rows = read(PICTURES / "async.svg")
     (lacking,) = unmet("async", [[span for span in rows[0] if span.kind != "backward"], *rows[1:]])
     assert lacking.startswith("stage 0 has no forward or no backward")
     (idle,) = unmet("async", [[span for span in rows[0] if span.microbatch % 4], *rows[1:]])

@@ -30,9 +30,9 @@ def main() -> None:
                 break
             print(f"{name}: again, since {'; '.join(wrong)}", flush=True)
         else:
-            sys.exit(f"{name}.png is left as it was: in {_ATTEMPTS} runs it wasn't what its caption says.")
-        write(name, rows, PICTURES / f"{name}.png")
-        print(f"Written: {PICTURES / name}.png", flush=True)
+            sys.exit(f"{name}.svg is left as it was: in {_ATTEMPTS} runs it wasn't what its caption says.")
+        write(name, rows, PICTURES / f"{name}.svg")
+        print(f"Written: {PICTURES / name}.svg", flush=True)
 
 
 if __name__ == "__main__":

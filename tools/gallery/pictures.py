@@ -12,16 +12,17 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import MappingProxyType
+from xml.etree import ElementTree
 
+import matplotlib as mpl
 import torch
 import torch.distributed as dist
-from PIL import Image, PngImagePlugin
 
 from lightning_parallel import AsyncPipelineStrategy, PipelineStrategy
 from lightning_parallel.schedules.simulate import simulate
 from lightning_parallel.schedules.v_shaped import vhalf
 from lightning_parallel.strategies.staged import StagedStrategy
-from lightning_parallel.timeline.picture import write_png
+from lightning_parallel.timeline.picture import draw
 from lightning_parallel.timeline.recording import COMPUTE, Span
 from recipes import ROOT
 from tools.bench import processes
@@ -31,7 +32,7 @@ PICTURES = ROOT / "docs" / "pictures"
 STAGES = 4
 FORWARD, BACKWARD = 0.100, 0.200  # seconds of a stage for a microbatch: long beside what else a step takes
 SIZE = 512  # a microbatch is a float32 matrix of 1 MiB
-_SPANS = "spans"  # the name under which a picture's file has what it shows
+_SPANS = "{http://www.w3.org/2000/svg}metadata"  # the element of a picture's file that has what it shows
 
 Rows = Sequence[Sequence[Span]]
 
@@ -178,15 +179,20 @@ def length(rows: Rows) -> float:
 def write(name: str, rows: Rows, path: Path) -> None:
     """Draw what was recorded. The file has the drawn spans, too, for :func:`read`."""
     picture = TIMELINES[name]
-    write_png(rows, path, title=picture.title, theory=picture.theory, width=picture.inches)
-    kept = PngImagePlugin.PngInfo()
-    kept.add_text(_SPANS, json.dumps([[asdict(span) for span in row] for row in rows]), zip=True)
-    with Image.open(path) as image:
-        image.save(path, pnginfo=kept, optimize=True)
+    with mpl.rc_context({"svg.hashsalt": name}):  # the same picture is the same file
+        draw(rows, path, title=picture.title, theory=picture.theory, width=picture.inches)
+    ElementTree.register_namespace("", "http://www.w3.org/2000/svg")
+    ElementTree.register_namespace("xlink", "http://www.w3.org/1999/xlink")
+    drawing = ElementTree.parse(path)
+    kept = drawing.getroot().find(_SPANS)
+    assert kept is not None, "matplotlib writes the date and its version there"
+    kept.clear()
+    kept.text = json.dumps([[list(asdict(span).values()) for span in row] for row in rows])
+    drawing.write(path)
 
 
 def read(path: Path) -> Rows:
     """What a picture shows."""
-    with Image.open(path) as image:
-        image.load()
-        return [[Span(**span) for span in row] for row in json.loads(image.info[_SPANS])]
+    kept = ElementTree.parse(path).getroot().findtext(_SPANS)
+    assert kept is not None, f"{path} was drawn by something else"
+    return [[Span(*span) for span in row] for row in json.loads(kept)]
