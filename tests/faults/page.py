@@ -8,6 +8,7 @@ from pathlib import Path
 from tests.faults.faults import ANY, FAULTS
 from tests.faults.training import Case
 from tests.zoo.record import about
+from tools import NOT_SEARCHED
 
 
 def write(faulty: Sequence[Case], clean: Sequence[Case], file: Path) -> None:
@@ -33,7 +34,7 @@ def write(faulty: Sequence[Case], clean: Sequence[Case], file: Path) -> None:
         "\n".join(_table(faulty)),
         _MODELS,
     ]
-    file.write_text("\n\n".join(parts) + "\n")
+    file.write_text("\n\n".join([NOT_SEARCHED, *parts]) + "\n")
 
 
 def _table(faulty: Sequence[Case]) -> Iterator[str]:

@@ -11,6 +11,7 @@ from tests.optimizer_table.training import ENTRIES, EXACT
 from tests.zoo.outcome import Outcome, Verdict
 from tests.zoo.page import MARKS, line
 from tests.zoo.record import Results, about
+from tools import NOT_SEARCHED
 
 SHOWN = 500  # characters of a message
 
@@ -34,7 +35,7 @@ def write(results: Results, file: Path) -> None:
         *("\n".join(_table(source, results)) for source in dict.fromkeys(e.source for e in ENTRIES.values())),
         "\n".join(_reasons(results)),
     ]
-    file.write_text("\n\n".join(parts) + "\n")
+    file.write_text("\n\n".join([NOT_SEARCHED, *parts]) + "\n")
 
 
 def _table(source: str, results: Results) -> Iterator[str]:

@@ -15,6 +15,7 @@ from tests.zoo.layouts import PLAIN
 from tests.zoo.outcome import Outcome, Verdict
 from tests.zoo.page import MARKS, line
 from tests.zoo.record import Results, about
+from tools import NOT_SEARCHED
 
 Cases = dict[str, dict[str, Verdict | None]]
 NAMES = [layout.name for layout in LAYOUTS]
@@ -53,7 +54,7 @@ def write(results: Results, missing: Iterable[str], file: Path) -> None:
         "\n".join(_causes(cases)),
         "## What was not run\n\n" + "\n".join(f"- {said}" for said in left) if left else "",
     ]  # fmt: skip
-    file.write_text("\n\n".join(part for part in parts if part) + "\n")
+    file.write_text("\n\n".join([NOT_SEARCHED, *filter(None, parts)]) + "\n")
 
 
 def _summary(cases: Cases) -> Iterable[str]:

@@ -13,6 +13,7 @@ from tests.torture.outcome import Verdict
 from tests.torture.program import STEPS
 from tests.torture.record import Results
 from tests.torture.runner import AFTER
+from tools import NOT_SEARCHED
 
 _SHOWN = 160  # characters of a problem
 
@@ -48,7 +49,7 @@ def write(results: Results, file: Path) -> None:
         _TABLES,
         *("\n".join(_table(layout, all_cases, results)) for layout in LAYOUTS),
     ]
-    file.write_text("\n\n".join(part for part in parts if part) + "\n")
+    file.write_text("\n\n".join([NOT_SEARCHED, *filter(None, parts)]) + "\n")
 
 
 def _summary(all_cases: Sequence[Case], results: Results) -> Iterator[str]:

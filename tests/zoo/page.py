@@ -9,6 +9,7 @@ from pathlib import Path
 from tests.zoo.layouts import LAYOUTS, MICROBATCHES
 from tests.zoo.outcome import TOLERANCES, Outcome, Verdict
 from tests.zoo.record import Results
+from tools import NOT_SEARCHED
 
 MARKS = {
     Outcome.EQUAL: "=",
@@ -43,7 +44,7 @@ def write(results: Results, about: dict[str, str], sources: dict[str, str], file
         "\n".join(_refusals(cases)),
         "\n".join(_natures(cases)),
     ]
-    file.write_text("\n\n".join(part for part in parts if part) + "\n")
+    file.write_text("\n\n".join([NOT_SEARCHED, *filter(None, parts)]) + "\n")
 
 
 def _summary(cases: Cases) -> Iterable[str]:

@@ -9,6 +9,7 @@ from math import isfinite
 from pathlib import Path
 from textwrap import fill
 
+from tools import NOT_SEARCHED
 from tools.study import clock, picture, tables
 from tools.study.arms import EXTENSIONS, RATES, TIE, Arm, Setting
 from tools.study.findings import findings
@@ -98,7 +99,7 @@ def write(directory: Path, study: Study, setting: Setting, plan: Sequence[Arm], 
     parts += ["## Arms", _arms(plan), "## Setting", *_setting(words, setting, plan, seeds, store)]
     parts += ["## Rates", _rates(words, setting, plan), *(tables.rates(found, name).markdown() for name in optimizers)]
     parts += ["## Simulated time", _time()]
-    (directory / PAGE).write_text("\n\n".join(parts) + "\n")
+    (directory / PAGE).write_text("\n\n".join([NOT_SEARCHED, *parts]) + "\n")
 
 
 def _state(setting: Setting, plan: Sequence[Arm], seeds: int, store: Store, found: Mapping[Arm, Row]) -> str:
