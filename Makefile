@@ -9,6 +9,8 @@
 #     make cluster-tests                       # runs killed and preempted under torchrun, Ray and a SLURM of two nodes
 #     make lightning-tests TESTS=/folder/tests_pytorch   # Lightning's own tests, from its repository, with our strategies
 #     make gpu                                 # what can be seen on this machine's GPUs, into docs/gpu.json
+#     make matrix                              # a part of the tests under each Python that is supported and found here
+#     make matrix TORCH="2.9.* 2.13.*"         # and with these versions of torch: of CUDA, unless pip's settings say so
 #     make docs                                # the site of docs/, into site/
 #     make zoo                                 # nearly three hundred models under every layout, into docs/zoo.md
 #     make zoo ARGS="--only 'gpt2*' --traces"  # some of them; ARGS="--resume" goes on after an interruption
@@ -32,6 +34,12 @@ ARGS ?=
 # in the order of their files: by itself pytest-xdist puts files of few tests last, which here are the slowest.
 JOBS ?= 3
 
+# For `make matrix`: the versions, what its tests need besides the recipes, and the tests.
+PYTHONS ?= 3.11 3.12 3.13
+TORCH ?= 2.13.*
+MATRIX_NEEDS := pytest pytest-timeout pytest-xdist setproctitle filelock peft transformers
+MATRIX_TESTS := tests/schedules tests/private tests/strategies/test_refusals.py tests/strategies/test_contract.py
+
 RUN := $(VENV)/bin/python
 READY := $(VENV)/.ready
 # For the recipes a third of the packages is enough, for the pages fewer; a set-up with all of them has these.
@@ -43,7 +51,7 @@ RUN_OTHERS := $(OTHERS_VENV)/bin/python
 OTHERS_READY := $(OTHERS_VENV)/.ready-others
 TIMM_READY := $(TIMM)/.ready
 
-.PHONY: train compare test timm-tests programs thorough cluster-tests slurm zoo others optimizers faults torture lightning-tests gpu lint docs clean
+.PHONY: train compare test timm-tests programs thorough cluster-tests slurm zoo others optimizers faults torture lightning-tests gpu matrix lint docs clean
 
 train: $(RECIPES_READY)
 	$(RUN) -m recipes.train strategy=pipeline_async $(ARGS)
@@ -98,6 +106,16 @@ lightning-tests: $(READY)
 gpu: $(READY)
 	OMP_NUM_THREADS=1 $(RUN) -m tools.gpu
 
+# Each pair has an environment of its own, without the pins of constraints.txt: what a user gets who installs it today.
+matrix:
+	@for version in $(PYTHONS); do command -v python$$version > /dev/null || { echo "python$$version isn't here"; continue; }; \
+		for torch in $(TORCH); do venv=.venv-matrix/$$version-$${torch%.\*}; echo "Python $$version, torch $$torch"; \
+			python$$version -m venv $$venv && \
+			$$venv/bin/python -m pip install -qq --disable-pip-version-check "torch==$$torch" -e ".[recipes]" $(MATRIX_NEEDS) && \
+			OMP_NUM_THREADS=1 $$venv/bin/python -m pytest -q $(or $(ARGS),$(MATRIX_TESTS)) || exit 1; \
+		done; \
+	done
+
 lint: $(READY)
 	$(RUN) -m ruff check .
 	$(RUN) -m mypy
@@ -106,7 +124,7 @@ docs: $(DOCS_READY)
 	$(RUN) -m zensical build --clean --strict
 
 clean:
-	rm -rf $(VENV) $(ZOO_VENV) $(OTHERS_VENV) build site .cache *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(ZOO_VENV) $(OTHERS_VENV) .venv-matrix build site .cache *.egg-info .pytest_cache .mypy_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # Made anew when what is to be installed changes; a set-up that was cut short has no .ready and is done again.
