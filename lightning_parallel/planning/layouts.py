@@ -12,7 +12,8 @@ from lightning_parallel.schedules.actions import Schedule, placement
 from lightning_parallel.schedules.named import SCHEDULES, asynchronous
 
 _SYNCHRONOUS = ("gpipe", "1f1b", "interleaved", "zbv", "vhalf", "vmin")
-_A_STAGE = (1, 2, 4, 8)  # microbatches that are tried
+_A_STAGE, _OF_MANY = (1, 2, 4, 8), (2, 8)  # microbatches that are tried, for each stage
+_MANY = 8  # stages: lists of more, and of many microbatches, take seconds to make
 _MOST = 256  # microbatches, unless there are more stages; also layers, where they aren't known
 _NODE = 8  # devices whose links are fast enough for tensor parallelism
 ASYNC = "pipeline_async"
@@ -113,9 +114,10 @@ def choices(devices: int, samples: int, tensor: int = 1, layers: int = _MOST) ->
         replicas = left // stages
         if left % stages or samples % replicas:
             continue
+        tried = _A_STAGE if stages <= _MANY else _OF_MANY
         lists: list[Schedule] = []  # with few stages or microbatches some schedules have the same
         for schedule in (*_SYNCHRONOUS, "async"):
-            counts = {min(each * stages, samples // replicas, max(stages, _MOST)) for each in _A_STAGE}
+            counts = {min(each * stages, samples // replicas, max(stages, _MOST)) for each in tried}
             for count in sorted(counts):
                 choice = Choice(f"pipeline_{schedule}", stages, replicas, tensor, microbatches=count)
                 if choice.is_late or choice.schedule() not in lists:

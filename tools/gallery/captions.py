@@ -94,5 +94,12 @@ def _async(rows: Rows) -> Iterator[str]:
 
 
 _CLAIMS: Mapping[str, Callable[[Rows], Iterator[str]]] = MappingProxyType(
-    {"gpipe": _gpipe, "interleaved": _interleaved, "zbv": _zbv, "vhalf": _vhalf, "async": _async}
+    {
+        "gpipe": _gpipe,
+        "interleaved": _interleaved,
+        "zbv": _zbv,
+        "vhalf": _vhalf,
+        "async": _async,
+        "async_vhalf": _async,
+    }
 )

@@ -129,6 +129,14 @@ TIMELINES: Mapping[str, Picture] = MappingProxyType(
             _microbatches(12, 8),
             batches=4,
         ),
+        "async_vhalf": Picture(
+            "asynchronous V-Half, 4 stages, an update of each chunk every 8 microbatches, in mid-run",
+            lambda: AsyncPipelineStrategy(schedule="vhalf", microbatches=8, balance="layers", timeline=True),
+            _microbatches(12, 8),
+            batches=4,
+            chunks=2,
+            inches=14,
+        ),
     }
 )
 
