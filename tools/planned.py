@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -56,11 +57,12 @@ def _family(row: Mapping[str, Any]) -> str:
     return str(row["model"]).partition(",")[0]
 
 
-def section(markdown: str) -> str:
-    """The first two tables of a measurement, and where it was made."""
+def section(markdown: str, picture: str) -> str:
+    """The first two tables of a measurement, a picture, and where it was made."""
     head, *parts = markdown.split("### ")
-    found = [part for title in _TABLES[:2] for part in parts if part.startswith(title)]
-    return "\n".join([*(f"**{title}.**{rest}" for title, _, rest in (p.partition("\n") for p in found)), head.strip()])
+    found = [part.partition("\n") for title in _TABLES[:2] for part in parts if part.startswith(title)]
+    tables = [f"**{title}**\n{rest}" for title, _, rest in found]
+    return "\n".join([*tables, f"![Each layout: predicted and measured]({picture})\n", head.strip()])
 
 
 def put(page: Path, text: str) -> None:
@@ -81,7 +83,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     given = parser.parse_args(arguments)
     tables = {table["title"]: table["rows"] for table in json.loads(given.measured.read_text())["tables"]}
     draw(tables[_TABLES[2]], given.picture)
-    put(given.page, section(given.measured.with_suffix(".md").read_text()))
+    picture = os.path.relpath(given.picture, given.page.parent)
+    put(given.page, section(given.measured.with_suffix(".md").read_text(), picture))
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from lightning_parallel.checks.manual import SEVERAL_OPTIMIZERS, refuse_manual_o
 from lightning_parallel.cuts.balance import balanced
 from lightning_parallel.cuts.partition import Partition
 from lightning_parallel.cuts.search import NOT_REPEATABLE, partition
-from lightning_parallel.planning.layouts import Choice
+from lightning_parallel.planning.layouts import Balance, Choice
 from lightning_parallel.planning.profile import Profile
 from lightning_parallel.set_up.stages import refuse_training
 from lightning_parallel.steps.between_batches import reasons_to_wait
@@ -71,11 +71,11 @@ class Cuts:
         self._traces = _Traces()
         self._changed: dict[tuple[str, ...], set[str]] = {}  # by layers: those that can't run again
         self._cuts: dict[Any, Partition | ValueError] = {}
-        self._moved: dict[Any, tuple[int, ...] | None] = {}  # the numbers of layers, where cuts are moved
+        self._moved: dict[Any, Balance | None] = {}  # where cuts are moved
 
     @property
     def layers(self) -> int:
-        """The number of calls of layers, between which cuts may fall; 1 if it isn't known."""
+        """The number of calls of layers, as long as none is cut into its parts; 1 if it isn't known."""
         try:
             return len(self.cut(Choice("single")).layers)
         except ValueError:  # each layout is refused with it
@@ -139,15 +139,28 @@ class Cuts:
         """The layout with its cuts moved, if the slowest stage gets faster by it."""
         key = choice.placement, choice.is_late
         if key not in self._moved:
-            seconds = profile.seconds(parts, samples)
-            bounds = balanced([round(1e9 * each) for each in seconds], parts.chunks, [True] * len(seconds))
-            moved = tuple(b - a for a, b in pairwise(bounds))
-            self._moved[key] = None
-            with suppress(ValueError):  # no cut may be there
-                other = self.cut(replace(choice, balance=moved))
-                slowest, faster = (max(_of_stages(profile, each, samples)) for each in (parts, other))
-                self._moved[key] = moved if slowest > _WORTH * faster else None
+            self._moved[key] = self._fastest(choice, parts, profile, samples)
         return replace(choice, balance=self._moved[key])
+
+    def _fastest(self, choice: Choice, parts: Partition, profile: Profile, samples: int) -> Balance | None:
+        """How to cut so that the slowest stage is fastest; None for the cuts that there are."""
+        best, least = None, max(_of_stages(profile, parts, samples))
+        tried: dict[Balance, None] = {}
+        chains = [parts]
+        with suppress(ValueError):  # a chain of other layers, if some are cut into their parts for their parameters
+            if parts.layers != (other := self.cut(replace(choice, balance="operations"))).layers:
+                chains.append(other)
+                tried["operations"] = None
+        for chain in chains:
+            seconds = profile.seconds(chain, samples)
+            bounds = balanced([round(1e9 * each) for each in seconds], chain.chunks, [True] * len(seconds))
+            tried[tuple(b - a for a, b in pairwise(bounds))] = None
+        for balance in tried:
+            with suppress(ValueError):  # no cut may be there
+                slowest = max(_of_stages(profile, self.cut(replace(choice, balance=balance)), samples))
+                if least > _WORTH * slowest:
+                    best, least = balance, slowest
+        return best
 
     def waits(self, parts: Partition) -> bool:
         """Does something make stages wait for each other between two batches?"""

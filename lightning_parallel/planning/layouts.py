@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any
+from typing import Any, Literal
 
 from lightning_parallel.ranks.layout import Placement
 from lightning_parallel.schedules.actions import Schedule, placement
@@ -15,8 +15,10 @@ _SYNCHRONOUS = ("gpipe", "1f1b", "interleaved", "zbv", "vhalf", "vmin")
 _A_STAGE, _OF_MANY = (1, 2, 4, 8), (2, 8)  # microbatches that are tried, for each stage
 _MANY = 8  # stages: lists of more, and of many microbatches, take seconds to make
 _MOST = 256  # microbatches, unless there are more stages; also layers, where they aren't known
+_FEW = 16  # stages, which are tried of any module
 _NODE = 8  # devices whose links are fast enough for tensor parallelism
 ASYNC = "pipeline_async"
+Balance = tuple[int, ...] | Literal["operations"]
 
 
 @dataclass(frozen=True)
@@ -28,7 +30,7 @@ class Choice:
         stages, data, tensor: the sizes of the axes.
         microbatches: of a replica's batch.
         recompute: ``activation_checkpointing``.
-        balance: the numbers of layers of chunks; None for the default.
+        balance: the numbers of layers of chunks, or what is to be equal; None for the default.
     """
 
     strategy: str
@@ -37,7 +39,7 @@ class Choice:
     tensor: int = 1
     microbatches: int = 1
     recompute: bool = False
-    balance: tuple[int, ...] | None = None
+    balance: Balance | None = None
 
     @property
     def options(self) -> dict[str, Any]:
@@ -53,7 +55,9 @@ class Choice:
         }
         options |= {"tensor_parallel": self.tensor} if self.tensor > 1 else {}
         options |= {"activation_checkpointing": True} if self.recompute else {}
-        return options | ({} if self.balance is None else {"balance": list(self.balance)})
+        if self.balance is not None:
+            options["balance"] = list(self.balance) if isinstance(self.balance, tuple) else self.balance
+        return options
 
     @property
     def is_pipeline(self) -> bool:
@@ -99,7 +103,8 @@ def choices(devices: int, samples: int, tensor: int = 1, layers: int = _MOST) ->
 
     Args:
         samples: of a batch of all replicas, which have equal shares of it.
-        layers: of the module. One stage more than these is tried, to be refused by name.
+        layers: of the module. There may be more stages than these, where layers are cut into their parts: as many as
+            are tried of any module.
     """
     if devices == 1:
         yield Choice("single")
@@ -110,7 +115,7 @@ def choices(devices: int, samples: int, tensor: int = 1, layers: int = _MOST) ->
         yield Choice("fully_sharded", data=devices)
     elif samples % left == 0:
         yield Choice("tensor_parallel", data=left, tensor=tensor)
-    for stages in range(2, min(left, layers + 1) + 1):
+    for stages in range(2, min(left, max(layers, _FEW)) + 1):
         replicas = left // stages
         if left % stages or samples % replicas:
             continue

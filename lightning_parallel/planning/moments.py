@@ -28,15 +28,15 @@ def fullest(
         largest: of the largest parameter, of the rank's part of it.
         whole: of gradients in a backward, before ranks divide them.
     """
-    stepping = gradients + _STEPPED * largest
+    steps = _STEPPED * largest
     if not choice.is_pipeline:
         # The gradients of the last batch are there until the backward begins.
-        return max(stepping, gradients + chunks[0].forwards, chunks[0].backwards + whole)
+        return max(gradients + steps, gradients + chunks[0].forwards, chunks[0].backwards + whole)
     if choice.is_late:
         own = [chunk for chunk, place in zip(chunks, choice.placement, strict=True) if place == stage]
         more = max(max(chunk.forwards, chunk.backwards) - chunk.held for chunk in own)
-        return max(stepping, gradients + activations + more)
-    return max(stepping, _of_schedule(choice.schedule()[stage], chunks, gradients))
+        return gradients + activations + max(more, steps)  # forwards are under way at each step
+    return max(gradients + steps, _of_schedule(choice.schedule()[stage], chunks, gradients))
 
 
 def _of_schedule(actions: Sequence[Action], chunks: Sequence[ChunkCost], gradients: int) -> int:

@@ -148,6 +148,38 @@ def test_cuts_are_moved_by_time() -> None:
     assert all("balance" not in row.options for row in even if row.strategy == "pipeline_1f1b")
 
 
+class Heavy(Sleeper):
+    """With more parameters than the others together."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__(seconds)
+        self.more = nn.Parameter(torch.ones(4000))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + 0 * self.more.sum()
+
+
+class Pair(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Heavy(0.0005), Heavy(0.0005)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def test_cuts_are_moved_by_time_where_parameters_are_in_parts_of_a_layer() -> None:
+    """By parameters the last layer is cut in two."""
+    module = Sleepers(0.003, 0.001, 0.001)
+    module.layers.append(Pair())
+    rows = plan(module, torch.randn(8, 4), devices=2).rows
+    for row in rows:
+        if row.strategy == "pipeline_1f1b":
+            assert row.options["balance"] in ("operations", [1, 3])
+
+
 # -- what there is, and what is refused ------------------------------------------------------------------------------
 
 

@@ -56,6 +56,7 @@ def test_the_page_has_what_was_measured(tmp_path: Path) -> None:
     text = page.read_text()
     assert text.startswith("Before.") and text.endswith("After.\n") and "Old." not in text
     assert text.count("0 of 1") == 1 and "no luck" not in text and "a CPU, 2 cores" in text
+    assert "(plan.png)" in text
     assert picture.read_bytes().startswith(b"\x89PNG")
     page.write_text("No place.")
     with pytest.raises(ValueError, match="no place"):
