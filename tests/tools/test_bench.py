@@ -161,7 +161,7 @@ def test_plans_are_judged_by_their_layouts() -> None:
     assert found.regret >= 1 and all(0.3 < pair.memory < 3 for pair in found.pairs)
     families, choices, rows = plan.tables([found])
     assert [len(table.rows) for table in (families, choices, rows)] == [1, 1, len(found.pairs)]
-    assert bench._on("cpu")["plan"].keys() == set(plan_models.FAMILIES)
+    assert bench._on("cpu")["plan"].keys() == {*plan_models.FAMILIES, plan.FOUR}
 
 
 def test_what_is_held_is_what_theory_says() -> None:

@@ -159,7 +159,8 @@ def _parser() -> argparse.ArgumentParser:
         type=lambda text: text.split(","),
         metavar="PART,...",
         help=f"some of: {', '.join(PIPELINE)} of the pipeline, {', '.join(TENSOR)} of tensor, "
-        f"{', '.join(DATA)} of data, {', '.join(plan_models.FAMILIES)} of plan (default: all)",
+        f"{', '.join(DATA)} of data, {', '.join(plan_models.FAMILIES)}, "
+        f"{plan.FOUR} of plan (default: all)",
     )
     parser.add_argument(
         "--device",
