@@ -273,7 +273,7 @@ class Pairs(L.LightningModule):
     def __init__(self) -> None:
         super().__init__()
         with torch.device("meta"):
-            self.layers = nn.Sequential(*(Pair(1024) for _ in range(4)))
+            self.layers = nn.Sequential(*(Wide(1024) for _ in range(4)))
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         return self.layers(batch).pow(2).mean()
@@ -285,7 +285,7 @@ class Pairs(L.LightningModule):
         return {"layers.*.up": "column", "layers.*.down": "row"}
 
 
-class Pair(nn.Module):
+class Wide(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
         self.up, self.down = nn.Linear(width, 4 * width, bias=False), nn.Linear(4 * width, width, bias=False)
