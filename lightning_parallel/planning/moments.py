@@ -35,7 +35,9 @@ def fullest(
     if choice.is_late:
         own = [chunk for chunk, place in zip(chunks, choice.placement, strict=True) if place == stage]
         more = max(max(chunk.forwards, chunk.backwards) - chunk.held for chunk in own)
-        return gradients + activations + max(more, steps)  # forwards are under way at each step
+        # Forwards are under way at each step. But on the last stage, its change of all weights corrects later ones.
+        change = gradients if stage < choice.stages - 1 else 0
+        return gradients + activations + max(more, steps, change)
     return max(gradients + steps, _of_schedule(choice.schedule()[stage], chunks, gradients))
 
 
