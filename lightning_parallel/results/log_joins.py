@@ -14,6 +14,7 @@ dry run of its step. Each way that gives another number is ruled out, so a secon
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from numbers import Real
 from typing import Any
@@ -46,7 +47,7 @@ class LogJoins:
         self._ways: dict[str, Sequence[str]] = {}  # by which a name's numbers may be joined
         self._checked: dict[str, int] = {}  # in how many batches a name's numbers have been looked at
         self._settings: dict[str, bool] = {}  # by name: is its batch_size= the same number, whatever the batch?
-        self._warned: set[str] = set()  # names whose batch_size= may not be a sum
+        self._bounded: Counter[str] = Counter()  # by name: batches seen whose batch_size= may have bounds
 
     def weigh(
         self,
@@ -64,22 +65,26 @@ class LogJoins:
             given: the user's ``batch_size=`` for them.
             whole: gives the user's ``batch_size=`` for the whole batch; None if it isn't known.
         """
-        if len(given) == 1 or given == sizes:
-            return given, sum(given)
         are_equal = len({*given}) == 1
-        if name not in self._settings:
-            self._settings[name] = are_equal and whole() == given[0]
-        if are_equal and self._settings[name]:
+        if are_equal and self._settings.get(name):
             return sizes, given[0]
         # A bound may stand for 0, as in `batch_size=int(mask.sum().clamp(min=1))`.
-        bounded = any(size == 1 and _is_nothing(value) for size, value in zip(given, values, strict=True))
-        if bounded and name not in self._warned and whole() != sum(given):
-            self._warned.add(name)
-            rank_zero_warn(
-                f"self.log({name!r}, batch_size=...): the parts of a batch give {[*given]}. Their sum is taken, which "
-                f"the whole batch may not give: if 1 stands for a part in which nothing counts, as with clamp(min=1), "
-                f"the epoch's mean is another one. Leave the bound out, or use microbatches=1."
-            )
+        bounds = (size == 1 and _is_nothing(value) for size, value in zip(given, values, strict=True))
+        if len(given) > 1 and self._bounded[name] < _CHECKED and any(bounds):
+            self._bounded[name] += 1
+            if whole() != sum(given):
+                self._bounded[name] = _CHECKED
+                rank_zero_warn(
+                    f"self.log({name!r}, batch_size=...): the parts of a batch give {[*given]}. Their sum is taken, "
+                    f"which the whole batch may not give: if 1 stands for a part in which nothing counts, as with "
+                    f"clamp(min=1), the epoch's mean is another one. Leave the bound out, or use microbatches=1."
+                )
+        elif len(given) == 1 or given == sizes:
+            return given, sum(given)
+        elif name not in self._settings:
+            self._settings[name] = are_equal and whole() == given[0]
+            if self._settings[name]:
+                return sizes, given[0]
         # One number for microbatches of different sizes is a setting, not a count of what is in each.
         weights = sizes if are_equal and len({*sizes}) > 1 else given
         return weights, sum(weights)

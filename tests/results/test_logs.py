@@ -53,6 +53,26 @@ def test_a_batch_size_of_the_user_s_weighs_parts(
         assert len(caught) == (warned and first) and all("'loss', batch_size=" in str(each.message) for each in caught)
 
 
+def test_parts_of_one_sample_in_which_nothing_counts_are_warned_of() -> None:
+    joins, asked = LogJoins(), list[str]()
+
+    def weigh(name: str, values: list[float], size: int) -> tuple[Any, int]:
+        def whole() -> int:
+            asked.append(name)
+            return size
+
+        return joins.weigh(name, values, [1, 1, 1], [1, 1, 1], whole)
+
+    with pytest.warns(UserWarning, match="'loss', batch_size="):
+        assert weigh("loss", [0.0, 1.5, 0.0], 1) == ([1, 1, 1], 3)  # clamp(min=1), or a setting of 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(20):
+            assert weigh("loss", [0.0, 1.5, 0.0], 1) == ([1, 1, 1], 3)
+            assert weigh("accuracy", [0.0, 1.0, 1.0], 3) == ([1, 1, 1], 3)
+    assert asked.count("loss") == 1 and asked.count("accuracy") < 20  # each is a dry run of the step
+
+
 def replayed(recorder: LogRecorder) -> list[tuple[str, Any, dict[str, Any]]]:
     calls: list[tuple[str, Any, dict[str, Any]]] = []
 
