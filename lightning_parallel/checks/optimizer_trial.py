@@ -40,6 +40,7 @@ from lightning_parallel.optimizers.owners import only_once
 from lightning_parallel.ranks.layout import Layout
 from lightning_parallel.ranks.local_model import LocalModel, local_part
 from lightning_parallel.seeding import TorchGenerators
+from lightning_parallel.values import same_value
 
 # Of the gradients of each step. Lookahead acts every fifth or sixth, SOAP every tenth. Some take a norm only where it
 # is small. Small ones come first, since momentum and second moments remember large ones.
@@ -130,13 +131,14 @@ def refuse_steps_apart(optimizer: Optimizer, local: LocalModel, strategy: str) -
     if not trials:
         return
     pieces: Pieces = [(trial, Tensor.clone) for trial in trials]
+    options, options_apart = list[dict[str, Any]](), list[dict[str, Any]]()
     with TorchGenerators(local_part(trials[0].like).device).kept():
         try:
-            together = _stepped(optimizer, pieces, closure_first=True)
+            together = _stepped(optimizer, pieces, closure_first=True, options=options)
         except Exception:  # any: the user's optimizer may need what a trial doesn't have
             return
         try:
-            apart = _stepped(optimizer, pieces, closure_first=True, in_halves=True)
+            apart = _stepped(optimizer, pieces, closure_first=True, in_halves=True, options=options_apart)
         except Exception as error:  # any: it would come in the first update
             raise ValueError(f"{type(optimizer).__name__} under {strategy}: {_APART} {_fails(error)}") from error
     for trial, one, other in zip(trials, together, apart, strict=True):
@@ -146,6 +148,15 @@ def refuse_steps_apart(optimizer: Optimizer, local: LocalModel, strategy: str) -
                 f"stands for '{trial.name}' (parameter group {trial.group}) otherwise than with one step. Let it keep "
                 f"what it counts in optimizer.state[parameter], or use schedule='1f1b'."
             )
+    # A count may matter later than a trial goes, as that of a long warm-up.
+    for group, (one_step, two_steps) in enumerate(zip(options, options_apart, strict=True)):
+        for key, value in one_step.items():
+            if key != "params" and not same_value(value, two_steps.get(key)):
+                raise ValueError(
+                    f"{type(optimizer).__name__} under {strategy}: {_APART} Tried on small parameters, it writes "
+                    f"another {key!r} into the options of parameter group {group} than with one step. Let it keep what "
+                    f"it counts in optimizer.state[parameter], or use schedule='1f1b'."
+                )
 
 
 _APART = "in a V it makes two steps an update, one for each of a stage's chunks."
@@ -303,11 +314,15 @@ def _sharded_as(like: Tensor) -> Piece:
 
 
 def _stepped(
-    optimizer: Optimizer, pieces: Pieces, closure_first: bool = False, in_halves: bool = False
+    optimizer: Optimizer,
+    pieces: Pieces,
+    closure_first: bool = False,
+    in_halves: bool = False,
+    options: list[dict[str, Any]] | None = None,
 ) -> list[Tensor]:
     """The pieces of parameters after steps of a copy of the optimizer. A piece that was a DTensor is whole again.
     ``closure_first``: gradients are made before the step, as for owners. ``in_halves``: it makes two steps an
-    update, each with the gradients of every other parameter."""
+    update, each with the gradients of every other parameter. ``options`` gets the copy's groups after its steps."""
     given = [[piece(x) for x in (trial.value, trial.slope, trial.pull)] for trial, piece in pieces]
     parameters = [nn.Parameter(value) for value, _, _ in given]
     for (trial, _), parameter in zip(pieces, parameters, strict=True):
@@ -335,6 +350,8 @@ def _stepped(
                 continue
             once: Callable[[], Any] = only_once(closure()) if closure_first else closure
             type(twin).step(twin, closure=once)  # a scheduler has replaced the method of the optimizer itself
+    if options is not None:
+        options += twin.param_groups
     return [each.full_tensor() if isinstance(each, DTensor) else each.detach() for each in parameters]
 
 
