@@ -362,6 +362,23 @@ def test_what_lightning_does_before_a_step_is_done() -> None:
     assert found.best.memory.parameters > 0
 
 
+class Drops(Products):
+    """Leaves layers out at random."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        for layer in self.layers:
+            batch = layer(batch) if torch.rand(()) > 0.5 else batch
+        return batch.pow(2).mean()
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_a_step_that_no_layout_can_train_is_refused_on_each(devices: int) -> None:
+    found = plan(Drops(), torch.randn(8, 256), devices=devices, device="h100")
+    assert not found.found
+    assert any("random" in reason for reason in found.refused.values())
+    assert {"ddp, 2 replicas", "fully_sharded, 2 replicas"} <= set(found.refused) or devices == 1
+
+
 def test_the_text_has_the_command() -> None:
     found = plan(Blocks(), Blocks.batches()[0], devices=2)
     assert f"lp-train {' '.join(found.best.overrides)}" in str(found)
