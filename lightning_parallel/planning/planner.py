@@ -19,6 +19,7 @@ from lightning_parallel.planning.memory import on_each_stage
 from lightning_parallel.planning.planned_module import PlannedModule, ready
 from lightning_parallel.planning.step_time import of_step
 from lightning_parallel.planning.table import MARGIN, Plan, Row
+from lightning_parallel.seeding import TorchGenerators, host_generators_kept
 from lightning_parallel.settings import ByteSize, bytes_of
 
 
@@ -39,8 +40,8 @@ def plan(
 
         print(lightning_parallel.plan(MyModule(), next(iter(loader)), devices=4, memory="2GiB"))
 
-    Nothing is trained, and the module stays as it is. A copy of it runs its step on tensors without values; one layer
-    of each kind runs on this machine. It takes seconds.
+    Nothing is trained, and the module and the random generators stay as they are. A copy of the module runs its step on
+    tensors without values; one layer of each kind runs on this machine. It takes seconds.
 
     What it doesn't know: other GPUs than those it tries layers on but by their data sheets, contention of links, the
     memory of CUDA and of the process itself, and fully sharded pipelines.
@@ -69,6 +70,20 @@ def plan(
     limit = None if memory is None else bytes_of(memory)
     _refuse_to_measure(measure, devices, device)
     tried_on = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    with TorchGenerators(tried_on).kept(), host_generators_kept():
+        return _planned(module, data, devices, limit, device, tried_on, precision, trainer)
+
+
+def _planned(
+    module: pl.LightningModule,
+    data: Any,
+    devices: int,
+    limit: int | None,
+    device: str,
+    tried_on: torch.device,
+    precision: str,
+    trainer: dict[str, Any],
+) -> Plan:
     halves = precision.startswith(("bf16", "16"))
     rates = here(tried_on, torch.float32, devices) if device == "here" else described(device, halves=halves)
     batch = data

@@ -18,6 +18,7 @@ from lightning_parallel.comparison import check, runs
 from lightning_parallel.planning.devices import Device, described
 from lightning_parallel.planning.layouts import Choice, choices, tensor_sizes
 from lightning_parallel.schedules.simulate import simulate
+from lightning_parallel.seeding import random_state
 from tests.faults.models import Blocks, Words
 from tests.pool import WorkerPool
 
@@ -360,6 +361,14 @@ def test_what_lightning_does_before_a_step_is_done() -> None:
     found = plan(Made(), {"x": x, "y": y}, devices=2)
     assert not set(found.refused) - {"2 tensor ranks"}
     assert found.best.memory.parameters > 0
+
+
+@pytest.mark.parametrize("device", ["here", "h100"])
+def test_the_random_generators_stay_as_they_are(device: str) -> None:
+    module, (x, y) = Made(), Made.batches()[0]
+    before = random_state()
+    plan(module, {"x": x, "y": y}, devices=2, device=device)
+    assert all(torch.equal(state, before[name]) for name, state in random_state().items())
 
 
 class Drops(Products):
