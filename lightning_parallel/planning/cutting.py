@@ -29,18 +29,12 @@ _WORTH = 1.03  # the slowest chunk has to be so much slower, for cuts to be move
 
 
 class _Traces:
-    """The dry runs of one step, each made once: cuts of the same units are found by the same ones.
-
-    Attributes:
-        units: those of the last one.
-    """
+    """The dry runs of one step, each made once: cuts of the same units are found by the same ones."""
 
     def __init__(self) -> None:
-        self.units: Mapping[int, str] = {}
         self._made: dict[Any, Trace] = {}
 
     def get(self, module: nn.Module, units: Mapping[int, str], step: Callable[[], Any], **options: Any) -> Trace:
-        self.units = units
         options.pop("logged", None)  # nothing is kept of what a planned step logs
         options.pop("hooks", None)
         exits = options.pop("exits", ())
@@ -130,7 +124,8 @@ class Cuts:
 
     def _refuse_rerun(self, parts: Partition) -> None:
         if parts.layers not in self._changed:
-            again = partial(trace, self._module, self._traces.units, self._step)
+            units = {id(self._module.get_submodule(name)): name for name in parts.units}
+            again = partial(trace, self._module, units, self._step)
             self._changed[parts.layers] = unrepeatable(self._module, parts.layers, again)
         if self._changed[parts.layers]:
             raise ValueError(NOT_REPEATABLE.format(min(self._changed[parts.layers])))

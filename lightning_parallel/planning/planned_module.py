@@ -107,7 +107,7 @@ class PlannedModule:
         self.profile = Profile(module, self._step_of, sizes, device, tried_on, context, devices, group)
         with as_one_of(devices if device.measured else 1, tried_on):
             self._updates = Updates(module, trainer.strategy.optimizers, device, tried_on)
-        step, _ = self._step_of(1)
+        step, _ = self._step_of(2)  # some layers, such as BatchNorm, refuse one sample
         self.cuts = Cuts(module, trainer, step, divisible=self.samples is not None)
 
     def _divided(self, tensor: int) -> GroupOnPaper:

@@ -71,46 +71,46 @@ def plan(
     _refuse_to_measure(measure, devices, device)
     tried_on = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     with TorchGenerators(tried_on).kept(), host_generators_kept():
-        return _planned(module, data, devices, limit, device, tried_on, precision, trainer)
+        halves = precision.startswith(("bf16", "16"))
+        rates = here(tried_on, torch.float32, devices) if device == "here" else described(device, halves=halves)
+        batch = data
+        if isinstance(data, pl.LightningDataModule | DataLoader):
+            (batch,) = first_batches(module, data, 1, {"accelerator": "cpu"})
+        made = trainer_of(devices=1, accelerator="cpu", precision=precision, **trainer)
+        ranked = _ranked(module, made, batch, rates, tried_on, devices, limit)
+    arguments = {"accelerator": tried_on.type, "precision": precision, **trainer}
+    return _with_trials(ranked, measure, partial(_measured, module, batch, devices, arguments))
 
 
-def _planned(
+def _ranked(
     module: pl.LightningModule,
-    data: Any,
+    trainer: pl.Trainer,
+    batch: Any,
+    device: Device,
+    tried_on: torch.device,
     devices: int,
     limit: int | None,
-    device: str,
-    tried_on: torch.device,
-    precision: str,
-    trainer: dict[str, Any],
 ) -> Plan:
-    halves = precision.startswith(("bf16", "16"))
-    rates = here(tried_on, torch.float32, devices) if device == "here" else described(device, halves=halves)
-    batch = data
-    if isinstance(data, pl.LightningDataModule | DataLoader):
-        (batch,) = first_batches(module, data, 1, {"accelerator": "cpu"})
+    """All layouts, by what they are predicted to take."""
     found: list[Row] = []
     refused: dict[str, str] = {}
     notes: list[str] = []
-    made = trainer_of(devices=1, accelerator="cpu", precision=precision, **trainer)
     for tensor in tensor_sizes(devices):
-        with ready(module, made) as own:
+        with ready(module, trainer) as own:
             try:
-                planned = PlannedModule(own, made, batch, rates, tried_on, tensor=tensor, devices=devices)
+                planned = PlannedModule(own, trainer, batch, device, tried_on, tensor=tensor, devices=devices)
             except ValueError as error:  # it can't be divided
                 refused[f"{tensor} tensor ranks"] = _first_sentence(error)
                 continue
             for choice in choices(devices, planned.samples or 1, tensor, planned.cuts.layers):
                 try:
-                    found += _rows(choice, planned, rates, devices, limit)
+                    found += _rows(choice, planned, device, devices, limit)
                 except ValueError as error:
                     refused.setdefault(str(choice), _first_sentence(error))
             notes += planned.notes()
     found.sort(key=_rank)
-    notes = [*_on_all(rates), *dict.fromkeys(notes)]
-    ranked = Plan(found, refused, limit, f"{devices} x {rates.name}", notes)
-    arguments = {"accelerator": tried_on.type, "precision": precision, **trainer}
-    return _with_trials(ranked, measure, partial(_measured, module, batch, devices, arguments))
+    notes = [*_on_all(device), *dict.fromkeys(notes)]
+    return Plan(found, refused, limit, f"{devices} x {device.name}", notes)
 
 
 def _measured(

@@ -265,6 +265,19 @@ def test_a_step_that_cannot_be_traced_is_refused_on_any_layout() -> None:
     assert {"ddp, 2 replicas", "fully_sharded, 2 replicas"} <= set(found.refused)
 
 
+class Normalised(Products):
+    """Normalises over its samples, of which it needs two."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers.append(nn.BatchNorm1d(256))
+
+
+def test_a_layer_that_needs_several_samples_is_planned() -> None:
+    found = plan(Normalised(), torch.randn(8, 256), devices=2)
+    assert {"ddp", "fully_sharded", "pipeline_1f1b"} <= {row.strategy for row in found.found}
+
+
 # -- tensor ranks and large machines -----------------------------------------------------------------------------
 
 
