@@ -166,10 +166,14 @@ class Profile:
 
     def _mixed(self, units: frozenset[str], samples: int) -> list[tuple[TracedCall, Cost]]:
         if units not in self._looks:
-            looks = [self._look(units, size) for size in self._sizes]
-            origins = [[call.origin for call in look.calls] for look in looks]
-            on_line = origins[0] == origins[1] and looks[0].samples < looks[1].samples
-            self._looks[units] = looks if on_line else looks[1:]
+            few, many = self._sizes
+            looks = [self._look(units, many)]
+            with suppress(ValueError):  # some layers, such as BatchNorm, refuse one sample
+                fewer = self._look(units, few)
+                same_calls = [call.origin for call in fewer.calls] == [call.origin for call in looks[0].calls]
+                if same_calls and fewer.samples < looks[0].samples:
+                    looks.insert(0, fewer)
+            self._looks[units] = looks
         looks = self._looks[units]
         weights = [samples / looks[0].samples]
         if len(looks) > 1:

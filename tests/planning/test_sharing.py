@@ -14,7 +14,7 @@ KNOWN = ("gpipe", "1f1b", "interleaved", "zbv")
 
 def shared(schedule: str, *, at_once: int, alone: float = 1.0, batches: int = 1) -> Simulation:
     lists = repeated(SCHEDULES[schedule](4, 8), batches)
-    device = Device("a CPU", 1.0, 1.0, 1.0, 0.0, at_once=at_once, alone=alone)
+    device = Device("a CPU", 1.0, 1.0, 1.0, 0.0, 0.0, at_once=at_once, alone=alone)
     chunks = 8 if schedule in ("interleaved", "zbv") else 4
     return simulate_shared(lists, [1.0] * chunks, [2.0] * chunks, [0.5] * 4, 0.25, [0.5] * chunks, device.speed)
 

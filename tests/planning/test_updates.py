@@ -12,7 +12,7 @@ from lightning_parallel.planning.devices import Device, seconds_of
 from lightning_parallel.planning.updates import Updates
 
 HERE = torch.device("cpu")
-DEVICE = Device("a CPU", 1e9, 1e9, 1e9, 0.0, measured=True)
+DEVICE = Device("a CPU", 1e9, 1e9, 1e9, 0.0, 0.0, measured=True)
 
 
 class Broken(torch.optim.SGD):
