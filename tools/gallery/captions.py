@@ -93,6 +93,15 @@ def _async(rows: Rows) -> Iterator[str]:
         yield "the stages are busy " + ", ".join(f"{share:.1%}" for share in shares)
 
 
+def _async_vhalf(rows: Rows) -> Iterator[str]:
+    """Stages are busy more than nine tenths of the time, with both of their chunks."""
+    if (share := fmean(busy(row, length(rows)) for row in rows)) < 0.9:
+        yield f"the stages are busy {share:.1%}"
+    for stage, row in enumerate(rows):
+        if {span.chunk for span in row if span.kind == "forward"} != {0, 1}:
+            yield f"stage {stage} runs one chunk"
+
+
 _CLAIMS: Mapping[str, Callable[[Rows], Iterator[str]]] = MappingProxyType(
     {
         "gpipe": _gpipe,
@@ -100,6 +109,6 @@ _CLAIMS: Mapping[str, Callable[[Rows], Iterator[str]]] = MappingProxyType(
         "zbv": _zbv,
         "vhalf": _vhalf,
         "async": _async,
-        "async_vhalf": _async,
+        "async_vhalf": _async_vhalf,
     }
 )
