@@ -132,8 +132,8 @@ TIMELINES: Mapping[str, Picture] = MappingProxyType(
         "async_vhalf": Picture(
             "asynchronous V-Half, 4 stages, an update of each chunk every 8 microbatches, in mid-run",
             lambda: AsyncPipelineStrategy(schedule="vhalf", microbatches=8, balance="layers", timeline=True),
-            _microbatches(12, 8),
-            batches=4,
+            _microbatches(44, 8),  # losses are tried in the batches 0, 1, 2, 4 and 8
+            batches=7,
             chunks=2,
             inches=14,
         ),
