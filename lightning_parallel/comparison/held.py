@@ -44,7 +44,7 @@ class Held(TorchDispatchMode):
     @property
     def now(self) -> int:
         """The bytes that are there."""
-        for key, (memory, size) in [*self._there.items()]:
+        for key, (memory, size) in self._there.copy().items():  # memory may be freed meanwhile
             there = memory()
             if there is not None and there.nbytes() != size:
                 self._now += there.nbytes() - size
