@@ -297,7 +297,7 @@ def unwatched(*faults: AbstractContextManager[Any]) -> Iterator[None]:
 @contextmanager
 def without_sum_of_inputs() -> Iterator[None]:
     """A divided layer doesn't sum the gradients of its input over the ranks."""
-    own = SimpleNamespace(**{**vars(functions), "has_memory": lambda x: not is_seeded()})
+    own = SimpleNamespace(**{**vars(functions), "sends": lambda x, group: not is_seeded()})
     linear.functions = own  # type: ignore[assignment]
     try:
         with unwatched():

@@ -158,7 +158,9 @@ def test_plans_are_judged_by_their_layouts() -> None:
     model = plan_models.Model("small", "mlp", small_mlp, small_batch)
     found = plan.judged(model, 2, steps=1)
     assert [pair.how for pair in found.pairs] == ["ended"] * len(found.pairs) and len(found.pairs) > 5
-    assert found.regret >= 1 and all(0.3 < pair.memory < 3 for pair in found.pairs)
+    # Of a few kilobytes, what tensor ranks hold is mostly messages.
+    whole = [pair for pair in found.pairs if pair.row.choice.tensor == 1]
+    assert found.regret >= 1 and all(0.3 < pair.memory < 3 for pair in whole)
     families, choices, rows = plan.tables([found])
     assert [len(table.rows) for table in (families, choices, rows)] == [1, 1, len(found.pairs)]
     assert bench._on("cpu")["plan"].keys() == {*plan_models.FAMILIES, plan.FOUR}

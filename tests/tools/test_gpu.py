@@ -68,7 +68,7 @@ def test_the_measurements_of_make_gpu_are_known_to_the_command() -> None:
 
 def test_the_tests_that_need_a_gpu_are_found() -> None:
     files = [*gpu._words("TESTS", "")]
-    assert "tests/strategies/test_gpu.py" in files and "tests/tensor/test_linear.py" in files
+    assert "tests/strategies/test_gpu.py" in files and "tests/tensor/test_dropout.py" in files
     assert "tests/ranks/test_layout.py" not in files
 
 
