@@ -135,7 +135,7 @@ def between(text: str, mark: str, made: str) -> str:
     _, end, tail = rest.partition("<!-- end -->")
     if not end:
         raise SystemExit(f"The page has no place for {mark}.")
-    return f"{head}{start}\n{made}\n{end}{tail}"
+    return f"{head}{start}\n\n{made}\n\n{end}{tail}"
 
 
 def main() -> None:

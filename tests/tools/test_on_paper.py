@@ -16,6 +16,6 @@ def test_tables_are_written_into_a_page(monkeypatch: pytest.MonkeyPatch) -> None
     planned, again = (float(cell.replace(",", "")) for cell in text.splitlines()[-1].split("|")[3:5])
     assert again < planned and "1,234" in text
     page = between("a\n<!-- plans -->\nold\n<!-- end -->\nb", "plans", "new")
-    assert page == "a\n<!-- plans -->\nnew\n<!-- end -->\nb"
+    assert page == "a\n<!-- plans -->\n\nnew\n\n<!-- end -->\nb"
     with pytest.raises(SystemExit, match="plans"):
         between("nothing", "plans", "new")
