@@ -25,6 +25,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import lightning_parallel
 from lightning_parallel.planning.table import Plan, Row
 from lightning_parallel.settings import binary_size
+from tools.pages import replaced
 
 CONTEXT = 8192
 SIZES: dict[str, dict[str, int]] = {
@@ -93,16 +94,13 @@ def of_plans(cases: Sequence[tuple[str, int]]) -> Iterator[str]:
     for size, devices in cases:
         start = time.monotonic()
         plan = planned(size, "h100", devices, SEQUENCES * devices, "80GiB")
-        best: dict[str, Row] = {}  # of each kind, with the best number of microbatches
-        for row in plan.rows:
-            best.setdefault(str(row.choice), row)
         text = [
             f"### {size} on {devices:,} H100",
             f"{SEQUENCES * devices:,} sequences of {CONTEXT:,} tokens a step. {len(plan.found):,} layouts, of which "
             f"{len(plan.rows):,} fit, planned in {time.monotonic() - start:.0f} s.",
             "| layout | microbatches | tokens/s of a device | memory | bubble |\n|---|--:|--:|--:|--:|",
         ]
-        yield "\n\n".join(text) + "".join(f"\n{_line(row, devices)}" for row in list(best.values())[:SHOWN])
+        yield "\n\n".join(text) + "".join(f"\n{_line(row, devices)}" for row in plan.one_of_each()[:SHOWN])
 
 
 def _line(row: Row, devices: int) -> str:
@@ -131,11 +129,10 @@ def beside_published(cases: Sequence[Published]) -> Iterator[str]:
 
 def between(text: str, mark: str, made: str) -> str:
     """A page with new text after a mark, up to the next end."""
-    head, start, rest = text.partition(f"<!-- {mark} -->")
-    _, end, tail = rest.partition("<!-- end -->")
-    if not end:
-        raise SystemExit(f"The page has no place for {mark}.")
-    return f"{head}{start}\n\n{made}\n\n{end}{tail}"
+    try:
+        return replaced(text, f"<!-- {mark} -->", "<!-- end -->", made)
+    except ValueError as error:
+        raise SystemExit(str(error)) from None
 
 
 def main() -> None:

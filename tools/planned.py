@@ -10,7 +10,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-_BEGIN, _END = "<!-- tools.planned begins -->\n", "<!-- tools.planned ends -->\n"
+from tools.pages import replaced
+
+_BEGIN, _END = "<!-- tools.planned begins -->", "<!-- tools.planned ends -->"
 _TABLES = ("What a plan says, and what was measured", "The layout that a plan takes, and the fastest", "Each layout")
 
 # Okabe and Ito's palette, with a mark for each family too.
@@ -67,11 +69,7 @@ def section(markdown: str, picture: str) -> str:
 
 def put(page: Path, text: str) -> None:
     """Write a section between its marks in a page."""
-    before, found, rest = page.read_text().partition(_BEGIN)
-    _, ends, after = rest.partition(_END)
-    if not (found and ends):
-        raise ValueError(f"{page} has no place for it: give one with {_BEGIN.strip()} and {_END.strip()}")
-    page.write_text(f"{before}{_BEGIN}\n{text.strip()}\n\n{_END}{after}")
+    page.write_text(replaced(page.read_text(), _BEGIN, _END, text.strip()))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
