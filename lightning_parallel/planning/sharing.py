@@ -5,19 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
-from lightning_parallel.schedules.actions import (
-    Action,
-    BackwardInput,
-    BackwardWeight,
-    Forward,
-    Message,
-    Schedule,
-    Step,
-    needed,
-    placement,
-    sent,
-)
-from lightning_parallel.schedules.simulate import Simulation, Timed
+from lightning_parallel.schedules.actions import Action, Message, Schedule, needed, placement, sent
+from lightning_parallel.schedules.simulate import Simulation, Timed, duration
 
 _DONE = 1e-12  # seconds of work that are left of an action by rounding
 
@@ -41,14 +30,6 @@ def simulate_shared(
     arrivals: dict[Message, tuple[int, float]] = {}  # from which stage, and when it was sent
     running: dict[int, tuple[float, float]] = {}  # by stage: when its action began, and the seconds of work left
 
-    def work(stage: int, action: Action) -> float:
-        if isinstance(action, Step):
-            return step[stage]
-        if isinstance(action, Forward):
-            return forward[action.chunk]
-        part = first[action.chunk]
-        return backward[action.chunk] * {BackwardInput: part, BackwardWeight: 1 - part}.get(type(action), 1.0)
-
     def ready_at(stage: int, action: Action) -> float:
         message = needed(action, len(places))
         if message is None:
@@ -65,7 +46,7 @@ def simulate_shared(
             if stage not in running and len(row) < len(actions):
                 ready = ready_at(stage, actions[len(row)])
                 if ready <= now:
-                    running[stage] = now, work(stage, actions[len(row)])
+                    running[stage] = now, duration(actions[len(row)], forward, backward, step, first)
                 else:
                     waits = min(waits, ready)
         if not running and waits == math.inf:

@@ -122,25 +122,35 @@ def simulate(
     rows: list[list[Timed]] = [[] for _ in schedule]
     arrivals: dict[Message, tuple[int, float]] = {}  # from which stage, and when it was sent
     for action in dependency_order(schedule):
-        if isinstance(action, Step):
-            stage, duration = action.stage, steps[action.stage]
-        elif isinstance(action, Forward):
-            stage, duration = places[action.chunk], forwards[action.chunk]
-        else:
-            part = firsts[action.chunk]
-            share = {BackwardInput: part, BackwardWeight: 1 - part}.get(type(action), 1.0)
-            stage, duration = places[action.chunk], backwards[action.chunk] * share
+        stage = action.stage if isinstance(action, Step) else places[action.chunk]
+        taken = duration(action, forwards, backwards, steps, firsts)
         row = rows[stage]
         start = row[-1].end if row else 0.0
         message = needed(action, len(places))
         if message is not None:
             source, time = arrivals[message]
             start = max(start, time if source == stage else time + latency)
-        row.append(Timed(action, start, start + duration))
+        row.append(Timed(action, start, start + taken))
         message = sent(action, len(places))
         if message is not None:
-            arrivals[message] = stage, start + duration
+            arrivals[message] = stage, start + taken
     return Simulation(rows)
+
+
+def duration(
+    action: Action,
+    forward: Sequence[float],
+    backward: Sequence[float],
+    step: Sequence[float],
+    first: Sequence[float],
+) -> float:
+    """Of an action, by the durations of chunks, and of the stages' updates."""
+    if isinstance(action, Step):
+        return step[action.stage]
+    if isinstance(action, Forward):
+        return forward[action.chunk]
+    part = first[action.chunk]
+    return backward[action.chunk] * {BackwardInput: part, BackwardWeight: 1 - part}.get(type(action), 1.0)
 
 
 def _durations(
