@@ -1,7 +1,7 @@
 """Runs a layout for a few steps, in processes of its own: what they take in seconds and bytes.
 
 A rank computes with its share of the machine's cores. What else the machine does is in the seconds, so the time in
-which ranks had no core is told too.
+which ranks had no core is reported too.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor
 
-from lightning_parallel.batch import batch_size, cloned, split
+from lightning_parallel.batch import batch_size, cloned, samples_of, split
 from lightning_parallel.cuts.partition import Partition
 from lightning_parallel.disk_offload import DiskOffload
 from lightning_parallel.loading.first_batch import as_in
@@ -92,10 +92,7 @@ class PlannedModule:
         batch = module.on_before_batch_transfer(batch, 0)
         batch = module.transfer_batch_to_device(batch, module.device, 0)
         self._batch = module.on_after_batch_transfer(batch, 0)
-        try:
-            self.samples: int | None = batch_size(self._batch)
-        except ValueError:
-            self.samples = None
+        self.samples = samples_of(self._batch)
         self.nbytes = sum(x.nbytes for x in tree_leaves(self._batch) if isinstance(x, Tensor))
         group = None if tensor == 1 else self._divided(tensor)
         self.tensors = Tensors(module)

@@ -157,7 +157,7 @@ def summed_piece(x: Tensor, dim: int, group: Group) -> Tensor:
 
 
 def sends(x: Tensor, group: Group) -> bool:
-    """Is there something to send, and somebody to send it to? A group on paper is told of what has no memory, too."""
+    """Is there something to send, and somebody to send it to? A group on paper notes what has no memory, too."""
     return group.size() > 1 and (isinstance(group, GroupOnPaper) or has_memory(x))
 
 
