@@ -168,6 +168,8 @@ def joined(one: Tensor, other: Tensor, sizes: tuple[int, int]) -> Tensor | None:
         one: ``[samples, ...]``, ``[samples * positions, ...]`` or ``[positions, samples, ...]``.
         other: the same of the other microbatch.
     """
+    if one.dim() > 1 and len(one) == 1 < sizes[0] and torch.equal(one, other):
+        return one  # of no sample, whatever the next dimension is: it may be as many heads as there are samples
     shapes = one.shape, other.shape
     found = (dim for dim in range(min(2, one.dim())) if tuple(shape[dim] for shape in shapes) == sizes)
     dim = next(found, 0)

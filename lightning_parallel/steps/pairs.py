@@ -217,7 +217,7 @@ class PairTrials:
         this.arrived, self._before[again.chunk] = again.arrived, this
         if before is None or before.batch is not this.batch or before.index != this.index - 1:
             return
-        self._left -= not due
+        self._left = max(0, self._left - (not due))  # all trials of a batch have been planned when its first one runs
         found = self._found(before, this, again, loss.dtype)
         if found is None:
             return

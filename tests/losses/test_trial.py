@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import pytest
+import torch
+from torch import Tensor
 
 from lightning_parallel.losses.normaliser import Rule
-from lightning_parallel.losses.trial import Outcome, find
+from lightning_parallel.losses.trial import Outcome, find, joined
 
 
 @pytest.mark.parametrize(
@@ -28,3 +30,25 @@ def test_a_mean_is_by_counts_that_add_up(
 ) -> None:
     *parts, whole = (Outcome(loss, count, {}, []) for loss, count in zip(losses, counts, strict=True))
     assert find(whole, parts, sizes, 1e-7).rules == rules
+
+
+OF_HEADS = torch.randn(1, 2, 4, 4)  # a bias for each of two heads, for all samples
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "shape"),
+    [
+        (torch.zeros(2, 3), torch.ones(2, 3), (4, 3)),
+        (torch.zeros(2, 3), torch.zeros(2, 3), (4, 3)),  # such as a mask that hides nothing
+        (torch.zeros(6, 3), torch.ones(6, 3), (12, 3)),
+        (torch.zeros(5, 2), torch.ones(5, 2), (5, 4)),
+        (torch.zeros(1, 2), torch.ones(1, 2), (1, 4)),  # of a single position
+        (OF_HEADS, OF_HEADS, OF_HEADS.shape),
+        (torch.zeros(5), torch.zeros(5), (5,)),
+    ],
+)
+def test_activations_of_two_samples_each_are_joined_where_samples_lie(
+    one: Tensor, other: Tensor, shape: tuple[int, ...]
+) -> None:
+    both = joined(one, other, (2, 2))
+    assert both is not None and both.shape == shape

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -142,3 +143,43 @@ def test_layers_that_mix_samples_are_warned_of(pool: WorkerPool, strategy: str, 
     found = pool.run(warned_of_mixing, 2, "Centred", strategy, options, init=False)
     assert sum("'net.1'" in text and "microbatches=1" in text for texts in found for text in texts) == 1, found
     assert pool.run(warned_of_mixing, 2, "CentredByItself", strategy, options, init=False) == [[], []]
+
+
+# -- losses that can't be tried ----------------------------------------------------------------------------------------
+
+STEPS: list[int] = []  # in this process: the steps by the end of each batch
+
+
+class OfTwoSamples(Centred):
+    """Its last layers are made for two samples."""
+
+    def loss(self, batch: Any) -> Tensor:
+        STEPS[-1] += 1
+        hidden = self.net(batch)
+        if len(hidden) != 2:
+            raise ValueError("two samples were expected")
+        return hidden.square().mean()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.net(batch)
+
+    @classmethod
+    def samples(cls) -> list[Any]:
+        return 6 * super().samples()
+
+
+class Turn(Callback):
+    def on_train_batch_start(self, *args: Any) -> None:
+        STEPS.append(0)
+
+
+def steps_of_batches() -> list[int]:
+    STEPS[:] = [0]
+    train(OfTwoSamples, "sync", {"microbatches": 4}, batch_size=8, samples=96, callbacks=[Turn()])
+    return STEPS[1:]
+
+
+def test_what_can_t_be_tried_isn_t_tried_for_ever(pool: WorkerPool) -> None:
+    last_stage = pool.run(steps_of_batches, 2, init=False)[0]
+    assert len(last_stage) == 12
+    assert last_stage[7] == 4 and set(last_stage[9:]) == {4}, last_stage  # the ninth is tried by turn
