@@ -162,20 +162,22 @@ def _mean(values: Sequence[float], weights: Sequence[float]) -> float:
 
 
 def joined(one: Tensor, other: Tensor, sizes: tuple[int, int]) -> Tensor | None:
-    """An activation of two microbatches. None if it doesn't tell where its samples lie.
+    """An activation of two microbatches; one of them, if it is of no sample, such as encoded positions. None if it
+    doesn't tell where its samples lie.
 
     Args:
         one: ``[samples, ...]``, ``[samples * positions, ...]`` or ``[positions, samples, ...]``.
         other: the same of the other microbatch.
     """
-    if one.dim() > 1 and len(one) == 1 < sizes[0] and torch.equal(one, other):
-        return one  # of no sample, whatever the next dimension is: it may be as many heads as there are samples
     shapes = one.shape, other.shape
-    found = (dim for dim in range(min(2, one.dim())) if tuple(shape[dim] for shape in shapes) == sizes)
-    dim = next(found, 0)
+    found = [dim for dim in range(min(2, one.dim())) if tuple(shape[dim] for shape in shapes) == sizes]
+    # What is of no sample is the same in both. It may have as many heads as there are samples, or rows for each.
+    if torch.equal(one, other) and (not found or (len(one) == 1 < sizes[0])):
+        return one
+    dim = found[0] if found else 0
     if one.dim() and one.dim() == other.dim():
         rows = {divmod(shape[dim], size) for shape, size in zip(shapes, sizes, strict=True)}
         rest = {(*shape[:dim], *shape[dim + 1 :]) for shape in shapes}
         if len(rows) == len(rest) == 1 and not any(left for _, left in rows):
             return torch.cat((one, other), dim)
-    return one if torch.equal(one, other) else None  # of no sample, such as encoded positions
+    return None

@@ -45,6 +45,7 @@ OF_HEADS = torch.randn(1, 2, 4, 4)  # a bias for each of two heads, for all samp
         (torch.zeros(1, 2), torch.ones(1, 2), (1, 4)),  # of a single position
         (OF_HEADS, OF_HEADS, OF_HEADS.shape),
         (torch.zeros(5), torch.zeros(5), (5,)),
+        (torch.zeros(6, 3), torch.zeros(6, 3), (6, 3)),  # positions, three times as many as samples
     ],
 )
 def test_activations_of_two_samples_each_are_joined_where_samples_lie(
