@@ -1,8 +1,9 @@
 """What a device can do: measured here, or described by numbers of its maker.
 
 A device is a few rates, and a message takes ``latency + bytes / rate``. Ranks of a node are joined by links, nodes by a
-network, to which each device has a port of its own. Collectives are rings. So contention, what lies between nodes, and
-collectives that choose their algorithm by size aren't modelled.
+network, to which each device has a port of its own. Collectives are rings; where they were measured, each kind has a
+latency and a rate of its own. So contention, what lies between nodes, and collectives that choose their algorithm by
+size aren't modelled.
 """
 
 from __future__ import annotations
@@ -13,20 +14,17 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
-from datetime import timedelta
+from dataclasses import dataclass, field
+from statistics import median
 from types import MappingProxyType
-from typing import Any
 
 import torch
-from torch import Tensor
-from torch.distributed import HashStore, ProcessGroupGloo  # type: ignore[attr-defined]
 
 from lightning_parallel.comparison.timing import kept_waiting, threads_of_rank
-from lightning_parallel.private.group_on_paper import Sent
+from lightning_parallel.planning.links import over_gloo
+from lightning_parallel.private.group_on_paper import Kind, Sent
 
 _EFFICIENCY = 0.5  # of the peak, which matrix products of layers reach on a described device
-_LARGE = 2**23  # bytes of the message that is measured
 _BUSY = 2**10  # rows of the products that keep a core busy, each of some milliseconds without Python
 
 
@@ -46,7 +44,7 @@ class Device:
         overlaps: do messages travel while it computes? Not where a CPU's cores do both.
         measured: were layers run on it? If not, their times are the larger of those by operations and by bytes.
         at_once: ranks that compute at one time, where they share a machine's cores; None where each has a device.
-        alone: the speed of a rank while no other one computes, in units of that with all cores busy.
+        kinds: where collectives were measured, the latency and the rate of each.
     """
 
     name: str
@@ -60,41 +58,35 @@ class Device:
     overlaps: bool = True
     measured: bool = False
     at_once: int | None = None
-    alone: float = 1.0
+    kinds: Mapping[str, tuple[float, float]] = field(default_factory=dict)
 
     def speed(self, computing: int) -> float:
         """That of each of so many ranks that compute at one time. 1 is that of layers as they were timed: with all
         cores busy, and no more ranks than cores."""
-        if self.at_once is None:
-            return 1.0
-        if computing >= self.at_once:
-            return self.at_once / computing
-        return self.alone + (1 - self.alone) * (computing - 1) / (self.at_once - 1)
+        return 1.0 if self.at_once is None else min(1.0, self.at_once / computing)
 
     def message(self, nbytes: float, distance: int = 1) -> float:
         """Seconds that one message takes, to the device that is so many ranks away."""
         return self.latency + nbytes / (self.link if distance < self.node else self.network)
 
-    def all_reduce(self, nbytes: float, ranks: int, distance: int = 1) -> float:
-        """Seconds of a sum over ranks: a reduce-scatter, and then an all-gather."""
-        return 2 * self.all_gather(nbytes, ranks, distance)
-
-    def all_gather(self, nbytes: float, ranks: int, distance: int = 1) -> float:
-        """Seconds until each rank has the whole, of these bytes; also those of a reduce-scatter.
+    def collective(self, kind: Kind, nbytes: float, ranks: int, distance: int = 1) -> float:
+        """Seconds until each rank has its result.
 
         Args:
+            nbytes: of the whole, of which a gather's or a scattered sum's ranks have a part each.
             distance: between neighbours in the group, in ranks. The group's devices in one node use all their ports.
         """
         if ranks == 1:
             return 0.0
-        rate = self.link
+        rounds = 2 if kind == "all_reduce" else 1  # a sum is scattered, and then gathered
+        latency, rate = self.kinds.get(kind, (rounds * self.latency, self.link))
         if ranks * distance > self.node:
             rate = min(rate, max(1, self.node // distance) * self.network)
-        return self.latency + (ranks - 2) * self.hop + (ranks - 1) / ranks * nbytes / rate
+        return latency + rounds * ((ranks - 2) * self.hop + (ranks - 1) / ranks * nbytes / rate)
 
     def collectives(self, sent: Iterable[Sent], ranks: int) -> float:
         """Seconds of collectives, one after the other."""
-        return sum((2 if kind == "all_reduce" else 1) * self.all_gather(nbytes, ranks) for kind, nbytes in sent)
+        return sum(self.collective(kind, nbytes, ranks) for kind, nbytes in sent)
 
     def passes(self, nbytes: float) -> float:
         """Seconds for work whose results are so many bytes, and for which as many are read."""
@@ -149,21 +141,20 @@ def here(device: torch.device, dtype: torch.dtype, ranks: int) -> Device:
     if device.type != "cpu":
         name = torch.cuda.get_device_name(device)
         return Device(name, operations, memory_rate, 25e9, latency=30e-6, hop=10e-6, measured=True)
-    latency, whole = _gloo(4), _gloo(_LARGE)  # of an all-reduce, which sends twice
-    link = _LARGE / max(whole - latency, 1e-9)
     with as_one_of(1, device, threads_of_rank(ranks)):
-        alone = product / seconds_of(lambda: one @ one, device)
+        kinds = over_gloo()
+    latency, link = kinds["message"]
     return Device(
         "this CPU",
         operations,
         memory_rate,
         link,
-        latency / 2,
-        hop=latency / 2,
+        latency,
+        hop=latency,
         overlaps=False,
         measured=True,
         at_once=_at_once(ranks),
-        alone=max(1.0, alone),
+        kinds=kinds,
     )
 
 
@@ -199,8 +190,8 @@ def _at_once(ranks: int) -> int:
 
 
 def seconds_of(work: Callable[[], object], device: torch.device, *, least: float = 0.03, most: int = 50) -> float:
-    """The least of several runs, after a first one, which loads what the work needs. What else runs on the machine only
-    adds to it; the time in which it keeps this thread from a core isn't counted."""
+    """The median of several runs, after a first one, which loads what the work needs. The time in which other programs
+    keep this thread from a core isn't counted."""
     work()
     found: list[float] = []
     while len(found) < 5 or (sum(found) < least and len(found) < most):
@@ -212,36 +203,10 @@ def seconds_of(work: Callable[[], object], device: torch.device, *, least: float
         found.append(time.perf_counter() - start - waited)
         if sum(found) > 1:  # long ones needn't be repeated often
             break
-    return min(found)
+    return median(found)
 
 
 def _wait(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
-
-def _gloo(nbytes: int) -> float:
-    """Seconds of an all-reduce between two threads of this process: of ``nbytes``, which each sends once."""
-    store = HashStore()
-    found: list[float] = []
-
-    def member(rank: int) -> None:
-        group: Any = ProcessGroupGloo(store, rank, 2, timedelta(seconds=30))
-        tensor: Tensor = torch.ones(nbytes // 4)
-
-        def reduced() -> None:
-            group.allreduce([tensor]).wait()
-
-        for _ in range(2):
-            reduced()
-        for _ in range(5):
-            start = time.perf_counter()
-            reduced()
-            found.append(time.perf_counter() - start)
-
-    members = [threading.Thread(target=member, args=(rank,), daemon=True) for rank in range(2)]
-    for thread in members:
-        thread.start()
-    for thread in members:
-        thread.join()
-    return min(found)

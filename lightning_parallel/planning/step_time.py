@@ -20,8 +20,10 @@ from lightning_parallel.schedules.actions import Schedule, Step
 from lightning_parallel.schedules.simulate import Simulation, repeated, simulate
 from lightning_parallel.steps.between_batches import gained
 
-OF_BATCH = 3e-3  # seconds of Lightning's hooks and loops for a batch
-OF_FORWARD = 0.4e-3  # seconds in which a stage runs the step's code for one forward of a chunk
+OF_BATCH = 4e-3  # seconds of Lightning's hooks and loops for a batch
+OF_PIPELINE = 3e-3  # more of them, in which stages agree on the end of a batch
+OF_FORWARD = 0.8e-3  # seconds in which a stage runs the step's code for one forward and backward of a chunk
+OF_UNIT = 2.5e-3  # seconds for each fully sharded unit in which nothing is computed, where a CPU does all
 _BATCHES, _FILL = 5, 2  # of a pipeline whose stages don't wait for each other, and those until it is steady
 
 
@@ -87,20 +89,29 @@ def of_step(
     overhead = added * choice.microbatches * len(parts.chunks_of(busiest))
     messages = exchanged = choice.microbatches * sum(chunks[c].messages for c in parts.chunks_of(busiest))
     if choice.data > 1:
-        sums = max(device.all_reduce(each.gradients, choice.data, choice.tensor) for each in memory)
+        sums = max(_summed(choice, device, each) for each in memory)
         last = min(c.backward for c in chunks)  # meanwhile the last backward of a batch runs
         messages += max(0.0, sums - last) if device.overlaps else sums
+    of_batch = OF_BATCH + (OF_PIPELINE if choice.stages > 1 else 0.0)
     computing = max(0.0, busy - overhead - updates[busiest] - exchanged)
-    return StepTime(computing, max(0.0, period - busy), messages, updates[busiest], overhead + OF_BATCH)
+    return StepTime(computing, max(0.0, period - busy), messages, updates[busiest], overhead + of_batch)
 
 
 def _of_replicas(
     choice: Choice, device: Device, memory: Memory, units: int, forward: float, backward: float
 ) -> float:
     if choice.strategy == "fully_sharded":
-        each = device.all_gather(choice.data * memory.parameters / units, choice.data)
-        return _beside(device, forward, units * each) + _beside(device, backward, 2 * units * each)
-    return _beside(device, backward, device.all_reduce(memory.gradients, choice.data, choice.tensor))
+        each = choice.data * memory.parameters / units
+        gathered = units * device.collective("all_gather", each, choice.data)
+        summed = units * device.collective("reduce_scatter", each, choice.data)
+        more = 0.0 if device.overlaps else units * OF_UNIT
+        return _beside(device, forward, gathered) + _beside(device, backward, gathered + summed) + more
+    return _beside(device, backward, _summed(choice, device, memory))
+
+
+def _summed(choice: Choice, device: Device, memory: Memory) -> float:
+    """Seconds in which replicas sum their gradients."""
+    return device.collective("all_reduce", memory.gradients, choice.data, choice.tensor)
 
 
 def _beside(device: Device, computing: float, messages: float) -> float:
@@ -129,7 +140,7 @@ def _simulated(
     latency = device.message(largest, distance=choice.tensor * choice.data)
     forward = [chunk.forward + added for chunk in chunks]
     backward, first = [chunk.backward for chunk in chunks], [chunk.first for chunk in chunks]
-    if device.at_once is None:
+    if device.speed(choice.stages * choice.data * choice.tensor) == 1:  # each has a core
         return simulate(schedule, forward, backward, list(updates), latency, first), count
 
     def speed(stages: int) -> float:

@@ -9,7 +9,8 @@ from typing import Any, Literal
 import torch.distributed as dist
 from torch import Tensor
 
-Sent = tuple[Literal["all_reduce", "all_gather", "reduce_scatter"], int]  # a collective, and the bytes of the whole
+Kind = Literal["all_reduce", "all_gather", "reduce_scatter"]
+Sent = tuple[Kind, int]  # a collective, and the bytes of the whole
 
 
 class GroupOnPaper(dist.ProcessGroup):

@@ -312,7 +312,7 @@ def test_a_pair_of_layers_sends_its_output_and_its_gradient() -> None:
     samples, width, ranks = 64, 1024, 4
     found = plan(Pairs(), torch.randn(samples, width), devices=ranks, device="h100")
     row = next(row for row in found.rows if row.strategy == "tensor_parallel" and row.choice.tensor == ranks)
-    one = described("h100", halves=False).all_reduce(4 * samples * width, ranks)
+    one = described("h100", halves=False).collective("all_reduce", 4 * samples * width, ranks)
     # The first pair's input needs no gradient.
     assert row.time.messages == pytest.approx(one * (4 + 3), rel=1e-6)
     assert row.memory.parameters == 4 * 8 * width**2 * 4 / ranks
@@ -322,9 +322,9 @@ def test_a_pair_of_layers_sends_its_output_and_its_gradient() -> None:
 
 def test_groups_across_nodes_are_as_fast_as_the_network() -> None:
     device, size = described("h100", halves=True), 2**30
-    inside, across = device.all_gather(size, 8), device.all_gather(size, 8, distance=8)
+    inside, across = (device.collective("all_gather", size, 8, distance) for distance in (1, 8))
     assert across == pytest.approx(inside * device.link / device.network, rel=0.1)
-    assert device.all_gather(size, 16) < across  # all ports of both nodes are used
+    assert device.collective("all_gather", size, 16) < across  # all ports of both nodes are used
     assert device.message(size) < device.message(size, distance=8)
 
 

@@ -12,9 +12,9 @@ from lightning_parallel.schedules.simulate import Simulation, repeated, simulate
 KNOWN = ("gpipe", "1f1b", "interleaved", "zbv")
 
 
-def shared(schedule: str, *, at_once: int, alone: float = 1.0, batches: int = 1) -> Simulation:
+def shared(schedule: str, *, at_once: int, batches: int = 1) -> Simulation:
     lists = repeated(SCHEDULES[schedule](4, 8), batches)
-    device = Device("a CPU", 1.0, 1.0, 1.0, 0.0, 0.0, at_once=at_once, alone=alone)
+    device = Device("a CPU", 1.0, 1.0, 1.0, 0.0, 0.0, at_once=at_once)
     chunks = 8 if schedule in ("interleaved", "zbv") else 4
     return simulate_shared(lists, [1.0] * chunks, [2.0] * chunks, [0.5] * 4, 0.25, [0.5] * chunks, device.speed)
 
@@ -33,10 +33,3 @@ def test_one_core_does_the_work_of_all(schedule: str) -> None:
     work = sum(simulate(SCHEDULES[schedule](4, 8), 1.0, 2.0, 0.5, 0.0, 0.5).busy)
     assert shared(schedule, at_once=1).makespan == pytest.approx(work, rel=0.05)  # and some messages
     assert work / 2 < shared(schedule, at_once=2).makespan < work
-
-
-def test_one_that_is_alone_is_faster() -> None:
-    found = shared("gpipe", at_once=4, alone=2.0)
-    first = found.rows[0][0]
-    assert first.end == pytest.approx(0.5)
-    assert found.makespan < shared("gpipe", at_once=4).makespan

@@ -37,7 +37,7 @@ class Sizes:
     """At most so many models of a family; ``steps`` of each layout that are timed."""
 
     models: int = 3
-    steps: int = 3
+    steps: int = 7
 
 
 QUICK = Sizes(models=1, steps=1)
