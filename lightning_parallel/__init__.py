@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from lightning.pytorch.strategies import Strategy, StrategyRegistry
+from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_parallel.callbacks.exact_resume import ExactResume
 from lightning_parallel.callbacks.finite_loss import FiniteLoss
@@ -53,11 +54,24 @@ __all__ = [
 __version__ = "0.1.0"
 
 
+class _EarlierName(PipelineStrategy):
+    """A :class:`PipelineStrategy` by the earlier name of ``pipeline_gpipe``."""
+
+    def __new__(cls, **options: Any) -> PipelineStrategy:  # type: ignore[misc]
+        """Not one of this class: errors and records name the class of now."""
+        rank_zero_warn(
+            "strategy='pipeline_sync' is an earlier name, which the next minor version won't know: write "
+            "strategy='pipeline_gpipe'.",
+            category=FutureWarning,
+        )
+        return PipelineStrategy(**options)
+
+
 def _register() -> None:
     names: dict[str, tuple[type[Strategy], dict[str, Any]]] = {
         "pipeline_naive": (PipelineStrategy, {"schedule": "naive"}),
         "pipeline_gpipe": (PipelineStrategy, {"schedule": "gpipe"}),
-        "pipeline_sync": (PipelineStrategy, {"schedule": "gpipe"}),  # its earlier name
+        "pipeline_sync": (_EarlierName, {"schedule": "gpipe"}),
         "pipeline_1f1b": (PipelineStrategy, {"schedule": "1f1b"}),
         "pipeline_interleaved": (PipelineStrategy, {"schedule": "interleaved"}),
         "pipeline_zbv": (PipelineStrategy, {"schedule": "zbv"}),

@@ -10,7 +10,7 @@ microbatch 2; ``.`` is a clock without work, and ``|`` the optimizer step. With 
 of the stage's second chunk. A forward is one clock long, and so is a whole backward. Where backwards are in halves,
 each half is, and ``=`` continues a whole one.
 
-``python -m recipes.schedule 1f1b --stages 4 --microbatches 8`` draws one for other sizes.
+``python -m tools.schedule 1f1b --stages 4 --microbatches 8`` draws one for other sizes.
 
 A new schedule is one more generator. ``PipelineStrategy(schedule=...)`` takes it; listed in ``named.py``, it has a name
 too.

@@ -6,6 +6,7 @@ import importlib.util
 import inspect
 import itertools
 import re
+import warnings
 from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -20,7 +21,8 @@ from hydra.utils import get_class
 
 from lightning_parallel.settings import settings_of
 from recipes import CONF, build, schema
-from recipes.compose import resolved
+from recipes.compose import check, resolved
+from recipes.configs import Configs
 from recipes.examples import DATA, MODELS
 from recipes.models.muon import MuonAdamW
 from recipes.problem import Problem
@@ -146,9 +148,23 @@ CHOSEN = {
 }
 
 
-def test_earlier_names_of_strategies_are_those_of_now() -> None:
-    for old, new in EARLIER.items():
-        assert composed(f"strategy={old}")["strategy"] == composed(f"strategy={new}")["strategy"]
+@pytest.mark.parametrize(("old", "new"), EARLIER.items())
+def test_earlier_names_of_strategies_are_those_of_now_and_are_warned_of(old: str, new: str) -> None:
+    with pytest.warns(FutureWarning, match=f"strategy={old} is an earlier name.*: write strategy={new}$"):
+        assert check([f"strategy={old}"]) == []
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert check([f"strategy={new}"]) == []
+    assert composed(f"strategy={old}")["strategy"] == composed(f"strategy={new}")["strategy"]
+
+
+def test_an_earlier_name_in_a_file_of_the_user_s_own_is_warned_of(tmp_path: Path) -> None:
+    (tmp_path / "experiment").mkdir()
+    lines = "# @package _global_", "defaults:", "  - override /strategy: hybrid", ""
+    (tmp_path / "experiment" / "mine.yaml").write_text("\n".join(lines))
+    configs = Configs(own=(f"file://{tmp_path}",))
+    with pytest.warns(FutureWarning, match="write strategy=pipeline_3d"), configs.opened():
+        assert "hydra" not in configs.composed(["experiment=mine"])
 
 
 @pytest.mark.parametrize("strategy", [each for each in GROUPS["strategy"] if each not in ("single", "ddp", *EARLIER)])

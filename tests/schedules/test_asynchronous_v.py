@@ -15,8 +15,8 @@ from lightning_parallel.schedules.asynchronous_v import AsyncV, VShape, lists, s
 from lightning_parallel.schedules.blocks import PERIOD
 from lightning_parallel.schedules.checks import dependency_order, validate
 from lightning_parallel.schedules.simulate import most_held, simulate
-from recipes.schedule.figures import clock_table
 from tests.thorough import thorough
+from tools.schedule.figures import clock_table
 
 SHAPES: tuple[VShape, ...] = ("vhalf", "vmin")
 LEAST = {("vhalf", 4): 6, ("vmin", 4): 4, ("vhalf", 8): 10, ("vmin", 8): 8, ("vhalf", 16): 18, ("vmin", 16): 12}

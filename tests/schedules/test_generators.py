@@ -24,9 +24,9 @@ from lightning_parallel.schedules.generators import Generator, gpipe, interleave
 from lightning_parallel.schedules.named import SCHEDULES, asynchronous
 from lightning_parallel.schedules.simulate import peak_activations, simulate
 from lightning_parallel.schedules.v_shaped import zbv
-from recipes.schedule.figures import clock_table
 from tests.pipeline.versions import version
 from tests.thorough import thorough
+from tools.schedule.figures import clock_table
 
 STAGES = range(1, 6)
 MICROBATCHES = (1, 2, 3, 4, 5, 8)

@@ -1,4 +1,4 @@
-"""``python -m recipes.schedule``: the table, its figures, and mistakes without a traceback."""
+"""``python -m tools.schedule``: the table, its figures, and mistakes without a traceback."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import pytest
 
 from lightning_parallel.schedules.generators import one_f_one_b
 from lightning_parallel.schedules.named import asynchronous
-from recipes.schedule.__main__ import main
-from recipes.schedule.figures import clock_table
+from tools.schedule.__main__ import main
+from tools.schedule.figures import clock_table
 
 
 def test_command_line_prints_table_bubble_and_activations(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,4 @@
-"""``python -m recipes.schedule``: draws a schedule, and prints its bubble, by theory and simulated, and the
+"""``python -m tools.schedule``: draws a schedule, and prints its bubble, by theory and simulated, and the
 activations that each stage holds."""
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from lightning_parallel.schedules.asynchronous_v import steady as costs_in_v
 from lightning_parallel.schedules.checks import validate
 from lightning_parallel.schedules.named import SCHEDULES, Endless, asynchronous, mean_ahead, placement_of
 from lightning_parallel.schedules.simulate import peak_activations, simulate, steady, utilisation
-from recipes.schedule.figures import clock_table
+from tools.schedule.figures import clock_table
 
 ENDLESS: dict[str, Endless] = {"async": "1f1b", "async_vhalf": "vhalf", "async_vmin": "vmin"}
 
@@ -19,7 +19,7 @@ ENDLESS: dict[str, Endless] = {"async": "1f1b", "async_vhalf": "vhalf", "async_v
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line."""
     parser = argparse.ArgumentParser(
-        prog="python -m recipes.schedule",
+        prog="python -m tools.schedule",
         description="Draw a pipeline schedule as text and print its bubble and the activations held.",
     )
     parser.add_argument("schedule", choices=[*SCHEDULES, *ENDLESS])

@@ -7,7 +7,7 @@ import pytest
 from lightning_parallel.schedules.generators import gpipe, naive, one_f_one_b
 from lightning_parallel.schedules.named import asynchronous
 from lightning_parallel.schedules.simulate import Simulation, peak_activations, simulate, steady, utilisation
-from recipes.schedule.figures import clock_table
+from tools.schedule.figures import clock_table
 
 
 @pytest.mark.parametrize("microbatches", [1, 2, 4, 8])
