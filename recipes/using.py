@@ -26,7 +26,8 @@ CHOICE = ("max_new_tokens", "temperature", "top_k", "top_p", "seed")  # settings
 
 
 def evaluate(config: Config) -> None:
-    """Validate and test, as far as the module has steps for it. It leaves ``metrics.json`` in the folder.
+    """Validate and test, as far as the module has steps for it. It leaves ``metrics.json`` in the folder. A language
+    model's has perplexities, too: the exponential of the mean loss of a token.
 
     Raises:
         ValueError: the module has neither step.
@@ -41,6 +42,9 @@ def evaluate(config: Config) -> None:
     for loop in known:
         loop(module, datamodule=datamodule, ckpt_path=config["ckpt_path"], verbose=False)
         metrics |= trainer.callback_metrics
+    if isinstance(module, LanguageModel) and module.loss_is_cross_entropy:
+        losses = [name for name in metrics if name.endswith("_loss")]
+        metrics |= {f"{name.removesuffix('loss')}perplexity": metrics[name].exp() for name in losses}
     if trainer.is_global_zero:
         record.complete(Path(config["paths"]["output_dir"]), metrics)
 

@@ -71,6 +71,7 @@ class CausalLM(LanguageModel):
         ends = getattr(self.model.generation_config, "eos_token_id", None)
         self.end_tokens = frozenset(ends if isinstance(ends, list) else [] if ends is None else [ends])
         self.longest = getattr(model.config, "max_position_embeddings", None)
+        self.loss_is_cross_entropy = not getattr(model.config, "output_router_logits", False)
         self._is_set_up, self._converts = False, True
 
     def setup(self, stage: str) -> None:

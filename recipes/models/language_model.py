@@ -23,12 +23,14 @@ class LanguageModel(L.LightningModule):
         longest: tokens that a text may have; None for any number.
         takes_padding: prompts of several lengths may share a batch.
         end_tokens: tokens that end a text, besides the tokenizer's own.
+        loss_is_cross_entropy: alone, with nothing added to it.
     """
 
     context: int | None = None
     longest: int | None = None
     takes_padding = False
     end_tokens: frozenset[int] = frozenset()
+    loss_is_cross_entropy = True
 
     def __init__(self) -> None:
         super().__init__()

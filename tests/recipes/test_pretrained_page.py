@@ -44,7 +44,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def assert_there(here: Path) -> None:
     """What the page promises."""
     scores = [record.read_metrics(folder) for folder in sorted((here / "runs" / "pipeline" / "evaluate").iterdir())]
-    assert len(scores) == 2 and scores[0].keys() == {"val_loss", "test_loss"}
+    assert len(scores) == 2 and scores[0].keys() == {"val_loss", "test_loss", "val_perplexity", "test_perplexity"}
     (texts_of,) = (here / "runs" / "adapters" / "generate").iterdir()
     lines = [json.loads(line) for line in (texts_of / TEXTS).read_text().splitlines()]
     assert [line["prompt"] for line in lines] == ["2 + 2?", "3 + 3?"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from pathlib import Path
 from typing import Any
@@ -67,6 +68,8 @@ def test_scores_are_those_of_the_run_under_any_layout(
     own = record.read_metrics(hf)["val_loss"]
     assert found["val_loss"] == pytest.approx(own, rel=0, abs=1e-6)  # transformers computes losses in float32
     assert found["test_loss"] is not None and found["test_loss"] != own
+    for split in ("val", "test"):
+        assert found[f"{split}_perplexity"] == pytest.approx(math.exp(found[f"{split}_loss"] or 0))
     assert record.read(tmp_path / "scores")["status"] == "completed"
 
 
