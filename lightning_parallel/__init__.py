@@ -22,6 +22,7 @@ from lightning_parallel.checkpoint.directory import replacing
 from lightning_parallel.comparison.check import check
 from lightning_parallel.planning.planner import plan
 from lightning_parallel.private.lightning.checkpoints import open_directories
+from lightning_parallel.strategies.base import LayoutStrategy
 from lightning_parallel.strategies.data_parallel import DataParallelStrategy
 from lightning_parallel.strategies.fully_sharded import FullyShardedStrategy
 from lightning_parallel.strategies.pipeline import PipelineStrategy
@@ -54,11 +55,10 @@ __all__ = [
 __version__ = "0.1.0"
 
 
-class _EarlierName(PipelineStrategy):
-    """A :class:`PipelineStrategy` by the earlier name of ``pipeline_gpipe``."""
+class _EarlierName(LayoutStrategy):
+    """GPipe by the name of before. It makes a PipelineStrategy, and none of this class."""
 
     def __new__(cls, **options: Any) -> PipelineStrategy:  # type: ignore[misc]
-        """Not one of this class: errors and records name the class of now."""
         rank_zero_warn(
             "strategy='pipeline_sync' is an earlier name, which the next minor version won't know: write "
             "strategy='pipeline_gpipe'.",
