@@ -99,6 +99,13 @@ def _slurm_is_here(config: Config) -> Iterator[Problem]:
         yield Problem("cluster", "slurm", "there is no sbatch on this machine", fix)
 
 
+def _mounts_in_a_container(config: Config) -> Iterator[Problem]:
+    cluster = config["cluster"]
+    if kind_of("cluster", cluster) is SlurmLauncher and cluster["mounts"] and cluster["container"] is None:
+        fix = "name its image with cluster.container, or leave them out"
+        yield Problem("cluster.mounts", cluster["mounts"], "there is no container that gets them", fix)
+
+
 def _runs_already(config: Config) -> Iterator[Problem]:
     """A second job would write over the first one's checkpoints."""
     cluster, folder = config["cluster"], config["paths"]["output_dir"]
@@ -184,6 +191,7 @@ RULES: tuple[Callable[[Config], Iterator[Problem]], ...] = (
     _restarts_elsewhere,
     _started_already,
     _slurm_is_here,
+    _mounts_in_a_container,
     _runs_already,
     _enough_cores,
     _has_gpu,

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Literal
 
 from lightning_parallel.settings import Auto, Count, Natural
-from recipes import record
+from recipes import IN_CHECKOUT, ROOT, record
 from recipes.launchers.cluster import Cluster
 from recipes.launchers.launcher import Failure, LeftAlone, Preempted, WorkersFailed, first_failure
 from recipes.processes import REFUSED, REQUEUE, WORKER
@@ -51,7 +51,7 @@ _FIRST_MACHINE = '$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)'
 
 # --kill-on-bad-exit=0: the others are to write what they know, and end by themselves; --wait: within the timeout.
 _SRUN = """\
-srun --cpus-per-task={cpus} --kill-on-bad-exit=0 --wait={wait} bash -c '
+srun --cpus-per-task={cpus} {container}--kill-on-bad-exit=0 --wait={wait} bash -c '
     export RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID WORLD_SIZE=$SLURM_NTASKS
     export LOCAL_WORLD_SIZE=$((SLURM_NTASKS / SLURM_NNODES)) GROUP_RANK=$SLURM_NODEID
     exec "$0" {worker} "$1"' {python} {config}
@@ -91,6 +91,8 @@ class SlurmLauncher(Cluster):
     requeue: bool = True
     options: list[str] = field(default_factory=list)
     setup: list[str] = field(default_factory=list)
+    container: str | None = None
+    mounts: list[str] = field(default_factory=list)
     rendezvous: str | None = None
     submit: bool | Literal["print"] = True
     wait: bool = True
@@ -217,9 +219,10 @@ def script(cluster: SlurmLauncher, config_file: Path, processes: int) -> str:
         f"echo {shlex.quote(STARTS.strip())}",
         _SRUN.format(
             cpus=cluster.cpus,
+            container=_container(cluster, folder.absolute()),
             wait=int(cluster.timeout),
             worker=shlex.join(WORKER),
-            python=shlex.quote(sys.executable),
+            python="python3" if cluster.container else shlex.quote(sys.executable),
             config=shlex.quote(str(config_file)),
         ),
         _END.format(
@@ -233,6 +236,18 @@ def script(cluster: SlurmLauncher, config_file: Path, processes: int) -> str:
         ),
     ]
     return "\n".join(lines)
+
+
+def _container(cluster: SlurmLauncher, folder: Path) -> str:
+    """Options of srun's, which NVIDIA's Pyxis brings. What the workers read and write by its path is in the container
+    by the same one."""
+    if cluster.container is None:
+        return ""
+    here = Path.cwd()
+    own = dict.fromkeys([here, folder, *([ROOT] if IN_CHECKOUT else [])])
+    mounts = ",".join([*(f"{place}:{place}" for place in own), *cluster.mounts])
+    chosen = {"image": cluster.container, "mounts": mounts, "workdir": here}
+    return "".join(f"{shlex.quote(f'--container-{name}={value}')} " for name, value in chosen.items())
 
 
 def _options(cluster: SlurmLauncher, folder: Path, processes: int) -> Iterator[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import re
+import shlex
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -194,3 +195,24 @@ def test_a_job_of_slurm_asks_for_what_its_processes_need(words: list[str], gpus:
     asked = dict(re.findall(r"^#SBATCH --([\w-]+)=(.+)$", job, re.MULTILINE))
     assert (asked.get("gpus-per-node"), asked["cpus-per-task"]) == (gpus, cpus)
     assert f"srun --cpus-per-task={cpus} " in job
+
+
+def test_a_job_of_slurm_runs_its_workers_in_a_container() -> None:
+    words = ["cluster.container='me/train:1 x'", "cluster.mounts=[/data:/data,/x:/y:ro]", "launch=false"]
+    config = composed("cluster=slurm", *words)
+    assert validate(config) == []
+    job = script(cast(SlurmLauncher, build.launcher(config)), Path("/runs/one") / record.CONFIG, 2)
+    (line,) = re.findall(r"^srun .*$", job, re.MULTILINE)
+    given = shlex.split(line.removesuffix("bash -c '"))
+    here = Path.cwd()
+    mounts = dict.fromkeys([f"{here}:{here}", "/runs/one:/runs/one", f"{ROOT}:{ROOT}", "/data:/data", "/x:/y:ro"])
+    assert {"--container-image=me/train:1 x", f"--container-workdir={here}"} <= {*given}
+    assert f"--container-mounts={','.join(mounts)}" in given
+    assert "' python3 /runs/one/" in job  # the image's own
+    assert sys.executable in (outside := script(SlurmLauncher(devices=2), Path("/runs/one") / record.CONFIG, 2))
+    assert "--container" not in outside
+
+
+def test_mounts_of_no_container_are_refused() -> None:
+    (problem,) = validate(composed("cluster=slurm", "cluster.mounts=[/data:/data]", "launch=false"))
+    assert str(problem).startswith("cluster.mounts=['/data:/data']: there is no container")
