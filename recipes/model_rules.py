@@ -65,7 +65,12 @@ def _fits_text(path: str, data: Config) -> Iterator[Problem]:
         known = json.loads((Path(path) / "config.json").read_text())
     except ValueError:
         return
-    if not isinstance(known, dict) or given(data) is None:
+    if not isinstance(known, dict):
+        return
+    if known.get("quantization_config"):
+        fix = "give the folder of the model that isn't; model.lora trains adapters in it"
+        yield Problem("model.path", path, "its weights are quantized, and would be trained in float32", fix)
+    if given(data) is None:
         return
     size, longest = known.get("vocab_size"), known.get("max_position_embeddings", known.get("n_positions"))
     if given(data) == "bytes" and isinstance(size, int) and size < ByteTokenizer.size:

@@ -106,6 +106,14 @@ def test_every_model_meets_every_strategy(hf_folder: Path, pairs: Any) -> None:
         assert_valid(problems(f"model={model}", f"data={data}", f"strategy={strategy}", *given), timm=model == "timm")
 
 
+def test_a_folder_with_quantized_weights_is_refused(hf_folder: Path) -> None:
+    given = ["model=hf", f"model.path={hf_folder}", "data=stdlib"]
+    assert problems(*given) == []
+    (hf_folder / "config.json").write_text('{"quantization_config": {"quant_method": "bitsandbytes"}}')
+    (problem,) = problems(*given)
+    assert str(problem).startswith(f"model.path={hf_folder}: its weights are quantized")
+
+
 def test_no_seed_is_a_new_one_for_each_run() -> None:
     seeds = {composed("seed=null")["seed"] for _ in range(3)}
     assert len(seeds) == 3 and all(isinstance(seed, int) for seed in seeds)
