@@ -89,6 +89,19 @@ def model(config: Config) -> L.LightningModule:
     return module
 
 
+def compile_layers(module: L.LightningModule) -> None:
+    """Compile each layer of a list by itself, in place, so that names and cuts stay. ValueError: there is no list."""
+    lists = torch.nn.ModuleList
+    children = [each for part in module.modules() if isinstance(part, lists) for each in part]
+    found = [each for each in children if not isinstance(each, lists)]  # a list is never called
+    inside = {id(part) for layer in found for part in layer.modules() if part is not layer}
+    if not found:
+        raise ValueError("compile=true: the model has no nn.ModuleList of layers: call compile() inside the module.")
+    for layer in found:
+        if id(layer) not in inside:
+            layer.compile()
+
+
 def disk_offload(trainer: L.Trainer) -> AbstractContextManager[Any]:
     """Inside, a model is made without holding the whole of it in memory, where the strategy divides it."""
     return trainer.strategy.disk_offload if isinstance(trainer.strategy, LayoutStrategy) else nullcontext()

@@ -22,7 +22,8 @@ from recipes.launch import launch, write
 from recipes.problem import NOT_KNOWN, ConfigError
 
 _IDLE = (  # they change nothing in a command
-    "callbacks", "ckpt_path", "command", "generation", "hydra", "init_from", "launch", "resume", "test", "timeline",
+    "callbacks", "ckpt_path", "command", "compile", "generation", "hydra", "init_from", "launch", "resume", "test",
+    "timeline",
 )  # fmt: skip
 
 

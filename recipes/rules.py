@@ -11,9 +11,11 @@ from typing import Any
 from lightning_parallel.checkpoint import is_whole
 from lightning_parallel.checkpoint.directory import instead_of
 from lightning_parallel.settings import settings_of
+from lightning_parallel.strategies.data_parallel import DataParallelOptions
 from lightning_parallel.strategies.fully_sharded import FullyShardedOptions
 from lightning_parallel.strategies.pipeline import PipelineOptions
 from lightning_parallel.strategies.pipeline_async import AsyncPipelineOptions
+from lightning_parallel.strategies.tensor import TensorParallelOptions
 from recipes import examples, model_rules, process_rules, resume, schema
 from recipes.examples import example_of
 from recipes.problem import NOT_KNOWN, Problem
@@ -155,6 +157,16 @@ def _timeline(config: Config) -> Iterator[Problem]:
         yield Problem("timeline", True, "only a pipeline has one", fix)
 
 
+def _compiled(config: Config) -> Iterator[Problem]:
+    """Where ranks hold parts of a layer: torch 2.13 crashed in a compiled one that was fully sharded."""
+    kind, strategy = _strategy(config)
+    divided = strategy.get("tensor_parallel", 1) != 1 or strategy.get("data_parallel_kind") == "fully_shard"
+    others = (TensorParallelOptions, FullyShardedOptions, DataParallelOptions)
+    if config.get("compile") and (divided or kind in others):
+        message = "layers that ranks divide, or that are copied in one process, aren't compiled"
+        yield Problem("compile", True, message, "use a pipeline, ddp or single, or compile=false")
+
+
 def _refused(config: Config) -> Iterator[str]:
     """Settings that don't go together: the strategy itself says which."""
     kind, strategy = _strategy(config)
@@ -222,6 +234,7 @@ _RULES: tuple[Callable[[Config], Iterator[Problem | str]], ...] = (
     _axes,
     _microbatches,
     _timeline,
+    _compiled,
     _refused,
     _checkpoint,
     _finds_checkpoints,

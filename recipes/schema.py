@@ -53,6 +53,7 @@ class Run:
     callbacks: dict[str, Any]
     paths: dict[str, Any]
     command: Literal["train", "check", "plan", "evaluate", "generate"] = "train"  # set by the commands
+    compile: bool = False
     as_pytorch_lightning: bool = False  # packages that import pytorch_lightning get lightning.pytorch
     generation: dict[str, Any] | None = None  # how text is generated
     plan: dict[str, Any] | None = None  # for what a layout is planned

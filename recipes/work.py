@@ -52,6 +52,8 @@ def train(config: Mapping[str, Any]) -> None:
         model = build.model(config)
         if config["init_from"] is not None and path is None:
             build.begin_with(model, config["init_from"])
+    if config.get("compile"):
+        build.compile_layers(model)
     for logger in trainer.loggers:
         logger.log_hyperparams(dict(config))  # to compare runs by; Lightning adds the model's own
     trainer.fit(model, datamodule=datamodule, ckpt_path=path)

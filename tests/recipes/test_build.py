@@ -12,7 +12,7 @@ from lightning.pytorch.callbacks import LearningRateMonitor, ModelCheckpoint, TQ
 from lightning.pytorch.loggers import TensorBoardLogger
 from torch.utils.data import DataLoader, TensorDataset
 
-from recipes import build
+from recipes import build, record
 from recipes.logs import ContinuedCSVLogger
 from recipes.schema import world_size
 from tests.pool import WorkerPool
@@ -144,3 +144,35 @@ def test_the_learning_rate_is_logged_where_there_is_a_logger() -> None:
     for words, logged in (([], True), (["logger=none"], False), (["logger.csv=null"], False)):
         found = build.callbacks(composed(*words))
         assert any(isinstance(callback, LearningRateMonitor) for callback in found) is logged
+
+
+class Nested(L.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = torch.nn.ModuleList(torch.nn.ModuleList([torch.nn.Linear(4, 4)]) for _ in range(2))
+        self.head = torch.nn.Linear(4, 2)
+
+
+def compiled(module: torch.nn.Module) -> list[str]:
+    # torch has no public name that tells
+    return [name for name, part in module.named_modules() if part._compiled_call_impl is not None]
+
+
+def test_layers_of_lists_are_compiled_in_place_each_once() -> None:
+    module, names = Nested(), [*Nested().state_dict()]
+    build.compile_layers(module)
+    assert compiled(module) == ["blocks.0.0", "blocks.1.0"] and [*module.state_dict()] == names
+    with pytest.raises(ValueError, match="compile=true: the model has no nn.ModuleList"):
+        build.compile_layers(build.model(composed("model=lenet", "data=digits")))
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("strategy", ["single", "ddp", "pipeline_1f1b", "pipeline_zbv"])
+def test_compiled_layers_have_the_numbers_of_the_others(pool: WorkerPool, tmp_path: Path, strategy: str) -> None:
+    small = ["model.layers=2", "model.width=32", "model.dropout=0", "data.context=32", "data.batch_size=8"]
+    small += ["trainer.precision=64-true", "trainer.max_steps=3", "trainer.limit_val_batches=2"]
+    plain, other = (
+        record.read_metrics(trained(pool, tmp_path / name, *small, f"strategy={chosen}", f"compile={name}"))
+        for name, chosen in (("false", "single"), ("true", strategy))
+    )
+    assert other["val_loss"] == pytest.approx(plain["val_loss"], rel=1e-12)
