@@ -10,7 +10,7 @@
 #     make lightning-tests TESTS=/folder/tests_pytorch   # Lightning's own tests, from its repository, with our strategies
 #     make gpu                                 # what can be seen on this machine's GPUs, into docs/gpu.json
 #     make matrix                              # a part of the tests under each Python that is supported and found here
-#     make matrix TORCH="2.9.* 2.13.*"         # and with these versions of torch: of CUDA, unless pip's settings say so
+#     make matrix TORCH="2.12.*"               # with another torch than the oldest and the newest: of CUDA, by default
 #     make docs                                # the site of docs/, into site/
 #     make zoo                                 # nearly three hundred models under every layout, into docs/zoo.md
 #     make zoo ARGS="--only 'gpt2*' --traces"  # some of them; ARGS="--resume" goes on after an interruption
@@ -36,7 +36,7 @@ JOBS ?= 3
 
 # For `make matrix`: the versions, what its tests need besides the recipes, and the tests.
 PYTHONS ?= 3.11 3.12 3.13
-TORCH ?= 2.13.*
+TORCH ?= 2.11.* 2.13.*
 MATRIX_NEEDS := pytest pytest-timeout pytest-xdist setproctitle filelock peft transformers
 MATRIX_TESTS := tests/schedules tests/private tests/strategies/test_refusals.py tests/strategies/test_contract.py
 
