@@ -46,7 +46,8 @@ class LogJoins:
     def __init__(self) -> None:
         self._ways: dict[str, Sequence[str]] = {}  # by which a name's numbers may be joined
         self._checked: dict[str, int] = {}  # in how many batches a name's numbers have been looked at
-        self._settings: dict[str, bool] = {}  # by name: is its batch_size= the same number, whatever the batch?
+        # By name: is its batch_size= the same number, whatever the batch? None: the whole batch's couldn't tell.
+        self._settings: dict[str, bool | None] = {}
         self._bounded: Counter[str] = Counter()  # by name: batches seen whose batch_size= may have bounds
 
     def weigh(
@@ -73,20 +74,26 @@ class LogJoins:
         if len(given) > 1 and self._bounded[name] < _CHECKED and any(bounds):
             self._bounded[name] += 1
             if whole() != sum(given):
-                self._bounded[name] = _CHECKED
+                self._bounded[name], self._settings[name] = _CHECKED, False  # as it is warned of
                 rank_zero_warn(
                     f"self.log({name!r}, batch_size=...): the parts of a batch give {[*given]}. Their sum is taken, "
                     f"which the whole batch may not give: if 1 stands for a part in which nothing counts, as with "
                     f"clamp(min=1), the epoch's mean is another one. Leave the bound out, or use microbatches=1."
                 )
-        elif len(given) == 1 or given == sizes:
+        elif len(given) == 1:
             return given, sum(given)
+        elif not any(given):  # of a count and of a setting
+            return sizes, 0
+        elif not are_equal:
+            self._settings[name] = False
         elif name not in self._settings:
-            self._settings[name] = are_equal and whole() == given[0]
+            of_whole = whole()
+            self._settings[name] = None if of_whole not in (given[0], sum(given)) else of_whole == given[0]
             if self._settings[name]:
                 return sizes, given[0]
-        # One number for microbatches of different sizes is a setting, not a count of what is in each.
-        weights = sizes if are_equal and len({*sizes}) > 1 else given
+        # Where the whole batch can't tell, one number for microbatches of different sizes is taken for a setting.
+        is_guessed = are_equal and self._settings.get(name) is None
+        weights = sizes if is_guessed and len({*sizes}) > 1 else given
         return weights, sum(weights)
 
     def join(

@@ -35,7 +35,8 @@ def test_a_number_of_a_batch_in_which_nothing_counts_is_that_of_a_microbatch() -
     [
         ([5, 3], 8, ([5, 3], 8), False),  # labels
         ([9, 9], 9, ([3, 2], 9), False),  # a setting, whatever the batch
-        ([9, 9], 18, ([3, 2], 5), False),
+        ([9, 9], 18, ([9, 9], 18), False),  # as many labels in fewer samples
+        ([9, 9], None, ([3, 2], 5), False),
         ([7, 1], 8, ([7, 1], 8), False),
         ([7, 1], 7, ([7, 1], 8), True),  # clamp(min=1)
         ([7, 1], None, ([7, 1], 8), True),
@@ -51,6 +52,18 @@ def test_a_batch_size_of_the_user_s_weighs_parts(
             weights, size = joins.weigh("loss", [1.5, 0.0], [3, 2], given, lambda: whole)
         assert (weights, size) == expected
         assert len(caught) == (warned and first) and all("'loss', batch_size=" in str(each.message) for each in caught)
+
+
+def test_a_first_batch_in_which_nothing_counts_makes_no_setting_of_a_count() -> None:
+    joins = LogJoins()
+    assert joins.weigh("loss", [0.0, 0.0], [2, 2], [0, 0], lambda: 0)[1] == 0
+    assert joins.weigh("loss", [1.5, 0.5], [2, 2], [3, 3], lambda: 6) == ([3, 3], 6)
+
+
+def test_a_setting_that_equals_the_microbatches_size_is_the_batch_s() -> None:
+    joins = LogJoins()
+    assert joins.weigh("loss", [1.5, 0.5], [4, 4], [4, 4], lambda: 4) == ([4, 4], 4)
+    assert joins.weigh("loss", [1.5, 0.5], [1, 1], [4, 4], lambda: 4) == ([1, 1], 4)  # a smaller last batch
 
 
 def test_parts_of_one_sample_in_which_nothing_counts_are_warned_of() -> None:
