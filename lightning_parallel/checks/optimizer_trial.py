@@ -120,13 +120,13 @@ def stepped_whole(optimizer: Optimizer, local: LocalModel, layout: Layout, strat
 
 
 def refuse_steps_apart(optimizer: Optimizer, local: LocalModel, strategy: str) -> None:
-    """Refuse an optimizer that trains otherwise if it makes two steps an update, one for each half of its parameters.
-    One that can't be tried is left to :func:`stepped_whole`, which warns of it. ``strategy`` is the class's name and
-    the setting that asks for it, for messages.
+    """Refuse an optimizer that trains otherwise if it makes two steps an update, one for each half of its parameters,
+    or of which no trial can tell. ``strategy`` is the class's name and the setting that asks for it, for messages.
 
     Raises:
         ValueError: it names the optimizer, a parameter, and what would work.
     """
+    kind = type(optimizer).__name__
     trials = list(_trials(optimizer, local))
     if not trials:
         return
@@ -135,16 +135,22 @@ def refuse_steps_apart(optimizer: Optimizer, local: LocalModel, strategy: str) -
     with TorchGenerators(local_part(trials[0].like).device).kept():
         try:
             together = _stepped(optimizer, pieces, closure_first=True, options=options)
-        except Exception:  # any: the user's optimizer may need what a trial doesn't have
-            return
+        except Exception as error:  # any: the user's optimizer may need what a trial doesn't have
+            raise ValueError(f"{kind} under {strategy}: {_APART} {_UNTRIED} ({error!r}). {_ADVICE_IN_V}") from error
+        moved = [(one - trial.value).abs().max() for one, trial in zip(together, trials, strict=True)]
+        if not all(0 < way < torch.inf for way in moved):
+            raise ValueError(
+                f"{kind} under {strategy}: {_APART} {_UNTRIED} (it left parameters as they were, or made them "
+                f"infinite). {_ADVICE_IN_V}"
+            )
         try:
             apart = _stepped(optimizer, pieces, closure_first=True, in_halves=True, options=options_apart)
         except Exception as error:  # any: it would come in the first update
-            raise ValueError(f"{type(optimizer).__name__} under {strategy}: {_APART} {_fails(error)}") from error
+            raise ValueError(f"{kind} under {strategy}: {_APART} {_fails(error)}") from error
     for trial, one, other in zip(trials, together, apart, strict=True):
         if not (one - other).abs().max() <= _TOLERANCE * (one - trial.value).abs().max():
             raise ValueError(
-                f"{type(optimizer).__name__} under {strategy}: {_APART} Tried on small parameters, it changes what "
+                f"{kind} under {strategy}: {_APART} Tried on small parameters, it changes what "
                 f"stands for '{trial.name}' (parameter group {trial.group}) otherwise than with one step. Let it keep "
                 f"what it counts in optimizer.state[parameter], or use schedule='1f1b'."
             )
@@ -153,13 +159,16 @@ def refuse_steps_apart(optimizer: Optimizer, local: LocalModel, strategy: str) -
         for key, value in one_step.items():
             if key != "params" and not same_value(value, two_steps.get(key)):
                 raise ValueError(
-                    f"{type(optimizer).__name__} under {strategy}: {_APART} Tried on small parameters, it writes "
+                    f"{kind} under {strategy}: {_APART} Tried on small parameters, it writes "
                     f"another {key!r} into the options of parameter group {group} than with one step. Let it keep what "
                     f"it counts in optimizer.state[parameter], or use schedule='1f1b'."
                 )
 
 
 _APART = "in a V it makes two steps an update, one for each of a stage's chunks."
+
+_UNTRIED = "Whether it trains as with one step could not be tried on small parameters"
+_ADVICE_IN_V = "Use one that can be tried, such as AdamW, or schedule='1f1b'."
 
 
 def _fails(error: Exception) -> str:

@@ -155,6 +155,32 @@ def test_a_count_that_matters_late_is_refused_in_a_v() -> None:
         tried_in_v(lambda params: CountsAmongOptions(params, lr=0.1, momentum=0.9))
 
 
+class NeedsItsParameters(torch.optim.SGD):
+    """A trial's parameters aren't those that it was made with."""
+
+    def __init__(self, params: Any, **options: Any) -> None:
+        super().__init__(params, **options)
+        self.shapes = [p.shape for group in self.param_groups for p in group["params"]]
+
+    def step(self, closure: Any = None) -> Any:
+        if self.shapes != [p.shape for group in self.param_groups for p in group["params"]]:
+            raise LookupError("no such parameter")
+        return super().step(closure)
+
+
+class Waits(torch.optim.SGD):
+    """It begins later than a trial goes."""
+
+    def step(self, closure: Any = None) -> Any:
+        return None
+
+
+@pytest.mark.parametrize(("kind", "reason"), [(NeedsItsParameters, "LookupError"), (Waits, "left parameters")])
+def test_one_that_can_not_be_tried_is_refused_in_a_v(kind: type[torch.optim.SGD], reason: str) -> None:
+    with pytest.raises(ValueError, match=rf"{kind.__name__} under .*schedule='vmin'.*{reason}.*schedule='1f1b'"):
+        tried_in_v(lambda params: kind(params, lr=0.1))
+
+
 @pytest.mark.parametrize("name", BY_PARAMETER)
 def test_those_that_treat_a_parameter_as_one_step_wholes_where_it_is_divided(name: str) -> None:
     assert tried(BY_PARAMETER[name], "tensor") == {0}
