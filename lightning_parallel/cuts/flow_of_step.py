@@ -365,6 +365,12 @@ class _Flows:
                     f"computed. Update it in the step, by what the layer returns (or switch its checks of values off, "
                     f"as nan_strategy='disable' does)."
                 )
+            if read.is_shared:
+                raise FlowError(
+                    f"'{read.module}', on {self._name(min(owners))}, changes what its attribute {read.attribute!r} "
+                    f"holds, and {self._name(missing[0])} uses the same object, which is another one there. Return "
+                    f"from the layer what others need of it, and give it to them as an argument."
+                )
             raise FlowError(
                 f"'{read.module}', on stage {self._stages[min(owners)]}, keeps something in its attribute "
                 f"{read.attribute!r} that isn't computed from tensors alone, and stage {self._stages[missing[0]]} "

@@ -37,7 +37,7 @@ from lightning_parallel.private.torch import buffers_of
 from lightning_parallel.seeding import TorchGenerators, host_generators_kept, seed_host_generators
 from lightning_parallel.tracing.plain_values import attribute_uses
 from lightning_parallel.tracing.recorder import Recorder, Scene, origins_in, relabelled
-from lightning_parallel.tracing.snapshot import StateKept
+from lightning_parallel.tracing.snapshot import StateKept, changed_keys
 from lightning_parallel.tracing.trace import Call, Carried, Place, PlainRead, Trace
 
 
@@ -203,13 +203,20 @@ def _add_rest(scene: Scene, seen: Trace, step: Callable[[], Any], logged: Sequen
 def _add_plain_values(scene: Scene, seen: Trace, step: Callable[[], Any]) -> None:
     """Add the uses of what modules keep besides absent tensors."""
     written = scene.state.written_plainly()
-    if not written:
-        return
     units = {id(inner): scene.names[id(part)] for part in scene.units for inner in part.modules()}
+    shared = scene.state.shared_by(units)
+    if not written and not shared:
+        return
     uses: dict[str, list[_Use]] = {}  # of an attribute in a run, by its name
+    of_shared: dict[int, list[_SharedUse]] = {}  # of a container in a run, by its id
 
     def watched(recorder: Recorder) -> AbstractContextManager[None]:
         def told(part: nn.Module, attribute: str, assigned: bool) -> None:
+            if attribute in shared.get(part, ()) and not assigned:
+                shared_use = _SharedUse(part, attribute, recorder.place, second.entries_of(part, attribute))
+                of_shared.setdefault(id(vars(part)[attribute]), []).append(shared_use)
+            if attribute not in written.get(part, ()):
+                return
             use = _Use(recorder.place, assigned, second.content_of(part, attribute))
             uses.setdefault(_name_of(scene, part, attribute), []).append(use)
             if id(part) in units and not assigned and not recorder.is_under_way(part):
@@ -217,10 +224,14 @@ def _add_plain_values(scene: Scene, seen: Trace, step: Callable[[], Any]) -> Non
                 seen.plain_reads.append(read)
 
         uses.clear()
-        return attribute_uses(written, told)
+        of_shared.clear()
+        watched_too = {part: names | written.get(part, set()) for part, names in shared.items()}
+        return attribute_uses({**written, **watched_too}, told)
 
     with StateKept(scene.module, apart=scene.units) as second:
-        for _ in _guessed(scene, step, 0.5, watched):
+        for recorder, _ in _guessed(scene, step, 0.5, watched):
+            for each in of_shared.values():
+                seen.plain_reads += _reads_of_shared(scene, recorder.trace, each, second)
             places = ((part, each) for part, names in written.items() for each in sorted(names))
             for part, attribute in places:
                 name = _name_of(scene, part, attribute)
@@ -247,6 +258,34 @@ class _Use:
     place: Place
     assigns: bool
     before: Any
+
+
+@dataclass(frozen=True)
+class _SharedUse:
+    """A use of a container that several units share: by whom, where, and what it held before."""
+
+    part: nn.Module
+    attribute: str
+    place: Place
+    before: dict[Any, Any]
+
+
+def _reads_of_shared(scene: Scene, seen: Trace, uses: Sequence[_SharedUse], state: StateKept) -> Iterator[PlainRead]:
+    """The uses of a container that another unit's call changes. A call that only adds something of its own to it, as to
+    a list of losses, isn't taken for one that reads."""
+    written: dict[Place, set[Any]] = {}
+    at_end = state.entries_of(uses[0].part, uses[0].attribute)
+    for use, later in zip_longest(uses, uses[1:]):
+        keys = changed_keys(use.before, at_end if later is None else later.before)
+        written.setdefault(use.place, set()).update(keys)
+    for place, keys in written.items():
+        if keys and place.during == "call" and place.index < len(seen.calls):
+            writer = next(use for use in uses if use.place == place)
+            read = (place for place, own in written.items() if not own or own & keys)
+            for each in read:
+                if each != place:
+                    name = scene.names[id(writer.part)]
+                    yield PlainRead(seen.calls[place.index].unit, name, writer.attribute, each, is_shared=True)
 
 
 def _reads_and_writes(uses: Sequence[_Use], at_end: Any) -> tuple[tuple[Place, ...], tuple[Place, ...]]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter, deque
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from numbers import Number
 from types import SimpleNamespace, TracebackType
 from typing import Any
@@ -25,6 +25,7 @@ from lightning_parallel.tracing.own_generators import LIBRARIES, globals_beside,
 
 _MANY = 10_000  # items; those of a longer container are put back, but not looked into
 _MANY_IN_ALL = 1_000_000  # items of containers within one attribute; about a tenth of a second, and 8 MB
+_DEEP = 3  # containers in containers, of those that several parts share
 _LARGE = 2**26  # bytes; a larger tensor is somebody's data
 
 _OF_MODULES = frozenset(vars(nn.Module()))  # attributes that torch keeps
@@ -166,6 +167,48 @@ class StateKept:
                 found[part].add(name)
         return {part: names for part, names in found.items() if names}
 
+    def shared_by(self, owners: Mapping[int, str]) -> dict[nn.Module, set[str]]:
+        """For each part, the attributes with a container or an object that has changed, and that parts of several
+        owners hold. ``owners`` has a name by the id of each part that is ``apart``; the others are of one owner."""
+        holders: dict[int, list[tuple[nn.Module, str, Any]]] = {}
+        for part in self._modules.values():
+            for name, value in vars(part).items():
+                if name not in _OF_MODULES and type(value) not in _IMMUTABLE and self._contents(value) is not None:
+                    holders.setdefault(id(value), []).append((part, name, value))
+        several = [places for places in holders.values() if len({owners.get(id(part)) for part, *_ in places}) > 1]
+        changed = {id(container) for container, *_ in self._changed()} if several else set()
+        found: dict[nn.Module, set[str]] = {}
+        for places in several:
+            if not changed.isdisjoint(id(container) for _, container, _ in self._within(places[0][2])):
+                for part, name, _ in places:
+                    found.setdefault(part, set()).add(name)
+        return found
+
+    def entries_of(self, part: nn.Module, name: str) -> dict[Any, Any]:
+        """What an attribute's container holds, by place. Left out are absent tensors where the code around the parts
+        ``apart`` has the container too: :meth:`written` has these."""
+        value = vars(part).get(name)
+        looked_at = {id(container) for container, _, is_seen in self._containers if is_seen}
+        entries: dict[Any, Any] = {}
+        for path, container, held in self._within(value):
+            for key, item in held.items() if isinstance(held, dict) else enumerate(held):
+                if not (isinstance(item, AbsentTensor) and id(container) in looked_at):
+                    entries[(*path, key)] = item
+        return entries
+
+    def _within(self, value: Any) -> Iterator[tuple[tuple[Any, ...], Any, _Held]]:
+        """A container and those in it, each with the way to it and what it holds."""
+        waiting, seen = deque[tuple[tuple[Any, ...], Any]]([((), value)]), set[int]()
+        while waiting and len(seen) < _MANY:
+            path, each = waiting.popleft()
+            if id(each) in seen or type(each) in _IMMUTABLE or (held := self._contents(each)) is None:
+                continue
+            seen.add(id(each))
+            yield path, each, held
+            if len(path) < _DEEP and len(held) <= _MANY:
+                items = held.items() if isinstance(held, dict) else enumerate(held)
+                waiting.extend(((*path, key), item) for key, item in items)
+
     def goes_on(self) -> bool:
         """Would one more run begin elsewhere? So it is if a number, a text or the length of a container has changed, at
         any depth."""
@@ -209,6 +252,12 @@ def _plain(value: Any) -> Any:
     """A key for comparisons: numbers and texts count by value, all else by identity."""
     is_nan = isinstance(value, float) and value != value
     return "not a number" if is_nan else value if isinstance(value, int | float | str) else id(value)
+
+
+def changed_keys(before: Mapping[Any, Any], now: Mapping[Any, Any]) -> set[Any]:
+    """The places at which containers hold something else, or nothing any more."""
+    both = before.keys() & now.keys()
+    return (before.keys() ^ now.keys()) | {key for key in both if _plain(before[key]) != _plain(now[key])}
 
 
 def _holds_same(before: Any, now: Any, replaced: Collection[int]) -> bool:

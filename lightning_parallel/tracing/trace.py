@@ -111,12 +111,14 @@ class PlainRead:
     Attributes:
         module: the name of the module that keeps the value.
         attribute: the attribute's name there; None for the state of a metric.
+        is_shared: other units hold the same container or object.
     """
 
     unit: str
     module: str
     attribute: str | None
     place: Place
+    is_shared: bool = False
 
 
 @dataclass(frozen=True)

@@ -156,6 +156,94 @@ def test_it_is_its_own_stages(block: int, attribute: str | None) -> None:
     assert model.blocks[block].zeros == 0.0 and model.blocks[block].history == []
 
 
+class Sharing(nn.Module):
+    """Has something that other layers have too."""
+
+    def __init__(self, shared: Any, does: Callable[[Any, Tensor], Any]) -> None:
+        super().__init__()
+        self.layer, self.shared, self.does = nn.Linear(6, 6), shared, does
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.layer(x).relu()
+        found = self.does(self.shared, y)
+        return y if found is None else y * found
+
+
+def deepen(shared: Any, y: Tensor) -> None:
+    shared.depth = getattr(shared, "depth", 0) + 1
+
+
+def table(shared: Any, y: Tensor) -> Any:
+    if "table" not in shared:
+        shared["table"] = torch.linspace(0, 1, 6)
+    return shared["table"]
+
+
+Does = Callable[[Any, Tensor], Any]
+SHARING: dict[str, tuple[Any, Does, Does]] = {  # what is shared, what a layer does with it, and what a later one
+    "number": (dict, lambda d, y: d.update(scale=0.9 * d.get("scale", 1.0)), lambda d, y: d.get("scale", 1.0)),
+    "of a value": (dict, lambda d, y: d.update(mean=y.mean().item()), lambda d, y: d.get("mean", 1.0)),
+    "tensor": (dict, lambda d, y: d.update(mean=y.mean()), lambda d, y: d.get("mean", 1.0)),
+    "inside another": (
+        lambda: {"of": [SimpleNamespace()]},
+        lambda shared, y: deepen(shared["of"][0], y),
+        lambda shared, y: float(len(vars(shared["of"][0]))),
+    ),
+    "list": (list, lambda kept, y: kept.append(1.5), lambda kept, y: float(len(kept))),
+    "object": (SimpleNamespace, deepen, lambda o, y: getattr(o, "depth", 0)),
+    "counted by both": (SimpleNamespace, deepen, deepen),
+}  # fmt: skip
+
+
+def sharing(shared: Any, blocks: dict[int, Does]) -> Net:
+    model = Net()
+    for block, does in blocks.items():
+        model.blocks[block] = Sharing(shared, does)
+    return model
+
+
+@pytest.mark.parametrize("placement", [None, (0, 1, 1, 0)])
+@pytest.mark.parametrize("case", SHARING)
+def test_what_layers_share_is_not_changed_by_one_for_another_stage_s(
+    case: str, placement: tuple[int, ...] | None
+) -> None:
+    kind, first, later = SHARING[case]
+    words = r"'blocks\.0', on stage 0.*, changes what its attribute 'shared' holds, and stage [01].* uses"
+    with pytest.raises(FlowError, match=words):
+        flow_of(sharing(kind(), {0: first, 3: later}), placement=placement)
+
+
+@pytest.mark.parametrize("case", SHARING)
+def test_what_layers_of_one_stage_share_is_theirs(case: str) -> None:
+    kind, first, later = SHARING[case]
+    flow_of(sharing(kind(), {2: first, 3: later}))
+
+
+@pytest.mark.parametrize(("kind", "does"), [
+    (dict, table),  # each stage makes its own
+    (list, lambda kept, y: kept.append(y.mean().item())),  # nobody reads what others have added
+    (lambda: SimpleNamespace(scale=0.5), lambda o, y: o.scale),
+])  # fmt: skip
+def test_what_layers_share_and_do_not_change_for_others_is_theirs(kind: Any, does: Does) -> None:
+    flow_of(sharing(kind(), {0: does, 1: does, 3: does}))
+
+
+class ReadsShared(Net):
+    def __init__(self, block: int) -> None:
+        super().__init__()
+        self.shared = SimpleNamespace()
+        self.blocks[block] = Sharing(self.shared, deepen)
+
+    def step(self, x: Tensor) -> Tensor:
+        return self.head(self.body(self.stem(x))).sum() * self.shared.depth
+
+
+def test_what_a_layer_changes_for_the_end_of_the_step_is_on_the_last_stage() -> None:
+    flow_of(ReadsShared(3))
+    with pytest.raises(FlowError, match=r"'blocks\.0', on stage 0, changes what its attribute 'shared' holds"):
+        flow_of(ReadsShared(0))
+
+
 # -- what a step keeps for the next one ------------------------------------------------------------------------------
 
 
