@@ -193,6 +193,15 @@ class BatchLoss:
             found = found | _differ([ratios.get(key, _ratio_of_nothing(count)) for count, ratios in self._ratios])
         return found
 
+    def drops(self) -> bool | Tensor:
+        """Is a microbatch's loss infinite though nothing counts in it? Its sum isn't 0, as that of a focal loss, so it
+        is a part of what one process divides by the number of the whole batch."""
+        found: bool | Tensor = False
+        for weight, loss in zip(self.weights, self._losses, strict=True):
+            if isinstance(weight, Tensor) or weight == 0:
+                found = found | (loss.isinf() & (scalar(weight, torch.float64, loss.device) == 0))
+        return bool(found) if isinstance(found, Tensor) and found.device.type == "cpu" else found
+
     def are(self, values: Sequence[object]) -> bool:
         """Are these values, one for each microbatch, the losses? On a GPU that isn't looked at."""
         if any(loss.device.type != "cpu" for loss in self._losses) or len(values) != len(self._losses):

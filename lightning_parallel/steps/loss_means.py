@@ -23,6 +23,8 @@ from lightning_parallel.steps.pairs import PairTrials, Step
 from lightning_parallel.values import first_few
 
 _UNTRIED = 3  # batches without a trial that has shown anything are warned of
+_SEVERAL_TERMS = "has several terms, which average over numbers whose ratio differs between microbatches"
+_INFINITE = "is a sum that isn't 0, divided by 0, where nothing counts in a microbatch, whose sum is left out"
 
 
 class LossMeans:
@@ -54,7 +56,7 @@ class LossMeans:
         self._rule = Rule.COUNTS
         self._rules = frozenset(Rule)  # of which it is one
         self._rules_of_logs: dict[str, frozenset[Rule]] = {}
-        self._differs: bool | Tensor = False  # did the last batch's terms?
+        self._problems: dict[str, bool | Tensor] = {}  # by words for them: did the last batch's loss have them?
         self._fixed: frozenset[str] = frozenset()
         self._lines: Sequence[str] = ()
         self.logs: dict[str, Rule | None] = {}
@@ -94,9 +96,12 @@ class LossMeans:
     def check(self, loss: BatchLoss) -> None:
         """All microbatches of a batch have run: warn if no weights suit its loss. A GPU's answer is read in the next
         batch, when it has come."""
-        answer, self._differs = self._differs, loss.differs(self._fixed) if "loss" not in self._warned else False
-        if bool(answer) or (isinstance(self._differs, bool) and self._differs):
-            self._warn_of_loss("has several terms, which average over numbers whose ratio differs between microbatches")
+        earlier, self._problems = self._problems, {}
+        if "loss" not in self._warned:
+            self._problems = {_SEVERAL_TERMS: loss.differs(self._fixed), _INFINITE: loss.drops()}
+        here = {problem: found for problem, found in self._problems.items() if isinstance(found, bool)}
+        for problem in [each for each, found in (*earlier.items(), *here.items()) if found]:
+            self._warn_of_loss(problem)
         if len(loss.sizes) == 1 or self._wanted is not None:
             return
         self._pairs.end_batch()

@@ -92,6 +92,35 @@ def test_there_is_no_warning_of_what_is_right(pool: WorkerPool, model: str) -> N
     assert pool.run(warned, 2, model, init=False)[0] == []
 
 
+class Focal(Base):
+    """The negatives are summed too, and only the positives counted: the last microbatch of the second batch has
+    none. A trial doesn't come to it."""
+
+    def build(self) -> None:
+        self.net = nn.Sequential(*(nn.Linear(6, 6) for _ in range(4)))
+
+    def loss(self, batch: Any) -> Tensor:
+        positive = (batch[:, 0] > 0).to(batch).unsqueeze(1).expand(-1, 6)
+        return F.binary_cross_entropy_with_logits(self.net(batch), positive, reduction="sum") / positive.sum()
+
+    @classmethod
+    def samples(cls) -> list[Any]:
+        rows = torch.ones(16, 6)
+        rows[-2:] = -1.0
+        return [*rows]
+
+
+def warned_of_focal() -> list[str]:
+    with texts_of_warnings() as told:
+        train(Focal, "sync", {"microbatches": 4}, max_epochs=1)
+    return [text for text in told if "divided by 0" in text]
+
+
+def test_a_sum_over_nothing_that_is_not_0_is_warned_of(pool: WorkerPool) -> None:
+    (found,) = pool.run(warned_of_focal, 2, init=False)[0]
+    assert "test_loss_means.py:" in found and "microbatches=1" in found
+
+
 # -- layers before the last stage that mix samples ---------------------------------------------------------------------
 
 
