@@ -16,42 +16,39 @@ _BEGIN, _END = "<!-- tools.planned begins -->", "<!-- tools.planned ends -->"
 _TABLES = ("What a plan says, and what was measured", "The layout that a plan takes, and the fastest", "Each layout")
 
 # Okabe and Ito's palette, with a mark for each family too.
-_COLOURS = ("#0072B2", "#E69F00", "#009E73", "#56B4E9", "#CC79A7", "#D55E00", "#F0E442", "#000000", "#8A8A8A")
-_MARKS = "osD^vP*Xh"
+_COLOURS = (
+    "#0072B2", "#E69F00", "#009E73", "#56B4E9", "#CC79A7", "#D55E00", "#F0E442", "#000000", "#8A8A8A", "#7A5195"
+)  # fmt: skip
+_MARKS = "osD^vP*Xhp"
+_PANELS = (("MiB", "tensors on the fullest rank"), ("ms", "step"))
 
 
 def draw(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """Time against memory: from what was predicted a line leads to what was measured."""
+    """What was measured against what was predicted: memory, and time. Hollow marks are of more than two ranks."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(13, 5.6), dpi=120, layout="constrained")
-    left, right = figure.subplots(1, 2)
-    families = list(dict.fromkeys(_family(row) for row in rows))
-    for number, family in enumerate(families):
-        own = [row for row in rows if _family(row) == family and row["measured (ms)"] is not None]
-        colour, mark = _COLOURS[number % len(_COLOURS)], _MARKS[number % len(_MARKS)]
-        for row in own:
-            times, sizes = ([row[f"{kind} ({unit})"] for kind in ("predicted", "measured")] for unit in ("ms", "MiB"))
-            left.plot(times, sizes, color=colour, linewidth=0.7, alpha=0.6)
-            left.plot(times[1], sizes[1], mark, color=colour, markersize=4)
-            left.plot(times[0], sizes[0], mark, color=colour, markersize=4, fillstyle="none")
-            right.plot(times[0], times[1], mark, color=colour, markersize=4, label=family if row is own[0] else None)
-    for panel in (left, right):
+    ended = [row for row in rows if row["measured (ms)"] is not None]
+    families = [*dict.fromkeys(_family(row) for row in ended)]
+    for panel, (unit, what) in zip(figure.subplots(1, 2), _PANELS, strict=True):
+        for number, family in enumerate(families):
+            look = {"color": _COLOURS[number % len(_COLOURS)], "marker": _MARKS[number % len(_MARKS)], "markersize": 4}
+            for row in (row for row in ended if _family(row) == family):
+                fill = "full" if row["ranks"] <= 2 else "none"
+                panel.plot(row[f"predicted ({unit})"], row[f"measured ({unit})"], fillstyle=fill, **look)
+            panel.plot([], [], linestyle="", label=family, **look)
+        ends = [f(row[f"predicted ({unit})"] for row in ended) for f in (min, max)]
+        panel.plot(ends, ends, color="#8A8A8A", linewidth=1)
+        for off in (0.8, 1.2):
+            panel.plot(ends, [off * end for end in ends], color="#8A8A8A", linewidth=0.8, linestyle=":")
         panel.set_xscale("log")
         panel.set_yscale("log")
         panel.spines[["top", "right"]].set_visible(False)
         panel.grid(color="#DDDDDD", linewidth=0.6)
-    left.set_xlabel("step (ms)")
-    left.set_ylabel("tensors on the fullest rank (MiB)")
-    left.set_title("Each layout: hollow as predicted, filled as measured", loc="left")
-    ends = [f(row["predicted (ms)"] for row in rows) for f in (min, max)]
-    right.plot(ends, ends, color="#8A8A8A", linewidth=1)
-    for off in (0.8, 1.2):
-        right.plot(ends, [off * end for end in ends], color="#8A8A8A", linewidth=0.8, linestyle=":")
-    right.set_xlabel("step, predicted (ms)")
-    right.set_ylabel("step, measured (ms)")
-    right.set_title("Dotted: 20 % off", loc="left")
-    right.legend(frameon=False, fontsize=9)
+        panel.set_xlabel(f"{what}, predicted ({unit})")
+        panel.set_ylabel(f"{what}, measured ({unit})")
+    figure.axes[0].set_title("Hollow: four ranks on two cores. Dotted: 20 % off", loc="left")
+    figure.axes[0].legend(frameon=False, fontsize=9)
     figure.savefig(path)
 
 
