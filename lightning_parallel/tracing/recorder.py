@@ -185,6 +185,10 @@ class Recorder:
         self._depth += 1
         try:
             return asked(run, inside, written, strict=is_unit)
+        except Exception as error:
+            if is_unit:
+                error.add_note(f"It came in '{call[0]}', in a dry run on tensors without values.")
+            raise
         finally:
             if is_unit:
                 self._note_draws()

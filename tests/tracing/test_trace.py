@@ -40,6 +40,20 @@ def test_a_layer_that_is_given_what_carries_more_than_numbers_is_refused_by_name
     assert isinstance(stopped, ValueError) and "'stem' is given a Labelled" in str(stopped) and "labels" in str(stopped)
 
 
+def test_an_error_in_a_layer_that_is_asked_without_values_names_it() -> None:
+    """Such as an LSTM's, given what another one has packed."""
+
+    class Fails(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            raise RuntimeError("an axis should be positive")
+
+    model = Net()
+    model.blocks[1] = Fails()
+    units = {id(part): name for name, part in model.named_modules() if name}
+    stopped = trace(model, units, lambda: model.step(X)).stopped
+    assert isinstance(stopped, RuntimeError) and any("'blocks.1'" in note for note in stopped.__notes__)
+
+
 def test_the_module_and_the_generators_are_left_as_they_were() -> None:
     class Writes(Net):
         def __init__(self) -> None:
