@@ -85,21 +85,24 @@ class Manual(Blocks):
 # -- time ----------------------------------------------------------------------------------------------------------
 
 
+SLEEP = 0.01  # seconds: several times as long as a message on a busy machine
+
+
 def test_the_time_is_that_of_the_simulation_with_known_times(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Layers of 2 ms a sample: so a chunk of one takes 2 ms x samples, and each schedule what the simulator says."""
+    """Each layer sleeps for each sample, so each schedule takes what the simulator says."""
     monkeypatch.setattr(Device, "speed", lambda self, computing: 1.0)  # asleep, nobody needs a core
-    rows = plan(Sleepers(*[0.002] * 4), torch.randn(8, 4), devices=4).rows
+    rows = plan(Sleepers(*[SLEEP] * 4), torch.randn(8, 4), devices=4).rows
     pipelines = [row for row in rows if row.choice.is_pipeline and not row.choice.is_late and row.choice.stages == 4]
     assert {row.strategy for row in pipelines} >= {"pipeline_gpipe", "pipeline_1f1b"}
     for row in pipelines:
-        each = 0.002 * 8 / row.choice.microbatches
+        each = SLEEP * 8 / row.choice.microbatches
         known = simulate(row.choice.schedule(), each, 2 * each)
         assert row.time.computing + row.time.waiting == pytest.approx(known.makespan, rel=0.3), row.choice
         assert row.time.bubble == pytest.approx(known.bubble, abs=0.1), row.choice
     by_count = {row.choice.microbatches: row.time.total for row in pipelines if row.strategy == "pipeline_1f1b"}
     assert by_count[8] < by_count[4]  # the bubble is smaller
     ddp = next(row for row in rows if row.strategy == "ddp")
-    assert ddp.time.computing == pytest.approx(3 * 4 * 0.002 * 2, rel=0.3)
+    assert ddp.time.computing == pytest.approx(3 * 4 * SLEEP * 2, rel=0.3)
 
 
 class Clock(Callback):
