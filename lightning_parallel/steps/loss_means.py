@@ -7,6 +7,7 @@ lines that divide the loss.
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Container, Sequence
 from typing import Any
 
@@ -181,4 +182,5 @@ class LossMeans:
     def _warn(self, key: str, words: str) -> None:
         if key not in self._warned:
             self._warned.add(key)
-            rank_zero_warn(words)
+            if self._run.layout.index("tensor") == 0:  # each replica: another one's samples may be well
+                warnings.warn(words, stacklevel=2)

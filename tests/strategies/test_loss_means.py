@@ -110,15 +110,32 @@ class Focal(Base):
         return [*rows]
 
 
-def warned_of_focal() -> list[str]:
+class FocalOfTheSecond(Focal):
+    """Of two replicas the second one's last microbatch has no positives."""
+
+    @classmethod
+    def samples(cls) -> list[Any]:
+        rows = torch.ones(32, 6)
+        rows[[29, 31]] = -1.0
+        return [*rows]
+
+
+def warned_of_focal(second: bool = False) -> list[str]:
+    options = {"stages": 2, "data_parallel": 2, "microbatches": 2} if second else {"microbatches": 4}
+    given = {"batch_size": 4, "samples": 32} if second else {}
     with texts_of_warnings() as told:
-        train(Focal, "sync", {"microbatches": 4}, max_epochs=1)
+        train(FocalOfTheSecond if second else Focal, "sync", options, max_epochs=1, **given)
     return [text for text in told if "divided by 0" in text]
 
 
 def test_a_sum_over_nothing_that_is_not_0_is_warned_of(pool: WorkerPool) -> None:
     (found,) = pool.run(warned_of_focal, 2, init=False)[0]
     assert "test_loss_means.py:" in found and "microbatches=1" in found
+
+
+def test_a_replica_warns_of_what_only_its_microbatches_have(pool: WorkerPool) -> None:
+    found = pool.run(warned_of_focal, 4, True, init=False)
+    assert [len(texts) for texts in found] == [0, 1, 0, 0], found
 
 
 # -- layers before the last stage that mix samples ---------------------------------------------------------------------
