@@ -26,10 +26,9 @@ from torch import Tensor, nn
 from lightning_parallel.absent.tensor import AbsentTensor
 from lightning_parallel.checkpoint.average import Average
 from lightning_parallel.checkpoint.rank_states import named_tensors
-from lightning_parallel.checks.average_trial import refuse_functions
 from lightning_parallel.private.lightning.averaging import (
     Averaging,
-    averaging_functions,
+    are_known_functions,
     copy_of_module,
     device_of_averages,
     leave_out_schedulers,
@@ -189,6 +188,10 @@ def _refuse(found: Sequence[Averaging], averages: nn.Module, run: Run, local: Lo
         raise ValueError(
             f"{name} has averages of another module, or of another Trainer's run. Use a new Trainer and {name}."
         )
-    in_shards = bool(local.shards) or local.is_fully_sharded
-    if run.trains and (in_shards or run.layout.stages > 1):
-        refuse_functions(name, averaging_functions(found[0]), run.device, strategy, in_shards=in_shards)
+    in_parts = run.layout.stages > 1 or bool(local.shards) or local.is_fully_sharded
+    if run.trains and in_parts and not are_known_functions(found[0]):
+        raise ValueError(
+            f"{name} under {strategy}: it averages with a function of your own, and a rank has a part of the "
+            f"parameters, on which that may give other values. Use torch.optim.swa_utils.get_ema_avg_fn(decay), leave "
+            f"the function out for equal weights, or use strategy='ddp'."
+        )

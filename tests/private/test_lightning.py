@@ -62,7 +62,7 @@ ELSEWHERE = {
     "launched_by_make_launcher": "strategies/test_refusals.py",
     "layer_sync_of": "strategies/test_refusals.py",
     "copy_of_module": "callbacks/test_averages.py",
-    "averaging_functions": "callbacks/test_averages.py",
+    "are_known_functions": "callbacks/test_averages.py",
     "walks": "callbacks/test_averages.py",
     "leave_out_schedulers": "callbacks/test_averages.py",
     "replaced": "strategies/test_nothing_left.py",

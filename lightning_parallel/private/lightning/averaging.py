@@ -21,12 +21,16 @@ def copy_of_module(callback: Averaging) -> nn.Module | None:
     return model.module if isinstance(model, AveragedModel) else model
 
 
-def averaging_functions(callback: Averaging) -> dict[str, Any]:
-    """The functions that average, as torch's ``AveragedModel`` takes them."""
+def are_known_functions(callback: Averaging) -> bool:
+    """Do torch's or Lightning's own functions average? They do it entry by entry."""
     if isinstance(callback, StochasticWeightAveraging):
-        return {"avg_fn": callback._avg_fn}
+        return _is_known(callback._avg_fn)
     model = callback._average_model
-    return {} if model is None else {"avg_fn": model.avg_fn, "multi_avg_fn": model.multi_avg_fn}
+    return model is None or (_is_known(model.avg_fn) and _is_known(model.multi_avg_fn))
+
+
+def _is_known(function: Any) -> bool:
+    return function is None or function.__module__ in (AveragedModel.__module__, StochasticWeightAveraging.__module__)
 
 
 def walks(callback: Averaging) -> list[tuple[Any, str]]:
