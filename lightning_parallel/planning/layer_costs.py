@@ -74,6 +74,15 @@ class Cost:
             )
         )
 
+    def at_least(self, part: float, other: Cost) -> Cost:
+        """The same, but no faster than a part of another one."""
+        return replace(
+            self,
+            forward=max(self.forward, part * other.forward),
+            backward=max(self.backward, part * other.backward),
+            first=max(self.first, part * other.first),
+        )
+
 
 def kind_of(unit: nn.Module, args: Any, kwargs: Any) -> Any:
     """A key that is equal for calls that take the same: layers of one class, shapes and numbers, and inputs of one

@@ -180,7 +180,12 @@ class Profile:
             part = (samples - looks[0].samples) / (looks[1].samples - looks[0].samples)
             weights = [1 - part, part]
         costs = [[self._cost(look, index) for index in range(len(look.calls))] for look in looks]
-        return [(call, Cost.mixed(each, weights)) for call, *each in zip(looks[0].calls, *costs, strict=True)]
+        # On fewer samples than were tried, a line through two times would make their differences larger.
+        part = min(1.0, samples / looks[0].samples)
+        return [
+            (call, Cost.mixed(each, weights).at_least(part, each[0]))
+            for call, *each in zip(looks[0].calls, *costs, strict=True)
+        ]
 
     def _look(self, units: frozenset[str], size: int) -> _Look:
         step, samples = self._step_of(size)
