@@ -94,19 +94,15 @@ def stepped_whole(optimizer: Optimizer, local: LocalModel, layout: Layout, strat
         return set()
     with TorchGenerators(local_part(trials[0].like).device).kept():
         try:
-            whole = _stepped(optimizer, [(trial, Tensor.clone) for trial in trials])
+            whole = _tried(optimizer, trials)
         except CollectiveError as error:
             raise ValueError(
                 f"{kind} under {strategy}: in a step {error}, to divide its work over them, but they have parts of the "
                 f"model here. Use its variant for a single process, such as torch.optim.Muon: where ranks divide "
                 f"parameters, they divide its work, too."
             ) from error
-        except Exception as error:  # any: the user's optimizer may need what a trial doesn't have
-            _warn(kind, strategy, f"{type(error).__name__}: {error}")
-            return set()
-        moved = [(one - trial.value).abs().max() for one, trial in zip(whole, trials, strict=True)]
-        if not all(0 < way < torch.inf for way in moved):
-            _warn(kind, strategy, "it left parameters as they were, or made them infinite")
+        except _UntriedError as error:
+            _warn(kind, strategy, str(error))
             return set()
         found: set[int] = set()
         for axis, divided in _divisions(trials, layout).items():
@@ -130,21 +126,17 @@ def refuse_steps_apart(optimizer: Optimizer, local: LocalModel, strategy: str) -
     trials = list(_trials(optimizer, local))
     if not trials:
         return
-    pieces: Pieces = [(trial, Tensor.clone) for trial in trials]
     options, options_apart = list[dict[str, Any]](), list[dict[str, Any]]()
     with TorchGenerators(local_part(trials[0].like).device).kept():
         try:
-            together = _stepped(optimizer, pieces, closure_first=True, options=options)
-        except Exception as error:  # any: the user's optimizer may need what a trial doesn't have
-            raise ValueError(f"{kind} under {strategy}: {_APART} {_UNTRIED} ({error!r}). {_ADVICE_IN_V}") from error
-        moved = [(one - trial.value).abs().max() for one, trial in zip(together, trials, strict=True)]
-        if not all(0 < way < torch.inf for way in moved):
+            together = _tried(optimizer, trials, closure_first=True, options=options)
+        except (CollectiveError, _UntriedError) as error:
             raise ValueError(
-                f"{kind} under {strategy}: {_APART} {_UNTRIED} (it left parameters as they were, or made them "
-                f"infinite). {_ADVICE_IN_V}"
-            )
+                f"{kind} under {strategy}: {_APART} Whether it trains as with one step could not be tried on small "
+                f"parameters: {str(error).rstrip('.')}. Use one that can be tried, such as AdamW, or schedule='1f1b'."
+            ) from error
         try:
-            apart = _stepped(optimizer, pieces, closure_first=True, in_halves=True, options=options_apart)
+            apart = _stepped(optimizer, _whole(trials), closure_first=True, in_halves=True, options=options_apart)
         except Exception as error:  # any: it would come in the first update
             raise ValueError(f"{kind} under {strategy}: {_APART} {_fails(error)}") from error
     for trial, one, other in zip(trials, together, apart, strict=True):
@@ -166,10 +158,6 @@ def refuse_steps_apart(optimizer: Optimizer, local: LocalModel, strategy: str) -
 
 
 _APART = "in a V it makes two steps an update, one for each of a stage's chunks."
-
-_UNTRIED = "Whether it trains as with one step could not be tried on small parameters"
-_ADVICE_IN_V = "Use one that can be tried, such as AdamW, or schedule='1f1b'."
-
 
 def _fails(error: Exception) -> str:
     return f"Tried on small parameters, it fails there: {type(error).__name__}: {str(error).rstrip('.')}."
@@ -205,7 +193,7 @@ def _divisions(trials: list[_Trial], layout: Layout) -> dict[_Axis, list[Pieces]
         divisions[axis] = [[(trial, _half(trial.dim, index)) for trial in trials] for index in range(2)]
     if layout.stages > 1:
         axis = _Axis(f"each of {layout.stages} stages has only its own parameters, such as '{trials[0].name}'", False)
-        divisions[axis] = [[(trial, Tensor.clone) for trial in trials[index::2]] for index in range(2)]
+        divisions[axis] = [_whole(trials[index::2]) for index in range(2)]
     sharded = [trial for trial in trials if isinstance(trial.like, DTensor)]
     if sharded:
         axis = _Axis(f"'{sharded[0].name}' is fully sharded over {layout.size('data')} replicas", True)
@@ -320,6 +308,33 @@ def _sharded_as(like: Tensor) -> Piece:
 
 
 # -- copies of the optimizer -------------------------------------------------------------------------------------
+
+
+class _UntriedError(Exception):
+    """No trial can tell: the message says why."""
+
+
+def _tried(optimizer: Optimizer, trials: Sequence[_Trial], **options: Any) -> list[Tensor]:
+    """As :func:`_stepped` on whole parameters, in which each has to move.
+
+    Raises:
+        CollectiveError: the optimizer would talk to other ranks.
+        _UntriedError: it fails on small parameters, or leaves some where they were.
+    """
+    try:
+        moved = _stepped(optimizer, _whole(trials), **options)
+    except CollectiveError:
+        raise
+    except Exception as error:  # any: the user's optimizer may need what a trial doesn't have
+        raise _UntriedError(f"{type(error).__name__}: {error}") from error
+    ways = [(one - trial.value).abs().max() for one, trial in zip(moved, trials, strict=True)]
+    if not all(0 < way < torch.inf for way in ways):
+        raise _UntriedError("it left parameters as they were, or made them infinite")
+    return moved
+
+
+def _whole(trials: Sequence[_Trial]) -> Pieces:
+    return [(trial, Tensor.clone) for trial in trials]
 
 
 def _stepped(
