@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from statistics import fmean
 from typing import Any
@@ -37,10 +38,9 @@ def over_gloo() -> Mapping[str, tuple[float, float]]:
 
 def _seconds(nbytes: int) -> dict[str, float]:
     """Of each kind, on a whole of so many bytes."""
-    store, together = HashStore(), threading.Barrier(2)
-    found: list[dict[str, float]] = [{}, {}]
+    store, together = HashStore(), threading.Barrier(2, timeout=_LIMIT.total_seconds())
 
-    def member(rank: int) -> None:
+    def member(rank: int) -> dict[str, float]:
         group: Any = ProcessGroupGloo(store, rank, 2, _LIMIT)
         whole = torch.ones(nbytes // 4)
         parts = [*whole.clone().chunk(2)]
@@ -55,6 +55,7 @@ def _seconds(nbytes: int) -> dict[str, float]:
             "all_gather": lambda: group.allgather([parts], [own]),
             "reduce_scatter": lambda: group.reduce_scatter([own], [parts]),
         }
+        found = {}
         for kind, begin in kinds.items():
             times = []
             together.wait()
@@ -63,11 +64,9 @@ def _seconds(nbytes: int) -> dict[str, float]:
                 start = time.perf_counter()
                 begin().wait()
                 times.append(time.perf_counter() - start)
-            found[rank][kind] = fmean(times[_BEFORE:])
+            found[kind] = fmean(times[_BEFORE:])
+        return found
 
-    members = [threading.Thread(target=member, args=(rank,), daemon=True) for rank in range(2)]
-    for thread in members:
-        thread.start()
-    for thread in members:
-        thread.join()
-    return {kind: fmean(each[kind] for each in found) for kind in found[0]}
+    with ThreadPoolExecutor(2) as threads:
+        first, second = threads.map(member, range(2))  # raises what one of them has raised
+    return {kind: fmean((first[kind], second[kind])) for kind in first}
