@@ -207,12 +207,13 @@ def _add_plain_values(scene: Scene, seen: Trace, step: Callable[[], Any]) -> Non
     shared = scene.state.shared_by(units)
     if not written and not shared:
         return
+    watching = {part: written.get(part, set()) | shared.get(part, set()) for part in {**written, **shared}}
     uses: dict[str, list[_Use]] = {}  # of an attribute in a run, by its name
     of_shared: dict[int, list[_SharedUse]] = {}  # of a container in a run, by its id
 
     def watched(recorder: Recorder) -> AbstractContextManager[None]:
         def told(part: nn.Module, attribute: str, assigned: bool) -> None:
-            if attribute in shared.get(part, ()) and not assigned:
+            if attribute in shared.get(part, ()) and attribute in vars(part) and not assigned:
                 shared_use = _SharedUse(part, attribute, recorder.place, second.entries_of(part, attribute))
                 of_shared.setdefault(id(vars(part)[attribute]), []).append(shared_use)
             if attribute not in written.get(part, ()):
@@ -225,8 +226,7 @@ def _add_plain_values(scene: Scene, seen: Trace, step: Callable[[], Any]) -> Non
 
         uses.clear()
         of_shared.clear()
-        watched_too = {part: names | written.get(part, set()) for part, names in shared.items()}
-        return attribute_uses({**written, **watched_too}, told)
+        return attribute_uses(watching, told)
 
     with StateKept(scene.module, apart=scene.units) as second:
         for recorder, _ in _guessed(scene, step, 0.5, watched):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import warnings
 from collections import Counter, deque
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from functools import cached_property
 from numbers import Number
 from types import SimpleNamespace, TracebackType
 from typing import Any
@@ -187,14 +188,17 @@ class StateKept:
     def entries_of(self, part: nn.Module, name: str) -> dict[Any, Any]:
         """What an attribute's container holds, by place. Left out are absent tensors where the code around the parts
         ``apart`` has the container too: :meth:`written` has these."""
-        value = vars(part).get(name)
-        looked_at = {id(container) for container, _, is_seen in self._containers if is_seen}
         entries: dict[Any, Any] = {}
-        for path, container, held in self._within(value):
+        for path, container, held in self._within(vars(part).get(name)):
             for key, item in held.items() if isinstance(held, dict) else enumerate(held):
-                if not (isinstance(item, AbsentTensor) and id(container) in looked_at):
+                if not (isinstance(item, AbsentTensor) and id(container) in self._looked_at):
                     entries[(*path, key)] = item
         return entries
+
+    @cached_property
+    def _looked_at(self) -> set[int]:
+        """The ids of the containers that the code around the parts ``apart`` has."""
+        return {id(container) for container, _, looked_at in self._containers if looked_at}
 
     def _within(self, value: Any) -> Iterator[tuple[tuple[Any, ...], Any, _Held]]:
         """A container and those in it, each with the way to it and what it holds."""
