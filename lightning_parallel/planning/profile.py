@@ -181,9 +181,9 @@ class Profile:
             weights = [1 - part, part]
         costs = [[self._cost(look, index) for index in range(len(look.calls))] for look in looks]
         # On fewer samples than were tried, a line through two times would make their differences larger.
-        part = min(1.0, samples / looks[0].samples)
+        share = min(1.0, samples / looks[0].samples)
         return [
-            (call, Cost.mixed(each, weights).at_least(part, each[0]))
+            (call, Cost.mixed(each, weights).at_least(share, each[0]))
             for call, *each in zip(looks[0].calls, *costs, strict=True)
         ]
 
