@@ -178,9 +178,11 @@ class StateKept:
                     holders.setdefault(id(value), []).append((part, name, value))
         several = [places for places in holders.values() if len({owners.get(id(part)) for part, *_ in places}) > 1]
         changed = {id(container) for container, *_ in self._changed()} if several else set()
+        known = {id(container) for container, *_ in self._containers}  # others are of this step, as is what they hold
         found: dict[nn.Module, set[str]] = {}
         for places in several:
-            if not changed.isdisjoint(id(container) for _, container, _ in self._within(places[0][2])):
+            inside = {id(container) for _, container, _ in self._within(places[0][2]) if type(container) is not tuple}
+            if not changed.isdisjoint(inside) or not inside <= known:
                 for part, name, _ in places:
                     found.setdefault(part, set()).add(name)
         return found

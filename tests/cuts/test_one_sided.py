@@ -238,6 +238,27 @@ class ReadsShared(Net):
         return self.head(self.body(self.stem(x))).sum() * self.shared.depth
 
 
+class SharesAnew(Net):
+    """The step makes what its layers share."""
+
+    def __init__(self, first: int, later: int) -> None:
+        super().__init__()
+        self.sharing = [Sharing(None, does) for does in SHARING["number"][1:]]
+        self.blocks[first], self.blocks[later] = self.sharing
+
+    def step(self, x: Tensor) -> Tensor:
+        shared: dict[str, Any] = {}
+        for layer in self.sharing:
+            layer.shared = shared
+        return self.head(self.body(self.stem(x))).sum()
+
+
+def test_what_the_step_makes_for_layers_to_share_is_not_changed_for_another_stage_s() -> None:
+    flow_of(SharesAnew(2, 3))
+    with pytest.raises(FlowError, match=r"'blocks\.0', on stage 0, changes what its attribute 'shared' holds"):
+        flow_of(SharesAnew(0, 3))
+
+
 def test_what_a_layer_changes_for_the_end_of_the_step_is_on_the_last_stage() -> None:
     flow_of(ReadsShared(3))
     with pytest.raises(FlowError, match=r"'blocks\.0', on stage 0, changes what its attribute 'shared' holds"):
