@@ -47,7 +47,8 @@ def main(arguments: Sequence[str] | None = None, study: Study | None = None) -> 
 
         def done(run: Run) -> None:
             arm, result = run.arm, store.results[run]
-            what = "synchronous" if arm.synchronous else f"p={arm.stages} m={arm.microbatches} {arm.weights}"
+            late = f"{arm.schedule} p={arm.stages} m={arm.microbatches} {arm.weights}"
+            what = "synchronous" if arm.synchronous else late
             print(
                 f"{(time.monotonic() - begin) / 60:6.1f} min  {arm.optimizer} {what} {arm.correction or ''} "
                 f"rate {run.rate:g} seed {run.seed}: {result['final']} ({result['seconds']} s)",

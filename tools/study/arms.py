@@ -10,6 +10,7 @@ from types import MappingProxyType
 from typing import Any
 
 from lightning_parallel.pipeline.staleness import Correction, Stashing
+from lightning_parallel.schedules.named import Endless
 
 OPTIMIZERS = ("adamw", "muon", "nadamw")
 STAGES = (8, 4, 2)
@@ -57,13 +58,20 @@ class Setting:
 
 @dataclass(frozen=True)
 class Arm:
-    """One way to train. A single stage has no late gradients: that is the synchronous arm, for any p and m."""
+    """One way to train. A single stage has no late gradients: that is the synchronous arm, for any p and m. In a V each
+    stage has two chunks of layers."""
 
     optimizer: str
     stages: int = 1
     microbatches: int = 1
     weights: Stashing = "stash"
     correction: Correction = None
+    schedule: Endless = "1f1b"
+
+    @property
+    def chunks(self) -> int:
+        """Into which the model is cut."""
+        return self.stages if self.schedule == "1f1b" else 2 * self.stages
 
     @property
     def synchronous(self) -> bool:
@@ -81,8 +89,9 @@ class Run:
 
     @property
     def key(self) -> dict[str, Any]:
-        """All that decides its result, as JSON has it."""
-        return {"setting": asdict(self.setting), "arm": asdict(self.arm), "rate": self.rate, "seed": self.seed}
+        """All that decides its result, as JSON has it. Runs by 1F1B are named as before there were others."""
+        arm = {name: value for name, value in asdict(self.arm).items() if (name, value) != ("schedule", "1f1b")}
+        return {"setting": asdict(self.setting), "arm": arm, "rate": self.rate, "seed": self.seed}
 
 
 Losses = Mapping[Run, float]  # by which rates are chosen, of the runs that are done; inf: it diverged

@@ -6,6 +6,7 @@ In theory, with p stages and m microbatches an update takes
     1F1B             (m + p - 1) / m      it flushes
     ZB-V             simulated            each stage goes on to the next batch by itself; two chunks a stage
     asynchronous     1                    and the fill once: (p - 1) / m
+    the same in a V  simulated            the last stage waits for the next batch; the same fill
 
 A microbatch of a smaller batch is taken to be as efficient as a large one, and validation to take no time.
 """
@@ -17,11 +18,13 @@ from functools import cache
 from types import MappingProxyType
 from typing import Literal, TypeAlias
 
+from lightning_parallel.schedules.asynchronous_v import VShape, steady
+from lightning_parallel.schedules.named import Endless
 from lightning_parallel.schedules.simulate import busy_across_batches
 from lightning_parallel.schedules.v_shaped import zbv
 
 Synchronous: TypeAlias = Literal["1f1b", "zbv"]
-Schedule: TypeAlias = Synchronous | Literal["async"]
+Schedule: TypeAlias = Synchronous | VShape | Literal["async"]
 
 NAMES: Mapping[Synchronous, str] = MappingProxyType({"1f1b": "1F1B", "zbv": "ZB-V"})
 
@@ -43,6 +46,8 @@ def theory(schedule: Schedule, stages: int, microbatches: int) -> float:
     """The share of the time that stages compute, once the pipeline is full."""
     if schedule == "async":
         return 1.0
+    if schedule == "vhalf" or schedule == "vmin":
+        return steady(schedule, stages, microbatches).busy
     if schedule == "zbv":
         return busy_across_batches(zbv(stages, microbatches))
     return microbatches / (microbatches + stages - 1)
@@ -50,7 +55,10 @@ def theory(schedule: Schedule, stages: int, microbatches: int) -> float:
 
 def busy(schedule: Schedule, stages: int, microbatches: int) -> float:
     """The share of the time that stages compute in a real pipeline. At sizes that weren't measured: theory's, times
-    what a measured size kept of it, the most for a synchronous schedule and the least for the asynchronous one."""
+    what a measured size kept of it, the most for a synchronous schedule and the least for an asynchronous one. In a V
+    as much is taken to be kept as by 1F1B."""
+    if schedule == "vhalf" or schedule == "vmin":
+        return theory(schedule, stages, microbatches) * busy("async", stages, microbatches)
     measured = MEASURED[schedule]
     if (stages, microbatches) in measured:
         return measured[stages, microbatches]
@@ -63,9 +71,14 @@ def synchronous(schedule: Synchronous, stages: int, microbatches: int, updates: 
     return updates / busy(schedule, stages, microbatches)
 
 
-def asynchronous(stages: int, microbatches: int, updates: float) -> float:
+def of_arm(schedule: Endless) -> Schedule:
+    """The name that an endless schedule has here."""
+    return "async" if schedule == "1f1b" else schedule
+
+
+def asynchronous(stages: int, microbatches: int, updates: float, schedule: Endless = "1f1b") -> float:
     """Time of so many updates, the fill included."""
-    return (updates + (stages - 1) / microbatches) / busy("async", stages, microbatches)
+    return (updates + (stages - 1) / microbatches) / busy(of_arm(schedule), stages, microbatches)
 
 
 def reached(curve: Curve, loss: float) -> float | None:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import product
 from math import isfinite
 from statistics import fmean
 
+from lightning_parallel.pipeline.staleness import Correction
+from lightning_parallel.schedules.named import TITLES
 from tools.study.arms import Arm
 from tools.study.rows import Row
 from tools.study.tables import MARGIN, NAMES, of, signed
@@ -20,8 +23,9 @@ def _gaps(found: Mapping[Arm, Row], name: str, p: int) -> Iterator[str]:
     """How far from the synchronous loss the arms end, and when those that were corrected get there."""
     synchronous, mine = found[Arm(name)], of(found, name, p)
     begin = f"{NAMES[name]}, {p} stages"
-    for m in (4 * p, 2 * p, p):
-        second, first, none = (mine.get(Arm(name, p, m, "stash", c)) for c in ("second_order", "error_feedback", None))
+    for m, schedule in product((4 * p, 2 * p, p), TITLES):
+        corrections: tuple[Correction, ...] = ("second_order", "error_feedback", None)
+        second, first, none = (mine.get(Arm(name, p, m, "stash", c, schedule)) for c in corrections)
         if second is None:
             continue
         gaps = second.gaps(synchronous)
@@ -30,7 +34,8 @@ def _gaps(found: Mapping[Arm, Row], name: str, p: int) -> Iterator[str]:
         seeds = f"by seed {', '.join(map(signed, gaps.values()))}"
         beside = f"; {' and '.join(others)}" if others else ""
         when = f" On the simulated clock it {_clock(second, synchronous)}" if isfinite(second.mean) else ""
-        yield f"{begin}, m={m}: {_gap(second, synchronous)} with second order ({seeds}){beside}.{when}"
+        shape = "" if schedule == "1f1b" else f", {TITLES[schedule]}"
+        yield f"{begin}{shape}, m={m}: {_gap(second, synchronous)} with second order ({seeds}){beside}.{when}"
     rest = [row for arm, row in mine.items() if arm.weights != "stash" or arm.microbatches == 1]
     if rest:
         yield f"{begin}: " + "; ".join(f"{row.name} {_gap(row, synchronous)}" for row in rest) + "."

@@ -34,6 +34,9 @@ _SYNCHRONOUS = """\
   name, none."""
 _PIPEDREAM = "- **PipeDream, m=1**: an update after each microbatch, which is the whole batch here; weights stashed."
 _2BW = "- **2BW**: every forward reads the weights of one update ago, on all stages."
+_V = """\
+- **V-Half, V-Min**: two chunks of layers a stage, in a V, and an update for each chunk, never flushed
+  (`lightning_parallel/schedules/asynchronous_v.py`)."""
 _LATEST = "- **latest, m=1**: as PipeDream, without stash: backwards use the newest weights."
 
 _OPTIMIZERS = {
@@ -66,8 +69,8 @@ _NOT_SHOWN = """\
   processes of one machine.
 - The rate falls until the last update, and the synchronous loss is reached late under it. Who wanted that loss and no
   lower one would plan shorter runs. A ratio on the clock is one of these schedules.
-- Memory is counted in copies of weights. Activations are alike in all asynchronous arms, p - s microbatches on stage s,
-  and smaller where a batch is cut into more of them."""
+- Memory is counted in copies of weights. Activations are alike in all arms by asynchronous 1F1B, p - s microbatches on
+  stage s, and smaller where a batch is cut into more of them."""
 
 
 def write(directory: Path, study: Study, setting: Setting, plan: Sequence[Arm], seeds: int, store: Store) -> None:
@@ -125,6 +128,7 @@ def _arms(plan: Sequence[Arm]) -> str:
     lines += [_PIPEDREAM] if any(arm.microbatches == 1 and arm.weights == "stash" for arm in late) else []
     lines += [_2BW] if any(arm.weights == "2bw" for arm in late) else []
     lines += [_LATEST] if any(arm.weights == "latest" for arm in late) else []
+    lines += [_V] if any(arm.schedule != "1f1b" for arm in late) else []
     return "\n".join(lines)
 
 
@@ -179,7 +183,8 @@ def _time() -> str:
     return fill(
         f"In units of a batch's forward and backward on one stage, an update takes (m + p - 1) / m by 1F1B and 1 "
         f"asynchronously. ZB-V is simulated; its stages go on to the next batch by themselves. The asynchronous "
-        f"pipeline is filled once, (p - 1) / m. Real pipelines are slower. In the project's "
+        f"pipeline is filled once, (p - 1) / m; in a V its last stage waits for each batch, as is simulated, and as "
+        f"much is taken to be lost on top as by 1F1B. Real pipelines are slower. In the project's "
         f"`python -m tools.bench pipeline`, with stages that sleep, inside `Trainer.fit` and side by side in one "
         f"run, stages computed this share of the time: {shares}. Other p and m were not measured. There the theory's "
         f"share is reduced as at a measured size: "

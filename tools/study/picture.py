@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from math import isfinite
 from pathlib import Path
 from statistics import fmean
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 # Okabe and Ito's palette, which readers of all kinds of colour vision tell apart; lines differ in dashes too.
-_BLUE, _ORANGE, _GREEN, _PURPLE, _RED = "#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00"
+_BLUE, _ORANGE, _GREEN, _PURPLE, _RED, _SKY = "#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9"
 _DASHES = {"second_order": "-", "error_feedback": "--", None: ":"}
 _LINEAR = 2  # % within which the distances' axis is linear; logarithmic beyond
 _BEGIN = 0.2  # of the updates: what comes before is not shown, for all is steep there
@@ -39,8 +40,8 @@ def curves(rows: Mapping[Arm, Row], optimizers: Sequence[str], stages: int, unit
         for row in (row for arm, row in rows.items() if arm.optimizer == optimizer and arm.stages == stages):
             arm, style = row.arm, _style(row.arm)
             line = _draw(above, row.curve(), style)
-            times = [(clock.asynchronous(stages, arm.microbatches, u) / whole, loss) for u, loss in row.curve()]
-            _draw(below, times, style)
+            time = partial(clock.asynchronous, stages, arm.microbatches, schedule=arm.schedule)
+            _draw(below, [(time(u) / whole, loss) for u, loss in row.curve()], style)
             labels.setdefault(row.name, line)
         for (schedule, name), dashes in zip(clock.NAMES.items(), ("-", "--"), strict=True):
             style = {"color": "black", "linestyle": dashes, "linewidth": 2.2}
@@ -69,7 +70,9 @@ def curves(rows: Mapping[Arm, Row], optimizers: Sequence[str], stages: int, unit
 
 
 def _style(arm: Arm) -> dict[str, Any]:
-    if arm.weights == "2bw":
+    if arm.schedule != "1f1b":
+        colour = _GREEN if arm.schedule == "vmin" else _SKY
+    elif arm.weights == "2bw":
         colour = _PURPLE
     elif arm.microbatches == 1:
         colour = _RED if arm.weights == "stash" else "#8A8A8A"

@@ -8,7 +8,7 @@ from math import inf
 from statistics import fmean, stdev
 
 from lightning_parallel.pipeline.staleness import copies, mean_staleness
-from lightning_parallel.schedules.asynchronous import AsyncOneFOneB
+from lightning_parallel.schedules.named import TITLES, mean_ahead
 from tools.study import clock
 from tools.study.arms import Arm, Run, Setting, chosen, tried, wanted
 from tools.study.clock import Curve, Synchronous
@@ -40,22 +40,24 @@ class Row:
             return "synchronous"
         sort = {"stash": f"m={arm.microbatches}", "2bw": f"2BW, m={arm.microbatches}", "latest": "latest, m=1"}
         name = "PipeDream, m=1" if arm.weights == "stash" and arm.microbatches == 1 else sort[arm.weights]
-        return f"{name}, {str(arm.correction).replace('_', ' ')}" if arm.correction else name
+        name = f"{name}, {str(arm.correction).replace('_', ' ')}" if arm.correction else name
+        return name if arm.schedule == "1f1b" else f"{TITLES[arm.schedule]}, {name}"
 
     @property
     def staleness(self) -> float:
-        """Of the first stage, in updates, in the mean."""
+        """Of the first layers, in updates, in the mean."""
         arm = self.arm
-        return mean_staleness(arm.weights, self._warmup, arm.microbatches) if not arm.synchronous else 0.0
+        return mean_staleness(arm.weights, self._ahead, arm.microbatches) if not arm.synchronous else 0.0
 
     @property
     def copies(self) -> int:
-        """Of the first stage's weights, beside its parameters."""
-        return copies(self.arm.weights, self.arm.correction, self._warmup, self.arm.microbatches)
+        """Of the first layers' weights, beside their parameters."""
+        return copies(self.arm.weights, self.arm.correction, self._ahead, self.arm.microbatches)
 
     @property
-    def _warmup(self) -> int:
-        return AsyncOneFOneB(self.arm.stages, 0).warmup
+    def _ahead(self) -> float:
+        """By how many microbatches the first layers' forwards are ahead of their updates."""
+        return mean_ahead(self.arm.schedule, self.arm.stages, 0, self.arm.microbatches)
 
     @property
     def mean(self) -> float:
@@ -94,8 +96,9 @@ class Row:
         mine, theirs = clock.reached(own, target), clock.reached(other, target)
         if mine is None or theirs is None:
             return None
-        p = self.arm.stages
-        return clock.synchronous(schedule, p, 2 * p, theirs) / clock.asynchronous(p, self.arm.microbatches, mine)
+        arm, p = self.arm, self.arm.stages
+        time = clock.asynchronous(p, arm.microbatches, mine, arm.schedule)
+        return clock.synchronous(schedule, p, 2 * p, theirs) / time
 
 
 def rows(setting: Setting, plan: Iterable[Arm], seeds: int, store: Store) -> dict[Arm, Row]:
@@ -117,11 +120,12 @@ def rows(setting: Setting, plan: Iterable[Arm], seeds: int, store: Store) -> dic
     return dict(sorted(found.items(), key=lambda item: _place(item[0])))
 
 
-def _place(arm: Arm) -> tuple[bool, int, int, bool, bool, int]:
+def _place(arm: Arm) -> tuple[bool, int, int, int, bool, bool, int]:
     """Of an arm among those of its optimizer in a table: the fewest late gradients first, and corrected ones."""
     corrections = ("second_order", "error_feedback", None)
     late = arm.weights == "2bw", arm.weights == "latest"
-    return not arm.synchronous, -arm.stages, -arm.microbatches, *late, corrections.index(arm.correction)
+    shape = list(TITLES).index(arm.schedule)
+    return not arm.synchronous, -arm.stages, -arm.microbatches, shape, *late, corrections.index(arm.correction)
 
 
 def progress(setting: Setting, plan: Iterable[Arm], seeds: int, store: Store) -> tuple[int, int]:

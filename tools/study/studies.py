@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import product
 from types import MappingProxyType
 
 from lightning_parallel.pipeline.staleness import Correction
+from lightning_parallel.schedules.named import Endless
 from recipes.data.sources import stdlib
 from tools.study.arms import OPTIMIZERS, STAGES, Arm, Setting, arms
 from tools.study.images import Digits
@@ -49,12 +51,20 @@ def _on_headers() -> tuple[Arm, ...]:
 def _of_sixteen_stages() -> tuple[Arm, ...]:
     so: Correction = "second_order"
     plan = [Arm("adamw"), Arm("adamw", 16, 32, "stash", so), Arm("muon"), Arm("muon", 16, 32, "stash", so)]
-    return (*plan, Arm("adamw", 16, 16, "stash", so), Arm("adamw", 16, 32))
+    return (*plan, Arm("adamw", 16, 16, "stash", so), Arm("adamw", 16, 32), *_in_a_v(8))
 
 
 def _of_thirty_two_stages() -> tuple[Arm, ...]:
     so: Correction = "second_order"
-    return tuple(arm for name in ("muon", "adamw") for arm in (Arm(name), Arm(name, 32, 64, "stash", so)))
+    plan = [arm for name in ("muon", "adamw") for arm in (Arm(name), Arm(name, 32, 64, "stash", so))]
+    return (*plan, *_in_a_v(16))
+
+
+def _in_a_v(stages: int) -> tuple[Arm, ...]:
+    """Schedules in a V beside 1F1B on as many stages, which has half as many chunks."""
+    shapes: tuple[Endless, ...] = ("vmin", "1f1b", "vhalf")
+    names = ("adamw", "muon")
+    return tuple(Arm(n, stages, 2 * stages, "stash", "second_order", s) for n, s in product(names, shapes))
 
 
 def _on_images() -> tuple[Arm, ...]:

@@ -16,8 +16,8 @@ NAMES = {"adamw": "AdamW", "muon": "Muon", "nadamw": "NAdam"}
 MARGIN = 0.005  # above the synchronous loss: the second target on the clock
 
 READING = """\
-Staleness and copies are the first stage's: updates between a microbatch's forward and its backward, in the mean, and
-copies of its weights beside the parameters, at most. Loss: of the parameters on the validation set after the last
+Staleness and copies are the first layers': updates between a microbatch's forward and its backward, in the mean, and
+copies of their weights beside the parameters, at most. Loss: of the parameters on the validation set after the last
 update, in {unit}, with the standard deviation over the seeds. Gap: the distance to the synchronous arm's loss at
 the same seed, the mean, and by seed. Busy: share of the time that stages compute, in theory. Speed-up: the synchronous
 arm's time to its own final loss, by the mean curves and the simulated clock, divided by this arm's to the same loss;
@@ -44,7 +44,7 @@ def results(found: Mapping[Arm, Row], optimizer: str, stages: int) -> Table:
                 *_common(row),
                 signed(fmean(gaps.values())) if gaps else None,
                 ", ".join(map(signed, gaps.values())),
-                f"{clock.theory('async', stages, arm.microbatches):.0%}",
+                f"{clock.theory(clock.of_arm(arm.schedule), stages, arm.microbatches):.0%}",
                 _speed_up(row, synchronous, "1f1b"),
                 _speed_up(row, synchronous, "zbv"),
                 _speed_up(row, synchronous, "zbv", MARGIN),

@@ -126,9 +126,9 @@ def execute(run: Run, task: Task, device: torch.device = _CPU) -> dict[str, Any]
     """
     setting, arm = run.setting, run.arm
     torch.set_flush_denormal(True)  # Adam's second moments get there, and the processor slows down tenfold
-    chain = [part.to(device) for part in parts(task, setting, arm.stages, run.seed)]
+    chain = [part.to(device) for part in parts(task, setting, arm.chunks, run.seed)]
     names = [dict(part.named_parameters()) for part in chain]
-    late = Delayed(names, weights=arm.weights, correction=arm.correction)
+    late = Delayed(names, weights=arm.weights, correction=arm.correction, schedule=arm.schedule)
     optimizers = [optimizer_of(arm.optimizer, stage, setting) for stage in names]
     blocks = [clipped_together(setting, stage) for stage in names]
 

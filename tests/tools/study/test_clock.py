@@ -35,6 +35,12 @@ def test_theory_is_the_schedules(stages: int, microbatches: int) -> None:
     assert endless / batch * used == pytest.approx(clock.asynchronous(stages, microbatches, updates))
 
 
+def test_in_a_v_the_last_stage_waits_for_each_batch() -> None:
+    waited = clock.asynchronous(8, 16, 1, "vmin") / clock.asynchronous(8, 16, 1)
+    assert waited == pytest.approx(1 / clock.theory("vmin", 8, 16))
+    assert 0.9 < clock.theory("vmin", 8, 16) < clock.theory("vhalf", 8, 16) < 1
+
+
 def test_a_loss_is_reached_between_two_validations() -> None:
     curve = [(50, 4.0), (100, 3.0), (150, 3.5), (200, 2.0)]
     assert clock.reached(curve, 3.25) == 87.5

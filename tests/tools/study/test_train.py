@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from lightning_parallel.pipeline.staleness import Correction, Stashing
+from lightning_parallel.schedules.named import Endless
 from recipes.models.gpt import GPT
 from recipes.models.optimizer import warmup_cosine
 from tests.tools.study.small import TINY, write_text
@@ -31,11 +32,17 @@ def float64() -> Iterator[None]:
 
 
 @pytest.mark.parametrize(
-    ("microbatches", "weights", "correction"),
-    [(8, "stash", "second_order"), (4, "stash", None), (4, "2bw", "second_order"), (1, "latest", None)],
+    ("microbatches", "weights", "correction", "schedule"),
+    [
+        (8, "stash", "second_order", "1f1b"),
+        (4, "stash", None, "1f1b"),
+        (4, "2bw", "second_order", "1f1b"),
+        (1, "latest", None, "1f1b"),
+        (4, "stash", "second_order", "vmin"),
+    ],
 )
 def test_microbatches_together_give_the_numbers_of_one_at_a_time(
-    microbatches: int, weights: Stashing, correction: Correction, tmp_path: Path
+    microbatches: int, weights: Stashing, correction: Correction, schedule: Endless, tmp_path: Path
 ) -> None:
     task = write_text(tmp_path)
 
@@ -45,7 +52,7 @@ def test_microbatches_together_give_the_numbers_of_one_at_a_time(
         optimizers = [optimizer_of("adamw", stage, TINY) for stage in names]
         for group in (group for each in optimizers for group in each.param_groups):
             group["lr"] = 0.01
-        late = Delayed(names, weights=weights, correction=correction)
+        late = Delayed(names, weights=weights, correction=correction, schedule=schedule)
         for x, y in task.batches(TINY, seed=1):
             readings = late.feed(microbatches)
             if together:
