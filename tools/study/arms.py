@@ -16,7 +16,12 @@ OPTIMIZERS = ("adamw", "muon", "nadamw")
 STAGES = (8, 4, 2)
 # Tried on the first seed; neighbours differ by a factor of two, and so does what is tried beyond them.
 RATES: Mapping[str, tuple[float, ...]] = MappingProxyType(
-    {"adamw": (3e-3, 6e-3, 1.2e-2), "muon": (6e-3, 1.2e-2, 2.4e-2), "nadamw": (3e-3, 6e-3, 1.2e-2)}
+    {
+        "adamw": (3e-3, 6e-3, 1.2e-2),
+        "muon": (6e-3, 1.2e-2, 2.4e-2),
+        "nadamw": (3e-3, 6e-3, 1.2e-2),
+        "soap": (3e-3, 6e-3, 1.2e-2),
+    }
 )
 EXTENSIONS = 4  # at most, of the rates that are tried
 TIE = 0.01  # first seeds' losses that differ by less don't decide between rates: seeds differ by as much

@@ -37,12 +37,17 @@ _2BW = "- **2BW**: every forward reads the weights of one update ago, on all sta
 _V = """\
 - **V-Half, V-Min**: two chunks of layers a stage, in a V, and an update for each chunk, never flushed
   (`lightning_parallel/schedules/asynchronous_v.py`)."""
-_LATEST = "- **latest, m=1**: as PipeDream, without stash: backwards use the newest weights."
+_LATEST = """\
+- **latest, m=1 and so on**: without stash: backwards use the newest weights. With at least as many microbatches as
+  stages this is the rule of PACI (arXiv:2606.07881): an update's own accumulation bounds how far versions drift."""
 
 _OPTIMIZERS = {
     "adamw": "AdamW: betas 0.9, 0.95.",
     "muon": "Muon: the blocks' matrices by torch.optim.Muon, momentum 0.95, its rate adjusted to AdamW's, and all else "
     "by AdamW.",
+    "soap": "SOAP (arXiv:2409.11321, as pytorch_optimizer has it): the blocks' matrices by Adam in the eigenbasis of "
+    "their gradients' covariances, found anew every 10 updates, which is basis rotation (arXiv:2602.03515); all else "
+    "by Adam; betas 0.9, 0.95.",
     "nadamw": "NAdam: decoupled weight decay, betas 0.9, 0.95, momentum_decay {decay:g}.",
 }
 

@@ -35,10 +35,10 @@ class Row:
 
     @property
     def name(self) -> str:
-        arm = self.arm
+        arm, count = self.arm, f"m={self.arm.microbatches}"
         if arm.synchronous:
             return "synchronous"
-        sort = {"stash": f"m={arm.microbatches}", "2bw": f"2BW, m={arm.microbatches}", "latest": "latest, m=1"}
+        sort = {"stash": count, "2bw": f"2BW, {count}", "latest": f"latest, {count}"}
         name = "PipeDream, m=1" if arm.weights == "stash" and arm.microbatches == 1 else sort[arm.weights]
         name = f"{name}, {str(arm.correction).replace('_', ' ')}" if arm.correction else name
         return name if arm.schedule == "1f1b" else f"{TITLES[arm.schedule]}, {name}"

@@ -45,19 +45,27 @@ def _on_headers() -> tuple[Arm, ...]:
     plan += [Arm("muon"), Arm("muon", 8, 16, "stash", so), Arm("adamw", 8, 8, "stash", so)]
     plan += [Arm("adamw", 4, 16, "stash", so), Arm("muon", 8, 8, "stash", so)]
     plan += [Arm("adamw", 8, 16, "stash", "error_feedback"), Arm("muon", 8, 16)]
+    plan += [Arm("adamw", 8, m, "latest") for m in (16, 8)]
     return tuple(plan)
 
 
 def _of_sixteen_stages() -> tuple[Arm, ...]:
     so: Correction = "second_order"
     plan = [Arm("adamw"), Arm("adamw", 16, 32, "stash", so), Arm("muon"), Arm("muon", 16, 32, "stash", so)]
-    return (*plan, Arm("adamw", 16, 16, "stash", so), Arm("adamw", 16, 32), *_in_a_v(8))
+    return (*plan, Arm("adamw", 16, 16, "stash", so), Arm("adamw", 16, 32), *_in_a_v(8), *_rotated(16))
 
 
 def _of_thirty_two_stages() -> tuple[Arm, ...]:
     so: Correction = "second_order"
     plan = [arm for name in ("muon", "adamw") for arm in (Arm(name), Arm(name, 32, 64, "stash", so))]
     return (*plan, *_in_a_v(16))
+
+
+def _rotated(stages: int) -> tuple[Arm, ...]:
+    """Error feedback, and another answer to late gradients: Adam in a basis in which they do less harm."""
+    m = 2 * stages
+    feedback = Arm("adamw", stages, m, "stash", "error_feedback")
+    return feedback, Arm("soap"), Arm("soap", stages, m, "stash", "second_order"), Arm("soap", stages, m)
 
 
 def _in_a_v(stages: int) -> tuple[Arm, ...]:

@@ -12,7 +12,7 @@ from tools.study.arms import Arm
 from tools.study.clock import Synchronous
 from tools.study.rows import Row
 
-NAMES = {"adamw": "AdamW", "muon": "Muon", "nadamw": "NAdam"}
+NAMES = {"adamw": "AdamW", "muon": "Muon", "nadamw": "NAdam", "soap": "SOAP"}
 MARGIN = 0.005  # above the synchronous loss: the second target on the clock
 
 READING = """\

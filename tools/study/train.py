@@ -52,7 +52,7 @@ def parts(task: Task, setting: Setting, stages: int, seed: int) -> list[Part]:
 
 
 def optimizer_of(name: str, parameters: Mapping[str, nn.Parameter], setting: Setting) -> torch.optim.Optimizer:
-    """That of one stage. Muon's own share is the blocks' matrices; AdamW has the rest, at the same rate.
+    """That of one stage. The share of Muon and SOAP is the blocks' matrices; AdamW has the rest, at the same rate.
 
     The rate is set at every update.
     """
@@ -70,11 +70,16 @@ def optimizer_of(name: str, parameters: Mapping[str, nn.Parameter], setting: Set
             decoupled_weight_decay=True,
             foreach=True,
         )
-    if name != "muon":
-        raise ValueError(f"optimizer={name!r} is not known: use 'adamw', 'muon' or 'nadamw'")
+    if name not in ("muon", "soap"):
+        raise ValueError(f"optimizer={name!r} is not known: use 'adamw', 'muon', 'nadamw' or 'soap'")
     groups: dict[bool, list[nn.Parameter]] = {True: [], False: []}
     for key, parameter in parameters.items():
         groups[parameter.dim() == 2 and key.startswith("blocks.")].append(parameter)
+    if name == "soap":
+        from pytorch_optimizer import SOAP  # here: its package takes seconds to import
+
+        of_both: list[dict[str, Any]] = [{"params": groups[True]}, {"params": groups[False], "max_precondition_dim": 1}]
+        return SOAP(of_both, 3e-3, (0.9, 0.95), weight_decay=decay)  # above that dimension it is Adam
     both = [{"params": groups[True], "muon": True}, {"params": groups[False], "muon": False, "fused": True}]
     return MuonAdamW(both, 0.0, (0.9, 0.95), weight_decay=decay)
 
@@ -156,10 +161,15 @@ def execute(run: Run, task: Task, device: torch.device = _CPU) -> dict[str, Any]
         for group in (group for optimizer in optimizers for group in optimizer.param_groups):
             group["lr"] = run.rate * factor
         readings = late.feed(arm.microbatches)
-        loss = loss_of(forward(chain, readings, x.to(device)), y.to(device))
-        if not math.isfinite(loss.item()):
+        together = 1 if arm.weights == "latest" else len(readings)  # others' backwards need no reading
+        losses = []
+        for begin in range(0, len(readings), together):
+            some = readings[begin : begin + together]
+            inputs, targets = (each.chunk(len(readings) // together)[begin // together].to(device) for each in (x, y))
+            losses.append(loss_of(forward(chain, some, inputs), targets))
+            late.backward(some[0], losses[-1], weight=together / len(readings))
+        if not all(math.isfinite(loss.item()) for loss in losses):
             break
-        late.backward(readings[0], loss)  # "latest" has a single microbatch; others' backwards need no reading
         late.update(step)
         if (update + 1) % setting.every == 0 or update + 1 == setting.updates:
             curve.append([update + 1, validate(names)])
