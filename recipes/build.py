@@ -93,7 +93,7 @@ def compile_layers(module: L.LightningModule) -> None:
     """Compile each layer of a list by itself, in place, so that names and cuts stay. ValueError: there is no list."""
     lists = torch.nn.ModuleList
     children = [each for part in module.modules() if isinstance(part, lists) for each in part]
-    found = [each for each in children if not isinstance(each, lists)]  # a list is never called
+    found = [each for each in children if each is not None and not isinstance(each, lists)]  # lists are never called
     inside = {id(part) for layer in found for part in layer.modules() if part is not layer}
     if not found:
         raise ValueError("compile=true: the model has no nn.ModuleList of layers: call compile() inside the module.")

@@ -122,11 +122,12 @@ class Configs:
 
     def composed(self, overrides: Sequence[str], *, hydra: bool = False) -> DictConfig:
         """The config that a command line makes, if need be with Hydra's own part. It warns of an earlier name of a
-        strategy, also in a file of the user's own: once in a process."""
+        strategy, also one that a file of the user's own asks for: once in a process. A strategy of the user's own may
+        have such a name."""
         words = [word for word in overrides if not word.startswith(f"{_SEARCH_PATH}=")]  # it is known
         config = compose(self.name, overrides=words, return_hydra_config=True)
         chosen = config.hydra.runtime.choices.get("strategy")
-        if chosen in _EARLIER:
+        if chosen in _EARLIER and not any((own / "strategy" / f"{chosen}.yaml").exists() for own in self.folders):
             new = f"an earlier name, which the next minor version won't know: write strategy={_EARLIER[chosen]}"
             warnings.warn(f"strategy={chosen} is {new}", FutureWarning, stacklevel=1)  # 1: one line, so told once
         return config if hydra else OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"])

@@ -101,9 +101,16 @@ def _slurm_is_here(config: Config) -> Iterator[Problem]:
 
 def _mounts_in_a_container(config: Config) -> Iterator[Problem]:
     cluster = config["cluster"]
-    if kind_of("cluster", cluster) is SlurmLauncher and cluster["mounts"] and cluster["container"] is None:
+    if kind_of("cluster", cluster) is not SlurmLauncher:
+        return
+    if cluster["container"] is None:
         fix = "name its image with cluster.container, or leave them out"
-        yield Problem("cluster.mounts", cluster["mounts"], "there is no container that gets them", fix)
+        if cluster["mounts"]:
+            yield Problem("cluster.mounts", cluster["mounts"], "there is no container that gets them", fix)
+        return
+    if any("," in mount for mount in cluster["mounts"]):
+        fix = "give each mount as an item of the list, and rename folders that have a comma"
+        yield Problem("cluster.mounts", cluster["mounts"], "a comma separates mounts", fix)
 
 
 def _runs_already(config: Config) -> Iterator[Problem]:

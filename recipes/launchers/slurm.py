@@ -30,6 +30,7 @@ from lightning_parallel.settings import Auto, Count, Natural
 from recipes import IN_CHECKOUT, ROOT, record
 from recipes.launchers.cluster import Cluster
 from recipes.launchers.launcher import Failure, LeftAlone, Preempted, WorkersFailed, first_failure
+from recipes.problem import ConfigError, Problem
 from recipes.processes import REFUSED, REQUEUE, WORKER
 
 log = logging.getLogger(__name__)
@@ -240,13 +241,23 @@ def script(cluster: SlurmLauncher, config_file: Path, processes: int) -> str:
 
 def _container(cluster: SlurmLauncher, folder: Path) -> str:
     """Options of srun's, which NVIDIA's Pyxis brings. What the workers read and write by its path is in the container
-    by the same one."""
+    by the same one.
+
+    Raises:
+        ConfigError: a folder's name has a comma or a colon, which srun takes for the end of a path.
+    """
     if cluster.container is None:
         return ""
     here = Path.cwd()
     own = dict.fromkeys([here, folder, *([ROOT] if IN_CHECKOUT else [])])
+    for place in own:
+        if {",", ":"} & {*str(place)}:
+            why = f"{str(place)!r} can't be mounted, since a comma or colon ends a path"
+            raise ConfigError([Problem("cluster.container", cluster.container, why, "use a folder of another name")])
     mounts = ",".join([*(f"{place}:{place}" for place in own), *cluster.mounts])
-    chosen = {"image": cluster.container, "mounts": mounts, "workdir": here}
+    # By default a variable that the image sets itself would win over the job's.
+    names = ",".join(sorted(cluster.variables))
+    chosen = {"image": cluster.container, "mounts": mounts, "workdir": here, "env": names}
     return "".join(f"{shlex.quote(f'--container-{name}={value}')} " for name, value in chosen.items())
 
 

@@ -6,6 +6,7 @@ import importlib.util
 import inspect
 import itertools
 import re
+import shutil
 import warnings
 from collections.abc import Sequence
 from dataclasses import fields
@@ -173,6 +174,11 @@ def test_an_earlier_name_in_a_file_of_the_user_s_own_is_warned_of(tmp_path: Path
     configs = Configs(own=(f"file://{tmp_path}",))
     with pytest.warns(FutureWarning, match="write strategy=pipeline_3d"), configs.opened():
         assert "hydra" not in configs.composed(["experiment=mine"])
+    (tmp_path / "strategy").mkdir()
+    shutil.copy(CONF / "strategy" / "pipeline_3d.yaml", tmp_path / "strategy" / "hybrid.yaml")
+    with warnings.catch_warnings(), configs.opened():
+        warnings.simplefilter("error")  # it is the user's own strategy that has this name
+        configs.composed(["strategy=hybrid"])
 
 
 @pytest.mark.parametrize("strategy", [each for each in GROUPS["strategy"] if each not in ("single", "ddp", *EARLIER)])

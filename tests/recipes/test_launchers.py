@@ -18,6 +18,7 @@ from recipes import ROOT, build, record
 from recipes.launchers.launcher import Failure, Launcher, WorkersFailed, first_failure
 from recipes.launchers.local import LocalLauncher
 from recipes.launchers.slurm import SlurmLauncher, script
+from recipes.problem import ConfigError
 from recipes.processes import REFUSED, REQUEUE
 from recipes.train import main
 from recipes.validate import validate
@@ -208,11 +209,17 @@ def test_a_job_of_slurm_runs_its_workers_in_a_container() -> None:
     mounts = dict.fromkeys([f"{here}:{here}", "/runs/one:/runs/one", f"{ROOT}:{ROOT}", "/data:/data", "/x:/y:ro"])
     assert {"--container-image=me/train:1 x", f"--container-workdir={here}"} <= {*given}
     assert f"--container-mounts={','.join(mounts)}" in given
+    assert any(each.startswith("--container-env=") and "PYTHONPATH" in each for each in given)  # the image may have one
     assert "' python3 /runs/one/" in job  # the image's own
     assert sys.executable in (outside := script(SlurmLauncher(devices=2), Path("/runs/one") / record.CONFIG, 2))
     assert "--container" not in outside
+    with pytest.raises(ConfigError, match="cluster.container=me/train:1 x: '/runs/a,b'"):
+        script(cast(SlurmLauncher, build.launcher(config)), Path("/runs/a,b") / record.CONFIG, 2)
 
 
 def test_mounts_of_no_container_are_refused() -> None:
     (problem,) = validate(composed("cluster=slurm", "cluster.mounts=[/data:/data]", "launch=false"))
     assert str(problem).startswith("cluster.mounts=['/data:/data']: there is no container")
+    words = ["cluster.container=an/image", "cluster.mounts=['/a:/a,/b:/b']", "launch=false"]
+    (problem,) = validate(composed("cluster=slurm", *words))
+    assert problem.path == "cluster.mounts"
