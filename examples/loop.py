@@ -30,7 +30,7 @@ cut = partition(model, lambda: step(*microbatches[0]), layout.stages)
 stage = Stage(model, cut, layout.stage, cpu)  # from here on the layers of other stages are absent
 stage.install()
 stage.flow = stage.flow_of(lambda: step(*microbatches[0]))
-engine = Engine(stage, layout, Groups(layout).links(cut.placement), cpu, loss_of=lambda loss: loss)
+engine = Engine(stage, layout, Groups(layout).wires(cut.placement), cpu, loss_of=lambda loss: loss)
 optimizer = torch.optim.AdamW(stage.named_parameters().values(), lr=0.001)
 actions = SCHEDULES["1f1b"](layout.stages, len(microbatches))[layout.stage]  # this stage's list
 

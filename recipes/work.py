@@ -26,7 +26,7 @@ from torch.distributed.elastic.multiprocessing.errors import record as record_er
 import lightning_parallel
 from lightning_parallel.ranks import process_group
 from lightning_parallel.ranks.collectives import gather_objects
-from lightning_parallel.ranks.layout import Layout
+from lightning_parallel.ranks.layout import AXES, Layout
 from lightning_parallel.strategies.base import LayoutStrategy
 from recipes import build, record, resume, trackers, using
 from recipes.logs import ContinuedLogs
@@ -224,4 +224,4 @@ def coordinates(trainer: L.Trainer) -> dict[str, int]:
     layout = getattr(trainer.strategy, "layout", None)
     if not isinstance(layout, Layout):  # of Lightning's strategies
         layout = Layout.resolve(trainer.world_size, trainer.global_rank, data=trainer.world_size)
-    return {axis.name: layout.index(axis.name) for axis in layout.axes}
+    return {axis.name: layout.index(axis.name) for axis in AXES}

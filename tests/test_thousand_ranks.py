@@ -33,7 +33,7 @@ from lightning_parallel.pipeline.stage import Stage
 from lightning_parallel.private.torch import group_of_members
 from lightning_parallel.ranks import groups as groups_module
 from lightning_parallel.ranks import meeting
-from lightning_parallel.ranks.groups import Groups, Links
+from lightning_parallel.ranks.groups import Groups, Wires
 from lightning_parallel.ranks.layout import Layout
 from lightning_parallel.schedules.actions import Step, placement
 from lightning_parallel.schedules.named import SCHEDULES
@@ -73,7 +73,7 @@ def start(world_size: int, rank: int, pipeline: int, tensor: int) -> Start:
         begin = time.process_time()
         layout = Layout.resolve(world_size, rank, pipeline=pipeline, data="auto", tensor=tensor)
         groups = Groups(layout)
-        links = groups.links(placement(SCHEDULES["interleaved"](pipeline, 2 * pipeline)))
+        links = groups.wires(placement(SCHEDULES["interleaved"](pipeline, 2 * pipeline)))
         seconds = time.process_time() - begin
         made = [sorted(ranks) for group, ranks in _world.pg_group_ranks.items() if group is not dist.group.WORLD]
     return Start(made, sorted(links.activations), seconds)
@@ -104,7 +104,7 @@ def groups_over_nccl(name: str) -> tuple[int, int]:
         for messages in ("send", "recv", "all_reduce"):
             patches.enter_context(patch.object(dist, messages))
         groups = Groups(Layout.resolve(1024, 515, pipeline=8, data="auto", tensor=8))
-        groups.links(placement(SCHEDULES[name](8, 16)))
+        groups.wires(placement(SCHEDULES[name](8, 16)))
         joined = len(_world.pg_group_ranks)
         meeting.Meeting(1024, None)
         return joined, len(_world.pg_group_ranks)
@@ -156,8 +156,8 @@ def first_batch(world_size: int, rank: int, name: str) -> tuple[float, int, list
         stage = Stage(net, parts, layout.stage, META)
         stage.flow = stage.flow_of(lambda: net(given).sum())
         stage.install()
-        wires = groups.links(parts.placement)
-        links = Links(
+        wires = groups.wires(parts.placement)
+        links = Wires(
             {cut: replace(wire, host_group=groups.host_group) for cut, wire in wires.activations.items()},
             {cut: replace(wire, host_group=groups.host_group) for cut, wire in wires.gradients.items()},
         )

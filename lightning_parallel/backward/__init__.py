@@ -1,1 +1,2 @@
-"""A backward in two halves (``split.py``, ``matmuls.py``), and layers that run again in it (``recompute.py``)."""
+"""A backward in two halves (``split.py``, ``matmuls.py``), layers that run again in it (``recompute.py``), and
+gradients in memory of their own (``apart.py``)."""

@@ -18,7 +18,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import optim
 
 from lightning_parallel.ranks.collectives import gather_objects_on_first
-from lightning_parallel.ranks.layout import Layout
+from lightning_parallel.ranks.layout import AXES, Layout
 from lightning_parallel.ranks.local_model import LocalModel, local_part
 from lightning_parallel.ranks.run import Run
 from lightning_parallel.settings import binary_size
@@ -75,7 +75,7 @@ def row(
         "host": socket.gethostname(),
         "device": str(device),
         # The slowest first, as in coordinates.
-        **{axis.member: layout.index(axis.name) for axis in reversed(layout.axes) if layout.size(axis.name) > 1},
+        **{axis.member: layout.index(axis.name) for axis in reversed(AXES) if layout.size(axis.name) > 1},
         "layers": holding.layers,
         "parameters": f"{sum(part.numel() for part in parts):,}",
         "memory expected": memory,

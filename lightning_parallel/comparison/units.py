@@ -120,7 +120,7 @@ class UnitWatch(Callback):
         parts, factor = 1, 1.0
         if isinstance(strategy, StagedStrategy):
             microbatches = strategy.at_work.microbatches
-            parts, factor = max(1, microbatches.count), float(microbatches.loss.factor)
+            parts, factor = microbatches.count, float(microbatches.loss.factor)
         notes.parts += parts
         for place in self._gradients_of:
             when, gradient = notes.seen[place]

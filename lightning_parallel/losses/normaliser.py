@@ -4,7 +4,7 @@ A language model's loss is a mean over the labels that count, and their number n
 The batch's number N is known only when the last one has run its forward; by then most backwards have run. So each
 backward begins with 1 / reference, and the summed gradients are multiplied by reference / N at the end::
 
-    microbatch     labels n_k      its backward begins, at the sum of the losses, with
+    microbatch     labels n_k      its backward begins below the loss's division, at the sum over its labels, with
     0              12              1 / reference          reference = 12 * 3, a guess from the first one
     1               0              1 / reference          nothing counts: it adds nothing
     2               4              1 / reference
@@ -214,13 +214,13 @@ class BatchLoss:
 
     # -- the factor ------------------------------------------------------------------------------------------------
 
-    def receive(self, factor: Tensor, index: int) -> None:
+    def take_factor(self, factor: Tensor, index: int) -> None:
         """The next chunk has sent its factor with the gradient of a microbatch. The newest counts: on a stage with two
         chunks it may have come before. The last stage knows it."""
         if index >= self._heard and not self._losses:
             self._heard, self.factor = index, number_of(factor)
 
-    def message(self, device: torch.device) -> Tensor:
+    def factor_to_send(self, device: torch.device) -> Tensor:
         """The factor as it is sent."""
         return scalar(self.factor, torch.float64, device)
 

@@ -40,7 +40,7 @@ from typing import TypeAlias
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_parallel.messages.channel import END, Link, Receiver, Sender, received_format
+from lightning_parallel.messages.channel import END_OF_STREAM, Link, Receiver, Sender, received_format
 from lightning_parallel.messages.message import Format, Packet, encode, format_of
 from lightning_parallel.messages.posting import Posted, posts_directly
 from lightning_parallel.private.torch import abort_groups
@@ -70,7 +70,7 @@ class AnnouncingSender(Sender):
         return format
 
     def end(self, place: Hashable, acknowledged: int = 0) -> None:
-        self._post(self._packet(()).fill((), (END, acknowledged)))
+        self._post(self._packet(()).fill((), (END_OF_STREAM, acknowledged)))
 
     def confirm(self, messages: int) -> None:
         super().confirm(messages)
@@ -159,7 +159,7 @@ class AnnouncedReceiver(Receiver):
         if format is not None:
             self._formats[place] = format
         packet: Packet | None = None
-        if status != END:
+        if status != END_OF_STREAM:
             with link.streams.incoming():
                 packet = Packet(self._expected(place), False, link.device)
                 if packet.buffer.numel():

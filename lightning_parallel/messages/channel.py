@@ -40,7 +40,7 @@ from lightning_parallel.private.torch import not_recorded
 from lightning_parallel.ranks.collectives import PeerLostError
 from lightning_parallel.ranks.groups import Wire
 
-END = -1  # in the place of a format's length
+END_OF_STREAM = -1  # in the place of a format's length
 
 
 class Link:
@@ -107,7 +107,7 @@ def received_format(link: Link, nbytes: int) -> Format:
     return decode(description)
 
 
-class _End:
+class _LinkEnd:
     """An end of a link."""
 
     def __init__(self, link: Link) -> None:
@@ -120,7 +120,7 @@ class _End:
         return self._formats.get(place, place if isinstance(place, tuple) else ())
 
 
-class Sender(_End):
+class Sender(_LinkEnd):
     """Sends messages over a link, in order. ``post`` posts the sends; by default from a thread of its own. ``sent`` is
     the number of messages since the start."""
 
@@ -156,7 +156,7 @@ class Sender(_End):
 
     def end(self, place: Hashable, acknowledged: int = 0) -> None:
         """Answer the receive that the peer has posted for ``place``: this message won't come."""
-        self._post(self._packet(self._expected(place)).fill((), (END, acknowledged)))
+        self._post(self._packet(self._expected(place)).fill((), (END_OF_STREAM, acknowledged)))
 
     def confirm(self, messages: int) -> None:
         """Release the buffers of this many messages, counted from the start: the peer is known to have received
@@ -201,7 +201,7 @@ class Sender(_End):
         return Packet(format, True, self._link.device, self._link.through_host)
 
 
-class Receiver(_End):
+class Receiver(_LinkEnd):
     """Receives messages over a link, in order. ``taken`` is the number of messages so far, and ``acknowledged`` that of
     gradient messages which the peer had received when it sent the last of them."""
 
@@ -216,7 +216,7 @@ class Receiver(_End):
         self._coming.append(place)
         if self._posted is None:
             with self._link.streams.incoming():
-                packet = self._first_packet(place)
+                packet = self._packet_for(place)
                 self._posted = self._link.irecv(packet.buffer), packet
 
     def take(self) -> tuple[list[Tensor], Format] | None:
@@ -226,22 +226,22 @@ class Receiver(_End):
         (work, packet), place, link = self._posted, self._coming.popleft(), self._link
         self._posted = None
         with link.streams.incoming():
-            following = self._first_packet(self._coming[0]) if self._coming else None
+            following = self._packet_for(self._coming[0]) if self._coming else None
             link.wait(work)
             self.taken += 1
             status, self.acknowledged = packet.words()
             if status > 0:
                 self._formats[place] = received_format(link, status)
-                packet = self._first_packet(place)
+                packet = self._packet_for(place)
                 if self._coming and self._coming[0] == place:  # whose format has just changed
-                    following = self._first_packet(place)
+                    following = self._packet_for(place)
                 link.wait(link.irecv(packet.buffer))
             buffer = packet.buffer.to(link.device, non_blocking=True)
             if following is not None:
                 self._posted = link.irecv(following.buffer), following
         link.streams.arrived(buffer)
-        return None if status == END else (packet.views(buffer), packet.format)
+        return None if status == END_OF_STREAM else (packet.views(buffer), packet.format)
 
-    def _first_packet(self, place: Hashable) -> Packet:
+    def _packet_for(self, place: Hashable) -> Packet:
         """The packet for a place's next message, or for the part of it that is received ahead."""
         return Packet(self._expected(place), True, self._link.device, self._link.through_host)

@@ -19,7 +19,7 @@ from lightning_parallel.messages.announced import AnnouncedReceiver, Announcemen
 from lightning_parallel.messages.channel import Link, Receiver, Sender
 from lightning_parallel.messages.handover import Handover
 from lightning_parallel.messages.streams import Streams
-from lightning_parallel.ranks.groups import Links, Wire
+from lightning_parallel.ranks.groups import Wire, Wires
 from lightning_parallel.ranks.layout import Layout, Placement
 
 
@@ -47,7 +47,7 @@ class Ends:
     out_of: Mapping[int, WayOut]
 
 
-def ends_of(placement: Placement, layout: Layout, links: Links, device: torch.device) -> dict[int, Ends]:
+def ends_of(placement: Placement, layout: Layout, wires: Wires, device: torch.device) -> dict[int, Ends]:
     """The ends of this rank's chunks, by chunk. ``placement`` is the stage of each chunk."""
     streams, announcements = Streams(device), Announcements()
 
@@ -75,10 +75,10 @@ def ends_of(placement: Placement, layout: Layout, links: Links, device: torch.de
         out_of = {other: WayOut(*ways) for (one, other), ways in here.items() if one == chunk}
         before, after = chunk - 1, chunk + 1
         if before >= 0 and before not in own:
-            to_it = receiver(links.activations[before], before)
-            into[before] = WayIn(to_it, sender(links.gradients[before], before))
+            to_it = receiver(wires.activations[before], before)
+            into[before] = WayIn(to_it, sender(wires.gradients[before], before))
         if after < len(placement) and after not in own:
-            from_it = sender(links.activations[chunk], after)
-            out_of[after] = WayOut(from_it, receiver(links.gradients[chunk], after))
+            from_it = sender(wires.activations[chunk], after)
+            out_of[after] = WayOut(from_it, receiver(wires.gradients[chunk], after))
         ends[chunk] = Ends(into, out_of)
     return ends

@@ -27,8 +27,7 @@ class Described(NamedTuple):
     Attributes:
         shape: its shape.
         dtype: its dtype.
-        requires_grad: does its sender want a gradient? Of a gradient: is it the sign that there is none
-            (:data:`~.arrival.NO_GRADIENT`)?
+        requires_grad: does its sender want a gradient? In a gradient's format: :attr:`is_no_gradient`.
         order: its dimensions by their place in memory, the outermost first; empty if they are in order. So what is
             channels_last before a cut is channels_last behind it, as the next convolution wants it.
     """
@@ -37,6 +36,11 @@ class Described(NamedTuple):
     dtype: torch.dtype
     requires_grad: bool
     order: tuple[int, ...] = ()
+
+    @property
+    def is_no_gradient(self) -> bool:
+        """In a gradient's format: does it stand for None (:data:`~.arrival.NO_GRADIENT`)?"""
+        return self.requires_grad
 
 
 Format = tuple[Described, ...]
@@ -94,10 +98,10 @@ class Packet:
         tensors: views of the buffer.
     """
 
-    __slots__ = ("_words", "buffer", "format", "tensors", "trailer")
+    __slots__ = ("_words", "buffer", "format", "tensors")
 
     def __init__(self, format: Format, trailer: bool, device: torch.device, pinned: bool = False) -> None:
-        self.format, self.trailer = format, trailer
+        self.format = format
         places, end = places_in(format)
         # Without a trailer as long as a tensor that is sent as it lies: without the padding after the last one.
         without = sum(places[-1]) if places else 0

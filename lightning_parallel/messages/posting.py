@@ -51,7 +51,7 @@ def posts_from_thread(send: Send) -> Post:
         handed.put((buffer, copied, posted))
         return posted.result
 
-    weakref.finalize(post, _end, thread, handed)
+    weakref.finalize(post, _stop, thread, handed)
     return post
 
 
@@ -68,7 +68,7 @@ def _post_all(send: Send, handed: SimpleQueue[_Handed | None]) -> None:
         del item, buffer, posted  # the message's memory is the sender's to release
 
 
-def _end(thread: Thread, handed: SimpleQueue[_Handed | None]) -> None:
+def _stop(thread: Thread, handed: SimpleQueue[_Handed | None]) -> None:
     """End a sending thread, and its reference to the link: destroying a group joins gloo's threads only if nothing
     refers to the group any more."""
     handed.put(None)

@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from lightning_parallel.absent.tensor import AbsentTensor
+from lightning_parallel.backward.apart import gradients_apart
 from lightning_parallel.backward.split import WeightGradients, begin_backward
 from lightning_parallel.losses.graph import Term
 from lightning_parallel.losses.normaliser import BatchLoss
@@ -31,7 +32,7 @@ from lightning_parallel.messages.channel import Receiver
 from lightning_parallel.messages.ends import Ends, WayIn, WayOut
 from lightning_parallel.messages.message import Format, format_of, gradient_format
 from lightning_parallel.pipeline.stage import Stage
-from lightning_parallel.pipeline.weights import Half, WeightVersions, gradients_apart
+from lightning_parallel.pipeline.weights import Half, WeightVersions
 from lightning_parallel.private.torch import parameters_of, run_backward
 from lightning_parallel.seeding import TorchGenerators
 from lightning_parallel.timeline.recording import Timeline
@@ -203,7 +204,9 @@ class Chunk:
         trial, is_last = microbatch.trial, not self._ends.out_of
         keeps = trial is not None and trial.wants_activations(is_last)
         arrival, taken = self._receive(number)
-        copies = [] if arrival is None else arrival.copies() if keeps else None
+        copies: list[Tensor] | None = None
+        if arrival is None or keeps:
+            copies = [] if arrival is None else arrival.copies()
         weights = self._weights
         with self._span("forward", number, None if weights is None else weights.reading):
             run = partial(self._stage.run, microbatch.step, arrival, self._index)
@@ -243,7 +246,7 @@ class Chunk:
             part, output = output[:count], output[count:]
             way, is_next = self._ends.out_of[chunk], chunk == self._index + 1
             if is_next and microbatch.ends_batch:
-                part = self._asking(part, arrival)
+                part = self._wanting_the_factor(part, arrival)
             gradients = gradient_format(way.activations.send(part, microbatch.index, way.gradients.taken))
             if is_next:
                 self._is_unanswered = not gradients
@@ -253,9 +256,9 @@ class Chunk:
             sent.append(_Sent(way, edges, gradients, way.activations.sent))
         return sent
 
-    def _asking(self, output: list[Tensor], arrival: Arrival | None) -> list[Tensor]:
-        """What is to be sent in a batch's last microbatch. If the batch may have made gradients here, one is asked for,
-        even where the step has cut this microbatch off: the factor of all of them comes with it."""
+    def _wanting_the_factor(self, output: list[Tensor], arrival: Arrival | None) -> list[Tensor]:
+        """The output of a batch's last microbatch. The factor of the batch's gradients comes back with a gradient. If
+        none would come, but earlier microbatches may have made gradients here, one tensor asks for one."""
         uses, parameters = self._stage.partition.uses, self._stage.named_parameters
         if any(tensor.requires_grad for tensor in output) or not (
             (arrival is not None and arrival.anchor is not None)
@@ -308,7 +311,9 @@ class Chunk:
         flight = self._in_flight[0]
         assert flight.number == number, "schedules run backwards in the order of the forwards"
         work = flight.work
-        with self._weights_of(flight, 1 if in_halves else 0), self._stage.backward():  # before it waits
+        half: Half = "first" if in_halves else "whole"
+        # Entered before it waits for the gradient: an asynchronous stage takes the weights of the forward meanwhile.
+        with self._around_backward(flight, half), self._stage.backward():
             edges, gradients = list[GradientEdge](), list[Tensor]()
             if not self._ends.out_of:
                 edges, gradients = work.loss.begin(work.index, work.scale)
@@ -318,11 +323,10 @@ class Chunk:
                         message = sent.way.gradients.take()
                     assert message is not None, "there is no end of stream of gradients"
                     (*found, factor), format = message
-                    work.loss.receive(factor, work.index)
-                    # Where NO_GRADIENT came, which alone requires one, no backward begins: from zeros, parameters would
-                    # get zeros that have None in one process.
+                    work.loss.take_factor(factor, work.index)
+                    # No backward begins from zeros: parameters would get zeros that have None in one process.
                     for edge, gradient, each in zip(sent.edges, found, format[:-1], strict=True):
-                        if not each.requires_grad:
+                        if not each.is_no_gradient:
                             edges.append(edge)
                             gradients.append(gradient)
                     sent.way.activations.confirm(sent.number)
@@ -340,7 +344,7 @@ class Chunk:
             for way, format in flight.taken:
                 count = sum(each.requires_grad for each in format)
                 if count:
-                    way.gradients.send([*back[:count], work.loss.message(self._device)], gradient_format(format))
+                    way.gradients.send([*back[:count], work.loss.factor_to_send(self._device)], gradient_format(format))
                     back = back[count:]
                 way.gradients.confirm(way.activations.acknowledged)
 
@@ -349,12 +353,13 @@ class Chunk:
         flight, gradients = self._second_halves.popleft()
         assert flight.number == number, "second halves run in the order of the first ones"
         completing = self._completing(()) if completes else nullcontext()
-        with self._span("backward weight", number), self._weights_of(flight, 2), self._stage.backward(), completing:
-            gradients.run()
+        with self._span("backward weight", number), self._around_backward(flight, "second"):
+            with self._stage.backward(), completing:
+                gradients.run()
 
-    def _weights_of(self, flight: _InFlight, half: Half) -> AbstractContextManager[None]:
-        """A context for a backward, or for a half of it, with the weights of its forward. Where these are the module's
-        own, the strategy completes the gradients when the batch's list has ended."""
+    def _around_backward(self, flight: _InFlight, half: Half) -> AbstractContextManager[None]:
+        """A context for a backward, or for a half of it: with the weights of its forward, where there are versions of
+        them; otherwise only with memory of its own for each first gradient."""
         if self._weights is not None:
             ends = flight.work.ends_batch
             return self._weights.backward(flight.token, flight.work.loss, half, ends_batch=ends)

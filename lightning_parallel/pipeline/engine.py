@@ -19,7 +19,7 @@ from lightning_parallel.messages.posting import short_switch_interval
 from lightning_parallel.pipeline.chunk import Chunk, Completing, Microbatch
 from lightning_parallel.pipeline.stage import Stage
 from lightning_parallel.pipeline.weights import WeightVersions
-from lightning_parallel.ranks.groups import Links
+from lightning_parallel.ranks.groups import Wires
 from lightning_parallel.ranks.layout import Layout
 from lightning_parallel.schedules.actions import Action, BackwardInput, BackwardWeight, Forward, Step, StepOfChunk
 from lightning_parallel.seeding import TorchGenerators
@@ -31,7 +31,7 @@ class Engine:
 
     Args:
         layout: tells the ranks of the neighbouring stages.
-        links: the links to the neighbouring stages' ranks.
+        wires: the wires to the neighbouring stages' ranks.
         loss_of: takes the loss out of what the user's step returned, in the last chunk.
         weights: decides which version of the weights a forward uses, for all chunks or for each; by default the
             module's own parameters.
@@ -43,7 +43,7 @@ class Engine:
         self,
         stage: Stage,
         layout: Layout,
-        links: Links,
+        wires: Wires,
         device: torch.device,
         *,
         loss_of: Callable[[Any], Tensor],
@@ -67,7 +67,7 @@ class Engine:
                 timeline=self._timeline,
                 completing=completing,
             )
-            for index, ends in ends_of(stage.partition.placement, layout, links, device).items()
+            for index, ends in ends_of(stage.partition.placement, layout, wires, device).items()
         }
 
     @property
@@ -111,7 +111,7 @@ class Engine:
                 self._chunks[which].begin(indices, endless=endless)
         outputs: list[Any] = []
         with self._generators.kept(), short_switch_interval():  # backwards and updates may draw too
-            last = _completing(actions)
+            last = _last_before_steps(actions)
             for i, action in enumerate(actions):
                 if isinstance(action, Step):
                     with self._timeline.span("step", action.update):
@@ -163,7 +163,7 @@ class Engine:
         return outputs[-1]
 
 
-def _completing(actions: Sequence[Action]) -> set[int]:
+def _last_before_steps(actions: Sequence[Action]) -> set[int]:
     """The indices of the actions after which some gradients of a chunk are complete before a step: for gradients of
     first halves the last of these, for all others the last backward."""
     found: set[int] = set()

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial, reduce
@@ -30,13 +30,14 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from lightning_parallel.backward.apart import gradients_apart
 from lightning_parallel.losses.normaliser import BatchLoss
 from lightning_parallel.pipeline.staleness import Stashing, extrapolate
 from lightning_parallel.private.torch import copy_all, places_of
 from lightning_parallel.tensor_lists import added, alike, copied, multiply
 from lightning_parallel.values import changed
 
-Half: TypeAlias = Literal[0, 1, 2]  # of a backward: the first, or the second; 0 for one in one piece
+Half: TypeAlias = Literal["whole", "first", "second"]  # of a backward
 
 
 @dataclass(eq=False)
@@ -148,7 +149,7 @@ class WeightVersions:
 
     @contextmanager
     def backward(
-        self, version: Version, loss: BatchLoss | None = None, half: Half = 0, *, ends_batch: bool = False
+        self, version: Version, loss: BatchLoss | None = None, half: Half = "whole", *, ends_batch: bool = False
     ) -> Iterator[None]:
         """A context for the backward of a forward that read ``version``, or for a half of it, of which the second one
         reads the version's memory alone.
@@ -157,13 +158,13 @@ class WeightVersions:
             loss: the whole batch's.
             ends_batch: no other backward of the batch follows.
         """
-        if half != 1:
+        if half != "first":
             self._loss, self._ending = loss or self._loss, version
         # Activation checkpointing runs parts of the forward again here, and has to find the same weights.
-        reading = nullcontext() if half == 2 else self._read_from(version)
+        reading = nullcontext() if half == "second" else self._read_from(version)
         with reading, gradients_apart(version.leaves.values()):
             yield
-        if half != 1:
+        if half != "first":
             self._count_in_flight(version, -1)
             self.staleness[self.updates - version.updates] += 1
             if ends_batch:
@@ -342,23 +343,3 @@ def _tell(versions: weakref.ref[WeightVersions], name: str, leaf: Tensor) -> Non
     alive = versions()
     if alive is not None and alive._grown is not None:
         alive._grown(name)
-
-
-@contextmanager
-def gradients_apart(leaves: Iterable[Tensor]) -> Iterator[None]:
-    """A context for a backward, in which the first gradients of leaves get memory of their own. For one sample,
-    autograd takes one memory for the gradients of p and q in ``x + p[None] + q[None]``, and would add the next
-    microbatch's to it twice."""
-    first = {id(leaf): leaf for leaf in leaves if leaf.requires_grad and leaf.grad is None}
-    yield
-    taken: set[int] = set()
-    for leaf in first.values():
-        gradient = leaf.grad
-        if gradient is not None and gradient.layout is not torch.strided:
-            leaf.grad = gradient.clone()  # its values may lie where another gradient does
-        elif type(gradient) is Tensor:
-            place = gradient.untyped_storage().data_ptr()
-            if place in taken:
-                leaf.grad = gradient.clone()
-            if place:  # empty ones have none
-                taken.add(place)

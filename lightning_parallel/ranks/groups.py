@@ -1,4 +1,4 @@
-"""The process groups of a layout: one for each axis, one for each copy of the model, and the links between chunks."""
+"""The process groups of a layout: one for each axis, one for each copy of the model, and the wires between chunks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_parallel.private.torch import group_of_members
-from lightning_parallel.ranks.layout import Layout, Placement
+from lightning_parallel.ranks.layout import AXES, Layout, Placement
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Wire:
 
 
 @dataclass(frozen=True)
-class Links:
+class Wires:
     """The wires over the cuts between chunks on different stages, by cut, as far as this rank has an end of them. Cut c
     lies between the chunks c and c + 1. Activations go to the later chunk, gradients back from it."""
 
@@ -57,7 +57,7 @@ class Groups:
         self._layout = layout
         self._timeout, self._device = timeout, device
         self._over_nccl = dist.get_backend() == "nccl"
-        self._along = {axis.name: self.joining(layout.peers(axis.name)) for axis in layout.axes}
+        self._along = {axis.name: self.joining(layout.peers(axis.name)) for axis in AXES}
         self.model = self.joining(layout.model_peers())
         self.host_group = self.on_host(layout.peers("pipeline"))
 
@@ -83,8 +83,8 @@ class Groups:
         assert self._layout.rank in members, f"rank {self._layout.rank} is not in {members}"
         return group_of_members(members, self._timeout, backend, purpose)
 
-    def links(self, placement: Placement | None = None) -> Links:
-        """The links between chunks at a placement (the stage of each chunk; by default each stage has one). All ranks
+    def wires(self, placement: Placement | None = None) -> Wires:
+        """The wires between chunks at a placement (the stage of each chunk; by default each stage has one). All ranks
         of a pipeline call it.
 
         Messages over one cut and of one kind are used in the order in which they are sent. Others needn't follow that
@@ -97,7 +97,7 @@ class Groups:
                                          lane     0    0    0    0    1    1    1
         """
         placement = tuple(range(self._layout.stages)) if placement is None else placement
-        links = Links()
+        made = Wires()
         greetings: list[tuple[int, dist.ProcessGroup, tuple[int, int]]] = []  # a cut, and who sends to whom over it
         lanes: Counter[frozenset[int]] = Counter()
         for cut, (earlier, later) in enumerate(pairwise(placement)):
@@ -105,7 +105,7 @@ class Groups:
                 continue
             lane = lanes[frozenset((earlier, later))]
             lanes[frozenset((earlier, later))] += 1
-            for kind, wires, ends in ((0, links.activations, (earlier, later)), (1, links.gradients, (later, earlier))):
+            for kind, wires, ends in ((0, made.activations, (earlier, later)), (1, made.gradients, (later, earlier))):
                 wire = self._wire(cut, kind, lane)
                 if self._layout.stage in ends:
                     wires[cut] = wire
@@ -113,7 +113,7 @@ class Groups:
         if self._over_nccl:
             for _, group, (sender, receiver) in sorted(greetings, key=lambda greeting: greeting[0] % 2):
                 self._greet(group, sender, receiver)
-        return links
+        return made
 
     def _wire(self, cut: int, kind: int, lane: int) -> Wire:
         """The wire of a kind over a cut. All ranks of a pipeline call it, in the order of cuts: it may make a group."""

@@ -49,7 +49,7 @@ class Axis:
     backwards: bool = False
 
 
-AXES = (
+AXES = (  # the fastest-running first
     Axis("tensor", "tp", "shard", "tensor_parallel", splits_model=True),
     Axis("data", "dp", "replica", "data_parallel", splits_model=False),
     Axis("pipeline", "pp", "stage", "stages", splits_model=True, backwards=True),
@@ -61,17 +61,15 @@ class Layout:
     """The sizes of all axes, and one rank's place on them. Made by :meth:`resolve`.
 
     Attributes:
-        sizes: the number of ranks along each axis, in the order of ``axes``.
+        sizes: the number of ranks along each axis, in the order of :data:`AXES`.
         rank: the global rank from which the layout is seen.
-        axes: the axes, the fastest-running first.
     """
 
     sizes: tuple[int, ...]
     rank: int
-    axes: tuple[Axis, ...] = AXES
 
     @classmethod
-    def resolve(cls, world_size: int, rank: int = 0, *, axes: tuple[Axis, ...] = AXES, **sizes: Size) -> Layout:
+    def resolve(cls, world_size: int, rank: int = 0, **sizes: Size) -> Layout:
         """Fill in the sizes that are ``"auto"``: such an axis takes the ranks that the other axes leave.
 
         If several sizes are ``"auto"``, the data axis becomes 1.
@@ -79,13 +77,12 @@ class Layout:
         Args:
             world_size: the number of ranks.
             rank: the rank whose place is wanted.
-            axes: the axes, the fastest-running first.
             **sizes: the size of each axis by its name; 1 where none is given.
 
         Raises:
             ValueError: a size is not a positive integer, or the product of the sizes is not ``world_size``.
         """
-        given: dict[str, Size] = {axis.name: sizes.pop(axis.name, 1) for axis in axes}
+        given: dict[str, Size] = {axis.name: sizes.pop(axis.name, 1) for axis in AXES}
         if sizes:
             raise ValueError(f"There is no axis {next(iter(sizes))!r}: the axes are {', '.join(given)}.")
         for name, size in given.items():
@@ -96,13 +93,13 @@ class Layout:
             given["data"] = 1
             automatic.remove("data")
         if len(automatic) > 1:
-            both = " and ".join(axis.setting for axis in reversed(axes) if axis.name in automatic)
+            both = " and ".join(axis.setting for axis in reversed(AXES) if axis.name in automatic)
             raise ValueError(
                 f"{both} are both 'auto', which {world_size} processes can fill in several ways: give one of them a "
                 f"number."
             )
         product = math.prod(size for size in given.values() if isinstance(size, int))
-        asked = " x ".join(f"{axis.setting}={given[axis.name]}" for axis in reversed(axes))
+        asked = " x ".join(f"{axis.setting}={given[axis.name]}" for axis in reversed(AXES))
         if world_size % product or (not automatic and world_size != product):
             wanted = f"a multiple of {product}" if automatic else str(product)
             raise ValueError(
@@ -110,7 +107,7 @@ class Layout:
                 f"or change these settings so that their product is {world_size}."
             )
         left = world_size // product
-        return cls(tuple(left if size == "auto" else int(size) for size in given.values()), rank, axes)
+        return cls(tuple(left if size == "auto" else int(size) for size in given.values()), rank)
 
     # -- sizes and coordinates -----------------------------------------------------------------------------------
 
@@ -131,10 +128,10 @@ class Layout:
         position = self._position(axis)
         stride, size = math.prod(self.sizes[:position]), self.sizes[position]
         index = self.rank // stride % size
-        return size - 1 - index if self.axes[position].backwards else index
+        return size - 1 - index if AXES[position].backwards else index
 
     def _position(self, axis: str) -> int:
-        names = [each.name for each in self.axes]
+        names = [each.name for each in AXES]
         if axis not in names:
             raise ValueError(f"There is no axis {axis!r}: the axes are {', '.join(names)}.")
         return names.index(axis)
@@ -162,7 +159,7 @@ class Layout:
     def rank_at(self, **indices: int) -> int:
         """The global rank at a coordinate, given by axis name. On axes that aren't given, it is this rank's."""
         rank, stride = 0, 1
-        for axis, size in zip(self.axes, self.sizes, strict=True):
+        for axis, size in zip(AXES, self.sizes, strict=True):
             index = indices.pop(axis.name, self.index(axis.name))
             rank += stride * (size - 1 - index if axis.backwards else index)
             stride *= size
@@ -177,7 +174,7 @@ class Layout:
     def model_peers(self) -> list[int]:
         """The global ranks that hold one copy of the model together, this one included, in ascending order."""
         ranks = {self.rank}
-        for axis in self.axes:
+        for axis in AXES:
             if axis.splits_model:
                 ranks = {peer for rank in ranks for peer in self.at(rank).peers(axis.name)}
         return sorted(ranks)
@@ -191,14 +188,14 @@ class Layout:
     @property
     def coordinate(self) -> str:
         """This rank's place as a word, for checkpoints and logs: ``pp0.dp1.tp0``."""
-        return ".".join(f"{axis.short}{self.index(axis.name)}" for axis in reversed(self.axes))
+        return ".".join(f"{axis.short}{self.index(axis.name)}" for axis in reversed(AXES))
 
     def describe(self, rank: int) -> str:
         """How errors name a rank: ``stage 0, replica 1 (rank 3)``."""
         there = self.at(rank)
         named = [
             f"{axis.member} {there.index(axis.name)}"
-            for axis, size in zip(reversed(self.axes), reversed(self.sizes), strict=True)
+            for axis, size in zip(reversed(AXES), reversed(self.sizes), strict=True)
             if size > 1 or axis.name == "pipeline"
         ]
         return f"{', '.join(named)} (rank {rank})"

@@ -48,8 +48,8 @@ class Microbatches:
 
     Attributes:
         earlier: drops what runs for earlier chunks log.
-        count: the number of microbatches in the last batch.
-        loss: of the last batch.
+        count: the number of microbatches of the batch that runs, or ran last.
+        loss: of that batch.
     """
 
     def __init__(
@@ -72,21 +72,16 @@ class Microbatches:
         self._effects = StepEffects(run)
         shared = [name for name, on in stage.partition.buffers.items() if len(on) > 1]
         self.changes = StepChanges(run.module, shared)
-        self.count, self.loss = 0, BatchLoss([1])
-        self._is_watched = False  # in the last batch, did this stage end steps that aren't called as in one process?
+        self.count, self.loss = 1, BatchLoss([1])
+        self._is_watched = False  # does this stage end the batch's steps, in another way than one process calls them?
         self._is_first_batch = True
 
-    def of(
-        self, arguments: tuple[Any, ...], *, scale: float = 1.0, first: int = 0
-    ) -> tuple[dict[int, Microbatch], BatchLoss]:
-        """The work of a batch.
+    def of(self, arguments: tuple[Any, ...], *, first: int = 0) -> dict[int, Microbatch]:
+        """The work of a batch, by microbatch number.
 
         Args:
             arguments: those of ``training_step``, the batch first.
-            scale: a factor of the gradients, besides those of the loss.
-
-        Returns:
-            The work by microbatch number, and the batch's loss.
+            first: the number of its first microbatch.
 
         Raises:
             ValueError: the batch can't be split like this.
@@ -97,7 +92,7 @@ class Microbatches:
         self._is_watched = self._run.layout.is_last_stage and not self._run.layout.stages == self.count == 1
         # Numbered through the whole run, so a resumed run draws the same random numbers.
         number = self._run.trainer.fit_loop.total_batch_idx
-        seeds = [mix(self._run.seed, self._replica, number, k) for k in range(len(parts))]
+        seeds = [mix(self._run.seed, self._replica, number, k) for k in range(self.count)]
         is_first, self._is_first_batch = self._is_first_batch, False
         self.loss = loss = self._means.of(parts, counts, is_first=is_first)
 
@@ -111,7 +106,7 @@ class Microbatches:
             again = partial(trial, seed=seed, size=counts[k])
             work[first + k] = Microbatch(
                 step=partial(self._step, (part, *rest), counts[k], seed, k),
-                scale=scale,
+                scale=_loss_scale(self._run.precision),
                 loss=loss,
                 index=k,
                 seed=seed,
@@ -121,7 +116,7 @@ class Microbatches:
         of_whole = trial(batch, mix(self._run.seed, number), sum(counts))
         whole = partial(self._dry_runs.logged, "training_step", of_whole)
         self._recorder = LogRecorder(self._joins, whole, self._dry_runs.known("training_step"))
-        return work, loss
+        return work
 
     def _prepare_for(self, trial: Callable[[], Any], microbatches: int, is_first: bool) -> None:
         """Find out by a dry run, if one is due, what the batch's steps will do, and check or prepare for it."""
@@ -171,9 +166,10 @@ class Microbatches:
         with log, self._last_stage.apart("training_step"):
             yield
 
-    def joined(self, outputs: list[Any], loss: BatchLoss) -> Any:
+    def joined(self, outputs: list[Any]) -> Any:
         """On the last stage: log what the batch would have logged, and return what its step would have returned,
         detached."""
+        loss = self.loss
         self._effects.end_batch()
         self._means.check(loss)
         guessed = not self._splitting.counts_samples
@@ -211,7 +207,7 @@ def loss_of(output: Any) -> Tensor:
     return loss
 
 
-def loss_scale(precision: Precision) -> float:
+def _loss_scale(precision: Precision) -> float:
     """The factor that fp16's gradient scaler wants on the loss; 1 with any other precision."""
     scaler = precision.scaler if isinstance(precision, MixedPrecision) else None
     return 1.0 if scaler is None else float(scaler.get_scale())

@@ -319,12 +319,12 @@ class LayoutStrategy(ParallelStrategy):
         with self.disk_offload:  # it may be a copy of the whole model, in another precision
             self.model = self.precision_plugin.convert_module(run.module)
         # The precision plugin's alone, so that what wraps or counts Lightning's `Strategy.backward` sees that.
-        plugins = self.precision_plugin.backward
+        own_backward = self.precision_plugin.backward
         self._at_end.callback(
             replaced(
                 self.precision_plugin,
                 "backward",
-                lambda *args, **kwargs: self.make_gradients(partial(plugins, *args, **kwargs)),
+                lambda *args, **kwargs: self.make_gradients(partial(own_backward, *args, **kwargs)),
             )
         )
         return run

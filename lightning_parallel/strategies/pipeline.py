@@ -29,7 +29,6 @@ from typing_extensions import override
 from lightning_parallel.cuts.partition import Partition
 from lightning_parallel.gradients.swapping import Gradients, add_gradients, swap_gradients, take_earlier_gradients
 from lightning_parallel.losses.graph import Number
-from lightning_parallel.losses.normaliser import BatchLoss
 from lightning_parallel.ranks.layout import Placement
 from lightning_parallel.schedules.actions import Action, Schedule, placement
 from lightning_parallel.schedules.checks import of_one_update
@@ -40,7 +39,6 @@ from lightning_parallel.schedules.v_shaped import zbv, zbv_in_bytes
 from lightning_parallel.set_up.options import StagedOptions
 from lightning_parallel.settings import Auto, Bytes, Count, Range, binary_size, bytes_of, takes
 from lightning_parallel.steps.between_batches import gained, reasons_to_wait
-from lightning_parallel.steps.microbatches import loss_scale
 from lightning_parallel.strategies.staged import StagedStrategy
 
 
@@ -120,9 +118,7 @@ class PipelineStrategy(StagedStrategy):
         self._limit = options.activation_memory
         self._knows_bytes = True  # does the partition tell what training holds?
         self._by_user = callable(options.schedule)
-        self._count = 1  # microbatches of the last batch
         self._gradients: Gradients = {}  # from training_step to backward
-        self._loss = BatchLoss([1])  # of the batch that runs
         self._goes_on = False  # do stages not wait for each other between batches?
         self._is_cold = False  # has the device's first batch yet to run?
         self._alone_in: dict[int, list[str]] = {}  # by chunk, the parameters that no other chunk here uses
@@ -183,7 +179,7 @@ class PipelineStrategy(StagedStrategy):
 
     @override
     def gradient_factor(self) -> Number:
-        return self._loss.factor
+        return self.at_work.microbatches.loss.factor
 
     def _schedule_for(self, microbatches: int) -> Schedule:
         """The schedule's lists."""
@@ -243,9 +239,7 @@ class PipelineStrategy(StagedStrategy):
             return super().training_step(*args, **kwargs)
         microbatches = self.at_work.microbatches
         parameters, layout = self.local_model.parameters, self.layout
-        scale = loss_scale(self.precision_plugin)
-        work, self._loss = microbatches.of((*args, *kwargs.values()), scale=scale)
-        self._count = len(work)
+        work = microbatches.of((*args, *kwargs.values()))
         earlier = take_earlier_gradients(self.run.module, parameters)
         if self._stages.fully_sharded is not None:
             self._stages.fully_sharded.hold_back()
@@ -256,13 +250,13 @@ class PipelineStrategy(StagedStrategy):
         gradients = self.replicas.averaged(swap_gradients(parameters, earlier))
         self._gradients = self._stages.summed_shared(self._shards.completed(gradients))
 
-        joined = microbatches.joined(outputs, self._loss) if layout.is_last_stage else None
+        joined = microbatches.joined(outputs) if layout.is_last_stage else None
         return self.at_work.last_stage.after_step(joined)
 
     def _actions(self) -> list[Action]:
         """What this stage does in this batch. In the first one on a GPU, kernels are loaded and tuned, for which a host
         may wait for its whole device, and for all that it has sent: so one message is under way at a time."""
-        actions = self._schedule_for(self._count)[self.layout.stage]
+        actions = self._schedule_for(self.at_work.microbatches.count)[self.layout.stage]
         is_first, self._is_cold = self._is_cold, False
         return one_at_a_time(actions) if is_first else actions
 
@@ -303,9 +297,9 @@ class PipelineStrategy(StagedStrategy):
     @override
     def theoretical_bubble(self) -> float:
         """The fraction of time that the schedule leaves stages idle, with the microbatches of the last batch."""
-        schedule = self._schedule_for(self._count)
+        schedule = self._schedule_for(self.at_work.microbatches.count)
         return 1 - busy_across_batches(schedule) if self._goes_on else simulate(schedule).bubble
 
     @override
     def timeline_title(self) -> str:
-        return f"{self._schedule_name}, {self.layout.stages} stages, {self._count} microbatches"
+        return f"{self._schedule_name}, {self.layout.stages} stages, {self.at_work.microbatches.count} microbatches"

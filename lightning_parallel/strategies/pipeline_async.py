@@ -296,7 +296,7 @@ class AsyncPipelineStrategy(StagedStrategy):
                 f"{type(self.lightning_module).__name__}.optimizer_step calls the closure itself, but in the "
                 f"asynchronous pipeline each stage steps inside it. Use optimizer.step(closure=closure) in every batch."
             )
-        work, loss = microbatches.of((*args, *kwargs.values()), first=self.training.fed)
+        work = microbatches.of((*args, *kwargs.values()), first=self.training.fed)
         if microbatches.changes.known:
             raise ValueError(
                 f"training_step changes {microbatches.changes.known[0]!r}. In the asynchronous pipeline several "
@@ -305,7 +305,7 @@ class AsyncPipelineStrategy(StagedStrategy):
         actions = self.training.feed(engine, len(work), ends_update=self._steps)
         with microbatches.recorded():
             outputs = engine.run(actions, work, update=self.training.update, endless=True)
-        joined = microbatches.joined(outputs, loss) if self.layout.is_last_stage else None
+        joined = microbatches.joined(outputs) if self.layout.is_last_stage else None
         return self.at_work.last_stage.after_step(joined)
 
     @override

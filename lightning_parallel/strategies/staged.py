@@ -176,7 +176,7 @@ class StagedStrategy(LayoutStrategy):
         engine = Engine(
             stage,
             run.layout,
-            run.groups.links(stage.partition.placement),
+            run.groups.wires(stage.partition.placement),
             run.device,
             loss_of=loss_of,
             weights=versions,

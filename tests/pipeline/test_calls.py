@@ -27,7 +27,7 @@ from lightning_parallel.pipeline.chunk import Chunk, Microbatch
 from lightning_parallel.pipeline.engine import Engine
 from lightning_parallel.pipeline.stage import Stage
 from lightning_parallel.pipeline.weights import WeightVersions
-from lightning_parallel.ranks.groups import Links, Wire
+from lightning_parallel.ranks.groups import Wire, Wires
 from lightning_parallel.ranks.layout import Layout
 from lightning_parallel.schedules.actions import Action, Step, placement
 from lightning_parallel.schedules.asynchronous import AsyncOneFOneB
@@ -161,7 +161,7 @@ def counted(name: str) -> dict[str, float]:
     stage = Stage(net, parts, STAGE, CPU)
     stage.flow = stage.flow_of(lambda: net(x).square().mean())
     stage.install()
-    links = Links()
+    links = Wires()
     for cut, ends in enumerate(zip(parts.placement, parts.placement[1:], strict=False)):
         if STAGE in ends and len({*ends}) == 2:
             links.activations[cut] = Wire(Device(), 2 * cut, Host(MICROBATCHES))  # type: ignore[arg-type]

@@ -68,7 +68,7 @@ class Rank:
         self.optimizer = torch.optim.AdamW(self.parameters.values(), **ADAMW)
         self.versions = WeightVersions(self.model, self.parameters) if self.asynchronous else None
         self.engine = Engine(
-            self.stage, self.layout, Groups(self.layout).links(self.partition.placement), CPU,
+            self.stage, self.layout, Groups(self.layout).wires(self.partition.placement), CPU,
             loss_of=lambda loss: loss,
             weights=self.versions, timeline=Timeline(enabled=True),
         )  # fmt: skip

@@ -24,7 +24,7 @@ from lightning_parallel.messages.channel import Link
 from lightning_parallel.pipeline.chunk import Microbatch
 from lightning_parallel.pipeline.engine import Engine
 from lightning_parallel.pipeline.stage import Stage
-from lightning_parallel.ranks.groups import Groups, Links, Wire
+from lightning_parallel.ranks.groups import Groups, Wire, Wires
 from lightning_parallel.ranks.layout import Layout
 from lightning_parallel.schedules.actions import Step, placement
 from lightning_parallel.schedules.named import SCHEDULES
@@ -79,7 +79,7 @@ class StageOnDevice:
         rewire: makes the links to use of those that its groups make.
     """
 
-    def __init__(self, name: str, device: torch.device, rewire: Callable[[Links], Links]) -> None:
+    def __init__(self, name: str, device: torch.device, rewire: Callable[[Wires], Wires]) -> None:
         layout = Layout.resolve(STAGES, dist.get_rank(), pipeline=STAGES)
         net = Net()
         ids = torch.zeros(3, 5, dtype=torch.int64)
@@ -94,7 +94,7 @@ class StageOnDevice:
         self.stage = Stage(net, parts, layout.stage, device)
         self.stage.flow = self.stage.flow_of(lambda: step(ids))
         self.stage.install()
-        made = rewire(Groups(layout, device=device).links(parts.placement))
+        made = rewire(Groups(layout, device=device).wires(parts.placement))
         self._engine = Engine(self.stage, layout, made, device, loss_of=lambda loss: loss)
         self._actions = [action for action in lists[layout.stage] if not isinstance(action, Step)]
         self._step = lambda: step(ids)
@@ -108,10 +108,10 @@ class StageOnDevice:
         self._engine.run(self._actions, work)
 
 
-def announced(links: Links) -> Links:
+def announced(links: Wires) -> Wires:
     """The same links, announced over gloo as over NCCL."""
     host = dist.new_group()
-    return Links(
+    return Wires(
         {cut: Wire(wire.group, wire.tag, host) for cut, wire in links.activations.items()},
         {cut: Wire(wire.group, wire.tag, host) for cut, wire in links.gradients.items()},
     )

@@ -12,9 +12,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lightning_parallel.backward.apart import gradients_apart
 from lightning_parallel.gradients.swapping import swap_gradients
 from lightning_parallel.pipeline.staleness import Stashing
-from lightning_parallel.pipeline.weights import WeightVersions, gradients_apart
+from lightning_parallel.pipeline.weights import WeightVersions
 from lightning_parallel.private.torch import TorchDispatchMode
 from tests.pipeline.nets import LAYERS
 from tests.pipeline.versions import copies_held

@@ -18,7 +18,7 @@ from tests.pool import WorkerPool
 def links_over_gloo() -> tuple[int, bool]:
     """The number of groups that this rank's links take, and whether each has a tag of its own."""
     layout = Layout.resolve(dist.get_world_size(), dist.get_rank(), pipeline="auto")
-    links = Groups(layout, timedelta(seconds=30)).links()
+    links = Groups(layout, timedelta(seconds=30)).wires()
     wires = [*links.activations.values(), *links.gradients.values()]
     return len({id(wire.group) for wire in wires}), len({wire.tag for wire in wires}) == len(wires)
 
@@ -37,7 +37,7 @@ def over_lanes(placements: list[Placement]) -> list[list[tuple[int, ...]]]:
         groups = Groups(layout, timedelta(seconds=30), torch.device("cpu"))
         assert groups.host_group is not groups.along("pipeline")
         for places in placements:
-            links = groups.links(places)
+            links = groups.wires(places)
             work, wires = [], []
             for kind, by_cut in enumerate((links.activations, links.gradients)):
                 for cut, wire in by_cut.items():
@@ -73,7 +73,7 @@ def met(places: Placement) -> list[tuple[int, int]]:
         patch("lightning_parallel.ranks.groups.dist.get_backend", return_value="nccl"),
         patch.object(Groups, "_greet", lambda self, group, *ends: found.append(ends)),
     ):
-        Groups(layout, timedelta(seconds=30), torch.device("cpu")).links(places)
+        Groups(layout, timedelta(seconds=30), torch.device("cpu")).wires(places)
     return found
 
 

@@ -17,8 +17,8 @@ from tests.thorough import thorough
 
 def train_announced(*args: Any, **kwargs: Any) -> Report:
     """Trains with announcements in a group of their own, beside the messages."""
-    links = Groups.links
-    with mock.patch.object(Groups, "links", lambda groups, placement: announced(links(groups, placement))):
+    wires = Groups.wires
+    with mock.patch.object(Groups, "wires", lambda groups, placement: announced(wires(groups, placement))):
         return train(*args, **kwargs)
 
 

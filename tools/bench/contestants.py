@@ -112,7 +112,7 @@ class Ours(Synchronous):
         lists = SCHEDULES[schedule](layout.stages, microbatches)
         places = placement(lists)
         stage = _stage(layers, layout, batch, places)
-        self.engine = Engine(stage, layout, groups.links(places), batch.device, loss_of=lambda loss: loss)
+        self.engine = Engine(stage, layout, groups.wires(places), batch.device, loss_of=lambda loss: loss)
         self._optimizer = optimizer(stage.named_parameters().values())
         self._actions = lists[layout.stage]
         self._work = dict(enumerate(_work(layers, batch, microbatches)))
@@ -151,7 +151,7 @@ class OursAsync:
         stage = _stage(layers, layout, batch)
         self._parameters = stage.named_parameters()
         self.versions = WeightVersions(layers, self._parameters)
-        self.engine = Engine(stage, layout, groups.links(), CPU, loss_of=lambda loss: loss, weights=self.versions)
+        self.engine = Engine(stage, layout, groups.wires(), CPU, loss_of=lambda loss: loss, weights=self.versions)
         self._optimizer = optimizer(self._parameters.values())
         self._list = AsyncOneFOneB(layout.stages, layout.stage, extra_in_flight)
         self._work = _work(layers, batch, microbatches)
