@@ -202,7 +202,7 @@ class BatchLoss:
                 found = found | (loss.isinf() & (scalar(weight, torch.float64, loss.device) == 0))
         return bool(found) if isinstance(found, Tensor) and found.device.type == "cpu" else found
 
-    def are(self, values: Sequence[object]) -> bool:
+    def equal(self, values: Sequence[object]) -> bool:
         """Are these values, one for each microbatch, the losses? On a GPU that isn't looked at."""
         if any(loss.device.type != "cpu" for loss in self._losses) or len(values) != len(self._losses):
             return False

@@ -21,7 +21,15 @@ from lightning_parallel.pipeline.stage import Stage
 from lightning_parallel.pipeline.weights import WeightVersions
 from lightning_parallel.ranks.groups import Wires
 from lightning_parallel.ranks.layout import Layout
-from lightning_parallel.schedules.actions import Action, BackwardInput, BackwardWeight, Forward, Step, StepOfChunk
+from lightning_parallel.schedules.actions import (
+    Action,
+    Backward,
+    BackwardInput,
+    BackwardWeight,
+    Forward,
+    Step,
+    StepOfChunk,
+)
 from lightning_parallel.seeding import TorchGenerators
 from lightning_parallel.timeline.recording import Timeline
 
@@ -120,13 +128,14 @@ class Engine:
                 elif isinstance(action, Forward):
                     number = action.microbatch
                     outputs += self._chunks[action.chunk].forward(number, microbatches[number])
+                elif isinstance(action, BackwardWeight):
+                    self._chunks[action.chunk].second_half(action.microbatch, completes=i in last)
+                elif isinstance(action, Backward | BackwardInput):
+                    in_halves = self._halves and isinstance(action, BackwardInput)
+                    chunk = self._chunks[action.chunk]
+                    chunk.backward(action.microbatch, in_halves=in_halves, completes=i in last)
                 else:
-                    chunk, number = self._chunks[action.chunk], action.microbatch
-                    if isinstance(action, BackwardWeight):
-                        chunk.second_half(number, completes=i in last)
-                    else:
-                        in_halves = self._halves and isinstance(action, BackwardInput)
-                        chunk.backward(number, in_halves=in_halves, completes=i in last)
+                    raise ValueError(f"{action}: a schedule has no actions of this kind.")
         if not endless:
             self.flush()  # all receives have been posted: no computation is waited for, but copies through the host
         return outputs

@@ -1,5 +1,7 @@
 """Runs the user's own step on this rank, up to a chunk's last call of a unit.
 
+A *unit* is a module that is run or answered as a whole. Layers are the units between which the model is cut.
+
 The step (``training_step``, any callable) runs on every stage, from its first line. The units of other chunks return
 absent tensors (``absent/tensor.py``), for the cost of a look-up. Where the output of such a call is needed in this
 chunk or later (``cuts/flow.py``), it returns what arrived from the previous chunk, in the structure that the unit
@@ -148,7 +150,11 @@ class Stage:
                 self.install(recompute)
 
     # -- hooks ---------------------------------------------------------------------------------------------------
-    # The hooks are torch.compiler.disabled: a compiled step, model or layer is compiled between them.
+    # The hooks are torch.compiler.disabled: a compiled step, model or layer is compiled between them. A call
+    # passes:
+    #
+    #     a unit of this chunk     the user's pre-hooks  _enter  forward  _returned  the user's hooks  _leave
+    #     a unit of another one    the user's pre-hooks  _answer                     the user's hooks
 
     def install(self, recompute: bool = False) -> None:
         """Hook the module. From now on a step that :meth:`run` runs is cut. :meth:`remove` undoes it.

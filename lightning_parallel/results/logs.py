@@ -127,7 +127,7 @@ class LogRecorder:
             as_loss: weigh other values as the losses too, since the microbatches' sizes aren't known.
         """
         recorded, self._calls = self._calls, {}
-        known = rules or {}
+        rules = rules or {}
         for (name, _), calls in recorded.items():
             values = [call.value for call in calls]
             sizes = [call.weight for call in calls]
@@ -138,8 +138,8 @@ class LogRecorder:
                 weights = loss.weights
             if len(given) == len(values):
                 weights, size = self._joins.weigh(name, values, sizes, given, self._of_whole(name, "batch_size"))
-            rule = known.get(name)
-            if loss is not None and (rule is Rule.COUNTS or (name not in known and loss.are(values))):
+            rule = rules.get(name)
+            if loss is not None and (rule is Rule.COUNTS or (name not in rules and loss.equal(values))):
                 weights = loss.weights if len(loss.weights) == len(values) else weights
                 rule = Rule.SUM if loss.is_sum else Rule.COUNTS
             whole = self._of_whole(name, "value") if name in self._known and (name, 2) not in recorded else None

@@ -1,7 +1,7 @@
 """What a schedule is made of: actions on chunks, and the messages that they imply.
 
 The calls of a step are cut into *chunks*, numbered in the order of a forward. A stage runs one chunk or several. A
-schedule has a list of actions for each stage; a chunk belongs to the stage in whose list it stands::
+schedule has a list of actions for each stage; a chunk belongs to the stage whose list has its forwards::
 
     one chunk a stage              two chunks a stage, in a loop        two chunks a stage, in a V
 
@@ -64,6 +64,7 @@ class StepOfChunk(Step):
 
 
 Action: TypeAlias = OnChunk | Step
+KINDS = (Forward, Backward, BackwardInput, BackwardWeight, Step, StepOfChunk)  # whoever reads lists knows them all
 Schedule: TypeAlias = list[list[Action]]  # the index is the stage
 
 
@@ -105,9 +106,9 @@ def placement(schedule: Sequence[Sequence[Action]]) -> Placement:
     """
     found: dict[int, int] = {}
     for stage, actions in enumerate(schedule):
-        chunks = {action.chunk for action in actions if not isinstance(action, Step)}
+        chunks = {action.chunk for action in actions if isinstance(action, Forward)}
         if not chunks:
-            raise ValueError(f"stage {stage} has no actions.")
+            raise ValueError(f"stage {stage} has no forwards.")
         for chunk in sorted(chunks):
             if chunk in found:
                 raise ValueError(f"chunk {chunk} is on the stages {found[chunk]} and {stage}: give it to one of them.")

@@ -7,6 +7,7 @@ from functools import partial
 from itertools import pairwise, zip_longest
 
 from lightning_parallel.schedules.actions import (
+    KINDS,
     Action,
     Backward,
     BackwardInput,
@@ -53,11 +54,12 @@ def of_one_update(generator: Generator, stages: int, microbatches: int) -> Sched
 def validate(schedule: Schedule) -> None:
     """Check that a schedule can run and counts every microbatch once.
 
-    On every chunk, each forward has one backward, whole or in two halves, and backwards run in the order of the
-    forwards; so do second halves. Steps are numbered 0, 1, 2, ..., those of a chunk by themselves. The backwards
-    between two of them are the same microbatches on all chunks, and none is left after the last. Where a stage's chunks
-    have steps of their own, the later one makes an update first. Between neighbouring chunks, messages are used in the
-    order in which they are sent. Together, no stage waits for what will never come.
+    Actions are of the kinds that there are (:data:`~.actions.KINDS`). On every chunk, each forward has one backward,
+    whole or in two halves, and backwards run in the order of the forwards; so do second halves. Steps are numbered 0,
+    1, 2, ..., those of a chunk by themselves. The backwards between two of them are the same microbatches on all
+    chunks, and none is left after the last. Where a stage's chunks have steps of their own, the later one makes an
+    update first. Between neighbouring chunks, messages are used in the order in which they are sent. Together, no
+    stage waits for what will never come.
 
     Raises:
         ValueError: it names the stage or the chunk, and the action.
@@ -85,6 +87,8 @@ def _validate_stage(stage: int, actions: Sequence[Action]) -> None:
     pending: set[int] = set()  # chunks with backwards since their last step
     for action in actions:
         where = f"stage {stage}: {action}"
+        if type(action) not in KINDS:
+            raise ValueError(f"{where} is none of {', '.join(kind.__name__ for kind in KINDS)}: nothing runs it.")
         if isinstance(action, Step):
             own = [action.chunk] if isinstance(action, StepOfChunk) else chunks
             due = steps[own[0]]

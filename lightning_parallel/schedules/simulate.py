@@ -189,7 +189,7 @@ def busy_across_batches(schedule: Schedule, latency: float = 0.0) -> float:
     return sum(simulation.busy) / _BATCHES / (len(schedule) * period)
 
 
-def steady(simulation: Simulation) -> tuple[float, float] | None:
+def full_span(simulation: Simulation) -> tuple[float, float] | None:
     """Begin and end of the time in which all stages run forwards and backwards in turn, or None.
 
     It begins when the last stage starts its backwards, and ends when the first one runs out of forwards: the

@@ -46,7 +46,7 @@ class DryRuns:
         self._changes_batch = False  # has a step changed the copy of its batch?
 
     def on_copy(self, step: Callable[..., Any], *arguments: Any, **more: Any) -> Any:
-        """Run a step on a copy of its batch, which it may change: as a trial, or for :meth:`follow`."""
+        """Run a step on a copy of its batch, which it may change: as a trial, or for :meth:`set_flow`."""
         own = cloned((arguments, more))
         given = [(tensor, version_of(tensor)) for tensor in tensors(own)]
         try:
@@ -54,8 +54,8 @@ class DryRuns:
         finally:
             self._changes_batch |= any(version_of(tensor) != version for tensor, version in given)
 
-    def follow(self, kind: str, step: Callable[[], Any], count: int = 1) -> Flow | None:
-        """Set what crosses the cuts in steps of this kind, before such a step runs.
+    def set_flow(self, kind: str, step: Callable[[], Any], count: int = 1) -> Flow | None:
+        """Set what crosses the cuts in steps of this kind, before such a step runs. The first of a kind gets a dry run.
 
         Args:
             kind: the name of the user's method first, then what else tells steps apart.

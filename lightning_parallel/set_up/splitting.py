@@ -29,7 +29,7 @@ class Splitting:
 
     Attributes:
         by_user: the user's function ``split=`` splits.
-        counts_samples: are the sizes of the last batch's parts numbers of samples? Otherwise they are guesses.
+        counts_samples: are the sizes of the parts that were made last numbers of samples? Otherwise they are guesses.
     """
 
     def __init__(self, options: StagedOptions, automatic: Callable[[int], int]) -> None:

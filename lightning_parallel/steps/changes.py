@@ -83,7 +83,7 @@ class StepChanges:
         self._written: set[str] = set()  # by exactly one run of this batch so far
         self._put_back: set[str] = set()  # in each run, after a write: so does PEFT, for the time of a call
 
-    def follow(self, known: Collection[str], microbatches: int, chunks: int) -> None:
+    def begin_batch(self, known: Collection[str], microbatches: int, chunks: int) -> None:
         """Prepare a batch, of which the dry run knows that these parameters and buffers change. It takes a run of the
         step for each microbatch and each chunk of the stage.
 

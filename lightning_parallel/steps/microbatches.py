@@ -91,19 +91,19 @@ class Microbatches:
         self.count = len(parts)
         self._is_watched = self._run.layout.is_last_stage and not self._run.layout.stages == self.count == 1
         # Numbered through the whole run, so a resumed run draws the same random numbers.
-        number = self._run.trainer.fit_loop.total_batch_idx
-        seeds = [mix(self._run.seed, self._replica, number, k) for k in range(self.count)]
+        batch_number = self._run.trainer.fit_loop.total_batch_idx
+        seeds = [mix(self._run.seed, self._replica, batch_number, k) for k in range(self.count)]
         is_first, self._is_first_batch = self._is_first_batch, False
         self.loss = loss = self._means.of(parts, counts, is_first=is_first)
 
-        def trial(part: Any, seed: int, size: int) -> Callable[[], Any]:
-            return partial(self._trial, (part, *rest), size, seed)
+        def on_copy(part: Any, seed: int, size: int) -> Callable[[], Any]:
+            return partial(self._run_on_copy, (part, *rest), size, seed)
 
-        self._prepare_for(trial(parts[0], seeds[0], counts[0]), len(parts), is_first)
+        self._prepare_for(on_copy(parts[0], seeds[0], counts[0]), len(parts), is_first)
         tries = not self.changes.known  # a trial would change them once more, before the backward
         work: dict[int, Microbatch] = {}
         for k, (part, seed) in enumerate(zip(parts, seeds, strict=True)):
-            again = partial(trial, seed=seed, size=counts[k])
+            again = partial(on_copy, seed=seed, size=counts[k])
             work[first + k] = Microbatch(
                 step=partial(self._step, (part, *rest), counts[k], seed, k),
                 scale=_loss_scale(self._run.precision),
@@ -113,23 +113,23 @@ class Microbatches:
                 ends_batch=k == len(parts) - 1,
                 trial=self._means.trial(again, batch, counts, k, loss, is_first=is_first) if tries else None,
             )
-        of_whole = trial(batch, mix(self._run.seed, number), sum(counts))
+        of_whole = on_copy(batch, mix(self._run.seed, batch_number), sum(counts))
         whole = partial(self._dry_runs.logged, "training_step", of_whole)
         self._recorder = LogRecorder(self._joins, whole, self._dry_runs.known("training_step"))
         return work
 
-    def _prepare_for(self, trial: Callable[[], Any], microbatches: int, is_first: bool) -> None:
+    def _prepare_for(self, step: Callable[[], Any], microbatches: int, is_first: bool) -> None:
         """Find out by a dry run, if one is due, what the batch's steps will do, and check or prepare for it."""
-        flow = self._dry_runs.follow("training_step", trial, microbatches)
+        flow = self._dry_runs.set_flow("training_step", step, microbatches)
         if is_first:
             together(None, self._effects.check)
-        self.changes.follow(() if flow is None else flow.updated, microbatches, len(self._stage.chunks))
+        self.changes.begin_batch(() if flow is None else flow.updated, microbatches, len(self._stage.chunks))
 
-    def _trial(self, arguments: tuple[Any, ...], size: int, seed: int) -> Any:
+    def _run_on_copy(self, arguments: tuple[Any, ...], size: int, seed: int) -> Any:
         """The user's step on a copy of a batch or a microbatch, for a dry run or a trial."""
         with self._prepared(size, seed):
-            trial = partial(self._dry_runs.on_copy, self._noted_step, *arguments)
-            return self._effects.try_out(trial) if self._is_watched else trial()
+            step = partial(self._dry_runs.on_copy, self._noted_step, *arguments)
+            return self._effects.try_out(step) if self._is_watched else step()
 
     def _step(self, arguments: tuple[Any, ...], size: int, seed: int, index: int) -> Any:
         """The user's step on the microbatch of this index."""

@@ -2,8 +2,9 @@
 
 Training differs: see ``pipeline.py`` and ``pipeline_async.py``. The parts, in the order of set-up::
 
+    Splitting       a batch's microbatches
+    TensorShards    layers divided over tensor ranks
     Stages          this rank's stage; what several stages share
-    TensorShards    its layers divided over tensor ranks
     Replicas        copies of the stage, gradients averaged
     LastStage       hooks and logs of the last stage, for all
     DryRuns         what crosses the cuts in a step
@@ -246,7 +247,7 @@ class StagedStrategy(LayoutStrategy):
         with self.precision_plugin.forward_context():
             # Each loader may have a step of its own.
             trial = partial(work.dry_runs.on_copy, step, *args, **kwargs)
-            flow = work.dry_runs.follow(f"{kind} {args[2:]}", trial)
+            flow = work.dry_runs.set_flow(f"{kind} {args[2:]}", trial)
             if flow is not None and not any(flow.last):  # it calls no layer, so no stage would leave it
                 if not self.stage.has_last_chunk:
                     return None

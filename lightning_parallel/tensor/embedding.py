@@ -32,7 +32,7 @@ class VocabParallelEmbedding(ParallelLayer, nn.Embedding):
         """
         return cls.of(embedding, Site(group))
 
-    def _hold(self, whole: Any, site: Site) -> None:
+    def hold(self, whole: Any, site: Site) -> None:
         problem = None
         if not isinstance(whole, nn.Embedding):
             problem = "is not nn.Embedding"
@@ -43,7 +43,7 @@ class VocabParallelEmbedding(ParallelLayer, nn.Embedding):
         elif whole.sparse:
             problem = "has sparse=True: gradients are dense here"
         check_plain(whole, nn.Embedding, ["weight"], problem, keeps_forward_hooks=True)
-        super()._hold(whole, site)
+        super().hold(whole, site)
         self.num_embeddings, self.embedding_dim = whole.num_embeddings, whole.embedding_dim
         self.padding_idx = whole.padding_idx
         # Nothing but these is taken; adapters ask for them.

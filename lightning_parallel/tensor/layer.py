@@ -97,10 +97,10 @@ class ParallelLayer(nn.Module):
     def of(cls, whole: nn.Module, site: Site, *options: Any) -> Self:
         """This rank's shard of ``whole``, which stays as it is. The options are those of the class."""
         self = cls.__new__(cls)
-        self._hold(whole, site, *options)
+        self.hold(whole, site, *options)
         return self
 
-    def _hold(self, whole: Any, site: Site) -> None:
+    def hold(self, whole: Any, site: Site) -> None:
         """Make this layer, which is new, hold this rank's shard of ``whole``."""
         nn.Module.__init__(self)
         self.site, self.shards = site, {}

@@ -47,10 +47,10 @@ class ParallelLinear(ParallelLayer, nn.Linear):
     bias: nn.Parameter | None  # type: ignore[assignment]  # torch's declaration leaves out None
     _divided: Mapping[str, int]  # along which dimension parameters are, the weight being [out, in]
 
-    def _hold(self, whole: Any, site: Site, parts: tuple[int, ...] = ()) -> None:
+    def hold(self, whole: Any, site: Site, parts: tuple[int, ...] = ()) -> None:
         """``whole`` is refused if it is more than a linear layer."""
         _check_divisible(whole)
-        super()._hold(whole, site)
+        super().hold(whole, site)
         self._transposed = _is_conv1d(whole)
         self.out_features, self.in_features = whole.weight.shape[:: -1 if self._transposed else 1]
         for name in ("weight", "bias"):
@@ -104,13 +104,13 @@ class ColumnParallelLinear(ParallelLinear):
         """
         return cls.of(linear, Site(group), parts, gather_output)
 
-    def _hold(self, whole: Any, site: Site, parts: tuple[int, ...] = (), gather_output: bool = False) -> None:
+    def hold(self, whole: Any, site: Site, parts: tuple[int, ...] = (), gather_output: bool = False) -> None:
         if gather_output and len(parts) > 1:
             raise ValueError(
                 f"gather_output=True with parts={parts}: the joined outputs of the ranks wouldn't be in the order of "
                 f"the parts. Use one layer for each part."
             )
-        super()._hold(whole, site, parts)
+        super().hold(whole, site, parts)
         self.gather_output = gather_output
 
     def forward(self, x: Tensor) -> Tensor:
@@ -139,8 +139,8 @@ class RowParallelLinear(ParallelLinear):
         here."""
         return cls.of(linear, Site(group), input_is_parallel)
 
-    def _hold(self, whole: Any, site: Site, input_is_parallel: bool = True) -> None:  # type: ignore[override]
-        super()._hold(whole, site)
+    def hold(self, whole: Any, site: Site, input_is_parallel: bool = True) -> None:  # type: ignore[override]
+        super().hold(whole, site)
         self.input_is_parallel = input_is_parallel
 
     def forward(self, x: Tensor) -> Tensor:
@@ -166,8 +166,8 @@ class SharedHeadsLinear(ParallelLinear):
 
     _divided = MappingProxyType({})
 
-    def _hold(self, whole: Any, site: Site, heads: int = 1) -> None:  # type: ignore[override]
-        super()._hold(whole, site)
+    def hold(self, whole: Any, site: Site, heads: int = 1) -> None:  # type: ignore[override]
+        super().hold(whole, site)
         self._width = self.out_features // heads
         self._start = site.group.rank() * heads // site.group.size() * self._width
 

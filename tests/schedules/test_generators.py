@@ -14,6 +14,7 @@ from lightning_parallel.schedules.actions import (
     BackwardInput,
     BackwardWeight,
     Forward,
+    OnChunk,
     Schedule,
     Step,
     placement,
@@ -185,6 +186,14 @@ def test_validate_refuses_steps_of_another_stage_and_no_stages() -> None:
         validate([[Forward(0, 0), Backward(0, 0), Step(1, 0)]])
     with pytest.raises(ValueError, match="no stages"):
         validate([])
+
+
+def test_actions_of_another_kind_are_refused() -> None:
+    class Offload(OnChunk):
+        """The engine would take it for a backward."""
+
+    with pytest.raises(ValueError, match=r"stage 0: .*Offload\(chunk=0, microbatch=0\) is none of Forward, Backward"):
+        validate([[Forward(0, 0), Offload(0, 0), Backward(0, 0), Step(0, 0)]])
 
 
 def test_validate_finds_deadlock() -> None:

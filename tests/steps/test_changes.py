@@ -15,7 +15,7 @@ def test_one_that_is_changed_and_put_back_is_left_alone() -> None:
     module = nn.Linear(3, 2)
     changes = StepChanges(module)
     for _ in range(2):
-        changes.follow((), 2, 1)
+        changes.begin_batch((), 2, 1)
         for k in range(2):
             with changes.around_run(k), torch.no_grad():
                 own = module.bias.clone()
@@ -27,7 +27,7 @@ def test_one_that_is_changed_and_put_back_is_left_alone() -> None:
 def test_one_that_is_replaced_for_each_microbatch_is_refused() -> None:
     module = nn.Linear(3, 2)
     changes = StepChanges(module)
-    changes.follow((), 2, 1)
+    changes.begin_batch((), 2, 1)
     with changes.around_run(0):
         module.bias = nn.Parameter(module.bias.detach() + 1)
     with pytest.raises(RuntimeError, match="'bias'"), changes.around_run(1):
@@ -37,7 +37,7 @@ def test_one_that_is_replaced_for_each_microbatch_is_refused() -> None:
 def test_a_buffer_that_other_stages_read_must_not_be_changed_by_its_layer() -> None:
     module = nn.BatchNorm1d(2)
     changes = StepChanges(module, ["running_mean"])
-    changes.follow((), 1, 1)
+    changes.begin_batch((), 1, 1)
     with changes.around_run(0):
         module.num_batches_tracked.add_(1)
     with pytest.raises(RuntimeError, match="'running_mean'"), changes.around_run(0):

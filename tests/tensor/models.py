@@ -109,8 +109,8 @@ class Gain(nn.Module):
 
 
 class ShardedGain(ParallelLayer):
-    def _hold(self, whole: Gain, site: Site) -> None:
-        super()._hold(whole, site)
+    def hold(self, whole: Gain, site: Site) -> None:
+        super().hold(whole, site)
         self.shards["factor"] = Shard.of(whole.factor.shape, 0, site.group)
         self.factor = shard_parameter(whole.factor, self.shards["factor"], site.shared)
         self.offset = whole.offset

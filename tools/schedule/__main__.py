@@ -7,10 +7,10 @@ import argparse
 from collections.abc import Sequence
 
 from lightning_parallel.schedules.asynchronous import asynchronous_utilisation
-from lightning_parallel.schedules.asynchronous_v import steady as costs_in_v
+from lightning_parallel.schedules.asynchronous_v import steady
 from lightning_parallel.schedules.checks import validate
 from lightning_parallel.schedules.named import SCHEDULES, Endless, asynchronous, mean_ahead, placement_of
-from lightning_parallel.schedules.simulate import peak_activations, simulate, steady, utilisation
+from lightning_parallel.schedules.simulate import full_span, peak_activations, simulate, utilisation
 from tools.schedule.figures import clock_table
 
 ENDLESS: dict[str, Endless] = {"async": "1f1b", "async_vhalf": "vhalf", "async_vmin": "vmin"}
@@ -60,7 +60,7 @@ def _described(options: argparse.Namespace) -> str:
     simulation = simulate(schedule, options.forward, options.backward, options.step, options.latency)
     theory = 0.0 if endless else simulate(schedule).bubble
     if (endless == "vhalf" or endless == "vmin") and stages > 1:
-        theory = 1 - costs_in_v(endless, stages, microbatches).busy
+        theory = 1 - steady(endless, stages, microbatches).busy
     lines = [
         f"{name}: {stages} stages, {microbatches} microbatches per update",
         "",
@@ -72,7 +72,7 @@ def _described(options: argparse.Namespace) -> str:
         f"activations held  {' '.join(map(str, peak_activations(schedule)))} microbatches, stage by stage",
     ]
     if endless:
-        full = steady(simulation)
+        full = full_span(simulation)
         simulated = "(too few updates)" if full is None else f"{utilisation(simulation, *full):.3f}"
         equal = asynchronous_utilisation(stages, extra, options.forward, options.backward, options.latency)
         expected = 1 - theory if theory else equal

@@ -6,7 +6,7 @@ import pytest
 
 from lightning_parallel.schedules.generators import gpipe, naive, one_f_one_b
 from lightning_parallel.schedules.named import asynchronous
-from lightning_parallel.schedules.simulate import Simulation, peak_activations, simulate, steady, utilisation
+from lightning_parallel.schedules.simulate import Simulation, full_span, peak_activations, simulate, utilisation
 from tools.schedule.figures import clock_table
 
 
@@ -23,7 +23,7 @@ def test_activations_held(stages: int, microbatches: int) -> None:
 
 def steady_utilisation(simulation: Simulation) -> float:
     """Utilisation over the middle half of the steady state: many whole periods, fill and drain far away."""
-    full = steady(simulation)
+    full = full_span(simulation)
     assert full is not None
     begin, end = full
     quarter = (end - begin) / 4
@@ -35,7 +35,7 @@ def steady_utilisation(simulation: Simulation) -> float:
 @pytest.mark.parametrize("stages", [1, 2, 4, 8])
 def test_asynchronous_never_waits_in_the_steady_state(stages: int, microbatches: int, extra: int) -> None:
     simulation = simulate(asynchronous(stages, microbatches, 6 * stages, extra), forward=1.0, backward=2.0)
-    full = steady(simulation)
+    full = full_span(simulation)
     assert full is not None
     assert utilisation(simulation, *full) == pytest.approx(1.0)
 
