@@ -12,7 +12,7 @@ from pathlib import Path
 
 from recipes import ROOT
 from tools.study import work
-from tools.study.arms import OPTIMIZERS, STAGES, Run
+from tools.study.arms import RATES, Run
 from tools.study.store import Store
 from tools.study.studies import STUDIES, Study
 
@@ -71,8 +71,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("what", choices=list(STUDIES))
     parser.add_argument("--output", type=Path, metavar="DIR", help="default: docs/studies/WHAT")
     parser.add_argument("--jobs", type=int, default=2, help="runs at a time, a thread each (default: %(default)s)")
-    parser.add_argument("--optimizers", nargs="+", choices=OPTIMIZERS, help="default: all of the study")
-    parser.add_argument("--stages", nargs="+", type=int, choices=STAGES, help="default: all of the study")
+    parser.add_argument("--optimizers", nargs="+", choices=[*RATES], help="default: all of the study")
+    parser.add_argument("--stages", nargs="+", type=int, help="default: all of the study")
     parser.add_argument("--seeds", type=int, default=3, help="of each arm (default: %(default)s)")
     parser.add_argument("--updates", type=int, help="of each run (default: the study's)")
     parser.add_argument("--until", type=float, metavar="MINUTES", help="start no more runs after so many")
