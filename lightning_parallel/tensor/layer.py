@@ -51,6 +51,9 @@ class Siblings:
 class Site:
     """What is around a divided layer.
 
+    A layer that leaves its output divided enters the region, and one that takes divided input leaves it. In a block
+    that works on pieces of the sequence a layer gets the gathered input, and scatters its sum along dimension 1.
+
     Attributes:
         group: the tensor group.
         region: entered after a column layer and left before a row layer; None where the block as a whole is the region.

@@ -146,6 +146,7 @@ def with_few_heads(root: nn.Module, rules: Sequence[Rule], count: int) -> list[R
     groups: dict[str, Rule] = {}
     for rule in rules:
         heads = _heads(root, rule)
+        # A subclass that gathers its output has all heads on each rank.
         if type(rule.style) is not Column or heads is None or heads >= count or count % heads:
             adapted.append(rule)
             continue

@@ -53,9 +53,12 @@ class Style:
 
     Attributes:
         name: the style's name in plans, before the colon.
-        shares_input: layers of this style with one parent usually get the same input, and may sum its gradient once.
-        leaves_divided: the output is divided over the ranks, so the next layer has to take divided input.
-        takes_divided: the input is what a style with ``leaves_divided`` returned.
+        shares_input: layers of this style with one parent usually get the same input. They must call
+            ``site.siblings.copy`` on it, which sums its gradient once.
+        leaves_divided: the output is divided over the ranks, so the next layer has to take divided input. Under LoRA,
+            ``lora_B`` gets the style too.
+        takes_divided: the input is what a style with ``leaves_divided`` returned. Under LoRA, ``lora_A`` gets the style
+            too.
         is_alone: input and output are whole, so the style can be left out of a plan without breaking a pair.
         in_sequence_blocks: the style works where activations are divided along the sequence.
         sums_gradients: all parameters stay whole, and each rank computes a part of their gradients.
@@ -96,7 +99,8 @@ class Style:
 
     def new_layer(self, rule: Rule, site: Site) -> nn.Module | None:
         """A layer with this rank's shard of the module, which takes its class and content; None if the module stays.
-        The names in its ``shards`` are those of the module's parameters that are divided."""
+        One that holds shards is a :class:`.ParallelLayer`, and the names in its ``shards`` are those of the module's
+        parameters that are divided. Others would be saved as whole parameters."""
         return None
 
     def divide_in_place(self, rule: Rule, root: nn.Module, count: int) -> None:
