@@ -51,7 +51,7 @@ def validate(config: Config, unsure: Collection[str] = ()) -> list[Problem | str
     if config.get("as_pytorch_lightning") is True:
         import_module("lightning_parallel.as_pytorch_lightning")
     # The groups, only where they are dictionaries at all: the others are already reported.
-    groups = {name: node for name, node in config.items() if isinstance(node, Mapping)}
+    groups = dict(_groups(config))
     for name, node in groups.items():
         wrong += _group(name, node)
     broken = {problem.path for problem in wrong} | set(unsure)
@@ -59,6 +59,10 @@ def validate(config: Config, unsure: Collection[str] = ()) -> list[Problem | str
 
 
 # -- one value, one node ---------------------------------------------------------------------------------------------
+
+
+def _groups(config: Config) -> Iterator[tuple[str, Config]]:
+    return ((name, node) for name, node in config.items() if isinstance(node, Mapping))
 
 
 def _group(name: str, node: Config) -> Iterator[Problem]:
@@ -98,7 +102,11 @@ def _node(path: str, node: Config, kind: type) -> Iterator[Problem]:
             else:
                 where = f"no such key in {path}" if path else "no such key"
                 meant = nearest(str(key), settings) or str(key)
-                yield Problem(prefix + str(key), value, where, closest(meant, {*settings, *others}))
+                fix = closest(meant, {*settings, *others})
+                inside = {} if path else {name: group for group, keys in _groups(node) for name in keys}
+                if (found := nearest(str(key), inside)) and not difflib.get_close_matches(key, settings, cutoff=0.8):
+                    fix = f"did you mean {inside[found]}.{found}?"
+                yield Problem(prefix + str(key), value, where, fix)
         elif not fits(_given(value) if path else value, settings[key][1]) and not _is_made(value):
             fix = f"give {described(settings[key][1])}"
             yield Problem(prefix + key, value, "not a value it can have", fix)

@@ -256,7 +256,7 @@ def _container(cluster: SlurmLauncher, folder: Path) -> str:
             raise ConfigError([Problem("cluster.container", cluster.container, why, "use a folder of another name")])
     mounts = ",".join([*(f"{place}:{place}" for place in own), *cluster.mounts])
     # By default a variable that the image sets itself would win over the job's.
-    names = ",".join(sorted(cluster.variables))
+    names = ",".join([*sorted(cluster.variables), "MASTER_ADDR", "MASTER_PORT"])
     chosen = {"image": cluster.container, "mounts": mounts, "workdir": here, "env": names}
     return "".join(f"{shlex.quote(f'--container-{name}={value}')} " for name, value in chosen.items())
 

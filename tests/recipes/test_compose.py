@@ -22,6 +22,13 @@ def test_unknown_options_and_keys_are_told_together_with_what_there_is() -> None
     assert key.startswith("trainer.max_stepz=3: no such key in trainer; did you mean max_steps? known: ")
 
 
+def test_a_key_of_a_group_is_looked_for_in_all_of_them() -> None:
+    nodes, microbatches, gpus = told("nodes=2", "num_microbatches=8", "+trainer.gpus=2")
+    assert nodes == "nodes=2: no such key; did you mean cluster.nodes?"
+    assert microbatches == "num_microbatches=8: no such key; did you mean strategy.microbatches?"
+    assert gpus == "trainer.gpus=2: set by the recipe; use cluster.devices"
+
+
 def test_names_and_values_are_told_in_one_round() -> None:
     value, name, rule = told("optimizer.lrr=1", "model.dropout=2", "model.heads=3")
     assert name.startswith("optimizer.lrr=1: no such key") and value.startswith("model.dropout=2: not a value")
