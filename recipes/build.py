@@ -19,6 +19,7 @@ from lightning.pytorch.callbacks import Callback, Checkpoint, LearningRateMonito
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.profilers import AdvancedProfiler, Profiler, SimpleProfiler
 from lightning.pytorch.strategies import Strategy
+from lightning_utilities.core.rank_zero import rank_zero_info
 from torch.profiler import ProfilerActivity, profile, schedule
 from typing_extensions import override
 
@@ -97,9 +98,10 @@ def compile_layers(module: L.LightningModule) -> None:
     inside = {id(part) for layer in found for part in layer.modules() if part is not layer}
     if not found:
         raise ValueError("compile=true: the model has no nn.ModuleList of layers: call compile() inside the module.")
-    for layer in found:
-        if id(layer) not in inside:
-            layer.compile()
+    outer = [layer for layer in found if id(layer) not in inside]
+    for layer in outer:
+        layer.compile()
+    rank_zero_info(f"compile=true: the first step compiles {len(outer)} layers, which may take minutes.")
 
 
 def disk_offload(trainer: L.Trainer) -> AbstractContextManager[Any]:
