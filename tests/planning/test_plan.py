@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from itertools import pairwise
-from typing import Any
+from typing import Any, ClassVar
 
 import lightning as L
 import pytest
@@ -27,16 +28,44 @@ from tests.pool import WorkerPool
 class Sleeping(torch.autograd.Function):
     """Takes so many seconds forward, and twice as many backward."""
 
+    sleep: ClassVar[Callable[[float], None]] = time.sleep
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, seconds: float) -> Tensor:
         ctx.seconds = seconds
-        time.sleep(seconds)
+        Sleeping.sleep(seconds)
         return x.clone()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        time.sleep(2 * ctx.seconds)
+        Sleeping.sleep(2 * ctx.seconds)
         return gradient, None
+
+
+class OwnTime:
+    """A clock that goes on where something sleeps, and by next to nothing each time that somebody looks: what is
+    measured with it is the same on a busy machine."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def perf_counter(self) -> float:
+        self.now += 1e-7
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+@pytest.fixture
+def own_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers are timed by a clock of this test's, and messages take no time."""
+    clock = OwnTime()
+    monkeypatch.setattr(Sleeping, "sleep", clock.sleep)
+    monkeypatch.setattr(devices, "time", clock)
+    monkeypatch.setattr(devices, "kept_waiting", lambda: 0.0)
+    monkeypatch.setattr(devices, "over_gloo", lambda: {"message": (0.0, 1e12)})
+    monkeypatch.setattr(Device, "speed", lambda self, computing: 1.0)  # asleep, nobody needs a core
 
 
 class Sleeper(nn.Module):
@@ -49,6 +78,14 @@ class Sleeper(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return Sleeping.apply(x * self.weight, self.seconds * len(x))
+
+
+class Halves(Sleeper):
+    """Sleeps as long for the gradient of its weight."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        seconds = self.seconds * len(x)
+        return Sleeping.apply(x, seconds) * Sleeping.apply(self.weight, seconds)
 
 
 class Sleepers(L.LightningModule):
@@ -87,24 +124,24 @@ class Manual(Blocks):
 
 
 SLEEP = 0.01  # seconds
+RUNS = 10  # at most, until one is undisturbed
 
 
-def test_the_time_is_that_of_the_simulation_with_known_times(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("own_time")
+def test_the_time_is_that_of_the_simulation_with_known_times() -> None:
     """Each layer sleeps for each sample, so each schedule takes what the simulator says."""
-    monkeypatch.setattr(Device, "speed", lambda self, computing: 1.0)  # asleep, nobody needs a core
-    monkeypatch.setattr(devices, "over_gloo", lambda: {"message": (0.0, 1e12)})
     rows = plan(Sleepers(*[SLEEP] * 4), torch.randn(8, 4), devices=4).rows
     pipelines = [row for row in rows if row.choice.is_pipeline and not row.choice.is_late and row.choice.stages == 4]
     assert {row.strategy for row in pipelines} >= {"pipeline_gpipe", "pipeline_1f1b"}
     for row in pipelines:
         each = SLEEP * 8 / row.choice.microbatches
         known = simulate(row.choice.schedule(), each, 2 * each)
-        assert row.time.computing + row.time.waiting == pytest.approx(known.makespan, rel=0.3), row.choice
-        assert row.time.bubble == pytest.approx(known.bubble, abs=0.1), row.choice
+        assert row.time.computing + row.time.waiting == pytest.approx(known.makespan, rel=0.02), row.choice
+        assert row.time.bubble == pytest.approx(known.bubble, abs=0.02), row.choice
     by_count = {row.choice.microbatches: row.time.total for row in pipelines if row.strategy == "pipeline_1f1b"}
     assert by_count[8] < by_count[4]  # the bubble is smaller
     ddp = next(row for row in rows if row.strategy == "ddp")
-    assert ddp.time.computing == pytest.approx(3 * 4 * SLEEP * 2, rel=0.3)
+    assert ddp.time.computing == pytest.approx(3 * 4 * SLEEP * 2, rel=0.02)
 
 
 class Clock(Callback):
@@ -126,27 +163,36 @@ def measured(choice: Choice, seconds: list[float]) -> float:
     return min(after - before for before, after in pairwise(clock.ends[1:]))
 
 
-def test_a_run_takes_the_time_that_was_planned(pool: WorkerPool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Messages take a few milliseconds of the run's half second, so they are left out of the plan."""
-    monkeypatch.setattr(Device, "speed", lambda self, computing: 1.0)  # asleep, nobody needs a core
-    monkeypatch.setattr(devices, "over_gloo", lambda: {"message": (0.0, 1e12)})
+@pytest.mark.usefixtures("own_time")
+def test_a_run_takes_the_time_that_was_planned(pool: WorkerPool) -> None:
+    """No run is shorter. Messages take a few milliseconds of its half second, which aren't planned; what other programs
+    take is in some runs and not in all."""
     seconds = [SLEEP] * 4
     rows = plan(Sleepers(*seconds), torch.randn(8, 4), devices=2).rows
     for strategy in ("pipeline_gpipe", "pipeline_1f1b", "fully_sharded"):
         row = next(each for each in rows if each.strategy == strategy)
-        found = max(pool.run(measured, 2, row.choice, seconds, init=False))
-        assert row.time.total == pytest.approx(found, rel=0.3), strategy
+        for _ in range(RUNS):
+            found = max(pool.run(measured, 2, row.choice, seconds, init=False))
+            assert found > 0.95 * row.time.total, strategy
+            if found < 1.3 * row.time.total:
+                break
+        else:
+            pytest.fail(f"{strategy}: {found:.3f} s, not {row.time.total:.3f}")
 
 
+@pytest.mark.usefixtures("own_time")
 def test_halves_of_a_backward_are_timed() -> None:
-    """A layer of a user's own function has all of it in the first half; a product of matrices about a half there."""
+    """A layer of a user's own function has all of it in the first half; of others a half begins there."""
     rows = plan(Sleepers(*[0.005] * 4), torch.randn(8, 4), devices=2).rows
     asleep = next(row.chunks for row in rows if row.strategy == "pipeline_zbv")
     assert all(chunk.first > 0.9 for chunk in asleep[1:])
-    wide = next(row.chunks for row in plan(Products(), torch.randn(512, 256), devices=2).rows if row.choice.is_pipeline)
-    assert 0.3 < wide[-1].first < 0.8
+    halves = Sleepers()
+    halves.layers.extend(Halves(0.005) for _ in range(4))
+    found = next(row.chunks for row in plan(halves, torch.randn(8, 4), devices=2).rows if row.choice.is_pipeline)
+    assert found[-1].first == pytest.approx(0.5, abs=1e-3)
 
 
+@pytest.mark.usefixtures("own_time")
 def test_cuts_are_moved_by_time() -> None:
     """By parameters the layers are equal."""
     rows = plan(Sleepers(0.001, 0.001, 0.001, 0.003), torch.randn(8, 4), devices=2).rows
@@ -179,6 +225,7 @@ class Pair(nn.Module):
         return x
 
 
+@pytest.mark.usefixtures("own_time")
 def test_cuts_are_moved_by_time_where_parameters_are_in_parts_of_a_layer() -> None:
     """By parameters the last layer is cut in two."""
     module = Sleepers(0.003, 0.001, 0.001)
@@ -199,7 +246,7 @@ def test_layouts_fill_all_devices() -> None:
     assert Choice("pipeline_1f1b", 2, tensor=2, microbatches=4) in found
     assert {choice.data for choice in found if choice.strategy == "tensor_parallel"} == {1, 2}
     assert max(tensor_sizes(1024)) == 8  # a node
-    assert max(choice.stages for choice in choices(1024, 4096, layers=80)) == 64
+    assert max(choice.stages for choice in choices(1024, 64, layers=80)) == 64
     assert {choice.strategy for choice in choices(4, 3)} >= {"pipeline_1f1b"}
     assert not {"ddp", "fully_sharded"} & {choice.strategy for choice in choices(4, 3)}  # a replica has no sample
     in_a_v = {choice.strategy for choice in choices(2, 4) if choice.microbatches == 2 and choice.stages == 2}
@@ -207,27 +254,27 @@ def test_layouts_fill_all_devices() -> None:
 
 
 def test_refusals_name_what_is_in_the_way() -> None:
-    manual = plan(Manual(), Manual.batches()[0], devices=2)
+    manual = plan(Manual(), Manual.batches()[0], devices=2, device="h100")
     assert {row.strategy for row in manual.rows} == {"ddp", "fully_sharded", "tensor_parallel"}
     assert "automatic_optimization" in manual.refused["pipeline_1f1b, 2 stages"]
-    tied = plan(Words(), Words.batches()[0], devices=2)
+    tied = plan(Words(), Words.batches()[0], devices=2, device="h100")
     assert "embed.weight" in tied.refused["pipeline_async, 2 stages"]
-    unpaired = plan(Sleepers(0.0, 0.0), torch.randn(8, 4), devices=2)
+    unpaired = plan(Sleepers(0.0, 0.0), torch.randn(8, 4), devices=2, device="h100")
     assert "plan" in unpaired.refused["2 tensor ranks"]
-    few = plan(Sleepers(0.0, 0.0, 0.0), torch.randn(8, 4), devices=4)
+    few = plan(Sleepers(0.0, 0.0, 0.0), torch.randn(8, 4), devices=4, device="h100")
     assert "stages=4" in few.refused["pipeline_1f1b, 4 stages"]
     assert any(row.choice.stages == 2 for row in few.rows)
 
 
 def test_late_gradients_are_never_taken_unasked() -> None:
-    found = plan(Blocks(), Blocks.batches()[0], devices=2)
+    found = plan(Blocks(), Blocks.batches()[0], devices=2, device="h100")
     late = [row.choice.is_late for row in found.rows]
     assert late == sorted(late) and any(late)
     assert not found.best.choice.is_late
 
 
 def test_what_does_not_fit_names_the_nearest_layout() -> None:
-    found = plan(Blocks(), Blocks.batches()[0], devices=2, memory="1KiB")
+    found = plan(Blocks(), Blocks.batches()[0], devices=2, memory="1KiB", device="h100")
     assert not found.rows
     least = min(row.needed for row in found.found if not row.choice.is_late)
     with pytest.raises(ValueError, match="memory=1 KiB") as error:
@@ -238,10 +285,10 @@ def test_what_does_not_fit_names_the_nearest_layout() -> None:
 
 def test_less_memory_takes_checkpointing_or_other_layouts() -> None:
     """What fits, fits with the margin; what needs more is out."""
-    everything = plan(Blocks(), Blocks.batches()[0], devices=2)
+    everything = plan(Blocks(), Blocks.batches()[0], devices=2, device="h100")
     sizes = sorted(row.needed for row in everything.rows)
     limit = f"{sizes[len(sizes) // 2] / 2**10:.3f}KiB"
-    some = plan(Blocks(), Blocks.batches()[0], devices=2, memory=limit)
+    some = plan(Blocks(), Blocks.batches()[0], devices=2, memory=limit, device="h100")
     assert some.limit is not None
     assert {row.needed <= some.limit for row in some.rows} == {True}
     assert len(some.rows) < len(some.found)
@@ -268,7 +315,7 @@ class Untraceable(Products):
 
 
 def test_a_step_that_cannot_be_traced_is_refused_on_any_layout() -> None:
-    found = plan(Untraceable(), torch.randn(8, 256), devices=2)
+    found = plan(Untraceable(), torch.randn(8, 256), devices=2, device="h100")
     assert not found.found
     assert {"ddp, 2 replicas", "fully_sharded, 2 replicas"} <= set(found.refused)
 
@@ -282,7 +329,7 @@ class Normalised(Products):
 
 
 def test_a_layer_that_needs_several_samples_is_planned() -> None:
-    found = plan(Normalised(), torch.randn(8, 256), devices=2)
+    found = plan(Normalised(), torch.randn(8, 256), devices=2, device="h100")
     assert {"ddp", "fully_sharded", "pipeline_1f1b"} <= {row.strategy for row in found.found}
 
 
@@ -352,6 +399,7 @@ def test_a_described_device_needs_no_times() -> None:
     assert "data sheet" in str(found)
 
 
+@pytest.mark.usefixtures("untimed")
 def test_the_module_stays_as_it_is() -> None:
     module = Blocks()
     before = {name: value.clone() for name, value in module.state_dict().items()}
@@ -379,11 +427,12 @@ class Made(Blocks):
 
 def test_what_lightning_does_before_a_step_is_done() -> None:
     x, y = Blocks.batches()[0]
-    found = plan(Made(), {"x": x, "y": y}, devices=2)
+    found = plan(Made(), {"x": x, "y": y}, devices=2, device="h100")
     assert not set(found.refused) - {"2 tensor ranks"}
     assert found.best.memory.parameters > 0
 
 
+@pytest.mark.usefixtures("untimed")
 @pytest.mark.parametrize("device", ["here", "h100"])
 def test_the_random_generators_stay_as_they_are(device: str) -> None:
     module, (x, y) = Made(), Made.batches()[0]
@@ -410,7 +459,7 @@ def test_a_step_that_no_layout_can_train_is_refused_on_each(devices: int) -> Non
 
 
 def test_the_text_has_the_command() -> None:
-    found = plan(Blocks(), Blocks.batches()[0], devices=2)
+    found = plan(Blocks(), Blocks.batches()[0], devices=2, device="h100")
     assert f"lp-train {' '.join(found.best.overrides)}" in str(found)
     assert found.best.overrides[0] == f"strategy={found.best.strategy}"
     assert repr(found) == str(found)

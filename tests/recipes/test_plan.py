@@ -20,7 +20,7 @@ DIGITS = ["model=mlp", "data=digits", "trainer.accelerator=cpu", *QUIET]
 
 
 def test_the_first_row_is_left_for_the_run(pool: WorkerPool, tmp_path: Path) -> None:
-    words = [*DIGITS, "strategy=single", "+command=plan", "plan.devices=2", "plan.memory=1GiB"]
+    words = [*DIGITS, "strategy=single", "+command=plan", "plan.devices=2", "plan.memory=1GiB", "plan.device=h100"]
     folder = done(pool, composed(*words, folder=tmp_path))
     said = json.loads((folder / record.PLAN).read_text())
     taken = said["best"]
@@ -31,8 +31,9 @@ def test_the_first_row_is_left_for_the_run(pool: WorkerPool, tmp_path: Path) -> 
 
 
 def test_what_does_not_fit_ends_in_an_error(pool: WorkerPool, tmp_path: Path) -> None:
+    words = [*DIGITS, "strategy=single", "+command=plan", "plan.memory=1KiB", "plan.device=h100"]
     with pytest.raises(Exception, match="memory=1 KiB: no layout"):
-        done(pool, composed(*DIGITS, "strategy=single", "+command=plan", "plan.memory=1KiB", folder=tmp_path))
+        done(pool, composed(*words, folder=tmp_path))
 
 
 def test_values_are_checked() -> None:
@@ -50,9 +51,10 @@ def test_the_command_line_is_that_of_train(monkeypatch: pytest.MonkeyPatch) -> N
     assert config["strategy"] == {"_target_": None}
 
 
+@pytest.mark.programs
 def test_auto_trains_what_the_plan_takes(tmp_path: Path) -> None:
-    words = [*DIGITS, "trainer=smoke", "strategy=auto", "cluster.devices=2", f"hydra.run.dir={tmp_path}/run"]
-    given = [*words, f"paths.data_dir={tmp_path}/data"]
+    words = [*DIGITS, "trainer=smoke", "strategy=auto", "plan.device=h100", "cluster.devices=2"]
+    given = [*words, f"hydra.run.dir={tmp_path}/run", f"paths.data_dir={tmp_path}/data"]
     command = [sys.executable, "-m", "recipes.train", *given]
     ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=250)
     assert ran.returncode == 0, ran.stderr
