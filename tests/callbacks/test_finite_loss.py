@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 import warnings
 from typing import Any
 
@@ -110,9 +109,7 @@ OFTEN = ("single", "ddp", "asynchronous replicas")
 def test_all_ranks_end_after_the_same_batch_with_the_same_error(pool: WorkerPool, name: str) -> None:
     world = WORLDS[name]
     ahead = 3 if "asynchronous" in name else 0  # the next look after two batches
-    start = time.monotonic()
     found = pool.run(stop, world, name, 4, 3, float("nan"), None, {}, init=False)
-    assert time.monotonic() - start < 60
     ended, errors, said, updates = zip(*found, strict=True)
     assert set(ended) == {8 + ahead}  # looks after 3, 6, 9 batches; the error comes before the module's own hook
     assert "asynchronous" not in name or set(updates) == {9 + ahead}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import lightning as L
@@ -13,6 +12,7 @@ from lightning.pytorch.loggers.logger import DummyLogger
 from torch.utils.data import DataLoader
 
 from lightning_parallel import PerformanceMonitor
+from lightning_parallel.callbacks import performance_monitor
 from lightning_parallel.callbacks.performance_monitor import _texts, content
 from tests.flops import flop_counter
 from tests.pool import WorkerPool
@@ -81,11 +81,25 @@ def test_a_training_has_the_same_numbers_with_and_without(pool: WorkerPool) -> N
     assert all(torch.equal(plain.weights[name], weight) for name, weight in watched.weights.items())
 
 
+class Clock:
+    """Goes on by a millisecond whenever the monitor looks at it."""
+
+    now = 0.0
+
+    def monotonic(self) -> float:
+        self.now += 1e-3
+        return self.now
+
+
 class Sleeps(BoringModel):
     """Its validation takes its time."""
 
+    def __init__(self, clock: Clock) -> None:
+        super().__init__()
+        self.clock = clock
+
     def validation_step(self, batch: Any, batch_idx: int) -> None:
-        time.sleep(1)
+        self.clock.now += 1.0
 
 
 class Given(BoringModel):
@@ -103,8 +117,10 @@ def fit(module: L.LightningModule, peak: float | None = PEAK, **given: Any) -> d
     return kept.figures
 
 
-def test_validation_does_not_count() -> None:
-    (found,) = fit(Sleeps(), limit_val_batches=1).values()
+def test_validation_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    monkeypatch.setattr(performance_monitor, "time", clock)
+    (found,) = fit(Sleeps(clock), limit_val_batches=1).values()
     assert found["samples_per_second"] > 4  # four batches of one sample
 
 

@@ -46,13 +46,11 @@ def test_another_balance_is_refused(balance: Balance) -> None:
 
 
 def test_a_deep_model_is_cut_for_many_stages_in_no_time() -> None:
-    costs, times = [10**6 + 977 * (i * i % 1009) for i in range(400)], []
-    for _ in range(3):
-        start = time.perf_counter()
-        bounds = balanced(costs, 32, [True] * 400)
-        times.append(time.perf_counter() - start)
+    costs = [10**6 + 977 * (i * i % 1009) for i in range(400)]
+    start = time.thread_time()  # other programs' isn't in it
+    bounds = balanced(costs, 32, [True] * 400)
+    assert time.thread_time() - start < 2, "it takes 0.05 s; by loops it took 5 s"
     assert len(set(bounds)) == 33
-    assert min(times) < 0.5, "it takes 0.05 s on an idle core; by loops it took 5 s"
 
 
 def test_the_split_is_the_best_of_all() -> None:

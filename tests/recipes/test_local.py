@@ -97,28 +97,28 @@ def worker() -> Iterator[subprocess.Popen[bytes]]:
     process.wait()
 
 
-def seconds_until(happens: Callable[[], object]) -> float:
-    begin = time.monotonic()
+def wait_until(happens: Callable[[], object]) -> None:
+    """At most as long as pytest lets a test run."""
     while not happens():
-        assert time.monotonic() < begin + 30
         time.sleep(0.05)
-    return time.monotonic() - begin
 
 
 def test_after_an_error_a_stopped_worker_is_killed_at_once(tmp_path: Path, worker: subprocess.Popen[bytes]) -> None:
     worker.send_signal(signal.SIGSTOP)
-    seconds_until(lambda: psutil.Process(worker.pid).status() == psutil.STATUS_STOPPED)
-    with watch.watched(tmp_path, patience=20) as ended:
+    wait_until(lambda: psutil.Process(worker.pid).status() == psutil.STATUS_STOPPED)
+    with watch.watched(tmp_path, patience=3600) as ended:
         time.sleep(1.5)
         assert worker.poll() is None  # so far, it may be continued
         (tmp_path / "error.json").touch()
-        assert seconds_until(lambda: worker.poll() is not None) < 10
+        wait_until(lambda: worker.poll() is not None)
     assert (worker.poll(), ended) == (-signal.SIGKILL, watch.Ended(stopped={worker.pid}))
 
 
 def test_others_get_some_seconds_to_end_themselves(tmp_path: Path, worker: subprocess.Popen[bytes]) -> None:
     (tmp_path / "0").mkdir()
     (tmp_path / "0" / "error.json").touch()
+    begin = time.monotonic()
     with watch.watched(tmp_path, patience=2) as ended:
-        assert seconds_until(lambda: worker.poll() is not None) > 1
+        wait_until(lambda: worker.poll() is not None)
+        assert time.monotonic() - begin > 1
     assert (worker.poll(), ended) == (-signal.SIGKILL, watch.Ended(slow={worker.pid}))

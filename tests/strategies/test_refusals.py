@@ -322,11 +322,9 @@ def fit_returning(strategy: str, what: str) -> None:
 def test_a_step_without_a_loss_is_refused_and_ends_all_stages(
     pool: WorkerPool, strategy: str, what: str, words: list[str]
 ) -> None:
-    start = time.monotonic()
     last, *others = pool.run(fit_returning, 3, strategy, what, init=False, expect_errors=True, timeout=LIMIT)
     assert_refused([last], "RuntimeError", words)
     assert_lost(others)
-    assert time.monotonic() - start < LIMIT
 
 
 class Fails(Observed):
@@ -373,14 +371,12 @@ def fit_failing(strategy: str, stage: int, place: str, how: str, checkpoint: str
 def test_an_error_on_one_stage_ends_the_others_within_seconds(
     pool: WorkerPool, tmp_path: Any, strategy: str, stage: int, place: str
 ) -> None:
-    start = time.monotonic()
     failures = pool.run(
         fit_failing, 3, strategy, stage, place, "raises", str(tmp_path), init=False, expect_errors=True, timeout=LIMIT
     )
     rank = 2 - stage
     assert 'KeyError: "a mistake in the user\'s layer"' in failures[rank]
     assert_lost(failures[:rank] + failures[rank + 1 :])
-    assert time.monotonic() - start < LIMIT
     kept = sorted(path.name for path in tmp_path.iterdir())
     assert all("exception" not in name and "tmp" not in name for name in kept), kept
 
@@ -392,14 +388,12 @@ def test_an_error_on_one_stage_ends_the_others_within_seconds(
 def test_a_rank_that_dies_ends_the_others_within_seconds(
     pool: WorkerPool, tmp_path: Any, strategy: str, stage: int, place: str
 ) -> None:
-    start = time.monotonic()
     failures = pool.run(
         fit_failing, 3, strategy, stage, place, "dies", str(tmp_path), init=False, expect_errors=True, timeout=LIMIT
     )
     rank = 2 - stage
     assert "exit code 3" in failures[rank]
     assert_lost(failures[:rank] + failures[rank + 1 :])
-    assert time.monotonic() - start < LIMIT
 
 
 def fit_while_one_is_silent(strategy: str) -> None:
