@@ -46,18 +46,11 @@ ALWAYS = [
 # gpipe has the chunks of 1f1b, interleaved as many as zbv, vmin the V of zbv. Stages of replicas or shards are those of
 # 1f1b, and the shards those of tensor.
 LIKE_OTHERS = [
-    ("Language", "gpipe", "clipping by norm"),  # tied weights count once in a norm
     ("Perceptron", "gpipe", "all"),
     ("Language", "interleaved", "groups"),  # chunks of both stages have tied weights
-    ("Skipping", "interleaved", "clipping by norm"),
     ("Perceptron", "interleaved", "all"),
     ("Skipping", "vmin", "accumulation"),  # three stages, which the skips pass by
-    ("ResNet", "vmin", "all"),
-    ("Language", "pipeline x tensor", "clipping by norm"),  # over both axes
-    ("Loose", "pipeline x tensor", "early optimizer"),
-    ("TwoTerms", "pipeline x tensor", "all"),
-    ("Language", "pipeline x data", "clipping by norm"),
-    ("ResNet", "pipeline x data", "early optimizer"),
+    ("Language", "pipeline x tensor", "clipping by norm"),  # over both axes, where tied weights count once
     ("Loose", "pipeline x data", "all"),
     ("ResNet", "replicas", "clipping by norm"),
     ("TwoOptimizers", "replicas", "groups"),
