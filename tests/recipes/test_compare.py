@@ -230,7 +230,9 @@ def test_the_layouts_are_planned_by_one_process(
         pool.run(work.main, processes, config_file.read_text(), init=False)
 
     monkeypatch.setattr(LocalLauncher, "launch", launch)
-    reference, _ = configs([*TINY, f"paths.data_dir={tmp_path}/data"], ["single", "ddp"], tmp_path)
+    reference, _ = configs(
+        [*TINY, "plan.device=h100", f"paths.data_dir={tmp_path}/data"], ["single", "ddp"], tmp_path
+    )
     found = run.plan(reference)
     assert {row["overrides"][0] for row in found} >= {"strategy=ddp", "strategy=pipeline_1f1b"}
     assert all(row["seconds"] > 0 and row["bytes"] > 0 for row in found)

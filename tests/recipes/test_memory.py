@@ -19,7 +19,6 @@ from recipes.compare.measure import forget_peak, peak_resident, resident
 from recipes.models.gpt import GPT
 from tests.pool import WorkerPool
 from tests.strategies.models import Rows
-from tests.thorough import thorough
 
 MIB = 2**20
 LAYERS, WIDTH, TIME, SAMPLES = 24, 512, 64, 4  # 290 MiB of parameters
@@ -77,8 +76,9 @@ def memory(tensor: bool, precision: Any) -> tuple[int, int, int, int]:
     return start.peak - before, peak_resident() - before, sum(parameters), max(parameters)
 
 
+@pytest.mark.thorough  # bytes of parameters, gradients and states: tests/planning/test_memory.py
 @pytest.mark.parametrize(("ranks", "tensor", "precision"), [
-    (2, False, "32-true"), *thorough((4, False, "32-true"), (2, True, "32-true"), (2, False, "bf16-true")),
+    (2, False, "32-true"), (4, False, "32-true"), (2, True, "32-true"), (2, False, "bf16-true"),
 ])  # fmt: skip
 def test_a_rank_needs_memory_for_its_own_part(pool: WorkerPool, ranks: int, tensor: bool, precision: Any) -> None:
     (layer,) = pool.run(saved_by_a_layer, 1, init=False)  # in float32

@@ -22,7 +22,7 @@ def train_announced(*args: Any, **kwargs: Any) -> Report:
         return train(*args, **kwargs)
 
 
-@pytest.mark.parametrize(("stages", "schedule"), [(2, "zbv"), (3, "interleaved"), *thorough((2, "1f1b"))])
+@pytest.mark.parametrize(("stages", "schedule"), [(2, "zbv"), *thorough((3, "interleaved"), (2, "1f1b"))])
 def test_announced_messages_train_as_in_one_process(pool: WorkerPool, single: Any, stages: int, schedule: str) -> None:
     options = {"schedule": schedule, "microbatches": 4}
     assert_equal(pool.run(train_announced, stages, "Blocks", "sync", options, init=False), single("Blocks"))

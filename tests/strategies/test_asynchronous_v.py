@@ -259,20 +259,3 @@ def test_a_parameter_that_another_chunk_begins_to_read_is_not_silently_left_out(
     found = pool.run(train, 2, ReadLate, "async", options, init=False, timeout=LIMIT, expect_errors=True)
     assert_refused(found[:1], "RuntimeError", ["'net.1.0.weight'", "in each step"])
     assert_lost(found[1:])
-
-
-# -- drains -----------------------------------------------------------------------------------------------------------
-
-
-def train_with_validations(model: str, options: dict[str, Any], every: int) -> Report:
-    torch.set_default_dtype(torch.float64)
-    module = MODELS[model]()
-    trainer = make_trainer("async", [], options, val_check_interval=every, max_epochs=1)
-    trainer.fit(module, MODELS[model].loader(), MODELS[model].loader())
-    return Report(weights={name: p.detach().clone() for name, p in here(module).items()})
-
-
-def test_with_a_drain_after_each_batch_the_numbers_are_those_of_one_process(pool: WorkerPool) -> None:
-    reports = pool.run(train_with_validations, 2, "GPT2", {"microbatches": 2, "schedule": "vmin"}, 1, init=False)
-    [plain] = pool.run(train, 1, "GPT2", init=False)
-    assert largest_difference(joined(reports, "weights"), plain.weights) < EXACT

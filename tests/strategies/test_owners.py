@@ -26,7 +26,7 @@ from tests.thorough import thorough
 from tests.zoo.outcome import Outcome
 
 # Under other layouts, LAMB's state goes from one to the next below; refusals are in test_optimizers.py.
-SOME = {"Muon": ["stages x tensor", "late stages"], "Prodigy": ["fully sharded"]}
+SOME = {"Muon": ["stages x tensor", "late stages"]}
 
 
 # The table of docs/optimizers.md.

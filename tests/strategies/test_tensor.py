@@ -173,7 +173,7 @@ def test_a_penalty_on_shards_is_told_by_name_however_small(pool: WorkerPool, mod
         assert "training_step reads '" in str(error) and name in str(error) and "weight_decay" in str(error)
 
 
-@pytest.mark.parametrize(("strategy", "ranks"), [("tensor", 2), ("async", 4), *thorough(("sync", 4))])
+@pytest.mark.parametrize(("strategy", "ranks"), [("tensor", 2), *thorough(("async", 4), ("sync", 4))])
 def test_ranks_that_come_to_different_losses_are_told_both(pool: WorkerPool, strategy: str, ranks: int) -> None:
     options = {"tensor_parallel": 2} | ({} if strategy == "tensor" else {"microbatches": 2})
     errors = pool.run(train, ranks, "DrawsByRank", strategy, options, init=False, expect_errors=True)
@@ -181,7 +181,7 @@ def test_ranks_that_come_to_different_losses_are_told_both(pool: WorkerPool, str
     assert len(errors) == ranks and len(told) >= 2 and all("random numbers" in text for text in told)
 
 
-@pytest.mark.parametrize(("strategy", "ranks"), [("tensor", 2), ("sync", 4)])
+@pytest.mark.parametrize(("strategy", "ranks"), [("tensor", 2), *thorough(("sync", 4))])
 def test_validation_is_compared_too(pool: WorkerPool, strategy: str, ranks: int) -> None:
     options = {"tensor_parallel": 2} | ({} if strategy == "tensor" else {"microbatches": 2})
     errors = pool.run(train, ranks, "DrawsInValidation", strategy, options, init=False, expect_errors=True)
