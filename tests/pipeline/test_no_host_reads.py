@@ -29,6 +29,7 @@ from lightning_parallel.ranks.layout import Layout
 from lightning_parallel.schedules.actions import Step, placement
 from lightning_parallel.schedules.named import SCHEDULES
 from tests.pool import WorkerPool
+from tests.thorough import thorough
 
 GPU = torch.device("meta")
 STAGES, MICROBATCHES = 2, 4
@@ -139,7 +140,7 @@ def run(name: str) -> list[int]:
     return [both - one for both, one in zip(sent, first, strict=True)]
 
 
-@pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved", "zbv"])
+@pytest.mark.parametrize("name", ["1f1b", "zbv", *thorough("gpipe", "interleaved")])
 def test_a_step_reads_no_value_from_its_device(pool: WorkerPool, name: str) -> None:
     """In the second batch each message has one announcement."""
     counts = pool.run(run, STAGES, name)
