@@ -8,8 +8,9 @@ from functools import cache
 from typing import Any, Literal
 
 from lightning_parallel.ranks.layout import Placement
-from lightning_parallel.schedules.actions import Schedule, placement
+from lightning_parallel.schedules.actions import Schedule
 from lightning_parallel.schedules.named import SCHEDULES, asynchronous
+from lightning_parallel.schedules.order import Order
 
 _SYNCHRONOUS = ("gpipe", "1f1b", "interleaved", "zbv", "vhalf", "vmin")
 _A_STAGE, _OF_MANY = (1, 2, 4, 8), (2, 8)  # microbatches that are tried, for each stage
@@ -73,11 +74,15 @@ class Choice:
         """The stage of each chunk."""
         if not self.is_pipeline:
             return (0,)
-        return tuple(range(self.stages)) if self.is_late else placement(self.schedule())
+        return tuple(range(self.stages)) if self.is_late else self.order().places
 
-    def schedule(self, updates: int = 1) -> Schedule:
+    def order(self, updates: int = 1) -> Order:
         """The lists of a pipeline's stages. Those of the asynchronous one are of several updates, with the drain."""
-        return _lists(self.strategy.removeprefix("pipeline_"), self.stages, self.microbatches, updates)
+        return _order(self.strategy.removeprefix("pipeline_"), self.stages, self.microbatches, updates)
+
+    def schedule(self) -> Schedule:
+        """The lists of a pipeline's stages, of one update."""
+        return self.order().schedule
 
     def __str__(self) -> str:
         sizes = {"stages": self.stages, "replicas": self.data, "tensor ranks": self.tensor}
@@ -87,10 +92,10 @@ class Choice:
 
 
 @cache
-def _lists(name: str, stages: int, microbatches: int, updates: int) -> Schedule:
+def _order(name: str, stages: int, microbatches: int, updates: int) -> Order:
     if name == "async":
-        return asynchronous(stages, microbatches, updates)
-    return SCHEDULES[name](stages, microbatches)
+        return Order(asynchronous(stages, microbatches, updates))
+    return Order(SCHEDULES[name](stages, microbatches))
 
 
 def tensor_sizes(devices: int) -> list[int]:

@@ -19,11 +19,10 @@ from torch.optim import Optimizer
 from lightning_parallel.callbacks.start_table import state_bytes
 from lightning_parallel.cuts.partition import Partition
 from lightning_parallel.planning.layouts import Choice
-from lightning_parallel.planning.moments import fullest
+from lightning_parallel.planning.moments import held_and_fullest
 from lightning_parallel.planning.profile import ChunkCost
 from lightning_parallel.private.torch import tree_leaves
 from lightning_parallel.schedules.asynchronous import AsyncOneFOneB
-from lightning_parallel.schedules.simulate import most_held
 from lightning_parallel.strategies.fully_sharded import find_units
 
 _BUCKET = 25 * 2**20  # bytes of gradients that are averaged at a time
@@ -142,18 +141,10 @@ def on_each_stage(
         trained = {n: p for n, p in held.items() if p.requires_grad}
         gradients = sum(round(p.nbytes * part_of[n]) for n, p in trained.items())
         buffers = {n: b for n, b in tensors.buffers.items() if not choice.is_pipeline or stage in parts.holders_of(n)}
-        own = parts.chunks_of(stage)
         copies = outside = 0
         if choice.is_late:
-            ahead = AsyncOneFOneB(choice.stages, stage).warmup
-            activations = (1 + ahead) * sum(chunks[c].held for c in own)
-            late = math.ceil(ahead / choice.microbatches)
+            late = math.ceil(AsyncOneFOneB(choice.stages, stage).warmup / choice.microbatches)
             copies = (late + (late > 0)) * gradients  # versions, and what corrected forwards read
-        elif choice.is_pipeline:
-            between = [each.between for each in chunks]
-            activations = most_held(choice.schedule()[stage], [each.held for each in chunks], between)
-        else:
-            activations = chunks[0].held
         if choice.strategy == "ddp":
             copies = gradients  # its buckets
         elif choice.strategy == "fully_sharded":
@@ -164,7 +155,7 @@ def on_each_stage(
         optimizer = sum(state.of(n, part_of[n]) for n in trained)
         largest = max((round(p.nbytes * part_of[n]) for n, p in trained.items()), default=0)
         whole = outside + sum(units[:1])  # gradients that aren't divided yet
-        moment = fullest(choice, stage, chunks, gradients, activations, largest, whole)
+        activations, moment = held_and_fullest(choice, stage, chunks, gradients, largest, whole)
         working = batch + moment - gradients - activations
         found.append(
             Memory(parameters, _nbytes(buffers.values()), gradients, optimizer, activations, copies, working)

@@ -16,8 +16,8 @@ from lightning_parallel.planning.layouts import Choice
 from lightning_parallel.planning.memory import Memory
 from lightning_parallel.planning.profile import ChunkCost
 from lightning_parallel.planning.sharing import simulate_shared
-from lightning_parallel.schedules.actions import Schedule, Step
-from lightning_parallel.schedules.simulate import Simulation, repeated, simulate
+from lightning_parallel.schedules.actions import Step
+from lightning_parallel.schedules.simulate import repeated
 from lightning_parallel.steps.between_batches import gained
 
 OF_BATCH = 4e-3  # seconds of Lightning's hooks and loops for a batch
@@ -81,11 +81,10 @@ def of_step(
         messages = slower * _of_replicas(choice, device, memory[0], len(parts.layers) + 1, forward, backward)
         return StepTime(forward + backward - sums, 0.0, sums + messages, slower * updates[0], slower * OF_BATCH)
     added = OF_FORWARD if choice.stages > 1 else 0.0
-    goes_on = not (waits or choice.is_late) and gained(choice.schedule()) > 0
-    simulation, batches = _simulated(choice, device, chunks, updates, added, goes_on)
-    busiest = max(range(choice.stages), key=lambda stage: simulation.busy[stage])
-    period = _period(simulation, batches)
-    busy = simulation.busy[busiest] / len([t for t in simulation.rows[busiest] if isinstance(t.action, Step)])
+    goes_on = not (waits or choice.is_late) and gained(choice.order()) > 0
+    busy_of, period = _simulated(choice, device, chunks, updates, added, goes_on)
+    busiest = max(range(choice.stages), key=lambda stage: busy_of[stage])
+    busy = busy_of[busiest]
     overhead = added * choice.microbatches * len(parts.chunks_of(busiest))
     messages = exchanged = choice.microbatches * sum(chunks[c].messages for c in parts.chunks_of(busiest))
     if choice.data > 1:
@@ -126,32 +125,33 @@ def _simulated(
     updates: Sequence[float],
     added: float,
     goes_on: bool,
-) -> tuple[Simulation, int]:
-    """The lists on paper, and the number of updates in them from which to take the period."""
-    count = 1
-    schedule: Schedule
-    if choice.is_late:
-        count = _BATCHES + 2 * (-(-choice.stages // choice.microbatches))
-        schedule = choice.schedule(count)
-    else:
-        count = _BATCHES if goes_on else 1
-        schedule = repeated(choice.schedule(), count)
+) -> tuple[list[float], float]:
+    """The lists on paper: by stage, the seconds of an update in which it computes; and those from an update to the next
+    one, of a single batch all."""
+    count = _BATCHES + 2 * (-(-choice.stages // choice.microbatches)) if choice.is_late else 1
+    order = choice.order(count)
     largest = max((chunk.sent for chunk in chunks[:-1]), default=0)
     latency = device.message(largest, distance=choice.tensor * choice.data)
     forward = [chunk.forward + added for chunk in chunks]
     backward, first = [chunk.backward for chunk in chunks], [chunk.first for chunk in chunks]
+    batches = _BATCHES if goes_on else 1
     if device.speed(choice.stages * choice.data * choice.tensor) == 1:  # each has a core
-        return simulate(schedule, forward, backward, list(updates), latency, first), count
+        durations = order.durations(forward, backward, updates, first)
+        busy = [seconds / count for seconds in order.busy(durations)]
+        return busy, _period(order.run(durations, latency, batches).updates)
 
     def speed(stages: int) -> float:
         return device.speed(stages * choice.data * choice.tensor)
 
-    return simulate_shared(schedule, forward, backward, updates, latency, first, speed), count
+    schedule = repeated(order.schedule, batches)
+    shared = simulate_shared(schedule, forward, backward, updates, latency, first, speed)
+    ends = [[timed.end for timed in row if isinstance(timed.action, Step)] for row in shared.rows]
+    return [seconds / len(ends[0]) for seconds in shared.busy], _period(ends)
 
 
-def _period(simulation: Simulation, updates: int) -> float:
-    """The seconds from an update to the next one; of a single batch, all."""
-    if updates == 1:
-        return simulation.makespan
-    ends = [timed.end for timed in simulation.rows[-1] if isinstance(timed.action, Step)]
-    return (ends[-1] - ends[_FILL - 1]) / (len(ends) - _FILL)
+def _period(updates: Sequence[Sequence[float]]) -> float:
+    """The seconds from an update to the next one, by the ends of those of each stage; of a single batch, all."""
+    last = updates[-1]
+    if len(last) == 1:
+        return max(stage[-1] for stage in updates)
+    return (last[-1] - last[_FILL - 1]) / (len(last) - _FILL)

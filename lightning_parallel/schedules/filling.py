@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
+from typing import NamedTuple
 
 from lightning_parallel.schedules.actions import (
     Backward,
-    BackwardInput,
     BackwardWeight,
     Forward,
     Message,
@@ -16,7 +16,6 @@ from lightning_parallel.schedules.actions import (
     needed,
     sent,
 )
-from lightning_parallel.schedules.blocks import PERIOD
 
 
 def run(
@@ -53,18 +52,25 @@ class StageAtWork:
     free_from: int = 0
     held: int = 0
 
+    def __post_init__(self) -> None:
+        kinds = {kind: 1 << number for number, kind in enumerate(dict.fromkeys(map(_kind, self.left)))}
+        self._waiting = [_Waiting.of(action, kinds[_kind(action)]) for action in self.left]  # the actions of `left`
+        self._kinds = sum(kinds.values())
+        self._forwards = sum(each.is_forward for each in self._waiting)
+
     def begin(self, clock: int, arrivals: dict[Message, int], chunks: int) -> OnChunk | None:
         """Begin the first action that can run, and note when its message is there; None if there is none. After the
         last forward, first halves come before second ones: other stages wait for them."""
         able = self._able(clock, arrivals, chunks)
         if (first := next(able, None)) is None:
             return None
-        if isinstance(self.left[first], BackwardWeight) and not any(isinstance(a, Forward) for a in self.left):
+        if not self._forwards and isinstance(self.left[first], BackwardWeight):
             first = next((i for i in able if not isinstance(self.left[i], BackwardWeight)), first)
-        action = self.left.pop(first)
+        action, waiting = self.left.pop(first), self._waiting.pop(first)
         self.begun.append(action)
+        self._forwards -= waiting.is_forward
         self.free_from = clock + (2 if isinstance(action, Backward) else 1)
-        self.held += _change(action)
+        self.held += waiting.change
         if (message := sent(action, chunks)) is not None:
             arrivals[message] = self.free_from
         return action
@@ -72,25 +78,44 @@ class StageAtWork:
     def _able(self, clock: int, arrivals: Mapping[Message, int], chunks: int) -> Iterator[int]:
         """The indices of the actions that can run now. None overtakes another of its kind and chunk, or what it needs
         of its own microbatch. A forward must leave room for what it overtakes."""
-        overtaken: set[OnChunk] = set()
-        kinds: set[tuple[type[OnChunk], int]] = set()  # of what is overtaken, with the chunk
+        overtaken: set[tuple[int, int]] = set()  # chunks and microbatches of forwards and first halves
+        kinds = 0
         held = most = self.held
-        for index, action in enumerate(self.left):
-            kind, needs = (type(action), action.chunk), (action.chunk, action.microbatch)
-            message = needed(action, chunks)
-            has_come = message is None or arrivals.get(message, inf) <= clock
-            leaves_room = not isinstance(action, Forward) or most < self.limit
-            in_order = kind not in kinds and overtaken.isdisjoint((Forward(*needs), BackwardInput(*needs)))
-            if in_order and has_come and leaves_room:
-                yield index
-            overtaken.add(action)
-            kinds.add(kind)
-            if len(kinds) == PERIOD:  # all that a stage has
+        for index, (kind, place, is_forward, change) in enumerate(self._waiting):
+            if not kinds & kind and place not in overtaken and (most < self.limit or not is_forward):
+                message = needed(self.left[index], chunks)
+                if message is None or arrivals.get(message, inf) <= clock:
+                    yield index
+            if change >= 0:
+                overtaken.add(place)
+            kinds |= kind
+            if kinds == self._kinds:  # all that the stage has
                 return
-            held += _change(action)
-            most = max(most, held)
+            held += change
+            if held > most:
+                most = held
 
 
-def _change(action: OnChunk) -> int:
-    """By how many chunks an action changes the activations that are held."""
-    return 1 if isinstance(action, Forward) else -isinstance(action, Backward | BackwardWeight)
+class _Waiting(NamedTuple):
+    """What there is to know of an action that waits.
+
+    Attributes:
+        kind: a bit for its kind and chunk.
+        place: its chunk and microbatch.
+        change: by how many chunks it changes the activations that are held.
+    """
+
+    kind: int
+    place: tuple[int, int]
+    is_forward: bool
+    change: int
+
+    @classmethod
+    def of(cls, action: OnChunk, kind: int) -> _Waiting:
+        is_forward = isinstance(action, Forward)
+        change = 1 if is_forward else -isinstance(action, Backward | BackwardWeight)
+        return cls(kind, (action.chunk, action.microbatch), is_forward, change)
+
+
+def _kind(action: OnChunk) -> tuple[type[OnChunk], int]:
+    return type(action), action.chunk

@@ -11,14 +11,11 @@ from lightning_parallel.schedules.actions import (
     BackwardInput,
     BackwardWeight,
     Forward,
-    Message,
     Schedule,
     Step,
-    needed,
     placement,
-    sent,
 )
-from lightning_parallel.schedules.checks import dependency_order
+from lightning_parallel.schedules.order import Order
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,29 +108,20 @@ def simulate(
         ValueError: a duration is not positive (`step`, `latency`: negative), there is a wrong number of them, or the
             schedule deadlocks.
     """
-    places = placement(schedule)
+    order = Order(schedule)
+    chunks = len(order.places)
     forwards, backwards = (
-        _durations(name, value, len(places), "chunks") for name, value in (("forward", forward), ("backward", backward))
+        _durations(name, value, chunks, "chunks") for name, value in (("forward", forward), ("backward", backward))
     )
     steps = _durations("step", step, len(schedule), "stages", allow_zero=True)
     if latency < 0:
         raise ValueError(f"latency={latency}: give 0 or more.")
-    firsts = _durations("first", first, len(places), "chunks", allow_zero=True)
+    firsts = _durations("first", first, chunks, "chunks", allow_zero=True)
+    durations = order.durations(forwards, backwards, steps, firsts)
     rows: list[list[Timed]] = [[] for _ in schedule]
-    arrivals: dict[Message, tuple[int, float]] = {}  # from which stage, and when it was sent
-    for action in dependency_order(schedule):
-        stage = action.stage if isinstance(action, Step) else places[action.chunk]
-        taken = duration(action, forwards, backwards, steps, firsts)
-        row = rows[stage]
-        start = row[-1].end if row else 0.0
-        message = needed(action, len(places))
-        if message is not None:
-            source, time = arrivals[message]
-            start = max(start, time if source == stage else time + latency)
-        row.append(Timed(action, start, start + taken))
-        message = sent(action, len(places))
-        if message is not None:
-            arrivals[message] = stage, start + taken
+    for action, start, taken in zip(order.actions, order.run(durations, latency).starts, durations, strict=True):
+        stage = action.stage if isinstance(action, Step) else order.places[action.chunk]
+        rows[stage].append(Timed(action, start, start + taken))
     return Simulation(rows)
 
 
@@ -183,10 +171,14 @@ def repeated(schedule: Schedule, batches: int) -> Schedule:
 def busy_across_batches(schedule: Schedule, latency: float = 0.0) -> float:
     """The fraction of the stages' time in which they compute if none waits for the others between batches, for equal
     chunks and backwards of twice the forwards. `latency` is in forwards of a chunk."""
-    simulation = simulate(repeated(schedule, _BATCHES), latency=latency)
-    ends = [timed.end for timed in simulation.rows[-1] if isinstance(timed.action, Step)]
-    period = (ends[-1] - ends[_FILL - 1]) / (_BATCHES - _FILL)
-    return sum(simulation.busy) / _BATCHES / (len(schedule) * period)
+    order = Order(schedule)
+    return sum(order.busy(order.equal)) / (len(schedule) * period(order, order.equal, latency))
+
+
+def period(order: Order, durations: Sequence[float], latency: float) -> float:
+    """The time from an update to the next one if no stage waits for the others between batches, once it is steady."""
+    ends = order.run(durations, latency, _BATCHES).updates[-1]
+    return (ends[-1] - ends[_FILL - 1]) / (len(ends) - _FILL)
 
 
 def full_span(simulation: Simulation) -> tuple[float, float] | None:

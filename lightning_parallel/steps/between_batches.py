@@ -21,17 +21,21 @@ from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from lightning_parallel.schedules.actions import Schedule
-from lightning_parallel.schedules.simulate import busy_across_batches, simulate
+from lightning_parallel.schedules.order import Order
+from lightning_parallel.schedules.simulate import period
 
 _WORTH = 0.005  # of the stages' time; less can't be seen
 
 
-def gained(schedule: Schedule) -> float:
+def gained(schedule: Schedule | Order) -> float:
     """The fraction of the stages' time that going on saves, in theory. Stages gain where those that begin a batch first
     also end it first."""
-    if len(schedule) == 1:
-        return 0.0
-    gain = busy_across_batches(schedule) - (1 - simulate(schedule).bubble)
+    order = schedule if isinstance(schedule, Order) else Order(schedule)
+    once = order.run(order.equal, 0.0)
+    if once.updates[order.places[0]][-1] == once.makespan:
+        return 0.0  # the stage with the first chunk ends last, and all others need its next forward
+    busy = sum(order.busy(order.equal)) / len(order.schedule)
+    gain = busy / period(order, order.equal, 0.0) - busy / once.makespan
     return gain if gain > _WORTH else 0.0
 
 
