@@ -47,8 +47,8 @@ def fit(
 
 @pytest.mark.parametrize(("ranks", "model", "strategy", "options"), [
     (2, "DroppingGPT2", "tensor", {"sequence_parallel": True}),
-    (2, "DroppingGPT2", "fsdp", {}),
     *thorough(
+        (2, "DroppingGPT2", "fsdp", {}),
         (3, "Blocks", "async", {"microbatches": 2}),
         (3, "GPT2", "sync", {"microbatches": 4}),
         (4, "ShardableGPT2", "sync", {"stages": 1, "tensor_parallel": 2, "data_parallel_kind": "fully_shard"}),
