@@ -55,6 +55,7 @@ def flow_of_step(module: nn.Module, partition: Partition, step: Callable[[], Any
             f"which is on {partition.name_of(units[elsewhere[0]][-1])}. Ask for it inside a layer's own "
             f"forward, or after the layers. {seen.stopped}"
         )
+    _check_buffers(module, partition, seen, placed)
     flow = _Flows(seen, partition, placed).flow()
     if torch.is_grad_enabled():
         _check_gradients(module, partition, flow, seen)
@@ -82,6 +83,25 @@ def _check_gradients(module: nn.Module, partition: Partition, flow: Flow, seen: 
                 f"'{cargo.module}' hands its output from {partition.name_of(chunk)} to a later one, but runs in a "
                 f"checkpoint with use_reentrant=True, another autograd.Function or torch.inference_mode(), so no "
                 f"gradient would come back: use use_reentrant=False, or torch.no_grad()."
+            )
+
+
+def _check_buffers(module: nn.Module, partition: Partition, seen: Trace, placed: Sequence[int]) -> None:
+    """Refuse layers that change a buffer that layers of several stages have: each stage would change its own."""
+    names: dict[int, list[str]] = {}  # of a buffer, by its id
+    for name, buffer in module.named_buffers(remove_duplicate=False):
+        names.setdefault(id(buffer), []).append(name)
+    for known in names.values():
+        changed = next((name for name in known if name in seen.own_updates), None)
+        calls = zip(seen.calls, placed, strict=True)
+        holders = {chunk: call.unit for call, chunk in calls if any(name.startswith(f"{call.unit}.") for name in known)}
+        stages = {partition.placement[chunk]: chunk for chunk in sorted(holders, reverse=True)}
+        if changed is not None and len(stages) > 1:
+            where = (f"'{holders[chunk]}' on {partition.name_of(chunk)}" for chunk in sorted(stages.values()))
+            raise FlowError(
+                f"A layer changes the buffer '{changed}', which {first_few(where)} share: each stage would change its "
+                f"own. Give each layer a buffer of its own, or let one stage have these layers (see `layers` and "
+                f"`balance`)."
             )
 
 

@@ -214,8 +214,10 @@ def _add_plain_values(scene: Scene, seen: Trace, step: Callable[[], Any]) -> Non
     def watched(recorder: Recorder) -> AbstractContextManager[None]:
         def told(part: nn.Module, attribute: str, assigned: bool) -> None:
             if attribute in shared.get(part, ()) and attribute in vars(part) and not assigned:
-                shared_use = _SharedUse(part, attribute, recorder.place, second.entries_of(part, attribute))
-                of_shared.setdefault(id(vars(part)[attribute]), []).append(shared_use)
+                value, place = vars(part)[attribute], recorder.place
+                earlier = of_shared.setdefault(id(value), [])
+                if not (earlier and earlier[-1].place == place and place.during == "call"):
+                    earlier.append(_SharedUse(part, attribute, place, value, second.entries_of(value)))
             if attribute not in written.get(part, ()):
                 return
             use = _Use(recorder.place, assigned, second.content_of(part, attribute))
@@ -262,22 +264,25 @@ class _Use:
 
 @dataclass(frozen=True)
 class _SharedUse:
-    """A use of a container that several units share: by whom, where, and what it held before."""
+    """The first use at a place of a container that several units share: by whom, and what it held before."""
 
     part: nn.Module
     attribute: str
     place: Place
+    value: Any
     before: dict[Any, Any]
 
 
 def _reads_of_shared(scene: Scene, seen: Trace, uses: Sequence[_SharedUse], state: StateKept) -> Iterator[PlainRead]:
     """The uses of a container that another unit's call changes. A call that only adds something of its own to it, as to
-    a list of losses, isn't taken for one that reads."""
+    a list of losses, isn't taken for one that reads; nor is the code that empties it at the beginning of the step."""
     written: dict[Place, set[Any]] = {}
-    at_end = state.entries_of(uses[0].part, uses[0].attribute)
+    at_end = state.entries_of(uses[0].value)
     for use, later in zip_longest(uses, uses[1:]):
-        keys = changed_keys(use.before, at_end if later is None else later.before)
-        written.setdefault(use.place, set()).update(keys)
+        after = at_end if later is None else later.before
+        if use.before and not after and use.place == Place(0):
+            continue
+        written.setdefault(use.place, set()).update(changed_keys(use.before, after))
     for place, keys in written.items():
         if keys and place.during == "call" and place.index < len(seen.calls):
             writer = next(use for use in uses if use.place == place)

@@ -27,6 +27,7 @@ from lightning_parallel.tracing.own_generators import LIBRARIES, globals_beside,
 _MANY = 10_000  # items; those of a longer container are put back, but not looked into
 _MANY_IN_ALL = 1_000_000  # items of containers within one attribute; about a tenth of a second, and 8 MB
 _DEEP = 3  # containers in containers, of those that several parts share
+_MANY_SHARED = 100_000  # items of these; about a tenth of a second for each of their uses
 _LARGE = 2**26  # bytes; a larger tensor is somebody's data
 
 _OF_MODULES = frozenset(vars(nn.Module()))  # attributes that torch keeps
@@ -143,8 +144,7 @@ class StateKept:
         replaced = {id(each): (held, now) for each, held, now in self._changed()}
         changed = {id(each) for each, *_ in self._changed(of_apart=False)}
         changed |= {key for key, pair in replaced.items() if not _holds_same(*pair, replaced.keys())}
-        changed |= {id(tensor) for tensor, content in self._tensors if not _equal(tensor, content)}
-        changed |= {id(array) for array, values in self._arrays if array.tobytes() != values.tobytes()}
+        changed |= self._changed_values()
         written: list[tuple[nn.Module, str, Any, Any]] = []  # the attribute, what it held, and what it holds
         for container, held, _ in self._containers:
             part = self._modules.get(self._owners.get(id(container), 0))
@@ -169,29 +169,38 @@ class StateKept:
         return {part: names for part, names in found.items() if names}
 
     def shared_by(self, owners: Mapping[int, str]) -> dict[nn.Module, set[str]]:
-        """For each part, the attributes with a container or an object that has changed, and that parts of several
-        owners hold. ``owners`` has a name by the id of each part that is ``apart``; the others are of one owner."""
+        """For each part, the attributes with a container, an object, a tensor or an array that has changed, and that
+        parts of several owners hold. ``owners`` has a name by the id of each part that is ``apart``; the others are of
+        one owner."""
         holders: dict[int, list[tuple[nn.Module, str, Any]]] = {}
         for part in self._modules.values():
             for name, value in vars(part).items():
-                if name not in _OF_MODULES and type(value) not in _IMMUTABLE and self._contents(value) is not None:
+                if name not in _OF_MODULES and type(value) not in _IMMUTABLE and self._entries(value) is not None:
                     holders.setdefault(id(value), []).append((part, name, value))
         several = [places for places in holders.values() if len({owners.get(id(part)) for part, *_ in places}) > 1]
         changed = {id(container) for container, *_ in self._changed()} if several else set()
-        known = {id(container) for container, *_ in self._containers}  # others are of this step, as is what they hold
+        if several:
+            changed |= self._changed_values()
+        # Containers that aren't known are of this step, as is what they hold.
+        known = {id(container) for container, *_ in self._containers}
         found: dict[nn.Module, set[str]] = {}
         for places in several:
-            inside = {id(container) for _, container, _ in self._within(places[0][2]) if type(container) is not tuple}
-            if not changed.isdisjoint(inside) or not inside <= known:
+            inside = {id(each): each for _, each, _ in self._within(places[0][2]) if type(each) is not tuple}
+            made = (each for key, each in inside.items() if key not in known)
+            if not changed.isdisjoint(inside) or any(not isinstance(each, Tensor | np.ndarray) for each in made):
                 for part, name, _ in places:
                     found.setdefault(part, set()).add(name)
         return found
 
-    def entries_of(self, part: nn.Module, name: str) -> dict[Any, Any]:
-        """What an attribute's container holds, by place. Left out are absent tensors where the code around the parts
-        ``apart`` has the container too: :meth:`written` has these."""
+    def entries_of(self, value: Any) -> dict[Any, Any]:
+        """What a container holds, by place; of a tensor a number that each write raises, and of a long container one
+        number for all. Left out are absent tensors where the code around the parts ``apart`` has the container too:
+        :meth:`written` has these."""
         entries: dict[Any, Any] = {}
-        for path, container, held in self._within(vars(part).get(name)):
+        for path, container, held in self._within(value):
+            if len(held) > _MANY:
+                entries[(*path, _NOTHING)] = hash(tuple(map(id, _items(held))))
+                continue
             for key, item in held.items() if isinstance(held, dict) else enumerate(held):
                 if not (isinstance(item, AbsentTensor) and id(container) in self._looked_at):
                     entries[(*path, key)] = item
@@ -204,16 +213,25 @@ class StateKept:
 
     def _within(self, value: Any) -> Iterator[tuple[tuple[Any, ...], Any, _Held]]:
         """A container and those in it, each with the way to it and what it holds."""
-        waiting, seen = deque[tuple[tuple[Any, ...], Any]]([((), value)]), set[int]()
-        while waiting and len(seen) < _MANY:
+        waiting, seen, count = deque[tuple[tuple[Any, ...], Any]]([((), value)]), set[int](), 0
+        while waiting and count < _MANY_SHARED:
             path, each = waiting.popleft()
-            if id(each) in seen or type(each) in _IMMUTABLE or (held := self._contents(each)) is None:
+            if id(each) in seen or type(each) in _IMMUTABLE or (held := self._entries(each)) is None:
                 continue
             seen.add(id(each))
             yield path, each, held
+            count += min(len(held), _MANY) + 1
             if len(path) < _DEEP and len(held) <= _MANY:
                 items = held.items() if isinstance(held, dict) else enumerate(held)
                 waiting.extend(((*path, key), item) for key, item in items)
+
+    def _entries(self, value: Any) -> _Held | None:
+        """As :meth:`_contents`, but tensors and arrays have contents too: a number that tells whether they changed."""
+        if isinstance(value, AbsentTensor | nn.Parameter):
+            return None
+        if isinstance(value, np.ndarray):
+            return [hash(value.tobytes())] if value.nbytes <= _LARGE and not value.dtype.hasobject else None
+        return [version_of(value)] if isinstance(value, Tensor) else self._contents(value)
 
     def goes_on(self) -> bool:
         """Would one more run begin elsewhere? So it is if a number, a text or the length of a container has changed, at
@@ -233,6 +251,11 @@ class StateKept:
                 same = len(now) == len(held) and all(a is b for a, b in zip(_items(now), _items(held), strict=True))
                 if not same or (isinstance(now, dict) and list(now) != list(held)):
                     yield container, held, now
+
+    def _changed_values(self) -> set[int]:
+        """The ids of tensors and arrays that have other values than before."""
+        changed = {id(tensor) for tensor, content in self._tensors if not _equal(tensor, content)}
+        return changed | {id(array) for array, values in self._arrays if array.tobytes() != values.tobytes()}
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -255,9 +278,12 @@ def _equal(tensor: Tensor, content: Tensor) -> bool:
 
 
 def _plain(value: Any) -> Any:
-    """A key for comparisons: numbers and texts count by value, all else by identity."""
+    """A key for comparisons: numbers, texts, devices and tuples of them count by value, all else by identity."""
+    if isinstance(value, tuple):
+        return tuple(map(_plain, value))
     is_nan = isinstance(value, float) and value != value
-    return "not a number" if is_nan else value if isinstance(value, int | float | str) else id(value)
+    by_value = isinstance(value, int | float | complex | str | bytes | torch.device)
+    return "not a number" if is_nan else value if by_value else id(value)
 
 
 def changed_keys(before: Mapping[Any, Any], now: Mapping[Any, Any]) -> set[Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import random
 import sys
+import time
 from collections.abc import Callable
 from enum import Enum
 from types import SimpleNamespace
@@ -173,6 +174,14 @@ def deepen(shared: Any, y: Tensor) -> None:
     shared.depth = getattr(shared, "depth", 0) + 1
 
 
+def put(tensor: Tensor, y: Tensor) -> None:
+    tensor.copy_(y.detach().mean())
+
+
+def add(shared: Any, y: Tensor) -> None:
+    shared["of"] += 1
+
+
 def table(shared: Any, y: Tensor) -> Any:
     if "table" not in shared:
         shared["table"] = torch.linspace(0, 1, 6)
@@ -192,6 +201,10 @@ SHARING: dict[str, tuple[Any, Does, Does]] = {  # what is shared, what a layer d
     "list": (list, lambda kept, y: kept.append(1.5), lambda kept, y: float(len(kept))),
     "object": (SimpleNamespace, deepen, lambda o, y: getattr(o, "depth", 0)),
     "counted by both": (SimpleNamespace, deepen, deepen),
+    "tensor in place": (lambda: torch.ones(()), put, lambda tensor, y: tensor),
+    "tensor inside": (lambda: {"of": torch.ones(())}, add, lambda d, y: d["of"].clone()),
+    "array": (lambda: {"of": np.ones(1)}, add, lambda d, y: float(d["of"][0])),
+    "in a long list": (lambda: [1.0] * 20_000, lambda kept, y: kept.__setitem__(5, kept[5] + 1), lambda k, y: k[5]),
 }  # fmt: skip
 
 
@@ -222,6 +235,8 @@ def test_what_layers_of_one_stage_share_is_theirs(case: str) -> None:
 @pytest.mark.parametrize(("kind", "does"), [
     (dict, table),  # each stage makes its own
     (list, lambda kept, y: kept.append(y.mean().item())),  # nobody reads what others have added
+    (dict, lambda d, y: d.update(size=(y.shape[1], y.device))),  # equal, and made anew
+    (lambda: torch.ones(()), lambda t, y: t.clone()),
     (lambda: SimpleNamespace(scale=0.5), lambda o, y: o.scale),
 ])  # fmt: skip
 def test_what_layers_share_and_do_not_change_for_others_is_theirs(kind: Any, does: Does) -> None:
@@ -257,6 +272,54 @@ def test_what_the_step_makes_for_layers_to_share_is_not_changed_for_another_stag
     flow_of(SharesAnew(2, 3))
     with pytest.raises(FlowError, match=r"'blocks\.0', on stage 0, changes what its attribute 'shared' holds"):
         flow_of(SharesAnew(0, 3))
+
+
+class Collects(Net):
+    """Its last layers put into a list what the end of the step adds up. Each step begins with an empty one."""
+
+    def __init__(self, *blocks: int) -> None:
+        super().__init__()
+        self.found: list[float] = []
+        for block in blocks:
+            self.blocks[block] = Sharing(self.found, lambda kept, y: kept.append(y.mean().item()))
+
+    def step(self, x: Tensor) -> Tensor:
+        self.found.clear()
+        return self.head(self.body(self.stem(x))).sum() + sum(self.found)
+
+
+def test_a_list_may_be_emptied_at_the_beginning_of_a_step() -> None:
+    flow_of(Collects(2, 3))
+    with pytest.raises(FlowError, match=r"'blocks\.0', on stage 0, changes what its attribute 'shared' holds"):
+        flow_of(Collects(0, 3))
+
+
+def test_a_large_thing_that_layers_share_is_looked_at_quickly() -> None:
+    kept = SimpleNamespace(data=[*range(1_000_000)], depth=0)
+    begin = time.perf_counter()
+    with pytest.raises(FlowError, match="changes what its attribute 'shared' holds"):
+        flow_of(sharing(kept, dict.fromkeys(range(4), deepen)))
+    assert time.perf_counter() - begin < 10
+
+
+class SharesBuffer(Net):
+    """Two layers have one buffer."""
+
+    def __init__(self, first: int, later: int, *does: Does) -> None:
+        super().__init__()
+        self.blocks[first] = Sharing(nn.Buffer(torch.ones(())), does[0])
+        self.blocks[later] = Sharing(self.blocks[first].shared, does[1])
+
+
+def test_a_buffer_that_layers_of_several_stages_have_is_changed_by_none() -> None:
+    def read(buffer: Tensor, y: Tensor) -> Tensor:
+        return buffer.clone()
+
+    flow_of(SharesBuffer(0, 3, read, read))
+    flow_of(SharesBuffer(2, 3, put, read))
+    for does in ((put, read), (read, put), (put, put)):
+        with pytest.raises(FlowError, match=r"'blocks\.0\.shared', which 'blocks\.0' on stage 0, 'blocks\.3' on"):
+            flow_of(SharesBuffer(0, 3, *does))
 
 
 def test_what_a_layer_changes_for_the_end_of_the_step_is_on_the_last_stage() -> None:
