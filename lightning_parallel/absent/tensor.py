@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from lightning_parallel.absent.on_meta import Argument, computed_on_meta
 from lightning_parallel.private.torch import (
     PACK_SEQUENCES,
+    PAD_SEQUENCES,
     dispatch_disabled,
     drawing_for_nothing,
     make_parameter,
@@ -173,6 +174,12 @@ class AbsentTensor(Tensor):
             raise TakesGradientsError(tuple(args[1]))
         if func is Tensor.backward:
             raise TakesGradientsError((None,))  # by all leaves, also those with values
+        if func == PAD_SEQUENCES and isinstance(args[1], AbsentTensor):  # torch would say that its data isn't allocated
+            raise AbsentValueError(
+                f"pad_packed_sequence needs the lengths, which are in {args[1].origin} on another pipeline stage. Call "
+                f"pack_padded_sequence, the layer and pad_packed_sequence inside one module of your own.",
+                args[1].origins,
+            )
         # Tensor's own would make every result an AbsentTensor, also those that have values.
         with subclass_functions_disabled():
             output = func(*args, **(kwargs or {}))

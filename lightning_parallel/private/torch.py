@@ -65,6 +65,7 @@ VALUE_OF = torch.ops.aten._local_scalar_dense.default
 
 # What torch.nn.utils.rnn.pack_padded_sequence runs: how large its result is depends on the lengths' values.
 PACK_SEQUENCES = torch.ops.aten._pack_padded_sequence.default
+PAD_SEQUENCES = torch._VF._pad_packed_sequence  # type: ignore[attr-defined]
 
 # What scaled_dot_product_attention runs on a CPU, for which torch counts no operations.
 ATTENTION_ON_CPU = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu

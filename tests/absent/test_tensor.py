@@ -54,6 +54,14 @@ def test_it_holds_no_memory() -> None:
     huge.add_(1).zero_()
 
 
+def test_sequences_are_padded_only_with_lengths() -> None:
+    """What a layer of another stage returns for packed sequences has none."""
+    sizes = absent_like(torch.tensor([2, 1]), "the output of 'rnn'", CPU)
+    packed = nn.utils.rnn.PackedSequence(absent_like(torch.randn(3, 4), "the output of 'rnn'", CPU), sizes)
+    with pytest.raises(AbsentValueError, match=r"lengths, which are in the output of 'rnn'.* inside one module"):
+        nn.utils.rnn.pad_packed_sequence(packed)
+
+
 def test_it_is_never_saved(tmp_path: Path) -> None:
     """A script's torch.save(model.state_dict()) would end without an error, and without the weights."""
     absent = absent_like(torch.empty(2), "parameter 'a.weight'", CPU)
