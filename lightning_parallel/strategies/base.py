@@ -43,6 +43,7 @@ from lightning_parallel.checkpoint.trainer_checkpoints import Checkpoints, is_di
 from lightning_parallel.checks.error_notes import explain
 from lightning_parallel.checks.optimizer_trial import refuse_own_format, refuse_strange_parameters, stepped_whole
 from lightning_parallel.checks.other_lightning import warn_of_other_modules
+from lightning_parallel.checks.parted_options import PartedOptions
 from lightning_parallel.checks.reads_of_shards import sizes_watched
 from lightning_parallel.disk_offload import DiskOffload
 from lightning_parallel.gradients.clipping import install_clipping
@@ -125,6 +126,7 @@ class LayoutStrategy(ParallelStrategy):
         self._owned: dict[str, bool] = {}  # divided parameters that one rank steps as a whole; is it this one?
         self._told: tuple[Any, bool] = (None, False)  # of which module the start table is, and of a training?
         self._same_batches: loaders.SameBatches | None = None
+        self._options_used: PartedOptions | None = None  # by replicas, in training
         self._watch: GradientWatch | None = None  # in training, where ranks hold parts of the model or of parameters
         self._at_end = ExitStack()  # undoes what set-up has done, in reverse order
         self._at_next_run = ExitStack()  # undoes what the end of a run has done
@@ -357,6 +359,9 @@ class LayoutStrategy(ParallelStrategy):
         self.setup_precision_plugin()
         if run.trains:
             move_optimizers(self.optimizers, self.root_device)
+            if self.layout.size("data") > 1:
+                replicas, everyone = self.layout.peers("data"), range(self.layout.world_size)
+                self._options_used = PartedOptions(self.groups.on_host(replicas), self.groups.on_host(everyone))
             if local.is_fully_sharded or self.groups.model.size() > 1:
                 self._watch = GradientWatch(run, local.parameters.values())
                 self._at_end.callback(self._watch.close)
@@ -549,6 +554,7 @@ class LayoutStrategy(ParallelStrategy):
         self.drain()
         if self._joined is not None:
             self.collectives.meet("A checkpoint")
+            self._refuse_parted_options()
         self.share_buffers()
         return self.checkpoints.state_dict(self.run.module)
 
@@ -601,6 +607,19 @@ class LayoutStrategy(ParallelStrategy):
             self._watch.end()
         if self.batches_ahead == 0:  # else the backward of a batch under way may read what it would write to
             self.replicas.share_carried(begins_epoch=batch_idx == 0)
+        if self._options_used is not None:
+            self._options_used.note(self.optimizers)
+        # Where a stage may be ahead they meet at the beginning of an epoch only, when nothing is in flight.
+        if batch_idx == 0 or (self.batches_ahead == 0 and batch_idx & (batch_idx - 1) == 0):  # 0, 1, 2, 4, 8, ...
+            self._refuse_parted_options()
+
+    @override
+    def on_train_end(self) -> None:
+        self._refuse_parted_options()
+
+    def _refuse_parted_options(self) -> None:
+        if self._options_used is not None:
+            self._options_used.refuse(self.lr_scheduler_configs)
 
     def drain(self) -> None:
         """Finish what stages have begun of later batches, until nothing is in flight. All ranks call it after the same
@@ -639,6 +658,7 @@ class LayoutStrategy(ParallelStrategy):
         notice it (:func:`.process_group.close` says when)."""
         if self._joined is not None:
             explain(exception, self.layout)
+        self._options_used = None  # a callback that saves now may be alone
         if self._watch is not None:
             self._watch.close()
         if self._holds_part and not self.saves_as_lightning:
@@ -668,6 +688,6 @@ class LayoutStrategy(ParallelStrategy):
         """Make the module as it was before the run, except that each rank has its part only. Every strategy's
         ``teardown`` calls it, also after an error."""
         self._at_end.close()
-        self._same_batches = self._watch = None
+        self._same_batches = self._watch = self._options_used = None
         if self._background is not None:
             self._background.finish()

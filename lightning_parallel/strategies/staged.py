@@ -281,6 +281,7 @@ class StagedStrategy(LayoutStrategy):
     @override
     def on_train_end(self) -> None:
         self.drain()
+        super().on_train_end()
         self.at_work.last_stage.settle()
         if self.timeline.enabled:
             trainer = self.run.trainer

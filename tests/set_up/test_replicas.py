@@ -169,3 +169,67 @@ def test_buffers_of_unequal_sizes_are_refused(pool: WorkerPool) -> None:
 def fit_growing() -> None:
     trainer = make_trainer("sync", [], {"stages": 1}, max_epochs=2, limit_val_batches=0)
     trainer.fit(Growing(), Growing.loader(batch_size=4))
+
+
+class Plateaued(LeNet):
+    """Its rate falls with a value of its own: on the second replica only, which sees it rise."""
+
+    synchronised = False
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        sign = 1 - 2 * self.trainer.strategy.layout.index("data")  # type: ignore[attr-defined]
+        self.log("own", -float(sign * self.global_step), on_epoch=True, sync_dist=self.synchronised)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.01)
+        scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": "own"}}
+
+
+class Synchronised(Plateaued):
+    synchronised = True
+
+
+class ByHand(LeNet):
+    """The second replica's rate is another one from the third update on."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if self.trainer.global_step == 2:
+            rate = 0.1 * (1 + self.trainer.strategy.layout.index("data"))  # type: ignore[attr-defined]
+            self.trainer.optimizers[0].param_groups[0]["lr"] = rate
+
+
+def fit_with_rates(model: type[LeNet], strategy: str, options: dict[str, Any], directory: Path, saves: bool) -> int:
+    given = {"max_epochs": 3, "limit_val_batches": 0, "limit_train_batches": 4}
+    trainer = make_trainer(strategy, [], options, **given, enable_checkpointing=saves, default_root_dir=directory)
+    try:
+        trainer.fit(model(), model.loader(batch_size=2))
+    finally:
+        assert not [*directory.rglob("*.ckpt")] or model is Synchronised
+    return trainer.global_step
+
+
+LAYOUTS = [
+    ("async", 4, {"stages": 2, "microbatches": 2}),
+    ("sync", 4, {"stages": 2, "microbatches": 2, "schedule": "zbv"}),
+    ("fsdp", 2, {}),
+]
+
+
+@pytest.mark.parametrize(("strategy", "ranks", "options"), LAYOUTS)
+@pytest.mark.parametrize(("model", "words"), [
+    (Plateaued, ["'lr' of SGD, group 0", "follows 'own'", "sync_dist=True"]),
+    (ByHand, ["'lr' of Adam", "0.1 on replica 0 and 0.2 on replica 1"]),
+])  # fmt: skip
+def test_replicas_whose_rates_have_parted_end_the_run(
+    pool: WorkerPool, tmp_path: Path, strategy: str, ranks: int, options: dict[str, Any], model: Any, words: list[str]
+) -> None:
+    saves = model is ByHand  # at the end of the first epoch
+    failures = pool.run(
+        fit_with_rates, ranks, model, strategy, options, tmp_path, saves, init=False, expect_errors=True
+    )
+    assert_refused(failures, "RuntimeError", words)
+
+
+def test_rates_may_follow_what_is_synchronised(pool: WorkerPool, tmp_path: Path) -> None:
+    assert pool.run(fit_with_rates, 2, Synchronised, "fsdp", {}, tmp_path, True, init=False) == [12, 12]

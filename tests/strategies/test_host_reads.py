@@ -56,6 +56,8 @@ IN_HOST_MEMORY = {
     "dropout.py enter": "the state of torch's generator",
     "batch.py fingerprint": "whether ranks load the same batches, in batches 0, 1, 2, 4, 8, ... of an epoch",
     "loaders.py _compare": "what they have found",
+    "parted_options.py _compare": "whether replicas use the same rates, in batches 0, 1, 2, 4, ..., from host to host",
+    "collectives.py together": "what they have found",
 }
 ONCE_A_BATCH = {
     "logger_connector.py on_batch_end": "Lightning's: metrics of the progress bar",
