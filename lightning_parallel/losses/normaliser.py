@@ -195,11 +195,15 @@ class BatchLoss:
 
     def drops(self) -> bool | Tensor:
         """Is a microbatch's loss infinite though nothing counts in it? Its sum isn't 0, as that of a focal loss, so it
-        is a part of what one process divides by the number of the whole batch."""
+        is a part of what one process divides by the number of the whole batch. If nothing counts in any of them, the
+        loss of one process is infinite too."""
         found: bool | Tensor = False
+        counts: bool | Tensor = False
         for weight, loss in zip(self.weights, self._losses, strict=True):
             if isinstance(weight, Tensor) or weight == 0:
                 found = found | (loss.isinf() & (scalar(weight, torch.float64, loss.device) == 0))
+            counts = counts | (weight != 0)
+        found = found & counts
         return bool(found) if isinstance(found, Tensor) and found.device.type == "cpu" else found
 
     def equal(self, values: Sequence[object]) -> bool:

@@ -161,18 +161,19 @@ def _mean(values: Sequence[float], weights: Sequence[float]) -> float:
     return float(weighted_mean(torch.tensor(values, dtype=torch.float64).unbind(), weights))
 
 
-def joined(one: Tensor, other: Tensor, sizes: tuple[int, int]) -> Tensor | None:
+def joined(one: Tensor, other: Tensor, sizes: tuple[int, int], *, of_samples: bool = False) -> Tensor | None:
     """An activation of two microbatches; one of them, if it is of no sample, such as encoded positions. None if it
     doesn't tell where its samples lie.
 
     Args:
         one: ``[samples, ...]``, ``[samples * positions, ...]`` or ``[positions, samples, ...]``.
         other: the same of the other microbatch.
+        of_samples: equal ones have rows for samples too, as a mask that a step repeats for each sample and head.
     """
     shapes = one.shape, other.shape
     found = [dim for dim in range(min(2, one.dim())) if tuple(shape[dim] for shape in shapes) == sizes]
     # What is of no sample is the same in both. It may have as many heads as there are samples, or rows for each.
-    if torch.equal(one, other) and (not found or (len(one) == 1 < sizes[0])):
+    if not of_samples and torch.equal(one, other) and (not found or (len(one) == 1 < sizes[0])):
         return one
     dim = found[0] if found else 0
     if one.dim() and one.dim() == other.dim():

@@ -11,7 +11,6 @@ import warnings
 from collections.abc import Callable, Container, Sequence
 from typing import Any
 
-from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from lightning_parallel.cuts.partition import Partition
@@ -135,12 +134,12 @@ class LossMeans:
         self.logs |= dict.fromkeys(found.losses & found.logs.keys(), self._rule)
         wrong = [name for name, rule in self.logs.items() if rule is None and name not in self._known()]
         if wrong := self._not_named(wrong, "logged as"):
-            rank_zero_warn(
+            self._tell(
                 f"What is logged as {first_few(wrong)} is the mean over microbatches, which differs from its value for "
                 f"the whole batch. Log an object of torchmetrics, or use microbatches=1."
             )
         if left := self._not_named(sorted(found.left), "left in"):
-            rank_zero_warn(
+            self._tell(
                 f"training_step is called for each microbatch, and leaves other values in {first_few(left)} than for "
                 f"the whole batch, such as a maximum or a list of numbers of microbatches. Pass what each sample has, "
                 f"use self.log, or use microbatches=1."
@@ -169,8 +168,12 @@ class LossMeans:
             "loss",
             f"The loss of a batch can't be put together from those of its microbatches. It is computed at "
             f"{first_few(self._lines) if self._lines else 'the end of training_step'}, and {problem}. So the loss and "
-            f"its gradients differ from those of one process. Use microbatches=1, or give the strategy "
-            f"microbatch_weight, a function of a batch that returns what its loss averages over.",
+            f"its gradients differ from those of one process. Use microbatches=1"
+            + (
+                ", or give the strategy microbatch_weight, a function of a batch: what its loss averages over."
+                if self._wanted is None
+                else "."
+            ),
         )
 
     def _not_named(self, names: Sequence[str], kind: str) -> list[str]:
@@ -182,5 +185,8 @@ class LossMeans:
     def _warn(self, key: str, words: str) -> None:
         if key not in self._warned:
             self._warned.add(key)
-            if self._run.layout.index("tensor") == 0:  # each replica: another one's samples may be well
-                warnings.warn(words, stacklevel=2)
+            self._tell(words)
+
+    def _tell(self, words: str) -> None:
+        if self._run.layout.index("tensor") == 0:  # each replica: another one's samples may be well
+            warnings.warn(words, stacklevel=2)

@@ -165,10 +165,12 @@ class PairTrials:
     # -- runs ------------------------------------------------------------------------------------------------------
 
     @staticmethod
-    def _parts(one: _Tried, other: _Tried) -> tuple[_Part, _Part, _Part] | None:
-        """Two neighbours, and both as one; None if what arrived for them doesn't tell where its samples lie."""
+    def _parts(one: _Tried, other: _Tried, of_samples: bool = False) -> tuple[_Part, _Part, _Part] | None:
+        """Two neighbours, and both as one; None if what arrived for them doesn't tell where its samples lie.
+        ``of_samples``: as for :func:`.joined`."""
         first, pair = one.index, (one.sizes[one.index], one.sizes[other.index])
-        both = [joined(*tensors, pair) for tensors in zip(one.arrived, other.arrived, strict=True)]
+        arrived_pairs = zip(one.arrived, other.arrived, strict=True)
+        both = [joined(*tensors, pair, of_samples=of_samples) for tensors in arrived_pairs]
         arrived = [tensor for tensor in both if tensor is not None]
         if len(arrived) < len(both):
             return None
@@ -219,6 +221,8 @@ class PairTrials:
             return
         self._left = max(0, self._left - (not due))  # all trials of a batch have been planned when its first one runs
         found = self._found(before, this, again, loss.dtype)
+        if found is None and any(map(torch.equal, before.arrived, this.arrived)):
+            found = self._found(before, this, again, loss.dtype, of_samples=True)
         if found is None:
             return
         self._makes |= {before.make, this.make}
@@ -226,8 +230,10 @@ class PairTrials:
         self._wants_next = False
         self._is_open = self._take(found, batch_loss)
 
-    def _found(self, one: _Tried, other: _Tried, again: Again, dtype: torch.dtype) -> Findings | None:
-        """What follows from two neighbours; None if nothing does."""
+    def _found(
+        self, one: _Tried, other: _Tried, again: Again, dtype: torch.dtype, *, of_samples: bool = False
+    ) -> Findings | None:
+        """What follows from two neighbours; None if nothing does. ``of_samples``: as for :func:`.joined`."""
         tolerance = _TOLERANCES.get(dtype, 0.02)
 
         def run(part: _Part, seed: int = 0, traced: bool = False) -> Outcome:
@@ -240,7 +246,7 @@ class PairTrials:
                 return left_by(self._run.module, lambda: [self._run_step(one.step, part, again) for part in parts])
 
         try:
-            parts = self._parts(one, other)
+            parts = self._parts(one, other, of_samples)
             if parts is None:
                 return None
             *each, both = parts
@@ -305,8 +311,9 @@ class PairTrials:
 
 
 def _differ(whole: Tensor, one: Tensor, other: Tensor, sizes: tuple[int, int]) -> bool:
-    parts = joined(one, other, sizes)
-    if parts is None or parts.shape != whole.shape:
+    either = (joined(one, other, sizes, of_samples=of_samples) for of_samples in (False, True))
+    parts = next((each for each in either if each is not None and each.shape == whole.shape), None)
+    if parts is None:
         return True  # both depend on their samples, but nothing shows along which dimension these lie
     if not whole.is_floating_point():
         return not torch.equal(parts, whole)

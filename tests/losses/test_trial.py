@@ -53,3 +53,9 @@ def test_activations_of_two_samples_each_are_joined_where_samples_lie(
 ) -> None:
     both = joined(one, other, (2, 2))
     assert both is not None and both.shape == shape
+
+
+def test_equal_activations_may_have_rows_for_samples() -> None:
+    mask = torch.zeros(6, 3)  # of three heads, repeated for each sample
+    both = joined(mask, mask, (2, 2), of_samples=True)
+    assert both is not None and both.shape == (12, 3)

@@ -9,6 +9,7 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torchmetrics import MaxMetric
 
 from tests.pool import WorkerPool
 from tests.strategies.counted import COUNTED, labels_that_count
@@ -120,6 +121,32 @@ class FocalOfTheSecond(Focal):
         return [*rows]
 
 
+class FocalOfNone(Focal):
+    """Nothing counts in the second batch, whose loss is infinite in one process too."""
+
+    @classmethod
+    def samples(cls) -> list[Any]:
+        rows = torch.ones(16, 6)
+        rows[8:] = -1.0
+        return [*rows]
+
+
+def warned_of_none() -> list[str]:
+    with texts_of_warnings() as told:
+        train(FocalOfNone, "sync", {"microbatches": 4}, max_epochs=1)
+    return [text for text in told if "divided by 0" in text]
+
+
+def of_positives(batch: Any) -> float:
+    return float((batch[:, 0] > 0).sum())
+
+
+def warned_though_weighed() -> list[str]:
+    with texts_of_warnings() as told:
+        train(Focal, "sync", {"microbatches": 4, "microbatch_weight": of_positives}, max_epochs=1)
+    return [text for text in told if "divided by 0" in text]
+
+
 def warned_of_focal(second: bool = False) -> list[str]:
     options = {"stages": 2, "data_parallel": 2, "microbatches": 2} if second else {"microbatches": 4}
     given = {"batch_size": 4, "samples": 32} if second else {}
@@ -131,6 +158,81 @@ def warned_of_focal(second: bool = False) -> list[str]:
 def test_a_sum_over_nothing_that_is_not_0_is_warned_of(pool: WorkerPool) -> None:
     (found,) = pool.run(warned_of_focal, 2, init=False)[0]
     assert "test_loss_means.py:" in found and "microbatches=1" in found
+
+
+def test_it_is_not_where_one_process_has_no_other_loss(pool: WorkerPool) -> None:
+    assert pool.run(warned_of_none, 2, init=False) == [[], []]
+
+
+def test_nobody_is_advised_to_give_what_is_given(pool: WorkerPool) -> None:
+    (found,) = pool.run(warned_though_weighed, 2, init=False)[0]
+    assert "microbatches=1" in found and "microbatch_weight" not in found
+
+
+class Highest(Base):
+    """Keeps its highest loss, which is that of a microbatch. On the first replica all are the same."""
+
+    def build(self) -> None:
+        self.net = nn.Sequential(*(nn.Linear(6, 6, bias=False) for _ in range(4)))
+        self.highest = MaxMetric()
+
+    def loss(self, batch: Any) -> Tensor:
+        loss = self.net(batch).square().mean()
+        self.highest.update(loss.detach())
+        return loss
+
+    @classmethod
+    def samples(cls) -> list[Any]:
+        rows = torch.randn(32, 6, generator=torch.Generator().manual_seed(3))
+        rows[::2] = 1.0
+        return [*rows]
+
+
+def warned_of_highest() -> list[str]:
+    with texts_of_warnings() as told:
+        options = {"stages": 2, "data_parallel": 2, "microbatches": 2}
+        train(Highest, "sync", options, max_epochs=1, batch_size=4, samples=32)
+    return [text for text in told if "leaves other values in" in text]
+
+
+def test_a_replica_warns_of_what_only_its_microbatches_leave(pool: WorkerPool) -> None:
+    found = pool.run(warned_of_highest, 4, init=False)
+    assert [len(texts) for texts in found] == [0, 1, 0, 0], found
+
+
+class Repeated(nn.Module):
+    """Returns rows for each sample and head too, which are the same for all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.layer(x), torch.ones(1, 6).repeat(3 * len(x), 1)
+
+
+class Headed(Base):
+    def build(self) -> None:
+        self.first = Repeated()
+        self.net = nn.Sequential(*(nn.Linear(6, 6) for _ in range(6)))
+
+    def loss(self, batch: Any) -> Tensor:
+        hidden, heads = self.first(batch)
+        return (self.net(hidden) * heads.view(len(batch), 3, 6).sum(1)).square().mean()
+
+    @classmethod
+    def samples(cls) -> list[Any]:
+        return Centred.samples()
+
+
+def warned_of_headed() -> list[str]:
+    with texts_of_warnings() as told:
+        train(Headed, "sync", {"microbatches": 4}, max_epochs=4)
+    return [text for text in told if "several samples" in text or "tried" in text]
+
+
+def test_equal_rows_for_each_sample_s_heads_are_no_mixture(pool: WorkerPool) -> None:
+    assert pool.run(warned_of_headed, 2, init=False) == [[], []]
 
 
 def test_a_replica_warns_of_what_only_its_microbatches_have(pool: WorkerPool) -> None:
