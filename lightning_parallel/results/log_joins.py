@@ -84,11 +84,18 @@ class LogJoins:
             return given, sum(given)
         elif not any(given):  # of a count and of a setting
             return sizes, 0
-        elif not are_equal:
+        elif not are_equal and given == sizes:
             self._settings[name] = False
-        elif name not in self._settings:
+        elif name not in self._settings or (not are_equal and self._settings[name] is not False):
             of_whole = whole()
-            self._settings[name] = None if of_whole not in (given[0], sum(given)) else of_whole == given[0]
+            fits = of_whole == sum(given) or (are_equal and of_whole == given[0])
+            self._settings[name] = are_equal and (of_whole == given[0] if fits else None)
+            if not fits and of_whole is not None:
+                rank_zero_warn(
+                    f"self.log({name!r}, batch_size=...): the parts of a batch give {[*given]}, and the whole batch "
+                    f"{of_whole}, by which an epoch's mean is weighed in one process. Give the number of samples or of "
+                    f"what counts, leave batch_size out, or use microbatches=1."
+                )
             if self._settings[name]:
                 return sizes, given[0]
         # Where the whole batch can't tell, one number for microbatches of different sizes is taken for a setting.

@@ -40,6 +40,9 @@ def test_a_number_of_a_batch_in_which_nothing_counts_is_that_of_a_microbatch() -
         ([7, 1], 8, ([7, 1], 8), False),
         ([7, 1], 7, ([7, 1], 8), True),  # clamp(min=1)
         ([7, 1], None, ([7, 1], 8), True),
+        ([4, 2], 7, ([4, 2], 6), True),  # such as a half of the samples, rounded
+        ([4, 2], None, ([4, 2], 6), False),
+        ([2, 2], 6, ([3, 2], 5), True),
     ],
 )
 def test_a_batch_size_of_the_user_s_weighs_parts(
