@@ -12,7 +12,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from statistics import median
@@ -192,18 +192,37 @@ def _at_once(ranks: int) -> int:
 def seconds_of(work: Callable[[], object], device: torch.device, *, least: float = 0.03, most: int = 50) -> float:
     """The median of several runs, after a first one, which loads what the work needs. The time in which other programs
     keep this thread from a core isn't counted."""
-    work()
-    found: list[float] = []
-    while len(found) < 5 or (sum(found) < least and len(found) < most):
-        _wait(device)
-        start, before = time.perf_counter(), kept_waiting()  # in this order: what comes between isn't taken off
+    return seconds_of_each([work], device, least=least, most=most)[0]
+
+
+def seconds_of_each(
+    works: Sequence[Callable[[], object]], device: torch.device, *, least: float = 0.03, most: int = 50, fewest: int = 5
+) -> list[float]:
+    """As :func:`seconds_of`, of each of several works that are done in turn.
+
+    Args:
+        least: the seconds that all runs of all works take together, unless there are ``most``.
+        fewest: runs.
+    """
+    for work in works:
         work()
-        _wait(device)
-        waited = kept_waiting() - before
-        found.append(time.perf_counter() - start - waited)
-        if sum(found) > 1:  # long ones needn't be repeated often
+    found: list[list[float]] = []
+    total = 0.0
+    while len(found) < fewest or (total < least and len(found) < most):
+        found.append([_seconds(work, device) for work in works])
+        total += sum(found[-1])
+        if total > len(works):  # long ones needn't be repeated often
             break
-    return median(found)
+    return [median(times) for times in zip(*found, strict=True)]
+
+
+def _seconds(work: Callable[[], object], device: torch.device) -> float:
+    _wait(device)
+    start, before = time.perf_counter(), kept_waiting()  # in this order: what comes between isn't taken off
+    work()
+    _wait(device)
+    waited = kept_waiting() - before
+    return time.perf_counter() - start - waited
 
 
 def _wait(device: torch.device) -> None:

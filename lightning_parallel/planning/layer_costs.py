@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import astuple, dataclass, replace
 from functools import partial
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -22,13 +23,15 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from lightning_parallel.absent.answers import stand_in
 from lightning_parallel.absent.tensor import AbsentTensor
 from lightning_parallel.comparison.held import Held
-from lightning_parallel.planning.devices import Device, seconds_of
+from lightning_parallel.planning.devices import Device, seconds_of_each
 from lightning_parallel.private.group_on_paper import GroupOnPaper
 from lightning_parallel.private.torch import tensors_in, tree_leaves, tree_map
 from lightning_parallel.values import PLAIN
 
 _CACHED = 2**26  # bytes that a processor's cache may have
 _MOST_COPIES = 6  # of a layer that are timed one after the other
+_FEWEST, _FEWEST_OF_SEVERAL = 5, 3  # runs that are timed, of one layer and of several copies of it
+_LEAST = 0.1  # seconds of all runs
 _NUMBERS = ("idx", "index", "_id", "number")  # ends of names of attributes that number equal layers
 
 
@@ -170,28 +173,29 @@ def tried(
     count = min(_MOST_COPIES, 1 + _CACHED // max(1, nbytes))
     several = [own, *(copy.deepcopy(unit).to(device) for _ in range(count - 1))]
 
-    def forwards() -> list[Any]:
-        return [run(each) for each in several]
+    pending: list[Any] = []  # what forwards have given, until their backwards
+    arrived = [tensor for tensor in given if tensor.requires_grad]
 
-    forward = seconds_of(forwards, device)
+    def forwards() -> None:
+        pending.extend(run(each) for each in several)
 
-    def both() -> None:
-        for output in reversed(forwards()):
-            results = _differentiable(output)
-            if results:
+    def backwards() -> None:
+        while pending:
+            if results := _differentiable(pending.pop()):
                 torch.autograd.backward(results, gradients)
             for tensor in given:
                 tensor.grad = None
 
-    arrived = [tensor for tensor in given if tensor.requires_grad]
+    def halves() -> None:
+        while pending:
+            results = _differentiable(pending.pop())
+            torch.autograd.grad(results, arrived, gradients, allow_unused=True)
 
-    def half() -> None:
-        for output in reversed(forwards()):
-            torch.autograd.grad(_differentiable(output), arrived, gradients, allow_unused=True)
-
-    backward = max(0.0, seconds_of(both, device) - forward) if gradients else 0.0
-    first = seconds_of(half, device) - forward if gradients and arrived else 0.0
-    first = min(backward, max(0.0, first))
+    works: list[Callable[[], None]] = [forwards, backwards]
+    works += [forwards, halves] if gradients and arrived else []
+    seconds = seconds_of_each(works, device, least=_LEAST, fewest=_FEWEST if count == 1 else _FEWEST_OF_SEVERAL)
+    forward, backward = fmean(seconds[::2]), seconds[1] if gradients else 0.0
+    first = min(backward, seconds[3]) if len(seconds) > 2 else 0.0
     return replace(cost, forward=forward / count, backward=backward / count, first=first / count)
 
 
