@@ -131,7 +131,14 @@ _TRIED_OVER_32_STAGES_ON_IMAGES = """\
 AdamW's figure above is one of rates. Those of the synchronous arm were tried down to 0.0015, where the losses by which
 rates are chosen tie with 0.003's; the late arm's went down to 0.00075, which it was given. Beyond the plan, the
 synchronous arm ran at 0.00075 too: 0.9175, 0.9004 and 0.9007 by seed. Beside those, second order ends +0.35 % above
-(+0.30, +0.45, +0.29). The losses by which rates are chosen, of 180 other digits, say the same: +0.3 %."""
+(+0.30, +0.45, +0.29), and over 16 stages V-Min -0.02 % (-0.04, -0.84, +0.81), V-Half +0.41 % (+0.34, +0.56, +0.35) and
+1F1B +0.37 % (+0.25, +0.49, +0.39). The losses by which rates over 32 stages are chosen, of 180 other digits, say the
+same: +0.3 %."""
+
+_TRIED_OVER_16_STAGES = """\
+Beyond the plan, the synchronous arm ran at rate 0.006 too, which the arms over 8 stages were given: 2.7667, 2.7642 and
+2.7773 by seed. Beside those, V-Min ends +0.39 % above (-0.18, +0.51, +0.82), V-Half +0.67 % (-0.12, +1.59, +0.54) and
+1F1B +0.65 % (+0.30, +1.46, +0.18)."""
 
 _DIGITS = Digits(shift=1, noise=0.3)
 _HEADERS = Text(headers, "the C and C++ headers that torch brings (`tools.study.text.headers`)")
@@ -157,6 +164,7 @@ _ALL = (
         task=_HEADERS,
         setting=Setting(data="", layers=16, batch=32, updates=500, warmup=100, every=25, choice=512),
         plan=_of_sixteen_stages(),
+        tried=_TRIED_OVER_16_STAGES,
     ),
     Study(
         name="asynchrony_32_stages",
