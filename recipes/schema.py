@@ -164,7 +164,6 @@ TRAINER_SET_ELSEWHERE: Mapping[str, str] = MappingProxyType(
     {
         "devices": "cluster.devices",
         "num_nodes": "cluster.nodes",
-        "gpus": "cluster.devices",
         "strategy": "the group strategy=...",
         "logger": "the group logger=...",
         "callbacks": "the group callbacks=...",

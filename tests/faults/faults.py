@@ -397,7 +397,7 @@ FAULTS: dict[str, Fault] = {
         "stages",
         "blocks.1",
         "backward",
-        lambda: replaced(BatchLoss, "receive", lambda f, self, factor, index: None, 1),
+        lambda: replaced(BatchLoss, "take_factor", lambda f, self, factor, index: None, 1),
     ),
     # messages
     "activations are scaled on their way": Fault(

@@ -23,10 +23,9 @@ def test_unknown_options_and_keys_are_told_together_with_what_there_is() -> None
 
 
 def test_a_key_of_a_group_is_looked_for_in_all_of_them() -> None:
-    nodes, microbatches, gpus = told("nodes=2", "num_microbatches=8", "+trainer.gpus=2")
+    nodes, microbatches = told("nodes=2", "num_microbatches=8")
     assert nodes == "nodes=2: no such key; did you mean cluster.nodes?"
     assert microbatches == "num_microbatches=8: no such key; did you mean strategy.microbatches?"
-    assert gpus == "trainer.gpus=2: set by the recipe; use cluster.devices"
 
 
 def test_names_and_values_are_told_in_one_round() -> None:
