@@ -1,4 +1,4 @@
-"""Ends a run in which replicas go on with different learning rates: their weights would part, without a sign.
+"""Ends a run in which replicas go on with different learning rates: their weights would part unnoticed.
 
 A scheduler that follows a value which each replica has for its own samples lowers the rate on one of them and not on
 another::

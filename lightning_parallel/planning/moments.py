@@ -51,7 +51,7 @@ def held_and_fullest(
 def _of_schedule(
     kinds: NDArray[np.intp], numbers: NDArray[np.intp], chunks: Sequence[ChunkCost], gradients: int
 ) -> tuple[int, int]:
-    """Of a stage's list, by the kinds of its actions and the numbers of their chunks."""
+    """What a stage's list holds, by the kinds of its actions and the numbers of their chunks."""
     held, between, forwards, backwards = (
         np.array([getattr(chunk, name) for chunk in chunks]) for name in ("held", "between", "forwards", "backwards")
     )

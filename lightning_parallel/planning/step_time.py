@@ -126,8 +126,8 @@ def _simulated(
     added: float,
     goes_on: bool,
 ) -> tuple[list[float], float]:
-    """The lists on paper: by stage, the seconds of an update in which it computes; and those from an update to the next
-    one, of a single batch all."""
+    """The lists on paper: for each stage the seconds of an update in which it computes; and the seconds between
+    updates, or of the single batch."""
     count = _BATCHES + 2 * (-(-choice.stages // choice.microbatches)) if choice.is_late else 1
     order = choice.order(count)
     largest = max((chunk.sent for chunk in chunks[:-1]), default=0)

@@ -108,7 +108,7 @@ def placement(schedule: Sequence[Sequence[Action]]) -> Placement:
     for stage, actions in enumerate(schedule):
         chunks = {action.chunk for action in actions if isinstance(action, Forward)}
         if not chunks:
-            raise ValueError(f"stage {stage} has no forwards.")
+            raise ValueError(f"stage {stage} has no forwards: give it a chunk, or use fewer stages.")
         for chunk in sorted(chunks):
             if chunk in found:
                 raise ValueError(f"chunk {chunk} is on the stages {found[chunk]} and {stage}: give it to one of them.")

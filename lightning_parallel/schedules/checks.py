@@ -88,7 +88,7 @@ def _validate_stage(stage: int, actions: Sequence[Action]) -> None:
     for action in actions:
         where = f"stage {stage}: {action}"
         if type(action) not in KINDS:
-            raise ValueError(f"{where} is none of {', '.join(kind.__name__ for kind in KINDS)}: nothing runs it.")
+            raise ValueError(f"{where} is none of {', '.join(kind.__name__ for kind in KINDS)}. Use these.")
         if isinstance(action, Step):
             own = [action.chunk] if isinstance(action, StepOfChunk) else chunks
             due = steps[own[0]]

@@ -30,7 +30,7 @@ class Clock:
 
     Attributes:
         starts: of the actions of all batches, each batch in order.
-        updates: by stage, the ends of its steps.
+        updates: for each stage, when its steps end.
     """
 
     starts: Sequence[float]

@@ -6,6 +6,6 @@ rank's part, ``tensor_shards.py`` divides its layers, and ``replicas.py`` has it
 crosses the cuts, when the first step of a kind is about to run. ``part_of_model.py`` is about a module that is only a
 part of the model.
 
-All of it is made before the first batch. Some parts are used in each, such as ``splitting.py``; what only runs in a
-batch belongs in ``steps/``.
+All but the flows is made before the first batch. Some parts are used in each, such as ``splitting.py``; what only runs
+in a batch belongs in ``steps/``.
 """

@@ -211,7 +211,7 @@ def evaluate(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["pipeline", *thorough("single")])
-def test_an_evaluation_ends_at_once(pool: WorkerPool, name: str) -> None:
+def test_an_evaluation_ends(pool: WorkerPool, name: str) -> None:
     """The other ranks lose their connection to it."""
     first, *others = pool.run(evaluate, WORLDS[name], name, init=False, expect_errors=True)
     assert first.rstrip().endswith("SIGTERMException") and all(isinstance(other, Failure) for other in others)

@@ -184,7 +184,7 @@ def die_while_writing(path: str) -> None:
         save_here(path, trainer={"epoch": 4})
 
 
-def test_a_rank_that_dies_while_writing_ends_the_others_at_once(pool: WorkerPool, path: str) -> None:
+def test_a_rank_that_dies_while_writing_ends_the_others(pool: WorkerPool, path: str) -> None:
     """Some of four notice it inside of torch's save, while others wait there for them."""
     pool.run(save_here, 4, path)
     first, *others = pool.run(die_while_writing, 4, path, expect_errors=True, timeout=60.0)

@@ -94,7 +94,7 @@ class Run:
 
     @property
     def key(self) -> dict[str, Any]:
-        """All that decides its result, as JSON has it. Runs by 1F1B are named as before there were others."""
+        """All that decides its result, as JSON has it. 1F1B is left out, so that older runs keep their names."""
         arm = {name: value for name, value in asdict(self.arm).items() if (name, value) != ("schedule", "1f1b")}
         return {"setting": asdict(self.setting), "arm": arm, "rate": self.rate, "seed": self.seed}
 

@@ -36,9 +36,9 @@ def test_theory_is_the_schedules(stages: int, microbatches: int) -> None:
 
 
 def test_in_a_v_the_last_stage_waits_for_each_batch() -> None:
-    waited = clock.asynchronous(8, 16, 1, "vmin") / clock.asynchronous(8, 16, 1)
-    assert waited == pytest.approx(1 / clock.theory("vmin", 8, 16))
-    assert 0.9 < clock.theory("vmin", 8, 16) < clock.theory("vhalf", 8, 16) < 1
+    for shape, busy in (("vmin", 0.906), ("vhalf", 0.970)):
+        waited = clock.asynchronous(8, 16, 1, shape) / clock.asynchronous(8, 16, 1)
+        assert waited == pytest.approx(1 / busy, abs=1e-3)
 
 
 def test_a_loss_is_reached_between_two_validations() -> None:
