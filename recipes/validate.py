@@ -103,8 +103,9 @@ def _node(path: str, node: Config, kind: type) -> Iterator[Problem]:
                 where = f"no such key in {path}" if path else "no such key"
                 meant = nearest(str(key), settings) or str(key)
                 fix = closest(meant, {*settings, *others})
-                inside = {} if path else {name: group for group, keys in _groups(node) for name in keys}
-                if (found := nearest(str(key), inside)) and not difflib.get_close_matches(key, settings, cutoff=0.8):
+                inside = {} if path else {str(name): group for group, keys in _groups(node) for name in keys}
+                close = difflib.get_close_matches(str(key), settings, cutoff=0.8)
+                if (found := nearest(str(key), inside)) and not close:
                     fix = f"did you mean {inside[found]}.{found}?"
                 yield Problem(prefix + str(key), value, where, fix)
         elif not fits(_given(value) if path else value, settings[key][1]) and not _is_made(value):

@@ -18,11 +18,15 @@ from typing import Any
 import torch.distributed as dist
 from lightning.pytorch.utilities.types import LRSchedulerConfig
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_parallel.ranks.collectives import all_alike, gather_objects, together
 
 _Options = dict[tuple[str, int, str], Any]  # by the optimizer's class and number, the group and the option
+
+
+_PARAMETERS = ("params", "param_names")
 
 
 class PartedOptions:
@@ -41,11 +45,11 @@ class PartedOptions:
         """Note the present options, with which a batch's update is made."""
         names = (type(each).__name__ + (f" {i}" if len(optimizers) > 1 else "") for i, each in enumerate(optimizers))
         self._noted = {
-            (name, number, key): value.detach().clone() if isinstance(value, Tensor) else value
+            (name, number, key): kept
             for name, optimizer in zip(names, optimizers, strict=True)
             for number, group in enumerate(optimizer.param_groups)
             for key, value in group.items()
-            if isinstance(value, int | float | tuple | Tensor)
+            if key not in _PARAMETERS and (kept := _kept(value)) is not None
         }
 
     def refuse(self, schedulers: Sequence[LRSchedulerConfig]) -> None:
@@ -58,7 +62,7 @@ class PartedOptions:
 
     def _compare(self, schedulers: Sequence[LRSchedulerConfig]) -> None:
         # Only now, since the host waits for the GPU here.
-        own = {place: value.tolist() if isinstance(value, Tensor) else value for place, value in self._noted.items()}
+        own = {place: _number(value) for place, value in self._noted.items()}
         if all_alike(self._group, own):
             return
         of_all = gather_objects(own, self._group)
@@ -70,8 +74,25 @@ class PartedOptions:
                 followed = [config.monitor for config in schedulers if config.reduce_on_plateau]
                 source = f" A scheduler follows {followed[0]!r}." if followed else ""
                 raise RuntimeError(
-                    f"Replicas have trained with different options: {key!r} of {name}, group {number}, is {values[0]} "
-                    f"on replica 0 and {values[replica]} on replica {replica}, so their weights have parted.{source} "
+                    f"Replicas have different options for updates: {key!r} of {name}, group {number}, is {values[0]} "
+                    f"on replica 0 and {values[replica]} on replica {replica}, by which their weights part.{source} "
                     f"Set it by what all replicas have, such as a value logged with sync_dist=True. Nothing is saved; "
                     f"go on from the last checkpoint."
                 )
+
+
+def _kept(value: Any) -> Any:
+    """An option as it is now, of numbers, texts and tensors of one number; None for all else, of which ranks may have
+    their own parts."""
+    if isinstance(value, Tensor):
+        return None if value.numel() != 1 or isinstance(value, DTensor) else value.detach().clone()
+    if isinstance(value, tuple | list):
+        items = [_kept(item) for item in value]
+        return None if any(item is None for item in items) else items
+    return value if isinstance(value, int | float | str) else None
+
+
+def _number(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_number(item) for item in value]
+    return value.item() if isinstance(value, Tensor) else value

@@ -94,7 +94,7 @@ class LogJoins:
                 rank_zero_warn(
                     f"self.log({name!r}, batch_size=...): the parts of a batch give {[*given]}, and the whole batch "
                     f"{of_whole}, by which an epoch's mean is weighed in one process. Give the number of samples or of "
-                    f"what counts, leave batch_size out, or use microbatches=1."
+                    f"what counts, leave batch_size out, or use microbatches=1. If it is drawn at random, all is right."
                 )
             if self._settings[name]:
                 return sizes, given[0]

@@ -113,6 +113,10 @@ def placement(schedule: Sequence[Sequence[Action]]) -> Placement:
             if chunk in found:
                 raise ValueError(f"chunk {chunk} is on the stages {found[chunk]} and {stage}: give it to one of them.")
             found[chunk] = stage
+    for stage, actions in enumerate(schedule):
+        for action in actions:
+            if isinstance(action, OnChunk) and found.get(action.chunk) != stage:
+                raise ValueError(f"stage {stage}: {action} comes without a forward of its chunk there.")
     if sorted(found) != list(range(len(found))):
         raise ValueError(f"the chunks are {sorted(found)}: number them 0, 1, 2, ... in the order of a forward.")
     if found[len(found) - 1] != len(schedule) - 1:

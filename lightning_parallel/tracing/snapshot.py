@@ -185,7 +185,7 @@ class StateKept:
         known = {id(container) for container, *_ in self._containers}
         found: dict[nn.Module, set[str]] = {}
         for places in several:
-            inside = {id(each): each for _, each, _ in self._within(places[0][2]) if type(each) is not tuple}
+            inside = {id(each): each for _, each, _ in self._within(places[0][2]) if not isinstance(each, tuple)}
             made = (each for key, each in inside.items() if key not in known)
             if not changed.isdisjoint(inside) or any(not isinstance(each, Tensor | np.ndarray) for each in made):
                 for part, name, _ in places:

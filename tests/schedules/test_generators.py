@@ -196,6 +196,12 @@ def test_actions_of_another_kind_are_refused() -> None:
         validate([[Forward(0, 0), Offload(0, 0), Backward(0, 0), Step(0, 0)]])
 
 
+def test_a_chunk_s_backwards_are_where_its_forwards_are() -> None:
+    lists: list[list[Action]] = [[Forward(0, 0), Backward(1, 0)], [Forward(1, 0), Backward(0, 0)]]
+    with pytest.raises(ValueError, match="comes without a forward of its chunk"):
+        simulate(lists)
+
+
 def test_validate_finds_deadlock() -> None:
     # Stage 0 wants microbatch 0 back before it sends microbatch 1; stage 1 wants both first.
     waits = (
