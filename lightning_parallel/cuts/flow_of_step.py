@@ -93,10 +93,12 @@ def _check_buffers(module: nn.Module, partition: Partition, seen: Trace, placed:
         names.setdefault(id(buffer), []).append(name)
     for known in names.values():
         changed = next((name for name in known if name in seen.own_updates), None)
+        if changed is None:
+            continue
         calls = zip(seen.calls, placed, strict=True)
         holders = {chunk: call.unit for call, chunk in calls if any(name.startswith(f"{call.unit}.") for name in known)}
         stages = {partition.placement[chunk]: chunk for chunk in sorted(holders, reverse=True)}
-        if changed is not None and len(stages) > 1:
+        if len(stages) > 1:
             where = (f"'{holders[chunk]}' on {partition.name_of(chunk)}" for chunk in sorted(stages.values()))
             raise FlowError(
                 f"A layer changes the buffer '{changed}', which {first_few(where)} share: each stage would change its "

@@ -137,11 +137,14 @@ class SameBatches:
         Raises:
             RuntimeError: the ranks' batches differ, on all ranks.
         """
-        # Within an epoch, a rank that may be ahead doesn't wait for the others.
-        due = index == 0 or (index.bit_count() == 1 and not self._run.ahead())
-        if not self._has_checked or due:
+        if not self._has_checked or self.meet_at(index):
             self._has_checked = True
             self._compare(batch, index)
+
+    def meet_at(self, index: int) -> bool:
+        """Do ranks compare what they have at a training batch of this index in the epoch?"""
+        # Within an epoch, a rank that may be ahead doesn't wait for the others.
+        return index == 0 or (index.bit_count() == 1 and not self._run.ahead())
 
     def begin_evaluation(self, batches: Sequence[float]) -> None:
         """Called before an evaluation's first batch. All ranks of the replica call it. Loaders with workers have drawn

@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
-from lightning_parallel.schedules.actions import Action, Message, Schedule, needed, placement, sent
-from lightning_parallel.schedules.simulate import Simulation, Timed, duration
+from lightning_parallel.schedules.actions import Action, Message, Schedule, needed, sent
+from lightning_parallel.schedules.order import Order
+from lightning_parallel.schedules.simulate import Simulation, Timed
 
 _DONE = 1e-12  # seconds of work that are left of an action by rounding
 
@@ -24,14 +25,19 @@ def simulate_shared(
 
     Args:
         speed: at which each of so many stages goes on while all of them compute; 1 is that of the durations.
+
+    Raises:
+        ValueError: the schedule deadlocks.
     """
-    places = placement(schedule)
+    order = Order(schedule)
+    chunks = len(order.places)
+    durations = dict(zip(order.actions, order.durations(forward, backward, step, first), strict=True))
     rows: list[list[Timed]] = [[] for _ in schedule]
     arrivals: dict[Message, tuple[int, float]] = {}  # from which stage, and when it was sent
     running: dict[int, tuple[float, float]] = {}  # by stage: when its action began, and the seconds of work left
 
     def ready_at(stage: int, action: Action) -> float:
-        message = needed(action, len(places))
+        message = needed(action, chunks)
         if message is None:
             return 0.0
         if message not in arrivals:
@@ -46,7 +52,7 @@ def simulate_shared(
             if stage not in running and len(row) < len(actions):
                 ready = ready_at(stage, actions[len(row)])
                 if ready <= now:
-                    running[stage] = now, duration(actions[len(row)], forward, backward, step, first)
+                    running[stage] = now, durations[actions[len(row)]]
                 else:
                     waits = min(waits, ready)
         if not running and waits == math.inf:
@@ -59,7 +65,7 @@ def simulate_shared(
             if left <= _DONE:
                 action = schedule[stage][len(rows[stage])]
                 rows[stage].append(Timed(action, begin, until))
-                message = sent(action, len(places))
+                message = sent(action, chunks)
                 if message is not None:
                     arrivals[message] = stage, until
                 del running[stage]

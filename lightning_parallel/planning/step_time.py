@@ -17,14 +17,13 @@ from lightning_parallel.planning.memory import Memory
 from lightning_parallel.planning.profile import ChunkCost
 from lightning_parallel.planning.sharing import simulate_shared
 from lightning_parallel.schedules.actions import Step
-from lightning_parallel.schedules.simulate import repeated
+from lightning_parallel.schedules.simulate import BATCHES, between, repeated
 from lightning_parallel.steps.between_batches import gained
 
 OF_BATCH = 4e-3  # seconds of Lightning's hooks and loops for a batch
 OF_PIPELINE = 3e-3  # more of them, in which stages agree on the end of a batch
 OF_FORWARD = 0.8e-3  # seconds in which a stage runs the step's code for one forward and backward of a chunk
 OF_UNIT = 2.5e-3  # seconds for each fully sharded unit in which nothing is computed, where a CPU does all
-_BATCHES, _FILL = 5, 2  # of a pipeline whose stages don't wait for each other, and those until it is steady
 
 
 @dataclass(frozen=True)
@@ -128,13 +127,13 @@ def _simulated(
 ) -> tuple[list[float], float]:
     """The lists on paper: for each stage the seconds of an update in which it computes; and the seconds between
     updates, or of the single batch."""
-    count = _BATCHES + 2 * (-(-choice.stages // choice.microbatches)) if choice.is_late else 1
+    count = BATCHES + 2 * (-(-choice.stages // choice.microbatches)) if choice.is_late else 1
     order = choice.order(count)
     largest = max((chunk.sent for chunk in chunks[:-1]), default=0)
     latency = device.message(largest, distance=choice.tensor * choice.data)
     forward = [chunk.forward + added for chunk in chunks]
     backward, first = [chunk.backward for chunk in chunks], [chunk.first for chunk in chunks]
-    batches = _BATCHES if goes_on else 1
+    batches = BATCHES if goes_on else 1
     if device.speed(choice.stages * choice.data * choice.tensor) == 1:  # each has a core
         durations = order.durations(forward, backward, updates, first)
         busy = [seconds / count for seconds in order.busy(durations)]
@@ -152,6 +151,4 @@ def _simulated(
 def _period(updates: Sequence[Sequence[float]]) -> float:
     """The seconds from an update to the next one, by the ends of those of each stage; of a single batch, all."""
     last = updates[-1]
-    if len(last) == 1:
-        return max(stage[-1] for stage in updates)
-    return (last[-1] - last[_FILL - 1]) / (len(last) - _FILL)
+    return max(stage[-1] for stage in updates) if len(last) == 1 else between(last)

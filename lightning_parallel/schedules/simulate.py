@@ -9,7 +9,6 @@ from lightning_parallel.schedules.actions import (
     Action,
     Backward,
     BackwardInput,
-    BackwardWeight,
     Forward,
     Schedule,
     Step,
@@ -125,22 +124,6 @@ def simulate(
     return Simulation(rows)
 
 
-def duration(
-    action: Action,
-    forward: Sequence[float],
-    backward: Sequence[float],
-    step: Sequence[float],
-    first: Sequence[float],
-) -> float:
-    """Of an action, by the durations of chunks, and of the stages' updates."""
-    if isinstance(action, Step):
-        return step[action.stage]
-    if isinstance(action, Forward):
-        return forward[action.chunk]
-    part = first[action.chunk]
-    return backward[action.chunk] * {BackwardInput: part, BackwardWeight: 1 - part}.get(type(action), 1.0)
-
-
 def _durations(
     name: str, value: float | Sequence[float], count: int, of: str, *, allow_zero: bool = False
 ) -> Sequence[float]:
@@ -152,7 +135,7 @@ def _durations(
     return values
 
 
-_BATCHES, _FILL = 5, 2  # batches, and those until the period is steady
+BATCHES, _FILL = 5, 2  # batches of stages that don't wait for each other, and those until the period is steady
 
 
 def repeated(schedule: Schedule, batches: int) -> Schedule:
@@ -177,7 +160,11 @@ def busy_across_batches(schedule: Schedule, latency: float = 0.0) -> float:
 
 def period(order: Order, durations: Sequence[float], latency: float) -> float:
     """The time from an update to the next one if no stage waits for the others between batches, once it is steady."""
-    ends = order.run(durations, latency, _BATCHES).updates[-1]
+    return between(order.run(durations, latency, BATCHES).updates[-1])
+
+
+def between(ends: Sequence[float]) -> float:
+    """The time from an update to the next one, by the ends of a stage's updates, once it is steady."""
     return (ends[-1] - ends[_FILL - 1]) / (len(ends) - _FILL)
 
 

@@ -100,13 +100,14 @@ class Microbatches:
             return partial(self._run_on_copy, (part, *rest), size, seed)
 
         self._prepare_for(on_copy(parts[0], seeds[0], counts[0]), len(parts), is_first)
+        scale = _loss_scale(self._run.precision)  # once, since the host waits for a GPU here
         tries = not self.changes.known  # a trial would change them once more, before the backward
         work: dict[int, Microbatch] = {}
         for k, (part, seed) in enumerate(zip(parts, seeds, strict=True)):
             again = partial(on_copy, seed=seed, size=counts[k])
             work[first + k] = Microbatch(
                 step=partial(self._step, (part, *rest), counts[k], seed, k),
-                scale=_loss_scale(self._run.precision),
+                scale=scale,
                 loss=loss,
                 index=k,
                 seed=seed,

@@ -609,9 +609,8 @@ class LayoutStrategy(ParallelStrategy):
             self.replicas.share_carried(begins_epoch=batch_idx == 0)
         if self._options_used is not None:
             self._options_used.note(self.optimizers)
-        # Where a stage may be ahead they meet at the beginning of an epoch only, when nothing is in flight.
-        if batch_idx == 0 or (self.batches_ahead == 0 and batch_idx & (batch_idx - 1) == 0):  # 0, 1, 2, 4, 8, ...
-            self._refuse_parted_options()
+            if self._same_batches is not None and self._same_batches.meet_at(batch_idx):
+                self._refuse_parted_options()
 
     @override
     def on_train_end(self) -> None:

@@ -161,13 +161,11 @@ def execute(run: Run, task: Task, device: torch.device = _CPU) -> dict[str, Any]
         for group in (group for optimizer in optimizers for group in optimizer.param_groups):
             group["lr"] = run.rate * factor
         readings = late.feed(arm.microbatches)
-        together = 1 if arm.weights == "latest" else len(readings)  # others' backwards need no reading
+        groups = [[each] for each in readings] if arm.weights == "latest" else [readings]  # others need no reading
         losses = []
-        for begin in range(0, len(readings), together):
-            some = readings[begin : begin + together]
-            inputs, targets = (each.chunk(len(readings) // together)[begin // together].to(device) for each in (x, y))
-            losses.append(loss_of(forward(chain, some, inputs), targets))
-            late.backward(some[0], losses[-1], weight=together / len(readings))
+        for some, inputs, targets in zip(groups, x.chunk(len(groups)), y.chunk(len(groups)), strict=True):
+            losses.append(loss_of(forward(chain, some, inputs.to(device)), targets.to(device)))
+            late.backward(some[0], losses[-1], weight=1 / len(groups))
         if not all(math.isfinite(loss.item()) for loss in losses):
             break
         late.update(step)
