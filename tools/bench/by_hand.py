@@ -6,24 +6,27 @@ layers, and that every message has the shape of a microbatch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_parallel.schedules.actions import (
+    Action,
     Backward,
     BackwardInput,
+    BackwardWeight,
     Forward,
     Message,
     OnChunk,
     Step,
+    StepOfChunk,
     needed,
     placement,
     sent,
 )
-from lightning_parallel.schedules.named import SCHEDULES
+from lightning_parallel.schedules.named import SCHEDULES, Endless, endless
 from tools.bench.contestants import Synchronous, place
 from tools.bench.layers import MakeOptimizer, loss_of, sgd
 
@@ -79,7 +82,8 @@ class Bare(Synchronous):
         """What an action hands on."""
         place = action.chunk, action.microbatch
         if isinstance(action, Forward):
-            x = self._parts[action.microbatch] if incoming is None else incoming.detach().requires_grad_()
+            own = self._parts[action.microbatch % len(self._parts)]
+            x = own if incoming is None else incoming.detach().requires_grad_()
             output = self._chunks[action.chunk](x)
             if action.chunk == self._last:
                 output = loss_of(output) / len(self._parts)
@@ -155,6 +159,77 @@ class BareOnwards(Bare):
         for one, _ in earlier:
             one.wait()
         self._buffers, self._others = self._others, self._buffers
+
+
+class BareEndless(Bare):
+    """An endless list. Receives are posted a batch ahead. Weights have no versions: a sleeping layer keeps what it
+    read by itself, so updates may be made in place."""
+
+    def __init__(
+        self, layers: nn.Sequential, schedule: Endless, batch: Tensor, microbatches: int, optimizer: MakeOptimizer = sgd
+    ) -> None:
+        super().__init__(layers, schedule, batch, microbatches, optimizer)
+        layout, _ = place(batch.device)
+        self._group = dist.new_group()  # of its own: receives that were posted ahead stay when others run
+        self._list = endless(schedule, layout.stages, layout.stage)
+        self._optimizers = {chunk: optimizer(module.parameters()) for chunk, module in self._chunks.items()}
+        self._buffers.clear()
+        self._works: dict[Message, dist.Work | None] = {}
+        self._coming: list[Action] | None = None
+
+    def step(self) -> None:
+        now = self._fed() if self._coming is None else self._coming
+        self._coming = self._fed()
+        self._perform(now)
+
+    def drain(self) -> None:
+        owed = [*(self._coming or ()), *self._list.drain()]
+        self._coming = None
+        self._post(owed)
+        self._perform(owed)
+        for one, _ in self._sent:
+            one.wait()
+        self._sent.clear()
+
+    def _fed(self) -> list[Action]:
+        """The next batch's part of the list, with its receives posted."""
+        actions = [*self._list.feed(len(self._parts))]
+        self._post(actions)
+        return actions
+
+    def _post(self, actions: Iterable[Action]) -> None:
+        for action in actions:
+            message = None if isinstance(action, Step) else needed(action, len(self._ranks))
+            if message is not None and message not in self._works:
+                if self._ends(message)[0] != self._rank:
+                    self._buffers[message] = torch.empty_like(self._parts[0])
+                self._works[message] = self._receive(message, self._buffers.get(message, self._parts[0]))
+
+    def _perform(self, actions: Iterable[Action]) -> None:
+        for action in actions:
+            if isinstance(action, Step):
+                for chunk in (action.chunk,) if isinstance(action, StepOfChunk) else self._optimizers:
+                    self._optimizers[chunk].step()
+                    self._optimizers[chunk].zero_grad()
+                continue
+            message = needed(action, len(self._ranks))
+            if message is not None and (work := self._works.pop(message)) is not None:
+                work.wait()
+            result = self._run(action, None if message is None else self._buffers[message])
+            if isinstance(action, Forward) and message is not None:
+                del self._buffers[message]
+            elif isinstance(action, Backward | BackwardWeight):
+                self._buffers.pop(Message("gradient", action.chunk, action.microbatch), None)
+            message = sent(action, len(self._ranks))
+            if message is not None and result is not None:
+                self._send(message, result)
+        self._sent = [(work, tensor) for work, tensor in self._sent if not work.is_completed()]
+
+    def _send(self, message: Message, tensor: Tensor) -> None:
+        if self._ends(message)[1] == self._rank:
+            self._buffers[message] = tensor
+        else:
+            super()._send(message, tensor)
 
 
 class BareAsync:

@@ -1,4 +1,5 @@
-"""Transformer blocks on two stages, a thread each: what is left of the speed of two cores."""
+"""Transformer blocks on two and four stages, a thread each: what is left of the speed of two cores, and what a rank
+holds."""
 
 from __future__ import annotations
 
@@ -11,6 +12,8 @@ import torch
 import torch.distributed as dist
 
 from lightning_parallel import AsyncPipelineStrategy, PipelineStrategy
+from lightning_parallel.comparison.held import Held
+from lightning_parallel.schedules.named import Endless
 from recipes.tables import Cell, Table
 from tools.bench import processes
 from tools.bench.by_hand import BareAsync
@@ -18,6 +21,7 @@ from tools.bench.contestants import (
     CHUNKED,
     COMPARED,
     ONLY_OURS,
+    Contestant,
     OneProcess,
     Ours,
     OursAsync,
@@ -34,13 +38,14 @@ from tools.bench.rounds import middle, ratios
 
 ONE = "one process, one thread"
 _PAIRED = (*COMPARED, *CHUNKED)
+_SHAPES: tuple[Endless, ...] = ("vhalf", "vmin")
 
 
 @dataclass(frozen=True)
 class Sizes:
     """A model of ``layers`` blocks of ``width``, batches of ``microbatches`` x ``samples`` x ``length`` tokens;
     ``rounds`` in which each contestant runs ``batches`` that count, and one before them that doesn't; ``pairs`` of
-    batches, one of ours and one of torch's, for each synchronous schedule."""
+    batches, one of ours and one of torch's, for each synchronous schedule, over each number of ``stages``."""
 
     layers: int = 8
     width: int = 512
@@ -50,13 +55,14 @@ class Sizes:
     rounds: int = 3
     batches: int = 1
     pairs: int = 12
+    stages: tuple[int, ...] = (2, 4)
 
 
 QUICK = Sizes(width=128, length=64, rounds=2, batches=3, pairs=6)
 
 
 def measure(sizes: Sizes) -> list[Table]:
-    return [_speed(sizes), _beside(sizes)]
+    return [_speed(sizes), *(_beside(sizes, stages) for stages in sizes.stages)]
 
 
 def _speed(sizes: Sizes) -> Table:
@@ -78,20 +84,23 @@ def _speed(sizes: Sizes) -> Table:
     )
 
 
-def _beside(sizes: Sizes) -> Table:
+def _beside(sizes: Sizes, stages: int) -> Table:
     """The machine's speed drifts by more than the two differ: so batch by batch."""
-    times = merge(processes.run(_pairs, 2, sizes))
+    ranks = processes.run(_pairs, stages, sizes)
+    times = merge([times for times, _ in ranks])
+    held = {name: max(rank[name] for _, rank in ranks) / 2**20 for name in times}
     rows: list[list[Cell]] = []
     for schedule in _PAIRED:
         ours, theirs = times[f"{schedule}, ours"], times.get(f"{schedule}, torch")
         row: list[Cell] = [schedule, median(ours) * 1e3, None, None, None, None]
+        of_memory: list[Cell] = [held[f"{schedule}, ours"], held.get(f"{schedule}, torch")]
         if theirs is not None:
             slower = ratios(ours, theirs)
             row[2:] = median(theirs) * 1e3, median(slower), middle(slower), sum(ratio < 1 for ratio in slower)
         beside = ratios(ours, times["1f1b, ours"])
-        rows.append([*row, median(beside), middle(beside)])
+        rows.append([*row, median(beside), middle(beside), *of_memory])
     return Table(
-        "Real compute, synchronous schedules beside torch's, batch by batch",
+        f"Real compute, synchronous schedules beside torch's, batch by batch: {stages} stages",
         {
             "schedule": "",
             "ours (ms)": ".0f",
@@ -101,25 +110,39 @@ def _beside(sizes: Sizes) -> Table:
             f"faster, of {sizes.pairs}": "d",
             "ours / our 1f1b": ".3f",
             "middle half, beside 1f1b": "",
+            "held, ours (MiB)": ".0f",
+            "held, torch (MiB)": ".0f",
         },
         rows,
         "The same model; interleaved and those in a V have two chunks a stage. Medians; a ratio is that of the median "
         "pair. A pair's two batches run one after the other, ours first in every second one; our 1f1b's is that of "
-        "the same round.",
+        "the same round. Held: tensors at once on the fullest rank, parameters and AdamW's state among them, in a "
+        "batch by itself; messages that wait aren't seen.",
     )
 
 
-def _pairs(sizes: Sizes) -> Times:
+def _pairs(sizes: Sizes) -> tuple[Times, dict[str, int]]:
+    """Seconds of batches, and the bytes that this rank holds, by contestant."""
     batch = _batch(sizes)
     runs = {}
+    held = {}
     for schedule in _PAIRED:
         for whose, kind in (("ours", Ours), ("torch", Torch)):
             if whose == "torch" and schedule in ONLY_OURS:
                 continue
             contestant = kind(blocks(sizes.layers, sizes.width), schedule, batch, sizes.microbatches, adamw)
-            contestant.step()
+            held[f"{schedule}, {whose}"] = _held(contestant)
             runs[f"{schedule}, {whose}"] = partial(timed_steps, contestant, 1)
-    return alternate(runs, sizes.pairs)
+    return alternate(runs, sizes.pairs), held
+
+
+def _held(contestant: Contestant) -> int:
+    """The most bytes at once in the contestant's second batch, after what it keeps between batches has been seen."""
+    with Held() as held:
+        contestant.step()
+        held.forget()
+        contestant.step()
+    return held.most
 
 
 def _batch(sizes: Sizes) -> torch.Tensor:
@@ -144,6 +167,9 @@ def _times(sizes: Sizes) -> Times:
 
         return run
 
+    def in_a_v(shape: Endless) -> AsyncPipelineStrategy:
+        return AsyncPipelineStrategy(schedule=shape, microbatches=count, correction=None, balance="layers")
+
     def model() -> torch.nn.Sequential:
         return blocks(sizes.layers, sizes.width)
 
@@ -161,5 +187,6 @@ def _times(sizes: Sizes) -> Times:
         "async, ours in Trainer.fit": trained(
             lambda: AsyncPipelineStrategy(microbatches=count, correction=None, balance="layers")
         ),
+        **{f"async {shape}, ours in Trainer.fit": trained(partial(in_a_v, shape)) for shape in _SHAPES},
     }
     return alternate(runs, sizes.rounds)

@@ -16,12 +16,13 @@ from torch import nn
 from lightning_parallel import AsyncPipelineStrategy, PipelineStrategy
 from lightning_parallel.schedules.actions import placement
 from lightning_parallel.schedules.asynchronous import asynchronous_utilisation
+from lightning_parallel.schedules.asynchronous_v import steady
 from lightning_parallel.schedules.named import SCHEDULES, Endless
 from lightning_parallel.schedules.simulate import busy_across_batches, simulate
 from lightning_parallel.strategies.staged import StagedStrategy
 from recipes.tables import Cell, Table
 from tools.bench import processes
-from tools.bench.by_hand import Bare, BareOnwards
+from tools.bench.by_hand import Bare, BareEndless, BareOnwards
 from tools.bench.contestants import (
     CHUNKED,
     COMPARED,
@@ -156,8 +157,8 @@ def _onwards(sizes: Sizes) -> Table:
     for stages, microbatches in sizes.chunked:
         times = merge(processes.run(_streams, stages, microbatches, sizes))
         work = microbatches * (sizes.forward + sizes.backward)
-        theory = busy_across_batches(SCHEDULES["zbv"](stages, microbatches), latency=2 * LATENCY / sizes.forward)
         for name, seconds in times.items():
+            theory = _busy(name.split(", ")[0], stages, microbatches, sizes)
             scatter = spread([work / each for each in seconds])
             rows.append([stages, microbatches, name, 1e3 * median(seconds), work / median(seconds), scatter, theory])
     return Table(
@@ -165,18 +166,30 @@ def _onwards(sizes: Sizes) -> Table:
         {**_BATCH_BY_BATCH, "theory": ".3f"},
         rows,
         f"As above, but each stage goes on to the next batch by itself. Medians of {sizes.rounds} x {_COUNTED} "
-        f"batches, after {_SKIPPED}. By hand: the receives of a batch are posted a batch ahead.",
+        f"batches, after {_SKIPPED}. By hand: the receives of a batch are posted a batch ahead. Asynchronous ones by "
+        f"hand keep no versions of weights.",
     )
+
+
+def _busy(name: str, stages: int, microbatches: int, sizes: Sizes) -> float | None:
+    """The share of the time in which stages compute by theory. Messages aren't counted in a V that is never flushed."""
+    if name == "async":
+        return asynchronous_utilisation(stages, 0, sizes.forward, sizes.backward, LATENCY)
+    if (shape := _ENDLESS.get(name, "1f1b")) != "1f1b":
+        return steady(shape, stages, microbatches).busy
+    return busy_across_batches(SCHEDULES[name](stages, microbatches), latency=2 * LATENCY / sizes.forward)
 
 
 def _streams(microbatches: int, sizes: Sizes) -> Times:
     batch = torch.randn(microbatches, sizes.width, sizes.width)
-    runs = {
-        f"zbv, {whose}": partial(
-            timed_stream, kind(_layers("zbv", sizes), "zbv", batch, microbatches), _SKIPPED + _COUNTED + 1, _SKIPPED
-        )
+    contestants: dict[str, Ours | Bare] = {
+        f"zbv, {whose}": kind(_layers("zbv", sizes), "zbv", batch, microbatches)
         for whose, kind in (("ours", OursOnwards), ("by hand", BareOnwards))
     }
+    for name, shape in _ENDLESS.items():
+        contestants[f"{name}, by hand"] = BareEndless(_layers(name, sizes), shape, batch, microbatches)
+    count = _SKIPPED + _COUNTED + 1
+    runs = {name: partial(timed_stream, each, count, _SKIPPED) for name, each in contestants.items()}
     return alternate(runs, sizes.rounds)
 
 
