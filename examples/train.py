@@ -9,7 +9,7 @@ from lightning_parallel import PipelineStrategy
 class Classifier(L.LightningModule):  # nothing in it knows of stages
     def __init__(self):
         super().__init__()
-        blocks = [torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU()) for _ in range(8)]
+        blocks = [torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU()) for _ in range(4)]
         self.layers = torch.nn.Sequential(*blocks, torch.nn.Linear(64, 10))
 
     def training_step(self, batch, batch_idx):
@@ -24,6 +24,6 @@ class Classifier(L.LightningModule):  # nothing in it knows of stages
 
 L.seed_everything(1)
 x = torch.randn(4096, 64)
-loader = DataLoader(TensorDataset(x, x[:, :10].argmax(1)), batch_size=64, shuffle=True)
+loader = DataLoader(TensorDataset(x, x[:, :10].argmax(1)), batch_size=128, shuffle=True)
 trainer = L.Trainer(max_steps=50, devices=2, accelerator="cpu", strategy=PipelineStrategy())
 trainer.fit(Classifier(), loader)
