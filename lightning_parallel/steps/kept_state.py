@@ -22,6 +22,7 @@ from torchmetrics import Metric
 
 from lightning_parallel.absent.tensor import AbsentTensor
 from lightning_parallel.private.torch import buffers_of, tree_leaves
+from lightning_parallel.tracing.snapshot import OF_MODULES
 
 _LARGE = 2**20  # elements; a larger buffer is somebody's data
 
@@ -66,7 +67,7 @@ def _states(module: nn.Module) -> Iterator[tuple[str, Any]]:
 def _containers(module: nn.Module) -> Iterator[tuple[str, Any]]:
     for path, part in module.named_modules():
         for name, value in () if isinstance(part, Metric) else vars(part).items():
-            if isinstance(value, list | dict | deque):
+            if isinstance(value, list | dict | deque) and name not in OF_MODULES:
                 yield f"{path}.{name}".strip("."), value
 
 

@@ -12,6 +12,7 @@ from collections import Counter, deque
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from functools import cached_property
 from numbers import Number
+from operator import is_
 from types import SimpleNamespace, TracebackType
 from typing import Any
 
@@ -30,10 +31,12 @@ _DEEP = 3  # containers in containers, of those that several parts share
 _MANY_SHARED = 100_000  # items of these; about a tenth of a second for each of their uses
 _LARGE = 2**26  # bytes; a larger tensor is somebody's data
 
-_OF_MODULES = frozenset(vars(nn.Module()))  # attributes that torch keeps
+OF_MODULES = frozenset(vars(nn.Module()))  # attributes that torch keeps
 
 # Of these exact types nothing is kept: they can't be written to.
 _IMMUTABLE = frozenset({int, float, bool, complex, str, bytes, type(None)})
+
+_CONTAINERS = (dict, list, tuple, set, deque)
 
 _NOTHING = object()
 
@@ -68,7 +71,9 @@ class StateKept:
             if id(value) in seen:
                 continue
             seen.add(id(value))
-            if isinstance(value, Tensor):
+            if type(value) is dict and not value:  # as most are that a module has for hooks
+                self._containers.append((value, {}, looked_at))
+            elif isinstance(value, Tensor):
                 # A tensor of another layout can't be compared, and is hardly ever written to.
                 plain = value.layout is torch.strided and not (value.is_meta or value.is_nested)
                 if plain and not isinstance(value, AbsentTensor) and value.nbytes <= _LARGE:
@@ -76,7 +81,7 @@ class StateKept:
             elif isinstance(value, np.ndarray):
                 if value.nbytes <= _LARGE:
                     self._arrays.append((value, value.copy()))
-            elif is_own_generator(value):
+            elif not isinstance(value, _CONTAINERS) and is_own_generator(value):
                 self._generators.append((value, state_of(value)))
             elif within[attribute] < _MANY_IN_ALL and (held := self._contents(value)) is not None:
                 if attribute:
@@ -95,7 +100,7 @@ class StateKept:
         """A copy of a container's or an object's contents; None if it is neither."""
         if isinstance(value, dict):
             return dict(value)
-        if isinstance(value, list | tuple | set | deque):
+        if isinstance(value, _CONTAINERS):
             return list(value)
         if isinstance(value, nn.Module):
             return None if id(value) in self._modules else dict(vars(value))  # a metric in a plain dictionary
@@ -153,7 +158,7 @@ class StateKept:
                 written += [
                     (part, name, before, value)
                     for name, before, value in values
-                    if name not in _OF_MODULES and (before is not value or id(value) in changed)
+                    if name not in OF_MODULES and (before is not value or id(value) in changed)
                 ]
         holders = Counter(id(value) for _, _, before, value in written if before is value)
         found = {
@@ -175,7 +180,7 @@ class StateKept:
         holders: dict[int, list[tuple[nn.Module, str, Any]]] = {}
         for part in self._modules.values():
             for name, value in vars(part).items():
-                if name not in _OF_MODULES and type(value) not in _IMMUTABLE and self._entries(value) is not None:
+                if name not in OF_MODULES and type(value) not in _IMMUTABLE and self._entries(value) is not None:
                     holders.setdefault(id(value), []).append((part, name, value))
         several = [places for places in holders.values() if len({owners.get(id(part)) for part, *_ in places}) > 1]
         changed = {id(container) for container, *_ in self._changed()} if several else set()
@@ -246,9 +251,9 @@ class StateKept:
         """The containers that hold something else than before, with what they held and hold; without ``of_apart``, none
         of the parts ``apart``."""
         for container, held, looked_at in self._containers:
-            now = self._contents(container) if looked_at or of_apart else None
+            now = self._contents(container) if (looked_at or of_apart) and (held or not _is_empty(container)) else None
             if now is not None:
-                same = len(now) == len(held) and all(a is b for a, b in zip(_items(now), _items(held), strict=True))
+                same = len(now) == len(held) and all(map(is_, _items(now), _items(held)))
                 if not same or (isinstance(now, dict) and list(now) != list(held)):
                     yield container, held, now
 
@@ -306,6 +311,10 @@ def _holds_same(before: Any, now: Any, replaced: Collection[int]) -> bool:
         pairs = zip(before, now, strict=False)
         return len(before) == len(now) and all(_holds_same(one, other, replaced) for one, other in pairs)
     return False
+
+
+def _is_empty(container: Any) -> bool:
+    return isinstance(container, dict | list) and not container
 
 
 def _items(held: _Held) -> list[Any]:
