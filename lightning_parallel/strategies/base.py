@@ -548,13 +548,12 @@ class LayoutStrategy(ParallelStrategy):
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The module's ``state_dict()``, of which each rank has its part; :meth:`save_checkpoint` joins the parts. It
-        is the first call of a save, on all ranks."""
+        is the first call of a save, on all ranks. A rank that holds all of a model without buffers may ask alone."""
         if not self._holds_part:  # `trainer.strategy.connect(module)`, and no run
             return super().lightning_module_state_dict()
         self.drain()
         if self._joined is not None:
             self.collectives.meet("A checkpoint")
-            self._refuse_parted_options()
         self.share_buffers()
         return self.checkpoints.state_dict(self.run.module)
 
@@ -570,6 +569,7 @@ class LayoutStrategy(ParallelStrategy):
         if not self._holds_part:
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
+        self._refuse_parted_options()
         self.checkpoints.save(checkpoint, filepath, self.run.module, self.optimizers, storage_options)
 
     @override

@@ -233,3 +233,16 @@ def test_replicas_whose_rates_have_parted_end_the_run(
 
 def test_rates_may_follow_what_is_synchronised(pool: WorkerPool, tmp_path: Path) -> None:
     assert pool.run(fit_with_rates, 2, Synchronised, "fsdp", {}, tmp_path, True, init=False) == [12, 12]
+
+
+class LooksAlone(LeNet):
+    """One rank looks at what would be saved."""
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        if self.global_rank == 0:
+            assert self.trainer.strategy.lightning_module_state_dict().keys() == self.state_dict().keys()
+
+
+def test_a_rank_may_ask_alone_for_the_weights_that_it_holds(pool: WorkerPool) -> None:
+    options = {"stages": 1, "timeout": 20.0}
+    pool.run(train, 2, LooksAlone, "sync", options, init=False, timeout=60)
