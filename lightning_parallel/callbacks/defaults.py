@@ -60,8 +60,9 @@ ASYNCHRONOUS: Reasons = (
 
 def bring_along(trainer: pl.Trainer) -> None:
     """Add the package's callbacks to the Trainer's, where it has none of their kind. Called before the first hook of a
-    run."""
+    run. After an error, the user's own ExactResume comes before what may save then, too."""
     callbacks = callbacks_of(trainer)
+    callbacks.sort(key=lambda callback: not isinstance(callback, ExactResume))
     for own in (ExactResume(), Preemption(), FiniteLoss(stop_after=None)):
         if not any(isinstance(callback, type(own)) for callback in callbacks):
             callbacks.insert(0, own)

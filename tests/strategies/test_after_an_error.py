@@ -7,12 +7,14 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import Tensor
 
+import lightning_parallel as lp
 from lightning_parallel.ranks.collectives import PeerLostError
 from tests.pool import WorkerPool
 from tests.strategies.harness import Report, joined, largest_difference, make_trainer, train
@@ -44,15 +46,26 @@ class FailsOnFirst(Fails):
 REPLICAS = {"stages": 1, "data_parallel": 2, "timeout": TIMEOUT}
 
 
-def fail_saving(kind: type[Fails], folder: Path) -> None:
+class Keeps(Callback):
+    """A user's own callback, which Lightning doesn't put last."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / "last.ckpt"
+
+    def on_exception(self, trainer: L.Trainer, *_: Any) -> None:
+        trainer.save_checkpoint(self.path)
+
+
+def fail_saving(kind: type[Fails], folder: Path, by_own: bool) -> None:
     keeper = ModelCheckpoint(folder, filename="last", save_on_exception=True)
+    callbacks = [Keeps(folder), lp.ExactResume()] if by_own else [keeper]
     with pytest.raises((ValueError, PeerLostError), match="no luck|broke"):
-        make_trainer("sync", [keeper], REPLICAS, enable_checkpointing=True).fit(kind(), kind.loader())
+        make_trainer("sync", callbacks, REPLICAS, enable_checkpointing=not by_own).fit(kind(), kind.loader())
 
 
-def fail_and_save(kind: type[Fails], folder: Path) -> None:
+def fail_and_save(kind: type[Fails], folder: Path, by_own: bool) -> None:
     torch.set_default_dtype(torch.float64)
-    fail_saving(kind, folder)
+    fail_saving(kind, folder, by_own)
     gc.collect()  # frees the Trainer, whose open connections the other rank would wait for
 
 
@@ -63,9 +76,13 @@ def weights_of_one_step() -> dict[str, Tensor]:
     return {name: parameter.detach() for name, parameter in module.named_parameters()}
 
 
-@pytest.mark.parametrize("kind", [FailsOnFirst, *thorough(FailsOnOne)])
-def test_the_first_of_replicas_saves_alone_after_an_error(pool: WorkerPool, kind: type[Fails], tmp_path: Path) -> None:
-    pool.run(fail_and_save, 2, kind, tmp_path, init=False)
+@pytest.mark.parametrize(
+    ("kind", "by_own"), [(FailsOnFirst, False), (FailsOnFirst, True), *thorough((FailsOnOne, False))]
+)
+def test_the_first_of_replicas_saves_alone_after_an_error(
+    pool: WorkerPool, kind: type[Fails], by_own: bool, tmp_path: Path
+) -> None:
+    pool.run(fail_and_save, 2, kind, tmp_path, by_own, init=False, timeout=60)
     saved = torch.load(tmp_path / "last.ckpt", weights_only=False)
     assert saved["global_step"] == 1
     for weights in pool.run(weights_of_one_step, 2, init=False):
