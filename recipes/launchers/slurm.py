@@ -244,16 +244,19 @@ def _container(cluster: SlurmLauncher, folder: Path) -> str:
     by the same one.
 
     Raises:
-        ConfigError: a folder's name has a comma or a colon, which srun takes for the end of a path.
+        ConfigError: a folder's name has a comma or a colon, which srun takes for the end of a path, and no other mount
+            brings the folder.
     """
     if cluster.container is None:
         return ""
     here = Path.cwd()
-    own = dict.fromkeys([here, folder, *([ROOT] if IN_CHECKOUT else [])])
-    for place in own:
-        if {",", ":"} & {*str(place)}:
-            why = f"{str(place)!r} can't be mounted, since a comma or colon ends a path"
-            raise ConfigError([Problem("cluster.container", cluster.container, why, "use a folder of another name")])
+    own = {here: "cluster.container", folder: "hydra.run.dir"} | ({ROOT: "cluster.container"} if IN_CHECKOUT else {})
+    at_their_paths = (source for source, *to in (each.split(":") for each in cluster.mounts) if to in ([], [source]))
+    mounted = {*own, *map(Path, at_their_paths)}
+    for place in [each for each in own if {",", ":"} & {*str(each)}]:
+        setting, why = own.pop(place), f"{str(place)!r} can't be mounted, since a comma or colon ends a path"
+        if mounted.isdisjoint(place.parents):
+            raise ConfigError([Problem(setting, place, why, "use a folder of another name, or one inside a mount")])
     mounts = ",".join([*(f"{place}:{place}" for place in own), *cluster.mounts])
     # By default a variable that the image sets itself would win over the job's.
     names = ",".join([*sorted(cluster.variables), "MASTER_ADDR", "MASTER_PORT"])

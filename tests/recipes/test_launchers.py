@@ -8,6 +8,7 @@ import re
 import shlex
 import subprocess
 import sys
+from contextlib import nullcontext
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, cast
@@ -214,8 +215,22 @@ def test_a_job_of_slurm_runs_its_workers_in_a_container() -> None:
     assert "' python3 /runs/one/" in job  # the image's own
     assert sys.executable in (outside := script(SlurmLauncher(devices=2), Path("/runs/one") / record.CONFIG, 2))
     assert "--container" not in outside
-    with pytest.raises(ConfigError, match="cluster.container=me/train:1 x: '/runs/a,b'"):
+    with pytest.raises(ConfigError, match="hydra.run.dir=/runs/a,b"):
         script(cast(SlurmLauncher, build.launcher(config)), Path("/runs/a,b") / record.CONFIG, 2)
+
+
+@pytest.mark.parametrize(("mount", "folder"), [
+    (None, Path.cwd()), ("/data:/data", Path("/data")), ("/data", Path("/data")),
+    ("/data:/x", None), ("/data:/data:ro", None),
+])  # fmt: skip
+def test_a_folder_inside_a_mount_of_a_container_may_have_any_name(mount: str | None, folder: Path | None) -> None:
+    mounts = [] if mount is None else [mount]
+    cluster = SlurmLauncher(devices=2, container="an/image", mounts=mounts)
+    run = (folder or Path("/data")) / "lr=0.1,seed=2"
+    with nullcontext() if folder else pytest.raises(ConfigError, match="hydra.run.dir=/data/lr=0.1,seed=2"):
+        job = script(cluster, run / record.CONFIG, 2)
+        given = re.findall(r"--container-mounts=(\S+)", job)
+        assert given == [",".join([f"{place}:{place}" for place in dict.fromkeys([Path.cwd(), ROOT])] + mounts)]
 
 
 def test_mounts_of_no_container_are_refused() -> None:
