@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -49,3 +50,8 @@ class Run:
     def last_rank(self) -> int:
         """The global rank of the last stage of this pipeline."""
         return self.layout.rank_at(pipeline=self.layout.stages - 1)
+
+    def warn(self, words: str) -> None:
+        """Warn once for each replica of what the ends of its steps show: another one's samples may be well."""
+        if self.layout.is_last_stage and self.layout.index("tensor") == 0:
+            warnings.warn(words, stacklevel=3)

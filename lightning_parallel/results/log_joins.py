@@ -14,13 +14,13 @@ dry run of its step. Each way that gives another number is ruled out, so a secon
 from __future__ import annotations
 
 import math
+import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from numbers import Real
 from typing import Any
 
 import torch
-from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from lightning_parallel.absent.origins import parameter_of
@@ -41,9 +41,14 @@ _CHECKED = 5  # batches; the host waits for a GPU to look at numbers
 
 
 class LogJoins:
-    """Joins the numbers of microbatches, by what earlier batches have shown about each name."""
+    """Joins the numbers of microbatches, by what earlier batches have shown about each name.
 
-    def __init__(self) -> None:
+    Args:
+        warn: tells the user.
+    """
+
+    def __init__(self, warn: Callable[[str], None] = warnings.warn) -> None:
+        self._warn = warn
         self._ways: dict[str, Sequence[str]] = {}  # by which a name's numbers may be joined
         self._checked: dict[str, int] = {}  # in how many batches a name's numbers have been looked at
         # By name: is its batch_size= the same number, whatever the batch? None: the whole batch's couldn't tell.
@@ -75,7 +80,7 @@ class LogJoins:
             self._bounded[name] += 1
             if whole() != sum(given):
                 self._bounded[name], self._settings[name] = _CHECKED, False  # as it is warned of
-                rank_zero_warn(
+                self._warn(
                     f"self.log({name!r}, batch_size=...): the parts of a batch give {[*given]}. Their sum is taken, "
                     f"which the whole batch may not give: if 1 stands for a part in which nothing counts, as with "
                     f"clamp(min=1), the epoch's mean is another one. Leave the bound out, or use microbatches=1."
@@ -91,7 +96,7 @@ class LogJoins:
             fits = of_whole == sum(given) or (are_equal and of_whole == given[0])
             self._settings[name] = are_equal and (of_whole == given[0] if fits else None)
             if not fits and of_whole is not None:
-                rank_zero_warn(
+                self._warn(
                     f"self.log({name!r}, batch_size=...): the parts of a batch give {[*given]}, and the whole batch "
                     f"{of_whole}, by which an epoch's mean is weighed in one process. Give the number of samples or of "
                     f"what counts, leave batch_size out, or use microbatches=1. If it is drawn at random, all is right."
@@ -158,7 +163,7 @@ class LogJoins:
             numbers = [float(value) for value in values]
             if _is_doubtful(numbers, hint):
                 self._checked[name] = _CHECKED
-                rank_zero_warn(
+                self._warn(
                     f"self.log({name!r}, reduce_fx={hint!r}): the parts of a batch log {numbers}, and what the whole "
                     f"batch would log isn't known. The {hint} of these is taken. If that is "
                     f"wrong, log an object of torchmetrics, or use microbatches=1."

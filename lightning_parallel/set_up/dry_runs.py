@@ -150,7 +150,7 @@ class DryRuns:
                 f"microbatches=1, or in the place of BatchNorm GroupNorm or LayerNorm."
             )
         if flow.carried:
-            rank_zero_warn(
+            self._run.warn(
                 f"training_step keeps and changes {first_few([repr(name) for name in sorted(flow.carried)])}. It is "
                 f"called for each of {count} microbatches, so they change {count} times a batch. Count batches in "
                 f"on_train_batch_start or on_train_batch_end."

@@ -16,7 +16,6 @@ from itertools import zip_longest
 from typing import Any, NoReturn
 
 import lightning.pytorch as pl
-from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from lightning_parallel.private.lightning.metrics import metric_places, replace_metric_places
@@ -120,12 +119,12 @@ class StepEffects:
         stops, self._stops = self._stops, []
         if self._has_written and not self._has_warned and len(stops) > 1:
             self._has_warned = True
-            rank_zero_warn(
+            self._run.warn(
                 "training_step writes to self.logger, and is called for each microbatch. So each of them is written, "
                 "under the same step. Use self.log, or write in on_train_batch_end."
             )
         if len({*stops}) > 1:
-            rank_zero_warn(
+            self._run.warn(
                 "training_step has set trainer.should_stop in some microbatches of a batch, and not in others, so the "
                 "run ends. The loss of the whole batch might decide otherwise: decide in on_train_batch_end."
             )

@@ -7,7 +7,6 @@ lines that divide the loss.
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable, Container, Sequence
 from typing import Any
 
@@ -134,12 +133,12 @@ class LossMeans:
         self.logs |= dict.fromkeys(found.losses & found.logs.keys(), self._rule)
         wrong = [name for name, rule in self.logs.items() if rule is None and name not in self._known()]
         if wrong := self._not_named(wrong, "logged as"):
-            self._tell(
+            self._run.warn(
                 f"What is logged as {first_few(wrong)} is the mean over microbatches, which differs from its value for "
                 f"the whole batch. Log an object of torchmetrics, or use microbatches=1."
             )
         if left := self._not_named(sorted(found.left), "left in"):
-            self._tell(
+            self._run.warn(
                 f"training_step is called for each microbatch, and leaves other values in {first_few(left)} than for "
                 f"the whole batch, such as a maximum or a list of numbers of microbatches. Pass what each sample has, "
                 f"use self.log, or use microbatches=1."
@@ -185,8 +184,4 @@ class LossMeans:
     def _warn(self, key: str, words: str) -> None:
         if key not in self._warned:
             self._warned.add(key)
-            self._tell(words)
-
-    def _tell(self, words: str) -> None:
-        if self._run.layout.index("tensor") == 0:  # each replica: another one's samples may be well
-            warnings.warn(words, stacklevel=2)
+            self._run.warn(words)

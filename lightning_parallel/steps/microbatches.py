@@ -67,7 +67,7 @@ class Microbatches:
         self.earlier = EarlierChunks(run.module, stage)
         known = partial(dry_runs.known, "training_step")
         self._means = LossMeans(run, weight, last_stage, stage.partition, known, by_user=splitting.by_user)
-        self._joins = LogJoins()
+        self._joins = LogJoins(run.warn)
         self._recorder = LogRecorder()  # of the batch that is running
         self._effects = StepEffects(run)
         shared = [name for name, on in stage.partition.buffers.items() if len(on) > 1]

@@ -83,6 +83,19 @@ class StopsAtOnce(Stops):
     below = 10.0
 
 
+class OnTheSecondReplica(Logs):
+    """It alone counts its steps, logs what may be a count, and would stop after some microbatches."""
+
+    calls = 0
+
+    def at_end(self, loss: Tensor, batch_idx: int) -> None:
+        if self.trainer.strategy.layout.index("data") == 1:  # type: ignore[attr-defined]
+            self.calls += 1
+            self.log("hits", loss.detach() * 0 + 2)
+            if self.calls % 2 == 1:
+                self.trainer.should_stop = True
+
+
 class EmaLoss(nn.Module):
     """A loss that keeps averages: in a buffer, and in a number. It counts its calls, and keeps what is equal anyway."""
 
@@ -113,7 +126,7 @@ class KeepsAnAverage(Net):
 
 KINDS: tuple[type[Net], ...] = (
     SetsAnOption, BranchesOnTheLoss, StepsAScheduler, StepsLater, ReadsAMetric, ReadsEarlier, Stops, StopsAtOnce,
-    KeepsAnAverage,
+    OnTheSecondReplica, KeepsAnAverage,
 )  # fmt: skip
 MODULES = {kind.__name__: kind for kind in KINDS}
 SCHEDULES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -174,6 +187,14 @@ def test_microbatches_that_disagree_about_the_end_are_warned_of(pool: WorkerPool
         (ended, _, told), (other, _, _) = pool.run(train, 2, kind, strategy, options, init=False)
         assert any("trainer.should_stop" in text for text in told) == warns
         assert ended == other < 10
+
+
+def test_what_only_the_second_replica_sees_is_warned_of(pool: WorkerPool) -> None:
+    options = {"stages": 1, "microbatches": 2}
+    (_, _, first), (_, _, second) = pool.run(train, 2, "OnTheSecondReplica", "sync", options, init=False, max_steps=1)
+    for words in ("trainer.should_stop", "'hits'", "keeps and changes 'calls'"):
+        assert sum(words in text for text in second) == 1, words
+        assert not any(words in text for text in first), words
 
 
 def test_a_state_of_which_each_replica_has_its_own_is_warned_of(pool: WorkerPool) -> None:
