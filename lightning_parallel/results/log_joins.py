@@ -54,6 +54,7 @@ class LogJoins:
         # By name: is its batch_size= the same number, whatever the batch? None: the whole batch's couldn't tell.
         self._settings: dict[str, bool | None] = {}
         self._bounded: Counter[str] = Counter()  # by name: batches seen whose batch_size= may have bounds
+        self._told: set[str] = set()  # the names whose batch_size= was warned of
 
     def weigh(
         self,
@@ -95,7 +96,8 @@ class LogJoins:
             of_whole = whole()
             fits = of_whole == sum(given) or (are_equal and of_whole == given[0])
             self._settings[name] = are_equal and (of_whole == given[0] if fits else None)
-            if not fits and of_whole is not None:
+            if not fits and of_whole is not None and name not in self._told:
+                self._told.add(name)
                 self._warn(
                     f"self.log({name!r}, batch_size=...): the parts of a batch give {[*given]}, and the whole batch "
                     f"{of_whole}, by which an epoch's mean is weighed in one process. Give the number of samples or of "

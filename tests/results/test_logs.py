@@ -57,6 +57,14 @@ def test_a_batch_size_of_the_user_s_weighs_parts(
         assert len(caught) == (warned and first) and all("'loss', batch_size=" in str(each.message) for each in caught)
 
 
+def test_a_batch_size_that_is_drawn_is_warned_of_once() -> None:
+    told: list[str] = []
+    joins = LogJoins(told.append)
+    for given, whole in (([2, 2], 6), ([3, 2], 7), ([2, 4], 5)):
+        joins.weigh("loss", [1.5, 0.5], [3, 3], given, lambda whole=whole: whole)  # type: ignore[misc]
+    assert len(told) == 1
+
+
 def test_a_first_batch_in_which_nothing_counts_makes_no_setting_of_a_count() -> None:
     joins = LogJoins()
     assert joins.weigh("loss", [0.0, 0.0], [2, 2], [0, 0], lambda: 0)[1] == 0
