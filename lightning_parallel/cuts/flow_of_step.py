@@ -390,8 +390,10 @@ class _Flows:
             if read.is_shared:
                 raise FlowError(
                     f"'{read.module}', on {self._name(min(owners))}, changes what its attribute {read.attribute!r} "
-                    f"holds, and {self._name(missing[0])} uses the same object, which is another one there. Return "
-                    f"from the layer what others need of it, and give it to them as an argument."
+                    f"holds, and {self._name(missing[0])} uses the same object, which is another one there. If it "
+                    f"is a place to work in, or each layer keeps something of its own there, give each layer an object "
+                    f"of its own. Else return from the layer what others need of it, and give it to them as an "
+                    f"argument."
                 )
             raise FlowError(
                 f"'{read.module}', on stage {self._stages[min(owners)]}, keeps something in its attribute "

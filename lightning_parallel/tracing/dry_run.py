@@ -20,7 +20,7 @@ from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stdout, suppress
 from dataclasses import dataclass
 from io import StringIO
-from itertools import zip_longest
+from itertools import chain, zip_longest
 from typing import Any
 
 import torch
@@ -204,10 +204,17 @@ def _add_plain_values(scene: Scene, seen: Trace, step: Callable[[], Any]) -> Non
     """Add the uses of what modules keep besides absent tensors."""
     written = scene.state.written_plainly()
     units = {id(inner): scene.names[id(part)] for part in scene.units for inner in part.modules()}
-    shared = scene.state.shared_by(units)
-    if not written and not shared:
+    owners: dict[int, list[str]] = {}
+    for part in scene.units:
+        for inner in part.modules():
+            owners.setdefault(id(inner), []).append(scene.names[id(part)])
+    shared = scene.state.shared_by(owners)
+    common = scene.state.assigned_to(part for part in scene.module.modules() if len(owners.get(id(part), ())) > 1)
+    watching: dict[nn.Module, set[str]] = {}
+    for part, attributes in chain(written.items(), shared.items(), common.items()):
+        watching.setdefault(part, set()).update(attributes)
+    if not watching:
         return
-    watching = {part: written.get(part, set()) | shared.get(part, set()) for part in {**written, **shared}}
     uses: dict[str, list[_Use]] = {}  # of an attribute in a run, by its name
     of_shared: dict[int, list[_SharedUse]] = {}  # of a container in a run, by its id
 
@@ -218,11 +225,12 @@ def _add_plain_values(scene: Scene, seen: Trace, step: Callable[[], Any]) -> Non
                 earlier = of_shared.setdefault(id(value), [])
                 if not (earlier and earlier[-1].place == place and place.during == "call"):
                     earlier.append(_SharedUse(part, attribute, place, value, second.entries_of(value)))
-            if attribute not in written.get(part, ()):
+            is_written = attribute in written.get(part, ())
+            if not is_written and attribute not in common.get(part, ()):
                 return
             use = _Use(recorder.place, assigned, second.content_of(part, attribute))
             uses.setdefault(_name_of(scene, part, attribute), []).append(use)
-            if id(part) in units and not assigned and not recorder.is_under_way(part):
+            if is_written and id(part) in units and not assigned and not recorder.is_under_way(part):
                 read = PlainRead(units[id(part)], scene.names[id(part)], attribute, recorder.place)
                 seen.plain_reads.append(read)
 
@@ -234,6 +242,10 @@ def _add_plain_values(scene: Scene, seen: Trace, step: Callable[[], Any]) -> Non
         for recorder, _ in _guessed(scene, step, 0.5, watched):
             for each in of_shared.values():
                 seen.plain_reads += _reads_of_shared(scene, recorder.trace, each, second)
+            for part, attribute in ((part, each) for part, names in common.items() for each in sorted(names)):
+                used = uses.get(_name_of(scene, part, attribute), [])
+                now = second.content_of(part, attribute)
+                seen.plain_reads += _reads_of_common(scene, recorder.trace, part, attribute, used, now)
             places = ((part, each) for part, names in written.items() for each in sorted(names))
             for part, attribute in places:
                 name = _name_of(scene, part, attribute)
@@ -291,6 +303,24 @@ def _reads_of_shared(scene: Scene, seen: Trace, uses: Sequence[_SharedUse], stat
                 if each != place:
                     name = scene.names[id(writer.part)]
                     yield PlainRead(seen.calls[place.index].unit, name, writer.attribute, each, is_shared=True)
+
+
+def _reads_of_common(
+    scene: Scene, seen: Trace, part: nn.Module, attribute: str, uses: Sequence[_Use], at_end: Any
+) -> Iterator[PlainRead]:
+    """The places that begin by reading an attribute of a part which several units have, if the call of a unit has
+    written what they read. What the step reads first is from the step before."""
+    later = [*(use.before for use in uses[1:]), at_end]
+    changes = [use.assigns or use.before != after for use, after in zip(uses, later, strict=False)]
+    writer = next((use.place for use, changed in zip(reversed(uses), reversed(changes), strict=True) if changed), None)
+    known: set[Place] = set()
+    for use, changed in zip(uses, changes, strict=True):
+        by_unit = writer is not None and writer.during == "call" and writer.index < len(seen.calls)
+        if writer is not None and by_unit and use.place not in (writer, *known) and not use.assigns:
+            unit = seen.calls[writer.index].unit
+            yield PlainRead(unit, scene.names[id(part)], attribute, use.place, is_shared=True)
+        known.add(use.place)
+        writer = use.place if changed else writer
 
 
 def _reads_and_writes(uses: Sequence[_Use], at_end: Any) -> tuple[tuple[Place, ...], tuple[Place, ...]]:

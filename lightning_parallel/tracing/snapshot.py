@@ -173,16 +173,31 @@ class StateKept:
                 found[part].add(name)
         return {part: names for part, names in found.items() if names}
 
-    def shared_by(self, owners: Mapping[int, str]) -> dict[nn.Module, set[str]]:
+    def assigned_to(self, parts: Iterable[nn.Module]) -> dict[nn.Module, set[str]]:
+        """For each of these parts, the attributes and buffers that hold something else than before."""
+        stores = {id(store): part for part in parts for store in (vars(part), buffers_of(part))}
+        found: dict[nn.Module, set[str]] = {}
+        for container, held, now in self._changed():
+            if id(container) in stores and isinstance(held, dict) and isinstance(now, dict):
+                names = {name for name, value in now.items() if value is not held.get(name, _NOTHING)}
+                found.setdefault(stores[id(container)], set()).update(names - _OF_MODULES)
+        return found
+
+    def shared_by(self, owners: Mapping[int, Collection[str]]) -> dict[nn.Module, set[str]]:
         """For each part, the attributes with a container, an object, a tensor or an array that has changed, and that
-        parts of several owners hold. ``owners`` has a name by the id of each part that is ``apart``; the others are of
+        parts of several owners hold. ``owners`` has names by the id of each part that is ``apart``; the others are of
         one owner."""
         holders: dict[int, list[tuple[nn.Module, str, Any]]] = {}
         for part in self._modules.values():
             for name, value in vars(part).items():
                 if name not in OF_MODULES and type(value) not in _IMMUTABLE and self._entries(value) is not None:
                     holders.setdefault(id(value), []).append((part, name, value))
-        several = [places for places in holders.values() if len({owners.get(id(part)) for part, *_ in places}) > 1]
+        no_one: Collection[str | None] = [None]
+        several = [
+            places
+            for places in holders.values()
+            if len({owner for part, *_ in places for owner in owners.get(id(part), no_one)}) > 1
+        ]
         changed = {id(container) for container, *_ in self._changed()} if several else set()
         if several:
             changed |= self._changed_values()

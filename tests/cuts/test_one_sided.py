@@ -243,6 +243,68 @@ def test_what_layers_share_and_do_not_change_for_others_is_theirs(kind: Any, doe
     flow_of(sharing(kind(), {0: does, 1: does, 3: does}))
 
 
+class Common(nn.Module):
+    """A part of several layers, which one of them or all of them write to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept, self.table, self.found = 1.0, None, {"scale": 1.0}
+        self.buffer = nn.Buffer(torch.ones(()))
+
+    def forward(self, y: Tensor, does: Callable[[Any, Tensor], Any]) -> Tensor:
+        found = does(self, y)
+        return y if found is None else y * found
+
+
+class Has(nn.Module):
+    def __init__(self, common: Common, does: Callable[[Any, Tensor], Any]) -> None:
+        super().__init__()
+        self.layer, self.common, self.does = nn.Linear(6, 6), common, does
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.common(self.layer(x), self.does)
+
+
+def having(blocks: dict[int, Does]) -> Net:
+    model, common = Net(), Common()
+    for block, does in blocks.items():
+        model.blocks[block] = Has(common, does)
+    return model
+
+
+COMMON: dict[str, tuple[Does, Does]] = {
+    "kept": (lambda c, y: setattr(c, "kept", y.mean().item()), lambda c, y: c.kept),
+    "table": (lambda c, y: setattr(c, "table", y.mean()), lambda c, y: 1.0 if c.table is None else c.table),
+    "buffer": (lambda c, y: setattr(c, "buffer", y.mean()), lambda c, y: c.buffer),
+    "found": (lambda c, y: c.found.update(scale=y.mean().item()), lambda c, y: c.found["scale"]),
+}
+
+
+@pytest.mark.parametrize("name", COMMON)
+def test_what_a_part_of_several_layers_keeps_is_not_changed_by_one_for_another_stage_s(name: str) -> None:
+    write, read = COMMON[name]
+    flow_of(having({2: write, 3: read}))
+    for blocks in ({0: write, 3: read}, {0: read, 3: write}):  # of the step before
+        with pytest.raises(FlowError, match=f"changes what its attribute '{name}' holds, and stage [01].* uses"):
+            flow_of(having(blocks))
+
+
+def work(common: Any, y: Tensor) -> Any:
+    common.kept = y.mean().item()
+    return common.kept
+
+
+def fill(common: Any, y: Tensor) -> Any:
+    if common.table is None:
+        common.table = torch.linspace(0, 1, 6)
+    return common.table
+
+
+@pytest.mark.parametrize("does", [work, fill, lambda common, y: common.kept])
+def test_what_each_layer_writes_itself_before_it_reads_it_is_its_own(does: Does) -> None:
+    flow_of(having(dict.fromkeys(range(4), does)))
+
+
 class ReadsShared(Net):
     def __init__(self, block: int) -> None:
         super().__init__()
