@@ -238,8 +238,14 @@ def _add_plain_values(scene: Scene, seen: Trace, step: Callable[[], Any]) -> Non
         of_shared.clear()
         return attribute_uses(watching, told)
 
+    holders: dict[Any, list[tuple[nn.Module, str]]] = {}  # of what several units have
+    for part, attribute in ((part, each) for part, names in shared.items() for each in sorted(names)):
+        holders.setdefault(id(vars(part)[attribute]), []).append((part, attribute))
+    holders |= {(part, each): [(part, each)] for part, names in common.items() for each in sorted(names)}
+    made: list[set[Call]] = []  # the calls of each run
     with StateKept(scene.module, apart=scene.units) as second:
         for recorder, _ in _guessed(scene, step, 0.5, watched):
+            made.append({(call.unit, call.call) for call in recorder.trace.calls})
             for each in of_shared.values():
                 seen.plain_reads += _reads_of_shared(scene, recorder.trace, each, second)
             for part, attribute in ((part, each) for part, names in common.items() for each in sorted(names)):
@@ -258,6 +264,15 @@ def _add_plain_values(scene: Scene, seen: Trace, step: Callable[[], Any]) -> Non
                     elif changed and is_number and not isinstance(part, Metric):
                         seen.own_updates[name] = False
                         seen.counts |= {name} if used[0].before != now else set()
+    for having in holders.values():
+        of_unit = {name: (part, attribute) for part, attribute in having for name in owners.get(id(part), ())}
+        calls = {(call.unit, call.call): i for i, call in enumerate(seen.calls) if call.unit in of_unit}
+        # If no run has made all of these calls again, some may change for others what couldn't be seen.
+        if calls and not any(calls.keys() <= each for each in made):
+            unit, _ = next(iter(calls))
+            part, attribute = of_unit[unit]
+            reads = (Place(i, "call") for i in calls.values())
+            seen.plain_reads += [PlainRead(unit, scene.names[id(part)], attribute, i, is_shared=True) for i in reads]
     parts = set(map(id, written))  # a metric's hash follows its state
     for metric in _metrics(scene):
         if id(metric) in parts and origins_in(vars(metric)) <= {METRIC_STATE}:  # it was updated with stand-ins

@@ -7,6 +7,7 @@ import random
 import sys
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from enum import Enum
 from types import SimpleNamespace
 from typing import Any
@@ -303,6 +304,30 @@ def fill(common: Any, y: Tensor) -> Any:
 @pytest.mark.parametrize("does", [work, fill, lambda common, y: common.kept])
 def test_what_each_layer_writes_itself_before_it_reads_it_is_its_own(does: Does) -> None:
     flow_of(having(dict.fromkeys(range(4), does)))
+
+
+class EveryOther(Net):
+    """Every other step ends before its layers."""
+
+    def __init__(self, model: Net) -> None:
+        super().__init__()
+        self.blocks, self.count = model.blocks, 0
+
+    def step(self, x: Tensor) -> Tensor:
+        self.count += 1
+        if self.count % 2 == 0:
+            raise ValueError("not this one")
+        return super().step(x)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("blocks", [(0, 3), (2, 3)])
+def test_what_layers_share_and_no_second_run_of_the_step_shows_is_not_changed(blocks: tuple[int, int]) -> None:
+    _, *does = SHARING["number"]
+    models = sharing({}, dict(zip(blocks, does, strict=True))), having(dict(zip(blocks, COMMON["kept"], strict=True)))
+    for model in models:
+        refused = pytest.raises(FlowError, match=r"'blocks\.0.*' holds, and stage 1 uses")
+        with refused if blocks == (0, 3) else nullcontext():
+            flow_of(EveryOther(model))
 
 
 class ReadsShared(Net):
