@@ -96,7 +96,10 @@ def _check_buffers(module: nn.Module, partition: Partition, seen: Trace, placed:
         if changed is None:
             continue
         calls = zip(seen.calls, placed, strict=True)
-        holders = {chunk: call.unit for call, chunk in calls if any(name.startswith(f"{call.unit}.") for name in known)}
+        holders: dict[int, str] = {}  # the first on each chunk
+        for call, chunk in calls:
+            if any(name.startswith(f"{call.unit}.") for name in known):
+                holders.setdefault(chunk, call.unit)
         stages = {partition.placement[chunk]: chunk for chunk in sorted(holders, reverse=True)}
         if len(stages) > 1:
             where = (f"'{holders[chunk]}' on {partition.name_of(chunk)}" for chunk in sorted(stages.values()))

@@ -409,6 +409,12 @@ def test_a_buffer_that_layers_of_several_stages_have_is_changed_by_none() -> Non
             flow_of(SharesBuffer(0, 3, *does))
 
 
+def test_the_first_layer_of_each_stage_that_has_such_a_buffer_is_named() -> None:
+    buffer = nn.Buffer(torch.ones(()))
+    with pytest.raises(FlowError, match=r"which 'blocks\.0' on stage 0, 'blocks\.2' on stage 1 share"):
+        flow_of(sharing(buffer, dict.fromkeys(range(4), put)))
+
+
 def test_what_a_layer_changes_for_the_end_of_the_step_is_on_the_last_stage() -> None:
     flow_of(ReadsShared(3))
     with pytest.raises(FlowError, match=r"'blocks\.0', on stage 0, changes what its attribute 'shared' holds"):
