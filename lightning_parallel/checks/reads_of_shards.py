@@ -102,6 +102,8 @@ class ReadsOfShards(TorchFunctionMode):
 def _running() -> Iterator[Any]:
     """The objects of which methods are running, the innermost first."""
     frame = inspect.currentframe()
+    # Its own locals would hold itself: a circle, which keeps the whole stack, and the step's tensors with it.
+    frame = None if frame is None else frame.f_back
     while frame is not None:
         own = frame.f_locals.get("self")
         if own is not None:
