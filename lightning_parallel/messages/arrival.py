@@ -58,8 +58,12 @@ class Arrival:
     def gradients(self) -> list[Tensor]:
         """The gradients of the tensors of which the sender wants one; :data:`NO_GRADIENT` for those on which the loss
         doesn't depend. There the sender begins no backward, so parameters behind them keep a gradient of None, as in
-        one process. Others want none, also where a backward of the user's own has returned one that does."""
+        one process. Others want none, also where a backward of the user's own has returned one that does.
+
+        They can be taken once: the graph refers to this arrival, and a loss that is kept refers to the graph.
+        """
         found = self._gradients or [None] * sum(each.requires_grad for each in self.format)
+        self._gradients = []
         return [NO_GRADIENT if gradient is None else gradient.detach() for gradient in found]
 
 
