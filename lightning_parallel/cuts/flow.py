@@ -27,10 +27,14 @@ the hooks inside fire, and the modules inside that the value comes from answer w
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
+from lightning_parallel.ranks.layout import Placement
 from lightning_parallel.tracing.trace import Call
+
+Pair = tuple[int, int]  # a chunk that keeps something for a later one of its stage
+Way = tuple[set[int], set[Pair]]  # the cuts that a value crosses, and the pairs between which it stays
 
 TWICE = "A stage with several chunks runs this code once in each of them:"  # in errors
 
@@ -82,6 +86,22 @@ class Flow:
         """What a chunk hands on, by the chunk that gets it: the next one first, then others of its stage."""
         after = {chunk + 1: self.cuts[chunk]} if chunk < len(self.cuts) else {}
         return after | {other: cargo for (one, other), cargo in sorted(self.kept.items()) if one == chunk}
+
+
+def way_of(owner: int, users: Collection[int], stages: Placement) -> Way:
+    """The cuts that a value crosses from its owner to the later chunks that need it, and the pairs of chunks of one
+    stage between which it stays there. ``stages``: of each chunk."""
+    having, crossed, stays = {owner, *users}, set[int](), set[Pair]()
+    for chunk in range(max(users), owner, -1):
+        if chunk not in having:
+            continue
+        own = [each for each in having if each < chunk and stages[each] == stages[chunk]]
+        if own and max(own) < chunk - 1:
+            stays.add((max(own), chunk))
+        else:
+            crossed.add(chunk - 1)
+            having.add(chunk - 1)
+    return crossed, stays
 
 
 def tensors_of(cargo: Iterable[Cargo]) -> int:

@@ -18,15 +18,12 @@ from torch import nn
 
 from lightning_parallel.absent.origins import origin_of_parameter, parameter_of
 from lightning_parallel.absent.tensor import TakesGradientsError
-from lightning_parallel.cuts.flow import TWICE, Cargo, Flow, FlowError
+from lightning_parallel.cuts.flow import TWICE, Cargo, Flow, FlowError, Pair, Way, way_of
 from lightning_parallel.cuts.partition import Partition
 from lightning_parallel.private.torch import has_full_backward_hooks
 from lightning_parallel.tracing.dry_run import trace
 from lightning_parallel.tracing.trace import Call, Place, Trace, Update
 from lightning_parallel.values import first_few
-
-_Pair = tuple[int, int]  # a chunk that keeps something for a later one of its stage
-_Way = tuple[set[int], set[_Pair]]  # the cuts that a value crosses, and the pairs between which it stays
 
 
 def flow_of_step(module: nn.Module, partition: Partition, step: Callable[[], Any], logged: Sequence[Any] = ()) -> Flow:
@@ -211,19 +208,19 @@ class _Flows:
         escape = self._seen.escapes[origin]
         return Cargo(*escape.module, escape.tensors or 0)
 
-    def _ways(self, cargo: dict[str, Cargo]) -> tuple[tuple[tuple[Cargo, ...], ...], dict[_Pair, tuple[Cargo, ...]]]:
+    def _ways(self, cargo: dict[str, Cargo]) -> tuple[tuple[tuple[Cargo, ...], ...], dict[Pair, tuple[Cargo, ...]]]:
         """What crosses each cut, and what stays on a stage. If nothing were left for a cut, nothing stays: with its
         message's gradients comes the number by which they are divided."""
-        ways: dict[str, _Way] = {}
-        sent: dict[str, _Way] = {}  # if nothing stays
+        ways: dict[str, Way] = {}
+        sent: dict[str, Way] = {}  # if nothing stays
         for origin in cargo:
             owner, users = self._chunks[self._order[origin][0]], self._needed[origin]
-            ways[origin] = self._way(owner, users)
+            ways[origin] = way_of(owner, users, self._stages)
             sent[origin] = set(range(owner, max(users))), set()
         if set().union(*(cuts for cuts, _ in ways.values())) < set().union(*(cuts for cuts, _ in sent.values())):
             ways = sent
         crossing: list[list[Cargo]] = [[] for _ in range(self._last)]
-        kept: dict[_Pair, list[Cargo]] = {}
+        kept: dict[Pair, list[Cargo]] = {}
         for origin, each in cargo.items():
             cuts, pairs = ways[origin]
             for cut in cuts:
@@ -231,21 +228,6 @@ class _Flows:
             for pair in pairs:
                 kept.setdefault(pair, []).append(each)
         return tuple(map(tuple, crossing)), {pair: tuple(each) for pair, each in sorted(kept.items())}
-
-    def _way(self, owner: int, users: set[int]) -> _Way:
-        """The cuts that a value crosses from its owner to the chunks that need it, and the pairs of chunks of one stage
-        between which it stays there."""
-        having, crossed, stays = {owner, *users}, set[int](), set[_Pair]()
-        for chunk in range(max(users), owner, -1):
-            if chunk not in having:
-                continue
-            own = [each for each in having if each < chunk and self._stages[each] == self._stages[chunk]]
-            if own and max(own) < chunk - 1:
-                stays.add((max(own), chunk))
-            else:
-                crossed.add(chunk - 1)
-                having.add(chunk - 1)
-        return crossed, stays
 
     # -- what a chunk needs --------------------------------------------------------------------------------------
 

@@ -43,11 +43,12 @@ class Cost:
         forward, backward: seconds; zero if it wasn't timed.
         first: those of the backward's first half, which the layer before waits for.
         inner: bytes held from its forward to its backward, besides its inputs and outputs.
-        inputs: those of its inputs that are held.
+        inputs: those of each tensor that it is given, as far as they are held.
         outputs: those of its outputs that are held.
         forwards, backwards: bytes that are there for a moment of its forward, or of its backward, besides what is held,
             what it returns, and the gradient of that.
-        around: bytes that the code after it computes, and holds.
+        around: bytes that the code after it computes.
+        kept: those of them that are held for its backward.
         computed: all bytes that are computed, by both.
         returned: bytes of its outputs.
         sent_forward, sent_backward: seconds in which its tensor ranks exchange sums, besides the others.
@@ -57,11 +58,12 @@ class Cost:
     backward: float = 0.0
     first: float = 0.0
     inner: float = 0.0
-    inputs: float = 0.0
+    inputs: tuple[float, ...] = ()
     outputs: float = 0.0
     forwards: float = 0.0
     backwards: float = 0.0
     around: float = 0.0
+    kept: float = 0.0
     computed: float = 0.0
     returned: float = 0.0
     sent_forward: float = 0.0
@@ -70,12 +72,7 @@ class Cost:
     @classmethod
     def mixed(cls, costs: Sequence[Cost], weights: Sequence[float]) -> Cost:
         """The weighted sum of costs, as on a line through them. Nothing in it is below zero."""
-        return cls(
-            *(
-                max(0.0, sum(value * weight for value, weight in zip(values, weights, strict=True)))
-                for values in zip(*map(astuple, costs), strict=True)
-            )
-        )
+        return cls(*(_mixed(values, weights) for values in zip(*map(astuple, costs), strict=True)))
 
     def at_least(self, part: float, other: Cost) -> Cost:
         """The same, but no faster than a part of another one."""
@@ -85,6 +82,12 @@ class Cost:
             backward=max(self.backward, part * other.backward),
             first=max(self.first, part * other.first),
         )
+
+
+def _mixed(values: Sequence[Any], weights: Sequence[float]) -> Any:
+    if isinstance(values[0], tuple):
+        return tuple(_mixed(each, weights) for each in zip(*values, strict=True))
+    return max(0.0, sum(value * weight for value, weight in zip(values, weights, strict=True)))
 
 
 def kind_of(unit: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -152,12 +155,13 @@ def tried(
     with group.noted() as sent, saved_tensors_hooks(saved.note, lambda tensor: tensor):
         output = run(own)
     sent_forward = rates.collectives(sent, group.size())
-    there = {_memory(tensor) for tensor in (*own.parameters(), *own.buffers())}
-    inputs = {_memory(tensor) for tensor in given} - there
-    outputs = {_memory(tensor) for tensor in tensors_in(output)} - inputs - there
+    there = {memory_of(tensor) for tensor in (*own.parameters(), *own.buffers())}
+    inputs = {memory_of(tensor) for tensor in given} - there
+    outputs = {memory_of(tensor) for tensor in tensors_in(output)} - inputs - there
     held = {key: size for key, size in saved.sizes.items() if key not in there}
     inner = sum(size for key, size in held.items() if key not in inputs | outputs)
-    cost = Cost(inner=inner, inputs=_sum(held, inputs), outputs=_sum(held, outputs))
+    of_each = tuple(held.get(memory_of(tensor), 0) for tensor in given)
+    cost = Cost(inner=inner, inputs=of_each, outputs=_sum(held, outputs))
     gradients = [torch.ones_like(tensor) for tensor in _differentiable(output)]
     del output, saved
     with group.noted() as sent:
@@ -258,12 +262,12 @@ class _Saved:
         self._kept: list[Tensor] = []  # else memory could be given to another one
 
     def note(self, tensor: Tensor) -> Tensor:
-        self.sizes[_memory(tensor)] = tensor.untyped_storage().nbytes()
+        self.sizes[memory_of(tensor)] = tensor.untyped_storage().nbytes()
         self._kept.append(tensor.detach())
         return tensor
 
 
-def _memory(tensor: Tensor) -> int:
+def memory_of(tensor: Tensor) -> int:
     """A key that is equal for tensors in the same memory."""
     return int(StorageWeakRef(tensor.untyped_storage()).cdata)
 

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from lightning_parallel.callbacks.start_table import state_bytes
 from lightning_parallel.cuts.partition import Partition
 from lightning_parallel.planning.layouts import Choice
-from lightning_parallel.planning.moments import held_and_fullest
+from lightning_parallel.planning.moments import buffers, held_and_fullest
 from lightning_parallel.planning.profile import ChunkCost
 from lightning_parallel.private.torch import tree_leaves
 from lightning_parallel.schedules.asynchronous import AsyncOneFOneB
@@ -37,7 +37,7 @@ class Memory:
         gradients: as they are when the optimizer steps.
         optimizer: its state.
         activations: what forwards hold for their backwards.
-        copies: layers gathered for a moment, messages of gradients, earlier versions of weights.
+        copies: layers gathered for a moment, messages, earlier versions of weights.
         working: what else is there at the fullest moment; below 0 where gradients, or what forwards hold, aren't yet.
     """
 
@@ -140,7 +140,7 @@ def on_each_stage(
         parameters = sum(round(p.nbytes * part_of[n]) for n, p in held.items())
         trained = {n: p for n, p in held.items() if p.requires_grad}
         gradients = sum(round(p.nbytes * part_of[n]) for n, p in trained.items())
-        buffers = {n: b for n, b in tensors.buffers.items() if not choice.is_pipeline or stage in parts.holders_of(n)}
+        own = {n: b for n, b in tensors.buffers.items() if not choice.is_pipeline or stage in parts.holders_of(n)}
         copies = outside = 0
         if choice.is_late:
             late = math.ceil(AsyncOneFOneB(choice.stages, stage).warmup / choice.microbatches)
@@ -152,13 +152,14 @@ def on_each_stage(
             copies = outside + sum(units[:2])  # the next unit is gathered while one runs
         elif choice.data > 1:
             copies += min(gradients, _BUCKET)
+        copies += buffers(choice, stage, chunks)
         optimizer = sum(state.of(n, part_of[n]) for n in trained)
         largest = max((round(p.nbytes * part_of[n]) for n, p in trained.items()), default=0)
         whole = outside + sum(units[:1])  # gradients that aren't divided yet
         activations, moment = held_and_fullest(choice, stage, chunks, gradients, largest, whole)
         working = batch + moment - gradients - activations
         found.append(
-            Memory(parameters, _nbytes(buffers.values()), gradients, optimizer, activations, copies, working)
+            Memory(parameters, _nbytes(own.values()), gradients, optimizer, activations, copies, working)
         )
     return found
 

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lightning_parallel.planning.layouts import Choice
 from lightning_parallel.planning.profile import ChunkCost
+from lightning_parallel.ranks.layout import Placement
 from lightning_parallel.schedules.asynchronous import AsyncOneFOneB
-from lightning_parallel.schedules.order import BACKWARD, FIRST_HALF
+from lightning_parallel.schedules.order import BACKWARD, FIRST_HALF, FORWARD, Order
 
+_UPDATES = 4  # of the asynchronous pipeline, after which its messages come and go evenly
 _STEPPED = 2  # tensors like the largest parameter that an optimizer's step makes
 
 
@@ -44,12 +47,48 @@ def held_and_fullest(
         change = gradients if stage < choice.stages - 1 else 0
         return activations, gradients + activations + max(more, steps, change)
     kinds, numbers = choice.order().by_stage[stage]
-    activations, moment = _of_schedule(kinds, numbers, chunks, gradients)
+    activations, moment = _of_schedule(choice, kinds, numbers, chunks, gradients)
     return activations, max(gradients + steps, moment)
 
 
+def buffers(choice: Choice, stage: int, chunks: Sequence[ChunkCost]) -> int:
+    """The bytes of a stage's messages to and from others: buffers of those that it has sent, until it knows that they
+    have arrived, and of the next one that it expects on each way. They stay for later batches."""
+    if not choice.is_pipeline:
+        return 0
+    places, found = choice.placement, 0
+    sent = _sent_at_once(choice.order(_UPDATES if choice.is_late else 1))
+    for chunk in (number for number, place in enumerate(places) if place == stage):
+        activations, gradients = sent[chunk]
+        if chunk and places[chunk - 1] != stage:
+            found += (1 + gradients) * chunks[chunk - 1].sent
+        if chunk + 1 < len(places) and places[chunk + 1] != stage:
+            found += (1 + activations) * chunks[chunk].sent
+    return found
+
+
+@cache
+def _sent_at_once(order: Order) -> list[tuple[int, int]]:
+    """For each chunk the most messages of activations, and of gradients, that it has sent and that aren't known to have
+    arrived. A gradient confirms its activation; an activation confirms the gradients that its sender had then."""
+    found: list[tuple[int, int]] = []
+    had = np.zeros(0, dtype=np.intp)  # at each forward of the chunk before, the backwards that it has run
+    for chunk, place in enumerate(order.places):
+        kinds, numbers = order.by_stage[place]
+        backward = (kinds == BACKWARD) | (kinds == FIRST_HALF)
+        begun, ended = np.cumsum((kinds == FORWARD) & (numbers == chunk)), np.cumsum(backward & (numbers == chunk))
+        own = backward & (numbers == chunk)
+        gradients = 0
+        if chunk:
+            confirmed = np.concatenate(([0], had[begun[own] - 1][:-1]))  # before each gradient is sent
+            gradients = int((ended[own] - confirmed).max())
+        found.append((int((begun - ended).max()), gradients))
+        had = ended[(kinds == FORWARD) & (numbers == chunk)]
+    return found
+
+
 def _of_schedule(
-    kinds: NDArray[np.intp], numbers: NDArray[np.intp], chunks: Sequence[ChunkCost], gradients: int
+    choice: Choice, kinds: NDArray[np.intp], numbers: NDArray[np.intp], chunks: Sequence[ChunkCost], gradients: int
 ) -> tuple[int, int]:
     """What a stage's list holds, by the kinds of its actions and the numbers of their chunks."""
     held, between, forwards, backwards = (
@@ -58,11 +97,23 @@ def _of_schedule(
     # The gradients of all the chunk's weights are there before they are added to the others.
     second = np.full(len(chunks), gradients // len(np.unique(numbers)))
     zero = np.zeros_like(held)
+    # Copies that a chunk leaves for later ones of its stage, and gets from earlier ones; their gradients go back.
+    given, got = _handed(choice.placement, chunks)
     # By kind: what is let go before an action, what is there for a moment, and what is held after it.
-    less = np.stack([zero, held, held, zero])[kinds, numbers]
+    less = np.stack([got, held + given, held + given, zero])[kinds, numbers]
     moment = np.stack([forwards, backwards, backwards, second])[kinds, numbers]
-    more = np.stack([held, zero, between, -between])[kinds, numbers]
+    more = np.stack([held + given, got, between + got, -between])[kinds, numbers]
     after = np.cumsum(more - less)
     backward = (kinds == BACKWARD) | (kinds == FIRST_HALF)
     there = np.where(np.cumsum(backward) - backward > 0, gradients, 0)  # from the first backward on
     return int(after.max(initial=0)), int((after - more + there + moment).max(initial=0))
+
+
+def _handed(places: Placement, chunks: Sequence[ChunkCost]) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
+    """The bytes that each chunk leaves for later ones of its stage, and that it gets from earlier ones."""
+    given, got = (np.array([getattr(chunk, name) for chunk in chunks]) for name in ("stays", "awaited"))
+    for number in range(1, len(chunks)):
+        if places[number - 1] == places[number]:
+            given[number - 1] += chunks[number - 1].sent
+            got[number] += chunks[number - 1].sent
+    return given, got

@@ -7,25 +7,28 @@ results are counted, and it takes as long as these need to be written and read. 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from lightning_parallel.absent.tensor import AbsentMemory, AbsentTensor, AbsentValueError
+from lightning_parallel.absent.tensor import AbsentTensor, AbsentValueError
+from lightning_parallel.cuts.flow import way_of
 from lightning_parallel.cuts.partition import Partition
 from lightning_parallel.interception import Interception
+from lightning_parallel.planning.code_around import CodeAround
 from lightning_parallel.planning.devices import Device, as_one_of
-from lightning_parallel.planning.layer_costs import Cost, kind_of, tried, with_own_objects
+from lightning_parallel.planning.layer_costs import Cost, kind_of, tried
 from lightning_parallel.private.group_on_paper import GroupOnPaper
-from lightning_parallel.private.torch import FakeTensorMode, tensors_in
+from lightning_parallel.private.torch import FakeTensorMode, tree_leaves
+from lightning_parallel.ranks.layout import Placement
+from lightning_parallel.ranks.local_model import memory_of
 from lightning_parallel.tracing.dry_run import trace
-from lightning_parallel.tracing.operations import OperationsNoted
-from lightning_parallel.tracing.trace import Call, TracedCall
+from lightning_parallel.tracing.trace import TracedCall
 
 
 @dataclass(frozen=True)
@@ -38,7 +41,8 @@ class ChunkCost:
         held: bytes from its forward to its backward.
         between: bytes between the halves of its backward.
         forwards, backwards: bytes of it at the fullest moment of its forward, or of its backward.
-        sent: bytes that cross the cut after it, as far as its last layer returns them.
+        sent: bytes that cross the cut after it.
+        stays: bytes that stay on its stage for later chunks of it; and ``awaited``, that stayed there for this one.
         messages: seconds of the forward and the backward in which its tensor ranks exchange sums.
     """
 
@@ -49,57 +53,20 @@ class ChunkCost:
     between: int
     forwards: int
     backwards: int
-    sent: int
+    sent: int = 0
+    stays: int = 0
+    awaited: int = 0
     messages: float = 0.0
 
 
 @dataclass(frozen=True)
 class _Look:
-    """A step on some samples: its calls, what they were given, and the operations and bytes of the code after each."""
+    """A step on some samples: its calls, and the code around them, with what it has found."""
 
     samples: int
     calls: Sequence[TracedCall]
-    given: Mapping[Call, tuple[Any, Any]]
-    around: Sequence[tuple[int, int]]
-
-
-class _Around(OperationsNoted):
-    """Counts what the code around the units computes, by the number of calls so far. That before the first call counts
-    as if it came after it. What a unit is given isn't counted here: it is an input of the unit."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inside = False
-        self.given: dict[Call, tuple[Any, Any]] = {}
-        self.found = [(0, 0)]
-        self._made: dict[AbsentMemory, int] = {}  # bytes
-
-    def before(self, name: str, unit: nn.Module, args: Any, kwargs: Any) -> None:
-        self.inside = True
-        number = sum(1 for other, _ in self.given if other == name)
-        self.given[name, number] = with_own_objects((args, kwargs))
-        for tensor in tensors_in((args, kwargs)):
-            if isinstance(tensor, AbsentTensor):
-                self._add(0, -self._made.pop(tensor.memory, 0))
-
-    def after(self, unit: nn.Module, args: Any, output: Any) -> None:
-        self.inside = False
-        if len(self.given) > 1:
-            self.found.append((0, 0))
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if self.inside:
-            return func(*args, **(kwargs or {}))
-        self.flops = self.nbytes = 0
-        output = super().__torch_dispatch__(func, types, args, kwargs)
-        self._add(self.flops, self.nbytes)
-        if isinstance(output, AbsentTensor) and self.nbytes:
-            self._made[output.memory] = self.nbytes
-        return output
-
-    def _add(self, operations: int, nbytes: int) -> None:
-        before = self.found[-1]
-        self.found[-1] = before[0] + operations, max(0, before[1] + nbytes)
+    code: CodeAround
+    around: Sequence[tuple[int, int, int, int]]
 
 
 class Profile:
@@ -144,7 +111,8 @@ class Profile:
         for call, cost in self.calls(parts, samples):
             items[parts.calls[call.unit, call.call]].append((call, cost))
         again = set(parts.layers) if recompute else set()
-        return [_chunk(own, again) for own in items]
+        code = self._looks[frozenset(parts.units)][0].code
+        return _with_messages([_chunk(own, again, code) for own in items], items, parts.placement)
 
     def seconds(self, parts: Partition, samples: int) -> list[float]:
         """The seconds of each call in the chain of layers, forward and backward, with the calls that go with it."""
@@ -190,7 +158,7 @@ class Profile:
     def _look(self, units: frozenset[str], size: int) -> _Look:
         step, samples = self._step_of(size)
         parts = {id(self._module.get_submodule(name)): name for name in units}
-        around, watched = _Around(), Interception()
+        around, watched = CodeAround(), Interception()
         for name in units:
             unit = self._module.get_submodule(name)
             watched.before(unit, partial(around.before, name))
@@ -206,11 +174,11 @@ class Profile:
             watched.remove()
         if seen.stopped is not None and not isinstance(seen.stopped, AbsentValueError):
             raise ValueError(f"The step can't be traced: {type(seen.stopped).__name__}: {seen.stopped}")
-        return _Look(samples, seen.calls, around.given, around.found)
+        return _Look(samples, seen.calls, around, around.found())
 
     def _cost(self, look: _Look, index: int) -> Cost:
         call = look.calls[index]
-        given = look.given.get((call.unit, call.call))
+        given = look.code.given.get((call.unit, call.call))
         cost = None
         if given is not None:
             unit = self._module.get_submodule(call.unit)
@@ -224,7 +192,7 @@ class Profile:
             cost = Cost(seconds, 2 * seconds, seconds, inner=call.computed, backwards=call.computed)
         elif not self._device.measured:
             cost = replace(cost, forward=seconds, backward=2 * seconds, first=seconds)
-        operations, nbytes = look.around[index] if index < len(look.around) else (0, 0)
+        operations, nbytes, kept, of_results = look.around[index] if index < len(look.around) else (0, 0, 0, 0)
         more = self._device.computes(operations, nbytes)
         return replace(
             cost,
@@ -232,6 +200,8 @@ class Profile:
             backward=cost.backward + 2 * more,
             first=cost.first + 2 * more,
             around=nbytes,
+            kept=kept,
+            outputs=max(cost.outputs, of_results),
             computed=call.computed + nbytes,
             returned=call.returned,
         )
@@ -249,23 +219,37 @@ class Profile:
             return None
 
 
-def _chunk(items: Sequence[tuple[TracedCall, Cost]], again: Collection[str]) -> ChunkCost:
+def _inputs(call: TracedCall, cost: Cost, code: CodeAround) -> dict[Hashable, float]:
+    """The bytes of a call's inputs that are held, by their memory."""
+    tensors = [x for x in tree_leaves(code.given.get((call.unit, call.call))) if isinstance(x, Tensor)]
+    keys = [x.memory if isinstance(x, AbsentTensor) else memory_of(x) for x in tensors]
+    return {key: nbytes for key, nbytes in zip(keys, cost.inputs, strict=False) if nbytes}
+
+
+def _chunk(items: Sequence[tuple[TracedCall, Cost]], again: Collection[str], code: CodeAround) -> ChunkCost:
     """The calls of a chunk together. Layers in ``again`` run again in the backward. What is held as an input isn't
     counted once more as an output, or as the input of another call."""
-    taken = {need for call, cost in items if cost.inputs for need in call.needs}
-    inputs: dict[frozenset[str], float] = {}
+    taken = {key for call, cost in items for key in _inputs(call, cost, code)}
+    inputs: dict[Hashable, float] = {}
     held = saved = most_forward = most_backward = 0.0
     for call, cost in items:
-        inner = cost.inner + (0.0 if call.origin in taken else cost.outputs)
-        saved += inner + cost.around
-        held += cost.around + (0.0 if call.unit in again else inner)
-        # The inputs of a layer that runs again are outputs of others: about as large as its own.
-        own = cost.inputs or (cost.returned if call.unit in again else 0.0)
-        inputs[call.needs] = max(inputs.get(call.needs, 0.0), own)
+        is_taken = not taken.isdisjoint(code.returned.get((call.unit, call.call), ()))
+        inner = cost.inner + (0.0 if is_taken else cost.outputs)
+        saved += inner
+        held += 0.0 if call.unit in again else inner
+        own = _inputs(call, cost, code)
+        if call.unit in again and not own:
+            # The inputs of a layer that runs again are outputs of others: about as large as its own.
+            own = {call.needs: cost.returned}
+        inputs |= {key: max(inputs.get(key, 0.0), nbytes) for key, nbytes in own.items()}
         there = held + sum(inputs.values()) + cost.returned + (inner if call.unit in again else 0.0)
-        most_forward = max(most_forward, there + cost.forwards)
-        # The code around it has the gradients of its results, and of what these are made of.
-        most_backward = max(most_backward, there + cost.backwards, there + 2 * cost.around)
+        # The code after it runs when the layer is done, and its backward when the layer's hasn't begun. That has the
+        # gradients of its results, and of what these are made of: of the layer's output, for one.
+        most_forward = max(most_forward, there + cost.forwards, there + cost.around)
+        more = cost.kept + cost.around + max(0.0, cost.around - cost.returned)
+        most_backward = max(most_backward, there + cost.backwards, there + more)
+        saved += cost.kept
+        held += cost.kept
     forward = backward = first = messages = 0.0
     for call, cost in items:
         forwards = cost.forward + cost.sent_forward
@@ -283,6 +267,41 @@ def _chunk(items: Sequence[tuple[TracedCall, Cost]], again: Collection[str]) -> 
         between=round(saved + sum(inputs.values())),
         forwards=round(most_forward),
         backwards=round(most_backward),
-        sent=round(items[-1][1].returned) if items else 0,
         messages=messages,
     )
+
+
+def _with_messages(
+    chunks: Sequence[ChunkCost], items: Sequence[Sequence[tuple[TracedCall, Cost]]], placement: Placement
+) -> list[ChunkCost]:
+    """The chunks with the bytes that cross the cuts between them, or stay on a stage for a later one. What the code
+    around the layers reads at the step's end isn't known: it is taken to be the last layer's."""
+    needed: dict[str, set[int]] = {}  # by origin, the chunks
+    for number, own in enumerate(items):
+        for call, _ in own:
+            for origin in call.needs:
+                needed.setdefault(origin, set()).add(number)
+    sent, stays, awaited = ([0.0] * len(chunks) for _ in range(3))
+    for number, own in enumerate(items):
+        for call, cost in own:
+            users = [each for each in needed.get(call.origin, ()) if each > number]
+            crossed, pairs = way_of(number, users, placement) if users else (set(), set())
+            for cut in crossed:
+                sent[cut] += cost.returned
+            for one, other in pairs:
+                stays[one] += cost.returned
+                awaited[other] += cost.returned
+    # What its last layer doesn't return is there besides: given to a chunk, and as gradients that come back.
+    more = [max(0.0, s - (own[-1][1].returned if own else 0.0)) for s, own in zip(sent, items, strict=True)]
+    given = [before + here for before, here in zip([0.0, *more], awaited, strict=False)]
+    return [
+        replace(
+            chunk,
+            forwards=round(chunk.forwards + given[c]),
+            backwards=round(chunk.backwards + given[c] + more[c] + stays[c]),
+            sent=round(sent[c]),
+            stays=round(stays[c]),
+            awaited=round(awaited[c]),
+        )
+        for c, chunk in enumerate(chunks)
+    ]

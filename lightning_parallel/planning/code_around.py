@@ -1,0 +1,114 @@
+"""What the code around a module's units computes, in a step on tensors without values, and what autograd keeps of it.
+
+Nothing is recorded for a backward in such a step. So each operation is made once more by itself, on tensors that are
+without memory and want a gradient.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from lightning_parallel.absent.tensor import AbsentMemory, AbsentTensor
+from lightning_parallel.planning.layer_costs import memory_of, with_own_objects
+from lightning_parallel.private.torch import tensors_in, tree_map
+from lightning_parallel.tracing.operations import OperationsNoted
+from lightning_parallel.tracing.trace import Call
+
+
+class CodeAround(OperationsNoted):
+    """Counts what the code around the units computes, by the number of calls so far. That before the first call counts
+    as if it came after it. What a unit is given isn't counted here: it is an input of the unit.
+
+    Attributes:
+        given: the arguments of each call.
+        returned: its results' memories, with their bytes.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.given: dict[Call, tuple[Any, Any]] = {}
+        self.returned: dict[Call, dict[AbsentMemory, int]] = {}
+        self._inside = False
+        self._found = [(0, 0)]
+        self._made: dict[AbsentMemory, tuple[int, int]] = {}  # the number of calls before it, and bytes
+        self._ran: list[tuple[Any, Any, Any, Any]] = []  # operations, with arguments and results
+
+    def found(self) -> list[tuple[int, int, int, int]]:
+        """For each call the operations and the bytes of the code after it, the kept ones of these, and those of the
+        call's results that any such code keeps."""
+        kept = [0] * len(self._found)
+        saved = {memory for each in self._ran for memory in _saved(*each)}
+        for number, nbytes in (self._made[memory] for memory in saved & self._made.keys()):
+            kept[number] += nbytes
+        of_results = [sum(each[memory] for memory in saved & each.keys()) for each in self.returned.values()]
+        return [(*each, k, r) for each, k, r in zip(self._found, kept, of_results, strict=False)]
+
+    def before(self, name: str, unit: nn.Module, args: Any, kwargs: Any) -> None:
+        """A unit is about to be called."""
+        self._inside = True
+        number = sum(1 for other, _ in self.given if other == name)
+        self.given[name, number] = with_own_objects((args, kwargs))
+        for tensor in tensors_in((args, kwargs)):
+            if isinstance(tensor, AbsentTensor):
+                self._add(0, -self._made.pop(tensor.memory, (0, 0))[1])
+
+    def after(self, unit: nn.Module, args: Any, output: Any) -> None:
+        """A unit has been called."""
+        self._inside = False
+        results = [each for each in tensors_in(output) if isinstance(each, AbsentTensor)]
+        self.returned[[*self.given][-1]] = {each.memory: each.nbytes for each in results}
+        if len(self.given) > 1:
+            self._found.append((0, 0))
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self._inside:
+            return func(*args, **(kwargs or {}))
+        self.flops = self.nbytes = 0
+        output = super().__torch_dispatch__(func, types, args, kwargs)
+        self._add(self.flops, self.nbytes)
+        results = [each for each in tensors_in(output) if isinstance(each, AbsentTensor)]
+        for result in results if self.nbytes else ():
+            self._made[result.memory] = len(self._found) - 1, result.nbytes
+        if results:
+            self._ran.append((func, args, kwargs or {}, output))
+        return output
+
+    def _add(self, operations: int, nbytes: int) -> None:
+        before = self._found[-1]
+        self._found[-1] = before[0] + operations, max(0, before[1] + nbytes)
+
+
+def _saved(func: Any, args: Any, kwargs: Any, output: Any) -> set[AbsentMemory]:
+    """The memories among an operation's arguments and results that autograd keeps for its backward."""
+    of_memory: dict[int, AbsentMemory] = {}
+    found: list[int] = []
+
+    def again(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        made = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+        if isinstance(value, AbsentTensor):
+            made.requires_grad_(made.is_floating_point())
+            of_memory[memory_of(made)] = value.memory
+        kept_alive.append(made)
+        return made
+
+    def note(tensor: Tensor) -> Tensor:
+        found.append(memory_of(tensor))
+        return tensor
+
+    kept_alive: list[Any] = []  # else memory could be given to another one
+    with suppress(Exception), torch.enable_grad():  # any: an operation without a backward, or that writes to a leaf
+        args, kwargs = tree_map(again, (args, kwargs))
+        with saved_tensors_hooks(note, lambda tensor: tensor):
+            results = func(*args, **kwargs)
+        kept_alive.append(results)
+        for result, known in zip(tensors_in(results), tensors_in(output), strict=True):
+            if isinstance(known, AbsentTensor):
+                of_memory.setdefault(memory_of(result), known.memory)
+    return {of_memory[each] for each in found if each in of_memory}
