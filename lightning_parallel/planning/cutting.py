@@ -28,21 +28,53 @@ from lightning_parallel.tracing.trace import Call, Trace
 _WORTH = 1.03  # the slowest chunk has to be so much slower, for cuts to be moved by time
 
 
+class Repeated:
+    """What dry runs have shown of a module, and holds for its part on a tensor rank too.
+
+    Attributes:
+        steps: the units whose calls don't depend on random numbers.
+        layers: by layers: those that can't run again.
+    """
+
+    def __init__(self) -> None:
+        self.steps: set[frozenset[str]] = set()
+        self.layers: dict[tuple[str, ...], set[str]] = {}
+
+
+_FIRST, _SECOND = {"beyond": True}, {"seed": 1}  # how a step is traced to be cut, and to see whether calls are the same
+
+
 class _Traces:
     """The dry runs of one step, each made once: cuts of the same units are found by the same ones."""
 
-    def __init__(self) -> None:
+    def __init__(self, repeated: Repeated) -> None:
+        self._repeated = repeated
         self._made: dict[Any, Trace] = {}
 
     def get(self, module: nn.Module, units: Mapping[int, str], step: Callable[[], Any], **options: Any) -> Trace:
         options.pop("logged", None)  # nothing is kept of what a planned step logs
         options.pop("hooks", None)
         exits = options.pop("exits", ())
-        key = frozenset(units.values()), tuple(map(repr, sorted(options.items())))
+        names = frozenset(units.values())
+        if options == _SECOND and names in self._repeated.steps:
+            options = _FIRST
+        key, first = _key(names, options), _key(names, _FIRST)
         if key not in self._made:
             self._made[key] = trace(module, units, step, exits=_Everything(), **options)
+            if options == _SECOND and first in self._made and _alike(self._made[first], self._made[key]):
+                self._repeated.steps.add(names)
         seen = self._made[key]
         return replace(seen, stored_after={call for call in seen.stored_after if call is None or call in exits})
+
+
+def _key(names: frozenset[str], options: Mapping[str, Any]) -> Any:
+    return names, tuple(map(repr, sorted(options.items())))
+
+
+def _alike(one: Trace, other: Trace) -> bool:
+    """Have two steps made the same calls, up to their ends?"""
+    calls, again = ([(call.unit, call.call, call.plain) for call in seen.calls] for seen in (one, other))
+    return calls == again and one.stopped is None and other.stopped is None
 
 
 class _Everything(Container[Call]):
@@ -56,14 +88,20 @@ class Cuts:
     Args:
         step: on the smallest microbatch.
         divisible: can a batch be split into microbatches?
+        repeated: what is known of the module already; added to.
     """
 
     def __init__(
-        self, module: pl.LightningModule, trainer: pl.Trainer, step: Callable[[], Any], *, divisible: bool
+        self,
+        module: pl.LightningModule,
+        trainer: pl.Trainer,
+        step: Callable[[], Any],
+        *,
+        divisible: bool,
+        repeated: Repeated,
     ) -> None:
         self._module, self._trainer, self._step, self._divisible = module, trainer, step, divisible
-        self._traces = _Traces()
-        self._changed: dict[tuple[str, ...], set[str]] = {}  # by layers: those that can't run again
+        self._traces, self._changed = _Traces(repeated), repeated.layers
         self._cuts: dict[Any, Partition | ValueError] = {}
         self._moved: dict[Any, Balance | None] = {}  # where cuts are moved
 
@@ -159,8 +197,7 @@ class Cuts:
 
     def waits(self, parts: Partition) -> bool:
         """Does something make stages wait for each other between two batches?"""
-        trained = {name for name, p in self._module.named_parameters() if p.requires_grad}
-        shared = [name for name in parts.shared() if name in trained]
+        shared = [name for name in parts.shared() if self._module.get_parameter(name).requires_grad]
         plugin = self._trainer.precision_plugin
         return any(True for _ in reasons_to_wait(self._trainer, self._module, plugin, shared))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
+from types import MappingProxyType
 from typing import Any, Literal
 
 from lightning_parallel.ranks.layout import Placement
@@ -12,11 +13,12 @@ from lightning_parallel.schedules.actions import Schedule
 from lightning_parallel.schedules.named import SCHEDULES, asynchronous
 from lightning_parallel.schedules.order import Order
 
-_SYNCHRONOUS = ("gpipe", "1f1b", "interleaved", "zbv", "vhalf", "vmin")
+_CHUNKS = MappingProxyType({"gpipe": 1, "1f1b": 1, "interleaved": 2, "zbv": 2, "vhalf": 2, "vmin": 2, "async": 1})
 _A_STAGE, _OF_MANY = (1, 2, 4, 8), (2, 8)  # microbatches that are tried, for each stage
 _MANY = 8  # stages: lists of more, and of many microbatches, take seconds to make
 _MOST = 256  # microbatches, unless there are more stages; also layers, where they aren't known
-_FEW = 16  # stages, which are tried of any module
+_A_CHUNK = 2  # layers: with fewer, cuts are uneven, or lie in layers, which takes many dry runs to find
+_FEW = 16  # chunks, which are tried of any module
 _NODE = 8  # devices whose links are fast enough for tensor parallelism
 ASYNC = "pipeline_async"
 Balance = tuple[int, ...] | Literal["operations"]
@@ -108,8 +110,8 @@ def choices(devices: int, samples: int, tensor: int = 1, layers: int = _MOST) ->
 
     Args:
         samples: of a batch of all replicas, which have equal shares of it.
-        layers: of the module. There may be more stages than these, where layers are cut into their parts: as many as
-            are tried of any module.
+        layers: of the module, of which a chunk has at least two. But some chunks are tried of any module, whose layers
+            may be cut into their parts.
     """
     if devices == 1:
         yield Choice("single")
@@ -120,13 +122,14 @@ def choices(devices: int, samples: int, tensor: int = 1, layers: int = _MOST) ->
         yield Choice("fully_sharded", data=devices)
     elif samples % left == 0:
         yield Choice("tensor_parallel", data=left, tensor=tensor)
-    for stages in range(2, min(left, max(layers, _FEW)) + 1):
+    most = max(layers // _A_CHUNK, _FEW)
+    for stages in range(2, min(left, most) + 1):
         replicas = left // stages
         if left % stages or samples % replicas:
             continue
         tried = _A_STAGE if stages <= _MANY else _OF_MANY
         lists: list[Schedule] = []  # with few stages or microbatches some schedules have the same
-        for schedule in (*_SYNCHRONOUS, "async"):
+        for schedule in (name for name, chunks in _CHUNKS.items() if chunks * stages <= most):
             counts = {min(each * stages, samples // replicas, max(stages, _MOST)) for each in tried}
             for count in sorted(counts):
                 choice = Choice(f"pipeline_{schedule}", stages, replicas, tensor, microbatches=count)

@@ -18,7 +18,7 @@ from lightning_parallel.batch import batch_size, cloned, samples_of, split
 from lightning_parallel.cuts.partition import Partition
 from lightning_parallel.disk_offload import DiskOffload
 from lightning_parallel.loading.first_batch import as_in
-from lightning_parallel.planning.cutting import Cuts
+from lightning_parallel.planning.cutting import Cuts, Repeated
 from lightning_parallel.planning.devices import Device, as_one_of
 from lightning_parallel.planning.layouts import Choice
 from lightning_parallel.planning.memory import Memory, State, Tensors
@@ -32,7 +32,6 @@ from lightning_parallel.tensor.plan import find_plan
 from lightning_parallel.tensor.sharding import shard_module
 from lightning_parallel.values import first_few
 
-_WORTH = 1.03  # the slowest chunk has to be so much slower, for cuts to be moved by time
 _FEW = 4  # samples, by which a plan for tensor parallelism is found
 
 
@@ -63,6 +62,7 @@ class PlannedModule:
         batch: of all replicas together.
         tensor: the ranks of the tensor group.
         devices: of a layout, which share the cores of this machine if it is planned for.
+        repeated: what is known of the module, however it is divided; added to.
 
     Attributes:
         samples: of the batch; None if it can't be split.
@@ -86,6 +86,7 @@ class PlannedModule:
         *,
         tensor: int,
         devices: int,
+        repeated: Repeated,
     ) -> None:
         self.module, self._trainer, self._device = module, trainer, device
         batch = trainer.precision_plugin.convert_input(batch)
@@ -105,7 +106,7 @@ class PlannedModule:
         with as_one_of(devices if device.measured else 1, tried_on):
             self._updates = Updates(module, trainer.strategy.optimizers, device, tried_on)
         step, _ = self._step_of(2)  # some layers, such as BatchNorm, refuse one sample
-        self.cuts = Cuts(module, trainer, step, divisible=self.samples is not None)
+        self.cuts = Cuts(module, trainer, step, divisible=self.samples is not None, repeated=repeated)
 
     def _divided(self, tensor: int) -> GroupOnPaper:
         """Make layers the first rank's shards of them, as the strategies do."""

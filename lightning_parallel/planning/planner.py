@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 
 from lightning_parallel.comparison.runs import first_batches, trainer_of
 from lightning_parallel.comparison.timing import Measured, TrialFailed, measured
+from lightning_parallel.planning.cutting import Repeated
 from lightning_parallel.planning.devices import Device, described, here
 from lightning_parallel.planning.layouts import Choice, choices, tensor_sizes, with_checkpointing
 from lightning_parallel.planning.memory import on_each_stage
@@ -95,10 +96,13 @@ def _ranked(
     found: list[Row] = []
     refused: dict[str, str] = {}
     notes: list[str] = []
+    repeated = Repeated()
     for tensor in tensor_sizes(devices):
         with ready(module, trainer) as own:
             try:
-                planned = PlannedModule(own, trainer, batch, device, tried_on, tensor=tensor, devices=devices)
+                planned = PlannedModule(
+                    own, trainer, batch, device, tried_on, tensor=tensor, devices=devices, repeated=repeated
+                )
             except ValueError as error:  # it can't be divided
                 refused[f"{tensor} tensor ranks"] = _first_sentence(error)
                 continue

@@ -101,6 +101,7 @@ class Profile:
         self._module, self._step_of, self._sizes = module, step_of, sizes
         self._device, self._tried_on, self._context, self._ranks = device, tried_on, context, ranks
         self._looks: dict[frozenset[str], list[_Look]] = {}
+        self._on_looks: dict[frozenset[str], list[list[Cost]]] = {}  # of the calls of each look
         self._costs: dict[Any, Cost | None] = {}
         self._found: dict[Any, list[tuple[TracedCall, Cost]]] = {}  # by units and samples
 
@@ -142,17 +143,17 @@ class Profile:
                 if same_calls and fewer.samples < looks[0].samples:
                     looks.insert(0, fewer)
             self._looks[units] = looks
+            self._on_looks[units] = [[self._cost(look, index) for index in range(len(look.calls))] for look in looks]
         looks = self._looks[units]
         weights = [samples / looks[0].samples]
         if len(looks) > 1:
             part = (samples - looks[0].samples) / (looks[1].samples - looks[0].samples)
             weights = [1 - part, part]
-        costs = [[self._cost(look, index) for index in range(len(look.calls))] for look in looks]
         # On fewer samples than were tried, a line through two times would make their differences larger.
         share = min(1.0, samples / looks[0].samples)
         return [
             (call, Cost.mixed(each, weights).at_least(share, each[0]))
-            for call, *each in zip(looks[0].calls, *costs, strict=True)
+            for call, *each in zip(looks[0].calls, *self._on_looks[units], strict=True)
         ]
 
     def _look(self, units: frozenset[str], size: int) -> _Look:
