@@ -180,7 +180,7 @@ class StateKept:
         for container, held, now in self._changed():
             if id(container) in stores and isinstance(held, dict) and isinstance(now, dict):
                 names = {name for name, value in now.items() if value is not held.get(name, _NOTHING)}
-                found.setdefault(stores[id(container)], set()).update(names - _OF_MODULES)
+                found.setdefault(stores[id(container)], set()).update(names - OF_MODULES)
         return found
 
     def shared_by(self, owners: Mapping[int, Collection[str]]) -> dict[nn.Module, set[str]]:
