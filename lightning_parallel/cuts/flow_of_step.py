@@ -102,8 +102,8 @@ def _check_buffers(module: nn.Module, partition: Partition, seen: Trace, placed:
             where = (f"'{holders[chunk]}' on {partition.name_of(chunk)}" for chunk in sorted(stages.values()))
             raise FlowError(
                 f"A layer changes the buffer '{changed}', which {first_few(where)} share: each stage would change its "
-                f"own. Give each layer a buffer of its own, or let one stage have these layers (see `layers` and "
-                f"`balance`)."
+                f"own. Fill it in __init__ if it holds constants, such as a table of positions. Else give each layer a "
+                f"buffer of its own, or let one stage have these layers (see `layers` and `balance`)."
             )
 
 
