@@ -14,7 +14,9 @@ from lightning_parallel.schedules.named import SCHEDULES, asynchronous
 from lightning_parallel.schedules.order import Order
 
 _CHUNKS = MappingProxyType({"gpipe": 1, "1f1b": 1, "interleaved": 2, "zbv": 2, "vhalf": 2, "vmin": 2, "async": 1})
-_A_STAGE, _OF_MANY = (1, 2, 4, 8), (2, 8)  # microbatches that are tried, for each stage
+# Those whose replicas may be fully sharded, for which backwards are whole; the first two become pipelines of one stage.
+_SHARDED = ("ddp", "tensor_parallel", "pipeline_gpipe", "pipeline_1f1b", "pipeline_interleaved")
+_A_STAGE, _OF_MANY = (1, 2, 4, 8), (2, 8)  # microbatches that are tried, for each stage; and as many as can be
 _MANY = 8  # stages: lists of more, and of many microbatches, take seconds to make
 _MOST = 256  # microbatches, unless there are more stages; also layers, where they aren't known
 _A_CHUNK = 2  # layers: with fewer, cuts are uneven, or lie in layers, which takes many dry runs to find
@@ -33,6 +35,7 @@ class Choice:
         stages, data, tensor: the sizes of the axes.
         microbatches: of a replica's batch.
         recompute: ``activation_checkpointing``.
+        sharded: ``data_parallel_kind="fully_shard"`` of a pipeline.
         balance: the numbers of layers of chunks, or what is to be equal; None for the default.
     """
 
@@ -42,6 +45,7 @@ class Choice:
     tensor: int = 1
     microbatches: int = 1
     recompute: bool = False
+    sharded: bool = False
     balance: Balance | None = None
 
     @property
@@ -58,6 +62,7 @@ class Choice:
         }
         options |= {"tensor_parallel": self.tensor} if self.tensor > 1 else {}
         options |= {"activation_checkpointing": True} if self.recompute else {}
+        options |= {"data_parallel_kind": "fully_shard"} if self.sharded else {}
         if self.balance is not None:
             options["balance"] = list(self.balance) if isinstance(self.balance, tuple) else self.balance
         return options
@@ -87,7 +92,8 @@ class Choice:
         return self.order().schedule
 
     def __str__(self) -> str:
-        sizes = {"stages": self.stages, "replicas": self.data, "tensor ranks": self.tensor}
+        replicas = "fully sharded replicas" if self.sharded else "replicas"
+        sizes = {"stages": self.stages, replicas: self.data, "tensor ranks": self.tensor}
         several = [f"{size} {name}" for name, size in sizes.items() if size > 1]
         several += ["checkpointing"] if self.recompute else []
         return ", ".join([self.strategy, *several])
@@ -130,7 +136,8 @@ def choices(devices: int, samples: int, tensor: int = 1, layers: int = _MOST) ->
         tried = _A_STAGE if stages <= _MANY else _OF_MANY
         lists: list[Schedule] = []  # with few stages or microbatches some schedules have the same
         for schedule in (name for name, chunks in _CHUNKS.items() if chunks * stages <= most):
-            counts = {min(each * stages, samples // replicas, max(stages, _MOST)) for each in tried}
+            finest = min(samples // replicas, max(stages, _MOST))
+            counts = {finest, *(min(each * stages, finest) for each in tried)}
             for count in sorted(counts):
                 choice = Choice(f"pipeline_{schedule}", stages, replicas, tensor, microbatches=count)
                 if choice.is_late or choice.schedule() not in lists:
@@ -138,5 +145,19 @@ def choices(devices: int, samples: int, tensor: int = 1, layers: int = _MOST) ->
                     yield choice
 
 
-def with_checkpointing(choice: Choice) -> Choice:
-    return replace(choice, recompute=True)
+def thriftier(choice: Choice, samples: int) -> Iterator[Choice]:
+    """The same layout where it holds less, the fastest first: with fully sharded replicas, which take no longer; with
+    activation checkpointing; with both.
+
+    Args:
+        samples: of a batch of all replicas.
+    """
+    found = [choice]
+    if not choice.is_pipeline:  # a pipeline of one stage has microbatches, and can do both
+        counts = sorted({min(each, samples // choice.data) for each in _A_STAGE})
+        found = [replace(choice, strategy="pipeline_1f1b", microbatches=count) for count in counts]
+    sharded = [replace(each, sharded=True) for each in found if choice.data > 1 and choice.strategy in _SHARDED]
+    yield from sharded
+    if choice.is_pipeline:
+        yield replace(choice, recompute=True)
+    yield from (replace(each, recompute=True) for each in sharded)

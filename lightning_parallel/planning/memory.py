@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, fields
 
 import torch
@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from lightning_parallel.callbacks.start_table import state_bytes
 from lightning_parallel.cuts.partition import Partition
+from lightning_parallel.fully_sharded.units import untied
 from lightning_parallel.planning.layouts import Choice
 from lightning_parallel.planning.moments import buffers, held_and_fullest
 from lightning_parallel.planning.profile import ChunkCost
@@ -37,7 +38,7 @@ class Memory:
         gradients: as they are when the optimizer steps.
         optimizer: its state.
         activations: what forwards hold for their backwards.
-        copies: layers gathered for a moment, messages, earlier versions of weights.
+        copies: layers that are gathered, messages, earlier versions of weights.
         working: what else is there at the fullest moment; below 0 where gradients, or what forwards hold, aren't yet.
     """
 
@@ -116,13 +117,27 @@ class Tensors:
     """The parameters and buffers of a module, as plans of many layouts need them.
 
     Attributes:
-        units: the bytes of what fully sharded replicas gather at a time, the largest first.
+        units: the bytes of what the strategy ``fully_sharded`` gathers at a time, the largest first.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self.parameters = dict(module.named_parameters())
         self.buffers = dict(module.named_buffers())
+        self._module = module
+        self._divided: dict[tuple[str, ...], frozenset[str]] = {}  # by layers
         self.units = sorted((_nbytes(unit.parameters()) for unit in find_units(module).values()), reverse=True)
+
+    def divided(self, parts: Partition) -> frozenset[str]:
+        """The parameters of layers that fully sharded replicas of a pipeline divide."""
+        if parts.layers not in self._divided:
+            once = [name for name in parts.layers if parts.layers.count(name) == 1]
+            self._divided[parts.layers] = frozenset(
+                f"{layer}.{name}"
+                for layer, unit in untied(self._module, once).items()
+                for name, parameter in unit.named_parameters()
+                if parameter.dim() > 0
+            )
+        return self._divided[parts.layers]
 
 
 def on_each_stage(
@@ -131,15 +146,18 @@ def on_each_stage(
     """What a rank of each stage holds. A layout without stages has one. ``batch``: the bytes of a replica's."""
     found = []
     units = tensors.units if choice.strategy == "fully_sharded" else []
+    divided: Collection[str] = tensors.parameters if choice.strategy == "fully_sharded" else ()
+    if choice.sharded:
+        divided = tensors.divided(parts)
     held_by: list[dict[str, Tensor]] = [{} for _ in range(choice.stages)]
     for name, parameter in tensors.parameters.items():
         for stage in parts.owners[name]:
             held_by[stage][name] = parameter
     for stage, held in enumerate(held_by):
-        part_of = {n: _part(p, choice.data if choice.strategy == "fully_sharded" else 1) for n, p in held.items()}
+        part_of = {n: _part(p, choice.data) if n in divided else 1.0 for n, p in held.items()}
         parameters = sum(round(p.nbytes * part_of[n]) for n, p in held.items())
         trained = {n: p for n, p in held.items() if p.requires_grad}
-        gradients = sum(round(p.nbytes * part_of[n]) for n, p in trained.items())
+        gradients = whole_gradients = sum(round(p.nbytes * part_of[n]) for n, p in trained.items())
         own = {n: b for n, b in tensors.buffers.items() if not choice.is_pipeline or stage in parts.holders_of(n)}
         copies = outside = 0
         if choice.is_late:
@@ -150,13 +168,17 @@ def on_each_stage(
         elif choice.strategy == "fully_sharded":
             outside = sum(p.nbytes for p in held.values()) - sum(units)  # what lies in no unit is gathered throughout
             copies = outside + sum(units[:2])  # the next unit is gathered while one runs
+        elif choice.sharded:
+            # An update's microbatches add up whole gradients of layers that are gathered throughout.
+            whole_gradients = _nbytes(trained.values())
+            copies = _nbytes(p for n, p in held.items() if n in divided)
         elif choice.data > 1:
             copies += min(gradients, _BUCKET)
         copies += buffers(choice, stage, chunks)
         optimizer = sum(state.of(n, part_of[n]) for n in trained)
         largest = max((round(p.nbytes * part_of[n]) for n, p in trained.items()), default=0)
         whole = outside + sum(units[:1])  # gradients that aren't divided yet
-        activations, moment = held_and_fullest(choice, stage, chunks, gradients, largest, whole)
+        activations, moment = held_and_fullest(choice, stage, chunks, whole_gradients, largest, whole)
         working = batch + moment - gradients - activations
         found.append(
             Memory(parameters, _nbytes(own.values()), gradients, optimizer, activations, copies, working)

@@ -119,7 +119,7 @@ class PlannedModule:
 
     def update_times(self, choice: Choice, parts: Partition, memory: Sequence[Memory]) -> list[float]:
         """The seconds of the optimizer's step on each stage."""
-        divided = choice.strategy == "fully_sharded"
+        divided = choice.sharded or choice.strategy == "fully_sharded"
         part = 1 / choice.data if divided else 1.0
         trained: list[dict[str, float]] = [{} for _ in memory]
         for name, parameter in self.tensors.parameters.items():

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import lightning.pytorch as pl
@@ -15,7 +16,7 @@ from lightning_parallel.comparison.runs import first_batches, trainer_of
 from lightning_parallel.comparison.timing import Measured, TrialFailed, measured
 from lightning_parallel.planning.cutting import Repeated
 from lightning_parallel.planning.devices import Device, described, here
-from lightning_parallel.planning.layouts import Choice, choices, tensor_sizes, with_checkpointing
+from lightning_parallel.planning.layouts import Choice, choices, tensor_sizes, thriftier
 from lightning_parallel.planning.memory import on_each_stage
 from lightning_parallel.planning.planned_module import PlannedModule, ready
 from lightning_parallel.planning.step_time import of_step
@@ -45,7 +46,7 @@ def plan(
     tensors without values; one layer of each kind runs on this machine. It takes seconds.
 
     What it doesn't know: other GPUs than those it tries layers on but by their data sheets, contention of links, the
-    memory of CUDA and of the process itself, and fully sharded pipelines.
+    memory of CUDA and of the process itself.
 
     Args:
         module: what is to be trained.
@@ -107,10 +108,7 @@ def _ranked(
                 refused[f"{tensor} tensor ranks"] = _first_sentence(error)
                 continue
             for choice in choices(devices, planned.samples or 1, tensor, planned.cuts.layers):
-                try:
-                    found += _rows(choice, planned, device, devices, limit)
-                except ValueError as error:
-                    refused.setdefault(str(choice), _first_sentence(error))
+                found += _rows(choice, planned, device, devices, limit, refused)
             notes += planned.notes()
     found.sort(key=_rank)
     notes = [*_on_all(device), *dict.fromkeys(notes)]
@@ -150,19 +148,29 @@ def _with_trials(plan: Plan, count: int, run: Callable[[Choice], Measured]) -> P
     return replace(plan, found=found, refused=refused)
 
 
-def _rows(choice: Choice, planned: PlannedModule, device: Device, devices: int, limit: int | None) -> Iterator[Row]:
-    """A layout; one that doesn't fit also with activation checkpointing.
+def _rows(
+    choice: Choice, planned: PlannedModule, device: Device, devices: int, limit: int | None, refused: dict[str, str]
+) -> Iterator[Row]:
+    """A layout, and where it holds less, up to one that fits. What can't train the module is added to ``refused``."""
+    for each in chain([choice], thriftier(choice, planned.samples or 1)):
+        try:
+            row = row_of(each, planned, device, devices, limit)
+        except ValueError as error:
+            refused.setdefault(str(each), _first_sentence(error))
+            if each is choice:
+                return
+            continue
+        yield row
+        if row.fits:
+            return
+
+
+def row_of(choice: Choice, planned: PlannedModule, device: Device, devices: int, limit: int | None) -> Row:
+    """One layout of a plan.
 
     Raises:
-        ValueError: it can't train the module.
+        ValueError: the module doesn't allow it.
     """
-    row = _row(choice, planned, device, devices, limit)
-    yield row
-    if not row.fits and choice.is_pipeline:
-        yield _row(with_checkpointing(choice), planned, device, devices, limit)
-
-
-def _row(choice: Choice, planned: PlannedModule, device: Device, devices: int, limit: int | None) -> Row:
     parts = planned.cuts.refused_or_cut(choice)
     samples = -(-(planned.samples or 1) // (choice.data * choice.microbatches))
     if choice.is_pipeline and choice.stages > 1:

@@ -86,10 +86,15 @@ def of_step(
     busy = busy_of[busiest]
     overhead = added * choice.microbatches * len(parts.chunks_of(busiest))
     messages = exchanged = choice.microbatches * sum(chunks[c].messages for c in parts.chunks_of(busiest))
-    if choice.data > 1:
-        sums = max(_summed(choice, device, each) for each in memory)
-        last = min(c.backward for c in chunks)  # meanwhile the last backward of a batch runs
-        messages += max(0.0, sums - last) if device.overlaps else sums
+    last = min(c.backward for c in chunks)  # meanwhile the last backward of a batch runs
+    if choice.sharded:
+        gathered, summed = (
+            max(device.collective(kind, each.copies, choice.data, choice.tensor) for each in memory)
+            for kind in ("all_gather", "reduce_scatter")
+        )
+        messages += _beside(device, min(c.forward for c in chunks), gathered) + _beside(device, last, summed)
+    elif choice.data > 1:
+        messages += _beside(device, last, max(_summed(choice, device, each) for each in memory))
     of_batch = OF_BATCH + (OF_PIPELINE if choice.stages > 1 else 0.0)
     computing = max(0.0, busy - overhead - updates[busiest] - exchanged)
     return StepTime(computing, max(0.0, period - busy), messages, updates[busiest], overhead + of_batch)

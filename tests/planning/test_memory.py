@@ -89,6 +89,18 @@ def test_what_is_counted_on_ranks(pool: WorkerPool, model: str, strategy: str, d
         assert set(predicted) == ranks
 
 
+@pytest.mark.parametrize("stages", [1, 2])
+def test_fully_sharded_replicas_of_a_pipeline_hold_parts(pool: WorkerPool, stages: int) -> None:
+    batch = AdamBlocks.batches()[0]
+    found = plan(AdamBlocks(), batch, devices=4, device="h100", memory="1KiB").found
+    choices = (row for row in found if row.choice.sharded and row.choice.tensor == 1)
+    row = next(row for row in choices if row.choice.stages == stages)
+    on_ranks = pool.run(counted, 4, "AdamBlocks", row.choice, 4, init=False)
+    for stage, memory in enumerate(row.ranks):
+        first = on_ranks[(stages - 1 - stage) * row.choice.data]  # of the replicas, with the larger parts
+        assert first == {name: getattr(memory, name) for name in ("gradients", "optimizer", "parameters")}
+
+
 # -- activations ---------------------------------------------------------------------------------------------------
 
 

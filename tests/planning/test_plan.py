@@ -18,7 +18,7 @@ from lightning_parallel import plan
 from lightning_parallel.comparison import check, runs
 from lightning_parallel.planning import devices
 from lightning_parallel.planning.devices import Device, described
-from lightning_parallel.planning.layouts import Choice, choices, tensor_sizes
+from lightning_parallel.planning.layouts import Choice, choices, tensor_sizes, thriftier
 from lightning_parallel.schedules.simulate import simulate
 from lightning_parallel.seeding import random_state
 from tests.faults.models import Blocks, Words
@@ -251,6 +251,24 @@ def test_layouts_fill_all_devices() -> None:
     assert not {"ddp", "fully_sharded"} & {choice.strategy for choice in choices(4, 3)}  # a replica has no sample
     in_a_v = {choice.strategy for choice in choices(2, 4) if choice.microbatches == 2 and choice.stages == 2}
     assert {"pipeline_zbv"} == in_a_v & {"pipeline_zbv", "pipeline_vhalf", "pipeline_vmin"}  # they have one list
+
+
+def test_what_does_not_fit_is_tried_with_sharded_replicas_and_checkpointing() -> None:
+    """They take no longer than whole ones, so what is run again comes after them."""
+
+    def tried(choice: Choice) -> list[tuple[str, int, bool, bool]]:
+        return [(each.strategy, each.stages, each.sharded, each.recompute) for each in thriftier(choice, 8)]
+
+    name = "pipeline_1f1b"
+    several = [(name, 2, True, False), (name, 2, False, True), (name, 2, True, True)]
+    assert tried(Choice(name, 2, 2, microbatches=2)) == several
+    assert tried(Choice(name, 2, microbatches=2)) == [(name, 2, False, True)]
+    assert tried(Choice("pipeline_zbv", 2, 2, microbatches=2)) == [("pipeline_zbv", 2, False, True)]
+    assert {*tried(Choice("tensor_parallel", data=2, tensor=2))} == {(name, 1, True, False), (name, 1, True, True)}
+    assert not tried(Choice("fully_sharded", data=2))
+    rows = plan(Blocks(), Blocks.batches()[0], devices=4, device="h100", memory="1KiB").found
+    sharded = next(row for row in rows if row.choice.sharded)
+    assert sharded.options["data_parallel_kind"] == "fully_shard"
 
 
 def test_refusals_name_what_is_in_the_way() -> None:
