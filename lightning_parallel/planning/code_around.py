@@ -55,7 +55,8 @@ class CodeAround(OperationsNoted):
         self.given[name, number] = with_own_objects((args, kwargs))
         for tensor in tensors_in((args, kwargs)):
             if isinstance(tensor, AbsentTensor):
-                self._add(0, -self._made.pop(tensor.memory, (0, 0))[1])
+                made_after, nbytes = self._made.pop(tensor.memory, (0, 0))
+                self._add(made_after, 0, -nbytes)
 
     def after(self, unit: nn.Module, args: Any, output: Any) -> None:
         """A unit has been called."""
@@ -70,7 +71,7 @@ class CodeAround(OperationsNoted):
             return func(*args, **(kwargs or {}))
         self.flops = self.nbytes = 0
         output = super().__torch_dispatch__(func, types, args, kwargs)
-        self._add(self.flops, self.nbytes)
+        self._add(len(self._found) - 1, self.flops, self.nbytes)
         results = [each for each in tensors_in(output) if isinstance(each, AbsentTensor)]
         for result in results if self.nbytes else ():
             self._made[result.memory] = len(self._found) - 1, result.nbytes
@@ -78,9 +79,9 @@ class CodeAround(OperationsNoted):
             self._ran.append((func, args, kwargs or {}, output))
         return output
 
-    def _add(self, operations: int, nbytes: int) -> None:
-        before = self._found[-1]
-        self._found[-1] = before[0] + operations, max(0, before[1] + nbytes)
+    def _add(self, call: int, operations: int, nbytes: int) -> None:
+        before = self._found[call]
+        self._found[call] = before[0] + operations, max(0, before[1] + nbytes)
 
 
 def _saved(func: Any, args: Any, kwargs: Any, output: Any) -> set[AbsentMemory]:

@@ -146,8 +146,8 @@ def choices(devices: int, samples: int, tensor: int = 1, layers: int = _MOST) ->
 
 
 def thriftier(choice: Choice, samples: int) -> Iterator[Choice]:
-    """The same layout where it holds less, the fastest first: with fully sharded replicas, which take no longer; with
-    activation checkpointing; with both.
+    """Variants of a layout that hold less, in the order in which they are tried: with fully sharded replicas, with
+    activation checkpointing, with both.
 
     Args:
         samples: of a batch of all replicas.

@@ -20,7 +20,7 @@ from lightning_parallel.callbacks.start_table import state_bytes
 from lightning_parallel.cuts.partition import Partition
 from lightning_parallel.fully_sharded.units import untied
 from lightning_parallel.planning.layouts import Choice
-from lightning_parallel.planning.moments import buffers, held_and_fullest
+from lightning_parallel.planning.moments import held_and_fullest, message_buffers
 from lightning_parallel.planning.profile import ChunkCost
 from lightning_parallel.private.torch import tree_leaves
 from lightning_parallel.schedules.asynchronous import AsyncOneFOneB
@@ -38,7 +38,9 @@ class Memory:
         gradients: as they are when the optimizer steps.
         optimizer: its state.
         activations: what forwards hold for their backwards.
-        copies: layers that are gathered, messages, earlier versions of weights.
+        gathered: layers that fully sharded replicas gather.
+        messages: buffers of those between stages.
+        copies: buckets of gradients, earlier versions of weights.
         working: what else is there at the fullest moment; below 0 where gradients, or what forwards hold, aren't yet.
     """
 
@@ -47,6 +49,8 @@ class Memory:
     gradients: int = 0
     optimizer: int = 0
     activations: int = 0
+    gathered: int = 0
+    messages: int = 0
     copies: int = 0
     working: int = 0
 
@@ -139,6 +143,13 @@ class Tensors:
             )
         return self._divided[parts.layers]
 
+    def parts_of(self, choice: Choice, parts: Partition) -> dict[str, float]:
+        """By name the part of each parameter that a rank has, of those that its stage holds."""
+        divided: Collection[str] = self.parameters if choice.strategy == "fully_sharded" else ()
+        if choice.sharded:
+            divided = self.divided(parts)
+        return {n: _part(p, choice.data) if n in divided else 1.0 for n, p in self.parameters.items()}
+
 
 def on_each_stage(
     choice: Choice, tensors: Tensors, state: State, parts: Partition, chunks: Sequence[ChunkCost], batch: int
@@ -146,20 +157,17 @@ def on_each_stage(
     """What a rank of each stage holds. A layout without stages has one. ``batch``: the bytes of a replica's."""
     found = []
     units = tensors.units if choice.strategy == "fully_sharded" else []
-    divided: Collection[str] = tensors.parameters if choice.strategy == "fully_sharded" else ()
-    if choice.sharded:
-        divided = tensors.divided(parts)
+    part_of = tensors.parts_of(choice, parts)
     held_by: list[dict[str, Tensor]] = [{} for _ in range(choice.stages)]
     for name, parameter in tensors.parameters.items():
         for stage in parts.owners[name]:
             held_by[stage][name] = parameter
     for stage, held in enumerate(held_by):
-        part_of = {n: _part(p, choice.data) if n in divided else 1.0 for n, p in held.items()}
         parameters = sum(round(p.nbytes * part_of[n]) for n, p in held.items())
         trained = {n: p for n, p in held.items() if p.requires_grad}
         gradients = whole_gradients = sum(round(p.nbytes * part_of[n]) for n, p in trained.items())
         own = {n: b for n, b in tensors.buffers.items() if not choice.is_pipeline or stage in parts.holders_of(n)}
-        copies = outside = 0
+        copies = gathered = outside = 0
         if choice.is_late:
             late = math.ceil(AsyncOneFOneB(choice.stages, stage).warmup / choice.microbatches)
             copies = (late + (late > 0)) * gradients  # versions, and what corrected forwards read
@@ -167,21 +175,24 @@ def on_each_stage(
             copies = gradients  # its buckets
         elif choice.strategy == "fully_sharded":
             outside = sum(p.nbytes for p in held.values()) - sum(units)  # what lies in no unit is gathered throughout
-            copies = outside + sum(units[:2])  # the next unit is gathered while one runs
+            gathered = outside + sum(units[:2])  # the next unit is gathered while one runs
         elif choice.sharded:
             # An update's microbatches add up whole gradients of layers that are gathered throughout.
             whole_gradients = _nbytes(trained.values())
-            copies = _nbytes(p for n, p in held.items() if n in divided)
+            gathered = _nbytes(p for n, p in held.items() if n in tensors.divided(parts))
         elif choice.data > 1:
             copies += min(gradients, _BUCKET)
-        copies += buffers(choice, stage, chunks)
+        messages = message_buffers(choice, stage, chunks)
         optimizer = sum(state.of(n, part_of[n]) for n in trained)
         largest = max((round(p.nbytes * part_of[n]) for n, p in trained.items()), default=0)
         whole = outside + sum(units[:1])  # gradients that aren't divided yet
         activations, moment = held_and_fullest(choice, stage, chunks, whole_gradients, largest, whole)
         working = batch + moment - gradients - activations
         found.append(
-            Memory(parameters, _nbytes(own.values()), gradients, optimizer, activations, copies, working)
+            Memory(
+                parameters, _nbytes(own.values()), gradients, optimizer,
+                activations, gathered, messages, copies, working,
+            )
         )
     return found
 

@@ -31,7 +31,7 @@ def held_and_fullest(
 
     Args:
         gradients: bytes, when all are there.
-        largest: of the largest parameter, of the rank's part of it.
+        largest: bytes of the rank's part of the largest parameter.
         whole: of gradients in a backward, before ranks divide them.
     """
     steps = _STEPPED * largest
@@ -43,7 +43,8 @@ def held_and_fullest(
         own = [chunk for chunk, place in zip(chunks, choice.placement, strict=True) if place == stage]
         activations = (1 + AsyncOneFOneB(choice.stages, stage).warmup) * sum(chunk.held for chunk in own)
         more = max(max(chunk.forwards, chunk.backwards) - chunk.held for chunk in own)
-        # Forwards are under way at each step. But on the last stage, its change of all weights corrects later ones.
+        # An optimizer's step comes while forwards are in flight. On all stages but the last it leaves the change of
+        # each weight, which corrects later forwards.
         change = gradients if stage < choice.stages - 1 else 0
         return activations, gradients + activations + max(more, steps, change)
     kinds, numbers = choice.order().by_stage[stage]
@@ -51,7 +52,7 @@ def held_and_fullest(
     return activations, max(gradients + steps, moment)
 
 
-def buffers(choice: Choice, stage: int, chunks: Sequence[ChunkCost]) -> int:
+def message_buffers(choice: Choice, stage: int, chunks: Sequence[ChunkCost]) -> int:
     """The bytes of a stage's messages to and from others: buffers of those that it has sent, until it knows that they
     have arrived, and of the next one that it expects on each way. They stay for later batches."""
     if not choice.is_pipeline:
@@ -76,8 +77,8 @@ def _sent_at_once(order: Order) -> list[tuple[int, int]]:
     for chunk, place in enumerate(order.places):
         kinds, numbers = order.by_stage[place]
         backward = (kinds == BACKWARD) | (kinds == FIRST_HALF)
-        begun, ended = np.cumsum((kinds == FORWARD) & (numbers == chunk)), np.cumsum(backward & (numbers == chunk))
         own = backward & (numbers == chunk)
+        begun, ended = np.cumsum((kinds == FORWARD) & (numbers == chunk)), np.cumsum(own)
         gradients = 0
         if chunk:
             confirmed = np.concatenate(([0], had[begun[own] - 1][:-1]))  # before each gradient is sent
@@ -99,7 +100,8 @@ def _of_schedule(
     zero = np.zeros_like(held)
     # Copies that a chunk leaves for later ones of its stage, and gets from earlier ones; their gradients go back.
     given, got = _handed(choice.placement, chunks)
-    # By kind: what is let go before an action, what is there for a moment, and what is held after it.
+    # By kind, in the order of FORWARD, BACKWARD, FIRST_HALF and SECOND_HALF: what is let go before an action, what is
+    # there for a moment, and what is held after it.
     less = np.stack([got, held + given, held + given, zero])[kinds, numbers]
     moment = np.stack([forwards, backwards, backwards, second])[kinds, numbers]
     more = np.stack([held + given, got, between + got, -between])[kinds, numbers]

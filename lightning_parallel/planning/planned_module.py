@@ -120,11 +120,11 @@ class PlannedModule:
     def update_times(self, choice: Choice, parts: Partition, memory: Sequence[Memory]) -> list[float]:
         """The seconds of the optimizer's step on each stage."""
         divided = choice.sharded or choice.strategy == "fully_sharded"
-        part = 1 / choice.data if divided else 1.0
+        part_of = self.tensors.parts_of(choice, parts)
         trained: list[dict[str, float]] = [{} for _ in memory]
         for name, parameter in self.tensors.parameters.items():
             for stage in parts.owners[name] if parameter.requires_grad else ():
-                trained[stage][name] = part
+                trained[stage][name] = part_of[name]
         return [
             self._updates.seconds(own, each.parameters + each.gradients + each.optimizer, divided=divided)
             for own, each in zip(trained, memory, strict=True)

@@ -89,7 +89,7 @@ def of_step(
     last = min(c.backward for c in chunks)  # meanwhile the last backward of a batch runs
     if choice.sharded:
         gathered, summed = (
-            max(device.collective(kind, each.copies, choice.data, choice.tensor) for each in memory)
+            max(device.collective(kind, each.gathered, choice.data, choice.tensor) for each in memory)
             for kind in ("all_gather", "reduce_scatter")
         )
         messages += _beside(device, min(c.forward for c in chunks), gathered) + _beside(device, last, summed)

@@ -1,4 +1,4 @@
-"""What ``lightning_parallel.plan`` predicts, beside what it predicts: the layouts of models of several families, each
+"""What ``lightning_parallel.plan`` predicts, beside what is measured: the layouts of models of several families, each
 trained for a few steps by as many processes over gloo.
 
 The speed of a machine's cores drifts while a plan is made and while its layouts run, one after the other. So a fixed
@@ -153,7 +153,7 @@ def judged(model: Model, ranks: int, steps: int) -> Judged:
     _, all_of_them = run([row.choice for row in rows], steps)
     pairs = []
     for number, row in enumerate(rows):
-        how, figures = "ended", None
+        how = "ended"
         if all_of_them is None:  # one of them has failed or hung, and taken the others with it
             how, alone = run([row.choice], steps)
             ended = None if alone is None else [each[0] for each in alone]
@@ -194,7 +194,9 @@ _PACES = 9  # of which the median counts
 
 
 def _pace() -> float:
-    """Seconds of a fixed computation by this thread, of products and of passes over memory, as in training."""
+    """Seconds of a fixed computation by this thread alone, of products and of passes over memory, as in training."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
     weights, rows = torch.randn(256, 1024), torch.randn(512, 256)
     state = torch.randn(2**20)
     seconds = []
@@ -204,17 +206,14 @@ def _pace() -> float:
             torch.nn.functional.gelu(rows @ weights)
             state.mul(0.9).add_(state)
         seconds.append(time.perf_counter() - start)
+    torch.set_num_threads(threads)
     return median(seconds)
 
 
 def _pace_of_threads(count: int) -> float:
     """The slowest of several threads, which compute at one time."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
     with ThreadPoolExecutor(count) as pool:
-        found = max(pool.map(lambda _: _pace(), range(count)))
-    torch.set_num_threads(threads)
-    return found
+        return max(pool.map(lambda _: _pace(), range(count)))
 
 
 def _pace_of_rank(computes: bool) -> float:
