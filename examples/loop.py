@@ -15,7 +15,7 @@ from lightning_parallel.schedules.named import SCHEDULES
 dist.init_process_group("gloo")
 cpu = torch.device("cpu")
 torch.manual_seed(1)  # the same model, and the same batches, on every rank
-model = nn.Sequential(*[nn.Sequential(nn.Linear(64, 64), nn.ReLU()) for _ in range(4)], nn.Linear(64, 10))
+model = nn.Sequential(*[nn.Sequential(nn.Linear(64, 64), nn.ReLU()) for _ in range(8)], nn.Linear(64, 10))
 x = torch.randn(64, 64)
 y = x[:, :10].argmax(1)
 microbatches = list(zip(x.split(16), y.split(16), strict=True))

@@ -82,7 +82,7 @@ def test_scripts_run_as_printed(command: str, tmp_path: Path, monkeypatch: pytes
 def losses_of_one_process() -> list[float]:
     """Of the model and the batch of loop.py."""
     torch.manual_seed(1)
-    model = nn.Sequential(*[nn.Sequential(nn.Linear(64, 64), nn.ReLU()) for _ in range(4)], nn.Linear(64, 10))
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(64, 64), nn.ReLU()) for _ in range(8)], nn.Linear(64, 10))
     x = torch.randn(64, 64)
     optimizer, losses = torch.optim.AdamW(model.parameters(), lr=0.001), []
     for _ in range(20):
