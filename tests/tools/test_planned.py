@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -45,13 +44,6 @@ def test_a_choice_is_judged_by_the_fastest_that_could_be_chosen() -> None:
     assert family["memory off, worst"] == pytest.approx(0.1)
     assert choices.records()[0]["measured"] == "fully_sharded, 2 replicas"
     assert [row["how it ended"] for row in rows.records()] == ["ended", "ended", "failed: no luck", "ended"]
-
-
-def test_a_machine_that_got_slower_is_not_the_plans_error() -> None:
-    slow = replace(pair(Choice("ddp", data=2), 0.1, 0.15), slower=1.5)
-    assert slow.time == pytest.approx(1.5) and slow.at_one_pace == pytest.approx(1.0)
-    (family,) = plan.tables([Judged(slow.model, 2, 3.0, [slow])])[0].records()
-    assert family["off, worst"] == pytest.approx(0.5) and family["at one pace, worst"] == pytest.approx(0.0)
 
 
 def test_the_page_has_what_was_measured(tmp_path: Path) -> None:

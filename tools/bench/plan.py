@@ -1,17 +1,10 @@
 """What ``lightning_parallel.plan`` predicts, beside what is measured: the layouts of models of several families, each
-trained for a few steps by as many processes over gloo.
-
-The speed of a machine's cores drifts while a plan is made and while its layouts run, one after the other. So a fixed
-computation is timed beside each of them, on as many cores, and steps are also told as they would have been at the pace
-that the plan was made at.
-"""
+trained for a few steps by as many processes over gloo."""
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from statistics import median
@@ -52,35 +45,19 @@ QUICK = Sizes(models=1, steps=1)
 
 @dataclass(frozen=True)
 class Pair:
-    """A layout's row in a plan, and what it has taken; or its error.
-
-    Attributes:
-        slower: the time of a fixed computation beside the layout, in units of its time beside the plan.
-    """
+    """A layout's row in a plan, and what it has taken; or its error."""
 
     model: Model
     ranks: int
     row: Row
     measured: Measured | None
     how: str = "ended"
-    slower: float = 1.0
-
-    @property
-    def seconds(self) -> float:
-        """Of a step, at the pace of the plan."""
-        assert self.measured is not None
-        return self.measured.seconds / self.slower
 
     @property
     def time(self) -> float:
         """Measured over predicted."""
         assert self.measured is not None
         return self.measured.seconds / self.row.time.total
-
-    @property
-    def at_one_pace(self) -> float:
-        """The same, at the pace of the plan."""
-        return self.seconds / self.row.time.total
 
     @property
     def memory(self) -> float:
@@ -109,12 +86,17 @@ class Judged:
 
     @property
     def fastest(self) -> Pair:
-        return min(self.synchronous, key=lambda pair: pair.seconds)
+        return min(self.synchronous, key=_seconds)
 
     @property
     def regret(self) -> float:
         """The time of the chosen layout in units of the fastest one's."""
-        return self.synchronous[0].seconds / self.fastest.seconds
+        return _seconds(self.synchronous[0]) / _seconds(self.fastest)
+
+
+def _seconds(pair: Pair) -> float:
+    assert pair.measured is not None
+    return pair.measured.seconds
 
 
 @dataclass
@@ -141,86 +123,39 @@ def judged(model: Model, ranks: int, steps: int) -> Judged:
     """Plan a model's layouts, and train the best number of microbatches of each."""
     module, batch = model.build()
     threads = torch.get_num_threads()
-    busy = min(ranks, os.cpu_count() or 1)
-    before = _pace_of_threads(busy)
     start = time.perf_counter()
     found: Plan = lightning_parallel.plan(module, batch, devices=ranks)
     seconds = time.perf_counter() - start
-    pace = (before + _pace_of_threads(busy)) / 2
     torch.set_num_threads(threads)
     rows = found.one_of_each()
     run = partial(processes.attempt, _trained, ranks, model, limit=_LIMIT, preload=PRELOAD)
     _, all_of_them = run([row.choice for row in rows], steps)
     pairs = []
     for number, row in enumerate(rows):
-        how = "ended"
+        how, figures = "ended", None
         if all_of_them is None:  # one of them has failed or hung, and taken the others with it
             how, alone = run([row.choice], steps)
-            ended = None if alone is None else [each[0] for each in alone]
+            figures = None if alone is None else [each[0] for each in alone]
         else:
-            ended = [each[number] for each in all_of_them]
-        said = next((each for each in ended or [] if isinstance(each, str)), how)
-        if ended is None or said != "ended":
-            pairs.append(Pair(model, ranks, row, None, said))
-            continue
-        figures = [each for each in ended if not isinstance(each, str)]
-        told = Measured.of_ranks([each for each, _ in figures])
-        pairs.append(Pair(model, ranks, row, told, said, max(own for _, own in figures) / pace))
+            figures = [each[number] for each in all_of_them]
+        said = next((each for each in figures or [] if isinstance(each, str)), how)
+        told = None if figures is None or said != "ended" else Measured.of_ranks(figures)
+        pairs.append(Pair(model, ranks, row, told, said))
     return Judged(model, ranks, seconds, pairs)
 
 
-def _trained(model: Model, choices: Iterable[Choice], steps: int) -> list[tuple[Figures, float] | str]:
-    """What each layout has taken on this rank, with the pace beside it; or its error, which all ranks have."""
+def _trained(model: Model, choices: Iterable[Choice], steps: int) -> list[Figures | str]:
+    """What each layout has taken on this rank, or its error, which all ranks have."""
     quiet()
     ranks = torch.distributed.get_world_size()
-    computes = torch.distributed.get_rank() < (os.cpu_count() or 1)
     torch.set_num_threads(threads_of_rank(ranks))
-    found: list[tuple[Figures, float] | str] = []
+    found: list[Figures | str] = []
     for choice in choices:
         module, batch = model.build()
-        before = _pace_of_rank(computes)
         try:
-            figures = on_rank(choice.strategy, choice.options, module, batch, ranks, _TRAINER, steps)
+            found.append(on_rank(choice.strategy, choice.options, module, batch, ranks, _TRAINER, steps))
         except ValueError as error:  # a refusal
             found.append(f"failed: {str(error)[:200]}")
-        else:
-            found.append((figures, (before + _pace_of_rank(computes)) / 2))
-    return found
-
-
-# -- the machine's pace --------------------------------------------------------------------------------------------
-
-_PACES = 9  # of which the median counts
-
-
-def _pace() -> float:
-    """Seconds of a fixed computation by this thread alone, of products and of passes over memory, as in training."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    weights, rows = torch.randn(256, 1024), torch.randn(512, 256)
-    state = torch.randn(2**20)
-    seconds = []
-    for _ in range(_PACES):
-        start = time.perf_counter()
-        for _ in range(4):
-            torch.nn.functional.gelu(rows @ weights)
-            state.mul(0.9).add_(state)
-        seconds.append(time.perf_counter() - start)
-    torch.set_num_threads(threads)
-    return median(seconds)
-
-
-def _pace_of_threads(count: int) -> float:
-    """The slowest of several threads, which compute at one time."""
-    with ThreadPoolExecutor(count) as pool:
-        return max(pool.map(lambda _: _pace(), range(count)))
-
-
-def _pace_of_rank(computes: bool) -> float:
-    """Of this rank, while the others compute too; 0 on a rank that would have no core. All ranks call it."""
-    torch.distributed.barrier()
-    found = _pace() if computes else 0.0
-    torch.distributed.barrier()
     return found
 
 
@@ -240,7 +175,6 @@ def _families(found: Sequence[Judged]) -> Table:
         if not pairs:
             continue
         times, memories = [pair.time for pair in pairs], [pair.memory for pair in pairs]
-        at_one_pace = [pair.at_one_pace for pair in pairs]
         near = sum(each.regret <= NEAR for each in own)
         rows.append(
             [
@@ -250,8 +184,6 @@ def _families(found: Sequence[Judged]) -> Table:
                 median(times),
                 _error(times, median),
                 _error(times, max),
-                _error(at_one_pace, median),
-                _error(at_one_pace, max),
                 _error(memories, median),
                 _error(memories, max),
                 f"{near} of {len(own)}",
@@ -268,8 +200,6 @@ def _families(found: Sequence[Judged]) -> Table:
             "measured / predicted time": ".2f",
             "off, median": ".0%",
             "off, worst": ".0%",
-            "at one pace, median": ".0%",
-            "at one pace, worst": ".0%",
             "memory off, median": ".0%",
             "memory off, worst": ".0%",
             "chosen within 5 %": "",
@@ -278,9 +208,8 @@ def _families(found: Sequence[Judged]) -> Table:
         },
         rows,
         "Off: how far the measured step or the bytes on the fullest rank are from the predicted, in parts of the "
-        "prediction. At one pace: steps as they would have been at the pace of the cores beside the plan. Chosen: is "
-        "the layout that a plan takes within 5 % of the fastest one's time, at one pace? Worst choice: the chosen "
-        "one's time in units of the fastest one's. Plan: the longest that one took.",
+        "prediction. Chosen: is the layout that a plan takes within 5 % of the fastest one's time? Worst choice: the "
+        "chosen one's time in units of the fastest one's. Plan: the longest that one took.",
     )
 
 
@@ -324,10 +253,10 @@ def _rows(found: Sequence[Judged]) -> Table:
     for pair in [pair for each in found for pair in each.pairs]:
         row: list[Cell] = [pair.model.name, pair.ranks, _named(pair), pair.row.time.total * 1e3]
         if pair.measured is None:
-            rows.append([*row, *[None] * 5, pair.row.memory.total / MIB, None, None, None, pair.how])
+            rows.append([*row, None, None, None, pair.row.memory.total / MIB, None, None, None, pair.how])
             continue
         measured = pair.measured
-        row += [measured.seconds * 1e3, measured.computing * 1e3, pair.time, pair.slower, pair.at_one_pace]
+        row += [measured.seconds * 1e3, measured.computing * 1e3, pair.time]
         row += [pair.row.memory.total / MIB, measured.held / MIB, pair.memory, measured.queued, pair.how]
         rows.append(row)
     return Table(
@@ -340,8 +269,6 @@ def _rows(found: Sequence[Judged]) -> Table:
             "measured (ms)": ".0f",
             "on a core (ms)": ".0f",
             "ratio": ".2f",
-            "slower": ".2f",
-            "ratio at one pace": ".2f",
             "predicted (MiB)": ".1f",
             "measured (MiB)": ".1f",
             "memory ratio": ".2f",
@@ -349,7 +276,6 @@ def _rows(found: Sequence[Judged]) -> Table:
             "how it ended": "",
         },
         rows,
-        "The step: the median, on the slowest rank; the part of it in which the busiest rank had a core. Slower: the "
-        "time of a fixed computation beside the layout, in units of its time beside the plan. MiB: tensors "
+        "The step: the median, on the slowest rank; the part of it in which the busiest rank had a core. MiB: tensors "
         "on the fullest rank, at the most in a step. No core: the share of time in which a rank could have gone on.",
     )
