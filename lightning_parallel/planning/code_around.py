@@ -75,7 +75,7 @@ class CodeAround(OperationsNoted):
         results = [each for each in tensors_in(output) if isinstance(each, AbsentTensor)]
         for result in results if self.nbytes else ():
             self._made[result.memory] = len(self._found) - 1, result.nbytes
-        if results:
+        if results and torch.is_grad_enabled():
             self._ran.append((func, args, kwargs or {}, output))
         return output
 
@@ -94,7 +94,8 @@ def _saved(func: Any, args: Any, kwargs: Any, output: Any) -> set[AbsentMemory]:
             return value
         made = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
         if isinstance(value, AbsentTensor):
-            made.requires_grad_(made.is_floating_point())
+            if made.is_floating_point():
+                made = made.requires_grad_() * 1  # what a leaf isn't: an operation may write to it
             of_memory[memory_of(made)] = value.memory
         kept_alive.append(made)
         return made

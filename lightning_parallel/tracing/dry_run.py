@@ -16,6 +16,7 @@ with the origins of its inputs. The code around the units runs as it stands::
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stdout, suppress
 from dataclasses import dataclass
@@ -31,7 +32,7 @@ from lightning_parallel.absent.answers import ContainerWrittenError
 from lightning_parallel.absent.modes import ValuesGuessed, WritesFollowed
 from lightning_parallel.absent.module import everything_absent
 from lightning_parallel.absent.origins import FROM_EARLIER_STEP, METRIC_STATE, STEP_OUTPUT
-from lightning_parallel.absent.tensor import AbsentValueError
+from lightning_parallel.absent.tensor import AbsentTensor, AbsentValueError
 from lightning_parallel.interception import LeaveStep
 from lightning_parallel.private.torch import buffers_of
 from lightning_parallel.seeding import TorchGenerators, host_generators_kept, seed_host_generators
@@ -98,7 +99,9 @@ def _without_values(module: nn.Module, units: Mapping[int, str], seed: int) -> I
         torch.compiler.set_stance("force_eager"),
     ):
         seed_host_generators(seed)
-        yield Scene(module, {**names_of(module), **units}, whole, absent, state)
+        owners = Counter(id(inner) for part in whole for inner in part.modules())
+        common = [part for part in module.modules() if owners[id(part)] > 1]
+        yield Scene(module, {**names_of(module), **units}, whole, absent, state, common)
 
 
 def _followed(
@@ -209,7 +212,8 @@ def _add_plain_values(scene: Scene, seen: Trace, step: Callable[[], Any]) -> Non
         for inner in part.modules():
             owners.setdefault(id(inner), []).append(scene.names[id(part)])
     shared = scene.state.shared_by(owners)
-    common = scene.state.assigned_to(part for part in scene.module.modules() if len(owners.get(id(part), ())) > 1)
+    scene.state.note_assigned(scene.common)
+    common = scene.state.assigned
     watching: dict[nn.Module, set[str]] = {}
     for part, attributes in chain(written.items(), shared.items(), common.items()):
         watching.setdefault(part, set()).update(attributes)
@@ -228,7 +232,8 @@ def _add_plain_values(scene: Scene, seen: Trace, step: Callable[[], Any]) -> Non
             is_written = attribute in written.get(part, ())
             if not is_written and attribute not in common.get(part, ()):
                 return
-            use = _Use(recorder.place, assigned, second.content_of(part, attribute))
+            is_absent = isinstance(vars(part).get(attribute, buffers_of(part).get(attribute)), AbsentTensor)
+            use = _Use(recorder.place, assigned, second.content_of(part, attribute), is_absent)
             uses.setdefault(_name_of(scene, part, attribute), []).append(use)
             if is_written and id(part) in units and not assigned and not recorder.is_under_way(part):
                 read = PlainRead(units[id(part)], scene.names[id(part)], attribute, recorder.place)
@@ -282,11 +287,13 @@ def _add_plain_values(scene: Scene, seen: Trace, step: Callable[[], Any]) -> Non
 
 @dataclass(frozen=True)
 class _Use:
-    """A use of an attribute: its place, whether it is assigned to, and what it held before."""
+    """A use of an attribute: its place, whether it is assigned to, what it held before, and whether that was an absent
+    tensor."""
 
     place: Place
     assigns: bool
     before: Any
+    was_absent: bool
 
 
 @dataclass(frozen=True)
@@ -324,14 +331,16 @@ def _reads_of_common(
     scene: Scene, seen: Trace, part: nn.Module, attribute: str, uses: Sequence[_Use], at_end: Any
 ) -> Iterator[PlainRead]:
     """The places that begin by reading an attribute of a part which several units have, if the call of a unit has
-    written what they read. What the step reads first is from the step before."""
+    written what they read. What the step reads first is from the step before. An absent tensor that the code around
+    the units reads isn't among them: its origins tell where it comes from."""
     later = [*(use.before for use in uses[1:]), at_end]
     changes = [use.assigns or use.before != after for use, after in zip(uses, later, strict=False)]
     writer = next((use.place for use, changed in zip(reversed(uses), reversed(changes), strict=True) if changed), None)
     known: set[Place] = set()
     for use, changed in zip(uses, changes, strict=True):
         by_unit = writer is not None and writer.during == "call" and writer.index < len(seen.calls)
-        if writer is not None and by_unit and use.place not in (writer, *known) and not use.assigns:
+        is_followed = use.was_absent and use.place.during != "call"
+        if writer is not None and by_unit and use.place not in (writer, *known) and not use.assigns and not is_followed:
             unit = seen.calls[writer.index].unit
             yield PlainRead(unit, scene.names[id(part)], attribute, use.place, is_shared=True)
         known.add(use.place)

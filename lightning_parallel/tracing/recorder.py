@@ -38,6 +38,7 @@ class Scene:
         units: the parts that are taken as a whole.
         absent: its absent parameters, and buffers of units, by name.
         state: the state of its modules, which steps write to.
+        common: the parts that several units have.
     """
 
     module: nn.Module
@@ -45,6 +46,7 @@ class Scene:
     units: list[nn.Module]
     absent: dict[str, AbsentTensor]
     state: StateKept
+    common: list[nn.Module]
 
 
 class Recorder:
@@ -153,6 +155,7 @@ class Recorder:
             )
         )
         self._unit, self._in_hooks = None, not direct and id(part) in self._hooked
+        self._state.note_assigned(self._scene.common)
         if call in self._exits and any(True for _ in self._state.written()):
             self.trace.stored_after.add(call)
         if call == self._until:

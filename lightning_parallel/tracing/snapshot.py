@@ -48,6 +48,9 @@ class StateKept:
     lists, dictionaries, sets and objects (other than libraries') that are found there, to any depth. Of parameters,
     which are large, only those that have been replaced are put back. About the state of the parts ``apart``,
     :meth:`written` and :meth:`goes_on` say nothing.
+
+    Attributes:
+        assigned: by part, the attributes and buffers that have held something else, as :meth:`note_assigned` has found.
     """
 
     def __init__(self, module: nn.Module, apart: Iterable[nn.Module] = ()) -> None:
@@ -59,6 +62,7 @@ class StateKept:
         self._tensors: list[tuple[Tensor, Tensor]] = []
         self._arrays: list[tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]] = []
         self._generators: list[tuple[Any, Any]] = []  # with their states
+        self.assigned: dict[nn.Module, set[str]] = {}
 
     def __enter__(self) -> StateKept:
         seen = set(map(id, self._module.parameters()))
@@ -173,15 +177,22 @@ class StateKept:
                 found[part].add(name)
         return {part: names for part, names in found.items() if names}
 
-    def assigned_to(self, parts: Iterable[nn.Module]) -> dict[nn.Module, set[str]]:
-        """For each of these parts, the attributes and buffers that hold something else than before."""
-        stores = {id(store): part for part in parts for store in (vars(part), buffers_of(part))}
-        found: dict[nn.Module, set[str]] = {}
-        for container, held, now in self._changed():
-            if id(container) in stores and isinstance(held, dict) and isinstance(now, dict):
-                names = {name for name, value in now.items() if value is not held.get(name, _NOTHING)}
-                found.setdefault(stores[id(container)], set()).update(names - OF_MODULES)
-        return found
+    def note_assigned(self, parts: Iterable[nn.Module]) -> None:
+        """Note the attributes and buffers of these parts that hold something else than before. At the end of the step
+        they may be as they were: a flag that is set by one call and taken down by another."""
+        for part in parts:
+            for store in (vars(part), buffers_of(part)):
+                before = self._held.get(id(store))
+                if isinstance(before, dict):
+                    names = (before.keys() | store.keys()) - OF_MODULES - {"forward"}  # that is the trace's own
+                    changed = {name for name in names if before.get(name, _NOTHING) is not store.get(name, _NOTHING)}
+                    if changed:
+                        self.assigned.setdefault(part, set()).update(changed)
+
+    @cached_property
+    def _held(self) -> dict[int, _Held]:
+        """What each container held, by its id."""
+        return {id(container): held for container, held, _ in self._containers}
 
     def shared_by(self, owners: Mapping[int, Collection[str]]) -> dict[nn.Module, set[str]]:
         """For each part, the attributes with a container, an object, a tensor or an array that has changed, and that

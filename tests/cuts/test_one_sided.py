@@ -290,6 +290,39 @@ def test_what_a_part_of_several_layers_keeps_is_not_changed_by_one_for_another_s
             flow_of(having(blocks))
 
 
+def take(common: Any, y: Tensor) -> Any:
+    """Take a flag down that another layer has set."""
+    was, common.kept = common.kept, 1.0
+    return was
+
+
+def test_what_is_at_the_end_as_before_the_step_is_seen() -> None:
+    def set_it(common: Any, y: Tensor) -> None:
+        common.kept = 2.0
+
+    flow_of(having({2: set_it, 3: take}))
+    with pytest.raises(FlowError, match="'kept'"):
+        flow_of(having({0: set_it, 3: take}))
+
+
+class ReadsCommon(Net):
+    """The code around the layers reads what they have left."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = super().forward(x)
+        return y + self.blocks[0].common.table
+
+
+def test_a_tensor_that_a_part_of_layers_keeps_goes_to_the_step_that_reads_it() -> None:
+    def keep(common: Any, y: Tensor) -> None:
+        common.table = y.mean()
+
+    model, common = ReadsCommon(), Common()
+    for block in (0, 1):
+        model.blocks[block] = Has(common, keep)
+    flow_of(model)
+
+
 def work(common: Any, y: Tensor) -> Any:
     common.kept = y.mean().item()
     return common.kept
