@@ -308,9 +308,8 @@ def test_what_is_at_the_end_as_before_the_step_is_seen() -> None:
 class ReadsCommon(Net):
     """The code around the layers reads what they have left."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = super().forward(x)
-        return y + self.blocks[0].common.table
+    def step(self, x: Tensor) -> Tensor:
+        return super().step(x) + self.blocks[0].common.table
 
 
 def test_a_tensor_that_a_part_of_layers_keeps_goes_to_the_step_that_reads_it() -> None:
