@@ -16,7 +16,6 @@ with the origins of its inputs. The code around the units runs as it stands::
 from __future__ import annotations
 
 import warnings
-from collections import Counter
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stdout, suppress
 from dataclasses import dataclass
@@ -99,9 +98,12 @@ def _without_values(module: nn.Module, units: Mapping[int, str], seed: int) -> I
         torch.compiler.set_stance("force_eager"),
     ):
         seed_host_generators(seed)
-        owners = Counter(id(inner) for part in whole for inner in part.modules())
-        common = [part for part in module.modules() if owners[id(part)] > 1]
-        yield Scene(module, {**names_of(module), **units}, whole, absent, state, common)
+        owners: dict[int, list[str]] = {}
+        for part in whole:
+            for inner in part.modules():
+                owners.setdefault(id(inner), []).append(units[id(part)])
+        common = [part for part in module.modules() if len(owners.get(id(part), ())) > 1]
+        yield Scene(module, {**names_of(module), **units}, whole, absent, state, owners, common)
 
 
 def _followed(
@@ -206,12 +208,8 @@ def _add_rest(scene: Scene, seen: Trace, step: Callable[[], Any], logged: Sequen
 def _add_plain_values(scene: Scene, seen: Trace, step: Callable[[], Any]) -> None:
     """Add the uses of what modules keep besides absent tensors."""
     written = scene.state.written_plainly()
-    units = {id(inner): scene.names[id(part)] for part in scene.units for inner in part.modules()}
-    owners: dict[int, list[str]] = {}
-    for part in scene.units:
-        for inner in part.modules():
-            owners.setdefault(id(inner), []).append(scene.names[id(part)])
-    shared = scene.state.shared_by(owners)
+    units = {part: names[-1] for part, names in scene.owners.items()}
+    shared = scene.state.shared_by(scene.owners)
     scene.state.note_assigned(scene.common)
     common = scene.state.assigned
     watching: dict[nn.Module, set[str]] = {}
@@ -244,21 +242,20 @@ def _add_plain_values(scene: Scene, seen: Trace, step: Callable[[], Any]) -> Non
         return attribute_uses(watching, told)
 
     holders: dict[Any, list[tuple[nn.Module, str]]] = {}  # of what several units have
-    for part, attribute in ((part, each) for part, names in shared.items() for each in sorted(names)):
+    for part, attribute in _each(shared):
         holders.setdefault(id(vars(part)[attribute]), []).append((part, attribute))
-    holders |= {(part, each): [(part, each)] for part, names in common.items() for each in sorted(names)}
+    holders |= {place: [place] for place in _each(common)}
     made: list[set[Call]] = []  # the calls of each run
     with StateKept(scene.module, apart=scene.units) as second:
         for recorder, _ in _guessed(scene, step, 0.5, watched):
             made.append({(call.unit, call.call) for call in recorder.trace.calls})
             for each in of_shared.values():
                 seen.plain_reads += _reads_of_shared(scene, recorder.trace, each, second)
-            for part, attribute in ((part, each) for part, names in common.items() for each in sorted(names)):
+            for part, attribute in _each(common):
                 used = uses.get(_name_of(scene, part, attribute), [])
                 now = second.content_of(part, attribute)
                 seen.plain_reads += _reads_of_common(scene, recorder.trace, part, attribute, used, now)
-            places = ((part, each) for part, names in written.items() for each in sorted(names))
-            for part, attribute in places:
+            for part, attribute in _each(written):
                 name = _name_of(scene, part, attribute)
                 used, now = uses.get(name, []), second.content_of(part, attribute)
                 if used and not used[0].assigns:  # it is read first: the value of the step before
@@ -270,7 +267,7 @@ def _add_plain_values(scene: Scene, seen: Trace, step: Callable[[], Any]) -> Non
                         seen.own_updates[name] = False
                         seen.counts |= {name} if used[0].before != now else set()
     for having in holders.values():
-        of_unit = {name: (part, attribute) for part, attribute in having for name in owners.get(id(part), ())}
+        of_unit = {name: (part, attribute) for part, attribute in having for name in scene.owners.get(id(part), ())}
         calls = {(call.unit, call.call): i for i, call in enumerate(seen.calls) if call.unit in of_unit}
         # If no run has made all of these calls again, some may change for others what couldn't be seen.
         if calls and not any(calls.keys() <= each for each in made):
@@ -283,6 +280,11 @@ def _add_plain_values(scene: Scene, seen: Trace, step: Callable[[], Any]) -> Non
         if id(metric) in parts and origins_in(vars(metric)) <= {METRIC_STATE}:  # it was updated with stand-ins
             read = PlainRead(units[id(metric)], scene.names[id(metric)], None, Place(len(seen.calls)))
             seen.plain_reads.append(read)
+
+
+def _each(attributes: Mapping[nn.Module, set[str]]) -> Iterator[tuple[nn.Module, str]]:
+    """The parts with their attributes one by one, in the same order on all ranks."""
+    return ((part, name) for part, names in attributes.items() for name in sorted(names))
 
 
 @dataclass(frozen=True)

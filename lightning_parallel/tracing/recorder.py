@@ -38,6 +38,7 @@ class Scene:
         units: the parts that are taken as a whole.
         absent: its absent parameters, and buffers of units, by name.
         state: the state of its modules, which steps write to.
+        owners: the names of the units that have a part, by its id.
         common: the parts that several units have.
     """
 
@@ -46,6 +47,7 @@ class Scene:
     units: list[nn.Module]
     absent: dict[str, AbsentTensor]
     state: StateKept
+    owners: dict[int, list[str]]
     common: list[nn.Module]
 
 
