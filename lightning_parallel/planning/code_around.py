@@ -105,7 +105,7 @@ def _saved(func: Any, args: Any, kwargs: Any, output: Any) -> set[AbsentMemory]:
         return tensor
 
     kept_alive: list[Any] = []  # else memory could be given to another one
-    with suppress(Exception), torch.enable_grad():  # any: an operation without a backward, or that writes to a leaf
+    with suppress(Exception), torch.enable_grad():  # any: an operation without a backward
         args, kwargs = tree_map(again, (args, kwargs))
         with saved_tensors_hooks(note, lambda tensor: tensor):
             results = func(*args, **kwargs)

@@ -49,7 +49,6 @@ class Cost:
             what it returns, and the gradient of that.
         around: bytes that the code after it computes.
         kept: those of them that are held for its backward.
-        computed: all bytes that are computed, by both.
         returned: bytes of its outputs.
         sent_forward, sent_backward: seconds in which its tensor ranks exchange sums, besides the others.
     """
@@ -64,7 +63,6 @@ class Cost:
     backwards: float = 0.0
     around: float = 0.0
     kept: float = 0.0
-    computed: float = 0.0
     returned: float = 0.0
     sent_forward: float = 0.0
     sent_backward: float = 0.0

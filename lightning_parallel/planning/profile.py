@@ -203,7 +203,6 @@ class Profile:
             around=nbytes,
             kept=kept,
             outputs=max(cost.outputs, of_results),
-            computed=call.computed + nbytes,
             returned=call.returned,
         )
 
