@@ -21,7 +21,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.utils.data import DataLoader, Dataset
 from typing_extensions import override
 
-from lightning_parallel.batch import split
+from lightning_parallel.batch import cloned, split
 from lightning_parallel.comparison.evidence import SEED, Evidence, Witness
 from lightning_parallel.private.lightning.replaced import replaced
 from lightning_parallel.ranks.collectives import broadcast_object
@@ -145,4 +145,5 @@ class Shares(Callback, Dataset[Any]):
         torch.manual_seed(SEED)  # for configure_model, which comes next
         share = trainer.distributed_sampler_kwargs or {}
         if share.get("num_replicas", 1) > 1:
-            self._batches = [split(batch, share["num_replicas"])[share["rank"]] for batch in self._batches]
+            # A view's copy would be one of the whole batch.
+            self._batches = [cloned(split(batch, share["num_replicas"])[share["rank"]]) for batch in self._batches]

@@ -79,7 +79,7 @@ class ReadAhead:
         now = random_state()
         if first and not states_of(self._drawn, moved(self._before, now)):
             restore_random_state(self._drawn)
-            yield from first
+            yield first.pop()  # not kept for the whole epoch
             with suppress(StopIteration):
                 while True:  # not `yield from`, which would rewind a loader that is its own iterator
                     yield next(self._iterator)

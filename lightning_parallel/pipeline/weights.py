@@ -24,10 +24,9 @@ from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import partial, reduce
+from functools import partial
 from typing import Any, Literal, TypeAlias
 
-import torch
 from torch import Tensor, nn
 
 from lightning_parallel.backward.apart import gradients_apart
@@ -182,12 +181,17 @@ class WeightVersions:
     # -- gradients -----------------------------------------------------------------------------------------------
 
     def gradient(self, name: str) -> Tensor:
-        """A parameter's gradient so far, in the last backward of an update. It must have one."""
+        """A parameter's gradient so far, in the last backward of an update. It must have one, and isn't to be
+        changed."""
         assert self._ending is not None, "called in a backward"
-        own = (version for version in self._versions() if version.batch == self._ending.batch)
-        parts = [g for version in own if (g := version.leaves[name].grad) is not None]
-        gradient = reduce(torch.add, parts[1:], parts[0].clone())
-        multiply([gradient], self._loss.factor)
+        own = [version.leaves[name] for version in self._versions() if version.batch == self._ending.batch]
+        (_, gradient), *others = [(leaf, leaf.grad) for leaf in own if leaf.grad is not None]
+        for leaf, more in others:  # in the first one's memory: averages would keep others until all are sent
+            gradient.add_(more)
+            leaf.grad = None
+        factor = self._loss.factor
+        if isinstance(factor, Tensor) or factor != 1:
+            gradient = gradient * factor
         return gradient + self._ended[name] if name in self._ended else gradient
 
     def _end_batch(self) -> None:

@@ -26,8 +26,6 @@ from lightning_parallel.private.torch import tree_leaves
 from lightning_parallel.schedules.asynchronous import AsyncOneFOneB
 from lightning_parallel.strategies.fully_sharded import find_units
 
-_BUCKET = 25 * 2**20  # bytes of gradients that are averaged at a time
-
 
 @dataclass(frozen=True)
 class Memory:
@@ -40,8 +38,9 @@ class Memory:
         activations: what forwards hold for their backwards.
         gathered: layers that fully sharded replicas gather.
         messages: buffers of those between stages.
-        copies: buckets of gradients, earlier versions of weights.
-        working: what else is there at the fullest moment; below 0 where gradients, or what forwards hold, aren't yet.
+        copies: DDP's buckets of gradients, earlier versions of weights.
+        working: what else is there at the fullest moment, such as gradients on their way to other replicas; below 0
+            where gradients, or what forwards hold, aren't yet.
     """
 
     parameters: int = 0
@@ -152,9 +151,10 @@ class Tensors:
 
 
 def on_each_stage(
-    choice: Choice, tensors: Tensors, state: State, parts: Partition, chunks: Sequence[ChunkCost], batch: int
+    choice: Choice, tensors: Tensors, state: State, parts: Partition, chunks: Sequence[ChunkCost], batches: int
 ) -> list[Memory]:
-    """What a rank of each stage holds. A layout without stages has one. ``batch``: the bytes of a replica's."""
+    """What a rank of each stage holds. A layout without stages has one. ``batches``: the bytes of those that are
+    there."""
     found = []
     units = tensors.units if choice.strategy == "fully_sharded" else []
     part_of = tensors.parts_of(choice, parts)
@@ -165,9 +165,9 @@ def on_each_stage(
     for stage, held in enumerate(held_by):
         parameters = sum(round(p.nbytes * part_of[n]) for n, p in held.items())
         trained = {n: p for n, p in held.items() if p.requires_grad}
-        gradients = whole_gradients = sum(round(p.nbytes * part_of[n]) for n, p in trained.items())
+        gradients = sum(round(p.nbytes * part_of[n]) for n, p in trained.items())
         own = {n: b for n, b in tensors.buffers.items() if not choice.is_pipeline or stage in parts.holders_of(n)}
-        copies = gathered = outside = 0
+        copies = gathered = outside = averaged = 0
         if choice.is_late:
             late = math.ceil(AsyncOneFOneB(choice.stages, stage).warmup / choice.microbatches)
             copies = (late + (late > 0)) * gradients  # versions, and what corrected forwards read
@@ -177,17 +177,20 @@ def on_each_stage(
             outside = sum(p.nbytes for p in held.values()) - sum(units)  # what lies in no unit is gathered throughout
             gathered = outside + sum(units[:2])  # the next unit is gathered while one runs
         elif choice.sharded:
-            # An update's microbatches add up whole gradients of layers that are gathered throughout.
-            whole_gradients = _nbytes(trained.values())
             gathered = _nbytes(p for n, p in held.items() if n in tensors.divided(parts))
         elif choice.data > 1:
-            copies += min(gradients, _BUCKET)
+            averaged = gradients
         messages = message_buffers(choice, stage, chunks)
         optimizer = sum(state.of(n, part_of[n]) for n in trained)
         largest = max((round(p.nbytes * part_of[n]) for n, p in trained.items()), default=0)
         whole = outside + sum(units[:1])  # gradients that aren't divided yet
-        activations, moment = held_and_fullest(choice, stage, chunks, whole_gradients, largest, whole)
-        working = batch + moment - gradients - activations
+        by_chunk = [0] * parts.chunks
+        for n, p in trained.items():
+            # An update's microbatches add up whole gradients of layers that are gathered throughout.
+            of_stage = [chunk for chunk in parts.chunks_of(stage) if chunk in parts.uses[n]] or parts.chunks_of(stage)
+            by_chunk[of_stage[0]] += p.nbytes if choice.sharded else round(p.nbytes * part_of[n])
+        activations, moment = held_and_fullest(choice, stage, chunks, by_chunk, largest, whole=whole, averaged=averaged)
+        working = batches + moment - gradients - activations
         found.append(
             Memory(
                 parameters, _nbytes(own.values()), gradients, optimizer,

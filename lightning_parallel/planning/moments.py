@@ -12,7 +12,7 @@ from lightning_parallel.planning.layouts import Choice
 from lightning_parallel.planning.profile import ChunkCost
 from lightning_parallel.ranks.layout import Placement
 from lightning_parallel.schedules.asynchronous import AsyncOneFOneB
-from lightning_parallel.schedules.order import BACKWARD, FIRST_HALF, FORWARD, Order
+from lightning_parallel.schedules.order import BACKWARD, FIRST_HALF, FORWARD, SECOND_HALF, Order
 
 _UPDATES = 4  # of the asynchronous pipeline, after which its messages come and go evenly
 _STEPPED = 2  # tensors like the largest parameter that an optimizer's step makes
@@ -22,34 +22,42 @@ def held_and_fullest(
     choice: Choice,
     stage: int,
     chunks: Sequence[ChunkCost],
-    gradients: int,
+    gradients: Sequence[int],
     largest: int,
+    *,
     whole: int = 0,
+    averaged: int = 0,
 ) -> tuple[int, int]:
     """The bytes that forwards hold at the most, and those of the fullest moment besides parameters, the optimizer's
     state and copies.
 
     Args:
-        gradients: bytes, when all are there.
+        gradients: bytes for each chunk, when all are there; 0 for those of other stages.
         largest: bytes of the rank's part of the largest parameter.
         whole: of gradients in a backward, before ranks divide them.
+        averaged: of the messages in which replicas average gradients: all are there until the last has arrived.
     """
-    steps = _STEPPED * largest
+    made, steps = sum(gradients), max(_STEPPED * largest, averaged)
     if not choice.is_pipeline:
         # The gradients of the last batch are there until the backward begins.
-        moment = max(gradients + steps, gradients + chunks[0].forwards, chunks[0].backwards + whole)
-        return chunks[0].held, moment
+        # When it ends, those of the last unit are there as they were made, and as they are sent.
+        begins, ends = chunks[0].backwards + whole, made + 2 * whole
+        return chunks[0].held, max(made + steps, made + chunks[0].forwards, begins, ends)
     if choice.is_late:
         own = [chunk for chunk, place in zip(chunks, choice.placement, strict=True) if place == stage]
-        activations = (1 + AsyncOneFOneB(choice.stages, stage).warmup) * sum(chunk.held for chunk in own)
+        held = sum(chunk.held for chunk in own)
+        activations = (1 + AsyncOneFOneB(choice.stages, stage).warmup) * held
         more = max(max(chunk.forwards, chunk.backwards) - chunk.held for chunk in own)
         # An optimizer's step comes while forwards are in flight. On all stages but the last it leaves the change of
-        # each weight, which corrects later forwards.
-        change = gradients if stage < choice.stages - 1 else 0
-        return activations, gradients + activations + max(more, steps, change)
+        # each weight, which corrects later forwards. And a batch's microbatches add to gradients of two versions: all
+        # are there when a backward ends, which has let its activations go.
+        twice = made + max(0, largest - held) if stage < choice.stages - 1 else 0
+        return activations, made + activations + max(more, twice, steps)
     kinds, numbers = choice.order().by_stage[stage]
     activations, moment = _of_schedule(choice, kinds, numbers, chunks, gradients)
-    return activations, max(gradients + steps, moment)
+    # A second half's gradients are made all at once, and given to the averages one by one.
+    fresh = largest if (kinds == SECOND_HALF).any() else 0
+    return activations, max(made + max(steps, averaged + fresh), moment)
 
 
 def message_buffers(choice: Choice, stage: int, chunks: Sequence[ChunkCost]) -> int:
@@ -89,14 +97,18 @@ def _sent_at_once(order: Order) -> list[tuple[int, int]]:
 
 
 def _of_schedule(
-    choice: Choice, kinds: NDArray[np.intp], numbers: NDArray[np.intp], chunks: Sequence[ChunkCost], gradients: int
+    choice: Choice,
+    kinds: NDArray[np.intp],
+    numbers: NDArray[np.intp],
+    chunks: Sequence[ChunkCost],
+    gradients: Sequence[int],
 ) -> tuple[int, int]:
     """What a stage's list holds, by the kinds of its actions and the numbers of their chunks."""
     held, between, forwards, backwards = (
         np.array([getattr(chunk, name) for chunk in chunks]) for name in ("held", "between", "forwards", "backwards")
     )
     # The gradients of all the chunk's weights are there before they are added to the others.
-    second = np.full(len(chunks), gradients // len(np.unique(numbers)))
+    second = np.array(gradients)
     zero = np.zeros_like(held)
     # Copies that a chunk leaves for later ones of its stage, and gets from earlier ones; their gradients go back.
     given, got = _handed(choice.placement, chunks)
@@ -106,8 +118,11 @@ def _of_schedule(
     moment = np.stack([forwards, backwards, backwards, second])[kinds, numbers]
     more = np.stack([held + given, got, between + got, -between])[kinds, numbers]
     after = np.cumsum(more - less)
-    backward = (kinds == BACKWARD) | (kinds == FIRST_HALF)
-    there = np.where(np.cumsum(backward) - backward > 0, gradients, 0)  # from the first backward on
+    ends = (kinds == BACKWARD) | (kinds == SECOND_HALF)
+    there = np.zeros(len(kinds), dtype=np.int64)  # gradients of each chunk, after its first backward that makes them
+    for chunk in np.unique(numbers):
+        own = ends & (numbers == chunk)
+        there += (np.cumsum(own) - own > 0) * gradients[chunk]
     return int(after.max(initial=0)), int((after - more + there + moment).max(initial=0))
 
 

@@ -177,7 +177,8 @@ def row_of(choice: Choice, planned: PlannedModule, device: Device, devices: int,
         choice = planned.cuts.by_time(choice, parts, planned.profile, samples)
         parts = planned.cuts.cut(choice)
     chunks = planned.profile.chunks(parts, samples, recompute=choice.recompute)
-    memory = on_each_stage(choice, planned.tensors, planned.state, parts, chunks, planned.nbytes // choice.data)
+    batches = planned.nbytes // choice.data * (1 if device.at_once is None else 2)  # the next one waits on the host
+    memory = on_each_stage(choice, planned.tensors, planned.state, parts, chunks, batches)
     updates = planned.update_times(choice, parts, memory)
     waits = not choice.is_pipeline or planned.cuts.waits(parts)
     time = partial(of_step, choice, device, parts, chunks, memory, updates, waits=waits)
