@@ -120,7 +120,7 @@ class Tensors:
     """The parameters and buffers of a module, as plans of many layouts need them.
 
     Attributes:
-        units: the bytes of what the strategy ``fully_sharded`` gathers at a time, the largest first.
+        units: the bytes of what the strategy ``fully_sharded`` gathers at a time, in the module's order.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -128,7 +128,7 @@ class Tensors:
         self.buffers = dict(module.named_buffers())
         self._module = module
         self._divided: dict[tuple[str, ...], frozenset[str]] = {}  # by layers
-        self.units = sorted((_nbytes(unit.parameters()) for unit in find_units(module).values()), reverse=True)
+        self.units = [_nbytes(unit.parameters()) for unit in find_units(module).values()]
 
     def divided(self, parts: Partition) -> frozenset[str]:
         """The parameters of layers that fully sharded replicas of a pipeline divide."""
@@ -175,7 +175,7 @@ def on_each_stage(
             copies = gradients  # its buckets
         elif choice.strategy == "fully_sharded":
             outside = sum(p.nbytes for p in held.values()) - sum(units)  # what lies in no unit is gathered throughout
-            gathered = outside + sum(units[:2])  # the next unit is gathered while one runs
+            gathered = outside + sum(sorted(units)[-2:])  # the next unit is gathered while one runs
         elif choice.sharded:
             gathered = _nbytes(p for n, p in held.items() if n in tensors.divided(parts))
         elif choice.data > 1:
@@ -183,7 +183,7 @@ def on_each_stage(
         messages = message_buffers(choice, stage, chunks)
         optimizer = sum(state.of(n, part_of[n]) for n in trained)
         largest = max((round(p.nbytes * part_of[n]) for n, p in trained.items()), default=0)
-        whole = outside + sum(units[:1])  # gradients that aren't divided yet
+        whole = outside + max(units, default=0), outside + sum(units[:1])
         by_chunk = [0] * parts.chunks
         for n, p in trained.items():
             # An update's microbatches add up whole gradients of layers that are gathered throughout.

@@ -25,7 +25,7 @@ def held_and_fullest(
     gradients: Sequence[int],
     largest: int,
     *,
-    whole: int = 0,
+    whole: tuple[int, int] = (0, 0),
     averaged: int = 0,
 ) -> tuple[int, int]:
     """The bytes that forwards hold at the most, and those of the fullest moment besides parameters, the optimizer's
@@ -34,14 +34,14 @@ def held_and_fullest(
     Args:
         gradients: bytes for each chunk, when all are there; 0 for those of other stages.
         largest: bytes of the rank's part of the largest parameter.
-        whole: of gradients in a backward, before ranks divide them.
+        whole: of gradients before ranks divide them: at the most in a backward, and at its end.
         averaged: of the messages in which replicas average gradients: all are there until the last has arrived.
     """
     made, steps = sum(gradients), max(_STEPPED * largest, averaged)
     if not choice.is_pipeline:
         # The gradients of the last batch are there until the backward begins.
         # When it ends, those of the last unit are there as they were made, and as they are sent.
-        begins, ends = chunks[0].backwards + whole, made + 2 * whole
+        begins, ends = chunks[0].backwards + whole[0], made + 2 * whole[1]
         return chunks[0].held, max(made + steps, made + chunks[0].forwards, begins, ends)
     if choice.is_late:
         own = [chunk for chunk, place in zip(chunks, choice.placement, strict=True) if place == stage]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from contextlib import nullcontext
 from itertools import islice
@@ -19,6 +20,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sequenti
 
 from lightning_parallel import PipelineStrategy
 from lightning_parallel.loading.first_batch import trial_of
+from lightning_parallel.loading.read_ahead import ReadAhead
 from lightning_parallel.tracing.snapshot import StateKept
 
 ROWS = torch.arange(24, dtype=torch.float32).view(12, 2)
@@ -285,6 +287,16 @@ def test_a_look_leaves_a_batch_that_is_put_back_as_it_was() -> None:
         trainer_with(strategy).fit(module)
         seen.append(module.seen[-3:])
     torch.testing.assert_close(seen[1], seen[0], rtol=0, atol=0)
+
+
+def test_the_first_batch_is_let_go_when_it_has_been_given() -> None:
+    loader = Own(noise=False)
+    ahead = ReadAhead(loader)
+    next(iter(ahead))
+    ahead.hand_on()
+    batches = iter(loader)
+    first = weakref.ref(next(batches))
+    assert next(batches) is not None and first() is None
 
 
 def test_a_loader_of_the_next_fit_is_not_mistaken_for_the_last() -> None:

@@ -299,6 +299,26 @@ def test_a_change_from_outside_is_seen_after_a_refresh() -> None:
     assert {name: g.item() for name, g in versions.take_gradients().items()} == {"w": 3.0}
 
 
+def test_a_gradient_of_several_versions_grows_in_one_place() -> None:
+    """Replicas keep each one until all are sent: copies would be as many bytes as the stage has parameters."""
+    model = Scalars()
+    versions = WeightVersions(model, parameters_of(model), "stash", corrected=True)
+    versions.begin(0)
+    flights = [versions.forward(lambda: model(1.0))]
+    versions.update(lambda: None, 1.0)
+    flights.append(versions.forward(lambda: model(2.0)))
+    addresses = set()
+    for loss, token in flights:
+        with versions.backward(token):
+            loss.backward()
+            gradient = versions.gradient("w")
+            addresses.add(gradient.data_ptr())
+    (_, first), (_, second) = flights
+    assert first.leaves["w"] is not second.leaves["w"]
+    assert len(addresses) == 1 and gradient.item() == 9.0
+    assert versions.take_gradients()["w"].item() == 9.0
+
+
 def test_first_gradients_have_memory_of_their_own_also_where_one_is_sparse() -> None:
     """For one sample autograd gives a sparse gradient's values the memory of another leaf's gradient."""
     embedding, bias = nn.Embedding(3, 2, sparse=True, dtype=torch.float64), nn.Parameter(torch.zeros(2).double())

@@ -246,26 +246,54 @@ def speaker() -> GPT:
     return GPT(optimizer={"_target_": "torch.optim.AdamW", "lr": 1e-3}, layers=2, width=64, context=32, vocab_size=2048)
 
 
-FULLEST: dict[str, tuple[Any, Any]] = {"Adds": CASES["Adds"], "speaker": (speaker, tokens(2048))}
+class Heavy(L.LightningModule):
+    """Weights that are large beside all else, the most of them in the last layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([*(nn.Linear(256, 256) for _ in range(6)), nn.Linear(256, 512)])
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x = batch[0]
+        for layer in self.layers:
+            x = layer(x).relu()
+        return F.cross_entropy(x, batch[1])
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
 
 
-def most(name: str, choice: Choice) -> int:
+FULLEST: dict[str, tuple[Any, Any]] = {
+    "Adds": CASES["Adds"],
+    "speaker": (speaker, tokens(2048)),
+    "Heavy": (Heavy, (torch.randn(32, 256), torch.randint(512, (32,)))),
+}
+
+
+def most(name: str, choice: Choice, devices: int) -> int:
     make, batch = FULLEST[name]
-    return timing.on_rank(choice.strategy, choice.options, make(), batch, 2, COMMON, 1).held
+    return timing.on_rank(choice.strategy, choice.options, make(), batch, devices, COMMON, 1).held
 
 
 @pytest.mark.usefixtures("untimed")
 @pytest.mark.parametrize(
-    ("name", "strategy", "microbatches"),
+    ("name", "strategy", "devices", "replicas", "microbatches"),
     [
-        ("Adds", "pipeline_1f1b", 4),
-        ("speaker", "tensor_parallel", 1),
+        ("Adds", "pipeline_1f1b", 2, 1, 4),
+        ("speaker", "tensor_parallel", 2, 1, 1),
+        ("Heavy", "fully_sharded", 4, 4, 1),
+        ("Heavy", "pipeline_1f1b", 4, 2, 2),
+        ("Heavy", "pipeline_zbv", 4, 2, 2),
+        ("Heavy", "pipeline_async", 4, 2, 2),
     ],
 )
-def test_the_most_that_ranks_hold_at_once(pool: WorkerPool, name: str, strategy: str, microbatches: int) -> None:
-    """With the messages, and what the code around the layers computes."""
+def test_the_most_that_ranks_hold_at_once(
+    pool: WorkerPool, name: str, strategy: str, devices: int, replicas: int, microbatches: int
+) -> None:
+    """With the messages, what the code around the layers computes, and gradients on their way to other replicas."""
     make, batch = FULLEST[name]
-    rows = [row for row in plan(make(), batch, devices=2).found if row.strategy == strategy]
-    row = next(each for each in rows if each.choice.microbatches == microbatches)
-    held = pool.run(most, 2, name, row.choice, init=False)
+    found = [(row, row.choice) for row in plan(make(), batch, devices=devices).found if row.strategy == strategy]
+    wanted = replicas, microbatches
+    row = next(row for row, choice in found if (choice.data, choice.microbatches) == wanted and not choice.sharded)
+    held = pool.run(most, devices, name, row.choice, devices, init=False)
     assert max(held) == pytest.approx(row.memory.total, rel=0.05)
