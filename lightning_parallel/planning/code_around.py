@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from lightning_parallel.absent.tensor import AbsentMemory, AbsentTensor
-from lightning_parallel.planning.layer_costs import memory_of, with_own_objects
+from lightning_parallel.planning.layer_costs import storage_key, with_own_objects
 from lightning_parallel.private.torch import tensors_in, tree_map
 from lightning_parallel.tracing.operations import OperationsNoted
 from lightning_parallel.tracing.trace import Call
@@ -96,12 +96,12 @@ def _saved(func: Any, args: Any, kwargs: Any, output: Any) -> set[AbsentMemory]:
         if isinstance(value, AbsentTensor):
             if made.is_floating_point():
                 made = made.requires_grad_() * 1  # what a leaf isn't: an operation may write to it
-            of_memory[memory_of(made)] = value.memory
+            of_memory[storage_key(made)] = value.memory
         kept_alive.append(made)
         return made
 
     def note(tensor: Tensor) -> Tensor:
-        found.append(memory_of(tensor))
+        found.append(storage_key(tensor))
         return tensor
 
     kept_alive: list[Any] = []  # else memory could be given to another one
@@ -112,5 +112,5 @@ def _saved(func: Any, args: Any, kwargs: Any, output: Any) -> set[AbsentMemory]:
         kept_alive.append(results)
         for result, known in zip(tensors_in(results), tensors_in(output), strict=True):
             if isinstance(known, AbsentTensor):
-                of_memory.setdefault(memory_of(result), known.memory)
+                of_memory.setdefault(storage_key(result), known.memory)
     return {of_memory[each] for each in found if each in of_memory}

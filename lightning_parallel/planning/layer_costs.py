@@ -45,8 +45,8 @@ class Cost:
         inner: bytes held from its forward to its backward, besides its inputs and outputs.
         inputs: those of each tensor that it is given, as far as they are held.
         outputs: those of its outputs that are held.
-        forwards, backwards: bytes that are there for a moment of its forward, or of its backward, besides what is held,
-            what it returns, and the gradient of that.
+        forward_peak, backward_peak: bytes that are there for a moment of its forward, or of its backward, besides what
+            is held, what it returns, and the gradient of that.
         around: bytes that the code after it computes.
         kept: those of them that are held for its backward.
         returned: bytes of its outputs.
@@ -59,8 +59,8 @@ class Cost:
     inner: float = 0.0
     inputs: tuple[float, ...] = ()
     outputs: float = 0.0
-    forwards: float = 0.0
-    backwards: float = 0.0
+    forward_peak: float = 0.0
+    backward_peak: float = 0.0
     around: float = 0.0
     kept: float = 0.0
     returned: float = 0.0
@@ -153,12 +153,12 @@ def tried(
     with group.noted() as sent, saved_tensors_hooks(saved.note, lambda tensor: tensor):
         output = run(own)
     sent_forward = rates.collectives(sent, group.size())
-    there = {memory_of(tensor) for tensor in (*own.parameters(), *own.buffers())}
-    inputs = {memory_of(tensor) for tensor in given} - there
-    outputs = {memory_of(tensor) for tensor in tensors_in(output)} - inputs - there
+    there = {storage_key(tensor) for tensor in (*own.parameters(), *own.buffers())}
+    inputs = {storage_key(tensor) for tensor in given} - there
+    outputs = {storage_key(tensor) for tensor in tensors_in(output)} - inputs - there
     held = {key: size for key, size in saved.sizes.items() if key not in there}
     inner = sum(size for key, size in held.items() if key not in inputs | outputs)
-    of_each = tuple(held.get(memory_of(tensor), 0) for tensor in given)
+    of_each = tuple(held.get(storage_key(tensor), 0) for tensor in given)
     cost = Cost(inner=inner, inputs=of_each, outputs=_sum(held, outputs))
     gradients = [torch.ones_like(tensor) for tensor in _differentiable(output)]
     del output, saved
@@ -166,7 +166,7 @@ def tried(
         moments = _for_a_moment(own, partial(run, own), given, gradients)
     sent_backward = rates.collectives(sent, group.size()) - sent_forward
     cost = replace(
-        cost, forwards=moments[0], backwards=moments[1], sent_forward=sent_forward, sent_backward=sent_backward
+        cost, forward_peak=moments[0], backward_peak=moments[1], sent_forward=sent_forward, sent_backward=sent_backward
     )
     if not rates.measured:
         return cost
@@ -212,7 +212,7 @@ def _for_a_moment(
     held = Held([*parameters, *unit.buffers(), *(p.grad for p in parameters if p.grad is not None), *given, *gradients])
     with held:
         output = run()
-    forwards = held.most - held.now
+    forward = held.most - held.now
     held.forget()
     begin, results = held.now, _differentiable(output)
     del output
@@ -221,7 +221,7 @@ def _for_a_moment(
             torch.autograd.backward(results, gradients)
     for tensor in given:
         tensor.grad = None
-    return forwards, held.most - begin
+    return forward, held.most - begin
 
 
 def _without_memory(unit: nn.Module) -> nn.Module:
@@ -260,12 +260,12 @@ class _Saved:
         self._kept: list[Tensor] = []  # else memory could be given to another one
 
     def note(self, tensor: Tensor) -> Tensor:
-        self.sizes[memory_of(tensor)] = tensor.untyped_storage().nbytes()
+        self.sizes[storage_key(tensor)] = tensor.untyped_storage().nbytes()
         self._kept.append(tensor.detach())
         return tensor
 
 
-def memory_of(tensor: Tensor) -> int:
+def storage_key(tensor: Tensor) -> int:
     """A key that is equal for tensors in the same memory."""
     return int(StorageWeakRef(tensor.untyped_storage()).cdata)
 

@@ -41,13 +41,13 @@ def held_and_fullest(
     if not choice.is_pipeline:
         # The gradients of the last batch are there until the backward begins.
         # When it ends, those of the last unit are there as they were made, and as they are sent.
-        begins, ends = chunks[0].backwards + whole[0], made + 2 * whole[1]
-        return chunks[0].held, max(made + steps, made + chunks[0].forwards, begins, ends)
+        begins, ends = chunks[0].backward_peak + whole[0], made + 2 * whole[1]
+        return chunks[0].held, max(made + steps, made + chunks[0].forward_peak, begins, ends)
     if choice.is_late:
         own = [chunk for chunk, place in zip(chunks, choice.placement, strict=True) if place == stage]
         held = sum(chunk.held for chunk in own)
         activations = (1 + AsyncOneFOneB(choice.stages, stage).warmup) * held
-        more = max(max(chunk.forwards, chunk.backwards) - chunk.held for chunk in own)
+        more = max(max(chunk.forward_peak, chunk.backward_peak) - chunk.held for chunk in own)
         # An optimizer's step comes while forwards are in flight. On all stages but the last it leaves the change of
         # each weight, which corrects later forwards. And a batch's microbatches add to gradients of two versions: all
         # are there when a backward ends, which has let its activations go.
@@ -104,9 +104,8 @@ def _of_schedule(
     gradients: Sequence[int],
 ) -> tuple[int, int]:
     """What a stage's list holds, by the kinds of its actions and the numbers of their chunks."""
-    held, between, forwards, backwards = (
-        np.array([getattr(chunk, name) for chunk in chunks]) for name in ("held", "between", "forwards", "backwards")
-    )
+    names = ("held", "between", "forward_peak", "backward_peak")
+    held, between, forward, backward = (np.array([getattr(chunk, name) for chunk in chunks]) for name in names)
     # The gradients of all the chunk's weights are there before they are added to the others.
     second = np.array(gradients)
     zero = np.zeros_like(held)
@@ -115,7 +114,7 @@ def _of_schedule(
     # By kind, in the order of FORWARD, BACKWARD, FIRST_HALF and SECOND_HALF: what is let go before an action, what is
     # there for a moment, and what is held after it.
     less = np.stack([got, held + given, held + given, zero])[kinds, numbers]
-    moment = np.stack([forwards, backwards, backwards, second])[kinds, numbers]
+    moment = np.stack([forward, backward, backward, second])[kinds, numbers]
     more = np.stack([held + given, got, between + got, -between])[kinds, numbers]
     after = np.cumsum(more - less)
     ends = (kinds == BACKWARD) | (kinds == SECOND_HALF)

@@ -40,7 +40,7 @@ class ChunkCost:
         first: the part of the backward that is in its first half.
         held: bytes from its forward to its backward.
         between: bytes between the halves of its backward.
-        forwards, backwards: bytes of it at the fullest moment of its forward, or of its backward.
+        forward_peak, backward_peak: bytes of it at the fullest moment of its forward, or of its backward.
         sent: bytes that cross the cut after it.
         stays: bytes that stay on its stage for later chunks of it; and ``awaited``, that stayed there for this one.
         messages: seconds of the forward and the backward in which its tensor ranks exchange sums.
@@ -51,8 +51,8 @@ class ChunkCost:
     first: float
     held: int
     between: int
-    forwards: int
-    backwards: int
+    forward_peak: int
+    backward_peak: int
     sent: int = 0
     stays: int = 0
     awaited: int = 0
@@ -190,7 +190,7 @@ class Profile:
         seconds = self._device.computes(call.operations, call.computed)
         if cost is None:
             self.untried.add(call.unit)
-            cost = Cost(seconds, 2 * seconds, seconds, inner=call.computed, backwards=call.computed)
+            cost = Cost(seconds, 2 * seconds, seconds, inner=call.computed, backward_peak=call.computed)
         elif not self._device.measured:
             cost = replace(cost, forward=seconds, backward=2 * seconds, first=seconds)
         operations, nbytes, kept, of_results = look.around[index] if index < len(look.around) else (0, 0, 0, 0)
@@ -245,9 +245,9 @@ def _chunk(items: Sequence[tuple[TracedCall, Cost]], again: Collection[str], cod
         there = held + sum(inputs.values()) + cost.returned + (inner if call.unit in again else 0.0)
         # The code after it runs when the layer is done, and its backward when the layer's hasn't begun. That has the
         # gradients of its results, and of what these are made of: of the layer's output, for one.
-        most_forward = max(most_forward, there + cost.forwards, there + cost.around)
+        most_forward = max(most_forward, there + cost.forward_peak, there + cost.around)
         more = cost.kept + cost.around + max(0.0, cost.around - cost.returned)
-        most_backward = max(most_backward, there + cost.backwards, there + more)
+        most_backward = max(most_backward, there + cost.backward_peak, there + more)
         saved += cost.kept
         held += cost.kept
     forward = backward = first = messages = 0.0
@@ -265,8 +265,8 @@ def _chunk(items: Sequence[tuple[TracedCall, Cost]], again: Collection[str], cod
         first=min(1.0, first / backward) if backward else 1.0,
         held=round(held + sum(inputs.values())),
         between=round(saved + sum(inputs.values())),
-        forwards=round(most_forward),
-        backwards=round(most_backward),
+        forward_peak=round(most_forward),
+        backward_peak=round(most_backward),
         messages=messages,
     )
 
@@ -297,8 +297,8 @@ def _with_messages(
     return [
         replace(
             chunk,
-            forwards=round(chunk.forwards + given[c]),
-            backwards=round(chunk.backwards + given[c] + more[c] + stays[c]),
+            forward_peak=round(chunk.forward_peak + given[c]),
+            backward_peak=round(chunk.backward_peak + given[c] + more[c] + stays[c]),
             sent=round(sent[c]),
             stays=round(stays[c]),
             awaited=round(awaited[c]),
