@@ -50,7 +50,7 @@ from lightning_parallel.private.torch import (
 )
 
 # When more bytes of weights' gradients wait, one backward adds them all: to begin one takes as long as a small matmul.
-_AT_A_TIME = 1 << 24
+AT_A_TIME = 1 << 24
 
 
 def begin_backward(
@@ -127,7 +127,7 @@ class WeightGradients:
                 sums[edge] = sums[edge].add_(gradient) if edge in sums else gradient
                 del use, gradient
             # One backward for all uses of a parameter, so its hooks see their sum, once.
-            if nbytes > _AT_A_TIME or not self._parts:
+            if nbytes > AT_A_TIME or not self._parts:
                 run_backward([*sums], [*sums.values()])
                 sums, nbytes = {}, 0
 

@@ -17,11 +17,12 @@ import torch.distributed as dist
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.strategies import Strategy
+from torch import Tensor
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.utils.data import DataLoader, Dataset
 from typing_extensions import override
 
-from lightning_parallel.batch import cloned, split
+from lightning_parallel.batch import rebuilt, split
 from lightning_parallel.comparison.evidence import SEED, Evidence, Witness
 from lightning_parallel.private.lightning.replaced import replaced
 from lightning_parallel.ranks.collectives import broadcast_object
@@ -145,5 +146,15 @@ class Shares(Callback, Dataset[Any]):
         torch.manual_seed(SEED)  # for configure_model, which comes next
         share = trainer.distributed_sampler_kwargs or {}
         if share.get("num_replicas", 1) > 1:
-            # A view's copy would be one of the whole batch.
-            self._batches = [cloned(split(batch, share["num_replicas"])[share["rank"]]) for batch in self._batches]
+            own_of: dict[int, Any] = {}
+            for batch in self._batches:
+                if id(batch) not in own_of:
+                    own_of[id(batch)] = rebuilt(split(batch, share["num_replicas"])[share["rank"]], _apart)
+            self._batches = [own_of[id(batch)] for batch in self._batches]
+
+
+def _apart(view: Tensor) -> Tensor:
+    """A tensor without the rest of the memory in which it lies: deep copies of a view would copy that too."""
+    made = copy.copy(view)
+    made.data = view.data.clone()
+    return made

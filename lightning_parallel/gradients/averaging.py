@@ -104,7 +104,7 @@ class GradientAverager:
 
     def ready(self, name: str, gradient: Tensor) -> None:
         """Take a parameter's gradient that has grown. Inside an update's last backward it is complete, and is averaged.
-        Between updates this does nothing.
+        It has to stay as it is until its message is sent. Between updates this does nothing.
 
         Raises:
             RuntimeError: it was complete already in this update, so what was added to it may not have been averaged.

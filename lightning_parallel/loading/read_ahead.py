@@ -85,6 +85,7 @@ class ReadAhead:
                     yield next(self._iterator)
             return
         if first:
+            first.clear()
             rank_zero_warn(
                 f"{kind.__name__} draws random numbers. Others have been drawn since its first batch was read for the "
                 f"dry run of the step, so it is iterated anew. If it goes on where it was left, its first batch is "

@@ -181,16 +181,16 @@ class WeightVersions:
     # -- gradients -----------------------------------------------------------------------------------------------
 
     def gradient(self, name: str) -> Tensor:
-        """A parameter's gradient so far, in the last backward of an update. It must have one, and isn't to be
-        changed."""
+        """A parameter's gradient so far, in the last backward of an update. It must have one. It may be in the memory
+        of a leaf's ``grad``, to which it is added up, so it isn't to be changed."""
         assert self._ending is not None, "called in a backward"
-        own = [version.leaves[name] for version in self._versions() if version.batch == self._ending.batch]
-        (_, gradient), *others = [(leaf, leaf.grad) for leaf in own if leaf.grad is not None]
-        for leaf, more in others:  # in the first one's memory: averages would keep others until all are sent
+        own = dict.fromkeys(v.leaves[name] for v in self._versions() if v.batch == self._ending.batch)
+        (_, gradient), *newer = [(leaf, leaf.grad) for leaf in own if leaf.grad is not None]
+        for leaf, more in newer:  # without a sum of its own, which would stay until its message is sent
             gradient.add_(more)
             leaf.grad = None
         factor = self._loss.factor
-        if isinstance(factor, Tensor) or factor != 1:
+        if not isinstance(factor, float) or factor != 1.0:
             gradient = gradient * factor
         return gradient + self._ended[name] if name in self._ended else gradient
 

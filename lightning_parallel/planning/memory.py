@@ -38,9 +38,9 @@ class Memory:
         activations: what forwards hold for their backwards.
         gathered: layers that fully sharded replicas gather.
         messages: buffers of those between stages.
-        copies: DDP's buckets of gradients, earlier versions of weights.
-        working: what else is there at the fullest moment, such as gradients on their way to other replicas; below 0
-            where gradients, or what forwards hold, aren't yet.
+        copies: DDP's buckets, which stay from step to step; earlier versions of weights.
+        working: what else is there at the fullest moment, such as gradients on their way to other replicas, which other
+            strategies' buckets have; below 0 where gradients, or what forwards hold, aren't yet.
     """
 
     parameters: int = 0
@@ -121,6 +121,7 @@ class Tensors:
 
     Attributes:
         units: the bytes of what the strategy ``fully_sharded`` gathers at a time, in the module's order.
+        trained_units: of these, the bytes of parameters that are trained.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -128,7 +129,9 @@ class Tensors:
         self.buffers = dict(module.named_buffers())
         self._module = module
         self._divided: dict[tuple[str, ...], frozenset[str]] = {}  # by layers
-        self.units = [_nbytes(unit.parameters()) for unit in find_units(module).values()]
+        units = [[*unit.parameters()] for unit in find_units(module).values()]
+        self.units = [_nbytes(unit) for unit in units]
+        self.trained_units = [_nbytes(p for p in unit if p.requires_grad) for unit in units]
 
     def divided(self, parts: Partition) -> frozenset[str]:
         """The parameters of layers that fully sharded replicas of a pipeline divide."""
@@ -153,10 +156,9 @@ class Tensors:
 def on_each_stage(
     choice: Choice, tensors: Tensors, state: State, parts: Partition, chunks: Sequence[ChunkCost], batches: int
 ) -> list[Memory]:
-    """What a rank of each stage holds. A layout without stages has one. ``batches``: the bytes of those that are
-    there."""
+    """What a rank of each stage holds. A layout without stages has one. ``batches``: the bytes of the batch, and of the
+    next one where that is in the same memory."""
     found = []
-    units = tensors.units if choice.strategy == "fully_sharded" else []
     part_of = tensors.parts_of(choice, parts)
     held_by: list[dict[str, Tensor]] = [{} for _ in range(choice.stages)]
     for name, parameter in tensors.parameters.items():
@@ -167,29 +169,39 @@ def on_each_stage(
         trained = {n: p for n, p in held.items() if p.requires_grad}
         gradients = sum(round(p.nbytes * part_of[n]) for n, p in trained.items())
         own = {n: b for n, b in tensors.buffers.items() if not choice.is_pipeline or stage in parts.holders_of(n)}
-        copies = gathered = outside = averaged = 0
+        copies = gathered = undivided = last_undivided = 0
+        averaged: Collection[str] = ()
         if choice.is_late:
             late = math.ceil(AsyncOneFOneB(choice.stages, stage).warmup / choice.microbatches)
             copies = (late + (late > 0)) * gradients  # versions, and what corrected forwards read
         if choice.strategy == "ddp":
             copies = gradients  # its buckets
         elif choice.strategy == "fully_sharded":
-            outside = sum(p.nbytes for p in held.values()) - sum(units)  # what lies in no unit is gathered throughout
-            gathered = outside + sum(sorted(units)[-2:])  # the next unit is gathered while one runs
+            # What lies in no unit is gathered throughout. The next unit is gathered while one runs.
+            gathered = _nbytes(held.values()) - sum(tensors.units) + sum(sorted(tensors.units)[-2:])
+            outside = _nbytes(trained.values()) - sum(tensors.trained_units)
+            undivided = outside + max(tensors.trained_units, default=0)
+            last_undivided = outside + sum(tensors.trained_units[:1])
         elif choice.sharded:
             gathered = _nbytes(p for n, p in held.items() if n in tensors.divided(parts))
+            averaged = trained.keys() - tensors.divided(parts)
         elif choice.data > 1:
-            averaged = gradients
+            averaged = trained
         messages = message_buffers(choice, stage, chunks)
         optimizer = sum(state.of(n, part_of[n]) for n in trained)
         largest = max((round(p.nbytes * part_of[n]) for n, p in trained.items()), default=0)
-        whole = outside + max(units, default=0), outside + sum(units[:1])
-        by_chunk = [0] * parts.chunks
+        by_chunk, in_messages = [0] * parts.chunks, [0] * parts.chunks
         for n, p in trained.items():
+            own_chunks = parts.chunks_of(stage)
+            used_in = [chunk for chunk in own_chunks if chunk in parts.uses[n]] or own_chunks
+            # A chunk's gradients begin with the backward of the last one that uses them, and end with the first one's.
             # An update's microbatches add up whole gradients of layers that are gathered throughout.
-            of_stage = [chunk for chunk in parts.chunks_of(stage) if chunk in parts.uses[n]] or parts.chunks_of(stage)
-            by_chunk[of_stage[0]] += p.nbytes if choice.sharded else round(p.nbytes * part_of[n])
-        activations, moment = held_and_fullest(choice, stage, chunks, by_chunk, largest, whole=whole, averaged=averaged)
+            by_chunk[used_in[-1]] += p.nbytes if choice.sharded else round(p.nbytes * part_of[n])
+            in_messages[used_in[0]] += round(p.nbytes * part_of[n]) if n in averaged else 0
+        activations, moment = held_and_fullest(
+            choice, stage, chunks, by_chunk, largest,
+            averaged=in_messages, undivided=undivided, last_undivided=last_undivided,
+        )  # fmt: skip
         working = batches + moment - gradients - activations
         found.append(
             Memory(

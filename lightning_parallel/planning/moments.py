@@ -8,6 +8,8 @@ from functools import cache
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_parallel.backward.split import AT_A_TIME
+from lightning_parallel.gradients.averaging import BUCKET_BYTES
 from lightning_parallel.planning.layouts import Choice
 from lightning_parallel.planning.profile import ChunkCost
 from lightning_parallel.ranks.layout import Placement
@@ -25,8 +27,9 @@ def held_and_fullest(
     gradients: Sequence[int],
     largest: int,
     *,
-    whole: tuple[int, int] = (0, 0),
-    averaged: int = 0,
+    averaged: Sequence[int],
+    undivided: int = 0,
+    last_undivided: int = 0,
 ) -> tuple[int, int]:
     """The bytes that forwards hold at the most, and those of the fullest moment besides parameters, the optimizer's
     state and copies.
@@ -34,30 +37,33 @@ def held_and_fullest(
     Args:
         gradients: bytes for each chunk, when all are there; 0 for those of other stages.
         largest: bytes of the rank's part of the largest parameter.
-        whole: of gradients before ranks divide them: at the most in a backward, and at its end.
-        averaged: of the messages in which replicas average gradients: all are there until the last has arrived.
+        averaged: the part of ``gradients`` that replicas average in messages, which stay until the last has arrived.
+        undivided: the most bytes of gradients at once that fully sharded replicas haven't divided yet.
+        last_undivided: those of the last unit of a backward.
     """
-    made, steps = sum(gradients), max(_STEPPED * largest, averaged)
+    made, steps = sum(gradients), max(_STEPPED * largest, sum(averaged))
     if not choice.is_pipeline:
-        # The gradients of the last batch are there until the backward begins.
-        # When it ends, those of the last unit are there as they were made, and as they are sent.
-        begins, ends = chunks[0].backward_peak + whole[0], made + 2 * whole[1]
-        return chunks[0].held, max(made + steps, made + chunks[0].forward_peak, begins, ends)
+        # The gradients of the last batch are there until the backward begins. When it ends, those of the last unit are
+        # there as they were made, and as they are sent.
+        backward, end = chunks[0].backward_peak + undivided, made + 2 * last_undivided
+        return chunks[0].held, max(made + steps, made + chunks[0].forward_peak, backward, end)
     if choice.is_late:
         own = [chunk for chunk, place in zip(chunks, choice.placement, strict=True) if place == stage]
         held = sum(chunk.held for chunk in own)
         activations = (1 + AsyncOneFOneB(choice.stages, stage).warmup) * held
         more = max(max(chunk.forward_peak, chunk.backward_peak) - chunk.held for chunk in own)
-        # An optimizer's step comes while forwards are in flight. On all stages but the last it leaves the change of
-        # each weight, which corrects later forwards. And a batch's microbatches add to gradients of two versions: all
-        # are there when a backward ends, which has let its activations go.
-        twice = made + max(0, largest - held) if stage < choice.stages - 1 else 0
-        return activations, made + activations + max(more, twice, steps)
+        change = end = 0
+        if stage < choice.stages - 1:
+            # An optimizer's step comes while forwards are in flight. It leaves the change of each weight, which
+            # corrects later forwards.
+            change = made
+            # A batch's microbatches add to gradients of two versions. At a backward's end both are there, and the last
+            # weight's fresh one. What its forward held isn't.
+            end = made + largest - held
+        return activations, made + activations + max(more, change, end, steps)
     kinds, numbers = choice.order().by_stage[stage]
-    activations, moment = _of_schedule(choice, kinds, numbers, chunks, gradients)
-    # A second half's gradients are made all at once, and given to the averages one by one.
-    fresh = largest if (kinds == SECOND_HALF).any() else 0
-    return activations, max(made + max(steps, averaged + fresh), moment)
+    activations, moment = _of_schedule(choice, kinds, numbers, chunks, gradients, averaged, largest)
+    return activations, max(made + steps, moment)
 
 
 def message_buffers(choice: Choice, stage: int, chunks: Sequence[ChunkCost]) -> int:
@@ -102,12 +108,15 @@ def _of_schedule(
     numbers: NDArray[np.intp],
     chunks: Sequence[ChunkCost],
     gradients: Sequence[int],
+    averaged: Sequence[int],
+    largest: int,
 ) -> tuple[int, int]:
     """What a stage's list holds, by the kinds of its actions and the numbers of their chunks."""
     names = ("held", "between", "forward_peak", "backward_peak")
     held, between, forward, backward = (np.array([getattr(chunk, name) for chunk in chunks]) for name in names)
-    # The gradients of all the chunk's weights are there before they are added to the others.
-    second = np.array(gradients)
+    # Second halves make so many weights' gradients before they add them. Layers that run again leave none for them.
+    fresh = 0 if choice.recompute else AT_A_TIME + largest
+    second = np.minimum(gradients, fresh)
     zero = np.zeros_like(held)
     # Copies that a chunk leaves for later ones of its stage, and gets from earlier ones; their gradients go back.
     given, got = _handed(choice.placement, chunks)
@@ -117,12 +126,19 @@ def _of_schedule(
     moment = np.stack([forward, backward, backward, second])[kinds, numbers]
     more = np.stack([held + given, got, between + got, -between])[kinds, numbers]
     after = np.cumsum(more - less)
-    ends = (kinds == BACKWARD) | (kinds == SECOND_HALF)
-    there = np.zeros(len(kinds), dtype=np.int64)  # gradients of each chunk, after its first backward that makes them
+    # Before each action: gradients of the chunks that have begun to make them, and averages of those that have ended.
+    there, complete = np.zeros((2, len(kinds)), dtype=np.int64)
+    makes = (kinds == BACKWARD) | (kinds == SECOND_HALF)
     for chunk in np.unique(numbers):
-        own = ends & (numbers == chunk)
-        there += (np.cumsum(own) - own > 0) * gradients[chunk]
-    return int(after.max(initial=0)), int((after - more + there + moment).max(initial=0))
+        own = makes & (numbers == chunk)
+        run = np.cumsum(own) - own
+        there += (run > 0) * gradients[chunk]
+        complete += (run == own.sum()) * averaged[chunk]
+    there += complete // BUCKET_BYTES * BUCKET_BYTES  # a message leaves when all that is in it is complete
+    fullest = int((after - more + there + moment).max(initial=0))
+    # The last second half hands its gradients to the averages one by one.
+    last = largest if (kinds == SECOND_HALF).any() and sum(averaged) else 0
+    return int(after.max(initial=0)), max(fullest, sum(gradients) + sum(averaged) + last)
 
 
 def _handed(places: Placement, chunks: Sequence[ChunkCost]) -> tuple[NDArray[np.intp], NDArray[np.intp]]:

@@ -177,7 +177,8 @@ def row_of(choice: Choice, planned: PlannedModule, device: Device, devices: int,
         choice = planned.cuts.by_time(choice, parts, planned.profile, samples)
         parts = planned.cuts.cut(choice)
     chunks = planned.profile.chunks(parts, samples, recompute=choice.recompute)
-    batches = planned.nbytes // choice.data * (1 if device.at_once is None else 2)  # the next one waits on the host
+    own_memory = device.at_once is None  # then the next batch, which Lightning has fetched, waits on the host
+    batches = planned.nbytes // choice.data * (1 if own_memory else 2)
     memory = on_each_stage(choice, planned.tensors, planned.state, parts, chunks, batches)
     updates = planned.update_times(choice, parts, memory)
     waits = not choice.is_pipeline or planned.cuts.waits(parts)

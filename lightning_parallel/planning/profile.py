@@ -235,7 +235,7 @@ def _chunk(items: Sequence[tuple[TracedCall, Cost]], again: Collection[str], cod
     for call, cost in items:
         is_taken = not taken.isdisjoint(code.returned.get((call.unit, call.call), ()))
         inner = cost.inner + (0.0 if is_taken else cost.outputs)
-        saved += inner
+        saved += 0.0 if call.unit in again else inner
         held += 0.0 if call.unit in again else inner
         own = _inputs(call, cost, code)
         if call.unit in again and not own:

@@ -13,9 +13,13 @@ from lightning_parallel.comparison.runs import Shares
 
 def test_a_replicas_share_of_a_batch_has_memory_of_its_own() -> None:
     """The copy of a view has the memory of all: each rank would be measured with the batch of all replicas."""
-    share = {"num_replicas": 2, "rank": 1}
     strategy = SimpleNamespace(broadcast=lambda given: given)
-    trainer: Any = SimpleNamespace(strategy=strategy, distributed_sampler_kwargs=share)
-    shares = Shares([torch.arange(8.0)])
+    sampler = {"num_replicas": 2, "rank": 1}
+    trainer: Any = SimpleNamespace(strategy=strategy, distributed_sampler_kwargs=sampler)
+    whole: Any = torch.arange(8.0)
+    whole.tag = "a"  # as subclasses do
+    shares = Shares([whole, whole])
     shares.setup(trainer, nn.Identity(), "fit")  # type: ignore[arg-type]
-    assert shares[0].tolist() == [4, 5, 6, 7] and shares[0].untyped_storage().nbytes() == 16
+    for share in shares:
+        assert share.tolist() == [4, 5, 6, 7] and share.untyped_storage().nbytes() == 16
+        assert share.tag == "a"

@@ -300,7 +300,7 @@ def test_a_change_from_outside_is_seen_after_a_refresh() -> None:
 
 
 def test_a_gradient_of_several_versions_grows_in_one_place() -> None:
-    """Replicas keep each one until all are sent: copies would be as many bytes as the stage has parameters."""
+    """Each one is kept until its message is sent, so a copy of each would be one of all in the message."""
     model = Scalars()
     versions = WeightVersions(model, parameters_of(model), "stash", corrected=True)
     versions.begin(0)

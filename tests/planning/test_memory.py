@@ -263,6 +263,16 @@ class Heavy(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
 
 
+def test_what_is_frozen_has_no_gradients() -> None:
+    module = Heavy()
+    for layer in module.layers:
+        layer.weight.requires_grad_(False)
+    found = plan(module, FULLEST["Heavy"][1], devices=2, device="h100").found
+    memory = next(row.memory for row in found if row.strategy == "fully_sharded")
+    weight = module.layers[0].weight.nbytes
+    assert memory.gradients + memory.activations + memory.working < weight
+
+
 FULLEST: dict[str, tuple[Any, Any]] = {
     "Adds": CASES["Adds"],
     "speaker": (speaker, tokens(2048)),
