@@ -191,8 +191,8 @@ def on_each_stage(
         optimizer = sum(state.of(n, part_of[n]) for n in trained)
         largest = max((round(p.nbytes * part_of[n]) for n, p in trained.items()), default=0)
         by_chunk, in_messages = [0] * parts.chunks, [0] * parts.chunks
+        own_chunks = parts.chunks_of(stage)
         for n, p in trained.items():
-            own_chunks = parts.chunks_of(stage)
             used_in = [chunk for chunk in own_chunks if chunk in parts.uses[n]] or own_chunks
             # A chunk's gradients begin with the backward of the last one that uses them, and end with the first one's.
             # An update's microbatches add up whole gradients of layers that are gathered throughout.

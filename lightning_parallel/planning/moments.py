@@ -112,8 +112,8 @@ def _of_schedule(
     largest: int,
 ) -> tuple[int, int]:
     """What a stage's list holds, by the kinds of its actions and the numbers of their chunks."""
-    names = ("held", "between", "forward_peak", "backward_peak")
-    held, between, forward, backward = (np.array([getattr(chunk, name) for chunk in chunks]) for name in names)
+    names = ("held", "forward_peak", "backward_peak")
+    held, forward, backward = (np.array([getattr(chunk, name) for chunk in chunks]) for name in names)
     # Second halves make so many weights' gradients before they add them. Layers that run again leave none for them.
     fresh = 0 if choice.recompute else AT_A_TIME + largest
     second = np.minimum(gradients, fresh)
@@ -124,7 +124,7 @@ def _of_schedule(
     # there for a moment, and what is held after it.
     less = np.stack([got, held + given, held + given, zero])[kinds, numbers]
     moment = np.stack([forward, backward, backward, second])[kinds, numbers]
-    more = np.stack([held + given, got, between + got, -between])[kinds, numbers]
+    more = np.stack([held + given, got, held + got, -held])[kinds, numbers]
     after = np.cumsum(more - less)
     # Before each action: gradients of the chunks that have begun to make them, and averages of those that have ended.
     there, complete = np.zeros((2, len(kinds)), dtype=np.int64)

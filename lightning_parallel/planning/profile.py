@@ -38,8 +38,7 @@ class ChunkCost:
     Attributes:
         forward, backward: seconds.
         first: the part of the backward that is in its first half.
-        held: bytes from its forward to its backward.
-        between: bytes between the halves of its backward.
+        held: bytes from its forward to its backward, and between the halves of that.
         forward_peak, backward_peak: bytes of it at the fullest moment of its forward, or of its backward.
         sent: bytes that cross the cut after it.
         stays: bytes that stay on its stage for later chunks of it; and ``awaited``, that stayed there for this one.
@@ -50,7 +49,6 @@ class ChunkCost:
     backward: float
     first: float
     held: int
-    between: int
     forward_peak: int
     backward_peak: int
     sent: int = 0
@@ -231,11 +229,10 @@ def _chunk(items: Sequence[tuple[TracedCall, Cost]], again: Collection[str], cod
     counted once more as an output, or as the input of another call."""
     taken = {key for call, cost in items for key in _inputs(call, cost, code)}
     inputs: dict[Hashable, float] = {}
-    held = saved = most_forward = most_backward = 0.0
+    held = most_forward = most_backward = 0.0
     for call, cost in items:
         is_taken = not taken.isdisjoint(code.returned.get((call.unit, call.call), ()))
         inner = cost.inner + (0.0 if is_taken else cost.outputs)
-        saved += 0.0 if call.unit in again else inner
         held += 0.0 if call.unit in again else inner
         own = _inputs(call, cost, code)
         if call.unit in again and not own:
@@ -248,7 +245,6 @@ def _chunk(items: Sequence[tuple[TracedCall, Cost]], again: Collection[str], cod
         most_forward = max(most_forward, there + cost.forward_peak, there + cost.around)
         more = cost.kept + cost.around + max(0.0, cost.around - cost.returned)
         most_backward = max(most_backward, there + cost.backward_peak, there + more)
-        saved += cost.kept
         held += cost.kept
     forward = backward = first = messages = 0.0
     for call, cost in items:
@@ -264,7 +260,6 @@ def _chunk(items: Sequence[tuple[TracedCall, Cost]], again: Collection[str], cod
         backward=max(1e-9, backward),
         first=min(1.0, first / backward) if backward else 1.0,
         held=round(held + sum(inputs.values())),
-        between=round(saved + sum(inputs.values())),
         forward_peak=round(most_forward),
         backward_peak=round(most_backward),
         messages=messages,

@@ -21,18 +21,18 @@ from lightning_parallel.planning.profile import ChunkCost
 )
 def test_messages_that_a_stage_has_at_once(strategy: str, stages: int, expected: list[int]) -> None:
     choice = Choice(f"pipeline_{strategy}", stages, microbatches=4)
-    chunks = [ChunkCost(1.0, 1.0, 0.5, 0, 0, 0, 0, sent=1) for _ in range(stages)]
+    chunks = [ChunkCost(1.0, 1.0, 0.5, 0, 0, 0, sent=1) for _ in range(stages)]
     assert [message_buffers(choice, stage, chunks) for stage in range(stages)] == expected
 
 
 def test_chunks_of_one_stage_need_no_buffers() -> None:
     choice = Choice("pipeline_zbv", 2, microbatches=4)
-    chunks = [ChunkCost(1.0, 1.0, 0.5, 0, 0, 0, 0, sent=nbytes) for nbytes in (0, 1, 0, 0)]
+    chunks = [ChunkCost(1.0, 1.0, 0.5, 0, 0, 0, sent=nbytes) for nbytes in (0, 1, 0, 0)]
     assert [message_buffers(choice, stage, chunks) for stage in range(2)] == [0, 0]
 
 
 MIB = 2**20
-HOLDS = [ChunkCost(1.0, 1.0, 0.5, 10 * MIB, 10 * MIB, 10 * MIB, 10 * MIB) for _ in range(4)]
+HOLDS = [ChunkCost(1.0, 1.0, 0.5, 10 * MIB, 10 * MIB, 10 * MIB) for _ in range(4)]
 
 
 def fullest(strategy: str, gradients: list[int], averaged: list[int], microbatches: int = 4) -> int:
