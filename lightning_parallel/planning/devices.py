@@ -21,6 +21,7 @@ from types import MappingProxyType
 import torch
 
 from lightning_parallel.comparison.timing import kept_waiting, threads_of_rank
+from lightning_parallel.planning.communicators import Channels
 from lightning_parallel.planning.links import over_gloo
 from lightning_parallel.private.group_on_paper import Kind, Sent
 
@@ -45,6 +46,7 @@ class Device:
         measured: were layers run on it? If not, their times are the larger of those by operations and by bytes.
         at_once: ranks that compute at one time, where they share a machine's cores; None where each has a device.
         kinds: where collectives were measured, the latency and the rate of each.
+        channels: that NCCL opens for a group's collectives, and for messages between two ranks; none over gloo.
     """
 
     name: str
@@ -59,6 +61,7 @@ class Device:
     measured: bool = False
     at_once: int | None = None
     kinds: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    channels: Channels = (0, 0)
 
     def speed(self, computing: int) -> float:
         """That of each of so many ranks that compute at one time. 1 is that of layers as they were timed: with all
@@ -109,6 +112,9 @@ _DESCRIBED: Mapping[str, tuple[float, float, float, float, float]] = MappingProx
     }
 )
 DESCRIBED = tuple(_DESCRIBED)
+# As NCCL logs them where NVSwitch joins the devices of a node, and where PCIe does.
+_NVSWITCH: Channels = (24, 32)
+_PCIE: Channels = (2, 2)
 
 
 def described(name: str, *, halves: bool) -> Device:
@@ -125,7 +131,14 @@ def described(name: str, *, halves: bool) -> Device:
         raise ValueError(f"device={name!r}: there are descriptions of {known}; 'here' is tried.")
     of_halves, of_floats, memory_rate, link, network = _DESCRIBED[name]
     operations = _EFFICIENCY * (of_halves if halves else of_floats)
-    return Device(name, operations, memory_rate, link, latency=20e-6, hop=3e-6, network=network)
+    return Device(
+        name, operations, memory_rate, link, latency=20e-6, hop=3e-6, network=network, channels=_channels(name)
+    )
+
+
+def _channels(name: str) -> Channels:
+    """By a device's name, as its maker or a plan writes it."""
+    return _NVSWITCH if any(each in name.lower() for each in ("a100", "h100", "h200")) else _PCIE
 
 
 def here(device: torch.device, dtype: torch.dtype, ranks: int) -> Device:
@@ -140,7 +153,16 @@ def here(device: torch.device, dtype: torch.dtype, ranks: int) -> Device:
     operations = 2 * size**3 / product
     if device.type != "cpu":
         name = torch.cuda.get_device_name(device)
-        return Device(name, operations, memory_rate, 25e9, latency=30e-6, hop=10e-6, measured=True)
+        return Device(
+            name,
+            operations,
+            memory_rate,
+            25e9,
+            latency=30e-6,
+            hop=10e-6,
+            measured=True,
+            channels=_channels(name),
+        )
     with as_one_of(1, device, threads_of_rank(ranks)):
         kinds = over_gloo()
     latency, link = kinds["message"]

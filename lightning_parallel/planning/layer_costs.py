@@ -30,6 +30,7 @@ from lightning_parallel.values import PLAIN
 
 _CACHED = 2**26  # bytes that a processor's cache may have
 _MOST_COPIES = 6  # of a layer that are timed one after the other
+_LONG = 0.02  # seconds of a forward, beside which it hardly counts whether the layer's weights are in a cache
 _FEWEST, _FEWEST_OF_SEVERAL = 5, 3  # runs that are timed, of one layer and of several copies of it
 _LEAST = 0.1  # seconds of all runs
 _NUMBERS = ("idx", "index", "_id", "number")  # ends of names of attributes that number equal layers
@@ -172,7 +173,8 @@ def tried(
         return cost
     # As many as aren't in a cache when their turn comes, as in a step.
     nbytes = 2 * sum(p.nbytes for p in own.parameters()) + sum(held.values())
-    count = min(_MOST_COPIES, 1 + _CACHED // max(1, nbytes))
+    [once] = seconds_of_each([partial(run, own)], device, most=1, fewest=1)
+    count = min(_MOST_COPIES, 1 + _CACHED // max(1, nbytes), 1 + int(_LONG / max(once, 1e-6)))
     several = [own, *(copy.deepcopy(unit).to(device) for _ in range(count - 1))]
 
     pending: list[Any] = []  # what forwards have given, until their backwards

@@ -1,8 +1,8 @@
 """The bytes that the fullest rank of a layout holds.
 
-Parameters, gradients and the optimizer's state are counted, activations are those that autograd has saved. Not known is
-what lies outside of tensors: the process itself, CUDA's context, libraries' buffers, what an allocator doesn't give
-back. Of the moment's tensors in a forward or a backward, the largest layer's are counted.
+Parameters, gradients and the optimizer's state are counted, activations are those that autograd has saved. NCCL's
+buffers follow from a formula. Not known is what else lies outside of tensors: the process itself, CUDA's context, other
+libraries' buffers, what an allocator doesn't give back. Of the moment's tensors in a forward or a backward, the largest layer's are counted.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from lightning_parallel.callbacks.start_table import state_bytes
 from lightning_parallel.cuts.partition import Partition
 from lightning_parallel.fully_sharded.units import untied
+from lightning_parallel.planning.communicators import Channels, nccl_buffers
 from lightning_parallel.planning.layouts import Choice
 from lightning_parallel.planning.moments import held_and_fullest, message_buffers
 from lightning_parallel.planning.profile import ChunkCost
@@ -41,6 +42,7 @@ class Memory:
         copies: DDP's buckets, which stay from step to step; earlier versions of weights.
         working: what else is there at the fullest moment, such as gradients on their way to other replicas, which other
             strategies' buckets have; below 0 where gradients, or what forwards hold, aren't yet.
+        communicators: buffers of NCCL's, which are no tensors.
     """
 
     parameters: int = 0
@@ -52,6 +54,7 @@ class Memory:
     messages: int = 0
     copies: int = 0
     working: int = 0
+    communicators: int = 0
 
     @property
     def total(self) -> int:
@@ -154,10 +157,20 @@ class Tensors:
 
 
 def on_each_stage(
-    choice: Choice, tensors: Tensors, state: State, parts: Partition, chunks: Sequence[ChunkCost], batches: int
+    choice: Choice,
+    tensors: Tensors,
+    state: State,
+    parts: Partition,
+    chunks: Sequence[ChunkCost],
+    batches: int,
+    channels: Channels = (0, 0),
 ) -> list[Memory]:
-    """What a rank of each stage holds. A layout without stages has one. ``batches``: the bytes of the batch, and of the
-    next one where that is in the same memory."""
+    """What a rank of each stage holds. A layout without stages has one.
+
+    Args:
+        batches: the bytes of the batch, and of the next one where that is in the same memory.
+        channels: as a :class:`.Device` has them.
+    """
     found = []
     part_of = tensors.parts_of(choice, parts)
     held_by: list[dict[str, Tensor]] = [{} for _ in range(choice.stages)]
@@ -206,7 +219,7 @@ def on_each_stage(
         found.append(
             Memory(
                 parameters, _nbytes(own.values()), gradients, optimizer,
-                activations, gathered, messages, copies, working,
+                activations, gathered, messages, copies, working, nccl_buffers(choice, stage, parts, channels),
             )
         )
     return found

@@ -179,7 +179,7 @@ def row_of(choice: Choice, planned: PlannedModule, device: Device, devices: int,
     chunks = planned.profile.chunks(parts, samples, recompute=choice.recompute)
     own_memory = device.at_once is None  # then the next batch, which Lightning has fetched, waits on the host
     batches = planned.nbytes // choice.data * (1 if own_memory else 2)
-    memory = on_each_stage(choice, planned.tensors, planned.state, parts, chunks, batches)
+    memory = on_each_stage(choice, planned.tensors, planned.state, parts, chunks, batches, device.channels)
     updates = planned.update_times(choice, parts, memory)
     waits = not choice.is_pipeline or planned.cuts.waits(parts)
     time = partial(of_step, choice, device, parts, chunks, memory, updates, waits=waits)
@@ -192,7 +192,8 @@ def _on_all(device: Device) -> Iterator[str]:
     how = "timed" if device.measured else "by its data sheet, at half of the peak"
     latency, link = 1e6 * device.latency, device.link / 1e9
     yield f"Layers: {device.name}, {how}. A message: {latency:.0f} us, and its bytes at {link:.3g} GB/s."
-    yield f"Memory is that of tensors on the fullest rank; to fit, {MARGIN - 1:.0%} more has to be there."
+    buffers = " and of NCCL's buffers" if any(device.channels) else ""
+    yield f"Memory is that of tensors{buffers} on the fullest rank; to fit, {MARGIN - 1:.0%} more has to be there."
 
 
 def _rank(row: Row) -> tuple[bool, bool, float]:
