@@ -37,6 +37,16 @@ def first_batches(
     common: Mapping[str, Any],
 ) -> list[Any]:
     """The first batches of a loader, as in one process."""
+    found = [*itertools.islice(loader_of(module, data, common), count)]
+    if not found:
+        raise ValueError("data gives no batches.")
+    return found
+
+
+def loader_of(
+    module: pl.LightningModule, data: pl.LightningDataModule | Iterable[Any] | None, common: Mapping[str, Any]
+) -> Iterable[Any]:
+    """The loader of a module's training, as in one process: ``data``, a datamodule's, or the module's own."""
     loader: Any = copy.deepcopy(module) if data is None else data
     if isinstance(loader, pl.LightningDataModule):
         loader = copy.copy(loader)  # each run sets one up
@@ -44,11 +54,8 @@ def first_batches(
         loader.trainer = trainer_of(devices=1, plugins=[_Alone()], **common)  # its hooks may read it
         loader.prepare_data()
         loader.setup("fit")
-        loader = loader.train_dataloader()
-    found = [*itertools.islice(loader, count)]
-    if not found:
-        raise ValueError("data gives no batches.")
-    return found
+        return loader.train_dataloader()
+    return loader
 
 
 def trainer_of(*callbacks: Callback, **given: Any) -> pl.Trainer:

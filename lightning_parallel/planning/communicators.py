@@ -6,12 +6,14 @@ rank has a connection to each neighbour, and a connection has a buffer where it 
     NCCL_BUFFSIZE 4 MiB + NCCL_LL128_BUFFSIZE 4.7 MiB + NCCL_LL_BUFFSIZE 0.5 MiB, in pages of 2 MiB: 10 MiB
     where it begins, one page for flags:                                                               2 MiB
 
-(``computeBuffSizes`` in NCCL's src/init.cc, ``p2pSendSetup`` and ``p2pRecvSetup`` in src/transport/p2p.cc, version 2.30.)
-A group's collectives go both ways between neighbours: in a ring one way, in a tree the other way too. A message between
-stages goes one way, and each cut and each kind has a communicator of its own (``ranks/groups.py``). With the 24
-channels of eight A100 or H100 a group takes 576 MiB. Others measured 544 MiB for two A100 and 688 for more
-(https://github.com/NVIDIA/nccl/issues/964). Messages both ways between each two of eight H100, on 32 channels, take
-2.6 GiB by this formula; 3.3 GB were measured (https://github.com/NVIDIA/nccl/issues/1685).
+They are in NCCL's source: ``computeBuffSizes`` in src/init.cc, ``p2pSendSetup`` and ``p2pRecvSetup`` in
+src/transport/p2p.cc. A group's collectives go both ways between neighbours: in a ring one way, in a tree the other way
+too. A message between stages goes one way, and each cut and each kind has a communicator of its own
+(``ranks/groups.py``).
+
+With the 24 channels of A100 or H100 in a box a group takes 576 MiB. Others measured 544 MiB for two A100, and 688 for
+more (https://github.com/NVIDIA/nccl/issues/964). Messages both ways between each two of eight H100, on 32 channels,
+take 2.6 GiB by this formula; 3.3 GB were measured (https://github.com/NVIDIA/nccl/issues/1685).
 
 Not counted are the buffers of NVLink SHARP. Between nodes messages share buffers, so there it counts too much.
 """

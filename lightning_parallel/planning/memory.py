@@ -2,7 +2,8 @@
 
 Parameters, gradients and the optimizer's state are counted, activations are those that autograd has saved. NCCL's
 buffers follow from a formula. Not known is what else lies outside of tensors: the process itself, CUDA's context, other
-libraries' buffers, what an allocator doesn't give back. Of the moment's tensors in a forward or a backward, the largest layer's are counted.
+libraries' buffers, what an allocator doesn't give back. Of the moment's tensors in a forward or a backward, the largest
+layer's are counted.
 """
 
 from __future__ import annotations

@@ -21,6 +21,7 @@ from lightning_parallel.loading.first_batch import as_in
 from lightning_parallel.planning.cutting import Cuts, Repeated
 from lightning_parallel.planning.devices import Device, as_one_of
 from lightning_parallel.planning.layouts import Choice
+from lightning_parallel.planning.loading import Loaded
 from lightning_parallel.planning.memory import Memory, State, Tensors
 from lightning_parallel.planning.profile import Profile
 from lightning_parallel.planning.updates import Updates
@@ -59,12 +60,13 @@ class PlannedModule:
     """A copy of the module that ``ready`` has made, of which one rank of a tensor group has its part.
 
     Args:
-        batch: of all replicas together.
+        loaded: the batch of all replicas together.
         tensor: the ranks of the tensor group.
         devices: of a layout, which share the cores of this machine if it is planned for.
         repeated: what is known of the module, however it is divided; added to.
 
     Attributes:
+        loaded: as given.
         samples: of the batch; None if it can't be split.
         nbytes: of the batch.
         tensors: its parameters and buffers.
@@ -80,7 +82,7 @@ class PlannedModule:
         self,
         module: pl.LightningModule,
         trainer: pl.Trainer,
-        batch: Any,
+        loaded: Loaded,
         device: Device,
         tried_on: torch.device,
         *,
@@ -89,7 +91,8 @@ class PlannedModule:
         repeated: Repeated,
     ) -> None:
         self.module, self._trainer, self._device = module, trainer, device
-        batch = trainer.precision_plugin.convert_input(batch)
+        self.loaded = loaded
+        batch = trainer.precision_plugin.convert_input(loaded.batch)
         batch = module.on_before_batch_transfer(batch, 0)
         batch = module.transfer_batch_to_device(batch, module.device, 0)
         self._batch = module.on_after_batch_transfer(batch, 0)

@@ -12,14 +12,15 @@ import lightning.pytorch as pl
 import torch
 from torch.utils.data import DataLoader
 
-from lightning_parallel.comparison.runs import first_batches, trainer_of
+from lightning_parallel.comparison.runs import loader_of, trainer_of
 from lightning_parallel.comparison.timing import Measured, TrialFailed, measured
 from lightning_parallel.planning.cutting import Repeated
 from lightning_parallel.planning.devices import Device, described, here
 from lightning_parallel.planning.layouts import Choice, choices, tensor_sizes, thriftier
+from lightning_parallel.planning.loading import Loaded, first_batch
 from lightning_parallel.planning.memory import on_each_stage
 from lightning_parallel.planning.planned_module import PlannedModule, ready
-from lightning_parallel.planning.step_time import of_step
+from lightning_parallel.planning.step_time import StepTime, of_step
 from lightning_parallel.planning.table import MARGIN, Plan, Row
 from lightning_parallel.seeding import TorchGenerators, host_generators_kept
 from lightning_parallel.settings import ByteSize, bytes_of
@@ -50,7 +51,8 @@ def plan(
 
     Args:
         module: what is to be trained.
-        data: a batch of all replicas together; or a LightningDataModule or a DataLoader, whose first one is taken.
+        data: a batch of all replicas together; or a LightningDataModule or a DataLoader, whose first one is taken. Then
+            a step's time has that of loading.
         devices: their number.
         memory: of each, such as ``"24GiB"``. None: no limit.
         device: ``"here"``: layers are timed on this machine's GPU or CPU. ``"a100"``, ``"h100"``, ``"h200"``, ``"l4"``:
@@ -75,19 +77,19 @@ def plan(
     with TorchGenerators(tried_on).kept(), host_generators_kept():
         halves = precision.startswith(("bf16", "16"))
         rates = here(tried_on, torch.float32, devices) if device == "here" else described(device, halves=halves)
-        batch = data
+        loaded = Loaded(data)
         if isinstance(data, pl.LightningDataModule | DataLoader):
-            (batch,) = first_batches(module, data, 1, {"accelerator": "cpu"})
+            loaded = first_batch(loader_of(module, data, {"accelerator": "cpu"}))
         made = trainer_of(devices=1, accelerator="cpu", precision=precision, **trainer)
-        ranked = _ranked(module, made, batch, rates, tried_on, devices, limit)
+        ranked = _ranked(module, made, loaded, rates, tried_on, devices, limit)
     arguments = {"accelerator": tried_on.type, "precision": precision, **trainer}
-    return _with_trials(ranked, measure, partial(_measured, module, batch, devices, arguments))
+    return _with_trials(ranked, measure, partial(_measured, module, loaded.batch, devices, arguments))
 
 
 def _ranked(
     module: pl.LightningModule,
     trainer: pl.Trainer,
-    batch: Any,
+    loaded: Loaded,
     device: Device,
     tried_on: torch.device,
     devices: int,
@@ -102,7 +104,7 @@ def _ranked(
         with ready(module, trainer) as own:
             try:
                 planned = PlannedModule(
-                    own, trainer, batch, device, tried_on, tensor=tensor, devices=devices, repeated=repeated
+                    own, trainer, loaded, device, tried_on, tensor=tensor, devices=devices, repeated=repeated
                 )
             except ValueError as error:  # it can't be divided
                 refused[f"{tensor} tensor ranks"] = _first_sentence(error)
@@ -111,7 +113,7 @@ def _ranked(
                 found += _rows(choice, planned, device, devices, limit, refused)
             notes += planned.notes()
     found.sort(key=_rank)
-    notes = [*_on_all(device), *dict.fromkeys(notes)]
+    notes = [*_on_all(device), *loaded.notes(), *dict.fromkeys(notes)]
     return Plan(found, refused, limit, f"{devices} x {device.name}", notes)
 
 
@@ -182,7 +184,11 @@ def row_of(choice: Choice, planned: PlannedModule, device: Device, devices: int,
     memory = on_each_stage(choice, planned.tensors, planned.state, parts, chunks, batches, device.channels)
     updates = planned.update_times(choice, parts, memory)
     waits = not choice.is_pipeline or planned.cuts.waits(parts)
-    time = partial(of_step, choice, device, parts, chunks, memory, updates, waits=waits)
+
+    def time() -> StepTime:
+        step = of_step(choice, device, parts, chunks, memory, updates, waits=waits)
+        return replace(step, loading=planned.loaded.waited(step.total, choice.data, device.speed(devices)))
+
     fits = limit is None or MARGIN * max(each.total for each in memory) <= limit
     return Row(choice, chunks, memory, time, planned.samples or 1, planned.tokens(), devices, fits)
 
@@ -202,5 +208,3 @@ def _rank(row: Row) -> tuple[bool, bool, float]:
 
 def _first_sentence(error: Exception) -> str:
     return str(error).partition(". ")[0].rstrip(".") + "."
-
-

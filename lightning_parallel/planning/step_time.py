@@ -1,8 +1,8 @@
 """The seconds that a step of a layout takes.
 
 Stages run their lists as the simulator has it, with each chunk's own times. The rest is added up. Not modelled are
-waiting for data, other work on the same cores or links, and that a microbatch is slower or faster than the line between
-the two that were tried.
+other work on the same cores or links, and that a microbatch is slower or faster than the line between the two that were
+tried.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ class StepTime:
         messages: between replicas and tensor ranks, as far as nothing is computed meanwhile.
         updating: the optimizer.
         overhead: Lightning's, and that of running the step's code on each stage.
+        loading: the time in which it waits for its batch.
     """
 
     computing: float
@@ -43,6 +44,7 @@ class StepTime:
     messages: float = 0.0
     updating: float = 0.0
     overhead: float = 0.0
+    loading: float = 0.0
 
     @property
     def total(self) -> float:

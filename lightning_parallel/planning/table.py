@@ -47,8 +47,8 @@ class Row:
 
     @property
     def seconds(self) -> float:
-        """Of a step: measured, or else predicted."""
-        return self.time.total if self.measured is None else self.measured.seconds
+        """Of a step: measured, with the predicted time of loading, for which trials don't wait; or else predicted."""
+        return self.time.total if self.measured is None else self.measured.seconds + self.time.loading
 
     @cached_property
     def time(self) -> StepTime:
@@ -100,6 +100,7 @@ _WORDS = {
     "messages": "messages",
     "updating": "the optimizer",
     "overhead": "running the step's code",
+    "loading": "loading data",
 }
 
 

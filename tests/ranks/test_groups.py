@@ -87,3 +87,19 @@ def test_over_nccl_stages_in_a_row_connect_in_two_rounds_whatever_their_number(p
         waiting = [ends[1:] if ends and ends[0] in ready else ends for ends in waiting]
         rounds += 1
     assert rounds == 4
+
+
+def greeted() -> list[int]:
+    """The sizes of the groups that NCCL would connect on this rank."""
+    sizes: list[int] = []
+    with (
+        patch("lightning_parallel.ranks.groups.dist.get_backend", return_value="nccl"),
+        patch.object(dist, "all_reduce", lambda tensor, group: sizes.append(dist.get_world_size(group))),
+    ):
+        Groups(Layout.resolve(2, dist.get_rank(), pipeline=2), timedelta(seconds=30), torch.device("cpu"))
+    return sizes
+
+
+def test_over_nccl_a_rank_alone_connects_to_nobody(pool: WorkerPool) -> None:
+    """That of the data axis and of the tensor axis has one member each."""
+    assert pool.run(greeted, 2) == [[2, 2]] * 2
