@@ -3,7 +3,7 @@ holds."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from statistics import median
@@ -61,8 +61,10 @@ class Sizes:
 QUICK = Sizes(width=128, length=64, rounds=2, batches=3, pairs=6)
 
 
-def measure(sizes: Sizes) -> list[Table]:
-    return [_speed(sizes), *(_beside(sizes, stages) for stages in sizes.stages)]
+def measure(sizes: Sizes) -> Iterator[Table]:
+    yield _speed(sizes)
+    for stages in sizes.stages:
+        yield _beside(sizes, stages)
 
 
 def _speed(sizes: Sizes) -> Table:

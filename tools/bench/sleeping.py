@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from statistics import median
@@ -91,8 +91,9 @@ _BATCH_BY_BATCH = {
 }
 
 
-def measure(sizes: Sizes) -> list[Table]:
-    return [_synchronous(sizes), _onwards(sizes), _inside(sizes), _asynchronous(sizes)]
+def measure(sizes: Sizes) -> Iterator[Table]:
+    for table in (_synchronous, _onwards, _inside, _asynchronous):
+        yield table(sizes)
 
 
 def _synchronous(sizes: Sizes) -> Table:
