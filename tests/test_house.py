@@ -16,6 +16,7 @@ PACKAGE = Path(lightning_parallel.__file__).parent
 # Arrows run from a row to the rows after it, and within a row.
 ROWS = (
     {"planning"},
+    {"costs"},
     {"comparison"},
     {"strategies"},
     {"steps", "late"},

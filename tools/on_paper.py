@@ -24,10 +24,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import lightning_parallel
 from lightning_parallel.comparison.runs import trainer_of
+from lightning_parallel.costs.devices import described
+from lightning_parallel.costs.loading import Loaded
 from lightning_parallel.planning.cutting import Repeated
-from lightning_parallel.planning.devices import described
 from lightning_parallel.planning.layouts import Choice
-from lightning_parallel.planning.loading import Loaded
 from lightning_parallel.planning.planned_module import PlannedModule, ready
 from lightning_parallel.planning.planner import row_of
 from lightning_parallel.planning.table import Plan, Row

@@ -1,17 +1,15 @@
 """Which layout for this module, these devices and this memory, and what it will cost.
 
 A plan runs nothing on several ranks: it is made of one dry run of the step, of each kind of layer tried once on this
-machine's device, and of the schedules, simulated::
+machine's device (``costs/``), and of the schedules, simulated::
 
-    profile.py, layer_costs.py   what each layer takes: seconds, and bytes held up to its backward, by samples
-    updates.py                   what the optimizer's step takes
-    devices.py                   this machine's device and links, measured; or another one, described
-    layouts.py                   the layouts that there are for so many devices and such a batch
-    cutting.py                   where one of them cuts the module, or why it can't
-    memory.py, moments.py        what its ranks hold, and at which moment the most
-    step_time.py, sharing.py     the seconds of its step, also where stages share cores
-    planned_module.py            the module, as one of some tensor ranks has it
-    planner.py, table.py         all layouts, refused or ranked
+    layouts.py                            the layouts that there are for so many devices and such a batch
+    cutting.py                            where one of them cuts the module, or why it can't
+    memory.py, moments.py                 what its ranks hold, and at which moment the most
+    communicators.py                      what NCCL holds for them
+    step_time.py, sharing.py              the seconds of its step, also where stages share cores
+    planned_module.py                     the module, as one of some tensor ranks has it
+    planner.py, table.py                  all layouts, refused or ranked
 
 ``comparison/`` tells whether a layout is right, this room what it costs. It cuts no module: ``cuts/`` does.
 """

@@ -22,11 +22,11 @@ from __future__ import annotations
 
 from itertools import pairwise
 
+from lightning_parallel.costs.devices import Channels
 from lightning_parallel.cuts.partition import Partition
 from lightning_parallel.planning.layouts import Choice
 from lightning_parallel.ranks.layout import AXES, Layout
 
-Channels = tuple[int, int]  # for the collectives of a group, and for messages between two ranks; (0, 0) without NCCL
 _CONNECTIONS = 12 * 2**20  # one that begins at a rank, and one that ends there
 
 

@@ -14,11 +14,11 @@ from torch import nn
 
 from lightning_parallel.checks.late_gradients import refuse_hooks, refuse_ties
 from lightning_parallel.checks.manual import SEVERAL_OPTIMIZERS, refuse_manual_optimization
+from lightning_parallel.costs.profile import Profile
 from lightning_parallel.cuts.balance import balanced
 from lightning_parallel.cuts.partition import Partition
 from lightning_parallel.cuts.search import NOT_REPEATABLE, partition
 from lightning_parallel.planning.layouts import Balance, Choice
-from lightning_parallel.planning.profile import Profile
 from lightning_parallel.set_up.stages import refuse_training
 from lightning_parallel.steps.between_batches import reasons_to_wait
 from lightning_parallel.tracing.dry_run import trace

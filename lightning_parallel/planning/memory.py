@@ -18,12 +18,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_parallel.callbacks.start_table import state_bytes
+from lightning_parallel.costs.devices import Channels
+from lightning_parallel.costs.profile import ChunkCost
 from lightning_parallel.cuts.partition import Partition
 from lightning_parallel.fully_sharded.units import untied
-from lightning_parallel.planning.communicators import Channels, nccl_buffers
+from lightning_parallel.planning.communicators import nccl_buffers
 from lightning_parallel.planning.layouts import Choice
 from lightning_parallel.planning.moments import held_and_fullest, message_buffers
-from lightning_parallel.planning.profile import ChunkCost
 from lightning_parallel.private.torch import tree_leaves
 from lightning_parallel.schedules.asynchronous import AsyncOneFOneB
 from lightning_parallel.strategies.fully_sharded import find_units

@@ -15,16 +15,16 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from torch import Tensor
 
 from lightning_parallel.batch import batch_size, cloned, samples_of, split
+from lightning_parallel.costs.devices import Device, as_one_of
+from lightning_parallel.costs.loading import Loaded
+from lightning_parallel.costs.profile import Profile
+from lightning_parallel.costs.updates import Updates
 from lightning_parallel.cuts.partition import Partition
 from lightning_parallel.disk_offload import DiskOffload
 from lightning_parallel.loading.first_batch import as_in
 from lightning_parallel.planning.cutting import Cuts, Repeated
-from lightning_parallel.planning.devices import Device, as_one_of
 from lightning_parallel.planning.layouts import Choice
-from lightning_parallel.planning.loading import Loaded
 from lightning_parallel.planning.memory import Memory, State, Tensors
-from lightning_parallel.planning.profile import Profile
-from lightning_parallel.planning.updates import Updates
 from lightning_parallel.private.group_on_paper import GroupOnPaper
 from lightning_parallel.private.torch import tree_leaves
 from lightning_parallel.results.logs import discard, logging_through

@@ -14,10 +14,10 @@ from torch.utils.data import DataLoader
 
 from lightning_parallel.comparison.runs import loader_of, trainer_of
 from lightning_parallel.comparison.timing import Measured, TrialFailed, measured
+from lightning_parallel.costs.devices import Device, described, here
+from lightning_parallel.costs.loading import Loaded, first_batch
 from lightning_parallel.planning.cutting import Repeated
-from lightning_parallel.planning.devices import Device, described, here
 from lightning_parallel.planning.layouts import Choice, choices, tensor_sizes, thriftier
-from lightning_parallel.planning.loading import Loaded, first_batch
 from lightning_parallel.planning.memory import on_each_stage
 from lightning_parallel.planning.planned_module import PlannedModule, ready
 from lightning_parallel.planning.step_time import StepTime, of_step

@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
+from lightning_parallel.costs.devices import Device
+from lightning_parallel.costs.profile import ChunkCost
 from lightning_parallel.cuts.partition import Partition
-from lightning_parallel.planning.devices import Device
 from lightning_parallel.planning.layouts import Choice
 from lightning_parallel.planning.memory import Memory
-from lightning_parallel.planning.profile import ChunkCost
 from lightning_parallel.planning.sharing import simulate_shared
 from lightning_parallel.schedules.actions import Step
 from lightning_parallel.schedules.simulate import BATCHES, between, repeated

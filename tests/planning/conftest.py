@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from lightning_parallel.planning import devices, layer_costs, updates
+from lightning_parallel.costs import devices, layer_costs, updates
 
 
 @pytest.fixture

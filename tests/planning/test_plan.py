@@ -16,8 +16,8 @@ from torch.nn import functional as F
 
 from lightning_parallel import plan
 from lightning_parallel.comparison import check, runs
-from lightning_parallel.planning import devices
-from lightning_parallel.planning.devices import Device, described
+from lightning_parallel.costs import devices
+from lightning_parallel.costs.devices import Device, described
 from lightning_parallel.planning.layouts import Choice, choices, tensor_sizes, thriftier
 from lightning_parallel.schedules.simulate import simulate
 from lightning_parallel.seeding import random_state

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lightning_parallel.planning.devices import Device
+from lightning_parallel.costs.devices import Device
 from lightning_parallel.planning.sharing import simulate_shared
 from lightning_parallel.schedules.named import SCHEDULES
 from lightning_parallel.schedules.simulate import Simulation, repeated, simulate

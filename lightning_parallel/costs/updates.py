@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_parallel.planning.devices import Device, seconds_of
+from lightning_parallel.costs.devices import Device, seconds_of
 from lightning_parallel.private.torch import TorchDispatchMode
 
 _SAMPLE = 2**27  # bytes of parameters that are stepped together, so that they aren't all in a cache

@@ -1,10 +1,10 @@
-"""planning/layer_costs.py: what a layer takes on numbers of samples that weren't tried."""
+"""costs/layer_costs.py: what a layer takes on numbers of samples that weren't tried."""
 
 from __future__ import annotations
 
 import pytest
 
-from lightning_parallel.planning.layer_costs import Cost
+from lightning_parallel.costs.layer_costs import Cost
 
 
 def test_fewer_samples_than_were_tried_take_no_less_each() -> None:

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_parallel.planning.devices import Device, seconds_of
-from lightning_parallel.planning.updates import Updates
+from lightning_parallel.costs.devices import Device, seconds_of
+from lightning_parallel.costs.updates import Updates
 
 HERE = torch.device("cpu")
 DEVICE = Device("a CPU", 1e9, 1e9, 1e9, 0.0, 0.0, measured=True)

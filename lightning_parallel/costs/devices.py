@@ -21,9 +21,10 @@ from types import MappingProxyType
 import torch
 
 from lightning_parallel.comparison.timing import kept_waiting, threads_of_rank
-from lightning_parallel.planning.communicators import Channels
-from lightning_parallel.planning.links import over_gloo
+from lightning_parallel.costs.links import over_gloo
 from lightning_parallel.private.group_on_paper import Kind, Sent
+
+Channels = tuple[int, int]  # for the collectives of a group, and for messages between two ranks; (0, 0) without NCCL
 
 _EFFICIENCY = 0.5  # of the peak, which matrix products of layers reach on a described device
 _BUSY = 2**10  # rows of the products that keep a core busy, each of some milliseconds without Python

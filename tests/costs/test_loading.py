@@ -1,4 +1,4 @@
-"""planning/loading.py: what a step waits for its batch."""
+"""costs/loading.py: what a step waits for its batch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 import lightning_parallel
-from lightning_parallel.planning.loading import Loaded, first_batch
+from lightning_parallel.costs.loading import Loaded, first_batch
 from lightning_parallel.planning.table import Plan
 from tests.faults.models import Blocks
 

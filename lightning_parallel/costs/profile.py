@@ -17,12 +17,12 @@ import torch
 from torch import Tensor, nn
 
 from lightning_parallel.absent.tensor import AbsentTensor, AbsentValueError
+from lightning_parallel.costs.code_around import CodeAround
+from lightning_parallel.costs.devices import Device, as_one_of
+from lightning_parallel.costs.layer_costs import Cost, kind_of, tried
 from lightning_parallel.cuts.flow import way_of
 from lightning_parallel.cuts.partition import Partition
 from lightning_parallel.interception import Interception
-from lightning_parallel.planning.code_around import CodeAround
-from lightning_parallel.planning.devices import Device, as_one_of
-from lightning_parallel.planning.layer_costs import Cost, kind_of, tried
 from lightning_parallel.private.group_on_paper import GroupOnPaper
 from lightning_parallel.private.torch import FakeTensorMode, tree_leaves
 from lightning_parallel.ranks.layout import Placement
