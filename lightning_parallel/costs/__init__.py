@@ -3,7 +3,8 @@
     devices.py, links.py             a device and its messages: rates, measured here, or of a data sheet
     layer_costs.py                   one call of a layer: seconds, and bytes held up to its backward
     code_around.py                   what the step's code computes between the layers
-    profile.py                       all layers of a module by numbers of samples, and chunks of them
+    profile.py                       all calls of a step, by the number of samples
+    chunk_costs.py                   the chunks of a cut module: their calls, and what crosses the cuts
     updates.py                       the optimizer's step
     loading.py                       a batch of a loader
 

@@ -7,6 +7,7 @@ without memory and want a gradient.
 from __future__ import annotations
 
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,6 +19,23 @@ from lightning_parallel.costs.layer_costs import storage_key, with_own_objects
 from lightning_parallel.private.torch import tensors_in, tree_map
 from lightning_parallel.tracing.operations import OperationsNoted
 from lightning_parallel.tracing.trace import Call
+
+
+@dataclass(frozen=True)
+class Around:
+    """What the code after a call computes.
+
+    Attributes:
+        operations: floating-point ones.
+        nbytes: of its results.
+        kept: those of them that autograd keeps.
+        of_results: bytes of the call's results that it keeps.
+    """
+
+    operations: int = 0
+    nbytes: int = 0
+    kept: int = 0
+    of_results: int = 0
 
 
 class CodeAround(OperationsNoted):
@@ -38,15 +56,14 @@ class CodeAround(OperationsNoted):
         self._made: dict[AbsentMemory, tuple[int, int]] = {}  # the number of calls before it, and bytes
         self._ran: list[tuple[Any, Any, Any, Any]] = []  # operations, with arguments and results
 
-    def found(self) -> list[tuple[int, int, int, int]]:
-        """For each call the operations and the bytes of the code after it, the kept ones of these, and those of the
-        call's results that any such code keeps."""
+    def found(self) -> list[Around]:
+        """For each call what comes after it."""
         kept = [0] * len(self._found)
         saved = {memory for each in self._ran for memory in _saved(*each)}
         for number, nbytes in (self._made[memory] for memory in saved & self._made.keys()):
             kept[number] += nbytes
         of_results = [sum(each[memory] for memory in saved & each.keys()) for each in self.returned.values()]
-        return [(*each, k, r) for each, k, r in zip(self._found, kept, of_results, strict=False)]
+        return [Around(*each, k, r) for each, k, r in zip(self._found, kept, of_results, strict=False)]
 
     def before(self, name: str, unit: nn.Module, args: Any, kwargs: Any) -> None:
         """A unit is about to be called."""

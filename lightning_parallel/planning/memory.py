@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_parallel.callbacks.start_table import state_bytes
+from lightning_parallel.costs.chunk_costs import ChunkCost
 from lightning_parallel.costs.devices import Channels
-from lightning_parallel.costs.profile import ChunkCost
 from lightning_parallel.cuts.partition import Partition
 from lightning_parallel.fully_sharded.units import untied
 from lightning_parallel.planning.communicators import nccl_buffers

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_parallel.backward.split import AT_A_TIME
-from lightning_parallel.costs.profile import ChunkCost
+from lightning_parallel.costs.chunk_costs import ChunkCost
 from lightning_parallel.gradients.averaging import BUCKET_BYTES
 from lightning_parallel.planning.layouts import Choice
 from lightning_parallel.ranks.layout import Placement

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
+from lightning_parallel.costs.chunk_costs import ChunkCost
 from lightning_parallel.costs.devices import Device
-from lightning_parallel.costs.profile import ChunkCost
 from lightning_parallel.cuts.partition import Partition
 from lightning_parallel.planning.layouts import Choice
 from lightning_parallel.planning.memory import Memory

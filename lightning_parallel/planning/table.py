@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import Any
 
 from lightning_parallel.comparison.timing import Measured
-from lightning_parallel.costs.profile import ChunkCost
+from lightning_parallel.costs.chunk_costs import ChunkCost
 from lightning_parallel.planning.layouts import Choice
 from lightning_parallel.planning.memory import Memory
 from lightning_parallel.planning.step_time import StepTime

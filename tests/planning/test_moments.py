@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lightning_parallel.costs.profile import ChunkCost
+from lightning_parallel.costs.chunk_costs import ChunkCost
 from lightning_parallel.planning.layouts import Choice
 from lightning_parallel.planning.moments import held_and_fullest, message_buffers
 
