@@ -40,9 +40,7 @@ def nccl_buffers(choice: Choice, stage: int, parts: Partition, channels: Channel
 
 def _groups(choice: Choice, stage: int, parts: Partition) -> int:
     """The groups of several ranks that a rank of the stage is in, with the world."""
-    first = Layout.resolve(
-        choice.stages * choice.data * choice.tensor, pipeline=choice.stages, data=choice.data, tensor=choice.tensor
-    )
+    first = Layout.resolve(choice.ranks, pipeline=choice.stages, data=choice.data, tensor=choice.tensor)
     if choice.strategy == "ddp" or first.world_size == 1:
         return first.world_size > 1  # Lightning's has the world alone
     layout = first.at(first.rank_at(pipeline=stage))

@@ -68,6 +68,10 @@ class Choice:
         return options
 
     @property
+    def ranks(self) -> int:
+        return self.stages * self.data * self.tensor
+
+    @property
     def is_pipeline(self) -> bool:
         return self.strategy.startswith("pipeline")
 

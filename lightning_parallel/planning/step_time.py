@@ -23,6 +23,9 @@ from lightning_parallel.steps.between_batches import gained
 OF_BATCH = 4e-3  # seconds of Lightning's hooks and loops for a batch
 OF_PIPELINE = 3e-3  # more of them, in which stages agree on the end of a batch
 OF_FORWARD = 0.8e-3  # seconds in which a stage runs the step's code for one forward and backward of a chunk
+# Seconds of work more for each action where ranks take turns on a core: half of a tick of the kernel's clock, for which
+# another one goes on, and its own data have left the caches. Fitted to five models on four ranks and two cores.
+OF_TURN = 2e-3
 OF_UNIT = 2.5e-3  # seconds for each fully sharded unit in which nothing is computed, where a CPU does all
 
 
@@ -75,18 +78,20 @@ def of_step(
         updates: seconds of the optimizer's step on each stage.
         waits: does something make stages wait for each other between two batches?
     """
-    slower = 1 / device.speed(choice.stages * choice.data * choice.tensor)  # while all ranks compute
+    slower = 1 / device.speed(choice.ranks)  # while all of them compute
     forward, backward = slower * sum(c.forward for c in chunks), slower * sum(c.backward for c in chunks)
     if not choice.is_pipeline:
         sums = slower * sum(c.messages for c in chunks)
         messages = slower * _of_replicas(choice, device, memory[0], len(parts.layers) + 1, forward, backward)
         return StepTime(forward + backward - sums, 0.0, sums + messages, slower * updates[0], slower * OF_BATCH)
     added = OF_FORWARD if choice.stages > 1 else 0.0
+    turn = OF_TURN if choice.stages > 1 and slower > 1 else 0.0
     goes_on = not (waits or choice.is_late) and gained(choice.order()) > 0
-    busy_of, period = _simulated(choice, device, chunks, updates, added, goes_on)
+    busy_of, period = _simulated(choice, device, chunks, updates, added, turn, goes_on)
     busiest = max(range(choice.stages), key=lambda stage: busy_of[stage])
     busy = busy_of[busiest]
-    overhead = added * choice.microbatches * len(parts.chunks_of(busiest))
+    of_chunk = added + (3 if choice.order().has_halves else 2) * turn
+    overhead = of_chunk * choice.microbatches * len(parts.chunks_of(busiest))
     messages = exchanged = choice.microbatches * sum(chunks[c].messages for c in parts.chunks_of(busiest))
     last = min(c.backward for c in chunks)  # meanwhile the last backward of a batch runs
     if choice.sharded:
@@ -130,6 +135,7 @@ def _simulated(
     chunks: Sequence[ChunkCost],
     updates: Sequence[float],
     added: float,
+    turn: float,
     goes_on: bool,
 ) -> tuple[list[float], float]:
     """The lists on paper: for each stage the seconds of an update in which it computes; and the seconds between
@@ -138,10 +144,12 @@ def _simulated(
     order = choice.order(count)
     largest = max((chunk.sent for chunk in chunks[:-1]), default=0)
     latency = device.message(largest, distance=choice.tensor * choice.data)
-    forward = [chunk.forward + added for chunk in chunks]
-    backward, first = [chunk.backward for chunk in chunks], [chunk.first for chunk in chunks]
+    forward = [chunk.forward + added + turn for chunk in chunks]
+    turns = (2 if order.has_halves else 1) * turn
+    backward = [chunk.backward + turns for chunk in chunks]
+    first = [(c.first * c.backward + turn) / (c.backward + turns) for c in chunks]
     batches = BATCHES if goes_on else 1
-    if device.speed(choice.stages * choice.data * choice.tensor) == 1:  # each has a core
+    if device.speed(choice.ranks) == 1:  # each has a core
         durations = order.durations(forward, backward, updates, first)
         busy = [seconds / count for seconds in order.busy(durations)]
         return busy, _period(order.run(durations, latency, batches).updates)

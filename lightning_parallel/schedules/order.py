@@ -70,6 +70,11 @@ class Order:
         return found
 
     @cached_property
+    def has_halves(self) -> bool:
+        """Do backwards run in halves?"""
+        return any(SECOND_HALF in kinds for kinds, _ in self.by_stage)
+
+    @cached_property
     def _sources(self) -> list[tuple[int, int, int]]:
         """Of each action in order its stage, the index of its duration, and that of the action on another stage which
         it waits for; -1 if there is none."""
