@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
+from torchmetrics import Metric
 
 from lightning_parallel.absent.answers import asked
 from lightning_parallel.absent.origins import changed_by, inside_of, origin_of, parameter_of, shared_with
@@ -49,6 +50,13 @@ class Scene:
     state: StateKept
     owners: dict[int, list[str]]
     common: list[nn.Module]
+
+    def name_of(self, part: nn.Module, attribute: str) -> str:
+        return f"{self.names[id(part)]}.{attribute}".removeprefix(".")
+
+    def metrics(self) -> dict[nn.Module, None]:
+        """The metrics of units."""
+        return dict.fromkeys(part for unit in self.units for part in unit.modules() if isinstance(part, Metric))
 
 
 class Recorder:
