@@ -50,7 +50,7 @@ class Sizes:
     layers: int = 8
     width: int = 512
     length: int = 128
-    samples: int = 4
+    samples: int = 2
     microbatches: int = 8
     rounds: int = 3
     batches: int = 1
