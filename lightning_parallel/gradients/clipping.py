@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from lightning_parallel.gradients.hook_watch import GradientWatch
 from lightning_parallel.private.lightning.replaced import replaced
 from lightning_parallel.private.torch import CommonScaler, norms_of, scale_all
-from lightning_parallel.ranks.collectives import guarded
+from lightning_parallel.ranks.collectives import reduce_tensor
 from lightning_parallel.ranks.local_model import LocalModel, local_part
 from lightning_parallel.ranks.run import Run
 from lightning_parallel.tensor_lists import alike
@@ -48,10 +48,10 @@ def clip_by_norm(
     square = torch.zeros((), dtype=torch.float64, device=device)
     if replicas is not None:
         square += _square_of_norm([local_part(g) for g in own if isinstance(g, DTensor)], device)
-        guarded(dist.all_reduce, square, group=replicas)
+        reduce_tensor(square, replicas, dist.ReduceOp.SUM)
     square += _square_of_norm([g for g in own if not isinstance(g, DTensor)], device)
     if parts is not None:
-        guarded(dist.all_reduce, square, group=parts)
+        reduce_tensor(square, parts, dist.ReduceOp.SUM)
     scale = (clip_val / (square.sqrt() + 1e-6)).clamp(max=1.0)  # as torch.nn.utils.clip_grad_norm_
     for (gradients,) in alike([local_part(parameter.grad) for parameter in held if parameter.grad is not None]):
         scale_all(gradients, scale.to(gradients[0]))

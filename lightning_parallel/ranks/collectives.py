@@ -42,11 +42,17 @@ def guarded(collective: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         ) from error
 
 
+def _is_alone(group: Group) -> bool:
+    """Is this rank the only one of the group? Then nothing is sent: for a first message NCCL would connect a group of
+    one rank too, and take memory for it."""
+    return not dist.is_initialized() or dist.get_world_size(group) == 1
+
+
 def broadcast_tensors(tensors: Iterable[Tensor], source: int, group: dist.ProcessGroup) -> None:
     """Overwrite tensors of any dtype and layout with the values of global rank ``source``. All ranks of the group pass
     the same tensors. Small ones share a message: a model has hundreds of buffers of a few bytes. Parameters are written
     without autograd's knowledge."""
-    if group.size() == 1:
+    if _is_alone(group):
         return
     for bucket in buckets_of(tensors):
         raw = [tensor.data.contiguous().reshape(-1).view(torch.uint8) for tensor in bucket]  # for any backend
@@ -92,6 +98,8 @@ def broadcast_object(value: T | None, source: int | None, group: Group) -> T:
         group: None for all ranks.
     """
     boxed: list[Any] = [value]
+    if _is_alone(group):
+        return boxed[0]
     guarded(dist.broadcast_object_list, boxed, source, group, group_src=0 if source is None else None)
     return boxed[0]
 
@@ -103,6 +111,8 @@ def reduce_tensor(tensor: Tensor, group: dist.ProcessGroup, operation: Any) -> T
         operation: a ``dist.ReduceOp``, or a name as ``self.log(reduce_fx=...)`` takes it: "mean", "avg", "sum", "min",
             "max", "product".
     """
+    if _is_alone(group):
+        return tensor
     name = operation.lower() if isinstance(operation, str) else None
     if name not in ("mean", "avg"):
         op = operation if name is None else getattr(dist.ReduceOp, name.upper())
@@ -115,7 +125,7 @@ def reduce_tensor(tensor: Tensor, group: dist.ProcessGroup, operation: Any) -> T
 
 def gather_objects(value: T, group: Group) -> list[T]:
     """The objects of all ranks, in the order of ranks, on all ranks."""
-    if not dist.is_initialized():
+    if _is_alone(group):
         return [value]
     values: list[Any] = [None] * dist.get_world_size(group)
     guarded(dist.all_gather_object, values, value, group=group)
@@ -124,7 +134,7 @@ def gather_objects(value: T, group: Group) -> list[T]:
 
 def gather_objects_on_first(value: T, group: Group) -> list[T] | None:
     """The objects of all ranks, in the order of ranks, on the group's first rank; None on the others."""
-    if not dist.is_initialized():
+    if _is_alone(group):
         return [value]
     first = dist.get_rank(group) == 0
     values: list[Any] | None = [None] * dist.get_world_size(group) if first else None
@@ -139,7 +149,7 @@ def decided_by_first(group: Group, decide: Callable[[], T]) -> T:
         ValueError: on the other ranks, if the first one raised a ValueError.
         RuntimeError: on the other ranks, if it raised something else.
     """
-    if not dist.is_initialized():
+    if _is_alone(group):
         return decide()
     own = decide if dist.get_rank(group) == 0 else lambda: None
     return broadcast_object(together(group, own), None, group)
@@ -156,7 +166,7 @@ def together(group: Group, action: Callable[[], T]) -> T:
         ValueError: on the other ranks, if the one that failed raised a ValueError.
         RuntimeError: on the other ranks, if it raised something else.
     """
-    if not dist.is_initialized():
+    if _is_alone(group):
         return action()
     error: Exception | None = None
     try:
@@ -185,6 +195,8 @@ def _report(error: Exception) -> tuple[type[Exception], str]:
 def highest(group: Group, *numbers: int) -> list[int]:
     """The highest that any rank passes, of each number. Each rank sends these alone; objects exchanged between all
     ranks would grow with the square of their number."""
+    if _is_alone(group):
+        return [*numbers]
     device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
     found = torch.tensor(numbers, device=device)
     guarded(dist.all_reduce, found, dist.ReduceOp.MAX, group=group)
