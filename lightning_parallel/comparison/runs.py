@@ -17,6 +17,7 @@ import torch.distributed as dist
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.utils.data import DataLoader, Dataset
@@ -25,6 +26,7 @@ from typing_extensions import override
 from lightning_parallel.batch import rebuilt, split
 from lightning_parallel.comparison.evidence import SEED, Evidence, Witness
 from lightning_parallel.private.lightning.replaced import replaced
+from lightning_parallel.private.torch import tree_leaves
 from lightning_parallel.ranks.collectives import broadcast_object
 
 T = TypeVar("T")
@@ -37,7 +39,7 @@ def first_batches(
     common: Mapping[str, Any],
 ) -> list[Any]:
     """The first batches of a loader, as in one process."""
-    found = [*itertools.islice(loader_of(module, data, common), count)]
+    found = [*itertools.islice(batches_of(loader_of(module, data, common)), count)]
     if not found:
         raise ValueError("data gives no batches.")
     return found
@@ -54,8 +56,16 @@ def loader_of(
         loader.trainer = trainer_of(devices=1, plugins=[_Alone()], **common)  # its hooks may read it
         loader.prepare_data()
         loader.setup("fit")
-        return loader.train_dataloader()
+        loader = loader.train_dataloader()
+        several = isinstance(loader, dict | list | tuple)
+        if several and any(isinstance(each, DataLoader) for each in tree_leaves(loader)):
+            return CombinedLoader(loader, "max_size_cycle")  # as a Trainer takes them
     return loader
+
+
+def batches_of(loader: Iterable[Any]) -> Iterable[Any]:
+    """A loader's batches, without the numbers that several loaders give with them."""
+    return (each[0] for each in loader) if isinstance(loader, CombinedLoader) else loader
 
 
 def trainer_of(*callbacks: Callback, **given: Any) -> pl.Trainer:

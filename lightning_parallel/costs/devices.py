@@ -113,9 +113,10 @@ _DESCRIBED: Mapping[str, tuple[float, float, float, float, float]] = MappingProx
     }
 )
 DESCRIBED = tuple(_DESCRIBED)
-# As NCCL logs them where NVSwitch joins the devices of a node, and where PCIe does.
-_NVSWITCH: Channels = (24, 32)
+# As NCCL logs them where NVLink joins the devices of a node, and where PCIe does.
+_NVLINK: Channels = (24, 32)
 _PCIE: Channels = (2, 2)
+_WITH_NVLINK = ("a100", "a800", "h100", "h200", "h800", "h20", "b200", "b300")
 
 
 def described(name: str, *, halves: bool) -> Device:
@@ -139,7 +140,8 @@ def described(name: str, *, halves: bool) -> Device:
 
 def _channels(name: str) -> Channels:
     """By a device's name, as its maker or a plan writes it."""
-    return _NVSWITCH if any(each in name.lower() for each in ("a100", "h100", "h200")) else _PCIE
+    words = name.lower()
+    return _NVLINK if any(each in words for each in _WITH_NVLINK) and "pcie" not in words else _PCIE
 
 
 def here(device: torch.device, dtype: torch.dtype, ranks: int) -> Device:

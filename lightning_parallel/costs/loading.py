@@ -1,18 +1,21 @@
-"""What it takes to load a batch: tried in this process, without workers."""
+"""What it takes to load a batch: the first ones of a loader are loaded."""
 
 from __future__ import annotations
 
-import copy
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
+from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import DataLoader
 
-_BATCHES = 4  # that are timed: the first one of a dataset may take longer
-_LONG = 1.0  # seconds, after which no more are
+from lightning_parallel.comparison.runs import batches_of
+from lightning_parallel.private.torch import with_one_worker
+
+_BATCHES = 4  # that are loaded; the first one may take longer, and isn't timed unless there is no other
+_LONG = 1.0  # seconds of the others, after which no more are
 
 
 @dataclass(frozen=True)
@@ -41,29 +44,34 @@ class Loaded:
     def notes(self) -> Iterator[str]:
         """What the time of loading rests on."""
         if self.seconds:
-            ahead = f"{self.workers} workers of each rank load ahead" if self.workers else "no workers load ahead"
-            yield f"Data: {1000 * self.seconds:.3g} ms to load a batch, tried in this process; {ahead}."
+            where = f"in one of each rank's {self.workers} workers" if self.workers else "without workers"
+            yield f"Data: {1000 * self.seconds:.3g} ms to load a batch, {where}."
 
 
 def first_batch(loader: Iterable[Any]) -> Loaded:
-    """The first batch of a loader.
+    """The first batch of a loader. If it has workers, one of them loads it, and a few more: a dataset may need to be in
+    a worker. The loader's own workers and its generator stay as they are.
 
     Raises:
         ValueError: it has none.
     """
-    workers = 0
-    if isinstance(loader, DataLoader):
+    workers, state = 0, None
+    if isinstance(loader, CombinedLoader):  # what all of its loaders' workers do together counts as one worker's
+        workers = int(any(getattr(each, "num_workers", 0) for each in loader.flattened))
+    elif isinstance(loader, DataLoader):
         workers = loader.num_workers
-        alone = copy.copy(loader)
-        alone.num_workers, alone.timeout = 0, 0  # a time limit is one for workers
-        loader = alone
+        state = None if loader.generator is None else (loader.generator, loader.generator.get_state())
+        loader = with_one_worker(loader) if workers else loader
     first, times, start = None, [], time.perf_counter()
-    for batch in loader:
+    for batch in batches_of(loader):
         times.append(time.perf_counter() - start)
         first = batch if len(times) == 1 else first
-        if len(times) == _BATCHES or sum(times) > _LONG:
+        if len(times) == _BATCHES or sum(times[1:]) > _LONG:
             break
         start = time.perf_counter()
     if not times:
         raise ValueError("data gives no batches.")
+    if state is not None:
+        generator, before = state
+        generator.set_state(before)
     return Loaded(first, median(times[1:] or times), workers)

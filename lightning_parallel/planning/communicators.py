@@ -15,7 +15,8 @@ With the 24 channels of A100 or H100 in a box a group takes 576 MiB. Others meas
 more (https://github.com/NVIDIA/nccl/issues/964). Messages both ways between each two of eight H100, on 32 channels,
 take 2.6 GiB by this formula; 3.3 GB were measured (https://github.com/NVIDIA/nccl/issues/1685).
 
-Not counted are the buffers of NVLink SHARP. Between nodes messages share buffers, so there it counts too much.
+Not counted are the buffers of NVLink SHARP, and the group in which an optimizer like Muon steps divided parameters of a
+pipeline with replicas. Between nodes messages share buffers, so there it counts too much.
 """
 
 from __future__ import annotations

@@ -14,13 +14,13 @@ from torch.utils.data import DataLoader
 
 from lightning_parallel.comparison.runs import loader_of, trainer_of
 from lightning_parallel.comparison.timing import Measured, TrialFailed, measured
-from lightning_parallel.costs.devices import Device, described, here
+from lightning_parallel.costs.devices import Device, as_one_of, described, here
 from lightning_parallel.costs.loading import Loaded, first_batch
 from lightning_parallel.planning.cutting import Repeated
 from lightning_parallel.planning.layouts import Choice, choices, tensor_sizes, thriftier
 from lightning_parallel.planning.memory import on_each_stage
 from lightning_parallel.planning.planned_module import PlannedModule, ready
-from lightning_parallel.planning.step_time import StepTime, of_step
+from lightning_parallel.planning.step_time import of_step
 from lightning_parallel.planning.table import MARGIN, Plan, Row
 from lightning_parallel.seeding import TorchGenerators, host_generators_kept
 from lightning_parallel.settings import ByteSize, bytes_of
@@ -59,8 +59,8 @@ def plan(
             times are those of the data sheet, at half of the peak.
         precision: as the Trainer's.
         measure: run so many of the best layouts for a few steps, in processes of this machine, which needs the devices.
-            They are ranked by what was measured. Call it under ``if __name__ == "__main__":``, since the processes
-            import the script.
+            They are ranked by what was measured, and by the time of loading. Call it under
+            ``if __name__ == "__main__":``, since the processes import the script.
         **trainer: other arguments of the Trainer, such as ``gradient_clip_val``, for which stages wait.
 
     Raises:
@@ -79,7 +79,8 @@ def plan(
         rates = here(tried_on, torch.float32, devices) if device == "here" else described(device, halves=halves)
         loaded = Loaded(data)
         if isinstance(data, pl.LightningDataModule | DataLoader):
-            loaded = first_batch(loader_of(module, data, {"accelerator": "cpu"}))
+            with as_one_of(devices if device == "here" else 1, tried_on):
+                loaded = first_batch(loader_of(module, data, {"accelerator": "cpu"}))
         made = trainer_of(devices=1, accelerator="cpu", precision=precision, **trainer)
         ranked = _ranked(module, made, loaded, rates, tried_on, devices, limit)
     arguments = {"accelerator": tried_on.type, "precision": precision, **trainer}
@@ -113,7 +114,7 @@ def _ranked(
                 found += _rows(choice, planned, device, devices, limit, refused)
             notes += planned.notes()
     found.sort(key=_rank)
-    notes = [*_on_all(device), *loaded.notes(), *dict.fromkeys(notes)]
+    notes = [*_on_all(device, devices), *loaded.notes(), *dict.fromkeys(notes)]
     return Plan(found, refused, limit, f"{devices} x {device.name}", notes)
 
 
@@ -184,26 +185,26 @@ def row_of(choice: Choice, planned: PlannedModule, device: Device, devices: int,
     memory = on_each_stage(choice, planned.tensors, planned.state, parts, chunks, batches, device.channels)
     updates = planned.update_times(choice, parts, memory)
     waits = not choice.is_pipeline or planned.cuts.waits(parts)
-
-    def time() -> StepTime:
-        step = of_step(choice, device, parts, chunks, memory, updates, waits=waits)
-        return replace(step, loading=planned.loaded.waited(step.total, choice.data, device.speed(devices)))
-
+    time = partial(of_step, choice, device, parts, chunks, memory, updates, waits=waits)
+    waited = partial(planned.loaded.waited, replicas=choice.data, speed=device.speed(devices))
     fits = limit is None or MARGIN * max(each.total for each in memory) <= limit
-    return Row(choice, chunks, memory, time, planned.samples or 1, planned.tokens(), devices, fits)
+    return Row(choice, chunks, memory, time, planned.samples or 1, planned.tokens(), devices, fits, waited)
 
 
-def _on_all(device: Device) -> Iterator[str]:
+def _on_all(device: Device, devices: int) -> Iterator[str]:
     """What all rows rest on."""
     how = "timed" if device.measured else "by its data sheet, at half of the peak"
     latency, link = 1e6 * device.latency, device.link / 1e9
     yield f"Layers: {device.name}, {how}. A message: {latency:.0f} us, and its bytes at {link:.3g} GB/s."
-    buffers = " and of NCCL's buffers" if any(device.channels) else ""
-    yield f"Memory is that of tensors{buffers} on the fullest rank; to fit, {MARGIN - 1:.0%} more has to be there."
+    nccl = ""
+    if devices > 1 and any(device.channels):
+        of_groups, of_messages = device.channels
+        nccl = f" and of NCCL's buffers (for {of_groups} channels in a group, {of_messages} between stages)"
+    yield f"Memory is that of tensors{nccl} on the fullest rank; to fit, {MARGIN - 1:.0%} more has to be there."
 
 
 def _rank(row: Row) -> tuple[bool, bool, float]:
-    return not row.fits, row.choice.is_late, row.time.total if row.fits else float(row.needed)
+    return not row.fits, row.choice.is_late, row.seconds if row.fits else float(row.needed)
 
 
 def _first_sentence(error: Exception) -> str:

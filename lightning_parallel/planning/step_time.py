@@ -1,8 +1,8 @@
 """The seconds that a step of a layout takes.
 
-Stages run their lists as the simulator has it, with each chunk's own times. The rest is added up. Not modelled are
-other work on the same cores or links, and that a microbatch is slower or faster than the line between the two that were
-tried.
+Stages run their lists as the simulator has it, with each chunk's own times. The rest is added up. Loading isn't in it
+(``costs/loading.py``). Not modelled are other work on the same cores or links, and that a microbatch is slower or
+faster than the line between the two that were tried.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ OF_BATCH = 4e-3  # seconds of Lightning's hooks and loops for a batch
 OF_PIPELINE = 3e-3  # more of them, in which stages agree on the end of a batch
 OF_FORWARD = 0.8e-3  # seconds in which a stage runs the step's code for one forward and backward of a chunk
 # Seconds of work more for each action where ranks take turns on a core: half of a tick of the kernel's clock, for which
-# another one goes on, and its own data have left the caches. Fitted to five models on four ranks and two cores.
+# another one goes on, and its own data have left the caches. Fitted to five models on four ranks and two cores. In a
+# list with halves each backward counts as two actions, also where the last stage runs it in one piece.
 OF_TURN = 2e-3
 OF_UNIT = 2.5e-3  # seconds for each fully sharded unit in which nothing is computed, where a CPU does all
 
@@ -39,7 +40,6 @@ class StepTime:
         messages: between replicas and tensor ranks, as far as nothing is computed meanwhile.
         updating: the optimizer.
         overhead: Lightning's, and that of running the step's code on each stage.
-        loading: the time in which it waits for its batch.
     """
 
     computing: float
@@ -47,7 +47,6 @@ class StepTime:
     messages: float = 0.0
     updating: float = 0.0
     overhead: float = 0.0
-    loading: float = 0.0
 
     @property
     def total(self) -> float:

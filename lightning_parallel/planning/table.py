@@ -32,6 +32,7 @@ class Row:
         tokens: of a sample; None if they aren't known.
         devices: on which it was planned.
         fits: is the memory, with the margin, within the limit?
+        waited: computes the time in which a step waits for its batch, by the seconds of its rest.
         measured: what a few steps of it have taken; None if it wasn't run.
     """
 
@@ -43,12 +44,14 @@ class Row:
     tokens: int | None
     devices: int
     fits: bool
+    waited: Callable[[float], float] = field(default=lambda step: 0.0, repr=False, compare=False)
     measured: Measured | None = None
 
     @property
     def seconds(self) -> float:
-        """Of a step: measured, with the predicted time of loading, for which trials don't wait; or else predicted."""
-        return self.time.total if self.measured is None else self.measured.seconds + self.time.loading
+        """Of a step, with loading: measured, in trials that don't load, or else predicted."""
+        step = self.time.total if self.measured is None else self.measured.seconds
+        return step + self.waited(step)
 
     @cached_property
     def time(self) -> StepTime:
@@ -90,6 +93,7 @@ class Row:
         if self.seconds <= _ALIKE * best.seconds:
             return "as fast"
         differences = {f.name: getattr(self.time, f.name) - getattr(best.time, f.name) for f in fields(StepTime)}
+        differences["loading"] = self.waited(self.time.total) - best.waited(best.time.total)
         most = max(differences, key=lambda name: differences[name])
         return f"{self.seconds / best.seconds:.2f} times as long: {_WORDS[most]}"
 
@@ -143,11 +147,12 @@ class Plan:
             raise ValueError(f"devices={self.devices}: no layout can be planned. {reasons}")
         least = min(self.found, key=lambda row: (row.choice.is_late, row.needed))
         held = least.memory
+        nccl = f", NCCL's buffers {binary_size(held.communicators)}" if held.communicators else ""
         raise ValueError(
             f"memory={binary_size(self.limit or 0)}: no layout of {self.devices} fits. {least.choice} comes nearest, "
             f"and needs {binary_size(least.needed)} on its fullest rank (parameters {binary_size(held.parameters)}, "
             f"gradients {binary_size(held.gradients)}, optimizer {binary_size(held.optimizer)}, activations "
-            f"{binary_size(held.activations)}). Take more devices, smaller batches, or devices with more memory."
+            f"{binary_size(held.activations)}{nccl}). Take more devices, smaller batches, or devices with more memory."
         )
 
     def one_of_each(self) -> list[Row]:
@@ -190,7 +195,7 @@ class Plan:
         return [
             str(row.choice),
             str(row.choice.microbatches) if row.choice.is_pipeline else "",
-            f"{1000 * row.time.total:.3g}",
+            f"{1000 * (row.time.total + row.waited(row.time.total)):.3g}",
             f"{1000 * row.measured.seconds:.3g}" if row.measured else "",
             f"{rate:.3g}",
             f"{rate * row.tokens:,.0f}" if row.tokens else "",
