@@ -32,6 +32,7 @@ from recipes import build, record, resume, trackers, using
 from recipes.logs import ContinuedLogs
 from recipes.processes import REQUEUE, restarts
 from recipes.schema import world_size
+from recipes.tables import write_csv
 
 _JOB_IDS = ("SLURM_JOB_ID", "TORCHELASTIC_RUN_ID", "RAY_JOB_ID")
 _OWN = "recipes.launchers."  # launchers of this package are known by the names of their modules
@@ -89,7 +90,11 @@ def plan(config: Mapping[str, Any]) -> None:
     options["devices"] = options["devices"] or config["cluster"]["devices"]
     found = lightning_parallel.plan(build.model(config), build.data(config), **options)
     print(found, flush=True)
-    folder, best = Path(config["paths"]["output_dir"]), found.best
+    folder, records = Path(config["paths"]["output_dir"]), found.records()
+    write_csv(folder / "plan.csv", [*records[0]] if records else [], records)
+    best = found.best
+    with suppress(ModuleNotFoundError):  # matplotlib
+        found.draw(folder / "plan.png")
     rows = [{"overrides": row.overrides, "seconds": row.seconds, "bytes": row.memory.total} for row in found.found]
     (folder / record.PLAN).write_text(json.dumps({"best": best.overrides, "rows": rows}))
     record.complete(folder, {"seconds_per_step": best.seconds, "bytes": best.memory.total})

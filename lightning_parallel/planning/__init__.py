@@ -9,7 +9,7 @@ machine's device (``costs/``), and of the schedules, simulated::
     communicators.py                      what NCCL holds for them
     step_time.py, sharing.py              the seconds of its step, also where stages share cores
     planned_module.py                     the module, as one of some tensor ranks has it
-    planner.py, table.py                  all layouts, refused or ranked
+    planner.py, table.py, picture.py      all layouts, refused or ranked
 
 ``comparison/`` tells whether a layout is right, this room what it costs. It cuts no module: ``cuts/`` does.
 """

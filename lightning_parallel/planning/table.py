@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 from lightning_parallel.comparison.timing import Measured
 from lightning_parallel.costs.chunk_costs import ChunkCost
+from lightning_parallel.planning import picture
 from lightning_parallel.planning.layouts import Choice
 from lightning_parallel.planning.memory import Memory
 from lightning_parallel.planning.step_time import StepTime
@@ -64,6 +66,11 @@ class Row:
         return max(self.ranks, key=lambda memory: memory.total)
 
     @property
+    def parts(self) -> dict[str, float]:
+        """The predicted seconds of a step by what they are spent on."""
+        return asdict(self.time) | {"loading": self.waited(self.time.total)}
+
+    @property
     def strategy(self) -> str:
         """The name, as ``Trainer(strategy=...)`` and ``lightning_parallel.check`` take it."""
         return self.choice.strategy
@@ -92,8 +99,7 @@ class Row:
             return "gradients are late"
         if self.seconds <= _ALIKE * best.seconds:
             return "as fast"
-        differences = {f.name: getattr(self.time, f.name) - getattr(best.time, f.name) for f in fields(StepTime)}
-        differences["loading"] = self.waited(self.time.total) - best.waited(best.time.total)
+        differences = {name: seconds - best.parts[name] for name, seconds in self.parts.items()}
         most = max(differences, key=lambda name: differences[name])
         return f"{self.seconds / best.seconds:.2f} times as long: {_WORDS[most]}"
 
@@ -159,11 +165,33 @@ class Plan:
         """Of the layouts that fit, the best number of microbatches of each."""
         return _one_of_each(self.rows)
 
-    def __str__(self) -> str:
+    def records(self) -> list[dict[str, Any]]:
+        """A dictionary for each layout, in seconds and bytes, such as for a data frame. Those that don't fit have no
+        times."""
+        best = self._best_or_problem()[0]
+        return [self._record(row, best) for row in self.found]
+
+    def draw(self, path: str | Path) -> None:
+        """Draw the layouts that fit into a file: memory against time, and what a step's time consists of. If the best
+        one is a pipeline, its schedule goes into another file beside it, whose name ends in ``_schedule``.
+
+        Raises:
+            ModuleNotFoundError: matplotlib isn't installed.
+            ValueError: no layout fits.
+        """
+        best, path = self.best, Path(path)
+        picture.draw(self.rows, self.one_of_each()[:_SHOWN], self.limit, MARGIN, path)
+        if best.choice.stages > 1:
+            picture.draw_schedule(best, path.with_stem(f"{path.stem}_schedule"))
+
+    def _best_or_problem(self) -> tuple[Row | None, str | None]:
         try:
-            best, problem = self.best, None
+            return self.best, None
         except ValueError as error:
-            best, problem = None, str(error)
+            return None, str(error)
+
+    def __str__(self) -> str:
+        best, problem = self._best_or_problem()
         several = [row for row in self.found if row.fits or best is None] or self.found
         shown = _one_of_each(several)[:_SHOWN]
         titles = ["layout", "microbatches", "ms a step", "measured", "samples/s", "tokens/s", "memory", "measured"]
@@ -186,23 +214,33 @@ class Plan:
     def __repr__(self) -> str:
         return str(self)  # what a notebook shows
 
+    def _verdict(self, row: Row, best: Row | None) -> str:
+        if not row.fits:
+            return f"needs {binary_size(row.needed)}"
+        return "best" if best is None or row is best else row.lost_to(best)
+
+    def _record(self, row: Row, best: Row | None) -> dict[str, Any]:
+        found: dict[str, Any] = {"layout": str(row.choice), "microbatches": row.choice.microbatches}
+        found |= {"words": " ".join(row.overrides), "fits": row.fits, "verdict": self._verdict(row, best)}
+        parts = row.parts if row.fits else dict.fromkeys(_WORDS)
+        found["seconds"] = row.seconds if row.fits else None
+        found |= {f"{name}_seconds": seconds for name, seconds in parts.items()}
+        found["bytes"] = row.memory.total
+        return found | {f"{name}_bytes": nbytes for name, nbytes in asdict(row.memory).items()}
+
     def _cells(self, row: Row, best: Row | None) -> list[str]:
         rate = row.samples / row.seconds
-        if not row.fits:
-            verdict = f"needs {binary_size(row.needed)}"
-        else:
-            verdict = "best" if best is None or row is best else row.lost_to(best)
         return [
             str(row.choice),
             str(row.choice.microbatches) if row.choice.is_pipeline else "",
-            f"{1000 * (row.time.total + row.waited(row.time.total)):.3g}",
+            f"{1000 * sum(row.parts.values()):.3g}",
             f"{1000 * row.measured.seconds:.3g}" if row.measured else "",
             f"{rate:.3g}",
             f"{rate * row.tokens:,.0f}" if row.tokens else "",
             binary_size(row.memory.total),
             binary_size(row.measured.held) if row.measured else "",
             f"{row.time.bubble:.0%}" if row.choice.is_pipeline else "",
-            verdict,
+            self._verdict(row, best),
         ]
 
 

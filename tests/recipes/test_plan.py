@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,10 @@ def test_the_first_row_is_left_for_the_run(pool: WorkerPool, tmp_path: Path) -> 
     said = json.loads((folder / record.PLAN).read_text())
     taken = said["best"]
     assert taken in [row["overrides"] for row in said["rows"]]
+    with (folder / "plan.csv").open() as stream:
+        records = [*csv.DictReader(stream)]
+    assert [record["words"].split() for record in records] == [row["overrides"] for row in said["rows"]]
+    assert records[0]["verdict"] == "best" and (folder / "plan.png").exists() == (find_spec("matplotlib") is not None)
     assert "cluster.devices=2" in taken
     assert problems(*DIGITS, *taken) == []
     assert set(record.read_metrics(folder)) == {"seconds_per_step", "bytes"}
