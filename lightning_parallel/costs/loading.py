@@ -55,13 +55,13 @@ def first_batch(loader: Iterable[Any]) -> Loaded:
     Raises:
         ValueError: it has none.
     """
-    workers, state = 0, None
+    workers, generator = 0, None
     if isinstance(loader, CombinedLoader):  # what all of its loaders' workers do together counts as one worker's
         workers = int(any(getattr(each, "num_workers", 0) for each in loader.flattened))
     elif isinstance(loader, DataLoader):
-        workers = loader.num_workers
-        state = None if loader.generator is None else (loader.generator, loader.generator.get_state())
+        workers, generator = loader.num_workers, loader.generator
         loader = with_one_worker(loader) if workers else loader
+    before = None if generator is None else generator.get_state()
     first, times, start = None, [], time.perf_counter()
     for batch in batches_of(loader):
         times.append(time.perf_counter() - start)
@@ -71,7 +71,6 @@ def first_batch(loader: Iterable[Any]) -> Loaded:
         start = time.perf_counter()
     if not times:
         raise ValueError("data gives no batches.")
-    if state is not None:
-        generator, before = state
+    if generator is not None:
         generator.set_state(before)
     return Loaded(first, median(times[1:] or times), workers)

@@ -87,6 +87,10 @@ class Choice:
             return (0,)
         return tuple(range(self.stages)) if self.is_late else self.order().places
 
+    def chunks_of(self, stage: int) -> list[int]:
+        """The chunks that a stage runs."""
+        return [chunk for chunk, place in enumerate(self.placement) if place == stage]
+
     def order(self, updates: int = 1) -> Order:
         """The lists of a pipeline's stages. Those of the asynchronous one are of several updates, with the drain."""
         return _order(self.strategy.removeprefix("pipeline_"), self.stages, self.microbatches, updates)

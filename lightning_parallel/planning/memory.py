@@ -165,7 +165,7 @@ def on_each_stage(
     parts: Partition,
     chunks: Sequence[ChunkCost],
     batches: int,
-    channels: Channels = (0, 0),
+    channels: Channels,
 ) -> list[Memory]:
     """What a rank of each stage holds. A layout without stages has one.
 

@@ -48,7 +48,7 @@ def held_and_fullest(
         backward, end = chunks[0].backward_peak + undivided, made + 2 * last_undivided
         return chunks[0].held, max(made + steps, made + chunks[0].forward_peak, backward, end)
     if choice.is_late:
-        own = [chunk for chunk, place in zip(chunks, choice.placement, strict=True) if place == stage]
+        own = [chunks[number] for number in choice.chunks_of(stage)]
         held = sum(chunk.held for chunk in own)
         activations = (1 + AsyncOneFOneB(choice.stages, stage).warmup) * held
         more = max(max(chunk.forward_peak, chunk.backward_peak) - chunk.held for chunk in own)
@@ -73,7 +73,7 @@ def message_buffers(choice: Choice, stage: int, chunks: Sequence[ChunkCost]) -> 
         return 0
     places, found = choice.placement, 0
     sent = _sent_at_once(choice.order(_UPDATES if choice.is_late else 1))
-    for chunk in (number for number, place in enumerate(places) if place == stage):
+    for chunk in choice.chunks_of(stage):
         activations, gradients = sent[chunk]
         if chunk and places[chunk - 1] != stage:
             found += (1 + gradients) * chunks[chunk - 1].sent

@@ -121,7 +121,7 @@ def draw_schedule(row: Row, path: str | Path) -> None:
     choice, chunks = row.choice, row.chunks
     forward, backward = [chunk.forward for chunk in chunks], [chunk.backward for chunk in chunks]
     found = simulate(choice.schedule(), forward, backward, first=[chunk.first for chunk in chunks])
-    own = [[c for c, place in enumerate(choice.placement) if place == stage] for stage in range(choice.stages)]
+    own = [choice.chunks_of(stage) for stage in range(choice.stages)]
     spans = [
         [
             Span(_KINDS[type(t.action)], t.action.microbatch, t.start, t.end, chunk=own[stage].index(t.action.chunk))

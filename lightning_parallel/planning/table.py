@@ -99,7 +99,8 @@ class Row:
             return "gradients are late"
         if self.seconds <= _ALIKE * best.seconds:
             return "as fast"
-        differences = {name: seconds - best.parts[name] for name, seconds in self.parts.items()}
+        of_best = best.parts
+        differences = {name: seconds - of_best[name] for name, seconds in self.parts.items()}
         most = max(differences, key=lambda name: differences[name])
         return f"{self.seconds / best.seconds:.2f} times as long: {_WORDS[most]}"
 

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_parallel.private.torch import group_of_members
+from lightning_parallel.ranks.collectives import reduce_tensor
 from lightning_parallel.ranks.layout import AXES, Layout, Placement
 
 
@@ -69,10 +70,8 @@ class Groups:
         """The group of some global ranks, this one among them. It is made once. All its ranks call this, in one order
         for all groups that they share."""
         group = self._group(ranks)
-        # NCCL connects at the first message, and in the first step others may be under way. A rank alone needs no
-        # connection, for which NCCL would still take 0.4 GB and more (https://github.com/NVIDIA/nccl/issues/2363).
-        if self._over_nccl and group.size() > 1:
-            dist.all_reduce(torch.zeros(1, device=self._device), group=group)
+        if self._over_nccl:  # which connects at the first message; in the first step others may be under way
+            reduce_tensor(torch.zeros(1, device=self._device), group, dist.ReduceOp.SUM)
         return group
 
     def on_host(self, ranks: Iterable[int]) -> dist.ProcessGroup:

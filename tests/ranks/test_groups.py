@@ -94,7 +94,7 @@ def greeted() -> list[int]:
     sizes: list[int] = []
     with (
         patch("lightning_parallel.ranks.groups.dist.get_backend", return_value="nccl"),
-        patch.object(dist, "all_reduce", lambda tensor, group: sizes.append(dist.get_world_size(group))),
+        patch.object(dist, "all_reduce", lambda tensor, *op, group: sizes.append(dist.get_world_size(group))),
     ):
         Groups(Layout.resolve(2, dist.get_rank(), pipeline=2), timedelta(seconds=30), torch.device("cpu"))
     return sizes
