@@ -183,9 +183,10 @@ def fit(
     log: bool = False,
     directory: str | None = None,
     loss: Callable[[Tensor], Tensor] = loss_of,
+    clip: float | None = None,
 ) -> list[float]:
     """Train on the same batch over and over: seconds between the ends of consecutive batches on this rank. Pictures,
-    if the strategy draws any, go into ``directory``."""
+    if the strategy draws any, go into ``directory``. ``clip`` is the Trainer's ``gradient_clip_val``."""
     quiet()
     clock = Clock()
     trainer = L.Trainer(
@@ -196,6 +197,7 @@ def fit(
         callbacks=[clock],
         logger=False,
         default_root_dir=directory,
+        gradient_clip_val=clip,
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,

@@ -181,19 +181,20 @@ def _chosen_on(words: Words, setting: Setting) -> str:
 
 def _time() -> str:
     """How time was simulated, with the figures that went in."""
+    names = {**clock.NAMES, "async": "asynchronous", "vhalf": "V-Half", "vmin": "V-Min"}
     shares = "; ".join(
-        f"{name} {', '.join(f'{share:.3f} (p={p}, m={m})' for (p, m), share in measured.items())}"
-        for name, measured in zip((*clock.NAMES.values(), "asynchronous"), clock.MEASURED.values(), strict=True)
+        f"{names[schedule]} {', '.join(f'{share:.3f} (p={p}, m={m})' for (p, m), share in measured.items())}"
+        for schedule, measured in clock.MEASURED.items()
     )
     return fill(
         f"In units of a batch's forward and backward on one stage, an update takes (m + p - 1) / m by 1F1B and 1 "
         f"asynchronously. ZB-V is simulated; its stages go on to the next batch by themselves. The asynchronous "
-        f"pipeline is filled once, (p - 1) / m; in a V its last stage waits for each batch, as is simulated, and as "
-        f"much is taken to be lost on top as by 1F1B. Real pipelines are slower. In the project's "
+        f"pipeline is filled once, (p - 1) / m; in a V its last stage waits for each batch, as is "
+        f"simulated. Real pipelines are slower. In the project's "
         f"`python -m tools.bench pipeline`, with stages that sleep, inside `Trainer.fit` and side by side in one "
         f"run, stages computed this share of the time: {shares}. Other p and m were not measured. There the theory's "
-        f"share is reduced as at a measured size: "
-        f"the one that lost least for a synchronous schedule, the one that lost most for the asynchronous. A stage of "
-        f"the study's model may be too small for the two chunks of ZB-V; on the clock it stands for a deeper model's.",
+        f"share is reduced as at a measured size: the one that lost least for a synchronous schedule, the one that "
+        f"lost most for an asynchronous one. A stage of the study's model may be too small for the two chunks of ZB-V "
+        f"and the other schedules in a V; on the clock it stands for a deeper model's.",
         _WIDTH,
     )

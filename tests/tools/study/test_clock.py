@@ -14,7 +14,8 @@ LEAST, MOST = {(4, 8): 0.6, (8, 16): 0.5}, {(4, 8): 0.9, (8, 16): 0.8}
 
 @pytest.fixture(autouse=True)
 def measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(clock, "MEASURED", {"1f1b": LEAST, "zbv": MOST, "async": MOST})
+    late = dict.fromkeys(("async", "vhalf", "vmin"), MOST)
+    monkeypatch.setattr(clock, "MEASURED", {"1f1b": LEAST, "zbv": MOST, **late})
 
 
 def test_an_update_takes_as_long_as_was_measured() -> None:
@@ -37,8 +38,13 @@ def test_theory_is_the_schedules(stages: int, microbatches: int) -> None:
 
 def test_in_a_v_the_last_stage_waits_for_each_batch() -> None:
     for shape, busy in (("vmin", 0.906), ("vhalf", 0.970)):
-        waited = clock.asynchronous(8, 16, 1, shape) / clock.asynchronous(8, 16, 1)
-        assert waited == pytest.approx(1 / busy, abs=1e-3)
+        assert clock.theory(shape, 8, 16) == pytest.approx(busy, abs=1e-3)
+
+
+def test_other_sizes_lose_the_least_measured_where_synchronous_and_the_most_where_asynchronous() -> None:
+    for schedule, kept in (("zbv", max), ("vmin", min)):
+        shares = [share / clock.theory(schedule, *sizes) for sizes, share in MOST.items()]
+        assert clock.busy(schedule, 16, 32) == pytest.approx(clock.theory(schedule, 16, 32) * kept(shares))
 
 
 def test_a_loss_is_reached_between_two_validations() -> None:
