@@ -1,14 +1,16 @@
 """Saves and ends a run on all ranks when a scheduler is about to stop it, so that nothing is lost.
 
 The scheduler sends SIGTERM or SIGUSR1 to one rank or to all, at any moment, and kills what still runs some seconds
-later. So the handler only notes the signal. Between two batches, every rank tells the others whether it has got one::
+later. So the handler only notes the signal. Between two batches, every rank tells the others whether it has got one.
+In the same message it says whether it has set ``trainer.should_stop``, for which the others stop, too::
 
     rank 0    batch 6   no    batch 7      SIGTERM: save, leave
     rank 1    batch 6   no    batch 7 !    SIGTERM: save, leave
                                       ^ SIGTERM
 
 In the asynchronous pipeline the first stage is some batches ahead of the last one, and must not wait for it. There the
-rank that gets the signal posts the number of a later batch, before which all ranks leave.
+rank that gets the signal posts the number of a later batch, before which all ranks leave, and
+:mod:`~lightning_parallel.results.common_stop` is for ``should_stop``.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from typing_extensions import override
 
-from lightning_parallel.private.lightning.batches import before_each_batch, ends_update
+from lightning_parallel.private.lightning.batches import between_batches, ends_update
 from lightning_parallel.private.lightning.checkpoints import save_last
 from lightning_parallel.private.lightning.signals import requeue_by_slurm, say_terminated, take_signals
 from lightning_parallel.ranks.meeting import Meeting
@@ -52,6 +54,7 @@ class Preemption(Callback):
 
     def __init__(self) -> None:
         self._signal = 0  # 1 and more: which one of _SIGNALS
+        self._agreed = 0  # the highest of all ranks'
         self._meeting: Meeting | None = None
         self._notice: Notice | None = None
         self._put_back: Callable[[], None] | None = None
@@ -77,12 +80,18 @@ class Preemption(Callback):
         ahead = getattr(trainer.strategy, "batches_ahead", 0)
         self._meeting = Meeting(trainer.world_size, getattr(trainer.strategy, "timeout", None))
         self._notice = Notice(ahead) if ahead else None
-        self._put_back = before_each_batch(trainer, lambda: self._between_batches(trainer))
+        self._agreed = 0
+        self._put_back = between_batches(trainer, partial(self._agree, trainer), partial(self._leave_if_asked, trainer))
 
-    def _between_batches(self, trainer: pl.Trainer) -> None:
+    def _agree(self, trainer: pl.Trainer) -> None:
+        if self._meeting is not None and self._notice is None:
+            self._agreed, stop = self._meeting.highest(self._signal, int(trainer.should_stop))
+            trainer.should_stop = bool(stop)
+
+    def _leave_if_asked(self, trainer: pl.Trainer) -> None:
         assert self._meeting is not None
         batch = trainer.fit_loop.total_batch_idx + 1
-        number = self._notice.at(batch, self._signal) if self._notice else self._meeting.highest(self._signal)
+        number = self._notice.at(batch, self._signal) if self._notice else self._agreed
         if number and ends_update(trainer):
             self._meeting.highest(number)  # a rank that is ahead stays until its messages have been read
             self._save_and_leave(trainer, number)
@@ -90,7 +99,9 @@ class Preemption(Callback):
     @override
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Handle a signal that came in the last batches or after them. A run resumed from there has no batch left."""
-        last = self._meeting.highest(self._signal) if self._meeting is not None else 0
+        if self._meeting is None:
+            return
+        [last] = self._meeting.highest(self._signal)
         if last:
             self._save_and_leave(trainer, last)
 

@@ -1,4 +1,4 @@
-"""Asks all ranks for a number between two batches, on the host, for ranks that wait for each other anyway.
+"""Asks all ranks for numbers between two batches, on the host, for ranks that wait for each other anyway.
 
 gloo's all-reduce takes 2 (n - 1) steps around a ring of n ranks. More than 64 ranks ask along the rows, and then along
 the columns, of a rectangle that is as close to a square as their number allows. 1,024 ranks need 124 steps, in place of
@@ -25,7 +25,7 @@ _IN_ONE_RING = 64  # ranks; an estimate of where shorter rings save more than a 
 
 
 class Meeting:
-    """Finds the highest number that one of the ranks has. All ranks make it. A rank that is the only one is alone even
+    """Finds the highest numbers that the ranks have. All ranks make it. A rank that is the only one is alone even
     in a process group that somebody else has made. A rank waits for the others for ``timeout``; None for torch's
     default."""
 
@@ -40,11 +40,12 @@ class Meeting:
             lines = row_and_column(dist.get_rank(), ranks, longest_row)
             self._groups = [group_of_members(line, timeout, "gloo", "meeting") for line in lines]
 
-    def highest(self, mine: int) -> int:
-        """The highest number that any rank passes. All ranks call it."""
+    def highest(self, *mine: int) -> list[int]:
+        """The highest that any rank passes, of each number. All ranks call it with as many."""
+        found = [*mine]
         for group in self._groups:
-            [mine] = highest(group, mine)
-        return mine
+            found = highest(group, *found)
+        return found
 
 
 def row_and_column(rank: int, ranks: int, longest_row: int) -> list[list[int]]:

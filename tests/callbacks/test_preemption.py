@@ -1,4 +1,5 @@
-"""A signal ends a run between two batches on all ranks, saved; the resumed run equals the one that wasn't stopped."""
+"""A signal ends a run between two batches on all ranks, saved; the resumed run equals the one that wasn't stopped.
+So does trainer.should_stop of one rank."""
 
 from __future__ import annotations
 
@@ -85,6 +86,7 @@ def strategy_of(name: str) -> tuple[Any, dict[str, Any]]:
         "single": lambda: ("auto", {"devices": 1, "callbacks": [Preemption(), ExactResume()]}),
         "ddp": lambda: ("ddp", {"devices": 2, "callbacks": [Preemption(), ExactResume()]}),
         "pipeline": lambda: (PipelineStrategy(microbatches=2, layers=layers), {"devices": 2}),
+        "replicas": lambda: (PipelineStrategy(microbatches=2, stages=1), {"devices": 2}),
         "asynchronous": lambda: (AsyncPipelineStrategy(microbatches=2, layers=layers), {"devices": 2}),
         "asynchronous in a V": lambda: (AsyncPipelineStrategy(microbatches=2, schedule="vmin"), {"devices": 2}),
         "tensor": lambda: (TensorParallelStrategy(plan=plan), {"devices": 2}),
@@ -198,6 +200,33 @@ def accumulate() -> int:
 
 def test_an_update_that_has_begun_is_completed(pool: WorkerPool) -> None:
     assert pool.run(accumulate, 2, init=False) == [3, 3]
+
+
+class StopsOneRank(Callback):
+    """Sets ``trainer.should_stop`` on the last rank alone: in the hook named, after the first batch or later."""
+
+    def __init__(self, hook: str) -> None:
+        setattr(self, hook, self._stop)
+
+    def _stop(self, trainer: pl.Trainer, *args: Any) -> None:
+        trainer.should_stop |= trainer.global_step > 0 and rank_zero_only.rank == 1
+
+
+def stop_one(name: str, hooks: list[str]) -> list[int]:
+    """After how many batches the run ends, for each hook."""
+    ended = []
+    for hook in hooks:
+        model = Model()
+        make_trainer(name, callbacks=[StopsOneRank(hook)], limit_val_batches=1).fit(model, *loaders())
+        ended.append(int(model.ended))
+    return ended
+
+
+@pytest.mark.parametrize("name", ["replicas", "tensor", "fully sharded", "pipeline", *thorough("ddp")])
+def test_all_ranks_stop_if_one_wants_to(pool: WorkerPool, name: str) -> None:
+    """Otherwise the others would wait for it until the timeout."""
+    hooks = ["on_train_batch_end", "on_validation_end", "on_train_epoch_end"]
+    assert pool.run(stop_one, 2, name, hooks, init=False) == [[1, EVERY, BATCHES]] * 2
 
 
 class KillsFirst(Callback):

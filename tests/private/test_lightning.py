@@ -220,7 +220,7 @@ def test_show_in_progress_bar_shows_texts_beside_what_is_logged() -> None:
     assert all(each["memory"] == "1 GiB" for each in shown) and len(shown) == 2
 
 
-def test_before_each_batch_leaves_out_the_one_broadcast_before_a_batch() -> None:
+def test_between_batches_leaves_out_the_one_broadcast_before_a_batch() -> None:
     """Otherwise no stage could start a batch before the last one does."""
     from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 

@@ -14,7 +14,7 @@ from lightning_parallel.ranks.meeting import Meeting, row_and_column
 from tests.pool import WorkerPool
 
 
-def highest_on_the_host() -> int:
+def highest_on_the_host() -> list[int]:
     backend = dist.get_backend
     dist.get_backend = lambda *args: "nccl"
     try:
@@ -25,18 +25,19 @@ def highest_on_the_host() -> int:
 
 
 def test_on_gpus_the_ranks_meet_on_the_host(pool: WorkerPool) -> None:
-    assert pool.run(highest_on_the_host, 3) == [2, 2, 2]
+    assert pool.run(highest_on_the_host, 3) == [[2]] * 3
 
 
-def highest_of_many(numbers: list[int]) -> list[int]:
+def highest_of_many(numbers: list[int]) -> list[list[int]]:
     with patch.object(meeting, "_IN_ONE_RING", 1):
         made = Meeting(len(numbers), timedelta(seconds=20))
-        return [made.highest(numbers[(dist.get_rank() + turn) % len(numbers)]) for turn in range(3)]
+        return [made.highest(numbers[(dist.get_rank() + turn) % len(numbers)], turn) for turn in range(3)]
 
 
 @pytest.mark.parametrize("numbers", [[0, 1, 0, 0], [2, 0, 0], [0, 0, 0, 0]])
 def test_many_ranks_ask_along_rows_and_columns(pool: WorkerPool, numbers: list[int]) -> None:
-    assert pool.run(highest_of_many, len(numbers), numbers) == [[max(numbers)] * 3] * len(numbers)
+    found = pool.run(highest_of_many, len(numbers), numbers)
+    assert found == [[[max(numbers), turn] for turn in range(3)]] * len(numbers)
 
 
 @pytest.mark.parametrize(("ranks", "lengths"), [(1024, [32, 32]), (96, [8, 12]), (127, [127])])

@@ -17,19 +17,32 @@ from lightning_parallel.private.lightning.launching import callbacks_of
 from lightning_parallel.private.lightning.replaced import replaced
 
 
-def before_each_batch(trainer: pl.Trainer, call: Callable[[], None]) -> Callable[[], None]:
-    """Have ``call()`` called before each training batch, after all that belongs to the one before: its hooks,
-    schedulers and validation. Lightning's own broadcast there, by which rank 0 reports a SIGTERM, is left out. Returns
-    a function that ends it."""
-    loop = trainer.fit_loop.epoch_loop
+def between_batches(trainer: pl.Trainer, ended: Callable[[], None], begins: Callable[[], None]) -> Callable[[], None]:
+    """Have ``begins()`` called before each training batch, after all that belongs to the one before: its hooks,
+    schedulers and validation. Lightning's own broadcast there, by which rank 0 reports a SIGTERM, is left out. Have
+    ``ended()`` called wherever code that may have set ``trainer.should_stop`` has run, and before Lightning asks for
+    it: after a batch's hooks, after a validation, and after an epoch's hooks. Returns a function that ends it."""
+    fit, loop = trainer.fit_loop, trainer.fit_loop.epoch_loop
 
     def advance(fetcher: Any) -> None:
-        call()
+        begins()
         type(loop).advance(loop, fetcher)
+        ended()
+
+    def validate() -> Any:
+        outputs = type(loop.val_loop).run(loop.val_loop)
+        ended()
+        return outputs
+
+    def end_epoch() -> None:
+        type(fit).on_advance_end(fit)
+        ended()
 
     end = ExitStack()
     end.callback(replaced(loop, "advance", advance))
     end.callback(replaced(loop, "_broadcast_sigterm_tensor", lambda: None))
+    end.callback(replaced(loop.val_loop, "run", validate))
+    end.callback(replaced(fit, "on_advance_end", end_epoch))
     return end.close
 
 
