@@ -20,8 +20,9 @@ from lightning_parallel.pipeline.staleness import (
     mean_staleness,
 )
 from lightning_parallel.schedules.asynchronous import AsyncOneFOneB
-from lightning_parallel.schedules.asynchronous_v import AsyncV, steady
-from lightning_parallel.schedules.named import Endless, endless, mean_ahead, placement_of
+from lightning_parallel.schedules.asynchronous_v import AsyncV
+from lightning_parallel.schedules.named import Endless, endless, placement_of
+from lightning_parallel.schedules.steady import mean_ahead, steady
 
 
 @dataclass(frozen=True)

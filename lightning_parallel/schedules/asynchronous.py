@@ -92,12 +92,3 @@ class AsyncOneFOneB:
         if ends_update:
             yield Step(self._stage, self._update)
             self._update += 1
-
-
-def asynchronous_utilisation(
-    stages: int, extra_in_flight: int = 0, forward: float = 1.0, backward: float = 2.0, latency: float = 0.0
-) -> float:
-    """The steady utilisation of the asynchronous schedule by theory, for equal stages; derived in `AsyncOneFOneB`."""
-    work = forward + backward
-    loop = (stages * work + 2 * (stages - 1) * latency) / (1 + (stages - 1) * (1 + extra_in_flight))
-    return work / max(work, loop)

@@ -15,14 +15,12 @@ from lightning_parallel.schedules.actions import (
     Forward,
     Message,
     OnChunk,
-    Schedule,
     StepOfChunk,
     needed,
 )
-from lightning_parallel.schedules.blocks import HOP_OF_V_HALF, HOP_OF_V_MIN, PERIOD, Block, blocks, chunks_in_v, least
+from lightning_parallel.schedules.blocks import HOP_OF_V_HALF, HOP_OF_V_MIN, Block, blocks, chunks_in_v, least
 from lightning_parallel.schedules.filling import StageAtWork, run
 from lightning_parallel.schedules.generators import refuse_below
-from lightning_parallel.schedules.simulate import most_held, simulate
 
 VShape: TypeAlias = Literal["vhalf", "vmin"]
 _HOPS: dict[VShape, int] = {"vhalf": HOP_OF_V_HALF, "vmin": HOP_OF_V_MIN}
@@ -35,7 +33,7 @@ class AsyncV:
     when its slice has run, though the last stage begins a microbatch long before it ends its forward. The price: before
     the last stage begins the next batch, the way down to the turn and back runs empty of forwards. Backwards of
     microbatches in flight, and their second halves, fill that time, with many microbatches a batch nearly all of it
-    (:func:`steady`). Nothing else ever waits for an update, and nothing is flushed.
+    (``steady.py``). Nothing else ever waits for an update, and nothing is flushed.
 
     2 stages, V-Half, 2 updates of 2 microbatches, drain included; ``a`` is a stage's first chunk, ``I`` and ``W`` the
     halves of a backward:
@@ -187,77 +185,3 @@ def _drained(hop: int, state: _State) -> _Begun:
     ]
     run(stages, dict(state.arrivals), lambda: not any(stage.left for stage in stages))
     return tuple(tuple(stage.begun) for stage in stages)
-
-
-# -- what they cost ----------------------------------------------------------------------------------------------------
-
-
-class Steady(NamedTuple):
-    """What the lists cost once the pipeline is full, with updates of one batch each.
-
-    Attributes:
-        staleness: by chunk, the updates that a microbatch's gradients are late in the mean: those made between its
-            forward and the update that they go into.
-        most: by chunk, the most that they are.
-        held: by stage, the most chunks whose activations it holds.
-        busy: the fraction of the stages' time in which they compute, for equal chunks and backwards of twice the
-            forwards.
-    """
-
-    staleness: tuple[float, ...]
-    most: tuple[int, ...]
-    held: tuple[int, ...]
-    busy: float
-
-
-_MEASURED = 4  # batches
-
-
-def lists(shape: VShape, stages: int, microbatches: int, updates: int) -> Schedule:
-    """The lists of some updates of one batch each, and of the drain."""
-    made: Schedule = []
-    for stage in range(stages):
-        endless = AsyncV(stages, stage, shape)
-        fed = [action for _ in range(updates) for action in endless.feed(microbatches)]
-        made.append([*fed, *endless.drain()])
-    return made
-
-
-@lru_cache(maxsize=256)
-def steady(shape: VShape, stages: int, microbatches: int) -> Steady:
-    """What the lists of V-Half or V-Min cost, in batches after the fill.
-
-    Twice as many microbatches as stages are enough for a stage to come back, within a batch, to the block that is
-    repeated. From there on a batch's beginning and end are the same, however long its middle is: as many microbatches
-    are late, and stages wait as long. So no longer batch needs to be counted out.
-    """
-    if microbatches > (enough := 2 * stages):
-        found = steady(shape, stages, enough)
-        waits = enough * (1 / found.busy - 1)  # in microbatches' time, for each batch
-        late_ones = tuple(each * enough / microbatches for each in found.staleness)
-        return found._replace(staleness=late_ones, busy=microbatches / (microbatches + waits))
-    fill = 3 + 4 * stages // microbatches
-    made = lists(shape, stages, microbatches, fill + _MEASURED + fill)
-    counted = range(fill * microbatches, (fill + _MEASURED) * microbatches)
-    late: dict[int, list[int]] = {}
-    for actions in made:
-        steps: Counter[int] = Counter()
-        for action in actions:
-            if isinstance(action, StepOfChunk):
-                steps[action.chunk] += 1
-            elif isinstance(action, Forward) and action.microbatch in counted:
-                update = action.microbatch // microbatches
-                late.setdefault(action.chunk, []).append(update - steps[action.chunk])
-    chunks = range(2 * stages)
-    ends = {
-        timed.action.microbatch: timed.end
-        for timed in simulate(made).rows[-1]
-        if isinstance(timed.action, Forward) and timed.action.chunk == chunks[-1]
-    }
-    period = (ends[counted[-1]] - ends[counted[0] - 1]) / _MEASURED
-    return Steady(
-        tuple(sum(late[chunk]) / len(late[chunk]) for chunk in chunks),
-        tuple(max(late[chunk]) for chunk in chunks),
-        tuple(most_held(actions, [1] * len(chunks), [1] * len(chunks)) for actions in made),
-        PERIOD * microbatches / period,
-    )

@@ -9,7 +9,7 @@ from typing import Literal, TypeAlias
 from lightning_parallel.ranks.layout import Placement
 from lightning_parallel.schedules.actions import Schedule
 from lightning_parallel.schedules.asynchronous import AsyncOneFOneB
-from lightning_parallel.schedules.asynchronous_v import AsyncV, steady
+from lightning_parallel.schedules.asynchronous_v import AsyncV
 from lightning_parallel.schedules.generators import Generator, gpipe, interleaved, naive, one_f_one_b, refuse_below
 from lightning_parallel.schedules.v_shaped import vhalf, vmin, zbv
 
@@ -40,14 +40,6 @@ def placement_of(schedule: Endless, stages: int) -> Placement:
     """The stage of each chunk of an endless schedule."""
     up = range(stages)
     return tuple(up if schedule == "1f1b" or stages == 1 else [*reversed(up), *up])
-
-
-def mean_ahead(schedule: Endless, stages: int, chunk: int, microbatches: int, extra_in_flight: int = 0) -> float:
-    """By how many microbatches a chunk's forwards are ahead of the updates that they would read if nothing was late, in
-    the mean and once the pipeline is full."""
-    if schedule == "1f1b" or stages == 1:
-        return AsyncOneFOneB(stages, chunk, extra_in_flight).warmup
-    return steady(schedule, stages, microbatches).staleness[chunk] * microbatches
 
 
 def asynchronous(

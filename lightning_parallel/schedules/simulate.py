@@ -12,7 +12,6 @@ from lightning_parallel.schedules.actions import (
     Forward,
     Schedule,
     Step,
-    placement,
 )
 from lightning_parallel.schedules.order import Order
 
@@ -60,27 +59,21 @@ def most_held(actions: Iterable[Action], sizes: Sequence[int], between: Sequence
         between: what each chunk holds of a microbatch between the two halves of its backward; None if second halves run
             with the first.
     """
+    waiting = [0] * len(sizes) if between is None else between
     held = most = 0
     for action in actions:
         if isinstance(action, Step):
             continue
-        chunk = action.chunk
         if isinstance(action, Forward):
-            held += sizes[chunk]
-        elif isinstance(action, Backward | BackwardInput):
-            waits = isinstance(action, BackwardInput) and between is not None
-            held += (between[chunk] if waits and between is not None else 0) - sizes[chunk]
-        elif between is not None:
-            held -= between[chunk]
+            held += sizes[action.chunk]
+        elif isinstance(action, Backward):
+            held -= sizes[action.chunk]
+        elif isinstance(action, BackwardInput):
+            held += waiting[action.chunk] - sizes[action.chunk]
+        else:
+            held -= waiting[action.chunk]
         most = max(most, held)
     return most
-
-
-def peak_activations(schedule: Schedule) -> list[int]:
-    """The most microbatches whose activations each stage holds at once: forward begun, backward not done. On a stage
-    with several chunks they count for each chunk."""
-    chunks = len(placement(schedule))
-    return [most_held(actions, [1] * chunks, [1] * chunks) for actions in schedule]
 
 
 def simulate(
@@ -166,22 +159,3 @@ def period(order: Order, durations: Sequence[float], latency: float) -> float:
 def between(ends: Sequence[float]) -> float:
     """The time from an update to the next one, by the ends of a stage's updates, once it is steady."""
     return (ends[-1] - ends[_FILL - 1]) / (len(ends) - _FILL)
-
-
-def full_span(simulation: Simulation) -> tuple[float, float] | None:
-    """Begin and end of the time in which all stages run forwards and backwards in turn, or None.
-
-    It begins when the last stage starts its backwards, and ends when the first one runs out of forwards: the
-    asynchronous schedule between its fill and its drain. It is None where a stage runs out of forwards before another
-    starts its backwards, as in one round of a synchronous schedule.
-    """
-    rows = simulation.rows
-    begin = max(next(t.start for t in row if isinstance(t.action, Backward | BackwardInput)) for row in rows)
-    end = min(next(t.end for t in reversed(row) if isinstance(t.action, Forward)) for row in rows)
-    return (begin, end) if begin < end else None
-
-
-def utilisation(simulation: Simulation, begin: float, end: float) -> float:
-    """The fraction of the time from `begin` to `end` in which the stages compute, in the mean over them."""
-    busy = sum(max(0.0, min(t.end, end) - max(t.start, begin)) for row in simulation.rows for t in row)
-    return busy / (len(simulation.rows) * (end - begin))

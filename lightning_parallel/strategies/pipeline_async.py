@@ -42,9 +42,9 @@ from lightning_parallel.late.training import AsynchronousTraining
 from lightning_parallel.pipeline.staleness import Correction, Stashing
 from lightning_parallel.pipeline.weights import WeightVersions
 from lightning_parallel.ranks.layout import Placement
-from lightning_parallel.schedules.asynchronous_v import steady
 from lightning_parallel.schedules.named import TITLES, Endless, placement_of
 from lightning_parallel.schedules.simulate import most_held
+from lightning_parallel.schedules.steady import steady
 from lightning_parallel.set_up.options import StagedOptions
 from lightning_parallel.settings import Count, Natural, takes
 from lightning_parallel.strategies.staged import StagedStrategy

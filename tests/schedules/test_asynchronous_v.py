@@ -11,11 +11,14 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from lightning_parallel.schedules.actions import Action, BackwardWeight, Forward, Step, StepOfChunk
-from lightning_parallel.schedules.asynchronous_v import AsyncV, VShape, lists, steady
+from lightning_parallel.schedules.asynchronous_v import AsyncV, VShape
 from lightning_parallel.schedules.blocks import PERIOD
 from lightning_parallel.schedules.checks import dependency_order, validate
+from lightning_parallel.schedules.named import asynchronous
 from lightning_parallel.schedules.simulate import most_held, simulate
+from lightning_parallel.schedules.steady import steady
 from tests.thorough import thorough
+from tools.schedule.costs import peak_activations
 from tools.schedule.figures import clock_table
 
 SHAPES: tuple[VShape, ...] = ("vhalf", "vmin")
@@ -43,7 +46,7 @@ def joined(slices: list[list[list[Action]]]) -> list[list[Action]]:
 @pytest.mark.parametrize("stages", [1, 2, 3, 4, 5, 8, *thorough(6, 7, 11, 16)])
 def test_lists_of_equal_batches_are_valid(stages: int, shape: VShape) -> None:
     for microbatches in sorted({1, 2, 3, stages, 2 * stages + 1}):
-        validate(lists(shape, stages, microbatches, updates=5))
+        validate(joined(sliced(shape, stages, [(microbatches, True, False)] * 5)))
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -68,7 +71,7 @@ def test_lists_of_any_batches_with_accumulation_and_drains_are_valid_slice_by_sl
 
 
 def test_a_chunk_steps_when_its_gradients_are_complete_and_the_later_one_first() -> None:
-    for stage, actions in enumerate(lists("vmin", 4, 2, updates=6)):
+    for stage, actions in enumerate(asynchronous(4, 2, 6, schedule="vmin")):
         steps = Counter(action.chunk for action in actions if isinstance(action, StepOfChunk))
         assert steps == {3 - stage: 6, 4 + stage: 6}
         later = [i for i, a in enumerate(actions) if isinstance(a, StepOfChunk) and a.chunk >= 4]
@@ -87,7 +90,7 @@ def test_a_chunk_steps_when_its_gradients_are_complete_and_the_later_one_first()
     ],
 )
 def test_steps_of_chunks_are_checked(changed: Callable[[list[Action]], list[Action]], message: str) -> None:
-    (actions,) = lists("vmin", 1, 1, updates=1)
+    (actions,) = joined(sliced("vmin", 1, [(1, True, False)]))
     steps: list[Action] = [action for action in actions if isinstance(action, Step)]
     others = [action for action in actions if not isinstance(action, Step)]
     validate([[*others, *steps]])
@@ -99,7 +102,7 @@ def test_steps_of_chunks_are_checked(changed: Callable[[list[Action]], list[Acti
 def test_what_the_lists_cost(shape: VShape, stages: int) -> None:
     """Beside asynchronous 1F1B, whose first stage holds `stages` microbatches, which are (stages - 1) / 2 late."""
     found = steady(shape, stages, 2 * stages)
-    assert max(found.held) == LEAST[shape, stages]  # chunks
+    assert max(peak_activations(asynchronous(stages, 2 * stages, 9, schedule=shape))) == LEAST[shape, stages]  # chunks
     late = [2 * stages * each for each in found.staleness]  # microbatches
     assert sum(late) / len(late) < (stages - 1) / 2 * (0.72 if shape == "vmin" else 1.35 if stages == 4 else 1.11)
     assert max(found.most) == 1 and found.staleness[-1] == 0
@@ -111,7 +114,7 @@ def test_what_the_lists_cost(shape: VShape, stages: int) -> None:
 @pytest.mark.parametrize("stages", [2, 3, 5])
 def test_what_long_batches_cost_follows_from_shorter_ones(shape: VShape, stages: int) -> None:
     microbatches, updates = 5 * stages + 1, 5
-    made = lists(shape, stages, microbatches, updates)
+    made = asynchronous(stages, microbatches, updates, schedule=shape)
     late: Counter[int] = Counter()  # by chunk, of the batch in the middle
     for actions in made:
         steps: Counter[int] = Counter()
@@ -126,7 +129,6 @@ def test_what_long_batches_cost_follows_from_shorter_ones(shape: VShape, stages:
     ends = {timed.action.microbatch: timed.end for timed in last if isinstance(timed.action, Forward)}
     period = (ends[4 * microbatches - 1] - ends[2 * microbatches - 1]) / 2
     assert found.busy == pytest.approx(PERIOD * microbatches / period, abs=1e-12)
-    assert found.held == tuple(most_held(actions, [1] * 2 * stages, [1] * 2 * stages) for actions in made)
 
 
 def test_very_long_batches_are_not_counted_out() -> None:
@@ -143,7 +145,7 @@ def test_a_drain_and_small_batches_hold_no_more() -> None:
 
 def test_the_documented_table_is_what_the_lists_are() -> None:
     documented = re.findall(r"stage \d \|.*", AsyncV.__doc__ or "")
-    assert documented == clock_table(simulate(lists("vhalf", 2, 2, updates=2))).splitlines()
+    assert documented == clock_table(simulate(asynchronous(2, 2, 2, schedule="vhalf"))).splitlines()
 
 
 @pytest.mark.parametrize(

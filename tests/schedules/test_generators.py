@@ -23,10 +23,11 @@ from lightning_parallel.schedules.asynchronous import AsyncOneFOneB
 from lightning_parallel.schedules.checks import dependency_order, of_one_update, validate
 from lightning_parallel.schedules.generators import Generator, gpipe, interleaved, naive, one_f_one_b
 from lightning_parallel.schedules.named import SCHEDULES, asynchronous
-from lightning_parallel.schedules.simulate import peak_activations, simulate
+from lightning_parallel.schedules.simulate import simulate
 from lightning_parallel.schedules.v_shaped import zbv
 from tests.pipeline.versions import version
 from tests.thorough import thorough
+from tools.schedule.costs import peak_activations
 from tools.schedule.figures import clock_table
 
 STAGES = range(1, 6)
@@ -37,14 +38,6 @@ def stage(number: int, text: str) -> list[Action]:
     """A stage's actions from "F0 B0 S0"."""
     kinds: dict[str, Callable[[int, int], Action]] = {"F": Forward, "B": Backward, "S": Step}
     return [kinds[word[0]](number, int(word[1:])) for word in text.split()]
-
-
-def held(actions: list[Action]) -> list[int]:
-    """Activations held after each action."""
-    held = [0]
-    for action in actions:
-        held.append(held[-1] + isinstance(action, Forward) - isinstance(action, Backward))
-    return held
 
 
 def versions(actions: list[Action]) -> tuple[dict[int, int], dict[int, int]]:
@@ -76,12 +69,12 @@ def test_named_schedules_have_all_microbatches_on_each_chunk(name: str, stages: 
 @pytest.mark.parametrize("microbatches", MICROBATCHES)
 @pytest.mark.parametrize("stages", STAGES)
 def test_activations_held(stages: int, microbatches: int) -> None:
-    for s in range(stages):
-        assert max(held(naive(stages, microbatches)[s])) == 1
-        assert max(held(gpipe(stages, microbatches)[s])) == microbatches
-        assert max(held(one_f_one_b(stages, microbatches)[s])) == min(stages - s, microbatches)
-        # Enough microbatches to fill the pipeline.
-        assert max(held(asynchronous(stages, microbatches, updates=stages)[s])) == stages - s
+    assert peak_activations(naive(stages, microbatches)) == [1] * stages
+    assert peak_activations(gpipe(stages, microbatches)) == [microbatches] * stages
+    flushed = peak_activations(one_f_one_b(stages, microbatches))
+    assert flushed == [min(stages - s, microbatches) for s in range(stages)]
+    endless = peak_activations(asynchronous(stages, microbatches, updates=2 * stages))
+    assert endless == [stages - s for s in range(stages)]
 
 
 @pytest.mark.parametrize("extra", (0, 1, 2))

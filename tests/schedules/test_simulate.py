@@ -15,12 +15,12 @@ from lightning_parallel.schedules.simulate import (
     Timed,
     busy_across_batches,
     most_held,
-    peak_activations,
     repeated,
     simulate,
 )
 from lightning_parallel.schedules.v_shaped import vhalf, vmin, zbv, zbv_in_bytes
 from tests.thorough import thorough
+from tools.schedule.costs import peak_activations
 
 SIZES = [(1, 1), (1, 4), (2, 1), (2, 8), (4, 2), (4, 4), (4, 8), (8, 16)]
 

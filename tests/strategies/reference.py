@@ -16,7 +16,8 @@ from lightning_parallel.batch import batch_size, split
 from lightning_parallel.cuts.partition import Partition
 from lightning_parallel.cuts.search import partition
 from lightning_parallel.pipeline.staleness import discount, mean_staleness
-from lightning_parallel.schedules.named import mean_ahead, placement_of
+from lightning_parallel.schedules.named import placement_of
+from lightning_parallel.schedules.steady import mean_ahead
 from tests.pool import WorkerPool
 from tests.strategies.equality import EXACT
 from tests.strategies.harness import Report, joined, largest_difference, train

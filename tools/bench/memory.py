@@ -13,10 +13,10 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from lightning_parallel.schedules.asynchronous import AsyncOneFOneB
 from lightning_parallel.schedules.named import SCHEDULES, asynchronous
-from lightning_parallel.schedules.simulate import peak_activations
 from recipes.tables import Table
 from tools.bench import processes
 from tools.bench.contestants import Contestant, Ours, OursAsync, Torch
+from tools.schedule.costs import peak_activations
 
 
 @dataclass(frozen=True)

@@ -14,10 +14,9 @@ from torch import nn
 
 from lightning_parallel import AsyncPipelineStrategy, PipelineStrategy
 from lightning_parallel.schedules.actions import placement
-from lightning_parallel.schedules.asynchronous import asynchronous_utilisation
-from lightning_parallel.schedules.asynchronous_v import steady
 from lightning_parallel.schedules.named import SCHEDULES, Endless
 from lightning_parallel.schedules.simulate import busy_across_batches, simulate
+from lightning_parallel.schedules.steady import steady
 from lightning_parallel.strategies.staged import StagedStrategy
 from recipes.tables import Cell, Table
 from tools.bench import processes
@@ -37,6 +36,7 @@ from tools.bench.contestants import (
 )
 from tools.bench.layers import fit, sleeping
 from tools.bench.report import spread
+from tools.schedule.costs import asynchronous_utilisation
 
 _ENDLESS: Mapping[str, Endless] = MappingProxyType({"async": "1f1b", "async vhalf": "vhalf", "async vmin": "vmin"})
 LATENCY = 1e-3  # seconds a message, for the theory; gloo between two processes takes about that for 1 MiB

@@ -6,11 +6,11 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from lightning_parallel.schedules.asynchronous import asynchronous_utilisation
-from lightning_parallel.schedules.asynchronous_v import steady
 from lightning_parallel.schedules.checks import validate
-from lightning_parallel.schedules.named import SCHEDULES, Endless, asynchronous, mean_ahead, placement_of
-from lightning_parallel.schedules.simulate import full_span, peak_activations, simulate, utilisation
+from lightning_parallel.schedules.named import SCHEDULES, Endless, asynchronous, placement_of
+from lightning_parallel.schedules.simulate import simulate
+from lightning_parallel.schedules.steady import mean_ahead, steady
+from tools.schedule.costs import asynchronous_utilisation, full_span, peak_activations, utilisation
 from tools.schedule.figures import clock_table
 
 ENDLESS: dict[str, Endless] = {"async": "1f1b", "async_vhalf": "vhalf", "async_vmin": "vmin"}

@@ -18,9 +18,10 @@ from functools import cache
 from types import MappingProxyType
 from typing import Literal, TypeAlias
 
-from lightning_parallel.schedules.asynchronous_v import VShape, steady
+from lightning_parallel.schedules.asynchronous_v import VShape
 from lightning_parallel.schedules.named import Endless
 from lightning_parallel.schedules.simulate import busy_across_batches
+from lightning_parallel.schedules.steady import steady
 from lightning_parallel.schedules.v_shaped import zbv
 
 Synchronous: TypeAlias = Literal["1f1b", "zbv"]

@@ -31,7 +31,8 @@ from torch import Tensor, nn
 
 from lightning_parallel.pipeline.staleness import Correction, Stashing, correction_weight, extrapolate, is_second_order
 from lightning_parallel.schedules.actions import Action, Forward, Step
-from lightning_parallel.schedules.named import Endless, endless, mean_ahead, placement_of
+from lightning_parallel.schedules.named import Endless, endless, placement_of
+from lightning_parallel.schedules.steady import mean_ahead
 
 
 @dataclass(frozen=True)

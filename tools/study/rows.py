@@ -8,7 +8,8 @@ from math import inf
 from statistics import fmean, stdev
 
 from lightning_parallel.pipeline.staleness import copies, mean_staleness
-from lightning_parallel.schedules.named import TITLES, mean_ahead
+from lightning_parallel.schedules.named import TITLES
+from lightning_parallel.schedules.steady import mean_ahead
 from tools.study import clock
 from tools.study.arms import Arm, Run, Setting, chosen, tried, wanted
 from tools.study.clock import Curve, Synchronous

@@ -4,21 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from lightning_parallel.schedules.generators import gpipe, naive, one_f_one_b
+from lightning_parallel.schedules.generators import gpipe
 from lightning_parallel.schedules.named import asynchronous
-from lightning_parallel.schedules.simulate import Simulation, full_span, peak_activations, simulate, utilisation
+from lightning_parallel.schedules.simulate import Simulation, simulate
+from tools.schedule.costs import full_span, utilisation
 from tools.schedule.figures import clock_table
-
-
-@pytest.mark.parametrize("microbatches", [1, 2, 4, 8])
-@pytest.mark.parametrize("stages", [1, 2, 3, 4, 8])
-def test_activations_held(stages: int, microbatches: int) -> None:
-    assert peak_activations(naive(stages, microbatches)) == [1] * stages
-    assert peak_activations(gpipe(stages, microbatches)) == [microbatches] * stages
-    flushed = peak_activations(one_f_one_b(stages, microbatches))
-    assert flushed == [min(stages - s, microbatches) for s in range(stages)]
-    endless = peak_activations(asynchronous(stages, microbatches, updates=2 * stages))
-    assert endless == [stages - s for s in range(stages)]
 
 
 def steady_utilisation(simulation: Simulation) -> float:
