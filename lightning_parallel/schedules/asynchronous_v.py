@@ -84,7 +84,7 @@ class AsyncV:
         An update left open by `ends_update=False` stays open: its backwards run, and its step comes when it is
         complete.
         """
-        begun, self._state = _drained(self._hop, self._state), self._empty
+        (begun, _), self._state = _fed(self._hop, self._state, 0), self._empty
         return iter([*self._with_steps(self._numbered(begun[self._stage], self._microbatch))])
 
     @staticmethod
@@ -152,7 +152,7 @@ def _block(stages: int, hop: int) -> tuple[Block, int]:
 def _fed(hop: int, state: _State, count: int) -> tuple[_Begun, _State]:
     """What stages begin when microbatches are fed, until the last stage has begun the last of the forwards, and the
     state then. Nobody begins what is fed next before that, so it needn't be known. Batches of one size come to the same
-    states again."""
+    states again. When none is fed, what they begin until nothing is left."""
     block, limit = _block(len(state.left), hop)
     stages = [
         StageAtWork(
@@ -160,28 +160,22 @@ def _fed(hop: int, state: _State, count: int) -> tuple[_Begun, _State]:
         )
         for s, (left, free_from, held) in enumerate(zip(state.left, state.free_from, state.held, strict=True))
     ]
-    arrivals, last = dict(state.arrivals), stages[-1]
-    clock = run(stages, arrivals, lambda: not any(isinstance(action, Forward) for action in last.left))
-    messages: list[tuple[Message, int]] = []
-    for action in (action for stage in stages for action in stage.left):
-        message = needed(action, 2 * len(stages))
-        if message in arrivals:
-            messages.append((message._replace(microbatch=message.microbatch - count), arrivals[message] - clock))
+
+    def is_done() -> bool:
+        if not count:
+            return not any(stage.left for stage in stages)
+        return not any(isinstance(action, Forward) for action in stages[-1].left)
+
+    arrivals = dict(state.arrivals)
+    clock = run(stages, arrivals, is_done)
+    awaited = (needed(action, 2 * len(stages)) for stage in stages for action in stage.left)
     return tuple(tuple(stage.begun) for stage in stages), _State(
         tuple(tuple(replace(a, microbatch=a.microbatch - count) for a in stage.left) for stage in stages),
         tuple(max(0, stage.free_from - clock) for stage in stages),
         tuple(stage.held for stage in stages),
-        tuple((message, max(0, at)) for message, at in messages),
+        tuple(
+            (message._replace(microbatch=message.microbatch - count), max(0, arrivals[message] - clock))
+            for message in awaited
+            if message in arrivals
+        ),
     )
-
-
-@lru_cache(maxsize=256)
-def _drained(hop: int, state: _State) -> _Begun:
-    """What stages begin until nothing is left."""
-    _, limit = _block(len(state.left), hop)
-    stages = [
-        StageAtWork([*left], limit, free_from=free_from, held=held)
-        for left, free_from, held in zip(state.left, state.free_from, state.held, strict=True)
-    ]
-    run(stages, dict(state.arrivals), lambda: not any(stage.left for stage in stages))
-    return tuple(tuple(stage.begun) for stage in stages)

@@ -18,14 +18,13 @@ from lightning_parallel.schedules.actions import (
 )
 
 
-def run(
-    stages: Sequence[StageAtWork], arrivals: dict[Message, int], is_done: Callable[[], bool], clock: int = 0
-) -> int:
+def run(stages: Sequence[StageAtWork], arrivals: dict[Message, int], is_done: Callable[[], bool]) -> int:
     """Let stages run what is left in their lists, until something is done. Returns the clock after that.
 
     Args:
         arrivals: the clocks from which messages are there; added to.
     """
+    clock = 0
     while not is_done():
         begun = [stage.begin(clock, arrivals, 2 * len(stages)) for stage in stages if stage.free_from <= clock]
         ahead = max([*arrivals.values(), *(stage.free_from for stage in stages)]) if not any(begun) else clock + 1

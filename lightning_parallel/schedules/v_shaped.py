@@ -53,7 +53,6 @@ def zbv(stages: int, microbatches: int, activation_memory: float = 1.0) -> Sched
     Raises:
         ValueError: V-Min holds more.
     """
-    refuse_below(1, stages=stages, microbatches=microbatches)
     limit, fewest = int(activation_memory * 2 * stages + 1e-9), least(stages, HOP_OF_V_MIN)
     if limit < fewest and stages > 1:
         raise ValueError(
@@ -89,7 +88,6 @@ def zbv_in_bytes(stages: int, microbatches: int, limit: int, nbytes: Callable[[S
     Args:
         nbytes: the bytes that the fullest stage holds with some lists.
     """
-    refuse_below(1, stages=stages, microbatches=microbatches)
     chunks = range(least(stages, HOP_OF_V_MIN), 2 * stages + 1)
     found = bisect_right(chunks, limit, key=lambda most: nbytes(_within(stages, microbatches, most)))
     return _within(stages, microbatches, chunks[max(found - 1, 0)])
