@@ -13,8 +13,7 @@ that doesn't exist), its sender says so in the first word, and sends the format 
     end of stream   [ as long, no contents | -1, a ]
 
 A receiver is told what it can expect. Only the receive of the next message is posted, since a format is known only once
-the message before it has been read. It is in flight while the stage computes, which hides its latency. Waiting holds up
-this stage and all later ones, so the buffer of the message after it is allocated before the wait.
+the message before it has been read. It is in flight while the stage computes, which hides its latency.
 
 gloo can't tell whether a send is done except by waiting for it. So a sender keeps a buffer until something proves that
 its message arrived (:meth:`Sender.confirm`). The gradient of a microbatch proves that its activation arrived. The
@@ -33,7 +32,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_parallel.messages.message import Format, Packet, decode, encode, format_of
+from lightning_parallel.messages.message import Format, Packet, decode, encode, format_of, views
 from lightning_parallel.messages.posting import Post, Posted, posts_from_thread
 from lightning_parallel.messages.streams import Streams
 from lightning_parallel.private.torch import not_recorded
@@ -144,7 +143,15 @@ class Sender(_LinkEnd):
             acknowledged: the number of gradient messages that came back so far.
         """
         format, expected = format_of(tensors), self._expected(place)
-        message = self._fill(self._packet(format), tensors, (0, acknowledged))
+        message, words = self._packet(format), (0, acknowledged)
+        if self._link.through_host:
+            # On the device first: copies to the host are only launched, and layers that are launched later may write to
+            # the tensors' memory without waiting for them.
+            tensors = [tensor.detach().clone() for tensor in tensors]
+            with self._link.streams.outgoing(tensors):
+                message.fill(tensors, words, wait=False)
+        else:
+            message.fill(tensors, words)
         if format == expected:
             self._post(message)
         else:
@@ -179,16 +186,6 @@ class Sender(_LinkEnd):
             [(part, self._isend(part.buffer if isinstance(part, Packet) else part, copied)) for part in parts]
         )
 
-    def _fill(self, packet: Packet, tensors: Sequence[Tensor], words: tuple[int, int]) -> Packet:
-        """Copy tensors into a packet. If they go through the host they are copied on the device first: copies to the
-        host are only launched, and layers that are launched later may write to the tensors' memory without waiting for
-        them."""
-        if not self._link.through_host:
-            return packet.fill(tensors, words)
-        copies = [tensor.detach().clone() for tensor in tensors]
-        with self._link.streams.outgoing(copies):
-            return packet.fill(copies, words, wait=False)
-
     def _packet(self, format: Format) -> Packet:
         """An idle packet, or else a new one in the place of the longest-idle one of another format: there are never
         more packets than have been in flight at a time."""
@@ -216,8 +213,7 @@ class Receiver(_LinkEnd):
         self._coming.append(place)
         if self._posted is None:
             with self._link.streams.incoming():
-                packet = self._packet_for(place)
-                self._posted = self._link.irecv(packet.buffer), packet
+                self._post()
 
     def take(self) -> tuple[list[Tensor], Format] | None:
         """Wait for the next message, and read it. Returns its tensors and their format; None if the sender ended the
@@ -226,22 +222,25 @@ class Receiver(_LinkEnd):
         (work, packet), place, link = self._posted, self._coming.popleft(), self._link
         self._posted = None
         with link.streams.incoming():
-            following = self._packet_for(self._coming[0]) if self._coming else None
             link.wait(work)
             self.taken += 1
             status, self.acknowledged = packet.words()
             if status > 0:
                 self._formats[place] = received_format(link, status)
                 packet = self._packet_for(place)
-                if self._coming and self._coming[0] == place:  # whose format has just changed
-                    following = self._packet_for(place)
                 link.wait(link.irecv(packet.buffer))
             buffer = packet.buffer.to(link.device, non_blocking=True)
-            if following is not None:
-                self._posted = link.irecv(following.buffer), following
+            if self._coming:
+                self._post()
         link.streams.arrived(buffer)
-        return None if status == END_OF_STREAM else (packet.views(buffer), packet.format)
+        if status == END_OF_STREAM:
+            return None
+        return packet.tensors if buffer is packet.buffer else views(buffer, packet.format), packet.format
+
+    def _post(self) -> None:
+        """Post the receive of the next message, or of the part of it that is received ahead."""
+        packet = self._packet_for(self._coming[0])
+        self._posted = self._link.irecv(packet.buffer), packet
 
     def _packet_for(self, place: Hashable) -> Packet:
-        """The packet for a place's next message, or for the part of it that is received ahead."""
         return Packet(self._expected(place), True, self._link.device, self._link.through_host)

@@ -112,7 +112,7 @@ class Packet:
                 self.buffer = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
             else:
                 self.buffer = torch.empty(nbytes, dtype=torch.uint8, device=device)
-            self.tensors = _views(self.buffer, format)
+            self.tensors = views(self.buffer, format)
             self._words: Any = None
             if trailer:  # through numpy: tensor operations would take ten times as long, while a message waits
                 self._words = self.buffer[-TRAILER:].numpy().data
@@ -132,18 +132,15 @@ class Packet:
         first, second = _WORDS.unpack_from(self._words)
         return first, second
 
-    def views(self, buffer: Tensor) -> list[Tensor]:
-        """The tensors in this packet's buffer, or in a copy of it elsewhere."""
-        return self.tensors if buffer is self.buffer else _views(buffer, self.format)
 
-
-def _views(buffer: Tensor, format: Format) -> list[Tensor]:
-    views: list[Tensor] = []
+def views(buffer: Tensor, format: Format) -> list[Tensor]:
+    """The tensors in a buffer that is laid out for messages of a format."""
+    found: list[Tensor] = []
     for (start, size), (shape, dtype, _, order) in zip(places_in(format)[0], format, strict=True):
         flat = buffer.narrow(0, start, size).view(dtype)
         in_order = [order.index(dim) for dim in range(len(order))]
-        views.append(flat.view([shape[dim] for dim in order]).permute(in_order) if order else flat.view(shape))
-    return views
+        found.append(flat.view([shape[dim] for dim in order]).permute(in_order) if order else flat.view(shape))
+    return found
 
 
 def encode(format: Format) -> Tensor:
