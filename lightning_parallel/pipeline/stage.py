@@ -300,50 +300,39 @@ class Stage:
             raise LeaveStep
         seed = next_seed(name)
         call = running.called(name)
-        if name in self._flow.transparent:
-            with absent.without_values():
-                answer = self._answer_openly(running, absent, forward, args, kwargs, call[1])
-        else:
-            answer = self._answer_alone(running, absent, args, kwargs, call[1])
+        answer = self._answer_for(call, absent, forward, args, kwargs, openly=name in self._flow.transparent)
         self._seed_after(name, seed)
-        return running.filled(answer, call)
+        return answer
 
     @torch.compiler.disable
     def _inside(
         self, unit: str, name: str, absent: AbsentForward, forward: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> Any:
         """The forward of a module inside a transparent unit."""
+        if unit in self._running or self._pass is None:
+            return forward(*args, **kwargs)
+        return self._answer_for(self._pass.called(name), absent, forward, args, kwargs, openly=True)
+
+    def _answer_for(
+        self, call: Call, absent: AbsentForward, forward: Callable[..., Any], args: Any, kwargs: Any, *, openly: bool
+    ) -> Any:
+        """What a call returns that another chunk runs. ``openly``: the module's own code runs on absent tensors, so
+        that hooks inside it fire. Otherwise, and if that needs values, the module is answered for as a whole, and calls
+        that it makes meanwhile don't count as calls of the step."""
         running = self._pass
-        if unit in self._running or running is None:
-            return forward(*args, **kwargs)
-        call = running.called(name)
-        return running.filled(self._answer_openly(running, absent, forward, args, kwargs, call[1]), call)
-
-    def _answer_openly(
-        self,
-        running: ForwardPass,
-        absent: AbsentForward,
-        forward: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        call: int,
-    ) -> Any:
-        """Run a transparent unit's own code on absent tensors, so that hooks inside it fire. If it needs values, it is
-        answered for as a whole."""
-        try:
-            return forward(*args, **kwargs)
-        except AbsentValueError:
-            return self._answer_alone(running, absent, args, kwargs, call)
-
-    def _answer_alone(
-        self, running: ForwardPass, absent: AbsentForward, args: tuple[Any, ...], kwargs: dict[str, Any], call: int
-    ) -> Any:
-        """Answer for a module as a whole. Calls that it makes meanwhile don't count as calls of the step."""
+        assert running is not None, "in a step"
+        if openly:
+            try:
+                with absent.without_values():
+                    return running.filled(forward(*args, **kwargs), call)
+            except AbsentValueError:
+                pass
         self._pass = None
         try:
-            return absent.answer(args, kwargs, call)
+            answer = absent.answer(args, kwargs, call[1])
         finally:
             self._pass = running
+        return running.filled(answer, call)
 
     # -- running -------------------------------------------------------------------------------------------------
 
@@ -351,7 +340,7 @@ class Stage:
         self,
         step: Callable[[], Any],
         arrival: Arrival | None,
-        chunk: int | None = None,
+        chunk: int,
         *,
         trial: bool = False,
     ) -> Any:
@@ -360,7 +349,6 @@ class Stage:
         Args:
             step: the user's step with its arguments bound.
             arrival: what the previous chunk sent; None for the first chunk.
-            chunk: the chunk to run; None for the only one of this stage.
             trial: it is no microbatch's own forward.
 
         Returns:
@@ -371,7 +359,6 @@ class Stage:
                 what the step makes here depends on a value that only another stage has; or a hook is on the gradient of
                 what arrived.
         """
-        chunk = self.chunks[0] if chunk is None else chunk
         assert (arrival is None) == (chunk == 0)
         self._pass = forward = ForwardPass(self.cuts[chunk], arrival)
         self._in_trial = trial

@@ -51,11 +51,11 @@ def forward(stages: list[Stage], step: Step) -> tuple[Any, list[list[Tensor]], l
     for stage in stages:
         bound = partial(step, stage.module)
         if 0 in stage.chunks:
-            output = stage.run(bound, None)
+            output = stage.run(bound, None, 0)
         else:
             values = [t.detach().clone() for t in departures[-1]]
             arrivals.append(Arrival(values, format_of(departures[-1])))
-            output = stage.run(bound, arrivals[-1])
+            output = stage.run(bound, arrivals[-1], stage.chunks[0])
         if not stage.has_last_chunk:
             assert isinstance(output, list)
             departures.append(output)

@@ -204,7 +204,7 @@ def test_a_step_that_ends_before_its_stage_was_left_is_named() -> None:
     made = stages_of(Shortens(), step, 2, **BLOCKS)
     made[0].module.short = True  # type: ignore[assignment]
     with pytest.raises(RuntimeError, match="The step has ended on stage 0 of 2, before it called what later ones own"):
-        made[0].run(lambda: step(made[0].module), None)
+        made[0].run(lambda: step(made[0].module), None, 0)
 
 
 def test_a_number_of_outputs_that_depends_on_the_batch_is_refused() -> None:
@@ -353,7 +353,7 @@ def test_a_checkpoint_of_several_layers_draws_the_same_again() -> None:
         with torch.no_grad():
             weight[0, 0] += shift
         torch.manual_seed(7)
-        values.append(whole.stages[0].run(lambda: model.step(X), None).item())
+        values.append(whole.stages[0].run(lambda: model.step(X), None, 0).item())
         with torch.no_grad():
             weight[0, 0] -= shift
     slope = (values[0] - values[1]) / 2e-6
