@@ -96,18 +96,16 @@ class Microbatch:
 
 @dataclass(frozen=True)
 class _Sent:
-    """What a forward has sent to a later chunk: edges of the graph, not tensors, so an output's memory is free once it
-    is sent.
+    """What a forward has sent to a later chunk that answers with gradients: edges of the graph, not tensors, so an
+    output's memory is free once it is sent.
 
     Attributes:
         edges: where the backward begins that is given its gradients.
-        gradients: the format in which these come back; empty if none do.
         number: of activation messages sent on this way, this one included.
     """
 
     way: WayOut
     edges: list[GradientEdge]
-    gradients: Format
     number: int
 
 
@@ -116,7 +114,7 @@ class _InFlight:
     """What a forward leaves for its backward.
 
     Attributes:
-        sent: to each later chunk; empty in the last chunk, where ``work.loss`` knows where the backward begins.
+        sent: to later chunks; empty in the last chunk, where ``work.loss`` knows where the backward begins.
         taken: the formats of what has come from each earlier chunk.
     """
 
@@ -204,9 +202,7 @@ class Chunk:
         trial, is_last = microbatch.trial, not self._ends.out_of
         keeps = trial is not None and trial.wants_activations(is_last)
         arrival, taken = self._receive(number)
-        copies: list[Tensor] | None = None
-        if arrival is None or keeps:
-            copies = [] if arrival is None else arrival.copies()
+        kept = [] if arrival is None else arrival.copies() if keeps else None
         weights = self._weights
         with self._span("forward", number, None if weights is None else weights.reading):
             run = partial(self._stage.run, microbatch.step, arrival, self._index)
@@ -220,7 +216,7 @@ class Chunk:
         else:
             sent = self._send(output, microbatch, arrival)
         if trial is not None:
-            trial.run(Again(self._index, copies, self._again), loss, terms)
+            trial.run(Again(self._index, kept, self._again), loss, terms)
         self._in_flight.append(_InFlight(number, microbatch, sent, taken, arrival, token))
         return [output] if is_last else []
 
@@ -252,8 +248,8 @@ class Chunk:
                 self._is_unanswered = not gradients
             if gradients:
                 way.gradients.expect(gradients)
-            edges = [get_gradient_edge(tensor) for tensor in part if tensor.requires_grad]
-            sent.append(_Sent(way, edges, gradients, way.activations.sent))
+                edges = [get_gradient_edge(tensor) for tensor in part if tensor.requires_grad]
+                sent.append(_Sent(way, edges, way.activations.sent))
         return sent
 
     def _wanting_the_factor(self, output: list[Tensor], arrival: Arrival | None) -> list[Tensor]:
@@ -318,18 +314,17 @@ class Chunk:
             if not self._ends.out_of:
                 edges, gradients = work.loss.begin(work.index, work.scale)
             for sent in flight.sent:
-                if sent.gradients:
-                    with self._span("receive", number):
-                        message = sent.way.gradients.take()
-                    assert message is not None, "there is no end of stream of gradients"
-                    (*found, factor), format = message
-                    work.loss.take_factor(factor, work.index)
-                    # No backward begins from zeros: parameters would get zeros that have None in one process.
-                    for edge, gradient, each in zip(sent.edges, found, format[:-1], strict=True):
-                        if not each.is_no_gradient:
-                            edges.append(edge)
-                            gradients.append(gradient)
-                    sent.way.activations.confirm(sent.number)
+                with self._span("receive", number):
+                    message = sent.way.gradients.take()
+                assert message is not None, "there is no end of stream of gradients"
+                (*found, factor), format = message
+                work.loss.take_factor(factor, work.index)
+                # No backward begins from zeros: parameters would get zeros that have None in one process.
+                for edge, gradient, each in zip(sent.edges, found, format[:-1], strict=True):
+                    if not each.is_no_gradient:
+                        edges.append(edge)
+                        gradients.append(gradient)
+                sent.way.activations.confirm(sent.number)
             self._in_flight.popleft()
             completing = self._completing(edges) if completes else nullcontext()
             with completing, self._span("backward input" if in_halves else "backward", number):

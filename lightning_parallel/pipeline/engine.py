@@ -23,7 +23,6 @@ from lightning_parallel.ranks.groups import Wires
 from lightning_parallel.ranks.layout import Layout
 from lightning_parallel.schedules.actions import (
     Action,
-    Backward,
     BackwardInput,
     BackwardWeight,
     Forward,
@@ -41,8 +40,8 @@ class Engine:
         layout: tells the ranks of the neighbouring stages.
         wires: the wires to the neighbouring stages' ranks.
         loss_of: takes the loss out of what the user's step returned, in the last chunk.
-        weights: decides which version of the weights a forward uses, for all chunks or for each; by default the
-            module's own parameters.
+        weights: by chunk, what decides which version of the weights a forward uses; by default the module's own
+            parameters.
         halves: run a backward's second half where the schedule has it. Otherwise both halves run together.
         completing: a context around the actions that complete a chunk's gradients for an update.
     """
@@ -55,7 +54,7 @@ class Engine:
         device: torch.device,
         *,
         loss_of: Callable[[Any], Tensor],
-        weights: WeightVersions | Mapping[int, WeightVersions] | None = None,
+        weights: Mapping[int, WeightVersions] | None = None,
         timeline: Timeline | None = None,
         halves: bool = True,
         completing: Completing = lambda chunk, edges: nullcontext(),
@@ -71,7 +70,7 @@ class Engine:
                 device,
                 generators=self._generators,
                 loss_of=loss_of,
-                weights=weights[index] if isinstance(weights, Mapping) else weights,
+                weights=None if weights is None else weights[index],
                 timeline=self._timeline,
                 completing=completing,
             )
@@ -125,17 +124,15 @@ class Engine:
                     with self._timeline.span("step", action.update):
                         if update is not None:
                             update(*([action.chunk] if isinstance(action, StepOfChunk) else ()))
-                elif isinstance(action, Forward):
-                    number = action.microbatch
-                    outputs += self._chunks[action.chunk].forward(number, microbatches[number])
+                    continue
+                chunk, number = self._chunks[action.chunk], action.microbatch
+                if isinstance(action, Forward):
+                    outputs += chunk.forward(number, microbatches[number])
                 elif isinstance(action, BackwardWeight):
-                    self._chunks[action.chunk].second_half(action.microbatch, completes=i in last)
-                elif isinstance(action, Backward | BackwardInput):
-                    in_halves = self._halves and isinstance(action, BackwardInput)
-                    chunk = self._chunks[action.chunk]
-                    chunk.backward(action.microbatch, in_halves=in_halves, completes=i in last)
+                    chunk.second_half(number, completes=i in last)
                 else:
-                    raise ValueError(f"{action}: a schedule has no actions of this kind.")
+                    in_halves = self._halves and isinstance(action, BackwardInput)
+                    chunk.backward(number, in_halves=in_halves, completes=i in last)
         if not endless:
             self.flush()  # all receives have been posted: no computation is waited for, but copies through the host
         return outputs

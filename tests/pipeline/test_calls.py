@@ -169,7 +169,8 @@ def counted(name: str) -> dict[str, float]:
     layout = Layout.resolve(STAGES, STAGE, pipeline=STAGES)
     versions = WeightVersions(net, stage.named_parameters()) if lists is None else None
     with patch.object(dist, "get_group_rank", lambda group, rank: rank):
-        engine = Engine(stage, layout, links, CPU, loss_of=lambda loss: loss, weights=versions)
+        weights = None if versions is None else {STAGE: versions}
+        engine = Engine(stage, layout, links, CPU, loss_of=lambda loss: loss, weights=weights)
     endless = AsyncOneFOneB(STAGES, STAGE)
 
     def update() -> None:

@@ -70,7 +70,7 @@ class Rank:
         self.engine = Engine(
             self.stage, self.layout, Groups(self.layout).wires(self.partition.placement), CPU,
             loss_of=lambda loss: loss,
-            weights=self.versions, timeline=Timeline(enabled=True),
+            weights=self.versions and {self.layout.stage: self.versions}, timeline=Timeline(enabled=True),
         )  # fmt: skip
         self.held: list[int] = []  # activations held at each forward, its own included
         self.used: list[int] = []  # version of the weights of each forward

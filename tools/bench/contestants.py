@@ -151,7 +151,8 @@ class OursAsync:
         stage = _stage(layers, layout, batch)
         self._parameters = stage.named_parameters()
         self.versions = WeightVersions(layers, self._parameters)
-        self.engine = Engine(stage, layout, groups.wires(), CPU, loss_of=lambda loss: loss, weights=self.versions)
+        weights = {layout.stage: self.versions}
+        self.engine = Engine(stage, layout, groups.wires(), CPU, loss_of=lambda loss: loss, weights=weights)
         self._optimizer = optimizer(self._parameters.values())
         self._list = AsyncOneFOneB(layout.stages, layout.stage, extra_in_flight)
         self._work = _work(layers, batch, microbatches)
