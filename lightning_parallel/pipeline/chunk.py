@@ -168,11 +168,6 @@ class Chunk:
         self.is_ahead = False
         self._is_unanswered = False  # do no gradients come back?
 
-    @property
-    def held(self) -> int:
-        """The microbatches whose forward has run, and whose backward has not run to its end."""
-        return len(self._in_flight) + len(self._second_halves)
-
     # -- forward -------------------------------------------------------------------------------------------------
 
     def begin(self, indices: Sequence[int], *, endless: bool) -> None:

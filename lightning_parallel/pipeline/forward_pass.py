@@ -32,6 +32,7 @@ class Cuts:
         last: the call after which the chunk leaves the step. None for the last chunk, and for one without calls.
         passed: the calls of later chunks before it.
         placed: the chunk of each call, as far as the dry run has made it.
+        stage: the stage that runs the chunk.
     """
 
     def __init__(self, flow: Flow, partition: Partition, chunk: int) -> None:
@@ -44,11 +45,7 @@ class Cuts:
         self.last = flow.last[chunk] if chunk < partition.chunks - 1 else None
         self.passed = flow.passed[chunk]
         self.placed = flow.placed
-
-    @property
-    def stage(self) -> int:
-        """The stage that runs the chunk."""
-        return self.partition.placement[self.chunk]
+        self.stage = partition.placement[chunk]
 
 
 class ForwardPass:

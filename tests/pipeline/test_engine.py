@@ -86,11 +86,16 @@ class Rank:
         }
 
     def _step(self, part: Tensor) -> Any:
-        self.held.append(self.engine.activations_held + 1)
+        self.held.append(self.in_flight + 1)
         if self.versions:
             self.used.append(self.versions.updates)
             self.copies.append(copies_held(self.versions))
         return self.model.step(part)
+
+    @property
+    def in_flight(self) -> int:
+        """The microbatches whose forward has run here and whose backward hasn't, counted for each chunk."""
+        return sum(len(chunk._in_flight) for chunk in self.engine._chunks.values())
 
     @property
     def ends(self) -> Ends:
@@ -189,7 +194,7 @@ def trained_late(count: int, extra: int) -> dict[str, Any]:
     assert engine.run(actions.drain(), {}, update=rank.update, endless=True) == []
     engine.end_stream()
     engine.end_stream()  # nothing is left to end
-    assert engine.activations_held == 0
+    assert rank.in_flight == 0
     senders = [way.activations for way in rank.ends.out_of.values()]
     senders += [way.gradients for way in rank.ends.into.values()]
     unconfirmed = max(len(sender._unconfirmed) for sender in senders)  # type: ignore[union-attr]
