@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from functools import cache, lru_cache
+from functools import lru_cache
 from typing import Literal, NamedTuple, TypeAlias
 
 from lightning_parallel.schedules.actions import (
@@ -18,7 +18,7 @@ from lightning_parallel.schedules.actions import (
     StepOfChunk,
     needed,
 )
-from lightning_parallel.schedules.blocks import HOP_OF_V_HALF, HOP_OF_V_MIN, Block, blocks, chunks_in_v, least
+from lightning_parallel.schedules.blocks import HOP_OF_V_HALF, HOP_OF_V_MIN, chunks_in_v, smallest
 from lightning_parallel.schedules.filling import StageAtWork, run
 from lightning_parallel.schedules.generators import refuse_below
 
@@ -141,19 +141,13 @@ class _State(NamedTuple):
 _Begun: TypeAlias = tuple[tuple[OnChunk, ...], ...]  # by stage
 
 
-@cache
-def _block(stages: int, hop: int) -> tuple[Block, int]:
-    """The block that is repeated, and the most chunks whose activations a stage holds."""
-    limit = least(stages, hop)
-    return next(block for block in blocks(stages, hop) if block.held() <= limit), limit
-
-
 @lru_cache(maxsize=256)
 def _fed(hop: int, state: _State, count: int) -> tuple[_Begun, _State]:
     """What stages begin when microbatches are fed, until the last stage has begun the last of the forwards, and the
     state then. Nobody begins what is fed next before that, so it needn't be known. Batches of one size come to the same
     states again. When none is fed, what they begin until nothing is left."""
-    block, limit = _block(len(state.left), hop)
+    block = smallest(len(state.left), hop)
+    limit = block.held()
     stages = [
         StageAtWork(
             sorted((*left, *block.actions(s, range(count))), key=block.clock), limit, free_from=free_from, held=held

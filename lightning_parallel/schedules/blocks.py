@@ -99,7 +99,9 @@ def _block(stages: int, hop: int, wait_at_turn: int, wait_at_loss: int, wait_at_
     return Block(tuple(forward), tuple(backward), tuple(weight))
 
 
-def least(stages: int, hop: int) -> int:
-    """The fewest chunks whose activations a block with a hop holds on a stage."""
+@cache
+def smallest(stages: int, hop: int) -> Block:
+    """The block with a hop that holds the activations of the fewest chunks on a stage; of several, the one with the
+    shortest waits."""
     refuse_below(1, stages=stages)
-    return min(block.held() for block in blocks(stages, hop))
+    return min(blocks(stages, hop), key=Block.held)

@@ -148,12 +148,13 @@ def busy_across_batches(schedule: Schedule, latency: float = 0.0) -> float:
     """The fraction of the stages' time in which they compute if none waits for the others between batches, for equal
     chunks and backwards of twice the forwards. `latency` is in forwards of a chunk."""
     order = Order(schedule)
-    return sum(order.busy(order.equal)) / (len(schedule) * period(order, order.equal, latency))
+    return sum(order.busy(order.equal)) / (len(schedule) * period(order, latency))
 
 
-def period(order: Order, durations: Sequence[float], latency: float) -> float:
-    """The time from an update to the next one if no stage waits for the others between batches, once it is steady."""
-    return between(order.run(durations, latency, BATCHES).updates[-1])
+def period(order: Order, latency: float = 0.0) -> float:
+    """The time from an update to the next one if no stage waits for the others between batches, once it is steady, for
+    equal chunks and backwards of twice the forwards."""
+    return between(order.run(order.equal, latency, BATCHES).updates[-1])
 
 
 def between(ends: Sequence[float]) -> float:

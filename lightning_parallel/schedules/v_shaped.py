@@ -23,7 +23,7 @@ from itertools import islice
 from math import ceil
 
 from lightning_parallel.schedules.actions import Message, Schedule, Step
-from lightning_parallel.schedules.blocks import HOP_OF_V_HALF, HOP_OF_V_MIN, Block, blocks, least
+from lightning_parallel.schedules.blocks import HOP_OF_V_HALF, HOP_OF_V_MIN, Block, blocks, smallest
 from lightning_parallel.schedules.filling import StageAtWork, run
 from lightning_parallel.schedules.generators import refuse_below
 from lightning_parallel.schedules.simulate import simulate
@@ -53,7 +53,7 @@ def zbv(stages: int, microbatches: int, activation_memory: float = 1.0) -> Sched
     Raises:
         ValueError: V-Min holds more.
     """
-    limit, fewest = int(activation_memory * 2 * stages + 1e-9), least(stages, HOP_OF_V_MIN)
+    limit, fewest = int(activation_memory * 2 * stages + 1e-9), smallest(stages, HOP_OF_V_MIN).held()
     if limit < fewest and stages > 1:
         raise ValueError(
             f"activation_memory={activation_memory:g}: with {stages} stages give at least "
@@ -68,7 +68,7 @@ def vhalf(stages: int, microbatches: int) -> Schedule:
 
     With 8 stages and 16 microbatches, stages compute 85 % of the time, for 93 % and 70 %.
     """
-    return _within(stages, microbatches, least(stages, HOP_OF_V_HALF))
+    return _within(stages, microbatches, smallest(stages, HOP_OF_V_HALF).held())
 
 
 def vmin(stages: int, microbatches: int) -> Schedule:
@@ -78,7 +78,7 @@ def vmin(stages: int, microbatches: int) -> Schedule:
 
     With 8 stages and 16 microbatches, stages compute 81 % of the time, for 93 % and 70 %.
     """
-    return _within(stages, microbatches, least(stages, HOP_OF_V_MIN))
+    return _within(stages, microbatches, smallest(stages, HOP_OF_V_MIN).held())
 
 
 def zbv_in_bytes(stages: int, microbatches: int, limit: int, nbytes: Callable[[Schedule], int]) -> Schedule:
@@ -88,7 +88,7 @@ def zbv_in_bytes(stages: int, microbatches: int, limit: int, nbytes: Callable[[S
     Args:
         nbytes: the bytes that the fullest stage holds with some lists.
     """
-    chunks = range(least(stages, HOP_OF_V_MIN), 2 * stages + 1)
+    chunks = range(smallest(stages, HOP_OF_V_MIN).held(), 2 * stages + 1)
     found = bisect_right(chunks, limit, key=lambda most: nbytes(_within(stages, microbatches, most)))
     return _within(stages, microbatches, chunks[max(found - 1, 0)])
 

@@ -35,7 +35,7 @@ def gained(schedule: Schedule | Order) -> float:
     if once.updates[order.places[0]][-1] == once.makespan:
         return 0.0  # the stage with the first chunk ends last, and all others need its next forward
     busy = sum(order.busy(order.equal)) / len(order.schedule)
-    gain = busy / period(order, order.equal, 0.0) - busy / once.makespan
+    gain = busy / period(order) - busy / once.makespan
     return gain if gain > _WORTH else 0.0
 
 
