@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_parallel.private.torch import buffers_of, parameters_of
 from lightning_parallel.seeding import host_generators_kept, host_generators_now
+from lightning_parallel.values import changed
 
 _Place = tuple[dict[str, Any], str]  # a module's dictionary of buffers or parameters, and a name in it
 
@@ -57,8 +58,7 @@ class _Again:
     def __init__(self, places: Sequence[_Place], drawn: tuple[Any, Any] | None) -> None:
         self._tensors = [(store, name, _copy(store[name])) for store, name in places if store.get(name) is not None]
         self._drawn = drawn
-        self._now: list[tuple[dict[str, Any], str, Tensor | None]] = []
-        self._generators = ExitStack()
+        self._inside = ExitStack()
 
     def forget_unwritten(self) -> list[_Place]:
         """After the first run, drop the copies of what the layer has not written to, such as frozen weights. Returns
@@ -70,16 +70,13 @@ class _Again:
         return [(store, name) for store, name, _ in self._tensors]
 
     def __enter__(self) -> None:
-        self._now = [(store, name, store.get(name)) for store, name, _ in self._tensors]
-        for store, name, tensor in self._tensors:
-            store[name] = _copy(tensor)  # there may be another backward
+        before = [(store, name, _copy(tensor)) for store, name, tensor in self._tensors]
+        self._inside.enter_context(changed(before))  # copies: there may be another backward
         if self._drawn is not None:
-            self._generators.enter_context(host_generators_kept(self._drawn))
+            self._inside.enter_context(host_generators_kept(self._drawn))
 
     def __exit__(self, *error: Any) -> None:
-        self._generators.close()
-        for store, name, tensor in self._now:
-            store[name] = tensor
+        self._inside.close()
 
 
 def _equal(tensor: Tensor | None, old: Tensor) -> bool:
