@@ -32,9 +32,9 @@ class Handover:
         self._messages.append(([tensor.detach().clone() for tensor in tensors], format))
         return format
 
-    def take(self) -> tuple[list[Tensor], Format]:
-        """The oldest message that hasn't been taken."""
-        return self._messages.popleft()
+    def take(self) -> tuple[list[Tensor], Format] | None:
+        """The oldest message that hasn't been taken; None if there is none, as where a stream has ended."""
+        return self._messages.popleft() if self._messages else None
 
     def expect(self, *_: object, **__: object) -> None:
         """Does nothing, as the other three: no receive is to be posted, no buffer to be given back, all messages have

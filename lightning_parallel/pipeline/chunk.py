@@ -28,7 +28,6 @@ from lightning_parallel.backward.split import WeightGradients, begin_backward
 from lightning_parallel.losses.graph import Term
 from lightning_parallel.losses.normaliser import BatchLoss
 from lightning_parallel.messages.arrival import Arrival
-from lightning_parallel.messages.channel import Receiver
 from lightning_parallel.messages.ends import Ends, WayIn, WayOut
 from lightning_parallel.messages.message import Format, format_of, gradient_format
 from lightning_parallel.pipeline.stage import Stage
@@ -373,6 +372,5 @@ class Chunk:
         """Take the answer to this chunk's own receive."""
         self.is_ahead = False
         for source in self._ends.into.values():
-            if isinstance(source.activations, Receiver):
-                message = source.activations.take()
-                assert message is None, "the previous chunk ends its stream at the same microbatch"
+            message = source.activations.take()
+            assert message is None, "the previous chunk ends its stream at the same microbatch"
