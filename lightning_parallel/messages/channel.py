@@ -213,7 +213,7 @@ class Receiver(_LinkEnd):
         self._coming.append(place)
         if self._posted is None:
             with self._link.streams.incoming():
-                self._post()
+                self._posted = self._receive(place)
 
     def take(self) -> tuple[list[Tensor], Format] | None:
         """Wait for the next message, and read it. Returns its tensors and their format; None if the sender ended the
@@ -227,20 +227,17 @@ class Receiver(_LinkEnd):
             status, self.acknowledged = packet.words()
             if status > 0:
                 self._formats[place] = received_format(link, status)
-                packet = self._packet_for(place)
-                link.wait(link.irecv(packet.buffer))
+                work, packet = self._receive(place)
+                link.wait(work)
             buffer = packet.buffer.to(link.device, non_blocking=True)
             if self._coming:
-                self._post()
+                self._posted = self._receive(self._coming[0])
         link.streams.arrived(buffer)
         if status == END_OF_STREAM:
             return None
         return packet.tensors if buffer is packet.buffer else views(buffer, packet.format), packet.format
 
-    def _post(self) -> None:
-        """Post the receive of the next message, or of the part of it that is received ahead."""
-        packet = self._packet_for(self._coming[0])
-        self._posted = self._link.irecv(packet.buffer), packet
-
-    def _packet_for(self, place: Hashable) -> Packet:
-        return Packet(self._expected(place), True, self._link.device, self._link.through_host)
+    def _receive(self, place: Hashable) -> tuple[dist.Work, Packet]:
+        """Post the receive of a place's next message, or of the part of it that is received ahead."""
+        packet = Packet(self._expected(place), True, self._link.device, self._link.through_host)
+        return self._link.irecv(packet.buffer), packet

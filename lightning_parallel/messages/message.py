@@ -27,7 +27,8 @@ class Described(NamedTuple):
     Attributes:
         shape: its shape.
         dtype: its dtype.
-        requires_grad: does its sender want a gradient? In a gradient's format: :attr:`is_no_gradient`.
+        requires_grad: does its sender want a gradient? In a gradient's format: does it stand for None
+            (:data:`~.arrival.NO_GRADIENT`)?
         order: its dimensions by their place in memory, the outermost first; empty if they are in order. So what is
             channels_last before a cut is channels_last behind it, as the next convolution wants it.
     """
@@ -36,11 +37,6 @@ class Described(NamedTuple):
     dtype: torch.dtype
     requires_grad: bool
     order: tuple[int, ...] = ()
-
-    @property
-    def is_no_gradient(self) -> bool:
-        """In a gradient's format: does it stand for None (:data:`~.arrival.NO_GRADIENT`)?"""
-        return self.requires_grad
 
 
 Format = tuple[Described, ...]

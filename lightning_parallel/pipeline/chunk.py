@@ -139,6 +139,7 @@ class Chunk:
 
     Attributes:
         is_ahead: does it expect the first activation of a batch that is yet to come? Then so does the next chunk.
+        senders: of its messages.
     """
 
     def __init__(
@@ -162,6 +163,7 @@ class Chunk:
         # What other stages hold stays absent.
         stores = (parameters_of(each) for each in stage.module.modules())
         self._stores = [store for store in stores if any(not isinstance(p, AbsentTensor) for p in store.values())]
+        self.senders = [way.activations for way in ends.out_of.values()] + [way.gradients for way in ends.into.values()]
         self._in_flight: deque[_InFlight] = deque()
         self._second_halves: deque[tuple[_InFlight, WeightGradients]] = deque()
         self.is_ahead = False
@@ -315,7 +317,7 @@ class Chunk:
                 work.loss.take_factor(factor, work.index)
                 # No backward begins from zeros: parameters would get zeros that have None in one process.
                 for edge, gradient, each in zip(sent.edges, found, format[:-1], strict=True):
-                    if not each.is_no_gradient:
+                    if not each.requires_grad:  # else there is none
                         edges.append(edge)
                         gradients.append(gradient)
                 sent.way.activations.confirm(sent.number)
@@ -355,13 +357,6 @@ class Chunk:
         return gradients_apart([p for store in self._stores for p in store.values() if p is not None])
 
     # -- the end -------------------------------------------------------------------------------------------------
-
-    def flush(self) -> None:
-        """Wait until every message has arrived. Messages of a process that ends before that are lost."""
-        for way in self._ends.out_of.values():
-            way.activations.flush()
-        for source in self._ends.into.values():
-            source.gradients.flush()
 
     def end_stream(self) -> None:
         """Tell the next chunk that the message which it expects won't come."""

@@ -135,7 +135,8 @@ class Engine:
     def flush(self) -> None:
         """Wait until every message has arrived. Messages of a process that ends before that are lost."""
         for chunk in self._chunks.values():
-            chunk.flush()
+            for sender in chunk.senders:
+                sender.flush()
 
     def end_stream(self) -> None:
         """End an endless list after its last backward: answer for the batch that chunks expect."""

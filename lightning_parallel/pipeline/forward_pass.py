@@ -15,6 +15,7 @@ from torch import Tensor
 from lightning_parallel.absent.tensor import first_absent
 from lightning_parallel.cuts.flow import Flow, tensors_of
 from lightning_parallel.cuts.partition import Partition
+from lightning_parallel.interception import LeaveStep
 from lightning_parallel.messages.arrival import Arrival
 from lightning_parallel.private.torch import has_gradient_hooks, tensors_in, tree_flatten, tree_unflatten
 from lightning_parallel.tracing.trace import Call
@@ -83,17 +84,21 @@ class ForwardPass:
         placed = self.cuts.placed.get(call)
         return self.cuts.partition.chunk_of(call, self._reached) if placed is None else placed
 
-    def has_ended(self, name: str) -> bool:
-        """Is it the next chunk's turn, when a unit is called now? If the chunk hasn't left the step by then, the step
-        makes fewer calls here than in the dry run, or none."""
-        return self.chunk_of(name) > self.cuts.chunk and (name, self._calls[name]) not in self.cuts.passed
-
     def called(self, name: str) -> Call:
-        """Count a call of a unit, or of a module inside one."""
+        """Count a call of a unit, or of a module inside one.
+
+        Raises:
+            LeaveStep: it is the next chunk's turn. If the chunk hasn't left the step by then, the step makes fewer
+                calls here than in the dry run, or none.
+        """
+        call = name, self._calls[name]
         if name in self.cuts.partition.units:
-            self._reached = max(self._reached, self.chunk_of(name))
+            chunk = self.chunk_of(name)
+            if chunk > self.cuts.chunk and call not in self.cuts.passed:
+                raise LeaveStep
+            self._reached = max(self._reached, chunk)
         self._calls[name] += 1
-        return name, self._calls[name] - 1
+        return call
 
     # -- what arrives --------------------------------------------------------------------------------------------
 

@@ -296,8 +296,6 @@ class Stage:
         running, absent = self._pass, self._absent[name]
         if running is None:
             return absent.answer(args, kwargs)
-        if running.has_ended(name):
-            raise LeaveStep
         seed = next_seed(name)
         call = running.called(name)
         answer = self._answer_for(call, absent, forward, args, kwargs, openly=name in self._flow.transparent)
