@@ -112,7 +112,7 @@ def copies(weights: Stashing, correction: Correction, warmup: float, microbatche
     return late + (weight > 0)
 
 
-def discount(staleness: float, update: int, until: int | None) -> float:
+def discount(staleness: float, update: int, until: int) -> float:
     """The factor of the learning rate at an update: PipeMare's T1 (arXiv:1910.05124, section 3.1).
 
     It is staleness^-q, with q = 1 - min(update / until, 1). Late stages start slowly, and are as fast as others from
@@ -121,8 +121,6 @@ def discount(staleness: float, update: int, until: int | None) -> float:
     Args:
         staleness: the stage's staleness, in updates.
         update: the update's number, from 0.
-        until: the update at which the full rate is reached; None for the full rate from the start.
+        until: the update at which the full rate is reached.
     """
-    if until is None:
-        return 1.0
     return float(max(1.0, staleness) ** -(1 - min(update / until, 1.0)))

@@ -108,7 +108,6 @@ def test_copies_are_those_in_flight_and_those_of_the_correction() -> None:
 
 
 def test_the_discount_of_late_stages_wears_off() -> None:
-    assert discount(4.0, 0, None) == discount(4.0, 99, None) == 1.0
     assert discount(4.0, 0, 10) == 0.25
     assert discount(4.0, 5, 10) == pytest.approx(0.5)
     assert discount(7.0, 3, 10) == pytest.approx(7**-0.7)

@@ -129,7 +129,7 @@ def delayed(
         late = mean_staleness(options.get("weights", "stash"), ahead, gathering)
         rates = [group["lr"] for group in groups]
         for group, rate in zip(groups, rates, strict=True):
-            group["lr"] = rate * discount(late, pipeline.updates, lr_discount)
+            group["lr"] = rate * (discount(late, pipeline.updates, lr_discount) if lr_discount else 1.0)
         optimizers[chunk].step()
         for group, rate in zip(groups, rates, strict=True):
             group["lr"] = rate
