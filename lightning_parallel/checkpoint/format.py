@@ -8,7 +8,7 @@ old one or the new one.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -120,12 +120,11 @@ def load(
     saved: Mapping[str, Any],
     path: PathLike,
     model: Mapping[str, Tensor],
-    parameters: Sequence[str],
+    parameters: Mapping[str, Tensor | None],
     coordinate: str,
     *,
-    whole: Set[str] = frozenset(),
+    second: Mapping[str, Tensor] | None = None,
     strict: bool = True,
-    by_prefix: Mapping[str, Mapping[str, Tensor]] | None = None,
 ) -> tuple[list[OptimizerState], dict[str, Tensor]]:
     """Read this rank's part of a checkpoint of any layout. Every rank calls it.
 
@@ -135,12 +134,12 @@ def load(
         path: the checkpoint's, for errors.
         model: the tensors held here, by their names in the whole model. They are filled in place and keep their dtypes.
             Those of which this rank holds a shard are :class:`~lightning_parallel.checkpoint.slices.Slices`.
-        parameters: the names of the parameters whose optimizer state is wanted here; of a shard, the shard's state.
-        whole: those of them whose whole state is wanted, although this rank has a shard.
+        parameters: those whose optimizer state is wanted here, by name, each with a tensor of which this rank holds the
+            wanted part; None for the whole state.
         coordinate: this rank's place in the layout.
+        second: a second state of the model, as ``model``. All ranks want it, or none.
         strict: every tensor in ``model`` must be in the checkpoint, and every tensor there must be in the ``model`` of
             some rank. Otherwise tensors without a counterpart stay as they are.
-        by_prefix: what is filled from each state of the model (``MODEL``, ``SECOND``); None: ``model``, from the first.
 
     Returns:
         The saved optimizers, with the state of the wanted parameters and the whole model's groups; and what was saved
@@ -151,16 +150,17 @@ def load(
         ValueError: on every rank, if some rank lacks names or finds other shapes, or the checkpoint is damaged.
     """
     wanted: dict[str, Tensor] = {}
-    for prefix, state in ({MODEL: model} if by_prefix is None else by_prefix).items():
-        shapes = {name: source.found[key].shape for name, key in keys.of_model(source.found, prefix).items()}
+    for prefix, state in ((MODEL, model), (SECOND, second)):
+        if state is None:
+            continue
+        shapes = {name: source.found[key].shape for name, key in keys.below(prefix, source.found).items()}
         ranks = gather_objects_on_first({name: tensor.shape for name, tensor in state.items()}, None)
         decided_by_first(None, partial(refuse_misfits, path, ranks or (), shapes, strict=strict))
         wanted |= {prefix + name: tensor for name, tensor in state.items() if name in shapes}
-    trained = set(parameters)
     for key, found in source.found.items():
         parts = keys.parts_of(key)
-        if parts is not None and parts[1] in trained:
-            like = None if parts[1] in whole else model.get(parts[1])  # a step has another shape
+        if parts is not None and parts[1] in parameters:
+            like = parameters[parts[1]]  # a step has another shape
             wanted[key] = empty_like(found if like is None or like.shape != found.shape else like, found.dtype)
     of_rank = keys.nearest(coordinate, source.found)
     wanted |= {key: empty_like(source.found[key], source.found[key].dtype) for key in of_rank.values()}

@@ -36,12 +36,8 @@ class OptimizerState:
     param_groups: Sequence[Mapping[str, Any]] = ()
 
 
-def of_model(keys: Collection[str], prefix: str = MODEL) -> dict[str, str]:
-    """The keys of the model's tensors, by the tensors' names, in the state that begins with ``prefix``."""
-    return _after(prefix, keys)
-
-
-def _after(prefix: str, keys: Collection[str]) -> dict[str, str]:
+def below(prefix: str, keys: Collection[str]) -> dict[str, str]:
+    """The keys that begin with a prefix, by what follows it: of a state of the model, by the tensors' names."""
     return {key.removeprefix(prefix): key for key in keys if key.startswith(prefix)}
 
 
@@ -96,20 +92,18 @@ def key_in(coordinate: str, name: str) -> str:
     return f"{_RANK}{coordinate}/{name}"
 
 
-def of_place(keys: Collection[str], coordinate: str) -> dict[str, str]:
-    """The keys of a place's tensors, by the tensors' names."""
-    return _after(key_in(coordinate, ""), keys)
-
-
-def of_replicas(keys: Collection[str]) -> dict[str, str]:
-    """For each replica, by its part of the coordinate, the lowest place for which there are tensors."""
+def of_replicas(keys: Collection[str]) -> dict[str, dict[str, str]]:
+    """For each replica, by its part of the coordinate: the keys of the lowest place for which there are tensors, by the
+    tensors' names."""
     places = {key.split("/")[1] for key in keys if key.startswith(_RANK)}
-    return {_replica_of(place): place for place in sorted(places, reverse=True)}
+    lowest = {_replica_of(place): place for place in sorted(places, reverse=True)}
+    return {replica: below(key_in(place, ""), keys) for replica, place in lowest.items()}
 
 
 def nearest(coordinate: str, keys: Collection[str]) -> dict[str, str]:
-    """As :func:`of_place`, or else of another place of the same replica; empty if there is none."""
-    return of_place(keys, coordinate) or of_place(keys, of_replicas(keys).get(_replica_of(coordinate), ""))
+    """The keys of a place, by the tensors' names, or else of another place of the same replica; empty if there is
+    none."""
+    return below(key_in(coordinate, ""), keys) or of_replicas(keys).get(_replica_of(coordinate), {})
 
 
 def _replica_of(coordinate: str) -> str:

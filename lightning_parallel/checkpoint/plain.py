@@ -30,9 +30,8 @@ from lightning_parallel.checkpoint.keys import (
     MODEL,
     SECOND,
     OptimizerState,
+    below,
     joined,
-    of_model,
-    of_place,
     of_replicas,
     parameter_of,
 )
@@ -63,26 +62,19 @@ def read_plain(path: PathLike, weights_only: bool = True) -> dict[str, Any]:
     return dict(content)
 
 
-def as_plain(saved: Mapping[str, Any], tensors: Mapping[str, Tensor], aliases: Mapping[str, str]) -> dict[str, Any]:
-    """What one process would have saved.
-
-    Args:
-        saved: the content of trainer.pt.
-        tensors: by their keys in a directory.
-        aliases: the further names of tied tensors, with the name that each has in ``tensors``.
-    """
+def _as_plain(saved: Mapping[str, Any], tensors: Mapping[str, Tensor], aliases: Mapping[str, str]) -> dict[str, Any]:
+    """What one process would have saved, of a directory with this content of trainer.pt, these tensors by their keys,
+    and these further names of tied ones."""
     plain: dict[str, Any] = {**saved["trainer"], "state_dict": _state_dict(aliases, tensors) | saved["extra_state"]}
     if "lr_schedulers" in plain:  # else only the weights were saved
         pairs = zip(joined(tensors, saved["optimizer_scalars"]), saved["param_groups"], strict=True)
         plain["optimizer_states"] = [_numbered(state, groups) for state, groups in pairs]
     if at := saved.get("second_at"):
         plain = placed(plain, at, _state_dict(aliases, tensors, SECOND) | saved["extra_state"])
-    places = of_replicas(tensors)
-    if places:
-        replicas = sorted(places, key=lambda replica: (len(replica), replica))  # dp2 before dp10
-        plain[RANDOM_STATES] = [
-            {name: tensors[key] for name, key in of_place(tensors, places[replica]).items()} for replica in replicas
-        ]
+    replicas = of_replicas(tensors)
+    if replicas:
+        in_order = sorted(replicas, key=lambda replica: (len(replica), replica))  # dp2 before dp10
+        plain[RANDOM_STATES] = [{name: tensors[key] for name, key in replicas[each].items()} for each in in_order]
     return plain
 
 
@@ -104,9 +96,9 @@ class PlainOnDemand(dict[str, Any]):
     def complete(self) -> None:
         """Read the tensors that haven't been read or set."""
         found = self.reader.found
-        generators = [of_place(found, place).values() for place in of_replicas(found).values()]
+        generators = [of_one.values() for of_one in of_replicas(found).values()]
         tensors = _read(self.reader, (*filter(parameter_of, found), *chain.from_iterable(generators)))
-        read = as_plain(self.saved, tensors, self.reader.contents["aliases"])
+        read = _as_plain(self.saved, tensors, self.reader.contents["aliases"])
         for key in (*OF_TENSORS, RANDOM_STATES):
             if key in read:
                 self.setdefault(key, read[key])
@@ -145,7 +137,7 @@ def read_full(path: PathLike, weights_only: bool = True) -> dict[str, Tensor]:
         content = read_file(Path(path), Path(path), weights_only)
         return dict(content.get("state_dict", content))
     reader = Reader(path)
-    state_dict = _state_dict(reader.contents["aliases"], _read(reader, of_model(reader.found).values()))
+    state_dict = _state_dict(reader.contents["aliases"], _read(reader, below(MODEL, reader.found).values()))
     if reader.contents["extra_state"]:
         state_dict |= reader.trainer(weights_only)["extra_state"]
     return state_dict
@@ -161,7 +153,7 @@ def _read(reader: Reader, keys: Iterable[str]) -> dict[str, Tensor]:
 
 def _state_dict(aliases: Mapping[str, str], tensors: Mapping[str, Tensor], prefix: str = MODEL) -> dict[str, Tensor]:
     """The model's tensors among those of a checkpoint, tied ones under all their names."""
-    held = {name: tensors[key] for name, key in of_model(tensors, prefix).items()}
+    held = {name: tensors[key] for name, key in below(prefix, tensors).items()}
     return held | {name: held[first] for name, first in aliases.items() if first in held}
 
 

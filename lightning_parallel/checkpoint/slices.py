@@ -159,10 +159,6 @@ def on_host(values: Any) -> Any:
     return copy
 
 
-def _box(whole: Tensor, at: Sequence[int], like: Tensor) -> Tensor:
-    return whole[tuple(slice(begin, begin + size) for begin, size in zip(at, like.shape, strict=True))]
-
-
 def empty_like(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """A tensor of which this rank holds the same part. It is on the CPU, unless it is a DTensor."""
     if isinstance(tensor, Slices):
@@ -175,4 +171,5 @@ def empty_like(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 def fill(tensor: Tensor, whole: Tensor) -> None:
     """Fill what this rank holds of a tensor from the whole, which every rank has."""
     for at, values in boxes_of(tensor):
-        values.copy_(_box(whole, at, values))
+        place = tuple(slice(begin, begin + size) for begin, size in zip(at, values.shape, strict=True))
+        values.copy_(whole[place])

@@ -276,21 +276,15 @@ class Checkpoints:
             return self._wholes(content, model, module, optimizers)
 
         found, saved = together(None, source)
-        names = [name for name in self.local.parameters if self.owned.get(name, True)] if optimizers else []
-        whole, strict = {name for name in names if name in self.owned}, module.strict_loading
-        wanted, has_averages = {MODEL: model}, average is not None and saved.get("second_at") == [*average.at]
+        names = self.local.parameters if optimizers else ()
+        # Of an optimizer that steps a parameter as a whole, its owner alone has the state, and all of it.
+        trained = {n: None if n in self.owned else model[n] for n in names if self.owned.get(n, True)}
+        first, second, has_averages = model, None, average is not None and saved.get("second_at") == [*average.at]
         if average is not None and has_averages:
-            wanted = {SECOND if average.leads else MODEL: model, MODEL if average.leads else SECOND: self._averaged}
+            first, second = (self._averaged, model) if average.leads else (model, self._averaged)
+        strict = module.strict_loading
         states, random = format.load(
-            found,
-            saved,
-            self.opened,
-            model,
-            names,
-            self.coordinate,
-            whole=whole,
-            strict=strict,
-            by_prefix=wanted,
+            found, saved, self.opened, first, trained, self.coordinate, second=second, strict=strict
         )
         module.load_state_dict(saved["extra_state"], strict=False)
         for optimizer, state in zip(optimizers, states, strict=False):

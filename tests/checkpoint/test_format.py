@@ -67,7 +67,7 @@ def blank(rank: int, size: int) -> dict[str, Any]:
     model = {name: torch.full_like(tensor, 9) for name, tensor in held(rank, size)["model"].items()}
     return {
         "model": model,
-        "parameters": [name for name in model if "running" not in name and "num_" not in name],
+        "parameters": {n: tensor for n, tensor in model.items() if "running" not in n and "num_" not in n},
         "coordinate": f"pp{rank}.dp0.tp0",
     }
 
@@ -261,7 +261,7 @@ def test_without_strict_what_is_missing_stays(path: str) -> None:
 def test_values_are_cast_to_the_models_dtype_in_place(path: str) -> None:
     save_here(path)
     parameter = nn.Parameter(torch.zeros(6, 4, dtype=torch.float64))
-    load(path, model={"0.weight": parameter}, parameters=[], coordinate="pp0", strict=False)
+    load(path, model={"0.weight": parameter}, parameters={}, coordinate="pp0", strict=False)
     assert torch.equal(parameter.float(), whole()[0].get_parameter("0.weight"))
 
 
@@ -277,7 +277,7 @@ def test_tensors_of_any_shape_and_dtype_come_back(path: str) -> None:
     empty: dict[str, Any] = {"optimizers": [], "trainer": {}, "rank_state": {}}
     save(path, model=state, coordinate="pp0", **empty)
     found = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
-    nothing = load(path, model=found, parameters=["one"], coordinate="pp0")
+    nothing = load(path, model=found, parameters={"one": found["one"]}, coordinate="pp0")
     assert all(torch.equal(found[name], state[name]) for name in state)
     assert nothing == ([], {}) and PlainOnDemand(path).saved["trainer"] == {}
 

@@ -54,7 +54,7 @@ def load_all(path: Path) -> dict[str, Tensor]:
     model = empty()
     try:
         content = PlainOnDemand(path)
-        load(content.reader, content.saved, path, model, ["net.weight"], "pp0.dp0.tp0")
+        load(content.reader, content.saved, path, model, {"net.weight": model["net.weight"]}, "pp0.dp0.tp0")
     except ValueError:
         assert all(torch.equal(model[name], tensor) for name, tensor in empty().items()), "filled before the error"
         raise

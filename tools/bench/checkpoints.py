@@ -80,7 +80,7 @@ def _seconds(sizes: Sizes, replicas: bool, folder: Path) -> Seconds:
             folder / "ours", model=model, optimizers=[optimizer], trainer={}, rank_state={}, coordinate=f"pp{rank}"
         ),
         "torch, save": lambda: torch_save(flat, checkpoint_id=folder / "torch"),
-        "ours, open": lambda: _open(folder / "ours", model, names, f"pp{rank}"),
+        "ours, open": lambda: _open(folder / "ours", model, f"pp{rank}"),
         "torch, open": lambda: torch_load(flat, checkpoint_id=folder / "torch"),
         "ours, copy": lambda: [on_host(tensor) for tensor in flat.values()],
     }
@@ -98,6 +98,6 @@ def _seconds(sizes: Sizes, replicas: bool, folder: Path) -> Seconds:
     return seconds
 
 
-def _open(path: Path, model: dict[str, Tensor], names: list[str], coordinate: str) -> None:
+def _open(path: Path, model: dict[str, Tensor], coordinate: str) -> None:
     content = PlainOnDemand(path)
-    format.load(content.reader, content.saved, path, model, names, coordinate)
+    format.load(content.reader, content.saved, path, model, model, coordinate)
