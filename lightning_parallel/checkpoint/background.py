@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
@@ -25,29 +26,40 @@ class BackgroundSave:
     def __init__(self, group: Group) -> None:
         self._group = group
         self._thread: threading.Thread | None = None
-        self._error: Exception | None = None
-        self._after: list[Callable[[], None]] | None = None  # what waits for the save under way; None: none is
-        self._lock = threading.Lock()  # for what follows a save
+        self._saved: Future[None] | None = None  # of the save under way; None: none is
 
     def start(self, path: str, save: Callable[[Group], None]) -> None:
-        """Run ``save(group)`` in a thread when the previous save has ended. It is called on all ranks, and fails on all
-        or on none. ``path`` is for errors.
+        """Run ``save(group)`` in a thread, after :meth:`finish`. It is called on all ranks, and fails on all or on
+        none. ``path`` is for errors."""
+        self._saved = saved = Future[None]()
 
-        Raises:
-            RuntimeError: the one before has failed.
-        """
-        self.finish()
-        self._after = []
-        self._thread = ThreadApart(target=self._run, args=(path, save), name=f"save {path}")
+        def run() -> None:
+            try:
+                save(self._group)
+            except Exception as error:  # of any kind: it is raised where the run can be ended
+                failed = RuntimeError(f"The checkpoint {path} could not be saved in the background: {error}")
+                failed.__cause__ = error
+                saved.set_exception(failed)
+            else:
+                saved.set_result(None)
+
+        self._thread = ThreadApart(target=run, name=f"save {path}")
         self._thread.start()
 
     def after(self, action: Callable[[], None]) -> None:
         """Run ``action`` when the save under way has succeeded; now if none is under way."""
-        with self._lock:
-            if self._after is not None:
-                self._after.append(action)
-                return
-        action()
+
+        def act(saved: Future[None]) -> None:
+            try:
+                if saved.exception() is None:
+                    action()
+            except OSError as error:
+                rank_zero_warn(f"An older checkpoint could not be removed: {error}")
+
+        if self._saved is None:
+            action()
+        else:
+            self._saved.add_done_callback(act)
 
     def finish(self) -> None:
         """Wait for the save under way, and for the actions after it.
@@ -56,23 +68,7 @@ class BackgroundSave:
             RuntimeError: it has failed.
         """
         if self._thread is not None:
-            self._thread.join()
-        self._thread = self._after = None
-        error, self._error = self._error, None
-        if error is not None:
-            raise error
-
-    def _run(self, path: str, save: Callable[[Group], None]) -> None:
-        try:
-            save(self._group)
-        except Exception as error:  # of any kind: it is raised where the run can be ended
-            self._error = RuntimeError(f"The checkpoint {path} could not be saved in the background: {error}")
-            self._error.__cause__ = error
-            return
-        with self._lock:
-            actions, self._after = self._after or (), None
-        for action in actions:
-            try:
-                action()
-            except OSError as error:
-                rank_zero_warn(f"An older checkpoint could not be removed: {error}")
+            self._thread.join()  # which ends after the actions
+        saved, self._thread, self._saved = self._saved, None, None
+        if saved is not None:
+            saved.result()

@@ -110,17 +110,15 @@ def remove(path: PathLike) -> None:
     _delete_unfinished(path)
 
 
-def take_name(path: Path, *, as_folder: bool) -> bool:
+def take_name(path: Path, *, as_folder: bool) -> None:
     """Make an empty folder or file for a coming checkpoint, if nothing is there."""
     with suppress(OSError):  # the save itself will raise what is wrong
         path.parent.mkdir(parents=True, exist_ok=True)
         path.mkdir() if as_folder else path.touch(exist_ok=False)
-        return True
-    return False
 
 
 def give_back_name(path: Path) -> None:
-    """Delete what :func:`take_name` has made, while it is empty."""
+    """Delete what :func:`take_name` has made, while it is empty. Any rank may call it."""
     with suppress(OSError):
         if path.is_dir():
             path.rmdir()

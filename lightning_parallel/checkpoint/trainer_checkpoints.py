@@ -153,15 +153,14 @@ class Checkpoints:
                 if failed is not None:
                     raise failed
             return
-        as_folder = self.as_lightning is None
-        taken = module.trainer.is_global_zero and directory.take_name(Path(path), as_folder=as_folder)
+        if module.trainer.is_global_zero:
+            directory.take_name(Path(path), as_folder=self.as_lightning is None)
 
         def save(group: Group) -> None:
             try:
                 write(group=group)
             except Exception:
-                if taken:
-                    directory.give_back_name(Path(path))
+                directory.give_back_name(Path(path))
                 raise
 
         background.start(str(path), save)
