@@ -7,16 +7,13 @@ which ranks had no core is reported too.
 from __future__ import annotations
 
 import copy
-import multiprocessing
 import os
 import pickle
-import signal
 import tempfile
-import threading
 import time
 from collections.abc import Collection, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -66,39 +63,35 @@ class Measured:
 
     Attributes:
         seconds: of a step, the median of the slowest rank.
-        least: of the fastest step.
         held: bytes of tensors at once, on the fullest rank.
         computing: seconds of a step in which a rank's thread had a core: the median of the busiest rank.
         queued: the share of time in which the ranks had none.
     """
 
     seconds: float
-    least: float
     held: int
     computing: float = 0.0
     queued: float = 0.0
 
     @classmethod
     def of_ranks(cls, ranks: list[Figures]) -> Measured:
-        slowest = max(ranks, key=lambda each: median(each.seconds))
         return cls(
-            median(slowest.seconds),
-            min(slowest.seconds),
+            max(median(each.seconds) for each in ranks),
             max(each.held for each in ranks),
             max(median(each.computing) for each in ranks),
             min(1.0, max(each.queued / sum(each.seconds) for each in ranks)),
         )
 
 
-@dataclass(frozen=True)
+@dataclass
 class Figures:
     """Of one rank: seconds of each step, those in which its thread had a core, those of all in which it had none, and
     bytes."""
 
-    seconds: list[float]
-    computing: list[float]
-    queued: float
-    held: int
+    seconds: list[float] = field(default_factory=list)
+    computing: list[float] = field(default_factory=list)
+    queued: float = 0.0
+    held: int = 0
 
 
 def measured(
@@ -156,7 +149,6 @@ def _last_line(error: Exception) -> str:
 
 
 def _rank(rank: int, devices: int, port: int, folder: str) -> None:
-    threading.Thread(target=_follow_parent, daemon=True).start()
     # As torch's elastic agent would set it.
     os.environ.update(
         RANK=str(rank),
@@ -179,14 +171,6 @@ def _rank(rank: int, devices: int, port: int, folder: str) -> None:
         dist.destroy_process_group()
 
 
-def _follow_parent() -> None:
-    """End with the process that started this one, however that ended."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    parent.join()
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
 def on_rank(
     strategy: str,
     options: Mapping[str, Any],
@@ -202,24 +186,17 @@ def on_rank(
     shares, clock = Shares([batch] * (timed[-1] + 1)), _Clock(timed)
     made = trainer_of(shares, clock, strategy=layout, devices=devices, **trainer)
     made.fit(copy.deepcopy(module), DataLoader(shares, batch_size=None))
-    return Figures(clock.seconds, clock.computing, clock.queued, clock.bytes)
+    return clock.figures
 
 
 class _Clock(Callback):
     """The seconds of some batches, and before these the bytes that are held in one: counting them takes time."""
 
     def __init__(self, timed: Collection[int]) -> None:
-        self.seconds: list[float] = []
-        self.computing: list[float] = []
-        self.queued = 0.0
+        self.figures = Figures()
         self._timed = timed
         self._held = Held()
-        self._on_gpu = 0
         self._last = 0.0, 0.0, 0.0
-
-    @property
-    def bytes(self) -> int:
-        return self._on_gpu or self._held.most
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -229,9 +206,9 @@ class _Clock(Callback):
             torch.cuda.synchronize(device)
         now, computed, waited = _clocks()
         if batch_idx in self._timed:
-            self.seconds.append(now - self._last[0])
-            self.computing.append(computed - self._last[1])
-            self.queued += waited - self._last[2]
+            self.figures.seconds.append(now - self._last[0])
+            self.figures.computing.append(computed - self._last[1])
+            self.figures.queued += waited - self._last[2]
         if batch_idx + 1 == _BEGIN:
             self._held.add(_kept(trainer, pl_module))
             self._held.__enter__()
@@ -241,7 +218,8 @@ class _Clock(Callback):
                 torch.cuda.reset_peak_memory_stats(device)
         elif batch_idx == _COUNTED:
             self._held.__exit__(None, None, None)
-            self._on_gpu = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
+            on_gpu = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
+            self.figures.held = on_gpu or self._held.most
         self._last = _clocks()
 
 

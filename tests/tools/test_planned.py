@@ -21,7 +21,7 @@ MIB = 2**20
 
 def pair(choice: Choice, predicted: float, measured: float | None) -> Pair:
     row = Row(choice, [], [Memory(parameters=10 * MIB)], lambda: StepTime(predicted), 16, None, 2, True)
-    found = None if measured is None else Measured(measured, measured, 11 * MIB)
+    found = None if measured is None else Measured(measured, 11 * MIB)
     return Pair(MODELS["mlp, 6 of 1024"], 2, row, found, "ended" if found else "failed: no luck")
 
 
