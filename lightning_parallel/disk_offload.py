@@ -46,18 +46,15 @@ Mapped = np.ndarray[Any, np.dtype[np.uint8]]  # a mapped file, which is unmapped
 
 
 class DiskOffload(TorchDispatchMode):
-    """Inside, new tensors of :data:`LARGE` bytes lie in files. It may be entered several times, and inside itself.
-
-    Args:
-        folder: of the files. They have no names, and end with their tensors. By default ``TMPDIR``, or ``/var/tmp``.
-            If the disk is full, a warning says so, and tensors lie in memory.
-    """
+    """Inside, new tensors of :data:`LARGE` bytes lie in files, in ``TMPDIR`` or else in ``/var/tmp``. They have no
+    names, and end with their tensors. If the disk is full, a warning says so, and tensors lie in memory. It may be
+    entered several times, and inside itself."""
 
     supports_higher_order_operators = True
 
-    def __init__(self, folder: str | Path | None = None) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self._folder = Path(folder or os.environ.get("TMPDIR") or "/var/tmp")
+        self._folder = Path(os.environ.get("TMPDIR") or "/var/tmp")
         self._mapped: list[weakref.ref[Mapped]] = []
         self._touched = 0  # bytes of large tensors, since memory was last dropped
         self._has_failed = False
