@@ -3,7 +3,7 @@ process."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import (
@@ -21,41 +21,37 @@ from lightning_parallel.callbacks.finite_loss import FiniteLoss
 from lightning_parallel.callbacks.preemption import Preemption
 from lightning_parallel.private.lightning.launching import callbacks_of
 
-Reasons = Sequence[tuple[type[Callback], str]]
+Reasons = Mapping[type[Callback], str]
 
 # What is refused on several ranks, where these hold parts of the model or save parts of it, where the parts are stages,
 # and by the asynchronous pipeline. Subclasses too.
-ON_SEVERAL_RANKS: Reasons = (
-    (
-        BatchSizeFinder,
+ON_SEVERAL_RANKS: Reasons = {
+    BatchSizeFinder: (
         "it goes on after one rank has run out of memory, while the other ranks wait for that one. Set the batch size "
-        "by hand",
+        "by hand"
     ),
-)
-IN_PARTS: Reasons = (
-    *ON_SEVERAL_RANKS,
-    (
-        ModelPruning,
+}
+IN_PARTS: Reasons = {
+    **ON_SEVERAL_RANKS,
+    ModelPruning: (
         "it ranks the values of whole parameters, of which a rank holds a part. Prune a checkpoint after training, or "
-        "use DataParallelStrategy or strategy='ddp'",
+        "use DataParallelStrategy or strategy='ddp'"
     ),
-)
-IN_STAGES: Reasons = (
-    *IN_PARTS,
-    (
-        BaseFinetuning,
+}
+IN_STAGES: Reasons = {
+    **IN_PARTS,
+    BaseFinetuning: (
         "it gives the optimizer parameters of all stages, of which a rank holds those of one. Give the optimizer all "
-        "parameters from the start, and call requires_grad_ in on_train_epoch_start",
+        "parameters from the start, and call requires_grad_ in on_train_epoch_start"
     ),
-)
-ASYNCHRONOUS: Reasons = (
-    *IN_STAGES,
-    (
-        LearningRateFinder,
+}
+ASYNCHRONOUS: Reasons = {
+    **IN_STAGES,
+    LearningRateFinder: (
         "it acts on the loss of every batch, for which the stages of an asynchronous pipeline would wait. Find the "
-        "learning rate under PipelineStrategy, or in one process",
+        "learning rate under PipelineStrategy, or in one process"
     ),
-)
+}
 
 
 def bring_along(trainer: pl.Trainer) -> None:
@@ -91,6 +87,6 @@ def refuse_callbacks(callbacks: Iterable[Callback], refused: Reasons, strategy: 
         ValueError: it names the callback.
     """
     for callback in callbacks:
-        for kind, reason in refused:
+        for kind, reason in refused.items():
             if isinstance(callback, kind):
                 raise ValueError(f"{type(callback).__name__} can't be used under {strategy}: {reason}.")

@@ -11,7 +11,6 @@ Lightning's checkpoints lack what is on the left; this callback adds it::
                        file, so it gathers them. They are put back after all that draws at the start of a run: before
                        the next batch is loaded, or the next epoch begins.
     states of loaders  Lightning saves those of rank 0. Here rank 0 gathers one for each replica.
-    names              Lightning numbers the optimizers' parameters. With their names a file can be made a directory.
 """
 
 from __future__ import annotations
