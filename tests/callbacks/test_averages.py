@@ -17,6 +17,8 @@ from torch.utils.data import DataLoader
 import lightning_parallel as lp
 from lightning_parallel.absent.tensor import AbsentTensor
 from lightning_parallel.checkpoint import convert, read_plain
+from tests.checkpoint import test_moves
+from tests.checkpoint.test_moves import CUT
 from tests.pool import WorkerPool
 from tests.strategies.dealt import dealt
 from tests.strategies.failures import assert_refused
@@ -27,28 +29,16 @@ from tests.thorough import thorough
 EPOCHS, BATCHES, MIDDLE = 4, 5, 12  # of a run; of an epoch; before the checkpoint
 TOLERANCE = 1e-12
 
-CUT = {"layers": ["embed", "first", "second", "head"], "microbatches": 2}
-PLAN = {"plan": {"first.up": "column", "first.down": "row", "second.up": "column", "second.down": "row"}}
 LAYOUTS: dict[str, tuple[int, Callable[[], Any]]] = {
-    "single": (1, lambda: "auto"),
-    "ddp2": (2, lambda: "ddp"),
-    "pp2": (2, lambda: lp.PipelineStrategy(**CUT)),
+    **{name: layout for name, layout in test_moves.LAYOUTS.items() if name not in ("pp3", "async2")},
     "whole batches": (2, lambda: lp.PipelineStrategy(**{**CUT, "microbatches": 1})),
-    "tp2": (2, lambda: lp.TensorParallelStrategy(**PLAN)),
-    "fsdp2": (2, lp.FullyShardedStrategy),
     "directory": (1, lambda: lp.PipelineStrategy(checkpoint="directory", **CUT)),
     "replicas": (2, lambda: lp.PipelineStrategy(stages=1, checkpoint="directory", **CUT)),
     "background": (2, lambda: lp.PipelineStrategy(async_save=True, **CUT)),
     "late": (1, lambda: lp.AsyncPipelineStrategy(checkpoint="directory", **CUT)),
     "late2": (2, lambda: lp.AsyncPipelineStrategy(**CUT)),
     "zbv": (2, lambda: lp.PipelineStrategy(schedule="zbv", **CUT)),
-    "dp2 x pp2": (4, lambda: lp.PipelineStrategy(stages=2, data_parallel=2, **CUT)),
-    "fsdp2 x pp2": (4, lambda: lp.PipelineStrategy(stages=2, data_parallel_kind="fully_shard", **CUT)),
-    "fsdp2 x tp2": (
-        4, lambda: lp.PipelineStrategy(stages=1, tensor_parallel=2, data_parallel_kind="fully_shard", **PLAN)
-    ),
-    "tp2 x pp2": (4, lambda: lp.PipelineStrategy(stages=2, tensor_parallel=2, **CUT, **PLAN)),
-}  # fmt: skip
+}
 
 
 class Block(nn.Module):
@@ -203,12 +193,7 @@ OFTEN = [
     ("by epochs", "late"),
     ("ema", "background"),
 ]
-ALL = [
-    (average, layout)
-    for average in MAKE
-    for layout in LAYOUTS_OF_PARTS
-    if (average, layout) not in OFTEN
-]
+ALL = [(average, layout) for average in MAKE for layout in LAYOUTS_OF_PARTS if (average, layout) not in OFTEN]
 
 
 @pytest.mark.parametrize(("average", "layout"), [*OFTEN, *thorough(*ALL)])
