@@ -1,7 +1,6 @@
 """Runs a layout for a few steps, in processes of its own: what they take in seconds and bytes.
 
-A rank computes with its share of the machine's cores. What else the machine does is in the seconds, so the time in
-which ranks had no core is reported too.
+A rank computes with its share of the machine's cores. What else the machine does is in the seconds.
 """
 
 from __future__ import annotations
@@ -11,12 +10,12 @@ import os
 import pickle
 import tempfile
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, Self
 
 import lightning.pytorch as pl
 import torch
@@ -59,39 +58,20 @@ class TrialFailed(Exception):
 
 @dataclass(frozen=True)
 class Measured:
-    """What a few steps of a layout have taken.
+    """What a few steps have taken, on one rank, or on all ranks of a layout.
 
     Attributes:
-        seconds: of a step, the median of the slowest rank.
-        held: bytes of tensors at once, on the fullest rank.
-        computing: seconds of a step in which a rank's thread had a core: the median of the busiest rank.
-        queued: the share of time in which the ranks had none.
+        seconds: of a step, the median; of all ranks that of the slowest.
+        held: bytes of tensors at once; of all ranks those on the fullest.
     """
 
     seconds: float
     held: int
-    computing: float = 0.0
-    queued: float = 0.0
 
     @classmethod
-    def of_ranks(cls, ranks: list[Figures]) -> Measured:
-        return cls(
-            max(median(each.seconds) for each in ranks),
-            max(each.held for each in ranks),
-            max(median(each.computing) for each in ranks),
-            min(1.0, max(each.queued / sum(each.seconds) for each in ranks)),
-        )
-
-
-@dataclass
-class Figures:
-    """Of one rank: seconds of each step, those in which its thread had a core, those of all in which it had none, and
-    bytes."""
-
-    seconds: list[float] = field(default_factory=list)
-    computing: list[float] = field(default_factory=list)
-    queued: float = 0.0
-    held: int = 0
+    def of_ranks(cls, ranks: Iterable[Self]) -> Self:
+        """Of each number the largest."""
+        return cls(*map(max, zip(*map(astuple, ranks), strict=True)))
 
 
 def measured(
@@ -178,25 +158,32 @@ def on_rank(
     batch: Any,
     devices: int,
     trainer: Mapping[str, Any],
+    *watches: Callback,
     steps: int = STEPS,
-) -> Figures:
+) -> Measured:
     """Train a copy of a module for a few steps, as one of the ranks of a layout. All ranks call it."""
     layout: Any = strategy if strategy == "ddp" else layout_of(strategy, dict(options), 2)
-    timed = [number for number in range(_FIRST, _FIRST + 2 * steps) if number.bit_count() > 1][:steps]
-    shares, clock = Shares([batch] * (timed[-1] + 1)), _Clock(timed)
-    made = trainer_of(shares, clock, strategy=layout, devices=devices, **trainer)
+    numbers = timed(steps)
+    shares, clock = Shares([batch] * (numbers[-1] + 1)), _Clock(numbers)
+    made = trainer_of(shares, clock, *watches, strategy=layout, devices=devices, **trainer)
     made.fit(copy.deepcopy(module), DataLoader(shares, batch_size=None))
-    return clock.figures
+    return Measured(median(clock.seconds), clock.held)
+
+
+def timed(steps: int) -> list[int]:
+    """The numbers of the batches whose steps are timed."""
+    return [number for number in range(_FIRST, _FIRST + 2 * steps) if number.bit_count() > 1][:steps]
 
 
 class _Clock(Callback):
     """The seconds of some batches, and before these the bytes that are held in one: counting them takes time."""
 
     def __init__(self, timed: Collection[int]) -> None:
-        self.figures = Figures()
+        self.seconds: list[float] = []
+        self.held = 0
         self._timed = timed
-        self._held = Held()
-        self._last = 0.0, 0.0, 0.0
+        self._watch = Held()
+        self._last = 0.0
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -204,27 +191,20 @@ class _Clock(Callback):
         device = trainer.strategy.root_device
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        now, computed, waited = _clocks()
         if batch_idx in self._timed:
-            self.figures.seconds.append(now - self._last[0])
-            self.figures.computing.append(computed - self._last[1])
-            self.figures.queued += waited - self._last[2]
+            self.seconds.append(time.perf_counter() - self._last)
         if batch_idx + 1 == _BEGIN:
-            self._held.add(_kept(trainer, pl_module))
-            self._held.__enter__()
+            self._watch.add(_kept(trainer, pl_module))
+            self._watch.__enter__()
         elif batch_idx + 1 == _COUNTED:
-            self._held.forget()
+            self._watch.forget()
             if device.type == "cuda":
                 torch.cuda.reset_peak_memory_stats(device)
         elif batch_idx == _COUNTED:
-            self._held.__exit__(None, None, None)
+            self._watch.__exit__(None, None, None)
             on_gpu = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
-            self.figures.held = on_gpu or self._held.most
-        self._last = _clocks()
-
-
-def _clocks() -> tuple[float, float, float]:
-    return time.perf_counter(), time.thread_time(), kept_waiting()
+            self.held = on_gpu or self._watch.most
+        self._last = time.perf_counter()
 
 
 def _kept(trainer: pl.Trainer, module: pl.LightningModule) -> list[Tensor]:

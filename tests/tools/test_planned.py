@@ -6,13 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from lightning_parallel.comparison.timing import Measured
 from lightning_parallel.planning.layouts import Choice
 from lightning_parallel.planning.memory import Memory
 from lightning_parallel.planning.step_time import StepTime
 from lightning_parallel.planning.table import Row
 from tools.bench import plan, report
-from tools.bench.plan import Judged, Pair
+from tools.bench.plan import Judged, Pair, Taken
 from tools.bench.plan_models import MODELS
 from tools.planned import main
 
@@ -21,7 +20,7 @@ MIB = 2**20
 
 def pair(choice: Choice, predicted: float, measured: float | None) -> Pair:
     row = Row(choice, [], [Memory(parameters=10 * MIB)], lambda: StepTime(predicted), 16, None, 2, True)
-    found = None if measured is None else Measured(measured, 11 * MIB)
+    found = None if measured is None else Taken(measured, 11 * MIB, measured, 0.0)
     return Pair(MODELS["mlp, 6 of 1024"], 2, row, found, "ended" if found else "failed: no luck")
 
 

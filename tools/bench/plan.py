@@ -4,16 +4,17 @@ trained for a few steps by as many processes over gloo."""
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from statistics import median
 from typing import Any
 
 import torch
+from lightning.pytorch.callbacks import Callback
 
 import lightning_parallel
-from lightning_parallel.comparison.timing import Figures, Measured, on_rank, threads_of_rank
+from lightning_parallel.comparison.timing import Measured, kept_waiting, on_rank, threads_of_rank, timed
 from lightning_parallel.planning.layouts import Choice
 from lightning_parallel.planning.table import Plan, Row
 from recipes.tables import Cell, Table
@@ -44,13 +45,46 @@ QUICK = Sizes(models=1, steps=1)
 
 
 @dataclass(frozen=True)
+class Taken(Measured):
+    """What a layout has taken, and how its ranks have had the cores.
+
+    Attributes:
+        computing: seconds of a step in which a rank's thread had a core: the median of the busiest rank.
+        queued: the share of time in which a rank could have gone on, and had none.
+    """
+
+    computing: float
+    queued: float
+
+
+class _Cores(Callback):
+    """For some batches, the seconds in which this rank's thread had a core, and the share in which others had it."""
+
+    def __init__(self, batches: Collection[int]) -> None:
+        self._batches = batches
+        self._last = 0.0, 0.0, 0.0
+        self._seconds, self._computing, self._queued = list[float](), list[float](), list[float]()
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        now = time.perf_counter(), time.thread_time(), kept_waiting()
+        if args[-1] in self._batches:
+            for each, end, begin in zip((self._seconds, self._computing, self._queued), now, self._last, strict=True):
+                each.append(end - begin)
+        self._last = now
+
+    def taken(self, measured: Measured) -> Taken:
+        queued = min(1.0, sum(self._queued) / sum(self._seconds))
+        return Taken(measured.seconds, measured.held, median(self._computing), queued)
+
+
+@dataclass(frozen=True)
 class Pair:
     """A layout's row in a plan, and what it has taken; or its error."""
 
     model: Model
     ranks: int
     row: Row
-    measured: Measured | None
+    measured: Taken | None
     how: str = "ended"
 
     @property
@@ -139,21 +173,23 @@ def judged(model: Model, ranks: int, steps: int) -> Judged:
         else:
             figures = [each[number] for each in all_of_them]
         said = next((each for each in figures or [] if isinstance(each, str)), how)
-        told = None if figures is None or said != "ended" else Measured.of_ranks(figures)
+        told = None if figures is None or said != "ended" else Taken.of_ranks(figures)
         pairs.append(Pair(model, ranks, row, told, said))
     return Judged(model, ranks, seconds, pairs)
 
 
-def _trained(model: Model, choices: Iterable[Choice], steps: int) -> list[Figures | str]:
+def _trained(model: Model, choices: Iterable[Choice], steps: int) -> list[Taken | str]:
     """What each layout has taken on this rank, or its error, which all ranks have."""
     quiet()
     ranks = torch.distributed.get_world_size()
     torch.set_num_threads(threads_of_rank(ranks))
-    found: list[Figures | str] = []
+    found: list[Taken | str] = []
     for choice in choices:
         module, batch = model.build()
+        cores = _Cores(timed(steps))
+        given = choice.strategy, choice.options, module, batch, ranks, _TRAINER
         try:
-            found.append(on_rank(choice.strategy, choice.options, module, batch, ranks, _TRAINER, steps))
+            found.append(cores.taken(on_rank(*given, cores, steps=steps)))
         except ValueError as error:  # a refusal
             found.append(f"failed: {str(error)[:200]}")
     return found
