@@ -26,7 +26,6 @@ import lightning_parallel
 from lightning_parallel.comparison.runs import trainer_of
 from lightning_parallel.costs.devices import described
 from lightning_parallel.costs.loading import Loaded
-from lightning_parallel.planning.cutting import Repeated
 from lightning_parallel.planning.layouts import Choice
 from lightning_parallel.planning.planned_module import PlannedModule, ready
 from lightning_parallel.planning.planner import row_of
@@ -142,8 +141,8 @@ def _fully_sharded(case: Published) -> Row:
     device, here = described(case.device, halves=True), torch.device("cpu")
     with ready(Llama(case.size), trainer) as own:
         batch = Loaded(_batch(case.sequences))
-        module = PlannedModule(own, trainer, batch, device, here, tensor=1, devices=case.devices, repeated=Repeated())
-        return row_of(Choice("fully_sharded", data=case.devices), module, device, case.devices, None)
+        module = PlannedModule(own, trainer, batch, device, here, tensor=1, devices=case.devices)
+        return row_of(Choice("fully_sharded", data=case.devices), module, None)
 
 
 def between(text: str, mark: str, made: str) -> str:

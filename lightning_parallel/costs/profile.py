@@ -48,7 +48,7 @@ class Profile:
         device: the rates of the device.
         tried_on: where layers are tried.
         context: the precision's.
-        ranks: their number, where they share this machine's cores.
+        ranks: that share this machine's cores, one of which this process is while it tries a layer.
         group: the tensor ranks among which the module is divided; None if it is whole.
 
     Attributes:
@@ -180,7 +180,7 @@ class Profile:
             with suppress(Exception), FakeTensorMode():  # any: of the user's layer, which may read values
                 return tried(*call, on_paper=True)
         try:
-            with as_one_of(self._ranks if self._device.measured else 1, self._tried_on):
+            with as_one_of(self._ranks, self._tried_on):
                 return tried(*call)
         except Exception:  # any: of the user's layer, which may need other values than random ones
             return None

@@ -28,55 +28,6 @@ from lightning_parallel.tracing.trace import Call, Trace
 _WORTH = 1.03  # the slowest chunk has to be so much slower, for cuts to be moved by time
 
 
-class Repeated:
-    """What dry runs have shown of a module, and holds for its part on a tensor rank too.
-
-    Attributes:
-        steps: the units whose calls don't depend on random numbers.
-        layers: by layers: those that can't run again.
-    """
-
-    def __init__(self) -> None:
-        self.steps: set[frozenset[str]] = set()
-        self.layers: dict[tuple[str, ...], set[str]] = {}
-
-
-_FIRST, _SECOND = {"beyond": True}, {"seed": 1}  # how a step is traced to be cut, and to see whether calls are the same
-
-
-class _Traces:
-    """The dry runs of one step, each made once: cuts of the same units are found by the same ones."""
-
-    def __init__(self, repeated: Repeated) -> None:
-        self._repeated = repeated
-        self._made: dict[Any, Trace] = {}
-
-    def get(self, module: nn.Module, units: Mapping[int, str], step: Callable[[], Any], **options: Any) -> Trace:
-        options.pop("logged", None)  # nothing is kept of what a planned step logs
-        options.pop("hooks", None)
-        exits = options.pop("exits", ())
-        names = frozenset(units.values())
-        if options == _SECOND and names in self._repeated.steps:
-            options = _FIRST
-        key, first = _key(names, options), _key(names, _FIRST)
-        if key not in self._made:
-            self._made[key] = trace(module, units, step, exits=_Everything(), **options)
-            if options == _SECOND and first in self._made and _alike(self._made[first], self._made[key]):
-                self._repeated.steps.add(names)
-        seen = self._made[key]
-        return replace(seen, stored_after={call for call in seen.stored_after if call is None or call in exits})
-
-
-def _key(names: frozenset[str], options: Mapping[str, Any]) -> Any:
-    return names, tuple(map(repr, sorted(options.items())))
-
-
-def _alike(one: Trace, other: Trace) -> bool:
-    """Have two steps made the same calls, up to their ends?"""
-    calls, again = ([(call.unit, call.call, call.plain) for call in seen.calls] for seen in (one, other))
-    return calls == again and one.stopped is None and other.stopped is None
-
-
 class _Everything(Container[Call]):
     def __contains__(self, call: object) -> bool:
         return True
@@ -88,20 +39,14 @@ class Cuts:
     Args:
         step: on the smallest microbatch.
         divisible: can a batch be split into microbatches?
-        repeated: what is known of the module already; added to.
     """
 
     def __init__(
-        self,
-        module: pl.LightningModule,
-        trainer: pl.Trainer,
-        step: Callable[[], Any],
-        *,
-        divisible: bool,
-        repeated: Repeated,
+        self, module: pl.LightningModule, trainer: pl.Trainer, step: Callable[[], Any], *, divisible: bool
     ) -> None:
         self._module, self._trainer, self._step, self._divisible = module, trainer, step, divisible
-        self._traces, self._changed = _Traces(repeated), repeated.layers
+        self._traces: dict[Any, Trace] = {}  # by the units, and how they were traced
+        self._changed: dict[tuple[str, ...], set[str]] = {}  # by layers: those that can't run again
         self._cuts: dict[Any, Partition | ValueError] = {}
         self._moved: dict[Any, Balance | None] = {}  # where cuts are moved
 
@@ -147,7 +92,7 @@ class Cuts:
                     balance,
                     placement=choice.placement,
                     keep_together=choice.is_late,
-                    traced=self._traces.get,
+                    traced=self._traced,
                 )
             except ValueError as error:
                 self._cuts[key] = error
@@ -159,6 +104,25 @@ class Cuts:
         if choice.recompute:
             self._refuse_rerun(found)
         return found
+
+    def _traced(
+        self,
+        module: nn.Module,
+        units: Mapping[int, str],
+        step: Callable[[], Any],
+        *,
+        exits: Container[Call] = (),
+        logged: object = None,
+        hooks: object = None,
+        **options: Any,
+    ) -> Trace:
+        """As :func:`.trace`, each dry run once: cuts of the same units are found by the same ones. Nothing is kept of
+        what a planned step logs, and no hooks run."""
+        key = frozenset(units.values()), str(sorted(options.items()))
+        if key not in self._traces:
+            self._traces[key] = trace(module, units, step, exits=_Everything(), **options)
+        seen = self._traces[key]
+        return replace(seen, stored_after={call for call in seen.stored_after if call is None or call in exits})
 
     def _refuse_rerun(self, parts: Partition) -> None:
         if parts.layers not in self._changed:

@@ -22,7 +22,7 @@ from lightning_parallel.costs.updates import Updates
 from lightning_parallel.cuts.partition import Partition
 from lightning_parallel.disk_offload import DiskOffload
 from lightning_parallel.loading.first_batch import as_in
-from lightning_parallel.planning.cutting import Cuts, Repeated
+from lightning_parallel.planning.cutting import Cuts
 from lightning_parallel.planning.layouts import Choice
 from lightning_parallel.planning.memory import Memory, State, Tensors
 from lightning_parallel.private.group_on_paper import GroupOnPaper
@@ -62,12 +62,11 @@ class PlannedModule:
     Args:
         loaded: the batch of all replicas together.
         tensor: the ranks of the tensor group.
-        devices: of a layout, which share the cores of this machine if it is planned for.
-        repeated: what is known of the module, however it is divided; added to.
 
     Attributes:
-        loaded: as given.
-        samples: of the batch; None if it can't be split.
+        loaded, device: as given.
+        devices: of a layout, which share the cores of this machine if it is planned for.
+        samples: of the batch; 1 if it can't be split.
         nbytes: of the batch.
         tensors: its parameters and buffers.
         state: what the optimizer keeps.
@@ -88,28 +87,28 @@ class PlannedModule:
         *,
         tensor: int,
         devices: int,
-        repeated: Repeated,
     ) -> None:
-        self.module, self._trainer, self._device = module, trainer, device
-        self.loaded = loaded
+        self.module, self._trainer = module, trainer
+        self.loaded, self.device, self.devices = loaded, device, devices
         batch = trainer.precision_plugin.convert_input(loaded.batch)
         batch = module.on_before_batch_transfer(batch, 0)
         batch = module.transfer_batch_to_device(batch, module.device, 0)
         self._batch = module.on_after_batch_transfer(batch, 0)
-        self.samples = samples_of(self._batch)
+        samples = samples_of(self._batch)
+        self._divisible, self.samples = bool(samples), samples or 1
         self.nbytes = sum(x.nbytes for x in tree_leaves(self._batch) if isinstance(x, Tensor))
         group = None if tensor == 1 else self._divided(tensor)
         self.tensors = Tensors(module)
         self.state = self._optimizer_state()
-        samples = self.samples or 1
-        share = max(1, samples * tensor // devices)  # of the smallest replica
-        sizes = max(1, share // 4), max(share, min(samples, 2))
+        share = max(1, self.samples * tensor // devices)  # of the smallest replica
+        sizes = max(1, share // 4), max(share, min(self.samples, 2))
         context = trainer.precision_plugin.forward_context
-        self.profile = Profile(module, self._step_of, sizes, device, tried_on, context, devices, group)
-        with as_one_of(devices if device.measured else 1, tried_on):
+        sharing = devices if device.measured else 1  # ranks, one of which this process is while it tries something
+        self.profile = Profile(module, self._step_of, sizes, device, tried_on, context, sharing, group)
+        with as_one_of(sharing, tried_on):
             self._updates = Updates(module, trainer.strategy.optimizers, device, tried_on)
         step, _ = self._step_of(2)  # some layers, such as BatchNorm, refuse one sample
-        self.cuts = Cuts(module, trainer, step, divisible=self.samples is not None, repeated=repeated)
+        self.cuts = Cuts(module, trainer, step, divisible=self._divisible)
 
     def _divided(self, tensor: int) -> GroupOnPaper:
         """Make layers the first rank's shards of them, as the strategies do."""
@@ -137,12 +136,13 @@ class PlannedModule:
 
     def _step_of(self, samples: int) -> tuple[Callable[[], Any], int]:
         """The step on a microbatch of about so many samples, and their number."""
-        part = self._batch
-        if self.samples is not None:
-            part = split(part, max(1, self.samples // samples))[0]
         takes_index = is_param_in_hook_signature(self.module.training_step, "batch_idx", min_args=2)
         indices = [0] if takes_index else []
-        return lambda: self.module.training_step(cloned(part), *indices), batch_size(part) if self.samples else 1
+        part, size = self._batch, 1
+        if self._divisible:
+            part = split(part, max(1, self.samples // samples))[0]
+            size = batch_size(part)
+        return lambda: self.module.training_step(cloned(part), *indices), size
 
     def _optimizer_state(self) -> State:
         strategy = self._trainer.strategy

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -16,7 +16,6 @@ from lightning_parallel.comparison.runs import loader_of, trainer_of
 from lightning_parallel.comparison.timing import Measured, TrialFailed, measured
 from lightning_parallel.costs.devices import Device, as_one_of, described, here
 from lightning_parallel.costs.loading import Loaded, first_batch
-from lightning_parallel.planning.cutting import Repeated
 from lightning_parallel.planning.layouts import Choice, choices, tensor_sizes, thriftier
 from lightning_parallel.planning.memory import on_each_stage
 from lightning_parallel.planning.planned_module import PlannedModule, ready
@@ -84,7 +83,11 @@ def plan(
         made = trainer_of(devices=1, accelerator="cpu", precision=precision, **trainer)
         ranked = _ranked(module, made, loaded, rates, tried_on, devices, limit)
     arguments = {"accelerator": tried_on.type, "precision": precision, **trainer}
-    return _with_trials(ranked, measure, partial(_measured, module, loaded.batch, devices, arguments))
+
+    def run(choice: Choice) -> Measured:
+        return measured(choice.strategy, choice.options, module, loaded.batch, devices, arguments)
+
+    return _with_trials(ranked, measure, run)
 
 
 def _ranked(
@@ -100,28 +103,19 @@ def _ranked(
     found: list[Row] = []
     refused: dict[str, str] = {}
     notes: list[str] = []
-    repeated = Repeated()
     for tensor in tensor_sizes(devices):
         with ready(module, trainer) as own:
             try:
-                planned = PlannedModule(
-                    own, trainer, loaded, device, tried_on, tensor=tensor, devices=devices, repeated=repeated
-                )
+                planned = PlannedModule(own, trainer, loaded, device, tried_on, tensor=tensor, devices=devices)
             except ValueError as error:  # it can't be divided
                 refused[f"{tensor} tensor ranks"] = _first_sentence(error)
                 continue
-            for choice in choices(devices, planned.samples or 1, tensor, planned.cuts.layers):
-                found += _rows(choice, planned, device, devices, limit, refused)
+            for choice in choices(devices, planned.samples, tensor, planned.cuts.layers):
+                found += _rows(choice, planned, limit, refused)
             notes += planned.notes()
     found.sort(key=_rank)
     notes = [*_on_all(device, devices), *loaded.notes(), *dict.fromkeys(notes)]
     return Plan(found, refused, limit, f"{devices} x {device.name}", notes)
-
-
-def _measured(
-    module: pl.LightningModule, batch: Any, devices: int, trainer: Mapping[str, Any], choice: Choice
-) -> Measured:
-    return measured(choice.strategy, choice.options, module, batch, devices, trainer)
 
 
 def _refuse_to_measure(measure: int, devices: int, device: str) -> None:
@@ -151,13 +145,11 @@ def _with_trials(plan: Plan, count: int, run: Callable[[Choice], Measured]) -> P
     return replace(plan, found=found, refused=refused)
 
 
-def _rows(
-    choice: Choice, planned: PlannedModule, device: Device, devices: int, limit: int | None, refused: dict[str, str]
-) -> Iterator[Row]:
+def _rows(choice: Choice, planned: PlannedModule, limit: int | None, refused: dict[str, str]) -> Iterator[Row]:
     """A layout, and where it holds less, up to one that fits. What can't train the module is added to ``refused``."""
-    for each in chain([choice], thriftier(choice, planned.samples or 1)):
+    for each in chain([choice], thriftier(choice, planned.samples)):
         try:
-            row = row_of(each, planned, device, devices, limit)
+            row = row_of(each, planned, limit)
         except ValueError as error:
             refused.setdefault(str(each), _first_sentence(error))
             if each is choice:
@@ -168,14 +160,15 @@ def _rows(
             return
 
 
-def row_of(choice: Choice, planned: PlannedModule, device: Device, devices: int, limit: int | None) -> Row:
+def row_of(choice: Choice, planned: PlannedModule, limit: int | None) -> Row:
     """One layout of a plan.
 
     Raises:
         ValueError: the module doesn't allow it.
     """
+    device, devices = planned.device, planned.devices
     parts = planned.cuts.refused_or_cut(choice)
-    samples = -(-(planned.samples or 1) // (choice.data * choice.microbatches))
+    samples = -(-planned.samples // (choice.data * choice.microbatches))
     if choice.is_pipeline and choice.stages > 1:
         choice = planned.cuts.by_time(choice, parts, planned.profile, samples)
         parts = planned.cuts.cut(choice)
@@ -188,7 +181,7 @@ def row_of(choice: Choice, planned: PlannedModule, device: Device, devices: int,
     time = partial(of_step, choice, device, parts, chunks, memory, updates, waits=waits)
     waited = partial(planned.loaded.waited, replicas=choice.data, speed=device.speed(devices))
     fits = limit is None or MARGIN * max(each.total for each in memory) <= limit
-    return Row(choice, chunks, memory, time, planned.samples or 1, planned.tokens(), devices, fits, waited)
+    return Row(choice, chunks, memory, time, planned.samples, planned.tokens(), devices, fits, waited)
 
 
 def _on_all(device: Device, devices: int) -> Iterator[str]:
