@@ -112,7 +112,6 @@ _DESCRIBED: Mapping[str, tuple[float, float, float, float, float]] = MappingProx
         "l4": (121e12, 30e12, 0.3e12, 32e9, 1.6e9),
     }
 )
-DESCRIBED = tuple(_DESCRIBED)
 # As NCCL logs them where NVLink joins the devices of a node, and where PCIe does.
 _NVLINK: Channels = (24, 32)
 _PCIE: Channels = (2, 2)
@@ -129,7 +128,7 @@ def described(name: str, *, halves: bool) -> Device:
         ValueError: there is no such description.
     """
     if name not in _DESCRIBED:
-        known = ", ".join(DESCRIBED)
+        known = ", ".join(_DESCRIBED)
         raise ValueError(f"device={name!r}: there are descriptions of {known}; 'here' is tried.")
     of_halves, of_floats, memory_rate, link, network = _DESCRIBED[name]
     operations = _EFFICIENCY * (of_halves if halves else of_floats)
@@ -144,11 +143,11 @@ def _channels(name: str) -> Channels:
     return _NVLINK if any(each in words for each in _WITH_NVLINK) and "pcie" not in words else _PCIE
 
 
-def here(device: torch.device, dtype: torch.dtype, ranks: int) -> Device:
+def here(device: torch.device, ranks: int) -> Device:
     """This machine's device, measured in a second, for so many ranks on it. Links between CPUs are gloo's, between two
     threads; those between GPUs can't be measured by one process, so they count as PCIe's."""
     size = 2**9 if device.type == "cpu" else 2**12
-    one = torch.randn(size, size, device=device).to(dtype)
+    one = torch.randn(size, size, device=device)
     many = torch.randn(2**21, device=device)
     with as_one_of(ranks, device):
         product = seconds_of(lambda: one @ one, device)
@@ -157,14 +156,7 @@ def here(device: torch.device, dtype: torch.dtype, ranks: int) -> Device:
     if device.type != "cpu":
         name = torch.cuda.get_device_name(device)
         return Device(
-            name,
-            operations,
-            memory_rate,
-            25e9,
-            latency=30e-6,
-            hop=10e-6,
-            measured=True,
-            channels=_channels(name),
+            name, operations, memory_rate, 25e9, latency=30e-6, hop=10e-6, measured=True, channels=_channels(name)
         )
     with as_one_of(1, device, threads_of_rank(ranks)):
         kinds = over_gloo()

@@ -75,7 +75,7 @@ def plan(
     tried_on = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     with TorchGenerators(tried_on).kept(), host_generators_kept():
         halves = precision.startswith(("bf16", "16"))
-        rates = here(tried_on, torch.float32, devices) if device == "here" else described(device, halves=halves)
+        rates = here(tried_on, devices) if device == "here" else described(device, halves=halves)
         loaded = Loaded(data)
         if isinstance(data, pl.LightningDataModule | DataLoader):
             with as_one_of(devices if device == "here" else 1, tried_on):
