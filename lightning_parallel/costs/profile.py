@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain, repeat
 from typing import Any
 
 import torch
@@ -31,12 +32,12 @@ from lightning_parallel.tracing.trace import TracedCall
 
 @dataclass(frozen=True)
 class _Traced:
-    """A step on some samples: its calls, and the code around them, with what comes after each call."""
+    """A step on some samples: its calls, what each takes, and the code around them."""
 
     samples: int
     calls: Sequence[TracedCall]
+    costs: Sequence[Cost]
     code: CodeAround
-    after: Sequence[Around]
 
 
 class Profile:
@@ -71,7 +72,6 @@ class Profile:
         self._module, self._step_of, self._sizes = module, step_of, sizes
         self._device, self._tried_on, self._context, self._ranks = device, tried_on, context, ranks
         self._traces: dict[frozenset[str], list[_Traced]] = {}
-        self._of_calls: dict[frozenset[str], list[list[Cost]]] = {}  # in each trace
         self._costs: dict[Any, Cost | None] = {}
         self._found: dict[Any, list[tuple[TracedCall, Cost]]] = {}  # by units and samples
 
@@ -95,22 +95,14 @@ class Profile:
 
     def calls(self, parts: Partition, samples: int) -> list[tuple[TracedCall, Cost]]:
         """Each call of the step with what it takes."""
-        key = frozenset(parts.units), samples
-        if key not in self._found:
-            self._found[key] = self._mixed(frozenset(parts.units), samples)
-        return [(call, cost) for call, cost in self._found[key] if (call.unit, call.call) in parts.calls]
+        units = frozenset(parts.units)
+        if (units, samples) not in self._found:
+            self._found[units, samples] = self._mixed(units, samples)
+        return [(call, cost) for call, cost in self._found[units, samples] if (call.unit, call.call) in parts.calls]
 
     def _mixed(self, units: frozenset[str], samples: int) -> list[tuple[TracedCall, Cost]]:
         if units not in self._traces:
-            few, many = self._sizes
-            traces = [self._trace(units, many)]
-            with suppress(ValueError):  # some layers, such as BatchNorm, refuse one sample
-                fewer = self._trace(units, few)
-                same_calls = [call.origin for call in fewer.calls] == [call.origin for call in traces[0].calls]
-                if same_calls and fewer.samples < traces[0].samples:
-                    traces.insert(0, fewer)
-            self._traces[units] = traces
-            self._of_calls[units] = [[self._cost(each, index) for index in range(len(each.calls))] for each in traces]
+            self._traces[units] = self._traced(units)
         traces = self._traces[units]
         weights = [samples / traces[0].samples]
         if len(traces) > 1:
@@ -120,20 +112,31 @@ class Profile:
         share = min(1.0, samples / traces[0].samples)
         return [
             (call, Cost.mixed(each, weights).at_least(share, each[0]))
-            for call, *each in zip(traces[0].calls, *self._of_calls[units], strict=True)
+            for call, *each in zip(traces[0].calls, *(traced.costs for traced in traces), strict=True)
         ]
+
+    def _traced(self, units: frozenset[str]) -> list[_Traced]:
+        """The step on the least number of samples, and on the most; or on these alone, if it calls other units then."""
+        few, many = self._sizes
+        found = [self._trace(units, many)]
+        with suppress(ValueError):  # some layers, such as BatchNorm, refuse one sample
+            fewer = self._trace(units, few)
+            same_calls = [call.origin for call in fewer.calls] == [call.origin for call in found[0].calls]
+            if same_calls and fewer.samples < found[0].samples:
+                found.insert(0, fewer)
+        return found
 
     def _trace(self, units: frozenset[str], size: int) -> _Traced:
         step, samples = self._step_of(size)
         parts = {id(self._module.get_submodule(name)): name for name in units}
-        around, watched = CodeAround(), Interception()
+        code, watched = CodeAround(), Interception()
         for name in units:
             unit = self._module.get_submodule(name)
-            watched.before(unit, partial(around.before, name))
-            watched.after(unit, around.after, first=True)
+            watched.before(unit, partial(code.before, name))
+            watched.after(unit, code.after, first=True)
 
         def run() -> Any:
-            with around:
+            with code:
                 return step()
 
         try:
@@ -142,11 +145,12 @@ class Profile:
             watched.remove()
         if seen.stopped is not None and not isinstance(seen.stopped, AbsentValueError):
             raise ValueError(f"The step can't be traced: {type(seen.stopped).__name__}: {seen.stopped}")
-        return _Traced(samples, seen.calls, around, around.found())
+        each = zip(seen.calls, chain(code.found(), repeat(Around())), strict=False)  # code after calls that have ended
+        costs = [self._cost(call, code, after) for call, after in each]
+        return _Traced(samples, seen.calls, costs, code)
 
-    def _cost(self, traced: _Traced, index: int) -> Cost:
-        call = traced.calls[index]
-        given = traced.code.given.get((call.unit, call.call))
+    def _cost(self, call: TracedCall, code: CodeAround, after: Around) -> Cost:
+        given = code.given.get((call.unit, call.call))
         cost = None
         if given is not None:
             unit = self._module.get_submodule(call.unit)
@@ -160,7 +164,6 @@ class Profile:
             cost = Cost(seconds, 2 * seconds, seconds, inner=call.computed, backward_peak=call.computed)
         elif not self._device.measured:
             cost = replace(cost, forward=seconds, backward=2 * seconds, first=seconds)
-        after = traced.after[index] if index < len(traced.after) else Around()
         more = self._device.computes(after.operations, after.nbytes)
         return replace(
             cost,
