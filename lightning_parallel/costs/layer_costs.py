@@ -8,7 +8,7 @@ same memory.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import astuple, dataclass, replace
 from functools import partial
@@ -160,7 +160,7 @@ def tried(
     held = {key: size for key, size in saved.sizes.items() if key not in there}
     inner = sum(size for key, size in held.items() if key not in inputs | outputs)
     of_each = tuple(held.get(storage_key(tensor), 0) for tensor in given)
-    cost = Cost(inner=inner, inputs=of_each, outputs=_sum(held, outputs))
+    cost = Cost(inner=inner, inputs=of_each, outputs=sum(held.get(key, 0) for key in outputs))
     gradients = [torch.ones_like(tensor) for tensor in _differentiable(output)]
     del output, saved
     with group.noted() as sent:
@@ -176,7 +176,19 @@ def tried(
     [once] = seconds_of_each([partial(run, own)], device, most=1, fewest=1)
     count = min(_MOST_COPIES, 1 + _CACHED // max(1, nbytes), 1 + int(_LONG / max(once, 1e-6)))
     several = [own, *(copy.deepcopy(unit).to(device) for _ in range(count - 1))]
+    forward, backward, first = _times(several, run, given, gradients, device)
+    return replace(cost, forward=forward, backward=backward, first=first)
 
+
+def _times(
+    several: Sequence[nn.Module],
+    run: Callable[[nn.Module], Any],
+    given: Sequence[Tensor],
+    gradients: Sequence[Tensor],
+    device: torch.device,
+) -> tuple[float, float, float]:
+    """Seconds of the forward, of the backward and of its first half, of one of several equal layers that run in
+    turn."""
     pending: list[Any] = []  # what forwards have given, until their backwards
     arrived = [tensor for tensor in given if tensor.requires_grad]
 
@@ -197,10 +209,10 @@ def tried(
 
     works: list[Callable[[], None]] = [forwards, backwards]
     works += [forwards, halves] if gradients and arrived else []
-    seconds = seconds_of_each(works, device, least=_LEAST, fewest=_FEWEST if count == 1 else _FEWEST_OF_SEVERAL)
-    forward, backward = fmean(seconds[::2]), seconds[1] if gradients else 0.0
-    first = min(backward, seconds[3]) if len(seconds) > 2 else 0.0
-    return replace(cost, forward=forward / count, backward=backward / count, first=first / count)
+    fewest = _FEWEST if len(several) == 1 else _FEWEST_OF_SEVERAL
+    seconds = [each / len(several) for each in seconds_of_each(works, device, least=_LEAST, fewest=fewest)]
+    backward = seconds[1] if gradients else 0.0
+    return fmean(seconds[::2]), backward, min(backward, seconds[3]) if len(seconds) > 2 else 0.0
 
 
 def _for_a_moment(
@@ -270,10 +282,6 @@ class _Saved:
 def storage_key(tensor: Tensor) -> int:
     """A key that is equal for tensors in the same memory."""
     return int(StorageWeakRef(tensor.untyped_storage()).cdata)
-
-
-def _sum(sizes: dict[int, int], keys: Iterable[int]) -> int:
-    return sum(sizes.get(key, 0) for key in keys)
 
 
 def _differentiable(output: Any) -> list[Tensor]:
