@@ -22,7 +22,6 @@ _MOST = 256  # microbatches, unless there are more stages; also layers, where th
 _A_CHUNK = 2  # layers: with fewer, cuts are uneven, or lie in layers, which takes many dry runs to find
 _FEW = 16  # chunks, which are tried of any module
 _NODE = 8  # devices whose links are fast enough for tensor parallelism
-ASYNC = "pipeline_async"
 Balance = tuple[int, ...] | Literal["operations"]
 
 
@@ -78,7 +77,7 @@ class Choice:
     @property
     def is_late(self) -> bool:
         """Are gradients late, so that it isn't the training of one process?"""
-        return self.strategy == ASYNC
+        return self.strategy == "pipeline_async"
 
     @property
     def placement(self) -> Placement:
@@ -94,10 +93,6 @@ class Choice:
     def order(self, updates: int = 1) -> Order:
         """The lists of a pipeline's stages. Those of the asynchronous one are of several updates, with the drain."""
         return _order(self.strategy.removeprefix("pipeline_"), self.stages, self.microbatches, updates)
-
-    def schedule(self) -> Schedule:
-        """The lists of a pipeline's stages, of one update."""
-        return self.order().schedule
 
     def __str__(self) -> str:
         replicas = "fully sharded replicas" if self.sharded else "replicas"
@@ -148,8 +143,9 @@ def choices(devices: int, samples: int, tensor: int = 1, layers: int = _MOST) ->
             counts = {finest, *(min(each * stages, finest) for each in tried)}
             for count in sorted(counts):
                 choice = Choice(f"pipeline_{schedule}", stages, replicas, tensor, microbatches=count)
-                if choice.is_late or choice.schedule() not in lists:
-                    lists.append(choice.schedule())
+                own = choice.order().schedule
+                if choice.is_late or own not in lists:
+                    lists.append(own)
                     yield choice
 
 

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from lightning_parallel.schedules.actions import Backward, BackwardInput, BackwardWeight, Forward, OnChunk
+from lightning_parallel.planning.step_time import PARTS
+from lightning_parallel.schedules.actions import OnChunk
 from lightning_parallel.schedules.simulate import simulate
 from lightning_parallel.timeline import picture
-from lightning_parallel.timeline.recording import Span
+from lightning_parallel.timeline.recording import KINDS, Span
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -18,27 +18,18 @@ if TYPE_CHECKING:
     from lightning_parallel.planning.table import Row
 
 # Okabe and Ito's palette: readers with any kind of colour vision can tell the colours apart.
-_PARTS = MappingProxyType(
-    {
-        "computing": "#0072B2",
-        "waiting": "#E69F00",
-        "messages": "#D55E00",
-        "updating": "#009E73",
-        "overhead": "#8A8A8A",
-        "loading": "#CC79A7",
-    }
-)
+_COLOURS = ("#0072B2", "#E69F00", "#D55E00", "#009E73", "#8A8A8A", "#CC79A7")  # of the parts of a step's time
 _MIB = 2**20
 
 
-def draw(rows: Sequence[Row], best_of_each: Sequence[Row], limit: int | None, margin: float, path: str | Path) -> None:
+def draw(rows: Sequence[Row], best_of_each: Sequence[Row], limit: float | None, path: str | Path) -> None:
     """Draw into a file, of the kind that the end of its name says. On the left each layout is a point, and those which
     no other one beats in both time and memory are joined. On the right the best of each layout is a bar.
 
     Args:
         rows: that fit.
         best_of_each: some of them, which get bars.
-        limit: the bytes of a device, of which a layout may take a part, by ``margin``.
+        limit: the bytes that a layout may take; None for no limit.
 
     Raises:
         ModuleNotFoundError: matplotlib isn't installed.
@@ -49,7 +40,7 @@ def draw(rows: Sequence[Row], best_of_each: Sequence[Row], limit: int | None, ma
     points, bars = figure.subplots(1, 2)
     for panel in (points, bars):
         panel.spines[["top", "right"]].set_visible(False)
-    _draw_points(points, rows, None if limit is None else limit / margin)
+    _draw_points(points, rows, limit)
     _draw_bars(bars, best_of_each)
     figure.savefig(path)
 
@@ -92,10 +83,10 @@ def _places(rows: Sequence[Row]) -> tuple[list[float], list[float]]:
 
 def _draw_bars(panel: Axes, rows: Sequence[Row]) -> None:
     begins = [0.0] * len(rows)
-    for part, colour in _PARTS.items():
-        widths = [1e3 * row.parts[part] for row in rows]
+    for (part, words), colour in zip(PARTS.items(), _COLOURS, strict=True):
+        widths = [1e3 * getattr(row.time, part) for row in rows]
         if any(widths):
-            panel.barh(range(len(rows)), widths, left=begins, color=colour, label=part)
+            panel.barh(range(len(rows)), widths, left=begins, color=colour, label=words)
         begins = [begin + width for begin, width in zip(begins, widths, strict=True)]
     ran = [(number, 1e3 * row.seconds) for number, row in enumerate(rows) if row.measured is not None]
     if ran:
@@ -107,11 +98,6 @@ def _draw_bars(panel: Axes, rows: Sequence[Row]) -> None:
     panel.legend(frameon=False, fontsize=8)
 
 
-_KINDS: Mapping[type[OnChunk], str] = MappingProxyType(
-    {Forward: "forward", Backward: "backward", BackwardInput: "backward input", BackwardWeight: "backward weight"}
-)
-
-
 def draw_schedule(row: Row, path: str | Path) -> None:
     """Draw when the stages of a pipeline compute in a step, with the times of their chunks. Messages take none.
 
@@ -120,11 +106,11 @@ def draw_schedule(row: Row, path: str | Path) -> None:
     """
     choice, chunks = row.choice, row.chunks
     forward, backward = [chunk.forward for chunk in chunks], [chunk.backward for chunk in chunks]
-    found = simulate(choice.schedule(), forward, backward, first=[chunk.first for chunk in chunks])
+    found = simulate(choice.order().schedule, forward, backward, first=[chunk.first for chunk in chunks])
     own = [choice.chunks_of(stage) for stage in range(choice.stages)]
     spans = [
         [
-            Span(_KINDS[type(t.action)], t.action.microbatch, t.start, t.end, chunk=own[stage].index(t.action.chunk))
+            Span(KINDS[type(t.action)], t.action.microbatch, t.start, t.end, chunk=own[stage].index(t.action.chunk))
             for t in timed
             if isinstance(t.action, OnChunk)
         ]

@@ -1,14 +1,15 @@
 """The seconds that a step of a layout takes.
 
-Stages run their lists as the simulator has it, with each chunk's own times. The rest is added up. Loading isn't in it
+Stages run their lists as the simulator has it, with each chunk's own times. The rest is added up. Loading comes later
 (``costs/loading.py``). Not modelled are other work on the same cores or links, and that a microbatch is slower or
 faster than the line between the two that were tried.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from types import MappingProxyType
 
 from lightning_parallel.costs.chunk_costs import ChunkCost
 from lightning_parallel.costs.devices import Device
@@ -40,6 +41,7 @@ class StepTime:
         messages: between replicas and tensor ranks, as far as nothing is computed meanwhile.
         updating: the optimizer.
         overhead: Lightning's, and that of running the step's code on each stage.
+        loading: the time in which a step waits for its batch.
     """
 
     computing: float
@@ -47,6 +49,7 @@ class StepTime:
     messages: float = 0.0
     updating: float = 0.0
     overhead: float = 0.0
+    loading: float = 0.0
 
     @property
     def total(self) -> float:
@@ -59,6 +62,19 @@ class StepTime:
         return self.waiting / ran if ran else 0.0
 
 
+# What a step's time is spent on, in words.
+PARTS: Mapping[str, str] = MappingProxyType(
+    {
+        "computing": "computing",
+        "waiting": "waiting for other stages",
+        "messages": "messages",
+        "updating": "the optimizer",
+        "overhead": "running the step's code",
+        "loading": "loading data",
+    }
+)
+
+
 def of_step(
     choice: Choice,
     device: Device,
@@ -69,7 +85,7 @@ def of_step(
     *,
     waits: bool,
 ) -> StepTime:
-    """The time of a step.
+    """The time of a step, without loading.
 
     Args:
         chunks: what each takes for a microbatch.
@@ -106,9 +122,7 @@ def of_step(
     return StepTime(computing, max(0.0, period - busy), messages, updates[busiest], overhead + of_batch)
 
 
-def _of_replicas(
-    choice: Choice, device: Device, memory: Memory, units: int, forward: float, backward: float
-) -> float:
+def _of_replicas(choice: Choice, device: Device, memory: Memory, units: int, forward: float, backward: float) -> float:
     if choice.strategy == "fully_sharded":
         each = choice.data * memory.parameters / units
         gathered = units * device.collective("all_gather", each, choice.data)

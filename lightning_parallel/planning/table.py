@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from lightning_parallel.costs.chunk_costs import ChunkCost
 from lightning_parallel.planning import picture
 from lightning_parallel.planning.layouts import Choice
 from lightning_parallel.planning.memory import Memory
-from lightning_parallel.planning.step_time import StepTime
+from lightning_parallel.planning.step_time import PARTS, StepTime
 from lightning_parallel.settings import binary_size
 
 MARGIN = 1.1  # the memory that has to be there, as a multiple of what is predicted
@@ -52,23 +52,20 @@ class Row:
     @property
     def seconds(self) -> float:
         """Of a step, with loading: measured, in trials that don't load, or else predicted."""
-        step = self.time.total if self.measured is None else self.measured.seconds
-        return step + self.waited(step)
+        if self.measured is None:
+            return self.time.total
+        return self.measured.seconds + self.waited(self.measured.seconds)
 
     @cached_property
     def time(self) -> StepTime:
-        """Of a step."""
-        return self.timed()
+        """Of a step, as predicted."""
+        step = self.timed()
+        return replace(step, loading=self.waited(step.total))
 
     @property
     def memory(self) -> Memory:
         """Of the rank that holds the most."""
         return max(self.ranks, key=lambda memory: memory.total)
-
-    @property
-    def parts(self) -> dict[str, float]:
-        """The predicted seconds of a step by what they are spent on."""
-        return asdict(self.time) | {"loading": self.waited(self.time.total)}
 
     @property
     def strategy(self) -> str:
@@ -95,24 +92,11 @@ class Row:
 
     def lost_to(self, best: Row) -> str:
         """In words, what this layout has more of than the best one."""
-        if self.choice.is_late:
-            return "gradients are late"
         if self.seconds <= _ALIKE * best.seconds:
             return "as fast"
-        of_best = best.parts
-        differences = {name: seconds - of_best[name] for name, seconds in self.parts.items()}
-        most = max(differences, key=lambda name: differences[name])
-        return f"{self.seconds / best.seconds:.2f} times as long: {_WORDS[most]}"
-
-
-_WORDS = {
-    "computing": "computing",
-    "waiting": "waiting for other stages",
-    "messages": "messages",
-    "updating": "the optimizer",
-    "overhead": "running the step's code",
-    "loading": "loading data",
-}
+        own, of_best = asdict(self.time), asdict(best.time)
+        most = max(PARTS, key=lambda part: own[part] - of_best[part])
+        return f"{self.seconds / best.seconds:.2f} times as long: {PARTS[most]}"
 
 
 @dataclass(frozen=True)
@@ -181,7 +165,8 @@ class Plan:
             ValueError: no layout fits.
         """
         best, path = self.best, Path(path)
-        picture.draw(self.rows, self.one_of_each()[:_SHOWN], self.limit, MARGIN, path)
+        limit = None if self.limit is None else self.limit / MARGIN
+        picture.draw(self.rows, self.one_of_each()[:_SHOWN], limit, path)
         if best.choice.stages > 1:
             picture.draw_schedule(best, path.with_stem(f"{path.stem}_schedule"))
 
@@ -193,8 +178,7 @@ class Plan:
 
     def __str__(self) -> str:
         best, problem = self._best_or_problem()
-        several = [row for row in self.found if row.fits or best is None] or self.found
-        shown = _one_of_each(several)[:_SHOWN]
+        shown = _one_of_each(self.found if best is None else self.rows)[:_SHOWN]
         titles = ["layout", "microbatches", "ms a step", "measured", "samples/s", "tokens/s", "memory", "measured"]
         titles += ["bubble", "verdict"]
         lines = [titles, *(self._cells(row, best) for row in shown)]
@@ -202,7 +186,7 @@ class Plan:
         widths = [max(map(len, column)) for column in columns]
         aligned = [[cell.ljust(width) for cell in column] for column, width in zip(columns, widths, strict=True)]
         text = ["  ".join(line).rstrip() for line in zip(*aligned, strict=True)]
-        hidden = len(self.found) - len([row for row in self.found if row.fits])
+        hidden = len(self.found) - len(self.rows)
         if best is not None and hidden:
             limit = binary_size(self.limit or 0)
             text.append(f"{hidden} more don't fit into {limit} with a margin of {MARGIN - 1:.0%}.")
@@ -218,12 +202,14 @@ class Plan:
     def _verdict(self, row: Row, best: Row | None) -> str:
         if not row.fits:
             return f"needs {binary_size(row.needed)}"
-        return "best" if best is None or row is best else row.lost_to(best)
+        if row.choice.is_late or best is None:  # what fits and isn't late has a best one
+            return "gradients are late"
+        return "best" if row is best else row.lost_to(best)
 
     def _record(self, row: Row, best: Row | None) -> dict[str, Any]:
         found: dict[str, Any] = {"layout": str(row.choice), "microbatches": row.choice.microbatches}
         found |= {"words": " ".join(row.overrides), "fits": row.fits, "verdict": self._verdict(row, best)}
-        parts = row.parts if row.fits else dict.fromkeys(_WORDS)
+        parts = asdict(row.time) if row.fits else dict.fromkeys(PARTS)
         found["seconds"] = row.seconds if row.fits else None
         found |= {f"{name}_seconds": seconds for name, seconds in parts.items()}
         found["bytes"] = row.memory.total
@@ -234,7 +220,7 @@ class Plan:
         return [
             str(row.choice),
             str(row.choice.microbatches) if row.choice.is_pipeline else "",
-            f"{1000 * sum(row.parts.values()):.3g}",
+            f"{1000 * row.time.total:.3g}",
             f"{1000 * row.measured.seconds:.3g}" if row.measured else "",
             f"{rate:.3g}",
             f"{rate * row.tokens:,.0f}" if row.tokens else "",

@@ -8,16 +8,28 @@ it: there the GPU notes the time, and the host reads it when the run is over.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import groupby, zip_longest
+from types import MappingProxyType
 from typing import Any
 
 import torch
 
-PASSES = frozenset({"forward", "backward", "backward input", "backward weight"})
-COMPUTE = PASSES | {"step"}
+from lightning_parallel.schedules.actions import Action, Backward, BackwardInput, BackwardWeight, Forward, Step
+
+KINDS: Mapping[type[Action], str] = MappingProxyType(  # names of the spans in which something is computed
+    {
+        Forward: "forward",
+        Backward: "backward",
+        BackwardInput: "backward input",
+        BackwardWeight: "backward weight",
+        Step: "step",
+    }
+)
+COMPUTE = frozenset(KINDS.values())
+PASSES = COMPUTE - {"step"}
 _NOTHING = nullcontext()
 LIMIT = 40_000  # spans
 

@@ -4,18 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from lightning_parallel.schedules.actions import Backward, BackwardInput, BackwardWeight, Forward, Schedule, Step
+from lightning_parallel.schedules.actions import Schedule, Step
 from lightning_parallel.schedules.simulate import simulate
-from lightning_parallel.timeline.recording import Span
+from lightning_parallel.timeline.recording import KINDS, Span
 
 UNIT = 1e-3  # seconds for each unit of a simulation's time
-KINDS = {
-    Forward: "forward",
-    Backward: "backward",
-    BackwardInput: "backward input",
-    BackwardWeight: "backward weight",
-    Step: "step",
-}
 
 
 def rows_of(schedule: Schedule, **durations: float) -> list[list[Span]]:

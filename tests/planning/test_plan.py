@@ -135,7 +135,7 @@ def test_the_time_is_that_of_the_simulation_with_known_times() -> None:
     assert {row.strategy for row in pipelines} >= {"pipeline_gpipe", "pipeline_1f1b"}
     for row in pipelines:
         each = SLEEP * 8 / row.choice.microbatches
-        known = simulate(row.choice.schedule(), each, 2 * each)
+        known = simulate(row.choice.order().schedule, each, 2 * each)
         assert row.time.computing + row.time.waiting == pytest.approx(known.makespan, rel=0.02), row.choice
         assert row.time.bubble == pytest.approx(known.bubble, abs=0.02), row.choice
     by_count = {row.choice.microbatches: row.time.total for row in pipelines if row.strategy == "pipeline_1f1b"}
