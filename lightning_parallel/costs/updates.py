@@ -73,10 +73,10 @@ class Updates:
         self._fixed += nothing
         self._seconds |= {name: slower * each[kind] for kind, names in kinds.items() for name in names}
         counted = _Counted()
-        own = _copy(optimizer, sample[:1], tried_on)
-        type(own).step(own)
+        own = _on_twins(optimizer, sample[:1], tried_on)
+        own.step()
         with counted:
-            type(own).step(own)
+            own.step()
         self._operations |= dict.fromkeys(named, counted.number)
 
 
@@ -90,30 +90,27 @@ class _Counted(TorchDispatchMode):
 
 def _timed(optimizer: Optimizer, parameters: Iterable[nn.Parameter], device: torch.device) -> float:
     """Seconds of a step of a copy of an optimizer on tensors like these parameters."""
-    own = _copy(optimizer, parameters, device)
-
-    def run() -> None:
-        type(own).step(own)
-
-    run()  # makes the state
-    return seconds_of(run, device, least=_LEAST, most=_MOST)
+    own = _on_twins(optimizer, parameters, device)
+    own.step()  # makes the state
+    return seconds_of(own.step, device, least=_LEAST, most=_MOST)
 
 
-def _copy(optimizer: Optimizer, parameters: Iterable[nn.Parameter], device: torch.device) -> Optimizer:
+def _on_twins(optimizer: Optimizer, parameters: Iterable[nn.Parameter], device: torch.device) -> Optimizer:
     """A copy of an optimizer, with tensors like these parameters alone."""
     twins = {}
     for parameter in parameters:
         twin = nn.Parameter(torch.randn(parameter.shape, device=device).to(parameter.dtype))
         twin.grad = torch.randn_like(twin)
         twins[id(parameter)] = twin
+    return copied(optimizer, twins)
+
+
+def copied(optimizer: Optimizer, twins: Mapping[int, nn.Parameter]) -> Optimizer:
+    """A copy of an optimizer, with other parameters in the place of its own, by the ids of these. Those without one are
+    left out."""
     memo: dict[int, Any] = {id(p): nn.Parameter(torch.empty(0)) for g in optimizer.param_groups for p in g["params"]}
-    memo |= twins
-    step = vars(optimizer).pop("step", None)  # a scheduler has replaced the method of the optimizer itself
-    try:
-        own: Optimizer = copy.deepcopy(optimizer, memo)
-    finally:
-        if step is not None:
-            vars(optimizer)["step"] = step
+    own: Optimizer = copy.deepcopy(optimizer, {**memo, **twins})
+    vars(own).pop("step", None)  # of a scheduler, and for the optimizer itself
     there = {id(twin) for twin in twins.values()}
     for group in own.param_groups:
         group["params"] = [p for p in group["params"] if id(p) in there]

@@ -8,7 +8,6 @@ layer's are counted.
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, fields
@@ -20,6 +19,7 @@ from torch.optim import Optimizer
 from lightning_parallel.callbacks.start_table import state_bytes
 from lightning_parallel.costs.chunk_costs import ChunkCost
 from lightning_parallel.costs.devices import Channels
+from lightning_parallel.costs.updates import copied
 from lightning_parallel.cuts.partition import Partition
 from lightning_parallel.fully_sharded.units import untied
 from lightning_parallel.planning.communicators import nccl_buffers
@@ -95,19 +95,12 @@ class State:
                 twin = nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
                 twin.grad = torch.empty_like(twin) if parameter.requires_grad else None
                 twins[id(parameter)] = twin
-        memo = {**twins, **{id(twin): twin for twin in twins.values()}}
-        # A scheduler has replaced the method of the optimizer itself.
-        step = vars(optimizer).pop("step", None)
-        try:
-            twin_of_all: Optimizer = copy.deepcopy(optimizer, memo)  # type: ignore[arg-type]  # ids, as copy wants them
-        finally:
-            if step is not None:
-                vars(optimizer)["step"] = step
-        type(twin_of_all).step(twin_of_all)
+        own = copied(optimizer, twins)
+        own.step()
         for name, parameter in module.named_parameters():
             if id(parameter) in twins:
                 twin = twins[id(parameter)]
-                tensors = [x for x in tree_leaves(dict(twin_of_all.state.get(twin, {}))) if isinstance(x, Tensor)]
+                tensors = [x for x in tree_leaves(dict(own.state.get(twin, {}))) if isinstance(x, Tensor)]
                 self._like[name] = sum(x.nbytes for x in tensors if x.shape == twin.shape)
                 self._others[name] = sum(x.nbytes for x in tensors if x.shape != twin.shape)
 
@@ -175,15 +168,16 @@ def on_each_stage(
     """
     found = []
     part_of = tensors.parts_of(choice, parts)
-    held_by: list[dict[str, Tensor]] = [{} for _ in range(choice.stages)]
-    for name, parameter in tensors.parameters.items():
+    whole = {name: parameter.nbytes for name, parameter in tensors.parameters.items()}
+    sizes = {name: round(nbytes * part_of[name]) for name, nbytes in whole.items()}  # of what a rank has
+    held_by: list[list[str]] = [[] for _ in range(choice.stages)]
+    for name in sizes:
         for stage in parts.owners[name]:
-            held_by[stage][name] = parameter
+            held_by[stage].append(name)
     for stage, held in enumerate(held_by):
-        parameters = sum(round(p.nbytes * part_of[n]) for n, p in held.items())
-        trained = {n: p for n, p in held.items() if p.requires_grad}
-        gradients = sum(round(p.nbytes * part_of[n]) for n, p in trained.items())
-        own = {n: b for n, b in tensors.buffers.items() if not choice.is_pipeline or stage in parts.holders_of(n)}
+        trained = [name for name in held if tensors.parameters[name].requires_grad]
+        buffers = [b for n, b in tensors.buffers.items() if not choice.is_pipeline or stage in parts.holders_of(n)]
+        gradients = sum(sizes[name] for name in trained)
         copies = gathered = undivided = last_undivided = 0
         averaged: Collection[str] = ()
         if choice.is_late:
@@ -193,35 +187,42 @@ def on_each_stage(
             copies = gradients  # its buckets
         elif choice.strategy == "fully_sharded":
             # What lies in no unit is gathered throughout. The next unit is gathered while one runs.
-            gathered = _nbytes(held.values()) - sum(tensors.units) + sum(sorted(tensors.units)[-2:])
-            outside = _nbytes(trained.values()) - sum(tensors.trained_units)
+            gathered = sum(whole[name] for name in held) - sum(tensors.units) + sum(sorted(tensors.units)[-2:])
+            outside = sum(whole[name] for name in trained) - sum(tensors.trained_units)
             undivided = outside + max(tensors.trained_units, default=0)
             last_undivided = outside + sum(tensors.trained_units[:1])
         elif choice.sharded:
-            gathered = _nbytes(p for n, p in held.items() if n in tensors.divided(parts))
-            averaged = trained.keys() - tensors.divided(parts)
+            divided = tensors.divided(parts)
+            gathered = sum(whole[name] for name in held if name in divided)
+            averaged = [name for name in trained if name not in divided]
         elif choice.data > 1:
             averaged = trained
-        messages = message_buffers(choice, stage, chunks)
-        optimizer = sum(state.of(n, part_of[n]) for n in trained)
-        largest = max((round(p.nbytes * part_of[n]) for n, p in trained.items()), default=0)
+        own = parts.chunks_of(stage)
+        used_in = {name: [chunk for chunk in own if chunk in parts.uses[name]] or own for name in trained}
+        # A chunk's gradients begin with the backward of the last one that uses them, and end with the first one's. An
+        # update's microbatches add up whole gradients of layers that are gathered throughout.
+        added_up = whole if choice.sharded else sizes
         by_chunk, in_messages = [0] * parts.chunks, [0] * parts.chunks
-        own_chunks = parts.chunks_of(stage)
-        for n, p in trained.items():
-            used_in = [chunk for chunk in own_chunks if chunk in parts.uses[n]] or own_chunks
-            # A chunk's gradients begin with the backward of the last one that uses them, and end with the first one's.
-            # An update's microbatches add up whole gradients of layers that are gathered throughout.
-            by_chunk[used_in[-1]] += p.nbytes if choice.sharded else round(p.nbytes * part_of[n])
-            in_messages[used_in[0]] += round(p.nbytes * part_of[n]) if n in averaged else 0
+        for name in trained:
+            by_chunk[used_in[name][-1]] += added_up[name]
+        for name in averaged:
+            in_messages[used_in[name][0]] += sizes[name]
         activations, moment = held_and_fullest(
-            choice, stage, chunks, by_chunk, largest,
+            choice, stage, chunks, by_chunk, max((sizes[name] for name in trained), default=0),
             averaged=in_messages, undivided=undivided, last_undivided=last_undivided,
         )  # fmt: skip
-        working = batches + moment - gradients - activations
         found.append(
             Memory(
-                parameters, _nbytes(own.values()), gradients, optimizer,
-                activations, gathered, messages, copies, working, nccl_buffers(choice, stage, parts, channels),
+                parameters=sum(sizes[name] for name in held),
+                buffers=_nbytes(buffers),
+                gradients=gradients,
+                optimizer=sum(state.of(name, part_of[name]) for name in trained),
+                activations=activations,
+                gathered=gathered,
+                messages=message_buffers(choice, stage, chunks),
+                copies=copies,
+                working=batches + moment - gradients - activations,
+                communicators=nccl_buffers(choice, stage, parts, channels),
             )
         )
     return found
