@@ -11,10 +11,7 @@ src/transport/p2p.cc. A group's collectives go both ways between neighbours: in 
 too. A message between stages goes one way, and each cut and each kind has a communicator of its own
 (``ranks/groups.py``).
 
-With the 24 channels of A100 or H100 in a box a group takes 576 MiB. Others measured 544 MiB for two A100, and 688 for
-more (https://github.com/NVIDIA/nccl/issues/964). Messages both ways between each two of eight H100, on 32 channels,
-take 2.6 GiB by this formula; 3.3 GB were measured (https://github.com/NVIDIA/nccl/issues/1685).
-
+With the 24 channels of A100 or H100 in a box a group takes 576 MiB; docs/which-layout.md has what others have measured.
 Not counted are the buffers of NVLink SHARP, and the group in which an optimizer like Muon steps divided parameters of a
 pipeline with replicas. Between nodes messages share buffers, so there it counts too much.
 """
