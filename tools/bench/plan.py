@@ -27,8 +27,6 @@ NEAR = 1.05  # a layout whose steps take so many times the fastest one's is as g
 _LIMIT = 300.0  # seconds, for all layouts of a model
 _TRAINER = {"accelerator": "cpu", "precision": "32-true"}
 ALL = "all"
-
-
 FOUR = "four"  # the part of four ranks, which takes the first model of each of these families
 _OF_FOUR = ("gpt", "encoder-decoder", "resnet", "mlp", "lstm")
 
@@ -147,9 +145,12 @@ class Bench:
     def measure(self, name: str, sizes: Sizes) -> Iterator[Table]:
         quiet()
         by_family = {f: [model for model in MODELS.values() if model.family == f] for f in FAMILIES}
-        models = [by_family[f][0] for f in _OF_FOUR] if name == FOUR else by_family[name]
-        for model in models[: len(_OF_FOUR) if name == FOUR else sizes.models]:
-            self.judged.append(judged(model, 4 if name == FOUR else 2, sizes.steps))
+        if name == FOUR:
+            ranks, models = 4, [by_family[family][0] for family in _OF_FOUR]
+        else:
+            ranks, models = 2, by_family[name][: sizes.models]
+        for model in models:
+            self.judged.append(judged(model, ranks, sizes.steps))
             yield from tables(self.judged)
 
 
@@ -162,20 +163,26 @@ def judged(model: Model, ranks: int, steps: int) -> Judged:
     seconds = time.perf_counter() - start
     torch.set_num_threads(threads)
     rows = found.one_of_each()
-    run = partial(processes.attempt, _trained, ranks, model, limit=_LIMIT, preload=PRELOAD)
-    _, all_of_them = run([row.choice for row in rows], steps)
-    pairs = []
-    for number, row in enumerate(rows):
-        how, figures = "ended", None
-        if all_of_them is None:  # one of them has failed or hung, and taken the others with it
-            how, alone = run([row.choice], steps)
-            figures = None if alone is None else [each[0] for each in alone]
-        else:
-            figures = [each[number] for each in all_of_them]
-        said = next((each for each in figures or [] if isinstance(each, str)), how)
-        told = None if figures is None or said != "ended" else Taken.of_ranks(figures)
-        pairs.append(Pair(model, ranks, row, told, said))
+    ends = _ends(model, ranks, [row.choice for row in rows], steps)
+    pairs = [Pair(model, ranks, row, *end) for row, end in zip(rows, ends, strict=True)]
     return Judged(model, ranks, seconds, pairs)
+
+
+def _ends(model: Model, ranks: int, choices: Sequence[Choice], steps: int) -> list[tuple[Taken | None, str]]:
+    """What each layout has taken, and how it ended. One that fails or hangs takes the others of its processes with it:
+    then each is trained in processes of its own."""
+    how, found = processes.attempt(_trained, ranks, model, choices, steps, limit=_LIMIT, preload=PRELOAD)
+    if found is not None:
+        return [_end(of_ranks) for of_ranks in zip(*found, strict=True)]
+    if len(choices) == 1:
+        return [(None, how)]
+    return [end for choice in choices for end in _ends(model, ranks, [choice], steps)]
+
+
+def _end(of_ranks: Sequence[Taken | str]) -> tuple[Taken | None, str]:
+    figures = [each for each in of_ranks if isinstance(each, Taken)]
+    errors = [each for each in of_ranks if isinstance(each, str)]
+    return (None, errors[0]) if errors else (Taken.of_ranks(figures), "ended")
 
 
 def _trained(model: Model, choices: Iterable[Choice], steps: int) -> list[Taken | str]:
