@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import logging
 import re
-import threading
 import time
 from collections.abc import Iterable
 from dataclasses import asdict
@@ -26,6 +25,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_parallel.absent.tensor import AbsentTensor
+from lightning_parallel.comparison.timing import kept_waiting
 from lightning_parallel.strategies.data_parallel import DataParallelStrategy
 from lightning_parallel.strategies.staged import StagedStrategy
 from recipes.traffic import Traffic
@@ -184,8 +184,7 @@ Seconds = tuple[float, float, float]  # of a thread: on the clock, on a core, an
 def seconds_of_thread() -> Seconds:
     """Of the calling thread, since it began. Without a core it waits for the machine's load. While it waits for
     Python's interpreter lock or for a message, it is blocked."""
-    computing, queued, _ = Path(f"/proc/self/task/{threading.get_native_id()}/schedstat").read_text().split()
-    return time.monotonic(), int(computing) * 1e-9, int(queued) * 1e-9
+    return time.monotonic(), time.thread_time(), kept_waiting()
 
 
 def shares(before: Seconds, after: Seconds) -> dict[str, float]:
