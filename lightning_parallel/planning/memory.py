@@ -74,17 +74,16 @@ class State:
         self.problem: str | None = None
         self._like: dict[str, int] = {}  # bytes of tensors of the parameter's own shape
         self._others: dict[str, int] = {}
-        for name, parameter in module.named_parameters():
-            self._like[name] = 2 * parameter.nbytes if optimizers is None and parameter.requires_grad else 0
         if optimizers is None:
             self.problem = "configure_optimizers can't be called ahead"
+            self._like = {name: 2 * p.nbytes for name, p in module.named_parameters() if p.requires_grad}
         for optimizer in optimizers or ():
             try:
                 self._try(module, optimizer)
             except Exception as error:  # any: of the user's optimizer
                 self._assume(module, optimizer, error)
 
-    def of(self, name: str, part: float = 1.0) -> int:
+    def of(self, name: str, part: float) -> int:
         """The bytes for a parameter, of which the rank has a part."""
         return round(self._like.get(name, 0) * part) + self._others.get(name, 0)
 
