@@ -18,7 +18,6 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from lightning_parallel.ranks import process_group
 from recipes import record
 from recipes.launchers import local
-from recipes.launchers import local as watch
 from recipes.launchers.launcher import Failure, WorkersFailed
 from recipes.launchers.local import Ended, LocalLauncher
 from recipes.processes import REQUEUE
@@ -106,19 +105,19 @@ def wait_until(happens: Callable[[], object]) -> None:
 def test_after_an_error_a_stopped_worker_is_killed_at_once(tmp_path: Path, worker: subprocess.Popen[bytes]) -> None:
     worker.send_signal(signal.SIGSTOP)
     wait_until(lambda: psutil.Process(worker.pid).status() == psutil.STATUS_STOPPED)
-    with watch.watched(tmp_path, patience=3600) as ended:
+    with local.watched(tmp_path, patience=3600) as ended:
         time.sleep(1.5)
         assert worker.poll() is None  # so far, it may be continued
         (tmp_path / "error.json").touch()
         wait_until(lambda: worker.poll() is not None)
-    assert (worker.poll(), ended) == (-signal.SIGKILL, watch.Ended(stopped={worker.pid}))
+    assert (worker.poll(), ended) == (-signal.SIGKILL, Ended(stopped={worker.pid}))
 
 
 def test_others_get_some_seconds_to_end_themselves(tmp_path: Path, worker: subprocess.Popen[bytes]) -> None:
     (tmp_path / "0").mkdir()
     (tmp_path / "0" / "error.json").touch()
     begin = time.monotonic()
-    with watch.watched(tmp_path, patience=2) as ended:
+    with local.watched(tmp_path, patience=2) as ended:
         wait_until(lambda: worker.poll() is not None)
         assert time.monotonic() - begin > 1
-    assert (worker.poll(), ended) == (-signal.SIGKILL, watch.Ended(slow={worker.pid}))
+    assert (worker.poll(), ended) == (-signal.SIGKILL, Ended(slow={worker.pid}))

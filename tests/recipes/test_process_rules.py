@@ -8,12 +8,11 @@ import pytest
 import torch
 
 from recipes import process_rules
-from recipes import process_rules as machine
 from tests.recipes.test_configs import problems
 
 
 def on_a_machine(monkeypatch: pytest.MonkeyPatch, cores: int, gpus: int) -> None:
-    monkeypatch.setattr(machine, "cores", lambda: cores)
+    monkeypatch.setattr(process_rules, "cores", lambda: cores)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
 
 
