@@ -116,7 +116,7 @@ class Profile:
         ]
 
     def _traced(self, units: frozenset[str]) -> list[_Traced]:
-        """The step on the least number of samples, and on the most; or on these alone, if it calls other units then."""
+        """The step on the least number of samples, and on the most; on the most alone, if others call other units."""
         few, many = self._sizes
         found = [self._trace(units, many)]
         with suppress(ValueError):  # some layers, such as BatchNorm, refuse one sample
