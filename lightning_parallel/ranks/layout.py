@@ -22,6 +22,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from functools import cached_property
+from types import MappingProxyType
 from typing import Literal
 
 Size = int | Literal["auto"]
@@ -54,6 +55,7 @@ AXES = (  # the fastest-running first
     Axis("data", "dp", "replica", "data_parallel", splits_model=False),
     Axis("pipeline", "pp", "stage", "stages", splits_model=True, backwards=True),
 )
+_PLACE = MappingProxyType({axis.name: place for place, axis in enumerate(AXES)})
 
 
 @dataclass(frozen=True)
@@ -82,9 +84,9 @@ class Layout:
         Raises:
             ValueError: a size is not a positive integer, or the product of the sizes is not ``world_size``.
         """
-        given: dict[str, Size] = {axis.name: sizes.pop(axis.name, 1) for axis in AXES}
-        if sizes:
-            raise ValueError(f"There is no axis {next(iter(sizes))!r}: the axes are {', '.join(given)}.")
+        if unknown := sizes.keys() - _PLACE.keys():
+            raise ValueError(f"There is no axis {min(unknown)!r}: the axes are {', '.join(_PLACE)}.")
+        given: dict[str, Size] = {name: sizes.get(name, 1) for name in _PLACE}
         for name, size in given.items():
             if size != "auto" and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
                 raise ValueError(f"The size of the {name} axis is {size!r}: it must be a positive integer or 'auto'.")
@@ -116,25 +118,14 @@ class Layout:
         return math.prod(self.sizes)
 
     def size(self, axis: str) -> int:
-        """The number of ranks along an axis.
-
-        Raises:
-            ValueError: there is no such axis; so do the methods below that take one.
-        """
-        return self.sizes[self._position(axis)]
+        """The number of ranks along an axis."""
+        return self.sizes[_PLACE[axis]]
 
     def index(self, axis: str) -> int:
         """This rank's coordinate on an axis."""
-        position = self._position(axis)
-        stride, size = math.prod(self.sizes[:position]), self.sizes[position]
-        index = self.rank // stride % size
-        return size - 1 - index if AXES[position].backwards else index
-
-    def _position(self, axis: str) -> int:
-        names = [each.name for each in AXES]
-        if axis not in names:
-            raise ValueError(f"There is no axis {axis!r}: the axes are {', '.join(names)}.")
-        return names.index(axis)
+        place = _PLACE[axis]
+        index = self.rank // math.prod(self.sizes[:place]) % self.sizes[place]
+        return self.sizes[place] - 1 - index if AXES[place].backwards else index
 
     @cached_property
     def stages(self) -> int:
@@ -158,13 +149,12 @@ class Layout:
 
     def rank_at(self, **indices: int) -> int:
         """The global rank at a coordinate, given by axis name. On axes that aren't given, it is this rank's."""
+        assert indices.keys() <= _PLACE.keys(), f"{indices} on the axes {', '.join(_PLACE)}"
         rank, stride = 0, 1
         for axis, size in zip(AXES, self.sizes, strict=True):
-            index = indices.pop(axis.name, self.index(axis.name))
+            index = indices.get(axis.name, self.index(axis.name))
             rank += stride * (size - 1 - index if axis.backwards else index)
             stride *= size
-        if indices:
-            self._position(next(iter(indices)))
         return rank
 
     def peers(self, axis: str) -> list[int]:
