@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -72,6 +71,11 @@ class Site:
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         return self  # a copied layer stands in the same place
 
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            "A divided layer can't be pickled: it belongs to a process group. Save the module's state_dict() instead."
+        )
+
     def enter_region(self, training: bool) -> None:
         """Let the ranks draw different random numbers from here on, when ``training``."""
         if self.region is not None and training and self.group.size() > 1:
@@ -108,16 +112,6 @@ class ParallelLayer(nn.Module):
         nn.Module.__init__(self)
         self.site, self.shards = site, {}
         self.train(whole.training)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        memo[id(self)] = duplicate = self.__class__.__new__(self.__class__)
-        duplicate.__setstate__({name: copy.deepcopy(value, memo) for name, value in self.__dict__.items()})
-        return duplicate
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        raise TypeError(
-            f"{type(self).__name__} can't be pickled: it belongs to a process group. Save its state_dict() instead."
-        )
 
     def extra_repr(self) -> str:
         here = "".join(f", {name} {list(getattr(self, name).shape)} here" for name in self.shards)

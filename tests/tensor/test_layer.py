@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import pickle
 import weakref
 from collections.abc import Callable
 
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
+from lightning_parallel.interception import Interception
 from lightning_parallel.tensor.embedding import VocabParallelEmbedding
 from lightning_parallel.tensor.layer import ParallelLayer, Site
 from lightning_parallel.tensor.linear import ColumnParallelLinear, RowParallelLinear
@@ -82,6 +84,16 @@ def nothing_is_kept(cross: bool) -> bool:
 @pytest.mark.parametrize("cross", [False, True])
 def test_the_shared_copy_is_let_go(pool: WorkerPool, cross: bool) -> None:
     assert pool.run(nothing_is_kept, 2, cross) == [True, True]
+
+
+def test_a_copy_stands_in_the_same_place_without_interceptions_and_there_is_no_pickle() -> None:
+    layer = ColumnParallelLinear.of(nn.Linear(4, 4), Site(ranks(2)))
+    Interception().before(layer, lambda *_: None)
+    duplicate = copy.deepcopy(layer)
+    assert duplicate.site is layer.site and torch.equal(duplicate.weight, layer.weight)
+    assert layer._forward_pre_hooks and not duplicate._forward_pre_hooks
+    with pytest.raises(TypeError, match=r"can't be pickled: .* state_dict\(\)"):
+        pickle.dumps(layer)
 
 
 # -- refusals ----------------------------------------------------------------------------------------------------
