@@ -1,8 +1,8 @@
-"""Splits batches into microbatches or replicas' shares, and joins their outputs into those of the whole batch.
+"""Splits batches into microbatches or replicas' shares, and walks through them.
 
 A batch is any nesting of tuples, lists, mappings and dataclasses that holds tensors. The samples lie along dimension 0
 of every tensor. Named tuples, ``transformers.BatchEncoding`` and ``ModelOutput`` keep their types. Batches of graphs,
-as torch_geometric makes them, are split and joined by their own class::
+as torch_geometric makes them, are split by their own class::
 
     {"ids": [5, T], "mask": [5, T], "name": [5 strings]}   split into 2
 
@@ -108,7 +108,7 @@ def split_into(node: Any, lengths: Sequence[int]) -> list[Any]:
             for name, value in vars(node).items():
                 vars(piece).setdefault(name, value)  # what a subclass carries and doesn't divide by itself
         return list(pieces)
-    if _one_per_sample(node, sum(lengths)) or _zipped(node, sum(lengths)):
+    if one_per_sample(node, sum(lengths)) or _zipped(node, sum(lengths)):
         return _slices(node, lengths)
     children = members(node)
     if children is None:
@@ -117,8 +117,6 @@ def split_into(node: Any, lengths: Sequence[int]) -> list[Any]:
     parts = [split_into(value, lengths) for value in values]
     if not parts:
         return [node] * len(lengths)
-    if type(node) is dict:
-        return [dict(zip(keys, row, strict=True)) for row in zip(*parts, strict=True)]
     result = [rebuild(node, keys, row) for row in zip(*parts, strict=True)]
     # The tokenizer's own record of the samples, which a BatchEncoding keeps beside its tensors.
     encodings = getattr(node, "_encodings", None)
@@ -137,102 +135,6 @@ def rebuilt(batch: Any, tensor: Callable[[Tensor], Tensor] = lambda tensor: tens
 def cloned(batch: Any) -> Any:
     """The same batch in new containers, with copies of its tensors. Those of a subclass make their own."""
     return rebuilt(batch, methodcaller("clone"))
-
-
-class _Mismatch(ValueError):
-    """Outputs can't be joined."""
-
-
-def join_outputs(outputs: Sequence[Any], weights: Sequence[int], *, strict: bool = False) -> Any:
-    """What a step returned for each part of a batch, as it would have returned it for the whole batch. ``weights`` are
-    the sizes of the parts.
-
-    Numbers and tensors without dimensions become their mean, weighted by size. Tensors whose dimension 0 is the size of
-    their part are concatenated. Containers are joined element by element; lists with an item for each sample that can't
-    be joined so are concatenated, such as texts, or a dictionary of boxes for each sample.
-
-    By default tensors are detached, parts that returned None don't count, and of anything else the last one is taken.
-    If ``strict``, tensors keep their graph, and of other objects the first one is taken.
-
-    Raises:
-        ValueError: if ``strict``, some are None, structures differ, or a tensor hasn't as many rows as its part has
-            samples.
-    """
-    assert len(outputs) == len(weights), f"{len(outputs)} outputs of {len(weights)} parts"
-    missing = sum(output is None for output in outputs)
-    if strict and 0 < missing < len(outputs):
-        raise ValueError(
-            f"The step returned None for the share of {missing} of {len(outputs)} replicas, so it would skip a part of "
-            f"the batch. Decide by the whole batch: return None in all of them, or use strategy='ddp'."
-        )
-    parts = outputs if strict else [mapped(output, Tensor.detach) for output in outputs]
-    return _join(parts, weights, "the output", strict)
-
-
-def _join(parts: Sequence[Any], counts: Sequence[int], path: str, strict: bool) -> Any:
-    present = [k for k, part in enumerate(parts) if strict or part is not None]
-    if not present:
-        return None
-    parts, counts = [parts[k] for k in present], [counts[k] for k in present]
-    if all(isinstance(part, Real) and not isinstance(part, bool) for part in parts):
-        same = all(part == parts[0] for part in parts)
-        return parts[0] if same else sum(p * n for p, n in zip(parts, counts, strict=True)) / sum(counts)
-    in_list = all(type(part) is list and len(part) == n for part, n in zip(parts, counts, strict=True))
-    try:
-        if all(isinstance(part, Tensor) for part in parts):
-            return _join_tensors(parts, counts, path)
-        if all(_one_per_sample(part, n) for part, n in zip(parts, counts, strict=True)):
-            return type(parts[0])(item for part in parts for item in part)
-        return _join_members(parts, counts, path, strict or in_list)
-    except _Mismatch:
-        if in_list:
-            return [item for part in parts for item in part]
-        if strict:
-            raise
-        return parts[-1]
-
-
-def _join_members(parts: list[Any], counts: list[int], path: str, strict: bool) -> Any:
-    structures = [members(part) for part in parts]
-    keys = [structure and list(structure[0]) for structure in structures]
-    if any(type(part) is not type(parts[0]) for part in parts) or any(each != keys[0] for each in keys):
-        found = ", ".join(map(str, parts if keys[0] is None else keys))
-        raise _Mismatch(f"The replicas' outputs differ: {path} has {found}. Return the same for every batch.")
-    if keys[0] is None:
-        return parts[0 if strict else -1]
-    rows = zip(*[structure[1] for structure in structures if structure is not None], strict=True)
-    values = [_join(row, counts, f"{path}[{name!r}]", strict) for name, row in zip(keys[0], rows, strict=True)]
-    return rebuild(parts[-1], keys[0], values)
-
-
-def _join_tensors(parts: list[Tensor], counts: list[int], path: str) -> Tensor:
-    if all(part.dim() == 0 for part in parts):
-        return weighted_mean(parts, counts)
-    if all(part.dim() > 0 and part.shape[0] == count for part, count in zip(parts, counts, strict=True)):
-        return torch.cat(parts)
-    shapes, lengths = (", ".join(map(str, each)) for each in ([tuple(part.shape) for part in parts], counts))
-    raise _Mismatch(
-        f"What the replicas returned can't be joined: {path} has the shapes {shapes} for {lengths} samples. Return "
-        f"tensors with a row for each sample along dimension 0, or without dimensions."
-    )
-
-
-def weighted_mean(values: Sequence[Tensor], weights: Sequence[float | Tensor]) -> Tensor:
-    """The mean of scalars. 16-bit and integer ones become float32. What weighs nothing doesn't count, even if it is NaN
-    or infinite."""
-    exact = [value if value.dtype in (torch.float32, torch.float64) else value.float() for value in values]
-    if len(exact) == 1:
-        return exact[0]  # to the bit
-    counting = [
-        (torch.where(weight == 0, 0.0, value) if isinstance(weight, Tensor) else value, weight)
-        for value, weight in zip(exact, weights, strict=True)
-        if isinstance(weight, Tensor) or weight
-    ]
-    if not counting:
-        return exact[0]  # 0 / 0, as in one process
-    total = sum(value.double() * weight for value, weight in counting)
-    assert isinstance(total, Tensor)
-    return (total / sum(weights)).to(exact[0].dtype)
 
 
 def fingerprint(batch: Any) -> str:
@@ -328,7 +230,7 @@ def _named_sizes(node: Any, path: str) -> Iterator[tuple[str, int | None]]:
             yield path, len(node.to_data_list())
         elif is_opaque(node):
             yield path, None
-    elif type(node) is list and _one_per_sample(node, len(node)) and any(_is_object(each) for each in node):
+    elif type(node) is list and one_per_sample(node, len(node)) and any(_is_object(each) for each in node):
         yield path, len(node)  # an object for each sample
     else:
         attributes = not isinstance(node, Mapping | tuple | list)
@@ -336,7 +238,8 @@ def _named_sizes(node: Any, path: str) -> Iterator[tuple[str, int | None]]:
             yield from _named_sizes(child, f"{path}.{key}" if attributes else f"{path}[{key!r}]")
 
 
-def _one_per_sample(node: Any, n: int) -> bool:
+def one_per_sample(node: Any, n: int) -> bool:
+    """Is it a list of things without tensors, or a tuple of texts, one for each of ``n`` samples?"""
     if type(node) is list and len(node) == n:
         return not any(_holds_tensor(value) for value in node)
     return type(node) is tuple and len(node) == n and all(isinstance(value, str) for value in node)

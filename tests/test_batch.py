@@ -14,17 +14,8 @@ from torch.nn.utils.rnn import PackedSequence, pack_sequence
 from transformers import BatchEncoding
 from transformers.modeling_outputs import CausalLMOutput
 
-from lightning_parallel.batch import (
-    batch_size,
-    fingerprint,
-    join_outputs,
-    mapped,
-    rebuilt,
-    sizes,
-    split,
-    tensors,
-    weighted_mean,
-)
+from lightning_parallel.batch import batch_size, fingerprint, mapped, rebuilt, sizes, split, tensors
+from lightning_parallel.batch_joins import join_outputs, weighted_mean
 
 
 class Pair(NamedTuple):

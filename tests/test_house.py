@@ -28,7 +28,7 @@ ROWS = (
     {"checkpoint", "tracing", "losses", "timeline", "schedules"},
     {"absent", "messages", "gradients"},
     {"backward", "ranks"},
-    {"batch", "disk_offload", "interception", "seeding", "settings", "tensor_lists", "values"},
+    {"batch", "batch_joins", "disk_offload", "interception", "seeding", "settings", "tensor_lists", "values"},
     {"batch_objects", "as_pytorch_lightning"},
     {"private"},
 )

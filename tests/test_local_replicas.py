@@ -18,7 +18,7 @@ from torch.nn.utils import parametrize
 from torchmetrics import Metric, MetricCollection
 from transformers.modeling_outputs import CausalLMOutput
 
-from lightning_parallel.batch import join_outputs
+from lightning_parallel.batch_joins import join_outputs
 from lightning_parallel.local_replicas import on_replicas, replicate, scatter
 
 CPU = torch.device("cpu")

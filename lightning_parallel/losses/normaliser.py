@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from lightning_parallel.batch import weighted_mean
+from lightning_parallel.batch_joins import weighted_mean
 from lightning_parallel.losses.graph import Number, Term, anything_counts, inverse, number_of, scalar, terms_of
 from lightning_parallel.private.torch import like_edge
 

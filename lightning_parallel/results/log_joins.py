@@ -25,7 +25,7 @@ from torch import Tensor
 
 from lightning_parallel.absent.origins import parameter_of
 from lightning_parallel.absent.tensor import AbsentTensor
-from lightning_parallel.batch import weighted_mean
+from lightning_parallel.batch_joins import weighted_mean
 from lightning_parallel.losses.graph import Number, scalar
 from lightning_parallel.losses.normaliser import Rule
 

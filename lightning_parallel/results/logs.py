@@ -23,7 +23,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.loggers.logger import DummyLogger
 from torch import Tensor
 
-from lightning_parallel.batch import weighted_mean
+from lightning_parallel.batch_joins import weighted_mean
 from lightning_parallel.losses.graph import Number
 from lightning_parallel.losses.normaliser import BatchLoss, Rule
 from lightning_parallel.private.lightning.metrics import set_step_value, step_value

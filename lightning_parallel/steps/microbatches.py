@@ -18,7 +18,7 @@ import torch
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from torch import Tensor
 
-from lightning_parallel.batch import join_outputs
+from lightning_parallel.batch_joins import join_outputs
 from lightning_parallel.losses.normaliser import BatchLoss
 from lightning_parallel.pipeline.chunk import Microbatch
 from lightning_parallel.pipeline.stage import Stage
