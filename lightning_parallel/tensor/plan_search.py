@@ -1,27 +1,17 @@
-"""A plan for a model that brings none: pairs of linear layers found by one run, and each tried before it is used.
+"""A plan for a model that brings none: pairs of linear layers (``pairs.py``), each tried before it is used.
 
-In the run every value is one of three things: no activation at all (a parameter, a mask), a whole activation, or made
-of the outputs of some linear layers and nothing else::
-
-    x (whole) --+-- q --+
-                +-- k --+-- softmax(q k) v --- out --- + x      out's input is made of {q, k, v}
-                +-- v --+
-      (whole) ----- up ----- gelu ------------ down -- + x      down's input is made of {up}
-
-Layers whose outputs all end in one other layer's input, with no whole activation mixed in, may be columns, and that one
-their row. How to divide such a pair (fused projections part by part? which of the attention's integers count heads?) is
-tried out. The columns get random weights, and their module is run whole, then with each rank's shards in their place.
-What reaches the row layer on a rank must be that rank's piece of what reaches it in the whole run. What the module
-returns must be the same, given the same output of the row layer: attention that returns its probabilities, or has a
-bias for each head, can't be divided. Nothing is sent for this, and the model is left as it was. A pair for which no way
-is found stays whole.
+How to divide a pair (fused projections part by part? which of the attention's integers count heads?) is tried out. The
+columns get random weights, and their module is run whole, then with each rank's shards in their place. What reaches the
+row layer on a rank must be that rank's piece of what reaches it in the whole run. What the module returns must be the
+same, given the same output of the row layer: attention that returns its probabilities, or has a bias for each head,
+can't be divided. Nothing is sent for this, and the model is left as it was. A pair for which no way is found stays
+whole.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from itertools import combinations, islice
 from typing import Any
@@ -29,14 +19,14 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import BaseTorchFunctionMode, TorchFunctionMode
+from torch.overrides import BaseTorchFunctionMode
 
 from lightning_parallel.batch import cloned
-from lightning_parallel.interception import Interception
 from lightning_parallel.private.torch import tensors_in, tree_map
 from lightning_parallel.ranks.shard import Shard, piece
 from lightning_parallel.seeding import host_generators_kept
 from lightning_parallel.tensor.linear import is_divisible, is_linear
+from lightning_parallel.tensor.pairs import Pair, find_pairs
 from lightning_parallel.tensor.rules import pattern_of
 from lightning_parallel.tensor.style import Style
 from lightning_parallel.tensor.styles import HEAD_COUNTS
@@ -87,119 +77,6 @@ def table_of(module: nn.Module, plan: dict[str, str | Style]) -> str:
     linear = [name for name, layer in module.named_modules() if is_linear(layer)]
     whole = dict.fromkeys(pattern_of(module, name) for name in linear if name not in plan)
     return "\n".join([*dict.fromkeys(lines), *(f"    {name}: whole" for name in whole)])
-
-
-# -- pairs, by one run -------------------------------------------------------------------------------------------
-
-Label = frozenset[str] | None  # linear layers by name; the empty set for a whole activation; None for no activation
-_WHOLE: Label = frozenset()
-
-
-@dataclass(frozen=True)
-class Pair:
-    """Linear layers that may be divided by output features (``columns``, in the order of calls), and the one that takes
-    their outputs (``row``), by name. ``around`` is the smallest module that is called and holds all of them; ``call``
-    are the arguments of its first call."""
-
-    columns: tuple[str, ...]
-    row: str
-    around: str = field(default="", compare=False)
-    call: Any = field(default=((), {}), compare=False)
-
-
-class _Labels(TorchFunctionMode):
-    """A mode that labels the results of torch's functions by what they are made of."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.mixed: set[str] = set()  # layers whose outputs have met a whole activation
-        self._labels: dict[int, Label] = {}
-        self._kept: list[Tensor] = []  # ids are used again
-
-    def of(self, values: Any) -> Label:
-        labels = [self._labels.get(id(x)) for x in tensors_in(values)]
-        known = [label for label in labels if label is not None]
-        if not known:
-            return None
-        made = frozenset[str]().union(*known)
-        if _WHOLE in known:
-            self.mixed |= made
-            return _WHOLE
-        return made
-
-    def put(self, values: Any, label: Label) -> None:
-        for x in tensors_in(values):
-            if x.is_floating_point() or x.is_complex():
-                self._labels[id(x)] = label
-                self._kept.append(x)
-
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        label = self.of((args, dict(kwargs or {})))
-        result = func(*args, **(kwargs or {}))
-        self.put(args[0] if func is Tensor.__setitem__ else result, label)
-        return result
-
-
-def find_pairs(module: nn.Module, run: Callable[[], Any]) -> list[Pair]:
-    """Find the pairs of ``module``, in the order of calls, by ``run()``, which runs it and must not raise."""
-    labels = _Labels()
-    inputs: dict[str, list[Label]] = {}
-    calls: dict[str, Any] = {}
-    hooks = Interception()
-
-    def before(name: str, layer: nn.Module, args: Any, kwargs: Any) -> None:
-        made = labels.of((args, kwargs))
-        if is_linear(layer):
-            inputs.setdefault(name, []).append(made)
-        else:
-            labels.mixed |= made or frozenset()
-
-    def keep(name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
-        if name not in calls:
-            calls[name] = cloned((args, kwargs))
-
-    def after(name: str, layer: nn.Module, args: Any, output: Any) -> None:
-        labels.put(output, frozenset({name}) if is_linear(layer) else _WHOLE)
-
-    for name, layer in module.named_modules():
-        if any(is_linear(child) for child in layer.modules() if child is not layer):
-            hooks.before(layer, partial(keep, name))
-        elif any(True for _ in layer.parameters(recurse=False)):
-            hooks.before(layer, partial(before, name))
-            hooks.after(layer, partial(after, name), first=False)
-    try:
-        with labels, torch.no_grad():
-            run()
-    finally:
-        hooks.remove()
-    takers: dict[str, set[str]] = {}
-    for name, given in inputs.items():
-        for label in given:
-            for maker in label or ():
-                takers.setdefault(maker, set()).add(name)
-    pairs: list[Pair] = []
-    rows: set[str] = set()
-    for name, given in inputs.items():
-        makers = given[0]
-        if not makers or any(label != makers for label in given):
-            continue
-        if not any(maker in labels.mixed or maker in rows or takers[maker] != {name} for maker in makers):
-            columns = tuple(maker for maker in inputs if maker in makers)
-            smallest = around = ".".join(os.path.commonprefix([each.split(".")[:-1] for each in (*columns, name)]))
-            while around and around not in calls:  # a list of layers never is
-                around = around.rpartition(".")[0]
-            call = calls.get(around, ((), {}))
-            rows.add(name)
-            # Only floats get noise. Without it any way may seem to fit in a larger block.
-            if around == smallest or any(x.is_floating_point() for x in tensors_in(call)):
-                pairs.append(Pair(columns, name, around, call))
-    return pairs
 
 
 # -- ways to divide one, by trying -------------------------------------------------------------------------------
