@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import pytest
 import torch
@@ -195,17 +194,9 @@ def test_a_layer_sends_one_message_in_the_direction_that_needs_it(pool: WorkerPo
 # -- refusals ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("kind", "sizes", "count", "options", "message"), [
-    (ColumnParallelLinear, (3, 5), 4, {}, "5 can't be divided over 4 tensor ranks"),
-    (RowParallelLinear, (5, 3), 4, {}, "5 can't be divided over 4 tensor ranks"),
-    (ColumnParallelLinear, (3, 9), 2, {"parts": (4, 4)}, r"\(4, 4\) add up to 8"),
-    (ColumnParallelLinear, (3, 8), 2, {"parts": (4, 4), "gather_output": True}, "gather_output=True"),
-])  # fmt: skip
-def test_sizes_that_do_not_fit_are_refused_with_the_numbers(
-    kind: Any, sizes: tuple[int, int], count: int, options: dict[str, Any], message: str
-) -> None:
-    with pytest.raises(ValueError, match=message):
-        kind.from_linear(nn.Linear(*sizes), group=ranks(count), **options)
+def test_outputs_of_several_parts_are_not_gathered() -> None:
+    with pytest.raises(ValueError, match="gather_output=True"):
+        ColumnParallelLinear.from_linear(nn.Linear(3, 8), group=ranks(2), parts=(4, 4), gather_output=True)
 
 
 def test_a_layer_is_made_of_a_whole_one() -> None:
