@@ -19,11 +19,12 @@ from torch import nn
 
 from lightning_parallel.cuts.layers import matching
 from lightning_parallel.ranks.writes import digest
+from lightning_parallel.tensor.around import Copy, Experts, Parameters
 from lightning_parallel.tensor.layer import ParallelLayer
 from lightning_parallel.tensor.plan_search import found_plan, table_of
 from lightning_parallel.tensor.rules import layers_of, resolve
 from lightning_parallel.tensor.style import Plan, Style
-from lightning_parallel.tensor.styles import OTHER_NAMES, Copy, Experts, Parameters
+from lightning_parallel.tensor.styles import OTHER_NAMES
 from lightning_parallel.values import changed
 
 MakeRun = Callable[[], Callable[[], Any]]  # makes what runs a step

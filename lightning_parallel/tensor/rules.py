@@ -21,10 +21,11 @@ from dataclasses import replace
 from torch import nn
 
 from lightning_parallel.cuts.layers import matching
+from lightning_parallel.tensor.around import Work, around
 from lightning_parallel.tensor.layer import ParallelLayer, Site
 from lightning_parallel.tensor.linear import is_linear
 from lightning_parallel.tensor.style import Plan, Rule, Style
-from lightning_parallel.tensor.styles import Column, Divide, SharedHeads, Work, around, read_style
+from lightning_parallel.tensor.styles import Column, Divide, SharedHeads, read_style
 
 _OF_LORA = {"base_layer", "lora_A", "lora_B", "lora_dropout", "lora_embedding_A", "lora_embedding_B"}
 _KEY_VALUE = ("k_proj", "v_proj")  # the names that all models of transformers use
@@ -45,11 +46,12 @@ def resolve(module: nn.Module, plan: Plan) -> list[Rule]:
             names_of.setdefault(id(submodule), []).append(name)
             modules[name] = submodule
     rules: dict[int, Rule] = {}
-    for pattern, text in plan.items():
+    for pattern, given in plan.items():
         try:
-            style = read_style(text)
+            style = read_style(given)
         except ValueError as error:
             raise ValueError(f"plan: {pattern!r}: {error}") from None
+        text = given if isinstance(given, str) else style.name or type(style).__name__
         matched = matching(pattern, modules)
         if not matched:
             every = list(dict.fromkeys(pattern_of(module, name) for name in modules))
@@ -57,7 +59,7 @@ def resolve(module: nn.Module, plan: Plan) -> list[Rule]:
             raise ValueError(f"plan: {pattern!r} matches no module. Did you mean {', '.join(map(repr, close))}?")
         for name in matched:
             found = modules[name]
-            for rule in without_adapters(Rule(found, tuple(names_of[id(found)]), pattern, style)):
+            for rule in without_adapters(Rule(found, tuple(names_of[id(found)]), pattern, text, style)):
                 before = rules.setdefault(id(rule.module), rule)
                 if before.pattern != pattern:
                     raise ValueError(f"plan: both {before.pattern!r} and {pattern!r} match {name!r}: leave one.")
@@ -153,7 +155,7 @@ def with_few_heads(root: nn.Module, rules: Sequence[Rule], count: int) -> list[R
         adapted.append(replace(rule, style=SharedHeads(heads)))
         names = tuple(name.rpartition(".")[0] for name in rule.called_names)
         divide = Divide((f"{_GROUPS}/{count // heads}",))
-        groups.setdefault(names[0], Rule(root.get_submodule(names[0]), names, rule.pattern, divide))
+        groups.setdefault(names[0], Rule(root.get_submodule(names[0]), names, rule.pattern, rule.text, divide))
     return [*adapted, *groups.values()]
 
 

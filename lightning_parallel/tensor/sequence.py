@@ -114,7 +114,7 @@ def _gathering(module: nn.Module, blocks: dict[str, nn.Module], rules: list[Rule
         if not rule.style.in_sequence_blocks:
             fitting = ", ".join(repr(name) for name, style in STYLES.items() if style.in_sequence_blocks)
             raise _refused(
-                f"{rule.name!r} has the style {rule.style.text!r}, but inside of blocks only {fitting} work on a "
+                f"{rule.name!r} has the style {rule.text!r}, but inside of blocks only {fitting} work on a "
                 f"divided sequence.",
                 "Turn it off, or change the plan.",
             )

@@ -92,7 +92,7 @@ def shard_module(
         rule.module.__class__ = kind if issubclass(kind, own) else type(kind.__name__, (kind, own), {})
         vars(rule.module).update(vars(layer))
     for rule in rules:
-        rule.style.divide_in_place(rule, module, group.size())
+        rule.style.divide_in_place(rule, group.size())
     for chain in chains:
         chain.wrap(Site(group, region))
     for part in module.modules():

@@ -1,14 +1,14 @@
 """A style: how one module is divided over the tensor ranks.
 
 A new style is a subclass of :class:`Style`, and a plan takes an instance of it. Those that plans name stand in
-``styles.py``.
+``styles.py`` and ``around.py``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass
-from typing import Any, ClassVar, Self
+from dataclasses import dataclass
+from typing import ClassVar, Self
 
 from torch import nn
 
@@ -23,6 +23,7 @@ class Rule:
         module: the module to be divided.
         names: all names under which it is registered.
         pattern: the pattern of the plan that matched it.
+        text: the style as the plan writes it.
         style: how it is divided.
         wrapper: the end of the module's name, such as ``.base_layer``, that the model's code leaves out because it
             calls a module around it; empty if nothing wraps the module.
@@ -31,6 +32,7 @@ class Rule:
     module: nn.Module
     names: tuple[str, ...]
     pattern: str
+    text: str
     style: Style
     wrapper: str = ""
 
@@ -45,7 +47,7 @@ class Rule:
 
     def misfit(self, what: str) -> str:
         """A message that says the style doesn't fit the module."""
-        return f"plan: {self.pattern!r}: {self.style.text!r}, but {self.name!r} is a {type(self.module).__name__}{what}"
+        return f"plan: {self.pattern!r}: {self.text!r}, but {self.name!r} is a {type(self.module).__name__}{what}"
 
 
 class Style:
@@ -83,13 +85,6 @@ class Style:
             raise ValueError(f"{cls.name!r} takes no options.")
         return cls()
 
-    @property
-    def text(self) -> str:
-        """The style as a plan writes it: the name, and the fields of a dataclass."""
-        values: list[Any] = [getattr(self, field.name) for field in fields(self)] if is_dataclass(self) else []
-        options = [str(x) for value in values for x in (value if isinstance(value, tuple) else (value,)) if x]
-        return (self.name or type(self).__name__) + (f":{','.join(options)}" if options else "")
-
     def check(self, rule: Rule) -> None:
         """Raise a ValueError if the style doesn't fit the module."""
 
@@ -103,7 +98,7 @@ class Style:
         parameters that are divided. Others would be saved as whole parameters."""
         return None
 
-    def divide_in_place(self, rule: Rule, root: nn.Module, count: int) -> None:
+    def divide_in_place(self, rule: Rule, count: int) -> None:
         """Change a module that stays, when everything has been checked and the layers have been divided."""
 
     def partial_parameters(self, module: nn.Module) -> list[nn.Parameter]:
@@ -112,3 +107,8 @@ class Style:
 
 
 Plan = Mapping[str, str | Style]  # patterns of module names, to styles
+
+
+def over(count: int) -> str:
+    """The end of an error about something that can't be shared out over ``count`` ranks."""
+    return f"which can't be shared out over {count} tensor ranks"

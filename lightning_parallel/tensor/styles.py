@@ -1,32 +1,22 @@
-"""All styles, and their names in plans. ``docs/tensor-plans.md`` explains each.
-
-Modules of any class may stay as they are, with a collective around their forward, or with divided parameters
-(:class:`Around`). The new module is an instance of a class derived from the module's own. So names, hooks on instances
-of its class, attributes and ``isinstance`` hold. It shares the children with the module that it replaces.
-"""
+"""Styles of linear layers, embeddings and what lies between them, and the names of all styles in plans.
+``docs/tensor-plans.md`` explains each; those in ``around.py`` are for modules of any class."""
 
 from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, Literal, Self
+from typing import Self
 
-import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
-from lightning_parallel.private.torch import parameters_of, tree_map
-from lightning_parallel.ranks.shard import Shard
-from lightning_parallel.tensor import functions
+from lightning_parallel.tensor.around import Copy, DivideOutput, Experts, Parameters, Reduce
 from lightning_parallel.tensor.embedding import VocabParallelEmbedding
-from lightning_parallel.tensor.layer import ParallelLayer, Site, check_plain, shard_parameter
+from lightning_parallel.tensor.layer import Site
 from lightning_parallel.tensor.linear import ColumnParallelLinear, RowParallelLinear, SharedHeadsLinear, is_linear
-from lightning_parallel.tensor.style import Rule, Style
-
-Map = Callable[[Tensor, dist.ProcessGroup], Tensor]
+from lightning_parallel.tensor.style import Rule, Style, over
 
 # -- linear layers -----------------------------------------------------------------------------------------------
 
@@ -64,14 +54,14 @@ class Column(Style):
             if "qk_head_dim" in vars(parent):  # DeepSeek's attention, whose keys and values differ in size
                 for attribute, heads in _integers(parent, ("num_heads",)):
                     if heads % count:
-                        raise ValueError(f"{parent_name!r} has {attribute}={heads}, {_over(count)}.")
+                        raise ValueError(f"{parent_name!r} has {attribute}={heads}, {over(count)}.")
                 continue
             sizes = list(_integers(parent, _HEAD_SIZES))
             for _, head in sizes:
                 for part in self.part_sizes(rule.module) or (_outputs(rule.module),):
                     if part % head == 0 and (part // head) % count:
                         kind = _HEADS.get(own, "attention")
-                        raise ValueError(f"{name!r} has {part // head} {kind} heads (of {head}), {_over(count)}.")
+                        raise ValueError(f"{name!r} has {part // head} {kind} heads (of {head}), {over(count)}.")
             counts = dict(_integers(parent, HEAD_COUNTS))
             divided = any(isinstance(other.style, Divide) for other in rules if other.module is parent)
             if counts and parent_name and not sizes and not divided and count > 1:
@@ -131,7 +121,7 @@ class SharedHeads(Style):
 
     def check_division(self, rule: Rule, root: nn.Module, rules: Sequence[Rule], count: int) -> None:
         if count % self.heads:
-            raise ValueError(f"{rule.name!r} projects to {self.heads} heads, {_over(count)}: use a multiple of them.")
+            raise ValueError(f"{rule.name!r} projects to {self.heads} heads, {over(count)}: use a multiple of them.")
 
     def new_layer(self, rule: Rule, site: Site) -> nn.Module:
         return SharedHeadsLinear.of(rule.module, site, self.heads)
@@ -205,12 +195,11 @@ class Divide(Style):
     def check_division(self, rule: Rule, root: nn.Module, rules: Sequence[Rule], count: int) -> None:
         for attribute, divisor in self._divisors(count).items():
             if getattr(rule.module, attribute) % divisor:
-                raise ValueError(f"{rule.name!r} has {attribute}={getattr(rule.module, attribute)}, {_over(count)}.")
+                raise ValueError(f"{rule.name!r} has {attribute}={getattr(rule.module, attribute)}, {over(count)}.")
 
-    def divide_in_place(self, rule: Rule, root: nn.Module, count: int) -> None:
-        module = root.get_submodule(rule.name)
+    def divide_in_place(self, rule: Rule, count: int) -> None:
         for attribute, divisor in self._divisors(count).items():
-            setattr(module, attribute, getattr(module, attribute) // divisor)
+            setattr(rule.module, attribute, getattr(rule.module, attribute) // divisor)
 
     def _divisors(self, count: int) -> dict[str, int]:
         pairs = (attribute.partition("/") for attribute in self.attributes)
@@ -227,205 +216,6 @@ class SumGradient(Style):
     def check(self, rule: Rule) -> None:
         if any(True for _ in rule.module.children()):  # those may work on whole values
             raise ValueError(rule.misfit(" with modules inside: name those that work on divided values."))
-
-
-# -- around modules that stay ------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Work:
-    """What is done around a module's forward.
-
-    Attributes:
-        inputs: a function of each floating-point tensor that the module takes, and of the group; None for none.
-        outputs: the same for what it returns.
-        draws: the random numbers that the ranks draw inside, when training: "equal" or "different" ones; or "as
-            before", those of the code around it.
-        summands: its own parameters that stay whole, and of which each rank adds an equal share to a sum over ranks.
-    """
-
-    inputs: Map | None = None
-    outputs: Map | None = None
-    draws: Literal["as before", "equal", "different"] = "as before"
-    summands: tuple[str, ...] = ()
-
-
-class Around(ParallelLayer):
-    """A module that runs with some work around it."""
-
-    _work: Work
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        work = self._work
-        args, kwargs = self._mapped(work.inputs, (args, kwargs))
-        own: dict[str, Any] = parameters_of(self)  # type: ignore[assignment]
-        kept = {name: own[name] for name in work.summands}
-        if work.draws != "as before":
-            self.site.leave_region()
-            self.site.enter_region(work.draws == "different" and self.training)
-        own.update({name: parameter / self.site.group.size() for name, parameter in kept.items()})
-        try:
-            output = super().forward(*args, **kwargs)
-        finally:
-            own.update(kept)
-        if work.draws != "as before":
-            self.site.leave_region()
-        return self._mapped(work.outputs, output)
-
-    def _mapped(self, function: Map | None, values: Any) -> Any:
-        if function is None:
-            return values
-        return tree_map(
-            lambda x: function(x, self.site.group) if isinstance(x, Tensor) and x.is_floating_point() else x, values
-        )
-
-
-def around(module: nn.Module, site: Site, work: Work) -> Around:
-    """A new module like ``module``, with ``work`` around its forward. ``module`` stays as it is.
-
-    Raises:
-        ValueError: what ``module`` runs isn't its class's forward.
-    """
-    check_plain(module, type(module), list(module.state_dict()))
-    derived: Any = type(f"Parallel{type(module).__name__}", (Around, type(module)), {})
-    new: Around = derived.__new__(derived)
-    vars(new).update(vars(module))
-    vars(new).update(_parameters=dict(parameters_of(module)), shards={}, site=site, _work=work)
-    return new
-
-
-@dataclass(frozen=True)
-class Copy(Style):
-    """Keeps a module whole whose output divided code uses: the output's gradient is summed over the ranks.
-
-    Args:
-        features: how many of the last features of the output are used so; 0 for all. The others go to column layers,
-            which sum their input's gradient themselves (as in DeepSeek's attention).
-    """
-
-    features: int = 0
-
-    name = "copy"
-
-    @classmethod
-    def read(cls, options: str) -> Self:
-        if not re.fullmatch(r"|[1-9]\d*", options):
-            raise ValueError("Write 'copy', or 'copy:64' (so many of the last features).")
-        return cls(int(options or 0))
-
-    def new_layer(self, rule: Rule, site: Site) -> nn.Module:
-        return around(rule.module, site, Work(outputs=self._copied))
-
-    def _copied(self, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        if not self.features:
-            return functions.copy(x, group)
-        first, last = x.split([x.shape[-1] - self.features, self.features], -1)
-        return torch.cat([first, functions.copy(last, group)], -1)
-
-
-class Reduce(Style):
-    """Keeps a module whole whose output on each rank is a part of a sum."""
-
-    name = "reduce"
-
-    def new_layer(self, rule: Rule, site: Site) -> nn.Module:
-        return around(rule.module, site, Work(outputs=functions.reduce))
-
-
-class DivideOutput(Style):
-    """Keeps a module whole whose outputs are whole on every rank but are summed over the ranks later: each rank passes
-    on an equal share."""
-
-    name = "divide_output"
-    sums_gradients = True
-
-    def new_layer(self, rule: Rule, site: Site) -> nn.Module:
-        return around(rule.module, site, Work(outputs=lambda x, group: x / group.size()))
-
-
-# -- modules whose own parameters are divided -------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Parameters(Style):
-    """Divides parameters that a module holds itself, and lets it work on divided values.
-
-    Args:
-        dims: the name of each parameter, the dimension that is divided, and the number of equal parts fused there.
-        summands: the names of parameters that stay whole, and are added on each rank to something that is summed later.
-    """
-
-    dims: tuple[tuple[str, int, int], ...] = ()
-    summands: tuple[str, ...] = ()
-
-    name = "parameters"
-
-    @classmethod
-    def read(cls, options: str) -> Self:
-        dims, summands = [], []
-        for option in options.split(","):
-            match = re.fullmatch(r"(\w+)=(?:(\d)(?:x([1-9]\d*))?|sum)", option)
-            if match is None:
-                raise ValueError(
-                    f"Write '{cls.name}:up=1x2,down=2,bias=sum' (for each parameter the dimension that is divided, and "
-                    f"how many equal parts are fused there, or 'sum': whole, and added to a sum over the ranks)."
-                )
-            if match[2] is None:
-                summands.append(match[1])
-            else:
-                dims.append((match[1], int(match[2]), int(match[3] or 1)))
-        return cls(tuple(dims), tuple(summands))
-
-    @property
-    def text(self) -> str:
-        divided = [f"{name}={dim}" + (f"x{parts}" if parts > 1 else "") for name, dim, parts in self.dims]
-        return f"{self.name}:{','.join([*divided, *(f'{name}=sum' for name in self.summands)])}"
-
-    def check(self, rule: Rule) -> None:
-        own = dict(rule.module.named_parameters(recurse=False))
-        for name, dim, parts in (*self.dims, *((name, 0, 1) for name in self.summands)):
-            if name not in own or dim >= own[name].dim() or own[name].shape[dim] % parts:
-                shapes = ", ".join(f"{n!r} {list(p.shape)}" for n, p in own.items()) or "none"
-                raise ValueError(rule.misfit(f" without such a parameter {name!r}. Its own ones are {shapes}."))
-
-    def check_division(self, rule: Rule, root: nn.Module, rules: Sequence[Rule], count: int) -> None:
-        """Sizes may be cut unevenly if all are equal, as those of an expert's two matrices are."""
-        sizes = {name: getattr(rule.module, name).shape[dim] // parts for name, dim, parts in self.dims}
-        for name, size in sizes.items():
-            if size % count and len(set(sizes.values())) > 1:
-                raise ValueError(f"{rule.name!r} has a parameter {name!r} of {size}, {_over(count)}.")
-
-    def new_layer(self, rule: Rule, site: Site) -> nn.Module:
-        layer = around(rule.module, site, self.work())
-        for name, dim, count in self.dims:
-            whole = getattr(rule.module, name)
-            parts = (whole.shape[dim] // count,) * count
-            layer.shards[name] = Shard.of(whole.shape, dim, site.group, parts)
-            setattr(layer, name, shard_parameter(whole, layer.shards[name], site.shared))
-        return layer
-
-    def work(self) -> Work:
-        """What is done around the module's forward."""
-        return Work(summands=self.summands)
-
-    def partial_parameters(self, module: nn.Module) -> list[nn.Parameter]:
-        return [getattr(module, name) for name in self.summands]
-
-
-class Experts(Parameters):
-    """Divides the matrices of a mixture of experts: each rank runs its part of every expert. The router stays whole, so
-    all ranks choose the same experts."""
-
-    name = "experts"
-
-    def check(self, rule: Rule) -> None:
-        super().check(rule)
-        if getattr(rule.module, "has_post_expert_norm", False):
-            raise ValueError(rule.misfit(", whose experts end in a norm, which needs whole outputs: leave it out."))
-
-    def work(self) -> Work:
-        """The inputs are whole, and the outputs are summed over the ranks."""
-        return Work(functions.copy, functions.reduce, draws="different", summands=self.summands)
 
 
 # -- what they ask of modules ------------------------------------------------------------------------------------
@@ -451,11 +241,6 @@ def _integers(module: nn.Module, names: tuple[str, ...]) -> Iterator[tuple[str, 
 def _check_linear(rule: Rule) -> None:
     if not is_linear(rule.module):
         raise ValueError(rule.misfit(": it is for nn.Linear and transformers' Conv1D."))
-
-
-def _over(count: int) -> str:
-    """The end of an error about something that can't be shared out over ``count`` ranks."""
-    return f"which can't be shared out over {count} tensor ranks"
 
 
 # -- their names in plans -------------------------------------------------------------------------------------------

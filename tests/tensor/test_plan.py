@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 from torch import nn
 
+from lightning_parallel.tensor.around import Copy, Experts, Parameters
 from lightning_parallel.tensor.plan import find_plan
 from lightning_parallel.tensor.rules import resolve
 from lightning_parallel.tensor.sharding import shard_module
 from lightning_parallel.tensor.style import Style
-from lightning_parallel.tensor.styles import Column, Divide, Row, read_style
+from lightning_parallel.tensor.styles import Column, Divide, SharedHeads, read_style
 from tests.tensor.helpers import ranks
 from tests.tensor.models import LLAMA, Gained, GainStyle, Loss, llama, mixtral, of_transformers, phi3, qwen3
 
@@ -114,16 +115,16 @@ def test_rules_that_do_not_fit_are_refused(plan: dict[str, str], message: str) -
         resolve(Hooked(), plan)
 
 
-def test_styles_are_read_and_written() -> None:
-    assert type(read_style("row")) is Row
-    assert read_style("column:3") == Column(parts=(3,))
-    assert read_style("column:512,128,128") == Column(parts=(512, 128, 128))
-    assert read_style("divide:num_heads,split_size") == Divide(attributes=("num_heads", "split_size"))
-    for text in (
-        "column", "column:3", "column_gather", "row", "row_split", "embedding", "divide:a,b/2", "sum_gradient",
-        "heads:2", "experts:up=1x2,down=2,bias=sum", "parameters:sinks=0", "copy", "copy:64", "reduce", "divide_output",
-    ):  # fmt: skip
-        assert read_style(text).text == text
+def test_styles_are_read() -> None:
+    for name in ("row", "row_split", "column_gather", "embedding", "sum_gradient", "reduce", "divide_output"):
+        assert read_style(name).name == name
+    for text, style in {
+        "column": Column(), "column:3": Column((3,)), "column:512,128,128": Column((512, 128, 128)),
+        "divide:num_heads,split_size/2": Divide(("num_heads", "split_size/2")), "heads:2": SharedHeads(2),
+        "experts:up=1x2,down=2,bias=sum": Experts((("up", 1, 2), ("down", 2, 1)), ("bias",)),
+        "parameters:sinks=0": Parameters((("sinks", 0, 1),)), "copy": Copy(), "copy:64": Copy(64),
+    }.items():  # fmt: skip
+        assert read_style(text) == style
 
 
 @pytest.mark.parametrize(("style", "message"), [
@@ -142,7 +143,7 @@ def test_what_a_style_does_not_override_leaves_the_module_as_it_is() -> None:
 
     style, module = Nothing.read(""), nn.Linear(2, 2)
     (rule,) = resolve(nn.Sequential(module), {"0": style})
-    assert rule.style is style and style.text == "Nothing"
+    assert rule.style is style and rule.text == "Nothing"
     assert style.partial_parameters(module) == []
     with pytest.raises(ValueError, match="takes no options"):
         Nothing.read("3")
