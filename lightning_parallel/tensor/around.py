@@ -16,9 +16,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_parallel.private.torch import parameters_of, tree_map
-from lightning_parallel.ranks.shard import Shard
 from lightning_parallel.tensor import functions
-from lightning_parallel.tensor.layer import ParallelLayer, Site, check_plain, shard_parameter
+from lightning_parallel.tensor.layer import ParallelLayer, Site, check_plain
 from lightning_parallel.tensor.style import Rule, Style, over
 
 Map = Callable[[Tensor, dist.ProcessGroup], Tensor]
@@ -186,9 +185,7 @@ class Parameters(Style):
         layer = around(rule.module, site, self.work())
         for name, dim, count in self.dims:
             whole = getattr(rule.module, name)
-            parts = (whole.shape[dim] // count,) * count
-            layer.shards[name] = Shard.of(whole.shape, dim, site.group, parts)
-            setattr(layer, name, shard_parameter(whole, layer.shards[name], site.shared))
+            layer.hold_shard(name, whole, dim, (whole.shape[dim] // count,) * count)
         return layer
 
     def work(self) -> Work:

@@ -9,9 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_parallel.private.torch import move_forward_hooks
-from lightning_parallel.ranks.shard import Shard
 from lightning_parallel.tensor import functions
-from lightning_parallel.tensor.layer import ParallelLayer, Site, check_plain, shard_parameter
+from lightning_parallel.tensor.layer import ParallelLayer, Site, check_plain
 
 
 class VocabParallelEmbedding(ParallelLayer, nn.Embedding):
@@ -48,9 +47,8 @@ class VocabParallelEmbedding(ParallelLayer, nn.Embedding):
         self.padding_idx = whole.padding_idx
         # Nothing but these is taken; adapters ask for them.
         self.max_norm, self.norm_type, self.scale_grad_by_freq, self.sparse = None, whole.norm_type, False, False
-        shard = self.shards["weight"] = Shard.of(whole.weight.shape, 0, site.group)
-        self.weight = shard_parameter(whole.weight, shard, site.shared)
-        [(self._start, self._stop)] = shard.ranges()
+        self.hold_shard("weight", whole.weight, 0)
+        [(self._start, self._stop)] = self.shards["weight"].ranges()
         padding = self.padding_idx
         self._padding = padding - self._start if padding is not None and self._start <= padding < self._stop else None
         move_forward_hooks(whole, self)

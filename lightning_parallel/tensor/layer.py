@@ -58,15 +58,12 @@ class Site:
         region: entered after a column layer and left before a row layer; None where the block as a whole is the region.
         in_block: whether the layer is in a block that works on pieces of the sequence.
         siblings: shared by the layers that get the same input; None for a layer that has none.
-        shared: the shards made so far, by the id of the whole parameter, so that tied parameters stay tied. Layers add
-            theirs.
     """
 
     group: dist.ProcessGroup
     region: ShardedRegion | None = None
     in_block: bool = False
     siblings: Siblings | None = None
-    shared: dict[int, nn.Parameter] | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         return self  # a copied layer stands in the same place
@@ -113,6 +110,17 @@ class ParallelLayer(nn.Module):
         self.site, self.shards = site, {}
         self.train(whole.training)
 
+    def hold_shard(self, name: str, whole: nn.Parameter, dim: int, parts: tuple[int, ...] = ()) -> None:
+        """Hold this rank's shard of a parameter, trainable or frozen as the whole is, and the record of the cut.
+
+        Raises:
+            ValueError: as :meth:`.Shard.of`.
+        """
+        shard = self.shards[name] = Shard.of(whole.shape, dim, self.site.group, parts)
+        parameter = nn.Parameter(shard.take(whole.detach()), whole.requires_grad)
+        vars(parameter).update(vars(whole))  # by which a user's code may group it
+        self.register_parameter(name, parameter)
+
     def extra_repr(self) -> str:
         here = "".join(f", {name} {list(getattr(self, name).shape)} here" for name in self.shards)
         return super().extra_repr() + here
@@ -123,31 +131,6 @@ class ParallelLayer(nn.Module):
             f"{type(self).__name__}.reset_parameters(): a rank holds a shard. Draw the weights before the model is "
             f"divided, in __init__ or configure_model."
         )
-
-
-def shard_parameter(whole: nn.Parameter, shard: Shard, shared: dict[int, nn.Parameter] | None = None) -> nn.Parameter:
-    """This rank's shard of a parameter, trainable or frozen as the whole is. Its attribute ``shard`` says how it was
-    cut. ``shared`` has the shards made so far, by the id of the whole parameter; for a tied one its shard is returned.
-
-    Raises:
-        ValueError: a tied parameter was cut in another way.
-    """
-    if shared is not None and id(whole) in shared:
-        tied = shared[id(whole)]
-        before: Shard = tied.shard  # type: ignore[attr-defined]
-        if before != shard:
-            raise ValueError(
-                f"A tied parameter of shape {shard.shape} can't be divided in two ways: along dimension {before.dim} "
-                f"in parts of {before.parts}, and along {shard.dim} in parts of {shard.parts}. Give the layers that "
-                f"share it styles that agree, or untie them."
-            )
-        return tied
-    parameter = nn.Parameter(shard.take(whole.detach()), whole.requires_grad)
-    vars(parameter).update(vars(whole))  # by which a user's code may group it
-    parameter.shard = shard  # type: ignore[attr-defined]
-    if shared is not None:
-        shared[id(whole)] = parameter
-    return parameter
 
 
 def check_plain(

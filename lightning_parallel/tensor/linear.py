@@ -28,9 +28,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
-from lightning_parallel.ranks.shard import Shard
 from lightning_parallel.tensor import functions
-from lightning_parallel.tensor.layer import ParallelLayer, Site, check_plain, shard_parameter
+from lightning_parallel.tensor.layer import ParallelLayer, Site, check_plain
 
 
 class ParallelLinear(ParallelLayer, nn.Linear):
@@ -57,9 +56,9 @@ class ParallelLinear(ParallelLayer, nn.Linear):
             parameter = getattr(whole, name)
             if parameter is not None and name in self._divided:
                 dim = self._divided[name] ^ (self._transposed and name == "weight")
-                self.shards[name] = Shard.of(parameter.shape, dim, site.group, parts)
-                parameter = shard_parameter(parameter, self.shards[name], site.shared)
-            self.register_parameter(name, parameter)
+                self.hold_shard(name, parameter, dim, parts)
+            else:
+                self.register_parameter(name, parameter)
 
     def _outputs_here(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """This rank's outputs, for an ``x`` that is whole."""

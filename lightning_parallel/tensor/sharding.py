@@ -8,7 +8,7 @@ leaves the model as it was.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -61,27 +61,18 @@ def shard_module(
     for rule in rules:
         with _named_in_errors(rule):
             rule.style.check_division(rule, module, rules, group.size())
-    shared: dict[int, nn.Parameter] = {}
     layers: list[tuple[Rule, nn.Module]] = []
     counts = Counter(_parent(rule) for rule in rules if rule.style.shares_input)
     siblings = {parent: Siblings(count) for parent, count in counts.items() if count > 1}
     for rule in rules:
         # A block that works on pieces of the sequence is one region as a whole.
         in_block = any(chain.holds(rule) for chain in chains)
-        site = Site(group, None if in_block else region, in_block, siblings.get(_parent(rule)), shared)
+        site = Site(group, None if in_block else region, in_block, siblings.get(_parent(rule)))
         with _named_in_errors(rule):
             layer = rule.style.new_layer(rule, site)
         if layer is not None:
             layers.append((rule, layer))
-    divided = {
-        f"{whole}.{name}": getattr(rule.module, name)
-        for rule, layer in layers
-        if isinstance(layer, ParallelLayer)
-        for name in layer.shards
-        for whole in rule.names
-    }
-    shared.clear()  # layers keep their sites, and would keep shards that a pipeline has on another stage
-    _check_ties(module, divided)
+    divided = _tied(module, layers)
     summed = {id(p) for rule in rules for p in rule.style.partial_parameters(rule.module)}
     summed |= {id(p) for chain in chains for p in chain.parameters()}
     partial = tuple(name for name, p in module.named_parameters() if id(p) in summed and name not in divided)
@@ -131,13 +122,33 @@ def _named_in_errors(rule: Rule) -> Iterator[None]:
         raise ValueError(f"plan: {rule.pattern!r}: {named}{text}") from None
 
 
-def _check_ties(module: nn.Module, divided: dict[str, nn.Parameter]) -> None:
-    """Refuse a parameter that has one name in a divided layer and another one outside of all of them."""
-    taken = {id(parameter): name for name, parameter in divided.items()}
+def _tied(module: nn.Module, layers: Sequence[tuple[Rule, nn.Module]]) -> set[str]:
+    """The names of the divided parameters. Layers whose parameters are tied share one shard from now on.
+
+    Raises:
+        ValueError: a tied parameter is divided in two ways, or has a name outside of all divided layers.
+    """
+    shards: dict[int, tuple[str, Shard, nn.Parameter]] = {}  # the first one of each whole parameter, by its id
+    divided: set[str] = set()
+    for rule, layer in layers:
+        for name, shard in layer.shards.items() if isinstance(layer, ParallelLayer) else ():
+            names = [f"{each}.{name}" for each in rule.names]
+            own = names[0], shard, getattr(layer, name)
+            _, first, parameter = shards.setdefault(id(getattr(rule.module, name)), own)
+            if first != shard:
+                with _named_in_errors(rule):
+                    raise ValueError(
+                        f"A tied parameter of shape {shard.shape} can't be divided in two ways: along dimension "
+                        f"{first.dim} in parts of {first.parts}, and along {shard.dim} in parts of {shard.parts}. Give "
+                        f"the layers that share it styles that agree, or untie them."
+                    )
+            layer.register_parameter(name, parameter)
+            divided.update(names)
     for name, parameter in module.named_parameters(remove_duplicate=False):
-        if id(parameter) in taken and name not in divided:
+        if id(parameter) in shards and name not in divided:
             raise ValueError(
-                f"plan: {taken[id(parameter)]!r} is divided, but it is the same parameter as {name!r}, which the plan "
-                f"leaves whole: add a rule for {name.rpartition('.')[0]!r} ('embedding' and 'column_gather' go "
+                f"plan: {shards[id(parameter)][0]!r} is divided, but it is the same parameter as {name!r}, which the "
+                f"plan leaves whole: add a rule for {name.rpartition('.')[0]!r} ('embedding' and 'column_gather' go "
                 f"together)."
             )
+    return divided

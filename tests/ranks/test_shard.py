@@ -5,10 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from lightning_parallel.ranks.shard import Shard, piece
-from lightning_parallel.tensor.layer import shard_parameter
 
 
 def shards(shape: tuple[int, ...], dim: int, count: int, parts: tuple[int, ...] = ()) -> list[Shard]:
@@ -68,14 +66,3 @@ def test_a_rank_that_would_hold_nothing_is_refused_with_the_numbers() -> None:
         shards((5, 3), 0, 4)
     with pytest.raises(ValueError, match="dimension of 1 can't be divided over 2"):
         shards((9, 3), 0, 2, (8, 1))  # one of the parts
-
-
-@pytest.mark.parametrize("trains", [True, False])
-def test_a_parameters_shard_is_a_parameter_like_it_with_the_record_of_the_cut(trains: bool) -> None:
-    whole = nn.Parameter(torch.randn(4, 3, dtype=torch.bfloat16), requires_grad=trains)
-    shard = shards((4, 3), 0, 2)[1]
-    part = shard_parameter(whole, shard)
-    assert isinstance(part, nn.Parameter) and part.is_leaf
-    assert part.requires_grad == trains and part.dtype == torch.bfloat16
-    assert torch.equal(part, whole[2:])
-    assert part.shard == shard  # type: ignore[attr-defined]

@@ -10,8 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_parallel.ranks.shard import Shard
-from lightning_parallel.tensor.layer import ParallelLayer, Site, shard_parameter
+from lightning_parallel.tensor.layer import ParallelLayer, Site
 from lightning_parallel.tensor.style import Rule, Style
 from recipes.models.classifier import MLP, LeNet
 from recipes.models.gpt import GPT
@@ -109,10 +108,11 @@ class Gain(nn.Module):
 
 
 class ShardedGain(ParallelLayer):
+    factor: nn.Parameter
+
     def hold(self, whole: Gain, site: Site) -> None:
         super().hold(whole, site)
-        self.shards["factor"] = Shard.of(whole.factor.shape, 0, site.group)
-        self.factor = shard_parameter(whole.factor, self.shards["factor"], site.shared)
+        self.hold_shard("factor", whole.factor, 0)
         self.offset = whole.offset
 
     def forward(self, x: Tensor) -> Tensor:

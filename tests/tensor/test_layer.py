@@ -86,6 +86,16 @@ def test_the_shared_copy_is_let_go(pool: WorkerPool, cross: bool) -> None:
     assert pool.run(nothing_is_kept, 2, cross) == [True, True]
 
 
+@pytest.mark.parametrize("trains", [True, False])
+def test_a_shard_is_a_parameter_like_the_whole(trains: bool) -> None:
+    whole = nn.Linear(3, 4, dtype=torch.bfloat16).requires_grad_(trains)
+    vars(whole.weight)["decay"] = 0.1
+    part = ColumnParallelLinear.of(whole, Site(ranks(2, 1))).weight
+    assert isinstance(part, nn.Parameter) and part.is_leaf
+    assert (part.requires_grad, part.dtype, vars(part)["decay"]) == (trains, torch.bfloat16, 0.1)
+    assert torch.equal(part, whole.weight[2:])
+
+
 def test_a_copy_stands_in_the_same_place_without_interceptions_and_there_is_no_pickle() -> None:
     layer = ColumnParallelLinear.of(nn.Linear(4, 4), Site(ranks(2)))
     Interception().before(layer, lambda *_: None)
