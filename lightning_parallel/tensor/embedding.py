@@ -29,9 +29,9 @@ class VocabParallelEmbedding(ParallelLayer, nn.Embedding):
         Raises:
             ValueError: ``embedding`` is something else, or more, than a table; or a rank would get no rows.
         """
-        return cls.of(embedding, Site(group))
+        return cls(embedding, Site(group))
 
-    def hold(self, whole: Any, site: Site) -> None:
+    def __init__(self, whole: Any, site: Site) -> None:
         problem = None
         if not isinstance(whole, nn.Embedding):
             problem = "is not nn.Embedding"
@@ -42,7 +42,7 @@ class VocabParallelEmbedding(ParallelLayer, nn.Embedding):
         elif whole.sparse:
             problem = "has sparse=True: gradients are dense here"
         check_plain(whole, nn.Embedding, ["weight"], problem, keeps_forward_hooks=True)
-        super().hold(whole, site)
+        super().__init__(whole, site)
         self.num_embeddings, self.embedding_dim = whole.num_embeddings, whole.embedding_dim
         self.padding_idx = whole.padding_idx
         # Nothing but these is taken; adapters ask for them.

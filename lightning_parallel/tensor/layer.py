@@ -84,7 +84,7 @@ class Site:
 
 
 class ParallelLayer(nn.Module):
-    """A layer of which each rank of a group holds a shard. It is made of the whole layer, by :meth:`of`.
+    """A layer of which each rank of a group holds a shard. It is made of the whole layer, which stays as it is.
 
     Attributes:
         site: what is around it.
@@ -94,18 +94,7 @@ class ParallelLayer(nn.Module):
     site: Site
     shards: dict[str, Shard]
 
-    def __init__(self, *_: Any, **__: Any) -> None:
-        raise TypeError(f"Make the whole layer, and divide it: {type(self).__name__}.of(layer, Site(group)).")
-
-    @classmethod
-    def of(cls, whole: nn.Module, site: Site, *options: Any) -> Self:
-        """This rank's shard of ``whole``, which stays as it is. The options are those of the class."""
-        self = cls.__new__(cls)
-        self.hold(whole, site, *options)
-        return self
-
-    def hold(self, whole: Any, site: Site) -> None:
-        """Make this layer, which is new, hold this rank's shard of ``whole``."""
+    def __init__(self, whole: Any, site: Site) -> None:
         nn.Module.__init__(self)
         self.site, self.shards = site, {}
         self.train(whole.training)

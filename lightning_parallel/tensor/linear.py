@@ -46,10 +46,10 @@ class ParallelLinear(ParallelLayer, nn.Linear):
     bias: nn.Parameter | None  # type: ignore[assignment]  # torch's declaration leaves out None
     _divided: Mapping[str, int]  # along which dimension parameters are, the weight being [out, in]
 
-    def hold(self, whole: Any, site: Site, parts: tuple[int, ...] = ()) -> None:
+    def __init__(self, whole: Any, site: Site, parts: tuple[int, ...] = ()) -> None:
         """``whole`` is refused if it is more than a linear layer."""
         _check_divisible(whole)
-        super().hold(whole, site)
+        super().__init__(whole, site)
         self._transposed = _is_conv1d(whole)
         self.out_features, self.in_features = whole.weight.shape[:: -1 if self._transposed else 1]
         for name in ("weight", "bias"):
@@ -101,15 +101,15 @@ class ColumnParallelLinear(ParallelLinear):
             ValueError: ``linear`` is something else, or more, than such a layer; a rank would get no outputs; or
                 several parts are to be gathered.
         """
-        return cls.of(linear, Site(group), parts, gather_output)
+        return cls(linear, Site(group), parts, gather_output)
 
-    def hold(self, whole: Any, site: Site, parts: tuple[int, ...] = (), gather_output: bool = False) -> None:
+    def __init__(self, whole: Any, site: Site, parts: tuple[int, ...] = (), gather_output: bool = False) -> None:
         if gather_output and len(parts) > 1:
             raise ValueError(
                 f"gather_output=True with parts={parts}: the joined outputs of the ranks wouldn't be in the order of "
                 f"the parts. Use one layer for each part."
             )
-        super().hold(whole, site, parts)
+        super().__init__(whole, site, parts)
         self.gather_output = gather_output
 
     def forward(self, x: Tensor) -> Tensor:
@@ -136,10 +136,10 @@ class RowParallelLinear(ParallelLinear):
         """This rank's shard of a layer: see :meth:`ColumnParallelLinear.from_linear`. By default the input is this
         rank's piece. ``input_is_parallel=False``: it is whole, ``[..., in_features]``, equal on all ranks, and is cut
         here."""
-        return cls.of(linear, Site(group), input_is_parallel)
+        return cls(linear, Site(group), input_is_parallel)
 
-    def hold(self, whole: Any, site: Site, input_is_parallel: bool = True) -> None:  # type: ignore[override]
-        super().hold(whole, site)
+    def __init__(self, whole: Any, site: Site, input_is_parallel: bool = True) -> None:
+        super().__init__(whole, site)
         self.input_is_parallel = input_is_parallel
 
     def forward(self, x: Tensor) -> Tensor:
@@ -165,8 +165,8 @@ class SharedHeadsLinear(ParallelLinear):
 
     _divided = MappingProxyType({})
 
-    def hold(self, whole: Any, site: Site, heads: int = 1) -> None:  # type: ignore[override]
-        super().hold(whole, site)
+    def __init__(self, whole: Any, site: Site, heads: int = 1) -> None:
+        super().__init__(whole, site)
         self._width = self.out_features // heads
         self._start = site.group.rank() * heads // site.group.size() * self._width
 

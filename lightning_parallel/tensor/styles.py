@@ -84,7 +84,7 @@ class Column(Style):
         return (size // count,) * count
 
     def new_layer(self, rule: Rule, site: Site) -> nn.Module:
-        return ColumnParallelLinear.of(rule.module, site, self.part_sizes(rule.module), not self.leaves_divided)
+        return ColumnParallelLinear(rule.module, site, self.part_sizes(rule.module), not self.leaves_divided)
 
 
 class GatheredColumn(Column):
@@ -124,7 +124,7 @@ class SharedHeads(Style):
             raise ValueError(f"{rule.name!r} projects to {self.heads} heads, {over(count)}: use a multiple of them.")
 
     def new_layer(self, rule: Rule, site: Site) -> nn.Module:
-        return SharedHeadsLinear.of(rule.module, site, self.heads)
+        return SharedHeadsLinear(rule.module, site, self.heads)
 
 
 class Row(Style):
@@ -138,7 +138,7 @@ class Row(Style):
         _check_linear(rule)
 
     def new_layer(self, rule: Rule, site: Site) -> nn.Module:
-        return RowParallelLinear.of(rule.module, site, self.takes_divided)
+        return RowParallelLinear(rule.module, site, self.takes_divided)
 
 
 class SplitRow(Row):
@@ -163,7 +163,7 @@ class Embedding(Style):
             raise ValueError(rule.misfit(": it is for nn.Embedding."))
 
     def new_layer(self, rule: Rule, site: Site) -> nn.Module:
-        return VocabParallelEmbedding.of(rule.module, site)
+        return VocabParallelEmbedding(rule.module, site)
 
 
 @dataclass(frozen=True)

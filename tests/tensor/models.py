@@ -110,8 +110,8 @@ class Gain(nn.Module):
 class ShardedGain(ParallelLayer):
     factor: nn.Parameter
 
-    def hold(self, whole: Gain, site: Site) -> None:
-        super().hold(whole, site)
+    def __init__(self, whole: Gain, site: Site) -> None:
+        super().__init__(whole, site)
         self.hold_shard("factor", whole.factor, 0)
         self.offset = whole.offset
 
@@ -129,7 +129,7 @@ class GainStyle(Style):
             raise ValueError(rule.misfit(": it is for Gain."))
 
     def new_layer(self, rule: Rule, site: Site) -> nn.Module:
-        return ShardedGain.of(rule.module, site)
+        return ShardedGain(rule.module, site)
 
     def partial_parameters(self, module: nn.Module) -> list[nn.Parameter]:
         assert isinstance(module, Gain)

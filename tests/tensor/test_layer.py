@@ -90,14 +90,14 @@ def test_the_shared_copy_is_let_go(pool: WorkerPool, cross: bool) -> None:
 def test_a_shard_is_a_parameter_like_the_whole(trains: bool) -> None:
     whole = nn.Linear(3, 4, dtype=torch.bfloat16).requires_grad_(trains)
     vars(whole.weight)["decay"] = 0.1
-    part = ColumnParallelLinear.of(whole, Site(ranks(2, 1))).weight
+    part = ColumnParallelLinear(whole, Site(ranks(2, 1))).weight
     assert isinstance(part, nn.Parameter) and part.is_leaf
     assert (part.requires_grad, part.dtype, vars(part)["decay"]) == (trains, torch.bfloat16, 0.1)
     assert torch.equal(part, whole.weight[2:])
 
 
 def test_a_copy_stands_in_the_same_place_without_interceptions_and_there_is_no_pickle() -> None:
-    layer = ColumnParallelLinear.of(nn.Linear(4, 4), Site(ranks(2)))
+    layer = ColumnParallelLinear(nn.Linear(4, 4), Site(ranks(2)))
     Interception().before(layer, lambda *_: None)
     duplicate = copy.deepcopy(layer)
     assert duplicate.site is layer.site and torch.equal(duplicate.weight, layer.weight)
@@ -142,7 +142,7 @@ def test_a_layer_that_is_more_than_plain_is_refused_by_name(
         layer = plain(4, 4)
         change(layer)
         with pytest.raises(ValueError, match=f"{type(layer).__name__} .*{problem}"):
-            kind.of(layer, Site(ranks(2)))
+            kind(layer, Site(ranks(2)))
 
 
 def test_hooks_on_outputs_stay_on_a_table_only() -> None:
@@ -152,8 +152,8 @@ def test_hooks_on_outputs_stay_on_a_table_only() -> None:
         layer.register_forward_hook(lambda layer, args, output: seen.append(type(layer).__name__))
         if kind in LINEAR:
             with pytest.raises(ValueError, match="hooks"):
-                kind.of(layer, Site(ranks(2)))
-    VocabParallelEmbedding.of(layers[TABLE[0]], Site(ranks(1)))(torch.tensor([0]))
+                kind(layer, Site(ranks(2)))
+    VocabParallelEmbedding(layers[TABLE[0]], Site(ranks(1)))(torch.tensor([0]))
     assert seen == ["VocabParallelEmbedding"]
 
 
@@ -179,4 +179,4 @@ def test_another_layer_is_refused_by_name(
 ) -> None:
     for kind in kinds:
         with pytest.raises(ValueError, match=problem):
-            kind.of(make(), Site(ranks(5)))
+            kind(make(), Site(ranks(5)))

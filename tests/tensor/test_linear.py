@@ -152,12 +152,12 @@ def layers_and_inputs() -> dict[str, tuple[ParallelLinear, int]]:
     """Layers in all ways, and how many features they take here."""
     first, second, alone, pieces = nn.Linear(4, 6), nn.Linear(8, 6), Site(world()), Site(world(), in_block=True)
     return {
-        "column": (ColumnParallelLinear.of(first, alone), 4),
+        "column": (ColumnParallelLinear(first, alone), 4),
         "column, gathered": (ColumnParallelLinear.from_linear(first, group=world(), gather_output=True), 4),
-        "column, in a block on pieces": (ColumnParallelLinear.of(first, pieces), 4),
-        "row": (RowParallelLinear.of(second, alone), 4),
+        "column, in a block on pieces": (ColumnParallelLinear(first, pieces), 4),
+        "row": (RowParallelLinear(second, alone), 4),
         "row, splits": (RowParallelLinear.from_linear(second, group=world(), input_is_parallel=False), 8),
-        "row, in a block on pieces": (RowParallelLinear.of(second, pieces), 4),
+        "row, in a block on pieces": (RowParallelLinear(second, pieces), 4),
     }
 
 
@@ -200,5 +200,5 @@ def test_outputs_of_several_parts_are_not_gathered() -> None:
 
 
 def test_a_layer_is_made_of_a_whole_one() -> None:
-    with pytest.raises(TypeError, match=r"RowParallelLinear.of\(layer, Site\(group\)\)"):
-        RowParallelLinear(8, 4, group=ranks(2))
+    with pytest.raises(ValueError, match="type int can't be divided over tensor ranks: it is not nn.Linear"):
+        RowParallelLinear(8, Site(ranks(2)))
