@@ -15,7 +15,7 @@ def single(pool: WorkerPool) -> Any:
     """``single(model, **options)``: the report of `train` in one process, with Lightning alone. Each made once."""
     runs: dict[Any, Report] = {}
 
-    def get(model: str, **options: Any) -> Report:
+    def get(model: Any, **options: Any) -> Report:
         key = (model, *sorted(options.items()))
         if key not in runs:
             runs[key] = pool.run(train, 1, model, init=False, **options)[0]

@@ -23,7 +23,8 @@ def assert_equal(reports: list[Report], reference: Report, exact: float = EXACT,
             assert report.losses == pytest.approx(reference.losses, rel=0, abs=exact)
             assert report.metrics.keys() == reference.metrics.keys()
             assert report.metrics == pytest.approx(reference.metrics, rel=0, abs=exact)
-            assert report.validation == [pytest.approx(reference.validation[0], rel=0, abs=exact)]
+            expected = [pytest.approx(metrics, rel=0, abs=exact) for metrics in reference.validation]
+            assert report.validation == expected
     for update, gradients in enumerate(reference.gradients):
         found = joined(reports, "gradients", update)  # asserts that copies are equal to the bit
         assert largest_difference(found, gradients) < exact, f"update {update}"

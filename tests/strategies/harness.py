@@ -20,6 +20,7 @@ from tests.strategies.counted import COUNTED
 from tests.strategies.models import BATCH, MODELS, SAMPLES
 from tests.strategies.replicated import REPLICATED
 from tests.strategies.shardable import SHARDABLE
+from tests.worker import texts_of_warnings
 
 STRATEGIES = {
     "sync": lp.PipelineStrategy,
@@ -49,9 +50,14 @@ class Report:
     metrics: dict[str, float] = field(default_factory=dict)
     validation: list[Any] = field(default_factory=list)
     shards: dict[str, Shard] = field(default_factory=dict)  # of which parameters this rank holds a part
+    warnings: list[str] = field(default_factory=list)  # of `Trainer.fit`
+
+    def warned_of(self, *words: str) -> list[str]:
+        """The warnings that have one of these words."""
+        return [text for text in self.warnings if any(word in text for word in words)]
 
 
-class Witness(Callback):
+class Losses(Callback):
     def __init__(self, report: Report) -> None:
         self.report = report
         self.losses: list[Tensor] = []
@@ -61,6 +67,10 @@ class Witness(Callback):
 
     def on_train_batch_end(self, trainer: L.Trainer, module: Any, outputs: Any, *args: Any) -> None:
         self.losses.append(outputs["loss"])  # to be read after the run: a stage would wait for it here
+
+
+class Witness(Losses):
+    """Notes the gradients, too."""
 
     def on_before_optimizer_step(self, trainer: L.Trainer, module: Any, optimizer: Any) -> None:
         self.report.gradients.append({n: complete(p.grad) for n, p in here(module).items() if p.grad is not None})
@@ -111,10 +121,11 @@ def train(
     samples: int = SAMPLES,
     callbacks: list[Callback] | None = None,
     max_epochs: int = 1,
+    validates_after: bool = False,
     **trainer_options: Any,
 ) -> Report:
-    """``strategy`` and ``options`` as in `make_trainer`; ``batch_size`` of each replica. What the turn of an epoch does
-    is in the contract."""
+    """``strategy`` and ``options`` as in `make_trainer`; ``batch_size`` of each replica. The Trainer may validate once
+    more after the run. What the turn of an epoch does is in the contract."""
     torch.set_default_dtype(dtype)
     kind = ALL[model] if isinstance(model, str) else model
     module = kind()
@@ -125,12 +136,25 @@ def train(
     share = trainer.distributed_sampler_kwargs if replicas else None
     if shuffle:
         torch.manual_seed(11)  # as a user's seed_everything would
-    trainer.fit(module, loader(shuffle, batch_size, samples, share), loader())
-    report.weights = {name: complete(p.detach()) for name, p in here(module).items()}
-    report.metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
-    report.shards = trainer.strategy.local_model.shards if strategy not in ("single", "data", "ddp") else {}  # type: ignore[attr-defined]
-    report.validation = trainer.validate(module, kind.loader(), verbose=False)
+    with texts_of_warnings() as report.warnings:
+        trainer.fit(module, loader(shuffle, batch_size, samples, share), loader())
+    collect(report, trainer, module)
+    if validates_after:
+        report.validation = trainer.validate(module, kind.loader(), verbose=False)
     return report
+
+
+def collect(report: Report, trainer: L.Trainer, module: torch.nn.Module) -> Report:
+    """Note the weights, and what is logged."""
+    report.weights = weights_of(module)
+    report.metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    local = getattr(trainer.strategy, "local_model", None)
+    report.shards = {} if local is None else local.shards
+    return report
+
+
+def weights_of(module: torch.nn.Module) -> dict[str, Tensor]:
+    return {name: complete(p.detach()) for name, p in here(module).items()}
 
 
 def joined(reports: list[Report], what: str, update: int | None = None) -> dict[str, Tensor]:

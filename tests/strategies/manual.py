@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
 from tests import optimizers
-from tests.strategies.harness import Report, complete, make_trainer
+from tests.strategies.harness import Report, collect, make_trainer
 from tests.strategies.models import Rows
 
 NOISE, WIDTH, SAMPLES, BATCH = 4, 6, 16, 8
@@ -148,8 +148,6 @@ def fit(model: str, strategy: str = "single", options: dict[str, Any] | None = N
     replicas = layout.size("data") if layout is not None else 1
     share = trainer.distributed_sampler_kwargs if replicas > 1 else None
     trainer.fit(module, module.loader(share, BATCH // replicas))
-    report = Report(weights={name: complete(p.detach()) for name, p in module.named_parameters()})
+    report = collect(Report(), trainer, module)
     report.losses = [value for values in module.seen for value in values]
-    if strategy not in ("single", "data"):
-        report.shards = trainer.strategy.local_model.shards  # type: ignore[attr-defined]
     return report

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import lightning as L
@@ -14,7 +15,9 @@ from torchmetrics import MaxMetric, MeanMetric
 from torchmetrics.classification import MulticlassAccuracy
 
 from tests.strategies import harness
+from tests.strategies.harness import Losses, Report, collect
 from tests.strategies.models import Rows
+from tests.worker import texts_of_warnings
 
 OPTIONS: dict[str, dict[str, Any]] = {"sync": {"microbatches": 2}, "async": {"microbatches": 2}}
 CLASSES, WIDTH = 3, 6
@@ -159,3 +162,22 @@ class Reader(Callback):
 def make_trainer(strategy: str, callbacks: list[Callback], options: dict[str, Any] | None = None, **given: Any) -> Any:
     """As the harness's; two microbatches unless ``options`` say otherwise."""
     return harness.make_trainer(strategy, callbacks, OPTIONS.get(strategy, {}) if options is None else options, **given)
+
+
+def fit(
+    kind: Callable[[], Any],
+    strategy: str = "single",
+    options: dict[str, Any] | None = None,
+    *,
+    samples: int = 20,
+    batch: int = 4,
+    validates: bool = False,
+    **given: Any,
+) -> Report:
+    """Train one in float64, on the same batches on all ranks, unless ``given`` says otherwise."""
+    torch.set_default_dtype(torch.float64)
+    module, report = kind(), Report()
+    trainer = make_trainer(strategy, [Losses(report)], options, **{"use_distributed_sampler": False} | given)
+    with texts_of_warnings() as report.warnings:
+        trainer.fit(module, loader(samples, batch), *([loader(8, 4, 5)] if validates else []))
+    return collect(report, trainer, module)

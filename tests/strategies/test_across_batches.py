@@ -3,111 +3,52 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
 from typing import Any
 
-import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback
-from torch import Tensor
 
 from tests.pool import WorkerPool
-from tests.strategies.harness import ALL, complete, here, joined, largest_difference, make_trainer
+from tests.strategies.equality import assert_equal
+from tests.strategies.harness import ALL, Report, Witness, collect, make_trainer
 from tests.thorough import thorough
 
-EXACT = 1e-12  # float64
 RUNS = 10  # at most, until one is undisturbed
-
-
-@dataclass
-class Run:
-    """What one rank has after a run."""
-
-    ahead: int
-    gradients: list[dict[str, Tensor]] = field(default_factory=list)
-    weights: dict[str, Tensor] = field(default_factory=dict)
-    metrics: dict[str, float] = field(default_factory=dict)
-    steps: int = 0
-    shards: dict[str, Any] = field(default_factory=dict)  # none: `joined` asks
-
-
-class Gradients(Callback):
-    """Those of each update. It reads nothing else."""
-
-    def __init__(self) -> None:
-        self.found: list[dict[str, Tensor]] = []
-
-    def on_before_optimizer_step(self, trainer: L.Trainer, module: Any, optimizer: Any) -> None:
-        self.found.append({n: complete(p.grad) for n, p in here(module).items() if p.grad is not None})
-
-
-def trained(model: str, options: dict[str, Any] | None, **trainer_options: Any) -> Run:
-    """On several ranks with stages; on one, without options, as one process."""
-    torch.set_default_dtype(torch.float64)
-    module, watch = ALL[model](), Gradients()
-    strategy = "single" if options is None else "sync"
-    given = {"max_epochs": 4} | trainer_options
-    trainer = make_trainer(strategy, [watch], options or {}, **given)
-    trainer.fit(module, ALL[model].loader(), ALL[model].loader())
-    return Run(
-        getattr(trainer.strategy, "batches_ahead", 0),
-        watch.found,
-        {name: complete(p.detach()) for name, p in here(module).items()},
-        {name: float(value) for name, value in trainer.callback_metrics.items()},
-        trainer.global_step,
-    )
-
-
 V = {"schedule": "zbv", "microbatches": 4}
-
-
-def assert_same(runs: list[Run], expected: Run, ahead: int) -> None:
-    for run in runs:
-        assert run.ahead == ahead
-        assert run.steps == expected.steps >= 10
-        assert run.metrics == pytest.approx(expected.metrics, rel=0, abs=EXACT)
-    for update, gradients in enumerate(expected.gradients):
-        assert largest_difference(joined(runs, "gradients", update), gradients) < EXACT, update  # type: ignore[arg-type]
-    assert largest_difference(joined(runs, "weights"), expected.weights) < EXACT  # type: ignore[arg-type]
-
-
 CLIPPED = {"gradient_clip_val": 0.001, "gradient_clip_algorithm": "value"}
 
 
+def trained(model: str, strategy: str, options: dict[str, Any], **given: Any) -> tuple[int, Report]:
+    """How many batches stages may be ahead, and what this rank has."""
+    torch.set_default_dtype(torch.float64)
+    module, report = ALL[model](), Report()
+    trainer = make_trainer(strategy, [Witness(report)], options, **{"max_epochs": 4} | given)
+    trainer.fit(module, ALL[model].loader(), ALL[model].loader())
+    return getattr(trainer.strategy, "batches_ahead", 0), collect(report, trainer, module)
+
+
 @pytest.mark.parametrize(
-    ("model", "stages", "options", "trainer_options"),
+    ("model", "stages", "options", "given", "ahead"),
     [
-        ("LeNet", 2, {}, {"accumulate_grad_batches": 2, "max_epochs": 5}),
+        ("LeNet", 2, {}, {"accumulate_grad_batches": 2, "max_epochs": 5}, 1),
+        ("Blocks", 2, {}, {}, 0),  # with a parameter on both stages
         *thorough(
-            ("GPT2", 2, {}, {}),  # whose tied embeddings are on one stage
-            ("LeNet", 2, {}, {}),
-            ("Llama", 3, {"microbatches": 6}, {"accumulate_grad_batches": 2, "max_epochs": 8}),
-            ("Llama", 2, {"activation_checkpointing": True}, CLIPPED),
+            ("GPT2", 2, {}, {}, 1),  # whose tied embeddings are on one stage
+            ("LeNet", 2, {}, {}, 1),
+            ("Llama", 3, {"microbatches": 6}, {"accumulate_grad_batches": 2, "max_epochs": 8}, 1),
+            ("Llama", 2, {"activation_checkpointing": True}, CLIPPED, 1),
+            ("Llama", 2, {}, {"gradient_clip_val": 0.05}, 0),
         ),
     ],
 )
-def test_updates_across_batches_are_those_of_one_process(
-    pool: WorkerPool, model: str, stages: int, options: dict[str, Any], trainer_options: dict[str, Any]
+def test_updates_across_batches_are_those_of_one_process_and_stages_wait_where_they_must(
+    pool: WorkerPool, model: str, stages: int, options: dict[str, Any], given: dict[str, Any], ahead: int
 ) -> None:
-    runs = pool.run(trained, stages, model, V | options, init=False, **trainer_options)
-    (expected,) = pool.run(trained, 1, model, None, init=False, **trainer_options)
-    assert_same(runs, expected, ahead=1)
-
-
-@pytest.mark.parametrize(
-    ("model", "stages", "trainer_options"),
-    [
-        ("Blocks", 2, {}),  # with a parameter on both stages
-        *thorough(("Llama", 2, {"gradient_clip_val": 0.05})),
-    ],
-)
-def test_stages_wait_where_they_must(
-    pool: WorkerPool, model: str, stages: int, trainer_options: dict[str, Any]
-) -> None:
-    runs = pool.run(trained, stages, model, V, init=False, **trainer_options)
-    (expected,) = pool.run(trained, 1, model, None, init=False, **trainer_options)
-    assert_same(runs, expected, ahead=0)
+    runs = pool.run(trained, stages, model, "sync", V | options, init=False, **given)
+    ((_, expected),) = pool.run(trained, 1, model, "single", {}, init=False, **given)
+    assert [of_rank for of_rank, _ in runs] == [ahead] * stages
+    assert len(expected.gradients) >= 10
+    assert_equal([report for _, report in runs], expected)
 
 
 def begins_and_ends(schedule: str) -> tuple[float, float]:

@@ -16,8 +16,8 @@ from torch.nn import functional as F
 
 from tests.pool import Failure, WorkerPool
 from tests.strategies.failures import assert_lost, assert_refused
-from tests.strategies.harness import Report, complete, here, joined, largest_difference, make_trainer
-from tests.strategies.observed import WIDTH, Net, loader
+from tests.strategies.harness import Report, collect, joined, largest_difference, make_trainer
+from tests.strategies.observed import WIDTH, Net, fit, loader
 from tests.thorough import thorough
 
 
@@ -163,24 +163,18 @@ KINDS = (
     SetsAnOption, StepsAScheduler, SetsANumber, SetsABuffer, Unfreezes, DividesByTheWorld, ScalesItsLastLayer,
     ScalesByACallback,
 )  # fmt: skip
-LOST = (ScalesData, SetsData, PutsAnother, ScalesWhatIsShared)
-MODULES = {kind.__name__: kind for kind in (*KINDS, *LOST, Hooked, HookedLater, Outside, Stepped)}
 
 
 def train_all(strategy: str, options: dict[str, Any], kinds: Sequence[type[Net]]) -> list[tuple[Report, bool]]:
-    """One after the other."""
-    return [train(kind.__name__, strategy, options) for kind in kinds]
-
-
-def train(kind: str, strategy: str, options: dict[str, Any]) -> tuple[Report, bool]:
-    torch.set_default_dtype(torch.float64)
-    os.environ["WORLD_SIZE"] = os.environ["LOCAL_WORLD_SIZE"]  # a Trainer that ends deletes it
-    module = MODULES[kind]()
-    trainer = make_trainer(strategy, [], options, max_epochs=2, use_distributed_sampler=False)
-    given = () if kind == "DividesByTheWorld" else (loader(12, 4), loader(8, 4, 5))
-    trainer.fit(module, *given)
-    report = Report(weights={name: complete(p.detach()) for name, p in here(module).items()})
-    return report, "train_dataloader" in vars(module)
+    """One after the other; and whether its own loader has been replaced."""
+    found = []
+    for kind in kinds:
+        torch.set_default_dtype(torch.float64)
+        os.environ["WORLD_SIZE"] = os.environ["LOCAL_WORLD_SIZE"]  # a Trainer that ends deletes it
+        module, trainer = kind(), make_trainer(strategy, [], options, max_epochs=2, use_distributed_sampler=False)
+        trainer.fit(module, *(() if kind is DividesByTheWorld else (loader(12, 4), loader(8, 4, 5))))
+        found.append((collect(Report(), trainer, module), "train_dataloader" in vars(module)))
+    return found
 
 
 @pytest.mark.parametrize(
@@ -197,29 +191,28 @@ def test_what_an_epoch_s_end_sets_is_set_on_all_stages(
         assert not any(left for _, left in reports), kind.__name__
 
 
-@pytest.mark.parametrize("kind", LOST)
-def test_changes_of_other_stages_parameters_at_an_epoch_s_end_are_refused(pool: WorkerPool, kind: Any) -> None:
+def fit_refused(pool: WorkerPool, kind: type[Net], strategy: str = "sync", options: Any = None) -> list[Any]:
+    return pool.run(fit, 2, kind, strategy, options, max_epochs=2, init=False, expect_errors=True)
+
+
+@pytest.mark.parametrize("kind", [ScalesData, SetsData, PutsAnother, ScalesWhatIsShared])
+def test_changes_of_other_stages_parameters_at_an_epoch_s_end_are_refused(pool: WorkerPool, kind: type[Net]) -> None:
     """By the last stage, at the line that makes them. The others end with it."""
-    failures = pool.run(train, 2, kind.__name__, "sync", {"microbatches": 2}, init=False, expect_errors=True)
+    failures = fit_refused(pool, kind)
     last = [each for each in failures if isinstance(each, Failure) and "runs on the last stage only" in each]
     assert len(last) == 1 and "'net.0." in last[0] and "on another pipeline stage" in last[0], failures
     assert_lost([each for each in failures if each is not last[0]])
 
 
-@pytest.mark.parametrize(("kind", "strategy"), [
-    (Hooked, "sync"), (Hooked, "tensor"), (HookedLater, "fsdp"),
+@pytest.mark.parametrize(("kind", "strategy", "options", "words"), [
+    (Hooked, "sync", None, ["net.2.weight", "on_before_optimizer_step"]),
+    (Hooked, "tensor", {"plan": {"net.2": "column", "net.4": "row"}}, ["net.2.weight", "on_before_optimizer_step"]),
+    (HookedLater, "fsdp", None, ["net.2.weight", "on_before_optimizer_step"]),
+    (Outside, "sync", None, ["SGD", "shape (2,)"]),
+    (Stepped, "fsdp", None, ["AdamW", "configure_optimizers"]),
 ])  # fmt: skip
-def test_hooks_on_gradients_of_parameters_are_refused(pool: WorkerPool, kind: Any, strategy: str) -> None:
-    options = {"tensor": {"plan": {"net.2": "column", "net.4": "row"}}}.get(strategy, {})
-    failures = pool.run(train, 2, kind.__name__, strategy, options, init=False, expect_errors=True)
-    assert_refused(failures, "ValueError", ["net.2.weight", "on_before_optimizer_step"])
-
-
-def test_parameters_that_the_module_lacks_are_refused(pool: WorkerPool) -> None:
-    failures = pool.run(train, 2, "Outside", "sync", {"microbatches": 2}, init=False, expect_errors=True)
-    assert_refused(failures, "ValueError", ["SGD", "shape (2,)"])
-
-
-def test_an_optimizer_that_has_made_steps_before_is_refused(pool: WorkerPool) -> None:
-    failures = pool.run(train, 2, "Stepped", "fsdp", {}, init=False, expect_errors=True)
-    assert_refused(failures, "ValueError", ["AdamW", "configure_optimizers"])
+def test_what_hooks_and_optimizers_must_not_have_is_refused(
+    pool: WorkerPool, kind: type[Net], strategy: str, options: dict[str, Any] | None, words: list[str]
+) -> None:
+    """Hooks on gradients of parameters, parameters that the module lacks, and steps that were made before."""
+    assert_refused(fit_refused(pool, kind, strategy, options), "ValueError", words)

@@ -16,9 +16,9 @@ from tests.strategies.harness import (
     Report,
     Witness,
     complete,
-    here,
     largest_difference,
     make_trainer,
+    weights_of,
 )
 from tests.thorough import thorough
 
@@ -31,7 +31,7 @@ def mixed(strategy: str, precision: str) -> Report:
     options = {"process_group_backend": "gloo", "find_unused_parameters": True} if strategy == "ddp" else {}
     trainer = make_trainer(strategy, [Witness(report)], options, gradient_clip_val=0.5, **given)
     trainer.fit(module, ALL["Blocks"].loader())
-    report.weights = {name: complete(p.detach()) for name, p in here(module).items()}
+    report.weights = weights_of(module)
     return report
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,9 @@ from lightning.pytorch.utilities import grad_norm
 from lightning_parallel.checkpoint import convert
 from tests.pool import WorkerPool
 from tests.strategies.failures import assert_refused
-from tests.strategies.harness import Report, complete, here, joined, largest_difference, make_trainer
-from tests.strategies.observed import Net, loader
+from tests.strategies.harness import Report, collect, joined, largest_difference, make_trainer
+from tests.strategies.observed import Net, fit, loader
 from tests.thorough import thorough
-from tests.worker import texts_of_warnings
 
 
 class Plain(Net):
@@ -147,11 +147,9 @@ EQUAL = (
     Standard, ClosureFirst, ClosureAlone, Unwrapped, WarmsUp, NeverZeroes, ZeroesEverySecond, ScalesGradients, Clips,
     ClipsByValue,
 )  # fmt: skip
-MODULES: dict[str, Callable[[], Plain]] = {kind.__name__: kind for kind in (
-    *EQUAL, ClipsByHand, ClipsBeforeStep, ClipsAfterBackward, ClipsBetween, SkipsNaN, LogsNorms,
-)}  # fmt: skip
 PIPELINE = {"microbatches": 2}
-LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
+LAYOUTS: dict[str | None, tuple[str, dict[str, Any]]] = {
+    None: ("single", {}),
     "1f1b": ("sync", PIPELINE),
     "zbv": ("sync", {**PIPELINE, "schedule": "zbv"}),
     "replicas": ("sync", {"stages": 1, "microbatches": 2, "data_parallel": 2}),
@@ -162,23 +160,9 @@ LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def train(kinds: list[str], layout: str | None, **options: Any) -> list[tuple[Report, list[str]]]:
-    """Five batches of each; the weights, the metrics, and the warnings."""
-    torch.set_default_dtype(torch.float64)
-    strategy, settings = LAYOUTS[layout] if layout is not None else ("single", {})
-    reports = []
-    for kind in kinds:
-        module = MODULES[kind]()
-        trainer = make_trainer(strategy, [], settings, max_epochs=1, use_distributed_sampler=False, **options)
-        with texts_of_warnings() as told:
-            trainer.fit(module, loader(20))  # replicas too see equal batches, so that they train as one process
-        report = Report(
-            weights={name: complete(p.detach()) for name, p in here(module).items()},
-            metrics={name: float(value) for name, value in trainer.callback_metrics.items()},
-            shards=getattr(trainer.strategy, "local_model", module).shards if strategy == "tensor" else {},
-        )
-        reports.append((report, told))
-    return reports
+def fit_all(kinds: Sequence[Callable[[], Plain]], layout: str | None, **given: Any) -> list[Report]:
+    """An epoch of each. Replicas too see equal batches, so that they train as one process."""
+    return [fit(kind, *LAYOUTS[layout], max_epochs=1, **given) for kind in kinds]
 
 
 # Each kind under 1F1B, half of them where ranks hold all layers or parts of each, and some under another schedule.
@@ -186,7 +170,7 @@ ODD, EVEN = EQUAL[1::2], EQUAL[::2]
 
 
 @pytest.mark.parametrize(
-    ("layout", "accumulate", "chosen"),
+    ("layout", "accumulate", "kinds"),
     [
         ("1f1b", 2, EQUAL[::2]),
         ("zbv", 2, EQUAL[1::4]),
@@ -194,42 +178,51 @@ ODD, EVEN = EQUAL[1::2], EQUAL[::2]
         ("tensor", 1, EVEN),
         ("fully sharded", 2, ODD),
         *thorough(
-            ("1f1b", 2, EQUAL), ("1f1b", 1, EQUAL), ("zbv", 2, EQUAL), ("replicas", 2, EVEN), ("tensor", 1, ODD),
+            ("1f1b", 2, EQUAL),
+            ("1f1b", 1, EQUAL),
+            ("zbv", 2, EQUAL),
+            ("replicas", 2, EVEN),
+            ("tensor", 1, ODD),
             ("fully sharded", 2, EVEN),
         ),
     ],
 )
 def test_overridden_hooks_give_the_numbers_of_one_process(
-    pool: WorkerPool, layout: str, accumulate: int, chosen: tuple[type[Plain], ...]
+    pool: WorkerPool, layout: str, accumulate: int, kinds: tuple[type[Plain], ...]
 ) -> None:
-    kinds = [kind.__name__ for kind in chosen]
-    (single,) = pool.run(train, 1, kinds, None, init=False, accumulate_grad_batches=accumulate)
-    ranks = pool.run(train, 2, kinds, layout, init=False, accumulate_grad_batches=accumulate)
-    for kind, (expected, _), *reports in zip(kinds, single, *ranks, strict=True):
-        weights = joined([report for report, _ in reports], "weights")
-        assert largest_difference(weights, expected.weights) < 1e-10, kind
-        assert all(report.metrics == pytest.approx(expected.metrics) for report, _ in reports), kind
+    (single,) = pool.run(fit_all, 1, kinds, None, init=False, accumulate_grad_batches=accumulate)
+    ranks = pool.run(fit_all, 2, kinds, layout, init=False, accumulate_grad_batches=accumulate)
+    for kind, expected, *reports in zip(kinds, single, *ranks, strict=True):
+        assert largest_difference(joined(reports, "weights"), expected.weights) < 1e-10, kind
+        assert all(report.metrics == pytest.approx(expected.metrics) for report in reports), kind
 
 
 @pytest.mark.parametrize(
-    ("kind", "layout"),
-    [(ClipsByHand, "tensor"), (ClipsBeforeStep, "1f1b"), (ClipsAfterBackward, "1f1b"), (ClipsBetween, "1f1b")],
-)
-def test_a_clip_by_the_norm_of_a_part_is_refused(pool: WorkerPool, kind: Any, layout: str) -> None:
-    failures = pool.run(train, 2, [kind.__name__], layout, init=False, expect_errors=True)
-    assert_refused(failures, "RuntimeError", ["changes gradients", "self.clip_gradients", "gradient_clip_val"])
-
-
-def test_a_decision_by_the_gradients_of_a_part_is_refused(pool: WorkerPool) -> None:
-    failures = pool.run(train, 2, ["SkipsNaN"], "1f1b", init=False, expect_errors=True)
-    assert_refused(failures, "RuntimeError", ["SkipsNaN.on_after_backward", "FiniteLoss"])
+    ("kind", "layout", "words"),
+    [
+        # A clip by the norm of a part.
+        *(
+            (kind, layout, ["changes gradients", "self.clip_gradients", "gradient_clip_val"])
+            for kind, layout in (
+                (ClipsByHand, "tensor"), (ClipsBeforeStep, "1f1b"), (ClipsAfterBackward, "1f1b"),
+                (ClipsBetween, "1f1b"),
+            )
+        ),
+        # A decision by the gradients of a part.
+        (SkipsNaN, "1f1b", ["SkipsNaN.on_after_backward", "FiniteLoss"]),
+    ],
+)  # fmt: skip
+def test_what_goes_by_the_gradients_of_a_part_is_refused(
+    pool: WorkerPool, kind: type[Plain], layout: str, words: list[str]
+) -> None:
+    assert_refused(pool.run(fit_all, 2, [kind], layout, init=False, expect_errors=True), "RuntimeError", words)
 
 
 def test_norms_of_a_part_are_logged_with_a_warning(pool: WorkerPool) -> None:
-    ((report, told),), _ = pool.run(train, 2, ["LogsNorms"], "1f1b", init=False)
-    ((expected, plain),) = pool.run(train, 1, ["LogsNorms"], None, init=False)[0]
-    assert sum("LogsNorms.on_before_optimizer_step" in text for text in told) == 1
-    assert not any("on_before_optimizer_step" in text for text in plain)
+    (report,), _ = pool.run(fit_all, 2, [LogsNorms], "1f1b", init=False)
+    ((expected,),) = pool.run(fit_all, 1, [LogsNorms], None, init=False)
+    assert len(report.warned_of("LogsNorms.on_before_optimizer_step")) == 1
+    assert not expected.warned_of("on_before_optimizer_step")
     name = "grad_2.0_norm/net.8.weight"  # of the last stage
     assert report.metrics[name] == pytest.approx(expected.metrics[name])
 
@@ -241,28 +234,24 @@ def test_norms_of_a_part_are_logged_with_a_warning(pool: WorkerPool) -> None:
     (ClipsByHand, "RuntimeError", ["changes gradients", "self.clip_gradients"]),
 ])  # fmt: skip
 def test_what_an_asynchronous_stage_does_itself_is_refused(
-    pool: WorkerPool, kind: Any, error: str, words: list[str]
+    pool: WorkerPool, kind: type[Plain], error: str, words: list[str]
 ) -> None:
-    failures = pool.run(train_untied, 2, kind.__name__, init=False, expect_errors=True)
+    failures = pool.run(fit_untied, 2, kind, init=False, expect_errors=True)
     if error == "RuntimeError":  # in an update: the stage that comes there first may end the other one
         failures = [each for each in failures if "PeerLostError" not in each] or failures
     assert_refused(failures, error, words)
 
 
-def train_untied(kind: str) -> None:
-    base = MODULES[kind]
-    module = type(kind, (base, Untied), {})  # type: ignore[misc]
-    MODULES[kind] = module
-    try:
-        train([kind], "async")
-    finally:
-        MODULES[kind] = base
+def fit_untied(kind: type[Plain]) -> None:
+    fit_all([type(kind.__name__, (kind, Untied), {})], "async")
 
 
 class Counts(Untied):
     """Logs numbers of the batch, some of which depend on no layer, with one ``reduce_fx`` for all."""
 
-    reduce_fx = "mean"
+    def __init__(self, reduce_fx: str) -> None:
+        super().__init__()
+        self.reduce_fx = reduce_fx
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         inputs, labels = batch
@@ -284,35 +273,29 @@ class Counts(Untied):
         return loss
 
 
-def count(reduce_fx: str, layout: str | None) -> tuple[dict[str, float], list[str]]:
-    torch.set_default_dtype(torch.float64)
-    strategy, settings = LAYOUTS[layout] if layout is not None else ("single", {})
-    module = Counts()
-    module.reduce_fx = reduce_fx
-    trainer = make_trainer(strategy, [], settings, max_epochs=1)
-    with texts_of_warnings() as told:
-        trainer.fit(module, loader(40, 8))
-    metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
-    return metrics, told
-
-
 @pytest.mark.parametrize(
     ("reduce_fx", "layout"), [("mean", "1f1b"), ("sum", "zbv"), ("sum", "tensor"), ("max", "1f1b")]
 )
 def test_what_a_step_logs_is_the_batch_s(pool: WorkerPool, reduce_fx: str, layout: str) -> None:
-    ((expected, _),) = pool.run(count, 1, reduce_fx, None, init=False)
-    ranks = pool.run(count, 2, reduce_fx, layout, init=False)
-    names = [text.split("'")[1] for text in ranks[0][1] if "self.log(" in text]
-    for metrics, _ in ranks:
-        assert {name for name in expected if metrics[name] != pytest.approx(expected[name])} <= {*names}
+    expected, ranks = counted(pool, reduce_fx, layout, 2)
+    names = [text.split("'")[1] for text in ranks[0].warned_of("self.log(")]
+    for rank in ranks:
+        wrong = {name for name in expected if rank.metrics[name] != pytest.approx(expected[name])}
+        assert wrong <= {*names}
     assert names in ([], ["doubtful"])
 
 
 def test_what_replicas_in_one_process_can_t_tell_is_warned_of(pool: WorkerPool) -> None:
-    ((expected, _),) = pool.run(count, 1, "sum", None, init=False)
-    ((metrics, told),) = pool.run(count, 1, "sum", "threads", init=False)
+    expected, (report,) = counted(pool, "sum", "threads", 1)
     for name in ("loss", "constant", "batch", "step", "size", "elements", "tensor", "weight", "labels", "hits"):
-        assert metrics[name] == pytest.approx(expected[name]) or any(f"self.log({name!r}" in text for text in told)
+        assert report.metrics[name] == pytest.approx(expected[name]) or report.warned_of(f"self.log({name!r}")
+
+
+def counted(pool: WorkerPool, reduce_fx: str, layout: str, ranks: int) -> tuple[dict[str, float], list[Report]]:
+    """What one process logs, and the reports of the ranks."""
+    kinds, given = [partial(Counts, reduce_fx)], {"samples": 40, "batch": 8, "init": False}
+    ((expected,),) = pool.run(fit_all, 1, kinds, None, **given)
+    return expected.metrics, [report for (report,) in pool.run(fit_all, ranks, kinds, layout, **given)]
 
 
 class Edits(Untied):
@@ -352,40 +335,36 @@ class SavesOthers(Edits):
             checkpoint["state_dict"]["net.8.weight"] = torch.zeros(3, 6)
 
 
-RESUMED: dict[str, type[Edits]] = {kind.__name__: kind for kind in (Edits, Forgets, Looks)}
+RESUMED = (Edits, Forgets, Looks)
 
 
-def save(layout: str | None, path: Path, kind: type[Edits] = Edits) -> None:
+def save(layout: str, path: Path, kind: type[Edits] = Edits) -> None:
     torch.set_default_dtype(torch.float64)
-    strategy, settings = LAYOUTS[layout] if layout is not None else ("single", {})
+    strategy, settings = LAYOUTS[layout]
     trainer = make_trainer(strategy, [], settings, max_steps=2)
     trainer.fit(kind(), loader(20))
     trainer.save_checkpoint(path)
 
 
-def resume(kinds: list[str], layout: str | None, path: Path) -> list[tuple[Report, int]]:
+def resume(layout: str | None, path: Path) -> list[tuple[Report, int]]:
     torch.set_default_dtype(torch.float64)
-    strategy, settings = LAYOUTS[layout] if layout is not None else ("single", {})
-    reports = []
-    for kind in kinds:
-        module = RESUMED[kind]()
-        trainer = make_trainer(strategy, [], settings, max_steps=5)
+    strategy, settings = LAYOUTS[layout]
+    found = []
+    for kind in RESUMED:
+        module, trainer = kind(), make_trainer(strategy, [], settings, max_steps=5)
         trainer.fit(module, loader(20), ckpt_path=path)
-        report = Report(weights={name: complete(p.detach()) for name, p in here(module).items()})
-        report.shards = trainer.strategy.local_model.shards if strategy == "tensor" else {}  # type: ignore[attr-defined]
-        reports.append((report, module.counted))
-    return reports
+        found.append((collect(Report(), trainer, module), module.counted))
+    return found
 
 
 @pytest.mark.parametrize("layout", ["1f1b", *thorough("tensor")])
 def test_a_checkpoint_is_read_as_on_load_checkpoint_leaves_it(pool: WorkerPool, layout: str, tmp_path: Path) -> None:
     pool.run(save, 2, "1f1b", tmp_path / "directory", init=False)
     convert(tmp_path / "directory", tmp_path / "file.ckpt")
-    kinds = [*RESUMED]
-    (single,) = pool.run(resume, 1, kinds, None, tmp_path / "file.ckpt", init=False)
+    (single,) = pool.run(resume, 1, None, tmp_path / "file.ckpt", init=False)
     for path in ("directory", "file.ckpt"):
-        ranks = pool.run(resume, 2, kinds, layout, tmp_path / path, init=False)
-        for kind, (expected, counted), *reports in zip(kinds, single, *ranks, strict=True):
+        ranks = pool.run(resume, 2, layout, tmp_path / path, init=False)
+        for kind, (expected, counted), *reports in zip(RESUMED, single, *ranks, strict=True):
             weights = joined([report for report, _ in reports], "weights")
             assert largest_difference(weights, expected.weights) < 1e-10, (kind, path)
             assert {each for _, each in reports} == {counted} == {7}

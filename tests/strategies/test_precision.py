@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from tests.optimizers import LAMB
 from tests.pool import WorkerPool
-from tests.strategies.harness import Report, Witness, here, joined, largest_difference
+from tests.strategies.harness import Report, Witness, collect, here, joined, largest_difference
 from tests.strategies.observed import CLASSES, WIDTH, Net, loader, make_trainer
 from tests.thorough import thorough
 
@@ -53,10 +53,7 @@ def train(strategy: str, precision: Any, **options: Any) -> tuple[Report, set[to
     options_of_strategy = {} if strategy == "tensor" else {"microbatches": 2}
     trainer = make_trainer(strategy, [Witness(report)], options_of_strategy, **chosen, **options)
     trainer.fit(module, loader(), loader(8, 4, 5))
-    report.weights = {name: p.detach() for name, p in here(module).items()}
-    report.metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
-    report.shards = trainer.strategy.local_model.shards if strategy == "tensor" else {}
-    return report, module.dtypes, str(trainer.callback_metrics["train_loss"].dtype)
+    return collect(report, trainer, module), module.dtypes, str(trainer.callback_metrics["train_loss"].dtype)
 
 
 TOLERANCE = {"32-true": 1e-5, "64-true": 1e-12, "bf16-mixed": 0.02, "bf16-true": 0.04, "16-mixed": 0.005}

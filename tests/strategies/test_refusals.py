@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import time
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import lightning as L
@@ -22,7 +23,7 @@ import lightning_parallel as lp
 from lightning_parallel.absent.tensor import AbsentTensor
 from tests.pool import Failure, WorkerPool
 from tests.strategies.failures import LIMIT, assert_lost, assert_refused
-from tests.strategies.observed import CLASSES, WIDTH, Net, Observed, loader, make_trainer
+from tests.strategies.observed import CLASSES, WIDTH, Net, Observed, fit, loader, make_trainer
 from tests.thorough import thorough
 
 BOTH = pytest.mark.parametrize("strategy", ["sync", "async"])
@@ -153,37 +154,13 @@ class NoTensors(Net):
         return super().training_step(next(iter(loader())), batch_idx)
 
 
-CASES: dict[str, tuple[type[Net], dict[str, Any], str, list[str]]] = {
-    "stages": (Net, {"layers": ["net.0", "net.2"]}, "ValueError", ["stages=3", "only 2 layers", "at most 2 stages"]),
-    "layers": (Net, {"layers": ["nett.*"]}, "ValueError", ["'nett.*' matches no module", "Did you mean"]),
-    "balance": (Net, {"balance": [1, 1]}, "ValueError", ["balance=[1, 1]", "3 positive layer counts", "sum to 5"]),
-    "no-chain": (NoChain, {}, "ValueError", ["stages=3", "only 1 layers", "other axes"]),
-    "without parameters": (
-        Net, {"balance": [1, 1, 3]}, "ValueError", ["Stage 1 of 3", "no parameters", "fewer stages", "'net.1'"]
-    ),
-    "backward": (OwnBackward, {}, "ValueError", ["OwnBackward.backward", "Remove the override"]),
-    "graphed": (Graphed, {}, "ValueError", ["'net.2'", "make_graphed_callables"]),
-    "iterator": (OwnIterator, {}, "ValueError", ["training_step(dataloader_iter)", "training_step(batch)"]),
-    "optimizers": (TwoOptimizers, {}, "ValueError", ["several optimizers", "Return one optimizer", "parameter groups"]),
-    "lbfgs": (SecondOrder, {}, "ValueError", ["LBFGS"]),
-    "layer-drop": (DropsLayers, {}, "ValueError", ["'net.2' or not, by the random numbers", "layerdrop=0.0"]),
-    "asks": (AsksBetween, {}, "AbsentValueError", ["the output of 'net.0'", "its values are not"]),
-    "too-late": (MadeAtTheStart, {}, "AttributeError", ["no attribute 'scale'"]),
-    "microbatches": (
-        Net, {"microbatches": 5}, "ValueError", ["microbatches=5", "only 4 samples", "larger batch_size"]
-    ),
-}  # fmt: skip
+class Hooked(Net):
+    """The gradient of a layer's output is halved on its own stage, and on the next one again."""
 
-
-def fit_case(name: str, strategy: str) -> None:
-    model, options, _, _ = CASES[name]
-    make_trainer(strategy, [], {"microbatches": 2} | options).fit(model(), loader())
-
-
-@pytest.mark.parametrize(("name", "strategy"), [(n, ("sync", "async")[i % 2]) for i, n in enumerate(CASES)])
-def test_what_a_pipeline_cannot_train_is_refused_on_every_rank(pool: WorkerPool, strategy: str, name: str) -> None:
-    failures = pool.run(fit_case, 3, name, strategy, init=False, expect_errors=True, timeout=LIMIT)
-    assert_refused(failures, *CASES[name][2:])
+    def __init__(self) -> None:
+        super().__init__()
+        for layer in self.net:
+            layer.register_forward_hook(halve)
 
 
 def halve(layer: nn.Module, args: Any, output: Tensor) -> None:
@@ -191,15 +168,41 @@ def halve(layer: nn.Module, args: Any, output: Tensor) -> None:
         output.register_hook(lambda gradient: gradient / 2)
 
 
-def fit_hooked() -> None:
-    module = Net()
-    for layer in module.net:  # the gradient of a layer's output is halved on its own stage, and on the next one again
-        layer.register_forward_hook(halve)
-    make_trainer("sync", [], {"microbatches": 2}).fit(module, loader())
+@pytest.mark.parametrize(("kind", "strategy", "options", "error", "words"), [
+    (Net, "sync", {"layers": ["net.0", "net.2"]}, "ValueError", ["stages=3", "only 2 layers", "at most 2 stages"]),
+    (Net, "async", {"layers": ["nett.*"]}, "ValueError", ["'nett.*' matches no module", "Did you mean"]),
+    (Net, "sync", {"balance": [1, 1]}, "ValueError", ["balance=[1, 1]", "3 positive layer counts", "sum to 5"]),
+    (NoChain, "async", {}, "ValueError", ["stages=3", "only 1 layers", "other axes"]),
+    (
+        Net, "sync", {"balance": [1, 1, 3]}, "ValueError",
+        ["Stage 1 of 3", "no parameters", "fewer stages", "'net.1'"],
+    ),
+    (OwnBackward, "async", {}, "ValueError", ["OwnBackward.backward", "Remove the override"]),
+    (Graphed, "sync", {}, "ValueError", ["'net.2'", "make_graphed_callables"]),
+    (OwnIterator, "async", {}, "ValueError", ["training_step(dataloader_iter)", "training_step(batch)"]),
+    (TwoOptimizers, "sync", {}, "ValueError", ["several optimizers", "Return one optimizer", "parameter groups"]),
+    (SecondOrder, "async", {}, "ValueError", ["LBFGS"]),
+    (DropsLayers, "sync", {}, "ValueError", ["'net.2' or not, by the random numbers", "layerdrop=0.0"]),
+    (AsksBetween, "async", {}, "AbsentValueError", ["the output of 'net.0'", "its values are not"]),
+    (MadeAtTheStart, "sync", {}, "AttributeError", ["no attribute 'scale'"]),
+    (Net, "async", {"microbatches": 5}, "ValueError", ["microbatches=5", "only 4 samples", "larger batch_size"]),
+])  # fmt: skip
+def test_what_a_pipeline_cannot_train_is_refused_on_every_rank(
+    pool: WorkerPool, kind: type[Net], strategy: str, options: dict[str, Any], error: str, words: list[str]
+) -> None:
+    given = {"microbatches": 2} | options
+    failures = pool.run(fit, 3, kind, strategy, given, init=False, expect_errors=True, timeout=LIMIT)
+    assert_refused(failures, error, words)
+
+
+def test_loss_scaling_is_refused_by_the_asynchronous_pipeline(pool: WorkerPool) -> None:
+    plugins = [MixedPrecision("16-mixed", "cpu")]
+    failures = pool.run(fit, 2, Net, "async", init=False, expect_errors=True, timeout=LIMIT, plugins=plugins)
+    assert_refused(failures, "ValueError", ["precision='16-mixed'", "overflows", "'bf16-mixed'", "'32-true'"])
 
 
 def test_a_hook_on_the_gradient_of_what_crosses_a_cut_is_refused(pool: WorkerPool) -> None:
-    failures = pool.run(fit_hooked, 2, init=False, expect_errors=True, timeout=LIMIT)
+    failures = pool.run(fit, 2, Hooked, "sync", init=False, expect_errors=True, timeout=LIMIT)
     assert any("RuntimeError: A hook on the gradient of what 'net." in str(text) for text in failures)
     assert all(isinstance(text, Failure) for text in failures)
 
@@ -256,16 +259,6 @@ def test_a_batch_without_tensors_is_refused_on_every_rank(pool: WorkerPool, stra
     assert_refused(failures, "ValueError", ["holds no tensor", "tuples, lists, dicts or dataclasses of tensors"])
 
 
-def fit_scaled() -> None:
-    plugin = MixedPrecision("16-mixed", "cpu")
-    make_trainer("async", [], plugins=[plugin]).fit(Net(), loader())
-
-
-def test_loss_scaling_is_refused_by_the_asynchronous_pipeline(pool: WorkerPool) -> None:
-    failures = pool.run(fit_scaled, 2, init=False, expect_errors=True, timeout=LIMIT)
-    assert_refused(failures, "ValueError", ["precision='16-mixed'", "overflows", "'bf16-mixed'", "'32-true'"])
-
-
 class Evaluated(Net):
     def test_step(self, batch: Any, batch_idx: int) -> Any:
         return self.logits_and_loss(batch)[1]
@@ -309,10 +302,6 @@ class Returns(Net):
         }[self.what]  # fmt: skip
 
 
-def fit_returning(strategy: str, what: str) -> None:
-    make_trainer(strategy, []).fit(Returns(what), loader())
-
-
 @pytest.mark.parametrize(("strategy", "what", "words"), [
     ("async", "nothing", ["returned no loss", "can't skip a batch"]),
     ("sync", "detached", ["has no gradient", "detached"]),
@@ -322,7 +311,8 @@ def fit_returning(strategy: str, what: str) -> None:
 def test_a_step_without_a_loss_is_refused_and_ends_all_stages(
     pool: WorkerPool, strategy: str, what: str, words: list[str]
 ) -> None:
-    last, *others = pool.run(fit_returning, 3, strategy, what, init=False, expect_errors=True, timeout=LIMIT)
+    kind = partial(Returns, what)
+    last, *others = pool.run(fit, 3, kind, strategy, init=False, expect_errors=True, timeout=LIMIT)
     assert_refused([last], "RuntimeError", words)
     assert_lost(others)
 

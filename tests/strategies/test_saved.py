@@ -21,7 +21,7 @@ from torchmetrics import MeanMetric
 from lightning_parallel.checkpoint import read_full, read_plain
 from tests.pool import WorkerPool
 from tests.strategies.failures import assert_refused
-from tests.strategies.harness import Report, complete, here, joined, largest_difference, make_trainer, spoil
+from tests.strategies.harness import Report, collect, joined, largest_difference, make_trainer, spoil, weights_of
 from tests.strategies.observed import WIDTH, loader
 from tests.strategies.test_lightning_idioms import LAYOUTS, Plain
 from tests.thorough import thorough
@@ -93,8 +93,7 @@ def save_and_resume(layout: str, path: Path) -> list[Report]:
         trainer.fit(module, loader(20), ckpt_path=resume, weights_only=False)
         if resume is None:
             trainer.save_checkpoint(path)
-        weights = {name: complete(p.detach()) for name, p in here(module).items()}
-        reports.append(Report(weights=weights, shards=trainer.strategy.local_model.shards))  # type: ignore[attr-defined]
+        reports.append(collect(Report(), trainer, module))
     return reports
 
 
@@ -146,7 +145,7 @@ def save_weights_and_validate(layout: str, path: Path) -> tuple[Weights, Weights
     spoil(before)
     module.validation_step = module.training_step  # type: ignore[method-assign]
     trainer.validate(module, loader(20), ckpt_path=path, verbose=False)
-    weights = {name: complete(p.detach()) for name, p in here(module).items()}
+    weights = weights_of(module)
     return weights, {name: p.detach() for name, p in before.named_parameters(remove_duplicate=False)}
 
 
@@ -172,7 +171,5 @@ def test_what_can_not_be_saved_is_refused_before_training(pool: WorkerPool) -> N
     keeper = ModelCheckpoint(save_on_exception=True)
     failures = pool.run(fit_refused, 2, Plain, [keeper], init=False, expect_errors=True)
     assert_refused(failures, "ValueError", ["ModelCheckpoint(save_on_exception=True)", "every_n_train_steps"])
-    failures = pool.run(
-        fit_refused, 2, Plain, [], plugins=[AsyncCheckpointIO()], init=False, expect_errors=True
-    )
+    failures = pool.run(fit_refused, 2, Plain, [], plugins=[AsyncCheckpointIO()], init=False, expect_errors=True)
     assert_refused(failures, "ValueError", ["AsyncCheckpointIO", "async_save=True"])

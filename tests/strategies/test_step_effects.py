@@ -12,9 +12,7 @@ from torch.nn import functional as F
 
 from tests.pool import Failure, WorkerPool
 from tests.strategies.failures import assert_refused
-from tests.strategies.harness import make_trainer
-from tests.strategies.observed import Net, loader
-from tests.worker import texts_of_warnings
+from tests.strategies.observed import Net, fit
 
 
 class Logs(Net):
@@ -124,27 +122,11 @@ class KeepsAnAverage(Net):
         return self.criterion(self(batch[0]), batch[1])
 
 
-KINDS: tuple[type[Net], ...] = (
-    SetsAnOption, BranchesOnTheLoss, StepsAScheduler, StepsLater, ReadsAMetric, ReadsEarlier, Stops, StopsAtOnce,
-    OnTheSecondReplica, KeepsAnAverage,
-)  # fmt: skip
-MODULES = {kind.__name__: kind for kind in KINDS}
 SCHEDULES: dict[str, tuple[str, dict[str, Any]]] = {
     "1f1b": ("sync", {"microbatches": 2}),
     "zbv": ("sync", {"microbatches": 2, "schedule": "zbv"}),
     "async": ("async", {"microbatches": 2}),
 }
-
-
-def train(kind: str, strategy: str, options: dict[str, Any], **given: Any) -> tuple[int, dict[str, float], list[str]]:
-    """The number of updates, the metrics, and the warnings."""
-    torch.set_default_dtype(torch.float64)
-    module = MODULES[kind]()
-    trainer = make_trainer(strategy, [], options, **given)
-    with texts_of_warnings() as told:
-        trainer.fit(module, loader(20))
-    metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
-    return trainer.global_step, metrics, told
 
 
 @pytest.mark.parametrize(("kind", "schedule", "words"), [
@@ -157,48 +139,44 @@ def train(kind: str, strategy: str, options: dict[str, Any], **given: Any) -> tu
     (ReadsAMetric, "async", ["'loss'", "on_train_batch_end"]),
 ])  # fmt: skip
 def test_what_a_step_does_to_the_run_is_refused_before_training(
-    pool: WorkerPool, kind: Any, schedule: str, words: list[str]
+    pool: WorkerPool, kind: type[Net], schedule: str, words: list[str]
 ) -> None:
-    strategy, options = SCHEDULES[schedule]
-    failures = pool.run(train, 2, kind.__name__, strategy, options, init=False, expect_errors=True)
+    failures = pool.run(fit, 2, kind, *SCHEDULES[schedule], init=False, expect_errors=True)
     assert_refused(failures, "RuntimeError", ["training_step", *words])
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "async"])
 def test_what_only_a_later_step_does_is_refused_in_it(pool: WorkerPool, schedule: str) -> None:
-    strategy, options = SCHEDULES[schedule]
-    last, first = pool.run(train, 2, "StepsLater", strategy, options, init=False, expect_errors=True)
+    last, first = pool.run(fit, 2, StepsLater, *SCHEDULES[schedule], init=False, expect_errors=True)
     assert_refused([last], "RuntimeError", ["training_step", "StepLR", "on_train_batch_start"])
     assert isinstance(first, Failure) and "PeerLostError" in first
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
 def test_metrics_of_earlier_steps_are_read_as_in_one_process(pool: WorkerPool, schedule: str) -> None:
-    strategy, options = SCHEDULES[schedule]
-    ((_, expected, _),) = pool.run(train, 1, "ReadsEarlier", "single", {}, init=False)
-    for _, found, _ in pool.run(train, 2, "ReadsEarlier", strategy, options, init=False):
-        assert found == pytest.approx(expected, rel=1e-10)
+    (expected,) = pool.run(fit, 1, ReadsEarlier, init=False)
+    for report in pool.run(fit, 2, ReadsEarlier, *SCHEDULES[schedule], init=False):
+        assert report.metrics == pytest.approx(expected.metrics, rel=1e-10)
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "async"])
 def test_microbatches_that_disagree_about_the_end_are_warned_of(pool: WorkerPool, schedule: str) -> None:
-    strategy, options = SCHEDULES[schedule]
-    for kind, warns in (("Stops", True), ("StopsAtOnce", False)):
-        (ended, _, told), (other, _, _) = pool.run(train, 2, kind, strategy, options, init=False)
-        assert any("trainer.should_stop" in text for text in told) == warns
-        assert ended == other < 10
+    for kind, warns in ((Stops, True), (StopsAtOnce, False)):
+        first, second = pool.run(fit, 2, kind, *SCHEDULES[schedule], init=False)
+        assert bool(first.warned_of("trainer.should_stop")) == warns
+        assert len(first.losses) == len(second.losses) < 10
 
 
 def test_what_only_the_second_replica_sees_is_warned_of(pool: WorkerPool) -> None:
     options = {"stages": 1, "microbatches": 2}
-    (_, _, first), (_, _, second) = pool.run(train, 2, "OnTheSecondReplica", "sync", options, init=False, max_steps=1)
+    first, second = pool.run(fit, 2, OnTheSecondReplica, "sync", options, init=False, max_steps=1)
     for words in ("trainer.should_stop", "'hits'", "keeps and changes 'calls'"):
-        assert sum(words in text for text in second) == 1, words
-        assert not any(words in text for text in first), words
+        assert len(second.warned_of(words)) == 1, words
+        assert not first.warned_of(words), words
 
 
 def test_a_state_of_which_each_replica_has_its_own_is_warned_of(pool: WorkerPool) -> None:
-    ((_, _, told),) = pool.run(train, 1, "KeepsAnAverage", "data", {}, init=False, devices=2)
-    (text,) = (text for text in told if "criterion" in text)
+    (report,) = pool.run(fit, 1, KeepsAnAverage, "data", {}, init=False, devices=2)
+    (text,) = report.warned_of("criterion")
     assert "'criterion.average'" in text and "'criterion.last'" in text
     assert "criterion.calls" not in text and "criterion.kept" not in text

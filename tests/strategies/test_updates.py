@@ -19,10 +19,9 @@ from torchmetrics.classification import MulticlassAccuracy
 
 from tests.pool import WorkerPool
 from tests.strategies.failures import assert_refused
-from tests.strategies.harness import complete, here, make_trainer
-from tests.strategies.observed import CLASSES, Net, loader
+from tests.strategies.harness import Report, joined, largest_difference
+from tests.strategies.observed import CLASSES, Net, fit
 from tests.thorough import thorough
-from tests.worker import texts_of_warnings
 
 TWO_STAGES, ONE_STAGE = {"stages": 2, "microbatches": 2}, {"stages": 1, "microbatches": 4}
 PIPELINE = pytest.mark.parametrize("options", [TWO_STAGES, *thorough(ONE_STAGE)])
@@ -43,11 +42,9 @@ class Teacher(Net):
     """A mean teacher, the target of the loss. It follows in a hook, or in the step. The step may ask for the loss's
     value."""
 
-    follows = "in the step"
-
-    def __init__(self, asks: bool = False) -> None:
+    def __init__(self, follows: str = "in the step", asks: bool = False) -> None:
         super().__init__()
-        self.asks = asks
+        self.follows, self.asks = follows, asks
         self.teacher = copy.deepcopy(self.net).requires_grad_(False)
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -284,12 +281,15 @@ class Changing(Net):
 
 
 WAYS = ("later", "by samples", "in the step", "to its signs")
+AT_THE_END, BEFORE = "teacher, on_train_batch_end", "teacher, on_before_zero_grad"
 
 KINDS: dict[str, Callable[[], Net]] = {
     "leaving": Leaving,
     "advancing": Advancing,
     "teacher": Teacher,
-    "teacher that asks": partial(Teacher, asks=True),
+    AT_THE_END: partial(Teacher, "on_train_batch_end"),
+    BEFORE: partial(Teacher, "on_before_zero_grad"),
+    "teacher that asks": partial(Teacher, "on_train_batch_end", asks=True),
     "turns": Turns,
     "marked": Marked,
     "twice": Twice,
@@ -303,72 +303,57 @@ KINDS: dict[str, Callable[[], Net]] = {
     "own memory": partial(Replacing, "own"),
     **{way: partial(Changing, way) for way in WAYS},
 }
+MICROBATCHES_DIFFER = ("by samples", "sometimes", "twice")
 
 
-def train(kind: str, strategy: str, options: dict[str, Any], follows: str = "in the step") -> Any:
-    """The weights that are on this rank, what was logged, and the warnings."""
-    torch.set_default_dtype(torch.float64)
-    module = KINDS[kind]()
-    if isinstance(module, Teacher):
-        module.follows = follows
-    trainer = make_trainer(strategy, [], options)
-    with texts_of_warnings() as told:
-        trainer.fit(module, loader(64 if kind.startswith(("by samples", "sometimes", "twice")) else 16, 8))
-    logged = {name: float(value) for name, value in trainer.callback_metrics.items()}
-    return (
-        {n: complete(p.detach()).clone() for n, p in here(module).items()},
-        logged,
-        told,
-    )
+def train(kind: str, strategy: str = "single", options: dict[str, Any] | None = None) -> Report:
+    samples = 64 if kind.startswith(MICROBATCHES_DIFFER) else 16
+    return fit(KINDS[kind], strategy, options or {}, samples=samples, batch=8, use_distributed_sampler=True)
 
 
-def assert_as_in_one_process(
-    pool: WorkerPool, kind: str, options: dict[str, Any], follows: str = "", strategy: str = "single", **given: Any
-) -> None:
-    """``strategy``: that of the one process."""
-    ((expected, _, _),) = pool.run(train, 1, kind, strategy, given, follows, init=False)
-    weights: dict[str, Tensor] = {}
-    for part, _, _ in pool.run(train, options["stages"], kind, "sync", options, follows, init=False):
-        weights |= part
-    assert weights.keys() == expected.keys()
-    assert all(torch.allclose(weights[name], expected[name], rtol=0, atol=1e-12) for name in expected)
+def run(pool: WorkerPool, kind: str, options: dict[str, Any]) -> list[Report]:
+    """On all ranks of a pipeline."""
+    ranks = options["stages"] * options.get("data_parallel", 1)
+    reports: list[Report] = pool.run(train, ranks, kind, "sync", options, init=False)
+    return reports
 
 
+ONE_WITH_ONE_MICROBATCH = {"stages": 1, "microbatches": 1}
 ZBV = TWO_STAGES | {"schedule": "zbv"}
-IN_THE_STEP, AT_THE_END, BEFORE = "in the step", "on_train_batch_end", "on_before_zero_grad"
 
 
 @pytest.mark.parametrize(
-    ("kind", "follows", "options"),
+    ("kind", "options"),
     [
-        ("teacher", IN_THE_STEP, ONE_STAGE),
-        ("teacher", AT_THE_END, TWO_STAGES),
-        ("teacher", BEFORE, TWO_STAGES),
-        ("teacher that asks", AT_THE_END, TWO_STAGES),
+        ("teacher", ONE_STAGE),
+        (AT_THE_END, TWO_STAGES),
+        (BEFORE, TWO_STAGES),
+        ("teacher that asks", TWO_STAGES),
         # A gradient that is None on one stage is None on all.
-        ("turns", "", TWO_STAGES),
-        ("turns", "", ZBV),
-        ("marked", "", TWO_STAGES),
+        ("turns", TWO_STAGES),
+        ("turns", ZBV),
+        ("marked", TWO_STAGES),
         # In the path of gradients: backwards of earlier microbatches still read the memory that is replaced.
-        ("teacher's memory", "", ZBV | {"microbatches": 4}),
-        ("own memory", "", TWO_STAGES | {"microbatches": 4}),
+        ("teacher's memory", ZBV | {"microbatches": 4}),
+        ("own memory", TWO_STAGES | {"microbatches": 4}),
         *thorough(
-            ("teacher", IN_THE_STEP, TWO_STAGES),
-            ("teacher", AT_THE_END, ONE_STAGE),
-            ("teacher", BEFORE, ONE_STAGE),
-            ("teacher that asks", AT_THE_END, ONE_STAGE),
-            ("turns", "", ONE_STAGE),
-            ("turns", "", TWO_STAGES | {"schedule": "gpipe"}),
-            ("teacher's memory", "", TWO_STAGES | {"microbatches": 4}),
-            ("own memory", "", ZBV | {"microbatches": 4}),
+            ("teacher", TWO_STAGES),
+            (AT_THE_END, ONE_STAGE),
+            (BEFORE, ONE_STAGE),
+            ("teacher that asks", ONE_STAGE),
+            ("turns", ONE_STAGE),
+            ("turns", TWO_STAGES | {"schedule": "gpipe"}),
+            ("teacher's memory", TWO_STAGES | {"microbatches": 4}),
+            ("own memory", ZBV | {"microbatches": 4}),
         ),
     ],
     ids=str,
 )
 def test_what_a_module_changes_or_leaves_out_is_as_in_one_process(
-    pool: WorkerPool, kind: str, follows: str, options: dict[str, Any]
+    pool: WorkerPool, kind: str, options: dict[str, Any]
 ) -> None:
-    assert_as_in_one_process(pool, kind, options, follows)
+    (expected,) = pool.run(train, 1, kind, init=False)
+    assert largest_difference(joined(run(pool, kind, options), "weights"), expected.weights) < 1e-12
 
 
 FIRST, FIRST_FOUR = "sometimes the first", "sometimes the first four"
@@ -387,8 +372,9 @@ THREE_STAGES, INTERLEAVED = TWO_STAGES | {"stages": 3}, TWO_STAGES | {"schedule"
 def test_a_batch_whose_last_microbatch_leaves_stages_out_has_the_same_gradients(
     pool: WorkerPool, options: dict[str, Any], kind: str
 ) -> None:
-    """The factor of a batch's gradients comes with the gradients of its last microbatch."""
-    assert_as_in_one_process(pool, kind, options, "", "sync", stages=1, microbatches=2)
+    """As one stage has them. The factor of a batch's gradients comes with those of its last microbatch."""
+    (expected,) = run(pool, kind, {"stages": 1, "microbatches": 2})
+    assert largest_difference(joined(run(pool, kind, options), "weights"), expected.weights) < 1e-12
 
 
 IN_PARTS = {"microbatches": 2, "data_parallel": 2, "data_parallel_kind": "fully_shard"}
@@ -403,37 +389,30 @@ def test_a_mean_teacher_in_parts_is_refused(pool: WorkerPool, stages: int, words
     assert_refused(failures, "ValueError", [*words, "fully_shard"])
 
 
-def assert_as_whole(pool: WorkerPool, kind: str, options: dict[str, Any], follows: str = "") -> None:
-    """Fully sharded stages train as replicated ones do."""
-    whole = options | {"data_parallel_kind": "replicate"}
-    ranks = 2 * options["stages"]
-    found = [weights for weights, _, _ in pool.run(train, ranks, kind, "sync", options, follows, init=False)]
-    expected = [weights for weights, _, _ in pool.run(train, ranks, kind, "sync", whole, follows, init=False)]
-    for mine, theirs in zip(found, expected, strict=True):
-        assert mine.keys() == theirs.keys()
-        assert all(torch.allclose(mine[name], theirs[name], rtol=0, atol=1e-12) for name in theirs)
+USUAL = [
+    (BEFORE, {"stages": 1}),  # a mean teacher in parts may follow in a hook
+    ("marked", {"stages": 2}),  # attributes of parameters are there for the optimizer
+    # The last microbatch may not reach a layer that earlier ones did, or that it reaches on another replica.
+    (FIRST, {"stages": 2, "schedule": "1f1b"}),
+    ("turns", {"stages": 2, "schedule": "interleaved"}),
+]
+EVERY = [
+    (kind, {"stages": 2, "schedule": schedule})
+    for kind, schedule in product((FIRST, FIRST_FOUR, "turns", "twice"), ("1f1b", "interleaved", "zbv"))
+]
 
 
-def test_a_mean_teacher_in_parts_may_follow_in_a_hook(pool: WorkerPool) -> None:
-    assert_as_whole(pool, "teacher", IN_PARTS | {"stages": 1}, "on_before_zero_grad")
+@pytest.mark.parametrize(("kind", "options"), [*USUAL, *thorough(*(row for row in EVERY if row not in USUAL))], ids=str)
+def test_fully_sharded_stages_train_as_replicated_ones(pool: WorkerPool, kind: str, options: dict[str, Any]) -> None:
+    found = run(pool, kind, IN_PARTS | options)
+    whole = run(pool, kind, IN_PARTS | options | {"data_parallel_kind": "replicate"})
+    for mine, theirs in zip(found, whole, strict=True):
+        assert largest_difference(mine.weights, theirs.weights) < 1e-12
 
 
-def test_attributes_of_parameters_are_there_for_the_optimizer(pool: WorkerPool) -> None:
-    assert_as_whole(pool, "marked", IN_PARTS | {"stages": 2})
-    (found, _, _), _ = pool.run(train, 2, "marked", "fsdp", {}, init=False)
-    (expected, _, _), _ = pool.run(train, 2, "marked", "ddp", {}, init=False)
-    assert found.keys() == expected.keys()
-    assert all(torch.allclose(found[name], expected[name], rtol=0, atol=1e-12) for name in expected)
-
-
-USUAL = [(FIRST, "1f1b"), ("turns", "interleaved")]
-EVERY = [*product((FIRST, FIRST_FOUR, "turns", "twice"), ("1f1b", "interleaved", "zbv"))]
-
-
-@pytest.mark.parametrize(("kind", "schedule"), [*USUAL, *thorough(*(row for row in EVERY if row not in USUAL))])
-def test_layers_that_a_loss_leaves_out_are_averaged_in_parts(pool: WorkerPool, schedule: str, kind: str) -> None:
-    """The last microbatch may not reach a layer that earlier ones did, or that it reaches on another replica."""
-    assert_as_whole(pool, kind, IN_PARTS | {"stages": 2, "schedule": schedule})
+def test_attributes_of_parameters_are_there_in_fully_sharded_replicas(pool: WorkerPool) -> None:
+    shards, whole = (pool.run(train, 2, "marked", strategy, {}, init=False)[0] for strategy in ("fsdp", "ddp"))
+    assert largest_difference(shards.weights, whole.weights) < 1e-12
 
 
 def test_an_asynchronous_pipeline_refuses_one_that_follows_in_the_step(pool: WorkerPool) -> None:
@@ -464,23 +443,20 @@ def test_a_trained_parameter_is_not_changed_once_a_microbatch(pool: WorkerPool, 
 
 @PIPELINE
 def test_a_count_of_steps_is_warned_of(pool: WorkerPool, options: dict[str, Any]) -> None:
-    reports = pool.run(train, options["stages"], "annealed", "sync", options, init=False)
     words = f"training_step keeps and changes 'steps'. It is called for each of {options['microbatches']} microbatches"
-    assert sum(words in text for text in reports[0][2]) == 1
-    ((_, _, told),) = pool.run(train, 1, "annealed", "sync", {"stages": 1, "microbatches": 1}, init=False)
-    assert not any("keeps and changes" in text for text in told)
+    assert len(run(pool, "annealed", options)[0].warned_of(words)) == 1
+    assert not run(pool, "annealed", ONE_WITH_ONE_MICROBATCH)[0].warned_of("keeps and changes")
 
 
 @PIPELINE
 def test_the_metric_of_a_layer_is_computed_of_all_samples(pool: WorkerPool, options: dict[str, Any]) -> None:
-    ((_, expected, _),) = pool.run(train, 1, "metric", "single", {}, init=False)
-    for _, logged, _ in pool.run(train, options["stages"], "metric", "sync", options, init=False):
-        assert logged == pytest.approx(expected, rel=0, abs=1e-12)
+    (expected,) = pool.run(train, 1, "metric", init=False)
+    for report in run(pool, "metric", options):
+        assert report.metrics == pytest.approx(expected.metrics, rel=0, abs=1e-12)
 
 
 def test_a_metric_that_asks_for_values_is_refused_inside_a_layer_of_an_earlier_stage(pool: WorkerPool) -> None:
-    options = {"stages": 2, "microbatches": 2}
-    failures = pool.run(train, 2, "metric that asks", "sync", options, init=False, expect_errors=True)
+    failures = pool.run(train, 2, "metric that asks", "sync", TWO_STAGES, init=False, expect_errors=True)
     words = ["The metric 'net.0.size' is updated inside a layer on stage 0", "nan_strategy='disable'"]
     for failure in failures:
         assert all(word in failure for word in words), failure
@@ -505,8 +481,6 @@ def test_what_differs_with_microbatches_is_warned_of_by_name(
 ) -> None:
     """What a step leaves once for each of them, layers whose state advances, and gradients that depend on the other
     samples: in one warning, with the fix. No text speaks of microbatches where there is one."""
-    told = pool.run(train, options["stages"], kind, "sync", options, init=False)[0][2]
-    (text,) = [each for each in told if words in each]
+    (text,) = run(pool, kind, options)[0].warned_of(words)
     assert set(re.findall(r"'([^']*)'", text)) == names and more in text and "microbatches=1" in text, text
-    ((_, _, told),) = pool.run(train, 1, kind, "sync", {"stages": 1, "microbatches": 1}, init=False)
-    assert not any("microbatch" in each for each in told), told
+    assert not run(pool, kind, ONE_WITH_ONE_MICROBATCH)[0].warned_of("microbatch")

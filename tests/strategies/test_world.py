@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 from torch.distributed.nn.functional import all_reduce
 
 from tests.pool import WorkerPool
 from tests.strategies.failures import LIMIT
+from tests.strategies.harness import Losses, Report
 from tests.strategies.observed import Net, loader, make_trainer
 from tests.thorough import thorough
 
@@ -71,25 +71,17 @@ class Counting(Net):
         return torch.optim.SGD(self.parameters(), lr=0.1 * self.trainer.world_size)
 
 
-class Losses(Callback):
-    def __init__(self) -> None:
-        self.losses: list[float] = []
-
-    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, *args: Any) -> None:
-        self.losses.append(float(outputs["loss"]))
-
-
 def fit(
     kind: Callable[[], Net], strategy: str, options: dict[str, Any], predict: bool = False, **given: Any
 ) -> tuple[list[float], Any]:
     torch.set_default_dtype(torch.float64)
     SEEN.clear()
-    losses, module = Losses(), kind()
-    trainer = make_trainer(strategy, [losses], options, use_distributed_sampler=False, **given)
+    report, module = Report(), kind()
+    trainer = make_trainer(strategy, [Losses(report)], options, use_distributed_sampler=False, **given)
     trainer.fit(module, loader(16, 8), loader(8, 4, 5))
     if predict:
         trainer.predict(module, loader(8, 4, 5))
-    return losses.losses, dict(SEEN)
+    return report.losses, dict(SEEN)
 
 
 @pytest.mark.parametrize("layout", ["async", "tensor, replicas", *thorough("pipeline, replicas", "zbv")])
@@ -103,14 +95,6 @@ def test_a_step_sees_the_ranks_of_the_data_axis(pool: WorkerPool, layout: str) -
         assert seen.pop("on_train_batch_end") == everywhere
         assert seen == dict.fromkeys(seen, inside)
         assert len(seen) == 5
-
-
-@pytest.mark.parametrize("layout", ["three stages", "fully sharded", *thorough("zbv", "tensor, replicas")])
-def test_a_step_that_takes_its_share_by_the_rank_has_ddp_s_losses(pool: WorkerPool, layout: str) -> None:
-    strategy, options, processes, replicas = LAYOUTS[layout]
-    expected = pool.run(fit, replicas, Counting, *(("single", {}) if replicas == 1 else ("ddp", {})), init=False)
-    peers = pool.run(fit, processes, Counting, strategy, options, init=False, timeout=LIMIT)
-    assert peers[0][0] == pytest.approx(expected[0][0], rel=1e-12)
 
 
 class Meeting(Net):
@@ -150,19 +134,6 @@ class Meeting(Net):
         dist.is_initialized() and dist.barrier()
 
 
-@pytest.mark.parametrize(
-    "layout", ["pipeline, replicas", "async", "tensor, replicas", *thorough("three stages", "fully sharded", "zbv")]
-)
-def test_collectives_in_a_step_are_over_the_replicas(pool: WorkerPool, layout: str) -> None:
-    strategy, options, processes, replicas = LAYOUTS[layout]
-    expected = pool.run(fit, replicas, Meeting, *(("single", {}) if replicas == 1 else ("ddp", {})), init=False)
-    peers = pool.run(fit, processes, Meeting, strategy, options, init=False, timeout=LIMIT)
-    (losses, _), (theirs, _) = peers[0], expected[0]
-    if strategy == "async":
-        losses, theirs = losses[:1], theirs[:1]  # the others come by late gradients
-    assert losses == pytest.approx(theirs, rel=1e-12)
-
-
 class MeetingInside(Net):
     """Calls a collective between the layers, on what a later stage has not computed itself."""
 
@@ -176,9 +147,24 @@ class MeetingInside(Net):
         return logits, torch.nn.functional.cross_entropy(logits, batch[1])
 
 
-@pytest.mark.parametrize("layout", ["pipeline, replicas", *thorough("three stages")])
-def test_collectives_between_the_layers(pool: WorkerPool, layout: str) -> None:
+@pytest.mark.parametrize(("kind", "layout"), [
+    (Counting, "fully sharded"),
+    (Meeting, "pipeline, replicas"), (Meeting, "async"), (Meeting, "tensor, replicas"),
+    (MeetingInside, "pipeline, replicas"),
+    *thorough(
+        (Counting, "three stages"), (Counting, "zbv"), (Counting, "tensor, replicas"),
+        (Meeting, "three stages"), (Meeting, "fully sharded"), (Meeting, "zbv"),
+        (MeetingInside, "three stages"),
+    ),
+])  # fmt: skip
+def test_a_step_that_asks_for_its_rank_or_meets_others_has_ddp_s_losses(
+    pool: WorkerPool, kind: type[Net], layout: str
+) -> None:
+    """It takes its share by the rank, or calls collectives, which are over the replicas."""
     strategy, options, processes, replicas = LAYOUTS[layout]
-    expected = pool.run(fit, replicas, MeetingInside, *(("single", {}) if replicas == 1 else ("ddp", {})), init=False)
-    peers = pool.run(fit, processes, MeetingInside, strategy, options, init=False, timeout=LIMIT)
-    assert peers[0][0] == pytest.approx(expected[0][0], rel=1e-12)
+    expected = pool.run(fit, replicas, kind, *(("single", {}) if replicas == 1 else ("ddp", {})), init=False)
+    peers = pool.run(fit, processes, kind, strategy, options, init=False, timeout=LIMIT)
+    (losses, _), (theirs, _) = peers[0], expected[0]
+    if strategy == "async":
+        losses, theirs = losses[:1], theirs[:1]  # the others come by late gradients
+    assert losses == pytest.approx(theirs, rel=1e-12)

@@ -13,8 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.pool import WorkerPool
 from tests.strategies.failures import LIMIT, assert_lost, assert_refused
-from tests.strategies.observed import CLASSES, WIDTH, Net, loader, make_trainer
-from tests.strategies.test_world import Losses
+from tests.strategies.observed import CLASSES, WIDTH, Net, fit
 
 
 class Halving(nn.Linear):
@@ -179,77 +178,59 @@ class HalvingInValidation(Net):
         self.other(batch[0])
 
 
-MODELS: dict[str, type[Net]] = {
-    "step": Normalised, "layer": HalvingNet, "mask": MaskedNet, "teacher": Teaching, "validation": HalvingInValidation,
-    "scaled": ScaledNet, "checkpoint": Checkpointed, "centre": Centred, "step by data": NormalisedByData,
-    "rows": ZeroesRows, "row": ZeroesRow, "masked": Masks,
-}  # fmt: skip
-NAMES = {
-    **dict.fromkeys(("layer", "mask", "rows", "row"), "net.2.weight"),
-    **dict.fromkeys(("step", "step by data"), "prototypes.weight"),
-    "validation": "other.0.weight",
-}
-PLAN = {"net.4": "row_split", "teacher": "row_split"}
+OF_PROTOTYPES = {"plan": {"prototypes": "row_split"}}
 SHARDED = {"stages": 2, "data_parallel": 2, "data_parallel_kind": "fully_shard", "microbatches": 1}
-STAGES_OF_TWO = {"stages": 2, "tensor_parallel": 2, "plan": {"prototypes": "row_split"}, "microbatches": 1}
+GIVEN: dict[str, Any] = {"samples": 16, "batch": 8, "validates": True, "init": False, "timeout": LIMIT}
 
 
-def fit(model: str, strategy: str, options: dict[str, Any]) -> list[float]:
-    torch.set_default_dtype(torch.float64)
-    losses = Losses()
-    trainer = make_trainer(strategy, [losses], options, use_distributed_sampler=False)
-    trainer.fit(MODELS[model](), loader(16, 8), loader(8, 4, 5))
-    return losses.losses
-
-
-@pytest.mark.parametrize(("model", "strategy", "options", "ranks"), [
-    ("step", "fsdp", {}, 2),
-    ("layer", "fsdp", {}, 2),
-    ("validation", "fsdp", {}, 2),
-    ("row", "fsdp", {}, 2),
-    ("rows", "fsdp", {}, 2),
-    ("rows", "sync", SHARDED | {"stages": 1}, 2),
-    ("layer", "sync", SHARDED, 4),
-    ("layer", "sync", {"microbatches": 2}, 2),
-    ("layer", "sync", {"microbatches": 1, "activation_checkpointing": True}, 2),
-    ("mask", "async", {"microbatches": 1}, 2),
-    ("step", "tensor", {"plan": {"prototypes": "row_split"}}, 2),
-    ("step by data", "tensor", {"plan": {"prototypes": "row_split"}}, 2),
+@pytest.mark.parametrize(("kind", "strategy", "options", "ranks", "name"), [
+    (Normalised, "fsdp", {}, 2, "prototypes.weight"),
+    (HalvingNet, "fsdp", {}, 2, "net.2.weight"),
+    (HalvingInValidation, "fsdp", {}, 2, "other.0.weight"),
+    (ZeroesRow, "fsdp", {}, 2, "net.2.weight"),
+    (ZeroesRows, "fsdp", {}, 2, "net.2.weight"),
+    (ZeroesRows, "sync", SHARDED | {"stages": 1}, 2, "net.2.weight"),
+    (HalvingNet, "sync", SHARDED, 4, "net.2.weight"),
+    (HalvingNet, "sync", {"microbatches": 2}, 2, "net.2.weight"),
+    (HalvingNet, "sync", {"microbatches": 1, "activation_checkpointing": True}, 2, "net.2.weight"),
+    (MaskedNet, "async", {"microbatches": 1}, 2, "net.2.weight"),
+    (Normalised, "tensor", OF_PROTOTYPES, 2, "prototypes.weight"),
+    (NormalisedByData, "tensor", OF_PROTOTYPES, 2, "prototypes.weight"),
 ])  # fmt: skip
 def test_a_write_that_would_be_lost_or_repeated_is_refused_by_name(
-    pool: WorkerPool, model: str, strategy: str, options: dict[str, Any], ranks: int
+    pool: WorkerPool, kind: type[Net], strategy: str, options: dict[str, Any], ranks: int, name: str
 ) -> None:
-    failures = pool.run(fit, ranks, model, strategy, options, init=False, expect_errors=True, timeout=LIMIT)
-    assert_refused(failures, "ValueError", [NAMES[model], "in place"])
+    failures = pool.run(fit, ranks, kind, strategy, options, expect_errors=True, **GIVEN)
+    assert_refused(failures, "ValueError", [name, "in place"])
 
 
 def test_a_write_by_what_is_in_a_microbatch_is_refused_in_the_first_batch(pool: WorkerPool) -> None:
-    options = {"microbatches": 2}
-    failures = pool.run(fit, 2, "centre", "sync", options, init=False, expect_errors=True, timeout=LIMIT)
+    failures = pool.run(fit, 2, Centred, "sync", {"microbatches": 2}, expect_errors=True, **GIVEN)
     assert_refused([next(each for each in failures if "centre" in str(each))], "RuntimeError", ["microbatches=1"])
 
 
 def test_the_stage_that_writes_into_parts_names_them(pool: WorkerPool) -> None:
-    failures = pool.run(fit, 4, "step", "sync", STAGES_OF_TWO, init=False, expect_errors=True, timeout=LIMIT)
-    assert_refused(failures[:2], "ValueError", [NAMES["step"], "in place"])
+    options = OF_PROTOTYPES | {"stages": 2, "tensor_parallel": 2, "microbatches": 1}
+    failures = pool.run(fit, 4, Normalised, "sync", options, expect_errors=True, **GIVEN)
+    assert_refused(failures[:2], "ValueError", ["prototypes.weight", "in place"])
     assert_lost(failures[2:])
 
 
-@pytest.mark.parametrize(("model", "strategy", "options", "ranks"), [
-    ("step", "sync", {"microbatches": 2}, 2),
-    ("step", "sync", {"microbatches": 4, "schedule": "zbv"}, 2),
-    ("centre", "sync", {"microbatches": 1}, 2),
-    ("layer", "sync", {"microbatches": 1}, 2),
-    ("mask", "sync", {"microbatches": 1}, 2),
-    ("validation", "sync", {"microbatches": 2}, 2),
-    ("scaled", "sync", {"microbatches": 4}, 2),
-    ("checkpoint", "fsdp", {}, 2),
-    ("masked", "fsdp", {}, 2),
-    ("teacher", "tensor", {"plan": PLAN}, 2),
+@pytest.mark.parametrize(("kind", "strategy", "options"), [
+    (Normalised, "sync", {"microbatches": 2}),
+    (Normalised, "sync", {"microbatches": 4, "schedule": "zbv"}),
+    (Centred, "sync", {"microbatches": 1}),
+    (HalvingNet, "sync", {"microbatches": 1}),
+    (MaskedNet, "sync", {"microbatches": 1}),
+    (HalvingInValidation, "sync", {"microbatches": 2}),
+    (ScaledNet, "sync", {"microbatches": 4}),
+    (Checkpointed, "fsdp", {}),
+    (Masks, "fsdp", {}),
+    (Teaching, "tensor", {"plan": {"net.4": "row_split", "teacher": "row_split"}}),
 ])  # fmt: skip
 def test_other_writes_are_as_in_one_process(
-    pool: WorkerPool, model: str, strategy: str, options: dict[str, Any], ranks: int
+    pool: WorkerPool, kind: type[Net], strategy: str, options: dict[str, Any]
 ) -> None:
-    (expected,) = pool.run(fit, 1, model, "single", {}, init=False)
-    losses, *_ = pool.run(fit, ranks, model, strategy, options, init=False, timeout=LIMIT)
-    assert losses == pytest.approx(expected, 1e-12)
+    (expected,) = pool.run(fit, 1, kind, **GIVEN)
+    first, _ = pool.run(fit, 2, kind, strategy, options, **GIVEN)
+    assert first.losses == pytest.approx(expected.losses, 1e-12)
