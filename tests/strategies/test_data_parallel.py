@@ -32,18 +32,19 @@ def replicated(pool: WorkerPool, model: str, replicas: int, **options: Any) -> R
 
 
 # Others, in two replicas, with accumulation and clipping, are in the table of test_contract.py.
-@pytest.mark.parametrize(("model", "replicas"), [("GPT2", 3), ("Blocks", 4)])
-def test_unmodified_models_train_as_in_one_process(pool: WorkerPool, single: Any, model: str, replicas: int) -> None:
-    assert_equal([replicated(pool, model, replicas)], single(model))
-
-
-def test_a_batch_smaller_than_the_replicas_trains_as_in_one_process(pool: WorkerPool, single: Any) -> None:
-    options = {"batch_size": 5, "samples": 11}  # a last batch of one sample
-    assert_equal([replicated(pool, "Forward", 7, **options)], single("Forward", **options))
-
-
-def test_penalties_bound_methods_and_hooks_on_parameters_as_in_one_process(pool: WorkerPool, single: Any) -> None:
-    assert_equal([replicated(pool, "Penalised", 3)], single("Penalised"))
+@pytest.mark.parametrize(
+    ("model", "replicas", "given"),
+    [
+        ("GPT2", 3, {"validates_after": True}),
+        ("Blocks", 4, {}),
+        ("Forward", 7, {"batch_size": 5, "samples": 11}),  # fewer samples, at last one
+        ("Penalised", 3, {}),
+    ],
+)
+def test_models_train_as_in_one_process(
+    pool: WorkerPool, single: Any, model: str, replicas: int, given: dict[str, Any]
+) -> None:
+    assert_equal([replicated(pool, model, replicas, **given)], single(model, **given))
 
 
 def test_mixed_precision_reaches_the_replicas(pool: WorkerPool, single: Any) -> None:

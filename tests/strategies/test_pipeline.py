@@ -1,64 +1,111 @@
-"""Synchronous pipelines have the numbers of a single process."""
+"""Synchronous pipelines have the numbers of a single process: with any schedule, one's own too, and all other axes."""
 
 from __future__ import annotations
 
+import random
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
 
 from lightning_parallel import PipelineStrategy
-from lightning_parallel.schedules.actions import Action, Backward, Forward, Schedule, Step
+from lightning_parallel.ranks.layout import Placement
+from lightning_parallel.schedules.actions import (
+    Action,
+    Backward,
+    BackwardInput,
+    BackwardWeight,
+    Forward,
+    Schedule,
+    Step,
+    needed,
+    placement,
+    sent,
+)
 from lightning_parallel.schedules.generators import interleaved, one_f_one_b
 from lightning_parallel.schedules.v_shaped import zbv
 from tests.pool import WorkerPool
 from tests.strategies.equality import assert_equal
-from tests.strategies.harness import train
-from tests.strategies.models import MODELS
+from tests.strategies.harness import make_trainer, train
+from tests.strategies.models import BATCH, MODELS
+from tests.strategies.test_asynchronous_v import Deep, Skips
 from tests.thorough import thorough
 
-USUAL = [(model, 3) for model in ("Blocks", "SharedPart")]
+# -- schedules of one's own ------------------------------------------------------------------------------------------
 
-
-@pytest.mark.parametrize(
-    ("model", "stages"), [*USUAL, *thorough(*(row for row in product(MODELS, (2, 3, 4)) if row not in USUAL))]
-)
-def test_unmodified_models_train_as_in_one_process(pool: WorkerPool, single: Any, model: str, stages: int) -> None:
-    schedule = {2: "gpipe", 3: "1f1b", 4: "gpipe"}[stages]
-    recomputed = model in ("Blocks", "Llama", "LeNet") and stages == 3
-    options = {"schedule": schedule, "microbatches": 4, "activation_checkpointing": recomputed}
-    assert_equal(pool.run(train, stages, model, "sync", options, init=False), single(model))
-
-
-def test_the_default_schedule_is_1f1b() -> None:
-    assert PipelineStrategy().options.schedule == "1f1b"
-
-
-# -- a schedule of the user's own ------------------------------------------------------------------------------------
-
-
-def eager(stages: int, microbatches: int) -> Schedule:
-    """1F1B, with one warm-up forward more on every stage but the last."""
-    schedule: Schedule = []
-    for stage in range(stages):
-        warmup = min(stages - stage if stage < stages - 1 else 0, microbatches)
-        actions: list[Action] = [Forward(stage, k) for k in range(warmup)]
-        for k in range(warmup, microbatches):
-            actions += [Forward(stage, k), Backward(stage, k - warmup)]
-        actions += [Backward(stage, k) for k in range(microbatches - warmup, microbatches)]
-        schedule.append([*actions, Step(stage, 0)])
-    return schedule
+_LAYERS = 8  # of the models: there are no more chunks
 
 
 @dataclass
 class Eager:
-    """A schedule with settings. Python gives no hash to a dataclass that can change."""
+    """1F1B, with more warm-up forwards on every stage but the last. Python gives no hash to a dataclass that can
+    change."""
 
     more: int
 
     def __call__(self, stages: int, microbatches: int) -> Schedule:
-        return eager(stages, microbatches)
+        schedule: Schedule = []
+        for stage in range(stages):
+            warmup = min(stages - 1 - stage + self.more if stage < stages - 1 else 0, microbatches)
+            actions: list[Action] = [Forward(stage, k) for k in range(warmup)]
+            for k in range(warmup, microbatches):
+                actions += [Forward(stage, k), Backward(stage, k - warmup)]
+            actions += [Backward(stage, k) for k in range(microbatches - warmup, microbatches)]
+            schedule.append([*actions, Step(stage, 0)])
+        return schedule
+
+
+def any_order(stages: int, microbatches: int, seed: int) -> Schedule:
+    """Valid lists without any plan: two or three chunks a stage anywhere, of which one that can run is drawn each
+    time; backwards whole or in halves."""
+    draw = random.Random(seed)
+    places = [stage for stage in range(stages) for _ in range(draw.choice([2, 3]))][:_LAYERS]
+    places.remove(stages - 1)
+    draw.shuffle(places)
+    places.append(stages - 1)  # the last chunk
+    chunks = len(places)
+    lists: Schedule = [[] for _ in range(stages)]
+    halved = {(chunk, k): draw.random() < 0.5 for chunk in range(chunks) for k in range(microbatches)}
+    kinds: tuple[type[Any], ...] = (Forward, BackwardInput, BackwardWeight)
+    due = {(kind, chunk): 0 for kind in kinds for chunk in range(chunks)}
+    done: set[Any] = {None}
+    while any(number < microbatches for number in due.values()):
+        ready: list[tuple[Any, Action]] = []
+        for (kind, chunk), k in due.items():
+            if k == microbatches:
+                continue
+            action = kind(chunk, k)
+            before = {BackwardInput: Forward, BackwardWeight: BackwardInput}.get(kind)
+            if needed(action, chunks) in done and (before is None or before(chunk, k) in done):
+                ready.append(((kind, chunk), action))
+        place, action = draw.choice(ready)
+        due[place] += 1
+        done |= {action, sent(action, chunks)}
+        assert not isinstance(action, Step)
+        whole = not halved[action.chunk, action.microbatch]
+        if whole and isinstance(action, BackwardWeight):
+            continue
+        if whole and isinstance(action, BackwardInput):
+            action = Backward(action.chunk, action.microbatch)
+        lists[places[action.chunk]].append(action)
+    for stage, actions in enumerate(lists):
+        actions.append(Step(stage, 0))
+    return lists
+
+
+def breadth_first(stages: int, microbatches: int) -> Schedule:
+    """All forwards of a chunk, then those of the stage's next chunk, then the backwards."""
+    lists: Schedule = []
+    for s in range(stages):
+        forwards: list[Action] = [Forward(c, k) for c in (s, s + stages) for k in range(microbatches)]
+        backwards: list[Action] = [Backward(c, k) for c in (s + stages, s) for k in range(microbatches)]
+        lists.append([*forwards, *backwards, Step(s, 0)])
+    return lists
 
 
 def forgetful(stages: int, microbatches: int) -> Schedule:
@@ -69,20 +116,168 @@ def moving(stages: int, microbatches: int) -> Schedule:
     return (interleaved if microbatches % 2 else zbv)(stages, microbatches)
 
 
-@pytest.mark.parametrize("schedule", [eager, Eager(more=1)], ids=["function", "object"])
-def test_a_schedule_of_one_s_own_is_a_function_that_makes_lists(pool: WorkerPool, single: Any, schedule: Any) -> None:
-    options = {"schedule": schedule, "microbatches": 4}
-    assert_equal(pool.run(train, 3, "LeNet", "sync", options, init=False), single("LeNet"))
+# -- the numbers of one process --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("schedule", "said"), [
-    (forgetful, "ValueError: schedule=forgetful, 2 stages, 4 microbatches: chunk 0: the forwards are of"),
-    (moving, "its chunks are on other stages, [(0, 1, 0, 1), (1, 0, 0, 1)]. Place them by the number of stages alone."),
+class FrozenFirst(Deep):
+    """The first stage has a trained parameter, but its output depends on none: no gradient comes back to it."""
+
+    def build(self) -> None:
+        super().build()
+        self.net[:6].requires_grad_(False)
+        self.net[1].unused = nn.Parameter(torch.zeros(1))
+
+    def loss(self, batch: Any) -> Tensor:
+        images, labels = batch
+        with torch.no_grad():
+            hidden = self.net[:2](images)
+        return F.cross_entropy(self.net[2:](hidden), labels)
+
+
+class Sum(nn.Module):
+    """A weight that is the sum of two parameters, read through views: autograd takes one memory for the gradients of
+    both, whatever the number of samples, where the matmul's backward runs in halves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = (nn.Parameter(torch.randn(16 * 16) / 8) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.one.view(16, 16) + self.other.view(16, 16)).tanh()
+
+
+class Sums(MODELS["Shifts"]):  # type: ignore[misc]
+    def build(self) -> None:
+        super().build()
+        self.shifts = nn.ModuleList(Sum() for _ in range(4))
+
+
+ALL_AT_ONCE = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.05}
+RECOMPUTED = {"activation_checkpointing": True}
+REPLICAS = {"stages": 2, "data_parallel": 2}
+FULLY = {**REPLICAS, "data_parallel_kind": "fully_shard"}
+OF_ONE_SAMPLE = {**FULLY, "microbatches": BATCH // 2}
+TENSOR = {"stages": 2, "tensor_parallel": 2, "sequence_parallel": True}
+FOUR = {"microbatches": 4}
+Row = tuple[Any, int, Any, dict[str, Any], dict[str, Any]]
+
+
+def every_model() -> list[Row]:
+    """Each with all schedules."""
+    plain: list[Row] = [
+        (model, stages, "1f1b" if stages == 3 else "gpipe", FOUR, {}) for model, stages in product(MODELS, (2, 3, 4))
+    ]
+    return [
+        *plain,
+        *((model, 2, schedule, FOUR, {}) for model in MODELS for schedule in ("interleaved", "zbv")),
+        *((model, 3, "vmin", FOUR, {}) for model in MODELS),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("model", "ranks", "schedule", "options", "given"),
+    [
+        ("SharedPart", 3, "1f1b", FOUR | RECOMPUTED, {"validates_after": True}),
+        (Sums, 3, "vhalf", FOUR, {}),
+        ("Shifts", 4, "zbv", OF_ONE_SAMPLE, {"accumulate_grad_batches": 2}),
+        ("LeNet", 3, Eager(more=1), FOUR, {}),
+        (Deep, 3, partial(any_order, seed=1), {"microbatches": 5}, {}),
+        (Skips, 2, partial(any_order, seed=2), {"microbatches": 5}, {}),
+        # Chunks to which no gradient comes back hold nobody up within a batch.
+        (FrozenFirst, 2, breadth_first, {"microbatches": BATCH}, {}),
+        *thorough(
+            *every_model(),
+            *((model, 3, "1f1b", FOUR | RECOMPUTED, {}) for model in ("Blocks", "Llama", "LeNet")),
+            *((model, 3, "interleaved", FOUR, {}) for model in ("Shifts", "GPT2")),
+            ("Shifts", 3, "vhalf", FOUR, {}),
+            (Sums, 2, "zbv", FOUR, {}),
+            ("ShardableLlama", 4, "zbv", {**TENSOR, **RECOMPUTED}, ALL_AT_ONCE),
+            *(("Blocks", 4, schedule, REPLICAS, ALL_AT_ONCE) for schedule in ("interleaved", "zbv")),
+            ("Llama", 4, "interleaved", {**FULLY, **RECOMPUTED}, ALL_AT_ONCE),
+            ("GPT2", 4, "zbv", FULLY, {}),
+            ("Blocks", 4, "interleaved", FULLY, {}),
+            ("Shifts", 4, "interleaved", OF_ONE_SAMPLE, {"accumulate_grad_batches": 2}),
+            ("ShardableGPT2", 4, "interleaved", TENSOR, {}),
+            ("Blocks", 2, "zbv", RECOMPUTED, ALL_AT_ONCE),
+            *(
+                (model, 2 + k % 2, partial(any_order, seed=k), {"microbatches": 5}, {})
+                for model in (Deep, Skips)
+                for k in range(3, 20)
+            ),
+        ),
+    ],
+)
+def test_models_train_as_in_one_process(
+    pool: WorkerPool,
+    single: Any,
+    model: Any,
+    ranks: int,
+    schedule: Any,
+    options: dict[str, Any],
+    given: dict[str, Any],
+) -> None:
+    options, replicas = {"microbatches": 2, **options, "schedule": schedule}, options.get("data_parallel", 1)
+    reports = pool.run(train, ranks, model, "sync", options, init=False, batch_size=BATCH // replicas, **given)
+    assert_equal(reports, single(model, **given), replicas=replicas)
+
+
+def held_in_a_fit(limit: float | str, *, evaluates: bool = False) -> int:
+    """The bytes of activations that this rank expects to hold. ``evaluates``: before it trains."""
+    options = {"schedule": "zbv", "microbatches": BATCH, "activation_memory": limit}
+    trainer = make_trainer("sync", [], options, max_epochs=1)
+    module, loader = MODELS["Shifts"](), MODELS["Shifts"].loader()
+    if evaluates:
+        trainer.validate(module, loader, verbose=False)
+    trainer.fit(module, loader)
+    assert isinstance(trainer.strategy, PipelineStrategy)
+    return trainer.strategy.activation_bytes()
+
+
+def test_a_limit_of_activations_in_bytes_is_kept_to(pool: WorkerPool) -> None:
+    most = max(pool.run(held_in_a_fit, 3, 1.0, init=False))
+    assert most / 2 < max(pool.run(held_in_a_fit, 3, f"{0.8 * most / 2**10:.3f}KiB", init=False)) <= 0.8 * most
+    for error in pool.run(held_in_a_fit, 3, "0.001KiB", init=False, expect_errors=True):
+        assert "activation_memory='0.001KiB': V-Min" in error
+    for error in pool.run(held_in_a_fit, 3, "1GiB", evaluates=True, init=False, expect_errors=True):
+        assert "activation_memory='1GiB': this module was cut for an evaluation" in error
+
+
+# -- settings ---------------------------------------------------------------------------------------------------------
+
+
+def test_chunks_are_a_setting_of_the_interleaved_schedule() -> None:
+    def placed(**options: Any) -> Placement:
+        _, make = PipelineStrategy(**options).options.generator
+        return placement(make(2, 4))
+
+    assert PipelineStrategy().options.schedule == "1f1b"
+    assert placed(schedule="interleaved", chunks=3) == (0, 1, 0, 1, 0, 1)
+    assert placed(schedule="interleaved") == (0, 1, 0, 1)
+
+
+@pytest.mark.parametrize(("options", "said"), [
+    ({"schedule": "zbv", "chunks": 2}, "chunks=2: only schedule='interleaved' takes their number"),
+    ({"schedule": "vhalf", "activation_memory": 0.5}, "activation_memory=0.5: only schedule='zbv' takes a limit"),
+    (
+        {"schedule": "zbv", "activation_memory": "6 gigs"},
+        "activation_memory='6 gigs': give a number from 0 to 1, or a string such as",
+    ),
 ])  # fmt: skip
-def test_a_schedule_of_one_s_own_is_checked_before_it_runs(pool: WorkerPool, schedule: Any, said: str) -> None:
-    options = {"schedule": schedule, "microbatches": 4}
-    for failure in pool.run(train, 2, "LeNet", "sync", options, init=False, expect_errors=True):
+def test_settings_that_a_schedule_does_not_take_are_refused(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        PipelineStrategy(**options)
+
+
+@pytest.mark.parametrize(("options", "said"), [
+    ({"schedule": forgetful}, "ValueError: schedule=forgetful, 2 stages, 4 microbatches: chunk 0: the forwards are of"),
+    (
+        {"schedule": moving},
+        "its chunks are on other stages, [(0, 1, 0, 1), (1, 0, 0, 1)]. Place them by the number of stages alone.",
+    ),
+    ({"schedule": "interleaved", "chunks": 40}, "stages=2 with 40 chunks each, but the model has only"),
+])  # fmt: skip
+def test_lists_that_cannot_run_are_refused_before_training(
+    pool: WorkerPool, options: dict[str, Any], said: str
+) -> None:
+    for failure in pool.run(train, 2, "LeNet", "sync", FOUR | options, init=False, expect_errors=True):
         assert said in failure
-
-
-# -- the timeline ----------------------------------------------------------------------------------------------------
