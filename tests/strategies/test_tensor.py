@@ -12,36 +12,11 @@ from torch.nn import functional as F
 
 from tests.pool import WorkerPool
 from tests.strategies.equality import EXACT, assert_equal
-from tests.strategies.harness import joined, largest_difference, make_trainer, train
+from tests.strategies.harness import joined, largest_difference, train
 from tests.strategies.models import SAMPLES, TOKENS, Base
 from tests.strategies.shardable import Mixed
 from tests.tensor.models import VOCABULARY, Gained, GainStyle, InSum, Net
 from tests.thorough import thorough
-from tests.worker import texts_of_warnings
-
-
-@pytest.mark.parametrize(("model", "ranks", "sequence_parallel"), [
-    ("LoraLlama", 4, False),  # with fewer heads than ranks
-    ("LoraGPT2", 2, False), ("ShardablePhi3", 2, False), ("ShardableQwen3", 2, True), ("LatentExperts", 2, False),
-    ("PlanlessOPT", 2, False),
-    *thorough(
-        ("LoraSavingLlama", 2, False), ("Experts", 2, False), ("IdentityExperts", 2, False),
-        ("LoraLlama", 2, True), ("ShardableGPT2", 3, True),
-        ("ShardableQwen2", 2, False), ("FewHeadsLlama", 2, True), ("ShardableGPT2", 2, False),
-        ("ShardableGPT2", 4, False), ("ShardableLlama", 2, True), ("ShardableQwen2", 4, True),
-    ),
-])  # fmt: skip
-def test_transformers_train_as_in_one_process(
-    pool: WorkerPool, single: Any, model: str, ranks: int, sequence_parallel: bool
-) -> None:
-    options = {"sequence_parallel": sequence_parallel}
-    reports = pool.run(train, ranks, model, "tensor", options, init=False)
-    assert_equal(reports, single(model))
-
-
-@pytest.mark.parametrize("ranks", [3, *thorough(2, 4)])
-def test_a_plan_of_the_module_s_own_trains_as_in_one_process(pool: WorkerPool, single: Any, ranks: int) -> None:
-    assert_equal(pool.run(train, ranks, "Mixed", "tensor", init=False), single("Mixed"))
 
 
 class Around(Base):
@@ -71,18 +46,6 @@ class AroundSum(Around):
     make = InSum
 
 
-@pytest.mark.parametrize(("model", "ranks", "plan"), [
-    (AroundNet, 2, None),  # it is found
-    (AroundGained, 3, {"model.up": "column", "model.gain": GainStyle(), "model.down": "row"}),
-    (AroundSum, 2, {"model.mixture": "experts:up=0,down=1", "model.mixture.kept": "divide_output"}),
-])  # fmt: skip
-def test_modules_written_by_hand_train_as_in_one_process(
-    pool: WorkerPool, model: type[Base], ranks: int, plan: Any
-) -> None:
-    (expected,) = pool.run(train, 1, model, init=False)
-    assert_equal(pool.run(train, ranks, model, "tensor", {} if plan is None else {"plan": plan}, init=False), expected)
-
-
 class Encoder(Base):
     """torch's own encoder, which takes a way of its own in evaluation."""
 
@@ -99,27 +62,43 @@ class Encoder(Base):
         return F.cross_entropy(self.head(hidden).transpose(1, 2), batch["labels"].masked_fill(padding, -100))
 
 
-@pytest.mark.parametrize("model", ["Asks", "Scaled"])
-def test_divided_layers_are_what_they_were_for_code_that_asks(pool: WorkerPool, single: Any, model: str) -> None:
-    assert_equal(pool.run(train, 2, model, "tensor", init=False), single(model))
+SEQUENCE: dict[str, Any] = {"sequence_parallel": True}
+ALL_AT_ONCE: dict[str, Any] = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.05}
+OF_GAIN = {"model.up": "column", "model.gain": GainStyle(), "model.down": "row"}
+OF_EXPERTS = {"model.mixture": "experts:up=0,down=1", "model.mixture.kept": "divide_output"}
+OF_ENCODER = {"encoder.layers.*.linear1": "column", "encoder.layers.*.linear2": "row"}
 
 
-def test_torch_s_encoder_is_divided_in_evaluation_too(pool: WorkerPool) -> None:
-    (expected,) = pool.run(train, 1, Encoder, init=False, max_epochs=1)
-    plan = {"encoder.layers.*.linear1": "column", "encoder.layers.*.linear2": "row"}
-    assert_equal(pool.run(train, 2, Encoder, "tensor", {"plan": plan}, init=False, max_epochs=1), expected)
-
-
-def test_a_model_that_nothing_divides_trains_where_the_user_says_so(pool: WorkerPool, single: Any) -> None:
-    reports = pool.run(train, 2, "LeNet", "tensor", {"plan": "none"}, init=False)
-    assert_equal(reports, single("LeNet"))
-
-
-def test_accumulation_and_clipping_with_sequence_parallelism_as_in_one_process(pool: WorkerPool, single: Any) -> None:
-    options = {"sequence_parallel": True}
-    trainer_options = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.05}
-    reports = pool.run(train, 2, "ShardableLlama", "tensor", options, init=False, **trainer_options)
-    assert_equal(reports, single("ShardableLlama", **trainer_options))
+@pytest.mark.parametrize(("model", "ranks", "options", "given"), [
+    # Transformers, most by their own plans.
+    ("LoraLlama", 4, {}, {}),  # with fewer heads than ranks
+    ("LoraGPT2", 2, {}, {}), ("ShardablePhi3", 2, {}, {}), ("LatentExperts", 2, {}, {}), ("PlanlessOPT", 2, {}, {}),
+    ("ShardableQwen3", 2, SEQUENCE, ALL_AT_ONCE),
+    # Modules written by hand.
+    ("Mixed", 3, {}, {"validates_after": True}),
+    ("Asks", 2, {}, {}), ("Scaled", 2, {}, {}),  # for code that asks, divided layers are what they were
+    ("ByForward", 2, {}, {}),  # which is no read of a divided weight
+    (AroundNet, 2, {}, {}),  # a plan is found
+    ("DemoTransformer", 2, {}, {}),  # so it is
+    (AroundGained, 3, {"plan": OF_GAIN}, {}),
+    (AroundSum, 2, {"plan": OF_EXPERTS}, {}),
+    (Encoder, 2, {"plan": OF_ENCODER}, {}),
+    ("LeNet", 2, {"plan": "none"}, {}),  # nothing divides it
+    *thorough(
+        ("LoraSavingLlama", 2, {}, {}), ("Experts", 2, {}, {}), ("IdentityExperts", 2, {}, {}),
+        ("LoraLlama", 2, SEQUENCE, {}), ("ShardableGPT2", 3, SEQUENCE, {}),
+        ("ShardableQwen2", 2, {}, {}), ("FewHeadsLlama", 2, SEQUENCE, {}), ("ShardableGPT2", 2, {}, {}),
+        ("ShardableGPT2", 4, {}, {}), ("ShardableLlama", 2, SEQUENCE, {}), ("ShardableQwen2", 4, SEQUENCE, {}),
+        ("ShardableLlama", 2, SEQUENCE, ALL_AT_ONCE), ("Mixed", 2, {}, {}), ("Mixed", 4, {}, {}),
+        ("LeNet", 2, {}, {}), ("GPT2Untied", 2, {}, {}),
+    ),
+])  # fmt: skip
+def test_divided_models_train_as_in_one_process(
+    pool: WorkerPool, single: Any, model: Any, ranks: int, options: dict[str, Any], given: dict[str, Any]
+) -> None:
+    reports = pool.run(train, ranks, model, "tensor", options, init=False, **given)
+    assert bool(reports[0].shards) == (options.get("plan") != "none")
+    assert_equal(reports, single(model, **given))
 
 
 @pytest.mark.parametrize(
@@ -211,33 +190,17 @@ class AsksForSizes(Mixed):
         return super().training_step(batch, batch_idx) / self.head.weight.shape[0]
 
 
-def fit_with_warnings(model: type[Base]) -> list[str]:
-    torch.set_default_dtype(torch.float64)
-    with texts_of_warnings() as told:
-        make_trainer("tensor", [], {}, max_epochs=1).fit(model(), model.loader(False, 4))
-    return [text for text in told if "asks for the size" in text]
-
-
 def test_a_size_of_a_shard_is_warned_of_once_where_the_module_asks_for_it(pool: WorkerPool) -> None:
-    found = pool.run(fit_with_warnings, 2, AsksForSizes, init=False)[0]
+    found = pool.run(train, 2, AsksForSizes, "tensor", init=False, batch_size=4)[0].warned_of("asks for the size")
     assert [text.split()[0] for text in found] == ["configure_optimizers", "training_step"]
     assert "'mlp.0.weight'" in found[0] and "'head.weight'" in found[1]
-    assert pool.run(fit_with_warnings, 2, Mixed, init=False) == [[], []]
+    for report in pool.run(train, 2, Mixed, "tensor", init=False):
+        assert not report.warned_of("asks for the size")
 
 
-def test_a_logged_norm_of_shards_is_warned_of(pool: WorkerPool, single: Any) -> None:
-    reports = pool.run(train_with_warnings, 2, "LogsShards", init=False)
-    assert any("log different values" in text and "'norm'" in text for text in reports[0])
-
-
-def train_with_warnings(model: str) -> list[str]:
-    with texts_of_warnings() as told:
-        train(model, "tensor", max_epochs=1)
-    return told
-
-
-def test_a_layer_called_by_its_forward_is_no_read(pool: WorkerPool, single: Any) -> None:
-    assert_equal(pool.run(train, 2, "ByForward", "tensor", init=False), single("ByForward"))
+def test_a_logged_norm_of_shards_is_warned_of(pool: WorkerPool) -> None:
+    reports = pool.run(train, 2, "LogsShards", "tensor", init=False)
+    assert any("'norm'" in text for text in reports[0].warned_of("log different values"))
 
 
 def test_ranks_with_batches_of_their_own_are_refused(pool: WorkerPool) -> None:
@@ -250,10 +213,3 @@ def test_a_rank_that_fails_ends_the_others(pool: WorkerPool, options: dict[str, 
     other, failed = pool.run(train, 2, "Fails", "tensor", options, init=False, expect_errors=True, timeout=60)
     assert "ValueError: no luck" in str(failed)
     assert re.search("one of them stopped|by peer", str(other))  # at once: the pool's timeout is far below gloo's
-
-
-@pytest.mark.parametrize("model", ["DemoTransformer", *thorough("LeNet", "GPT2Untied")])
-def test_a_plan_found_in_the_first_step_trains_as_in_one_process(pool: WorkerPool, single: Any, model: str) -> None:
-    reports = pool.run(train, 2, model, "tensor", init=False)
-    assert reports[0].shards
-    assert_equal(reports, single(model))
