@@ -22,11 +22,11 @@ from tests.strategies.equality import EXACT, assert_equal
 from tests.strategies.failures import assert_refused
 from tests.strategies.harness import (
     ALL,
-    complete,
     here,
     largest_difference,
     make_trainer,
     train,
+    weights_of,
 )
 from tests.strategies.models import BATCH, LENGTH, Blocks, Gate, LeNet
 from tests.strategies.shardable import Mixed
@@ -40,7 +40,7 @@ SAMPLES = {2: 22, 4: 20}  # for as many ranks, with a last batch that isn't full
     *thorough({"reshard_after_forward": False}, {"cpu_offload": True}),
 ], ids=str)  # fmt: skip
 def test_what_is_gathered_when_makes_no_difference(pool: WorkerPool, single: Any, options: dict[str, Any]) -> None:
-    reports = pool.run(train, 2, "Llama", "fsdp", options, init=False, batch_size=BATCH // 2)
+    reports = pool.run(train, 2, "Llama", "fsdp", options, init=False, batch_size=BATCH // 2, validates_after=True)
     assert_equal(reports, single("Llama"), replicas=2)
 
 
@@ -151,7 +151,7 @@ class First(Callback):
     """The weights and the statistics before training."""
 
     def on_train_start(self, trainer: L.Trainer, module: Any) -> None:
-        self.weights = {name: complete(p.detach()) for name, p in here(module).items()}
+        self.weights = weights_of(module)
         self.buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
 
 
@@ -257,6 +257,44 @@ class FailsOnce(Blocks):
             raise InterruptedError
 
 
+class Fork(nn.Module):
+    """Two ways of one size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ways = nn.ModuleList(nn.Linear(LENGTH, LENGTH) for _ in range(2))
+
+    def forward(self, x: Tensor, way: int) -> Tensor:
+        out: Tensor = torch.tanh(self.ways[way](x))
+        return out
+
+
+class Branching(LeNet):
+    """From the second batch on, each replica takes a way of its own.
+
+    Args:
+        branches: between units, inside one, outside, in the backward only ("detached"); "together": all replicas take
+            another way.
+    """
+
+    def __init__(self, branches: str) -> None:
+        super().__init__()
+        self.branches = branches
+
+    def build(self) -> None:
+        self.net = nn.ModuleList(Fork() for _ in range(3))
+        self.head = Fork()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, way = batch[0].flatten(1)[:, :LENGTH], min(1, batch_idx)
+        own = way * self.global_rank
+        first = own if self.branches == "between" else way if self.branches == "together" else 0
+        x = self.net[first](x, own if self.branches == "inside" else 0)
+        x = x.detach() if self.branches == "detached" and own else x
+        x = self.net[2](x, way if self.branches == "together" else 0)
+        return self.head(x, own if self.branches == "outside" else 0).pow(2).mean()
+
+
 def refused(model: Any, options: dict[str, Any], trainers: int = 1) -> None:
     torch.set_default_dtype(torch.float64)
     module = model()
@@ -276,11 +314,26 @@ def refused(model: Any, options: dict[str, Any], trainers: int = 1) -> None:
     ((Blocks, {"data_parallel": 3}), ["data_parallel=3", "devices"]),
     ((Blocks, {}, 2), ["sharded already", "checkpoint"]),
     ((FailsOnce, {}), ["sharded already", "error"]),
+    # Replicas use different modules of one size.
+    ((partial(Branching, "between"), {}), ["replica 0 used 'net.0', replica 1 used 'net.1'"]),
+    (
+        (partial(Branching, "inside"), {}),
+        ["replica 0 used 'net.0.ways.0.bias', replica 1 used 'net.0.ways.1.bias'"],
+    ),
+    ((partial(Branching, "outside"), {}), ["replica 0 used 'head.ways.0', replica 1 used 'head.ways.1'"]),
+    (
+        (partial(Branching, "detached"), {}),
+        ["replica 0 used 'net.0.ways.0.bias', replica 1 used 'net.2.ways.0.bias'"],
+    ),
 ], ids=lambda value: "-".join(value) if isinstance(value, list) else "")  # fmt: skip
 def test_is_refused_in_words(pool: WorkerPool, arguments: tuple[Any, ...], words: list[str]) -> None:
     for error in pool.run(refused, 2, *arguments, init=False, expect_errors=True):
         message = error.rsplit("Error: ", 1)[-1]
         assert all(word in message for word in words), message
+
+
+def test_replicas_may_take_another_way_together(pool: WorkerPool) -> None:
+    pool.run(refused, 2, partial(Branching, "together"), {}, init=False)
 
 
 class WithExample(Blocks):
@@ -325,58 +378,3 @@ def test_an_example_that_cannot_be_set_is_refused_where_a_summary_would_use_it(p
     pool.run(summarised, 2, False, init=False)
     failures = pool.run(summarised, 2, True, init=False, expect_errors=True)
     assert_refused(failures, "ValueError", ["example_input_array", "enable_model_summary=False"])
-
-
-class Fork(nn.Module):
-    """Two ways of one size."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.ways = nn.ModuleList(nn.Linear(LENGTH, LENGTH) for _ in range(2))
-
-    def forward(self, x: Tensor, way: int) -> Tensor:
-        out: Tensor = torch.tanh(self.ways[way](x))
-        return out
-
-
-class Branching(LeNet):
-    """From the second batch on, each replica takes a way of its own.
-
-    Args:
-        branches: between units, inside one, outside, in the backward only ("detached"); "together": all replicas take
-            another way.
-    """
-
-    def __init__(self, branches: str) -> None:
-        super().__init__()
-        self.branches = branches
-
-    def build(self) -> None:
-        self.net = nn.ModuleList(Fork() for _ in range(3))
-        self.head = Fork()
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        x, way = batch[0].flatten(1)[:, :LENGTH], min(1, batch_idx)
-        own = way * self.global_rank
-        first = own if self.branches == "between" else way if self.branches == "together" else 0
-        x = self.net[first](x, own if self.branches == "inside" else 0)
-        x = x.detach() if self.branches == "detached" and own else x
-        x = self.net[2](x, way if self.branches == "together" else 0)
-        return self.head(x, own if self.branches == "outside" else 0).pow(2).mean()
-
-
-@pytest.mark.parametrize(("branches", "words"), [
-    ("between", "replica 0 used 'net.0', replica 1 used 'net.1'"),
-    ("inside", "replica 0 used 'net.0.ways.0.bias', replica 1 used 'net.0.ways.1.bias'"),
-    ("outside", "replica 0 used 'head.ways.0', replica 1 used 'head.ways.1'"),
-    ("detached", "replica 0 used 'net.0.ways.0.bias', replica 1 used 'net.2.ways.0.bias'"),
-])  # fmt: skip
-def test_replicas_that_use_different_modules_of_one_size_are_refused(
-    pool: WorkerPool, branches: str, words: str
-) -> None:
-    for error in pool.run(refused, 2, partial(Branching, branches), {}, init=False, expect_errors=True):
-        assert words in error, error
-
-
-def test_replicas_may_take_another_way_together(pool: WorkerPool) -> None:
-    pool.run(refused, 2, partial(Branching, "together"), {}, init=False)

@@ -19,7 +19,7 @@ from tests.optimizer_table.cases import CLIP, EPOCHS, LAYOUTS, STAGES, Net, by, 
 from tests.optimizer_table.training import ENTRIES, EXACT, FOUND, expected, make_runner
 from tests.pool import WorkerPool
 from tests.strategies.failures import LIMIT, assert_refused
-from tests.strategies.harness import Report, complete, here, joined, largest_difference, make_trainer, spoil, train
+from tests.strategies.harness import Report, joined, largest_difference, make_trainer, spoil, train, weights_of
 from tests.strategies.models import BATCH
 from tests.strategies.reference import delayed
 from tests.thorough import thorough
@@ -58,18 +58,6 @@ class Writes(Callback):
         trainer.optimizers[0].state_dict()
 
 
-def fit_and_write(*args: Any, **kwargs: Any) -> list[Report]:
-    return [fit("Kronecker", *args, callbacks=[Writes()], **kwargs)]
-
-
-@pytest.mark.parametrize("layout", ["tensor", "fully sharded"])
-def test_what_hooks_write_to_parameters_reaches_their_owners(pool: WorkerPool, layout: str) -> None:
-    ranks, strategy, options = LAYOUTS[layout]
-    ((expected,),) = pool.run(fit_and_write, 1, "single", init=False)
-    reports = pool.run(fit_and_write, ranks, strategy, options, replicas_of(layout), init=False)
-    assert largest_difference(joined([own for (own,) in reports], "weights"), expected.weights) < EXACT
-
-
 class NotesOther(Callback):
     def on_train_epoch_start(self, trainer: L.Trainer, module: Any) -> None:
         for parameter in module.parameters() if trainer.current_epoch == 2 else ():
@@ -79,6 +67,11 @@ class NotesOther(Callback):
 class Freezes(Callback):
     def on_train_epoch_start(self, trainer: L.Trainer, module: Any) -> None:
         module.blocks[0].up.weight.requires_grad_(trainer.current_epoch < 1)
+
+
+class Unfreezes(Callback):
+    def on_train_epoch_start(self, trainer: L.Trainer, module: Any) -> None:
+        module.blocks[1].up.weight.requires_grad_(trainer.current_epoch > 0)
 
 
 class DecaysTrained(optimizers.LAMB):
@@ -110,22 +103,25 @@ class StartsAnew(optimizers.LAMB):
             del self.state[p]
 
 
-def fit_by(kind: type[optimizers.Short], callback: Callback, strategy: str, *args: Any, batch_size: int) -> Report:
+def fit_with(kind: Any, callback: Callback, strategy: str, options: Any = None, replicas: int = 1) -> Report:
+    if isinstance(kind, str):
+        return fit(kind, strategy, options, replicas, callbacks=[callback])
     module = type("Own", (Net,), {"configure_optimizers": lambda self: kind(self.parameters())})
-    return train(module, strategy, *args, max_epochs=EPOCHS, batch_size=batch_size, callbacks=[callback])
+    size = BATCH // replicas
+    return train(module, strategy, options, max_epochs=EPOCHS, batch_size=size, callbacks=[callback])
 
 
 @pytest.mark.parametrize(("kind", "callback", "layout"), [
-    (optimizers.Noted, NotesOther(), "tensor"), (DecaysTrained, Freezes(), "tensor"),
+    ("Kronecker", Writes(), "tensor"), ("Kronecker", Writes(), "fully sharded"),
+    (optimizers.Noted, NotesOther(), "tensor"),
+    (DecaysTrained, Freezes(), "tensor"),
+    ("Lookahead", Unfreezes(), "tensor"),
     (StartsAnew, Writes(), "fully sharded"),
-], ids=["notes", "requires_grad", "state"])  # fmt: skip
-def test_owners_follow_what_changes_on_parameters(
-    pool: WorkerPool, kind: type[optimizers.Short], callback: Callback, layout: str
-) -> None:
+], ids=["writes", "writes to parts", "notes", "freezes", "unfreezes", "state"])  # fmt: skip
+def test_owners_follow_what_changes_on_parameters(pool: WorkerPool, kind: Any, callback: Callback, layout: str) -> None:
     ranks, strategy, options = LAYOUTS[layout]
-    (single,) = pool.run(fit_by, 1, kind, callback, "single", batch_size=BATCH, init=False)
-    size = BATCH // replicas_of(layout)
-    reports = pool.run(fit_by, ranks, kind, callback, strategy, options, batch_size=size, init=False)
+    (single,) = pool.run(fit_with, 1, kind, callback, "single", init=False)
+    reports = pool.run(fit_with, ranks, kind, callback, strategy, options, replicas_of(layout), init=False)
     assert largest_difference(joined(reports, "weights"), single.weights) < EXACT
 
 
@@ -193,15 +189,6 @@ class Later(Net):
         return optimizers.LAMB([p for p in self.parameters() if p is not self.blocks[2].up.weight])
 
 
-def fit_later() -> None:
-    make_trainer("tensor", [Adds()], {}).fit(Later(), Later.loader())
-
-
-def test_a_parameter_that_comes_later_is_refused(pool: WorkerPool) -> None:
-    failures = pool.run(fit_later, 2, init=False, expect_errors=True, timeout=LIMIT)
-    assert_refused(failures, "RuntimeError", ["LAMB", "'blocks.2.up.weight'", "configure_optimizers"])
-
-
 class Hooked(Net):
     def configure_optimizers(self) -> Any:
         optimizer = optimizers.LAMB(self.parameters())
@@ -209,28 +196,18 @@ class Hooked(Net):
         return optimizer
 
 
-def fit_hooked() -> None:
-    make_trainer("tensor", [], {}).fit(Hooked(), Hooked.loader())
-
-
-def test_hooks_of_steps_are_refused(pool: WorkerPool) -> None:
-    failures = pool.run(fit_hooked, 2, init=False, expect_errors=True, timeout=LIMIT)
-    assert_refused(failures, "ValueError", ["LAMB", "register_step_post_hook", "on_train_batch_end"])
-
-
-class Unfreezes(Callback):
-    def on_train_epoch_start(self, trainer: L.Trainer, module: Any) -> None:
-        module.blocks[1].up.weight.requires_grad_(trainer.current_epoch > 0)
-
-
-def fit_unfreezing(*args: Any, **kwargs: Any) -> list[Report]:
-    return [fit("Lookahead", *args, callbacks=[Unfreezes()], **kwargs)]
-
-
-def test_a_frozen_parameter_may_be_trained_later(pool: WorkerPool) -> None:
-    ((expected,),) = pool.run(fit_unfreezing, 1, "single", init=False)
-    reports = pool.run(fit_unfreezing, 2, "tensor", init=False)
-    assert largest_difference(joined([own for (own,) in reports], "weights"), expected.weights) < EXACT
+@pytest.mark.parametrize(("model", "callbacks", "error", "words"), [
+    (Later, [Adds()], "RuntimeError", ["LAMB", "'blocks.2.up.weight'", "configure_optimizers"]),
+    (Hooked, [], "ValueError", ["LAMB", "register_step_post_hook", "on_train_batch_end"]),
+])  # fmt: skip
+def test_what_owners_cannot_follow_is_refused(
+    pool: WorkerPool, model: type[Net], callbacks: list[Callback], error: str, words: list[str]
+) -> None:
+    """A parameter that comes later, and hooks of steps."""
+    failures = pool.run(
+        train, 2, model, "tensor", init=False, expect_errors=True, timeout=LIMIT, callbacks=callbacks, max_epochs=2
+    )
+    assert_refused(failures, error, words)
 
 
 class MadeWithTheModule(Net):
@@ -253,7 +230,7 @@ def fit_twice(strategy: str, replicas: int = 1) -> dict[str, Tensor]:
     for epochs in (1, 2):
         trainer.fit_loop.max_epochs = epochs
         trainer.fit(module, module.loader(False, BATCH // replicas, share=share))
-    return {name: complete(p.detach()) for name, p in here(module).items()}
+    return weights_of(module)
 
 
 def test_a_second_fit_goes_on_with_the_state_of_the_first(pool: WorkerPool) -> None:
@@ -278,7 +255,7 @@ def go_on(kind: str, layout: str | None, epochs: int, read: Path | None, write: 
         spoil(module)
     trainer.fit(module, module.loader(False, BATCH // replicas, share=share), ckpt_path=read)
     trainer.save_checkpoint(write)
-    return {name: complete(p.detach()) for name, p in here(module).items()}
+    return weights_of(module)
 
 
 @pytest.mark.parametrize(("kind", "legs"), [
