@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.pool import WorkerPool
+from tests.thorough import thorough
 from tests.zoo import layouts
 from tests.zoo.layouts import TIMEOUT
 from tests.zoo.outcome import Outcome, judge
@@ -17,8 +18,10 @@ from tests.zoo.training import Error, Report, load
 FAULTY, ORDER = "tests.zoo.faulty", "tests.zoo.handwritten.order"
 
 
-@pytest.mark.parametrize("layout", ["1F1B 2", "fully sharded 2"])
-@pytest.mark.parametrize("entry", ["perturbed", "perturbed weights"])
+@pytest.mark.parametrize(("entry", "layout"), [
+    ("perturbed", "1F1B 2"), ("perturbed weights", "fully sharded 2"),
+    *thorough(("perturbed", "fully sharded 2"), ("perturbed weights", "1F1B 2")),
+])  # fmt: skip
 def test_a_difference_of_a_millionth_is_one(pool: WorkerPool, entry: str, layout: str) -> None:
     verdict = Runner(pool).run(FAULTY, load(FAULTY, entry), layouts.find(layout))
     assert verdict is not None and verdict.outcome is Outcome.DIFFERENT
