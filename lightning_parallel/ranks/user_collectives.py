@@ -39,6 +39,7 @@ class Collectives:
     running and sees the ranks of the data axis; None outside."""
 
     def __init__(self, layout: Layout, groups: Groups, device: torch.device) -> None:
+        self.groups = groups
         self._layout = layout
         self._replicas = groups.along("data")
         self._device = device

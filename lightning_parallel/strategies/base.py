@@ -10,7 +10,6 @@ import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from itertools import chain
@@ -79,19 +78,6 @@ from lightning_parallel.set_up.replicas import Replicas
 T = TypeVar("T")
 
 
-@dataclass(frozen=True)
-class _Joined:
-    """What this process has from the moment when it joins the others until it leaves them, for all runs between.
-
-    Attributes:
-        background: writes checkpoints while training goes on; None: training waits for them.
-    """
-
-    groups: Groups
-    collectives: Collectives
-    background: BackgroundSave | None
-
-
 @launched_by_make_launcher
 class LayoutStrategy(ParallelStrategy):
     """Base of the strategies that run a process on each device. ``axes`` are the sizes that the user gave, by name of
@@ -119,7 +105,10 @@ class LayoutStrategy(ParallelStrategy):
         self.num_nodes = 1  # the Trainer sets its own
         self._layout: Layout | None = None
         self._seed = 0
-        self._joined: _Joined | None = None
+        # From the moment when this process joins the others until it leaves them, for all runs between. The second one
+        # writes checkpoints while training goes on; None: training waits for them.
+        self._collectives: Collectives | None = None
+        self._background: BackgroundSave | None = None
         self._holds_part = False  # has `hold` been called in this run?
         self._original_names = OriginalNames()
         self._group_names: list[list[list[str]]] = []
@@ -158,29 +147,23 @@ class LayoutStrategy(ParallelStrategy):
     @override
     def is_global_zero(self) -> bool:
         """Is this the first rank? In a step, the first of the data axis."""
-        inside_step = self._joined is not None and self._joined.collectives.inside is not None
+        inside_step = self._collectives is not None and self._collectives.inside is not None
         return self.global_rank == 0 if inside_step else super().global_rank == 0
 
     @property
     def _counts_replicas(self) -> bool:
-        return self._joined is not None and self._joined.collectives.counts_replicas
+        return self._collectives is not None and self._collectives.counts_replicas
 
     @property
     def groups(self) -> Groups:
         """The process groups, from the launch on."""
-        assert self._joined is not None, "processes join in setup_environment"
-        return self._joined.groups
+        return self.collectives.groups
 
     @property
     def collectives(self) -> Collectives:
         """The collectives that Lightning and the user's code ask for, from the launch on."""
-        assert self._joined is not None, "processes join in setup_environment"
-        return self._joined.collectives
-
-    @property
-    def _background(self) -> BackgroundSave | None:
-        """Writes checkpoints while training goes on, if that is set and the processes have joined."""
-        return None if self._joined is None else self._joined.background
+        assert self._collectives is not None, "processes join in setup_environment"
+        return self._collectives
 
     @property
     def is_distributed(self) -> bool:
@@ -255,13 +238,11 @@ class LayoutStrategy(ParallelStrategy):
         wait, device = self.options.timeout, self.root_device
         timeout = wait if isinstance(wait, timedelta) else timedelta(seconds=wait)
         backend = self.options.process_group_backend or process_group.backend_for(self.parallel_devices or [], device)
-        if process_group.join(self.cluster_environment, self.layout, backend, timeout) or self._joined is None:
-            groups = Groups(self.layout, timeout, device)
-            background = None
+        if process_group.join(self.cluster_environment, self.layout, backend, timeout) or self._collectives is None:
+            self._collectives = Collectives(self.layout, Groups(self.layout, timeout, device), device)
             if self.options.async_save:
                 everyone = range(self.layout.world_size)
-                background = BackgroundSave(group_of_members(everyone, timeout, "gloo", "saves"))
-            self._joined = _Joined(groups, Collectives(self.layout, groups, device), background)
+                self._background = BackgroundSave(group_of_members(everyone, timeout, "gloo", "saves"))
         owners = self.lightning_module, getattr(self.lightning_module.trainer, "datamodule", None)
         self._at_end.callback(loaders.data_hooks_inside(owners, self.collectives))
         if not self.saves_as_lightning:
@@ -420,7 +401,7 @@ class LayoutStrategy(ParallelStrategy):
 
     def _inside_step(self, name: str) -> AbstractContextManager[None]:
         """Collectives.inside_step; outside of a run this rank is alone, and there is nothing to see otherwise."""
-        return nullcontext() if self._joined is None else self._joined.collectives.inside_step(name)
+        return nullcontext() if self._collectives is None else self._collectives.inside_step(name)
 
     def _try_optimizers(self) -> list[set[int]]:
         """For each optimizer the groups that it has to step as wholes."""
@@ -469,7 +450,7 @@ class LayoutStrategy(ParallelStrategy):
 
     def share_buffers(self) -> None:
         """Copy the first replica's buffers to all replicas, before buffers are used for evaluation or saved."""
-        if self._holds_part and not self.checkpoints.have_failed and self._joined is not None:
+        if self._holds_part and self._collectives is not None:
             self.replicas.copy_buffers()
             if self.checkpoints.average is not None:
                 peers, first = self.layout.peers("data"), self.layout.rank_at(data=0)
@@ -552,7 +533,7 @@ class LayoutStrategy(ParallelStrategy):
         if not self._holds_part:  # `trainer.strategy.connect(module)`, and no run
             return super().lightning_module_state_dict()
         self.drain()
-        if self._joined is not None:
+        if self._collectives is not None:
             self.collectives.meet("A checkpoint")
         self.share_buffers()
         return self.checkpoints.state_dict(self.run.module)
@@ -629,25 +610,25 @@ class LayoutStrategy(ParallelStrategy):
 
     @override
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
-        return tensor if self._joined is None else self.collectives.reduce(tensor, group, reduce_op)
+        return tensor if self._collectives is None else self.collectives.reduce(tensor, group, reduce_op)
 
     @override
     def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
-        over = None if self._joined is None else self.collectives.replicas_or(group)
+        over = None if self._collectives is None else self.collectives.replicas_or(group)
         return tensor if over is None else super().all_gather(tensor, over, sync_grads)
 
     @override
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        return decision if self._joined is None else self.collectives.decide(decision, all)
+        return decision if self._collectives is None else self.collectives.decide(decision, all)
 
     @override
     def barrier(self, name: str | None = None) -> None:
-        if self._joined is not None:
+        if self._collectives is not None:
             self.collectives.barrier()
 
     @override
     def broadcast(self, obj: T, src: int = 0) -> T:
-        return obj if self._joined is None else self.collectives.broadcast(obj, src)
+        return obj if self._collectives is None else self.collectives.broadcast(obj, src)
 
     # -- the end -------------------------------------------------------------------------------------------------
 
@@ -655,7 +636,7 @@ class LayoutStrategy(ParallelStrategy):
     def on_exception(self, exception: BaseException) -> None:
         """Close the connections, and save nothing any more that would need other ranks. When this process ends, they
         notice it (:func:`.process_group.close` says when)."""
-        if self._joined is not None:
+        if self._collectives is not None:
             explain(exception, self.layout)
         self._options_used = None  # a callback that saves now may be alone
         if self._watch is not None:
@@ -667,7 +648,7 @@ class LayoutStrategy(ParallelStrategy):
                 self._background.finish()
             except RuntimeError as error:  # the exception ends the run, whatever came of the save
                 rank_zero_warn(str(error))
-        self._joined = None  # nothing may refer to a group that is destroyed
+        self._collectives = self._background = None  # nothing may refer to a group that is destroyed
         process_group.close()
 
     @override
