@@ -18,8 +18,8 @@ from __future__ import annotations
 import math
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,6 +41,7 @@ from lightning_parallel.late.settings import LateGradients
 from lightning_parallel.late.training import AsynchronousTraining
 from lightning_parallel.pipeline.staleness import Correction, Stashing
 from lightning_parallel.pipeline.weights import WeightVersions
+from lightning_parallel.private.lightning.batches import ends_update
 from lightning_parallel.ranks.layout import Placement
 from lightning_parallel.schedules.named import TITLES, Endless, placement_of
 from lightning_parallel.schedules.simulate import most_held
@@ -130,7 +131,6 @@ class AsyncPipelineStrategy(StagedStrategy):
         )
         self._own: dict[int, frozenset[str]] = {}  # the names of the parameters that each chunk updates
         self._steps = False  # does the optimizer step after the batch that runs?
-        self._accumulates = False  # or does Lightning only accumulate its gradients?
 
     # -- set-up --------------------------------------------------------------------------------------------------
 
@@ -279,19 +279,9 @@ class AsyncPipelineStrategy(StagedStrategy):
             self._steps = False
 
     @override
-    @contextmanager
-    def block_backward_sync(self) -> Iterator[None]:
-        """Lightning runs a batch inside this context if the batch only accumulates gradients."""
-        self._accumulates = True
-        try:
-            yield
-        finally:
-            self._accumulates = False
-
-    @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         microbatches, engine = self.at_work.microbatches, self.at_work.engine
-        if not (self._steps or self._accumulates):
+        if not self._steps and ends_update(self.run.trainer):
             raise RuntimeError(
                 f"{type(self.lightning_module).__name__}.optimizer_step calls the closure itself, but in the "
                 f"asynchronous pipeline each stage steps inside it. Use optimizer.step(closure=closure) in every batch."

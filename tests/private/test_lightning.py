@@ -25,7 +25,7 @@ from lightning.pytorch.callbacks import (
     StochasticWeightAveraging,
 )
 from lightning.pytorch.plugins.environments import LightningEnvironment, SLURMEnvironment
-from lightning.pytorch.strategies import SingleDeviceStrategy, Strategy
+from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor
 from torch.utils.data import DataLoader
@@ -300,11 +300,3 @@ def test_workers_are_seeded_where_no_init_function_is_given() -> None:
     source = inspect.getsource(data_connector._process_dataloader)
     assert source.index("strategy.process_dataloader") < source.index("_auto_add_worker_init_fn")
     assert list(inspect.signature(pl_worker_init_function).parameters) == ["worker_id", "rank"]
-
-
-def test_the_hooks_that_strategies_override_exist() -> None:
-    """Otherwise an override would never be called."""
-    hooks = ("process_dataloader", "model_sharded_context", "restore_checkpoint_after_setup", "on_exception",
-             "lightning_restore_optimizer", "distributed_sampler_kwargs", "pre_backward", "post_backward",
-             "block_backward_sync")  # fmt: skip
-    assert all(hasattr(Strategy, hook) or hasattr(L.pytorch.strategies.ParallelStrategy, hook) for hook in hooks)
