@@ -12,8 +12,8 @@ The asynchronous pipeline averages once an update, within the update's last back
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
 import torch.distributed as dist
@@ -49,7 +49,7 @@ class Replicas:
         self._before: dict[str, Tensor] = {}  # the digests of buffers before the last batch
         self._looks = _LOOKS
         self._first = dist.get_global_rank(group, 0)
-        self._averager: GradientAverager | None = None
+        self.averager: GradientAverager | None = None  # of a training with several replicas
         self._factor: Callable[[], Number] = lambda: 1.0
         self._hooks: list[RemovableHandle] = []
 
@@ -105,54 +105,40 @@ class Replicas:
         """Begin training.
 
         Args:
-            watch: put hooks on the parameters that notice their gradients. Otherwise :meth:`ready` is called.
+            watch: put hooks on the parameters that tell the averager of their gradients. Otherwise the caller does.
             factor: gives the number by which this replica's complete gradients are multiplied before they are averaged.
         """
         self._factor = factor
         if self._group.size() == 1:
             return
-        self._averager = GradientAverager(self._local.replicated, self._group, factor=factor)
+        self.averager = averager = GradientAverager(self._local.replicated, self._group, factor=factor)
+
+        def grown(name: str, parameter: Tensor) -> None:
+            assert parameter.grad is not None
+            averager.ready(name, parameter.grad)
+
         if watch:
             self._hooks = [
-                parameter.register_post_accumulate_grad_hook(partial(self._grown, name))
+                parameter.register_post_accumulate_grad_hook(partial(grown, name))
                 for name, parameter in self._local.replicated.items()
                 if parameter.requires_grad
             ]
 
-    def _grown(self, name: str, parameter: nn.Parameter | Tensor) -> None:
-        assert parameter.grad is not None
-        self.ready(name, parameter.grad)
-
-    @contextmanager
-    def completing(self, names: Collection[str] | None = None) -> Iterator[None]:
+    def completing(self, names: Collection[str] | None = None) -> AbstractContextManager[None]:
         """Inside, a backward completes a batch's gradients of these parameters, by default of all. They are averaged
         while it runs."""
-        if self._averager is None:
-            yield
-            return
-        with self._averager.completing(self._local.replicated.keys() if names is None else names):
-            yield
+        if self.averager is None:
+            return nullcontext()
+        return self.averager.completing(self._local.replicated.keys() if names is None else names)
 
-    @property
-    def in_last_backward(self) -> bool:
-        """Has an update's last backward begun? :meth:`ready` has to be called in it."""
-        return self._averager is not None and self._averager.begun
-
-    def ready(self, name: str, gradient: Tensor) -> None:
-        """Take a parameter's gradient that has grown. In a batch's last backward it is complete."""
-        if self._averager is not None:
-            self._averager.ready(name, gradient)
-
-    def averaged(
-        self, gradients: Mapping[str, Tensor | None], names: Collection[str] | None = None
-    ) -> Gradients:
+    def averaged(self, gradients: Mapping[str, Tensor | None], names: Collection[str] | None = None) -> Gradients:
         """The mean of complete gradients over the replicas, with their factors. All replicas call it. Gradients of
         fully sharded parameters are means already. ``names``: those of the parameters, if they aren't all."""
-        if self._averager is not None and names is not None:
+        if self.averager is not None and names is not None:
             own = {name: parameter for name, parameter in self._local.replicated.items() if name in names}
             return {**gradients, **GradientAverager(own, self._group, factor=self._factor).finish(gradients)}
-        if self._averager is not None:
-            return {**gradients, **self._averager.finish(gradients)}
+        if self.averager is not None:
+            return {**gradients, **self.averager.finish(gradients)}
         multiply([g for name in self._local.replicated if (g := gradients.get(name)) is not None], self._factor())
         return {**gradients}
 
@@ -160,4 +146,4 @@ class Replicas:
         """Remove the hooks."""
         for hook in self._hooks:
             hook.remove()
-        self._hooks, self._averager = [], None
+        self._hooks, self.averager = [], None

@@ -240,9 +240,10 @@ class AsyncPipelineStrategy(StagedStrategy):
         return versions
 
     def _gradient_grown(self, name: str) -> None:
-        if self.replicas.in_last_backward:
+        averager = self.replicas.averager
+        if averager is not None and averager.begun:  # in an update's last backward
             (versions,) = self.training.versions.values()
-            self.replicas.ready(name, versions.gradient(name))
+            averager.ready(name, versions.gradient(name))
 
     def _completed(self, gradients: Gradients, chunk: int) -> Gradients:
         # In a V a chunk's averages would meet those of another one's update, so they are sent when it is complete.
