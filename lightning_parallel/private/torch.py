@@ -500,12 +500,6 @@ def abort_groups() -> None:
     c10d._abort_process_group()
 
 
-def is_bound_to_device() -> bool:
-    """Is the default group bound to a device (``device_id=`` of ``init_process_group``)? Then NCCL splits it to make
-    each later group, and all its ranks have to take part."""
-    return c10d._get_default_group().bound_device_id is not None
-
-
 def default_store() -> Store:
     """The store over which the processes of the default group met. torch gives no other access to it where somebody
     else made the group."""

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from lightning.fabric.plugins import ClusterEnvironment
 
 from lightning_parallel.private.lightning.launching import init_process_group
-from lightning_parallel.private.torch import abort_groups, connecting, forget_meshes, is_bound_to_device
+from lightning_parallel.private.torch import abort_groups, connecting, forget_meshes
 from lightning_parallel.ranks import rendezvous
 from lightning_parallel.ranks.collectives import all_alike, broadcast_object
 from lightning_parallel.ranks.layout import Layout
@@ -67,7 +67,8 @@ def join(environment: ClusterEnvironment, layout: Layout, backend: str, timeout:
         raise RuntimeError(
             f"A process group with backend={dist.get_backend()!r} exists already. {fix} backend='gloo' or 'nccl'."
         )
-    if is_bound_to_device():
+    world = dist.group.WORLD
+    if world is not None and world.bound_device_id is not None:  # NCCL would split it, see above
         raise RuntimeError(f"A process group that was made with device_id= exists already. {fix}out device_id=.")
     return joined
 
