@@ -41,18 +41,16 @@ SET_BY_TRAINER: Mapping[str, Any] = types.MappingProxyType({"set_by_trainer": Tr
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """The limits of a number, both included; None for no limit."""
+    """The limits of a number, both included; None for no upper one."""
 
-    low: float | None = None
+    low: float
     high: float | None = None
 
     def __contains__(self, value: float) -> bool:
-        return (self.low is None or value >= self.low) and (self.high is None or value <= self.high)
+        return self.low <= value and (self.high is None or value <= self.high)
 
     def __str__(self) -> str:
-        if self.high is None:
-            return f"of at least {self.low:g}"
-        return f"from {self.low:g} to {self.high:g}" if self.low is not None else f"of at most {self.high:g}"
+        return f"of at least {self.low:g}" if self.high is None else f"from {self.low:g} to {self.high:g}"
 
 
 @dataclass(frozen=True, slots=True)
