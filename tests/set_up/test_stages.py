@@ -1,4 +1,4 @@
-"""Every rank holds its stage of the module, whatever it made before, and its optimizer that stage's parameters."""
+"""Every rank holds its stage of the module, whatever it made before."""
 
 from __future__ import annotations
 
@@ -14,8 +14,6 @@ from tests.pool import WorkerPool
 from tests.strategies import harness
 from tests.strategies.harness import here
 from tests.strategies.models import MODELS
-
-# -- parameters ----------------------------------------------------------------------------------------------
 
 
 class AtStart(Callback):
@@ -57,6 +55,3 @@ def test_what_several_stages_hold_is_the_first_one_s_and_the_rest_each_stage_s_o
         else:
             ((stage, value),) = holders.items()
             assert value == 2 - stage, name
-
-
-# -- the optimizer -------------------------------------------------------------------------------------------
