@@ -20,7 +20,7 @@ of all networks are whole on every rank.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -115,7 +115,7 @@ class FullyShardedStrategy(LayoutStrategy):
         self._outside: set[nn.Module] = set()  # whose divided parameters only the root gathers, and the module
         self._writes: dict[bool, Writes] = {}  # in training, and in evaluation
         self._guard = BackwardGuard()
-        self._example: Any = None  # the module's example_input_array, until training starts
+        self._example_back = ExitStack()  # gives the module its example_input_array
 
     # -- set-up --------------------------------------------------------------------------------------------------
 
@@ -142,7 +142,7 @@ class FullyShardedStrategy(LayoutStrategy):
             self.replicas.begin(watch=False)
             if self._root is not None:
                 self._take_example(trainer)
-                self._at_end.callback(self._put_example_back)
+                self._at_end.callback(self._example_back.close)
             self._guard.begin([] if module.automatic_optimization else local.replicated.values())
             self._at_end.callback(self._guard.end)
         self.begin_averages()
@@ -229,15 +229,11 @@ class FullyShardedStrategy(LayoutStrategy):
                 f"{type(module).__name__}.example_input_array is a property. Lightning's summary would call the module "
                 f"with it outside of a step, where parameters aren't gathered: use Trainer(enable_model_summary=False)."
             ) from None
-        self._example = example
-
-    def _put_example_back(self) -> None:
-        if self._example is not None:
-            self.run.module.example_input_array, self._example = self._example, None
+        self._example_back.callback(setattr, module, "example_input_array", example)
 
     @override
     def on_train_start(self) -> None:
-        self._put_example_back()
+        self._example_back.close()
 
     # -- a batch -------------------------------------------------------------------------------------------------
 
