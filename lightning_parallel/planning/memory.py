@@ -27,7 +27,7 @@ from lightning_parallel.planning.layouts import Choice
 from lightning_parallel.planning.moments import held_and_fullest, message_buffers
 from lightning_parallel.private.torch import tree_leaves
 from lightning_parallel.schedules.asynchronous import AsyncOneFOneB
-from lightning_parallel.strategies.fully_sharded import find_units
+from lightning_parallel.set_up.unit_shards import find_units
 
 
 @dataclass(frozen=True)

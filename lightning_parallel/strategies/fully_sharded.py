@@ -1,20 +1,13 @@
 """Fully sharded data parallelism: a share of every batch, and a part of every parameter, on each rank.
 
-The sharding is torch's own (``torch.distributed.fsdp.fully_shard``), for LightningModules as they are. The blocks of
-the model are its units (:mod:`lightning_parallel.fully_sharded.units`). What lies around them belongs to the root::
+The parameters are divided unit by unit (``set_up/unit_shards.py``). torch's ``fully_shard`` hooks into ``forward``, but
+Lightning calls ``training_step``. So the steps are called through the forward of a root around the module, as Lightning
+does with DDP's wrapper::
 
-    _Root                      fully_shard: gathered for the whole step
-      LightningModule          the user's class, untouched; its steps run as the root's forward
-        embedding, head, ...
-        block 0, 1, ...        fully_shard each: gathered while it runs, forward and backward
-
-``fully_shard`` hooks into ``forward``, but Lightning calls ``training_step``. So the steps are called through the
-forward of the root, as Lightning does with DDP's wrapper. A parameter without dimensions can't be divided: every rank
-keeps it whole, and its gradient is averaged here.
-
-A step with manual optimization updates parameters while it runs, so nothing may stay gathered for all of it. There is
-no root then: each network that the module holds (a GAN's generator and discriminator) is a unit, and parameters outside
-of all networks are whole on every rank.
+    Lightning            here
+    training_step        the root gathered, the user's step; each unit gathered while it runs
+    backward             autograd, which reduces each unit's gradients; those of whole parameters averaged here
+    clip, step           of this rank's parts, by the norm of the whole model
 """
 
 from __future__ import annotations
@@ -22,31 +15,22 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
-import torch
 from lightning.pytorch.callbacks import ModelSummary
-from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_parallel.callbacks.start_table import Holding
-from lightning_parallel.checks.manual import BackwardGuard, networks
-from lightning_parallel.cuts.layers import Layers, named_layers
-from lightning_parallel.fully_sharded.units import check_dtypes, materialize, refuse_second_derivatives, untied
-from lightning_parallel.fully_sharded.uses import Uses
+from lightning_parallel.checks.manual import BackwardGuard
 from lightning_parallel.gradients.swapping import add_gradients, swap_gradients
 from lightning_parallel.private.lightning.launching import callbacks_of
-from lightning_parallel.ranks.collectives import broadcast_tensors
 from lightning_parallel.ranks.local_model import LocalModel
-from lightning_parallel.ranks.writes import Writes
 from lightning_parallel.set_up.options import ProcessOptions
-from lightning_parallel.set_up.part_of_model import attributes_kept, configure_part, move_others, refuse_calls
+from lightning_parallel.set_up.part_of_model import configure_part, move_others, refuse_calls
+from lightning_parallel.set_up.unit_shards import UnitShards
 from lightning_parallel.settings import Auto, Count, takes
 from lightning_parallel.strategies.base import LayoutStrategy
 
@@ -73,17 +57,6 @@ class FullyShardedOptions(ProcessOptions):
     units: Sequence[str] | None = None
 
 
-class _Root(nn.Module):
-    """Holds the parameters that lie in no unit, and runs the user's steps as its forward."""
-
-    def __init__(self, module: pl.LightningModule) -> None:
-        super().__init__()
-        self.module = module
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.module(*args, **kwargs)
-
-
 class FullyShardedStrategy(LayoutStrategy):
     """Data parallelism with parameters, gradients and optimizer state fully sharded (ZeRO-3, Rajbhandari et al. 2020).
 
@@ -104,17 +77,12 @@ class FullyShardedStrategy(LayoutStrategy):
 
     options: FullyShardedOptions
     calls_configure_part = True
-    _uses: Uses  # from set-up on
 
     @takes(FullyShardedOptions)
     def __init__(self, options: FullyShardedOptions) -> None:
         super().__init__(options, data=options.data_parallel)
-        self._fully_sharded: pl.LightningModule | None = None
-        self._root: _Root | None = None  # with automatic optimization
-        self._units: list[FSDPModule] = []  # all of them, the root too
-        self._outside: set[nn.Module] = set()  # whose divided parameters only the root gathers, and the module
-        self._writes: dict[bool, Writes] = {}  # in training, and in evaluation
         self._guard = BackwardGuard()
+        self._shards = UnitShards(options.units, options.reshard_after_forward, options.cpu_offload, self._guard)
         self._example_back = ExitStack()  # gives the module its example_input_array
 
     # -- set-up --------------------------------------------------------------------------------------------------
@@ -131,74 +99,19 @@ class FullyShardedStrategy(LayoutStrategy):
             configure_part(module)
             self.hold(LocalModel.of(module))
             return self.begin_averages()
-        if self._fully_sharded is not module:
-            with attributes_kept(module):
-                self._fully_shard(module)
-        if self._root is not None:
-            self.model = self._root
+        self._shards.divide(run)
+        if self._shards.root is not None:
+            self.model = self._shards.root
         local = LocalModel.of(module)
         self.hold(local)
         if run.trains:
             self.replicas.begin(watch=False)
-            if self._root is not None:
+            if self._shards.root is not None:
                 self._take_example(trainer)
                 self._at_end.callback(self._example_back.close)
             self._guard.begin([] if module.automatic_optimization else local.replicated.values())
             self._at_end.callback(self._guard.end)
         self.begin_averages()
-
-    def _fully_shard(self, module: pl.LightningModule) -> None:
-        if any(isinstance(parameter, DTensor) for parameter in module.parameters()):
-            raise ValueError(
-                "The module's parameters are fully sharded already, by another Trainer, before an error, or by you. "
-                "Build a new module for this Trainer, and load its weights from a checkpoint."
-            )
-        manual = not module.automatic_optimization
-        units = find_units(module, self.options.units, manual=manual)
-        offload = self.options.cpu_offload and self.root_device.type != "cpu"
-        policy = CPUOffloadPolicy() if offload else OffloadPolicy()
-        replicas = self.groups.along("data")
-        mesh = DeviceMesh.from_group(replicas, self.root_device.type, mesh_dim_names=("data",))
-        scalars: set[nn.Parameter] = set()
-        root = None if manual else _Root(module)
-        self._units = []
-        for name, part in (*units.items(), ("", root or module)):  # the rest last: what the others have left
-            materialize(name, part if name else module, self.root_device)
-            parameters = [p for p in part.parameters() if not isinstance(p, DTensor) and p not in scalars]
-            for parameter in parameters:
-                parameter.data = parameter.data.to(self.root_device).contiguous()
-            # A user's script need not seed its weights.
-            broadcast_tensors(parameters, self.layout.rank_at(data=0), replicas)
-            if part is module:
-                break  # there is no root
-            scalars.update(parameter for parameter in parameters if parameter.dim() == 0)
-            # None: the root's parameters stay, since its backward begins as soon as its forward has ended.
-            reshard = self.options.reshard_after_forward if part is not root else None
-            fully_shard(part, mesh=mesh, reshard_after_forward=reshard, offload_policy=policy, ignored_params=scalars)
-            assert isinstance(part, FSDPModule)
-            self._units.append(part)
-            part.register_forward_pre_hook(partial(self._gathered, module))
-            part.register_forward_hook(partial(self._about_to_free, module), prepend=True)  # before torch's own
-            if name:
-                refuse_second_derivatives(name, part)
-        for buffer in module.buffers():
-            buffer.data = buffer.data.to(self.root_device)
-        configure_part(module)
-        checked = set(scalars)
-        for name, part in (*units.items(), *([("", root)] if root else ())):
-            own = [parameter for parameter in part.parameters() if parameter not in checked]
-            check_dtypes(name, own)
-            checked.update(own)
-        self._root, self._fully_sharded = root, module
-        divided = {
-            name: part
-            for name, part in module.named_modules()
-            if any(isinstance(parameter, DTensor) for parameter in part.parameters(recurse=False))
-        }
-        host_group = self.groups.on_host(self.layout.peers("data"))
-        self._uses = Uses(units, divided, host_group)
-        self._outside = {module, *divided.values()} - {part for unit in units.values() for part in unit.modules()}
-        self._writes = {training: Writes(_LOST, host_group) for training in (True, False)}
 
     @property
     @override
@@ -237,42 +150,31 @@ class FullyShardedStrategy(LayoutStrategy):
 
     # -- a batch -------------------------------------------------------------------------------------------------
 
-    def _gathered(self, module: nn.Module, unit: nn.Module, args: Any) -> None:
-        """Begin to watch a unit's parameters for writes. They are whole now, and its forward is about to run."""
-        writes = self._writes[torch.is_grad_enabled()]
-        if writes.is_on and not self._guard.is_open:  # in a backward a unit runs again, perhaps not to its end
-            own = set(unit.parameters()) - set(self.local_model.replicated.values())
-            named = module.named_parameters()
-            writes.begin({name: p for name, p in named if p in own and not isinstance(p, DTensor)})
-
-    def _about_to_free(self, module: nn.Module, unit: nn.Module, args: Any, output: Any) -> None:
-        self._writes[torch.is_grad_enabled()].end(module.named_parameters())
-
     @override
     def run_step(self, kind: str, *args: Any, **kwargs: Any) -> Any:
         if self.holds_all:
             return super().run_step(kind, *args, **kwargs)
         # As for writes to gathered parameters, the first steps are watched.
-        is_watched = kind == "training_step" and self._writes[True].is_on
+        is_watched = kind == "training_step" and self._shards.writes[True].is_on
         with _explained(), self._watch if self._watch is not None and is_watched else nullcontext():
             output = super().run_step(kind, *args, **kwargs)
         if kind != "training_step":
-            self._uses.compare()
-            self._writes[False].check()
-            self._free()  # after training steps the backward does it
+            self._shards.uses.compare()
+            self._shards.writes[False].check()
+            self._shards.free()  # after training steps the backward does it
         return output
 
     @override
     def pre_backward(self, closure_loss: Tensor) -> None:
         if not self.holds_all:
-            self._uses.compare(closure_loss)
+            self._shards.uses.compare(closure_loss)
 
     @override
     def make_gradients(self, backward: Callable[[], None]) -> None:
         """Run the backward, and average the gradients of parameters that every rank holds whole."""
         if self.holds_all:
             return backward()
-        self._writes[True].check()
+        self._shards.writes[True].check()
         whole = self.local_model.replicated
         accumulated = swap_gradients(whole, {})  # of earlier batches: means already
         with _explained(), self._guard.open():
@@ -283,55 +185,22 @@ class FullyShardedStrategy(LayoutStrategy):
     @override
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         output = super().optimizer_step(optimizer, closure, model, **kwargs)
-        if self._root is None:
-            self._free()  # with reshard_after_forward=False, what no backward has freed would be used as it was
+        if self._shards.root is None:
+            self._shards.free()  # with reshard_after_forward=False, what no backward has freed would be used as it was
         return output
-
-    def _free(self) -> None:
-        for unit in self._units:
-            unit.reshard()
 
     # -- the end -------------------------------------------------------------------------------------------------
 
     @override
     def on_exception(self, exception: BaseException) -> None:
-        self._fully_sharded = None  # over groups that are closed now
+        self._shards.module = None  # over groups that are closed now
         super().on_exception(exception)
 
     @override
     def teardown(self) -> None:
         super().teardown()
-        if self._root is not None:
-            refuse_calls(self._outside, self._at_next_run)
-
-
-def find_units(
-    module: nn.Module, patterns: Sequence[str] | None = None, *, manual: bool = False
-) -> dict[str, nn.Module]:
-    """The units of a model, by name, those inside another one first.
-
-    Args:
-        patterns: the setting ``units``.
-        manual: optimization is manual, so there is no root around the units, and by default networks are units too.
-
-    Raises:
-        ValueError: a pattern matches nothing, or a unit is inside another.
-    """
-    if patterns is not None:
-        return untied(module, named_layers(module, patterns, "units") or [])
-    if not manual:
-        return untied(module, Layers(module, None).in_lists())
-    names = []
-    for name, network in networks(module).items():
-        names += [*(f"{name}.{layer}" for layer in Layers(network, None).in_lists()), name]
-    return untied(module, names)
-
-
-_LOST = (
-    "A step changes '{}' in place. It sees the parameter gathered, and this copy is freed: the change would be lost. "
-    "Compute with another tensor, as in F.linear(x, self.weight * self.mask), or change it in on_train_batch_start, "
-    "where each rank has its part. Or use strategy='ddp'."
-)
+        if self._shards.root is not None:
+            refuse_calls(self._shards.outside, self._at_next_run)
 
 
 @contextmanager

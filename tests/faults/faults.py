@@ -28,10 +28,10 @@ from lightning_parallel.seeding import TorchGenerators
 from lightning_parallel.set_up.splitting import Splitting
 from lightning_parallel.set_up.stages import Stages
 from lightning_parallel.set_up.tensor_shards import TensorShards
+from lightning_parallel.set_up.unit_shards import UnitShards
 from lightning_parallel.steps.loss_means import LossMeans
 from lightning_parallel.strategies import pipeline
 from lightning_parallel.strategies.base import LayoutStrategy
-from lightning_parallel.strategies.fully_sharded import FullyShardedStrategy
 from lightning_parallel.strategies.pipeline import PipelineStrategy
 from lightning_parallel.strategies.tensor import TensorParallelStrategy
 from lightning_parallel.tensor import functions, linear
@@ -330,9 +330,9 @@ def unmasked(original: Any, self: VocabParallelEmbedding, ids: Tensor) -> Tensor
 # -- fully sharded -----------------------------------------------------------------------------------------------
 
 
-@in_place_of(FullyShardedStrategy, "_fully_shard")
-def summed_gradients(original: Any, self: FullyShardedStrategy, module: Any) -> None:
-    original(self, module)
+@in_place_of(UnitShards, "divide")
+def summed_gradients(original: Any, self: UnitShards, run: Any) -> None:
+    original(self, run)
     for unit in self._units:
         unit.set_gradient_divide_factor(1.0)
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from lightning_parallel.fully_sharded.units import check_dtypes, materialize
-from lightning_parallel.strategies.fully_sharded import find_units
+from lightning_parallel.set_up.unit_shards import find_units
 from tests.strategies.models import GPT2, Blocks, Gate, LeNet
 
 
