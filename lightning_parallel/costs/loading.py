@@ -12,7 +12,7 @@ from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import DataLoader
 
 from lightning_parallel.comparison.runs import batches_of
-from lightning_parallel.private.torch import with_one_worker
+from lightning_parallel.loading.loaders import with_one_worker
 
 _BATCHES = 4  # that are loaded; the first one may take longer, and isn't timed unless there is no other
 _LONG = 1.0  # seconds of the others, after which no more are
@@ -59,8 +59,7 @@ def first_batch(loader: Iterable[Any]) -> Loaded:
     if isinstance(loader, CombinedLoader):  # what all of its loaders' workers do together counts as one worker's
         workers = int(any(getattr(each, "num_workers", 0) for each in loader.flattened))
     elif isinstance(loader, DataLoader):
-        workers, generator = loader.num_workers, loader.generator
-        loader = with_one_worker(loader) if workers else loader
+        workers, generator, loader = loader.num_workers, loader.generator, with_one_worker(loader)
     before = None if generator is None else generator.get_state()
     first, times, start = None, [], time.perf_counter()
     for batch in batches_of(loader):

@@ -26,6 +26,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
 from lightning_parallel.batch import samples_of, split
+from lightning_parallel.loading.loaders import with_one_worker
 from lightning_parallel.loading.read_ahead import ReadAhead, can_hand_on
 from lightning_parallel.private.lightning.data import LoaderSource, before_batch_transfer, mode_of
 from lightning_parallel.ranks.run import Run
@@ -167,10 +168,8 @@ def _of_its_own(loader: Any) -> Any:
     is_table = isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
     if not is_table and not getattr(loader, "num_workers", 0):
         return ReadAhead(loader)
-    own = copy.copy(loader)
-    own.num_workers = min(1, loader.num_workers)
+    own = with_one_worker(loader)
     own.prefetch_factor = 1 if own.num_workers else None
-    object.__setattr__(own, "persistent_workers", False)
     copies: dict[int, Any] = {}
     for name in ("generator", "dataset", "sampler", "batch_sampler") if is_table else ("generator",):
         if hasattr(loader, name):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -72,6 +73,14 @@ def prepare(dataloader: object, layout: Layout) -> object:
     if int(os.environ.get("PL_SEED_WORKERS", 0)) and dataloader.worker_init_fn is None:
         dataloader.worker_init_fn = partial(pl_worker_init_function, rank=layout.index("data"))
     return dataloader
+
+
+def with_one_worker(loader: Any) -> Any:
+    """A copy of a loader, with one worker if that has several. Workers that it has started stay its own."""
+    own = copy.copy(loader)
+    own.num_workers = min(1, loader.num_workers)
+    object.__setattr__(own, "persistent_workers", False)  # a DataLoader refuses it, since its workers may run
+    return own
 
 
 def refuse_unequal_steps(run: Run, kind: str, batches: Sequence[float]) -> None:

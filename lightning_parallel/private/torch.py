@@ -7,7 +7,6 @@ implements three private methods, by which torch's checkpoints ask a tensor for 
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import re
 import threading
@@ -41,7 +40,6 @@ from torch.utils._pytree import tree_flatten as tree_flatten
 from torch.utils._pytree import tree_leaves as tree_leaves
 from torch.utils._pytree import tree_map as tree_map
 from torch.utils._pytree import tree_unflatten as tree_unflatten
-from torch.utils.data import DataLoader
 from torch.utils.hooks import RemovableHandle
 
 # Collectives that gather into one tensor, or scatter one. They have these names since torch 2.13, which warns of the
@@ -429,15 +427,6 @@ def group_of_members(
     c10d._world.pg_group_ranks[group] = {rank: i for i, rank in enumerate(ranks)}
     made: dist.ProcessGroup = group
     return made
-
-
-def with_one_worker(loader: DataLoader[Any]) -> DataLoader[Any]:
-    """A copy of a loader with workers, which has one. Persistent workers that the loader has started stay its own: they
-    are in a private attribute, without which they would begin anew for the copy."""
-    alone = copy.copy(loader)
-    alone.num_workers = 1
-    alone._iterator = None
-    return alone
 
 
 @contextmanager

@@ -12,9 +12,18 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler
 from torch.utils.data.distributed import DistributedSampler
 
+from lightning_parallel.loading.loaders import with_one_worker
 from tests.pool import WorkerPool
 from tests.strategies.harness import complete, here, make_trainer
 from tests.strategies.models import LeNet, Rows
+
+
+def test_a_copy_with_one_worker_leaves_persistent_ones_to_their_loader() -> None:
+    loader = DataLoader(torch.arange(8), num_workers=2, persistent_workers=True)  # type: ignore[arg-type]
+    own = iter(loader)
+    first = next(own)
+    assert [int(each) for each in with_one_worker(loader)] == [*range(8)]
+    assert [int(first), *map(int, own)] == [*range(8)] and loader.num_workers == 2
 
 
 class Endless(IterableDataset[Any]):

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
-from torch.utils.data import DataLoader
 from torch.utils.dlpack import to_dlpack
 
 from lightning_parallel.private import torch as torch_private
@@ -314,11 +313,3 @@ def test_common_scaler_is_asked_by_a_fused_optimizer(monkeypatch: pytest.MonkeyP
     scaler.scale((weight * float("inf")).sum()).backward()
     scaler.step(optimizer)
     assert shared == [1.0] and torch.equal(weight, torch.ones(2))
-
-
-def test_with_one_worker_leaves_persistent_workers_to_their_loader() -> None:
-    loader = DataLoader(torch.arange(8), num_workers=2, persistent_workers=True)
-    own = iter(loader)
-    first = next(own)
-    assert [int(each) for each in torch_private.with_one_worker(loader)] == [*range(8)]
-    assert [int(first), *map(int, own)] == [*range(8)] and loader.num_workers == 2
