@@ -83,7 +83,7 @@ class LayoutStrategy(ParallelStrategy):
     """Base of the strategies that run a process on each device. ``axes`` are the sizes that the user gave, by name of
     the axis."""
 
-    calls_configure_part = False  # is a module's configure_part called (set_up/part_of_model.py)?
+    calls_configure_part = True  # of a module (set_up/part_of_model.py), which asks for this
     run: Run  # from `prepare` on
     # From `hold` on: this rank's parameters and buffers, its replica beside the others, and what saves and loads them.
     local_model: LocalModel
@@ -375,9 +375,9 @@ class LayoutStrategy(ParallelStrategy):
         """The ranks whose gradients make one norm for clipping."""
         return self.groups.model
 
+    @abstractmethod
     def holding(self) -> Holding:
         """This rank's part of the model, as the table at the start describes it."""
-        return Holding("all")
 
     @override
     def model_to_device(self) -> None:

@@ -76,7 +76,6 @@ class FullyShardedStrategy(LayoutStrategy):
     """
 
     options: FullyShardedOptions
-    calls_configure_part = True
 
     @takes(FullyShardedOptions)
     def __init__(self, options: FullyShardedOptions) -> None:

@@ -67,7 +67,6 @@ class StagedStrategy(LayoutStrategy):
     """Base of the synchronous and the asynchronous pipeline."""
 
     options: StagedOptions
-    calls_configure_part = True
     gradients_on_parameters = True  # do backwards add to `p.grad`?
     keep_together = False  # has one stage to hold all of a unit, where a cut allows it?
     is_one_process = False  # is there one rank, and nothing that asks for parts of a step? Lightning runs it then
@@ -104,10 +103,11 @@ class StagedStrategy(LayoutStrategy):
         """The number of microbatches for ``microbatches="auto"``."""
 
     @property
+    @abstractmethod
     def placement(self) -> Placement:
         """The stage of each chunk."""
-        return tuple(range(self.layout.stages))
 
+    @abstractmethod
     def check_partition(self, partition: Partition) -> None:
         """Refuse a partition that can't be trained."""
 

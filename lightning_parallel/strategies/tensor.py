@@ -71,7 +71,6 @@ class TensorParallelStrategy(LayoutStrategy):
     """
 
     options: TensorParallelOptions
-    calls_configure_part = True
 
     @takes(TensorParallelOptions)
     def __init__(self, options: TensorParallelOptions) -> None:
