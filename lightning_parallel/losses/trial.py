@@ -12,8 +12,7 @@ whether it is a root or a maximum of sums, and whether it compares samples with 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import isfinite
 from pathlib import Path
@@ -28,6 +27,7 @@ from lightning_parallel.private.torch import where_created
 
 _LOOKED_AT = 16  # terms, and nodes below each
 _OF_TORCH = str(Path(torch.__file__).parent)
+_TOLERANCES = {torch.float64: 1e-7, torch.float32: 1e-4}
 
 
 @dataclass
@@ -37,7 +37,7 @@ class Outcome:
     Attributes:
         count: by what it is weighted where losses are averaged by counts.
         terms: what each of its terms averages over, by the terms' numbered keys.
-        lines: where the terms are divided, or the loss is made. None of a run that wasn't ``traced``.
+        lines: where the terms are divided, or the loss is made, if torch has recorded it (``set_detect_anomaly``).
         kinked: has it a term that is no mean beyond some value?
         logged: numbers, by the names under which they were logged.
     """
@@ -71,15 +71,13 @@ class Findings:
     left: frozenset[str] = frozenset()
 
 
-def outcome(step: Callable[[], tuple[Tensor, dict[str, float]]], size: int, *, traced: bool) -> Outcome:
-    """Run a step, and read its loss.
+def tolerance_of(dtype: torch.dtype) -> float:
+    """The relative error of a loss that rounding may make."""
+    return _TOLERANCES.get(dtype, 0.02)
 
-    Args:
-        step: returns the loss, with its graph, and what it has logged.
-        traced: record from which lines the graph comes. This multiplies the time of small operations.
-    """
-    with torch.autograd.set_detect_anomaly(True, check_nan=False) if traced else nullcontext():
-        loss, logged = step()
+
+def outcome(loss: Tensor, size: int, logged: dict[str, float]) -> Outcome:
+    """What a step has come to on this number of samples: its loss, with its graph, and what it has logged."""
     terms = terms_of(loss)
     kinks = [term.edge.node for term in terms if has_kink(term)]
     nodes = kinks or [term.nodes[-1] for term in terms if term.nodes]
@@ -182,3 +180,15 @@ def joined(one: Tensor, other: Tensor, sizes: tuple[int, int], *, of_samples: bo
         if len(rows) == len(rest) == 1 and not any(left for _, left in rows):
             return torch.cat((one, other), dim)
     return None
+
+
+def joins(whole: Tensor, one: Tensor, other: Tensor, sizes: tuple[int, int]) -> bool:
+    """Is what a layer gives for two microbatches as one what it gives for each of them?"""
+    either = (joined(one, other, sizes, of_samples=of_samples) for of_samples in (False, True))
+    parts = next((each for each in either if each is not None and each.shape == whole.shape), None)
+    if parts is None:
+        return False  # both depend on their samples, but nothing shows along which dimension these lie
+    if not whole.is_floating_point():
+        return torch.equal(parts, whole)
+    tolerance = 10 * tolerance_of(whole.dtype) * float(whole.abs().max().nan_to_num())
+    return torch.allclose(parts, whole, 0.0, tolerance, equal_nan=True)

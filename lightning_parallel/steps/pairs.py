@@ -1,8 +1,9 @@
 """Tries neighbouring microbatches as one (:mod:`lightning_parallel.losses.trial`), in evaluation mode.
 
-**The loss.** On the last stage each microbatch of the first batch is tried with the one before it. Later batches may
-differ from the first one, so a pair is tried in the second, third, fifth, ninth, ... batch as well, other microbatches
-each time. So is a loss of a make that hasn't been tried::
+**The loss.** On the last stage each microbatch of the first batch is tried with the one before it: the step runs on
+one, then on the other, which finds what the first has left on modules, and on both. Later batches may differ from the
+first one, so a pair is tried in the second, third, fifth, ninth, ... batch as well, other microbatches each time. So is
+a loss of a make that hasn't been tried::
 
     batch 0    0-1  1-2  2-3        batch 1    1-2        batch 2    2-3        batch 4    0-1
 
@@ -31,7 +32,7 @@ from lightning_parallel.checks.first_losses import scalars
 from lightning_parallel.cuts.partition import Partition
 from lightning_parallel.losses.graph import Number, Term, terms_of
 from lightning_parallel.losses.normaliser import BatchLoss, count_of, numbered
-from lightning_parallel.losses.trial import Findings, Outcome, find, joined, kinds_of, outcome
+from lightning_parallel.losses.trial import Findings, Outcome, find, joined, joins, kinds_of, outcome, tolerance_of
 from lightning_parallel.pipeline.chunk import Again, Trial
 from lightning_parallel.ranks.run import Run
 from lightning_parallel.ranks.writes import WritesRefused
@@ -42,7 +43,6 @@ from lightning_parallel.tracing.snapshot import StateKept
 from lightning_parallel.values import first_few
 
 _TRIALS = 8  # at most in the first batch, and at most of losses of a new make: a step may make ever new ones
-_TOLERANCES = {torch.float64: 1e-7, torch.float32: 1e-4}
 
 # Of a step that wasn't made for other numbers of samples.
 _FAILURES = (ValueError, RuntimeError, IndexError, TypeError, AttributeError, KeyError, AssertionError)
@@ -60,7 +60,6 @@ class _Tried:
         make: the operations that its loss is made of.
         terms: the keys of its loss's terms.
         count: what its loss averages over.
-        outcome: what its step alone has come to.
     """
 
     step: Step
@@ -71,7 +70,6 @@ class _Tried:
     make: frozenset[str] = frozenset()
     terms: Collection[str] = ()
     count: Number = 0.0
-    outcome: Outcome | None = None
 
     @property
     def share(self) -> float | None:
@@ -182,19 +180,19 @@ class PairTrials:
             _Part(whole, arrived, sum(pair)),
         )
 
-    def _run_step(self, step: Step, part: _Part, again: Again) -> Any:
-        with WritesRefused(self._run.module.parameters()):  # RWKV's layers scale theirs to evaluate
+    def _run_step(self, step: Step, part: _Part, again: Again, seed: int) -> Any:
+        writes = WritesRefused(self._run.module.parameters())  # RWKV's layers scale theirs to evaluate
+        with self._last_stage.alone("training_step", seed), writes:
             return again.run(step(part.batch), part.arrived)
 
     @contextmanager
-    def _without_effect(self, seed: int) -> Iterator[list[dict[str, Any]]]:
+    def _without_effect(self) -> Iterator[list[dict[str, Any]]]:
         """Inside, a training step doesn't count, and layers draw nothing. It gives the calls of ``self.log``."""
         run = self._run
         others = [part for part in run.module.modules() if part is not run.module and part.training]
         with ExitStack() as kept:
             kept.enter_context(StateKept(run.module))
             logged = kept.enter_context(trial(run.trainer, run.module))
-            kept.enter_context(self._last_stage.alone("training_step", seed))
             for part in others:
                 part.training = False
             try:
@@ -234,39 +232,47 @@ class PairTrials:
         self, one: _Tried, other: _Tried, again: Again, dtype: torch.dtype, *, of_samples: bool = False
     ) -> Findings | None:
         """What follows from two neighbours; None if nothing does. ``of_samples``: as for :func:`.joined`."""
-        tolerance = _TOLERANCES.get(dtype, 0.02)
+        tolerance = tolerance_of(dtype)
+        looks = self.batches > 0 or one.index == 0  # at what is left; to read it takes a while
 
-        def run(part: _Part, seed: int = 0, traced: bool = False) -> Outcome:
-            with self._without_effect(seed) as logged:
-                step = other.step
-                return outcome(lambda: (self._run_step(step, part, again), _means(logged)), part.size, traced=traced)
+        def run(*parts: _Part, seed: int = 0, traced: bool = False) -> tuple[list[Outcome], dict[str, Tensor]]:
+            """Run the step on one part after the other: what each run comes to, and what all leave for later."""
+            outcomes: list[Outcome] = []
+            left: dict[str, Tensor] = {}
 
-        def left(*parts: _Part) -> dict[str, Tensor]:
-            with self._without_effect(seed=0):
-                return left_by(self._run.module, lambda: [self._run_step(one.step, part, again) for part in parts])
+            def steps() -> None:
+                for part in parts:
+                    logged.clear()
+                    loss = self._run_step(other.step, part, again, seed)
+                    outcomes.append(outcome(loss, part.size, _means(logged)))
+
+            with self._without_effect() as logged, torch.autograd.set_detect_anomaly(traced, check_nan=False):
+                if looks:
+                    left = left_by(self._run.module, steps)
+                else:
+                    steps()
+            return outcomes, left
 
         try:
             parts = self._parts(one, other, of_samples)
             if parts is None:
                 return None
             *each, both = parts
-            one.outcome = one.outcome or one.as_run(run(each[0]))
-            other.outcome = other.as_run(run(each[1]))
-            whole = run(both, traced=not self.has_tried)  # a later warning may need the lines
-            outcomes = [one.outcome, other.outcome]
+            outcomes, left_by_each = run(*each)
+            outcomes = [tried.as_run(found) for tried, found in zip((one, other), outcomes, strict=True)]
+            (whole,), left_by_both = run(both, traced=not self.has_tried)  # a later warning may need the lines
             if not math.isfinite(whole.loss) or not (whole.loss or any(part.loss for part in outcomes)):
                 return None  # any rule would hold
             found = find(whole, outcomes, [part.size for part in each], tolerance)
             draws = not (found.rules and all(found.logs.values()))
-            again_whole = run(both, seed=1, traced=True) if draws else whole
-            if self.batches or one.index == 0:  # it takes as many runs as the loss
-                found = replace(found, left=differing(left(both), left(*each), tolerance))
+            again_whole = run(both, seed=1, traced=True)[0][0] if draws else whole
         except _FAILURES:
             return None
         if not found.rules and again_whole.loss != whole.loss:
             return None  # by random numbers
         logs = {name: rule for name, rule in found.logs.items() if again_whole.logged.get(name) == whole.logged[name]}
-        return replace(found, logs=logs, lines=again_whole.lines or whole.lines)
+        left = differing(left_by_both, left_by_each, tolerance)
+        return replace(found, logs=logs, lines=again_whole.lines or whole.lines, left=left)
 
     # -- the layers before it --------------------------------------------------------------------------------------
 
@@ -279,8 +285,8 @@ class PairTrials:
             return
 
         def sent(part: _Part, seed: int = 0) -> list[Tensor]:
-            with self._without_effect(seed), torch.no_grad():
-                output: list[Tensor] = self._run_step(this.step, part, again)
+            with self._without_effect(), torch.no_grad():
+                output: list[Tensor] = self._run_step(this.step, part, again, seed)
                 return output
 
         try:
@@ -292,7 +298,7 @@ class PairTrials:
             each = sent(one), sent(other)
             # Both in any case: tensor ranks run them together, and may see differences in some of their pieces only.
             as_one, as_one_again = sent(both), sent(both, seed=1)
-            mixed = any(_differ(*tensors, pair) for tensors in zip(as_one, *each, strict=True))
+            mixed = not all(joins(*tensors, pair) for tensors in zip(as_one, *each, strict=True))
             if not mixed or not all(map(torch.equal, as_one, as_one_again)):
                 return  # nothing is mixed, or the chunk draws random numbers in evaluation mode, too
         except _FAILURES:
@@ -308,17 +314,6 @@ class PairTrials:
             f"microbatches=1.",
             stacklevel=2,
         )
-
-
-def _differ(whole: Tensor, one: Tensor, other: Tensor, sizes: tuple[int, int]) -> bool:
-    either = (joined(one, other, sizes, of_samples=of_samples) for of_samples in (False, True))
-    parts = next((each for each in either if each is not None and each.shape == whole.shape), None)
-    if parts is None:
-        return True  # both depend on their samples, but nothing shows along which dimension these lie
-    if not whole.is_floating_point():
-        return not torch.equal(parts, whole)
-    tolerance = _TOLERANCES.get(whole.dtype, 0.02) * 10 * float(whole.abs().max().nan_to_num())
-    return not torch.allclose(parts, whole, 0.0, tolerance, equal_nan=True)
 
 
 def _means(logged: Sequence[dict[str, Any]]) -> dict[str, float]:

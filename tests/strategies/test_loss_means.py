@@ -248,15 +248,10 @@ def test_there_is_no_warning_of_what_is_right(
 STEPS: list[int] = []  # in this process: the steps by the end of each batch
 
 
-class OfTwoSamples(Centred):
-    """Its last layers are made for two samples."""
-
+class CountsSteps(CentredByItself):
     def loss(self, batch: Any) -> Tensor:
         STEPS[-1] += 1
-        hidden = self.net(batch)
-        if len(hidden) != 2:
-            raise ValueError("two samples were expected")
-        return hidden.square().mean()
+        return self.net(batch).square().mean()
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         self.net(batch)
@@ -266,18 +261,33 @@ class OfTwoSamples(Centred):
         return 6 * super().samples()
 
 
+class OfTwoSamples(CountsSteps):
+    """Its last layers are made for two samples."""
+
+    def loss(self, batch: Any) -> Tensor:
+        loss = super().loss(batch)
+        if len(batch) != 2:
+            raise ValueError("two samples were expected")
+        return loss
+
+
 class Turn(Callback):
     def on_train_batch_start(self, *args: Any) -> None:
         STEPS.append(0)
 
 
-def steps_of_batches() -> list[int]:
+def steps_of_batches(model: type[Base]) -> list[int]:
     STEPS[:] = [0]
-    train(OfTwoSamples, "sync", FOUR, batch_size=8, samples=96, callbacks=[Turn()])
+    train(model, "sync", FOUR, batch_size=8, samples=96, callbacks=[Turn()])
     return STEPS[1:]
 
 
 def test_what_can_t_be_tried_isn_t_tried_for_ever(pool: WorkerPool) -> None:
-    last_stage = pool.run(steps_of_batches, 2, init=False)[0]
+    last_stage = pool.run(steps_of_batches, 2, OfTwoSamples, init=False)[0]
     assert len(last_stage) == 12
     assert last_stage[7] == 4 and set(last_stage[9:]) == {4}, last_stage  # the ninth is tried by turn
+
+
+def test_a_pair_is_tried_by_three_runs_of_the_step(pool: WorkerPool) -> None:
+    last_stage = pool.run(steps_of_batches, 2, CountsSteps, init=False)[0]
+    assert last_stage[1:5] == [4 + 3, 4 + 3, 4, 4 + 3], last_stage
