@@ -40,8 +40,9 @@ from lightning_parallel.checkpoint.background import BackgroundSave
 from lightning_parallel.checkpoint.rank_states import take_groups
 from lightning_parallel.checkpoint.trainer_checkpoints import Checkpoints, is_directory, refuse_writer
 from lightning_parallel.checks.error_notes import explain
-from lightning_parallel.checks.optimizer_trial import refuse_own_format, refuse_strange_parameters, stepped_whole
+from lightning_parallel.checks.optimizer_trial import stepped_whole
 from lightning_parallel.checks.other_lightning import warn_of_other_modules
+from lightning_parallel.checks.own_optimizers import refuse_own_format, refuse_strange_parameters
 from lightning_parallel.checks.parted_options import PartedOptions
 from lightning_parallel.checks.reads_of_shards import sizes_watched
 from lightning_parallel.disk_offload import DiskOffload
