@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import Callback, StochasticWeightAveraging
-from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.callbacks import StochasticWeightAveraging
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 from lightning_parallel.cuts.partition import Partition
+from lightning_parallel.gradients.overridden import overridden
 from lightning_parallel.private.lightning.averaging import Averaging
 from lightning_parallel.private.lightning.launching import callbacks_of
 
@@ -17,14 +17,11 @@ from lightning_parallel.private.lightning.launching import callbacks_of
 def refuse_hooks(trainer: pl.Trainer, module: pl.LightningModule) -> None:
     """Refuse hooks at moments other than a stage's step, where alone gradients are on the parameters, and epochs
     without updates."""
-    for hook in ("optimizer_zero_grad", "on_after_backward"):
-        owners = [module, *callbacks_of(trainer)] if hook == "on_after_backward" else [module]
-        for owner in owners:
-            if is_overridden(hook, owner, None if owner is module else Callback):
-                raise ValueError(
-                    f"{type(owner).__name__}.{hook}: in the asynchronous pipeline each stage zeroes and completes its "
-                    f"gradients within its own step. Use on_before_optimizer_step, or PipelineStrategy."
-                )
+    for hook in overridden(trainer, module, "optimizer_zero_grad", "on_after_backward"):
+        raise ValueError(
+            f"{hook}: in the asynchronous pipeline each stage zeroes and completes its gradients within its own step. "
+            f"Use on_before_optimizer_step, or PipelineStrategy."
+        )
     for callback in callbacks_of(trainer):
         if isinstance(callback, StochasticWeightAveraging) and callback.pl_module_contains_batch_norm(module):
             raise ValueError(
@@ -43,13 +40,7 @@ def check_in_v(trainer: pl.Trainer, module: pl.LightningModule, schedule: str) -
                 f"updates at different times, so it would average weights that never were together. Use "
                 f"schedule='1f1b', or PipelineStrategy."
             )
-    owners = [module, *callbacks_of(trainer)]
-    found = [
-        f"{type(owner).__name__}.{hook}"
-        for hook in ("on_before_optimizer_step", "configure_gradient_clipping")
-        for owner in owners
-        if is_overridden(hook, owner, None if owner is module else Callback)
-    ]
+    found = overridden(trainer, module, "on_before_optimizer_step", "configure_gradient_clipping")
     if found:
         rank_zero_warn(
             f"{', '.join(found)}: with schedule={schedule!r} it is called twice for a batch on each stage, for each of "

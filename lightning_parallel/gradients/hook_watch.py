@@ -21,15 +21,13 @@ from contextlib import contextmanager
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
+from lightning_parallel.gradients.overridden import overridden
 from lightning_parallel.private.lightning.batches import around_step_hooks
-from lightning_parallel.private.lightning.launching import callbacks_of
 from lightning_parallel.private.torch import base_of, has_gradient_hooks, tensors_in
 from lightning_parallel.ranks.local_model import local_part, memory_of
 from lightning_parallel.ranks.run import Run
@@ -165,13 +163,8 @@ def refuse_hooks_of_parameters(module: pl.LightningModule) -> None:
 
 def _sees_gradients(module: pl.LightningModule) -> bool:
     """Is there code of the user's that can see gradients?"""
-    if not module.automatic_optimization:
-        return True
-    seen = ("on_after_backward", "on_before_optimizer_step")
-    own = (*seen, "optimizer_step", "configure_gradient_clipping")
-    if any(is_overridden(hook, module) for hook in own):
-        return True
-    return any(is_overridden(hook, each, Callback) for each in callbacks_of(module.trainer) for hook in seen)
+    hooks = ("on_after_backward", "on_before_optimizer_step", "optimizer_step", "configure_gradient_clipping")
+    return not module.automatic_optimization or bool(overridden(module.trainer, module, *hooks))
 
 
 def _refuse_lost_changes(module: nn.Module, function: Any, args: tuple[Any, ...]) -> None:

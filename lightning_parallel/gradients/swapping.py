@@ -10,12 +10,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_parallel.private.lightning.launching import callbacks_of
+from lightning_parallel.gradients.overridden import overridden
 
 Gradients = dict[str, Tensor | None]  # by parameter name; None: no gradient
 
@@ -49,9 +47,6 @@ def take_earlier_gradients(module: pl.LightningModule, parameters: Mapping[str, 
 
 def _are_read(trainer: pl.Trainer, module: pl.LightningModule) -> bool:
     """May a hook, or a ``zero_grad`` of the user's, read gradients before they are erased?"""
-    return (
-        is_overridden("on_before_zero_grad", module)
-        or is_overridden("optimizer_zero_grad", module)
-        or any(is_overridden("on_before_zero_grad", each, Callback) for each in callbacks_of(trainer))
-        or any(type(each).zero_grad is not Optimizer.zero_grad for each in trainer.optimizers)
+    return bool(overridden(trainer, module, "on_before_zero_grad", "optimizer_zero_grad")) or any(
+        type(each).zero_grad is not Optimizer.zero_grad for each in trainer.optimizers
     )

@@ -1,0 +1,19 @@
+"""Code of the user's around an update: hooks of the module's, and of callbacks."""
+
+from __future__ import annotations
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.utilities.model_helpers import is_overridden
+
+from lightning_parallel.private.lightning.launching import callbacks_of
+
+
+def overridden(trainer: pl.Trainer, module: pl.LightningModule, *hooks: str) -> list[str]:
+    """Those of these hooks, as ``Class.hook``, for which the module or a callback has code of its own."""
+    return [
+        f"{type(owner).__name__}.{hook}"
+        for owner in (module, *callbacks_of(trainer))
+        for hook in hooks
+        if (owner is module or hasattr(Callback, hook)) and is_overridden(hook, owner)
+    ]
