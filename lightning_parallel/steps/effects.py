@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from itertools import zip_longest
 from typing import Any, NoReturn
 
 import lightning.pytorch as pl
@@ -86,15 +85,14 @@ class StepEffects:
 
     def _checked(self, step: Callable[[], Any]) -> Any:
         self._logged.clear()
-        options = _options(self._run.trainer)
+        before = _options(self._run.trainer)
         try:
             return step()
         finally:  # a dry run ends with an error where the step needs a value
-            none: dict[str, Any] = {}
-            for before, now in zip_longest(options, _options(self._run.trainer), fillvalue=none):
-                for name, value in now.items():
-                    if not same_value(value, before.get(name)):
-                        self._refuse(f"changes {name!r} of {now[_KIND]}", "on_train_batch_start or on_train_batch_end")
+            for place, value in _options(self._run.trainer).items():
+                if not same_value(value, before.get(place)):
+                    kind, _, name = place
+                    self._refuse(f"changes {name!r} of {kind}", "on_train_batch_start or on_train_batch_end")
 
     def _refuse_read(self, *keys: Any) -> None:
         if self._logged.intersection(keys) if keys else self._logged:
@@ -130,18 +128,15 @@ class StepEffects:
             )
 
 
-_KIND = "class"
-
-
-def _options(trainer: pl.Trainer) -> list[dict[str, Any]]:
-    """The step count of each scheduler, then the options of each parameter group. A tensor isn't read, since that would
-    wait for a GPU: its version shows whether it has changed."""
-    found: list[dict[str, Any]] = []
-    for config in trainer.lr_scheduler_configs:
-        scheduler = config.scheduler
-        found.append({_KIND: type(scheduler).__name__, "last_epoch": getattr(scheduler, "last_epoch", None)})
-    for optimizer in trainer.optimizers:
-        for group in optimizer.param_groups:
-            tensors = {name: (value, version_of(value)) for name, value in group.items() if isinstance(value, Tensor)}
-            found.append({**group, **tensors, _KIND: type(optimizer).__name__})
+def _options(trainer: pl.Trainer) -> dict[tuple[str, int, str], Any]:
+    """The step count of each scheduler, and the options of each parameter group, by class, number and name. A tensor
+    isn't read, since that would wait for a GPU: its version shows whether it has changed."""
+    schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
+    found = {
+        (type(each).__name__, i, "last_epoch"): getattr(each, "last_epoch", None) for i, each in enumerate(schedulers)
+    }
+    groups = [(type(each).__name__, group) for each in trainer.optimizers for group in each.param_groups]
+    for i, (kind, group) in enumerate(groups):
+        for name, value in group.items():
+            found[kind, i, name] = (value, version_of(value)) if isinstance(value, Tensor) else value
     return found
