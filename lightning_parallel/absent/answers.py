@@ -116,41 +116,38 @@ class ContainerWrittenError(RuntimeError):
     written."""
 
 
-def asked(call: Invocation, origin: str, written: Callable[[Tensor], None] | None = None, strict: bool = False) -> Any:
+def asked(call: Invocation, origin: str, written: Callable[[Tensor], None] | None = None) -> Any:
     """What a module without values returns for inputs without values. If it needs values, it runs on stand-ins. It may
     draw random numbers.
 
     Args:
         origin: the origin of its inputs while it runs.
-        written: called with each input tensor that the module changes in place.
-        strict: refuse writes into lists and dictionaries that it is given.
+        written: called with each input tensor that the module changes in place. Lists and dictionaries that it is given
+            may not be changed then.
 
     Raises:
         AbsentValueError: it needs values, and stand-ins would do harm: somebody else's hooks inside would see them.
-        ContainerWrittenError: it writes into such a container.
+        ContainerWrittenError: it writes into a list or a dictionary.
     """
     try:
-        return _watched(call, lambda tree: _absentees(tree, origin), written, strict)
+        return _watched(call, _absentees(call.inputs, origin), written)
     except RuntimeError as error:
         if not (isinstance(error, AbsentValueError) or asks_for_memory(error)):
             raise
         if any(forward_hooks(part) > 0 for part in call.module.modules() if part is not call.module):
             raise
     with _on_stand_ins(call.module):
-        return _watched(call, lambda tree: tree_map(stand_in, tree), written, strict)
+        return _watched(call, tree_map(stand_in, call.inputs), written)
 
 
-def _watched(
-    call: Invocation, copied: Callable[[Any], Any], written: Callable[[Tensor], None] | None, strict: bool
-) -> Any:
+def _watched(call: Invocation, inputs: Any, written: Callable[[Tensor], None] | None) -> Any:
     """Run a module on copies of its inputs, and find which of them it writes to."""
-    inputs = copied(call.inputs)
     pairs = [
         (one, other, version_of(other))
         for one, other in zip(tree_leaves(call.inputs), tree_leaves(inputs), strict=True)
         if isinstance(one, Tensor) and one is not other
     ]
-    held = [(each, _items(each)) for each in _containers(inputs)] if strict else []
+    held = [] if written is None else [(each, _items(each)) for each in _containers(inputs)]
     output = call.forward(*inputs[0], **inputs[1])
     for each, items in held:
         now = _items(each)

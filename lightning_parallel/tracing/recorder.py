@@ -197,7 +197,7 @@ class Recorder:
         written = partial(self._written, call) if is_unit else None
         self._depth += 1
         try:
-            return asked(run, inside, written, strict=is_unit)
+            return asked(run, inside, written)
         except Exception as error:
             if is_unit:
                 error.add_note(f"It came in '{call[0]}', in a dry run on tensors without values.")
@@ -246,31 +246,27 @@ class Recorder:
     def _relabelled(self, output: Any, call: Call) -> Any:
         """The output as the code around the unit gets it. Tensors that share memory on the unit's own stage cross a cut
         one by one: a write to one of them doesn't change the others there."""
-        output_of_call = frozenset([origin_of(*call)])
-        changed = shared_with(*call)
-        index = len(self.trace.calls)
+        origins, changed, index = frozenset([origin_of(*call)]), shared_with(*call), len(self.trace.calls)
         sharing: dict[int, list[AbsentMemory]] = {}
 
         def relabel(leaf: Any) -> Any:
             if not isinstance(leaf, Tensor):
                 return leaf
-            memory = AbsentMemory(output_of_call)
+            memory = AbsentMemory(origins)
             if isinstance(leaf, AbsentTensor):
                 given = leaf.memory.copy_of
                 sharing.setdefault(id(leaf.memory), [] if given is None else [given]).append(memory)
             return AbsentTensor(leaf, leaf.device, memory)
 
-        def listen(memory: AbsentMemory, others: list[AbsentMemory]) -> None:
-            def written(settles: bool) -> None:
-                for other in others:
+        def written(memory: AbsentMemory, memories: list[AbsentMemory], settles: bool) -> None:
+            for other in memories:
+                if other is not memory:
                     other.origins = self._write(changed, index)
-
-            memory.listeners += (written,)
 
         relabelled_output = tree_map(relabel, output)
         for memories in sharing.values():
             for memory in memories if len(memories) > 1 else ():
-                listen(memory, [other for other in memories if other is not memory])
+                memory.listeners += (partial(written, memory, memories),)
         return relabelled_output
 
     def _note_draws(self) -> None:
