@@ -26,7 +26,7 @@ Modules without parameters and state run everywhere, except in an open ``nn.Sequ
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import chain, pairwise
 
 from torch import nn
@@ -124,10 +124,10 @@ class Candidate:
         fewer = [f"at most {most // each} stages"] if most // each > 1 else []
         fewer += ["one chunk each ('1f1b')"] if most >= stages and each > 1 else []
         use = f"use {', or '.join([*fewer, advice])}."
-        collecting = next(self._collecting(), None)
+        collecting = next(filter(self._collects, self._spans()), None)
         if collecting is not None and len(names) >= self._chunks:
             return ValueError(
-                f"stages={stages}{several}, but the model can't be cut between the calls of '{collecting[0]}', which a "
+                f"stages={stages}{several}, but the model can't be cut between the calls of '{collecting}', which a "
                 f"step calls several times: it collects statistics of its inputs, so one stage has to make all of "
                 f"them. Call it once, on all inputs together (torch.cat), or {use}"
             )
@@ -173,27 +173,21 @@ class Candidate:
         collects statistics or changes what it holds, since two copies would differ; with ``keep_together``, not between
         the calls of any unit."""
         allowed = [True] * len(self._chain)
-        for _, first, last in self._spans() if keep_together else self._collecting():
-            allowed[first:last] = [False] * (last - first)
+        for unit, (first, last) in self._spans().items():
+            if keep_together or self._collects(unit):
+                allowed[first:last] = [False] * (last - first)
         return allowed
 
-    def _spans(self) -> Iterator[tuple[str, int, int]]:
+    def _spans(self) -> dict[str, tuple[int, int]]:
         """The units that are called at several places in the chain, each with the first and the last of these."""
         spans: dict[str, tuple[int, int]] = {}
         for call, position in zip(self._calls, self._positions, strict=True):
             first, _ = spans.get(call.unit, (position, position))
             spans[call.unit] = first, position
-        # After a value that only the last chunk has, that chunk calls them.
-        end = len(self._chain) - 1
-        spans |= {name: (first, end) for name, (first, _) in spans.items() if self._is_called_after_a_value(name)}
-        return ((name, first, last) for name, (first, last) in spans.items() if first < last)
-
-    def _is_called_after_a_value(self, unit: str) -> bool:
-        return unit in self.seen.beyond and self._collects(unit)
-
-    def _collecting(self) -> Iterator[tuple[str, int, int]]:
-        """Those that collect statistics of their inputs, or change what they hold."""
-        return (span for span in self._spans() if self._collects(span[0]))
+        for unit in self.seen.beyond & spans.keys():  # after a value that only the last chunk has
+            if self._collects(unit):
+                spans[unit] = spans[unit][0], len(self._chain) - 1
+        return {unit: (first, last) for unit, (first, last) in spans.items() if first < last}
 
     def _collects(self, unit: str) -> bool:
         """Does the unit collect statistics of its inputs, as BatchNorm does, or change what it holds in each call?"""

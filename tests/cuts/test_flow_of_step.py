@@ -184,9 +184,6 @@ def test_what_is_told_beside_the_loss_crosses_too(where: str, asks: bool) -> Non
         assert model.kept == {0: []} and model.last is None and torch.equal(model.mean, torch.zeros(2))
 
 
-# -- what the dry run sees --------------------------------------------------------------------------------------------
-
-
 # -- what escapes ------------------------------------------------------------------------------------------------------
 
 
