@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from statistics import median
 from types import MappingProxyType
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -217,7 +218,7 @@ def _inside(sizes: Sizes) -> Table:
 def _trained(microbatches: int, sizes: Sizes) -> Times:
     batch = torch.randn(microbatches, sizes.width, sizes.width)
 
-    def run(schedule: str, clip: float | None = None) -> list[float]:
+    def run(schedule: Any, clip: float | None = None) -> list[float]:
         strategy: StagedStrategy
         if schedule in _ENDLESS:
             shape = _ENDLESS[schedule]

@@ -181,7 +181,7 @@ def _chosen_on(words: Words, setting: Setting) -> str:
 
 def _time() -> str:
     """How time was simulated, with the figures that went in."""
-    names = {**clock.NAMES, "async": "asynchronous", "vhalf": "V-Half", "vmin": "V-Min"}
+    names = dict(zip(clock.MEASURED, (*clock.NAMES.values(), "asynchronous", "V-Half", "V-Min"), strict=True))
     shares = "; ".join(
         f"{names[schedule]} {', '.join(f'{share:.3f} (p={p}, m={m})' for (p, m), share in measured.items())}"
         for schedule, measured in clock.MEASURED.items()
