@@ -17,7 +17,7 @@ from __future__ import annotations
 import socket
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -33,7 +33,7 @@ from typing_extensions import override
 
 from lightning_parallel.private.lightning.replaced import replaced
 from lightning_parallel.private.torch import tensors_in
-from lightning_parallel.ranks.collectives import Group, gather_objects
+from lightning_parallel.ranks.collectives import Group, gather_objects, highest
 from lightning_parallel.ranks.layout import Layout
 from lightning_parallel.ranks.local_model import LocalModel, local_part, memory_of
 from lightning_parallel.ranks.notice import Notice
@@ -41,6 +41,7 @@ from lightning_parallel.ranks.writes import digest_of_all
 from lightning_parallel.values import first_few
 
 _EVERY = 10  # batches between two looks at the notice of an asynchronous pipeline
+_ABOVE = 2**62  # all numbers that ranks compare
 _Place = tuple[Any, ...]  # copies of one tensor have the same one
 
 
@@ -139,6 +140,7 @@ class _Copies:
         near: those that are compared between two batches: of an asynchronous pipeline one stage's, else all.
         tied: names of parameters that several stages hold.
         owned: names of those whose optimizer state one rank has.
+        places: those of all ranks, in one order.
     """
 
     local: LocalModel
@@ -147,6 +149,7 @@ class _Copies:
     near: Group = None
     tied: frozenset[str] = frozenset()
     owned: frozenset[str] = frozenset()
+    places: tuple[_Place, ...] = ((),)
 
     @classmethod
     def of(cls, trainer: pl.Trainer, module: pl.LightningModule, *, waits: bool) -> _Copies:
@@ -159,13 +162,17 @@ class _Copies:
                 f"ReplicaGuard doesn't know which parameters {type(strategy).__name__} copies. Use it with strategies "
                 f"of lightning_parallel or with strategy='ddp'."
             )
-        local, ranks, on_host = strategy.local_model, layout.everyone(), strategy.groups.on_host
+        local, ranks = strategy.local_model, layout.everyone()
         near = [each.rank for each in ranks if waits or each.stage == layout.stage]
-        counts = Counter(chain.from_iterable(gather_objects([*local.parameters], strategy.groups.host_group)))
+        stages = gather_objects([*local.parameters], strategy.groups.host_group)
+        counts = Counter(name for names in stages for name in names)
         tied = frozenset(name for name, count in counts.items() if count > 1)
-        return cls(
-            local, layout, on_host(each.rank for each in ranks), on_host(near), tied, owned=frozenset(strategy.owned)
-        )
+        on_host = strategy.groups.on_host
+        owned = frozenset(strategy.owned)
+        copies = cls(local, layout, on_host(each.rank for each in ranks), on_host(near), tied, owned)
+        own = {copies._place(name, parameter) for name, parameter in local.parameters.items()}
+        places = set().union(*gather_objects(own, copies.everyone))
+        return replace(copies, places=tuple(sorted(places, key=repr)))
 
     def differing(self, trainer: pl.Trainer, group: Group) -> str:
         """What differs, in words; empty if nothing does. All ranks of the group call it, and get the same."""
@@ -173,11 +180,11 @@ class _Copies:
         for name, parameter in self.local.parameters.items():
             optimizers = [] if name in self.owned else trainer.optimizers
             held.setdefault(self._place(name, parameter), {}).update(_tensors_of(name, parameter, optimizers))
-        numbers = {place: digest_of_all(chain(*parts.values())) for place, parts in held.items()}
-        of_ranks: dict[_Place, set[object]] = {}
-        for place, number in chain.from_iterable(each.items() for each in gather_objects(numbers, group)):
-            of_ranks.setdefault(place, set()).add(number)
-        wrong = {place for place, different in of_ranks.items() if len(different) > 1}
+        numbers = {place: hash(digest_of_all(chain(*parts.values()))) % _ABOVE for place, parts in held.items()}
+        signed = (sign * numbers[place] if place in numbers else -_ABOVE for sign in (1, -1) for place in self.places)
+        largest = highest(group, *signed)
+        smallest = [-number for number in largest[len(self.places) :]]
+        wrong = {place for place, low, high in zip(self.places, smallest, largest, strict=False) if low < high}
         if not wrong:
             return ""
         one_by_one = {
