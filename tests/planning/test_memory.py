@@ -283,7 +283,7 @@ FULLEST: dict[str, tuple[Any, Any]] = {
 
 def most(name: str, choice: Choice, devices: int) -> int:
     make, batch = FULLEST[name]
-    return timing.on_rank(choice.strategy, choice.options, make(), batch, devices, COMMON, 1).held
+    return timing.on_rank(choice.strategy, choice.options, make(), batch, devices, COMMON, steps=1).held
 
 
 @pytest.mark.usefixtures("untimed")
