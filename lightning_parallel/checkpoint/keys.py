@@ -95,9 +95,12 @@ def key_in(coordinate: str, name: str) -> str:
 def of_replicas(keys: Collection[str]) -> dict[str, dict[str, str]]:
     """For each replica, by its part of the coordinate: the keys of the lowest place for which there are tensors, by the
     tensors' names."""
-    places = {key.split("/")[1] for key in keys if key.startswith(_RANK)}
-    lowest = {_replica_of(place): place for place in sorted(places, reverse=True)}
-    return {replica: below(key_in(place, ""), keys) for replica, place in lowest.items()}
+    places: dict[str, dict[str, str]] = {}
+    for key in keys:
+        if key.startswith(_RANK):
+            place, name = key.removeprefix(_RANK).split("/", 1)
+            places.setdefault(place, {})[name] = key
+    return {_replica_of(place): places[place] for place in sorted(places, reverse=True)}
 
 
 def nearest(coordinate: str, keys: Collection[str]) -> dict[str, str]:
