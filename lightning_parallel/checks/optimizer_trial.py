@@ -109,11 +109,13 @@ def _problem_of_steps_apart(optimizer: Optimizer, smalls: Sequence[Small]) -> st
         together = _tried(optimizer, smalls, steps=1)
     except (CollectiveError, _UntriedError) as error:
         return f"Whether it trains as with one step could not be tried on small parameters: {str(error).rstrip('.')}."
-    _, problem = _differences(optimizer, smalls, together, [_whole(smalls)], steps=2)
-    if problem:
-        return problem
+    try:
+        apart = stepped(optimizer, _whole(smalls), steps=2)
+    except Exception as error:  # any: it would come in the first update
+        return _fails(error)
+    if problems := _unlike(smalls, together, [[value] for value in apart.values]):
+        return next(iter(problems.values()))
     # A count may matter later than a trial goes, as that of a long warm-up.
-    apart = stepped(optimizer, _whole(smalls), steps=2)
     for number, (one_step, two_steps) in enumerate(zip(together.groups, apart.groups, strict=True)):
         for key, value in one_step.items():
             if key != "params" and not same_value(value, two_steps.get(key)):
@@ -210,14 +212,19 @@ def _differences(
         try:
             values = stepped(optimizer, pieces, steps).values
         except Exception as error:  # any: it would come in the first update
-            fails = f"Tried on small parameters, it fails there: {type(error).__name__}: {str(error).rstrip('.')}."
-            return {small.group for small in smalls}, fails
+            return {small.group for small in smalls}, _fails(error)
         for (small, _), value in zip(pieces, values, strict=True):
             results[id(small)].append(value)
+    # A rank that owns none has the first part once more.
+    found = _unlike(smalls, whole, [results[id(small)][:2] for small in smalls])
+    return set(found), next(iter(found.values()), "")
+
+
+def _unlike(smalls: Sequence[Small], whole: Stepped, parts: Sequence[Sequence[Tensor]]) -> dict[int, str]:
+    """The groups with a parameter whose parts aren't those of the whole one, and in words what is wrong with each."""
     found: dict[int, str] = {}
-    for small, one in zip(smalls, whole.values, strict=True):
-        parts = results[id(small)][:2]  # a rank that owns none has the first once more
-        joined = torch.cat(parts, small.dim) if parts[0].shape != one.shape else parts[0]  # type: ignore[arg-type]
+    for small, one, own in zip(smalls, whole.values, parts, strict=True):
+        joined = torch.cat([*own], small.dim) if own[0].shape != one.shape else own[0]  # type: ignore[arg-type]
         # Offloaded parameters are on the CPU, and where they are gathered is on a GPU.
         if not (joined.to(one.device) - one).abs().max() <= _TOLERANCE * (one - small.value).abs().max():  # NaN too
             found.setdefault(
@@ -225,4 +232,8 @@ def _differences(
                 f"Tried on small parameters, it changes what stands for '{small.name}' (parameter group {small.group}) "
                 f"otherwise there than in one process.",
             )
-    return set(found), next(iter(found.values()), "")
+    return found
+
+
+def _fails(error: Exception) -> str:
+    return f"Tried on small parameters, it fails there: {type(error).__name__}: {str(error).rstrip('.')}."
