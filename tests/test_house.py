@@ -22,8 +22,8 @@ ROWS = (
     {"steps", "late"},
     {"set_up"},
     {"checks"},
-    {"pipeline", "tensor", "callbacks", "fully_sharded", "local_replicas", "loading"},
-    {"cuts", "results"},
+    {"pipeline", "tensor_plans", "callbacks", "fully_sharded", "local_replicas", "loading"},
+    {"cuts", "results", "tensor"},
     {"optimizers"},
     {"checkpoint", "tracing", "losses", "timeline", "schedules"},
     {"absent", "messages", "gradients"},
@@ -34,7 +34,7 @@ ROWS = (
 )
 KNOW_NO_LIGHTNING = (
     "pipeline", "cuts", "tracing", "absent", "schedules", "messages", "backward", "losses", "timeline", "tensor",
-    "fully_sharded", "local_replicas",
+    "tensor_plans", "fully_sharded", "local_replicas",
 )  # fmt: skip
 INSTALLED = (PACKAGE, ROOT / "hydra_plugins", ROOT / "recipes")
 PRIVATE = {*(PACKAGE / "private").rglob("*.py")}

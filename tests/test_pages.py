@@ -30,7 +30,7 @@ from recipes.compose import check, jobs
 from tests.pool import WorkerPool
 from tests.recipes import runs
 from tests.recipes.test_configs import composed
-from tests.tensor.test_sharding import ranks
+from tests.tensor.helpers import ranks
 from tests.thorough import thorough
 
 README, KOREAN = ROOT / "README.md", ROOT / "README.ko.md"

@@ -29,8 +29,8 @@ from lightning_parallel.private.group_on_paper import GroupOnPaper
 from lightning_parallel.private.torch import tree_leaves
 from lightning_parallel.results.logs import discard, logging_through
 from lightning_parallel.set_up.part_of_model import configure_part
-from lightning_parallel.tensor.plan import find_plan
-from lightning_parallel.tensor.sharding import shard_module
+from lightning_parallel.tensor_plans.plan import find_plan
+from lightning_parallel.tensor_plans.sharding import shard_module
 from lightning_parallel.values import first_few
 
 _FEW = 4  # samples, by which a plan for tensor parallelism is found

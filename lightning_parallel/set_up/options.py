@@ -13,7 +13,7 @@ from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
 
 from lightning_parallel.settings import SET_BY_TRAINER, Auto, Count, Range, check
-from lightning_parallel.tensor.style import Plan
+from lightning_parallel.tensor_plans.style import Plan
 
 Seconds = Annotated[float, Range(1)]
 DataParallelKind = Literal["replicate", "fully_shard"]

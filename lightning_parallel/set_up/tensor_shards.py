@@ -29,9 +29,9 @@ from lightning_parallel.ranks.run import Run
 from lightning_parallel.ranks.shard import Shard
 from lightning_parallel.ranks.writes import Writes
 from lightning_parallel.tensor.dropout import ShardedRegion
-from lightning_parallel.tensor.plan import find_plan
-from lightning_parallel.tensor.sharding import Sharding, shard_module
-from lightning_parallel.tensor.style import Plan
+from lightning_parallel.tensor_plans.plan import find_plan
+from lightning_parallel.tensor_plans.sharding import Sharding, shard_module
+from lightning_parallel.tensor_plans.style import Plan
 
 T = TypeVar("T")
 

@@ -33,7 +33,7 @@ from lightning_parallel.set_up.part_of_model import configure_part
 from lightning_parallel.set_up.tensor_shards import TensorShards
 from lightning_parallel.settings import Auto, Count, takes
 from lightning_parallel.strategies.base import LayoutStrategy
-from lightning_parallel.tensor.style import Plan
+from lightning_parallel.tensor_plans.style import Plan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,9 +43,9 @@ class TensorParallelOptions(ProcessOptions):
     Args:
         tensor_parallel: the number of ranks that share a layer; ``"auto"``: all of them.
         plan: which layers are divided, and how: ``{"blocks.*.mlp.0": "column", "blocks.*.mlp.2": "row", ...}``, see
-            :mod:`lightning_parallel.tensor.plan`. By default what the LightningModule's ``configure_tensor_parallel()``
-            returns, the plan that its transformers model brings along, or one found by trying. ``"none"``: nothing is
-            divided, and each rank computes the same.
+            :mod:`lightning_parallel.tensor_plans.plan`. By default what the LightningModule's
+            ``configure_tensor_parallel()`` returns, the plan that its transformers model brings along, or one found by
+            trying. ``"none"``: nothing is divided, and each rank computes the same.
         sequence_parallel: between the divided layers, divide the activations too, along the sequence (Korthikanti et
             al. 2022): less memory, the same traffic.
         data_parallel: the number of replicas of the model, each of which gets its share of every batch; ``"auto"``: as

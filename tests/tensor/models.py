@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_parallel.tensor.layer import ParallelLayer, Site
-from lightning_parallel.tensor.style import Rule, Style
+from lightning_parallel.tensor_plans.style import Rule, Style
 from recipes.models.classifier import MLP, LeNet
 from recipes.models.gpt import GPT
 

@@ -17,7 +17,7 @@ from lightning_parallel.interception import Interception
 from lightning_parallel.tensor.embedding import VocabParallelEmbedding
 from lightning_parallel.tensor.layer import ParallelLayer, Site
 from lightning_parallel.tensor.linear import ColumnParallelLinear, RowParallelLinear
-from lightning_parallel.tensor.sharding import shard_module
+from lightning_parallel.tensor_plans.sharding import shard_module
 from tests.pool import WorkerPool
 from tests.tensor.helpers import Messages, ranks, world
 

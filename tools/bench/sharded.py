@@ -29,7 +29,7 @@ from torch.distributed.tensor.parallel import (
 from lightning_parallel.ranks.shard import Shard as Cut
 from lightning_parallel.tensor import functions
 from lightning_parallel.tensor.dropout import ShardedRegion
-from lightning_parallel.tensor.sharding import shard_module
+from lightning_parallel.tensor_plans.sharding import shard_module
 from recipes.models.gpt import Block
 
 CPU = torch.device("cpu")

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 from torch import nn
 
-from lightning_parallel.tensor.around import Copy, Experts, Parameters
-from lightning_parallel.tensor.plan import find_plan
-from lightning_parallel.tensor.rules import resolve
-from lightning_parallel.tensor.sharding import shard_module
-from lightning_parallel.tensor.style import Style
-from lightning_parallel.tensor.styles import Column, Divide, SharedHeads, read_style
+from lightning_parallel.tensor_plans.around import Copy, Experts, Parameters
+from lightning_parallel.tensor_plans.plan import find_plan
+from lightning_parallel.tensor_plans.rules import resolve
+from lightning_parallel.tensor_plans.sharding import shard_module
+from lightning_parallel.tensor_plans.style import Style
+from lightning_parallel.tensor_plans.styles import Column, Divide, SharedHeads, read_style
 from tests.tensor.helpers import ranks
 from tests.tensor.models import LLAMA, Gained, GainStyle, Loss, llama, mixtral, of_transformers, phi3, qwen3
 

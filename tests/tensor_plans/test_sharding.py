@@ -13,10 +13,10 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrizations
 
-from lightning_parallel.tensor.around import Experts
 from lightning_parallel.tensor.linear import SharedHeadsLinear
-from lightning_parallel.tensor.plan import find_plan
-from lightning_parallel.tensor.sharding import shard_module
+from lightning_parallel.tensor_plans.around import Experts
+from lightning_parallel.tensor_plans.plan import find_plan
+from lightning_parallel.tensor_plans.sharding import shard_module
 from tests.tensor.helpers import ranks
 from tests.tensor.models import gpt, gpt2, llama, mixtral, seeded
 

@@ -26,10 +26,10 @@ from lightning_parallel.private.torch import tensors_in, tree_map
 from lightning_parallel.ranks.shard import Shard, piece
 from lightning_parallel.seeding import host_generators_kept
 from lightning_parallel.tensor.linear import is_divisible, is_linear
-from lightning_parallel.tensor.pairs import Pair, find_pairs
-from lightning_parallel.tensor.rules import pattern_of
-from lightning_parallel.tensor.style import Style
-from lightning_parallel.tensor.styles import HEAD_COUNTS
+from lightning_parallel.tensor_plans.pairs import Pair, find_pairs
+from lightning_parallel.tensor_plans.rules import pattern_of
+from lightning_parallel.tensor_plans.style import Style
+from lightning_parallel.tensor_plans.styles import HEAD_COUNTS
 from lightning_parallel.tracing.snapshot import StateKept
 from lightning_parallel.values import changed
 

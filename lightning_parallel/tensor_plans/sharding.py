@@ -18,9 +18,9 @@ from torch import nn
 from lightning_parallel.ranks.shard import Shard
 from lightning_parallel.tensor.dropout import ShardedRegion
 from lightning_parallel.tensor.layer import ParallelLayer, Siblings, Site
-from lightning_parallel.tensor.rules import resolve, with_few_heads
-from lightning_parallel.tensor.sequence import find_chains
-from lightning_parallel.tensor.style import Plan, Rule
+from lightning_parallel.tensor_plans.rules import resolve, with_few_heads
+from lightning_parallel.tensor_plans.sequence import find_chains
+from lightning_parallel.tensor_plans.style import Plan, Rule
 
 
 @dataclass(frozen=True)

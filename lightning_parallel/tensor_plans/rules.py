@@ -21,11 +21,11 @@ from dataclasses import replace
 from torch import nn
 
 from lightning_parallel.cuts.layers import matching
-from lightning_parallel.tensor.around import Work, around
 from lightning_parallel.tensor.layer import ParallelLayer, Site
 from lightning_parallel.tensor.linear import is_linear
-from lightning_parallel.tensor.style import Plan, Rule, Style
-from lightning_parallel.tensor.styles import Column, Divide, SharedHeads, read_style
+from lightning_parallel.tensor_plans.around import Work, around
+from lightning_parallel.tensor_plans.style import Plan, Rule, Style
+from lightning_parallel.tensor_plans.styles import Column, Divide, SharedHeads, read_style
 
 _OF_LORA = {"base_layer", "lora_A", "lora_B", "lora_dropout", "lora_embedding_A", "lora_embedding_B"}
 _KEY_VALUE = ("k_proj", "v_proj")  # the names that all models of transformers use

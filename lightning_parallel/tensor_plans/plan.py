@@ -1,7 +1,7 @@
 """Which modules are divided, and how: a plan, and where it comes from.
 
-A plan maps patterns to styles (:mod:`~lightning_parallel.tensor.styles`). A pattern is a dotted module name in which
-``*`` stands for one whole part of it::
+A plan maps patterns to styles (:mod:`~lightning_parallel.tensor_plans.styles`). A pattern is a dotted module name in
+which ``*`` stands for one whole part of it::
 
     {"model.layers.*.mlp.up_proj": "column", "model.layers.*.mlp.down_proj": "row"}
 
@@ -19,12 +19,12 @@ from torch import nn
 
 from lightning_parallel.cuts.layers import matching
 from lightning_parallel.ranks.writes import digest
-from lightning_parallel.tensor.around import Copy, Experts, Parameters
 from lightning_parallel.tensor.layer import ParallelLayer
-from lightning_parallel.tensor.plan_search import found_plan, table_of
-from lightning_parallel.tensor.rules import layers_of, resolve
-from lightning_parallel.tensor.style import Plan, Style
-from lightning_parallel.tensor.styles import OTHER_NAMES
+from lightning_parallel.tensor_plans.around import Copy, Experts, Parameters
+from lightning_parallel.tensor_plans.plan_search import found_plan, table_of
+from lightning_parallel.tensor_plans.rules import layers_of, resolve
+from lightning_parallel.tensor_plans.style import Plan, Style
+from lightning_parallel.tensor_plans.styles import OTHER_NAMES
 from lightning_parallel.values import changed
 
 MakeRun = Callable[[], Callable[[], Any]]  # makes what runs a step

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from lightning_parallel.private.torch import parameters_of, tree_map
 from lightning_parallel.tensor import functions
 from lightning_parallel.tensor.layer import ParallelLayer, Site, check_plain
-from lightning_parallel.tensor.style import Rule, Style, over
+from lightning_parallel.tensor_plans.style import Rule, Style, over
 
 Map = Callable[[Tensor, dist.ProcessGroup], Tensor]
 

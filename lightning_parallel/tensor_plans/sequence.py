@@ -34,8 +34,8 @@ from lightning_parallel.private.torch import tree_flatten, tree_unflatten
 from lightning_parallel.tensor import functions
 from lightning_parallel.tensor.layer import Site
 from lightning_parallel.tensor.linear import is_linear
-from lightning_parallel.tensor.style import Rule
-from lightning_parallel.tensor.styles import STYLES
+from lightning_parallel.tensor_plans.style import Rule
+from lightning_parallel.tensor_plans.styles import STYLES
 
 _TIME = 1  # the sequence's dimension of a hidden state [batch, time, width]
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_parallel.tensor.pairs import Pair, find_pairs
-from lightning_parallel.tensor.plan import find_plan
-from lightning_parallel.tensor.plan_search import found_plan, table_of
+from lightning_parallel.tensor_plans.pairs import Pair, find_pairs
+from lightning_parallel.tensor_plans.plan import find_plan
+from lightning_parallel.tensor_plans.plan_search import found_plan, table_of
 from tests.tensor.models import VOCABULARY, Loss, Net, bloom, gpt2, opt
 
 EXAMPLE = torch.arange(8).view(1, 8)

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from lightning_parallel.absent.module import make_absent
 from lightning_parallel.absent.tensor import absent_like
 from lightning_parallel.tensor.dropout import ShardedRegion
-from lightning_parallel.tensor.plan import find_plan
-from lightning_parallel.tensor.sharding import shard_module
+from lightning_parallel.tensor_plans.plan import find_plan
+from lightning_parallel.tensor_plans.sharding import shard_module
 from tests.pool import WorkerPool
 from tests.tensor.helpers import ranks, world
 from tests.tensor.models import TIME, Loss, batch, gpt, lenet, mlp, phi3

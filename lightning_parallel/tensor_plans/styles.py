@@ -12,11 +12,11 @@ from typing import Self
 
 from torch import nn
 
-from lightning_parallel.tensor.around import Copy, DivideOutput, Experts, Parameters, Reduce
 from lightning_parallel.tensor.embedding import VocabParallelEmbedding
 from lightning_parallel.tensor.layer import Site
 from lightning_parallel.tensor.linear import ColumnParallelLinear, RowParallelLinear, SharedHeadsLinear, is_linear
-from lightning_parallel.tensor.style import Rule, Style, over
+from lightning_parallel.tensor_plans.around import Copy, DivideOutput, Experts, Parameters, Reduce
+from lightning_parallel.tensor_plans.style import Rule, Style, over
 
 # -- linear layers -----------------------------------------------------------------------------------------------
 
