@@ -227,11 +227,13 @@ class Checkpoints:
         average, what = self.average, "on_save_checkpoint sets checkpoint['state_dict']"
         own, averages = (checkpoint["state_dict"], None) if average is None else average.states_in(checkpoint)
         refuse_others(own, module, what)
-        model = {name: tensor for name, tensor in self._model.items() if name in own}
+        tied = self.local.tied_names(module)  # any name that is left keeps the tensor
+        in_own = {tied.get(name, name) for name in own}
+        model = {name: tensor for name, tensor in self._model.items() if name in in_own}
         if average is None or averages is None:
             return own, model, None
         refuse_others(averages, average.module, what)
-        kept = {self.local.aliases.get(name, name) for name in averages}
+        kept = {tied.get(name, name) for name in averages}
         averaged = {name: tensor for name, tensor in self._averaged.items() if name in kept and name in model}
         return (own, averaged, model) if average.leads else (own, model, averaged)
 

@@ -123,6 +123,7 @@ class LeavesOut(Plain):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         del checkpoint["state_dict"]["net.4.bias"]
+        del checkpoint["state_dict"]["net.0.weight"]  # which stays, as net.6.weight
 
 
 class Renames(Plain):
