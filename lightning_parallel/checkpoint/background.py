@@ -10,11 +10,16 @@ The step waits until its tensors have been copied to host memory. What a save ex
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
 
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
+from lightning_parallel.private.lightning.replaced import replaced
 from lightning_parallel.private.torch import ThreadApart
 from lightning_parallel.ranks.collectives import Group
 
@@ -25,12 +30,14 @@ class BackgroundSave:
 
     def __init__(self, group: Group) -> None:
         self._group = group
+        self._path: Path | None = None  # of the newest save
         self._thread: threading.Thread | None = None
         self._saved: Future[None] | None = None  # of the save under way; None: none is
 
     def start(self, path: str, save: Callable[[Group], None]) -> None:
         """Run ``save(group)`` in a thread, after :meth:`finish`. It is called on all ranks, and fails on all or on
-        none. ``path`` is for errors."""
+        none."""
+        self._path = Path(path)
         self._saved = saved = Future[None]()
 
         def run() -> None:
@@ -45,6 +52,20 @@ class BackgroundSave:
 
         self._thread = ThreadApart(target=run, name=f"save {path}")
         self._thread.start()
+
+    def take_names(self, callbacks: Iterable[Callback]) -> Callable[[], None]:
+        """Let a ModelCheckpoint that looks for a name count that of the newest save as taken: nothing is there before
+        it is whole. Returns a function that ends this."""
+        end = ExitStack()
+        for callback in callbacks:
+            if isinstance(callback, ModelCheckpoint):
+                exists = callback.file_exists
+
+                def is_taken(filepath: Any, trainer: Any, exists: Callable[..., bool] = exists) -> bool:
+                    return exists(filepath, trainer) or Path(filepath) == self._path
+
+                end.callback(replaced(callback, "file_exists", is_taken))
+        return end.close
 
     def after(self, action: Callable[[], None]) -> None:
         """Run ``action`` when the save under way has succeeded; now if none is under way."""

@@ -69,7 +69,7 @@ def replace(new: Path, path: Path) -> None:
 
 def _move_away(path: Path) -> None:
     """Move what is at the path, if anything, to where :func:`find` looks."""
-    if find(path) == _old(path):  # a crash has left it alone: at ``path`` is nothing, or a name that was taken
+    if find(path) == _old(path):  # a crash has left it alone: at ``path`` is nothing, or an empty folder
         delete(path)
     elif os.path.lexists(path):
         delete(_old(path))
@@ -108,22 +108,6 @@ def remove(path: PathLike) -> None:
         os.rename(path, _beside(path))
     delete(_old(path))
     _delete_unfinished(path)
-
-
-def take_name(path: Path, *, as_folder: bool) -> None:
-    """Make an empty folder or file for a coming checkpoint, if nothing is there."""
-    with suppress(OSError):  # the save itself will raise what is wrong
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.mkdir() if as_folder else path.touch(exist_ok=False)
-
-
-def give_back_name(path: Path) -> None:
-    """Delete what :func:`take_name` has made, while it is empty. Any rank may call it."""
-    with suppress(OSError):
-        if path.is_dir():
-            path.rmdir()
-        elif path.stat().st_size == 0:
-            path.unlink()
 
 
 def delete(path: Path) -> None:

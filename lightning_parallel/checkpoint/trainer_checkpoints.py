@@ -40,7 +40,7 @@ from lightning_parallel.checkpoint.rank_states import (
 )
 from lightning_parallel.checkpoint.reading import Reader
 from lightning_parallel.checkpoint.slices import Slices, on_host, with_values
-from lightning_parallel.ranks.collectives import Group, decided_by_first, together
+from lightning_parallel.ranks.collectives import decided_by_first, together
 from lightning_parallel.ranks.local_model import LocalModel, memory_of
 from lightning_parallel.seeding import random_state
 
@@ -125,8 +125,7 @@ class Checkpoints:
     ) -> None:
         """Write a directory with every rank's part, or a file. All ranks call it.
 
-        During training it may be written in the background. Its name is taken at once: Lightning checks for such a path
-        when it looks for a name, and removes other checkpoints.
+        During training it may be written in the background.
         """
         if self.have_failed:
             rank_zero_warn(f"Not saved after an error: {path}. A checkpoint needs every rank.")
@@ -153,17 +152,7 @@ class Checkpoints:
                 if failed is not None:
                     raise failed
             return
-        if module.trainer.is_global_zero:
-            directory.take_name(Path(path), as_folder=self.as_lightning is None)
-
-        def save(group: Group) -> None:
-            try:
-                write(group=group)
-            except Exception:
-                directory.give_back_name(Path(path))
-                raise
-
-        background.start(str(path), save)
+        background.start(str(path), lambda group: write(group=group))
 
     def _writer(
         self,

@@ -297,6 +297,8 @@ class LayoutStrategy(ParallelStrategy):
         self._original_names = OriginalNames(run.module.named_parameters())
         self.accelerator.setup(trainer)
         self._at_end.callback(take_back_loaders, trainer)
+        if self._background is not None:
+            self._at_end.callback(self._background.take_names(callbacks_of(trainer)))
         self._at_end.callback(gather_within(run.module, self.groups.along("data")))
         self._same_batches = loaders.SameBatches(run)
         self._at_end.callback(self._same_batches.end)
