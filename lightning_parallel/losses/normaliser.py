@@ -22,6 +22,7 @@ from enum import Enum
 from functools import reduce
 from math import inf, isclose, isnan, log2, nan
 from operator import or_
+from typing import TypeGuard
 
 import torch
 from torch import Tensor
@@ -206,15 +207,15 @@ class BatchLoss:
         found = found & counts
         return bool(found) if isinstance(found, Tensor) and found.device.type == "cpu" else found
 
-    def equal(self, values: Sequence[object]) -> bool:
-        """Are these values, one for each microbatch, the losses? On a GPU that isn't looked at."""
-        if any(loss.device.type != "cpu" for loss in self._losses) or len(values) != len(self._losses):
+    def equal(self, values: Sequence[object]) -> bool | Tensor:
+        """Are these values, one for each microbatch, the losses? A GPU's answer stays there."""
+        numbers = [value for value in values if isinstance(value, float) or _is_scalar(value)]
+        if not numbers or len(numbers) != len(values) or len(numbers) != len(self._losses):
             return False
-        return all(
-            isinstance(value, Tensor | float)
-            and bool(torch.isclose(torch.as_tensor(value).to(loss), loss, 1e-6, 0, equal_nan=True).all())
-            for value, loss in zip(values, self._losses, strict=True)
-        )
+        like = self._losses[0] if self._like is None else self._like
+        one, other = ([scalar(each, like.dtype, like.device) for each in all_of] for all_of in (numbers, self._losses))
+        found = torch.isclose(torch.stack(one), torch.stack(other), 1e-6, 0, equal_nan=True).all()
+        return bool(found) if found.device.type == "cpu" else found
 
     # -- the factor ------------------------------------------------------------------------------------------------
 
@@ -314,6 +315,10 @@ def _differ(ratios: Sequence[Number]) -> bool | Tensor:
     values = torch.stack([scalar(ratio, torch.float64, device) for ratio in ratios])
     highest, lowest = values.nan_to_num(nan=-inf).max(), values.nan_to_num(nan=inf).min()
     return highest - lowest > _EQUAL * torch.maximum(highest.abs(), lowest.abs())
+
+
+def _is_scalar(value: object) -> TypeGuard[Tensor]:
+    return isinstance(value, Tensor) and value.numel() == 1
 
 
 def _may_count(weight: Number) -> bool:

@@ -15,11 +15,12 @@ from collections import Counter
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from numbers import Real
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 from lightning.pytorch.loggers.logger import DummyLogger
 from torch import Tensor
 
@@ -139,11 +140,17 @@ class LogRecorder:
             if len(given) == len(values):
                 weights, size = self._joins.weigh(name, values, sizes, given, self._of_whole(name, "batch_size"))
             rule = rules.get(name)
-            if loss is not None and (rule is Rule.COUNTS or (name not in rules and loss.equal(values))):
-                weights = loss.weights if len(loss.weights) == len(values) else weights
-                rule = Rule.SUM if loss.is_sum else Rule.COUNTS
             whole = self._of_whole(name, "value") if name in self._known and (name, 2) not in recorded else None
-            log(name, self._joined(name, calls, weights, rule, whole), batch_size=size, **calls[0].options)
+            joined = partial(self._joined, name, calls)
+            is_loss = loss is not None and (rule is Rule.COUNTS or (name not in rules and loss.equal(values)))
+            if loss is None or is_loss is False:
+                value = joined(weights, rule, whole)
+            else:
+                of_loss = loss.weights if len(loss.weights) == len(values) else weights
+                value = joined(of_loss, Rule.SUM if loss.is_sum else Rule.COUNTS, whole)
+                if isinstance(is_loss, Tensor):
+                    value = torch.where(is_loss, value, joined(weights, rule, whole))
+            log(name, value, batch_size=size, **calls[0].options)
 
     def _joined(
         self,

@@ -133,6 +133,28 @@ def test_what_equals_the_loss_is_weighted_as_the_loss() -> None:
     assert calls == {"loss": 2.0, "number": 2.0, "other": 6.0, "tried": 4.0}
 
 
+@pytest.mark.parametrize("is_loss", [True, False])
+def test_on_a_gpu_the_device_decides_whether_a_value_is_the_loss(
+    is_loss: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batch = BatchLoss([1, 1], given=[3.0, 1.0])
+    losses = [torch.ones((), device="meta", requires_grad=True) * factor for factor in (1, 5)]
+    for place, loss in enumerate(losses):
+        batch.add(place, loss)
+    answers = [batch.equal([loss.detach() for loss in losses]), batch.equal([1.0, 5.0])]
+    assert all(isinstance(each, torch.Tensor) and each.is_meta for each in answers)
+    assert batch.equal([losses[0]]) is batch.equal([torch.ones(2), losses[1]]) is batch.equal(["1", "5"]) is False
+    monkeypatch.setattr(batch, "equal", lambda values: torch.tensor(is_loss))
+    recorder = LogRecorder()
+    for value in (1.0, 5.0):
+        recorder.begin(1)
+        recorder.log("number", value)
+        recorder.log("tensor", torch.tensor(value))
+    calls: dict[str, float] = {}
+    recorder.replay(lambda name, value, **_: calls.update({name: float(value)}), batch)
+    assert calls == dict.fromkeys(["number", "tensor"], 2.0 if is_loss else 3.0)
+
+
 def test_a_trial_writes_to_no_logger_and_a_watched_step_is_noted() -> None:
     logger, noted = CSVLogger("."), list[int]()
     logger.log_metrics = MagicMock()  # type: ignore[method-assign]
