@@ -18,12 +18,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import inf, isinf, prod
-from types import MappingProxyType
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
+from lightning_parallel.losses import operations as ops
 from lightning_parallel.private.torch import saved_tensor, saved_value, shape_of_operand, shape_of_result
 
 Number = float | Tensor  # a tensor without dimensions where it isn't in the host's memory
@@ -67,7 +67,7 @@ class Term:
     @property
     def is_guarded(self) -> bool:
         """May the number that divides the term be a stand-in for 0, as of ``clamp(min=1)``?"""
-        return not self.nodes or any(node.name() in _DIVISIONS for node in self.nodes)
+        return not self.nodes or any(node.name() in ops.DIVISIONS for node in self.nodes)
 
 
 def terms_of(loss: Tensor) -> list[Term]:
@@ -101,18 +101,19 @@ def _read(term: Term, reached: GradientEdge) -> Iterator[_Step]:
     """Read one node: what the term is below it, or the terms; nothing if the sum is reached."""
     node = reached.node
     name = node.name()
-    if name in _LINEAR:
-        yield _moved(term, reached, _operand(node), -1.0 if name in _NEGATIONS else 1.0)
-    elif name in _ADDITIONS and reached is term.edge:
+    if name in ops.LINEAR:
+        yield _moved(term, reached, _operand(node), -1.0 if name in ops.NEGATIONS else 1.0)
+    elif name in ops.ADDITIONS and reached is term.edge:
         for edge, factor in zip(_operands(node).values(), _factors(node), strict=True):
             yield _moved(term, reached, edge, inverse(factor))
-    elif name in _MEANS:
-        count = _MEANS[name](node)
+    elif name in ops.MEANS:
+        count = ops.MEANS[name](node)
         if count is not None:
-            yield _reduction(replace(term, nodes=(*term.nodes, node)), reached, count)
-    elif name in _SUMS:
+            number = number_of(count) if isinstance(count, Tensor) else count
+            yield _reduction(replace(term, nodes=(*term.nodes, node)), reached, number)
+    elif name in ops.SUMS:
         yield _reduction(term, reached, 1.0)
-    elif name in _DIVISIONS or name in _PRODUCTS:
+    elif name in ops.DIVISIONS or name in ops.PRODUCTS:
         yield from _scaled(term, reached)
 
 
@@ -146,23 +147,23 @@ def inverse(number: Number) -> Number:
 def _factors(node: Node) -> list[float]:
     """By what an addition multiplies the operands that need a gradient."""
     operands = _operands(node)
-    if node.name() not in _SIGNS or len(node.next_functions) != 2:
+    if node.name() not in ops.SIGNS or len(node.next_functions) != 2:
         return [1.0] * len(operands)
-    signs = _SIGNS[node.name()](float(saved_value(node, "alpha")))
+    signs = ops.SIGNS[node.name()](float(saved_value(node, "alpha")))
     return [signs[i] for i in operands]
 
 
 def _reduction(term: Term, reached: GradientEdge, count: Number) -> _Step:
     """A sum or a mean. Of what has been joined for it, each begins by itself; what has been divided, below that."""
     edge, term = _operand(reached.node), replace(term, is_summed=True)
-    goes_on = edge.node.name() in ("StackBackward0", "CatBackward0", *_DIVISIONS)
+    goes_on = edge.node.name() in ("StackBackward0", "CatBackward0", *ops.DIVISIONS)
     return _moved(term, reached, edge, count, stays=not goes_on)
 
 
 def _scaled(term: Term, reached: GradientEdge) -> Iterator[_Step]:
     """A division by a number, or a product with one."""
     node = reached.node
-    divides = node.name() in _DIVISIONS
+    divides = node.name() in ops.DIVISIONS
     operands = _operands(node)
     summed = [i for i, edge in operands.items() if not _is_learned(edge.node)]
     if len(summed) != 1 or (divides and summed != [0]):
@@ -208,11 +209,11 @@ def _is_learned(node: Node) -> bool:
             return False
         elif max(prod(shape), *(prod(shape_of_operand(each, i) or ()) for i in operands)) != 1:
             # Not just numbers. What looks samples up in weights, or joins them with weights, gives another shape.
-            if each.name() in _PRODUCTS | _DIVISIONS and len(operands) == 1:
+            if each.name() in ops.PRODUCTS | ops.DIVISIONS and len(operands) == 1:
                 scaled.append(each)
             elif len(operands) < len(each.next_functions):
                 return False
-            if each.name() not in _REDUCTIONS and shape not in [shape_of_operand(each, i) for i in operands]:
+            if each.name() not in ops.REDUCTIONS and shape not in [shape_of_operand(each, i) for i in operands]:
                 return False
         waiting += [edge.node for edge in operands.values()]
     return False
@@ -225,7 +226,7 @@ def has_kink(term: Term) -> bool:
     operands = _operands(node)
     shapes = [shape_of_result(node), *(shape_of_operand(node, i) or () for i in operands)]
     is_learned = all(_is_learned(edge.node) for edge in operands.values())
-    return node.name() in _KINKED and all(prod(shape) == 1 for shape in shapes) and not is_learned
+    return node.name() in ops.KINKED and all(prod(shape) == 1 for shape in shapes) and not is_learned
 
 
 def anything_counts(term: Term) -> bool | Tensor | None:
@@ -240,7 +241,7 @@ def anything_counts(term: Term) -> bool | Tensor | None:
                 found, is_here = (mask != 0).any(), mask.device.type == "cpu"
                 if mask.numel() > 1 or (is_here and not found):  # that of one sample may be a factor
                     return bool(found) if is_here else found
-        if name not in _LINEAR | _SUMS | _PRODUCTS | _DIVISIONS or not _operands(node):
+        if name not in ops.LINEAR | ops.SUMS | ops.PRODUCTS | ops.DIVISIONS or not _operands(node):
             return None
         node = _operand(node).node
     return None
@@ -270,85 +271,3 @@ def scalar(number: Number, dtype: torch.dtype | None, device: torch.device) -> T
     if isinstance(number, Tensor):
         return number.to(device, dtype).reshape(())
     return torch.full((), number, dtype=dtype, device=device)
-
-
-# -- operations ------------------------------------------------------------------------------------------------------
-
-_LINEAR = frozenset(
-    {
-        "NegBackward0", "CloneBackward0", "ToCopyBackward0", "ViewBackward0", "UnsafeViewBackward0", "AliasBackward0",
-        "ReshapeAliasBackward0", "SqueezeBackward0", "SqueezeBackward1", "SqueezeBackward2", "UnsqueezeBackward0",
-        "PermuteBackward0", "TransposeBackward0", "TBackward0", "CopyBackwards", "AddBackward1", "SubBackward1",
-        "RsubBackward1", "NanToNumBackward0",
-    }
-)  # fmt: skip
-_NEGATIONS = frozenset({"NegBackward0", "RsubBackward1"})
-_SIGNS = MappingProxyType(
-    {
-        "AddBackward0": lambda alpha: (1.0, alpha),
-        "SubBackward0": lambda alpha: (1.0, -alpha),
-        "RsubBackward0": lambda alpha: (-alpha, 1.0),
-    }
-)
-_ADDITIONS = frozenset({*_SIGNS, "StackBackward0", "CatBackward0"})
-_SUMS = frozenset({"SumBackward0", "SumBackward1", "NansumBackward0"})
-_DIVISIONS = frozenset({"DivBackward0", "DivBackward1"})
-_PRODUCTS = frozenset({"MulBackward0", "MulBackward1"})
-_REDUCTIONS = frozenset(  # of one operand, whatever its shape
-    {
-        *_LINEAR, *_SUMS, "MeanBackward0", "MeanBackward1", "NormBackward0", "NormBackward1",
-        "LinalgVectorNormBackward0", "SelectBackward0", "UnbindBackward0",
-    }
-)  # fmt: skip
-# Straight on either side of a value, so parts of a batch may agree with the whole.
-_KINKED = frozenset(
-    {
-        "AbsBackward0", "ReluBackward0", "LeakyReluBackward0", "EluBackward0", "ClampBackward0", "ClampBackward1",
-        "ClampMinBackward0", "ClampMinBackward1", "ClampMaxBackward0", "ClampMaxBackward1", "HardtanhBackward0",
-        "ThresholdBackward0", "MaximumBackward0", "MinimumBackward0", "MaxBackward0", "MaxBackward1", "MinBackward0",
-        "MinBackward1", "WhereBackward0",
-    }
-)  # fmt: skip
-_MEAN = 1  # torch's number of reduction="mean"
-
-
-def _of_mean_over_dims(node: Node) -> Number:
-    sizes = saved_value(node, "self_sym_sizes")
-    # torch saves dims as numbers without sign.
-    dims = {(dim + 2**63) % 2**64 - 2**63 for dim in saved_value(node, "dim") or range(len(sizes))}
-    return float(prod(sizes[dim] for dim in dims))
-
-
-def _of_labels(node: Node) -> Number | None:
-    if int(saved_value(node, "reduction")) != _MEAN:
-        return None
-    total = saved_tensor(node, "total_weight")
-    return None if total is None else number_of(total)
-
-
-def _of_elements(node: Node) -> Number | None:
-    return float(prod(shape_of_operand(node, 0) or ())) if int(saved_value(node, "reduction")) == _MEAN else None
-
-
-def _of_rows(node: Node) -> Number | None:
-    shape = shape_of_operand(node, 0)
-    rows = shape[0] if shape is not None and len(shape) > 1 else 1
-    return float(rows) if int(saved_value(node, "reduction")) == _MEAN else None
-
-
-_MEANS = MappingProxyType(
-    {
-        "MeanBackward0": lambda node: float(prod(saved_value(node, "self_sym_sizes"))),
-        "MeanBackward1": _of_mean_over_dims,
-        "NllLossBackward0": _of_labels,
-        "NllLoss2DBackward0": _of_labels,
-        **dict.fromkeys(
-            (
-                "MseLossBackward0", "SmoothL1LossBackward0", "HuberLossBackward0", "BinaryCrossEntropyBackward0",
-                "BinaryCrossEntropyWithLogitsBackward0", "SoftMarginLossBackward0",
-            ),
-            _of_elements,
-        ),
-        **dict.fromkeys(("MultiMarginLossBackward0", "MultilabelMarginLossBackward0"), _of_rows),
-    }
-)  # fmt: skip

@@ -10,18 +10,15 @@ backward begins with 1 / reference, and the summed gradients are multiplied by r
     2               4              1 / reference
                    N = 16          then all gradients times reference / N = 36 / 16
 
-``graph.py`` reads n_k off each microbatch's own graph. The last stage sends the factor along with the gradients,
-so every stage has it before its last backward of the batch. Where losses are means over samples it is 1.
+``graph.py`` and ``counts.py`` read n_k off each microbatch's own graph. The last stage sends the factor along with the
+gradients, so every stage has it before its last backward of the batch. Where losses are means over samples it is 1.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Collection, Sequence
 from enum import Enum
-from functools import reduce
 from math import inf, isclose, isnan, log2, nan
-from operator import or_
 from typing import TypeGuard
 
 import torch
@@ -29,7 +26,8 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from lightning_parallel.batch_joins import weighted_mean
-from lightning_parallel.losses.graph import Number, Term, anything_counts, inverse, number_of, scalar, terms_of
+from lightning_parallel.losses.counts import count_of, main_of, may_count, ratio_of, ratios_of
+from lightning_parallel.losses.graph import Number, Term, inverse, number_of, scalar, terms_of
 from lightning_parallel.private.torch import like_edge
 
 _EQUAL = 1e-6  # relative; sums of class weights are rounded
@@ -101,12 +99,12 @@ class BatchLoss:
         self._losses.append(loss.detach().reshape(()))
         terms = [] if self._rule is Rule.SAMPLES else terms_of(loss)
         self._terms[index] = terms or ([Term(get_gradient_edge(loss))] if loss.requires_grad else [])
-        main = _main(terms, self._key)
+        main = main_of(terms, self._key)
         if self._rule is Rule.SUM and terms:  # by the same number in all microbatches
             self._ratios.append((1.0, {"": 1.0 if main is None else main.count}))
         elif main is not None:
             self._key = self._key or main.key
-            self._ratios.append((main.count, _ratios(main, terms)))
+            self._ratios.append((main.count, ratios_of(main, terms)))
         self.weights.append(self._weight(index, terms))
         if index == 0:
             self._reference = self._guess()
@@ -158,12 +156,12 @@ class BatchLoss:
             scale: a factor of all gradients.
         """
         terms, weight, reference = self._terms.pop(index), self.weights[index], self._reference
-        if index == len(self.sizes) - 1 and not any(map(_may_count, self.weights)):
+        if index == len(self.sizes) - 1 and not any(map(may_count, self.weights)):
             seeds = [(term.edge, inverse(term.above) / self._batches * scale) for term in terms]
-        elif terms and _may_count(weight):
+        elif terms and may_count(weight):
             self._begun[index] = weight
-            seeds = [(term.edge, _ratio(weight, term.above) / reference * scale) for term in terms]
-            seeds = [(edge, seed) for edge, seed in seeds if _may_count(seed)]
+            seeds = [(term.edge, ratio_of(weight, term.above) / reference * scale) for term in terms]
+            seeds = [(edge, seed) for edge, seed in seeds if may_count(seed)]
         else:
             seeds = []
         return [edge for edge, _ in seeds], [_seed(edge, seed) for edge, seed in seeds]
@@ -230,75 +228,6 @@ class BatchLoss:
         return scalar(self.factor, torch.float64, device)
 
 
-def _averaging(terms: Sequence[Term]) -> list[Term]:
-    """The terms that are divided; if there are none, those that are multiplied with a number, as with ``1 / n``. Those
-    of weights alone average over no samples."""
-    terms = [term for term in terms if not term.is_of_weights]
-    divided = [term for term in terms if term.nodes]
-    return divided or [term for term in terms if isinstance(term.count, Tensor) or abs(term.count) != 1]
-
-
-def _main(terms: Sequence[Term], key: str | None) -> Term | None:
-    """The term by whose number microbatches are weighted: the first that averages, or the first of this key."""
-    averages = _averaging(terms)
-    return next((term for term in averages if term.key == key), averages[0] if averages else None)
-
-
-def count_of(terms: Sequence[Term], loss: Tensor, otherwise: float, key: str | None = None) -> Number:
-    """What a loss averages over; 0 if nothing counts. A denominator of 1 or less may stand for 0, as ``clamp(min=1)``
-    gives it. Where what is summed doesn't tell whether anything counts, a loss of 0 does.
-
-    Args:
-        key: of the term whose number counts.
-    """
-    main = _main(terms, key)
-    count: Number = otherwise if main is None else main.count
-    if main is not None and not main.is_guarded:
-        return count
-    is_small = main is None or count**2 <= 1
-    is_none = is_small if is_small is False else is_small & _nothing_counts(terms, main, loss)
-    if isinstance(is_none, Tensor):
-        return (~is_none).double() * count
-    return 0.0 if is_none else count
-
-
-def _nothing_counts(terms: Sequence[Term], main: Term | None, loss: Tensor) -> bool | Tensor:
-    """Does nothing count in a loss? False if neither its graph nor its value tells."""
-    averages = _averaging(terms)
-    alike = [term for term in averages if main is not None and term.key == main.key]
-    known = [each for each in map(anything_counts, alike) if each is not None]
-    if alike and len(known) == len(alike):
-        some = reduce(or_, known)
-        return ~some if isinstance(some, Tensor) else not some
-    return number_of(loss) == 0 if len(alike) == len(averages) else False
-
-
-def numbered(terms: Sequence[Term]) -> dict[str, Term]:
-    """The terms by their keys, those of one key with a number."""
-    seen: Counter[str] = Counter()
-    found: dict[str, Term] = {}
-    for term in terms:
-        seen[term.key] += 1
-        found[f"{term.key}#{seen[term.key]}"] = term
-    return found
-
-
-def _ratios(main: Term, terms: Sequence[Term]) -> dict[str, Number]:
-    """What other terms average over, by the number of the main one; what counts in neither is left out."""
-    averaging = {key: term for key, term in numbered(terms).items() if term.nodes and not term.is_of_weights}
-    others = {key: term.count for key, term in averaging.items() if term is not main}
-    some = {key: count for key, count in others.items() if _may_count(count) or _may_count(main.count)}
-    return {key: _ratio(main.count, count) for key, count in some.items()}
-
-
-def _ratio(main: Number, other: Number) -> Number:
-    """Of two numbers; 1 if they are equal, 0 if nothing counts in the other."""
-    if isinstance(main, Tensor) or isinstance(other, Tensor):
-        main, other = torch.as_tensor(main, dtype=torch.float64), torch.as_tensor(other, dtype=torch.float64)
-        return torch.where(main == other, 1.0, torch.where(other == 0, 0.0, main / other))
-    return 1.0 if main == other else main / other if other else 0.0
-
-
 def _ratio_of_nothing(count: Number) -> Number:
     """The ratio for a term that a microbatch's loss lacks; NaN if nothing counts in the microbatch at all."""
     if isinstance(count, Tensor):
@@ -319,10 +248,6 @@ def _differ(ratios: Sequence[Number]) -> bool | Tensor:
 
 def _is_scalar(value: object) -> TypeGuard[Tensor]:
     return isinstance(value, Tensor) and value.numel() == 1
-
-
-def _may_count(weight: Number) -> bool:
-    return isinstance(weight, Tensor) or weight != 0
 
 
 def _seed(edge: GradientEdge, weight: Number) -> Tensor:

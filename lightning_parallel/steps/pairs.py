@@ -30,8 +30,9 @@ from torch import Tensor
 from lightning_parallel.batch import split_into
 from lightning_parallel.checks.first_losses import scalars
 from lightning_parallel.cuts.partition import Partition
+from lightning_parallel.losses.counts import count_of, numbered
 from lightning_parallel.losses.graph import Number, Term, terms_of
-from lightning_parallel.losses.normaliser import BatchLoss, count_of, numbered
+from lightning_parallel.losses.normaliser import BatchLoss
 from lightning_parallel.losses.trial import Findings, Outcome, find, joined, joins, kinds_of, outcome, tolerance_of
 from lightning_parallel.pipeline.chunk import Again, Trial
 from lightning_parallel.ranks.run import Run
