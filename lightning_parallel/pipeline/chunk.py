@@ -135,7 +135,6 @@ class Chunk:
         generators: the random generators that forwards draw from.
         loss_of: takes the loss out of what the user's step returned, in the last chunk.
         weights: decides which version of the weights a forward uses; None for the module's own parameters.
-        completing: a context around the backwards that complete gradients for an update.
 
     Attributes:
         is_ahead: does it expect the first activation of a batch that is yet to come? Then so does the next chunk.
@@ -153,9 +152,7 @@ class Chunk:
         loss_of: Callable[[Any], Tensor],
         weights: WeightVersions | None,
         timeline: Timeline,
-        completing: Completing,
     ) -> None:
-        self._completing = partial(completing, index)
         self._index, self._stage, self._ends, self._device = index, stage, ends, device
         self._generators, self._loss_of, self._weights = generators, loss_of, weights
         self._span = partial(timeline.span, chunk=stage.chunks.index(index))
@@ -293,12 +290,12 @@ class Chunk:
 
     # -- backward ------------------------------------------------------------------------------------------------
 
-    def backward(self, number: int, *, in_halves: bool, completes: bool) -> None:
+    def backward(self, number: int, completing: Completing | None, *, in_halves: bool) -> None:
         """Run the backward of a microbatch.
 
         Args:
+            completing: a context for a backward that completes gradients for an update; None for others.
             in_halves: leave the gradients that nobody waits for to :meth:`second_half`.
-            completes: it completes gradients for an update.
         """
         flight = self._in_flight[0]
         assert flight.number == number, "schedules run backwards in the order of the forwards"
@@ -322,8 +319,8 @@ class Chunk:
                         gradients.append(gradient)
                 sent.way.activations.confirm(sent.number)
             self._in_flight.popleft()
-            completing = self._completing(edges) if completes else nullcontext()
-            with completing, self._span("backward input" if in_halves else "backward", number):
+            context = nullcontext() if completing is None else completing(self._index, edges)
+            with context, self._span("backward input" if in_halves else "backward", number):
                 if in_halves:
                     anchor = None if flight.arrival is None else flight.arrival.anchor
                     inputs = [] if anchor is None else [anchor]
@@ -339,13 +336,13 @@ class Chunk:
                     back = back[count:]
                 way.gradients.confirm(way.activations.acknowledged)
 
-    def second_half(self, number: int, *, completes: bool) -> None:
-        """Run the second half of the backward of a microbatch. ``completes``: it completes gradients for an update."""
+    def second_half(self, number: int, completing: Completing | None) -> None:
+        """Run the second half of the backward of a microbatch, as :meth:`backward` the first."""
         flight, gradients = self._second_halves.popleft()
         assert flight.number == number, "second halves run in the order of the first ones"
-        completing = self._completing(()) if completes else nullcontext()
+        context = nullcontext() if completing is None else completing(self._index, ())
         with self._span("backward weight", number), self._around_backward(flight, "second"):
-            with self._stage.backward(), completing:
+            with self._stage.backward(), context:
                 gradients.run()
 
     def _around_backward(self, flight: _InFlight, half: Half) -> AbstractContextManager[None]:

@@ -8,7 +8,6 @@ what a microbatch's step is, what an update does and which weights a forward use
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -43,7 +42,7 @@ class Engine:
         weights: by chunk, what decides which version of the weights a forward uses; by default the module's own
             parameters.
         halves: run a backward's second half where the schedule has it. Otherwise both halves run together.
-        completing: a context around the actions that complete a chunk's gradients for an update.
+        completing: a context around the actions that complete a chunk's gradients for an update; None for none.
     """
 
     def __init__(
@@ -57,10 +56,10 @@ class Engine:
         weights: Mapping[int, WeightVersions] | None = None,
         timeline: Timeline | None = None,
         halves: bool = True,
-        completing: Completing = lambda chunk, edges: nullcontext(),
+        completing: Completing | None = None,
     ) -> None:
         self._timeline = timeline or Timeline(enabled=False)
-        self._halves = halves
+        self._halves, self._completing = halves, completing
         self._generators = TorchGenerators(device)
         self._chunks = {
             index: Chunk(
@@ -72,7 +71,6 @@ class Engine:
                 loss_of=loss_of,
                 weights=None if weights is None else weights[index],
                 timeline=self._timeline,
-                completing=completing,
             )
             for index, ends in ends_of(stage.partition.placement, layout, wires, device).items()
         }
@@ -113,7 +111,7 @@ class Engine:
                 self._chunks[which].begin(indices, endless=endless)
         outputs: list[Any] = []
         with self._generators.kept(), short_switch_interval():  # backwards and updates may draw too
-            last = _last_before_steps(actions)
+            last = _last_before_steps(actions) if self._completing is not None else ()
             for i, action in enumerate(actions):
                 if isinstance(action, Step):
                     with self._timeline.span("step", action.update):
@@ -121,13 +119,14 @@ class Engine:
                             update(*([action.chunk] if isinstance(action, StepOfChunk) else ()))
                     continue
                 chunk, number = self._chunks[action.chunk], action.microbatch
+                completing = self._completing if i in last else None
                 if isinstance(action, Forward):
                     outputs += chunk.forward(number, microbatches[number])
                 elif isinstance(action, BackwardWeight):
-                    chunk.second_half(number, completes=i in last)
+                    chunk.second_half(number, completing)
                 else:
                     in_halves = self._halves and isinstance(action, BackwardInput)
-                    chunk.backward(number, in_halves=in_halves, completes=i in last)
+                    chunk.backward(number, completing, in_halves=in_halves)
         if not endless:
             self.flush()  # all receives have been posted: no computation is waited for, but copies through the host
         return outputs

@@ -120,7 +120,8 @@ class StagedStrategy(LayoutStrategy):
         return None
 
     def completing(self, chunk: int, edges: Sequence[GradientEdge]) -> AbstractContextManager[None]:
-        """A context around the backward that completes a chunk's gradients of an update. It begins at ``edges``."""
+        """A context, with several replicas, around the backward that completes a chunk's gradients of an update. It
+        begins at ``edges``."""
         return self.replicas.completing()
 
     def gradient_factor(self) -> Number:
@@ -184,7 +185,7 @@ class StagedStrategy(LayoutStrategy):
             timeline=self.timeline,
             # Layers that are gathered for a backward are freed at the end of its first half.
             halves=self._stages.fully_sharded is None,
-            completing=self.completing,
+            completing=self.completing if run.layout.size("data") > 1 else None,
         )
         weight = self.options.microbatch_weight
         microbatches = Microbatches(run, splitting, weight, self._shards, dry_runs, last_stage, stage)
