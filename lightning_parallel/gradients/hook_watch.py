@@ -53,16 +53,13 @@ class GradientWatch(TorchFunctionMode):
         self._in_parts = run.groups.model.size() > 1
         self._put_back = around_step_hooks(run.precision, self.begin, self.end)
         self._is_open = self._is_paused = self._has_warned = False
-        self._is_needed: bool | None = None
         self._memories: set[int] = set()  # of the gradients
         self._made: dict[int, tuple[weakref.ref[Tensor], bool]] = {}  # from gradients; is it a number of several?
         self._number = ""  # the call that has made the last such number
 
     def begin(self) -> None:
         """Begin to watch: gradients are complete, and hooks may follow."""
-        if self._is_needed is None:  # asked once: it takes as long as a small step's hooks
-            self._is_needed = _sees_gradients(self._module)
-        if self._is_open or not self._is_needed:
+        if self._is_open:
             return
         gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
         self._memories = {memory_of(gradient) for gradient in gradients} - {0}
@@ -161,8 +158,8 @@ def refuse_hooks_of_parameters(module: pl.LightningModule) -> None:
             )
 
 
-def _sees_gradients(module: pl.LightningModule) -> bool:
-    """Is there code of the user's that can see gradients?"""
+def sees_gradients(module: pl.LightningModule) -> bool:
+    """Is there code of the user's that can see gradients in its hooks? Otherwise nothing is to be watched there."""
     hooks = ("on_after_backward", "on_before_optimizer_step", "optimizer_step", "configure_gradient_clipping")
     return not module.automatic_optimization or bool(overridden(module.trainer, module, *hooks))
 

@@ -47,7 +47,7 @@ from lightning_parallel.checks.parted_options import PartedOptions
 from lightning_parallel.checks.reads_of_shards import sizes_watched
 from lightning_parallel.disk_offload import DiskOffload
 from lightning_parallel.gradients.clipping import install_clipping
-from lightning_parallel.gradients.hook_watch import GradientWatch, refuse_hooks_of_parameters
+from lightning_parallel.gradients.hook_watch import GradientWatch, refuse_hooks_of_parameters, sees_gradients
 from lightning_parallel.loading import loaders
 from lightning_parallel.optimizers.division import Division
 from lightning_parallel.optimizers.owners import Owners, names_to_own
@@ -117,7 +117,7 @@ class LayoutStrategy(ParallelStrategy):
         self._told: tuple[Any, bool] = (None, False)  # of which module the start table is, and of a training?
         self._same_batches: loaders.SameBatches | None = None
         self._options_used: PartedOptions | None = None  # by replicas, in training
-        self._watch: GradientWatch | None = None  # in training, where ranks hold parts of the model or of parameters
+        self._watch: GradientWatch | None = None  # of parts of the model's gradients, in training, if hooks see them
         self._at_end = ExitStack()  # undoes what set-up has done, in reverse order
         self._at_next_run = ExitStack()  # undoes what the end of a run has done
 
@@ -579,6 +579,12 @@ class LayoutStrategy(ParallelStrategy):
     def remove_checkpoint(self, filepath: str | Path) -> None:
         if self.is_global_zero:
             self.checkpoints.remove(filepath, self.checkpoint_io)
+
+    @override
+    def on_train_start(self) -> None:
+        if self._watch is not None and not sees_gradients(self.run.module):
+            self._watch.close()
+            self._watch = None
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:

@@ -256,6 +256,7 @@ class AsyncPipelineStrategy(StagedStrategy):
 
     @override
     def on_train_start(self) -> None:
+        super().on_train_start()
         refuse_averages(self.run.trainer, self._late.in_v(self.layout.stages))
         # A stage that lags behind steps its scheduler before its first update. Each update still uses its own rate.
         warnings.filterwarnings("ignore", message=r"Detected call of `lr_scheduler.step\(\)` before")
