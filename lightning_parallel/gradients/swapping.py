@@ -36,17 +36,8 @@ def add_gradients(parameters: Mapping[str, nn.Parameter], gradients: Mapping[str
             parameters[name].grad = gradient if present is None else present.add_(gradient)
 
 
-def take_earlier_gradients(module: pl.LightningModule, parameters: Mapping[str, nn.Parameter]) -> Gradients:
-    """Take the gradients of earlier batches off the parameters before new ones are made. Returned are those that count,
-    or that somebody may read; none if they are going to be erased."""
-    trainer = module.trainer
-    earlier = swap_gradients(parameters, {})
-    is_first = trainer.fit_loop.epoch_loop.batch_idx % trainer.accumulate_grad_batches == 0
-    return {} if is_first and not _are_read(trainer, module) else earlier
-
-
-def _are_read(trainer: pl.Trainer, module: pl.LightningModule) -> bool:
-    """May a hook, or a ``zero_grad`` of the user's, read gradients before they are erased?"""
+def erased_are_read(trainer: pl.Trainer, module: pl.LightningModule) -> bool:
+    """May a hook, or a ``zero_grad`` of the user's, read an update's gradients before they are erased?"""
     return bool(overridden(trainer, module, "on_before_zero_grad", "optimizer_zero_grad")) or any(
         type(each).zero_grad is not Optimizer.zero_grad for each in trainer.optimizers
     )

@@ -27,7 +27,7 @@ from torch.autograd.graph import GradientEdge
 from typing_extensions import override
 
 from lightning_parallel.cuts.partition import Partition
-from lightning_parallel.gradients.swapping import Gradients, add_gradients, swap_gradients, take_earlier_gradients
+from lightning_parallel.gradients.swapping import Gradients, add_gradients, erased_are_read, swap_gradients
 from lightning_parallel.losses.graph import Number
 from lightning_parallel.ranks.layout import Placement
 from lightning_parallel.schedules.actions import Action, Schedule, placement
@@ -119,6 +119,7 @@ class PipelineStrategy(StagedStrategy):
         self._knows_bytes = True  # does the partition tell what training holds?
         self._by_user = callable(options.schedule)
         self._gradients: Gradients = {}  # from training_step to backward
+        self._keeps_erased = False  # may user code read gradients of the update before, when they are erased?
         self._goes_on = False  # do stages not wait for each other between batches?
         self._is_cold = False  # has the device's first batch yet to run?
         self._alone_in: dict[int, list[str]] = {}  # by chunk, the parameters that no other chunk here uses
@@ -231,6 +232,11 @@ class PipelineStrategy(StagedStrategy):
     def _held(self, actions: list[Action], parts: Partition) -> int:
         return most_held(actions, parts.held, None if self.is_fully_sharded else parts.computed)
 
+    @override
+    def on_train_start(self) -> None:
+        super().on_train_start()
+        self._keeps_erased = erased_are_read(self.run.trainer, self.run.module)
+
     # -- a batch -------------------------------------------------------------------------------------------------
 
     @override
@@ -238,9 +244,12 @@ class PipelineStrategy(StagedStrategy):
         if self.is_one_process:
             return super().training_step(*args, **kwargs)
         microbatches = self.at_work.microbatches
-        parameters, layout = self.local_model.parameters, self.layout
+        parameters, layout, trainer = self.local_model.parameters, self.run.layout, self.run.trainer
         work = microbatches.of((*args, *kwargs.values()))
-        earlier = take_earlier_gradients(self.run.module, parameters)
+        earlier = swap_gradients(parameters, {})
+        begins_update = trainer.fit_loop.epoch_loop.batch_idx % trainer.accumulate_grad_batches == 0
+        if begins_update and not self._keeps_erased:
+            earlier = {}
         if self._stages.fully_sharded is not None:
             self._stages.fully_sharded.hold_back()
         with microbatches.recorded():
