@@ -103,8 +103,6 @@ class Stage:
 
     @flow.setter
     def flow(self, flow: Flow) -> None:
-        if flow is self._flow:  # as in nearly every batch
-            return
         changed = (flow.transparent, flow.inside) != (self._flow.transparent, self._flow.inside)
         self._flow = flow
         self.cuts = {chunk: Cuts(flow, self.partition, chunk) for chunk in self.chunks}

@@ -7,7 +7,7 @@ raise. Otherwise all use what the last stage has found, since it alone runs the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from typing import Any
 
@@ -35,14 +35,18 @@ class DryRuns:
 
     Args:
         late: backwards read weights of their own versions.
+
+    Attributes:
+        known: by the kind of step, the names whose values :meth:`logged` gives: they depend on no layer.
     """
 
     def __init__(self, run: Run, stages: Stages, last_stage: LastStage, *, late: bool) -> None:
-        self._run, self._stages, self._last_stage = run, stages, last_stage
+        self._run, self._stages, self._stage, self._last_stage = run, stages, stages.stage, last_stage
         self._group = run.groups.along("pipeline")
         self._late = late
         self._flows: dict[str, Flow] = {}  # by the kind of step
-        self._known: dict[str, set[str]] = {}  # the names logged in it, of values that depend on no layer
+        self._kind = ""  # of step whose flow is set
+        self.known: dict[str, set[str]] = {}
         self._changes_batch = False  # has a step changed the copy of its batch?
 
     def on_copy(self, step: Callable[..., Any], *arguments: Any, **more: Any) -> Any:
@@ -86,13 +90,14 @@ class DryRuns:
             if count > 1:
                 advancing = {name for name, settles in flow.own_updates.items() if not settles} - parameters
                 self._warn_of_carried(flow, advancing, count)
-        self._stages.stage.flow = self._flows[kind]
+        if kind != self._kind:  # as in few batches
+            self._stage.flow, self._kind = self._flows[kind], kind
         return self._flows[kind]
 
     def _flow_of(self, kind: str, step: Callable[[], Any]) -> Flow:
         self._changes_batch = False
         flow, logged = self._traced(kind, step)
-        parts = self._stages.stage.partition
+        parts = self._stage.partition
         if self._changes_batch and parts.chunks > parts.stages:
             raise FlowError(
                 f"{kind.split()[0]} changes a tensor of its batch in place. {TWICE} change a clone, do it in the data "
@@ -101,7 +106,7 @@ class DryRuns:
         if self._stages.fully_sharded is None:  # see `logged`
             values = {name: call["value"] for name, call in logged.items()}
             of_layers = {name for name, v in values.items() if isinstance(v, AbsentTensor) and depends_on_layers(v)}
-            self._known[kind] = values.keys() - of_layers
+            self.known[kind] = values.keys() - of_layers
         return flow
 
     def _traced(self, kind: str, step: Callable[[], Any]) -> tuple[Flow, dict[str, dict[str, Any]]]:
@@ -116,12 +121,8 @@ class DryRuns:
                 finally:
                     counts.append(len(logged))
 
-            flow = self._stages.stage.flow_of(counted, logged)
+            flow = self._stage.flow_of(counted, logged)
         return flow, {call["name"]: call for call in logged[: counts[0]]}
-
-    def known(self, kind: str) -> Container[str]:
-        """The names whose values in steps of this kind :meth:`logged` gives."""
-        return self._known.get(kind, ())
 
     def logged(self, kind: str, step: Callable[[], Any]) -> dict[str, dict[str, Any]]:
         """The arguments of a step's calls of ``self.log``, by name, in a dry run on this rank alone. Values that depend
@@ -131,7 +132,7 @@ class DryRuns:
     def _agreed(self, find: Callable[[], Flow]) -> Flow:
         """The last stage's result, on all ranks. An error on one rank is raised on all, since none may wait for what
         another won't send."""
-        views = gather_objects((self._stages.stage.index, together(self._group, find)), self._group)
+        views = gather_objects((self._stage.index, together(self._group, find)), self._group)
         return max(views, key=lambda view: view[0])[1]
 
     def _warn_of_carried(self, flow: Flow, of_layers: Iterable[str], count: int) -> None:

@@ -65,8 +65,8 @@ class Microbatches:
         self._run, self._splitting, self._shards, self._stage = run, splitting, shards, stage
         self._dry_runs, self._last_stage, self._replica = dry_runs, last_stage, run.layout.index("data")
         self.earlier = EarlierChunks(run.module, stage)
-        known = partial(dry_runs.known, "training_step")
-        self._means = LossMeans(run, weight, last_stage, stage.partition, known, by_user=splitting.by_user)
+        self._known = lambda: dry_runs.known.get("training_step", ())
+        self._means = LossMeans(run, weight, last_stage, stage.partition, self._known, by_user=splitting.by_user)
         self._joins = LogJoins(run.warn)
         self._recorder = LogRecorder()  # of the batch that is running
         self._effects = StepEffects(run)
@@ -116,7 +116,7 @@ class Microbatches:
             )
         of_whole = on_copy(batch, mix(self._run.seed, batch_number), sum(counts))
         whole = partial(self._dry_runs.logged, "training_step", of_whole)
-        self._recorder = LogRecorder(self._joins, whole, self._dry_runs.known("training_step"))
+        self._recorder = LogRecorder(self._joins, whole, self._known())
         return work
 
     def _prepare_for(self, step: Callable[[], Any], microbatches: int, is_first: bool) -> None:
