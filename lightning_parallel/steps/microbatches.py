@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from lightning.pytorch.plugins.precision import MixedPrecision, Precision
+from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor
 
 from lightning_parallel.batch_joins import join_outputs
@@ -99,8 +99,13 @@ class Microbatches:
         def on_copy(part: Any, seed: int, size: int) -> Callable[[], Any]:
             return partial(self._run_on_copy, (part, *rest), size, seed)
 
-        self._prepare_for(on_copy(parts[0], seeds[0], counts[0]), len(parts), is_first)
-        scale = _loss_scale(self._run.precision)  # once, since the host waits for a GPU here
+        # What the batch's steps will do is known from a dry run, of the first batch.
+        flow = self._dry_runs.set_flow("training_step", on_copy(parts[0], seeds[0], counts[0]), self.count)
+        if is_first:
+            together(None, self._effects.check)
+        self.changes.begin_batch(() if flow is None else flow.updated, self.count, len(self._stage.chunks))
+        scaler = self._run.precision.scaler if isinstance(self._run.precision, MixedPrecision) else None
+        scale = 1.0 if scaler is None else float(scaler.get_scale())  # once, since the host waits for a GPU here
         tries = not self.changes.known  # a trial would change them once more, before the backward
         work: dict[int, Microbatch] = {}
         for k, (part, seed) in enumerate(zip(parts, seeds, strict=True)):
@@ -118,13 +123,6 @@ class Microbatches:
         whole = partial(self._dry_runs.logged, "training_step", of_whole)
         self._recorder = LogRecorder(self._joins, whole, self._known())
         return work
-
-    def _prepare_for(self, step: Callable[[], Any], microbatches: int, is_first: bool) -> None:
-        """Find out by a dry run, if one is due, what the batch's steps will do, and check or prepare for it."""
-        flow = self._dry_runs.set_flow("training_step", step, microbatches)
-        if is_first:
-            together(None, self._effects.check)
-        self.changes.begin_batch(() if flow is None else flow.updated, microbatches, len(self._stage.chunks))
 
     def _run_on_copy(self, arguments: tuple[Any, ...], size: int, seed: int) -> Any:
         """The user's step on a copy of a batch or a microbatch, for a dry run or a trial."""
@@ -206,9 +204,3 @@ def loss_of(output: Any) -> Tensor:
     if loss.numel() != 1:
         raise RuntimeError(f"training_step returned a loss of shape {tuple(loss.shape)}: return a scalar.")
     return loss
-
-
-def _loss_scale(precision: Precision) -> float:
-    """The factor that fp16's gradient scaler wants on the loss; 1 with any other precision."""
-    scaler = precision.scaler if isinstance(precision, MixedPrecision) else None
-    return 1.0 if scaler is None else float(scaler.get_scale())
