@@ -80,17 +80,10 @@ class LogRecorder:
 
     Args:
         joins: has seen earlier batches.
-        whole: returns the arguments that ``self.log`` would get for the whole batch, by name.
-        known: the names whose values depend on no layer, so ``whole()`` has them.
     """
 
-    def __init__(
-        self,
-        joins: LogJoins | None = None,
-        whole: Callable[[], Mapping[str, Mapping[str, Any]]] = dict,
-        known: Container[str] = (),
-    ) -> None:
-        self._joins, self._whole, self._known = joins or LogJoins(), cache(whole), known
+    def __init__(self, joins: LogJoins | None = None) -> None:
+        self._joins = joins or LogJoins()
         self._weight = 1
         self._times = Counter[str]()  # that the running microbatch has logged a name
         # The n-th calls with one name, one for each microbatch.
@@ -118,6 +111,8 @@ class LogRecorder:
         rules: Mapping[str, Rule | None] | None = None,
         *,
         as_loss: bool = False,
+        whole: Callable[[], Mapping[str, Mapping[str, Any]]] = dict,
+        known: Container[str] = (),
     ) -> None:
         """Log each name as often as a microbatch did, by the real ``LightningModule.log``, in the order of the first
         calls, and forget everything.
@@ -126,9 +121,15 @@ class LogRecorder:
             loss: the batch's loss. Values that equal the losses of microbatches are weighted as they are.
             rules: by name, the ways in which values follow from those of microbatches, as far as they are known.
             as_loss: weigh other values as the losses too, since the microbatches' sizes aren't known.
+            whole: returns the arguments that ``self.log`` would get for the whole batch, by name.
+            known: the names whose values depend on no layer, so ``whole()`` has them.
         """
         recorded, self._calls = self._calls, {}
-        rules = rules or {}
+        rules, wholes = rules or {}, cache(whole)
+
+        def of_whole(name: str, argument: str) -> Any:
+            return wholes().get(name, {}).get(argument)
+
         for (name, _), calls in recorded.items():
             values = [call.value for call in calls]
             sizes = [call.weight for call in calls]
@@ -138,9 +139,9 @@ class LogRecorder:
             if as_loss and loss is not None and len(loss.weights) == len(values):
                 weights = loss.weights
             if len(given) == len(values):
-                weights, size = self._joins.weigh(name, values, sizes, given, self._of_whole(name, "batch_size"))
+                weights, size = self._joins.weigh(name, values, sizes, given, partial(of_whole, name, "batch_size"))
             rule = rules.get(name)
-            whole = self._of_whole(name, "value") if name in self._known and (name, 2) not in recorded else None
+            whole = partial(of_whole, name, "value") if name in known and (name, 2) not in recorded else None
             joined = partial(self._joined, name, calls)
             is_loss = loss is not None and (rule is Rule.COUNTS or (name not in rules and loss.equal(values)))
             if loss is None or is_loss is False:
@@ -170,10 +171,6 @@ class LogRecorder:
         if not all(isinstance(value, Real) or value.numel() == 1 for value in values):
             return values[-1]  # which Lightning refuses, in its own words
         return self._joins.join(name, values, weights, calls[0].options["reduce_fx"], rule, whole)
-
-    def _of_whole(self, name: str, argument: str) -> Callable[[], Any]:
-        """Gives an argument of the call for the whole batch."""
-        return lambda: self._whole().get(name, {}).get(argument)
 
 
 def discard(*args: Any, **kwargs: Any) -> None:

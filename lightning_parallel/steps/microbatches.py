@@ -67,8 +67,8 @@ class Microbatches:
         self.earlier = EarlierChunks(run.module, stage)
         self._known = lambda: dry_runs.known.get("training_step", ())
         self._means = LossMeans(run, weight, last_stage, stage.partition, self._known, by_user=splitting.by_user)
-        self._joins = LogJoins(run.warn)
-        self._recorder = LogRecorder()  # of the batch that is running
+        self._recorder = LogRecorder(LogJoins(run.warn))
+        self._whole: Callable[[], Mapping[str, Any]] = dict  # what the batch that is running would log
         self._effects = StepEffects(run)
         shared = [name for name, on in stage.partition.buffers.items() if len(on) > 1]
         self.changes = StepChanges(run.module, shared)
@@ -96,11 +96,11 @@ class Microbatches:
         is_first, self._is_first_batch = self._is_first_batch, False
         self.loss = loss = self._means.of(parts, counts, is_first=is_first)
 
-        def on_copy(part: Any, seed: int, size: int) -> Callable[[], Any]:
-            return partial(self._run_on_copy, (part, *rest), size, seed)
+        def on_copy(seed: int, part: Any) -> Callable[[], Any]:
+            return partial(self._run_on_copy, (part, *rest), seed)
 
         # What the batch's steps will do is known from a dry run, of the first batch.
-        flow = self._dry_runs.set_flow("training_step", on_copy(parts[0], seeds[0], counts[0]), self.count)
+        flow = self._dry_runs.set_flow("training_step", on_copy(seeds[0], parts[0]), self.count)
         if is_first:
             together(None, self._effects.check)
         self.changes.begin_batch(() if flow is None else flow.updated, self.count, len(self._stage.chunks))
@@ -109,7 +109,7 @@ class Microbatches:
         tries = not self.changes.known  # a trial would change them once more, before the backward
         work: dict[int, Microbatch] = {}
         for k, (part, seed) in enumerate(zip(parts, seeds, strict=True)):
-            again = partial(on_copy, seed=seed, size=counts[k])
+            again = partial(on_copy, seed)
             work[first + k] = Microbatch(
                 step=partial(self._step, (part, *rest), counts[k], seed, k),
                 scale=scale,
@@ -119,14 +119,13 @@ class Microbatches:
                 ends_batch=k == len(parts) - 1,
                 trial=self._means.trial(again, batch, counts, k, loss, is_first=is_first) if tries else None,
             )
-        of_whole = on_copy(batch, mix(self._run.seed, batch_number), sum(counts))
-        whole = partial(self._dry_runs.logged, "training_step", of_whole)
-        self._recorder = LogRecorder(self._joins, whole, self._known())
+        of_whole = on_copy(mix(self._run.seed, batch_number), batch)
+        self._whole = partial(self._dry_runs.logged, "training_step", of_whole)
         return work
 
-    def _run_on_copy(self, arguments: tuple[Any, ...], size: int, seed: int) -> Any:
+    def _run_on_copy(self, arguments: tuple[Any, ...], seed: int) -> Any:
         """The user's step on a copy of a batch or a microbatch, for a dry run or a trial."""
-        with self._prepared(size, seed):
+        with self._prepared(seed):
             step = partial(self._dry_runs.on_copy, self._noted_step, *arguments)
             return self._effects.try_out(step) if self._is_watched else step()
 
@@ -134,7 +133,8 @@ class Microbatches:
         """The user's step on the microbatch of this index."""
         step = partial(self.earlier.run, self._noted_step, *arguments)
         run = partial(self._shards.run, step, "training_step")
-        with self._prepared(size, seed), self.changes.around_run(index):
+        self._recorder.begin(size)
+        with self._prepared(seed), self.changes.around_run(index):
             return self._effects.run(run) if self._is_watched else run()
 
     def _noted_step(self, *arguments: Any) -> Any:
@@ -148,8 +148,7 @@ class Microbatches:
         return output
 
     @contextmanager
-    def _prepared(self, size: int, seed: int) -> Iterator[None]:
-        self._recorder.begin(size)
+    def _prepared(self, seed: int) -> Iterator[None]:
         seed_host_generators(seed)
         with self._run.precision.forward_context():
             yield
@@ -171,7 +170,6 @@ class Microbatches:
         loss = self.loss
         self._effects.end_batch()
         self._means.check(loss)
-        guessed = not self._splitting.counts_samples
         output = join_outputs(outputs, loss.sizes)
         joined = {**output} if isinstance(output, Mapping) else {}
         returned = {_RETURNED.format(name): name for name in joined}
@@ -182,7 +180,8 @@ class Microbatches:
             else:
                 self._run.module.log(name, value, **options)
 
-        self._recorder.replay(log, loss, self._means.logs, as_loss=guessed)
+        guessed = not self._splitting.counts_samples
+        self._recorder.replay(log, loss, self._means.logs, as_loss=guessed, whole=self._whole, known=self._known())
         return {**joined, "loss": loss.loss()} if isinstance(output, Mapping) else loss.loss()
 
 
