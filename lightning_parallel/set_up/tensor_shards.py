@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -108,7 +108,7 @@ class TensorShards:
         whole = [local_part(parameter) for name, parameter in local.parameters.items() if name not in self.shards]
         broadcast_tensors((*whole, *local.buffers().values()), dist.get_global_rank(group, 0), group)
 
-    def run(self, step: Callable[[], T], kind: str) -> T:
+    def run(self, kind: str, step: Callable[..., T], /, *args: Any, **kwargs: Any) -> T:
         """Run a step of a kind (its name). Afterwards the tensor ranks draw the same random numbers again, even if the
         step raised.
 
@@ -118,7 +118,8 @@ class TensorShards:
         if self._writes is not None and self._writes.is_on and kind == "training_step":
             self._writes.begin(dict(self._trained()))
         try:
-            return step() if self._losses is None else self._losses.run(kind, step)
+            bound = partial(step, *args, **kwargs)
+            return bound() if self._losses is None else self._losses.run(kind, bound)
         finally:
             if self._writes is not None:
                 self._writes.end(self._trained())

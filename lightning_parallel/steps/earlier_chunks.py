@@ -32,10 +32,9 @@ class EarlierChunks:
         self._metrics = [part for part in module.modules() if isinstance(part, Metric) and id(part) not in inside]
 
     def run(self, step: Callable[..., Any], *arguments: Any, **more: Any) -> Any:
-        """Run a step for the chunk that is under way. If the stage has several chunks, each run gets its own
-        containers, since the step may empty them."""
-        if len(self._stage.chunks) > 1:
-            arguments, more = rebuilt((arguments, more))
+        """Run a step for the chunk that is under way. Each run gets its own containers, since the step may empty
+        them."""
+        arguments, more = rebuilt((arguments, more))
         if not self._stage.has_last_chunk or self._stage.runs_last_chunk:
             return step(*arguments, **more)
         with ExitStack() as dropped:

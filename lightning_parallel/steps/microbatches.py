@@ -47,7 +47,6 @@ class Microbatches:
         shards: keeps the random numbers of tensor ranks apart inside their layers, and the same after a step.
 
     Attributes:
-        earlier: drops what runs for earlier chunks log.
         count: the number of microbatches of the batch that runs, or ran last.
         loss: of that batch.
     """
@@ -63,8 +62,9 @@ class Microbatches:
         stage: Stage,
     ) -> None:
         self._run, self._splitting, self._shards, self._stage = run, splitting, shards, stage
+        self._earlier = EarlierChunks(run.module, stage)
+        self._training_step = self.here("training_step", self._noted_step)
         self._dry_runs, self._last_stage, self._replica = dry_runs, last_stage, run.layout.index("data")
-        self.earlier = EarlierChunks(run.module, stage)
         self._known = lambda: dry_runs.known.get("training_step", ())
         self._means = LossMeans(run, weight, last_stage, stage.partition, self._known, by_user=splitting.by_user)
         self._recorder = LogRecorder(LogJoins(run.warn))
@@ -75,6 +75,12 @@ class Microbatches:
         self.count, self.loss = 1, BatchLoss([1])
         self._is_watched = False  # does this stage end the batch's steps, in another way than one process calls them?
         self._is_first_batch = True
+
+    def here(self, kind: str, step: Callable[..., Any]) -> Callable[..., Any]:
+        """A step of a kind (its name) as it runs on this rank, with what several chunks and tensor ranks need."""
+        if len(self._stage.chunks) > 1:
+            step = partial(self._earlier.run, step)
+        return step if self._run.layout.size("tensor") == 1 else partial(self._shards.run, kind, step)
 
     def of(self, arguments: tuple[Any, ...], *, first: int = 0) -> dict[int, Microbatch]:
         """The work of a batch, by microbatch number.
@@ -131,11 +137,10 @@ class Microbatches:
 
     def _step(self, arguments: tuple[Any, ...], size: int, seed: int, index: int) -> Any:
         """The user's step on the microbatch of this index."""
-        step = partial(self.earlier.run, self._noted_step, *arguments)
-        run = partial(self._shards.run, step, "training_step")
+        step = partial(self._training_step, *arguments)
         self._recorder.begin(size)
         with self._prepared(seed), self.changes.around_run(index):
-            return self._effects.run(run) if self._is_watched else run()
+            return self._effects.run(step) if self._is_watched else step()
 
     def _noted_step(self, *arguments: Any) -> Any:
         """The user's step. Numbers that it returns beside the loss are recorded as if they were logged, so they are

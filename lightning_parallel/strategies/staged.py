@@ -243,7 +243,7 @@ class StagedStrategy(LayoutStrategy):
 
         def run() -> Any:
             with alone():
-                return self._shards.run(partial(work.microbatches.earlier.run, step, *args, **kwargs), kind)
+                return work.microbatches.here(kind, step)(*args, **kwargs)
 
         with self.precision_plugin.forward_context():
             # Each loader may have a step of its own.

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Literal
 
 import lightning.pytorch as pl
@@ -122,7 +121,7 @@ class TensorParallelStrategy(LayoutStrategy):
 
     @override
     def run_step(self, kind: str, *args: Any, **kwargs: Any) -> Any:
-        return self._shards.run(partial(super().run_step, kind, *args, **kwargs), kind)
+        return self._shards.run(kind, super().run_step, kind, *args, **kwargs)
 
     @override
     def make_gradients(self, backward: Callable[[], None]) -> None:
