@@ -113,55 +113,41 @@ class StepChanges:
         """
         for before in self._before.values():
             before.put_back()
-        buffers = self._buffers()
-        parameters = self._parameters() if self._is_watched and index < _WATCHED else {}
-        values = {name: digest(parameters[name][0]) for name in self._written if name in parameters}
+        watched = self._watched(index)
+        values = {name: digest(watched[name][0]) for name in self._written if name in watched}
         try:
             yield
         except LeaveStep:
-            self._end_run(buffers, parameters, values)
+            self._end_run(index, watched, values)
             raise
-        self._end_run(buffers, parameters, values)
+        self._end_run(index, watched, values)
 
-    def _buffers(self) -> dict[str, tuple[int, int]]:
-        """The identities and versions of the shared buffers that mustn't change."""
-        buffers = ((name, self._module.get_buffer(name)) for name in self._shared if name not in self.known)
-        here = ((name, buffer) for name, buffer in buffers if not isinstance(buffer, AbsentTensor))
-        return {name: (id(buffer), version_of(buffer)) for name, buffer in here}
-
-    def _parameters(self) -> dict[str, tuple[Tensor, int, int]]:
-        """The parameters that mustn't change, with their addresses and versions."""
-        found = ((name, store.get(key)) for store, key, name in self._places)
+    def _watched(self, index: int) -> dict[str, tuple[Tensor, int, int]]:
+        """The shared buffers and the parameters that mustn't change, with their addresses and versions."""
+        found = [(name, self._module.get_buffer(name)) for name in self._shared]
+        if self._is_watched and index < _WATCHED:
+            found += [(name, store[key]) for store, key, name in self._places if store.get(key) is not None]
         return {
-            name: (parameter, parameter.data_ptr(), version_of(parameter))
-            for name, parameter in found
-            if parameter is not None
-            and not isinstance(parameter, AbsentTensor)
-            and name not in self.known
-            and name not in self._put_back
+            name: (tensor, tensor.data_ptr() if tensor.layout is torch.strided else 0, version_of(tensor))
+            for name, tensor in found
+            if not isinstance(tensor, AbsentTensor) and name not in self.known and name not in self._put_back
         }
 
-    def _end_run(
-        self,
-        buffers: dict[str, tuple[int, int]],
-        parameters: dict[str, tuple[Tensor, int, int]],
-        values: dict[str, Tensor],
-    ) -> None:
+    def _end_run(self, index: int, watched: dict[str, tuple[Tensor, int, int]], values: dict[str, Tensor]) -> None:
         """Check what a run has changed, given the state before it."""
-        for name, state in self._buffers().items():
-            if state != buffers[name]:
-                raise RuntimeError(
-                    f"A layer has changed its buffer '{name}', but not in the first step. training_step reads it on "
-                    f"another stage, where it stays as it was: change it in a hook such as on_train_batch_end."
-                )
-        now = self._parameters() if parameters else {}
-        for name, begun in parameters.items():
+        now = self._watched(index)
+        for name, begun in watched.items():
             found = now.get(name, begun)
             if isinstance(begun[0], DTensor) or isinstance(found[0], DTensor):  # gathered, or divided again
                 found = (begun[0], begun[0].data_ptr(), version_of(begun[0]))
             parameter = found[0]  # the step may have put another one in its place
             if parameter is begun[0] and found[1:] == begun[1:]:
                 continue
+            if name in self._shared:
+                raise RuntimeError(
+                    f"A layer has changed its buffer '{name}', but not in the first step. training_step reads it on "
+                    f"another stage, where it stays as it was: change it in a hook such as on_train_batch_end."
+                )
             if name not in self._written:
                 self._written.add(name)
             elif torch.equal(digest(parameter), values[name]):
