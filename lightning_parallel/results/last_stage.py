@@ -158,14 +158,6 @@ class LastStage:
 
     # -- metrics -------------------------------------------------------------------------------------------------
 
-    def after_step(self, output: Any) -> Any:
-        """What Lightning gets from a step on a batch: the step's output on the last stage, and on the others, whose
-        ``output`` is None, the loss alone, a :class:`.LateLoss`."""
-        if not self._layout.is_last_stage:
-            return self.outcomes.coming()
-        self.outcomes.send(output["loss"] if isinstance(output, dict) else output)
-        return output
-
     def settle(self) -> None:
         """At a point of training where all stages meet, read what they have sent each other. A stage may have set
         ``should_stop``, which then holds on all of them."""

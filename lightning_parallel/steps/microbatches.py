@@ -170,8 +170,10 @@ class Microbatches:
             yield
 
     def joined(self, outputs: list[Any]) -> Any:
-        """On the last stage: log what the batch would have logged, and return what its step would have returned,
-        detached."""
+        """What Lightning gets from a step on the batch. On the last stage what the step would have returned, detached,
+        after the batch is logged; on the others the loss alone, a :class:`.LateLoss`."""
+        if not self._run.layout.is_last_stage:
+            return self._last_stage.outcomes.coming()
         loss = self.loss
         self._effects.end_batch()
         self._means.check(loss)
@@ -187,7 +189,9 @@ class Microbatches:
 
         guessed = not self._splitting.counts_samples
         self._recorder.replay(log, loss, self._means.logs, as_loss=guessed, whole=self._whole, known=self._known())
-        return {**joined, "loss": loss.loss()} if isinstance(output, Mapping) else loss.loss()
+        value = loss.loss()
+        self._last_stage.outcomes.send(value)
+        return {**joined, "loss": value} if isinstance(output, Mapping) else value
 
 
 def loss_of(output: Any) -> Tensor:

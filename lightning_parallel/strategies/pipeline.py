@@ -244,30 +244,24 @@ class PipelineStrategy(StagedStrategy):
         if self.is_one_process:
             return super().training_step(*args, **kwargs)
         microbatches = self.at_work.microbatches
-        parameters, layout, trainer = self.local_model.parameters, self.run.layout, self.run.trainer
+        parameters, trainer = self.local_model.parameters, self.run.trainer
         work = microbatches.of((*args, *kwargs.values()))
+        actions = self._schedule_for(microbatches.count)[self.layout.stage]
+        if self._is_cold:
+            # A host may wait for its whole device while kernels are loaded and tuned, and for all that it has sent.
+            self._is_cold, actions = False, one_at_a_time(actions)
         earlier = swap_gradients(parameters, {})
-        begins_update = trainer.fit_loop.epoch_loop.batch_idx % trainer.accumulate_grad_batches == 0
-        if begins_update and not self._keeps_erased:
-            earlier = {}
+        if not self._keeps_erased and trainer.fit_loop.epoch_loop.batch_idx % trainer.accumulate_grad_batches == 0:
+            earlier = {}  # they are about to be erased
         if self._stages.fully_sharded is not None:
             self._stages.fully_sharded.hold_back()
         with microbatches.recorded():
-            outputs = self.at_work.engine.run(self._actions(), work, endless=self._goes_on)
+            outputs = self.at_work.engine.run(actions, work, endless=self._goes_on)
         if self._stages.fully_sharded is not None:
             self._stages.fully_sharded.complete()
         gradients = self.replicas.averaged(swap_gradients(parameters, earlier))
         self._gradients = self._stages.summed_shared(self._shards.completed(gradients))
-
-        joined = microbatches.joined(outputs) if layout.is_last_stage else None
-        return self.at_work.last_stage.after_step(joined)
-
-    def _actions(self) -> list[Action]:
-        """What this stage does in this batch. In the first one on a GPU, kernels are loaded and tuned, for which a host
-        may wait for its whole device, and for all that it has sent: so one message is under way at a time."""
-        actions = self._schedule_for(self.at_work.microbatches.count)[self.layout.stage]
-        is_first, self._is_cold = self._is_cold, False
-        return one_at_a_time(actions) if is_first else actions
+        return microbatches.joined(outputs)
 
     @override
     @contextmanager

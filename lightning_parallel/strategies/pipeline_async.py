@@ -297,8 +297,7 @@ class AsyncPipelineStrategy(StagedStrategy):
         actions = self.training.feed(engine, len(work), ends_update=self._steps)
         with microbatches.recorded():
             outputs = engine.run(actions, work, update=self.training.update, endless=True)
-        joined = microbatches.joined(outputs) if self.layout.is_last_stage else None
-        return self.at_work.last_stage.after_step(joined)
+        return microbatches.joined(outputs)
 
     @override
     def make_gradients(self, backward: Callable[[], None]) -> None:
