@@ -140,20 +140,19 @@ class SameBatches:
         if group.size() > 1:
             restore_random_state(broadcast_object(random_state(), None, group))
 
-    def check(self, batch: Any, index: int) -> None:
-        """Called with each training batch and its index in the epoch.
+    def check(self, batch: Any, index: int) -> bool:
+        """Called with each training batch and its index in the epoch. Returns whether it is one at which ranks compare
+        what they have.
 
         Raises:
             RuntimeError: the ranks' batches differ, on all ranks.
         """
-        if not self._has_checked or self.meet_at(index):
+        # Within an epoch, a rank that may be ahead doesn't wait for the others.
+        meets = not self._has_checked or index == 0 or (index.bit_count() == 1 and not self._run.ahead())
+        if meets:
             self._has_checked = True
             self._compare(batch, index)
-
-    def meet_at(self, index: int) -> bool:
-        """Do ranks compare what they have at a training batch of this index in the epoch?"""
-        # Within an epoch, a rank that may be ahead doesn't wait for the others.
-        return index == 0 or (index.bit_count() == 1 and not self._run.ahead())
+        return meets
 
     def begin_evaluation(self, batches: Sequence[float]) -> None:
         """Called before an evaluation's first batch. All ranks of the replica call it. Loaders with workers have drawn

@@ -588,8 +588,7 @@ class LayoutStrategy(ParallelStrategy):
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        if self._same_batches is not None:
-            self._same_batches.check(batch, batch_idx)
+        meets = self._same_batches is not None and self._same_batches.check(batch, batch_idx)
         if batch_idx == 0:
             loaders.refuse_unequal_steps(self.run, "train", [self.run.trainer.num_training_batches])
             refuse_hooks_of_parameters(self.run.module)  # that were registered since, in on_train_start
@@ -599,7 +598,7 @@ class LayoutStrategy(ParallelStrategy):
             self.replicas.share_carried(begins_epoch=batch_idx == 0)
         if self._options_used is not None:
             self._options_used.note(self.optimizers)
-            if self._same_batches is not None and self._same_batches.meet_at(batch_idx):
+            if meets:
                 self._refuse_parted_options()
 
     @override
