@@ -86,13 +86,13 @@ class AbsentForward:
                 self._answers.popitem(last=False)
         origins = frozenset([origin_of(self._name, call)])
 
-        def fresh(x: Any) -> Any:
-            # A new tensor each time: an in-place operation of the caller must not reach the next answer.
-            if isinstance(x, Tensor):
-                return AbsentTensor(x, answer.device, AbsentMemory(origins))
-            return tree_leaves((args, kwargs))[x.index] if isinstance(x, Argument) else x
-
-        return tree_unflatten([fresh(x) for x in answer.leaves], answer.structure)
+        leaves = [*answer.leaves]
+        for i, x in enumerate(leaves):
+            if isinstance(x, Tensor):  # a new one: what the caller writes to it must not reach the next answer
+                leaves[i] = AbsentTensor(x, answer.device, AbsentMemory(origins))
+            elif isinstance(x, Argument):
+                leaves[i] = tree_leaves((args, kwargs))[x.index]
+        return tree_unflatten(leaves, answer.structure)
 
     def without_values(self) -> AbstractContextManager[Any]:
         """Inside, the module's parameters and buffers are absent."""

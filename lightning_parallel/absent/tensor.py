@@ -18,6 +18,7 @@ absent tensor too, so that the generators of all stages stay equal.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from itertools import chain
 from typing import Any, NoReturn
@@ -78,6 +79,7 @@ class TakesGradientsError(AbsentValueError):
         self.present = len(absent) < len(inputs)
 
 
+@dataclass(slots=True, eq=False)
 class AbsentMemory:
     """The memory that an absent tensor and its views would share: a write to one of them changes all.
 
@@ -88,12 +90,9 @@ class AbsentMemory:
             made again, such as a clamp.
     """
 
-    __slots__ = ("copy_of", "listeners", "origins")
-
-    def __init__(self, origins: frozenset[str], copy_of: AbsentMemory | None = None) -> None:
-        self.origins = origins
-        self.copy_of = copy_of
-        self.listeners: tuple[Callable[[bool], None], ...] = ()
+    origins: frozenset[str]
+    copy_of: AbsentMemory | None = None
+    listeners: tuple[Callable[[bool], None], ...] = ()
 
     def write(self, origins: frozenset[str], *, settles: bool = False) -> None:
         self.origins = origins
