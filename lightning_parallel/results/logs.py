@@ -141,16 +141,16 @@ class LogRecorder:
             if len(given) == len(values):
                 weights, size = self._joins.weigh(name, values, sizes, given, partial(of_whole, name, "batch_size"))
             rule = rules.get(name)
-            whole = partial(of_whole, name, "value") if name in known and (name, 2) not in recorded else None
+            its = partial(of_whole, name, "value") if name in known and (name, 2) not in recorded else None
             joined = partial(self._joined, name, calls)
             is_loss = loss is not None and (rule is Rule.COUNTS or (name not in rules and loss.equal(values)))
             if loss is None or is_loss is False:
-                value = joined(weights, rule, whole)
+                value = joined(weights, rule, its)
             else:
                 of_loss = loss.weights if len(loss.weights) == len(values) else weights
-                value = joined(of_loss, Rule.SUM if loss.is_sum else Rule.COUNTS, whole)
+                value = joined(of_loss, Rule.SUM if loss.is_sum else Rule.COUNTS, its)
                 if isinstance(is_loss, Tensor):
-                    value = torch.where(is_loss, value, joined(weights, rule, whole))
+                    value = torch.where(is_loss, value, joined(weights, rule, its))
             log(name, value, batch_size=size, **calls[0].options)
 
     def _joined(
