@@ -9,7 +9,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -102,11 +102,9 @@ class Microbatches:
         is_first, self._is_first_batch = self._is_first_batch, False
         self.loss = loss = self._means.of(parts, counts, is_first=is_first)
 
-        def on_copy(seed: int, part: Any) -> Callable[[], Any]:
-            return partial(self._run_on_copy, (part, *rest), seed)
-
         # What the batch's steps will do is known from a dry run, of the first batch.
-        flow = self._dry_runs.set_flow("training_step", on_copy(seeds[0], parts[0]), self.count)
+        on_copy = partial(self._run_on_copy, rest)
+        flow = self._dry_runs.set_flow("training_step", partial(on_copy, seeds[0], parts[0]), self.count)
         if is_first:
             together(None, self._effects.check)
         self.changes.begin_batch(() if flow is None else flow.updated, self.count, len(self._stage.chunks))
@@ -125,21 +123,23 @@ class Microbatches:
                 ends_batch=k == len(parts) - 1,
                 trial=self._means.trial(again, batch, counts, k, loss, is_first=is_first) if tries else None,
             )
-        of_whole = on_copy(mix(self._run.seed, batch_number), batch)
+        of_whole = partial(on_copy, mix(self._run.seed, batch_number), batch)
         self._whole = partial(self._dry_runs.logged, "training_step", of_whole)
         return work
 
-    def _run_on_copy(self, arguments: tuple[Any, ...], seed: int) -> Any:
+    def _run_on_copy(self, rest: Sequence[Any], seed: int, part: Any) -> Any:
         """The user's step on a copy of a batch or a microbatch, for a dry run or a trial."""
-        with self._prepared(seed):
-            step = partial(self._dry_runs.on_copy, self._noted_step, *arguments)
+        seed_host_generators(seed)
+        with self._run.precision.forward_context():
+            step = partial(self._dry_runs.on_copy, self._noted_step, part, *rest)
             return self._effects.try_out(step) if self._is_watched else step()
 
     def _step(self, arguments: tuple[Any, ...], size: int, seed: int, index: int) -> Any:
         """The user's step on the microbatch of this index."""
         step = partial(self._training_step, *arguments)
         self._recorder.begin(size)
-        with self._prepared(seed), self.changes.around_run(index):
+        seed_host_generators(seed)
+        with self._run.precision.forward_context(), self.changes.around_run(index):
             return self._effects.run(step) if self._is_watched else step()
 
     def _noted_step(self, *arguments: Any) -> Any:
@@ -151,12 +151,6 @@ class Microbatches:
             if is_number and name != "loss":
                 self._run.module.log(_RETURNED.format(name), value)
         return output
-
-    @contextmanager
-    def _prepared(self, seed: int) -> Iterator[None]:
-        seed_host_generators(seed)
-        with self._run.precision.forward_context():
-            yield
 
     @contextmanager
     def recorded(self) -> Iterator[None]:

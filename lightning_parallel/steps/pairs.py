@@ -48,7 +48,7 @@ _TRIALS = 8  # at most in the first batch, and at most of losses of a new make: 
 # Of a step that wasn't made for other numbers of samples.
 _FAILURES = (ValueError, RuntimeError, IndexError, TypeError, AttributeError, KeyError, AssertionError)
 
-Step = Callable[[Any], Callable[[], Any]]  # makes the step of a batch
+Step = Callable[[Any], Any]  # runs the step on a batch
 
 
 @dataclass
@@ -56,7 +56,7 @@ class _Tried:
     """A microbatch, to be tried with the one after it.
 
     Attributes:
-        step: makes the user's step of a part of the batch.
+        step: runs the user's step on a part of the batch.
         arrived: its activations; empty until its forward has run, as what follows is unknown.
         make: the operations that its loss is made of.
         terms: the keys of its loss's terms.
@@ -126,7 +126,7 @@ class PairTrials:
         """The trial that follows a microbatch's forward; None if nothing is to be tried.
 
         Args:
-            step: makes the user's step of a part of the batch.
+            step: runs the user's step on a part of the batch.
             batch: as the loader gave it.
             sizes: the number of samples in each microbatch.
             index: the microbatch's number in the batch.
@@ -184,7 +184,7 @@ class PairTrials:
     def _run_step(self, step: Step, part: _Part, again: Again, seed: int) -> Any:
         writes = WritesRefused(self._run.module.parameters())  # RWKV's layers scale theirs to evaluate
         with self._last_stage.alone("training_step", seed), writes:
-            return again.run(step(part.batch), part.arrived)
+            return again.run(lambda: step(part.batch), part.arrived)
 
     @contextmanager
     def _without_effect(self) -> Iterator[list[dict[str, Any]]]:
