@@ -102,15 +102,16 @@ class Microbatches:
         is_first, self._is_first_batch = self._is_first_batch, False
         self.loss = loss = self._means.of(parts, counts, is_first=is_first)
 
-        # What the batch's steps will do is known from a dry run, of the first batch.
         on_copy = partial(self._run_on_copy, rest)
+        # What the batch's steps will do is known from a dry run, of the first batch.
         flow = self._dry_runs.set_flow("training_step", partial(on_copy, seeds[0], parts[0]), self.count)
         if is_first:
             together(None, self._effects.check)
         self.changes.begin_batch(() if flow is None else flow.updated, self.count, len(self._stage.chunks))
         scaler = self._run.precision.scaler if isinstance(self._run.precision, MixedPrecision) else None
         scale = 1.0 if scaler is None else float(scaler.get_scale())  # once, since the host waits for a GPU here
-        tries = not self.changes.known  # a trial would change them once more, before the backward
+        # A trial would change what is known to change once more. After the first batch only losses are tried.
+        tries = not self.changes.known and (is_first or self._run.layout.is_last_stage)
         work: dict[int, Microbatch] = {}
         for k, (part, seed) in enumerate(zip(parts, seeds, strict=True)):
             again = partial(on_copy, seed)
