@@ -75,7 +75,7 @@ class Replicas:
             self._looks = _LOOKS
         is_due = self._looks >= 0
         # Most modules have no such buffer, and to find them all takes a walk over the module.
-        if self._group.size() == 1 or not (is_due or self._carried):
+        if not (is_due or self._carried):
             return
         self._looks -= is_due
         own = {

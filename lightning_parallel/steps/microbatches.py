@@ -138,7 +138,8 @@ class Microbatches:
     def _step(self, arguments: tuple[Any, ...], size: int, seed: int, index: int) -> Any:
         """The user's step on the microbatch of this index."""
         step = partial(self._training_step, *arguments)
-        self._recorder.begin(size)
+        if self._run.layout.is_last_stage:
+            self._recorder.begin(size)
         seed_host_generators(seed)
         with self._run.precision.forward_context(), self.changes.around_run(index):
             return self._effects.run(step) if self._is_watched else step()

@@ -594,9 +594,9 @@ class LayoutStrategy(ParallelStrategy):
             refuse_hooks_of_parameters(self.run.module)  # that were registered since, in on_train_start
         if self._watch is not None:
             self._watch.end()
-        if self.batches_ahead == 0:  # else the backward of a batch under way may read what it would write to
-            self.replicas.share_carried(begins_epoch=batch_idx == 0)
-        if self._options_used is not None:
+        if self._options_used is not None:  # there are several replicas
+            if self.batches_ahead == 0:  # else the backward of a batch under way may read what it would write to
+                self.replicas.share_carried(begins_epoch=batch_idx == 0)
             self._options_used.note(self.optimizers)
             if meets:
                 self._refuse_parted_options()

@@ -260,7 +260,9 @@ class PipelineStrategy(StagedStrategy):
         if self._stages.fully_sharded is not None:
             self._stages.fully_sharded.complete()
         gradients = self.replicas.averaged(swap_gradients(parameters, earlier))
-        self._gradients = self._stages.summed_shared(self._shards.completed(gradients))
+        if self.layout.size("tensor") > 1:
+            gradients = self._shards.completed(gradients)
+        self._gradients = self._stages.summed_shared(gradients)
         return microbatches.joined(outputs)
 
     @override
