@@ -1,2 +1,1 @@
-"""A backward in two halves (``split.py``, ``matmuls.py``), layers that run again in it (``recompute.py``), and
-gradients in memory of their own (``apart.py``)."""
+"""A backward in two halves (``split.py``, ``matmuls.py``), and layers that run again in it (``recompute.py``)."""

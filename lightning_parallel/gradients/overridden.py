@@ -5,6 +5,7 @@ from __future__ import annotations
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch.optim import Optimizer
 
 from lightning_parallel.private.lightning.launching import callbacks_of
 
@@ -17,3 +18,10 @@ def overridden(trainer: pl.Trainer, module: pl.LightningModule, *hooks: str) -> 
         for hook in hooks
         if (owner is module or hasattr(Callback, hook)) and is_overridden(hook, owner)
     ]
+
+
+def erased_are_read(trainer: pl.Trainer, module: pl.LightningModule) -> bool:
+    """May a hook, or a ``zero_grad`` of the user's, read an update's gradients before they are erased?"""
+    return bool(overridden(trainer, module, "on_before_zero_grad", "optimizer_zero_grad")) or any(
+        type(each).zero_grad is not Optimizer.zero_grad for each in trainer.optimizers
+    )

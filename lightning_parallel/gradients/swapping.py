@@ -1,4 +1,4 @@
-"""Gradients taken off parameters, and put back.
+"""Gradients taken off parameters, put back, and kept in memory of their own.
 
 Lightning erases gradients between the forward and the backward of a step (``zero_grad``). A pipeline has made its
 gradients by then, so it takes them off the parameters and adds them in ``backward`` to those of earlier batches. It
@@ -7,13 +7,11 @@ keeps earlier gradients only where they count or somebody may read them: both ta
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 
-import lightning.pytorch as pl
+import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
-
-from lightning_parallel.gradients.overridden import overridden
 
 Gradients = dict[str, Tensor | None]  # by parameter name; None: no gradient
 
@@ -36,8 +34,21 @@ def add_gradients(parameters: Mapping[str, nn.Parameter], gradients: Mapping[str
             parameters[name].grad = gradient if present is None else present.add_(gradient)
 
 
-def erased_are_read(trainer: pl.Trainer, module: pl.LightningModule) -> bool:
-    """May a hook, or a ``zero_grad`` of the user's, read an update's gradients before they are erased?"""
-    return bool(overridden(trainer, module, "on_before_zero_grad", "optimizer_zero_grad")) or any(
-        type(each).zero_grad is not Optimizer.zero_grad for each in trainer.optimizers
-    )
+@contextmanager
+def gradients_apart(leaves: Iterable[Tensor]) -> Iterator[None]:
+    """A context for a backward, in which the first gradients of leaves get memory of their own. For one sample,
+    autograd takes one memory for the gradients of p and q in ``x + p[None] + q[None]``, and would add the next
+    microbatch's to it twice."""
+    first = {id(leaf): leaf for leaf in leaves if leaf.requires_grad and leaf.grad is None}
+    yield
+    taken: set[int] = set()
+    for leaf in first.values():
+        gradient = leaf.grad
+        if gradient is not None and gradient.layout is not torch.strided:
+            leaf.grad = gradient.clone()  # its values may lie where another gradient does
+        elif type(gradient) is Tensor:
+            place = gradient.untyped_storage().data_ptr()
+            if place in taken:
+                leaf.grad = gradient.clone()
+            if place:  # empty ones have none
+                taken.add(place)

@@ -23,8 +23,8 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from lightning_parallel.absent.tensor import AbsentTensor
-from lightning_parallel.backward.apart import gradients_apart
 from lightning_parallel.backward.split import WeightGradients, begin_backward
+from lightning_parallel.gradients.swapping import gradients_apart
 from lightning_parallel.losses.graph import Term
 from lightning_parallel.losses.normaliser import BatchLoss
 from lightning_parallel.messages.arrival import Arrival

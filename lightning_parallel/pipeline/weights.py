@@ -29,7 +29,7 @@ from typing import Any, Literal, TypeAlias
 
 from torch import Tensor, nn
 
-from lightning_parallel.backward.apart import gradients_apart
+from lightning_parallel.gradients.swapping import gradients_apart
 from lightning_parallel.losses.normaliser import BatchLoss
 from lightning_parallel.pipeline.staleness import Stashing, extrapolate
 from lightning_parallel.private.torch import copy_all, places_of

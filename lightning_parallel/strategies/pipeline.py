@@ -27,7 +27,8 @@ from torch.autograd.graph import GradientEdge
 from typing_extensions import override
 
 from lightning_parallel.cuts.partition import Partition
-from lightning_parallel.gradients.swapping import Gradients, add_gradients, erased_are_read, swap_gradients
+from lightning_parallel.gradients.overridden import erased_are_read
+from lightning_parallel.gradients.swapping import Gradients, add_gradients, swap_gradients
 from lightning_parallel.losses.graph import Number
 from lightning_parallel.ranks.layout import Placement
 from lightning_parallel.schedules.actions import Action, Schedule, placement

@@ -12,8 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_parallel.backward.apart import gradients_apart
-from lightning_parallel.gradients.swapping import swap_gradients
+from lightning_parallel.gradients.swapping import gradients_apart, swap_gradients
 from lightning_parallel.pipeline.staleness import Stashing
 from lightning_parallel.pipeline.weights import WeightVersions
 from lightning_parallel.private.torch import TorchDispatchMode
