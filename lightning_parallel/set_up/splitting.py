@@ -68,20 +68,15 @@ class Splitting:
                     raise ValueError(problem) from None
                 self._whole = True
                 rank_zero_warn(f"{problem} Until then each batch is one microbatch, for which stages wait.")
-            else:
-                return self._equal_parts(batch, size, first)
-        return [batch], [samples_of(batch) or _guess(batch)]
-
-    def _equal_parts(self, batch: Any, size: int, first: bool) -> tuple[list[Any], list[int]]:
-        wanted = self._options.microbatches
+        if self._whole:
+            return [batch], [samples_of(batch) or _guess(batch)]
         count = self._automatic(size) if wanted == "auto" else wanted
         if first and count > size:
             raise ValueError(
                 f"microbatches={wanted}, but the first batch has only {size} samples: use at most {size} "
                 f"microbatches, or a larger batch_size in the DataLoader."
             )
-        count = min(count, size)  # the last batch of an epoch may be smaller
-        lengths = sizes(size, count)
+        lengths = sizes(size, min(count, size))  # the last batch of an epoch may be smaller
         return split_into(batch, lengths), lengths
 
 
