@@ -441,14 +441,6 @@ class LayoutStrategy(ParallelStrategy):
             self._at_end.callback(together(group, partial(owners.install, self.optimizers)))
             self._owned.update(division.here)
 
-    # -- gradients -----------------------------------------------------------------------------------------------
-
-    def watch_gradients(self) -> None:
-        """Begin to watch the gradients, which are complete: until the optimizer steps, the user's code may read
-        them."""
-        if self._watch is not None:
-            self._watch.begin()
-
     # -- buffers -------------------------------------------------------------------------------------------------
 
     def share_buffers(self) -> None:

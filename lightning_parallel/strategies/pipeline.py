@@ -287,7 +287,8 @@ class PipelineStrategy(StagedStrategy):
             return backward()
         add_gradients(self.local_model.parameters, self._gradients)  # to those of accumulated batches
         self._gradients = {}
-        self.watch_gradients()
+        if self._watch is not None:  # the user's code may read them, until the optimizer steps
+            self._watch.begin()
 
     # -- where stages meet again -----------------------------------------------------------------------------------
 
