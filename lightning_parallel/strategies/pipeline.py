@@ -121,6 +121,7 @@ class PipelineStrategy(StagedStrategy):
         self._knows_bytes = True  # does the partition tell what training holds?
         self._by_user = callable(options.schedule)
         self._gradients: Gradients = {}  # from training_step to backward
+        self._sums: list[Callable[[Gradients], Gradients]] = []  # over tensor ranks, and over stages, if there are any
         self._keeps_erased = False  # may user code read gradients of the update before, when they are erased?
         self._goes_on = False  # do stages not wait for each other between batches?
         self._is_cold = False  # has the device's first batch yet to run?
@@ -146,6 +147,8 @@ class PipelineStrategy(StagedStrategy):
                 f"training holds. Train before you evaluate, or give a part such as 0.75."
             )
         self._alone_in = {chunk: self.stage.used_only_in(chunk) for chunk in self.stage.chunks}
+        self._sums = [self._shards.completed] if self.layout.size("tensor") > 1 else []
+        self._sums += [self._stages.summed_shared] if self._stages.shared else []
         self._goes_on = self.run.trains and self._decide_to_go_on()
         self._is_cold = self.run.device.type != "cpu"
 
@@ -262,9 +265,9 @@ class PipelineStrategy(StagedStrategy):
         if self._stages.fully_sharded is not None:
             self._stages.fully_sharded.complete()
         gradients = self.replicas.averaged(swap_gradients(parameters, earlier))
-        if self.layout.size("tensor") > 1:
-            gradients = self._shards.completed(gradients)
-        self._gradients = self._stages.summed_shared(gradients)
+        for summed in self._sums:
+            gradients = summed(gradients)
+        self._gradients = gradients
         return microbatches.joined(outputs)
 
     @override
