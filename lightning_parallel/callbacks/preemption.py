@@ -81,10 +81,15 @@ class Preemption(Callback):
         self._meeting = Meeting(trainer.world_size, getattr(trainer.strategy, "timeout", None))
         self._notice = Notice(ahead) if ahead else None
         self._agreed = 0
-        self._put_back = between_batches(trainer, partial(self._agree, trainer), partial(self._leave_if_asked, trainer))
+        hooks = self._leave_if_asked, self._agree_after_batch, self._agree
+        self._put_back = between_batches(trainer, *(partial(hook, trainer) for hook in hooks))
+
+    def _agree_after_batch(self, trainer: pl.Trainer) -> None:
+        if self._notice is None:
+            self._agree(trainer)
 
     def _agree(self, trainer: pl.Trainer) -> None:
-        if self._meeting is not None and self._notice is None:
+        if self._meeting is not None:
             self._agreed, stop = self._meeting.highest(self._signal, int(trainer.should_stop))
             trainer.should_stop = bool(stop)
 

@@ -203,30 +203,42 @@ def test_an_update_that_has_begun_is_completed(pool: WorkerPool) -> None:
 
 
 class StopsOneRank(Callback):
-    """Sets ``trainer.should_stop`` on the last rank alone: in the hook named, after the first batch or later."""
+    """Sets ``trainer.should_stop`` on the last rank alone: in the hook named, from this step on."""
 
-    def __init__(self, hook: str) -> None:
+    def __init__(self, hook: str, step: int) -> None:
+        self.step = step
         setattr(self, hook, self._stop)
 
     def _stop(self, trainer: pl.Trainer, *args: Any) -> None:
-        trainer.should_stop |= trainer.global_step > 0 and rank_zero_only.rank == 1
+        trainer.should_stop |= trainer.global_step >= self.step and rank_zero_only.rank == 1
 
 
-def stop_one(name: str, hooks: list[str]) -> list[int]:
-    """After how many batches the run ends, for each hook."""
-    ended = []
-    for hook in hooks:
+# By hook, the step from which on a rank wants to stop there, and after how many batches the run ends.
+ENDS = {
+    "on_train_start": (0, 0),
+    "on_train_epoch_start": (1, BATCHES),
+    "on_train_batch_end": (1, 1),
+    "on_validation_end": (1, EVERY),
+    "on_train_epoch_end": (1, BATCHES),
+}
+
+
+def stop_one(name: str) -> dict[str, tuple[int, int]]:
+    """As ``ENDS``."""
+    ended = {}
+    for hook, (step, _) in ENDS.items():
         model = Model()
-        make_trainer(name, callbacks=[StopsOneRank(hook)], limit_val_batches=1).fit(model, *loaders())
-        ended.append(int(model.ended))
+        make_trainer(name, callbacks=[StopsOneRank(hook, step)], limit_val_batches=1).fit(model, *loaders())
+        ended[hook] = step, int(model.ended)
     return ended
 
 
-@pytest.mark.parametrize("name", ["replicas", "tensor", "fully sharded", "pipeline", *thorough("ddp")])
+@pytest.mark.parametrize(
+    "name", ["replicas", "tensor", "fully sharded", "pipeline", "asynchronous", *thorough("ddp", "asynchronous in a V")]
+)
 def test_all_ranks_stop_if_one_wants_to(pool: WorkerPool, name: str) -> None:
     """Otherwise the others would wait for it until the timeout."""
-    hooks = ["on_train_batch_end", "on_validation_end", "on_train_epoch_end"]
-    assert pool.run(stop_one, 2, name, hooks, init=False) == [[1, EVERY, BATCHES]] * 2
+    assert pool.run(stop_one, 2, name, init=False) == [ENDS] * 2
 
 
 class KillsFirst(Callback):

@@ -17,11 +17,22 @@ from lightning_parallel.private.lightning.launching import callbacks_of
 from lightning_parallel.private.lightning.replaced import replaced
 
 
-def between_batches(trainer: pl.Trainer, ended: Callable[[], None], begins: Callable[[], None]) -> Callable[[], None]:
-    """Have ``begins()`` called before each training batch, after all that belongs to the one before: its hooks,
-    schedulers and validation. Lightning's own broadcast there, by which rank 0 reports a SIGTERM, is left out. Have
-    ``ended()`` called wherever code that may have set ``trainer.should_stop`` has run, and before Lightning asks for
-    it: after a batch's hooks, after a validation, and after an epoch's hooks. Returns a function that ends it."""
+def between_batches(
+    trainer: pl.Trainer, begins: Callable[[], None], ended: Callable[[], None], met: Callable[[], None]
+) -> Callable[[], None]:
+    """Have functions called between batches; an ``on_train_start`` hook calls it. Lightning's own broadcast there, by
+    which rank 0 reports a SIGTERM, is left out. Returns a function that ends it.
+
+    The last two are for ``trainer.should_stop``, wherever code that may have set it has run, and before Lightning asks
+    for it.
+
+    Args:
+        begins: called before each training batch, after all that belongs to the one before: its hooks, schedulers and
+            validation.
+        ended: called after a batch's hooks.
+        met: called where all ranks are between the same two batches: after the hooks at the beginning of the run and of
+            an epoch, after a validation, and after the hooks at an epoch's end.
+    """
     fit, loop = trainer.fit_loop, trainer.fit_loop.epoch_loop
 
     def advance(fetcher: Any) -> None:
@@ -31,18 +42,20 @@ def between_batches(trainer: pl.Trainer, ended: Callable[[], None], begins: Call
 
     def validate() -> Any:
         outputs = type(loop.val_loop).run(loop.val_loop)
-        ended()
+        met()
         return outputs
 
-    def end_epoch() -> None:
-        type(fit).on_advance_end(fit)
-        ended()
+    def then_met(function: Callable[..., None], *args: Any) -> None:
+        function(*args)
+        met()
 
     end = ExitStack()
+    end.callback(replaced(trainer.strategy, "on_train_start", partial(then_met, trainer.strategy.on_train_start)))
+    end.callback(replaced(loop, "reset", partial(then_met, type(loop).reset, loop)))
     end.callback(replaced(loop, "advance", advance))
     end.callback(replaced(loop, "_broadcast_sigterm_tensor", lambda: None))
     end.callback(replaced(loop.val_loop, "run", validate))
-    end.callback(replaced(fit, "on_advance_end", end_epoch))
+    end.callback(replaced(fit, "on_advance_end", partial(then_met, type(fit).on_advance_end, fit)))
     return end.close
 
 
