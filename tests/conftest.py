@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import tests.environment  # before torch
+import tools.workers.environment  # before torch
 
 # isort: split
 import importlib.util
@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import torch
 
-import tests.zoo.torchvision_ops  # noqa: F401  before Lightning, which imports torchvision where it is installed
+import tools.workers.torchvision_ops  # noqa: F401  before Lightning, which imports torchvision where it is installed
 from lightning_parallel.ranks import process_group
-from tests.pool import WorkerPool
+from tools.workers.pool import WorkerPool
 
 torch.set_num_threads(1)
 
@@ -25,8 +25,8 @@ NOT_RUN = pytest.StashKey[dict[str, int]]()  # the number of tests, by reason
 
 @pytest.fixture(scope="session")
 def pool() -> Iterator[WorkerPool]:
-    """The session's worker processes: see tests/pool.py. They start with the first call. A session is one of those
-    that pytest-xdist runs side by side."""
+    """The session's worker processes: see tools/workers/pool.py. They start with the first call. A session is one of
+    those that pytest-xdist runs side by side."""
     workers = WorkerPool()
     yield workers
     workers.shutdown()

@@ -22,7 +22,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from lightning_parallel import disk_offload
 from lightning_parallel.disk_offload import DiskOffload
-from tests.pool import WorkerPool
+from tools.workers.pool import WorkerPool
 
 MIB = 2**20
 

@@ -27,11 +27,11 @@ from lightning_parallel.strategies.pipeline_async import AsyncPipelineOptions
 from lightning_parallel.strategies.tensor import TensorParallelOptions
 from recipes import ROOT, record
 from recipes.compose import check, jobs
-from tests.pool import WorkerPool
 from tests.recipes import runs
 from tests.recipes.test_configs import composed
 from tests.tensor.helpers import ranks
 from tests.thorough import thorough
+from tools.workers.pool import WorkerPool
 
 README, KOREAN = ROOT / "README.md", ROOT / "README.ko.md"
 DOCS = sorted((ROOT / "docs").rglob("*.md"))

@@ -37,8 +37,8 @@ from lightning_parallel.ranks.groups import Groups, Wires
 from lightning_parallel.ranks.layout import Layout
 from lightning_parallel.schedules.actions import Step, placement
 from lightning_parallel.schedules.named import SCHEDULES
-from tests.pool import WorkerPool
 from tests.thorough import thorough
+from tools.workers.pool import WorkerPool
 
 META = torch.device("meta")  # messages carry nothing here
 

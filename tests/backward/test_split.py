@@ -25,7 +25,7 @@ from lightning_parallel.backward.recompute import Recomputed
 from lightning_parallel.backward.split import WeightGradients, begin_backward
 from lightning_parallel.private.torch import TorchDispatchMode
 from lightning_parallel.tensor import functions
-from tests.pool import WorkerPool
+from tools.workers.pool import WorkerPool
 
 D = 6
 

@@ -19,12 +19,12 @@ from lightning_parallel.absent.tensor import AbsentTensor
 from lightning_parallel.checkpoint import convert, read_plain
 from tests.checkpoint import test_moves
 from tests.checkpoint.test_moves import CUT
-from tests.pool import WorkerPool
 from tests.strategies.dealt import dealt
 from tests.strategies.failures import assert_refused
 from tests.strategies.harness import complete, largest_difference
 from tests.strategies.saves import SavesIn
 from tests.thorough import thorough
+from tools.workers.pool import WorkerPool
 
 EPOCHS, BATCHES, MIDDLE = 4, 5, 12  # of a run; of an epoch; before the checkpoint
 TOLERANCE = 1e-12

@@ -16,10 +16,10 @@ from lightning.pytorch.callbacks import (
     StochasticWeightAveraging,
 )
 
-from tests.pool import WorkerPool
 from tests.strategies.failures import assert_refused
 from tests.strategies.harness import ALL, Report, complete, here, joined, largest_difference, make_trainer
 from tests.thorough import thorough
+from tools.workers.pool import WorkerPool
 
 
 class Unfreezes(BaseFinetuning):

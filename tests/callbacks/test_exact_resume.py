@@ -16,8 +16,8 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import lightning_parallel as lp
-from tests.pool import WorkerPool
 from tests.strategies.saves import SavesIn
+from tools.workers.pool import WorkerPool
 
 STEPS, SAVED, EPOCH = 15, 8, 6
 

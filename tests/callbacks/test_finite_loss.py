@@ -21,8 +21,8 @@ from lightning_parallel import (
     PipelineStrategy,
     TensorParallelStrategy,
 )
-from tests.pool import WorkerPool
 from tests.thorough import thorough
+from tools.workers.pool import WorkerPool
 
 WORLDS = {
     "single": 1, "threads": 1, "ddp": 2, "fully sharded": 2, "tensor": 2, "pipeline": 2, "asynchronous": 2,

@@ -15,9 +15,9 @@ from lightning_parallel import PerformanceMonitor
 from lightning_parallel.callbacks import performance_monitor
 from lightning_parallel.callbacks.performance_monitor import _texts, content
 from tests.flops import flop_counter
-from tests.pool import WorkerPool
 from tests.strategies.harness import ALL, make_trainer, train
 from tests.thorough import thorough
+from tools.workers.pool import WorkerPool
 
 PEAK = 1e9
 

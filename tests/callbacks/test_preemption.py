@@ -28,10 +28,10 @@ from lightning_parallel import (
     ResumableDataLoader,
     TensorParallelStrategy,
 )
-from tests.pool import Failure, WorkerPool
 from tests.strategies.harness import complete, here
 from tests.strategies.saves import SavesIn
 from tests.thorough import thorough
+from tools.workers.pool import Failure, WorkerPool
 
 BATCHES, EPOCHS, EVERY = 6, 2, 3  # batches an epoch, epochs, batches between validations
 SIGNALS = [signal.SIGTERM, signal.SIGUSR1]

@@ -16,10 +16,10 @@ from lightning_parallel import ReplicaGuard
 from lightning_parallel.ranks.local_model import local_part
 from lightning_parallel.ranks.writes import digest_of_all
 from tests import optimizers
-from tests.pool import WorkerPool
 from tests.strategies.harness import ALL, make_trainer
 from tests.strategies.shardable import ShardableLlama
 from tests.thorough import thorough
+from tools.workers.pool import WorkerPool
 
 
 class Owned(ShardableLlama):

@@ -18,8 +18,8 @@ from torchmetrics.wrappers import LambdaInputTransformer, Running
 
 import lightning_parallel as lp
 from lightning_parallel.private.lightning.batches import ends_update
-from tests.pool import WorkerPool
 from tests.thorough import thorough
+from tools.workers.pool import WorkerPool
 
 Event = tuple[Any, ...]
 Equal = Callable[[str, Mapping[str, Any]], list[Event]]

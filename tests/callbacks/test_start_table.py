@@ -13,9 +13,9 @@ from torch import nn, optim
 from lightning_parallel.callbacks.start_table import Holding, Row, row, state_bytes, table
 from lightning_parallel.ranks.layout import Layout
 from lightning_parallel.ranks.local_model import LocalModel
-from tests.pool import WorkerPool
 from tests.strategies.harness import ALL, make_trainer
 from tests.thorough import thorough
+from tools.workers.pool import WorkerPool
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 1)
 

@@ -12,7 +12,7 @@ from lightning_parallel.checkpoint import read_full, read_plain
 from lightning_parallel.checkpoint.agreement import RankSummary, digests, merge_groups, writers
 from lightning_parallel.checkpoint.format import save
 from lightning_parallel.checkpoint.keys import OptimizerState, key_in, nearest
-from tests.pool import WorkerPool
+from tools.workers.pool import WorkerPool
 
 
 def test_options_that_are_tensors_merge_where_they_are_equal() -> None:

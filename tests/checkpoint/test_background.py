@@ -14,9 +14,9 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 
 from lightning_parallel.checkpoint import directory, is_checkpoint, read_full, read_plain, slices
 from tests.checkpoint.test_slices import Gpu, OnGpu
-from tests.pool import WorkerPool
 from tests.strategies.harness import ALL, STRATEGIES, largest_difference
 from tests.thorough import thorough
+from tools.workers.pool import WorkerPool
 
 LAYOUTS: dict[str, tuple[int, str, str, dict[str, Any]]] = {
     "stages": (2, "sync", "GPT2", {"microbatches": 2}),

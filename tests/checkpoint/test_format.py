@@ -18,7 +18,7 @@ from lightning_parallel.checkpoint import PlainOnDemand, format, is_checkpoint, 
 from lightning_parallel.checkpoint.format import save
 from lightning_parallel.checkpoint.keys import OptimizerState
 from lightning_parallel.ranks.collectives import together
-from tests.pool import WorkerError, WorkerPool
+from tools.workers.pool import WorkerError, WorkerPool
 
 
 def whole() -> tuple[nn.Sequential, torch.optim.Optimizer]:

@@ -15,11 +15,11 @@ from torch.utils.data import DataLoader
 
 import lightning_parallel as lp
 from lightning_parallel.checkpoint import convert, read_full, read_plain
-from tests.pool import WorkerPool
 from tests.strategies.dealt import dealt
 from tests.strategies.harness import largest_difference
 from tests.strategies.saves import SavesIn
 from tests.thorough import thorough
+from tools.workers.pool import WorkerPool
 
 STEPS, MIDDLE, BATCHES = 12, 7, 5  # of the run, before the checkpoint, of an epoch
 TOLERANCE = 1e-12

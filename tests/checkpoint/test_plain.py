@@ -16,8 +16,8 @@ from torch.utils.data import DataLoader
 import lightning_parallel as lp
 from lightning_parallel.checkpoint import convert, format, read_full, read_plain
 from lightning_parallel.checkpoint.keys import OptimizerState
-from tests.pool import WorkerPool
 from tests.strategies.harness import largest_difference
+from tools.workers.pool import WorkerPool
 
 
 class Tied(L.LightningModule):

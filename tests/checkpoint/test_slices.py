@@ -17,8 +17,8 @@ from torch.distributed.tensor import Shard as Shard0
 
 from lightning_parallel.checkpoint.slices import Slices, on_host
 from lightning_parallel.ranks.shard import Shard
-from tests.pool import WorkerPool
 from tests.strategies.harness import complete
+from tools.workers.pool import WorkerPool
 
 WHOLES = {  # by name: shape, divided dimension, fused parts
     "rows": ((7, 3), 0, ()),

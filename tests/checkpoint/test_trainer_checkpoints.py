@@ -13,7 +13,6 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_parallel.checkpoint import read_full
 from lightning_parallel.checkpoint.plain import PlainOnDemand
-from tests.pool import WorkerPool
 from tests.strategies.failures import assert_refused
 from tests.strategies.harness import (
     ALL,
@@ -25,6 +24,7 @@ from tests.strategies.harness import (
     spoil,
 )
 from tests.thorough import thorough
+from tools.workers.pool import WorkerPool
 
 EPOCHS = 2
 

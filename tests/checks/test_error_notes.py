@@ -12,8 +12,8 @@ from lightning.pytorch.utilities import grad_norm
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from tests.pool import WorkerPool
 from tests.strategies.harness import make_trainer
+from tools.workers.pool import WorkerPool
 
 
 class Net(L.LightningModule):

@@ -21,10 +21,10 @@ from lightning_parallel.comparison.check import Comparison
 from lightning_parallel.comparison.differences import Difference, differences
 from lightning_parallel.comparison.evidence import Evidence
 from lightning_parallel.ranks.shard import Shard
-from tests.pool import WorkerError, WorkerPool
 from tests.strategies.failures import assert_refused
 from tests.thorough import thorough
-from tests.worker import ROOT
+from tools.workers.pool import WorkerError, WorkerPool
+from tools.workers.worker import ROOT
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "pipeline_1f1b": {},

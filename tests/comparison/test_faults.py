@@ -6,7 +6,7 @@ import pytest
 
 from tests.faults.faults import FAULTS
 from tests.faults.training import PAIRS, case, case_of
-from tests.pool import WorkerPool
+from tools.workers.pool import WorkerPool
 
 SAMPLE = [
     "activations are those of the microbatch before",

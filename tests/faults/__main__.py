@@ -7,11 +7,11 @@ import fnmatch
 import sys
 from pathlib import Path
 
-import tests.environment  # noqa: F401  before torch
+import tools.workers.environment  # noqa: F401  before torch
 from tests.faults import page
 from tests.faults.faults import FAULTS
 from tests.faults.training import PAIRS, Case, case, case_of
-from tests.pool import WorkerPool
+from tools.workers.pool import WorkerPool
 
 
 def main() -> int:

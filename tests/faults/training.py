@@ -13,7 +13,7 @@ from lightning_parallel.comparison.check import Comparison
 from tests.faults.faults import FAULTS
 from tests.faults.models import LAYOUTS, MODELS
 from tests.faults.seeding import layouts_only
-from tests.pool import WorkerError, WorkerPool
+from tools.workers.pool import WorkerError, WorkerPool
 
 PATIENCE = 120.0  # seconds for a case
 PAIRS = [*dict.fromkeys((fault.model, fault.layout) for fault in FAULTS.values())]

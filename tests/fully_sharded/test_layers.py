@@ -12,7 +12,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.distributed.tensor import DTensor
 
 from lightning_parallel.fully_sharded.layers import FullyShardedLayers
-from tests.pool import WorkerPool
+from tools.workers.pool import WorkerPool
 
 
 def two_updates() -> tuple[list[str], list[bool], bool]:

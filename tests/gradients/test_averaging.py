@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_parallel.gradients.averaging import GradientAverager, summed_over
-from tests.pool import WorkerPool
+from tools.workers.pool import WorkerPool
 
 SHAPES = {"a": (3, 2), "b": (5,), "c": (), "frozen": (4,), "d": (2, 2), "rare": (3,), "never": (2,)}
 Gradients = dict[str, Tensor | None]

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from lightning_parallel.gradients.clipping import clip_by_norm
-from tests.pool import WorkerPool
 from tests.strategies.harness import joined, largest_difference, train
+from tools.workers.pool import WorkerPool
 
 CPU = torch.device("cpu")
 

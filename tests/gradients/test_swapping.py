@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import lightning_parallel as lp
-from tests.pool import WorkerPool
+from tools.workers.pool import WorkerPool
 
 
 class Net(L.LightningModule):

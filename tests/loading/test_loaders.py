@@ -13,9 +13,9 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler
 from torch.utils.data.distributed import DistributedSampler
 
 from lightning_parallel.loading.loaders import with_one_worker
-from tests.pool import WorkerPool
 from tests.strategies.harness import complete, here, make_trainer
 from tests.strategies.models import LeNet, Rows
+from tools.workers.pool import WorkerPool
 
 
 def test_a_copy_with_one_worker_leaves_persistent_ones_to_their_loader() -> None:

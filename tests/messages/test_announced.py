@@ -17,7 +17,7 @@ from lightning_parallel.messages.announced import AnnouncedReceiver, Announcemen
 from lightning_parallel.messages.channel import Link
 from lightning_parallel.ranks.groups import Wire
 from tests.messages.test_channel import CPU, tensor, wanting
-from tests.pool import WorkerPool
+from tools.workers.pool import WorkerPool
 
 
 def links() -> tuple[Link, Link]:

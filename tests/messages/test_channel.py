@@ -20,7 +20,7 @@ from lightning_parallel.messages.channel import Link, Receiver, Sender
 from lightning_parallel.messages.message import format_of
 from lightning_parallel.ranks.collectives import PeerLostError
 from lightning_parallel.ranks.groups import Wire
-from tests.pool import WorkerPool
+from tools.workers.pool import WorkerPool
 
 CPU = torch.device("cpu")
 DTYPES = [

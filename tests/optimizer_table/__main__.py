@@ -8,11 +8,11 @@ import sys
 import time
 from pathlib import Path
 
-import tests.environment  # noqa: F401  before torch
+import tools.workers.environment  # noqa: F401  before torch
 from tests.optimizer_table import page
 from tests.optimizer_table.training import ENTRIES, FOUND, expected, make_runner
-from tests.pool import WorkerPool
 from tests.zoo.record import Results
+from tools.workers.pool import WorkerPool
 
 
 def main() -> int:

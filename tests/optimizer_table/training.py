@@ -24,7 +24,6 @@ from tests.optimizer_table.cases import (
     fit,
     replicas_of,
 )
-from tests.pool import WorkerPool
 from tests.strategies.harness import STRATEGIES
 from tests.strategies.reference import delayed
 from tests.zoo.entry import Entry
@@ -32,6 +31,7 @@ from tests.zoo.layouts import PLAIN, Layout
 from tests.zoo.outcome import Outcome, Verdict, largest, of_errors
 from tests.zoo.runner import Runner
 from tests.zoo.training import Report, Witness, reported
+from tools.workers.pool import WorkerPool
 
 EXACT = 1e-10  # float64, after twelve updates
 PATIENCE = 240.0  # seconds for a case

@@ -12,18 +12,17 @@ from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing is downloaded
 
-import tests.environment  # before torch
 import tests.others.preloaded  # noqa: F401  before any package of an entry
 from tests.others import page
 from tests.others.judging import judge
 from tests.others.layouts import LAYOUTS, PATIENCE, find
 from tests.others.registry import ROOMS, entries, is_installed, module_of
 from tests.others.training import train
-from tests.pool import WorkerError, WorkerPool
 from tests.zoo.layouts import PLAIN, Layout
 from tests.zoo.outcome import Outcome, Verdict
 from tests.zoo.record import Results
 from tests.zoo.runner import Runner, UselessEntryError
+from tools.workers.pool import WorkerError, WorkerPool
 
 
 def main() -> int:

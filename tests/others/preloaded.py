@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 
-import tests.zoo.torchvision_ops  # noqa: F401  before Lightning, which imports torchvision
+import tools.workers.torchvision_ops  # noqa: F401  before Lightning, which imports torchvision
 
 NAMES = (
     "lightning_parallel.as_pytorch_lightning",  # before any package that imports pytorch_lightning

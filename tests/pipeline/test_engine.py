@@ -32,7 +32,7 @@ from lightning_parallel.timeline.recording import Timeline
 from tests.pipeline import nets
 from tests.pipeline.nets import BLOCKS, Net
 from tests.pipeline.versions import copies_held, version
-from tests.pool import WorkerPool
+from tools.workers.pool import WorkerPool
 
 CPU = torch.device("cpu")
 ADAMW = {"lr": 0.05, "eps": 1e-3}  # with a small eps, gradients that are zero but for rounding become updates

@@ -28,8 +28,8 @@ from lightning_parallel.ranks.groups import Groups, Wire, Wires
 from lightning_parallel.ranks.layout import Layout
 from lightning_parallel.schedules.actions import Step, placement
 from lightning_parallel.schedules.named import SCHEDULES
-from tests.pool import WorkerPool
 from tests.thorough import thorough
+from tools.workers.pool import WorkerPool
 
 GPU = torch.device("meta")
 STAGES, MICROBATCHES = 2, 4

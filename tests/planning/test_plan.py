@@ -22,7 +22,7 @@ from lightning_parallel.planning.layouts import Choice, choices, tensor_sizes, t
 from lightning_parallel.schedules.simulate import simulate
 from lightning_parallel.seeding import random_state
 from tests.faults.models import Blocks, Words
-from tests.pool import WorkerPool
+from tools.workers.pool import WorkerPool
 
 
 class Sleeping(torch.autograd.Function):

@@ -16,8 +16,8 @@ from lightning_parallel.comparison import timing
 from lightning_parallel.comparison.held import Held
 from tests.faults.models import Blocks
 from tests.planning.test_plan import Sleepers
-from tests.pool import WorkerPool
 from tests.thorough import thorough
+from tools.workers.pool import WorkerPool
 
 SLEEP = 0.004  # seconds
 

@@ -22,8 +22,8 @@ from torch.utils.dlpack import to_dlpack
 
 from lightning_parallel.private import torch as torch_private
 from lightning_parallel.private.group_on_paper import GroupOnPaper
-from tests.pool import WorkerPool
 from tests.test_house import ROOT, modules
+from tools.workers.pool import WorkerPool
 
 # What other tests would miss at once, each with their file.
 ELSEWHERE = {

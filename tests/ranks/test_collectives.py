@@ -22,7 +22,7 @@ from lightning_parallel.ranks.collectives import (
     reduce_tensor,
     together,
 )
-from tests.pool import WorkerPool
+from tools.workers.pool import WorkerPool
 
 
 def copies(source: int) -> list[torch.Tensor]:

@@ -12,7 +12,7 @@ from lightning_parallel.ranks.groups import Groups
 from lightning_parallel.ranks.layout import Layout, Placement
 from lightning_parallel.schedules.actions import placement
 from lightning_parallel.schedules.named import SCHEDULES
-from tests.pool import WorkerPool
+from tools.workers.pool import WorkerPool
 
 
 def links_over_gloo() -> tuple[int, bool]:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from lightning_parallel.ranks import meeting
 from lightning_parallel.ranks.meeting import Meeting, row_and_column
-from tests.pool import WorkerPool
+from tools.workers.pool import WorkerPool
 
 
 def highest_on_the_host() -> list[int]:

@@ -17,10 +17,10 @@ from lightning.pytorch.plugins.environments import LightningEnvironment
 from lightning_parallel.ranks import process_group
 from lightning_parallel.ranks.layout import Layout
 from tests.machines import two_machines
-from tests.pool import WorkerPool
 from tests.strategies.harness import Report, joined, train
 from tests.thorough import thorough
-from tests.worker import rejoin
+from tools.workers.pool import WorkerPool
+from tools.workers.worker import rejoin
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 

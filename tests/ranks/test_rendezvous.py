@@ -13,7 +13,7 @@ from lightning.pytorch.plugins.environments import TorchElasticEnvironment
 
 from lightning_parallel.ranks import process_group, rendezvous
 from lightning_parallel.ranks.layout import Layout
-from tests.pool import WorkerPool
+from tools.workers.pool import WorkerPool
 
 
 def sums_of_groups(late: int) -> list[float]:

@@ -9,8 +9,8 @@ from typing import Any
 from recipes import launch, record, work
 from recipes.schema import world_size
 from recipes.validate import validate
-from tests.pool import WorkerPool
 from tests.recipes.test_configs import composed
+from tools.workers.pool import WorkerPool
 
 QUIET = ["print_config=false", "trainer.enable_progress_bar=false", "trainer.enable_model_summary=false", "logger=none"]
 

@@ -15,9 +15,9 @@ from torch.utils.data import DataLoader, TensorDataset
 from recipes import build, record
 from recipes.logs import ContinuedCSVLogger
 from recipes.schema import world_size
-from tests.pool import WorkerPool
 from tests.recipes.runs import trained
 from tests.recipes.test_configs import composed
+from tools.workers.pool import WorkerPool
 
 
 class OwnModel(L.LightningModule):

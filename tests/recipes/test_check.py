@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from recipes import check, record, train
-from tests.pool import WorkerPool
 from tests.recipes.runs import QUIET, done
 from tests.recipes.test_configs import composed
 from tests.thorough import thorough
+from tools.workers.pool import WorkerPool
 
 DIGITS = ["model=mlp", "data=digits", "trainer.accelerator=cpu", *QUIET]
 

@@ -24,8 +24,8 @@ from recipes.launchers.launcher import Failure, WorkersFailed
 from recipes.launchers.local import LocalLauncher
 from recipes.problem import ConfigError
 from recipes.schema import world_size
-from tests.pool import WorkerPool
 from tests.thorough import thorough
+from tools.workers.pool import WorkerPool
 
 TINY = ["model=mlp", "data=digits", "model.width=16", "data.batch_size=12", "trainer.max_steps=8"]
 MIB = 2**20
@@ -230,9 +230,7 @@ def test_the_layouts_are_planned_by_one_process(
         pool.run(work.main, processes, config_file.read_text(), init=False)
 
     monkeypatch.setattr(LocalLauncher, "launch", launch)
-    reference, _ = configs(
-        [*TINY, "plan.device=h100", f"paths.data_dir={tmp_path}/data"], ["single", "ddp"], tmp_path
-    )
+    reference, _ = configs([*TINY, "plan.device=h100", f"paths.data_dir={tmp_path}/data"], ["single", "ddp"], tmp_path)
     found = run.plan(reference)
     assert {row["overrides"][0] for row in found} >= {"strategy=ddp", "strategy=pipeline_1f1b"}
     assert all(row["seconds"] > 0 and row["bytes"] > 0 for row in found)

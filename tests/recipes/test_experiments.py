@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from recipes import record
-from tests.pool import WorkerPool
 from tests.recipes.runs import trained
 from tests.recipes.test_configs import GROUPS, composed, problems
 from tests.recipes.tiny import images, model, texts
 from tests.thorough import thorough
+from tools.workers.pool import WorkerPool
 
 FEW = ["trainer.max_steps=2", "trainer.limit_val_batches=1"]
 GPT = ["model.layers=4", "model.width=16", "model.heads=2", "data.context=16", "data.batch_size=8"]
@@ -44,9 +44,7 @@ OFTEN = ["async_quality", "hf_lora_tensor"]
 OTHERS = [name for name in GROUPS["experiment"] if name not in (*OFTEN, "vit_images")]
 
 
-@pytest.mark.parametrize(
-    "experiment", [*OFTEN, pytest.param("vit_images", marks=pytest.mark.timm), *thorough(*OTHERS)]
-)
+@pytest.mark.parametrize("experiment", [*OFTEN, pytest.param("vit_images", marks=pytest.mark.timm), *thorough(*OTHERS)])
 def test_every_experiment_trains(pool: WorkerPool, tmp_path: Path, experiment: str) -> None:
     assert run(pool, tmp_path / "run", *given_to(experiment, tmp_path))["val_loss"] is not None
 

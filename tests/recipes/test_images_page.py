@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from recipes import ROOT, commands, record
-from tests.pool import WorkerPool
 from tests.recipes.runs import in_the_pool
 from tests.recipes.test_pretrained_page import run_page
 from tests.recipes.tiny import images
 from tests.test_pages import commands as commands_of
+from tools.workers.pool import WorkerPool
 
 pytestmark = pytest.mark.timm
 

@@ -17,8 +17,8 @@ from lightning_parallel import PipelineStrategy, TensorParallelStrategy
 from recipes import build
 from recipes.compare.measure import forget_peak, peak_resident, resident
 from recipes.models.gpt import GPT
-from tests.pool import WorkerPool
 from tests.strategies.models import Rows
+from tools.workers.pool import WorkerPool
 
 MIB = 2**20
 LAYERS, WIDTH, TIME, SAMPLES = 24, 512, 64, 4  # 290 MiB of parameters

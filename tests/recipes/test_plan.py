@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 from recipes import plan, record, train
-from tests.pool import WorkerPool
 from tests.recipes.runs import QUIET, done
 from tests.recipes.test_configs import composed, problems
-from tests.worker import ROOT
+from tools.workers.pool import WorkerPool
+from tools.workers.worker import ROOT
 
 DIGITS = ["model=mlp", "data=digits", "trainer.accelerator=cpu", *QUIET]
 

@@ -13,11 +13,11 @@ from transformers import AutoModelForCausalLM
 
 from recipes import ROOT, commands, evaluate, export, generate, record
 from recipes.record import TEXTS
-from tests.pool import WorkerPool
 from tests.recipes.runs import in_the_pool
 from tests.recipes.test_configs import composed
 from tests.recipes.tiny import chats, model, texts
 from tests.test_pages import commands as commands_of
+from tools.workers.pool import WorkerPool
 
 PAGE = commands_of(ROOT / "docs" / "pretrained.md")
 SMALL = [

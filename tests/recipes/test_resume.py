@@ -14,7 +14,7 @@ import torch.distributed as dist
 from lightning.pytorch.demos.boring_classes import BoringModel
 
 from recipes import record, resume
-from tests.pool import WorkerPool
+from tools.workers.pool import WorkerPool
 
 
 def config(folder: Path, *, ckpt_path: str | None = None, again: str | None = "auto") -> dict[str, Any]:

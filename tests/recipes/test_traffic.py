@@ -9,7 +9,7 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 
 from recipes.traffic import Traffic, wire_bytes
-from tests.pool import WorkerPool
+from tools.workers.pool import WorkerPool
 
 
 def test_bytes_on_the_wire_are_a_ring_s() -> None:

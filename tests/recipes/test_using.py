@@ -19,11 +19,11 @@ from recipes.models.generation import Generation
 from recipes.models.hf import CausalLM
 from recipes.problem import ConfigError
 from recipes.record import TEXTS
-from tests.pool import WorkerError, WorkerPool
 from tests.recipes.runs import done, trained
 from tests.recipes.test_configs import composed
 from tests.recipes.tiny import model, texts
 from tests.thorough import thorough
+from tools.workers.pool import WorkerError, WorkerPool
 
 SMALL = [
     "trainer.precision=64-true", "trainer.max_steps=2", "trainer.limit_val_batches=2", "optimizer.lr=0.02",

@@ -16,9 +16,9 @@ import yaml
 from lightning_parallel.ranks.collectives import PeerLostError
 from recipes import record, work, worker
 from recipes.processes import LAUNCHED, ON_GPUS
-from tests.pool import Failure, WorkerPool
 from tests.recipes.test_configs import composed
 from tests.recipes.test_launch import TINY
+from tools.workers.pool import Failure, WorkerPool
 
 
 def resolved(folder: Path, strategy: str) -> Path:

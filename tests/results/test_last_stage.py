@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from tests.pool import WorkerPool
 from tests.strategies.failures import LIMIT, assert_lost, assert_refused
 from tests.strategies.observed import Net, loader, make_trainer
+from tools.workers.pool import WorkerPool
 
 
 class Saves(Net):

@@ -11,9 +11,9 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from torchmetrics import SumMetric
 
-from tests.pool import WorkerPool
 from tests.strategies.harness import make_trainer
 from tests.strategies.shardable import Mixed
+from tools.workers.pool import WorkerPool
 
 
 class Counting(Mixed):

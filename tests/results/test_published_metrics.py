@@ -21,9 +21,9 @@ from lightning.pytorch.callbacks import (
 )
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 
-from tests.pool import WorkerPool
 from tests.strategies.observed import Net, Observed, Reader, loader, make_trainer
 from tests.thorough import thorough
+from tools.workers.pool import WorkerPool
 
 EXACT = 1e-6  # float32
 STAGES = {"sync": 2, "async": 3}

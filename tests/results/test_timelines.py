@@ -11,8 +11,8 @@ from unittest import mock
 import pytest
 
 from lightning_parallel.results import timelines
-from tests.pool import WorkerPool
 from tests.strategies.observed import Net, loader, make_trainer
+from tools.workers.pool import WorkerPool
 
 BOTH = pytest.mark.parametrize("strategy", ["sync", "async"])
 

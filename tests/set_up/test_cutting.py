@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from lightning_parallel.cuts.partition import Partition
 from lightning_parallel.cuts.search import partition
 from lightning_parallel.set_up.cutting import check_equal
-from tests.pool import WorkerPool
 from tests.strategies.harness import make_trainer
 from tests.strategies.models import LeNet
+from tools.workers.pool import WorkerPool
 
 
 class Branches(nn.Module):

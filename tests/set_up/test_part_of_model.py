@@ -16,9 +16,9 @@ from torchmetrics import MeanMetric
 import lightning_parallel as lp
 from lightning_parallel.absent.tensor import AbsentTensor
 from lightning_parallel.set_up.part_of_model import move_others
-from tests.pool import WorkerPool
 from tests.strategies.harness import ALL, complete, here, make_trainer
 from tests.thorough import thorough
+from tools.workers.pool import WorkerPool
 
 
 class Called(ALL["LeNet"]):  # type: ignore[misc]

@@ -15,12 +15,12 @@ from torch.nn import functional
 
 import lightning_parallel as lp
 from lightning_parallel.absent.tensor import AbsentTensor
-from tests.pool import WorkerPool
 from tests.strategies.equality import EXACT
 from tests.strategies.failures import assert_refused
 from tests.strategies.harness import Report, joined, largest_difference, make_trainer, train
 from tests.strategies.models import LeNet, Llama
 from tests.thorough import thorough
+from tools.workers.pool import WorkerPool
 
 
 def share_of_the_model(kind: str, tensor_parallel: int = 1) -> tuple[int, int, int]:

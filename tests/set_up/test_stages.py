@@ -10,10 +10,10 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 
-from tests.pool import WorkerPool
 from tests.strategies import harness
 from tests.strategies.harness import here
 from tests.strategies.models import MODELS
+from tools.workers.pool import WorkerPool
 
 
 class AtStart(Callback):

@@ -9,10 +9,10 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
 
-from tests.pool import WorkerPool
 from tests.strategies.harness import joined, largest_difference, train
 from tests.strategies.models import BATCH, SAMPLES
 from tests.strategies.observed import Net, loader, make_trainer
+from tools.workers.pool import WorkerPool
 
 BOTH = pytest.mark.parametrize("strategy", ["sync", "async"])
 

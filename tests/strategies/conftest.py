@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from tests.pool import WorkerPool
 from tests.strategies.harness import Report, train
+from tools.workers.pool import WorkerPool
 
 
 @pytest.fixture(scope="session")

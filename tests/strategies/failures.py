@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from tests.pool import Failure
+from tools.workers.pool import Failure
 
 LIMIT = 60.0  # seconds until all ranks have ended: far below the links' timeout, also on a busy machine
 

@@ -20,7 +20,7 @@ from tests.strategies.counted import COUNTED
 from tests.strategies.models import BATCH, MODELS, SAMPLES
 from tests.strategies.replicated import REPLICATED
 from tests.strategies.shardable import SHARDABLE
-from tests.worker import texts_of_warnings
+from tools.workers.worker import texts_of_warnings
 
 STRATEGIES = {
     "sync": lp.PipelineStrategy,

@@ -17,7 +17,7 @@ from torchmetrics.classification import MulticlassAccuracy
 from tests.strategies import harness
 from tests.strategies.harness import Losses, Report, collect
 from tests.strategies.models import Rows
-from tests.worker import texts_of_warnings
+from tools.workers.worker import texts_of_warnings
 
 OPTIONS: dict[str, dict[str, Any]] = {"sync": {"microbatches": 2}, "async": {"microbatches": 2}}
 CLASSES, WIDTH = 3, 6

@@ -18,11 +18,11 @@ from lightning_parallel.cuts.search import partition
 from lightning_parallel.pipeline.staleness import discount, mean_staleness
 from lightning_parallel.schedules.named import placement_of
 from lightning_parallel.schedules.steady import mean_ahead
-from tests.pool import WorkerPool
 from tests.strategies.equality import EXACT
 from tests.strategies.harness import Report, joined, largest_difference, train
 from tests.strategies.models import BATCH, MODELS, Base
 from tools.study.delayed import Delayed
+from tools.workers.pool import WorkerPool
 
 OF_RANKS = ("activation_checkpointing", "data_parallel", "tensor_parallel")  # settings that change no number
 

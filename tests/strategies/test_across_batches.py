@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from tests.pool import WorkerPool
 from tests.strategies.equality import assert_equal
 from tests.strategies.harness import ALL, Report, Witness, collect, make_trainer
 from tests.thorough import thorough
+from tools.workers.pool import WorkerPool
 
 RUNS = 10  # at most, until one is undisturbed
 V = {"schedule": "zbv", "microbatches": 4}

@@ -16,10 +16,10 @@ from torch import Tensor
 
 import lightning_parallel as lp
 from lightning_parallel.ranks.collectives import PeerLostError
-from tests.pool import WorkerPool
 from tests.strategies.harness import Report, joined, largest_difference, make_trainer, train
 from tests.strategies.shardable import Mixed
 from tests.thorough import thorough
+from tools.workers.pool import WorkerPool
 
 TIMEOUT = 1000.0  # seconds: far above the pool's, which is what a rank that waits for another one meets
 

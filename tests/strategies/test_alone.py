@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 
 from lightning_parallel.comparison.check import layout_of
 from lightning_parallel.comparison.runs import trainer_of
-from tests.pool import WorkerPool
+from tools.workers.pool import WorkerPool
 
 COLLECTIVES = (
     "all_reduce", "broadcast", "all_gather", "broadcast_object_list", "all_gather_object", "gather_object", "barrier",

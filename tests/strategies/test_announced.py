@@ -9,10 +9,10 @@ import pytest
 
 from lightning_parallel.ranks.groups import Groups
 from tests.pipeline.test_no_host_reads import announced
-from tests.pool import WorkerPool
 from tests.strategies.equality import assert_equal
 from tests.strategies.harness import Report, joined, largest_difference, train
 from tests.thorough import thorough
+from tools.workers.pool import WorkerPool
 
 
 def train_announced(*args: Any, **kwargs: Any) -> Report:

@@ -12,11 +12,11 @@ from torch.utils.data import DataLoader
 
 from lightning_parallel.set_up.options import StagedOptions
 from lightning_parallel.set_up.splitting import Splitting
-from tests.pool import WorkerPool
 from tests.strategies.failures import LIMIT, assert_refused
 from tests.strategies.harness import joined, largest_difference, train
 from tests.strategies.models import Base, Rows
 from tests.thorough import thorough
+from tools.workers.pool import WorkerPool
 
 WIDTH = 3
 

@@ -12,13 +12,13 @@ from torch.nn import functional as F
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader
 
-from tests.pool import WorkerPool
 from tests.strategies.equality import EXACT
 from tests.strategies.failures import LIMIT, assert_lost, assert_refused
 from tests.strategies.harness import Report, here, joined, largest_difference, make_trainer, train
 from tests.strategies.models import MODELS, Rows
 from tests.strategies.reference import assert_equals_delayed, delayed
 from tests.thorough import thorough
+from tools.workers.pool import WorkerPool
 
 
 class Deep(MODELS["LeNet"]):  # type: ignore[misc]

@@ -20,11 +20,11 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_parallel.absent.tensor import AbsentTensor
 from lightning_parallel.batch import split
-from tests.pool import WorkerPool
 from tests.strategies.harness import here
 from tests.strategies.models import Rows
 from tests.strategies.observed import OPTIONS, WIDTH, Net, Observed, loader, make_trainer
 from tests.thorough import thorough
+from tools.workers.pool import WorkerPool
 
 BOTH = pytest.mark.parametrize("strategy", ["sync", "async"])
 

@@ -13,11 +13,11 @@ from lightning.pytorch.callbacks import Callback, EMAWeightAveraging
 from torch import Tensor
 
 from lightning_parallel import disk_offload
-from tests.pool import WorkerPool
 from tests.strategies.harness import Report, here, joined, largest_difference, make_trainer, train
 from tests.strategies.models import BATCH, GPT2, LeNet, Llama
 from tests.test_disk_offload import mapped_files
 from tests.thorough import thorough
+from tools.workers.pool import WorkerPool
 
 EXACT = 1e-12  # float64
 

@@ -19,7 +19,6 @@ import lightning as L
 import pytest
 from lightning.pytorch.callbacks import Callback
 
-from tests.pool import WorkerPool
 from tests.strategies.contract import (
     FEATURES,
     LAYOUTS,
@@ -34,6 +33,7 @@ from tests.strategies.contract_models import MODELS
 from tests.strategies.covering import covering
 from tests.strategies.failures import assert_refused
 from tests.thorough import thorough
+from tools.workers.pool import WorkerPool
 
 PIPELINES = [name for name in LAYOUTS if name not in ("replicas", "threads", "sharded", "tensor")]
 ALONE = ("sharded", "tensor", "1f1b", "zbv", "async")  # layouts whose parts no other one has

@@ -17,10 +17,10 @@ from torch.nn import functional as F
 
 import lightning_parallel as lp
 from lightning_parallel.batch import split
-from tests.pool import WorkerPool
 from tests.strategies.equality import EXACT, assert_equal
 from tests.strategies.harness import ALL, Report, here, largest_difference, make_trainer, train
 from tests.strategies.replicated import Forward, Normalised
+from tools.workers.pool import WorkerPool
 
 
 def replicated(pool: WorkerPool, model: str, replicas: int, **options: Any) -> Report:

@@ -14,11 +14,11 @@ import torch
 from lightning.pytorch.callbacks import LambdaCallback
 from torch.nn import functional as F
 
-from tests.pool import Failure, WorkerPool
 from tests.strategies.failures import assert_lost, assert_refused
 from tests.strategies.harness import Report, collect, joined, largest_difference, make_trainer
 from tests.strategies.observed import WIDTH, Net, fit, loader
 from tests.thorough import thorough
+from tools.workers.pool import Failure, WorkerPool
 
 
 class Scaled(Net):

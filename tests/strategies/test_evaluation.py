@@ -10,9 +10,9 @@ from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tests.pool import WorkerPool
 from tests.strategies.failures import assert_refused
 from tests.strategies.observed import CLASSES, WIDTH, Net, loader, make_trainer
+from tools.workers.pool import WorkerPool
 
 
 class Skips(Net):

@@ -17,7 +17,6 @@ from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from tests.pool import WorkerPool
 from tests.strategies.equality import EXACT, assert_equal
 from tests.strategies.failures import assert_refused
 from tests.strategies.harness import (
@@ -31,6 +30,7 @@ from tests.strategies.harness import (
 from tests.strategies.models import BATCH, LENGTH, Blocks, Gate, LeNet
 from tests.strategies.shardable import Mixed
 from tests.thorough import thorough
+from tools.workers.pool import WorkerPool
 
 SAMPLES = {2: 22, 4: 20}  # for as many ranks, with a last batch that isn't full and has an equal share for each
 

@@ -10,7 +10,6 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.plugins.precision import MixedPrecision
 
-from tests.pool import WorkerPool
 from tests.strategies.harness import (
     ALL,
     Report,
@@ -21,6 +20,7 @@ from tests.strategies.harness import (
     weights_of,
 )
 from tests.thorough import thorough
+from tools.workers.pool import WorkerPool
 
 
 def mixed(strategy: str, precision: str) -> Report:

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests.pool import WorkerPool
 from tests.strategies.harness import Report, joined, largest_difference, train
 from tests.thorough import thorough
+from tools.workers.pool import WorkerPool
 
 STAGES = 3
 

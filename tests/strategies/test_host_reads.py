@@ -23,10 +23,10 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_parallel import PerformanceMonitor
-from tests.pool import WorkerPool
 from tests.strategies.harness import make_trainer
 from tests.strategies.models import MODELS
 from tests.strategies.shardable import SHARDABLE
+from tools.workers.pool import WorkerPool
 
 READS = [
     "item", "tolist", "numpy", "cpu", "nonzero", "equal", "unique", "masked_select", "allclose", "__bool__",

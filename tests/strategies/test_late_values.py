@@ -12,11 +12,11 @@ from lightning.pytorch.callbacks import Callback, EarlyStopping
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor
 
-from tests.pool import Failure, WorkerPool
 from tests.strategies.harness import ALL, make_trainer
 from tests.strategies.reference import delayed
 from tests.thorough import thorough
-from tests.worker import texts_of_warnings
+from tools.workers.pool import Failure, WorkerPool
+from tools.workers.worker import texts_of_warnings
 
 EXACT = 1e-12  # float64
 V = {"schedule": "zbv", "microbatches": 4}

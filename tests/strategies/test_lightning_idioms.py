@@ -12,11 +12,11 @@ import torch
 from lightning.pytorch.utilities import grad_norm
 
 from lightning_parallel.checkpoint import convert
-from tests.pool import WorkerPool
 from tests.strategies.failures import assert_refused
 from tests.strategies.harness import Report, collect, joined, largest_difference, make_trainer
 from tests.strategies.observed import Net, fit, loader
 from tests.thorough import thorough
+from tools.workers.pool import WorkerPool
 
 
 class Plain(Net):

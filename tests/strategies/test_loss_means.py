@@ -11,13 +11,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torchmetrics import MaxMetric
 
-from tests.pool import WorkerPool
 from tests.strategies.counted import COUNTED, labels_that_count
 from tests.strategies.equality import assert_equal
 from tests.strategies.harness import joined, largest_difference, train
 from tests.strategies.models import Base
 from tests.strategies.reference import delayed
 from tests.thorough import thorough
+from tools.workers.pool import WorkerPool
 
 EXACT = 1e-10  # float64
 FOUR: dict[str, Any] = {"microbatches": 4}

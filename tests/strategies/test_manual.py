@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from tests.pool import WorkerPool
 from tests.strategies.failures import assert_refused
 from tests.strategies.harness import Report, joined, largest_difference
 from tests.strategies.manual import fit
+from tools.workers.pool import WorkerPool
 
 EXACT = 1e-12  # float64
 BOTH_AXES = {"tensor_parallel": 2, "data_parallel": 2}

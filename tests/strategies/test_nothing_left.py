@@ -15,8 +15,8 @@ from lightning.pytorch.core.module import LightningModule
 from lightning.pytorch.plugins import MixedPrecision
 from torch.nn.modules import module as modules
 
-from tests.pool import WorkerPool
 from tests.strategies.harness import ALL, make_trainer
+from tools.workers.pool import WorkerPool
 
 GLOBAL_HOOKS = [name for name in vars(modules) if name.startswith("_global_") and name.endswith("hooks")]
 

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from tests import optimizers
-from tests.pool import WorkerPool
 from tests.strategies.equality import EXACT
 from tests.strategies.failures import LIMIT, assert_refused
 from tests.strategies.harness import Report, joined, largest_difference, make_trainer, train
@@ -17,6 +16,7 @@ from tests.strategies.models import BATCH, Base, Blocks
 from tests.strategies.shardable import Mixed
 from tests.strategies.test_fully_sharded import SAMPLES
 from tests.thorough import thorough
+from tools.workers.pool import WorkerPool
 
 
 def by(kind: str, model: type[Base]) -> type[Base]:

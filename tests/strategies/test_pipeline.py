@@ -29,12 +29,12 @@ from lightning_parallel.schedules.actions import (
 )
 from lightning_parallel.schedules.generators import interleaved, one_f_one_b
 from lightning_parallel.schedules.v_shaped import zbv
-from tests.pool import WorkerPool
 from tests.strategies.equality import assert_equal
 from tests.strategies.harness import make_trainer, train
 from tests.strategies.models import BATCH, MODELS
 from tests.strategies.test_asynchronous_v import Deep, Skips
 from tests.thorough import thorough
+from tools.workers.pool import WorkerPool
 
 # -- schedules of one's own ------------------------------------------------------------------------------------------
 

@@ -9,12 +9,12 @@ import torch
 from lightning.pytorch.callbacks import EMAWeightAveraging, WeightAveraging
 from torch.utils.data import DataLoader
 
-from tests.pool import WorkerPool
 from tests.strategies.equality import EXACT
 from tests.strategies.harness import Report, joined, largest_difference, make_trainer, train
 from tests.strategies.models import MODELS, Rows
 from tests.strategies.reference import assert_equals_delayed, delayed
 from tests.thorough import thorough
+from tools.workers.pool import WorkerPool
 
 
 class Twice(torch.nn.Module):

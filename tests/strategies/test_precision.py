@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tests.optimizers import LAMB
-from tests.pool import WorkerPool
 from tests.strategies.harness import Report, Witness, collect, here, joined, largest_difference
 from tests.strategies.observed import CLASSES, WIDTH, Net, loader, make_trainer
 from tests.thorough import thorough
+from tools.workers.pool import WorkerPool
 
 
 class Deep(Net):

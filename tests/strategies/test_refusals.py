@@ -21,10 +21,10 @@ from torch.utils.data import DataLoader
 
 import lightning_parallel as lp
 from lightning_parallel.absent.tensor import AbsentTensor
-from tests.pool import Failure, WorkerPool
 from tests.strategies.failures import LIMIT, assert_lost, assert_refused
 from tests.strategies.observed import CLASSES, WIDTH, Net, Observed, fit, loader, make_trainer
 from tests.thorough import thorough
+from tools.workers.pool import Failure, WorkerPool
 
 BOTH = pytest.mark.parametrize("strategy", ["sync", "async"])
 

@@ -19,12 +19,12 @@ from torch import nn
 from torchmetrics import MeanMetric
 
 from lightning_parallel.checkpoint import read_full, read_plain
-from tests.pool import WorkerPool
 from tests.strategies.failures import assert_refused
 from tests.strategies.harness import Report, collect, joined, largest_difference, make_trainer, spoil, weights_of
 from tests.strategies.observed import WIDTH, loader
 from tests.strategies.test_lightning_idioms import LAYOUTS, Plain
 from tests.thorough import thorough
+from tools.workers.pool import WorkerPool
 
 
 def network(seed: int) -> nn.Sequential:

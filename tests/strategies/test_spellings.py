@@ -13,11 +13,11 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 import lightning_parallel as lp
-from tests.pool import WorkerPool
 from tests.strategies.idioms import IDIOMS, SEQUENCES
 from tests.strategies.spellings import CLASSES, LEARNED, OF_SAMPLES, Loss, batch_of, spellings
 from tests.thorough import thorough
-from tests.worker import texts_of_warnings
+from tools.workers.pool import WorkerPool
+from tools.workers.worker import texts_of_warnings
 
 ALL = {f"{each.name}, {each.mask}": each for each in spellings()}
 EXACT = 1e-9  # float64; relative

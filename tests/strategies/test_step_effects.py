@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tests.pool import Failure, WorkerPool
 from tests.strategies.failures import assert_refused
 from tests.strategies.observed import Net, fit
+from tools.workers.pool import Failure, WorkerPool
 
 
 class Logs(Net):

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tests.pool import WorkerPool
 from tests.strategies.equality import EXACT, assert_equal
 from tests.strategies.harness import joined, largest_difference, train
 from tests.strategies.models import SAMPLES, TOKENS, Base
 from tests.strategies.shardable import Mixed
 from tests.tensor.models import VOCABULARY, Gained, GainStyle, InSum, Net
 from tests.thorough import thorough
+from tools.workers.pool import WorkerPool
 
 
 class Around(Base):

@@ -17,11 +17,11 @@ from torch.nn.utils.parametrizations import spectral_norm
 from torchmetrics import CatMetric, MaxMetric, MeanMetric, RunningMean, SumMetric
 from torchmetrics.classification import MulticlassAccuracy
 
-from tests.pool import WorkerPool
 from tests.strategies.failures import assert_refused
 from tests.strategies.harness import Report, joined, largest_difference
 from tests.strategies.observed import CLASSES, Net, fit
 from tests.thorough import thorough
+from tools.workers.pool import WorkerPool
 
 TWO_STAGES, ONE_STAGE = {"stages": 2, "microbatches": 2}, {"stages": 1, "microbatches": 4}
 PIPELINE = pytest.mark.parametrize("options", [TWO_STAGES, *thorough(ONE_STAGE)])

@@ -11,11 +11,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.nn.functional import all_reduce
 
-from tests.pool import WorkerPool
 from tests.strategies.failures import LIMIT
 from tests.strategies.harness import Losses, Report
 from tests.strategies.observed import Net, loader, make_trainer
 from tests.thorough import thorough
+from tools.workers.pool import WorkerPool
 
 # By name: the strategy, its options, the number of processes, and that of replicas.
 LAYOUTS: dict[str, tuple[str, dict[str, Any], int, int]] = {

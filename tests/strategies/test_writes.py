@@ -11,9 +11,9 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from tests.pool import WorkerPool
 from tests.strategies.failures import LIMIT, assert_lost, assert_refused
 from tests.strategies.observed import CLASSES, WIDTH, Net, fit
+from tools.workers.pool import WorkerPool
 
 
 class Halving(nn.Linear):

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from lightning_parallel.tensor.embedding import VocabParallelEmbedding
-from tests.pool import WorkerPool
 from tests.tensor.helpers import close, world
+from tools.workers.pool import WorkerPool
 
 # Vocabularies that the ranks divide, and others.
 sizes = pytest.mark.parametrize(("world_size", "vocabulary"), [(1, 7), (2, 8), (3, 7)])

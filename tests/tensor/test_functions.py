@@ -15,8 +15,8 @@ from torch import Tensor
 
 from lightning_parallel.absent.tensor import AbsentTensor, absent_like
 from lightning_parallel.tensor import functions
-from tests.pool import WorkerPool
 from tests.tensor.helpers import Messages, ranks, world
+from tools.workers.pool import WorkerPool
 
 DTYPES = [torch.float64, torch.bfloat16]
 NAMES = ["copy", "reduce", "reduce_", "split", "gather", "reduce_scatter", "gather_sum"]

@@ -18,8 +18,8 @@ from lightning_parallel.tensor.embedding import VocabParallelEmbedding
 from lightning_parallel.tensor.layer import ParallelLayer, Site
 from lightning_parallel.tensor.linear import ColumnParallelLinear, RowParallelLinear
 from lightning_parallel.tensor_plans.sharding import shard_module
-from tests.pool import WorkerPool
 from tests.tensor.helpers import Messages, ranks, world
+from tools.workers.pool import WorkerPool
 
 
 class Attention(nn.Module):

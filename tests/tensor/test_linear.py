@@ -12,8 +12,8 @@ from transformers.pytorch_utils import Conv1D
 from lightning_parallel.tensor import functions
 from lightning_parallel.tensor.layer import Site
 from lightning_parallel.tensor.linear import ColumnParallelLinear, ParallelLinear, RowParallelLinear
-from tests.pool import WorkerPool
 from tests.tensor.helpers import Messages, close, ranks, values, world
+from tools.workers.pool import WorkerPool
 
 IN, HIDDEN, OUT = 6, 10, 7  # 10 over 3 ranks: 4, 4, 2; over 4: 3, 3, 3, 1
 

@@ -16,8 +16,8 @@ from torch.testing import assert_close
 from lightning_parallel.ranks.shard import Shard
 from lightning_parallel.tensor import functions
 from lightning_parallel.tensor.loss import vocab_parallel_cross_entropy
-from tests.pool import WorkerPool
 from tests.tensor.helpers import Messages, world
+from tools.workers.pool import WorkerPool
 
 # Vocabularies that the ranks divide, and others.
 sizes = pytest.mark.parametrize(("world_size", "vocabulary"), [(1, 7), (2, 8), (3, 7)])

@@ -18,9 +18,9 @@ from lightning_parallel.absent.tensor import absent_like
 from lightning_parallel.tensor.dropout import ShardedRegion
 from lightning_parallel.tensor_plans.plan import find_plan
 from lightning_parallel.tensor_plans.sharding import shard_module
-from tests.pool import WorkerPool
 from tests.tensor.helpers import ranks, world
 from tests.tensor.models import TIME, Loss, batch, gpt, lenet, mlp, phi3
+from tools.workers.pool import WorkerPool
 
 CPU = torch.device("cpu")
 

@@ -10,15 +10,14 @@ from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing is downloaded
 
-import tests.environment  # before torch
 import tests.zoo.preloaded  # noqa: F401  before Lightning: it lets torchvision be imported
-from tests.pool import WorkerPool
 from tests.zoo import page
 from tests.zoo.layouts import LAYOUTS, Layout
 from tests.zoo.outcome import Outcome, Verdict
 from tests.zoo.record import Results, about, complaints, record, recorded
 from tests.zoo.registry import entries
 from tests.zoo.runner import Runner, UselessEntryError
+from tools.workers.pool import WorkerPool
 
 
 def main() -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 
-import tests.zoo.torchvision_ops  # noqa: F401  before Lightning, which imports torchvision
+import tools.workers.torchvision_ops  # noqa: F401  before Lightning, which imports torchvision
 
 for name in (
     "torch._dynamo", "torch.distributed.checkpoint", "lightning.pytorch", "lightning_parallel", "pytest", "torchvision",

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from tests.pool import WorkerError, WorkerPool
 from tests.zoo import layouts
 from tests.zoo.entry import Entry
 from tests.zoo.layouts import TIMEOUT, Layout
 from tests.zoo.outcome import Outcome, Verdict, judge
 from tests.zoo.training import Report, train
+from tools.workers.pool import WorkerError, WorkerPool
 
 
 class UselessEntryError(RuntimeError):

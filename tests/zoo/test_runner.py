@@ -7,13 +7,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.pool import WorkerPool
 from tests.thorough import thorough
 from tests.zoo import layouts
 from tests.zoo.layouts import TIMEOUT
 from tests.zoo.outcome import Outcome, judge
 from tests.zoo.runner import Runner
 from tests.zoo.training import Error, Report, load
+from tools.workers.pool import WorkerPool
 
 FAULTY, ORDER = "tests.zoo.faulty", "tests.zoo.handwritten.order"
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from tests.pool import WorkerPool
 from tests.zoo import layouts
 from tests.zoo.outcome import Outcome
 from tests.zoo.record import recorded
 from tests.zoo.registry import entries
 from tests.zoo.runner import Runner
+from tools.workers.pool import WorkerPool
 
 SAMPLE = [
     ("gpt2", ["ZB-V 2", "tensor 2"]),

@@ -16,11 +16,11 @@ from recipes import launch, record
 from recipes.commands import config_of
 from recipes.data.images import ImageData
 from recipes.validate import validate
-from tests.pool import WorkerPool
 from tests.recipes.runs import trained
 from tests.recipes.test_configs import composed, problems
 from tests.recipes.tiny import images
 from tests.thorough import thorough
+from tools.workers.pool import WorkerPool
 
 EXACT = 1e-12  # float64
 

@@ -17,11 +17,11 @@ from transformers import AutoModelForCausalLM, Gemma3TextConfig, GPT2Config, Lla
 from recipes import ROOT, build, export, launch
 from recipes.models.hf import CausalLM
 from recipes.problem import Problem
-from tests.pool import WorkerPool
 from tests.recipes.models.one_process import assert_equal, fitted
 from tests.recipes.runs import trained
 from tests.recipes.test_configs import composed, problems
 from tests.thorough import thorough
+from tools.workers.pool import WorkerPool
 
 OPTIMIZER = {"_target_": "torch.optim.AdamW", "lr": 1e-2, "eps": 1e-4}
 LORA = {"r": 4, "target_modules": "all-linear", "init_lora_weights": False}

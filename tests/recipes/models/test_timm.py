@@ -17,12 +17,12 @@ from torch.utils.data import DataLoader
 from recipes import commands, evaluate, export, record
 from recipes.data.images import ImageData
 from recipes.models.timm import TimmClassifier
-from tests.pool import WorkerPool
 from tests.recipes.models.one_process import assert_equal, fitted
 from tests.recipes.runs import in_the_pool, trained
 from tests.recipes.test_configs import problems
 from tests.recipes.tiny import images
 from tests.thorough import thorough
+from tools.workers.pool import WorkerPool
 
 pytestmark = pytest.mark.timm
 

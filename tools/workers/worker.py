@@ -24,13 +24,13 @@ from pathlib import Path
 import numpy
 import torch
 import torch.distributed as dist
-from lightning.fabric.utilities.data import get_all_subclasses
+from lightning_utilities.core.inheritance import get_all_subclasses
 from torch._C._distributed_c10d import TCPStore
 from torch.utils.data import BatchSampler, DataLoader
 
 from lightning_parallel.ranks import rendezvous
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 HUNG_UP = (
     EOFError,
     BrokenPipeError,

@@ -1,4 +1,4 @@
-"""One pool of worker processes for a whole test session.
+"""One pool of worker processes for a whole test session, or a whole program.
 
 Importing torch and Lightning takes seconds, so the processes are started once (forked from a server that has
 imported everything) and test functions are sent to them::
@@ -33,7 +33,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from tests.worker import HUNG_UP, Call, listen, work
+from tools.workers.worker import HUNG_UP, Call, listen, work
 
 MAX_WORKERS = 8
 START_TIMEOUT = 180.0  # seconds until every new worker has answered
@@ -44,8 +44,8 @@ OUTPUT_LINES = 30  # of what a failed rank printed
 # Imported once, by the server that workers are forked from. torch._dynamo: the first optimizer imports it.
 # torchvision_ops before Lightning, which imports torchvision where it is installed.
 PRELOAD = [
-    "tests.zoo.torchvision_ops", "torch._dynamo", "torch.distributed.checkpoint", "torchmetrics", "lightning.pytorch",
-    "pytest", "lightning_parallel", "transformers.models.gpt2.modeling_gpt2",
+    "tools.workers.torchvision_ops", "torch._dynamo", "torch.distributed.checkpoint", "torchmetrics",
+    "lightning.pytorch", "pytest", "lightning_parallel", "transformers.models.gpt2.modeling_gpt2",
     "transformers.models.llama.modeling_llama",
 ]  # fmt: skip
 
@@ -185,7 +185,7 @@ class WorkerPool:
 
     def _grow(self, count: int) -> None:
         new: list[_Worker] = []
-        context = multiprocessing.get_context("fork" if self.forks else "forkserver")
+        context: Any = multiprocessing.get_context("fork" if self.forks else "forkserver")
         if not self.forks:
             context.set_forkserver_preload(self.preload)
         while len(self._workers) < count:

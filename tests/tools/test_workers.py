@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader
 
-from tests.pool import Failure, WorkerError, WorkerPool
+from tools.workers.pool import Failure, WorkerError, WorkerPool
 
 
 def rank() -> int:
