@@ -14,6 +14,7 @@ from tests.strategies.harness import Report, joined, largest_difference, make_tr
 from tests.strategies.models import MODELS, Rows
 from tests.strategies.reference import assert_equals_delayed, delayed
 from tests.thorough import thorough
+from tools.study.reference import Trained
 from tools.workers.pool import WorkerPool
 
 
@@ -105,7 +106,7 @@ def train_averaged(*args: Any, **kwargs: Any) -> Report:
     return train(*args, callbacks=[make_average()], **kwargs)
 
 
-def delayed_averaged(*args: Any, **kwargs: Any) -> Report:
+def delayed_averaged(*args: Any, **kwargs: Any) -> Trained:
     return delayed(*args, average=make_average(), **kwargs)
 
 
