@@ -85,23 +85,23 @@ slurm:
 		echo "SLURM can't be installed: its tests are not run"; fi
 
 zoo: $(ZOO_READY)
-	$(RUN_ZOO) -m tests.zoo --page docs/zoo.md --record $(ARGS)
+	$(RUN_ZOO) -m tools.zoo --page docs/zoo.md --record $(ARGS)
 
 others: $(OTHERS_READY)
-	$(RUN_OTHERS) -m tests.others --page docs/others.md $(ARGS)
+	$(RUN_OTHERS) -m tools.others --page docs/others.md $(ARGS)
 
 optimizers: $(READY)
-	OMP_NUM_THREADS=1 $(RUN) -m tests.optimizer_table --page docs/optimizers.md $(ARGS)
+	OMP_NUM_THREADS=1 $(RUN) -m tools.optimizer_table --page docs/optimizers.md $(ARGS)
 
 faults: $(READY)
-	OMP_NUM_THREADS=1 $(RUN) -m tests.faults --page docs/faults.md $(ARGS)
+	OMP_NUM_THREADS=1 $(RUN) -m tools.faults --page docs/faults.md $(ARGS)
 
 torture: $(READY)
-	OMP_NUM_THREADS=1 $(RUN) -m tests.torture --record $(ARGS)
+	OMP_NUM_THREADS=1 $(RUN) -m tools.torture --record $(ARGS)
 
 # PyPI's archives of Lightning hold no tests: TESTS is the folder at the tag of the version that is installed.
 lightning-tests: $(READY)
-	OMP_NUM_THREADS=1 PYTHONPATH="$(CURDIR):$(dir $(abspath $(TESTS)))" $(RUN) -m tests.lightning_suite $(TESTS) $(ARGS)
+	OMP_NUM_THREADS=1 PYTHONPATH="$(CURDIR):$(dir $(abspath $(TESTS)))" $(RUN) -m tools.lightning_suite $(TESTS) $(ARGS)
 
 gpu: $(READY)
 	OMP_NUM_THREADS=1 $(RUN) -m tools.gpu
@@ -140,11 +140,11 @@ $(READY) $(ZOO_READY) $(VENV)/.ready-recipes $(VENV)/.ready-docs: pyproject.toml
 	$(SET_UP)
 
 # torch first, for the CPU where pip's settings say so: what a package would bring by itself is built for CUDA.
-$(OTHERS_READY): tests/others/requirements.txt tests/others/constraints.txt
+$(OTHERS_READY): tools/others/requirements.txt tools/others/constraints.txt
 	@echo "Setting up $(OTHERS_VENV): once, half an hour or more"
 	$(PYTHON) -m venv $(OTHERS_VENV)
-	@for package in torch torchvision lightning pytorch-lightning $$(sed 's/#.*//' tests/others/requirements.txt); do \
-		$(RUN_OTHERS) -m pip install -qq --disable-pip-version-check -c tests/others/constraints.txt "$$package" || \
+	@for package in torch torchvision lightning pytorch-lightning $$(sed 's/#.*//' tools/others/requirements.txt); do \
+		$(RUN_OTHERS) -m pip install -qq --disable-pip-version-check -c tools/others/constraints.txt "$$package" || \
 			echo "$$package can't be installed: its modules are not run"; done
 	@touch $@
 

@@ -90,6 +90,11 @@ def test_what_is_installed_knows_no_tools() -> None:
         assert not {module.split(".")[0] for module, _ in imports(tree_of(file))} & later, file
 
 
+def test_tools_know_no_tests() -> None:
+    for file in modules(ROOT / "tools"):
+        assert "tests" not in {module.split(".")[0] for module, _ in imports(tree_of(file))}, file
+
+
 def test_recipes_have_no_import_circle() -> None:
     names = {".".join(file.relative_to(ROOT).with_suffix("").parts): file for file in modules(ROOT / "recipes")}
     arrows = {

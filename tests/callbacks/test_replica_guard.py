@@ -15,10 +15,10 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning_parallel import ReplicaGuard
 from lightning_parallel.ranks.local_model import local_part
 from lightning_parallel.ranks.writes import digest_of_all
-from tests import optimizers
 from tests.strategies.harness import ALL, make_trainer
 from tests.strategies.shardable import ShardableLlama
 from tests.thorough import thorough
+from tools.optimizer_table import optimizers
 from tools.workers.pool import WorkerPool
 
 

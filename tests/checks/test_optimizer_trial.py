@@ -18,7 +18,7 @@ from lightning_parallel.ranks.layout import Layout
 from lightning_parallel.ranks.local_model import LocalModel
 from lightning_parallel.ranks.shard import Shard
 from recipes.models.muon import MuonAdamW
-from tests import optimizers
+from tools.optimizer_table import optimizers
 
 AXES = ("tensor", "pipeline")
 Make = Callable[[Any], Optimizer]

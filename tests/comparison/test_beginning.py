@@ -14,8 +14,8 @@ from lightning_parallel.comparison.beginning import in_units, where
 from lightning_parallel.comparison.evidence import Evidence, Witness
 from lightning_parallel.comparison.units import INPUT, OF_INPUT, OF_OUTPUT, OUTPUT, Notes, Place, UnitWatch
 from lightning_parallel.strategies.pipeline import PipelineStrategy
-from tests.faults.models import LAYOUTS, MODELS
 from tests.thorough import thorough
+from tools.faults.models import LAYOUTS, MODELS
 from tools.workers.pool import WorkerPool
 
 COMMON = {"accelerator": "cpu", "precision": "64-true"}

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.faults.faults import FAULTS
-from tests.faults.training import PAIRS, case, case_of
+from tools.faults.faults import FAULTS
+from tools.faults.training import PAIRS, case, case_of
 from tools.workers.pool import WorkerPool
 
 SAMPLE = [

@@ -18,7 +18,7 @@ from lightning_parallel.comparison.runs import first_batches, loader_of
 from lightning_parallel.comparison.timing import Measured
 from lightning_parallel.costs.loading import Loaded, first_batch
 from lightning_parallel.planning.table import Plan
-from tests.faults.models import Blocks
+from tools.faults.models import Blocks
 
 SLEPT = 0.004
 

@@ -19,8 +19,8 @@ from lightning_parallel.comparison import check, runs, timing
 from lightning_parallel.planning.layouts import Choice
 from recipes.compare.measure import held
 from recipes.models.gpt import GPT
-from tests.faults.models import Blocks, Pictures, Words
 from tests.thorough import thorough
+from tools.faults.models import Blocks, Pictures, Words
 from tools.workers.pool import WorkerPool
 
 COMMON = {"accelerator": "cpu", "precision": "32-true"}

@@ -12,7 +12,7 @@ from lightning_parallel.comparison.timing import Measured
 from lightning_parallel.planning.memory import Memory
 from lightning_parallel.planning.picture import frontier
 from lightning_parallel.planning.table import Plan
-from tests.faults.models import Blocks
+from tools.faults.models import Blocks
 
 
 @pytest.fixture(scope="module")

@@ -21,7 +21,7 @@ from lightning_parallel.costs.devices import Device, described
 from lightning_parallel.planning.layouts import Choice, choices, tensor_sizes, thriftier
 from lightning_parallel.schedules.simulate import simulate
 from lightning_parallel.seeding import random_state
-from tests.faults.models import Blocks, Words
+from tools.faults.models import Blocks, Words
 from tools.workers.pool import WorkerPool
 
 

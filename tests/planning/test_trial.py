@@ -14,9 +14,9 @@ from torch.multiprocessing import start_processes  # type: ignore[attr-defined]
 from lightning_parallel import plan
 from lightning_parallel.comparison import timing
 from lightning_parallel.comparison.held import Held
-from tests.faults.models import Blocks
 from tests.planning.test_plan import Sleepers
 from tests.thorough import thorough
+from tools.faults.models import Blocks
 from tools.workers.pool import WorkerPool
 
 SLEEP = 0.004  # seconds

@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_parallel.set_up.original_names import OriginalNames
-from tests import optimizers
+from tools.optimizer_table import optimizers
 
 
 @pytest.mark.parametrize("make", [

@@ -11,15 +11,14 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 import lightning_parallel as lp
-from lightning_parallel.absent.tensor import AbsentTensor
 from lightning_parallel.ranks.shard import Shard
 from tests.strategies.counted import COUNTED
 from tests.strategies.models import BATCH, MODELS, SAMPLES
 from tests.strategies.replicated import REPLICATED
 from tests.strategies.shardable import SHARDABLE
+from tools.workers.held import complete, here, weights_of
 from tools.workers.worker import texts_of_warnings
 
 STRATEGIES = {
@@ -74,17 +73,6 @@ class Witness(Losses):
 
     def on_before_optimizer_step(self, trainer: L.Trainer, module: Any, optimizer: Any) -> None:
         self.report.gradients.append({n: complete(p.grad) for n, p in here(module).items() if p.grad is not None})
-
-
-def here(module: torch.nn.Module) -> dict[str, Tensor]:
-    """The parameters that are on this rank. Tied names both, so that stages agree on what a name means."""
-    named = module.named_parameters(remove_duplicate=False)
-    return {name: p for name, p in named if not isinstance(p, AbsentTensor)}
-
-
-def complete(tensor: Tensor) -> Tensor:
-    """A copy; of a DTensor, whose ranks all call, the whole tensor."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.clone()
 
 
 def make_trainer(strategy: str, callbacks: list[Callback], options: dict[str, Any], **given: Any) -> L.Trainer:
@@ -151,10 +139,6 @@ def collect(report: Report, trainer: L.Trainer, module: torch.nn.Module) -> Repo
     local = getattr(trainer.strategy, "local_model", None)
     report.shards = {} if local is None else local.shards
     return report
-
-
-def weights_of(module: torch.nn.Module) -> dict[str, Tensor]:
-    return {name: complete(p.detach()) for name, p in here(module).items()}
 
 
 def joined(reports: list[Report], what: str, update: int | None = None) -> dict[str, Tensor]:

@@ -11,9 +11,9 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
-from tests import optimizers
 from tests.strategies.harness import Report, collect, make_trainer
 from tests.strategies.models import Rows
+from tools.optimizer_table import optimizers
 
 NOISE, WIDTH, SAMPLES, BATCH = 4, 6, 16, 8
 

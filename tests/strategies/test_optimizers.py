@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from tests import optimizers
 from tests.strategies.equality import EXACT
 from tests.strategies.failures import LIMIT, assert_refused
 from tests.strategies.harness import Report, joined, largest_difference, make_trainer, train
@@ -16,6 +15,7 @@ from tests.strategies.models import BATCH, Base, Blocks
 from tests.strategies.shardable import Mixed
 from tests.strategies.test_fully_sharded import SAMPLES
 from tests.thorough import thorough
+from tools.optimizer_table import optimizers
 from tools.workers.pool import WorkerPool
 
 

@@ -14,16 +14,16 @@ from torch import Tensor
 
 from lightning_parallel.optimizers.owners import only_once
 from lightning_parallel.ranks.local_model import local_part
-from tests import optimizers
-from tests.optimizer_table.cases import CLIP, EPOCHS, LAYOUTS, STAGES, Net, by, fit, replicas_of
-from tests.optimizer_table.training import ENTRIES, EXACT, FOUND, expected, make_runner
 from tests.strategies.failures import LIMIT, assert_refused
 from tests.strategies.harness import Report, joined, largest_difference, make_trainer, spoil, train, weights_of
 from tests.strategies.models import BATCH
 from tests.strategies.reference import delayed
 from tests.thorough import thorough
-from tests.zoo.outcome import Outcome
+from tools.optimizer_table import optimizers
+from tools.optimizer_table.cases import CLIP, EPOCHS, LAYOUTS, STAGES, Net, by, fit, replicas_of
+from tools.optimizer_table.training import ENTRIES, EXACT, FOUND, expected, make_runner
 from tools.workers.pool import WorkerPool
+from tools.zoo.outcome import Outcome
 
 # Under other layouts, LAMB's state goes from one to the next below; refusals are in test_optimizers.py.
 SOME = {"Muon": ["stages x tensor", "late stages"]}

@@ -115,11 +115,10 @@ def delayed(
     for epoch in range(epochs):
         loader = list(kind.loader())
         for number, batch in enumerate(loader):
-            size = batch_size(batch)
             ends_update = not (number + 1) % accumulate or number + 1 == len(loader)
             total = 0.0
             parts = split(batch, min(microbatches, batch_size(batch)))
-            size = sum(map(weigh, parts))
+            size = sum(weigh(part) for part in parts)
             if options.get("weights") == "2bw" and 0 < before < stages - 1:
                 pipeline.drain()
             gathering += len(parts)

@@ -1,0 +1,55 @@
+"""What the kill matrix is made of, and what a run of it leaves: results and the page."""
+
+from __future__ import annotations
+
+import pytest
+
+from tools.torture.cases import SAMPLE, Case, cases
+from tools.torture.fault import LAUNCHER, Kind, Moment
+from tools.torture.layouts import LAYOUTS
+from tools.torture.outcome import check_words
+
+
+def case(name: str) -> Case:
+    (found,) = cases(name)
+    return found
+
+
+def test_every_rank_and_moment_is_in_it_with_every_fault() -> None:
+    every = cases()
+    assert len({each.name for each in every}) == len(every)
+    of_ranks = {(each.layout, each.target, each.moment, each.kind) for each in every if each.target != LAUNCHER}
+    left_out = [(layout, 0, moment, Kind.STOP) for layout in LAYOUTS if layout.ranks == 1 for moment in Moment]
+    assert len(of_ranks) + len(left_out) == sum(layout.ranks for layout in LAYOUTS) * len(Moment) * len(Kind)
+    assert of_ranks.isdisjoint(left_out)
+
+
+def test_the_sample_has_every_layout_moment_and_fault() -> None:
+    sample = [case(name) for name in SAMPLE]
+    assert {each.layout for each in sample} == set(LAYOUTS)
+    assert {each.moment for each in sample} == set(Moment)
+    assert {each.kind for each in sample} == set(Kind)
+    assert LAUNCHER in {each.target for each in sample}
+
+
+@pytest.mark.parametrize(("name", "by"), [
+    ("fsdp 2, rank 1, before the rename, SIGKILL", 0),
+    ("fsdp 2, rank 1, writing, SIGKILL", 1),
+    ("ddp 2, rank 1, writing, SIGKILL", 0),
+    ("ddp 2, launcher, forward, SIGKILL", 0),
+])  # fmt: skip
+def test_a_rank_that_has_no_part_in_a_moment_waits_for_the_one_that_has(name: str, by: int) -> None:
+    assert case(name).by == by
+
+
+@pytest.mark.parametrize(("kind", "code", "said", "held"), [
+    ("SIGKILL", 1, {"status": "failed", "error": {"rank": 1, "message": "killed by SIGKILL"}}, True),
+    ("SIGKILL", 1, {"status": "failed", "error": {"rank": 0, "message": "PeerLostError: ..."}}, False),
+    ("SIGKILL", 75, {"status": "preempted"}, False),
+    ("SIGTERM", 75, {"status": "preempted"}, True),
+    ("SIGTERM", 1, {"status": "failed", "error": {"rank": 1, "message": "killed by SIGKILL"}}, False),
+    ("SIGSTOP", 1, {"status": "failed", "error": {"rank": 1, "message": "killed by SIGKILL"}}, False),
+    ("exception", 1, {"status": "failed", "error": {"rank": 0, "message": "rank 1: InjectedError: ..."}}, True),
+])  # fmt: skip
+def test_a_run_has_to_say_what_happened(kind: str, code: int, said: dict[str, object], held: bool) -> None:
+    assert (not list(check_words(case(f"1F1B 2, rank 1, forward, {kind}"), code, said))) == held

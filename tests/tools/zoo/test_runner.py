@@ -1,0 +1,80 @@
+"""The zoo's runner: it calls a difference a difference, a refusal a refusal, and a hang a hang."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.thorough import thorough
+from tools.workers.pool import WorkerPool
+from tools.zoo import layouts
+from tools.zoo.layouts import TIMEOUT
+from tools.zoo.outcome import Outcome, judge
+from tools.zoo.runner import Runner
+from tools.zoo.training import Error, Report, load
+
+FAULTY, ORDER = "tests.tools.zoo.faulty", "tools.zoo.handwritten.order"
+
+
+@pytest.mark.parametrize(("entry", "layout"), [
+    ("perturbed", "1F1B 2"), ("perturbed weights", "fully sharded 2"),
+    *thorough(("perturbed", "fully sharded 2"), ("perturbed weights", "1F1B 2")),
+])  # fmt: skip
+def test_a_difference_of_a_millionth_is_one(pool: WorkerPool, entry: str, layout: str) -> None:
+    verdict = Runner(pool).run(FAULTY, load(FAULTY, entry), layouts.find(layout))
+    assert verdict is not None and verdict.outcome is Outcome.DIFFERENT
+    assert verdict.deviation is not None and 1e-8 < verdict.deviation < 1e-4
+
+
+# -- judging, without processes ----------------------------------------------------------------------------------
+
+WEIGHTS = {"w": torch.ones(4, dtype=torch.float64), "b": torch.zeros(2, dtype=torch.float64)}
+MESSAGE = "layers='x' isn't there"
+
+
+def error(message: str = MESSAGE, *, kind: str = "ValueError", ours: bool = True, seconds: float = 1.0) -> Error:
+    return Error(kind, message, ours, "trace", seconds)
+
+
+def judged(*reports: Report, layout: str = "tensor 2") -> Outcome:
+    plain = Report(losses=[1.0, 2.0], weights=dict(WEIGHTS), updates=2)
+    return judge(load(ORDER, "sequential"), layouts.find(layout), list(reports), plain, lambda: [plain]).outcome
+
+
+def good(**weights: torch.Tensor) -> Report:
+    return Report([1.0, 2.0], WEIGHTS | weights)
+
+
+def test_a_refusal_is_the_same_on_all_ranks_and_before_any_update() -> None:
+    refused = Report(error=error())
+    assert judged(refused, refused) is Outcome.REFUSED
+    assert judged(refused, good()) is Outcome.CRASHED
+    assert judged(refused, Report(error=error(kind="RuntimeError"))) is Outcome.CRASHED
+    assert judged(refused, Report(error=error(ours=False))) is Outcome.CRASHED
+    assert judged(refused, Report(error=error(), updates=1)) is Outcome.CRASHED
+    assert judged(refused, Report(error=error("The link to stage 0 broke"))) is Outcome.CRASHED
+
+
+def test_a_rank_that_waited_until_the_timeout_has_hung() -> None:
+    waited = Report(error=error("stage 0 did not answer within the timeout", seconds=TIMEOUT + 1))
+    assert judged(waited, waited) is judged(waited, good()) is Outcome.HANG
+    assert judged(waited, Report(error=error())) is Outcome.CRASHED  # a process that ends is noticed
+
+
+def test_every_weight_and_loss_counts() -> None:
+    assert judged(good(), good()) is Outcome.EQUAL
+    assert judged(good(), good(w=torch.tensor([1.0, 1.0, 1.0, 1.0 + 1e-9], dtype=torch.float64))) is Outcome.DIFFERENT
+    assert judged(good(), replace(good(), losses=[1.0, 2.0 + 1e-9])) is Outcome.DIFFERENT
+    assert judged(good(), good(w=WEIGHTS["w"] * torch.nan)) is Outcome.DIFFERENT
+    assert judged(good(), good(other=torch.ones(1))) is Outcome.DIFFERENT
+    assert judged(Report([1.0, 2.0], {"w": WEIGHTS["w"]}), Report([1.0, 2.0])) is Outcome.DIFFERENT  # no rank has b
+    assert judged(good(), replace(good(), losses=[1.0, 2.1])) is Outcome.DIFFERENT
+    assert judged(good(), replace(good(), losses=[1.0])) is Outcome.DIFFERENT
+
+
+def test_shares_of_a_batch_have_the_mean_of_their_losses() -> None:
+    low, high = replace(good(), losses=[0.5, 1.0]), replace(good(), losses=[1.5, 3.0])
+    assert judged(low, high, layout="fully sharded 2") is Outcome.EQUAL
+    assert judged(low, high) is Outcome.DIFFERENT
