@@ -114,7 +114,7 @@ class Microbatches:
         tries = not self.changes.known and (is_first or self._run.layout.is_last_stage)
         work: dict[int, Microbatch] = {}
         for k, (part, seed) in enumerate(zip(parts, seeds, strict=True)):
-            again = partial(on_copy, seed)
+            again = partial(on_copy, None)  # a trial seeds its runs
             work[first + k] = Microbatch(
                 step=partial(self._step, (part, *rest), counts[k], seed, k),
                 scale=scale,
@@ -128,9 +128,10 @@ class Microbatches:
         self._whole = partial(self._dry_runs.logged, "training_step", of_whole)
         return work
 
-    def _run_on_copy(self, rest: Sequence[Any], seed: int, part: Any) -> Any:
+    def _run_on_copy(self, rest: Sequence[Any], seed: int | None, part: Any) -> Any:
         """The user's step on a copy of a batch or a microbatch, for a dry run or a trial."""
-        seed_host_generators(seed)
+        if seed is not None:
+            seed_host_generators(seed)
         with self._run.precision.forward_context():
             step = partial(self._dry_runs.on_copy, self._noted_step, part, *rest)
             return self._effects.try_out(step) if self._is_watched else step()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
@@ -187,6 +188,15 @@ class CentredByItself(Centred):
     dim = 1
 
 
+class Noisy(OfRows):
+    """Draws other numbers for two microbatches as one than for each of them."""
+
+    layers = 8
+
+    def loss(self, batch: Any) -> Tensor:
+        return self.net(batch + torch.from_numpy(np.random.randn(*batch.shape))).square().mean()
+
+
 IN_A_V = {**FOUR, "schedule": "zbv"}
 MIXED = "several samples"
 
@@ -232,6 +242,7 @@ def test_what_can_t_be_a_mean_is_warned_of_once_by_name(
         (FocalOfNone, "sync", FOUR, 1, ["divided by 0"]),  # where one process has no other loss
         (Headed, "sync", FOUR, 4, [MIXED, "tried"]),  # equal rows for each sample's heads are no mixture
         (CentredByItself, "sync", IN_A_V, 1, [MIXED]),
+        (Noisy, "sync", IN_A_V, 1, [MIXED, "put together"]),
         (CentredByItself, "async", {}, 1, [MIXED]),
         *thorough(("DemoTransformer", "sync", FOUR, 1, ["microbatch"])),
     ],
