@@ -95,27 +95,31 @@ class ReplicaGuard(Callback):
             self._compared_at = update
             self._seen = self._seen or self._copies.differing(trainer, self._copies.near)
         if self._notice is None:
-            self._end_if(self._seen)
+            self._end_if(trainer, self._seen)
         elif number % _EVERY == 0 and self._notice.at(number, int(bool(self._seen))):
             trainer.strategy.drain()  # type: ignore[attr-defined]  # or others would wait for what is in flight
-            self._end_if(next(filter(None, gather_objects(self._seen, None))))
+            self._end_if(trainer, next(filter(None, gather_objects(self._seen, None))))
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Compare once more. The end of the epoch has drained an asynchronous pipeline."""
         if self._copies is not None:
-            self._end_if(self._copies.differing(trainer, self._copies.everyone))
+            self._end_if(trainer, self._copies.differing(trainer, self._copies.everyone))
 
     def _save(self, trainer: pl.Trainer, save: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-        self._end_if(self._error)  # the other ranks have left, too
+        if self._error:  # the other ranks have left, too
+            raise RuntimeError(self._error)
         if self._copies is not None:
-            self._end_if(self._copies.differing(trainer, self._copies.everyone))
+            self._end_if(trainer, self._copies.differing(trainer, self._copies.everyone))
         save(*args, **kwargs)
 
-    def _end_if(self, differs: str) -> None:
-        if differs:
-            self._error = differs
-            raise RuntimeError(differs)
+    def _end_if(self, trainer: pl.Trainer, differs: str) -> None:
+        if not differs:
+            return
+        self._error = differs
+        if not isinstance(trainer.strategy, DDPStrategy):  # unequal learning rates are no bit that has flipped
+            trainer.strategy.refuse_parted_options()  # type: ignore[attr-defined]
+        raise RuntimeError(differs)
 
     @override
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:

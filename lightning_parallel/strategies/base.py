@@ -545,7 +545,7 @@ class LayoutStrategy(ParallelStrategy):
         if not self._holds_part:
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
-        self._refuse_parted_options()
+        self.refuse_parted_options()
         self.checkpoints.save(checkpoint, filepath, self.run.module, self.optimizers, storage_options)
 
     @override
@@ -591,13 +591,14 @@ class LayoutStrategy(ParallelStrategy):
                 self.replicas.share_carried(begins_epoch=batch_idx == 0)
             self._options_used.note(self.optimizers)
             if meets:
-                self._refuse_parted_options()
+                self.refuse_parted_options()
 
     @override
     def on_train_end(self) -> None:
-        self._refuse_parted_options()
+        self.refuse_parted_options()
 
-    def _refuse_parted_options(self) -> None:
+    def refuse_parted_options(self) -> None:
+        """Refuse options of optimizers that replicas have used and that aren't the same. All ranks call it."""
         if self._options_used is not None:
             self._options_used.refuse(self.lr_scheduler_configs)
 

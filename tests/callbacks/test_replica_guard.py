@@ -15,6 +15,7 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning_parallel import ReplicaGuard
 from lightning_parallel.ranks.local_model import local_part
 from lightning_parallel.ranks.writes import digest_of_all
+from tests.strategies.failures import assert_refused
 from tests.strategies.harness import ALL, make_trainer
 from tests.strategies.shardable import ShardableLlama
 from tests.thorough import thorough
@@ -44,6 +45,13 @@ LAYOUTS: dict[str, tuple[int, str, str, dict[str, Any]]] = {
     "fully sharded stages": (4, "sync", "GPT2Untied", {"stages": 2, "microbatches": 2,
                                                        "data_parallel_kind": "fully_shard"}),
 }  # fmt: skip
+
+
+class OwnRate(Callback):
+    """One replica takes another learning rate."""
+
+    def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
+        trainer.optimizers[0].param_groups[0]["lr"] = 0.01 * (1 + trainer.global_rank)
 
 
 class Flip(Callback):
@@ -107,6 +115,16 @@ def test_the_copy_that_differs_is_named_on_all_ranks(
     (error,) = {error for error, _ in found}
     assert error.startswith(f"Copies of {named}") and "after update 6:" in error
     assert re.search(words, error), error
+
+
+def train_with_own_rates() -> None:
+    options = {"tensor_parallel": 1, "data_parallel": 2}
+    make_trainer("tensor", [OwnRate(), ReplicaGuard(1)], options).fit(ALL["LeNet"](), ALL["LeNet"].loader())
+
+
+def test_replicas_that_part_by_their_learning_rates_are_told_so(pool: WorkerPool) -> None:
+    failures = pool.run(train_with_own_rates, 2, init=False, expect_errors=True)
+    assert_refused(failures, "RuntimeError", ["'lr' of AdamW", "on replica 1"])
 
 
 @pytest.mark.parametrize("layout", ["two replicas", *thorough("asynchronous replicas", "tensor")])
