@@ -125,9 +125,11 @@ def check(
             for each device, if the batch has so many samples.
 
     Raises:
-        ValueError: the strategy isn't one of this package, or has a precision of its own; there are no batches, or a
-            loss isn't a number. What a run raises, such as a refusal, is raised.
+        ValueError: the strategy isn't one of this package, or has a precision of its own; ``batches`` is less than 1,
+            or ``data`` has none; a loss isn't a number. What a run raises, such as a refusal, is raised.
     """
+    if batches < 1:
+        raise ValueError(f"batches={batches}: give a number of at least 1.")
     ranks = devices * num_nodes
     _refuse_other_ranks(ranks)
     common: Mapping[str, Any] = {"accelerator": accelerator, "precision": precision, "limit_val_batches": batches}

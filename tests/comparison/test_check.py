@@ -286,6 +286,8 @@ def test_runs_that_cannot_be_compared_are_refused(pool: WorkerPool) -> None:
     made = PipelineStrategy(microbatches=2)
     with pytest.raises(ValueError, match="microbatches: give options to the strategy"):
         check(Net(), batches(), strategy=made, microbatches=3)
+    with pytest.raises(ValueError, match="batches=0: "):
+        check(Net(), batches(), batches=0)
     with pytest.raises(ValueError, match="precision of its own"):
         check(Net(), batches(), strategy=PipelineStrategy(precision_plugin=MixedPrecision("bf16-mixed", "cpu")))
 
