@@ -6,6 +6,7 @@ A rank computes with its share of the machine's cores. What else the machine doe
 from __future__ import annotations
 
 import copy
+import multiprocessing
 import os
 import pickle
 import tempfile
@@ -15,6 +16,7 @@ from contextlib import suppress
 from dataclasses import astuple, dataclass
 from pathlib import Path
 from statistics import median
+from threading import Thread
 from typing import Any, Self
 
 import lightning.pytorch as pl
@@ -128,7 +130,16 @@ def _last_line(error: Exception) -> str:
     return lines[-1] if lines else type(error).__name__
 
 
+def _end_with_parent() -> None:
+    """End this process when the one that has started it has ended, on any system and whatever the rank waits for."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None, "a rank is started by another process"
+    parent.join()
+    os._exit(1)
+
+
 def _rank(rank: int, devices: int, port: int, folder: str) -> None:
+    Thread(target=_end_with_parent, name="parent", daemon=True).start()
     # As torch's elastic agent would set it.
     os.environ.update(
         RANK=str(rank),

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
+import signal
+import time
+from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -70,6 +75,32 @@ def test_one_that_fails_is_refused_with_its_error() -> None:
     assert "no luck on rank 1" in found.refused["ddp, 2 replicas"]
     assert {row.strategy for row in found.found} == {"fully_sharded", "tensor_parallel"}
     assert found.best.measured is not None
+
+
+class Waits(Blocks):
+    """It can't be interrupted."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        Path(os.environ["RANK_IS"]).write_text(str(os.getpid()))
+        time.sleep(60)
+        return super().training_step(batch, batch_idx)
+
+
+def measure_one_that_waits() -> None:
+    timing.measured("data_parallel", {}, Waits(), Waits.batches()[0], 1, {"accelerator": "cpu"})
+
+
+def test_ranks_end_with_the_process_that_has_started_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    number = tmp_path / "number"
+    monkeypatch.setenv("RANK_IS", str(number))
+    parent = multiprocessing.get_context("spawn").Process(target=measure_one_that_waits)
+    parent.start()
+    while not (number.exists() and number.read_text()) and parent.is_alive():
+        time.sleep(0.05)
+    rank = psutil.Process(int(number.read_text()))
+    parent.kill()
+    rank.wait(20)
 
 
 def test_what_cannot_be_measured_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
