@@ -31,7 +31,7 @@ from lightning_parallel.schedules.generators import interleaved, one_f_one_b
 from lightning_parallel.schedules.v_shaped import zbv
 from tests.strategies.equality import assert_equal
 from tests.strategies.harness import make_trainer, train
-from tests.strategies.models import BATCH, MODELS
+from tests.strategies.models import BATCH, LENGTH, MODELS
 from tests.strategies.test_asynchronous_v import Deep, Skips
 from tests.thorough import thorough
 from tools.workers.pool import WorkerPool
@@ -108,6 +108,12 @@ def breadth_first(stages: int, microbatches: int) -> Schedule:
     return lists
 
 
+def weights_last(stages: int, microbatches: int) -> Schedule:
+    """All forwards, all first halves of backwards, then all second ones."""
+    kinds = (Forward, BackwardInput, BackwardWeight)
+    return [[*(kind(s, k) for kind in kinds for k in range(microbatches)), Step(s, 0)] for s in range(stages)]
+
+
 def forgetful(stages: int, microbatches: int) -> Schedule:
     return one_f_one_b(stages, microbatches - 1)
 
@@ -152,6 +158,22 @@ class Sums(MODELS["Shifts"]):  # type: ignore[misc]
         self.shifts = nn.ModuleList(Sum() for _ in range(4))
 
 
+class LinearShift(MODELS["Shifts"]):  # type: ignore[misc]
+    """For one sample, autograd takes one memory for the gradient of the sum and that of the shift. A backward in halves
+    keeps the first one for the linear layer's weight, while the next microbatch adds to the second."""
+
+    def build(self) -> None:
+        super().build()
+        self.linears = nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
+        self.shift = nn.ParameterList(torch.randn(LENGTH, 16) for _ in range(4))
+
+    def loss(self, batch: Any) -> Tensor:
+        x = self.embed(batch["input_ids"])
+        for linear, shift in zip(self.linears, self.shift, strict=True):
+            x = (linear(x) + shift[None]).sin()
+        return F.cross_entropy(self.head(x).flatten(0, 1), batch["labels"].flatten())
+
+
 ALL_AT_ONCE = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.05}
 RECOMPUTED = {"activation_checkpointing": True}
 REPLICAS = {"stages": 2, "data_parallel": 2}
@@ -179,6 +201,7 @@ def every_model() -> list[Row]:
     [
         ("SharedPart", 3, "1f1b", FOUR | RECOMPUTED, {"validates_after": True}),
         (Sums, 3, "vhalf", FOUR, {}),
+        (LinearShift, 2, weights_last, {"microbatches": BATCH}, {}),
         ("Shifts", 4, "zbv", OF_ONE_SAMPLE, {"accumulate_grad_batches": 2}),
         ("LeNet", 3, Eager(more=1), FOUR, {}),
         (Deep, 3, partial(any_order, seed=1), {"microbatches": 5}, {}),
