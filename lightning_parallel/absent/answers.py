@@ -43,6 +43,7 @@ from lightning_parallel.seeding import TorchGenerators, host_generators_kept
 ANSWERS_KEPT = 32  # of one module, for the inputs that came last
 
 _PLAIN = (int, float, str, bool, type(None), torch.dtype, torch.device, Enum)
+_SETTINGS = (int, float, str)  # of a module: a size, a rate, a mode
 
 
 class _Answer(NamedTuple):
@@ -57,10 +58,11 @@ class _Answer(NamedTuple):
 class AbsentForward:
     """The ``forward`` of a module that another chunk runs.
 
-    The module is run once for each signature of its inputs. After that, a call costs a look-up. A module that makes an
-    object (a cache, an output of a class that torch doesn't know) is run each time, since the caller may write to the
-    object. Nothing is drawn from the generators that the stage's own layers use. With ``has_values``, the module's
-    parameters and buffers are here, for another chunk; its forward is run without them.
+    The module is run once for each signature of its inputs and for each state of its own settings. After that, a call
+    costs a look-up. A module that makes an object (a cache, an output of a class that torch doesn't know) is run each
+    time, since the caller may write to the object. So is one that returns a float: it seldom follows from shapes, and
+    may be annealed, wherever it is kept. Nothing is drawn from the generators that the stage's own layers use. With
+    ``has_values``, the module's parameters and buffers are here, for another chunk; its forward is run without them.
     """
 
     def __init__(self, module: nn.Module, name: str, has_values: bool = False) -> None:
@@ -68,19 +70,24 @@ class AbsentForward:
         self._forward = module.forward
         self._name = name
         self._has_values = has_values
-        self._answers: OrderedDict[Any, _Answer] = OrderedDict()  # by signature
+        self._answers: OrderedDict[Any, _Answer] = OrderedDict()  # by signature and settings
+        self._settings: list[tuple[dict[str, Any], str]] = []  # where they are kept: attributes of a part, and a name
 
     def answer(self, args: tuple[Any, ...], kwargs: dict[str, Any], call: int = 0) -> Any:
         """What the module's call number ``call`` in a step, counted from 0, returns. Not to be compiled."""
         # Autocast decides about the dtypes of operations, on any device.
         autocast = [torch.get_autocast_dtype(d) if torch.is_autocast_enabled(d) else None for d in ("cpu", "cuda")]
-        key = (_signature(args), _signature(kwargs), self._module.training, *autocast)
+        of_call = (_signature(args), _signature(kwargs), self._module.training, *autocast)
+        key = (*of_call, *self._settings_now())
         answer = self._answers.get(key)
         if answer is not None:
             self._answers.move_to_end(key)
         else:
+            attributes = map(vars, self._module.modules())
+            self._settings = [(own, name) for own in attributes for name in own if isinstance(own[name], _SETTINGS)]
+            key = (*of_call, *self._settings_now())  # as they are before a forward that counts its calls
             answer = self._ask(args, kwargs)
-            if all(isinstance(x, (Tensor, Argument, *_PLAIN)) for x in answer.leaves):
+            if all(isinstance(x, (Tensor, Argument, *_PLAIN)) and not isinstance(x, float) for x in answer.leaves):
                 self._answers[key] = answer
             if len(self._answers) > ANSWERS_KEPT:  # a counter among the inputs makes a new signature in each call
                 self._answers.popitem(last=False)
@@ -93,6 +100,10 @@ class AbsentForward:
             elif isinstance(x, Argument):
                 leaves[i] = tree_leaves((args, kwargs))[x.index]
         return tree_unflatten(leaves, answer.structure)
+
+    def _settings_now(self) -> list[Any]:
+        values = [own.get(name) for own, name in self._settings]
+        return [value if isinstance(value, _SETTINGS) else None for value in values]
 
     def without_values(self) -> AbstractContextManager[Any]:
         """Inside, the module's parameters and buffers are absent."""

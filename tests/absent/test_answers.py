@@ -124,12 +124,18 @@ def test_an_absent_module_answers_in_the_structure_of_the_real_one(name: str, mo
 
 
 class Counting(nn.Linear):
-    """Counts how often its forward runs."""
+    """Counts how often its forward runs, in a list: a number of its own would be a setting."""
 
-    calls = 0
+    def __init__(self, *sizes: int) -> None:
+        super().__init__(*sizes)
+        self.inputs: list[Tensor] = []
+
+    @property
+    def calls(self) -> int:
+        return len(self.inputs)
 
     def forward(self, x: Tensor, *_: Any, **__: Any) -> Any:
-        self.calls += 1
+        self.inputs.append(x)
         result = super().forward(x)
         return (result, result) if self.training else result
 

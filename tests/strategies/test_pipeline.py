@@ -33,6 +33,7 @@ from tests.strategies.equality import assert_equal
 from tests.strategies.harness import make_trainer, train
 from tests.strategies.models import BATCH, LENGTH, MODELS
 from tests.strategies.test_asynchronous_v import Deep, Skips
+from tests.strategies.test_loss_means import OfRows
 from tests.thorough import thorough
 from tools.workers.pool import WorkerPool
 
@@ -174,6 +175,33 @@ class LinearShift(MODELS["Shifts"]):  # type: ignore[misc]
         return F.cross_entropy(self.head(x).flatten(0, 1), batch["labels"].flatten())
 
 
+class Growing(nn.Module):
+    """Gives more columns in each batch, and a number that falls, which isn't one of its attributes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.width, self.rates = nn.Linear(6, 6), 3, {"alpha": 1.0}
+
+    def forward(self, x: Tensor) -> tuple[Tensor, float]:
+        return self.layer(x)[:, : self.width], self.rates["alpha"]
+
+
+class Annealed(OfRows):
+    """What its first layer answers on the last stage, which has neither that layer nor its output, is of this batch."""
+
+    def build(self) -> None:
+        super().build()
+        self.first = Growing()
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.first.width, self.first.rates["alpha"] = 3 + batch_idx, 0.5**batch_idx
+
+    def loss(self, batch: Any) -> Tensor:
+        hidden, alpha = self.first(batch)
+        columns = hidden.shape[1]
+        return alpha * self.net(F.pad(hidden, (0, 6 - columns))).square().sum() / (len(batch) * columns)
+
+
 ALL_AT_ONCE = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.05}
 RECOMPUTED = {"activation_checkpointing": True}
 REPLICAS = {"stages": 2, "data_parallel": 2}
@@ -208,6 +236,7 @@ def every_model() -> list[Row]:
         (Skips, 2, partial(any_order, seed=2), {"microbatches": 5}, {}),
         # Chunks to which no gradient comes back hold nobody up within a batch.
         (FrozenFirst, 2, breadth_first, {"microbatches": BATCH}, {}),
+        (Annealed, 2, "1f1b", FOUR, {}),
         *thorough(
             *every_model(),
             *((model, 3, "1f1b", FOUR | RECOMPUTED, {}) for model in ("Blocks", "Llama", "LeNet")),

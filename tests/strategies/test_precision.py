@@ -11,10 +11,10 @@ from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tools.optimizer_table.optimizers import LAMB
 from tests.strategies.harness import Report, Witness, collect, here, joined, largest_difference
 from tests.strategies.observed import CLASSES, WIDTH, Net, loader, make_trainer
 from tests.thorough import thorough
+from tools.optimizer_table.optimizers import LAMB
 from tools.workers.pool import WorkerPool
 
 
