@@ -51,6 +51,7 @@ from lightning_parallel.gradients.hook_watch import GradientWatch, refuse_hooks_
 from lightning_parallel.loading import loaders
 from lightning_parallel.optimizers.division import Division
 from lightning_parallel.optimizers.owners import Owners, names_to_own
+from lightning_parallel.private.lightning.batches import refuse_validation_by_time
 from lightning_parallel.private.lightning.data import take_back_loaders
 from lightning_parallel.private.lightning.launching import (
     ScriptLauncher,
@@ -286,6 +287,8 @@ class LayoutStrategy(ParallelStrategy):
         is_alone = self.layout.world_size == 1
         if not is_alone:
             refuse_callbacks(callbacks_of(trainer), self.refused_callbacks, type(self).__name__)
+            if run.trains:
+                refuse_validation_by_time(trainer)
             if run.trains and not self.saves_as_lightning:
                 refuse_saves_after_errors(callbacks_of(trainer))
                 refuse_writer(self.checkpoint_io)

@@ -78,6 +78,13 @@ def test_stages_that_do_not_fill_the_world_are_refused_before_processes_start(st
 # -- refused by Trainer.fit, on every rank -------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("strategy", ["tensor", "async"])
+def test_a_validation_by_the_clock_is_refused(pool: WorkerPool, strategy: str) -> None:
+    given = {"val_check_interval": timedelta(minutes=1), "expect_errors": True}
+    failures = pool.run(fit, 2, Observed, strategy, init=False, timeout=LIMIT, **given)
+    assert_refused(failures, "ValueError", ["val_check_interval is a time (60 s)", "number of batches"])
+
+
 class OwnBackward(Net):
     def backward(self, loss: Tensor) -> None:  # type: ignore[override]
         loss.backward()

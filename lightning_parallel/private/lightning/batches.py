@@ -150,6 +150,20 @@ def validation_has_ended(trainer: pl.Trainer) -> bool:
     return loop.batch_progress.is_last_batch and connector._first_loop_iter is None and not loop._logged_outputs
 
 
+def refuse_validation_by_time(trainer: pl.Trainer) -> None:
+    """Refuse a ``val_check_interval`` that is a time. Each rank asks its own clock.
+
+    Raises:
+        ValueError: it is one.
+    """
+    seconds = trainer._val_check_time_interval
+    if seconds is not None:
+        raise ValueError(
+            f"val_check_interval is a time ({seconds:g} s): ranks ask their own clocks, so one would validate while "
+            f"another trains, and wait for it. Give a number of batches."
+        )
+
+
 def ends_update(trainer: pl.Trainer) -> bool:
     """Was the last batch the last one of its update? Updates may accumulate several batches."""
     return not trainer.fit_loop.epoch_loop._should_accumulate()
