@@ -79,11 +79,11 @@ def lost_backward(original: Any, self: BatchLoss, index: int, factor: float) -> 
 
 
 @in_place_of(Chunk, "second_half")
-def lost_second_half(original: Any, self: Chunk, number: int, *, completes: bool) -> None:
+def lost_second_half(original: Any, self: Chunk, number: int, completing: Any) -> None:
     if number == 1:
         self._second_halves.popleft()
     else:
-        original(self, number, completes=completes)
+        original(self, number, completing)
 
 
 def parts(change: Callable[[list[Any]], list[Any]], rank: int | None = None) -> Seeded:
