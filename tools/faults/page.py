@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from tools import NOT_SEARCHED
+from tools import pages
 from tools.faults.faults import ANY, FAULTS
 from tools.faults.training import Case
-from tools.zoo.record import about
+from tools.pages import about, made
 
 
 def write(faulty: Sequence[Case], clean: Sequence[Case], file: Path) -> None:
@@ -18,7 +18,7 @@ def write(faulty: Sequence[Case], clean: Sequence[Case], file: Path) -> None:
         faulty: those with a fault.
         clean: the same modules and layouts without any.
     """
-    here, seconds = about(), sum(each.seconds for each in (*faulty, *clean))
+    seconds = sum(each.seconds for each in (*faulty, *clean))
     counts = {
         "cases": len(faulty),
         "found": sum(each.is_found for each in faulty),
@@ -29,12 +29,11 @@ def write(faulty: Sequence[Case], clean: Sequence[Case], file: Path) -> None:
     }
     parts = [
         _INTRODUCTION.format(**counts),
-        f"Made on {here['date']}, on {here['machine']}, all cases {seconds / 60:.0f} minutes; "
-        f"python {here['python']}, torch {here['torch']}, lightning {here['lightning']}.",
+        f"{made(about(), seconds)}.",
         "\n".join(_table(faulty)),
         _MODELS,
     ]
-    file.write_text("\n\n".join([NOT_SEARCHED, *parts]) + "\n")
+    pages.write(parts, file)
 
 
 def _table(faulty: Sequence[Case]) -> Iterator[str]:

@@ -6,12 +6,13 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from tools import NOT_SEARCHED
+from tools import pages
 from tools.optimizer_table.cases import LAYOUTS, UPDATES
 from tools.optimizer_table.training import ENTRIES, EXACT
-from tools.zoo.outcome import Outcome, Verdict
-from tools.zoo.page import MARKS, line
-from tools.zoo.record import Results, about
+from tools.pages import about, line, made
+from tools.zoo.outcome import Outcome
+from tools.zoo.page import each_case, table
+from tools.zoo.record import Results
 
 SHOWN = 500  # characters of a message
 
@@ -23,35 +24,27 @@ def write(results: Results, file: Path) -> None:
         results: of a run.
         file: the page.
     """
-    here = about()
-    outcomes = [verdict.outcome for _, _, verdict in _all(results)]
+    by_source = {
+        source: {kind: found for kind, found in results.verdicts.items() if ENTRIES[kind].source == source}
+        for source in dict.fromkeys(entry.source for entry in ENTRIES.values())
+    }
+    outcomes = [verdict.outcome for _, _, verdict in each_case(results.verdicts, [*LAYOUTS])]
     counts = ", ".join(f"{outcomes.count(outcome)} {outcome}" for outcome in Outcome if outcome in outcomes)
     parts = [
         _INTRODUCTION.format(optimizers=len(results.verdicts), layouts=len(LAYOUTS), updates=UPDATES, exact=EXACT),
         f"{len(outcomes)} cases: {counts}.",
-        f"Made on {here['date']}, on {here['machine']}, all cases {results.seconds / 60:.0f} minutes; "
-        f"python {here['python']}, torch {here['torch']}, lightning {here['lightning']}.",
+        f"{made(about(), results.seconds)}.",
         "`=` equal, `r` refused.",
-        *("\n".join(_table(source, results)) for source in dict.fromkeys(e.source for e in ENTRIES.values())),
+        *("\n".join(table(source, of, [*LAYOUTS])) for source, of in by_source.items()),
         "\n".join(_reasons(results)),
     ]
-    file.write_text("\n\n".join([NOT_SEARCHED, *parts]) + "\n")
-
-
-def _table(source: str, results: Results) -> Iterator[str]:
-    yield f"**{source}**\n"
-    yield f"| | {' | '.join(LAYOUTS)} |"
-    yield "|---|" + ":-:|" * len(LAYOUTS)
-    for kind, cases in results.verdicts.items():
-        if ENTRIES[kind].source == source:
-            found = (cases.get(layout) for layout in LAYOUTS)
-            yield f"| {kind} | {' | '.join(MARKS[verdict.outcome] if verdict else '' for verdict in found)} |"
+    pages.write(parts, file)
 
 
 def _reasons(results: Results) -> Iterator[str]:
     """A line for each kind of message of an optimizer, with the first such message."""
     groups: dict[tuple[str, str, str], list[tuple[str, str]]] = {}
-    for kind, layout, verdict in _all(results):
+    for kind, layout, verdict in each_case(results.verdicts, [*LAYOUTS]):
         if verdict.outcome is not Outcome.EQUAL:
             key = (kind, verdict.outcome, re.sub(r"\w+Strategy|'[^']*'", "", verdict.detail))
             groups.setdefault(key, []).append((layout, line(verdict.detail, SHOWN)))
@@ -59,13 +52,6 @@ def _reasons(results: Results) -> Iterator[str]:
     for (kind, outcome, _), found in groups.items():
         layouts, messages = zip(*found, strict=True)
         yield f"- {kind} ({', '.join(layouts)}), {outcome}: {messages[0]}"
-
-
-def _all(results: Results) -> Iterator[tuple[str, str, Verdict]]:
-    for kind, cases in results.verdicts.items():
-        for layout, verdict in cases.items():
-            if verdict is not None:
-                yield kind, layout, verdict
 
 
 _INTRODUCTION = """\

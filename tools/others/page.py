@@ -8,16 +8,16 @@ from collections.abc import Iterable
 from importlib import metadata
 from pathlib import Path
 
-from tools import NOT_SEARCHED
+from tools import pages
 from tools.others.entry import BATCH, STEPS
 from tools.others.judging import TOLERANCES
 from tools.others.layouts import LAYOUTS, MICROBATCHES
+from tools.pages import about, line, made
 from tools.zoo.layouts import PLAIN
-from tools.zoo.outcome import Outcome, Verdict
-from tools.zoo.page import MARKS, line
-from tools.zoo.record import Results, about
+from tools.zoo.outcome import Outcome
+from tools.zoo.page import Cases, each_case, of_layout, summary, table
+from tools.zoo.record import Results
 
-Cases = dict[str, dict[str, Verdict | None]]
 NAMES = [layout.name for layout in LAYOUTS]
 HEAD = f"| | {' | '.join(NAMES)} |"
 ORDER = [Outcome.DIFFERENT, Outcome.CRASHED, Outcome.HANG, Outcome.REFUSED, Outcome.BY_NATURE]
@@ -35,7 +35,6 @@ def write(results: Results, missing: Iterable[str], file: Path) -> None:
     useless = [name for name in results.verdicts if name not in cases]
     packages = list(dict.fromkeys(name.partition(": ")[0] for name in cases))
     versions = ", ".join(f"{package} {_version(package)}" for package in packages)
-    here = about()
     left = [f"in one process it doesn't train here: {name}" for name in useless]
     left += [
         f"no module of tools/others/rooms/{room}.py: not installed, not importable, or not yet run" for room in missing
@@ -47,44 +46,32 @@ def write(results: Results, missing: Iterable[str], file: Path) -> None:
             exact=f"{TOLERANCES[min(TOLERANCES, key=TOLERANCES.__getitem__)]:g}", coarse=f"{max(TOLERANCES.values()):g}"
         ),
         "\n".join(_summary(cases)),
-        f"Made on {here['date']}, on {here['machine']}, all cases {results.seconds / 60:.0f} minutes; "
-        f"python {here['python']}, torch {here['torch']}, lightning {here['lightning']}; {versions}.",
+        f"{made(about(), results.seconds)}; {versions}.",
         "## Modules\n\n`=` equal, `n` different by nature, `r` refused.",
         *("\n".join(_table(package, cases)) for package in packages),
         "\n".join(_causes(cases)),
         "## What was not run\n\n" + "\n".join(f"- {said}" for said in left) if left else "",
     ]  # fmt: skip
-    file.write_text("\n\n".join([NOT_SEARCHED, *filter(None, parts)]) + "\n")
+    pages.write(parts, file)
 
 
 def _summary(cases: Cases) -> Iterable[str]:
-    yield HEAD
-    yield "|---|" + "--:|" * len(NAMES)
-    for outcome in Outcome:
-        counts = [sum(v.outcome == outcome for v in _of(cases, name)) for name in NAMES]
-        yield f"| {outcome} | {' | '.join(map(str, counts))} |"
-    yield f"| of | {' | '.join(str(len(list(_of(cases, name)))) for name in NAMES)} |"
+    yield from summary(cases, NAMES)
+    yield f"| of | {' | '.join(str(len(of_layout(cases, name))) for name in NAMES)} |"
 
 
 def _table(package: str, cases: Cases) -> Iterable[str]:
-    yield f"**{package}**\n"
-    yield HEAD
-    yield "|---|" + ":-:|" * len(NAMES)
-    for name, verdicts in cases.items():
-        first, _, rest = name.partition(": ")
-        if first == package:
-            found = (verdicts.get(layout) for layout in NAMES)
-            yield f"| {rest} | {' | '.join(MARKS[verdict.outcome] if verdict else '' for verdict in found)} |"
+    parts = {name: name.partition(": ") for name in cases}
+    return table(package, {parts[name][2]: found for name, found in cases.items() if parts[name][0] == package}, NAMES)
 
 
 def _causes(cases: Cases) -> Iterable[str]:
     """A row for each kind of message, with the number of modules under each layout."""
     groups: dict[tuple[Outcome, str], list[tuple[str, str, str]]] = {}
-    for name, verdicts in cases.items():
-        for layout, verdict in verdicts.items():
-            if verdict is not None and verdict.outcome is not Outcome.EQUAL:
-                said = line(verdict.detail)
-                groups.setdefault((verdict.outcome, _kind(said)), []).append((name, layout, said))
+    for name, layout, verdict in each_case(cases, NAMES):
+        if verdict.outcome is not Outcome.EQUAL:
+            said = line(verdict.detail)
+            groups.setdefault((verdict.outcome, _kind(said)), []).append((name, layout, said))
     yield "## By cause"
     for outcome in ORDER:
         found = [(cause, rows) for (of, cause), rows in groups.items() if of is outcome]
@@ -103,10 +90,6 @@ def _kind(said: str) -> str:
     """A message without the names and numbers of a case."""
     said = re.sub(r"'[^']*'|`[^`]*`|\"[^\"]*\"", "'...'", said)
     return re.sub(r"\d[\d.e+-]*", "0", said)[:90]
-
-
-def _of(cases: Cases, layout: str) -> Iterable[Verdict]:
-    return (verdicts[layout] for verdicts in cases.values() if verdicts.get(layout) is not None)  # type: ignore[misc]
 
 
 def _absent(cases: Cases) -> Iterable[tuple[str, list[str]]]:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from tools import NOT_SEARCHED
+from tools import pages
+from tools.pages import line
 from tools.torture.cases import Case, cases
 from tools.torture.fault import FAULTY_STEP, Kind, Moment
 from tools.torture.layouts import LAYOUTS, TIMEOUT, Layout
@@ -14,8 +14,6 @@ from tools.torture.outcome import Verdict
 from tools.torture.program import STEPS
 from tools.torture.record import Results
 from tools.torture.runner import AFTER
-
-_SHOWN = 160  # characters of a problem
 
 
 def _all(some: int, there: int) -> str:
@@ -49,7 +47,7 @@ def write(results: Results, file: Path) -> None:
         _TABLES,
         *("\n".join(_table(layout, all_cases, results)) for layout in LAYOUTS),
     ]
-    file.write_text("\n\n".join([NOT_SEARCHED, *filter(None, parts)]) + "\n")
+    pages.write(parts, file)
 
 
 def _summary(all_cases: Sequence[Case], results: Results) -> Iterator[str]:
@@ -70,7 +68,7 @@ def _wrong(all_cases: Sequence[Case], results: Results) -> Iterator[str]:
     if wrong:
         yield "## What didn't hold\n"
     for case in wrong:
-        yield f"- {case.name}: {'; '.join(map(_safe, results.verdicts[case.name].problems))}."
+        yield f"- {case.name}: {'; '.join(map(line, results.verdicts[case.name].problems))}."
 
 
 def _table(layout: Layout, all_cases: Sequence[Case], results: Results) -> Iterator[str]:
@@ -90,13 +88,6 @@ def _mark(verdict: Verdict | None) -> str:
     if verdict is None:
         return ""
     return f"{verdict.ended_in or 0:.0f} s" if verdict.held else "**failed**"
-
-
-def _safe(message: str) -> str:
-    """The first line of a message, shortened, safe in Markdown."""
-    line = message.strip().splitlines()[0]
-    line = line if len(line) <= _SHOWN else line[:_SHOWN].rsplit(" ", 1)[0] + " ..."
-    return re.sub(r"([\\*_<>\[\]|`])", r"\\\1", line)
 
 
 _INTRODUCTION = """\

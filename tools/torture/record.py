@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
-import platform
 from dataclasses import asdict, dataclass, field, replace
-from datetime import date
-from importlib.metadata import version
 from pathlib import Path
 
+from tools.pages import about
 from tools.torture.outcome import Verdict
 
 RECORDED = Path(__file__).parent / "recorded.json"
@@ -25,7 +22,7 @@ class Results:
     """
 
     verdicts: dict[str, Verdict] = field(default_factory=dict)
-    about: dict[str, str] = field(default_factory=lambda: about())
+    about: dict[str, str] = field(default_factory=about)
 
     def write(self, file: Path) -> None:
         """A line for each case. Whole, or not at all."""
@@ -48,14 +45,3 @@ class Results:
     def read(cls, file: Path) -> Results:
         content = json.loads(file.read_text())
         return cls({name: Verdict(**verdict) for name, verdict in content["cases"].items()}, content["about"])
-
-
-def about() -> dict[str, str]:
-    """Where and with what the matrix runs."""
-    return {
-        "date": date.today().isoformat(),
-        "machine": f"{os.cpu_count()} cores ({platform.machine()}), gloo",
-        "python": platform.python_version(),
-        "torch": version("torch"),
-        "lightning": version("lightning"),
-    }

@@ -11,11 +11,12 @@ from pathlib import Path
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing is downloaded
 
 import tools.zoo.preloaded  # noqa: F401  before Lightning: it lets torchvision be imported
+from tools.pages import about
 from tools.workers.pool import WorkerPool
 from tools.zoo import page
 from tools.zoo.layouts import LAYOUTS, Layout
 from tools.zoo.outcome import Outcome, Verdict
-from tools.zoo.record import Results, about, complaints, record, recorded
+from tools.zoo.record import PACKAGES, Results, complaints, record, recorded
 from tools.zoo.registry import entries
 from tools.zoo.runner import Runner, UselessEntryError
 
@@ -28,7 +29,7 @@ def main() -> int:
     outcomes = [verdict.outcome for cases in results.verdicts.values() for verdict in cases.values() if verdict]
     print(", ".join(f"{outcomes.count(outcome)} {outcome}" for outcome in Outcome))
     if options.page is not None:
-        page.write(results, about(), {entry.name: entry.source for _, entry in entries()}, options.page)
+        page.write(results, about(*PACKAGES), {entry.name: entry.source for _, entry in entries()}, options.page)
     worse = complaints(results, recorded())
     print("\n".join(["Worse than recorded:", *worse]) if worse else "Nothing is worse than recorded.")
     if options.record and not worse:

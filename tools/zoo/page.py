@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from tools import NOT_SEARCHED
+from tools import pages
+from tools.pages import line
 from tools.zoo.layouts import LAYOUTS, MICROBATCHES
 from tools.zoo.outcome import TOLERANCES, Outcome, Verdict
 from tools.zoo.record import Results
@@ -19,8 +19,8 @@ MARKS = {
     Outcome.CRASHED: "**crashed**",
     Outcome.HANG: "**hang**",
 }
-SHOWN = 160  # characters of a message
-Cases = dict[str, dict[str, Verdict | None]]
+NAMES = [layout.name for layout in LAYOUTS]
+Cases = Mapping[str, Mapping[str, Verdict | None]]  # by entry and layout
 
 
 def write(results: Results, about: dict[str, str], sources: dict[str, str], file: Path) -> None:
@@ -36,43 +36,24 @@ def write(results: Results, about: dict[str, str], sources: dict[str, str], file
     versions = ", ".join(f"{name} {value}" for name, value in about.items() if name not in ("date", "machine"))
     parts = [
         _INTRODUCTION.format(models=len(cases), tolerance=f"{min(TOLERANCES.values()):g}", microbatches=MICROBATCHES),
-        "\n".join(_summary(cases)),
+        "\n".join(summary(cases, NAMES)),
         f"One run on {about['date']}, on {about['machine']}, {results.seconds / 60:.0f} minutes; {versions}.",
         _MODELS,
-        *("\n".join(_table(source, cases, sources)) for source in dict.fromkeys(sources.values())),
+        *(
+            "\n".join(table(f"{source[:1].upper()}{source[1:]}", some, NAMES))
+            for source in dict.fromkeys(sources.values())
+            if (some := {name: found for name, found in cases.items() if sources[name] == source})
+        ),
         "\n".join(_wrong(cases)),
         "\n".join(_refusals(cases)),
         "\n".join(_natures(cases)),
     ]
-    file.write_text("\n\n".join([NOT_SEARCHED, *filter(None, parts)]) + "\n")
-
-
-def _summary(cases: Cases) -> Iterable[str]:
-    yield f"| | {' | '.join(layout.name for layout in LAYOUTS)} |"
-    yield "|---|" + "--:|" * len(LAYOUTS)
-    for outcome in Outcome:
-        counts = [
-            sum(verdict is not None and verdict.outcome == outcome for verdict in _of(cases, layout.name))
-            for layout in LAYOUTS
-        ]
-        yield f"| {outcome} | {' | '.join(map(str, counts))} |"
-
-
-def _table(source: str, cases: Cases, sources: dict[str, str]) -> Iterable[str]:
-    names = [name for name in cases if sources[name] == source]
-    if not names:
-        return
-    yield f"**{source[:1].upper()}{source[1:]}**\n"
-    yield f"| | {' | '.join(layout.name for layout in LAYOUTS)} |"
-    yield "|---|" + ":-:|" * len(LAYOUTS)
-    for name in names:
-        verdicts = (cases[name].get(layout.name) for layout in LAYOUTS)
-        yield f"| {name} | {' | '.join(MARKS[verdict.outcome] if verdict else '' for verdict in verdicts)} |"
+    pages.write(parts, file)
 
 
 def _wrong(cases: Cases) -> Iterable[str]:
     """One line for each layout of each entry: none of them should be there."""
-    wrong = [(name, layout, verdict) for name, layout, verdict in _all(cases) if verdict.outcome.is_wrong]
+    wrong = [(name, layout, verdict) for name, layout, verdict in each_case(cases, NAMES) if verdict.outcome.is_wrong]
     if not wrong:
         return
     yield "## What is wrong\n"
@@ -84,7 +65,7 @@ def _wrong(cases: Cases) -> Iterable[str]:
 def _refusals(cases: Cases) -> Iterable[str]:
     """A line for each message of an entry, in the order of the tables."""
     groups: dict[tuple[str, str], list[str]] = {}
-    for name, layout, verdict in _all(cases):
+    for name, layout, verdict in each_case(cases, NAMES):
         if verdict.outcome is Outcome.REFUSED:
             groups.setdefault((name, line(verdict.detail)), []).append(layout)
     if not groups:
@@ -96,7 +77,7 @@ def _refusals(cases: Cases) -> Iterable[str]:
 
 def _natures(cases: Cases) -> Iterable[str]:
     groups: dict[str, list[str]] = {}
-    for name, _, verdict in _all(cases):
+    for name, _, verdict in each_case(cases, NAMES):
         if verdict.outcome is Outcome.BY_NATURE and name not in groups.setdefault(verdict.detail, []):
             groups[verdict.detail].append(name)
     if not groups:
@@ -106,24 +87,36 @@ def _natures(cases: Cases) -> Iterable[str]:
         yield f"- {reason[:1].upper()}{reason[1:]}: {'; '.join(names)}."
 
 
-def _all(cases: Cases) -> Iterable[tuple[str, str, Verdict]]:
+def summary(cases: Cases, layouts: Sequence[str]) -> Iterator[str]:
+    """A table with the number of cases of each outcome under each layout."""
+    yield f"| | {' | '.join(layouts)} |"
+    yield "|---|" + "--:|" * len(layouts)
+    for outcome in Outcome:
+        counts = [sum(verdict.outcome == outcome for verdict in of_layout(cases, layout)) for layout in layouts]
+        yield f"| {outcome} | {' | '.join(map(str, counts))} |"
+
+
+def table(title: str, cases: Cases, layouts: Sequence[str]) -> Iterator[str]:
+    """The marks of some entries."""
+    yield f"**{title}**\n"
+    yield f"| | {' | '.join(layouts)} |"
+    yield "|---|" + ":-:|" * len(layouts)
     for name, of_layouts in cases.items():
-        for layout in LAYOUTS:
-            verdict = of_layouts.get(layout.name)
+        found = (of_layouts.get(layout) for layout in layouts)
+        yield f"| {name} | {' | '.join(MARKS[verdict.outcome] if verdict else '' for verdict in found)} |"
+
+
+def of_layout(cases: Cases, layout: str) -> list[Verdict]:
+    return [verdict for of_layouts in cases.values() if (verdict := of_layouts.get(layout)) is not None]
+
+
+def each_case(cases: Cases, layouts: Sequence[str]) -> Iterator[tuple[str, str, Verdict]]:
+    """Entry, layout and verdict."""
+    for name, of_layouts in cases.items():
+        for layout in layouts:
+            verdict = of_layouts.get(layout)
             if verdict is not None:
-                yield name, layout.name, verdict
-
-
-def _of(cases: Cases, layout: str) -> Iterable[Verdict | None]:
-    return (of_layouts.get(layout) for of_layouts in cases.values())
-
-
-def line(message: str, shown: int = SHOWN) -> str:
-    """The first line of a message, shortened, without what changes from run to run, safe in Markdown."""
-    line = message.strip().splitlines()[0] if message.strip() else ""
-    line = re.sub(r"0x[0-9a-f]+|\b\d+\.\d+\.\d+\.\d+:\d+\b", "...", line)
-    line = line if len(line) <= shown else line[:shown].rsplit(" ", 1)[0] + " ..."
-    return re.sub(r"([\\*_<>\[\]|`])", r"\\\1", line)
+                yield name, layout, verdict
 
 
 _INTRODUCTION = """\

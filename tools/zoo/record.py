@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import json
 import os
-import platform
 from dataclasses import asdict, dataclass, field
-from datetime import date
-from importlib import metadata
 from pathlib import Path
 
+from tools.pages import about
 from tools.zoo.outcome import Outcome, Verdict
 
 RECORDED = Path(__file__).parent / "recorded.json"
-PACKAGES = ("torch", "lightning", "transformers", "torchvision", "timm", "diffusers", "peft")
+PACKAGES = ("transformers", "torchvision", "timm", "diffusers", "peft")
 
 
 @dataclass(slots=True)
@@ -35,7 +33,7 @@ class Results:
         }
         new = file.with_suffix(".new")
         file.parent.mkdir(parents=True, exist_ok=True)
-        new.write_text(json.dumps({"about": about(), "seconds": self.seconds, "cases": cases}, indent=1))
+        new.write_text(json.dumps({"about": about(*PACKAGES), "seconds": self.seconds, "cases": cases}, indent=1))
         os.replace(new, file)
 
     @classmethod
@@ -49,22 +47,6 @@ class Results:
             for entry, of_layouts in data["cases"].items()
         }
         return cls(verdicts, data["seconds"])
-
-
-def about() -> dict[str, str]:
-    """Where and with what the zoo runs."""
-    versions = {}
-    for package in PACKAGES:
-        try:
-            versions[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
-    return {
-        "date": date.today().isoformat(),
-        "machine": f"{os.cpu_count()} cores ({platform.machine()}), gloo",
-        "python": platform.python_version(),
-        **versions,
-    }
 
 
 def recorded(file: Path = RECORDED) -> dict[str, dict[str, Outcome]]:
