@@ -156,7 +156,7 @@ def refuse_validation_by_time(trainer: pl.Trainer) -> None:
     Raises:
         ValueError: it is one.
     """
-    seconds = trainer._val_check_time_interval
+    seconds = trainer._val_check_time_interval  # type: ignore[attr-defined]
     if seconds is not None:
         raise ValueError(
             f"val_check_interval is a time ({seconds:g} s): ranks ask their own clocks, so one would validate while "
