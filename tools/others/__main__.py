@@ -12,6 +12,9 @@ from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing is downloaded
 
+import tools.workers.environment  # before torch
+
+# isort: split
 import tools.others.preloaded  # noqa: F401  before any package of an entry
 from tools.others import page
 from tools.others.judging import judge

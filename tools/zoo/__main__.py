@@ -10,6 +10,7 @@ from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing is downloaded
 
+import tools.workers.environment  # before torch
 import tools.zoo.preloaded  # noqa: F401  before Lightning: it lets torchvision be imported
 from tools.pages import about
 from tools.workers.pool import WorkerPool
