@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 
 import lightning_parallel as lp
+from tools.zoo import layouts
 from tools.zoo.layouts import ONE_STAGE, PLAIN, REPLICAS, Layout
 
 TIMEOUT = 240.0  # seconds that a rank waits for another: machines are shared, and a first step may import a lot
@@ -25,12 +28,4 @@ REFERENCES = (
     Layout(ONE_STAGE, lp.PipelineStrategy, {"stages": 1, **_PIPELINE}),
     Layout(REPLICAS, DDPStrategy, {"find_unused_parameters": True}, ranks=2, shares=True),
 )
-
-
-def find(name: str) -> Layout:
-    """The layout or reference of a name.
-
-    Raises:
-        KeyError: there is none.
-    """
-    return {layout.name: layout for layout in (*LAYOUTS, *REFERENCES)}[name]
+find = partial(layouts.find, among=(*LAYOUTS, *REFERENCES))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -95,10 +96,10 @@ REFERENCES = (
 )
 
 
-def find(name: str) -> Layout:
+def find(name: str, among: Iterable[Layout] = (*LAYOUTS, *REFERENCES)) -> Layout:
     """The layout or reference of a name.
 
     Raises:
         KeyError: there is none.
     """
-    return {layout.name: layout for layout in (*LAYOUTS, *REFERENCES)}[name]
+    return {layout.name: layout for layout in among}[name]
