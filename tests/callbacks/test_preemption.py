@@ -233,9 +233,7 @@ def stop_one(name: str) -> dict[str, tuple[int, int]]:
     return ended
 
 
-@pytest.mark.parametrize(
-    "name", ["replicas", "tensor", "fully sharded", "pipeline", "asynchronous", *thorough("ddp", "asynchronous in a V")]
-)
+@pytest.mark.parametrize("name", ["replicas", "tensor", "fully sharded", "pipeline", "asynchronous", *thorough("ddp")])
 def test_all_ranks_stop_if_one_wants_to(pool: WorkerPool, name: str) -> None:
     """Otherwise the others would wait for it until the timeout."""
     assert pool.run(stop_one, 2, name, init=False) == [ENDS] * 2
