@@ -6,6 +6,8 @@ may also set something there that other stages read later::
     def on_train_epoch_end(self):
         self.trainer.optimizers[0].param_groups[0]["lr"] *= 0.5     an option of an optimizer
         self.best = min(self.best, self.trainer.callback_metrics["loss"].item())     a number on a module
+        self.hparams.noise *= 0.5                                    one in a dictionary
+        self.layers[0].eval()                                        a mode
         self.layers[0].requires_grad_(True)                          which parameters are trained
         self.temperature.mul_(0.9)                                   a buffer outside the layers
 
@@ -32,18 +34,24 @@ from lightning_parallel.ranks.writes import digest
 from lightning_parallel.values import PLAIN, same_value
 
 _LARGE = 2**20  # elements; a larger buffer is somebody's data
-_OF_MODULES = frozenset(vars(LightningModule()))  # attributes that torch and Lightning keep
+_LONG = 1000  # items; a longer dictionary holds what was gathered
+_OF_MODULES = frozenset(vars(LightningModule())) - {"training"}  # attributes that torch and Lightning keep
 
 Settings = Mapping[tuple[Any, ...], Any]
 
 
 def settings_of(module: nn.Module, optimizers: Sequence[Optimizer]) -> Settings:
-    """What a hook may set, by where it lies: numbers on modules, flags of parameters, buffers, and options."""
+    """What a hook may set, by where it lies: numbers on modules and in their dictionaries, modes, flags of parameters,
+    buffers, and options."""
     found: dict[tuple[Any, ...], Any] = {}
     for path, part in module.named_modules():
         if not isinstance(part, Metric):
-            plain = {name: value for name, value in vars(part).items() if type(value) in PLAIN}
-            found |= {("attribute", path, name): plain[name] for name in plain.keys() - _OF_MODULES}
+            own = {name: value for name, value in vars(part).items() if name not in _OF_MODULES}
+            found |= {("attribute", path, name): value for name, value in own.items() if _is_plain(value)}
+            short = {name: value for name, value in own.items() if isinstance(value, dict) and len(value) <= _LONG}
+            for name, items in short.items():
+                plain = ((key, item) for key, item in items.items() if type(key) in PLAIN and _is_plain(item))
+                found |= {("item", path, name, key): item for key, item in plain}
     found |= {("trains", name): parameter.requires_grad for name, parameter in module.named_parameters()}
     found |= {
         ("buffer", name): buffer.detach().cpu().clone()
@@ -52,11 +60,15 @@ def settings_of(module: nn.Module, optimizers: Sequence[Optimizer]) -> Settings:
     }
     for index, optimizer in enumerate(optimizers):
         for number, group in enumerate(optimizer.param_groups):
-            for name, value in group.items():  # Adam's betas are a tuple
-                items = value if isinstance(value, tuple) else (value,)
-                if name != "params" and all(type(item) in PLAIN for item in items):
+            for name, value in group.items():
+                if name != "params" and _is_plain(value):
                     found["option", index, number, name] = value
     return found
+
+
+def _is_plain(value: Any) -> bool:
+    """Adam's betas are a tuple."""
+    return all(type(item) in PLAIN for item in (value if type(value) is tuple else (value,)))
 
 
 def changed(before: Settings, after: Settings) -> Settings:
@@ -72,6 +84,10 @@ def make(changes: Settings, module: nn.Module, optimizers: Sequence[Optimizer]) 
     for (kind, *where), value in changes.items():
         if kind == "attribute":
             setattr(module.get_submodule(where[0]), where[1], value)
+        elif kind == "item":
+            items = vars(module.get_submodule(where[0])).get(where[1])
+            if isinstance(items, dict):
+                items[where[2]] = value
         elif kind == "trains":
             parameters[where[0]].requires_grad_(value)
         elif kind == "buffer":

@@ -58,6 +58,27 @@ class SetsANumber(Scaled):
         self.factor = min(self.factor, float(self.trainer.callback_metrics["loss"]))
 
 
+class SetsWhatIsInside(Scaled):
+    """Numbers in a dictionary and in a tuple, and a mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rates, self.pair = {"factor": 1.0}, (1.0, 1)
+
+    @property
+    def factor(self) -> float:
+        return self.rates["factor"] * self.pair[0] * (2.0 if self.net[0].training else 1.0)
+
+    @factor.setter
+    def factor(self, value: float) -> None:
+        """It follows from the others."""
+
+    def on_train_epoch_end(self) -> None:
+        self.rates["factor"] *= 0.5
+        self.pair = (self.pair[0] * 1.5, 2)
+        self.net[0].eval()
+
+
 class SetsABuffer(Scaled):
     def on_train_epoch_end(self) -> None:
         self.shift += 0.25
@@ -160,8 +181,8 @@ class Stepped(Net):
 
 
 KINDS = (
-    SetsAnOption, StepsAScheduler, SetsANumber, SetsABuffer, Unfreezes, DividesByTheWorld, ScalesItsLastLayer,
-    ScalesByACallback,
+    SetsAnOption, StepsAScheduler, SetsANumber, SetsWhatIsInside, SetsABuffer, Unfreezes, DividesByTheWorld,
+    ScalesItsLastLayer, ScalesByACallback,
 )  # fmt: skip
 
 
