@@ -116,18 +116,12 @@ class LastStage:
 
     @contextmanager
     def alone(self, name: str, *indices: int) -> Iterator[None]:
-        """Inside, the user's code may run on the last stage only, and draws random numbers of its own. They depend on
-        the run, the replica, the update and ``indices``. ``name`` is that of the hook or step, for errors."""
+        """Inside, the user's code may run on the last stage only, sees the ranks of the data axis, and draws random
+        numbers of its own. They depend on the run, the replica, the update and ``indices``. ``name`` is that of the
+        hook or step, for errors."""
         seed = mix(self._run.seed, self._layout.index("data"), self._trainer.global_step, *indices)
-        with self.apart(name), self._generators.seeded(seed):
+        with self._run.collectives.inside_step(name), host_generators_kept(), self._generators.seeded(seed):
             seed_host_generators(seed)
-            yield
-
-    @contextmanager
-    def apart(self, name: str) -> Iterator[None]:
-        """Inside, the user's code sees the ranks of the data axis, and random numbers that it draws on the host don't
-        change the generators that the data loaders use."""
-        with self._run.collectives.inside_step(name), host_generators_kept():
             yield
 
     def _run_hook(self, name: str, hook: Callable[..., Any], *args: Any) -> None:

@@ -27,7 +27,7 @@ from lightning_parallel.ranks.run import Run
 from lightning_parallel.results.last_stage import LastStage
 from lightning_parallel.results.log_joins import LogJoins
 from lightning_parallel.results.logs import LogRecorder, logging_through
-from lightning_parallel.seeding import mix, seed_host_generators
+from lightning_parallel.seeding import host_generators_kept, mix, seed_host_generators
 from lightning_parallel.set_up.dry_runs import DryRuns
 from lightning_parallel.set_up.splitting import Splitting
 from lightning_parallel.set_up.tensor_shards import TensorShards
@@ -157,13 +157,14 @@ class Microbatches:
 
     @contextmanager
     def recorded(self) -> Iterator[None]:
-        """Around the engine's run: what steps log on the last stage is recorded. It is dropped on the others."""
+        """Around the engine's run: what steps log on the last stage is recorded. It is dropped on the others. Steps see
+        the ranks of the data axis, and don't change the host's generators, which the data loaders use."""
         log: AbstractContextManager[None] = nullcontext()
         if self._is_watched:
             log = self._effects.watching(self._recorder.log)
         elif self._run.layout.is_last_stage:
             log = logging_through(self._run.module, self._recorder.log)
-        with log, self._last_stage.apart("training_step"):
+        with log, self._run.collectives.inside_step("training_step"), host_generators_kept():
             yield
 
     def joined(self, outputs: list[Any]) -> Any:
