@@ -100,7 +100,7 @@ def work(connection: Connection, log: str) -> None:
     torch.set_num_threads(1)
     gc.collect()
     # Each Trainer asks all installed packages for callbacks, which takes half of what it takes to make one.
-    registry.entry_points = functools.cache(registry.entry_points)  # type: ignore[attr-defined]
+    registry.entry_points = functools.cache(registry.entry_points)  # type: ignore[attr-defined, assignment]
     imported = _freeze_imports(0)
     environment, directory = dict(os.environ), os.getcwd()
     connection.send_bytes(b"ready")
