@@ -44,13 +44,13 @@ _NUMBERS = ("item", "tolist", "numpy", "__float__", "__array__")
 
 class GradientWatch(TorchFunctionMode):
     """Watches hooks between the end of a backward and the optimizer's work (:meth:`begin`, :meth:`end`). Where
-    parameters are only fully sharded, it refuses nothing but changes that would be lost. As a context it does so in a
-    step, too."""
+    parameters are only fully sharded (not ``in_parts``), it refuses nothing but changes that would be lost. As a
+    context it does so in a step, too."""
 
-    def __init__(self, run: Run, parameters: Iterable[nn.Parameter]) -> None:
+    def __init__(self, run: Run, parameters: Iterable[nn.Parameter], *, in_parts: bool) -> None:
         super().__init__()
         self._module, self._parameters = run.module, list(parameters)
-        self._in_parts = run.groups.model.size() > 1
+        self._in_parts = in_parts
         self._put_back = around_step_hooks(run.precision, self.begin, self.end)
         self._is_open = self._is_paused = self._has_warned = False
         self._memories: set[int] = set()  # of the gradients

@@ -349,8 +349,9 @@ class LayoutStrategy(ParallelStrategy):
             if self.layout.size("data") > 1:
                 replicas, everyone = self.layout.peers("data"), range(self.layout.world_size)
                 self._options_used = PartedOptions(self.groups.on_host(replicas), self.groups.on_host(everyone))
-            if local.is_fully_sharded or self.groups.model.size() > 1:
-                self._watch = GradientWatch(run, local.parameters.values())
+            in_parts = self.layout.size("pipeline") > 1 or bool(local.shards)  # not with plan="none"
+            if local.is_fully_sharded or in_parts:
+                self._watch = GradientWatch(run, local.parameters.values(), in_parts=in_parts)
                 self._at_end.callback(self._watch.close)
         clips_as_before = install_clipping(run, local, counts=self.counts, parts=self.norm_group, watch=self._watch)
         self._at_end.callback(clips_as_before)

@@ -154,6 +154,7 @@ LAYOUTS: dict[str | None, tuple[str, dict[str, Any]]] = {
     "zbv": ("sync", {**PIPELINE, "schedule": "zbv"}),
     "replicas": ("sync", {"stages": 1, "microbatches": 2, "data_parallel": 2}),
     "tensor": ("tensor", {"plan": {"net.2": "column", "net.4": "row"}}),
+    "tensor, undivided": ("tensor", {"plan": "none"}),
     "fully sharded": ("fsdp", {}),
     "async": ("async", PIPELINE),
     "threads": ("data", {"parallel_devices": [torch.device("cpu")] * 2}),
@@ -176,6 +177,7 @@ ODD, EVEN = EQUAL[1::2], EQUAL[::2]
         ("zbv", 2, EQUAL[1::4]),
         ("replicas", 2, ODD),
         ("tensor", 1, EVEN),
+        ("tensor, undivided", 1, (ClipsByHand, SkipsNaN, LogsNorms)),  # each rank has all gradients
         ("fully sharded", 2, ODD),
         *thorough(
             ("1f1b", 2, EQUAL),
