@@ -4,6 +4,12 @@ from __future__ import annotations
 
 from lightning_parallel.ranks.layout import Layout
 
+_OF_A_MICROBATCH = (
+    "The step sees one microbatch at a time, whose longest sequence may be shorter than the batch's. Where lengths "
+    "make a shape, give it that of the batch's tensors (total_length=x.size(1) of pad_packed_sequence), or use "
+    "microbatches=1."
+)
+
 # By a strategy's axis and words of the error.
 _NOTES = {
     ("pipeline", "'NoneType' object has no attribute"): (
@@ -14,9 +20,16 @@ _NOTES = {
         "What an evaluation step returns is on the last stage. If this is a callback's on_validation_batch_end or "
         "on_test_batch_end, it has to skip outputs that are None. What the step logs is on all stages."
     ),
+    ("pipeline", "KeyError: "): (
+        "What training_step returns beside the loss is on the last stage. If this is a callback's on_train_batch_end, "
+        "it has to skip outputs that aren't there, or do this in training_step, whose logs are on all stages."
+    ),
+    ("pipeline", "Expected target size"): _OF_A_MICROBATCH,
+    ("pipeline", "must match the size of tensor"): _OF_A_MICROBATCH,
     ("tensor", "must match the size of tensor"): (
-        "Of a divided layer each tensor rank has a part of the parameters. Code that computes with them and a stored "
-        'copy of the whole (a penalty towards earlier weights) needs a plan without these layers, or plan="none".'
+        "Of a divided layer each tensor rank has a part of the parameters, and of what it computes. Code that computes "
+        "with these and with something whole (an average of the weights, a teacher's features that a hook has taken) "
+        'needs a plan without these layers, or plan="none".'
     ),
     ("pipeline", "Expected more than 1 value per channel when training"): (
         "BatchNorm sees one microbatch at a time, and an epoch's last batch may leave a microbatch one sample. Use "
@@ -36,5 +49,5 @@ _NOTES = {
 def explain(error: BaseException, layout: Layout) -> None:
     """Add a note to an error of the user's code that has its cause in the layout."""
     for (axis, words), note in _NOTES.items():
-        if layout.size(axis) > 1 and words in str(error):
+        if layout.size(axis) > 1 and words in f"{type(error).__name__}: {error}":
             error.add_note(note)

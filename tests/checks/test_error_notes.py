@@ -40,6 +40,42 @@ class LogsNorms(Net):
         self.log_dict(grad_norm(self, norm_type=2))
 
 
+class ReadsTrainingOutputs(Callback):
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, *args: Any) -> None:
+        assert outputs["size"] >= 0
+
+
+class Returns(Net):
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        return {"loss": super().training_step(batch, batch_idx), "size": len(batch)}
+
+    def configure_callbacks(self) -> Any:
+        return ReadsTrainingOutputs()
+
+
+class Pads(Net):
+    """It pads to the longest sequence that it sees, which is the batch's first."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        longest = 4 if batch[0, 0].item() == 0 else 3
+        loss: Tensor = (self.layers(batch).expand(-1, longest) - batch).square().mean()
+        return loss
+
+
+class ComparesFeatures(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.teacher, self.seen = nn.Linear(4, 8), [torch.zeros(())]
+        self.layers[0].register_forward_hook(lambda layer, args, output: self.seen.__setitem__(0, output))
+
+    def configure_tensor_parallel(self) -> dict[str, str]:
+        return {"layers.0": "column", "layers.2": "row"}
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        return loss + (self.seen[0] - self.teacher(batch)).square().mean()
+
+
 class ReadsOutputs(Callback):
     def on_validation_batch_end(self, trainer: Any, module: Any, outputs: Any, *args: Any, **kwargs: Any) -> None:
         assert outputs["loss"] >= 0
@@ -90,6 +126,9 @@ def trained(case: str) -> None:
         "BatchNorm": (lambda: Net(nn.BatchNorm1d(8)), "sync"),
         "norms": (LogsNorms, "fsdp"),
         "outputs": (Validated, "sync"),
+        "outputs of training": (Returns, "sync"),
+        "lengths": (Pads, "sync"),
+        "features": (ComparesFeatures, "tensor"),
         "stored weights": (StaysNear, "tensor"),
         "parts and wholes": (MixesParts, "sync"),
         "parts and a mask": (Masks, "fsdp"),
@@ -98,7 +137,7 @@ def trained(case: str) -> None:
     if case == "parts and wholes":
         options |= {"stages": 1, "data_parallel": 2, "data_parallel_kind": "fully_shard"}
     trainer = make_trainer(strategy, [], options)
-    loader = DataLoader(torch.randn(10, 4), batch_size=8)  # type: ignore[arg-type]
+    loader = DataLoader(torch.linspace(0, 2, 40).view(10, 4), batch_size=8)  # type: ignore[arg-type]
     trainer.fit(made(), loader, loader)  # type: ignore[operator]
 
 
@@ -109,6 +148,9 @@ def trained(case: str) -> None:
         ("BatchNorm", "drop_last=True"),
         ("norms", "torch.stack"),
         ("outputs", "outputs that are None"),
+        ("outputs of training", "beside the loss is on the last stage"),
+        ("lengths", "total_length=x.size(1)"),
+        ("features", "features that a hook has taken"),
         ("stored weights", 'plan="none"'),
         ("parts and wholes", "in a pipeline data_parallel_kind='replicate'"),
         ("parts and a mask", "needs strategy='ddp', or in a pipeline"),
