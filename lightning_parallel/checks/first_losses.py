@@ -25,6 +25,7 @@ from lightning_parallel.checks.reads_of_shards import ReadsOfShards, warn_of_siz
 from lightning_parallel.private.torch import tensors_in
 from lightning_parallel.ranks.collectives import gather_objects
 from lightning_parallel.results.logs import logging_through
+from lightning_parallel.values import first_few
 
 T = TypeVar("T")
 
@@ -132,10 +133,15 @@ def _compare(kind: str, ranks: list[_Seen], tolerance: float) -> None:
 def _first_difference(ranks: list[dict[str, float]], tolerance: float) -> str | None:
     first = ranks[0]
     for rank, values in enumerate(ranks[1:], start=1):
-        for name in first.keys() | values.keys():
-            a, b = first.get(name), values.get(name)
-            if a is None or b is None:
-                return f"{name!r} is {a} on tensor rank 0, and {b} on rank {rank}"
-            if not (math.isclose(a, b, rel_tol=tolerance) or (math.isnan(a) and math.isnan(b))):
-                return f"{name!r} is {a:.9g} on tensor rank 0, and {b:.9g} on rank {rank}"
+        apart = [n for n in {**first, **values} if not _are_close(first.get(n), values.get(n), tolerance)]
+        if apart:
+            a, b = (f"{x[apart[0]]:.9g}" if apart[0] in x else None for x in (first, values))
+            others = f", and {first_few(map(repr, apart[1:]))} differ too" if apart[1:] else ""
+            return f"{apart[0]!r} is {a} on tensor rank 0, and {b} on rank {rank}{others}"
     return None
+
+
+def _are_close(a: float | None, b: float | None, tolerance: float) -> bool:
+    if a is None or b is None:
+        return False
+    return math.isclose(a, b, rel_tol=tolerance) or (math.isnan(a) and math.isnan(b))

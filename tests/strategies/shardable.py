@@ -306,7 +306,7 @@ class LogsShards(ShardableLlama):
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         layer = self.model.model.layers[0].mlp.up_proj
-        self.log("norm", layer.weight.detach().norm())
+        self.log_dict({"norm": layer.weight.detach().norm(), "largest": layer.weight.detach().max()})
         return super().training_step(batch, batch_idx)
 
 

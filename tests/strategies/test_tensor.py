@@ -198,9 +198,9 @@ def test_a_size_of_a_shard_is_warned_of_once_where_the_module_asks_for_it(pool: 
         assert not report.warned_of("asks for the size")
 
 
-def test_a_logged_norm_of_shards_is_warned_of(pool: WorkerPool) -> None:
+def test_logged_numbers_of_shards_are_warned_of(pool: WorkerPool) -> None:
     reports = pool.run(train, 2, "LogsShards", "tensor", init=False)
-    assert any("'norm'" in text for text in reports[0].warned_of("log different values"))
+    assert any("'norm'" in text and "'largest'" in text for text in reports[0].warned_of("log different values"))
 
 
 def test_ranks_with_batches_of_their_own_are_refused(pool: WorkerPool) -> None:
