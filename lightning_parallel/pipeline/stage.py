@@ -373,7 +373,7 @@ class Stage:
             raise RuntimeError(
                 f"The step has ended on {self.partition.name_of(chunk)} of {self.partition.stages}, before it called "
                 f"what later ones own, as it did in the first step: the order of calls must not change from batch to "
-                f"batch."
+                f"batch, and no batch can be skipped (by returning None)."
             )
         absent = first_absent(output)
         if absent is not None:
