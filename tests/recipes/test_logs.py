@@ -28,7 +28,6 @@ class Logs(BoringModel):
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         self.log("val", self.layer(batch).sum())
 
-
     def train_dataloader(self) -> Any:
         return ResumableDataLoader(torch.arange(12 * 32.0).reshape(12, 32) / 400, batch_size=1)
 
