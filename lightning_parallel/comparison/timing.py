@@ -9,6 +9,7 @@ import copy
 import multiprocessing
 import os
 import pickle
+import signal
 import tempfile
 import time
 from collections.abc import Collection, Iterable, Mapping
@@ -135,7 +136,7 @@ def _end_with_parent() -> None:
     parent = multiprocessing.parent_process()
     assert parent is not None, "a rank is started by another process"
     parent.join()
-    os._exit(1)
+    os.kill(os.getpid(), getattr(signal, "SIGKILL", signal.SIGTERM))  # on Windows each signal ends it at once
 
 
 def _rank(rank: int, devices: int, port: int, folder: str) -> None:

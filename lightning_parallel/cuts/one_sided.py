@@ -98,9 +98,9 @@ def _check_plain_reads(step: PlacedStep) -> None:
                 f"from the layer what others need of it, and give it to them as an argument."
             )
         raise FlowError(
-            f"'{read.module}', on stage {stages[owner]}, keeps something in its attribute {read.attribute!r} that "
-            f"isn't computed from tensors alone, and stage {stages[missing[0]]} reads it. It can't be sent: keep a "
-            f"tensor instead of a number (without .item()), or return it."
+            f"'{read.module}', on stage {stages[owner]}, keeps something in its attribute {read.attribute!r}, "
+            f"and stage {stages[missing[0]]} reads it. It can't be sent, since it is no tensor, or one of a layer "
+            f"whose forward asks for values (.item(), an if, torch.where(mask)): return it beside the layer's output."
         )
 
 

@@ -19,7 +19,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from lightning_parallel.batch import fingerprint
 from lightning_parallel.private.lightning.replaced import replaced
-from lightning_parallel.ranks.collectives import Group, all_alike, broadcast_object, gather_objects
+from lightning_parallel.ranks.collectives import Group, all_alike, broadcast_object, gather_objects, highest
 from lightning_parallel.ranks.layout import Layout
 from lightning_parallel.ranks.run import Run
 from lightning_parallel.ranks.user_collectives import Collectives
@@ -99,6 +99,22 @@ def refuse_unequal_steps(run: Run, kind: str, batches: Sequence[float]) -> None:
             f"Of loader {loader} one replica has {fewest:.0f} batches, and another one {most:.0f}, but they take their "
             f"steps together. Leave use_distributed_sampler=True, give samplers equal lengths, take another batch "
             f"size, or set limit_{kind}_batches={fewest:.0f}."
+        )
+
+
+def refuse_end_of_some(run: Run, index: int) -> None:
+    """Refuse loaders of unknown length of which one replica's ends with this batch, and another's doesn't: the other
+    replica would wait in the next batch. All replicas call it before each batch of such a loader.
+
+    Raises:
+        RuntimeError: on all replicas.
+    """
+    ends = run.trainer.is_last_batch
+    some_end, some_go_on = highest(run.groups.along("data"), int(ends), int(not ends))
+    if some_end and some_go_on:
+        raise RuntimeError(
+            f"One replica's loader ends with batch {index}, and another's doesn't, but they take their steps together. "
+            f"Give each replica's dataset as many samples, or set limit_train_batches={index + 1}."
         )
 
 

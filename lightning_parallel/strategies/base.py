@@ -6,6 +6,7 @@ to :meth:`LayoutStrategy.hold`, which sets up optimizers, buffers and checkpoint
 
 from __future__ import annotations
 
+import math
 import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -585,9 +586,12 @@ class LayoutStrategy(ParallelStrategy):
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         meets = self._same_batches is not None and self._same_batches.check(batch, batch_idx)
+        batches = self.run.trainer.num_training_batches
         if batch_idx == 0:
-            loaders.refuse_unequal_steps(self.run, "train", [self.run.trainer.num_training_batches])
+            loaders.refuse_unequal_steps(self.run, "train", [batches])
             refuse_hooks_of_parameters(self.run.module)  # that were registered since, in on_train_start
+        if math.isinf(batches):
+            loaders.refuse_end_of_some(self.run, batch_idx)
         if self._watch is not None:
             self._watch.end()
         if self._options_used is not None:  # there are several replicas

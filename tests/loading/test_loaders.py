@@ -57,6 +57,24 @@ def test_replicas_that_would_train_on_the_same_samples_are_warned_of(
     assert all(word in told[0] for word in words or [])
 
 
+class ShortOnOne(IterableDataset[Any]):
+    """Has one batch on the last rank, and all on the others. Nobody knows the length."""
+
+    def __iter__(self) -> Any:
+        return iter(LeNet.samples()[: 4 if dist.get_rank() else None])
+
+
+def train_short(strategy: str) -> None:
+    options = {"stages": 1} if strategy == "sync" else {}
+    make_trainer(strategy, [], options, max_epochs=1).fit(LeNet(), DataLoader(ShortOnOne(), batch_size=4))
+
+
+@pytest.mark.parametrize("strategy", ["sync", "fsdp"])
+def test_a_replica_whose_loader_of_unknown_length_ends_first_is_refused(pool: WorkerPool, strategy: str) -> None:
+    failures = pool.run(train_short, 2, strategy, init=False, expect_errors=True)
+    assert all("RuntimeError: One replica's loader ends with batch 0" in text for text in failures)
+
+
 class OwnSampler(LeNet):
     """As under DDP: the sampler asks torch.distributed for the ranks."""
 
