@@ -4,6 +4,7 @@ as autograd saves them."""
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import lightning as L
@@ -65,7 +66,6 @@ def counted(model: str, choice: Choice, devices: int) -> dict[str, int]:
 @pytest.mark.parametrize(
     ("model", "strategy", "devices", "tensor"),
     [
-        ("Blocks", "pipeline_1f1b", 2, 1),
         ("AdamBlocks", "pipeline_1f1b", 4, 1),
         ("AdamBlocks", "pipeline_zbv", 2, 1),
         ("AdamBlocks", "fully_sharded", 2, 1),
@@ -73,6 +73,7 @@ def counted(model: str, choice: Choice, devices: int) -> dict[str, int]:
         ("Words", "pipeline_interleaved", 2, 1),
         ("Words", "tensor_parallel", 2, 2),
         ("AdamBlocks", "pipeline_1f1b", 4, 2),
+        *thorough(("Blocks", "pipeline_1f1b", 2, 1)),
     ],
 )
 def test_what_is_counted_on_ranks(pool: WorkerPool, model: str, strategy: str, devices: int, tensor: int) -> None:
@@ -90,7 +91,7 @@ def test_what_is_counted_on_ranks(pool: WorkerPool, model: str, strategy: str, d
         assert set(predicted) == ranks
 
 
-@pytest.mark.parametrize("stages", [1, 2])
+@pytest.mark.parametrize("stages", [2, *thorough(1)])
 def test_fully_sharded_replicas_of_a_pipeline_hold_parts(pool: WorkerPool, stages: int) -> None:
     batch = AdamBlocks.batches()[0]
     found = plan(AdamBlocks(), batch, devices=4, device="h100", memory="1KiB").found
@@ -209,11 +210,16 @@ CASES: dict[str, tuple[Any, Any]] = {
 }
 
 
+# Where layers run, each is tried with several sizes: those of the large models take most of the time.
+OFTEN = [*product(CASES, [(2, "h100")]), *product(["Cached", "Adds", "Pictures"], [(4, "here")])]
+TRIED = [row for row in product(CASES, [(1, "here"), (2, "here"), (4, "here")]) if row not in OFTEN]
+
+
 @pytest.mark.usefixtures("untimed")
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize(("devices", "device"), [(4, "here"), (2, "h100"), *thorough((1, "here"), (2, "here"))])
-def test_activations_are_those_that_autograd_saves(name: str, devices: int, device: str) -> None:
+@pytest.mark.parametrize(("name", "where"), [*OFTEN, *thorough(*TRIED)], ids=str)
+def test_activations_are_those_that_autograd_saves(name: str, where: tuple[int, str]) -> None:
     """A share of the batch, between the sizes that were tried, and at their ends; layers with memory, and without."""
+    devices, device = where
     make, batch = CASES[name]
     module = make()
     strategy = "ddp" if devices > 1 else "single"
