@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import lightning.pytorch as pl
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 _CAN = "TensorParallelStrategy, FullyShardedStrategy and DataParallelStrategy train such modules"
@@ -31,20 +31,6 @@ def refuse_manual_optimization(module: pl.LightningModule) -> None:
             f"automatic_optimization=False: a pipeline runs backward and step itself, by its schedule. Use automatic "
             f"optimization with one optimizer, or another strategy: {_CAN}."
         )
-
-
-def networks(module: nn.Module) -> dict[str, nn.Module]:
-    """The modules with parameters that a module calls, by name: its children, and in place of a container its children.
-    The module's own ``forward`` doesn't count."""
-    found: dict[str, nn.Module] = {}
-    for name, child in module.named_children():
-        if next(child.parameters(), None) is None:
-            continue
-        if type(child).forward is nn.Module.forward:  # nn.ModuleList, nn.ModuleDict
-            found |= {f"{name}.{inner}": network for inner, network in networks(child).items()}
-        else:
-            found[name] = child
-    return found
 
 
 class BackwardGuard:

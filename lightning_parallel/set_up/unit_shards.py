@@ -28,7 +28,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from lightning_parallel.checks.manual import BackwardGuard, networks
+from lightning_parallel.checks.manual import BackwardGuard
 from lightning_parallel.cuts.layers import Layers, named_layers
 from lightning_parallel.fully_sharded.units import check_dtypes, materialize, refuse_second_derivatives, untied
 from lightning_parallel.fully_sharded.uses import Uses
@@ -170,6 +170,20 @@ def find_units(
     if not manual:
         return untied(module, Layers(module, None).in_lists())
     names = []
-    for name, network in networks(module).items():
+    for name, network in _networks(module).items():
         names += [*(f"{name}.{layer}" for layer in Layers(network, None).in_lists()), name]
     return untied(module, names)
+
+
+def _networks(module: nn.Module) -> dict[str, nn.Module]:
+    """The modules with parameters that a module calls, by name: its children, and in place of a container its children.
+    The module's own ``forward`` doesn't count."""
+    found: dict[str, nn.Module] = {}
+    for name, child in module.named_children():
+        if next(child.parameters(), None) is None:
+            continue
+        if type(child).forward is nn.Module.forward:  # nn.ModuleList, nn.ModuleDict
+            found |= {f"{name}.{inner}": network for inner, network in _networks(child).items()}
+        else:
+            found[name] = child
+    return found
