@@ -68,7 +68,7 @@ class LateMetrics(dict[str, Any]):
     """Metrics that are brought up to date before they are read. ``update_first`` gets the key, if one is read. Writing
     doesn't wait."""
 
-    def __init__(self, metrics: Any = (), update_first: Callable[..., None] = lambda *keys: None) -> None:
+    def __init__(self, metrics: Any, update_first: Callable[..., None]) -> None:
         super().__init__(metrics)
         self.update_first = update_first
 
