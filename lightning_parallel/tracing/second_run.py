@@ -7,11 +7,13 @@ origins: who writes it and who reads it shows when its uses are watched.
 from __future__ import annotations
 
 import warnings
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, redirect_stdout, suppress
 from dataclasses import dataclass
 from io import StringIO
 from itertools import chain, zip_longest
+from numbers import Number
 from typing import Any
 
 from torch import nn
@@ -177,20 +179,25 @@ class _SharedUse:
 
 def _reads_of_shared(scene: Scene, seen: Trace, uses: Sequence[_SharedUse], state: StateKept) -> Iterator[PlainRead]:
     """The uses of a container that another unit's call changes. A call that only adds something of its own to it, as to
-    a list of losses, isn't taken for one that reads; nor is the code that empties it at the beginning of the step."""
+    a list of losses, isn't taken for one that reads; nor is the code that empties it at the beginning of the step. But
+    a number that it puts into a dictionary or an object may come from one that another call has put there."""
     written: dict[Place, set[Any]] = {}
+    of_numbers: set[Place] = set()
+    is_list = isinstance(uses[0].value, list | set | deque)
     at_end = state.entries_of(uses[0].value)
     for use, later in zip_longest(uses, uses[1:]):
         after = at_end if later is None else later.before
         if use.before and not after and use.place == Place(0):
             continue
-        written.setdefault(use.place, set()).update(changed_keys(use.before, after))
+        keys = changed_keys(use.before, after)
+        written.setdefault(use.place, set()).update(keys)
+        if not is_list and any(isinstance(after.get(key), Number) for key in keys):
+            of_numbers.add(use.place)
     for place, keys in written.items():
         if keys and place.during == "call" and place.index < len(seen.calls):
             writer = next(use for use in uses if use.place == place)
-            read = (place for place, own in written.items() if not own or own & keys)
-            for each in read:
-                if each != place:
+            for each, own in written.items():
+                if each != place and (not own or own & keys or {place, each} <= of_numbers):
                     name = scene.names[id(writer.part)]
                     yield PlainRead(seen.calls[place.index].unit, name, writer.attribute, each, is_shared=True)
 

@@ -199,6 +199,11 @@ SHARING: dict[str, tuple[Any, Does, Does]] = {  # what is shared, what a layer d
         lambda shared, y: deepen(shared["of"][0], y),
         lambda shared, y: float(len(vars(shared["of"][0]))),
     ),
+    "number of each": (
+        dict,
+        lambda d, y: d.update(a=y.mean().item() + d.get("a", 0.0)),
+        lambda d, y: d.update(b=0.5 * d.get("a", 1.0)),
+    ),
     "list": (list, lambda kept, y: kept.append(1.5), lambda kept, y: float(len(kept))),
     "object": (SimpleNamespace, deepen, lambda o, y: getattr(o, "depth", 0)),
     "counted by both": (SimpleNamespace, deepen, deepen),
