@@ -15,8 +15,8 @@ OnUse = Callable[[nn.Module, str, bool], None]
 @contextmanager
 def attribute_uses(attributes: Mapping[nn.Module, set[str]], on_use: OnUse) -> Iterator[None]:
     """Inside, ``on_use`` is called before each use of these attributes (their names, by module), with the module, the
-    attribute's name, and whether it is assigned to. Python looks for the methods that read and assign on the class, so
-    they are replaced there, for all objects of it. A subclass for these modules would be told to the user's classes,
+    attribute's name, and whether it is assigned to or deleted. Python looks for the methods that do this on the class,
+    so they are replaced there, for all objects of it. A subclass for these modules would be told to the user's classes,
     which may register or refuse it."""
     names = {id(part): own for part, own in attributes.items()}  # a metric's hash would read its attributes
     kinds = {type(part) for part in attributes if not isinstance(part, torch.jit.ScriptModule)}
@@ -33,7 +33,7 @@ def attribute_uses(attributes: Mapping[nn.Module, set[str]], on_use: OnUse) -> I
 
 
 def _telling(kind: type[nn.Module], names: Mapping[int, set[str]], on_use: OnUse) -> Iterator[tuple[str, Any]]:
-    get, assign = kind.__getattribute__, kind.__setattr__
+    get, assign, remove = kind.__getattribute__, kind.__setattr__, kind.__delattr__
 
     def tell(part: nn.Module, name: str, assigned: bool) -> None:
         if type(part) is kind and name in names.get(id(part), ()):  # else a subclass has told
@@ -47,5 +47,10 @@ def _telling(kind: type[nn.Module], names: Mapping[int, set[str]], on_use: OnUse
         tell(self, name, True)
         assign(self, name, value)
 
+    def delete(self: nn.Module, name: str) -> None:
+        tell(self, name, True)
+        remove(self, name)
+
     yield "__getattribute__", read
     yield "__setattr__", write
+    yield "__delattr__", delete

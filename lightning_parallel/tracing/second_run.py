@@ -92,14 +92,20 @@ def add_plain_values(scene: Scene, seen: Trace, step: Callable[[], Any]) -> None
                 used = uses.get(scene.name_of(part, attribute), [])
                 now = second.content_of(part, attribute)
                 seen.plain_reads += _reads_of_common(scene, recorder.trace, part, attribute, used, now)
+                where, changed = _reads_and_writes(used, now)
+                by_step = tuple(place for place in changed if place.during == "code")
+                if by_step and not used[0].assigns and (used[0].before != now or by_step != changed):
+                    name = scene.name_of(part, attribute)
+                    seen.carried.append(Carried(name, second.is_number(part, attribute), where, by_step))
             for part, attribute in _each(written):
                 name = scene.name_of(part, attribute)
                 used, now = uses.get(name, []), second.content_of(part, attribute)
                 if used and not used[0].assigns:  # it is read first: the value of the step before
                     where, changed = _reads_and_writes(used, now)
                     is_number = second.is_number(part, attribute)
-                    if changed and id(part) not in units:
-                        seen.carried.append(Carried(name, is_number, where, changed))
+                    by_step = tuple(place for place in changed if place.during == "code" or id(part) not in units)
+                    if by_step and not (id(part) in units and isinstance(part, Metric)):
+                        seen.carried.append(Carried(name, is_number, where, by_step))
                     elif changed and is_number and not isinstance(part, Metric):
                         seen.own_updates[name] = False
                         seen.counts |= {name} if used[0].before != now else set()

@@ -123,8 +123,8 @@ class PlainRead:
 
 @dataclass(frozen=True)
 class Carried:
-    """A value without absent tensors that the code around the units keeps on a module, and reads in the next step
-    before it changes it: a count of steps, a list of earlier batches.
+    """A value without absent tensors that the code around the units keeps on a module, and that it or a unit reads in
+    the next step before it changes: a count of steps, a list of earlier batches.
 
     Attributes:
         name: the attribute's name, after its module's.

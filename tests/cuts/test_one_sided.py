@@ -7,8 +7,9 @@ import random
 import sys
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from enum import Enum
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -301,10 +302,17 @@ def take(common: Any, y: Tensor) -> Any:
     return was
 
 
+def drop(common: Any, y: Tensor) -> None:
+    with suppress(AttributeError):
+        del common.flag
+
+
 def test_what_is_at_the_end_as_before_the_step_is_seen() -> None:
     def set_it(common: Any, y: Tensor) -> None:
         common.kept = 2.0
 
+    with pytest.raises(FlowError, match="'flag'"):
+        flow_of(having({0: flag, 3: drop}))
     flow_of(having({2: set_it, 3: take}))
     with pytest.raises(FlowError, match="'kept'"):
         flow_of(having({0: set_it, 3: take}))
@@ -341,6 +349,48 @@ def fill(common: Any, y: Tensor) -> Any:
 @pytest.mark.parametrize("does", [work, fill, lambda common, y: common.kept])
 def test_what_each_layer_writes_itself_before_it_reads_it_is_its_own(does: Does) -> None:
     flow_of(having(dict.fromkeys(range(4), does)))
+
+
+def flag(common: Any, y: Tensor) -> Any:
+    was = hasattr(common, "flag")
+    common.flag = 1.0
+    return 2.0 if was else None
+
+
+class Leaves(Net):
+    """The end of the step leaves something on a layer, or on a part of several, for the next step's layers."""
+
+    def __init__(self, block: int, does: Does, leaves: Callable[[Any, Tensor], Any], *, alone: bool) -> None:
+        super().__init__()
+        common = Common()
+        self.blocks[block] = Has(common, does)
+        if not alone:
+            self.blocks[3] = Has(common, lambda common, y: None)
+        self.leaves = partial(leaves, common)
+
+    def step(self, x: Tensor) -> Tensor:
+        result = super().step(x)
+        self.leaves(result)
+        return result
+
+
+def keep_loss(common: Any, result: Tensor) -> None:
+    common.kept = result.item()
+
+
+@pytest.mark.parametrize(("name", "does", "leaves", "alone"), [
+    ("kept", lambda c, y: c.kept, keep_loss, False),
+    ("kept", lambda c, y: c.kept, keep_loss, True),
+    ("kept", lambda c, y: c.kept, lambda c, result: setattr(c, "kept", 0.9 * c.kept), False),
+    ("flag", flag, lambda c, result: delattr(c, "flag"), False),
+])  # fmt: skip
+def test_what_the_end_of_a_step_leaves_for_layers_is_on_the_last_stage(
+    name: str, does: Does, leaves: Callable[[Any, Tensor], Any], alone: bool
+) -> None:
+    flow_of(Leaves(2, does, leaves, alone=alone))
+    words = rf"reads 'blocks\.0\.common\.{name}' on stage 0, but changes it after"
+    with pytest.raises(FlowError, match=words):
+        flow_of(Leaves(0, does, leaves, alone=alone))
 
 
 class EveryOther(Net):
