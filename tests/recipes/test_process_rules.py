@@ -9,6 +9,7 @@ import torch
 
 from recipes import process_rules
 from tests.recipes.test_configs import problems
+from tests.thorough import thorough
 
 
 def on_a_machine(monkeypatch: pytest.MonkeyPatch, cores: int, gpus: int) -> None:
@@ -33,7 +34,7 @@ def test_what_runs_elsewhere_or_in_one_process_is_not_measured_by_this_machine(m
     assert problems("strategy=data_parallel", *many) == []
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "pipeline_1f1b"])
+@pytest.mark.parametrize("strategy", ["ddp", *thorough("pipeline_1f1b")])
 def test_a_backend_that_cannot_work_is_refused(monkeypatch: pytest.MonkeyPatch, strategy: str) -> None:
     def told(*overrides: str) -> str:
         return "\n".join(map(str, problems(f"strategy={strategy}", *overrides)))

@@ -24,6 +24,7 @@ OF_NO_KIND = {
     "strategy=pipeline_gpipe": {
         "strategy.schedule=gpip": "naive or gpipe or 1f1b",
         "strategy.microbatches=0": "an integer of at least 1, or auto",
+        "strategy.process_group_backend=foo": "gloo or nccl, or null",
         "optimizer.lr=fast": "a number of at least 0",
         "model.dropout=1.5": "from 0 to 1",
         "trainer.precision=bf17": "bf16-mixed",
