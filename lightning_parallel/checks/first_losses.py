@@ -136,7 +136,7 @@ def _first_difference(ranks: list[dict[str, float]], tolerance: float) -> str | 
         apart = [n for n in {**first, **values} if not _are_close(first.get(n), values.get(n), tolerance)]
         if apart:
             a, b = (f"{x[apart[0]]:.9g}" if apart[0] in x else None for x in (first, values))
-            others = f", and {first_few(map(repr, apart[1:]))} differ too" if apart[1:] else ""
+            others = f"; others that differ: {first_few(map(repr, apart[1:]))}" if apart[1:] else ""
             return f"{apart[0]!r} is {a} on tensor rank 0, and {b} on rank {rank}{others}"
     return None
 

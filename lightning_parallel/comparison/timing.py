@@ -132,7 +132,8 @@ def _last_line(error: Exception) -> str:
 
 
 def _end_with_parent() -> None:
-    """End this process when the one that has started it has ended, on any system and whatever the rank waits for."""
+    """End this process when the one that has started it has ended, whatever the rank waits for. torch does so on Linux
+    only, by an interrupt."""
     parent = multiprocessing.parent_process()
     assert parent is not None, "a rank is started by another process"
     parent.join()

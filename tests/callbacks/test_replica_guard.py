@@ -48,10 +48,11 @@ LAYOUTS: dict[str, tuple[int, str, str, dict[str, Any]]] = {
 
 
 class OwnRate(Callback):
-    """One replica takes another learning rate."""
+    """One replica takes another learning rate, when options aren't compared by themselves."""
 
     def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
-        trainer.optimizers[0].param_groups[0]["lr"] = 0.01 * (1 + trainer.global_rank)
+        if trainer.fit_loop.total_batch_idx == 5:
+            trainer.optimizers[0].param_groups[0]["lr"] = 0.01 * (2 + trainer.global_rank)
 
 
 class Flip(Callback):
@@ -119,7 +120,8 @@ def test_the_copy_that_differs_is_named_on_all_ranks(
 
 def train_with_own_rates() -> None:
     options = {"tensor_parallel": 1, "data_parallel": 2}
-    make_trainer("tensor", [OwnRate(), ReplicaGuard(1)], options).fit(ALL["LeNet"](), ALL["LeNet"].loader())
+    trainer = make_trainer("tensor", [OwnRate(), ReplicaGuard(1)], options)
+    trainer.fit(ALL["LeNet"](), ALL["LeNet"].loader(batch_size=1))
 
 
 def test_replicas_that_part_by_their_learning_rates_are_told_so(pool: WorkerPool) -> None:

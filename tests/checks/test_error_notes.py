@@ -66,7 +66,7 @@ class ComparesFeatures(Net):
     def __init__(self) -> None:
         super().__init__()
         self.teacher, self.seen = nn.Linear(4, 8), [torch.zeros(())]
-        self.layers[0].register_forward_hook(lambda layer, args, output: self.seen.__setitem__(0, output))
+        self.layers[1].register_forward_hook(lambda layer, args, output: self.seen.__setitem__(0, output))
 
     def configure_tensor_parallel(self) -> dict[str, str]:
         return {"layers.0": "column", "layers.2": "row"}

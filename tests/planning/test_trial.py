@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ from tools.faults.models import Blocks
 from tools.workers.pool import WorkerPool
 
 SLEEP = 0.004  # seconds
+FORK = multiprocessing.get_context("fork")
 
 
 class FailsInDDP(Blocks):
@@ -77,30 +77,28 @@ def test_one_that_fails_is_refused_with_its_error() -> None:
     assert found.best.measured is not None
 
 
-class Waits(Blocks):
-    """It can't be interrupted."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        Path(os.environ["RANK_IS"]).write_text(str(os.getpid()))
-        time.sleep(60)
-        return super().training_step(batch, batch_idx)
+def wait(*_: Any, **__: Any) -> None:
+    time.sleep(60)
 
 
-def measure_one_that_waits() -> None:
-    timing.measured("data_parallel", {}, Waits(), Waits.batches()[0], 1, {"accelerator": "cpu"})
+def start_a_rank(folder: Path) -> None:
+    rank = FORK.Process(target=timing._rank, args=(0, 1, 0, str(folder)))
+    rank.start()
+    (folder / "started").write_text(str(rank.pid))
+    rank.join()
 
 
-def test_ranks_end_with_the_process_that_has_started_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    number = tmp_path / "number"
-    monkeypatch.setenv("RANK_IS", str(number))
-    parent = multiprocessing.get_context("spawn").Process(target=measure_one_that_waits)
+def test_a_rank_ends_with_the_process_that_has_started_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "load", wait)
+    parent, started = FORK.Process(target=start_a_rank, args=(tmp_path,)), tmp_path / "started"
     parent.start()
-    while not (number.exists() and number.read_text()) and parent.is_alive():
+    while not (started.exists() and started.read_text()):
         time.sleep(0.05)
-    rank = psutil.Process(int(number.read_text()))
+    rank, end = psutil.Process(int(started.read_text())), time.monotonic() + 20
     parent.kill()
-    rank.wait(20)
+    while rank.is_running() and rank.status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < end
+        time.sleep(0.05)
 
 
 def test_what_cannot_be_measured_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
