@@ -61,6 +61,7 @@ def trainer(*callbacks: Callback, **given: Any) -> L.Trainer:
 ELSEWHERE = {
     "launched_by_make_launcher": "strategies/test_refusals.py",
     "layer_sync_of": "strategies/test_refusals.py",
+    "refuse_validation_by_time": "strategies/test_refusals.py",
     "copy_of_module": "callbacks/test_averages.py",
     "are_known_functions": "callbacks/test_averages.py",
     "walks": "callbacks/test_averages.py",
