@@ -31,7 +31,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from lightning_parallel.private.torch import TorchDispatchMode, is_zero_tensor, makes_memory, tree_leaves
+from lightning_parallel.private.torch.tensors import TorchDispatchMode, is_zero_tensor, makes_memory, tree_leaves
 
 LARGE = 2**20  # bytes of a tensor that is put into a file
 KEPT = 2**26  # bytes that are read or written until memory is dropped

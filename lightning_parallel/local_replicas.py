@@ -23,7 +23,7 @@ from torchmetrics import Metric, MetricCollection
 from lightning_parallel.batch import batch_size, mapped, split
 from lightning_parallel.batch_joins import join_outputs
 from lightning_parallel.private.lightning.replaced import replaced
-from lightning_parallel.private.torch import buffers_of, is_compiled, modules_of, parameters_of, shallow_copy
+from lightning_parallel.private.torch.modules import buffers_of, is_compiled, modules_of, parameters_of, shallow_copy
 from lightning_parallel.values import same_value
 
 

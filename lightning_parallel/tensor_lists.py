@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_parallel.private.torch import add_all, clone_all, scale_all
+from lightning_parallel.private.torch.tensors import add_all, clone_all, scale_all
 
 
 def alike(tensors: Sequence[Tensor], *others: Sequence[Any]) -> Iterator[list[Any]]:

@@ -22,7 +22,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from lightning_parallel.private.torch import TorchDispatchMode, boxed_group, group_by_name, tensors_in
+from lightning_parallel.private.torch.groups import boxed_group, group_by_name
+from lightning_parallel.private.torch.tensors import TorchDispatchMode, tensors_in
 
 POINT_TO_POINT, SCALARS = "point-to-point", "scalars"
 KINDS = ("all-reduce", "all-gather", "reduce-scatter", "broadcast", POINT_TO_POINT, SCALARS)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch.utils.flop_counter import FlopCounterMode, bmm_flop
 
-from lightning_parallel.private.torch import ATTENTION_ON_CPU
+from lightning_parallel.private.torch.tensors import ATTENTION_ON_CPU
 
 
 def flop_counter() -> FlopCounterMode:

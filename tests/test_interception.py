@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torchmetrics import CatMetric
 
 from lightning_parallel.interception import Interception
-from lightning_parallel.private.torch import forward_hooks
+from lightning_parallel.private.torch.modules import forward_hooks
 
 
 def test_hooks_come_around_the_users() -> None:

@@ -30,7 +30,7 @@ from lightning_parallel.messages.message import TRAILER, encode, format_of
 from lightning_parallel.pipeline.chunk import Microbatch
 from lightning_parallel.pipeline.engine import Engine
 from lightning_parallel.pipeline.stage import Stage
-from lightning_parallel.private.torch import group_of_members
+from lightning_parallel.private.torch.groups import group_of_members
 from lightning_parallel.ranks import groups as groups_module
 from lightning_parallel.ranks import meeting
 from lightning_parallel.ranks.groups import Groups, Wires

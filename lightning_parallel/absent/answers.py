@@ -25,11 +25,9 @@ from lightning_parallel.absent.on_meta import Argument, meta_of
 from lightning_parallel.absent.origins import INPUT, origin_of
 from lightning_parallel.absent.tensor import AbsentMemory, AbsentTensor, AbsentValueError, absent_like
 from lightning_parallel.interception import Interception, Invocation, can_intercept
-from lightning_parallel.private.torch import (
+from lightning_parallel.private.torch.modules import buffers_of, forward_hooks, parameters_of
+from lightning_parallel.private.torch.tensors import (
     asks_for_memory,
-    buffers_of,
-    forward_hooks,
-    parameters_of,
     subclass_functions_disabled,
     tree_flatten,
     tree_leaves,

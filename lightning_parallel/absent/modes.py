@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from lightning_parallel.absent.tensor import AbsentMemory, AbsentTensor
-from lightning_parallel.private.torch import VALUE_OF, TorchDispatchMode, tree_leaves
+from lightning_parallel.private.torch.tensors import VALUE_OF, TorchDispatchMode, tree_leaves
 
 
 class ValuesGuessed(TorchDispatchMode):

@@ -13,7 +13,7 @@ from torchmetrics import Metric
 
 from lightning_parallel.absent.origins import METRIC_STATE, origin_of_parameter
 from lightning_parallel.absent.tensor import AbsentTensor, absent_like
-from lightning_parallel.private.torch import buffers_of, parameters_of
+from lightning_parallel.private.torch.modules import buffers_of, parameters_of
 from lightning_parallel.values import changed
 
 

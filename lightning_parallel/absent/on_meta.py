@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_parallel.private.torch import tree_flatten, tree_unflatten
+from lightning_parallel.private.torch.tensors import tree_flatten, tree_unflatten
 
 
 def meta_of(value: Any) -> Any:

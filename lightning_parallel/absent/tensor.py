@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_parallel.absent.on_meta import Argument, computed_on_meta
-from lightning_parallel.private.torch import (
+from lightning_parallel.private.torch.tensors import (
     PACK_SEQUENCES,
     PAD_SEQUENCES,
     dispatch_disabled,

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from lightning_parallel.private.torch import saved_tensor, saved_value
+from lightning_parallel.private.torch.autograd import saved_tensor, saved_value
 
 # Computes a weight's gradient from the other operand of its matmul and from the gradient of the product.
 Formula: TypeAlias = Callable[[Tensor, Tensor], Tensor]

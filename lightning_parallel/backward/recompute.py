@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_parallel.private.torch import buffers_of, parameters_of
+from lightning_parallel.private.torch.modules import buffers_of, parameters_of
 from lightning_parallel.seeding import host_generators_kept, host_generators_now
 from lightning_parallel.values import changed
 

@@ -41,13 +41,8 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 from lightning_parallel.backward.matmuls import KNOWN, Formula
-from lightning_parallel.private.torch import (
-    hooks_beside,
-    memory_is_shared,
-    run_backward,
-    saved_tensor,
-    version_of,
-)
+from lightning_parallel.private.torch.autograd import hooks_beside, memory_is_shared, run_backward, saved_tensor
+from lightning_parallel.private.torch.tensors import version_of
 
 # When more bytes of weights' gradients wait, one backward adds them all: to begin one takes as long as a small matmul.
 AT_A_TIME = 1 << 24

@@ -24,7 +24,7 @@ from typing_extensions import override
 from lightning_parallel.batch import samples_of
 from lightning_parallel.private.lightning.batches import ends_update
 from lightning_parallel.private.lightning.metrics import logged_step, show_in_progress_bar
-from lightning_parallel.private.torch import tree_leaves
+from lightning_parallel.private.torch.tensors import tree_leaves
 from lightning_parallel.ranks.notice import Noticeboard
 
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)

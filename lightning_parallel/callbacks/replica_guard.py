@@ -32,7 +32,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_parallel.private.lightning.replaced import replaced
-from lightning_parallel.private.torch import tensors_in
+from lightning_parallel.private.torch.tensors import tensors_in
 from lightning_parallel.ranks.collectives import Group, gather_objects, highest
 from lightning_parallel.ranks.layout import Layout
 from lightning_parallel.ranks.local_model import LocalModel, local_part, memory_of

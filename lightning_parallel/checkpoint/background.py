@@ -20,7 +20,7 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_parallel.private.lightning.replaced import replaced
-from lightning_parallel.private.torch import ThreadApart
+from lightning_parallel.private.torch.groups import ThreadApart
 from lightning_parallel.ranks.collectives import Group
 
 

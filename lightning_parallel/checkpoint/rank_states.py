@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from lightning_parallel.absent.tensor import AbsentTensor
 from lightning_parallel.checkpoint.keys import OptimizerState
 from lightning_parallel.checkpoint.slices import Slices
-from lightning_parallel.private.torch import tree_leaves
+from lightning_parallel.private.torch.tensors import tree_leaves
 from lightning_parallel.ranks.local_model import LocalModel, local_part, memory_of
 
 # -- the module --------------------------------------------------------------------------------------------------

@@ -31,7 +31,7 @@ from lightning_parallel.checkpoint.directory import (
     damaged,
     verified,
 )
-from lightning_parallel.private.torch import METADATA_CLASSES
+from lightning_parallel.private.torch.tensors import METADATA_CLASSES
 from lightning_parallel.values import first_few
 
 

@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor
 
-from lightning_parallel.private.torch import tree_map, wrapper_tensor
+from lightning_parallel.private.torch.tensors import tree_map, wrapper_tensor
 from lightning_parallel.ranks.local_model import local_part
 from lightning_parallel.ranks.shard import Shard, piece
 

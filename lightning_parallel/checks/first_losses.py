@@ -22,7 +22,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 
 from lightning_parallel.checks.reads_of_shards import ReadsOfShards, warn_of_sizes
-from lightning_parallel.private.torch import tensors_in
+from lightning_parallel.private.torch.tensors import tensors_in
 from lightning_parallel.ranks.collectives import gather_objects
 from lightning_parallel.results.logs import logging_through
 from lightning_parallel.values import first_few

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from lightning_parallel.private.torch import default_group
+from lightning_parallel.private.torch.groups import default_group
 
 
 class CollectiveError(Exception):

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode, resolve_name
 
-from lightning_parallel.private.torch import tensors_in
+from lightning_parallel.private.torch.tensors import tensors_in
 from lightning_parallel.ranks.local_model import memory_of
 from lightning_parallel.tensor.functions import has_memory
 from lightning_parallel.values import first_few

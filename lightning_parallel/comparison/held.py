@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from lightning_parallel.absent.tensor import AbsentTensor
-from lightning_parallel.private.torch import TorchDispatchMode, tensors_in
+from lightning_parallel.private.torch.tensors import TorchDispatchMode, tensors_in
 
 
 class Held(TorchDispatchMode):

@@ -26,7 +26,7 @@ from typing_extensions import override
 from lightning_parallel.batch import rebuilt, split
 from lightning_parallel.comparison.evidence import SEED, Evidence, Witness
 from lightning_parallel.private.lightning.replaced import replaced
-from lightning_parallel.private.torch import tree_leaves
+from lightning_parallel.private.torch.tensors import tree_leaves
 from lightning_parallel.ranks.collectives import broadcast_object
 
 T = TypeVar("T")

@@ -33,7 +33,7 @@ from torch.utils.data import DataLoader
 from lightning_parallel.comparison.check import layout_of
 from lightning_parallel.comparison.held import Held
 from lightning_parallel.comparison.runs import Shares, trainer_of
-from lightning_parallel.private.torch import tree_leaves
+from lightning_parallel.private.torch.tensors import tree_leaves
 
 STEPS = 3
 # A pipeline tries losses in batches 0, 1, 2, 4, 8, ..., which takes time and memory of its own. The first batches are

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from lightning_parallel.absent.tensor import AbsentTensor
 from lightning_parallel.comparison.evidence import copied
 from lightning_parallel.interception import Interception, can_intercept
-from lightning_parallel.private.torch import tensors_in
+from lightning_parallel.private.torch.tensors import tensors_in
 from lightning_parallel.ranks.collectives import gather_objects_on_first
 from lightning_parallel.strategies.base import LayoutStrategy
 from lightning_parallel.strategies.staged import StagedStrategy

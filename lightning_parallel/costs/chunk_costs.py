@@ -12,7 +12,7 @@ from lightning_parallel.costs.code_around import CodeAround
 from lightning_parallel.costs.layer_costs import Cost
 from lightning_parallel.cuts.flow import way_of
 from lightning_parallel.cuts.partition import Partition
-from lightning_parallel.private.torch import tree_leaves
+from lightning_parallel.private.torch.tensors import tree_leaves
 from lightning_parallel.ranks.layout import Placement
 from lightning_parallel.ranks.local_model import memory_of
 from lightning_parallel.tracing.trace import TracedCall

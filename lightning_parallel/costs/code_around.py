@@ -16,7 +16,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from lightning_parallel.absent.tensor import AbsentMemory, AbsentTensor
 from lightning_parallel.costs.layer_costs import storage_key, with_own_objects
-from lightning_parallel.private.torch import tensors_in, tree_map
+from lightning_parallel.private.torch.tensors import tensors_in, tree_map
 from lightning_parallel.tracing.operations import OperationsNoted
 from lightning_parallel.tracing.trace import Call
 

@@ -25,7 +25,7 @@ from lightning_parallel.absent.tensor import AbsentTensor
 from lightning_parallel.comparison.held import Held
 from lightning_parallel.costs.devices import Device, seconds_of_each
 from lightning_parallel.private.group_on_paper import GroupOnPaper
-from lightning_parallel.private.torch import tensors_in, tree_leaves, tree_map
+from lightning_parallel.private.torch.tensors import tensors_in, tree_leaves, tree_map
 from lightning_parallel.values import PLAIN
 
 _CACHED = 2**26  # bytes that a processor's cache may have

@@ -25,7 +25,7 @@ from lightning_parallel.costs.layer_costs import Cost, kind_of, tried
 from lightning_parallel.cuts.partition import Partition
 from lightning_parallel.interception import Interception
 from lightning_parallel.private.group_on_paper import GroupOnPaper
-from lightning_parallel.private.torch import FakeTensorMode
+from lightning_parallel.private.torch.tensors import FakeTensorMode
 from lightning_parallel.tracing.dry_run import trace
 from lightning_parallel.tracing.trace import TracedCall
 

@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_parallel.costs.devices import Device, seconds_of
-from lightning_parallel.private.torch import TorchDispatchMode
+from lightning_parallel.private.torch.tensors import TorchDispatchMode
 
 _SAMPLE = 2**27  # bytes of parameters that are stepped together, so that they aren't all in a cache
 _LEAST, _MOST = 0.01, 20  # seconds of one measurement, and runs

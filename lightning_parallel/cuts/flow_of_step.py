@@ -14,7 +14,7 @@ from lightning_parallel.cuts.flow import TWICE, Cargo, Flow, FlowError, Pair, Wa
 from lightning_parallel.cuts.one_sided import refuse_one_sided
 from lightning_parallel.cuts.partition import Partition
 from lightning_parallel.cuts.placed_step import PlacedStep
-from lightning_parallel.private.torch import has_full_backward_hooks
+from lightning_parallel.private.torch.modules import has_full_backward_hooks
 from lightning_parallel.tracing.dry_run import trace
 from lightning_parallel.tracing.trace import Call, Trace, Update
 

@@ -30,7 +30,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from lightning_parallel.fully_sharded.uses import leaves
 from lightning_parallel.gradients.averaging import GradientAverager
-from lightning_parallel.private.torch import reduce_scatter_into
+from lightning_parallel.private.torch.groups import reduce_scatter_into
 from lightning_parallel.ranks.collectives import all_alike, broadcast_tensors
 from lightning_parallel.tensor_lists import multiply
 

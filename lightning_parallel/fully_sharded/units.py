@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_parallel.private.torch import tensors_in
+from lightning_parallel.private.torch.tensors import tensors_in
 
 
 def untied(module: nn.Module, names: Iterable[str]) -> dict[str, nn.Module]:

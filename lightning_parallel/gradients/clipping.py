@@ -19,7 +19,8 @@ from torch.optim import Optimizer
 
 from lightning_parallel.gradients.hook_watch import GradientWatch
 from lightning_parallel.private.lightning.replaced import replaced
-from lightning_parallel.private.torch import CommonScaler, norms_of, scale_all
+from lightning_parallel.private.torch.groups import CommonScaler
+from lightning_parallel.private.torch.tensors import norms_of, scale_all
 from lightning_parallel.ranks.collectives import reduce_tensor
 from lightning_parallel.ranks.local_model import LocalModel, local_part
 from lightning_parallel.ranks.run import Run

@@ -28,7 +28,8 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_parallel.gradients.overridden import overridden
 from lightning_parallel.private.lightning.batches import around_step_hooks
-from lightning_parallel.private.torch import base_of, has_gradient_hooks, tensors_in
+from lightning_parallel.private.torch.modules import has_gradient_hooks
+from lightning_parallel.private.torch.tensors import base_of, tensors_in
 from lightning_parallel.ranks.local_model import local_part, memory_of
 from lightning_parallel.ranks.run import Run
 from lightning_parallel.values import line_outside

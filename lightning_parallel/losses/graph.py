@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from lightning_parallel.losses import operations as ops
-from lightning_parallel.private.torch import saved_tensor, saved_value, shape_of_operand, shape_of_result
+from lightning_parallel.private.torch.autograd import saved_tensor, saved_value, shape_of_operand, shape_of_result
 
 Number = float | Tensor  # a tensor without dimensions where it isn't in the host's memory
 

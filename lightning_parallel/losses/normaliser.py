@@ -28,7 +28,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from lightning_parallel.batch_joins import weighted_mean
 from lightning_parallel.losses.counts import count_of, main_of, may_count, ratio_of, ratios_of
 from lightning_parallel.losses.graph import Number, Term, inverse, number_of, scalar, terms_of
-from lightning_parallel.private.torch import like_edge
+from lightning_parallel.private.torch.autograd import like_edge
 
 _EQUAL = 1e-6  # relative; sums of class weights are rounded
 

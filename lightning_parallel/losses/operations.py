@@ -8,7 +8,7 @@ from types import MappingProxyType
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from lightning_parallel.private.torch import saved_tensor, saved_value, shape_of_operand
+from lightning_parallel.private.torch.autograd import saved_tensor, saved_value, shape_of_operand
 
 LINEAR = frozenset(
     {

@@ -24,7 +24,7 @@ from lightning_parallel.batch_joins import weighted_mean
 from lightning_parallel.losses.counts import count_of, numbered
 from lightning_parallel.losses.graph import Number, Term, has_kink, terms_of
 from lightning_parallel.losses.normaliser import Rule
-from lightning_parallel.private.torch import where_created
+from lightning_parallel.private.torch.autograd import where_created
 
 _LOOKED_AT = 16  # terms, and nodes below each
 _OF_TORCH = str(Path(torch.__file__).parent)

@@ -43,7 +43,7 @@ from torch import Tensor
 from lightning_parallel.messages.channel import END_OF_STREAM, Link, Receiver, Sender, received_format
 from lightning_parallel.messages.message import Format, Packet, encode, format_of
 from lightning_parallel.messages.posting import Posted, posts_directly
-from lightning_parallel.private.torch import abort_groups
+from lightning_parallel.private.torch.groups import abort_groups
 
 
 class AnnouncingSender(Sender):

@@ -35,7 +35,7 @@ from torch import Tensor
 from lightning_parallel.messages.message import Format, Packet, decode, encode, format_of, views
 from lightning_parallel.messages.posting import Post, Posted, posts_from_thread
 from lightning_parallel.messages.streams import Streams
-from lightning_parallel.private.torch import not_recorded
+from lightning_parallel.private.torch.tensors import not_recorded
 from lightning_parallel.ranks.collectives import PeerLostError
 from lightning_parallel.ranks.groups import Wire
 

@@ -34,7 +34,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_parallel.optimizers.division import Division
-from lightning_parallel.private.torch import has_step_hooks
+from lightning_parallel.private.torch.modules import has_step_hooks
 from lightning_parallel.ranks.collectives import gather_objects, highest
 from lightning_parallel.ranks.local_model import LocalModel, local_part
 from lightning_parallel.ranks.writes import digest

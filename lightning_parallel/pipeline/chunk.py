@@ -32,7 +32,8 @@ from lightning_parallel.messages.ends import Ends, WayIn, WayOut
 from lightning_parallel.messages.message import Format, format_of, gradient_format
 from lightning_parallel.pipeline.stage import Stage
 from lightning_parallel.pipeline.weights import Half, WeightVersions
-from lightning_parallel.private.torch import parameters_of, run_backward
+from lightning_parallel.private.torch.autograd import run_backward
+from lightning_parallel.private.torch.modules import parameters_of
 from lightning_parallel.seeding import TorchGenerators
 from lightning_parallel.timeline.recording import Timeline
 

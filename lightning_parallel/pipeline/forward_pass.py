@@ -17,7 +17,8 @@ from lightning_parallel.cuts.flow import Flow, tensors_of
 from lightning_parallel.cuts.partition import Partition
 from lightning_parallel.interception import LeaveStep
 from lightning_parallel.messages.arrival import Arrival
-from lightning_parallel.private.torch import has_gradient_hooks, tensors_in, tree_flatten, tree_unflatten
+from lightning_parallel.private.torch.modules import has_gradient_hooks
+from lightning_parallel.private.torch.tensors import tensors_in, tree_flatten, tree_unflatten
 from lightning_parallel.tracing.trace import Call
 
 

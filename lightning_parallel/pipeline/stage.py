@@ -46,7 +46,7 @@ from lightning_parallel.cuts.partition import Partition
 from lightning_parallel.interception import Interception, LeaveStep, can_intercept
 from lightning_parallel.messages.arrival import Arrival
 from lightning_parallel.pipeline.forward_pass import Cuts, ForwardPass
-from lightning_parallel.private.torch import forward_hooks
+from lightning_parallel.private.torch.modules import forward_hooks
 from lightning_parallel.ranks.local_model import saved_buffers
 from lightning_parallel.seeding import TorchGenerators, next_seed, seed_host_generators
 from lightning_parallel.tracing.trace import Call

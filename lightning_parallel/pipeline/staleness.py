@@ -49,7 +49,7 @@ from typing import Literal, TypeAlias
 import torch
 from torch import Tensor
 
-from lightning_parallel.private.torch import add_all, differences, lerp_all
+from lightning_parallel.private.torch.tensors import add_all, differences, lerp_all
 from lightning_parallel.settings import NotNegative
 
 Stashing: TypeAlias = Literal["stash", "2bw", "latest"]

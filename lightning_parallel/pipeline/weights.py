@@ -32,7 +32,8 @@ from torch import Tensor, nn
 from lightning_parallel.gradients.swapping import gradients_apart
 from lightning_parallel.losses.normaliser import BatchLoss
 from lightning_parallel.pipeline.staleness import Stashing, extrapolate
-from lightning_parallel.private.torch import copy_all, places_of
+from lightning_parallel.private.torch.modules import places_of
+from lightning_parallel.private.torch.tensors import copy_all
 from lightning_parallel.tensor_lists import added, alike, copied, multiply
 from lightning_parallel.values import changed
 

@@ -25,7 +25,7 @@ from lightning_parallel.fully_sharded.units import untied
 from lightning_parallel.planning.communicators import nccl_buffers
 from lightning_parallel.planning.layouts import Choice
 from lightning_parallel.planning.moments import held_and_fullest, message_buffers
-from lightning_parallel.private.torch import tree_leaves
+from lightning_parallel.private.torch.tensors import tree_leaves
 from lightning_parallel.schedules.asynchronous import AsyncOneFOneB
 from lightning_parallel.set_up.unit_shards import find_units
 

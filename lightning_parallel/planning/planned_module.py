@@ -26,7 +26,7 @@ from lightning_parallel.planning.cutting import Cuts
 from lightning_parallel.planning.layouts import Choice
 from lightning_parallel.planning.memory import Memory, State, Tensors
 from lightning_parallel.private.group_on_paper import GroupOnPaper
-from lightning_parallel.private.torch import tree_leaves
+from lightning_parallel.private.torch.tensors import tree_leaves
 from lightning_parallel.results.logs import discard, logging_through
 from lightning_parallel.set_up.part_of_model import configure_part
 from lightning_parallel.tensor_plans.plan import find_plan

@@ -11,7 +11,7 @@ from itertools import pairwise
 import torch
 import torch.distributed as dist
 
-from lightning_parallel.private.torch import group_of_members
+from lightning_parallel.private.torch.groups import group_of_members
 from lightning_parallel.ranks.collectives import reduce_tensor
 from lightning_parallel.ranks.layout import AXES, Layout, Placement
 

@@ -18,7 +18,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from lightning_parallel.private.torch import group_of_members
+from lightning_parallel.private.torch.groups import group_of_members
 from lightning_parallel.ranks.collectives import highest
 
 _IN_ONE_RING = 64  # ranks; an estimate of where shorter rings save more than a second collective costs

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
-from lightning_parallel.private.torch import default_store
+from lightning_parallel.private.torch.groups import default_store
 from lightning_parallel.ranks.collectives import guarded
 
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from lightning.fabric.plugins import ClusterEnvironment
 
 from lightning_parallel.private.lightning.launching import init_process_group
-from lightning_parallel.private.torch import abort_groups, connecting, forget_meshes
+from lightning_parallel.private.torch.groups import abort_groups, connecting, forget_meshes
 from lightning_parallel.ranks import rendezvous
 from lightning_parallel.ranks.collectives import all_alike, broadcast_object
 from lightning_parallel.ranks.layout import Layout

@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_parallel.private.torch import default_group, silent_group_of
+from lightning_parallel.private.torch.groups import default_group, silent_group_of
 from lightning_parallel.ranks.collectives import broadcast_object, guarded, reduce_tensor
 from lightning_parallel.ranks.groups import Groups
 from lightning_parallel.ranks.layout import Layout

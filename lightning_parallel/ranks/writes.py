@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_parallel.private.torch import TorchDispatchMode, tensors_in, written_arguments
+from lightning_parallel.private.torch.tensors import TorchDispatchMode, tensors_in, written_arguments
 from lightning_parallel.ranks.collectives import MESSAGE, Group, buckets_of, gather_objects
 from lightning_parallel.ranks.local_model import memory_of
 

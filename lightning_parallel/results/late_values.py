@@ -26,7 +26,7 @@ from torch import Tensor
 from lightning_parallel.losses.graph import scalar
 from lightning_parallel.messages.side_links import next_message, side_links
 from lightning_parallel.private.lightning.metrics import metric_places, replace_metric_places, step_metrics
-from lightning_parallel.private.torch import subclass_functions_disabled, tree_map
+from lightning_parallel.private.torch.tensors import subclass_functions_disabled, tree_map
 from lightning_parallel.ranks.run import Run
 from lightning_parallel.values import line_outside
 

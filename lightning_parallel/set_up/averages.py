@@ -36,7 +36,7 @@ from lightning_parallel.private.lightning.averaging import (
 )
 from lightning_parallel.private.lightning.launching import callbacks_of
 from lightning_parallel.private.lightning.replaced import replaced
-from lightning_parallel.private.torch import buffers_of, parameters_of
+from lightning_parallel.private.torch.modules import buffers_of, parameters_of
 from lightning_parallel.ranks.collectives import together
 from lightning_parallel.ranks.local_model import LocalModel, local_part
 from lightning_parallel.ranks.run import Run

@@ -17,7 +17,7 @@ from torch import nn
 from lightning_parallel.absent.tensor import AbsentTensor
 from lightning_parallel.batch import cloned, tensors
 from lightning_parallel.cuts.flow import TWICE, Flow, FlowError
-from lightning_parallel.private.torch import version_of
+from lightning_parallel.private.torch.tensors import version_of
 from lightning_parallel.ranks.collectives import gather_objects, together
 from lightning_parallel.ranks.run import Run
 from lightning_parallel.results.last_stage import LastStage

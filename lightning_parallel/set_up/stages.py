@@ -20,7 +20,7 @@ from lightning_parallel.fully_sharded.units import untied
 from lightning_parallel.gradients.averaging import summed_over
 from lightning_parallel.gradients.swapping import Gradients
 from lightning_parallel.pipeline.stage import Stage
-from lightning_parallel.private.torch import is_graphed
+from lightning_parallel.private.torch.modules import is_graphed
 from lightning_parallel.ranks.collectives import broadcast_tensors, gather_objects
 from lightning_parallel.ranks.local_model import LocalModel, local_part
 from lightning_parallel.ranks.run import Run

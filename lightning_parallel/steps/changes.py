@@ -29,7 +29,8 @@ from torch.distributed.tensor import DTensor
 
 from lightning_parallel.absent.tensor import AbsentTensor
 from lightning_parallel.interception import LeaveStep
-from lightning_parallel.private.torch import places_of, set_version, version_of
+from lightning_parallel.private.torch.modules import places_of
+from lightning_parallel.private.torch.tensors import set_version, version_of
 from lightning_parallel.ranks.writes import digest
 
 _WATCHED = 2  # microbatches of a batch

@@ -18,7 +18,7 @@ import lightning.pytorch as pl
 from torch import Tensor
 
 from lightning_parallel.private.lightning.metrics import metric_places, replace_metric_places
-from lightning_parallel.private.torch import version_of
+from lightning_parallel.private.torch.tensors import version_of
 from lightning_parallel.ranks.run import Run
 from lightning_parallel.results.late_values import LateMetrics
 from lightning_parallel.results.logs import log_arguments, loggers_through, logging_through

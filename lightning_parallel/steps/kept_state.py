@@ -21,7 +21,8 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 
 from lightning_parallel.absent.tensor import AbsentTensor
-from lightning_parallel.private.torch import buffers_of, tree_leaves
+from lightning_parallel.private.torch.modules import buffers_of
+from lightning_parallel.private.torch.tensors import tree_leaves
 from lightning_parallel.tracing.snapshot import OF_MODULES
 
 _LARGE = 2**20  # elements; a larger buffer is somebody's data

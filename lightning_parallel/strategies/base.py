@@ -63,7 +63,8 @@ from lightning_parallel.private.lightning.launching import (
     move_optimizers,
 )
 from lightning_parallel.private.lightning.replaced import replaced
-from lightning_parallel.private.torch import group_of_members, values_read_by
+from lightning_parallel.private.torch.groups import group_of_members
+from lightning_parallel.private.torch.tensors import values_read_by
 from lightning_parallel.ranks import process_group
 from lightning_parallel.ranks.collectives import broadcast_tensors, together
 from lightning_parallel.ranks.groups import Groups

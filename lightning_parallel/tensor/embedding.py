@@ -8,7 +8,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_parallel.private.torch import move_forward_hooks
+from lightning_parallel.private.torch.modules import move_forward_hooks
 from lightning_parallel.tensor import functions
 from lightning_parallel.tensor.layer import ParallelLayer, Site, check_plain
 

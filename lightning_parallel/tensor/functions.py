@@ -31,7 +31,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from lightning_parallel.private.group_on_paper import GroupOnPaper
-from lightning_parallel.private.torch import gather_into, reduce_scatter_into
+from lightning_parallel.private.torch.groups import gather_into, reduce_scatter_into
 from lightning_parallel.ranks.shard import piece
 
 Group = dist.ProcessGroup

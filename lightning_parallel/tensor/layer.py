@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from lightning_parallel.private.torch import has_hooks
+from lightning_parallel.private.torch.modules import has_hooks
 from lightning_parallel.ranks.shard import Shard
 from lightning_parallel.tensor import functions
 from lightning_parallel.tensor.dropout import ShardedRegion

@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_parallel.private.torch import parameters_of, tree_map
+from lightning_parallel.private.torch.modules import parameters_of
+from lightning_parallel.private.torch.tensors import tree_map
 from lightning_parallel.tensor import functions
 from lightning_parallel.tensor.layer import ParallelLayer, Site, check_plain
 from lightning_parallel.tensor_plans.style import Rule, Style, over

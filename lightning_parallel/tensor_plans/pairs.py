@@ -26,7 +26,7 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_parallel.batch import cloned
 from lightning_parallel.interception import Interception
-from lightning_parallel.private.torch import tensors_in
+from lightning_parallel.private.torch.tensors import tensors_in
 from lightning_parallel.tensor.linear import is_linear
 
 Label = frozenset[str] | None  # linear layers by name; the empty set for a whole activation; None for no activation

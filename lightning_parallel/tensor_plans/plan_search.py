@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.overrides import BaseTorchFunctionMode
 
 from lightning_parallel.batch import cloned
-from lightning_parallel.private.torch import tensors_in, tree_map
+from lightning_parallel.private.torch.tensors import tensors_in, tree_map
 from lightning_parallel.ranks.shard import Shard, piece
 from lightning_parallel.seeding import host_generators_kept
 from lightning_parallel.tensor.linear import is_divisible, is_linear

@@ -30,7 +30,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_parallel.private.torch import tree_flatten, tree_unflatten
+from lightning_parallel.private.torch.tensors import tree_flatten, tree_unflatten
 from lightning_parallel.tensor import functions
 from lightning_parallel.tensor.layer import Site
 from lightning_parallel.tensor.linear import is_linear

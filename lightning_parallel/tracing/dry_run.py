@@ -28,7 +28,7 @@ from lightning_parallel.absent.module import everything_absent
 from lightning_parallel.absent.origins import FROM_EARLIER_STEP, STEP_OUTPUT
 from lightning_parallel.absent.tensor import AbsentValueError
 from lightning_parallel.interception import LeaveStep
-from lightning_parallel.private.torch import buffers_of
+from lightning_parallel.private.torch.modules import buffers_of
 from lightning_parallel.seeding import TorchGenerators, host_generators_kept, seed_host_generators
 from lightning_parallel.tracing.recorder import Recorder, Scene, origins_in, relabelled
 from lightning_parallel.tracing.second_run import add_plain_values, add_rest

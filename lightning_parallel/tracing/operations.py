@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
-from lightning_parallel.private.torch import ATTENTION_ON_CPU, TorchDispatchMode, tree_leaves, written_arguments
+from lightning_parallel.private.torch.tensors import ATTENTION_ON_CPU, TorchDispatchMode, tree_leaves, written_arguments
 
 
 class OperationsNoted(TorchDispatchMode):

@@ -22,7 +22,8 @@ from lightning_parallel.absent.answers import asked
 from lightning_parallel.absent.origins import changed_by, inside_of, origin_of, parameter_of, shared_with
 from lightning_parallel.absent.tensor import AbsentMemory, AbsentTensor
 from lightning_parallel.interception import Interception, Invocation, LeaveStep, can_intercept
-from lightning_parallel.private.torch import forward_hooks, tensors_in, tree_leaves, tree_map
+from lightning_parallel.private.torch.modules import forward_hooks
+from lightning_parallel.private.torch.tensors import tensors_in, tree_leaves, tree_map
 from lightning_parallel.tracing.operations import OperationsNoted, nbytes_of
 from lightning_parallel.tracing.own_generators import ON_HOST, GeneratorsWatched
 from lightning_parallel.tracing.snapshot import StateKept

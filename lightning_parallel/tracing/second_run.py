@@ -22,7 +22,7 @@ from torchmetrics import Metric
 from lightning_parallel.absent.modes import ValuesGuessed, WritesFollowed
 from lightning_parallel.absent.origins import METRIC_STATE
 from lightning_parallel.absent.tensor import AbsentTensor
-from lightning_parallel.private.torch import buffers_of
+from lightning_parallel.private.torch.modules import buffers_of
 from lightning_parallel.tracing.plain_values import attribute_uses
 from lightning_parallel.tracing.recorder import Recorder, Scene, origins_in
 from lightning_parallel.tracing.snapshot import StateKept, changed_keys

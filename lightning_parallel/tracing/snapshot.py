@@ -22,7 +22,8 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 
 from lightning_parallel.absent.tensor import AbsentTensor
-from lightning_parallel.private.torch import buffers_of, parameters_of, tree_leaves, version_of
+from lightning_parallel.private.torch.modules import buffers_of, parameters_of
+from lightning_parallel.private.torch.tensors import tree_leaves, version_of
 from lightning_parallel.tracing.own_generators import LIBRARIES, globals_beside, is_own_generator, set_state, state_of
 
 _MANY = 10_000  # items; those of a longer container are put back, but not looked into

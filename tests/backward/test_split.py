@@ -23,7 +23,7 @@ from transformers.pytorch_utils import Conv1D
 
 from lightning_parallel.backward.recompute import Recomputed
 from lightning_parallel.backward.split import WeightGradients, begin_backward
-from lightning_parallel.private.torch import TorchDispatchMode
+from lightning_parallel.private.torch.tensors import TorchDispatchMode
 from lightning_parallel.tensor import functions
 from tools.workers.pool import WorkerPool
 

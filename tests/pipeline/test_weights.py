@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from lightning_parallel.gradients.swapping import gradients_apart, swap_gradients
 from lightning_parallel.pipeline.staleness import Stashing
 from lightning_parallel.pipeline.weights import WeightVersions
-from lightning_parallel.private.torch import TorchDispatchMode
+from lightning_parallel.private.torch.tensors import TorchDispatchMode
 from tests.pipeline.nets import LAYERS
 from tests.pipeline.versions import copies_held
 
@@ -94,7 +94,6 @@ class Training:
         for k in range(microbatches):
             self.microbatch(batch(k))
         return self
-
 
 
 def made(kind: str) -> Between:

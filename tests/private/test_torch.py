@@ -1,4 +1,4 @@
-"""private/torch.py: each private name does what is expected of it. A failure says what a new version breaks.
+"""private/torch/: each private name does what is expected of it. A failure says what a new version breaks.
 
 What to do then: find what replaces the name, in torch's release notes or source, and change that one function.
 """
@@ -20,8 +20,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils.dlpack import to_dlpack
 
-from lightning_parallel.private import torch as torch_private
 from lightning_parallel.private.group_on_paper import GroupOnPaper
+from lightning_parallel.private.torch import autograd, groups, tensors
+from lightning_parallel.private.torch import modules as of_modules
 from tests.test_house import ROOT, modules
 from tools.workers.pool import WorkerPool
 
@@ -70,12 +71,15 @@ ELSEWHERE = {
 
 
 def test_every_name_is_used_and_pinned() -> None:
-    package = Path(torch_private.__file__).parent
-    others = [f.read_text() for f in modules(package, ROOT / "recipes") if f != package / "private/torch.py"]
+    package = ROOT / "lightning_parallel"
+    room = package / "private" / "torch"
+    others = [file.read_text() for file in modules(package, ROOT / "recipes") if file.parent != room]
     here = Path(__file__).read_text().replace("def test_", "")
-    source = Path(torch_private.__file__).read_text()
-    public = [name for name in vars(torch_private) if not name.startswith("_")]
-    found = {name: rf"(?m)^((def|class) )?{name}\b|\b{name} as {name}$" for name in public}
+    source = "".join(file.read_text() for file in sorted(room.glob("*.py")))
+    public = {
+        name for part in (tensors, autograd, of_modules, groups) for name in vars(part) if not name.startswith("_")
+    }
+    found = {name: rf"(?m)^((def|class) )?{name}\b|\b{name} as {name}$" for name in sorted(public)}
     given = [name for name, pattern in found.items() if re.search(pattern, source)]
     assert all((Path(__file__).parents[1] / file).exists() for file in ELSEWHERE.values())
     assert {"tensors_in", "ThreadApart", "VALUE_OF", "tree_map"} <= {*given}
@@ -95,15 +99,15 @@ class Boxed(Tensor):
 
 def test_wrapper_tensor_asks_for_memory_that_it_does_not_have() -> None:
     """Otherwise compiled kernels would read from address 0."""
-    made = torch_private.wrapper_tensor(Boxed, (2, 3), dtype=torch.float64, device=torch.device("meta"))
+    made = tensors.wrapper_tensor(Boxed, (2, 3), dtype=torch.float64, device=torch.device("meta"))
     with pytest.raises(RuntimeError) as raised:
         to_dlpack(made)
-    assert torch_private.asks_for_memory(raised.value)
+    assert tensors.asks_for_memory(raised.value)
 
 
 def test_clone_all_copies_to_the_bit() -> None:
     values = [torch.tensor([-0.0, torch.nan, torch.inf, 5e-324]), torch.tensor([1 / 3], dtype=torch.bfloat16)]
-    for copies in (torch_private.clone_all(values), torch._foreach_mul(values, scalar=1)):  # type: ignore[arg-type]
+    for copies in (tensors.clone_all(values), torch._foreach_mul(values, scalar=1)):  # type: ignore[arg-type]
         for copy, value in zip(copies, values, strict=True):
             assert copy.data_ptr() != value.data_ptr()
             assert torch.equal(copy.view(torch.uint8), value.view(torch.uint8))
@@ -114,29 +118,29 @@ def test_drawing_for_nothing_reads_what_switches_draws_off() -> None:
     dropout = torch.ops.aten.native_dropout.default
     attention = torch.ops.aten._scaled_dot_product_flash_attention.default
     x = torch.ones(1)
-    assert not torch_private.drawing_for_nothing(dropout, (x, 0.5, True), {})
-    assert torch_private.drawing_for_nothing(dropout, (x, 0.5, False), {})
-    assert torch_private.drawing_for_nothing(dropout, (x, 0.0, True), {})
-    assert torch_private.drawing_for_nothing(attention, (x, x, x), {})
-    assert not torch_private.drawing_for_nothing(attention, (x, x, x), {"dropout_p": 0.1})
+    assert not tensors.drawing_for_nothing(dropout, (x, 0.5, True), {})
+    assert tensors.drawing_for_nothing(dropout, (x, 0.5, False), {})
+    assert tensors.drawing_for_nothing(dropout, (x, 0.0, True), {})
+    assert tensors.drawing_for_nothing(attention, (x, x, x), {})
+    assert not tensors.drawing_for_nothing(attention, (x, x, x), {"dropout_p": 0.1})
 
 
 def test_version_of_counts_changes_in_place_and_full_backward_hooks_are_told() -> None:
     x = torch.ones(2)
-    before = torch_private.version_of(x)
+    before = tensors.version_of(x)
     x[:1].add_(1)
-    assert torch_private.version_of(x) == before + 1
-    torch_private.set_version(x, before)
-    assert torch_private.version_of(x) == before
+    assert tensors.version_of(x) == before + 1
+    tensors.set_version(x, before)
+    assert tensors.version_of(x) == before
     module = nn.Linear(1, 1)
-    assert not torch_private.has_full_backward_hooks(module)
+    assert not of_modules.has_full_backward_hooks(module)
     module.register_full_backward_hook(lambda *_: None)
-    assert torch_private.has_full_backward_hooks(module)
+    assert of_modules.has_full_backward_hooks(module)
 
 
 def test_a_view_knows_what_it_is_a_view_of() -> None:
     tensor = torch.ones(2, 2)
-    assert torch_private.base_of(tensor[0]) is tensor and torch_private.base_of(tensor) is None
+    assert tensors.base_of(tensor[0]) is tensor and tensors.base_of(tensor) is None
 
 
 # -- the graph of a backward ---------------------------------------------------------------------------------
@@ -148,26 +152,26 @@ def test_saved_tensor_is_none_where_hooks_hold_it() -> None:
     with torch.autograd.graph.saved_tensors_hooks(lambda t: t, asked.append):
         product = (torch.ones(2, 2, requires_grad=True) @ torch.ones(2, 2, requires_grad=True)).grad_fn
     assert product is not None
-    assert torch_private.saved_tensor(product, "self") is None and not asked
+    assert autograd.saved_tensor(product, "self") is None and not asked
 
     class Silent:
         _raw_saved_self = object()  # of a torch that doesn't tell
 
-    assert torch_private.saved_tensor(Silent(), "self") is None  # type: ignore[arg-type]
+    assert autograd.saved_tensor(Silent(), "self") is None  # type: ignore[arg-type]
 
 
 def test_is_graphed_knows_what_torch_makes_of_a_forward() -> None:
     """Otherwise a layer whose output each call overwrites would train in a pipeline."""
     assert "func.forward = make_graphed_forward(" in inspect.getsource(torch.cuda.graphs.make_graphed_callables)
     layer = nn.Linear(2, 2)
-    assert not torch_private.is_graphed(layer)
+    assert not of_modules.is_graphed(layer)
 
     def new_forward(x: Tensor) -> Tensor:
         return x
 
     new_forward.__module__ = "torch.cuda.graphs"
     layer.forward = new_forward  # type: ignore[method-assign]
-    assert torch_private.is_graphed(layer)
+    assert of_modules.is_graphed(layer)
 
 
 # -- distributed ---------------------------------------------------------------------------------------------
@@ -178,7 +182,7 @@ def sizes_of_the_cache_of_meshes() -> tuple[int, int]:
     half = DTensor.from_local(torch.ones(2), init_device_mesh("cpu", (2,)), [Shard(0)])
     half + half
     _, before = torch._C._get_DTensor_sharding_propagator_cache_stats()
-    torch_private.forget_meshes()
+    groups.forget_meshes()
     _, after = torch._C._get_DTensor_sharding_propagator_cache_stats()
     return before, after
 
@@ -192,16 +196,16 @@ def group_of_two() -> tuple[list[int], int, bool]:
     """Of three ranks, two make a group, find it again, and make it anew when it is gone; rank 1 is in more others."""
     if dist.get_rank() == 2:
         return [], 0, False
-    torch_private.group_of_members([dist.get_rank()], None)
+    groups.group_of_members([dist.get_rank()], None)
     if dist.get_rank() == 1:
-        torch_private.group_of_members([1], None, purpose="another")
+        groups.group_of_members([1], None, purpose="another")
     first, again, other = (
-        torch_private.group_of_members([0, 1], timedelta(seconds=20), purpose=purpose) for purpose in ("a", "a", "b")
+        groups.group_of_members([0, 1], timedelta(seconds=20), purpose=purpose) for purpose in ("a", "a", "b")
     )
     members = dist.get_process_group_ranks(first)
     for group in (first, other):
         dist.destroy_process_group(group)
-    anew = torch_private.group_of_members([0, 1], timedelta(seconds=20), purpose="a")
+    anew = groups.group_of_members([0, 1], timedelta(seconds=20), purpose="a")
     value = torch.tensor(2 ** dist.get_rank())
     dist.all_reduce(value, group=anew)
     return members, int(value), first is again and first is not other and anew is not first
@@ -219,7 +223,7 @@ def test_only_what_gloo_says_of_addresses_becomes_an_error_with_the_setting() ->
         ("Gloo connectFullMesh failed with [pair.h:311] Connect timeout [none]", "the ranks. .*GLOO_"),
         ("out of memory", "^out of memory$"),
     ):
-        with pytest.raises(RuntimeError, match=said), torch_private.connecting():
+        with pytest.raises(RuntimeError, match=said), groups.connecting():
             raise RuntimeError(words)
 
 
@@ -230,14 +234,14 @@ def seen_inside() -> list[tuple[int, int]]:
     def note() -> None:
         seen.append((dist.get_rank(), dist.get_world_size()))
 
-    own, silent = torch_private.group_of_members([dist.get_rank()], None), torch_private.silent_group_of([0, 1])
-    with torch_private.default_group(own):
+    own, silent = groups.group_of_members([dist.get_rank()], None), groups.silent_group_of([0, 1])
+    with groups.default_group(own):
         note()
         dist.all_reduce(torch.ones(1))  # meets nobody
-        apart = torch_private.ThreadApart(target=note)
+        apart = groups.ThreadApart(target=note)
         apart.start()
         apart.join()
-        with torch_private.default_group(silent):
+        with groups.default_group(silent):
             note()
             if dist.get_rank() == 0:
                 dist.barrier()
@@ -258,22 +262,22 @@ def test_silent_group_of_other_ranks_sends_nothing(pool: WorkerPool) -> None:
 
 
 def gathered_silently() -> list[float]:
-    group = torch_private.silent_group_of([0, 1])
+    group = groups.silent_group_of([0, 1])
     own, gathered = torch.tensor([float(dist.get_rank())]), torch.empty(2)
-    torch_private.gather_into(gathered, own, group=group)
-    torch_private.reduce_scatter_into(own, gathered, group=group)
+    groups.gather_into(gathered, own, group=group)
+    groups.reduce_scatter_into(own, gathered, group=group)
     return gathered.tolist()
 
 
 def test_group_on_paper_notes_what_a_part_of_a_model_would_send() -> None:
     """Otherwise tensor parallelism would be planned as if it cost nothing. There is no process group here."""
     group, own = GroupOnPaper(4), torch.ones(3)
-    torch_private.gather_into(torch.empty(12), own, group=group)  # outside, nothing is noted
+    groups.gather_into(torch.empty(12), own, group=group)  # outside, nothing is noted
     with group.noted() as sent:
         dist.all_reduce(own, group=group)
         assert dist.all_reduce(own, group=group, async_op=True) is None
-        torch_private.gather_into(torch.empty(12), own, group=group)
-        torch_private.reduce_scatter_into(torch.empty(3), torch.empty(12), group=group)
+        groups.gather_into(torch.empty(12), own, group=group)
+        groups.reduce_scatter_into(torch.empty(3), torch.empty(12), group=group)
     assert (group.rank(), group.size()) == (0, 4)
     assert sent == [("all_reduce", 12), ("all_reduce", 12), ("all_gather", 48), ("reduce_scatter", 48)]
 
@@ -286,7 +290,7 @@ def test_fake_tensors_have_a_dtype_under_autocast_and_attention_that_saves_no_sc
         saved.append(tensor)
         return tensor
 
-    with torch_private.FakeTensorMode(), torch.autocast("cpu", torch.bfloat16), saved_tensors_hooks(note, note):
+    with tensors.FakeTensorMode(), torch.autocast("cpu", torch.bfloat16), saved_tensors_hooks(note, note):
         q, k, v = (torch.empty(1, 2, 256, 8, requires_grad=True) for _ in range(3))
         nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
     assert max(tensor.numel() for tensor in saved) == q.numel()
@@ -294,8 +298,8 @@ def test_fake_tensors_have_a_dtype_under_autocast_and_attention_that_saves_no_sc
 
 
 def aborted() -> bool:
-    torch_private.group_of_members([dist.get_rank()], None)
-    torch_private.abort_groups()
+    groups.group_of_members([dist.get_rank()], None)
+    groups.abort_groups()
     return dist.is_initialized()
 
 
@@ -309,7 +313,7 @@ def test_common_scaler_is_asked_by_a_fused_optimizer(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(dist, "all_reduce", lambda tensor, *args, **kwargs: shared.append(float(tensor)))
     weight = nn.Parameter(torch.ones(2))
     optimizer = torch.optim.SGD([weight], lr=0.1, fused=True)
-    scaler = torch_private.CommonScaler("cpu", process_group=object())  # type: ignore[arg-type]
+    scaler = groups.CommonScaler("cpu", process_group=object())  # type: ignore[arg-type]
     scaler.scale((weight * float("inf")).sum()).backward()
     scaler.step(optimizer)
     assert shared == [1.0] and torch.equal(weight, torch.ones(2))

@@ -37,7 +37,7 @@ import sys
 from datetime import timedelta
 import torch.distributed as dist
 from lightning.fabric.plugins.environments import TorchElasticEnvironment
-from lightning_parallel.private.torch import group_of_members
+from lightning_parallel.private.torch.groups import group_of_members
 from lightning_parallel.ranks import process_group
 from lightning_parallel.ranks.layout import Layout
 

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torchmetrics import SumMetric
 
-from lightning_parallel.private.torch import tree_map
+from lightning_parallel.private.torch.tensors import tree_map
 from tests.strategies.models import GPT2, TOKENS, LeNet, Llama, OfTransformers, next_token_loss
 
 

@@ -17,7 +17,7 @@ import numpy
 import torch
 from lightning.pytorch.loggers import CSVLogger
 
-from lightning_parallel.private.torch import tree_leaves
+from lightning_parallel.private.torch.tensors import tree_leaves
 from tools.others.captured import shared
 from tools.others.entry import BATCH, STEPS
 from tools.others.layouts import ASYNCHRONOUS, find
