@@ -38,8 +38,8 @@ class AsyncV:
     2 stages, V-Half, 2 updates of 2 microbatches, drain included; ``a`` is a stage's first chunk, ``I`` and ``W`` the
     halves of a backward:
 
-        stage 0 |   . F0a F0b F1a F1b I0b W0b I0a W0a F2a F2b I1b W1b|I1a W1a|F3a F3b I2b I2a I3b I3a W2b W2a W3b|W3a|
-        stage 1 | F0a F1a   . F0b I0b F1b W0b F2a B0a === I1b F2b W1b|F3a B1a ===|I2b F3b I3b B2a === B3a === W2b W3b|
+      stage 0 |   . F0a F0b F1a F1b I0b I0a W0a F2a W0b F2b I1b I1a W1a F3a W1b|F3b I2b I2a W2a W2b   . I3b I3a W3a W3b|
+      stage 1 | F0a F1a   . F0b I0b W0b F1b F2a B0a === I1b W1b|F2b F3a B1a ===|I2b W2b F3b B2a === I3b W3b|  . B3a ===|
 
     Each chunk has updates of its own, as soon as its gradients of an update are complete; of a stage's two chunks the
     later one makes an update first, so a parameter of both can be updated with the first one's.

@@ -46,6 +46,14 @@ class Block(NamedTuple):
                 most = max(most, begun - sum((clock - self.weight[j]) // PERIOD for j in own))
         return most
 
+    def has_room(self) -> bool:
+        """Is the second clock of the first chunk's backward, which is whole, free on its stage? Otherwise what comes
+        there begins a clock late in each block. Then two stages wait for each other's messages in each, with no clock
+        between them."""
+        last = len(self.forward) - 1
+        others = self.forward[0], self.forward[last], self.backward[last], self.weight[last]
+        return (self.backward[0] + 1) % PERIOD not in {clock % PERIOD for clock in others}
+
     def clock(self, action: OnChunk) -> int:
         """The clock at which an action comes, where no stage ever waits."""
         kinds = {Forward: self.forward, BackwardWeight: self.weight}
@@ -102,6 +110,6 @@ def _block(stages: int, hop: int, wait_at_turn: int, wait_at_loss: int, wait_at_
 @cache
 def smallest(stages: int, hop: int) -> Block:
     """The block with a hop that holds the activations of the fewest chunks on a stage; of several, the one with the
-    shortest waits."""
+    shortest waits. It has room for a whole backward."""
     refuse_below(1, stages=stages)
-    return min(blocks(stages, hop), key=Block.held)
+    return min(filter(Block.has_room, blocks(stages, hop)), key=Block.held)

@@ -34,14 +34,17 @@ _MEASURED = 4  # batches
 
 
 @lru_cache(maxsize=256)
-def steady(shape: VShape, stages: int, microbatches: int) -> Steady:
+def steady(shape: VShape, stages: int, microbatches: int, latency: float = 0.0) -> Steady:
     """What the lists of V-Half or V-Min cost, in batches after the fill.
 
     Twice as many microbatches as stages are enough for a stage to come back, within a batch, to the block that is
     repeated. From there on a batch's beginning and end are the same, however long its middle is: as many microbatches
-    are late, and stages wait as long. So no longer batch needs to be counted out.
+    are late, and stages wait as long. So no longer batch needs to be counted out, unless messages take time.
+
+    Args:
+        latency: of a message, in forwards of a chunk.
     """
-    if microbatches > (enough := 2 * stages):
+    if microbatches > (enough := 2 * stages) and not latency:
         found = steady(shape, stages, enough)
         waits = enough * (1 / found.busy - 1)  # in microbatches' time, for each batch
         late_ones = tuple(each * enough / microbatches for each in found.staleness)
@@ -61,7 +64,7 @@ def steady(shape: VShape, stages: int, microbatches: int) -> Steady:
     chunks = range(2 * stages)
     ends = {
         timed.action.microbatch: timed.end
-        for timed in simulate(made).rows[-1]
+        for timed in simulate(made, latency=latency).rows[-1]
         if isinstance(timed.action, Forward) and timed.action.chunk == chunks[-1]
     }
     period = (ends[counted[-1]] - ends[counted[0] - 1]) / _MEASURED

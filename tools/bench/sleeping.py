@@ -174,12 +174,13 @@ def _onwards(sizes: Sizes) -> Table:
 
 
 def _busy(name: str, stages: int, microbatches: int, sizes: Sizes) -> float | None:
-    """The share of the time in which stages compute by theory. Messages aren't counted in a V that is never flushed."""
+    """The share of the time in which stages compute by theory."""
     if name == "async":
         return asynchronous_utilisation(stages, 0, sizes.forward, sizes.backward, LATENCY)
+    of_chunk = 2 * LATENCY / sizes.forward
     if (shape := _ENDLESS.get(name, "1f1b")) != "1f1b":
-        return steady(shape, stages, microbatches).busy
-    return busy_across_batches(SCHEDULES[name](stages, microbatches), latency=2 * LATENCY / sizes.forward)
+        return steady(shape, stages, microbatches, of_chunk).busy
+    return busy_across_batches(SCHEDULES[name](stages, microbatches), latency=of_chunk)
 
 
 def _streams(microbatches: int, sizes: Sizes) -> Times:
