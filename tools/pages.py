@@ -1,4 +1,4 @@
-"""Pages that a command writes, or a part of them."""
+"""Writes pages of generated evidence, or the generated part of a page."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def about(*packages: str) -> dict[str, str]:
 
 
 def made(here: Mapping[str, str], seconds: float) -> str:
-    """A sentence for what :func:`about` says."""
+    """A sentence of what :func:`about` returns, without its full stop."""
     versions = ", ".join(f"{name} {here[name]}" for name in ("python", "torch", "lightning"))
     return f"Made on {here['date']}, on {here['machine']}, all cases {seconds / 60:.0f} minutes; {versions}"
 

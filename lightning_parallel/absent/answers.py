@@ -41,7 +41,7 @@ from lightning_parallel.seeding import TorchGenerators, host_generators_kept
 ANSWERS_KEPT = 32  # of one module, for the inputs that came last
 
 _PLAIN = (int, float, str, bool, type(None), torch.dtype, torch.device, Enum)
-_SETTINGS = (int, float, str)  # of a module: a size, a rate, a mode
+_SETTINGS = (int, float, str)  # attributes of these types are settings of a module: a size, a rate, a mode
 
 
 class _Answer(NamedTuple):
@@ -58,9 +58,10 @@ class AbsentForward:
 
     The module is run once for each signature of its inputs and for each state of its own settings. After that, a call
     costs a look-up. A module that makes an object (a cache, an output of a class that torch doesn't know) is run each
-    time, since the caller may write to the object. So is one that returns a float: it seldom follows from shapes, and
-    may be annealed, wherever it is kept. Nothing is drawn from the generators that the stage's own layers use. With
-    ``has_values``, the module's parameters and buffers are here, for another chunk; its forward is run without them.
+    time, since the caller may write to the object. So is a module that returns a float, which may change from batch to
+    batch (an annealed factor), wherever it is kept. Nothing is drawn from the generators that the stage's own layers
+    use. With ``has_values``, the module's parameters and buffers are here, for another chunk; its forward is run
+    without them.
     """
 
     def __init__(self, module: nn.Module, name: str, has_values: bool = False) -> None:
@@ -69,7 +70,7 @@ class AbsentForward:
         self._name = name
         self._has_values = has_values
         self._answers: OrderedDict[Any, _Answer] = OrderedDict()  # by signature and settings
-        self._settings: list[tuple[dict[str, Any], str]] = []  # where they are kept: attributes of a part, and a name
+        self._settings: list[tuple[dict[str, Any], str]] = []  # each by its submodule's attributes and its name
 
     def answer(self, args: tuple[Any, ...], kwargs: dict[str, Any], call: int = 0) -> Any:
         """What the module's call number ``call`` in a step, counted from 0, returns. Not to be compiled."""

@@ -155,9 +155,9 @@ class AbsentTensor(Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise RuntimeError(
-            f"{self.origin} lives on another pipeline stage, so it can't be saved or logged here. Read it in "
-            f"training_step, too, and the last stage holds it. Save the whole model with trainer.save_checkpoint(path) "
-            f"on all ranks; lightning_parallel.checkpoint.read_full(path) reads it."
+            f"{self.origin} lives on another pipeline stage, so it can't be saved or logged here. To log a "
+            f"parameter, read it in training_step, too: then the last stage holds it. To save the whole model, call "
+            f"trainer.save_checkpoint(path) on all ranks; lightning_parallel.checkpoint.read_full(path) reads it."
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> AbsentTensor:

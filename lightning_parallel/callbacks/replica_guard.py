@@ -117,7 +117,7 @@ class ReplicaGuard(Callback):
         if not differs:
             return
         self._error = differs
-        if not isinstance(trainer.strategy, DDPStrategy):  # unequal learning rates are no bit that has flipped
+        if not isinstance(trainer.strategy, DDPStrategy):  # unequal learning rates explain it: no bit has flipped
             trainer.strategy.refuse_parted_options()  # type: ignore[attr-defined]
         raise RuntimeError(differs)
 

@@ -54,8 +54,8 @@ class BackgroundSave:
         self._thread.start()
 
     def take_names(self, callbacks: Iterable[Callback]) -> Callable[[], None]:
-        """Let a ModelCheckpoint that looks for a name count that of the newest save as taken: nothing is there before
-        it is whole. Returns a function that ends this."""
+        """Have each ModelCheckpoint take the newest save's path for an existing file when it chooses a name. The save
+        appears there only when it is whole. Returns a function that ends this."""
         end = ExitStack()
         for callback in callbacks:
             if isinstance(callback, ModelCheckpoint):

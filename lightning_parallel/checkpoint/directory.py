@@ -69,7 +69,7 @@ def replace(new: Path, path: Path) -> None:
 
 def _move_away(path: Path) -> None:
     """Move what is at the path, if anything, to where :func:`find` looks."""
-    if find(path) == _old(path):  # a crash has left it alone: at ``path`` is nothing, or an empty folder
+    if find(path) == _old(path):  # all that a crash has left: at ``path`` is nothing, or an empty folder
         delete(path)
     elif os.path.lexists(path):
         delete(_old(path))

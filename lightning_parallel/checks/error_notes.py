@@ -5,8 +5,8 @@ from __future__ import annotations
 from lightning_parallel.ranks.layout import Layout
 
 _OF_A_MICROBATCH = (
-    "The step sees one microbatch at a time, whose longest sequence may be shorter than the batch's. Where lengths "
-    "make a shape, give it that of the batch's tensors (total_length=x.size(1) of pad_packed_sequence), or use "
+    "The step sees one microbatch at a time, whose longest sequence may be shorter than the batch's. Where a shape "
+    "follows from lengths, take it from the batch's tensors (pad_packed_sequence(..., total_length=x.size(1))), or use "
     "microbatches=1."
 )
 
@@ -22,14 +22,14 @@ _NOTES = {
     ),
     ("pipeline", "KeyError: "): (
         "What training_step returns beside the loss is on the last stage. If this is a callback's on_train_batch_end, "
-        "it has to skip outputs that aren't there, or do this in training_step, whose logs are on all stages."
+        "it has to skip outputs that aren't there. Or log the value in training_step: logs are on all stages."
     ),
     ("pipeline", "Expected target size"): _OF_A_MICROBATCH,
     ("pipeline", "must match the size of tensor"): _OF_A_MICROBATCH,
     ("tensor", "must match the size of tensor"): (
-        "Of a divided layer each tensor rank has a part of the parameters, and of what it computes. Code that computes "
-        "with these and with something whole (an average of the weights, a teacher's features that a hook has taken) "
-        'needs a plan without these layers, or plan="none".'
+        "Each tensor rank has a part of a divided layer's parameters, and of what the layer computes. Code that "
+        "combines such a part with something whole (an average of the weights, a teacher's features that a hook has "
+        'taken) needs a plan without this layer, or plan="none".'
     ),
     ("pipeline", "Expected more than 1 value per channel when training"): (
         "BatchNorm sees one microbatch at a time, and an epoch's last batch may leave a microbatch one sample. Use "

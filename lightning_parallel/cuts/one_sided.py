@@ -1,8 +1,8 @@
-"""Refuses steps in which only some chunks do what all would have to.
+"""Refuses steps in which only some chunks do what all have to do.
 
-A chunk leaves the step after its last layer, and the layers of others don't run in it. So it doesn't draw from the
-user's random generators what the rest of the step draws, and has no numbers that other stages' layers keep. Where a
-stage runs several chunks, the code around the layers runs once in each of them, for the same microbatch.
+A chunk leaves the step after its last layer, and the layers of others don't run in it. So it doesn't draw the numbers
+that the rest of the step draws from the user's random generators, and it lacks the numbers that other stages' layers
+keep. Where a stage runs several chunks, the code around the layers runs once in each of them, for the same microbatch.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ def _check_buffers(module: nn.Module, step: PlacedStep) -> None:
 
 
 def _check_draws(step: PlacedStep) -> None:
-    """Refuse a generator that lives longer than a step unless each stage draws all of its numbers, or none, and in one
-    of its chunks: between two of them it runs other microbatches."""
+    """Refuse a generator that lives longer than a step, unless each stage draws all of its numbers or none. A stage has
+    to draw them in one of its chunks: between two of them it runs other microbatches."""
     for places in step.seen.draws.values():
         running = [chunk for place in places for chunk in step.running(place)]
         again = step.twice(running)
@@ -76,7 +76,7 @@ def _check_draws(step: PlacedStep) -> None:
 
 
 def _check_plain_reads(step: PlacedStep) -> None:
-    """Refuse to read a number that another stage's layer keeps."""
+    """Refuse reads of what another stage's layer keeps and can't send."""
     stages, name_of = step.partition.placement, step.partition.name_of
     for read in step.seen.plain_reads:
         owners = step.calling(read.unit)
@@ -93,14 +93,14 @@ def _check_plain_reads(step: PlacedStep) -> None:
         if read.is_shared:
             raise FlowError(
                 f"'{read.module}', on {name_of(owner)}, changes what its attribute {read.attribute!r} holds, and "
-                f"{name_of(missing[0])} uses the same object, which is another one there. If it is a place to work in, "
-                f"or each layer keeps something of its own there, give each layer an object of its own. Else return "
-                f"from the layer what others need of it, and give it to them as an argument."
+                f"{name_of(missing[0])} uses the same object, which has other contents there. If the object is scratch "
+                f"space, or each layer keeps something of its own in it, give each layer an object of its own. Else "
+                f"let the layer return what others need, and pass it to them as an argument."
             )
         raise FlowError(
             f"'{read.module}', on stage {stages[owner]}, keeps something in its attribute {read.attribute!r}, "
-            f"and stage {stages[missing[0]]} reads it. It can't be sent, since it is no tensor, or one of a layer "
-            f"whose forward asks for values (.item(), an if, torch.where(mask)): return it beside the layer's output."
+            f"and stage {stages[missing[0]]} reads it. It can't be sent: it is no tensor, or the layer's forward reads "
+            f"values (.item(), an if, torch.where(mask)). Return it beside the layer's output."
         )
 
 

@@ -1,5 +1,5 @@
-"""A traced step whose calls are placed on chunks: where each chunk leaves it, and which chunks run the code at a
-place."""
+"""Places a traced step's calls on chunks. From this follows where each chunk leaves the step, and which chunks run the
+code at a place."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from lightning_parallel.tracing.trace import Place, Trace
 
 
 class PlacedStep:
-    """Calls are placed as planned, or on a later chunk that has the unit, if they need what is computed there.
+    """A traced step, each call of which is placed on a chunk: the planned one, or a later one that has the unit, if the
+    call needs what is computed there.
 
     Attributes:
         chunks: the chunk of each call.
@@ -58,6 +59,6 @@ class PlacedStep:
         return [chunk for chunk, end in enumerate(self.ends) if at <= end]
 
     def twice(self, chunks: Iterable[int]) -> int | None:
-        """A stage that runs several of these chunks."""
+        """A stage that runs several of these chunks; None if there is none."""
         stages = Counter(self.partition.placement[chunk] for chunk in set(chunks))
         return min((stage for stage, count in stages.items() if count > 1), default=None)

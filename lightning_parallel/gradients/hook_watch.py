@@ -45,8 +45,8 @@ _NUMBERS = ("item", "tolist", "numpy", "__float__", "__array__")
 
 class GradientWatch(TorchFunctionMode):
     """Watches hooks between the end of a backward and the optimizer's work (:meth:`begin`, :meth:`end`). Where
-    parameters are only fully sharded (not ``in_parts``), it refuses nothing but changes that would be lost. As a
-    context it does so in a step, too."""
+    parameters are only fully sharded (not ``in_parts``), it refuses only changes that would be lost. As a context it
+    does so in a step, too."""
 
     def __init__(self, run: Run, parameters: Iterable[nn.Parameter], *, in_parts: bool) -> None:
         super().__init__()
@@ -160,7 +160,7 @@ def refuse_hooks_of_parameters(module: pl.LightningModule) -> None:
 
 
 def sees_gradients(module: pl.LightningModule) -> bool:
-    """Is there code of the user's that can see gradients in its hooks? Otherwise nothing is to be watched there."""
+    """Is there code of the user's that can see gradients in its hooks? Otherwise there is nothing to watch."""
     hooks = ("on_after_backward", "on_before_optimizer_step", "optimizer_step", "configure_gradient_clipping")
     return not module.automatic_optimization or bool(overridden(module.trainer, module, *hooks))
 

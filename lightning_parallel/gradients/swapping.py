@@ -1,4 +1,4 @@
-"""Gradients taken off parameters, put back, and kept in memory of their own.
+"""Takes gradients off parameters, puts them back, and gives them memory of their own.
 
 Lightning erases gradients between the forward and the backward of a step (``zero_grad``). A pipeline has made its
 gradients by then, so it takes them off the parameters and adds them in ``backward`` to those of earlier batches. It

@@ -103,8 +103,8 @@ def refuse_unequal_steps(run: Run, kind: str, batches: Sequence[float]) -> None:
 
 
 def refuse_end_of_some(run: Run, index: int) -> None:
-    """Refuse loaders of unknown length of which one replica's ends with this batch, and another's doesn't: the other
-    replica would wait in the next batch. All replicas call it before each batch of such a loader.
+    """Refuse loaders of unknown length if one replica's ends with this batch and another's doesn't. The other replica
+    would wait in the next batch. All replicas call it before each batch of such a loader.
 
     Raises:
         RuntimeError: on all replicas.
@@ -114,7 +114,7 @@ def refuse_end_of_some(run: Run, index: int) -> None:
     if some_end and some_go_on:
         raise RuntimeError(
             f"One replica's loader ends with batch {index}, and another's doesn't, but they take their steps together. "
-            f"Give each replica's dataset as many samples, or set limit_train_batches={index + 1}."
+            f"Give all replicas equally many batches, or set limit_train_batches={index + 1}."
         )
 
 
@@ -157,8 +157,8 @@ class SameBatches:
             restore_random_state(broadcast_object(random_state(), None, group))
 
     def check(self, batch: Any, index: int) -> bool:
-        """Called with each training batch and its index in the epoch. Returns whether it is one at which ranks compare
-        what they have.
+        """Called with each training batch and its index in the epoch. Returns whether ranks compare what they have at
+        this batch.
 
         Raises:
             RuntimeError: the ranks' batches differ, on all ranks.

@@ -1,4 +1,4 @@
-"""What a loss averages over, from its terms, and how the numbers of several terms go together."""
+"""Finds by a loss's terms what the loss averages over, and in which ratios the numbers of several terms are."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def _nothing_counts(terms: Sequence[Term], main: Term | None, loss: Tensor) -> b
 
 
 def numbered(terms: Sequence[Term]) -> dict[str, Term]:
-    """The terms by their keys, those of one key with a number."""
+    """The terms by their keys, where those of the same key are numbered."""
     seen: Counter[str] = Counter()
     found: dict[str, Term] = {}
     for term in terms:
@@ -67,7 +67,8 @@ def numbered(terms: Sequence[Term]) -> dict[str, Term]:
 
 
 def ratios_of(main: Term, terms: Sequence[Term]) -> dict[str, Number]:
-    """What other terms average over, by the number of the main one; what counts in neither is left out."""
+    """The ratio of the main term's number to that of each other term. A term is left out if nothing counts in it and
+    in the main one."""
     averaging = {key: term for key, term in numbered(terms).items() if term.nodes and not term.is_of_weights}
     others = {key: term.count for key, term in averaging.items() if term is not main}
     some = {key: count for key, count in others.items() if may_count(count) or may_count(main.count)}
@@ -75,7 +76,7 @@ def ratios_of(main: Term, terms: Sequence[Term]) -> dict[str, Number]:
 
 
 def ratio_of(main: Number, other: Number) -> Number:
-    """Of two numbers; 1 if they are equal, 0 if nothing counts in the other."""
+    """The ratio of two numbers: 1 if they are equal, 0 if nothing counts in the other."""
     if isinstance(main, Tensor) or isinstance(other, Tensor):
         main, other = torch.as_tensor(main, dtype=torch.float64), torch.as_tensor(other, dtype=torch.float64)
         return torch.where(main == other, 1.0, torch.where(other == 0, 0.0, main / other))
@@ -83,5 +84,5 @@ def ratio_of(main: Number, other: Number) -> Number:
 
 
 def may_count(weight: Number) -> bool:
-    """False only of a number that the host has, and that is 0."""
+    """False only for a number on the host that is 0."""
     return isinstance(weight, Tensor) or weight != 0

@@ -206,7 +206,8 @@ class BatchLoss:
         return bool(found) if isinstance(found, Tensor) and found.device.type == "cpu" else found
 
     def equal(self, values: Sequence[object]) -> bool | Tensor:
-        """Are these values, one for each microbatch, the losses? A GPU's answer stays there."""
+        """Are these values, one for each microbatch, the losses? On a GPU the answer is a tensor: to read it
+        would wait for the GPU."""
         numbers = [value for value in values if isinstance(value, float) or _is_scalar(value)]
         if not numbers or len(numbers) != len(values) or len(numbers) != len(self._losses):
             return False

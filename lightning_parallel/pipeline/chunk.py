@@ -338,7 +338,7 @@ class Chunk:
                 way.gradients.confirm(way.activations.acknowledged)
 
     def second_half(self, number: int, completing: Completing | None) -> None:
-        """Run the second half of the backward of a microbatch, as :meth:`backward` the first."""
+        """Run the second half of a microbatch's backward. ``completing`` is as in :meth:`backward`."""
         flight, gradients = self._second_halves.popleft()
         assert flight.number == number, "second halves run in the order of the first ones"
         context = nullcontext() if completing is None else completing(self._index, ())

@@ -372,8 +372,8 @@ class Stage:
         if chunk < self.partition.chunks - 1:
             raise RuntimeError(
                 f"The step has ended on {self.partition.name_of(chunk)} of {self.partition.stages}, before it called "
-                f"what later ones own, as it did in the first step: the order of calls must not change from batch to "
-                f"batch, and no batch can be skipped (by returning None)."
+                f"what later ones own. In the first step it called that. Make the same calls in the same order in each "
+                f"batch, and skip no batch by returning None."
             )
         absent = first_absent(output)
         if absent is not None:

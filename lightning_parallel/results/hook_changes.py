@@ -67,7 +67,7 @@ def settings_of(module: nn.Module, optimizers: Sequence[Optimizer]) -> Settings:
 
 
 def _is_plain(value: Any) -> bool:
-    """Adam's betas are a tuple."""
+    """Is it a number, a text or None, or a tuple of these, as Adam's betas are?"""
     return all(type(item) in PLAIN for item in (value if type(value) is tuple else (value,)))
 
 

@@ -45,7 +45,7 @@ class DryRuns:
         self._group = run.groups.along("pipeline")
         self._late = late
         self._flows: dict[str, Flow] = {}  # by the kind of step
-        self._kind = ""  # of step whose flow is set
+        self._kind = ""  # the kind of step whose flow is set
         self.known: dict[str, set[str]] = {}
         self._changes_batch = False  # has a step changed the copy of its batch?
 
@@ -90,7 +90,7 @@ class DryRuns:
             if count > 1:
                 advancing = {name for name, settles in flow.own_updates.items() if not settles} - parameters
                 self._warn_of_carried(flow, advancing, count)
-        if kind != self._kind:  # as in few batches
+        if kind != self._kind:  # seldom: where an evaluation begins or ends
             self._stage.flow, self._kind = self._flows[kind], kind
         return self._flows[kind]
 

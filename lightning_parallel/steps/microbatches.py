@@ -77,7 +77,7 @@ class Microbatches:
         self._is_first_batch = True
 
     def here(self, kind: str, step: Callable[..., Any]) -> Callable[..., Any]:
-        """A step of a kind (its name) as it runs on this rank, with what several chunks and tensor ranks need."""
+        """The step of a kind (its name), in what several chunks and several tensor ranks need around it."""
         if len(self._stage.chunks) > 1:
             step = partial(self._earlier.run, step)
         return step if self._run.layout.size("tensor") == 1 else partial(self._shards.run, kind, step)
@@ -103,14 +103,14 @@ class Microbatches:
         self.loss = loss = self._means.of(parts, counts, is_first=is_first)
 
         on_copy = partial(self._run_on_copy, rest)
-        # What the batch's steps will do is known from a dry run, of the first batch.
+        # A dry run of the first batch tells what steps will do.
         flow = self._dry_runs.set_flow("training_step", partial(on_copy, seeds[0], parts[0]), self.count)
         if is_first:
             together(None, self._effects.check)
         self.changes.begin_batch(() if flow is None else flow.updated, self.count, len(self._stage.chunks))
         scaler = self._run.precision.scaler if isinstance(self._run.precision, MixedPrecision) else None
         scale = 1.0 if scaler is None else float(scaler.get_scale())  # once, since the host waits for a GPU here
-        # A trial would change what is known to change once more. After the first batch only losses are tried.
+        # A trial would change once more what steps are known to change. After the first batch only losses are tried.
         tries = not self.changes.known and (is_first or self._run.layout.is_last_stage)
         work: dict[int, Microbatch] = {}
         for k, (part, seed) in enumerate(zip(parts, seeds, strict=True)):
@@ -168,8 +168,8 @@ class Microbatches:
             yield
 
     def joined(self, outputs: list[Any]) -> Any:
-        """What Lightning gets from a step on the batch. On the last stage what the step would have returned, detached,
-        after the batch is logged; on the others the loss alone, a :class:`.LateLoss`."""
+        """What Lightning gets from the step on the batch. On the last stage, log the batch, and return what the step
+        would have returned, detached. On the others, return the loss alone, a :class:`.LateLoss`."""
         if not self._run.layout.is_last_stage:
             return self._last_stage.outcomes.coming()
         loss = self.loss

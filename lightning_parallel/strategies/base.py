@@ -120,7 +120,7 @@ class LayoutStrategy(ParallelStrategy):
         self._told: tuple[Any, bool] = (None, False)  # of which module the start table is, and of a training?
         self._same_batches: loaders.SameBatches | None = None
         self._options_used: PartedOptions | None = None  # by replicas, in training
-        self._watch: GradientWatch | None = None  # of parts of the model's gradients, in training, if hooks see them
+        self._watch: GradientWatch | None = None  # in training, if ranks hold parts and hooks see gradients
         self._at_end = ExitStack()  # undoes what set-up has done, in reverse order
         self._at_next_run = ExitStack()  # undoes what the end of a run has done
 
@@ -607,7 +607,7 @@ class LayoutStrategy(ParallelStrategy):
         self.refuse_parted_options()
 
     def refuse_parted_options(self) -> None:
-        """Refuse options of optimizers that replicas have used and that aren't the same. All ranks call it."""
+        """Refuse to go on where replicas have used different options of their optimizers. All ranks call it."""
         if self._options_used is not None:
             self._options_used.refuse(self.lr_scheduler_configs)
 

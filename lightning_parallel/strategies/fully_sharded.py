@@ -83,7 +83,7 @@ class FullyShardedStrategy(LayoutStrategy):
         self._guard = BackwardGuard()
         self._shards = UnitShards(options.units, options.reshard_after_forward, options.cpu_offload, self._guard)
         self._example_back = ExitStack()  # gives the module its example_input_array
-        self._step_watch: AbstractContextManager[Any] = nullcontext()  # refuses writes to gathered parameters
+        self._step_watch: AbstractContextManager[Any] = nullcontext()  # refuses changes that would be lost
 
     # -- set-up --------------------------------------------------------------------------------------------------
 

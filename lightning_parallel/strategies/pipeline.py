@@ -121,8 +121,8 @@ class PipelineStrategy(StagedStrategy):
         self._knows_bytes = True  # does the partition tell what training holds?
         self._by_user = callable(options.schedule)
         self._gradients: Gradients = {}  # from training_step to backward
-        self._sums: list[Callable[[Gradients], Gradients]] = []  # over tensor ranks, and over stages, if there are any
-        self._keeps_erased = False  # may user code read gradients of the update before, when they are erased?
+        self._sums: list[Callable[[Gradients], Gradients]] = []  # of gradients, over tensor ranks and over stages
+        self._keeps_erased = False  # may the user's code read an update's gradients before they are erased?
         self._goes_on = False  # do stages not wait for each other between batches?
         self._is_cold = False  # has the device's first batch yet to run?
         self._alone_in: dict[int, list[str]] = {}  # by chunk, the parameters that no other chunk here uses
@@ -253,7 +253,8 @@ class PipelineStrategy(StagedStrategy):
         work = microbatches.of((*args, *kwargs.values()))
         actions = self._schedule_for(microbatches.count)[self.layout.stage]
         if self._is_cold:
-            # A host may wait for its whole device while kernels are loaded and tuned, and for all that it has sent.
+            # While kernels are loaded and tuned, a host may wait for its whole device, and so for all that it has sent:
+            # one message is under way at a time.
             self._is_cold, actions = False, one_at_a_time(actions)
         earlier = swap_gradients(parameters, {})
         if not self._keeps_erased and trainer.fit_loop.epoch_loop.batch_idx % trainer.accumulate_grad_batches == 0:

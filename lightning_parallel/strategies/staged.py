@@ -120,8 +120,8 @@ class StagedStrategy(LayoutStrategy):
         return None
 
     def completing(self, chunk: int, edges: Sequence[GradientEdge]) -> AbstractContextManager[None]:
-        """A context, with several replicas, around the backward that completes a chunk's gradients of an update. It
-        begins at ``edges``."""
+        """A context around the backward that completes a chunk's gradients of an update, where there are several
+        replicas. The backward begins at ``edges``."""
         return self.replicas.completing()
 
     def gradient_factor(self) -> Number:

@@ -16,8 +16,8 @@ OnUse = Callable[[nn.Module, str, bool], None]
 def attribute_uses(attributes: Mapping[nn.Module, set[str]], on_use: OnUse) -> Iterator[None]:
     """Inside, ``on_use`` is called before each use of these attributes (their names, by module), with the module, the
     attribute's name, and whether it is assigned to or deleted. Python looks for the methods that do this on the class,
-    so they are replaced there, for all objects of it. A subclass for these modules would be told to the user's classes,
-    which may register or refuse it."""
+    so they are replaced there, for all objects of it. The user's classes would see a subclass that is made for these
+    modules (``__init_subclass__``), and may register or refuse it."""
     names = {id(part): own for part, own in attributes.items()}  # a metric's hash would read its attributes
     kinds = {type(part) for part in attributes if not isinstance(part, torch.jit.ScriptModule)}
     # All are made before the first is set: a class may inherit its methods from another one.

@@ -184,9 +184,9 @@ class _SharedUse:
 
 
 def _reads_of_shared(scene: Scene, seen: Trace, uses: Sequence[_SharedUse], state: StateKept) -> Iterator[PlainRead]:
-    """The uses of a container that another unit's call changes. A call that only adds something of its own to it, as to
-    a list of losses, isn't taken for one that reads; nor is the code that empties it at the beginning of the step. But
-    a number that it puts into a dictionary or an object may come from one that another call has put there."""
+    """The uses of a container that another unit's call changes. Neither a call that only adds something of its own, as
+    to a list of losses, nor the code that empties the container at the beginning of the step counts as a read. But if
+    two uses each put a number into a dictionary or an object, one number may be computed from the other: both count."""
     written: dict[Place, set[Any]] = {}
     of_numbers: set[Place] = set()
     is_list = isinstance(uses[0].value, list | set | deque)

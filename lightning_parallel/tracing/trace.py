@@ -124,7 +124,7 @@ class PlainRead:
 @dataclass(frozen=True)
 class Carried:
     """A value without absent tensors that the code around the units keeps on a module, and that it or a unit reads in
-    the next step before it changes: a count of steps, a list of earlier batches.
+    the next step before it is changed: a count of steps, a list of earlier batches.
 
     Attributes:
         name: the attribute's name, after its module's.

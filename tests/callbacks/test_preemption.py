@@ -203,7 +203,7 @@ def test_an_update_that_has_begun_is_completed(pool: WorkerPool) -> None:
 
 
 class StopsOneRank(Callback):
-    """Sets ``trainer.should_stop`` on the last rank alone: in the hook named, from this step on."""
+    """Sets ``trainer.should_stop`` on the last rank alone, in one hook, from a step on."""
 
     def __init__(self, hook: str, step: int) -> None:
         self.step = step
@@ -224,7 +224,7 @@ ENDS = {
 
 
 def stop_one(name: str) -> dict[str, tuple[int, int]]:
-    """As ``ENDS``."""
+    """The steps of ``ENDS``, and after how many batches each run has ended."""
     ended = {}
     for hook, (step, _) in ENDS.items():
         model = Model()

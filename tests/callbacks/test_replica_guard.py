@@ -48,7 +48,7 @@ LAYOUTS: dict[str, tuple[int, str, str, dict[str, Any]]] = {
 
 
 class OwnRate(Callback):
-    """One replica takes another learning rate, when options aren't compared by themselves."""
+    """Gives one replica another learning rate, in a batch in which the strategy doesn't compare rates."""
 
     def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
         if trainer.fit_loop.total_batch_idx == 5:

@@ -54,7 +54,7 @@ class Returns(Net):
 
 
 class Pads(Net):
-    """It pads to the longest sequence that it sees, which is the batch's first."""
+    """Pads to the longest sequence that it sees. The longest one of the batch is the first."""
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         longest = 4 if batch[0, 0].item() == 0 else 3

@@ -12,8 +12,8 @@ from omegaconf import OmegaConf
 
 @pytest.fixture(autouse=True, scope="session")
 def _parsed_once() -> Iterator[None]:
-    """Hydra parses two dozen files for each config, which is a fifth of what it takes to compose one. They are known by
-    their texts, so a file that a test changes is another one."""
+    """Hydra parses two dozen files for each config, a fifth of the time of composing it. A file is known by its text,
+    so one that a test has changed is parsed again."""
     load, known = OmegaConf.load, dict[str, Any]()
 
     def once(file: Any) -> Any:

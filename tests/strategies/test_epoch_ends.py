@@ -71,7 +71,7 @@ class SetsWhatIsInside(Scaled):
 
     @factor.setter
     def factor(self, value: float) -> None:
-        """It follows from the others."""
+        """Does nothing: the factor follows from other attributes."""
 
     def on_train_epoch_end(self) -> None:
         self.rates["factor"] *= 0.5

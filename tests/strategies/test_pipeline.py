@@ -176,7 +176,7 @@ class LinearShift(MODELS["Shifts"]):  # type: ignore[misc]
 
 
 class Growing(nn.Module):
-    """Gives more columns in each batch, and a number that falls, which isn't one of its attributes."""
+    """Returns more columns in each batch, and a number that falls and that it keeps in a dictionary."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -187,7 +187,8 @@ class Growing(nn.Module):
 
 
 class Annealed(OfRows):
-    """What its first layer answers on the last stage, which has neither that layer nor its output, is of this batch."""
+    """Its first layer returns another width and another number in each batch. The last stage uses both, and has neither
+    the layer nor its output."""
 
     def build(self) -> None:
         super().build()

@@ -23,7 +23,7 @@ from tools.study.delayed import Delayed
 
 @dataclass
 class Trained:
-    """What it has after a run.
+    """What a run has come to.
 
     Attributes:
         losses: one a step.
@@ -37,7 +37,7 @@ class Trained:
 
 
 class _Loss(torch.nn.Module):
-    """So that functional_call reaches the parameters of `module.loss`."""
+    """Calls `module.loss` in its forward, so that functional_call reaches the parameters."""
 
     def __init__(self, module: Any) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""``python -m tools.torture``: kills runs at every moment, under every layout, and looks whether they go on."""
+"""``python -m tools.torture``: kills runs at every moment, under every layout, and checks that they go on."""
 
 from __future__ import annotations
 

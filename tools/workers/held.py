@@ -10,7 +10,7 @@ from lightning_parallel.absent.tensor import AbsentTensor
 
 
 def here(module: torch.nn.Module) -> dict[str, Tensor]:
-    """The parameters that are on this rank. Tied names both, so that stages agree on what a name means."""
+    """The parameters that are on this rank. A tied one has both names, so that stages agree on what a name means."""
     named = module.named_parameters(remove_duplicate=False)
     return {name: p for name, p in named if not isinstance(p, AbsentTensor)}
 

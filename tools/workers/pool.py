@@ -1,7 +1,7 @@
 """One pool of worker processes for a whole test session, or a whole program.
 
 Importing torch and Lightning takes seconds, so the processes are started once (forked from a server that has
-imported everything) and test functions are sent to them::
+imported everything) and functions are sent to them::
 
     def sum_of_ranks() -> float:                      # module level: workers import it by name
         total = torch.tensor(float(dist.get_rank()))

@@ -1,4 +1,4 @@
-"""What runs in a worker process of the pool, and what a test function there may call."""
+"""What runs in a worker process of the pool, and what a function there may call."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def work(connection: Connection, log: str) -> None:
         sys.path.insert(0, str(ROOT))
     torch.set_num_threads(1)
     gc.collect()
-    # Each Trainer asks all installed packages for callbacks, which takes half of what it takes to make one.
+    # Each Trainer searches all installed packages for callbacks, which is half of the time that making one takes.
     registry.entry_points = functools.cache(registry.entry_points)  # type: ignore[attr-defined, assignment]
     imported = _freeze_imports(0)
     environment, directory = dict(os.environ), os.getcwd()

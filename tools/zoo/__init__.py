@@ -5,7 +5,7 @@
     training.py              trains an entry on one rank, in a worker of the pool
     outcome.py               compares the ranks' reports with one process: equal, refused, different, ...
     runner.py                every entry under every layout
-    program.py               arguments, and a run that goes on where it stopped
+    program.py               the arguments, and runs that can be resumed
     page.py                  the table in the documentation
 
 ``python -m tools.zoo --help`` says how to run it, and CONTRIBUTING.md how to add a model.

@@ -97,7 +97,7 @@ def summary(cases: Cases, layouts: Sequence[str]) -> Iterator[str]:
 
 
 def table(title: str, cases: Cases, layouts: Sequence[str]) -> Iterator[str]:
-    """The marks of some entries."""
+    """A table of marks: entries by layouts."""
     yield f"**{title}**\n"
     yield f"| | {' | '.join(layouts)} |"
     yield "|---|" + ":-:|" * len(layouts)
@@ -111,7 +111,7 @@ def of_layout(cases: Cases, layout: str) -> list[Verdict]:
 
 
 def each_case(cases: Cases, layouts: Sequence[str]) -> Iterator[tuple[str, str, Verdict]]:
-    """Entry, layout and verdict."""
+    """Each verdict, with its entry and layout."""
     for name, of_layouts in cases.items():
         for layout in layouts:
             verdict = of_layouts.get(layout)

@@ -1,4 +1,4 @@
-"""What the programs share that run entries under layouts: their arguments, and runs that go on where they stopped."""
+"""Arguments and resumable runs of the programs that train entries under layouts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tools.zoo.record import Results
 
 
 def arguments(program: str, description: str | None, layouts: Iterable[Layout], out: str) -> argparse.ArgumentParser:
-    """Those that all have.
+    """A parser of the arguments that all of these programs have.
 
     Args:
         program: its module.
@@ -32,7 +32,7 @@ def arguments(program: str, description: str | None, layouts: Iterable[Layout], 
 
 
 class Cases:
-    """The cases of a run: which are left, and what comes of them.
+    """The cases of a run: which are left, and the results of the others.
 
     Args:
         options: of `arguments`.
@@ -46,7 +46,7 @@ class Cases:
         self.results = Results.read(file) if options.resume and file.exists() else Results()
 
     def left(self, entry: str) -> list[Layout]:
-        """The layouts under which an entry is to run: it hasn't yet, or is to run again."""
+        """The layouts under which an entry has yet to run, or is to run again."""
         known = self.results.verdicts.get(entry, {})
         return [layout for layout in self.layouts if layout.name not in known or self._again(known[layout.name])]
 
@@ -71,6 +71,6 @@ class Cases:
 
 
 def counted(results: Results) -> str:
-    """How many cases there are of each outcome."""
+    """The numbers of cases by outcome, as a text."""
     outcomes = [verdict.outcome for cases in results.verdicts.values() for verdict in cases.values() if verdict]
     return ", ".join(f"{outcomes.count(outcome)} {outcome}" for outcome in Outcome)

@@ -20,11 +20,11 @@ from lightning_parallel.private.lightning.replaced import replaced
 def between_batches(
     trainer: pl.Trainer, begins: Callable[[], None], ended: Callable[[], None], met: Callable[[], None]
 ) -> Callable[[], None]:
-    """Have functions called between batches; an ``on_train_start`` hook calls it. Lightning's own broadcast there, by
-    which rank 0 reports a SIGTERM, is left out. Returns a function that ends it.
+    """Have functions called between batches. Lightning's own broadcast there, by which rank 0 reports a SIGTERM, is
+    left out. To be called in a callback's ``on_train_start``. Returns a function that ends it.
 
-    The last two are for ``trainer.should_stop``, wherever code that may have set it has run, and before Lightning asks
-    for it.
+    ``ended`` and ``met`` are for ``trainer.should_stop``: they are called wherever code that may have set it has run,
+    before Lightning reads it.
 
     Args:
         begins: called before each training batch, after all that belongs to the one before: its hooks, schedulers and
@@ -151,7 +151,7 @@ def validation_has_ended(trainer: pl.Trainer) -> bool:
 
 
 def refuse_validation_by_time(trainer: pl.Trainer) -> None:
-    """Refuse a ``val_check_interval`` that is a time. Each rank asks its own clock.
+    """Refuse a ``val_check_interval`` that is a time: each rank would read its own clock.
 
     Raises:
         ValueError: it is one.
@@ -159,7 +159,7 @@ def refuse_validation_by_time(trainer: pl.Trainer) -> None:
     seconds = trainer._val_check_time_interval  # type: ignore[attr-defined]
     if seconds is not None:
         raise ValueError(
-            f"val_check_interval is a time ({seconds:g} s): ranks ask their own clocks, so one would validate while "
+            f"val_check_interval is a time ({seconds:g} s). Each rank reads its own clock, so one would validate while "
             f"another trains, and wait for it. Give a number of batches."
         )
 

@@ -78,9 +78,9 @@ def hooks_beside(handle: RemovableHandle) -> int:
 
 
 def memory_is_shared(tensor: Tensor) -> bool:
-    """Do other tensors refer to this one's memory? True too if that isn't known. No public name counts references."""
+    """Do other tensors refer to this one's memory? Also True if that isn't known. No public name counts references."""
     if type(tensor) is not Tensor or tensor.layout is not torch.strided:
         return True
-    own = 2  # the tensor's, and that of the object by which is asked
+    own = 2  # references: the tensor's, and that of the storage object made here
     shared: bool = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) > own
     return shared
