@@ -30,8 +30,8 @@ def copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def multiply(tensors: Sequence[Tensor], factor: float | Tensor) -> None:
-    """Multiply tensors in place, unless the factor is known to be 1. A tensor's value isn't read: that would wait for its
-    device."""
+    """Multiply tensors in place, unless the factor is known to be 1. A tensor's value isn't read: that would wait for
+    its device."""
     if isinstance(factor, Tensor) or factor != 1:
         for (group,) in alike(tensors):
             scale_all(group, factor)

@@ -1,4 +1,4 @@
-"""Code of the user's around an update: hooks of the module's, and of callbacks."""
+"""Finds code of the user's that runs around an update: hooks of the module's, and of callbacks."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ def main_of(terms: Sequence[Term], key: str | None) -> Term | None:
 
 def count_of(terms: Sequence[Term], loss: Tensor, otherwise: float, key: str | None = None) -> Number:
     """What a loss averages over; 0 if nothing counts. A denominator of 1 or less may stand for 0, as ``clamp(min=1)``
-    gives it. Where what is summed doesn't tell whether anything counts, a loss of 0 does.
+    gives it. Where what is summed doesn't show whether anything counts, a loss of 0 shows that nothing does.
 
     Args:
         key: of the term whose number counts.
@@ -46,7 +46,7 @@ def count_of(terms: Sequence[Term], loss: Tensor, otherwise: float, key: str | N
 
 
 def _nothing_counts(terms: Sequence[Term], main: Term | None, loss: Tensor) -> bool | Tensor:
-    """Does nothing count in a loss? False if neither its graph nor its value tells."""
+    """Does nothing count in a loss? False if neither its graph nor its value shows it."""
     averages = _averaging(terms)
     alike = [term for term in averages if main is not None and term.key == main.key]
     known = [each for each in map(anything_counts, alike) if each is not None]

@@ -5,5 +5,5 @@ about modules and optimizers, ``groups.py`` about process groups and collectives
 
 ``tests/private/test_torch.py`` pins each of them: when a new version of torch breaks one, a test there fails and says
 what depends on it. Nothing else in the package imports or reads a private name of torch. ``checkpoint/slices.py``
-implements three private methods, by which torch's checkpoints ask a tensor for its parts.
+implements three private methods, by which torch's checkpoints get a tensor's parts.
 """

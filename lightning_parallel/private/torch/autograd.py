@@ -30,8 +30,8 @@ def saved_value(node: Node, name: str) -> Any:
 
 def saved_tensor(node: Node, name: str) -> Tensor | None:
     """A tensor that a node of the graph has saved, if it is still what was saved. None if hooks hold it: the hooks of
-    torch's checkpoints give it out once in a backward, and the node needs it itself. Where torch doesn't tell, hooks
-    are taken to hold it."""
+    torch's checkpoints give it out once in a backward, and the node needs it itself. Where torch doesn't
+    report it, hooks are taken to hold it."""
     if getattr(getattr(node, f"_raw_saved_{name}"), "unpack_hook", "not told") is not None:
         return None
     saved: Tensor | None = getattr(node, f"_saved_{name}")
@@ -72,7 +72,7 @@ def _metadata(node: Node) -> list[Any]:
 
 def hooks_beside(handle: RemovableHandle) -> int:
     """How many hooks of the same kind there are on a node of the graph beside the one that ``handle`` removes. The node
-    itself doesn't tell."""
+    itself doesn't report them."""
     hooks = handle.hooks_dict_ref()
     return 0 if hooks is None else len(hooks) - 1
 

@@ -26,7 +26,7 @@ reduce_scatter_into = getattr(dist, "reduce_scatter_single", None) or dist.reduc
 
 def boxed_group(argument: Any) -> dist.ProcessGroup | None:
     """The process group that an operator of torch.distributed was given, if ``argument`` is one. It is an object of
-    TorchScript, whose type only a private method tells."""
+    TorchScript, whose type only a private method gives."""
     if isinstance(argument, torch.ScriptObject) and str(argument._type()).endswith(".ProcessGroup"):
         return dist.ProcessGroup.unbox(argument)
     return None
@@ -39,7 +39,7 @@ def group_by_name(name: str) -> dist.ProcessGroup:
 
 @contextmanager
 def connecting() -> Iterator[None]:
-    """Inside, ranks make a group. By gloo each rank tells the others its address. If another machine can't reach one,
+    """Inside, ranks make a group. With gloo each rank sends the others its address. If another machine can't reach one,
     gloo's error names the address, and no setting. The error here names the setting. gloo's has no type of its own, so
     it is known by its words.
 
@@ -54,7 +54,7 @@ def connecting() -> Iterator[None]:
         tried = re.search(r"remote=\[(.+?)\]", str(error))
         raise RuntimeError(
             f"gloo could not connect the ranks{f': nobody answered at {tried[1]}' if tried else ''}. Unless one of "
-            f"them has stopped, which its own output says, they told each other the wrong addresses: gloo takes that "
+            f"them has stopped, which its own output says, they sent each other wrong addresses: gloo takes that "
             f"of a machine's name, which many systems set to 127.0.1.1. Set GLOO_SOCKET_IFNAME on all machines to the "
             f"network interface that joins them, as `ip -br address` lists it; in recipes, cluster.interface."
         ) from error
@@ -159,7 +159,7 @@ def default_store() -> Store:
 
 class CommonScaler(ShardedGradScaler):
     """A loss scaler with which all ranks skip a step if the gradients of one overflow. torch's own shares this when it
-    unscales gradients; a fused optimizer unscales them itself, after this private method has looked at them."""
+    unscales gradients; a fused optimizer unscales them itself, after this private method has checked them."""
 
     def _check_inf_per_device(self, optimizer: Optimizer) -> dict[str, Any]:
         found = super()._check_inf_per_device(optimizer)

@@ -34,7 +34,7 @@ def modules_of(module: nn.Module) -> dict[str, nn.Module | None]:
 
 def has_hooks(module: nn.Module, *, on_outputs: bool = True) -> bool:
     """Has anyone registered a hook on the module? If not ``on_outputs``, hooks that see the outputs only don't count.
-    torch has no public way to ask."""
+    torch has no public name for this."""
     left_out = () if on_outputs else ("_forward_hooks",)
     return any(name.endswith("_hooks") and value for name, value in vars(module).items() if name not in left_out)
 
@@ -56,15 +56,15 @@ def has_full_backward_hooks(module: nn.Module) -> bool:
 
 
 def has_gradient_hooks(tensor: Tensor) -> bool:
-    """Does a hook of the user's see, and perhaps change, the gradient of this tensor? torch has no public way to ask.
-    fully_shard's own hooks only gather a unit, and those of this library are known."""
+    """Does a hook of the user's see, and perhaps change, the gradient of this tensor? torch has no public name for
+    this. fully_shard's own hooks only gather a unit, and those of this library are known."""
     hooks = [*(tensor._backward_hooks or {}).values(), *(tensor._post_accumulate_grad_hooks or {}).values()]
     modules = (getattr(getattr(hook, "func", hook), "__module__", "") for hook in hooks)  # of a partial's function
     return any(not module.startswith(("torch.distributed.fsdp", "lightning_parallel.")) for module in modules)
 
 
 def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
-    """Do hooks of the user's run around an optimizer's steps? torch has no public way to ask."""
+    """Do hooks of the user's run around an optimizer's steps? torch has no public name for this."""
     return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
 
 
@@ -81,5 +81,5 @@ def is_compiled(module: nn.Module) -> bool:
 
 
 def is_graphed(module: nn.Module) -> bool:
-    """Is its forward of torch.cuda.make_graphed_callables? Only the place of its definition tells."""
+    """Is its forward of torch.cuda.make_graphed_callables? Only the place of its definition shows it."""
     return getattr(module.forward, "__module__", None) == torch.cuda.graphs.__name__

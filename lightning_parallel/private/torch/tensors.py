@@ -83,7 +83,7 @@ def wrapper_tensor(
 
 
 def asks_for_memory(error: RuntimeError) -> bool:
-    """Has code in C++ asked a tensor for memory that it doesn't have? Only the text tells."""
+    """Is it the error of code in C++ that needs the memory of a tensor without any? Only the text shows it."""
     return "erroneously tracing into a custom kernel" in str(error)
 
 
@@ -108,7 +108,7 @@ def dispatch_disabled() -> AbstractContextManager[None]:
 
 
 def written_arguments(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[Any]:
-    """The arguments that an operator writes to. Only its schema tells."""
+    """The arguments that an operator writes to. Only its schema has them."""
     for i, name in _written_by(operator):
         yield args[i] if i < len(args) else kwargs.get(name)
 
@@ -130,7 +130,7 @@ def is_zero_tensor(tensor: Tensor) -> bool:
     return tensor._is_zerotensor()
 
 
-@cache  # to ask the schema takes longer than most operations on the meta device
+@cache  # to read the schema takes longer than most operations on the meta device
 def _written_by(operator: Any) -> tuple[tuple[int, str], ...]:
     """Place and name of the arguments that an operator writes to."""
     arguments = enumerate(operator._schema.arguments)
@@ -150,7 +150,7 @@ def set_version(tensor: Tensor, version: int) -> None:
 
 def drawing_for_nothing(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
     """Is an operation that may draw random numbers called such that it draws none? Examples are attention without
-    dropout and a recurrent layer in evaluation. Only the schema tells which argument decides."""
+    dropout and a recurrent layer in evaluation. Only the schema has the argument that decides."""
     for i, argument in enumerate(operator._schema.arguments):
         value = args[i] if i < len(args) else kwargs.get(argument.name, argument.default_value)
         if (argument.name in ("dropout_p", "dropout", "p") and value == 0) or (argument.name == "train" and not value):
