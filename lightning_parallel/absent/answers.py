@@ -84,8 +84,12 @@ class AbsentForward:
         else:
             attributes = map(vars, self._module.modules())
             self._settings = [(own, name) for own in attributes for name in own if isinstance(own[name], _SETTINGS)]
-            key = (*of_call, *self._settings_now())  # as they are before a forward that counts its calls
+            before = self._settings_now()
+            key = (*of_call, *before)  # as they are before a forward that counts its calls
             answer = self._ask(args, kwargs)
+            if self._has_values:  # which counts the calls of its own chunk
+                for (own, name), value in zip(self._settings, before, strict=True):
+                    own[name] = value
             if all(isinstance(x, (Tensor, Argument, *_PLAIN)) and not isinstance(x, float) for x in answer.leaves):
                 self._answers[key] = answer
             if len(self._answers) > ANSWERS_KEPT:  # a counter among the inputs makes a new signature in each call

@@ -203,6 +203,23 @@ class Annealed(OfRows):
         return alpha * self.net(F.pad(hidden, (0, 6 - columns))).square().sum() / (len(batch) * columns)
 
 
+class Counts(nn.Linear):
+    """Counts its calls."""
+
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return super().forward(x) * self.calls
+
+
+class Counting(OfRows):
+    """A stage that runs two chunks answers in each of them for the layers of the other."""
+
+    def build(self) -> None:
+        self.net = nn.Sequential(*(Counts(6, 6) for _ in range(self.layers)))
+
+
 ALL_AT_ONCE = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.05}
 RECOMPUTED = {"activation_checkpointing": True}
 REPLICAS = {"stages": 2, "data_parallel": 2}
@@ -238,6 +255,7 @@ def every_model() -> list[Row]:
         # Chunks to which no gradient comes back hold nobody up within a batch.
         (FrozenFirst, 2, breadth_first, {"microbatches": BATCH}, {}),
         (Annealed, 2, "1f1b", FOUR, {}),
+        (Counting, 2, "zbv", {"microbatches": 1}, {}),
         *thorough(
             *every_model(),
             *((model, 3, "1f1b", FOUR | RECOMPUTED, {}) for model in ("Blocks", "Llama", "LeNet")),
