@@ -45,13 +45,17 @@ _NUMBERS = ("item", "tolist", "numpy", "__float__", "__array__")
 
 class GradientWatch(TorchFunctionMode):
     """Watches hooks between the end of a backward and the optimizer's work (:meth:`begin`, :meth:`end`). Where
-    parameters are only fully sharded (not ``in_parts``), it refuses only changes that would be lost. As a context it
-    does so in a step, too."""
+    parameters are only fully sharded (not ``in_parts``), it refuses only changes that would be lost. As a
+    context it does so in a step, too.
+
+    Attributes:
+        is_needed: may hooks see gradients? Otherwise nothing is watched between a backward and the optimizer.
+    """
 
     def __init__(self, run: Run, parameters: Iterable[nn.Parameter], *, in_parts: bool) -> None:
         super().__init__()
         self._module, self._parameters = run.module, list(parameters)
-        self._in_parts = in_parts
+        self._in_parts, self.is_needed = in_parts, True
         self._put_back = around_step_hooks(run.precision, self.begin, self.end)
         self._is_open = self._is_paused = self._has_warned = False
         self._memories: set[int] = set()  # of the gradients
@@ -60,7 +64,7 @@ class GradientWatch(TorchFunctionMode):
 
     def begin(self) -> None:
         """Begin to watch: gradients are complete, and hooks may follow."""
-        if self._is_open:
+        if self._is_open or not self.is_needed:
             return
         gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
         self._memories = {memory_of(gradient) for gradient in gradients} - {0}

@@ -120,7 +120,7 @@ class LayoutStrategy(ParallelStrategy):
         self._told: tuple[Any, bool] = (None, False)  # of which module the start table is, and of a training?
         self._same_batches: loaders.SameBatches | None = None
         self._options_used: PartedOptions | None = None  # by replicas, in training
-        self._watch: GradientWatch | None = None  # in training, if ranks hold parts and hooks see gradients
+        self._watch: GradientWatch | None = None  # of parts of the model's gradients, in training
         self._at_end = ExitStack()  # undoes what set-up has done, in reverse order
         self._at_next_run = ExitStack()  # undoes what the end of a run has done
 
@@ -578,11 +578,15 @@ class LayoutStrategy(ParallelStrategy):
         if self.is_global_zero:
             self.checkpoints.remove(filepath, self.checkpoint_io)
 
+    def ask_hooks(self) -> None:
+        """Find out what the user's hooks may see. It is called where training and an epoch begin: a learning-rate
+        finder trains without the user's callbacks before."""
+        if self._watch is not None:
+            self._watch.is_needed = sees_gradients(self.run.module)
+
     @override
     def on_train_start(self) -> None:
-        if self._watch is not None and not sees_gradients(self.run.module):
-            self._watch.close()
-            self._watch = None
+        self.ask_hooks()
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
@@ -591,11 +595,12 @@ class LayoutStrategy(ParallelStrategy):
         if batch_idx == 0:
             loaders.refuse_unequal_steps(self.run, "train", [batches])
             refuse_hooks_of_parameters(self.run.module)  # that were registered since, in on_train_start
-        if math.isinf(batches):
-            loaders.refuse_end_of_some(self.run, batch_idx)
+            self.ask_hooks()
         if self._watch is not None:
             self._watch.end()
         if self._options_used is not None:  # there are several replicas
+            if math.isinf(batches):
+                loaders.refuse_end_of_some(self.run, batch_idx)
             if self.batches_ahead == 0:  # else the backward of a batch under way may read what it would write to
                 self.replicas.share_carried(begins_epoch=batch_idx == 0)
             self._options_used.note(self.optimizers)

@@ -13,7 +13,7 @@ does with DDP's wrapper::
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -83,7 +83,6 @@ class FullyShardedStrategy(LayoutStrategy):
         self._guard = BackwardGuard()
         self._shards = UnitShards(options.units, options.reshard_after_forward, options.cpu_offload, self._guard)
         self._example_back = ExitStack()  # gives the module its example_input_array
-        self._step_watch: AbstractContextManager[Any] = nullcontext()  # refuses changes that would be lost
 
     # -- set-up --------------------------------------------------------------------------------------------------
 
@@ -147,7 +146,6 @@ class FullyShardedStrategy(LayoutStrategy):
     @override
     def on_train_start(self) -> None:
         self._example_back.close()
-        self._step_watch = nullcontext() if self._watch is None else self._watch
         super().on_train_start()
 
     # -- a batch -------------------------------------------------------------------------------------------------
@@ -158,7 +156,7 @@ class FullyShardedStrategy(LayoutStrategy):
             return super().run_step(kind, *args, **kwargs)
         # As for writes to gathered parameters, the first steps are watched.
         is_watched = kind == "training_step" and self._shards.writes[True].is_on
-        with _explained(), self._step_watch if is_watched else nullcontext():
+        with _explained(), self._watch if self._watch is not None and is_watched else nullcontext():
             output = super().run_step(kind, *args, **kwargs)
         if kind != "training_step":
             self._shards.uses.compare()

@@ -238,8 +238,8 @@ class PipelineStrategy(StagedStrategy):
         return most_held(actions, parts.held, None if self.is_fully_sharded else parts.computed)
 
     @override
-    def on_train_start(self) -> None:
-        super().on_train_start()
+    def ask_hooks(self) -> None:
+        super().ask_hooks()
         self._keeps_erased = erased_are_read(self.run.trainer, self.run.module)
 
     # -- a batch -------------------------------------------------------------------------------------------------

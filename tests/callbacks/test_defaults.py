@@ -33,6 +33,13 @@ class Unfreezes(BaseFinetuning):
             self.unfreeze_and_add_param_group(pl_module.model.lm_head, optimizer, 0.01)
 
 
+class ThenClips(LearningRateFinder):
+    """By hand, in the run after the search."""
+
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        torch.nn.utils.clip_grad_norm_(pl_module.parameters(), 0.05)
+
+
 MAKE: dict[str, Any] = {
     "Unfreezes": Unfreezes,
     "EMAWeightAveraging": lambda: EMAWeightAveraging(decay=0.9),
@@ -40,6 +47,7 @@ MAKE: dict[str, Any] = {
     "ModelPruning": lambda: ModelPruning("l1_unstructured", amount=0.3, use_lottery_ticket_hypothesis=False),
     "BatchSizeFinder": lambda: BatchSizeFinder(max_trials=2),
     "LearningRateFinder": lambda: LearningRateFinder(min_lr=1e-4, num_training_steps=16),
+    "ThenClips": lambda: ThenClips(num_training_steps=4),
 }
 
 
@@ -85,6 +93,12 @@ def test_what_works_on_the_whole_model_is_refused_on_all_ranks(pool: WorkerPool,
 def test_a_learning_rate_is_not_looked_for_with_late_losses(pool: WorkerPool) -> None:
     failures = pool.run(fit, 2, "LearningRateFinder", "async", init=False, expect_errors=True)
     assert_refused(failures, "ValueError", ["LearningRateFinder", "PipelineStrategy"])
+
+
+@pytest.mark.parametrize("strategy", ["sync", *thorough("tensor")])
+def test_gradients_are_watched_in_the_run_after_a_search(pool: WorkerPool, strategy: str) -> None:
+    failures = pool.run(fit, 2, "ThenClips", strategy, init=False, expect_errors=True)
+    assert_refused(failures, "RuntimeError", ["changes gradients", "self.clip_gradients"])
 
 
 @pytest.mark.parametrize(("callback", "strategy"), [

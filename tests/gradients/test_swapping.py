@@ -66,7 +66,12 @@ class LooksInACallback(Net):
         self.trainer.callbacks.append(Callback())
 
 
-MODULES = {kind.__name__: kind for kind in (Net, Looks, LooksInTheOptimizer, LooksInACallback)}
+class LooksLater(Net):
+    def on_train_epoch_start(self) -> None:
+        self.trainer.callbacks.append(Callback())
+
+
+MODULES = {kind.__name__: kind for kind in (Net, Looks, LooksInTheOptimizer, LooksInACallback, LooksLater)}
 
 
 def fit(kind: str, strategy: bool) -> tuple[list[int], list[float]]:
