@@ -110,7 +110,8 @@ def refuse_end_of_some(run: Run, index: int) -> None:
         RuntimeError: on all replicas.
     """
     ends = run.trainer.is_last_batch
-    some_end, some_go_on = highest(run.groups.along("data"), int(ends), int(not ends))
+    replicas = run.groups.on_host(run.layout.peers("data"))  # or each batch would wait for the GPU
+    some_end, some_go_on = highest(replicas, int(ends), int(not ends))
     if some_end and some_go_on:
         raise RuntimeError(
             f"One replica's loader ends with batch {index}, and another's doesn't, but they take their steps together. "
