@@ -45,8 +45,8 @@ _NUMBERS = ("item", "tolist", "numpy", "__float__", "__array__")
 
 class GradientWatch(TorchFunctionMode):
     """Watches hooks between the end of a backward and the optimizer's work (:meth:`begin`, :meth:`end`). Where
-    parameters are only fully sharded (not ``in_parts``), it refuses only changes that would be lost. As a
-    context it does so in a step, too.
+    parameters are only fully sharded (not ``in_parts``), it refuses only changes that would be lost. As a context it
+    does so in a step, too.
 
     Attributes:
         is_needed: may hooks see gradients? Otherwise nothing is watched between a backward and the optimizer.

@@ -584,6 +584,12 @@ class LayoutStrategy(ParallelStrategy):
         if self._watch is not None:
             self._watch.is_needed = sees_gradients(self.run.module)
 
+    def watch_gradients(self) -> None:
+        """Begin to watch the gradients, which are complete. Until the optimizer steps, the user's code may read
+        them."""
+        if self._watch is not None:
+            self._watch.begin()
+
     @override
     def on_train_start(self) -> None:
         self.ask_hooks()

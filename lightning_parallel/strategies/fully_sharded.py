@@ -180,8 +180,7 @@ class FullyShardedStrategy(LayoutStrategy):
         with _explained(), self._guard.open():
             backward()
         add_gradients(whole, self.replicas.averaged(swap_gradients(whole, accumulated)))
-        if self._watch is not None:  # the user's code may read them, until the optimizer steps
-            self._watch.begin()
+        self.watch_gradients()
 
     @override
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:

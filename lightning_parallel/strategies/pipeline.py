@@ -291,8 +291,7 @@ class PipelineStrategy(StagedStrategy):
             return backward()
         add_gradients(self.local_model.parameters, self._gradients)  # to those of accumulated batches
         self._gradients = {}
-        if self._watch is not None:  # the user's code may read them, until the optimizer steps
-            self._watch.begin()
+        self.watch_gradients()
 
     # -- where stages meet again -----------------------------------------------------------------------------------
 

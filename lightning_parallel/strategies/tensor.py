@@ -133,5 +133,4 @@ class TensorParallelStrategy(LayoutStrategy):
         manual = not module.automatic_optimization
         swap_gradients(parameters, self._shards.completed(own, more_follow=manual))
         add_gradients(parameters, earlier)
-        if self._watch is not None:  # the user's code may read them, until the optimizer steps
-            self._watch.begin()
+        self.watch_gradients()
