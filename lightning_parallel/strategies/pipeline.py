@@ -14,7 +14,6 @@ usual::
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -221,13 +220,13 @@ class PipelineStrategy(StagedStrategy):
 
     def _usual_microbatches(self) -> int:
         """The number of microbatches of a batch that is large enough for them."""
-        wanted = self.options.microbatches
-        return self.automatic_microbatches(sys.maxsize) if wanted == "auto" else wanted
+        if self.options.microbatches != "auto":
+            return self.options.microbatches
+        return 1 if self._schedule_name == "naive" or self.layout.stages == 1 else 4 * self.layout.stages
 
     @override
     def automatic_microbatches(self, batch_size: int) -> int:
-        usual = 1 if self._schedule_name == "naive" or self.layout.stages == 1 else 4 * self.layout.stages
-        return min(batch_size, usual)
+        return min(batch_size, self._usual_microbatches())
 
     @override
     def activation_bytes(self) -> int:
