@@ -110,6 +110,7 @@ def _block(stages: int, hop: int, wait_at_turn: int, wait_at_loss: int, wait_at_
 @cache
 def smallest(stages: int, hop: int) -> Block:
     """The block with a hop that holds the activations of the fewest chunks on a stage; of several, the one with the
-    shortest waits. It has room for a whole backward."""
+    shortest waits. It has room for a whole backward. Lists that begin and end with a batch try the other blocks, too:
+    there V-Min over 8 stages waits less with one that has none."""
     refuse_below(1, stages=stages)
     return min(filter(Block.has_room, blocks(stages, hop)), key=Block.held)
