@@ -35,8 +35,9 @@ def clip_by_norm(
     replicas: dist.ProcessGroup | None,
     parts: dist.ProcessGroup | None,
     device: torch.device,
-) -> None:
-    """Scale all gradients so that the norm of the whole model's gradient is at most ``clip_val``.
+) -> Tensor:
+    """Scale all gradients so that the norm of the whole model's gradient is at most ``clip_val``, and return that norm
+    as it was.
 
     Args:
         counted: the parameters whose gradients here enter the norm. Of the copies within ``parts``, one does.
@@ -44,21 +45,22 @@ def clip_by_norm(
             parameter is a DTensor.
         parts: the ranks that hold the model together; None if each of them holds all of it.
     """
-    held = [parameter for parameter in parameters if parameter.grad is not None]
-    own = [parameter.grad for parameter in held if parameter.grad is not None and parameter in counted]
+    own = [p.grad for p in parameters if p.grad is not None and p in counted]
     square = torch.zeros((), dtype=torch.float64, device=device)
     if replicas is not None:
-        square += _square_of_norm([local_part(g) for g in own if isinstance(g, DTensor)], device)
+        square += square_of_norm([local_part(g) for g in own if isinstance(g, DTensor)], device)
         reduce_tensor(square, replicas, dist.ReduceOp.SUM)
-    square += _square_of_norm([g for g in own if not isinstance(g, DTensor)], device)
+    square += square_of_norm([g for g in own if not isinstance(g, DTensor)], device)
     if parts is not None:
         reduce_tensor(square, parts, dist.ReduceOp.SUM)
-    scale = (clip_val / (square.sqrt() + 1e-6)).clamp(max=1.0)  # as torch.nn.utils.clip_grad_norm_
-    for (gradients,) in alike([local_part(parameter.grad) for parameter in held if parameter.grad is not None]):
+    norm = square.sqrt()
+    scale = (clip_val / (norm + 1e-6)).clamp(max=1.0)  # as torch.nn.utils.clip_grad_norm_
+    for (gradients,) in alike([local_part(p.grad) for p in parameters if p.grad is not None]):
         scale_all(gradients, scale.to(gradients[0]))
+    return norm
 
 
-def _square_of_norm(gradients: list[Tensor], device: torch.device) -> Tensor:
+def square_of_norm(gradients: list[Tensor], device: torch.device) -> Tensor:
     """The squared norm in float64. The single norms are computed in float32 at least: rounded to bfloat16, the sum
     would depend on which rank holds what."""
     square = torch.zeros((), dtype=torch.float64, device=device)
@@ -89,11 +91,11 @@ def install_clipping(
     plugin, paused = run.precision, nullcontext if watch is None else watch.paused
     sharded_over = run.groups.along("data") if local.is_fully_sharded else None
 
-    def by_norm(optimizer: Optimizer, clip_val: int | float) -> None:
+    def by_norm(optimizer: Optimizer, clip_val: int | float) -> Tensor:
         with paused():
             held = list(plugin.main_params(optimizer))
             counted: set[Tensor] = {parameter for parameter in held if counts(local.names[id(parameter)])}
-            clip_by_norm(held, clip_val, counted=counted, replicas=sharded_over, parts=parts, device=run.device)
+            return clip_by_norm(held, clip_val, counted=counted, replicas=sharded_over, parts=parts, device=run.device)
 
     def by_value(optimizer: Optimizer, clip_val: int | float) -> None:
         with paused():

@@ -23,8 +23,8 @@ from torch.optim import Optimizer
 
 from lightning_parallel.cuts.partition import Partition
 from lightning_parallel.gradients.swapping import Gradients, swap_gradients
-from lightning_parallel.late.optimizer_options import Options, options_of, restored
 from lightning_parallel.late.settings import LateGradients
+from lightning_parallel.optimizers.options import Options, options_of, restored
 from lightning_parallel.pipeline.engine import Engine
 from lightning_parallel.pipeline.staleness import is_second_order
 from lightning_parallel.pipeline.weights import WeightVersions

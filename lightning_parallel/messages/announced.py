@@ -148,10 +148,14 @@ class AnnouncedReceiver(Receiver):
         self._announcements = announcements
         self._one_more = announcements.listen(hosts, self)
         self._launched: deque[tuple[int, Packet | None]] = deque()  # acknowledged, and the message or an end of stream
+        self._spare = 0  # announcements that are listened for, though a stream has ended before they came
 
     def expect(self, place: Hashable) -> None:
         self._coming.append(place)
-        self._one_more()
+        if self._spare:
+            self._spare -= 1
+        else:
+            self._one_more()
 
     def launch(self, status: int, acknowledged: int, format: Format | None) -> None:
         """Launch the receive of the next message, which has been announced so."""
@@ -164,7 +168,14 @@ class AnnouncedReceiver(Receiver):
                 packet = Packet(self._expected(place), False, link.device)
                 if packet.buffer.numel():
                     link.wait(link.irecv(packet.buffer))
+        else:
+            self._spare += len(self._coming)
+            self._coming.clear()
         self._launched.append((acknowledged, packet))
+
+    def drop(self) -> None:
+        while self._coming or self._launched:
+            self.take()
 
     def take(self) -> tuple[list[Tensor], Format] | None:
         while not self._launched:

@@ -230,12 +230,19 @@ class Receiver(_LinkEnd):
                 work, packet = self._receive(place)
                 link.wait(work)
             buffer = packet.buffer.to(link.device, non_blocking=True)
+            if status == END_OF_STREAM:
+                self._coming.clear()
             if self._coming:
                 self._posted = self._receive(self._coming[0])
         link.streams.arrived(buffer)
         if status == END_OF_STREAM:
             return None
         return packet.tensors if buffer is packet.buffer else views(buffer, packet.format), packet.format
+
+    def drop(self) -> None:
+        """Take messages until none is expected, or until the sender ends the stream."""
+        while self._coming:
+            self.take()
 
     def _receive(self, place: Hashable) -> tuple[dist.Work, Packet]:
         """Post the receive of a place's next message, or of the part of it that is received ahead."""

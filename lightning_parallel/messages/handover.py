@@ -36,6 +36,10 @@ class Handover:
         """The oldest message that hasn't been taken; None if there is none, as where a stream has ended."""
         return self._messages.popleft() if self._messages else None
 
+    def drop(self) -> None:
+        """Forget the messages that haven't been taken."""
+        self._messages.clear()
+
     def expect(self, *_: object, **__: object) -> None:
         """Does nothing, as the other three: no receive is to be posted, no buffer to be given back, all messages have
         arrived, and no chunk waits for one that won't come."""

@@ -31,6 +31,7 @@ from lightning_parallel.messages.arrival import Arrival
 from lightning_parallel.messages.ends import Ends, WayIn, WayOut
 from lightning_parallel.messages.message import Format, format_of, gradient_format
 from lightning_parallel.pipeline.stage import Stage
+from lightning_parallel.pipeline.validation import TakenBack, Validation
 from lightning_parallel.pipeline.weights import Half, WeightVersions
 from lightning_parallel.private.torch.autograd import run_backward
 from lightning_parallel.private.torch.modules import parameters_of
@@ -83,6 +84,8 @@ class Microbatch:
         seed: the seed of the random numbers that its forward draws.
         ends_batch: whether it is the batch's last.
         trial: tests whether this microbatch and its neighbour, run as one, give what both give apart; None for none.
+        validation: of the update before the batch, with the batch's first microbatch; None where there is nothing to
+            validate.
     """
 
     step: Callable[[], Any]
@@ -92,6 +95,7 @@ class Microbatch:
     seed: int
     ends_batch: bool
     trial: Trial | None = None
+    validation: Validation | None = None
 
 
 @dataclass(frozen=True)
@@ -166,6 +170,9 @@ class Chunk:
         self._second_halves: deque[tuple[_InFlight, WeightGradients]] = deque()
         self.is_ahead = False
         self._is_unanswered = False  # do no gradients come back?
+        self._turn = len(stage.partition.placement) // 2  # in a V, the first chunk on the way back
+        # The gradients that are to be expected once the batch's forwards are known to count; None: they count.
+        self._unsettled: list[Callable[[], None]] | None = None
 
     # -- forward -------------------------------------------------------------------------------------------------
 
@@ -191,11 +198,14 @@ class Chunk:
 
         Returns:
             What the user's step returned, in the last chunk; an empty list in the others.
+
+        Raises:
+            TakenBack: the updates before the batch don't hold.
         """
         self._generators.seed(microbatch.seed)
         trial, is_last = microbatch.trial, not self._ends.out_of
         keeps = trial is not None and trial.wants_activations(is_last)
-        arrival, taken = self._receive(number)
+        arrival, taken = self._receive(number, microbatch.validation)
         kept = [] if arrival is None else arrival.copies() if keeps else None
         weights = self._weights
         with self._span("forward", number, None if weights is None else weights.reading):
@@ -214,9 +224,13 @@ class Chunk:
         self._in_flight.append(_InFlight(number, microbatch, sent, taken, arrival, token))
         return [output] if is_last else []
 
-    def _receive(self, number: int) -> tuple[Arrival | None, list[tuple[WayIn, Format]]]:
+    def _receive(
+        self, number: int, validation: Validation | None = None
+    ) -> tuple[Arrival | None, list[tuple[WayIn, Format]]]:
         """Wait for the activations of a microbatch, and tell their formats by the ways on which they have come; None in
         the first chunk."""
+        if validation is not None and self._index < self._turn:
+            self._unsettled = []
         if not self._ends.into:
             return None, []
         tensors, taken = list[Tensor](), list[tuple[WayIn, Format]]()
@@ -225,9 +239,17 @@ class Chunk:
             for chunk in self._stage.cuts[self._index].into:
                 way = self._ends.into[chunk]
                 message = way.activations.take()
-                assert message is not None, "a stream ends between batches"
-                tensors, format = [*tensors, *message[0]], (*format, *message[1])
-                taken.append((way, message[1]))
+                if message is None:  # else a stream ends between batches
+                    raise TakenBack
+                found, described = message
+                if validation is not None and chunk == self._index - 1 and self._index < self._turn:
+                    *found, square = found
+                    described = described[:-1]
+                    validation.arrived(square)
+                tensors, format = [*tensors, *found], (*format, *described)
+                taken.append((way, described))
+        if validation is not None and self._index == self._turn:
+            validation.check()
         return Arrival(tensors, format), taken
 
     def _send(self, output: list[Tensor], microbatch: Microbatch, arrival: Arrival | None) -> list[_Sent]:
@@ -237,11 +259,14 @@ class Chunk:
             way, is_next = self._ends.out_of[chunk], chunk == self._index + 1
             if is_next and microbatch.ends_batch:
                 part = self._wanting_the_factor(part, arrival)
+            if is_next and microbatch.validation is not None and chunk < self._turn:
+                part = [*part, microbatch.validation.square]
             gradients = gradient_format(way.activations.send(part, microbatch.index, way.gradients.taken))
             if is_next:
                 self._is_unanswered = not gradients
             if gradients:
-                way.gradients.expect(gradients)
+                expect = partial(way.gradients.expect, gradients)
+                expect() if self._unsettled is None else self._unsettled.append(expect)
                 edges = [get_gradient_edge(tensor) for tensor in part if tensor.requires_grad]
                 sent.append(_Sent(way, edges, way.activations.sent))
         return sent
@@ -353,6 +378,29 @@ class Chunk:
             ends = flight.work.ends_batch
             return self._weights.backward(flight.token, flight.work.loss, half, ends_batch=ends)
         return gradients_apart([p for store in self._stores for p in store.values() if p is not None])
+
+    # -- a batch whose forwards may not count ----------------------------------------------------------------------
+
+    def settle(self) -> None:
+        """The batch's forwards count: gradients come back."""
+        waiting, self._unsettled = self._unsettled, None
+        for expect in waiting or ():
+            expect()
+
+    def end_early(self, count: int) -> None:
+        """Of a batch of this many microbatches, whose forwards don't count, tell the next chunk that no more will
+        come."""
+        begun = len(self._in_flight)
+        for way in self._ends.out_of.values():
+            way.activations.end(begun % count, way.gradients.taken)
+
+    def forget(self) -> None:
+        """Drop what has run of that batch, and what has come for it."""
+        self._in_flight.clear()
+        self._unsettled = None
+        self.is_ahead = False
+        for source in self._ends.into.values():
+            source.activations.drop()
 
     # -- the end -------------------------------------------------------------------------------------------------
 

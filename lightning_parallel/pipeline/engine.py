@@ -17,6 +17,7 @@ from lightning_parallel.messages.ends import ends_of
 from lightning_parallel.messages.posting import short_switch_interval
 from lightning_parallel.pipeline.chunk import Chunk, Completing, Microbatch
 from lightning_parallel.pipeline.stage import Stage
+from lightning_parallel.pipeline.validation import Validation
 from lightning_parallel.pipeline.weights import WeightVersions
 from lightning_parallel.ranks.groups import Wires
 from lightning_parallel.ranks.layout import Layout
@@ -98,6 +99,7 @@ class Engine:
 
         Raises:
             PeerLostError: a neighbouring stage has stopped.
+            TakenBack: the updates before these microbatches don't hold (``validation.py``).
             RuntimeError: what the user's step, ``loss_of`` or a stage that finds layers out of order raises.
         """
         # Without halves the first one does all.
@@ -110,6 +112,7 @@ class Engine:
             if indices:
                 self._chunks[which].begin(indices, endless=endless)
         outputs: list[Any] = []
+        last_chunk = [*self._chunks.values()][-1]
         with self._generators.kept(), short_switch_interval():  # backwards and updates may draw too
             last = _last_before_steps(actions) if self._completing is not None else ()
             for i, action in enumerate(actions):
@@ -121,7 +124,10 @@ class Engine:
                 chunk, number = self._chunks[action.chunk], action.microbatch
                 completing = self._completing if i in last else None
                 if isinstance(action, Forward):
-                    outputs += chunk.forward(number, microbatches[number])
+                    work = microbatches[number]
+                    outputs += chunk.forward(number, work)
+                    if work.validation is not None and chunk is last_chunk:
+                        self._accept(work.validation)
                 elif isinstance(action, BackwardWeight):
                     chunk.second_half(number, completing)
                 else:
@@ -130,6 +136,18 @@ class Engine:
         if not endless:
             self.flush()  # all receives have been posted: no computation is waited for, but copies through the host
         return outputs
+
+    def _accept(self, validation: Validation) -> None:
+        validation.accept()
+        for chunk in self._chunks.values():
+            chunk.settle()
+
+    def take_back(self, count: int) -> None:
+        """Drop what has run of a batch of this many microbatches, after a ``TakenBack``. It may then begin anew."""
+        for chunk in self._chunks.values():
+            chunk.end_early(count)
+        for chunk in self._chunks.values():
+            chunk.forget()
 
     def flush(self) -> None:
         """Wait until every message has arrived. Messages of a process that ends before that are lost."""

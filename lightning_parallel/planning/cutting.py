@@ -163,7 +163,7 @@ class Cuts:
         """Does something make stages wait for each other between two batches?"""
         shared = [name for name in parts.shared() if self._module.get_parameter(name).requires_grad]
         plugin = self._trainer.precision_plugin
-        return any(True for _ in reasons_to_wait(self._trainer, self._module, plugin, shared))
+        return any(True for _ in reasons_to_wait(self._trainer, self._module, plugin, shared, validates=False))
 
 
 def _of_stages(profile: Profile, parts: Partition, samples: int) -> list[float]:

@@ -40,15 +40,23 @@ def gained(schedule: Schedule | Order) -> float:
 
 
 def reasons_to_wait(
-    trainer: pl.Trainer, module: pl.LightningModule, precision: Precision, shared: Collection[str]
+    trainer: pl.Trainer,
+    module: pl.LightningModule,
+    precision: Precision,
+    shared: Collection[str],
+    *,
+    validates: bool,
 ) -> Iterator[str]:
     """The reasons, in words, for which all stages have to meet at the end of each batch. ``shared`` are the trainable
-    parameters that several stages hold."""
+    parameters that several stages hold. ``validates``: updates are validated later (``post_validation.py``)."""
     by_norm = trainer.gradient_clip_algorithm in (None, "norm")
-    if trainer.gradient_clip_val and by_norm:
-        yield f"gradient_clip_val={trainer.gradient_clip_val:g} (clipping by the norm of all stages)"
-    elif is_overridden("configure_gradient_clipping", module):
+    if is_overridden("configure_gradient_clipping", module):
         yield f"{type(module).__name__}.configure_gradient_clipping"
+    elif trainer.gradient_clip_val and by_norm and not validates:
+        yield (
+            f"gradient_clip_val={trainer.gradient_clip_val:g} (clipping by the norm of all stages, for which they "
+            f"don't wait with post_validation=True)"
+        )
     if isinstance(precision, MixedPrecision) and precision.scaler is not None:
         yield "precision='16-mixed' (all stages skip the same updates)"
     for name in shared:

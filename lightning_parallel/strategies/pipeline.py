@@ -40,6 +40,7 @@ from lightning_parallel.schedules.v_shaped import zbv, zbv_in_bytes
 from lightning_parallel.set_up.options import StagedOptions
 from lightning_parallel.settings import Auto, Bytes, Count, Range, binary_size, bytes_of, takes
 from lightning_parallel.steps.between_batches import gained, reasons_to_wait
+from lightning_parallel.steps.post_validation import PostValidation, refuse_post_validation
 from lightning_parallel.strategies.staged import StagedStrategy
 
 
@@ -63,15 +64,20 @@ class PipelineOptions(StagedOptions):
         activation_memory: with ``"zbv"``, the most activations that a stage may hold, as a part of what the first stage
             of 1F1B holds, or in bytes, such as ``"6GiB"``. The less, the larger is the bubble. V-Min's are the
             least, about a third with many stages; with two, all. Bytes are those that the start of a run estimates.
+        post_validation: with ``"zbv"`` and ``gradient_clip_val``, don't wait for the norm of all stages: make the
+            update as if nothing were clipped, and make it again where that was wrong. The numbers are the same. It
+            takes the memory of the weights, the gradients and the optimizer's state once more.
 
     Raises:
         ValueError: a value that its setting doesn't take, several microbatches with ``"naive"``, ``chunks`` with
-            another schedule than ``"interleaved"``, or ``activation_memory`` with another than ``"zbv"``.
+            another schedule than ``"interleaved"``, ``activation_memory`` with another than ``"zbv"``, or
+            ``post_validation`` with another than ``"zbv"``, a limit, or fully sharded replicas.
     """
 
     schedule: Literal["naive", "gpipe", "1f1b", "interleaved", "zbv", "vhalf", "vmin"] | Generator = "1f1b"
     chunks: Count | Auto = "auto"
     activation_memory: Annotated[float, Range(0, 1)] | Bytes = 1.0
+    post_validation: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -86,6 +92,18 @@ class PipelineOptions(StagedOptions):
             raise ValueError(
                 f"activation_memory={self.activation_memory}: only schedule='zbv' takes a limit. Take that, or leave "
                 f"it out."
+            )
+
+        if self.post_validation and (self.schedule != "zbv" or self.activation_memory != 1):
+            raise ValueError(
+                f"post_validation=True with schedule={self.schedule!r}, activation_memory={self.activation_memory!r}: "
+                f"only schedule='zbv' without a limit has stages that go on to the next batch without waiting for each "
+                f"other. Leave it out, or take that."
+            )
+        if self.post_validation and self.data_parallel_kind == "fully_shard":
+            raise ValueError(
+                "post_validation=True with data_parallel_kind='fully_shard': an update of parts can't be taken back. "
+                "Leave one of the two out."
             )
 
     @property
@@ -111,6 +129,8 @@ class PipelineStrategy(StagedStrategy):
         trainer.fit(AnyLightningModule(), datamodule)
     """
 
+    options: PipelineOptions
+
     @takes(PipelineOptions)
     def __init__(self, options: PipelineOptions) -> None:
         super().__init__(options)
@@ -123,6 +143,7 @@ class PipelineStrategy(StagedStrategy):
         self._sums: list[Callable[[Gradients], Gradients]] = []  # of gradients, over tensor ranks and over stages
         self._keeps_erased = False  # may the user's code read an update's gradients before they are erased?
         self._goes_on = False  # do stages not wait for each other between batches?
+        self._validation: PostValidation | None = None
         self._is_cold = False  # has the device's first batch yet to run?
         self._alone_in: dict[int, list[str]] = {}  # by chunk, the parameters that no other chunk here uses
 
@@ -138,7 +159,7 @@ class PipelineStrategy(StagedStrategy):
                     f"schedule={self._schedule_name}: with other numbers of microbatches its chunks are on other "
                     f"stages, {sorted(places)}. Place them by the number of stages alone."
                 )
-        self._goes_on = False  # of the run before
+        self._goes_on, self._validation = False, None  # of the run before
         super().setup(trainer)
         if self.run.trains and not self._knows_bytes:
             raise ValueError(
@@ -202,7 +223,20 @@ class PipelineStrategy(StagedStrategy):
         module = self.run.module
         trained = {name for name, p in module.named_parameters() if p.requires_grad}
         shared = [name for name in self.stage.partition.shared() if name in trained]
-        reasons = list(reasons_to_wait(self.run.trainer, module, self.precision_plugin, shared))
+        validates = self.options.post_validation
+        reasons = list(reasons_to_wait(self.run.trainer, module, self.precision_plugin, shared, validates=validates))
+        if validates:
+            refuse_post_validation(self.run.trainer, module, reasons, type(self).__name__)
+            self._validation = PostValidation(
+                self.run,
+                self.local_model,
+                counts=self.counts,
+                watch=self._watch,
+                drain=self.drain,
+                # A parameter that steps change would have to be put back, too.
+                has_to_wait=lambda: bool(self.at_work.microbatches.changes.known),
+            )
+            self._at_end.callback(self._validation.end)
         if reasons:
             more = f" and {len(reasons) - 1} more" if len(reasons) > 1 else ""
             rank_zero_info(
@@ -260,8 +294,12 @@ class PipelineStrategy(StagedStrategy):
             earlier = {}  # they are about to be erased
         if self._stages.fully_sharded is not None:
             self._stages.fully_sharded.hold_back()
+        run = partial(self.at_work.engine.run, actions, endless=self._goes_on)
         with microbatches.recorded():
-            outputs = self.at_work.engine.run(actions, work, endless=self._goes_on)
+            if self._validation is None:
+                outputs = run(work)
+            else:
+                outputs = self._validation.run(run, work, self.at_work.engine.take_back, earlier)
         if self._stages.fully_sharded is not None:
             self._stages.fully_sharded.complete()
         gradients = self.replicas.averaged(swap_gradients(parameters, earlier))
@@ -301,6 +339,8 @@ class PipelineStrategy(StagedStrategy):
         if self._goes_on and self._at_work is not None:
             with torch.inference_mode(False):  # validation, where this is called too, runs in it
                 self._at_work.engine.end_stream()
+                if self._validation is not None:
+                    self._validation.settle()
 
     # -- the end -------------------------------------------------------------------------------------------------
 

@@ -329,6 +329,11 @@ def test_chunks_are_a_setting_of_the_interleaved_schedule() -> None:
 @pytest.mark.parametrize(("options", "said"), [
     ({"schedule": "zbv", "chunks": 2}, "chunks=2: only schedule='interleaved' takes their number"),
     ({"schedule": "vhalf", "activation_memory": 0.5}, "activation_memory=0.5: only schedule='zbv' takes a limit"),
+    ({"schedule": "vhalf", "post_validation": True}, "post_validation=True with schedule='vhalf'"),
+    (
+        {"schedule": "zbv", "post_validation": True, "data_parallel_kind": "fully_shard"},
+        "post_validation=True with data_parallel_kind='fully_shard'",
+    ),
     (
         {"schedule": "zbv", "activation_memory": "6 gigs"},
         "activation_memory='6 gigs': give a number from 0 to 1, or a string such as",

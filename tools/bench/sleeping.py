@@ -219,7 +219,7 @@ def _inside(sizes: Sizes) -> Table:
 def _trained(microbatches: int, sizes: Sizes) -> Times:
     batch = torch.randn(microbatches, sizes.width, sizes.width)
 
-    def run(schedule: Any, clip: float | None = None) -> list[float]:
+    def run(schedule: Any, clip: float | None = None, **options: Any) -> list[float]:
         strategy: StagedStrategy
         if schedule in _ENDLESS:
             shape = _ENDLESS[schedule]
@@ -227,12 +227,13 @@ def _trained(microbatches: int, sizes: Sizes) -> Times:
                 microbatches=microbatches, schedule=shape, correction=None, balance="layers"
             )
         else:
-            strategy = PipelineStrategy(schedule=schedule, microbatches=microbatches, balance="layers")
+            strategy = PipelineStrategy(schedule=schedule, microbatches=microbatches, balance="layers", **options)
         seconds = fit(_layers(schedule, sizes), strategy, batch, _SKIPPED + _COUNTED + 1, clip=clip)
         return seconds[-_COUNTED:] if dist.get_rank() == 0 else []  # the last stage
 
     runs = {name: partial(run, name) for name in ("1f1b", *CHUNKED, *_ENDLESS)}
     runs["zbv, clipped"] = partial(run, "zbv", _NEVER_REACHED)
+    runs["zbv, clipped, validated later"] = partial(run, "zbv", _NEVER_REACHED, post_validation=True)
     return alternate(runs, sizes.fits)
 
 

@@ -1,4 +1,4 @@
-"""An optimizer's options, such as learning rates, as they were when an update's batch came.
+"""An optimizer's options, such as learning rates, as they were at an earlier batch.
 
 An asynchronous stage makes update u when schedulers have already gone on, by as many batches as the stage lags behind::
 

@@ -1,11 +1,11 @@
-"""late/optimizer_options.py: a late update is made with the options of its own batch, and loses nothing else."""
+"""optimizers/options.py: a late update is made with the options of its own batch, and loses nothing else."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from lightning_parallel.late.optimizer_options import options_of, restored
+from lightning_parallel.optimizers.options import options_of, restored
 
 
 def two_groups() -> torch.optim.Optimizer:

@@ -1,0 +1,70 @@
+"""A step of an optimizer that can be undone and made again, with other gradients.
+
+What the step will write to is copied before it: about as much memory as the parameters, their gradients and the
+optimizer's state take.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_parallel.optimizers.options import options_of, restored
+
+# What torch keeps on an optimizer, beside its groups and its state. Schedulers put their marks there, too.
+_OF_TORCH = frozenset(vars(torch.optim.SGD([nn.Parameter(torch.zeros(1))]))) | {"step", "_opt_called"}
+_NUMBERS = (bool, int, float, str, type(None))
+
+
+class UndoableStep:
+    """The step that ``optimizer`` is about to make with the gradients on its parameters."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+        self._parameters: list[Tensor] = [p for group in optimizer.param_groups for p in group["params"]]
+        self._gradients = [None if p.grad is None else p.grad.detach().clone() for p in self._parameters]
+        stepped = [p for p in self._parameters if p.grad is not None]
+        self._values = {p: p.detach().clone() for p in stepped}
+        self._state = {parameter: copy.deepcopy(state) for parameter, state in optimizer.state.items()}
+        self._options = options_of(optimizer)
+        self._counts = {name: value for name, value in own_of(optimizer).items() if isinstance(value, _NUMBERS)}
+
+    def make_again(self, change: Callable[[Optimizer], Any]) -> None:
+        """Undo the step, and make it with gradients that ``change`` has changed on the parameters. They stay there.
+        What a scheduler has set since holds again after it."""
+        with torch.no_grad():
+            for parameter, value in self._values.items():
+                parameter.copy_(value)
+        self._optimizer.state.clear()
+        self._optimizer.state.update(self._state)
+        vars(self._optimizer).update(self._counts)
+        for parameter, gradient in zip(self._parameters, self._gradients, strict=True):
+            parameter.grad = gradient
+        change(self._optimizer)
+        with restored(self._optimizer, self._options, set()):
+            self._optimizer.step()
+
+
+def refuse_undoing(optimizer: Optimizer, setting: str) -> None:
+    """Refuse an optimizer whose steps can't be undone. ``setting`` asks for it, for messages.
+
+    Raises:
+        ValueError: it names the optimizer and what it keeps.
+    """
+    for name, value in own_of(optimizer).items():
+        if not (isinstance(value, _NUMBERS) or callable(value)):
+            raise ValueError(
+                f"{setting}: {type(optimizer).__name__} keeps {name!r} ({type(value).__name__}) beside its state, so "
+                f"its steps can't be undone. Take an optimizer that keeps all in optimizer.state, such as AdamW, or "
+                f"leave {setting} out."
+            )
+
+
+def own_of(optimizer: Optimizer) -> dict[str, Any]:
+    """What the class of an optimizer keeps on it, beside torch's own."""
+    return {name: value for name, value in vars(optimizer).items() if name not in _OF_TORCH}

@@ -1,0 +1,206 @@
+"""Clipping by the norm of all stages, without waiting for it: an update is made first, and validated in the next batch.
+
+::
+
+    gradients complete -> copy, update as if nothing were clipped -> next batch begins -> the norm is in
+        not clipped: go on
+        clipped:     undo, clip, update again, begin the batch anew
+
+So the numbers are those of stages that wait. ``pipeline/validation.py`` says how the norm travels. Where many updates
+were clipped, stages wait for a while, since an update that is made twice costs more than a wait.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import ExitStack, nullcontext
+from dataclasses import replace
+from typing import Any
+
+import lightning.pytorch as pl
+import torch.distributed as dist
+from lightning.pytorch.callbacks import Callback, LambdaCallback, WeightAveraging
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_parallel.gradients.clipping import square_of_norm
+from lightning_parallel.gradients.hook_watch import GradientWatch
+from lightning_parallel.gradients.swapping import Gradients, swap_gradients
+from lightning_parallel.optimizers.undoable import UndoableStep, refuse_undoing
+from lightning_parallel.pipeline.chunk import Microbatch
+from lightning_parallel.pipeline.validation import TakenBack, Validation
+from lightning_parallel.private.lightning.launching import callbacks_of
+from lightning_parallel.private.lightning.replaced import replaced
+from lightning_parallel.private.torch.modules import has_step_hooks
+from lightning_parallel.ranks.collectives import reduce_tensor
+from lightning_parallel.ranks.local_model import LocalModel
+from lightning_parallel.ranks.run import Run
+from lightning_parallel.tracing.snapshot import StateKept
+
+SETTING = "post_validation=True"
+
+_MOST = 0.2  # of updates that may be clipped before stages wait
+_REMEMBERED = 20  # updates
+_CERTAIN = 1e-9  # relative: a norm so near to the limit counts as beyond it, in whichever order it was summed
+
+# Code of the user's here would see weights of an update that may be taken back.
+_BETWEEN = ("on_train_batch_start", "on_train_batch_end", "on_validation_model_eval", "optimizer_step")
+
+
+class PostValidation:
+    """Clips for Lightning's precision plugin, which is set up to clip by the norm of all stages (``clipping.py``).
+
+    Args:
+        counts: does this rank's copy of a parameter, by name, enter the norm?
+        watch: of this rank's gradients, paused while their norm is computed.
+        drain: validates the last update on all stages, by :meth:`settle`.
+        has_to_wait: is the next update to be clipped at once?
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        local: LocalModel,
+        *,
+        counts: Callable[[str], bool],
+        watch: GradientWatch | None,
+        drain: Callable[[], None],
+        has_to_wait: Callable[[], bool],
+    ) -> None:
+        self._run, self._local, self._counts, self._watch = run, local, counts, watch
+        self._has_to_wait = has_to_wait
+        self._open: tuple[UndoableStep, Tensor, float] | None = None  # the last update, if it isn't validated yet
+        self._clipped = deque[bool](maxlen=_REMEMBERED)  # the last updates
+        self._waited: tuple[Tensor, float] | None = None  # the norm and the limit of the last update, if stages waited
+        self._end = ExitStack()
+        self._clip_at_once: Any = run.precision.clip_grad_by_norm  # returns the norm
+        self._end.callback(replaced(run.precision, "clip_grad_by_norm", self.clip))
+        # Other callbacks may read weights where a validation starts.
+        first, callbacks = LambdaCallback(on_validation_start=lambda *_: drain()), callbacks_of(run.trainer)
+        callbacks.insert(0, first)
+        self._end.callback(callbacks.remove, first)
+
+    def end(self) -> None:
+        """Give the plugin its own function back."""
+        self._end.close()
+        self._open = None
+
+    # -- an update -----------------------------------------------------------------------------------------------
+
+    def clip(self, optimizer: Optimizer, clip_val: int | float) -> None:
+        """Clip before an update, or leave it to the validation."""
+        if self._waited is not None:  # not before now: the host would have waited for the device
+            norm, limit = self._waited
+            self._clipped.append(not _holds(norm.square(), limit))
+            self._waited = None
+        if self._has_to_wait() or sum(self._clipped) > _MOST * _REMEMBERED:
+            self._waited = self._clip_at_once(optimizer, clip_val), clip_val
+        else:
+            self._open = UndoableStep(optimizer), self._square_of(optimizer), clip_val
+
+    def _square_of(self, optimizer: Optimizer) -> Tensor:
+        """The squared norm of this stage's gradients."""
+        held = [p for p in self._run.precision.main_params(optimizer) if self._counts(self._local.names[id(p)])]
+        with nullcontext() if self._watch is None else self._watch.paused():
+            square = square_of_norm([p.grad for p in held if p.grad is not None], self._run.device)
+        reduce_tensor(square, self._run.groups.along("tensor"), dist.ReduceOp.SUM)
+        return square
+
+    # -- its validation ------------------------------------------------------------------------------------------
+
+    def run(
+        self,
+        run: Callable[[Mapping[int, Microbatch]], list[Any]],
+        work: dict[int, Microbatch],
+        drop: Callable[[int], None],
+        earlier: Gradients,
+    ) -> list[Any]:
+        """Run a batch, which validates the update before it. If that doesn't hold, make it again, and begin anew.
+
+        Args:
+            run: runs the schedule on a batch's microbatches.
+            drop: drops what has run of a batch with this many microbatches.
+            earlier: that update's gradients, if they are kept: they will be the clipped ones.
+        """
+        if self._open is None:
+            return run(work)
+        _, square, limit = self._open
+        validation = Validation(square, lambda total: _holds(total, limit), self.accept)
+        with ExitStack() as undone:
+            undone.enter_context(StateKept(self._run.module))  # what layers of the first chunk write to themselves
+            try:
+                outputs = run({**work, 0: replace(work[0], validation=validation)})
+            except TakenBack:
+                drop(len(work))
+            else:
+                undone.pop_all()
+                return outputs
+        self.take_back()
+        clipped = swap_gradients(self._local.parameters, {})
+        if earlier:
+            earlier.update(clipped)
+        return run(work)
+
+    def accept(self) -> None:
+        """The last update holds."""
+        self._open = None
+        self._clipped.append(False)
+
+    def take_back(self) -> None:
+        """Make the last update again with clipped gradients, which stay on the parameters. All stages call it."""
+        assert self._open is not None, "an update is open that doesn't hold"
+        (step, _, limit), self._open = self._open, None
+        step.make_again(lambda optimizer: self._clip_at_once(optimizer, limit))
+        self._clipped.append(True)
+
+    def settle(self) -> None:
+        """Validate the last update now, if it isn't yet. All stages call it."""
+        if self._open is not None:
+            total, limit = self._open[1].clone(), self._open[2]
+            reduce_tensor(total, self._run.groups.along("pipeline"), dist.ReduceOp.SUM)
+            self.accept() if _holds(total, limit) else self.take_back()
+
+
+def _holds(square: Tensor, limit: float) -> bool:
+    """Are gradients of this squared norm left as they are? Not if it is NaN."""
+    return float(square.sqrt()) + 1e-6 <= limit * (1 - _CERTAIN)
+
+
+# -- what is refused ---------------------------------------------------------------------------------------------
+
+
+def refuse_post_validation(
+    trainer: pl.Trainer, module: pl.LightningModule, reasons: Collection[str], strategy: str
+) -> None:
+    """Refuse it where the user's code would see an update that is taken back, or where stages wait for each other
+    anyhow, for these ``reasons``.
+
+    Raises:
+        ValueError: it names what is in the way.
+    """
+    for found in (*reasons, *_in_the_way(trainer, module)):
+        raise ValueError(f"{SETTING} under {strategy} doesn't go together with {found}. Leave one of the two out.")
+    for optimizer in trainer.optimizers:
+        refuse_undoing(optimizer, SETTING)
+
+
+def _in_the_way(trainer: pl.Trainer, module: pl.LightningModule) -> Iterator[str]:
+    for callback in callbacks_of(trainer):
+        if isinstance(callback, WeightAveraging):
+            yield f"{type(callback).__name__}, which averages the weights of each update"
+    for owner, parent in ((module, pl.LightningModule), *((callback, Callback) for callback in callbacks_of(trainer))):
+        for hook in _BETWEEN:
+            if hasattr(parent, hook) and is_overridden(hook, owner, parent) and _is_users(owner, hook):
+                yield f"{type(owner).__name__}.{hook}, which may see an update that is taken back"
+    for optimizer in trainer.optimizers:
+        if has_step_hooks(optimizer):
+            yield f"a hook on the steps of {type(optimizer).__name__}"
+
+
+def _is_users(owner: Any, hook: str) -> bool:
+    function = inspect.unwrap(getattr(owner, hook))
+    module: str = getattr(getattr(function, "func", function), "__module__", "")
+    return not module.startswith(("lightning.", "lightning_parallel."))

@@ -1,0 +1,179 @@
+"""Clipping for which stages don't wait has, to the bit, the numbers of stages that wait, or it is refused."""
+
+from __future__ import annotations
+
+from itertools import chain
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback, EMAWeightAveraging
+from torch import Tensor, nn
+
+from lightning_parallel.steps import post_validation
+from tests.strategies.equality import assert_equal
+from tests.strategies.harness import ALL, Report, collect, make_trainer
+from tests.thorough import thorough
+from tools.workers.held import complete, here
+from tools.workers.pool import WorkerPool
+
+V = {"schedule": "zbv", "microbatches": 4}
+
+
+class Gradients(Callback):
+    def __init__(self, report: Report) -> None:
+        self.report = report
+
+    def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
+        self.report.gradients.append({n: complete(p.grad) for n, p in here(module).items() if p.grad is not None})
+
+
+class Scheduled(ALL["Llama"]):  # type: ignore[misc]
+    """Momentum, and a rate that has changed by the time when an update is made again."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+        return [optimizer], [{"scheduler": torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.8), "interval": "step"}]
+
+
+class Keeping(L.LightningModule):
+    """Layers of the first chunk write to themselves and draw random numbers. A skip connection from the first to the
+    last layer stays on one stage of a V."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Dropout(0.2)) for _ in range(8)
+        )
+
+    def training_step(self, batch: Tensor) -> Tensor:
+        x = first = self.layers[0](batch)
+        for layer in self.layers[1:-1]:
+            x = x + layer(x)
+        loss = (self.layers[-1](x) + first).square().mean()
+        self.log("loss", loss)
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=0.05)
+
+    @staticmethod
+    def loader() -> Any:
+        samples = torch.randn(40, 6, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+        return torch.utils.data.DataLoader(samples, batch_size=16)  # type: ignore[arg-type]  # the last has eight
+
+
+MODELS: dict[str, Any] = {**ALL, "Scheduled": Scheduled, "Keeping": Keeping}
+
+
+def trained(
+    model: str, strategy: str, options: dict[str, Any], most: float = 1.0, **given: Any
+) -> tuple[list[str], dict[str, Tensor], Report]:
+    """What has become of each update, the buffers, and what this rank has. Stages wait where more than the part
+    ``most`` of updates was clipped."""
+    torch.set_default_dtype(torch.float64)
+    L.seed_everything(3)
+    module, report, fates = MODELS[model](), Report(), list[str]()
+    trainer = make_trainer(strategy, [Gradients(report)], options, **{"max_epochs": 4} | given)
+
+    def noting(name: str) -> Any:
+        before = getattr(post_validation.PostValidation, name)
+
+        def noted(self: Any) -> None:
+            fates.append(name)
+            before(self)
+
+        return noted
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(post_validation, "_MOST", most)
+        for name in ("accept", "take_back"):
+            patch.setattr(post_validation.PostValidation, name, noting(name))
+        trainer.fit(module, module.loader(), *([] if model == "Keeping" else [module.loader()]))
+    buffers = {name: buffer.clone() for name, buffer in module.named_buffers() if type(buffer) is Tensor}
+    return fates, buffers, collect(report, trainer, module)
+
+
+@pytest.mark.parametrize(
+    ("model", "limit", "ranks", "options", "given"),
+    [
+        ("Scheduled", 0.7, 2, {}, {}),
+        ("Keeping", 0.55, 3, {}, {}),
+        ("Llama", 0.7, 4, {"data_parallel": 2}, {"val_check_interval": 1}),
+        *thorough(
+            ("Llama", 0.7, 4, {"tensor_parallel": 2}, {}),
+            ("LeNet", 0.3, 2, {}, {"accumulate_grad_batches": 2, "max_epochs": 6}),
+            ("GPT2", 0.6, 2, {}, {}),
+        ),
+    ],
+)
+def test_updates_that_are_validated_later_are_those_of_stages_that_wait(
+    pool: WorkerPool, model: str, limit: float, ranks: int, options: dict[str, Any], given: dict[str, Any]
+) -> None:
+    given = {"gradient_clip_val": limit} | given
+    runs = pool.run(trained, ranks, model, "sync", V | options | {"post_validation": True}, init=False, **given)
+    waiting = pool.run(trained, ranks, model, "sync", V | options, init=False, **given)
+    for (fates, buffers, found), (_, kept, expected) in zip(runs, waiting, strict=True):
+        assert fates == runs[0][0] and {*fates} == {"accept", "take_back"}
+        assert len(fates) == len(expected.gradients)
+        ours = chain(found.gradients, [found.weights, buffers])
+        for one, other in zip(ours, chain(expected.gradients, [expected.weights, kept]), strict=True):
+            assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+        assert found.metrics == expected.metrics
+
+
+def test_where_many_updates_are_clipped_stages_wait_and_have_the_numbers_of_one_process(pool: WorkerPool) -> None:
+    given = {"gradient_clip_val": 0.5, "max_epochs": 8}
+    ((*_, expected),) = pool.run(trained, 1, "Llama", "single", {}, init=False, **given)
+    runs = pool.run(trained, 2, "Llama", "sync", V | {"post_validation": True}, 0.2, init=False, **given)
+    assert_equal([report for *_, report in runs], expected)
+    assert [fates for fates, *_ in runs] == [["take_back"] * 5] * 2
+
+
+class Shown(Callback):
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, *args: Any) -> None:
+        pass
+
+
+class Clamped(Keeping):
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        super().optimizer_step(*args, **kwargs)
+
+
+class Counting(torch.optim.SGD):
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.seen: list[int] = []
+
+
+class Counted(Keeping):
+    def configure_optimizers(self) -> Any:
+        return Counting(self.parameters(), lr=0.1)
+
+
+REFUSED: dict[str, tuple[Any, list[Any], dict[str, Any]]] = {
+    "Shown.on_train_batch_end": (Keeping, [Shown()], {}),
+    "EMAWeightAveraging": (Keeping, [EMAWeightAveraging()], {}),
+    "Clamped.optimizer_step": (Clamped, [], {}),
+    "Counting keeps 'seen'": (Counted, [], {}),
+}
+
+
+def refusals() -> dict[str, str]:
+    found: dict[str, str] = {}
+    for name, (kind, callbacks, given) in REFUSED.items():
+        options = V | {"post_validation": True}
+        trainer = make_trainer("sync", callbacks, options, gradient_clip_val=1.0, **given)
+        try:
+            trainer.fit(kind(), Keeping.loader())
+        except ValueError as error:
+            found[name] = f"{trainer.global_step} {error}"
+    return found
+
+
+def test_it_is_refused_before_training_where_an_update_may_be_seen_or_cannot_be_taken_back(pool: WorkerPool) -> None:
+    for found in pool.run(refusals, 2, init=False):
+        assert found.keys() == REFUSED.keys()
+        assert all(text.startswith("0 post_validation=True") and name in text for name, text in found.items())
