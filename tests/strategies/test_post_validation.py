@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import chain
 from typing import Any
+from unittest import mock
 
 import lightning as L
 import pytest
@@ -11,7 +12,9 @@ import torch
 from lightning.pytorch.callbacks import Callback, EMAWeightAveraging
 from torch import Tensor, nn
 
+from lightning_parallel.ranks.groups import Groups
 from lightning_parallel.steps import post_validation
+from tests.pipeline.test_no_host_reads import announced
 from tests.strategies.equality import assert_equal
 from tests.strategies.harness import ALL, Report, collect, make_trainer
 from tests.thorough import thorough
@@ -96,6 +99,13 @@ def trained(
     return fates, buffers, collect(report, trainer, module)
 
 
+def trained_announced(*args: Any, **given: Any) -> tuple[list[str], dict[str, Tensor], Report]:
+    """With messages as they are over NCCL."""
+    wires = Groups.wires
+    with mock.patch.object(Groups, "wires", lambda groups, placement: announced(wires(groups, placement))):
+        return trained(*args, **given)
+
+
 @pytest.mark.parametrize(
     ("model", "limit", "ranks", "options", "given"),
     [
@@ -113,7 +123,8 @@ def test_updates_that_are_validated_later_are_those_of_stages_that_wait(
     pool: WorkerPool, model: str, limit: float, ranks: int, options: dict[str, Any], given: dict[str, Any]
 ) -> None:
     given = {"gradient_clip_val": limit} | given
-    runs = pool.run(trained, ranks, model, "sync", V | options | {"post_validation": True}, init=False, **given)
+    run = trained_announced if model == "Scheduled" else trained
+    runs = pool.run(run, ranks, model, "sync", V | options | {"post_validation": True}, init=False, **given)
     waiting = pool.run(trained, ranks, model, "sync", V | options, init=False, **given)
     for (fates, buffers, found), (_, kept, expected) in zip(runs, waiting, strict=True):
         assert fates == runs[0][0] and {*fates} == {"accept", "take_back"}
