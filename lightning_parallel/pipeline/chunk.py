@@ -200,7 +200,7 @@ class Chunk:
             What the user's step returned, in the last chunk; an empty list in the others.
 
         Raises:
-            TakenBack: the updates before the batch don't hold.
+            TakenBack: the update before the batch doesn't hold.
         """
         self._generators.seed(microbatch.seed)
         trial, is_last = microbatch.trial, not self._ends.out_of

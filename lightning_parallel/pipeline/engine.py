@@ -99,7 +99,7 @@ class Engine:
 
         Raises:
             PeerLostError: a neighbouring stage has stopped.
-            TakenBack: the updates before these microbatches don't hold (``validation.py``).
+            TakenBack: the update before these microbatches doesn't hold (``validation.py``).
             RuntimeError: what the user's step, ``loss_of`` or a stage that finds layers out of order raises.
         """
         # Without halves the first one does all.

@@ -1,18 +1,18 @@
 """An update that was made as if nothing were clipped is validated while the next batch begins.
 
 Clipping needs the norm of all stages' gradients. In a V the next batch's first microbatch comes by every stage on its
-way to the turn, after that stage's update. It takes the squared norms along. The stage at the turn knows all of them
-when the first one comes::
+way to the turn, after that stage's update. It takes the squared norms along::
 
-    stage 0   U | F0 F1 F2 F3 F4 F'0         U: an update        F: chunks before the turn
-              n0 \\-->                                            F': chunks after it
-    stage 1   . U | F0 F1 F2 F'0 F3
-                n0+n1 \\-->   \\
-    stage 2   . . U | F0 F'0 F1               n0 + n1 + n2 is in: do the updates hold?
+    stage 0           U   F0  F'0 F1  F'1     U    an update
+                  n1+n2 /        \\            F0   microbatch 0 before the turn
+    stage 1       U   F0  F1  F2  F'0 F3      F'0  microbatch 0 after the turn
+                 n2 /                \\        n2   the squared norm of stage 2
+    stage 2   U   F0  F1  F2  F3  F4  F'0
 
-If they hold, the microbatch goes back through the stages. If not, the stage at the turn ends its stream instead, and so
-does each stage that gets this end. By then a stage has run forwards of its first chunk only, since all else waits for
-that microbatch. These are dropped (:meth:`.Engine.take_back`), the update is made again, and the batch begins anew.
+Stage 0, at the turn, has n0 + n1 + n2 before its F'0, and decides. If the update holds, the microbatch goes back
+through the stages, and each of them knows when it comes. If not, stage 0 ends its stream instead, and so does each
+stage that gets this end. By then a stage has run forwards before the turn only, since all else waits for that
+microbatch. These are dropped (:meth:`.Engine.take_back`), the update is made again, and the batch begins anew.
 
 It is the optimizer's post-validation of arXiv:2401.10241, section 4.
 """
@@ -25,7 +25,7 @@ from torch import Tensor
 
 
 class TakenBack(Exception):
-    """The updates before this batch don't hold, so what has run of the batch doesn't count."""
+    """The update before this batch doesn't hold, so what has run of the batch doesn't count."""
 
 
 class Validation:
@@ -33,8 +33,8 @@ class Validation:
 
     Args:
         square: the squared norm of this stage's gradients, a scalar on its device.
-        holds: tells for that of all stages whether the updates hold. It waits for the device.
-        accept: called when this stage knows that they do.
+        holds: tells from that of all stages whether the update holds. It waits for the device.
+        accept: called when this stage knows that it does.
     """
 
     def __init__(self, square: Tensor, holds: Callable[[Tensor], bool], accept: Callable[[], None]) -> None:
@@ -46,10 +46,10 @@ class Validation:
         self.square = square + self.square
 
     def check(self) -> None:
-        """At the turn, where it is that of all stages.
+        """Decide, at the turn, where ``square`` is that of all stages.
 
         Raises:
-            TakenBack: the updates don't hold.
+            TakenBack: the update doesn't hold.
         """
         if not self._holds(self.square):
             raise TakenBack
