@@ -171,8 +171,8 @@ class Chunk:
         self.is_ahead = False
         self._is_unanswered = False  # do no gradients come back?
         self._turn = len(stage.partition.placement) // 2  # in a V, the first chunk on the way back
-        # The gradients that are to be expected once the batch's forwards are known to count; None: they count.
-        self._unsettled: list[Callable[[], None]] | None = None
+        # Until forwards are known to count: what expects their gradients, to be called then. None: they count.
+        self._not_accepted: list[Callable[[], None]] | None = None
 
     # -- forward -------------------------------------------------------------------------------------------------
 
@@ -230,7 +230,7 @@ class Chunk:
         """Wait for the activations of a microbatch, and tell their formats by the ways on which they have come; None in
         the first chunk."""
         if validation is not None and self._index < self._turn:
-            self._unsettled = []
+            self._not_accepted = []
         if not self._ends.into:
             return None, []
         tensors, taken = list[Tensor](), list[tuple[WayIn, Format]]()
@@ -239,7 +239,7 @@ class Chunk:
             for chunk in self._stage.cuts[self._index].into:
                 way = self._ends.into[chunk]
                 message = way.activations.take()
-                if message is None:  # else a stream ends between batches
+                if message is None:  # within a batch a stream ends for this reason only
                     raise TakenBack
                 found, described = message
                 if validation is not None and chunk == self._index - 1 and self._index < self._turn:
@@ -266,7 +266,7 @@ class Chunk:
                 self._is_unanswered = not gradients
             if gradients:
                 expect = partial(way.gradients.expect, gradients)
-                expect() if self._unsettled is None else self._unsettled.append(expect)
+                expect() if self._not_accepted is None else self._not_accepted.append(expect)
                 edges = [get_gradient_edge(tensor) for tensor in part if tensor.requires_grad]
                 sent.append(_Sent(way, edges, way.activations.sent))
         return sent
@@ -381,23 +381,23 @@ class Chunk:
 
     # -- a batch whose forwards may not count ----------------------------------------------------------------------
 
-    def settle(self) -> None:
-        """The batch's forwards count: gradients come back."""
-        waiting, self._unsettled = self._unsettled, None
+    def accept(self) -> None:
+        """The batch's forwards count, so their gradients will come."""
+        waiting, self._not_accepted = self._not_accepted, None
         for expect in waiting or ():
             expect()
 
-    def end_early(self, count: int) -> None:
-        """Of a batch of this many microbatches, whose forwards don't count, tell the next chunk that no more will
-        come."""
-        begun = len(self._in_flight)
+    def end_early(self) -> None:
+        """The batch's forwards don't count: tell the next chunk that no more of them will come."""
+        last = self._in_flight[-1].work if self._in_flight else None
+        coming = 0 if last is None or last.ends_batch else last.index + 1
         for way in self._ends.out_of.values():
-            way.activations.end(begun % count, way.gradients.taken)
+            way.activations.end(coming, way.gradients.taken)
 
-    def forget(self) -> None:
+    def drop(self) -> None:
         """Drop what has run of that batch, and what has come for it."""
         self._in_flight.clear()
-        self._unsettled = None
+        self._not_accepted = None
         self.is_ahead = False
         for source in self._ends.into.values():
             source.activations.drop()

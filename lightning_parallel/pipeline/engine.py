@@ -140,14 +140,14 @@ class Engine:
     def _accept(self, validation: Validation) -> None:
         validation.accept()
         for chunk in self._chunks.values():
-            chunk.settle()
+            chunk.accept()
 
-    def take_back(self, count: int) -> None:
-        """Drop what has run of a batch of this many microbatches, after a ``TakenBack``. It may then begin anew."""
+    def drop_batch(self) -> None:
+        """Drop what has run of a batch, after a ``TakenBack``. It may then begin anew."""
         for chunk in self._chunks.values():
-            chunk.end_early(count)
+            chunk.end_early()
         for chunk in self._chunks.values():
-            chunk.forget()
+            chunk.drop()
 
     def flush(self) -> None:
         """Wait until every message has arrived. Messages of a process that ends before that are lost."""

@@ -12,7 +12,7 @@ way to the turn, after that stage's update. It takes the squared norms along::
 Stage 0, at the turn, has n0 + n1 + n2 before its F'0, and decides. If the update holds, the microbatch goes back
 through the stages, and each of them knows when it comes. If not, stage 0 ends its stream instead, and so does each
 stage that gets this end. By then a stage has run forwards before the turn only, since all else waits for that
-microbatch. These are dropped (:meth:`.Engine.take_back`), the update is made again, and the batch begins anew.
+microbatch. These are dropped (:meth:`.Engine.drop_batch`), the update is made again, and the batch begins anew.
 
 It is the optimizer's post-validation of arXiv:2401.10241, section 4.
 """

@@ -115,14 +115,15 @@ class PostValidation:
         self,
         run: Callable[[Mapping[int, Microbatch]], list[Any]],
         work: dict[int, Microbatch],
-        drop: Callable[[int], None],
+        drop: Callable[[], None],
         earlier: Gradients,
     ) -> list[Any]:
         """Run a batch, which validates the update before it. If that doesn't hold, make it again, and begin anew.
 
         Args:
-            run: runs the schedule on a batch's microbatches.
-            drop: drops what has run of a batch with this many microbatches.
+            run: runs the schedule on microbatches.
+            work: the batch's microbatches, by index.
+            drop: drops what has run of the batch.
             earlier: that update's gradients, if they are kept: they will be the clipped ones.
         """
         if self._open is None:
@@ -134,7 +135,7 @@ class PostValidation:
             try:
                 outputs = run({**work, 0: replace(work[0], validation=validation)})
             except TakenBack:
-                drop(len(work))
+                drop()
             else:
                 undone.pop_all()
                 return outputs

@@ -299,7 +299,7 @@ class PipelineStrategy(StagedStrategy):
             if self._validation is None:
                 outputs = run(work)
             else:
-                outputs = self._validation.run(run, work, self.at_work.engine.take_back, earlier)
+                outputs = self._validation.run(run, work, self.at_work.engine.drop_batch, earlier)
         if self._stages.fully_sharded is not None:
             self._stages.fully_sharded.complete()
         gradients = self.replicas.averaged(swap_gradients(parameters, earlier))
