@@ -212,6 +212,8 @@ class TraceOfSteps(Callback):
     pipeline don't run to their ends. Stages that are ahead of others drain before the first of these batches and after
     the last."""
 
+    reads_weights = False
+
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._profile: profile | None = None

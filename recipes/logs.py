@@ -64,6 +64,8 @@ def read(folder: Path) -> list[Row]:
 class ContinuedLogs(Callback):
     """Writes loggers' rows with each checkpoint, and lets loggers go on where the checkpoint was."""
 
+    reads_weights = False
+
     def __init__(self) -> None:
         self._begun = False
 

@@ -193,9 +193,13 @@ def _in_the_way(trainer: pl.Trainer, module: pl.LightningModule) -> Iterator[str
         if isinstance(callback, WeightAveraging):
             yield f"{type(callback).__name__}, which averages the weights of each update"
     for owner, parent in ((module, pl.LightningModule), *((callback, Callback) for callback in callbacks_of(trainer))):
-        for hook in _BETWEEN:
+        for hook in _BETWEEN if getattr(owner, "reads_weights", True) else ():
             if hasattr(parent, hook) and is_overridden(hook, owner, parent) and _is_users(owner, hook):
-                yield f"{type(owner).__name__}.{hook}, which may see an update that is taken back"
+                kind = type(owner).__name__
+                yield (
+                    f"{kind}.{hook}, which may see weights that are taken back (if it doesn't use them, set "
+                    f"{kind}.reads_weights = False)"
+                )
     for optimizer in trainer.optimizers:
         if has_step_hooks(optimizer):
             yield f"a hook on the steps of {type(optimizer).__name__}"

@@ -43,6 +43,8 @@ class Measure(Callback):
         counted: updates after the timed ones, in which messages are counted.
     """
 
+    reads_weights = False
+
     def __init__(self, folder: str, warmup: int, counted: int) -> None:
         self._folder = Path(folder)
         self._warmup, self._counted = warmup, counted

@@ -156,13 +156,14 @@ class Trained(L.LightningModule):
 
 
 class Clock(L.Callback):
-    """When each batch of predictions was done on this rank, or each batch of training but for its update: code after
-    updates is refused where these may be taken back."""
+    """When each batch of training or of predictions was done on this rank."""
+
+    reads_weights = False
 
     def __init__(self) -> None:
         self.ends: list[float] = []
 
-    def on_before_backward(self, *args: Any) -> None:
+    def on_train_batch_end(self, *args: Any) -> None:
         self.ends.append(time.perf_counter())
 
     def on_predict_batch_end(self, *args: Any) -> None:
@@ -186,7 +187,7 @@ def fit(
     loss: Callable[[Tensor], Tensor] = loss_of,
     clip: float | None = None,
 ) -> list[float]:
-    """Train on the same batch over and over: seconds between two batches on this rank. Pictures,
+    """Train on the same batch over and over: seconds between the ends of consecutive batches on this rank. Pictures,
     if the strategy draws any, go into ``directory``. ``clip`` is the Trainer's ``gradient_clip_val``."""
     quiet()
     clock = Clock()

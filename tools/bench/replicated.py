@@ -193,7 +193,7 @@ class _Alone(LightningEnvironment):
 
 
 class _Watch(Clock):
-    """Times and losses of the batches."""
+    """Ends and losses of the batches."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -201,6 +201,7 @@ class _Watch(Clock):
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, *args: Any) -> None:
         self.losses.append(outputs["loss"].detach())
+        super().on_train_batch_end()
 
 
 class _Sharing(Trained):
