@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any
@@ -11,7 +10,7 @@ from torch import nn
 
 from lightning_parallel.absent.origins import FROM_EARLIER_STEP, parameter_of
 from lightning_parallel.cuts.balance import Balance
-from lightning_parallel.cuts.candidate import UNEVEN, Candidate
+from lightning_parallel.cuts.candidate import Candidate
 from lightning_parallel.cuts.layers import Layers, named_layers
 from lightning_parallel.cuts.partition import Partition
 from lightning_parallel.ranks.layout import Placement
@@ -38,7 +37,6 @@ def partition(
     hooks: Callable[[Any], Any] | None = None,
     recompute: bool = False,
     keep_together: bool = False,
-    warn: Callable[[str], None] = warnings.warn,
     traced: Callable[..., Trace] = trace,
 ) -> Partition:
     """Cut ``module`` into chunks, and place them on ``stages``.
@@ -56,7 +54,6 @@ def partition(
         hooks: runs the module's hooks around a step, given what the step returns.
         recompute: layers run again in the backward. This is then tried too.
         keep_together: one stage holds all of a unit, wherever a cut allows it.
-        warn: called with what users should know of the cut.
         traced: traces a step, or knows what a trace gave before: the step is traced alike for many cuts.
 
     Raises:
@@ -91,8 +88,6 @@ def partition(
         raise best.refusal()
     result = best.partition(recompute)
     _check_updates(result, best.seen)
-    if message := _late_layers(module, best.seen, result.chunks):
-        warn(message)
     # The calls after which chunks leave the step, with these chunks: all but the last one.
     calls = [(call.unit, call.call) for call in best.seen.calls]
     last = {result.calls[call]: call for call in calls}
@@ -109,20 +104,6 @@ def partition(
         _check_independent(result, third, {exits[call]} if call is not None else set(exits.values()))
     _check_held(result, {name for name, _ in module.named_parameters(remove_duplicate=False)})
     return result
-
-
-def _late_layers(module: nn.Module, seen: Trace, chunks: int) -> str | None:
-    """A warning if the step asks for a value so early that the last chunk has most of the layers, which come after
-    it."""
-    beyond = {parameter for name in seen.beyond for parameter in module.get_submodule(name).parameters()}
-    share = sum(p.numel() for p in beyond) / max(1, sum(p.numel() for p in module.parameters()))
-    if chunks == 1 or share * chunks <= UNEVEN:
-        return None
-    names = first_few(map(repr, sorted(seen.beyond)))
-    return (
-        f"The last stage has {share:.0%} of the parameters: the step asks for a value, and calls {names} after that. "
-        f"For an even cut ask inside a layer's own forward, or after the layers. {seen.stopped}"
-    )
 
 
 def _check_updates(parts: Partition, seen: Trace) -> None:

@@ -8,7 +8,6 @@ from itertools import zip_longest
 from typing import Any
 
 import torch.distributed as dist
-from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_parallel.absent.tensor import AbsentTensor, AbsentValueError
 from lightning_parallel.batch import cloned
@@ -59,7 +58,6 @@ def agreed_partition(
                 hooks=hooks,
                 recompute=options.activation_checkpointing and run.trains,
                 keep_together=keep_together,
-                warn=rank_zero_warn,
             )
             if hooks is not None:
                 hooks.check(found, layout.stage)
