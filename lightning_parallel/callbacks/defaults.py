@@ -14,6 +14,7 @@ from lightning.pytorch.callbacks import (
     ModelCheckpoint,
     ModelPruning,
     OnExceptionCheckpoint,
+    StochasticWeightAveraging,
 )
 
 from lightning_parallel.callbacks.exact_resume import ExactResume
@@ -36,6 +37,10 @@ IN_PARTS: Reasons = {
     ModelPruning: (
         "it ranks the values of whole parameters, of which a rank holds a part. Prune a checkpoint after training, or "
         "use DataParallelStrategy or strategy='ddp'"
+    ),
+    StochasticWeightAveraging: (
+        "it averages whole parameters, of which a rank holds a part. Use WeightAveraging, whose weights are equal too, "
+        "or EMAWeightAveraging, where each rank averages its part"
     ),
 }
 IN_STAGES: Reasons = {

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_parallel.checkpoint import directory, format
-from lightning_parallel.checkpoint.average import Average, placed, value_at
+from lightning_parallel.checkpoint.average import WEIGHTS, Average
 from lightning_parallel.checkpoint.background import BackgroundSave
 from lightning_parallel.checkpoint.keys import MODEL, SECOND, OptimizerState, divided
 from lightning_parallel.checkpoint.plain import OF_TENSORS, PlainOnDemand, Wholes, by_name
@@ -182,10 +182,8 @@ class Checkpoints:
         state_dict, model, second = self._states(checkpoint, module)
         own = named_tensors(module)
         extra = {name: value for name, value in state_dict.items() if name not in own and is_here(module, name)}
-        trainer = {key: value for key, value in checkpoint.items() if key not in OF_TENSORS}
-        at = self.average.at if second is not None and self.average is not None else ()
-        if at:
-            trainer = placed(trainer, at, None)
+        at = () if second is None else (WEIGHTS,)
+        trainer = {key: value for key, value in checkpoint.items() if key not in (*OF_TENSORS, *at)}
         refuse_parts(trainer, self.local)
         saved = optimizers if "optimizer_states" in checkpoint else []
         states = [optimizer_state(optimizer, self.local, self.owned) for optimizer in saved]
@@ -224,7 +222,7 @@ class Checkpoints:
         refuse_others(averages, average.module, what)
         kept = {tied.get(name, name) for name in averages}
         averaged = {name: tensor for name, tensor in self._averaged.items() if name in kept and name in model}
-        return (own, averaged, model) if average.leads else (own, model, averaged)
+        return own, averaged, model
 
     # -- load ----------------------------------------------------------------------------------------------------
 
@@ -269,9 +267,8 @@ class Checkpoints:
         names = self.local.parameters if optimizers else ()
         # Of an optimizer that steps a parameter as a whole, its owner alone has the state, and all of it.
         trained = {n: None if n in self.owned else model[n] for n in names if self.owned.get(n, True)}
-        first, second, has_averages = model, None, average is not None and saved.get("second_at") == [*average.at]
-        if average is not None and has_averages:
-            first, second = (self._averaged, model) if average.leads else (model, self._averaged)
+        has_averages = average is not None and saved.get("second_at") == [WEIGHTS]
+        first, second = (self._averaged, model) if has_averages else (model, None)
         strict = module.strict_loading
         states, random = format.load(
             found, saved, self.opened, first, trained, self.coordinate, second=second, strict=strict
@@ -281,7 +278,7 @@ class Checkpoints:
             fill_optimizer(optimizer, state, self.local)
         content |= {"state_dict": {}, "optimizer_states": [], RANDOM_STATE: random}
         if average is not None:
-            content |= average.loaded(content, module.state_dict(), was_saved=has_averages)
+            content |= average.loaded(module.state_dict(), was_saved=has_averages)
 
     def _wholes(
         self,
@@ -309,8 +306,8 @@ class Checkpoints:
             "extra_state": extra,
         }
         found = of_optimizers | {MODEL + name: each for name, each in (tensors | own).items()}
-        if self.average is not None and (second := value_at(content, self.average.at)) is not None:
-            saved["second_at"] = [*self.average.at]
+        if self.average is not None and (second := content.get(WEIGHTS)) is not None:
+            saved["second_at"] = [WEIGHTS]
             found |= {SECOND + tied.get(name, name): each for name, each in second.items() if name not in extra}
         return Wholes(found), saved
 

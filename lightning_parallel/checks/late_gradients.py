@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import StochasticWeightAveraging
+from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 from lightning_parallel.cuts.partition import Partition
 from lightning_parallel.gradients.overridden import overridden
-from lightning_parallel.private.lightning.averaging import Averaging
 from lightning_parallel.private.lightning.launching import callbacks_of
 
 
@@ -34,7 +33,7 @@ def refuse_hooks(trainer: pl.Trainer, module: pl.LightningModule) -> None:
 def check_in_v(trainer: pl.Trainer, module: pl.LightningModule, schedule: str) -> None:
     """Refuse averages of weights, and warn of hooks that are called for each chunk."""
     for callback in callbacks_of(trainer):
-        if isinstance(callback, Averaging):
+        if isinstance(callback, WeightAveraging):
             raise ValueError(
                 f"{type(callback).__name__} with schedule={schedule!r}: in a V the two chunks of a stage make their "
                 f"updates at different times, so it would average weights that never were together. Use "
@@ -54,7 +53,7 @@ def refuse_averages(trainer: pl.Trainer, in_v: bool) -> None:
     starts."""
     advice = "PipelineStrategy" if in_v else "Lightning's EMAWeightAveraging or WeightAveraging"
     for callback in callbacks_of(trainer):
-        averages = {} if isinstance(callback, Averaging) else vars(callback)
+        averages = {} if isinstance(callback, WeightAveraging) else vars(callback)
         for name in (name for name, value in averages.items() if isinstance(value, AveragedModel)):
             raise ValueError(
                 f"{type(callback).__name__}.{name} is an AveragedModel. After a batch the stages of an asynchronous "

@@ -1,6 +1,6 @@
 """Averages of weights where ranks hold parts of them: each rank averages its part, and nothing is sent in a step.
 
-Lightning's callbacks copy the whole module, and walk over the parameters of the copy and of the module side by side.
+Lightning's callback copies the whole module, and walks over the parameters of the copy and of the module side by side.
 Averages are elementwise, so this rank's part is enough::
 
     the callback            one process                     here
@@ -27,11 +27,9 @@ from lightning_parallel.absent.tensor import AbsentTensor
 from lightning_parallel.checkpoint.average import Average
 from lightning_parallel.checkpoint.rank_states import named_tensors
 from lightning_parallel.private.lightning.averaging import (
-    Averaging,
     are_known_functions,
     copy_of_module,
     device_of_averages,
-    leave_out_schedulers,
     walks,
 )
 from lightning_parallel.private.lightning.launching import callbacks_of
@@ -82,7 +80,7 @@ class _Part:
     their values are those of now, also in a later walk."""
 
     def __init__(self, module: pl.LightningModule, *, keeps_buffers: bool = False) -> None:
-        self._module, self.device = module, module.device
+        self._module = module
         here = (local_part(each) for each in module.buffers() if not isinstance(each, AbsentTensor))
         self._buffers = [each.clone() if keeps_buffers else each for each in here]
 
@@ -91,12 +89,6 @@ class _Part:
 
     def buffers(self) -> Iterator[Tensor]:
         return iter(self._buffers)
-
-    def modules(self) -> Iterator[nn.Module]:
-        """Those whose buffers are here."""
-        for module in self._module.modules():
-            if not any(isinstance(each, AbsentTensor) for each in buffers_of(module).values()):
-                yield module
 
 
 def _here(tensors: Mapping[str, Tensor | None]) -> Iterator[tuple[str, Tensor]]:
@@ -110,7 +102,7 @@ def copies_left_out(callbacks: Iterable[Callback]) -> ExitStack:
     ``setup``. Call it before."""
     end = ExitStack()
     for callback in callbacks:
-        if isinstance(callback, Averaging):
+        if isinstance(callback, WeightAveraging):
             end.callback(replaced(callback, "setup", partial(_without_copy, callback.setup)))
     return end
 
@@ -142,7 +134,7 @@ def take_part(
         ValueError: on every rank, if averages of parts would be others than those of one process.
     """
     end, module = ExitStack(), run.module
-    found = [callback for callback in callbacks_of(run.trainer) if isinstance(callback, Averaging)]
+    found = [callback for callback in callbacks_of(run.trainer) if isinstance(callback, WeightAveraging)]
     if not found or (averages := copy_of_module(found[0])) is None:  # it has trained nothing
         return None, end
     callback = found[0]
@@ -153,15 +145,7 @@ def take_part(
     for owner, name in walks(callback):
         waits_for = after_update if name == "update_parameters" else lambda: None  # at others nothing is in flight
         end.callback(replaced(owner, name, partial(_walk, getattr(owner, name), module, waits_for)))
-    end.callback(replaced(callback, "load_state_dict", partial(_load, callback, run.trainer, callback.load_state_dict)))
-    leads = isinstance(callback, WeightAveraging)
-    at = ("current_model_state",) if leads else ("callbacks", callback.state_key, "average_model_state")
-    return Average(averages, averages._held, at, leads), end
-
-
-def _load(callback: Averaging, trainer: pl.Trainer, load: Callable[[Any], None], state: dict[str, Any]) -> None:
-    load(state)
-    leave_out_schedulers(callback, trainer)
+    return Average(averages, averages._held), end
 
 
 def _walk(
@@ -180,7 +164,7 @@ def _walk(
         following.append(walk)
 
 
-def _refuse(found: Sequence[Averaging], averages: nn.Module, run: Run, local: LocalModel, strategy: str) -> None:
+def _refuse(found: Sequence[WeightAveraging], averages: nn.Module, run: Run, local: LocalModel, strategy: str) -> None:
     name = type(found[0]).__name__
     if len(found) > 1:
         raise ValueError(f"{name} and {type(found[1]).__name__}: under {strategy} one callback averages weights.")

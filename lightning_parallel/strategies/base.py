@@ -287,8 +287,9 @@ class LayoutStrategy(ParallelStrategy):
             ahead=lambda: self.batches_ahead,
         )
         is_alone = self.layout.world_size == 1
-        if not is_alone:
+        if not is_alone or not self.holds_all:
             refuse_callbacks(callbacks_of(trainer), self.refused_callbacks, type(self).__name__)
+        if not is_alone:
             if run.trains:
                 refuse_validation_by_time(trainer)
             if run.trains and not self.saves_as_lightning:

@@ -9,7 +9,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback, EMAWeightAveraging, StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.callbacks import Callback, EMAWeightAveraging, WeightAveraging
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader
@@ -104,7 +104,6 @@ MAKE: dict[str, Callable[[], Callback]] = {
     "ema": lambda: EMAWeightAveraging(decay=0.8),
     "swa": lambda: FromThird(),
     "multi": lambda: WeightAveraging(multi_avg_fn=get_ema_multi_avg_fn(0.8), use_buffers=False),
-    "by epochs": lambda: StochasticWeightAveraging(0.05, swa_epoch_start=2, annealing_epochs=2),
 }
 
 
@@ -189,8 +188,6 @@ OFTEN = [
     ("ema", "fsdp2"),
     ("swa", "pp2"),
     ("multi", "tp2"),
-    ("by epochs", "pp2"),
-    ("by epochs", "late"),
     ("ema", "background"),
 ]
 ALL = [(average, layout) for average in MAKE for layout in LAYOUTS_OF_PARTS if (average, layout) not in OFTEN]
@@ -221,14 +218,6 @@ def test_averages_go_on_from_a_checkpoint_of_another_layout(runs: Runs, average:
 
 
 @pytest.mark.parametrize("layout", ["pp2", *thorough("tp2", "fsdp2")])
-def test_swa_goes_on_as_in_one_process(runs: Runs, layout: str) -> None:
-    """Lightning doesn't resume it exactly."""
-    expected = runs.run("by epochs", "single", runs.run("by epochs", "single")[0])
-    for first in (runs.run("by epochs", layout)[0], runs.run("by epochs", "single")[0]):
-        assert_same(runs.run("by epochs", layout, first), expected)
-
-
-@pytest.mark.parametrize("layout", ["pp2", *thorough("tp2", "fsdp2")])
 @pytest.mark.parametrize(("before", "after"), [("none", "ema"), *thorough(("ema", "none"))])
 def test_averages_begin_or_end_with_a_checkpoint(runs: Runs, before: str, after: str, layout: str) -> None:
     """As in one process: the averages become the weights, or begin with the weights."""
@@ -243,33 +232,6 @@ def test_a_directory_with_averages_is_converted(runs: Runs, tmp_path: Path) -> N
     content = torch.load(tmp_path / "one.ckpt")
     assert content["current_model_state"].keys() == content["state_dict"].keys() == Averaged().state_dict().keys()
     assert_same((tmp_path / "one.ckpt", *runs.run("ema", "pp2")[1:]), runs.run("ema", "single"))
-
-
-class WithStatistics(Averaged):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first.norm = nn.BatchNorm1d(8)
-
-
-def statistics_at_the_end(layout: str, path: Path) -> None:
-    """Save after a run of `StochasticWeightAveraging`, which ends with an epoch without updates."""
-    torch.set_default_dtype(torch.float64)
-    trainer = trainer_of(layout, MAKE["by epochs"](), epochs=3, use_distributed_sampler=False)
-    trainer.fit(WithStatistics())
-    trainer.save_checkpoint(path)
-
-
-@pytest.mark.parametrize(("layout", "reference"), [
-    ("whole batches", "single"), *thorough(("tp2", "single"), ("fsdp2", "ddp2"))
-])  # fmt: skip
-def test_swa_ends_with_the_statistics_of_one_process(
-    pool: WorkerPool, tmp_path: Path, layout: str, reference: str
-) -> None:
-    for name in {layout, reference}:
-        pool.run(statistics_at_the_end, LAYOUTS[name][0], name, tmp_path / name, init=False)
-    found, expected = saved_in(tmp_path / layout), saved_in(tmp_path / reference)
-    assert float(found["/state_dict/first.norm.num_batches_tracked"]) == BATCHES
-    assert largest_difference(found, expected) < TOLERANCE
 
 
 class Untied(Averaged):
@@ -378,9 +340,7 @@ class AllSlowly:
 STRANGE: dict[str, Callable[[], list[Callback]]] = {
     "own": lambda: [WeightAveraging(avg_fn=slowly)],
     "own of all": lambda: [WeightAveraging(multi_avg_fn=AllSlowly())],
-    "own by epochs": lambda: [StochasticWeightAveraging(0.05, 1, avg_fn=slowly)],
-    "two": lambda: [EMAWeightAveraging(), StochasticWeightAveraging(0.05, 1)],
-    "statistics": lambda: [StochasticWeightAveraging(0.05, 1)],
+    "two": lambda: [EMAWeightAveraging(), FromThird()],
 }
 
 
@@ -391,16 +351,14 @@ class Begins(Callback):
 
 def strange(average: str, layout: Any) -> None:
     torch.set_default_dtype(torch.float64)
-    module = WithStatistics() if average == "statistics" else Averaged()
-    trainer_of(layout, Begins(), *STRANGE[average]()).fit(module)
+    trainer_of(layout, Begins(), *STRANGE[average]()).fit(Averaged())
 
 
 @pytest.mark.parametrize(("average", "layout", "words"), [
     ("own", "tp2", ["WeightAveraging", "TensorParallelStrategy", "get_ema_avg_fn"]),
     ("own of all", "pp2", ["WeightAveraging", "PipelineStrategy", "get_ema_avg_fn"]),
-    ("own by epochs", "fsdp2", ["StochasticWeightAveraging", "FullyShardedStrategy", "get_ema_avg_fn"]),
-    ("two", "pp2", ["EMAWeightAveraging and StochasticWeightAveraging", "one callback"]),
-    ("statistics", "late", ["StochasticWeightAveraging", "BatchNorm", "WeightAveraging"]),
+    ("own", "fsdp2", ["WeightAveraging", "FullyShardedStrategy", "get_ema_avg_fn"]),
+    ("two", "pp2", ["EMAWeightAveraging and FromThird", "one callback"]),
     *thorough(("own of all", "fsdp2", ["WeightAveraging", "get_ema_avg_fn"])),
 ])  # fmt: skip
 def test_averages_that_parts_would_change_are_refused(
