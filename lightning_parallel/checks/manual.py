@@ -13,7 +13,7 @@ import lightning.pytorch as pl
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-_CAN = "TensorParallelStrategy, FullyShardedStrategy and DataParallelStrategy train such modules"
+_CAN = "TensorParallelStrategy and FullyShardedStrategy train such modules"
 SEVERAL_OPTIMIZERS = (
     f"configure_optimizers returned several optimizers, but a pipeline runs backward and step itself, by its schedule, "
     f"for one. Return one optimizer, with parameter groups if need be. With automatic_optimization=False, {_CAN}."

@@ -187,7 +187,10 @@ def halve(layer: nn.Module, args: Any, output: Tensor) -> None:
     (OwnBackward, "async", {}, "ValueError", ["OwnBackward.backward", "Remove the override"]),
     (Graphed, "sync", {}, "ValueError", ["'net.2'", "make_graphed_callables"]),
     (OwnIterator, "async", {}, "ValueError", ["training_step(dataloader_iter)", "training_step(batch)"]),
-    (TwoOptimizers, "sync", {}, "ValueError", ["several optimizers", "Return one optimizer", "parameter groups"]),
+    (
+        TwoOptimizers, "sync", {}, "ValueError",
+        ["several optimizers", "parameter groups", "TensorParallelStrategy and FullyShardedStrategy train"],
+    ),
     (SecondOrder, "async", {}, "ValueError", ["LBFGS"]),
     (DropsLayers, "sync", {}, "ValueError", ["'net.2' or not, by the random numbers", "layerdrop=0.0"]),
     (AsksBetween, "async", {}, "AbsentValueError", ["the output of 'net.0'", "its values are not"]),
