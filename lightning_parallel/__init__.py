@@ -30,7 +30,6 @@ from lightning_parallel.strategies.pipeline_async import AsyncPipelineStrategy
 from lightning_parallel.strategies.tensor import TensorParallelStrategy
 from lightning_parallel.tensor.embedding import VocabParallelEmbedding
 from lightning_parallel.tensor.linear import ColumnParallelLinear, RowParallelLinear
-from lightning_parallel.tensor.loss import vocab_parallel_cross_entropy
 
 __all__ = [
     "AsyncPipelineStrategy",
@@ -49,7 +48,6 @@ __all__ = [
     "VocabParallelEmbedding",
     "check",
     "plan",
-    "vocab_parallel_cross_entropy",
 ]
 
 __version__ = "0.1.0"

@@ -112,15 +112,15 @@ class _Linear(torch.autograd.Function):
 # -- collectives on tensors, without autograd --------------------------------------------------------------------
 
 
-def all_reduced(x: Tensor, group: Group, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
-    """The sum over the group (or another ``op``), in memory of its own."""
-    return all_reduced_(x.clone(memory_format=torch.contiguous_format), group, op)
+def all_reduced(x: Tensor, group: Group) -> Tensor:
+    """The sum over the group, in memory of its own."""
+    return all_reduced_(x.clone(memory_format=torch.contiguous_format), group)
 
 
-def all_reduced_(x: Tensor, group: Group, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
+def all_reduced_(x: Tensor, group: Group) -> Tensor:
     """:func:`all_reduced` in the memory of ``x``."""
     if sends(x, group):
-        dist.all_reduce(x, op, group)
+        dist.all_reduce(x, group=group)
     return x
 
 
