@@ -44,11 +44,8 @@ def partition(
     Args:
         step: the step to be run in stages, bound to a batch. It runs on absent tensors at least twice: the second time
             with other random numbers, and once more for each unit that is opened.
-        layers: names or patterns of the layers between which a cut may fall. ``*`` stands for one part of a dotted
-            name, as in ``"net.blocks.*"``. None to find them.
-        balance: ``"parameters"`` (the largest chunk is as small as can be), ``"operations"`` (the same, by the
-            floating-point operations of the forward), ``"layers"`` (equal counts), or the number of layers of each
-            chunk.
+        layers, balance: as :class:`~lightning_parallel.PipelineStrategy` takes them. ``*`` in a pattern stands for one
+            part of a dotted name.
         placement: the stage of each chunk. By default each stage has one chunk.
         logged: a list to which the step appends what it logs.
         hooks: runs the module's hooks around a step, given what the step returns.

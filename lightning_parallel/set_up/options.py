@@ -31,11 +31,8 @@ class ProcessOptions:
             model, one file, as Lightning does in one process; else a directory. Either opens under every layout.
         async_save: write checkpoints while training goes on: a save waits only until the state has been copied to host
             memory. A failed one ends the run at its end, or at the next save, which is written before.
-        accelerator: filled in by the Trainer, as in Lightning's strategies.
-        parallel_devices: filled in by the Trainer; may name one GPU several times, for ranks that share it.
-        cluster_environment: filled in by the Trainer.
-        checkpoint_io: filled in by the Trainer.
-        precision_plugin: filled in by the Trainer.
+        accelerator: filled in by the Trainer, as are those below.
+        parallel_devices: may name one GPU several times, for ranks that share it.
 
     Raises:
         ValueError: a value that its setting doesn't take.

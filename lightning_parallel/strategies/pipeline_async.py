@@ -311,8 +311,6 @@ class AsyncPipelineStrategy(StagedStrategy):
 
     @override
     def drain(self) -> None:
-        """Run the actions that are left, until nothing is in flight on any stage. Every rank calls it after the same
-        batch."""
         if self._at_work is not None:
             self.training.drain(self._at_work.engine)
 
