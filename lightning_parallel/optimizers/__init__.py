@@ -1,8 +1,8 @@
-"""How the user's own optimizers step parameters that ranks have divided.
+"""How the user's own optimizers step: on parameters that ranks have divided, later, or once more.
 
-Elementwise ones step each rank's part as it is, and nothing here runs. Others treat a parameter as a whole, and
-``owners.py`` gives them whole ones, which ``division.py`` collects. Which kind an optimizer is,
+Of parameters that ranks have divided, elementwise optimizers step each rank's part as it is. Others treat a parameter
+as a whole, and ``owners.py`` gives them whole ones, which ``division.py`` collects. Which kind an optimizer is,
 :mod:`lightning_parallel.checks.optimizer_trial` finds before training.
 
-``options.py`` steps with the options of an earlier batch, and ``undoable.py`` undoes a step.
+``options.py`` makes a step with the options of an earlier batch, and ``undoable.py`` undoes one and makes it again.
 """
