@@ -148,7 +148,7 @@ class AnnouncedReceiver(Receiver):
         self._announcements = announcements
         self._one_more = announcements.listen(hosts, self)
         self._launched: deque[tuple[int, Packet | None]] = deque()  # acknowledged, and the message or an end of stream
-        self._spare = 0  # announcements that are listened for, though a stream has ended before they came
+        self._spare = 0  # announcements that are listened for, of messages that an end of stream has called off
 
     def expect(self, place: Hashable) -> None:
         self._coming.append(place)

@@ -217,7 +217,7 @@ class Receiver(_LinkEnd):
 
     def take(self) -> tuple[list[Tensor], Format] | None:
         """Wait for the next message, and read it. Returns its tensors and their format; None if the sender ended the
-        stream."""
+        stream, after which no more is expected."""
         assert self._posted is not None, "expect before you take"
         (work, packet), place, link = self._posted, self._coming.popleft(), self._link
         self._posted = None
