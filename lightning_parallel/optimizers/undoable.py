@@ -32,11 +32,11 @@ class UndoableStep:
         self._values = {p: p.detach().clone() for p in stepped}
         self._state = {parameter: copy.deepcopy(state) for parameter, state in optimizer.state.items()}
         self._options = options_of(optimizer)
-        self._counts = {name: value for name, value in own_of(optimizer).items() if isinstance(value, _NUMBERS)}
+        self._counts = {name: value for name, value in _own_of(optimizer).items() if isinstance(value, _NUMBERS)}
 
     def make_again(self, change: Callable[[Optimizer], Any]) -> None:
-        """Undo the step, and make it with gradients that ``change`` has changed on the parameters. They stay there.
-        What a scheduler has set since holds again after it."""
+        """Undo the step, and make it with its gradients after ``change`` has changed them on the parameters, where they
+        stay. Options that a scheduler has set since hold again afterwards."""
         with torch.no_grad():
             for parameter, value in self._values.items():
                 parameter.copy_(value)
@@ -56,7 +56,7 @@ def refuse_undoing(optimizer: Optimizer, setting: str) -> None:
     Raises:
         ValueError: it names the optimizer and what it keeps.
     """
-    for name, value in own_of(optimizer).items():
+    for name, value in _own_of(optimizer).items():
         if not (isinstance(value, _NUMBERS) or callable(value)):
             raise ValueError(
                 f"{setting}: {type(optimizer).__name__} keeps {name!r} ({type(value).__name__}) beside its state, so "
@@ -65,6 +65,6 @@ def refuse_undoing(optimizer: Optimizer, setting: str) -> None:
             )
 
 
-def own_of(optimizer: Optimizer) -> dict[str, Any]:
+def _own_of(optimizer: Optimizer) -> dict[str, Any]:
     """What the class of an optimizer keeps on it, beside torch's own."""
     return {name: value for name, value in vars(optimizer).items() if name not in _OF_TORCH}
