@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
 import torch.distributed as dist
@@ -42,12 +42,25 @@ from lightning_parallel.tracing.snapshot import StateKept
 
 SETTING = "post_validation=True"
 
-_MOST = 0.2  # of updates that may be clipped before stages wait
 _REMEMBERED = 20  # updates
+_MOST = 0.2  # the part of these that may be clipped before stages wait
 _CERTAIN = 1e-9  # relative: a norm so near to the limit counts as beyond it, in whichever order it was summed
 
 # Code of the user's here would see weights of an update that may be taken back.
 _BETWEEN = ("on_train_batch_start", "on_train_batch_end", "on_validation_model_eval", "optimizer_step")
+
+
+class _Open(NamedTuple):
+    """An update that isn't validated yet.
+
+    Attributes:
+        square: the squared norm of this stage's gradients.
+        limit: of the norm of all stages.
+    """
+
+    step: UndoableStep
+    square: Tensor
+    limit: float
 
 
 class PostValidation:
@@ -57,7 +70,7 @@ class PostValidation:
         counts: does this rank's copy of a parameter, by name, enter the norm?
         watch: of this rank's gradients, paused while their norm is computed.
         drain: validates the last update on all stages, by :meth:`settle`.
-        has_to_wait: is the next update to be clipped at once?
+        has_to_wait: has the next update to be clipped before it is made?
     """
 
     def __init__(
@@ -72,14 +85,15 @@ class PostValidation:
     ) -> None:
         self._run, self._local, self._counts, self._watch = run, local, counts, watch
         self._has_to_wait = has_to_wait
-        self._open: tuple[UndoableStep, Tensor, float] | None = None  # the last update, if it isn't validated yet
-        self._clipped = deque[bool](maxlen=_REMEMBERED)  # the last updates
+        self._open: _Open | None = None  # the last update, if it isn't validated yet
+        self._clipped = deque[bool](maxlen=_REMEMBERED)  # have the last updates been clipped?
         self._waited: tuple[Tensor, float] | None = None  # the norm and the limit of the last update, if stages waited
         self._end = ExitStack()
         self._clip_at_once: Any = run.precision.clip_grad_by_norm  # returns the norm
         self._end.callback(replaced(run.precision, "clip_grad_by_norm", self.clip))
-        # Other callbacks may read weights where a validation starts.
-        first, callbacks = LambdaCallback(on_validation_start=lambda *_: drain()), callbacks_of(run.trainer)
+        # Other callbacks may read weights where Lightning's validation starts.
+        first = LambdaCallback(on_validation_start=lambda *_: drain())
+        callbacks = callbacks_of(run.trainer)
         callbacks.insert(0, first)
         self._end.callback(callbacks.remove, first)
 
@@ -99,7 +113,7 @@ class PostValidation:
         if self._has_to_wait() or sum(self._clipped) > _MOST * _REMEMBERED:
             self._waited = self._clip_at_once(optimizer, clip_val), clip_val
         else:
-            self._open = UndoableStep(optimizer), self._square_of(optimizer), clip_val
+            self._open = _Open(UndoableStep(optimizer), self._square_of(optimizer), clip_val)
 
     def _square_of(self, optimizer: Optimizer) -> Tensor:
         """The squared norm of this stage's gradients."""
@@ -113,27 +127,27 @@ class PostValidation:
 
     def run(
         self,
-        run: Callable[[Mapping[int, Microbatch]], list[Any]],
+        run_schedule: Callable[[Mapping[int, Microbatch]], list[Any]],
         work: dict[int, Microbatch],
         drop: Callable[[], None],
         earlier: Gradients,
     ) -> list[Any]:
-        """Run a batch, which validates the update before it. If that doesn't hold, make it again, and begin anew.
+        """Run a batch, which validates the update before it. If that doesn't hold, make it again, and begin the batch
+        anew. Returns what ``run_schedule`` does.
 
         Args:
-            run: runs the schedule on microbatches.
             work: the batch's microbatches, by index.
             drop: drops what has run of the batch.
-            earlier: that update's gradients, if they are kept: they will be the clipped ones.
+            earlier: the gradients of that update, if they are kept. The clipped ones replace them.
         """
         if self._open is None:
-            return run(work)
-        _, square, limit = self._open
-        validation = Validation(square, lambda total: _holds(total, limit), self.accept)
+            return run_schedule(work)
+        limit = self._open.limit
+        validation = Validation(self._open.square, lambda total: _holds(total, limit), self.accept)
         with ExitStack() as undone:
             undone.enter_context(StateKept(self._run.module))  # what layers of the first chunk write to themselves
             try:
-                outputs = run({**work, 0: replace(work[0], validation=validation)})
+                outputs = run_schedule({**work, 0: replace(work[0], validation=validation)})
             except TakenBack:
                 drop()
             else:
@@ -143,7 +157,7 @@ class PostValidation:
         clipped = swap_gradients(self._local.parameters, {})
         if earlier:
             earlier.update(clipped)
-        return run(work)
+        return run_schedule(work)
 
     def accept(self) -> None:
         """The last update holds."""
@@ -153,16 +167,17 @@ class PostValidation:
     def take_back(self) -> None:
         """Make the last update again with clipped gradients, which stay on the parameters. All stages call it."""
         assert self._open is not None, "an update is open that doesn't hold"
-        (step, _, limit), self._open = self._open, None
+        step, _, limit = self._open
+        self._open = None
         step.make_again(lambda optimizer: self._clip_at_once(optimizer, limit))
         self._clipped.append(True)
 
     def settle(self) -> None:
         """Validate the last update now, if it isn't yet. All stages call it."""
         if self._open is not None:
-            total, limit = self._open[1].clone(), self._open[2]
+            total = self._open.square.clone()
             reduce_tensor(total, self._run.groups.along("pipeline"), dist.ReduceOp.SUM)
-            self.accept() if _holds(total, limit) else self.take_back()
+            self.accept() if _holds(total, self._open.limit) else self.take_back()
 
 
 def _holds(square: Tensor, limit: float) -> bool:
@@ -173,17 +188,15 @@ def _holds(square: Tensor, limit: float) -> bool:
 # -- what is refused ---------------------------------------------------------------------------------------------
 
 
-def refuse_post_validation(
-    trainer: pl.Trainer, module: pl.LightningModule, reasons: Collection[str], strategy: str
-) -> None:
+def refuse_post_validation(trainer: pl.Trainer, module: pl.LightningModule, reasons: Collection[str]) -> None:
     """Refuse it where the user's code would see an update that is taken back, or where stages wait for each other
-    anyhow, for these ``reasons``.
+    in any case, for these ``reasons``.
 
     Raises:
         ValueError: it names what is in the way.
     """
     for found in (*reasons, *_in_the_way(trainer, module)):
-        raise ValueError(f"{SETTING} under {strategy} doesn't go together with {found}. Leave one of the two out.")
+        raise ValueError(f"{SETTING} doesn't go together with {found}. Leave one of the two out.")
     for optimizer in trainer.optimizers:
         refuse_undoing(optimizer, SETTING)
 

@@ -98,12 +98,12 @@ class PipelineOptions(StagedOptions):
             raise ValueError(
                 f"post_validation=True with schedule={self.schedule!r}, activation_memory={self.activation_memory!r}: "
                 f"only schedule='zbv' without a limit has stages that go on to the next batch without waiting for each "
-                f"other. Leave it out, or take that."
+                f"other. Take that, or leave post_validation out."
             )
         if self.post_validation and self.data_parallel_kind == "fully_shard":
             raise ValueError(
-                "post_validation=True with data_parallel_kind='fully_shard': an update of parts can't be taken back. "
-                "Leave one of the two out."
+                "post_validation=True with data_parallel_kind='fully_shard': an update of sharded parameters can't be "
+                "undone. Leave one of the two out."
             )
 
     @property
@@ -143,7 +143,7 @@ class PipelineStrategy(StagedStrategy):
         self._sums: list[Callable[[Gradients], Gradients]] = []  # of gradients, over tensor ranks and over stages
         self._keeps_erased = False  # may the user's code read an update's gradients before they are erased?
         self._goes_on = False  # do stages not wait for each other between batches?
-        self._validation: PostValidation | None = None
+        self._post_validation: PostValidation | None = None  # of updates, by the next batch
         self._is_cold = False  # has the device's first batch yet to run?
         self._alone_in: dict[int, list[str]] = {}  # by chunk, the parameters that no other chunk here uses
 
@@ -159,7 +159,7 @@ class PipelineStrategy(StagedStrategy):
                     f"schedule={self._schedule_name}: with other numbers of microbatches its chunks are on other "
                     f"stages, {sorted(places)}. Place them by the number of stages alone."
                 )
-        self._goes_on, self._validation = False, None  # of the run before
+        self._goes_on, self._post_validation = False, None  # of the run before
         super().setup(trainer)
         if self.run.trains and not self._knows_bytes:
             raise ValueError(
@@ -170,6 +170,17 @@ class PipelineStrategy(StagedStrategy):
         self._sums = [self._shards.completed] if self.layout.size("tensor") > 1 else []
         self._sums += [self._stages.summed_shared] if self._stages.shared else []
         self._goes_on = self.run.trains and self._decide_to_go_on()
+        if self._goes_on and self.options.post_validation:
+            self._post_validation = PostValidation(
+                self.run,
+                self.local_model,
+                counts=self.counts,
+                watch=self._watch,
+                drain=self.drain,
+                # A parameter that steps change would have to be put back, too.
+                has_to_wait=lambda: bool(self.at_work.microbatches.changes.known),
+            )
+            self._at_end.callback(self._post_validation.end)
         self._is_cold = self.run.device.type != "cpu"
 
     @property
@@ -226,17 +237,7 @@ class PipelineStrategy(StagedStrategy):
         validates = self.options.post_validation
         reasons = list(reasons_to_wait(self.run.trainer, module, self.precision_plugin, shared, validates=validates))
         if validates:
-            refuse_post_validation(self.run.trainer, module, reasons, type(self).__name__)
-            self._validation = PostValidation(
-                self.run,
-                self.local_model,
-                counts=self.counts,
-                watch=self._watch,
-                drain=self.drain,
-                # A parameter that steps change would have to be put back, too.
-                has_to_wait=lambda: bool(self.at_work.microbatches.changes.known),
-            )
-            self._at_end.callback(self._validation.end)
+            refuse_post_validation(self.run.trainer, module, reasons)
         if reasons:
             more = f" and {len(reasons) - 1} more" if len(reasons) > 1 else ""
             rank_zero_info(
@@ -296,10 +297,10 @@ class PipelineStrategy(StagedStrategy):
             self._stages.fully_sharded.hold_back()
         run = partial(self.at_work.engine.run, actions, endless=self._goes_on)
         with microbatches.recorded():
-            if self._validation is None:
+            if self._post_validation is None:
                 outputs = run(work)
             else:
-                outputs = self._validation.run(run, work, self.at_work.engine.drop_batch, earlier)
+                outputs = self._post_validation.run(run, work, self.at_work.engine.drop_batch, earlier)
         if self._stages.fully_sharded is not None:
             self._stages.fully_sharded.complete()
         gradients = self.replicas.averaged(swap_gradients(parameters, earlier))
@@ -339,8 +340,8 @@ class PipelineStrategy(StagedStrategy):
         if self._goes_on and self._at_work is not None:
             with torch.inference_mode(False):  # validation, where this is called too, runs in it
                 self._at_work.engine.end_stream()
-                if self._validation is not None:
-                    self._validation.settle()
+                if self._post_validation is not None:
+                    self._post_validation.settle()
 
     # -- the end -------------------------------------------------------------------------------------------------
 
