@@ -239,7 +239,8 @@ class Chunk:
             for chunk in self._stage.cuts[self._index].into:
                 way = self._ends.into[chunk]
                 message = way.activations.take()
-                if message is None:  # within a batch a stream ends for this reason only
+                if message is None:
+                    assert validation is not None, "else a stream ends between batches"
                     raise TakenBack
                 found, described = message
                 if validation is not None and chunk == self._index - 1 and self._index < self._turn:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import inspect
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -23,7 +23,7 @@ import lightning.pytorch as pl
 import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback, LambdaCallback, WeightAveraging
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_parallel.gradients.clipping import square_of_norm
@@ -67,6 +67,7 @@ class PostValidation:
     """Clips for Lightning's precision plugin, which is set up to clip by the norm of all stages (``clipping.py``).
 
     Args:
+        layers: of this stage's first chunk, whose forwards may run again.
         counts: does this rank's copy of a parameter, by name, enter the norm?
         watch: of this rank's gradients, paused while their norm is computed.
         drain: validates the last update on all stages, by :meth:`settle`.
@@ -78,13 +79,14 @@ class PostValidation:
         run: Run,
         local: LocalModel,
         *,
+        layers: Sequence[nn.Module],
         counts: Callable[[str], bool],
         watch: GradientWatch | None,
         drain: Callable[[], None],
         has_to_wait: Callable[[], bool],
     ) -> None:
         self._run, self._local, self._counts, self._watch = run, local, counts, watch
-        self._has_to_wait = has_to_wait
+        self._layers, self._has_to_wait = nn.ModuleList(layers), has_to_wait
         self._open: _Open | None = None  # the last update, if it isn't validated yet
         self._clipped = deque[bool](maxlen=_REMEMBERED)  # have the last updates been clipped?
         self._waited: tuple[Tensor, float] | None = None  # the norm and the limit of the last update, if stages waited
@@ -145,7 +147,7 @@ class PostValidation:
         limit = self._open.limit
         validation = Validation(self._open.square, lambda total: _holds(total, limit), self.accept)
         with ExitStack() as undone:
-            undone.enter_context(StateKept(self._run.module))  # what layers of the first chunk write to themselves
+            undone.enter_context(StateKept(self._layers))  # what they write to themselves
             try:
                 outputs = run_schedule({**work, 0: replace(work[0], validation=validation)})
             except TakenBack:

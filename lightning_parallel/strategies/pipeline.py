@@ -171,9 +171,11 @@ class PipelineStrategy(StagedStrategy):
         self._sums += [self._stages.summed_shared] if self._stages.shared else []
         self._goes_on = self.run.trains and self._decide_to_go_on()
         if self._goes_on and self.options.post_validation:
+            units = self.stage.partition.units.items()
             self._post_validation = PostValidation(
                 self.run,
                 self.local_model,
+                layers=[self.run.module.get_submodule(n) for n, of in units if self.stage.chunks[0] in of],
                 counts=self.counts,
                 watch=self._watch,
                 drain=self.drain,
