@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
 from lightning_parallel.batch import fingerprint
+from lightning_parallel.private.lightning.batches import read_by_loop
 from lightning_parallel.private.lightning.replaced import replaced
 from lightning_parallel.ranks.collectives import Group, all_alike, broadcast_object, gather_objects, highest
 from lightning_parallel.ranks.layout import Layout
@@ -25,6 +26,7 @@ from lightning_parallel.ranks.run import Run
 from lightning_parallel.ranks.user_collectives import Collectives
 from lightning_parallel.seeding import random_state, restore_random_state
 
+_KNOWN = ("torch", "lightning", "lightning_parallel")  # packages whose samplers are as long as they say
 _DATA_HOOKS = ("setup", "train_dataloader", "val_dataloader", "test_dataloader", "predict_dataloader")
 
 
@@ -102,21 +104,36 @@ def refuse_unequal_steps(run: Run, kind: str, batches: Sequence[float]) -> None:
         )
 
 
-def refuse_end_of_some(run: Run, index: int) -> None:
-    """Refuse loaders of unknown length if one replica's ends with this batch and another's doesn't. The other replica
-    would wait in the next batch. All replicas call it before each batch of such a loader.
+def refuse_end_of_some(run: Run, *, ended: bool = False) -> None:
+    """Refuse loaders of which one replica's ends before another's. The other replica would wait in the next batch. All
+    replicas call it before each batch, and where the loaders have ``ended``. Lightning may not have foreseen it: a
+    length may be wrong, or only a limit.
 
     Raises:
         RuntimeError: on all replicas.
     """
-    ends = run.trainer.is_last_batch
+    given, begun, is_last = read_by_loop(run.trainer)
+    if run.layout.size("data") == 1 or all(map(_has_its_length, given)):
+        return
+    known = begun if ended or is_last else begun + 1
     replicas = run.groups.on_host(run.layout.peers("data"))  # or each batch would wait for the GPU
-    some_end, some_go_on = highest(replicas, int(ends), int(not ends))
-    if some_end and some_go_on:
+    most, least = highest(replicas, known, -known)
+    if most != -least:
+        run.collectives.barrier()  # one that left before would seem to be lost
+        stage: Any = run.trainer.state.stage
         raise RuntimeError(
-            f"One replica's loader ends with batch {index}, and another's doesn't, but they take their steps together. "
-            f"Give all replicas equally many batches, or set limit_train_batches={index + 1}."
+            f"One replica's loader ends with batch {-least - 1}, and another's doesn't, but they take their steps "
+            f"together. Give all replicas equally many batches, or set "
+            f"limit_{stage.dataloader_prefix}_batches={-least}."
         )
+
+
+def _has_its_length(loader: Any) -> bool:
+    """Does a loader surely give as many batches as its ``len``? Code of the user's may err."""
+    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
+        return False
+    parts = (loader, loader.sampler, loader.batch_sampler)
+    return all(type(part).__module__.split(".")[0] in _KNOWN for part in parts)
 
 
 def _unequal(batches: Sequence[float], group: Group) -> Iterator[tuple[int, float, float]]:

@@ -6,7 +6,6 @@ to :meth:`LayoutStrategy.hold`, which sets up optimizers, buffers and checkpoint
 
 from __future__ import annotations
 
-import math
 import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -52,7 +51,7 @@ from lightning_parallel.gradients.hook_watch import GradientWatch, refuse_hooks_
 from lightning_parallel.loading import loaders
 from lightning_parallel.optimizers.division import Division
 from lightning_parallel.optimizers.owners import Owners, names_to_own
-from lightning_parallel.private.lightning.batches import refuse_validation_by_time
+from lightning_parallel.private.lightning.batches import refuse_validation_by_time, where_loaders_end
 from lightning_parallel.private.lightning.data import take_back_loaders
 from lightning_parallel.private.lightning.launching import (
     ScriptLauncher,
@@ -308,6 +307,7 @@ class LayoutStrategy(ParallelStrategy):
         self._at_end.callback(gather_within(run.module, self.groups.along("data")))
         self._same_batches = loaders.SameBatches(run)
         self._at_end.callback(self._same_batches.end)
+        self._at_end.callback(where_loaders_end(trainer, partial(self._refuse_end_of_some, ended=True)))
         with self.disk_offload:  # it may be a copy of the whole model, in another precision
             self.model = self.precision_plugin.convert_module(run.module)
         # The precision plugin's alone, so that what wraps or counts Lightning's `Strategy.backward` sees that.
@@ -478,6 +478,10 @@ class LayoutStrategy(ParallelStrategy):
         if self.local_model.is_fully_sharded:
             loaders.refuse_unequal_steps(self.run, kind, batches)
 
+    def _refuse_end_of_some(self, *, ended: bool = False) -> None:
+        if self.run.trainer.training or self.local_model.is_fully_sharded:  # else replicas don't meet in each batch
+            loaders.refuse_end_of_some(self.run, ended=ended)
+
     # -- steps ---------------------------------------------------------------------------------------------------
 
     @override
@@ -504,6 +508,7 @@ class LayoutStrategy(ParallelStrategy):
     def _evaluate(self, kind: str, batch: Any, *args: Any, **kwargs: Any) -> Any:
         if self._same_batches is not None:
             self._same_batches.check_evaluation(batch)
+        self._refuse_end_of_some()
         return self.run_step(kind, batch, *args, **kwargs)
 
     def run_step(self, kind: str, *args: Any, **kwargs: Any) -> Any:
@@ -598,16 +603,14 @@ class LayoutStrategy(ParallelStrategy):
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         meets = self._same_batches is not None and self._same_batches.check(batch, batch_idx)
-        batches = self.run.trainer.num_training_batches
         if batch_idx == 0:
-            loaders.refuse_unequal_steps(self.run, "train", [batches])
+            loaders.refuse_unequal_steps(self.run, "train", [self.run.trainer.num_training_batches])
             refuse_hooks_of_parameters(self.run.module)  # that were registered since, in on_train_start
             self.ask_hooks()
         if self._watch is not None:
             self._watch.end()
         if self._options_used is not None:  # there are several replicas
-            if math.isinf(batches):
-                loaders.refuse_end_of_some(self.run, batch_idx)
+            self._refuse_end_of_some()
             if self.batches_ahead == 0:  # else the backward of a batch under way may read what it would write to
                 self.replicas.share_carried(begins_epoch=batch_idx == 0)
             self._options_used.note(self.optimizers)

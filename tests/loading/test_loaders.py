@@ -9,10 +9,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset, RandomSampler
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler
 from torch.utils.data.distributed import DistributedSampler
 
 from lightning_parallel.loading.loaders import with_one_worker
+from tests.strategies.failures import LIMIT, assert_refused
 from tests.strategies.harness import complete, here, make_trainer
 from tests.strategies.models import LeNet, Rows
 from tools.workers.pool import WorkerPool
@@ -64,15 +65,64 @@ class ShortOnOne(IterableDataset[Any]):
         return iter(LeNet.samples()[: 4 if dist.get_rank() else None])
 
 
-def train_short(strategy: str) -> None:
+class Overstated(ShortOnOne):
+    def __len__(self) -> int:
+        return len(LeNet.samples())
+
+
+class OverstatedSampler(Overstated, Sampler[Any]):  # type: ignore[misc]
+    def __iter__(self) -> Any:
+        return iter(range(4 if dist.get_rank() else len(self)))
+
+
+def run_short(what: str, strategy: str, data: str, given: dict[str, Any]) -> int:
     options = {"stages": 1} if strategy == "sync" else {}
-    make_trainer(strategy, [], options, max_epochs=1).fit(LeNet(), DataLoader(ShortOnOne(), batch_size=4))
+    made: dict[str, Any] = {
+        "unknown": DataLoader(ShortOnOne(), batch_size=4),
+        "overstated": DataLoader(Overstated(), batch_size=4),
+        "sampler": DataLoader(Rows(LeNet.samples()), batch_size=4, sampler=OverstatedSampler()),
+    }
+    trainer = make_trainer(strategy, [], options, max_epochs=1, use_distributed_sampler=False, **given)
+    getattr(trainer, what)(Evaluated(), made[data])
+    return trainer.global_step
 
 
-@pytest.mark.parametrize("strategy", ["sync", "fsdp"])
-def test_a_replica_whose_loader_of_unknown_length_ends_first_is_refused(pool: WorkerPool, strategy: str) -> None:
-    failures = pool.run(train_short, 2, strategy, init=False, expect_errors=True)
-    assert all("RuntimeError: One replica's loader ends with batch 0" in text for text in failures)
+class Evaluated(LeNet):
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.loss(batch)
+
+    def test_step(self, batch: Any, batch_idx: int) -> Any:
+        self.log("loss", self.loss(batch), sync_dist=True)
+
+    validation_step = test_step
+
+
+@pytest.mark.parametrize(("what", "strategy", "data", "given"), [
+    ("fit", "sync", "unknown", {}),
+    ("fit", "fsdp", "unknown", {}),
+    ("fit", "fsdp", "unknown", {"limit_train_batches": 2}),
+    ("fit", "sync", "unknown", {"limit_train_batches": 3}),
+    ("fit", "sync", "overstated", {}),
+    ("fit", "fsdp", "sampler", {}),
+    ("validate", "fsdp", "unknown", {}),
+    ("test", "fsdp", "unknown", {"limit_test_batches": 3}),
+    ("predict", "fsdp", "overstated", {}),
+])  # fmt: skip
+def test_a_replica_whose_loader_ends_first_is_refused(
+    pool: WorkerPool, what: str, strategy: str, data: str, given: dict[str, Any]
+) -> None:
+    failures = pool.run(run_short, 2, what, strategy, data, given, init=False, expect_errors=True, timeout=LIMIT)
+    assert_refused(failures, "RuntimeError", ["One replica's loader ends with batch 0", "_batches=1"])
+
+
+@pytest.mark.parametrize(("what", "data", "given", "steps"), [
+    ("fit", "unknown", {"limit_train_batches": 1}, 1), ("validate", "unknown", {"limit_val_batches": 1}, 0),
+    ("fit", "sampler", {"max_steps": 1}, 1),
+])  # fmt: skip
+def test_a_loader_that_would_end_first_is_taken_up_to_its_end(
+    pool: WorkerPool, what: str, data: str, given: dict[str, Any], steps: int
+) -> None:
+    assert pool.run(run_short, 2, what, "fsdp", data, given, init=False, timeout=LIMIT) == [steps, steps]
 
 
 class OwnSampler(LeNet):

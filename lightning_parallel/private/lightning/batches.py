@@ -59,6 +59,37 @@ def between_batches(
     return end.close
 
 
+def where_loaders_end(trainer: pl.Trainer, ended: Callable[[], None]) -> Callable[[], None]:
+    """Have a function called where the loaders of an epoch, an evaluation or a prediction have given their last batch,
+    before anything that replicas may do together at its end. Returns a function that ends it."""
+    loop = trainer.fit_loop.epoch_loop
+
+    def run(fetcher: Any) -> None:
+        type(loop).run(loop, fetcher)
+        ended()
+
+    def first(function: Callable[[Any], Any], of: Any) -> Any:
+        ended()
+        return function(of)
+
+    end = ExitStack()
+    end.callback(replaced(loop, "run", run))
+    for each in (loop.val_loop, trainer.validate_loop, trainer.test_loop):  # for each of several loaders
+        hook = partial(first, type(each)._store_dataloader_outputs, each)
+        end.callback(replaced(each, "_store_dataloader_outputs", hook))
+    predict = trainer.predict_loop
+    end.callback(replaced(predict, "on_run_end", partial(first, type(predict).on_run_end, predict)))
+    return end.close
+
+
+def read_by_loop(trainer: pl.Trainer) -> tuple[list[Any], int, bool]:
+    """What the loop reads that runs: its loaders, how many of their batches it has begun, and whether it takes the
+    latest for the last."""
+    loop: Any = trainer._active_loop
+    progress = getattr(loop, "epoch_loop", loop).batch_progress
+    return loop._combined_loader.flattened, progress.current.ready, progress.is_last_batch
+
+
 def around_step_hooks(plugin: Precision, begin: Callable[[], None], end: Callable[[], None]) -> Callable[[], None]:
     """Have ``begin()`` called when an update's gradients are complete, before the hooks that see them and the clipping,
     and ``end()`` after these, before the optimizer's own work. Public hooks are the user's to override. Returns a
