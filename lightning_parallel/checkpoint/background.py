@@ -19,6 +19,7 @@ from typing import Any
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
+from lightning_parallel.private.lightning.checkpoints import links_made
 from lightning_parallel.private.lightning.replaced import replaced
 from lightning_parallel.private.torch.groups import ThreadApart
 from lightning_parallel.ranks.collectives import Group
@@ -55,7 +56,7 @@ class BackgroundSave:
 
     def take_names(self, callbacks: Iterable[Callback]) -> Callable[[], None]:
         """Have each ModelCheckpoint take the newest save's path for an existing file when it chooses a name. The save
-        appears there only when it is whole. Returns a function that ends this."""
+        appears there only when it is whole, and a link to it then. Returns a function that ends this."""
         end = ExitStack()
         for callback in callbacks:
             if isinstance(callback, ModelCheckpoint):
@@ -65,6 +66,7 @@ class BackgroundSave:
                     return exists(filepath, trainer) or Path(filepath) == self._path
 
                 end.callback(replaced(callback, "file_exists", is_taken))
+                end.callback(links_made(callback, self.after))
         return end.close
 
     def after(self, action: Callable[[], None]) -> None:
@@ -75,7 +77,7 @@ class BackgroundSave:
                 if saved.exception() is None:
                     action()
             except OSError as error:
-                rank_zero_warn(f"An older checkpoint could not be removed: {error}")
+                rank_zero_warn(f"An older checkpoint could not be removed, or a link not be made: {error}")
 
         if self._saved is None:
             action()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import threading
 from pathlib import Path
 from typing import Any
@@ -126,7 +127,7 @@ class Slow(Callback):
         folder = Path(trainer.checkpoint_callback.dirpath)  # type: ignore[union-attr,arg-type]
         found = {path: is_checkpoint(path) for path in folder.glob("*.ckpt")}
         # A process that is killed leaves nothing by its name that isn't whole.
-        assert all(is_whole or not path.exists() for path, is_whole in found.items())
+        assert all(is_whole or not os.path.lexists(path) for path, is_whole in found.items())
         self.whole.append(sorted(path.name for path, is_whole in found.items() if is_whole))
         if 0 < self.batches <= trainer.fit_loop.total_batch_idx:
             self.begun.set()
@@ -135,22 +136,23 @@ class Slow(Callback):
         directory.replace = self.replace
 
 
-def while_one_is_written(folder: Path) -> list[list[str]]:
+def while_one_is_written(folder: Path, last: Any) -> list[list[str]]:
     slow = Slow(6)
-    keeper = ModelCheckpoint(folder, "{step}", every_n_train_steps=4, save_top_k=1)
+    keeper = ModelCheckpoint(folder, "{step}", every_n_train_steps=4, save_top_k=1, save_last=last)
     fit("stages", [slow, keeper], async_save=True, epochs=4)
     return slow.whole
 
 
+@pytest.mark.parametrize("last", [None, "link"])
 def test_training_goes_on_meanwhile_and_the_older_one_stays_until_the_new_one_is_whole(
-    pool: WorkerPool, tmp_path: Path
+    pool: WorkerPool, tmp_path: Path, last: str | None
 ) -> None:
-    whole = pool.run(while_one_is_written, 2, tmp_path, init=False)[0]
+    whole = pool.run(while_one_is_written, 2, tmp_path, last, init=False)[0]
     # The first save waits for the sixth batch, though it began after the fourth.
     assert whole[:6] == [[]] * 6 and len(whole) > 8
     assert all(one or not earlier for earlier, one in zip(whole[6:], whole[7:], strict=False))
-    [last] = tmp_path.glob("*.ckpt")  # the end has waited
-    assert is_checkpoint(last)
+    newest, *links = sorted(tmp_path.glob("*.ckpt"), key=Path.is_symlink)  # the end has waited
+    assert is_checkpoint(newest) and [link.resolve() for link in links] == [newest] * (last == "link")
 
 
 def failing(folder: Path, layout: str, fails: int) -> tuple[str, int]:
