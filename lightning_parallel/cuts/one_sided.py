@@ -98,8 +98,8 @@ def _check_plain_reads(step: PlacedStep) -> None:
                 f"let the layer return what others need, and pass it to them as an argument."
             )
         raise FlowError(
-            f"'{read.module}', on stage {stages[owner]}, keeps something in its attribute {read.attribute!r}, "
-            f"and stage {stages[missing[0]]} reads it. It can't be sent: it is no tensor, or the layer's forward reads "
+            f"'{read.module}', on {name_of(owner)}, keeps something in its attribute {read.attribute!r}, "
+            f"and {name_of(missing[0])} reads it. It can't be sent: it is no tensor, or the layer's forward reads "
             f"values (.item(), an if, torch.where(mask)). Return it beside the layer's output."
         )
 

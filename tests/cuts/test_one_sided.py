@@ -152,6 +152,11 @@ def test_a_number_that_a_layer_keeps_is_no_other_stages_to_read(attribute: str) 
         flow_of(Reads(0, attribute))
 
 
+def test_a_number_that_a_layer_keeps_is_no_other_chunks_to_read() -> None:
+    with pytest.raises(FlowError, match=r"'blocks.0', on stage 1 \(chunk 0\), keeps .*, and stage 1 \(chunk 3\) reads"):
+        flow_of(Reads(0, "zeros"), 4, (1, 0, 0, 1))
+
+
 @pytest.mark.parametrize(("block", "attribute"), [(0, None), (0, "object"), (3, "zeros"), (3, "history")])
 def test_it_is_its_own_stages(block: int, attribute: str | None) -> None:
     model = Reads(block, attribute)
