@@ -149,7 +149,7 @@ def optimizer_state(optimizer: Optimizer, local: LocalModel, owned: Collection[s
     """
     names = local.names
     held = {names[id(p)]: dict(values) for p, values in optimizer.state.items() if id(p) in names}
-    for name in (held.keys() & local.shards.keys()) - set(owned):
+    for name in sorted((held.keys() & local.shards.keys()) - set(owned)):
         shape = local.parameters[name].shape
         for key, value in held[name].items():
             if isinstance(value, Tensor) and value.shape == shape:

@@ -95,7 +95,7 @@ def _of_tensors(
                 continue
             size = distance(tensor, whole.get(name), shards.get(name), _ALMOST_ZERO * unit)
             yield Difference(update, order, f"{what} {name}", size, "" if order == BUFFER else name)
-    for name in whole.keys() - {name for tensors, _ in parts for name in tensors}:
+    for name in sorted(whole.keys() - {name for tensors, _ in parts for name in tensors}):
         if largest(whole[name]):  # none is as good as one of zeros
             missing = f"{what} {name}, which no rank has"
             yield Difference(update, order, missing, math.inf, "" if order == BUFFER else name)

@@ -170,7 +170,7 @@ class _Flows:
     # -- what a chunk needs --------------------------------------------------------------------------------------
 
     def _need(self, origins: Iterable[str], consumer: str, chunk: int) -> None:
-        for origin in origins:
+        for origin in sorted(origins):  # an error names the first
             if origin in self._order:
                 self._need_value(origin, consumer, chunk)
             elif origin in self._seen.writes:

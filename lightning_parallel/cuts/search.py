@@ -107,7 +107,7 @@ def _check_updates(parts: Partition, seen: Trace) -> None:
     """Refuse parameters that are updated from a buffer that one of their stages doesn't have. Parameters are held where
     others are updated from them; buffers aren't."""
     for update in seen.updates:
-        for source in filter(None, map(parameter_of, update.needs)):
+        for source in filter(None, map(parameter_of, sorted(update.needs))):
             missing = set(parts.holders_of(update.name)) - set(parts.holders_of(source))
             if missing and source not in parts.owners:
                 raise ValueError(

@@ -130,7 +130,7 @@ class LossMeans:
         for name, rules in found.logs.items():
             rules = self._rules_of_logs[name] = self._rules_of_logs.get(name, frozenset(Rule)) & rules
             self.logs[name] = next((rule for rule in (Rule.SAMPLES, *Rule) if rule in rules), None)
-        self.logs |= dict.fromkeys(found.losses & found.logs.keys(), self._rule)
+        self.logs |= dict.fromkeys(sorted(found.losses & found.logs.keys()), self._rule)
         wrong = [name for name, rule in self.logs.items() if rule is None and name not in self._known()]
         if wrong := self._not_named(wrong, "logged as"):
             self._run.warn(
