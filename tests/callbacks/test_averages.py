@@ -188,7 +188,6 @@ OFTEN = [
     ("ema", "fsdp2"),
     ("swa", "pp2"),
     ("multi", "tp2"),
-    ("ema", "background"),
 ]
 ALL = [(average, layout) for average in MAKE for layout in LAYOUTS_OF_PARTS if (average, layout) not in OFTEN]
 
@@ -222,8 +221,7 @@ def test_averages_go_on_from_a_checkpoint_of_another_layout(runs: Runs, average:
 def test_averages_begin_or_end_with_a_checkpoint(runs: Runs, before: str, after: str, layout: str) -> None:
     """As in one process: the averages become the weights, or begin with the weights."""
     expected = runs.run(after, "single", runs.run(before, "single")[0])
-    for source in (layout, "single"):
-        assert_same(runs.run(after, layout, runs.run(before, source)[0]), expected)
+    assert_same(runs.run(after, layout, runs.run(before, layout)[0]), expected)
 
 
 def test_a_directory_with_averages_is_converted(runs: Runs, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import pytest
@@ -97,6 +98,13 @@ def test_a_learning_rate_is_not_looked_for_with_late_losses(pool: WorkerPool) ->
     assert_refused(failures, "ValueError", ["LearningRateFinder", "PipelineStrategy"])
 
 
+WHOLE: dict[str, tuple[str, int, dict[str, Any]]] = {
+    "replicas": ("sync", 2, {"stages": 1, "data_parallel": 2}),
+    "sync alone": ("sync", 1, {}),
+    "tensor alone": ("tensor", 1, {}),
+}
+
+
 @pytest.mark.parametrize("strategy", ["sync", *thorough("tensor")])
 def test_gradients_are_watched_in_the_run_after_a_search(pool: WorkerPool, strategy: str) -> None:
     failures = pool.run(fit, 2, "ThenClips", strategy, init=False, expect_errors=True)
@@ -106,34 +114,22 @@ def test_gradients_are_watched_in_the_run_after_a_search(pool: WorkerPool, strat
 @pytest.mark.parametrize(("callback", "strategy"), [
     ("Unfreezes", "tensor"), ("LearningRateFinder", "sync"), ("StochasticWeightAveraging", "data"),
     ("EMAWeightAveraging", "tensor"),
-    *thorough(("EMAWeightAveraging", "data"), ("LearningRateFinder", "tensor"), ("LearningRateFinder", "data")),
+    ("Unfreezes", "replicas"), ("ModelPruning", "replicas"), ("ModelPruning", "sync alone"),
+    *thorough(
+        ("EMAWeightAveraging", "data"), ("LearningRateFinder", "tensor"), ("LearningRateFinder", "data"),
+        *product(("EMAWeightAveraging", "StochasticWeightAveraging"), WHOLE),
+        ("Unfreezes", "sync alone"), *product(("Unfreezes", "ModelPruning"), ["tensor alone"]),
+    ),
 ])  # fmt: skip
 def test_what_works_has_the_numbers_of_one_process(pool: WorkerPool, callback: str, strategy: str) -> None:
+    """Where each rank holds the whole model, all callbacks do."""
     [(whole, rate)] = pool.run(fit, 1, callback, "single", init=False)
-    ranks, given = (1, {"devices": 2}) if strategy == "data" else (2, {})
-    results = pool.run(fit, ranks, callback, strategy, init=False, **given)
+    name, ranks, options = WHOLE.get(strategy, (strategy, 1 if strategy == "data" else 2, {}))
+    given = {"devices": 2} if strategy == "data" else {}
+    results = pool.run(fit, ranks, callback, name, options, init=False, **given)
     assert (rate != Learned.lr) == (callback == "LearningRateFinder")
     assert [found for _, found in results] == [rate] * ranks
     assert largest_difference(joined([report for report, _ in results], "weights"), whole.weights) < 1e-10
-
-
-@pytest.mark.parametrize(
-    "callback", ["Unfreezes", "ModelPruning", *thorough("EMAWeightAveraging", "StochasticWeightAveraging")]
-)
-def test_on_replicas_which_hold_the_whole_model_all_work(pool: WorkerPool, callback: str) -> None:
-    [(whole, _)] = pool.run(fit, 1, callback, "single", init=False)
-    for report, _ in pool.run(fit, 2, callback, "sync", {"stages": 1, "data_parallel": 2}, init=False):
-        assert largest_difference(report.weights, whole.weights) < 1e-10
-
-
-@pytest.mark.parametrize("strategy", ["sync", *thorough("tensor")])
-@pytest.mark.parametrize(
-    "callback", ["EMAWeightAveraging", "ModelPruning", *thorough("StochasticWeightAveraging", "Unfreezes")]
-)
-def test_on_one_rank_which_holds_the_whole_model_all_work(pool: WorkerPool, callback: str, strategy: str) -> None:
-    [(whole, _)] = pool.run(fit, 1, callback, "single", init=False)
-    [(report, _)] = pool.run(fit, 1, callback, strategy, init=False)
-    assert largest_difference(report.weights, whole.weights) < 1e-10
 
 
 def test_replicas_find_one_learning_rate(pool: WorkerPool) -> None:

@@ -163,8 +163,8 @@ BATCHES_OF_SIGNALS = [1, 2, BATCHES - 1, EPOCHS * BATCHES - 1]
 
 
 @pytest.mark.parametrize(("name", "batches"), [
-    ("single", BATCHES_OF_SIGNALS), ("pipeline", BATCHES_OF_SIGNALS), ("ddp", BATCHES_OF_SIGNALS[2:3]),
-    *thorough(*((name, BATCHES_OF_SIGNALS) for name in ("ddp", "threads", "fully sharded", "tensor"))),
+    ("single", BATCHES_OF_SIGNALS), ("pipeline", BATCHES_OF_SIGNALS[1:2]), ("ddp", BATCHES_OF_SIGNALS[2:3]),
+    *thorough(*((name, BATCHES_OF_SIGNALS) for name in ("pipeline", "ddp", "threads", "fully sharded", "tensor"))),
 ])  # fmt: skip
 def test_a_run_that_was_stopped_goes_on_as_if_it_had_not_been(pool: WorkerPool, name: str, batches: list[int]) -> None:
     world = WORLDS[name]
@@ -178,10 +178,9 @@ def test_a_run_that_was_stopped_goes_on_as_if_it_had_not_been(pool: WorkerPool, 
 @pytest.mark.parametrize("name", ["asynchronous in a V", *thorough("asynchronous")])
 def test_an_asynchronous_one_as_if_it_had_drained_there(pool: WorkerPool, name: str) -> None:
     """It stops as many batches later as a stage may be ahead of another one."""
-    for batch, rank in ((1, 0), (4, 1)):
-        found = pool.run(train, 2, name, ("training", batch, rank, signal.SIGTERM), init=False)
-        assert [each["drained before"] for each in found] == [batch + 3] * 2
-        assert_equal(found, pool.run(train, 2, name, None, batch + 3, init=False))
+    found = pool.run(train, 2, name, ("training", 4, 0, signal.SIGTERM), init=False)
+    assert [each["drained before"] for each in found] == [4 + 3] * 2
+    assert_equal(found, pool.run(train, 2, name, None, 4 + 3, init=False))
 
 
 def test_a_signal_in_a_validation_waits_for_its_end(pool: WorkerPool) -> None:
@@ -233,7 +232,10 @@ def stop_one(name: str) -> dict[str, tuple[int, int]]:
     return ended
 
 
-@pytest.mark.parametrize("name", ["replicas", "tensor", "fully sharded", "pipeline", "asynchronous", *thorough("ddp")])
+OFTEN = ("tensor", "pipeline", "asynchronous")  # without a pipeline all meet in one way
+
+
+@pytest.mark.parametrize("name", [*OFTEN, *thorough("replicas", "fully sharded", "ddp")])
 def test_all_ranks_stop_if_one_wants_to(pool: WorkerPool, name: str) -> None:
     """Otherwise the others would wait for it until the timeout."""
     assert pool.run(stop_one, 2, name, init=False) == [ENDS] * 2
