@@ -94,9 +94,12 @@ def gradients_of(stages: list[Stage]) -> dict[str, Tensor]:
     return total
 
 
-def run(model: nn.Module, step: Step, stages: int, **options: Any) -> Result:
+def run(model: nn.Module, step: Step, stages: int, recompute: bool = False, **options: Any) -> Result:
     """One forward and backward through all stages."""
     made = stages_of(model, step, stages, **options)
+    for stage in made if recompute else []:
+        stage.remove()
+        stage.install(recompute)
     output, departures, arrivals = forward(made, step)
     backward(made, output, departures, arrivals)
     return Result(output, gradients_of(made), made)

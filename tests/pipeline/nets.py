@@ -108,26 +108,6 @@ class InPlace(Net):
         return nn.Sequential(nn.ReLU(inplace=True), nn.Linear(self.width, self.width))
 
 
-class Attention(Net):
-    class Block(nn.Module):
-        def __init__(self, width: int) -> None:
-            super().__init__()
-            self.norm = nn.LayerNorm(width)
-            self.attention = nn.MultiheadAttention(width, 2, batch_first=True)
-
-        def forward(self, x: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-            y = self.norm(x)
-            return self.attention(y, y, y, attn_mask=mask)
-
-    def step(self, x: Tensor) -> Tensor:
-        x = self.stem(x)[None]
-        mask = torch.full((x.shape[1], x.shape[1]), float("-inf")).triu(1)
-        for block in self.blocks:
-            y, _ = block(x, mask=mask)
-            x = x + y
-        return self.head(x).square().mean()
-
-
 class Recurrent(Net):
     def block(self) -> nn.Module:
         return nn.LSTM(self.width, self.width)
@@ -400,7 +380,6 @@ LAYERS = {
     "layernorm": nn.LayerNorm,
     "rmsnorm": nn.RMSNorm,
     "conv1d": lambda width: Run(nn.Conv1d(width, width, 3, padding=1), lambda layer, x: layer(x.mT).mT),
-    "batchnorm": lambda width: Run(nn.BatchNorm1d(width), lambda layer, x: layer(x.mT).mT),
     "attention": lambda width: Run(
         nn.MultiheadAttention(width, 2, batch_first=True), lambda layer, x: layer(x, x, x)[0]
     ),
@@ -422,7 +401,3 @@ class Mixed(Net):
 
     def step(self, x: Tensor) -> Tensor:
         return super().step(x[..., None])
-
-
-class MixedWithBatchNorm(Mixed):
-    kinds = ("batchnorm", "linear", "batchnorm", "x * w")

@@ -276,6 +276,6 @@ def leaves_at_once(how: str) -> list[float]:
     return values
 
 
-@pytest.mark.parametrize("how", ["naive", "gpipe", "1f1b", "asynchronous", "evaluation"])
+@pytest.mark.parametrize("how", ["1f1b", "asynchronous", "evaluation"])
 def test_a_process_that_ends_early_takes_no_message_with_it(pool: WorkerPool, how: str) -> None:
     assert [len(values) for values in pool.run(leaves_at_once, 3, how)] == [4, 0, 0]
