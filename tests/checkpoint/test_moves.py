@@ -170,9 +170,3 @@ def test_an_asynchronous_run_goes_on_from_another_layout(runs: Runs, source: str
     assert_same(runs.resumed("async2", middle), runs.resumed("async2", first))
     if source == "async2":
         assert largest_difference(read_full(runs.resumed("async2", middle)), read_full(end)) == 0
-
-
-@pytest.mark.parametrize("target", ["pp2", *thorough(*(name for name in SYNCHRONOUS if name != "pp2"))])
-def test_a_run_goes_on_from_a_converted_checkpoint(runs: Runs, target: str) -> None:
-    middle, end = runs.whole("pp3")
-    assert_same(runs.resumed(target, runs.converted(middle)), end)
