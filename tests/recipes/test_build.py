@@ -14,9 +14,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from recipes import build, record
 from recipes.logs import ContinuedCSVLogger
-from recipes.schema import world_size
 from tests.recipes.runs import trained
 from tests.recipes.test_configs import composed
+from tests.thorough import thorough
 from tools.workers.pool import WorkerPool
 
 
@@ -52,7 +52,9 @@ class Shared(L.LightningDataModule):
             (self.folder / f"steps{self.trainer.global_rank}").write_text(str(self.trainer.global_step))
 
 
-@pytest.mark.parametrize(("strategy", "updates"), [("ddp", "4"), ("fully_sharded", "4"), ("pipeline_1f1b", "8")])
+@pytest.mark.parametrize(("strategy", "updates"), [
+    ("ddp", "4"), ("pipeline_1f1b", "8"), *thorough(("fully_sharded", "4"))
+])  # fmt: skip
 def test_replicas_share_the_samples_of_data_of_the_users_own(
     pool: WorkerPool, tmp_path: Path, strategy: str, updates: str
 ) -> None:
@@ -108,14 +110,6 @@ def test_the_trainer_has_what_the_groups_say(tmp_path: Any) -> None:
     )
     assert not bare.loggers and not bare.checkpoint_callbacks and bare.progress_bar_callback is None
     assert build.strategy(config) == "auto"
-
-
-def test_replicas_in_one_process_are_as_many_as_the_devices(tmp_path: Any) -> None:
-    words = ["strategy=data_parallel", "cluster.devices=3", "trainer.accelerator=cpu", f"paths.log_dir={tmp_path}"]
-    config = composed(*words)
-    trainer = build.trainer(config)
-    assert world_size(config) == 1 and trainer.world_size == 1
-    assert len(trainer.strategy.parallel_devices) == 3  # type: ignore[attr-defined]
 
 
 def test_a_strategy_s_refusal_is_raised_as_it_is() -> None:

@@ -71,11 +71,13 @@ def assert_valid(found: list[Problem | str], *, timm: bool = False) -> None:
 
 # Models meet strategies below; test_experiments.py trains the others.
 ELSEWHERE = ("model", "strategy", "experiment", "debug")
-OPTIONS = [(group, option) for group, options in GROUPS.items() if group not in ELSEWHERE for option in options]
+OTHERS = {group: options for group, options in GROUPS.items() if group not in ELSEWHERE}
 
 
-@pytest.mark.parametrize(("group", "option"), OPTIONS)
-def test_every_option_composes_and_is_valid(group: str, option: str, hf_folder: Path) -> None:
+@pytest.mark.parametrize("number", range(max(map(len, OTHERS.values()))))
+def test_every_option_composes_and_is_valid(number: int, hf_folder: Path) -> None:
+    """One of each group at a time."""
+    chosen = {group: options[number % len(options)] for group, options in OTHERS.items()}
     given = {
         "digits": ["model=mlp"],
         "text": [f"data.path={__file__}", "data.context=16"],
@@ -83,13 +85,15 @@ def test_every_option_composes_and_is_valid(group: str, option: str, hf_folder: 
         "hf": ["model=hf", f"model.path={hf_folder}", f"data.path={hf_folder / 'texts.jsonl'}"],
         "images": ["model=lenet", "model.channels=3", "model.classes=4", "model.size=224"],
         "kubernetes": ["cluster.image=mine", "cluster.claim=runs"],
-    }.get(option, [])
-    if option == "hf":
+        "smoke": ["scheduler.warmup_steps=1"],  # of its few steps
+    }
+    words = [word for option in chosen.values() for word in given.get(option, [])]
+    if chosen["data"] == "hf":
         texts(hf_folder / "texts.jsonl")
-    elif option == "images":
-        given.append(f"data.path={images(hf_folder / 'images')}")
-    elsewhere = ["launch=false"] if group == "cluster" else []  # here is nothing that it could join
-    assert problems(f"{group}={option}", *given, *elsewhere) == []
+    elif chosen["data"] == "images":
+        words.append(f"data.path={images(hf_folder / 'images')}")
+    # No cluster here could be joined.
+    assert problems(*(f"{group}={option}" for group, option in chosen.items()), *words, "launch=false") == []
 
 
 def in_step(first: Sequence[str], second: Sequence[str]) -> list[tuple[str, str]]:
@@ -161,6 +165,7 @@ CHOSEN = {
 def test_earlier_names_of_strategies_are_warned_of(old: str, new: str) -> None:
     with pytest.warns(FutureWarning, match=f"strategy={old} is an earlier name.*: write strategy={new}$"):
         assert check([f"strategy={old}"]) == []
+    assert yaml.safe_load((CONF / "strategy" / f"{old}.yaml").read_text()) == {"defaults": [new]}
 
 
 def test_a_name_of_now_is_not_warned_of() -> None:
@@ -183,14 +188,14 @@ def test_an_earlier_name_in_a_file_of_the_user_s_own_is_warned_of(tmp_path: Path
         configs.composed(["strategy=hybrid"])
 
 
-@pytest.mark.parametrize("strategy", [each for each in GROUPS["strategy"] if each not in ("single", "ddp")])
+@pytest.mark.parametrize("strategy", [each for each in GROUPS["strategy"] if each not in ("single", "ddp", *EARLIER)])
 def test_a_strategy_s_config_has_every_setting_of_the_strategy_with_its_default(strategy: str) -> None:
     node = composed(f"strategy={strategy}")["strategy"]
     assert isinstance(build.strategy({"strategy": node}), get_class(node["_target_"]))
     target = node.pop("_target_")
     options = schema.BY_TARGET["strategy"][target]
     defaults = {field.name: field.default for field, _ in settings_of(options)}
-    assert node == defaults | CHOSEN.get(EARLIER.get(strategy, strategy), {})
+    assert node == defaults | CHOSEN.get(strategy, {})
     assert set(node) <= set(inspect.signature(get_class(target)).parameters)
 
 

@@ -40,7 +40,7 @@ def given_to(experiment: str, tmp_path: Path) -> list[str]:
     return given + (WARM_UP if chosen["scheduler"]["name"] == "cosine" else [])
 
 
-OFTEN = ["async_quality", "hf_lora_tensor"]
+OFTEN = ["async_quality"]  # adapters: models/test_hf.py
 OTHERS = [name for name in GROUPS["experiment"] if name not in (*OFTEN, "vit_images")]
 
 

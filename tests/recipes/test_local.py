@@ -88,8 +88,9 @@ def test_a_failed_run_is_started_again_as_often_as_it_may_be(
 
 
 @pytest.fixture
-def worker() -> Iterator[subprocess.Popen[bytes]]:
-    """A process that looks as one of a run's."""
+def worker(monkeypatch: pytest.MonkeyPatch) -> Iterator[subprocess.Popen[bytes]]:
+    """A process that looks as one of a run's, and is looked at often."""
+    monkeypatch.setattr(local, "_LOOKS", 0.05)
     process = subprocess.Popen([sys.executable, "-c", SLEEPS, "recipes.worker"])
     yield process
     process.kill()
@@ -106,7 +107,7 @@ def test_after_an_error_a_stopped_worker_is_killed_at_once(tmp_path: Path, worke
     worker.send_signal(signal.SIGSTOP)
     wait_until(lambda: psutil.Process(worker.pid).status() == psutil.STATUS_STOPPED)
     with local.watched(tmp_path, patience=3600) as ended:
-        time.sleep(1.5)
+        time.sleep(0.2)
         assert worker.poll() is None  # so far, it may be continued
         (tmp_path / "error.json").touch()
         wait_until(lambda: worker.poll() is not None)
@@ -117,7 +118,7 @@ def test_others_get_some_seconds_to_end_themselves(tmp_path: Path, worker: subpr
     (tmp_path / "0").mkdir()
     (tmp_path / "0" / "error.json").touch()
     begin = time.monotonic()
-    with local.watched(tmp_path, patience=2) as ended:
+    with local.watched(tmp_path, patience=0.5) as ended:
         wait_until(lambda: worker.poll() is not None)
-        assert time.monotonic() - begin > 1
+        assert time.monotonic() - begin > 0.4
     assert (worker.poll(), ended) == (-signal.SIGKILL, Ended(slow={worker.pid}))

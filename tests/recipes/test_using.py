@@ -139,7 +139,7 @@ def written(pool: WorkerPool, run: Path, folder: Path, *layout: str, **more: Any
 
 
 @pytest.mark.parametrize("layout", [
-    ["strategy=single"], ["strategy=tensor_parallel"], *thorough(["strategy=fully_sharded"]),
+    ["strategy=tensor_parallel"], *thorough(["strategy=single"], ["strategy=fully_sharded"]),
 ], ids=str)  # fmt: skip
 def test_the_most_likely_text_is_transformers_own(
     pool: WorkerPool, hf: Path, tmp_path: Path, layout: list[str]

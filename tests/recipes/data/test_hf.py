@@ -231,31 +231,24 @@ def run(pool: WorkerPool, folder: Path, *overrides: str) -> dict[str, Any]:
     return record.read_metrics(trained(pool, folder, *TINY, *overrides))
 
 
-@pytest.mark.parametrize(("file", "packing", "strategy", "ranks"), [
-    ("chats", "true", "pipeline_zbv", 2),
+@pytest.mark.parametrize(("file", "packing", "strategy", "ranks", "workers"), [
+    ("chats", "true", "pipeline_zbv", 2, 0),
     *thorough(
-        ("questions", "false", "ddp", 2),
-        ("texts", "true", "pipeline_tensor", 4), ("chats", "false", "pipeline_1f1b", 2),
-        ("questions", "true", "fully_sharded", 2), ("questions", "false", "tensor_parallel", 2),
-        ("questions", "false", "pipeline_3d", 8), ("chats", "false", "data_parallel", 1),
+        ("questions", "false", "ddp", 2, 0),
+        ("texts", "true", "pipeline_tensor", 4, 1), ("chats", "false", "pipeline_1f1b", 2, 0),
+        ("questions", "true", "fully_sharded", 2, 0), ("questions", "false", "tensor_parallel", 2, 0),
+        ("questions", "false", "pipeline_3d", 8, 0), ("chats", "false", "data_parallel", 1, 0),
     ),
 ])  # fmt: skip
 def test_documents_train_as_in_one_process(
-    pool: WorkerPool, tmp_path: Path, file: str, packing: str, strategy: str, ranks: int
+    pool: WorkerPool, tmp_path: Path, file: str, packing: str, strategy: str, ranks: int, workers: int
 ) -> None:
+    """Also where the run goes on in the middle of an epoch."""
     documents = {"chats": chats, "questions": questions, "texts": texts}[file](tmp_path / "documents.jsonl")
     given = [f"model.path={model(tmp_path / 'model')}", f"data.path={documents}", f"data.packing={packing}"]
     one = run(pool, tmp_path / "one", *given, "strategy=single")
-    several = run(pool, tmp_path / "several", *given, f"strategy={strategy}", f"cluster.devices={ranks}")
+    given += [f"strategy={strategy}", f"cluster.devices={ranks}", f"data.workers={workers}"]
+    several = run(pool, tmp_path / "several", *given)
     assert several == pytest.approx(one, rel=0, abs=EXACT)
-
-
-@pytest.mark.parametrize("workers", [0, *thorough(1)])
-def test_a_run_that_goes_on_in_the_middle_of_an_epoch_sees_the_same_rows(
-    pool: WorkerPool, tmp_path: Path, workers: int
-) -> None:
-    given = [f"model.path={model(tmp_path / 'model')}", f"data.path={texts(tmp_path / 'a.jsonl')}"]
-    given += [f"data.workers={workers}", "strategy=pipeline_1f1b", "cluster.devices=2"]
-    whole = run(pool, tmp_path / "whole", *given)
     run(pool, tmp_path / "parts", *given, "trainer.max_steps=2")
-    assert run(pool, tmp_path / "parts", *given, "resume=auto") == whole
+    assert run(pool, tmp_path / "parts", *given, "resume=auto") == several
