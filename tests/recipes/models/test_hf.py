@@ -20,6 +20,7 @@ from recipes.problem import Problem
 from tests.recipes.models.one_process import assert_equal, fitted
 from tests.recipes.runs import trained
 from tests.recipes.test_configs import composed, problems
+from tests.strategies.harness import Report
 from tests.thorough import thorough
 from tools.workers.pool import WorkerPool
 
@@ -63,9 +64,9 @@ def batches() -> DataLoader[Any]:
     return DataLoader([(row[:-1], row[1:]) for row in tokens], batch_size=4)  # type: ignore[arg-type]
 
 
-def train(strategy: str, ranks: int, path: Path, lora: dict[str, Any] | None = None) -> dict[str, Any]:
+def train(strategy: str, path: Path, lora: dict[str, Any] | None = None) -> Report:
     torch.manual_seed(7)
-    return fitted(strategy, ranks, CausalLM(path=str(path), lora=lora, optimizer=OPTIMIZER), batches())
+    return fitted(strategy, CausalLM(path=str(path), lora=lora, optimizer=OPTIMIZER), batches())
 
 
 @pytest.mark.parametrize(("kind", "strategy", "ranks"), [
@@ -79,27 +80,25 @@ def test_a_folder_trains_as_in_one_process(
     pool: WorkerPool, tmp_path: Path, kind: str, strategy: str, ranks: int
 ) -> None:
     folder = pretrained(tmp_path / "model", kind)
-    (reference,) = pool.run(train, 1, "single", 1, folder, init=False)
-    assert_equal(pool.run(train, ranks, strategy, ranks, folder, init=False), reference)
+    (reference,) = pool.run(train, 1, "single", folder, init=False)
+    assert_equal(pool.run(train, ranks, strategy, folder, init=False), reference)
 
 
 def test_a_folder_without_weights_begins_a_new_model(pool: WorkerPool, tmp_path: Path) -> None:
     folder = pretrained(tmp_path / "model")
     for file in folder.glob("*.safetensors*"):
         file.unlink()
-    (reference,) = pool.run(train, 1, "single", 1, folder, init=False)
-    assert_equal(pool.run(train, 2, "pipeline", 2, folder, init=False), reference)
+    (reference,) = pool.run(train, 1, "single", folder, init=False)
+    assert_equal(pool.run(train, 2, "pipeline", folder, init=False), reference)
 
 
 @pytest.mark.parametrize("strategy", ["tensor", *thorough("pipeline", "zbv")])
 def test_adapters_train_and_nothing_else(pool: WorkerPool, tmp_path: Path, strategy: str) -> None:
     folder = pretrained(tmp_path / "model")
-    (reference,) = pool.run(train, 1, "single", 1, folder, LORA, init=False)
-    ranks = pool.run(train, 2, strategy, 2, folder, LORA, init=False)
-    assert_equal(ranks, reference)
+    (reference,) = pool.run(train, 1, "single", folder, LORA, init=False)
+    assert_equal(pool.run(train, 2, strategy, folder, LORA, init=False), reference)
     before = CausalLM(path=str(folder), lora=LORA, optimizer=OPTIMIZER).double().state_dict()
-    assert all("lora_" in name for rank in ranks for name in rank["trained"])
-    assert all(torch.equal(value, before[name]) for name, value in reference["weights"].items() if "lora_" not in name)
+    assert all(torch.equal(value, before[name]) for name, value in reference.weights.items() if "lora_" not in name)
 
 
 # -- commands --------------------------------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ from tests.recipes.models.one_process import assert_equal, fitted
 from tests.recipes.runs import in_the_pool, trained
 from tests.recipes.test_configs import problems
 from tests.recipes.tiny import images
+from tests.strategies.harness import Report
 from tests.thorough import thorough
 from tools.workers.pool import WorkerPool
 
@@ -44,12 +45,12 @@ def saved(folder: Path, classes: int = 4) -> Path:
     return folder
 
 
-def train(strategy: str, ranks: int, pretrained: str | None) -> dict[str, Any]:
+def train(strategy: str, pretrained: str | None) -> Report:
     torch.manual_seed(7)
     module = small(pretrained=pretrained)
     generator = torch.Generator().manual_seed(5)
     batch = torch.randn(12, 3, 16, 16, generator=generator), torch.randint(4, (12,), generator=generator)
-    return fitted(strategy, ranks, module, DataLoader(list(zip(*batch, strict=True)), batch_size=4))  # type: ignore[arg-type]
+    return fitted(strategy, module, DataLoader(list(zip(*batch, strict=True)), batch_size=4))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("strategy", "ranks", "pretrained"), [
@@ -59,9 +60,9 @@ def test_a_transformer_trains_as_in_one_process(
     pool: WorkerPool, tmp_path: Path, strategy: str, ranks: int, pretrained: bool
 ) -> None:
     folder = str(saved(tmp_path / "vit")) if pretrained else None
-    (reference,) = pool.run(train, 1, "single", 1, folder, init=False)
-    found = pool.run(train, ranks, strategy, ranks, folder, init=False)
-    assert (strategy in ("tensor", "both")) == ("net.blocks.0.mlp.fc1.weight" in found[0]["shards"])
+    (reference,) = pool.run(train, 1, "single", folder, init=False)
+    found = pool.run(train, ranks, strategy, folder, init=False)
+    assert (strategy in ("tensor", "both")) == ("net.blocks.0.mlp.fc1.weight" in found[0].shards)
     assert_equal(found, reference)
 
 
