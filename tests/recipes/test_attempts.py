@@ -59,11 +59,7 @@ def test_an_attempt_without_an_end_was_killed(tmp_path: Path) -> None:
     assert reasons(tmp_path) == [("killed", None), (None, None)]
     work.begin(tmp_path, composed())  # its launcher was not
     assert reasons(tmp_path) == [("killed", None), ("killed", None), (None, None)]
-
-
-def test_another_run_in_the_folder_has_attempts_of_its_own(tmp_path: Path) -> None:
-    started(tmp_path)
-    started(tmp_path)
+    started(tmp_path)  # another run, which has attempts of its own
     assert reasons(tmp_path) == [(None, None)]
 
 

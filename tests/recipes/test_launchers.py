@@ -138,18 +138,13 @@ def test_the_parent_process_only_imports_torch_to_check_values() -> None:
 
 
 def test_the_first_error_that_is_a_rank_s_own(tmp_path: Path) -> None:
-    assert first_failure(tmp_path) is None
     for rank, text in enumerate([LOST, LOST, OWN, OWN.replace("no", "other")]):
+        assert first_failure(tmp_path) is None or rank == 3  # lost connections alone are no cause
         record.write_error(tmp_path, rank, text)
         os.utime(tmp_path / record.ERRORS / f"rank-{rank}.txt", (rank, rank))
     found = first_failure(tmp_path)
     assert found is not None and (found.rank, found.message) == (2, "ValueError: no luck\n  on two lines")
     assert found.traceback == OWN
-
-
-def test_lost_connections_alone_are_no_cause(tmp_path: Path) -> None:
-    record.write_error(tmp_path, 0, LOST)
-    assert first_failure(tmp_path) is None
 
 
 @pytest.mark.parametrize(("codes", "requeued"), [
@@ -215,8 +210,6 @@ def test_a_job_of_slurm_runs_its_workers_in_a_container() -> None:
     assert "' python3 /runs/one/" in job  # the image's own
     assert sys.executable in (outside := script(SlurmLauncher(devices=2), Path("/runs/one") / record.CONFIG, 2))
     assert "--container" not in outside
-    with pytest.raises(ConfigError, match="hydra.run.dir=/runs/a,b"):
-        script(cast(SlurmLauncher, build.launcher(config)), Path("/runs/a,b") / record.CONFIG, 2)
 
 
 @pytest.mark.parametrize(("mount", "folder"), [

@@ -39,10 +39,6 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_the_newest_whole_checkpoint_is_found(folder: Path) -> None:
-    assert resume.chosen(config(folder)) == str(folder / "checkpoints" / "new.ckpt")
-
-
 def test_a_run_that_begins_leaves_an_earlier_one_in_its_folder_alone(folder: Path) -> None:
     assert resume.would_overwrite(config(folder, again=None)) and not resume.would_overwrite(config(folder))
     assert not resume.would_overwrite(config(folder, ckpt_path="last", again=None))
@@ -52,9 +48,9 @@ def test_a_run_that_begins_leaves_an_earlier_one_in_its_folder_alone(folder: Pat
     assert resume.would_overwrite(config(folder, again=None))
 
 
-def test_a_damaged_newer_one_is_warned_of(folder: Path) -> None:
+def test_the_newest_whole_checkpoint_is_found_and_a_damaged_newer_one_warned_of(folder: Path) -> None:
     with pytest.warns(UserWarning, match=r"Not whole, so it goes on from .*/new\.ckpt: .*/half\.ckpt.*/part\.ckpt\.$"):
-        resume.chosen(config(folder))
+        assert resume.chosen(config(folder)) == str(folder / "checkpoints" / "new.ckpt")
     (folder / "checkpoints" / "new.ckpt").unlink()
     (folder / "checkpoints" / "old.ckpt").unlink()
     with pytest.warns(UserWarning, match="goes on afresh: "):

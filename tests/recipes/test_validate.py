@@ -114,17 +114,12 @@ def test_a_text_file_that_cannot_be_trained_on_is_refused(tmp_path: Path) -> Non
     assert said(str(fine)) == ""
 
 
-def test_all_problems_are_told_at_once() -> None:
-    found = problems("model.layers=0", "optimizer.lr=-1", "cluster.devices=none")
-    assert [problem.path for problem in found] == ["model.layers", "cluster.devices", "optimizer.lr"]
-    message = str(ConfigError(found))
-    assert message.startswith("3 problems in the config, nothing was started:")
-    assert all(str(problem) in message for problem in found)
-
-
 def test_values_and_rules_are_told_together_but_no_rule_by_a_wrong_value() -> None:
     found = problems("optimizer.lr=-1", "model.heads=3", "data.batch_size=none", "strategy=ddp", "cluster.devices=5")
     assert [problem.path for problem in found] == ["data.batch_size", "optimizer.lr", "model.heads"]  # type: ignore[union-attr]
+    message = str(ConfigError(found))
+    assert message.startswith("3 problems in the config, nothing was started:")
+    assert all(str(problem) in message for problem in found)
 
 
 def test_an_example_model_is_cut_into_as_many_stages_as_learn() -> None:

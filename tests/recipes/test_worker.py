@@ -117,7 +117,9 @@ def test_under_torchrun_a_run_is_recorded_from_its_start_to_its_end(pool: Worker
     assert {"train_loss", "val_loss", "test_loss"} <= run["metrics"].keys()
 
 
-def end_with(error: BaseException, config_file: str) -> None:
+def end_with(error: BaseException, config_file: str, rank: str = "0") -> None:
+    os.environ["RANK"] = rank
+
     def run(config: Any) -> None:
         raise error
 
@@ -167,13 +169,8 @@ def test_under_torchrun_a_rank_that_lost_its_peer_says_so_in_a_line(pool: Worker
     assert pool.run(lose_a_peer, 1, True, init=False) == [1]  # the launcher tells the cause
 
 
-def end_second_rank(config_file: str) -> None:
-    os.environ["RANK"] = "1"
-    end_with(ValueError("a peer's"), config_file)
-
-
 def test_only_the_first_rank_records(pool: WorkerPool, config_file: Path) -> None:
-    (failure,) = pool.run(end_second_rank, 1, str(config_file), init=False, expect_errors=True)
+    (failure,) = pool.run(end_with, 1, ValueError("a peer's"), str(config_file), "1", init=False, expect_errors=True)
     assert isinstance(failure, Failure) and "a peer's" in failure
     assert [file.name for file in (config_file.parent / "run").rglob("*.*")] == ["rank-1.txt"]
 

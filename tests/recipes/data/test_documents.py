@@ -50,13 +50,6 @@ def test_an_end_that_the_tokenizer_writes_itself_is_learned_too(tmp_path: Path) 
     assert document.labels[0] == IGNORED and document.tokens[0] == 1
 
 
-def test_of_a_conversation_all_answers_are_learned(tmp_path: Path) -> None:
-    by = tokenizer_of(str(tokenizer(tmp_path)))
-    document = reader(["messages"], None, by)({"messages": MESSAGES[4]})
-    assert learned(document, by) == "5It is 6."
-    assert by.encode("<|im_end|>", special=False)[0][0] in (document.labels or [])
-
-
 SHAPES = {  # of templates that people have, in this tokenizer's words, and what is learned of two answers
     "qwen3": (
         "{% set ns = namespace(last=0) %}{% for m in messages %}{% if m.role == 'user' %}"
