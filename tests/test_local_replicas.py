@@ -1,6 +1,6 @@
 """Replicas in one process, in a plain PyTorch loop: the numbers of one model with the whole batch.
 
-Errors, dropout that is computed again, and the order of metrics are shown in strategies/test_data_parallel.py.
+Errors, and dropout that is computed again, are shown in strategies/test_data_parallel.py.
 """
 
 from __future__ import annotations

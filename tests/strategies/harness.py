@@ -16,7 +16,6 @@ import lightning_parallel as lp
 from lightning_parallel.ranks.shard import Shard
 from tests.strategies.counted import COUNTED
 from tests.strategies.models import BATCH, MODELS, SAMPLES
-from tests.strategies.replicated import REPLICATED
 from tests.strategies.shardable import SHARDABLE
 from tools.workers.held import complete, here, weights_of
 from tools.workers.worker import texts_of_warnings
@@ -29,7 +28,7 @@ STRATEGIES = {
     "fsdp": lp.FullyShardedStrategy,
     "ddp": DDPStrategy,  # Lightning's, to compare with
 }
-ALL = {**MODELS, **SHARDABLE, **REPLICATED, **COUNTED}
+ALL = {**MODELS, **SHARDABLE, **COUNTED}
 
 
 def spoil(module: torch.nn.Module) -> None:

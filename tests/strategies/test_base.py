@@ -280,33 +280,38 @@ class Normed(Net):
         )
 
 
-def train_normed(microbatches: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+def train_normed(strategy: str, options: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     torch.set_default_dtype(torch.float64)
-    module = Normed()
-    make_trainer("sync", [], {"microbatches": microbatches}, max_epochs=2).fit(module, loader())
+    module, devices = Normed(), {"devices": 2} if strategy == "data" else {}
+    make_trainer(strategy, [], options, max_epochs=2, **devices).fit(module, loader())
     buffers = {name: b for name, b in module.named_buffers() if not isinstance(b, AbsentTensor)}
     return {name: p.detach() for name, p in here(module).items()}, buffers
 
 
-def train_normed_by_hand(microbatches: int) -> dict[str, Tensor]:
-    """Gradients accumulated over microbatches, each normalised by itself."""
+def train_normed_by_hand(strategy: str) -> dict[str, Tensor]:
+    """Gradients accumulated over halves of a batch, each normalised by itself."""
     torch.set_default_dtype(torch.float64)
     module = Normed()
     optimizer = module.configure_optimizers()
     for _ in range(2):
         for batch in loader():
             optimizer.zero_grad()
-            for part in split(batch, microbatches):
+            for number, part in enumerate(split(batch, 2)):
+                statistics = {name: buffer.clone() for name, buffer in module.named_buffers()}
                 (module.logits_and_loss(part)[1] * len(part[0]) / len(batch[0])).backward()
+                if strategy == "data" and number == 1:  # those of the first replica stay
+                    module.load_state_dict(statistics, strict=False)
             optimizer.step()
     return {name: tensor.detach() for name, tensor in module.state_dict().items()}
 
 
-@pytest.mark.parametrize("microbatches", [1, 2])
-def test_batch_norm_normalises_over_a_microbatch(pool: WorkerPool, microbatches: int) -> None:
-    expected = pool.run(train_normed_by_hand, 1, microbatches, init=False)[0]
+@pytest.mark.parametrize(("strategy", "ranks", "options"), [("sync", 2, {"microbatches": 2}), ("data", 1, {})])
+def test_batch_norm_normalises_over_a_microbatch_or_a_share(
+    pool: WorkerPool, strategy: str, ranks: int, options: dict[str, Any]
+) -> None:
+    expected = pool.run(train_normed_by_hand, 1, strategy, init=False)[0]
     found: dict[str, Tensor] = {}
-    for parameters, buffers in pool.run(train_normed, 2, microbatches, init=False):
+    for parameters, buffers in pool.run(train_normed, ranks, strategy, options, init=False):
         found |= parameters | buffers
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():
@@ -318,8 +323,8 @@ def test_batch_norm_normalises_over_a_microbatch(pool: WorkerPool, microbatches:
 
 def use_on(strategy: str) -> dict[str, Any]:
     """Everything that a script may do after ``fit``, with the same Trainer."""
-    module = Observed(strategy != "async")
-    trainer = make_trainer(strategy, [], max_epochs=1)
+    module, devices = Observed(strategy != "async"), {"devices": 2} if strategy == "data" else {}
+    trainer = make_trainer(strategy, [], max_epochs=1, **devices)
     results: dict[str, Any] = {"sanity": trainer.validate(module, loader(8, 4, 5), verbose=False)}
     trainer.fit(module, loader(), loader(8, 4, 5))
     trainer.fit_loop.max_epochs = 3
@@ -332,20 +337,18 @@ def use_on(strategy: str) -> dict[str, Any]:
     return results
 
 
-@BOTH
-def test_one_trainer_fits_twice_and_evaluates(pool: WorkerPool, strategy: str) -> None:
+@pytest.mark.parametrize(("strategy", "ranks"), [("sync", 2), ("async", 2), ("data", 1)])
+def test_one_trainer_fits_twice_and_evaluates(pool: WorkerPool, strategy: str, ranks: int) -> None:
     expected = pool.run(use_on, 1, "single", init=False)[0]
     if strategy == "async":  # weights that stay where they are
         expected["steps"] = (9, 3)
-    ranks = pool.run(use_on, 2, strategy, init=False)
-    assert ranks[0]["steps"] == expected["steps"]
-    for results in ranks:
-        assert results["sanity"] == [pytest.approx(expected["sanity"][0], abs=1e-6)]
-        if strategy == "sync":
-            assert results["validate"] == [pytest.approx(expected["validate"][0], abs=1e-6)]
-            assert results["test"] == [pytest.approx(expected["test"][0], abs=1e-6)]
-    if strategy == "sync":
-        assert all(torch.equal(a, b) for a, b in zip(ranks[0]["predict"], expected["predict"], strict=True))
+    found = pool.run(use_on, ranks, strategy, init=False)
+    for results in found:
+        assert results["steps"] == expected["steps"]
+        for name in ("sanity",) if strategy == "async" else ("sanity", "validate", "test"):
+            assert results[name] == [pytest.approx(expected[name][0], abs=1e-6)], name
+    if strategy != "async":
+        assert all(torch.equal(a, b) for a, b in zip(found[0]["predict"], expected["predict"], strict=True))
 
 
 def group_at_exit() -> tuple[bool, bool]:

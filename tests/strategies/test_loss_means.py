@@ -188,6 +188,12 @@ class CentredByItself(Centred):
     dim = 1
 
 
+class Normalised(OfRows):
+    def build(self) -> None:
+        super().build()
+        self.net.insert(1, nn.BatchNorm1d(6))
+
+
 class Noisy(OfRows):
     """Draws other numbers for two microbatches as one than for each of them."""
 
@@ -204,7 +210,7 @@ MIXED = "several samples"
 # it.
 WARNED: list[Any] = [
     ("Selected", "sync", FOUR, {"limit_train_batches": 1}, "counted.py:", 0, ["microbatches=1"]),
-    ("Normalised", "sync", FOUR, {"limit_train_batches": 1}, "BatchNorm2d", 0, ["'net.1' is a", "microbatches=1"]),
+    (Normalised, "sync", FOUR, {"limit_train_batches": 1}, "BatchNorm1d", 0, ["'net.1' is a", "microbatches=1"]),
     (Focal, "sync", FOUR, {}, "divided by 0", 0, ["test_loss_means.py:", "microbatches=1"]),
     (Focal, "sync", {**FOUR, "microbatch_weight": of_positives}, {}, "divided by 0", 0, ["microbatches=1"]),
     (Centred, "sync", IN_A_V, {}, MIXED, 0, ["'net.1'", "microbatches=1"]),

@@ -23,11 +23,19 @@ GLOBAL_HOOKS = [name for name in vars(modules) if name.startswith("_global_") an
 
 def fit(strategy: str) -> None:
     """A Trainer with another strategy may be given the same precision plugin after it."""
-    os.environ["WORLD_SIZE"] = "2"  # a Trainer that ends deletes it
-    kind = ALL["Mixed"]
-    trainer = make_trainer(strategy, [], {}, max_epochs=1, limit_train_batches=1, gradient_clip_val=1.0)
-    trainer.fit(kind(), kind.loader(), kind.loader())
+    os.environ["WORLD_SIZE"] = os.environ["LOCAL_WORLD_SIZE"]  # a Trainer that ends deletes it
+    kind, given = ALL["Mixed"], {"devices": 2} if strategy == "data" else {}
+    plugin = None if strategy in ("async", "data") else MixedPrecision("16-mixed", "cpu")
+    scaler, plugins = plugin and plugin.scaler, [plugin] if plugin else []
+    trainer = make_trainer(
+        strategy, [], {}, max_epochs=1, limit_train_batches=1, gradient_clip_val=1.0, plugins=plugins, **given
+    )
+    module = kind()
+    trainer.fit(module, kind.loader(), kind.loader())
     assert not [name for name, value in vars(trainer.precision_plugin).items() if callable(value)]
+    assert plugin is None or plugin.scaler is scaler
+    if strategy == "data":
+        assert not {"forward", "log", "_is_replica"} & {name for each in module.modules() for name in vars(each)}
 
 
 def left() -> dict[str, Any]:
@@ -41,6 +49,7 @@ def left() -> dict[str, Any]:
         "patched": {k.__name__: sorted(vars(k)) for k in (pl.Trainer, LightningModule, torch.nn.Module, torch.Tensor)},
         "ours": {name: count for name, count in kinds.items() if name.startswith("lightning_parallel.")},
         "trainers": kinds["lightning.pytorch.trainer.trainer.Trainer"],
+        "layers": kinds["torch.nn.modules.linear.Linear"],
         "files": len(os.listdir("/proc/self/fd")),
     }
 
@@ -53,19 +62,7 @@ def what_many_leave(strategy: str) -> tuple[dict[str, Any], dict[str, Any]]:
     return first, left()
 
 
-@pytest.mark.parametrize("strategy", ["sync", "async", "tensor", "fsdp"])
-def test_each_trainer_leaves_as_much_as_the_one_before(pool: WorkerPool, strategy: str) -> None:
-    for first, last in pool.run(what_many_leave, 2, strategy, init=False):
+@pytest.mark.parametrize(("strategy", "ranks"), [("sync", 2), ("async", 2), ("tensor", 2), ("fsdp", 2), ("data", 1)])
+def test_each_trainer_leaves_as_much_as_the_one_before(pool: WorkerPool, strategy: str, ranks: int) -> None:
+    for first, last in pool.run(what_many_leave, ranks, strategy, init=False):
         assert first == last
-
-
-def scaler_left(strategy: str) -> list[bool]:
-    plugin = MixedPrecision("16-mixed", "cpu")
-    scaler, kind = plugin.scaler, ALL["Mixed"]
-    make_trainer(strategy, [], {}, max_epochs=1, limit_train_batches=1, plugins=[plugin]).fit(kind(), kind.loader())
-    return [plugin.scaler is scaler]
-
-
-@pytest.mark.parametrize("strategy", ["sync", "tensor"])
-def test_a_precision_plugin_gets_its_scaler_back(pool: WorkerPool, strategy: str) -> None:
-    assert pool.run(scaler_left, 2, strategy, init=False) == [[True]] * 2
