@@ -74,7 +74,8 @@ class Accumulating(_ByHand):
 
 
 class SharedGraph(_ByHand):
-    """Two backwards through one graph, on to different optimizers; one in a closure."""
+    """Two backwards through one graph, on to different optimizers; one in a closure, of an optimizer that treats
+    parameters as wholes."""
 
     def forward(self, noise: Tensor) -> Tensor:
         return self.generator(noise)
@@ -100,14 +101,7 @@ class SharedGraph(_ByHand):
 
     def configure_optimizers(self) -> Any:
         opt_g = torch.optim.Adam(self.generator.parameters(), lr=1e-2, eps=1e-4)
-        return [opt_g, torch.optim.SGD(self.discriminator.parameters(), lr=0.1)]
-
-
-class Wholes(SharedGraph):
-    """Optimizers that treat parameters as wholes."""
-
-    def configure_optimizers(self) -> Any:
-        return [optimizers.Kronecker(network.parameters()) for network in (self.generator, self.discriminator)]
+        return [opt_g, optimizers.Kronecker(self.discriminator.parameters())]
 
 
 class GradientPenalty(SharedGraph):
@@ -137,7 +131,7 @@ class Direct(Accumulating):
         self(batch[1]).mean().backward()
 
 
-BY_HAND = {model.__name__: model for model in (Accumulating, SharedGraph, Wholes, GradientPenalty, Direct)}
+BY_HAND = {model.__name__: model for model in (Accumulating, SharedGraph, GradientPenalty, Direct)}
 
 
 def fit(model: str, strategy: str = "single", options: dict[str, Any] | None = None, **given: Any) -> Report:

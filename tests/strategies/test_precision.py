@@ -11,7 +11,8 @@ from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tests.strategies.harness import Report, Witness, collect, here, joined, largest_difference
+from lightning_parallel.ranks.local_model import local_part
+from tests.strategies.harness import Report, Witness, collect, joined, largest_difference, weights_of
 from tests.strategies.observed import CLASSES, WIDTH, Net, loader, make_trainer
 from tests.thorough import thorough
 from tools.optimizer_table.optimizers import LAMB
@@ -50,7 +51,7 @@ def train(strategy: str, precision: Any, **options: Any) -> tuple[Report, set[to
     chosen: dict[str, Any] = {"precision": precision}
     if precision == "16-mixed":  # on the CPU Lightning would fall back to bfloat16
         chosen = {"plugins": [MixedPrecision("16-mixed", "cpu")]}
-    options_of_strategy = {} if strategy == "tensor" else {"microbatches": 2}
+    options_of_strategy = {"sync": {"microbatches": 2}, "ddp": {"process_group_backend": "gloo"}}.get(strategy, {})
     trainer = make_trainer(strategy, [Witness(report)], options_of_strategy, **chosen, **options)
     trainer.fit(module, loader(), loader(8, 4, 5))
     return collect(report, trainer, module), module.dtypes, str(trainer.callback_metrics["train_loss"].dtype)
@@ -61,25 +62,30 @@ TOLERANCE = {"32-true": 1e-5, "64-true": 1e-12, "bf16-mixed": 0.02, "bf16-true":
 
 @pytest.mark.parametrize(("strategy", "precision"), [
     ("sync", "bf16-mixed"), ("sync", "16-mixed"), ("tensor", "bf16-mixed"), ("tensor", "bf16-true"),
+    ("fsdp", "16-mixed"), ("fsdp", "bf16-true"),
     *thorough(
         ("sync", "64-true"), ("sync", "32-true"), ("sync", "bf16-true"), ("tensor", "32-true"), ("tensor", "16-mixed"),
+        ("fsdp", "bf16-mixed"),
     ),
 ])  # fmt: skip
-def test_numbers_are_those_of_a_single_process(pool: WorkerPool, strategy: str, precision: str) -> None:
-    ((single, dtypes, logged),) = pool.run(train, 1, "single", precision, init=False, gradient_clip_val=1.0)
-    ranks = pool.run(train, 3, strategy, precision, init=False, gradient_clip_val=1.0)
-    tolerance = TOLERANCE[precision]
-    for report, _, of_rank in ranks:
-        assert report.losses == pytest.approx(single.losses, rel=0, abs=tolerance)
-        assert report.metrics == pytest.approx(single.metrics, rel=0, abs=tolerance)
-        assert of_rank == logged
-    reports = [report for report, *_ in ranks]
-    assert ranks[0][1] == dtypes
-    assert_like(joined(reports, "weights"), single.weights, tolerance)
-    assert len(reports[0].gradients) == len(single.gradients)
-    scale = max(float(g.abs().max()) for g in single.gradients[0].values())
+def test_numbers_are_those_of_a_single_process_or_of_ddp(pool: WorkerPool, strategy: str, precision: str) -> None:
+    """Shards round as DDP does, so they have its numbers; ranks of a replica those of one process, nearly."""
+    others, count, ranks, tolerance = "single", 1, 3, TOLERANCE[precision]
+    if strategy == "fsdp":
+        others, count, ranks, tolerance = "ddp", 2, 2, 1e-7
+    expected = pool.run(train, count, others, precision, init=False, gradient_clip_val=1.0)
+    found = pool.run(train, ranks, strategy, precision, init=False, gradient_clip_val=1.0)
+    for (report, _, logged), (own, _, logs) in zip(found, expected * (ranks // count), strict=True):
+        assert report.losses == pytest.approx(own.losses, rel=0, abs=tolerance)
+        assert report.metrics == pytest.approx(own.metrics, rel=0, abs=tolerance)
+        assert logged == logs
+    reports, (whole, dtypes, _) = [report for report, *_ in found], expected[0]
+    assert found[0][1] == dtypes
+    assert_like(joined(reports, "weights"), whole.weights, tolerance)
+    assert len(reports[0].gradients) == len(whole.gradients)
+    scale = max(float(g.abs().max()) for g in whole.gradients[0].values())
     first = joined(reports, "gradients", 0)
-    assert largest_difference(first, single.gradients[0]) < tolerance * max(1.0, scale)
+    assert largest_difference(first, whole.gradients[0]) < tolerance * max(1.0, scale)
 
 
 def assert_like(weights: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float) -> None:
@@ -110,7 +116,7 @@ class Overflows(Deep):
         self.scales: list[float] = []
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        self.before.append({name: p.detach().clone() for name, p in here(self).items()})
+        self.before.append(weights_of(self))
         self.spiked.spike = batch_idx == 1
 
     def on_train_batch_end(self, *args: Any) -> None:
@@ -129,7 +135,7 @@ class OverflowsOnOneRank(Overflows):
     """In one step one tensor rank's shard gets infinite gradients, and nothing else does."""
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        self.before.append({name: p.detach().clone() for name, p in here(self).items()})
+        self.before.append(weights_of(self))
         if batch_idx == 1 and self.global_rank == 1:  # before, hooks on parameters are refused
             self.net[4].weight.register_hook(self._spiked)
 
@@ -138,6 +144,17 @@ class OverflowsOnOneRank(Overflows):
 
     def configure_tensor_parallel(self) -> dict[str, str]:
         return {"net.4": "column", "net.6": "row"}
+
+
+class OverflowsInAShard(OverflowsOnOneRank):
+    """In one step one replica's shard of an averaged gradient is infinite."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.before.append(weights_of(self))
+
+    def on_after_backward(self) -> None:
+        if self.trainer.fit_loop.batch_idx == 1 and self.global_rank == 1:
+            local_part(self.net[4].weight.grad).fill_(torch.inf)
 
 
 class OverflowsByWholes(OverflowsOnOneRank):
@@ -150,9 +167,9 @@ class OverflowsByWholes(OverflowsOnOneRank):
 def overflow(kind: type[Overflows], strategy: str, clip: float | None) -> tuple[list[float], list[bool]]:
     """The loss scale after each batch, and whether the weights have moved in it."""
     module, plugin = kind(), MixedPrecision("16-mixed", "cpu")
-    trainer = make_trainer(strategy, [], plugins=[plugin], max_epochs=1, gradient_clip_val=clip)
-    trainer.fit(module, loader())
-    states = [*module.before, {name: p.detach() for name, p in here(module).items()}]
+    own = {"plugins": [plugin], "max_epochs": 1, "gradient_clip_val": clip, "use_distributed_sampler": False}
+    make_trainer(strategy, [], **own).fit(module, loader())
+    states = [*module.before, weights_of(module)]
     assert all(torch.isfinite(p).all() for p in states[-1].values())
     moved = [any(not torch.equal(a[n], b[n]) for n in a) for a, b in zip(states, states[1:], strict=False)]
     return module.scales, moved
@@ -160,7 +177,7 @@ def overflow(kind: type[Overflows], strategy: str, clip: float | None) -> tuple[
 
 @pytest.mark.parametrize(("kind", "strategy", "ranks", "clip"), [
     (Overflows, "sync", 3, 1.0), (OverflowsFused, "sync", 2, None), (OverflowsOnOneRank, "tensor", 2, 1.0),
-    (OverflowsByWholes, "tensor", 2, 1.0),
+    (OverflowsByWholes, "tensor", 2, 1.0), (OverflowsInAShard, "fsdp", 2, 1.0),
 ])  # fmt: skip
 def test_an_overflow_on_one_rank_skips_the_step_on_all(
     pool: WorkerPool, kind: type[Overflows], strategy: str, ranks: int, clip: float | None
