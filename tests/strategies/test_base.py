@@ -20,10 +20,10 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_parallel.absent.tensor import AbsentTensor
 from lightning_parallel.batch import split
+from tests.strategies.failures import assert_refused
 from tests.strategies.harness import here
 from tests.strategies.models import Rows
 from tests.strategies.observed import OPTIONS, WIDTH, Net, Observed, loader, make_trainer
-from tests.thorough import thorough
 from tools.workers.pool import WorkerPool
 
 BOTH = pytest.mark.parametrize("strategy", ["sync", "async"])
@@ -125,27 +125,6 @@ def sample_on_rank_zero(strategy: str, data: str, hook: str) -> list[list[float]
     return batches.seen
 
 
-@pytest.mark.parametrize(("strategy", "data", "hook"), [
-    ("async", "augmented", "on_train_epoch_end"),
-    ("tensor", "shuffled", "on_train_epoch_end"),
-    ("sync", "workers", "on_fit_start"),
-    *thorough(("sync", "augmented", "on_train_epoch_end"), ("tensor", "workers", "on_train_epoch_end")),
-])  # fmt: skip
-def test_draws_of_one_rank_leave_the_data_those_of_a_single_process(
-    pool: WorkerPool, strategy: str, data: str, hook: str
-) -> None:
-    single = pool.run(sample_on_rank_zero, 1, "single", data, hook, init=False)[0]
-    assert pool.run(sample_on_rank_zero, 2, strategy, data, hook, init=False) == [single, single]
-
-
-@pytest.mark.parametrize("strategy", ["sync", "tensor"])
-def test_draws_of_one_rank_that_change_data_within_an_epoch_end_the_run(pool: WorkerPool, strategy: str) -> None:
-    hook = "on_train_batch_end"
-    for text in pool.run(sample_on_rank_zero, 2, strategy, "augmented", hook, init=False, expect_errors=True):
-        assert "RuntimeError: The ranks of one replica see different batches" in text
-        assert "is_global_zero" in text
-
-
 def validate_on_rank_zero(strategy: str, data: str, hook: str) -> list[list[float]]:
     """The batches of a validation alone, after rank 0 has drawn."""
     batches = Batches()
@@ -155,17 +134,18 @@ def validate_on_rank_zero(strategy: str, data: str, hook: str) -> list[list[floa
     return batches.seen
 
 
-@pytest.mark.parametrize(("strategy", "hook"), [("sync", "setup"), ("async", "on_validation_start")])
-def test_draws_of_one_rank_leave_the_data_of_an_evaluation(pool: WorkerPool, strategy: str, hook: str) -> None:
-    single = pool.run(validate_on_rank_zero, 1, "single", "shuffled", hook, init=False)[0]
-    assert pool.run(validate_on_rank_zero, 2, strategy, "shuffled", hook, init=False) == [single, single]
-
-
-def test_draws_of_one_rank_that_change_data_within_an_evaluation_end_it(pool: WorkerPool) -> None:
-    failures = pool.run(
-        validate_on_rank_zero, 2, "sync", "augmented", "on_validation_batch_end", init=False, expect_errors=True
-    )
-    assert all("RuntimeError: The ranks of one replica see different batches" in text for text in failures)
+@pytest.mark.parametrize(("runs", "strategy", "data", "hook"), [
+    (sample_on_rank_zero, "async", "augmented", "on_train_epoch_end"),
+    (sample_on_rank_zero, "tensor", "shuffled", "on_train_epoch_end"),
+    (sample_on_rank_zero, "sync", "workers", "on_fit_start"),
+    (validate_on_rank_zero, "sync", "shuffled", "setup"),
+    (validate_on_rank_zero, "async", "shuffled", "on_validation_start"),
+])  # fmt: skip
+def test_draws_of_one_rank_leave_the_data_those_of_a_single_process(
+    pool: WorkerPool, runs: Any, strategy: str, data: str, hook: str
+) -> None:
+    single = pool.run(runs, 1, "single", data, hook, init=False)[0]
+    assert pool.run(runs, 2, strategy, data, hook, init=False) == [single, single]
 
 
 def validate_other_numbers() -> None:
@@ -174,9 +154,18 @@ def validate_other_numbers() -> None:
     make_trainer("sync", [], None).validate(Validated(), DataLoader(own, 4), verbose=False)
 
 
-def test_unequal_numbers_of_batches_end_an_evaluation(pool: WorkerPool) -> None:
-    failures = pool.run(validate_other_numbers, 2, init=False, expect_errors=True)
-    assert all("RuntimeError: The ranks of one replica see different batches: of loader 0" in text for text in failures)
+@pytest.mark.parametrize(("runs", "given", "words"), [
+    (sample_on_rank_zero, ("sync", "augmented", "on_train_batch_end"), ["is_global_zero"]),
+    (sample_on_rank_zero, ("tensor", "augmented", "on_train_batch_end"), ["is_global_zero"]),
+    (validate_on_rank_zero, ("sync", "augmented", "on_validation_batch_end"), []),
+    (validate_other_numbers, (), ["of loader 0"]),
+])  # fmt: skip
+def test_ranks_of_a_replica_with_other_data_end_the_run(
+    pool: WorkerPool, runs: Any, given: tuple[str, ...], words: list[str]
+) -> None:
+    """Within an epoch or an evaluation, by draws of one rank, or by unequal numbers of batches."""
+    failures = pool.run(runs, 2, *given, init=False, expect_errors=True)
+    assert_refused(failures, "RuntimeError", ["The ranks of one replica see different batches", *words])
 
 
 # -- random numbers of the model -----------------------------------------------------------------------------

@@ -370,11 +370,8 @@ class WithExamples(Blocks):
     example_input_array = property(lambda self: torch.zeros(2, LENGTH, dtype=torch.int64))  # type: ignore[assignment]
 
 
-def summarised(summary: bool) -> None:
-    make_trainer("fsdp", [], {}, max_epochs=1, enable_model_summary=summary).fit(WithExamples(), Blocks.loader())
-
-
 def test_an_example_that_cannot_be_set_is_refused_where_a_summary_would_use_it(pool: WorkerPool) -> None:
-    pool.run(summarised, 2, False, init=False)
-    failures = pool.run(summarised, 2, True, init=False, expect_errors=True)
+    pool.run(train, 2, WithExamples, "fsdp", init=False, limit_train_batches=1)
+    given = {"enable_model_summary": True, "expect_errors": True}
+    failures = pool.run(train, 2, WithExamples, "fsdp", init=False, **given)
     assert_refused(failures, "ValueError", ["example_input_array", "enable_model_summary=False"])

@@ -26,9 +26,6 @@ from tests.strategies.observed import CLASSES, WIDTH, Net, Observed, fit, loader
 from tests.thorough import thorough
 from tools.workers.pool import Failure, WorkerPool
 
-BOTH = pytest.mark.parametrize("strategy", ["sync", "async"])
-
-
 # -- refused where the strategy or the Trainer is made -------------------------------------------------------
 
 
@@ -78,11 +75,20 @@ def test_stages_that_do_not_fill_the_world_are_refused_before_processes_start(st
 # -- refused by Trainer.fit, on every rank -------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("strategy", ["tensor", "async"])
-def test_a_validation_by_the_clock_is_refused(pool: WorkerPool, strategy: str) -> None:
-    given = {"val_check_interval": timedelta(minutes=1), "expect_errors": True}
-    failures = pool.run(fit, 2, Observed, strategy, init=False, timeout=LIMIT, **given)
-    assert_refused(failures, "ValueError", ["val_check_interval is a time (60 s)", "number of batches"])
+CLOCK: dict[str, Any] = {"val_check_interval": timedelta(minutes=1)}
+SCALED: dict[str, Any] = {"plugins": [MixedPrecision("16-mixed", "cpu")]}
+
+
+@pytest.mark.parametrize(("strategy", "given", "words"), [
+    ("tensor", CLOCK, ["val_check_interval is a time (60 s)", "number of batches"]),
+    ("async", CLOCK, ["val_check_interval is a time (60 s)", "number of batches"]),
+    ("async", SCALED, ["precision='16-mixed'", "overflows", "'bf16-mixed'", "'32-true'"]),
+])  # fmt: skip
+def test_options_of_the_trainer_that_a_strategy_cannot_keep_are_refused(
+    pool: WorkerPool, strategy: str, given: dict[str, Any], words: list[str]
+) -> None:
+    failures = pool.run(fit, 2, Observed, strategy, init=False, expect_errors=True, timeout=LIMIT, **given)
+    assert_refused(failures, "ValueError", words)
 
 
 class OwnBackward(Net):
@@ -205,25 +211,10 @@ def test_what_a_pipeline_cannot_train_is_refused_on_every_rank(
     assert_refused(failures, error, words)
 
 
-def test_loss_scaling_is_refused_by_the_asynchronous_pipeline(pool: WorkerPool) -> None:
-    plugins = [MixedPrecision("16-mixed", "cpu")]
-    failures = pool.run(fit, 2, Net, "async", init=False, expect_errors=True, timeout=LIMIT, plugins=plugins)
-    assert_refused(failures, "ValueError", ["precision='16-mixed'", "overflows", "'bf16-mixed'", "'32-true'"])
-
-
 def test_a_hook_on_the_gradient_of_what_crosses_a_cut_is_refused(pool: WorkerPool) -> None:
     failures = pool.run(fit, 2, Hooked, "sync", init=False, expect_errors=True, timeout=LIMIT)
     assert any("RuntimeError: A hook on the gradient of what 'net." in str(text) for text in failures)
     assert all(isinstance(text, Failure) for text in failures)
-
-
-def validate_iterating() -> None:
-    make_trainer("sync", []).validate(OwnValidationIterator(), loader(), verbose=False)
-
-
-def test_an_evaluation_step_that_takes_its_own_batches_is_refused_on_every_rank(pool: WorkerPool) -> None:
-    failures = pool.run(validate_iterating, 2, init=False, expect_errors=True, timeout=LIMIT)
-    assert_refused(failures, "ValueError", ["validation_step(dataloader_iter)", "validation_step(batch, batch_idx)"])
 
 
 class Keeps(Net):
@@ -263,10 +254,21 @@ def fit_words(strategy: str) -> None:
     make_trainer(strategy, []).fit(NoTensors(), DataLoader(["some", "words"], batch_size=2))  # type: ignore[arg-type]
 
 
-@BOTH
-def test_a_batch_without_tensors_is_refused_on_every_rank(pool: WorkerPool, strategy: str) -> None:
-    failures = pool.run(fit_words, 2, strategy, init=False, expect_errors=True, timeout=LIMIT)
-    assert_refused(failures, "ValueError", ["holds no tensor", "tuples, lists, dicts or dataclasses of tensors"])
+def validate_iterating(strategy: str) -> None:
+    make_trainer(strategy, []).validate(OwnValidationIterator(), loader(), verbose=False)
+
+
+@pytest.mark.parametrize(("runs", "strategy", "words"), [
+    (fit_words, "sync", ["holds no tensor", "tuples, lists, dicts or dataclasses of tensors"]),
+    (fit_words, "async", ["holds no tensor", "tuples, lists, dicts or dataclasses of tensors"]),
+    (validate_iterating, "sync", ["validation_step(dataloader_iter)", "validation_step(batch, batch_idx)"]),
+])  # fmt: skip
+def test_a_batch_that_no_stage_can_share_is_refused_on_every_rank(
+    pool: WorkerPool, runs: Any, strategy: str, words: list[str]
+) -> None:
+    """It has no tensor, or the step would take it itself."""
+    failures = pool.run(runs, 2, strategy, init=False, expect_errors=True, timeout=LIMIT)
+    assert_refused(failures, "ValueError", words)
 
 
 class Evaluated(Net):
@@ -396,20 +398,20 @@ def test_a_rank_that_dies_ends_the_others_within_seconds(
     assert_lost(failures[:rank] + failures[rank + 1 :])
 
 
-def fit_while_one_is_silent(strategy: str) -> None:
+def fit_while_one_is_silent() -> None:
     class Sleeps(Net):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             if rank_zero_only.rank == 1 and self.global_step == 1:
-                time.sleep(3)
+                time.sleep(2)
             return super().training_step(batch, batch_idx)
 
     options = {"timeout": timedelta(seconds=1), "microbatches": 2}
-    make_trainer(strategy, [], options).fit(Sleeps(), loader())
+    make_trainer("async", [], options).fit(Sleeps(), loader())
 
 
-@BOTH
-def test_a_rank_that_does_not_answer_ends_the_others_after_the_timeout(pool: WorkerPool, strategy: str) -> None:
-    failures = pool.run(fit_while_one_is_silent, 2, strategy, init=False, expect_errors=True, timeout=LIMIT)
+def test_a_rank_that_does_not_answer_ends_the_others_after_the_timeout(pool: WorkerPool) -> None:
+    """Both pipelines receive by one channel."""
+    failures = pool.run(fit_while_one_is_silent, 2, init=False, expect_errors=True, timeout=LIMIT)
     assert_lost(failures[:1])
     assert isinstance(failures[1], Failure)
 
