@@ -31,10 +31,9 @@ def trained(model: str, strategy: str, options: dict[str, Any], **given: Any) ->
     ("model", "stages", "options", "given", "ahead"),
     [
         ("LeNet", 2, {}, {"accumulate_grad_batches": 2, "max_epochs": 5}, 1),
-        ("Blocks", 2, {}, {}, 0),  # with a parameter on both stages
+        ("Blocks", 2, {}, {"max_epochs": 1}, 0),  # with a parameter on both stages
         *thorough(
             ("GPT2", 2, {}, {}, 1),  # whose tied embeddings are on one stage
-            ("LeNet", 2, {}, {}, 1),
             ("Llama", 3, {"microbatches": 6}, {"accumulate_grad_batches": 2, "max_epochs": 8}, 1),
             ("Llama", 2, {"activation_checkpointing": True}, CLIPPED, 1),
             ("Llama", 2, {}, {"gradient_clip_val": 0.05}, 0),
@@ -47,7 +46,7 @@ def test_updates_across_batches_are_those_of_one_process_and_stages_wait_where_t
     runs = pool.run(trained, stages, model, "sync", V | options, init=False, **given)
     ((_, expected),) = pool.run(trained, 1, model, "single", {}, init=False, **given)
     assert [of_rank for of_rank, _ in runs] == [ahead] * stages
-    assert len(expected.gradients) >= 10
+    assert len(expected.gradients) >= 10 * ahead
     assert_equal([report for _, report in runs], expected)
 
 

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from tests.strategies.harness import Report, joined, largest_difference, train
-from tests.thorough import thorough
 from tools.workers.pool import WorkerPool
 
 STAGES = 3
@@ -39,9 +38,8 @@ def assert_same_run(
         assert largest_difference(joined(reports, "weights"), reference.weights) < tolerance
 
 
-@pytest.mark.parametrize("model", ["Blocks", *thorough("GPT2", "LeNet")])
-def test_ranks_run_on_the_devices_that_they_are_given(pool: WorkerPool, model: str) -> None:
-    assert_same_run(pool, ["cpu"] * STAGES, model, 1e-12, ["1f1b"])
+def test_ranks_run_on_the_devices_that_they_are_given(pool: WorkerPool) -> None:
+    assert_same_run(pool, ["cpu"] * STAGES, "LeNet", 1e-12, ["1f1b"])
 
 
 @pytest.mark.gpu

@@ -120,11 +120,6 @@ class ClipsBeforeStep(Untied):
                 parameter.grad = parameter.grad / max(1.0, total)
 
 
-class ClipsAfterBackward(Untied):
-    def on_after_backward(self) -> None:
-        clip_by_hand(self)
-
-
 class ClipsBetween(Untied):
     def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
         optimizer_closure()
@@ -206,8 +201,7 @@ def test_overridden_hooks_give_the_numbers_of_one_process(
         *(
             (kind, layout, ["changes gradients", "self.clip_gradients", "gradient_clip_val"])
             for kind, layout in (
-                (ClipsByHand, "tensor"), (ClipsBeforeStep, "1f1b"), (ClipsAfterBackward, "1f1b"),
-                (ClipsBetween, "1f1b"),
+                (ClipsByHand, "tensor"), (ClipsBeforeStep, "1f1b"), (ClipsBetween, "1f1b"),
             )
         ),
         # A decision by the gradients of a part.
