@@ -36,13 +36,6 @@ class ShardableLlama(Llama):
     }  # fmt: skip
 
 
-class ShardableQwen2(Llama):
-    """By its own plan; biases on queries, keys and values."""
-
-    kind = "Qwen2ForCausalLM"
-    sizes = ShardableLlama.sizes | {"num_key_value_heads": 4}
-
-
 class Lora(OfTransformers):
     """Adapted by PEFT: only the adapters are trained."""
 
@@ -92,12 +85,6 @@ class ShardableQwen3(Llama):
 
     kind = "Qwen3ForCausalLM"
     sizes = ShardableLlama.sizes | {"head_dim": 2}
-
-
-class FewHeadsLlama(Llama):
-    """One key-value head."""
-
-    sizes = Llama.sizes | {"intermediate_size": 26, "num_key_value_heads": 1}
 
 
 class PlanlessOPT(Llama):
@@ -343,9 +330,9 @@ class Counting(ShardableLlama):
 SHARDABLE = {
     model.__name__: model
     for model in (
-        ShardableGPT2, DroppingGPT2, ShardableLlama, ShardableQwen2, Mixed, Forgetful, Apart, Fails, Counting,
+        ShardableGPT2, DroppingGPT2, ShardableLlama, Mixed, Forgetful, Apart, Fails, Counting,
         Asks, Scaled, ScaledWithoutASum,
-        LoraLlama, LoraSavingLlama, DroppingLoraLlama, LoraGPT2, ShardablePhi3, ShardableQwen3, FewHeadsLlama,
+        LoraLlama, LoraSavingLlama, DroppingLoraLlama, LoraGPT2, ShardablePhi3, ShardableQwen3,
         PlanlessOPT, Experts, LatentExperts, IdentityExperts, PenalisesShards, PenalisesZeros, DrawsByRank,
         DrawsInValidation, LogsShards, ByForward,
     )

@@ -75,23 +75,14 @@ CASES: list[Any] = [
     (Skips, 2, 2, {"schedule": "vmin"}, {}),
     ("GPT2", 2, 2, {"schedule": "vmin"}, {}),  # embedding and head are tied
     ("Blocks", 2, 2, {"schedule": "vmin"}, {}),  # loose parameters
-    (Sixteen, 2, 2, {"schedule": "vhalf", "activation_checkpointing": True}, CLIP),
-    (Sixteen, 2, 2, {"schedule": "vhalf", "data_parallel": 2}, CLIP),
+    (Sixteen, 2, 2, {"schedule": "vhalf", "data_parallel": 2, "activation_checkpointing": True}, CLIP),
     *thorough(
-        ("LeNet", 2, 2, {"schedule": "vhalf"}, {}),
         ("LeNet", 3, 1, {"schedule": "vmin"}, {}),
-        (Deep, 4, 4, {"schedule": "vmin"}, {}),
+        (Deep, 5, 1, {"schedule": "vmin"}, {}),
         (Deep, 3, 1, {"schedule": "vhalf", "lr_discount": 4, "correction": 0.5}, {}),
         ("Llama", 2, 2, {"schedule": "vmin", "tensor_parallel": 2}, {}),
-        ("GPT2", 3, 1, {"schedule": "vhalf"}, {}),
         ("GPT2", 2, 4, {"schedule": "vhalf"}, {"accumulate_grad_batches": 2}),
-        ("GPT2", 2, 1, {"schedule": "vmin", "correction": None}, {}),
-        ("Llama", 2, 4, {"schedule": "vhalf"}, {}),
-        ("LeNet", 3, 4, {"schedule": "vhalf", "correction": None}, {}),
-        (Deep, 5, 1, {"schedule": "vmin"}, {}),
-        (Deep, 4, 2, {"schedule": "vhalf"}, {"accumulate_grad_batches": 2}),
         (Uneven, 4, 4, {"schedule": "vmin", "correction": "error_feedback"}, {}),
-        (Skips, 2, 4, {"schedule": "vhalf"}, {}),
     ),
 ]
 
@@ -146,12 +137,9 @@ class OwnAverages(Callback):
         self.average = AveragedModel(module)
 
 
-def refused(model: str, options: dict[str, Any], averaging: type[Callback] | None) -> str:
+def train_averaged(model: str, averaging: type[Callback] | None) -> Report:
     callbacks = [] if averaging is None else [averaging()]
-    trainer = make_trainer("async", callbacks, options)
-    with pytest.raises(ValueError) as caught:
-        trainer.fit(MODELS[model](), MODELS[model].loader())
-    return str(caught.value)
+    return train(model, "async", {"microbatches": 2, "schedule": "vmin"}, callbacks=callbacks)
 
 
 @pytest.mark.parametrize(("model", "averaging", "words"), [
@@ -162,8 +150,8 @@ def refused(model: str, options: dict[str, Any], averaging: type[Callback] | Non
 def test_what_cannot_be_trained_is_refused_on_all_ranks(
     pool: WorkerPool, model: str, averaging: type[Callback] | None, words: list[str]
 ) -> None:
-    for told in pool.run(refused, 3, model, {"microbatches": 2, "schedule": "vmin"}, averaging, init=False):
-        assert all(word in told for word in words), told
+    failures = pool.run(train_averaged, 3, model, averaging, init=False, expect_errors=True)
+    assert_refused(failures, "ValueError", words)
 
 
 class Counting(torch.optim.SGD):
@@ -213,28 +201,22 @@ def test_hooks_that_are_called_for_each_chunk_are_warned_of_once(pool: WorkerPoo
 class UnequalReplicas(Deep):
     """The last batch of the second replica is smaller."""
 
-    def train_dataloader(self) -> DataLoader[Any]:
-        kwargs = self.trainer.distributed_sampler_kwargs
-        assert kwargs is not None
-        last = [8] if kwargs["rank"] else [8, 9, 10, 11]
-        return DataLoader(Rows(self.samples()), batch_sampler=[[0, 1, 2, 3], [4, 5, 6, 7], last])
+    @classmethod
+    def loader(cls, *args: Any) -> DataLoader[Any]:
+        share = args[-1] if args else {"rank": 0}
+        last = [8] if share["rank"] else [8, 9, 10, 11]
+        return DataLoader(Rows(cls.samples()), batch_sampler=[[0, 1, 2, 3], [4, 5, 6, 7], last])
 
 
-def refused_for_replicas(stages: int, schedule: str) -> str:
-    options = {"stages": stages, "data_parallel": 2, "microbatches": 4, "schedule": schedule}
-    trainer = make_trainer("async", [], options, use_distributed_sampler=False)
-    with pytest.raises(ValueError) as caught:
-        trainer.fit(UnequalReplicas())
-    return str(caught.value)
-
-
-@pytest.mark.parametrize(("stages", "schedule"), [(2, "vhalf"), *thorough((3, "vhalf"), (3, "1f1b"))])
+@pytest.mark.parametrize(("stages", "schedule"), [(2, "vhalf"), *thorough((3, "1f1b"))])
 def test_unequal_microbatches_of_replicas_are_refused_on_all_ranks(
     pool: WorkerPool, stages: int, schedule: str
 ) -> None:
+    options = {"stages": stages, "data_parallel": 2, "microbatches": 4, "schedule": schedule}
+    given = {"expect_errors": True, "timeout": LIMIT, "use_distributed_sampler": False}
+    failures = pool.run(train, 2 * stages, UnequalReplicas, "async", options, init=False, **given)
     words = ["data_parallel=2", f"schedule='{schedule}'", "from 1 to 4", "batch 2", "drop_last=True"]
-    for told in pool.run(refused_for_replicas, 2 * stages, stages, schedule, init=False, timeout=LIMIT):
-        assert all(word in told for word in words), told
+    assert_refused(failures, "ValueError", words)
 
 
 class ReadLate(Deep):

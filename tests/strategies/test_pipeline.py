@@ -258,18 +258,11 @@ def every_model() -> list[Row]:
         (Counting, 2, "zbv", {"microbatches": 1}, {}),
         *thorough(
             *every_model(),
-            *((model, 3, "1f1b", FOUR | RECOMPUTED, {}) for model in ("Blocks", "Llama", "LeNet")),
-            *((model, 3, "interleaved", FOUR, {}) for model in ("Shifts", "GPT2")),
-            ("Shifts", 3, "vhalf", FOUR, {}),
-            (Sums, 2, "zbv", FOUR, {}),
+            ("Llama", 3, "1f1b", FOUR | RECOMPUTED, {}),
             ("ShardableLlama", 4, "zbv", {**TENSOR, **RECOMPUTED}, ALL_AT_ONCE),
-            *(("Blocks", 4, schedule, REPLICAS, ALL_AT_ONCE) for schedule in ("interleaved", "zbv")),
+            ("Blocks", 4, "zbv", REPLICAS, ALL_AT_ONCE),
             ("Llama", 4, "interleaved", {**FULLY, **RECOMPUTED}, ALL_AT_ONCE),
             ("GPT2", 4, "zbv", FULLY, {}),
-            ("Blocks", 4, "interleaved", FULLY, {}),
-            ("Shifts", 4, "interleaved", OF_ONE_SAMPLE, {"accumulate_grad_batches": 2}),
-            ("ShardableGPT2", 4, "interleaved", TENSOR, {}),
-            ("Blocks", 2, "zbv", RECOMPUTED, ALL_AT_ONCE),
             *(
                 (model, 2 + k % 2, partial(any_order, seed=k), {"microbatches": 5}, {})
                 for model in (Deep, Skips)

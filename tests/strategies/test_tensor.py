@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tests.strategies.equality import EXACT, assert_equal
-from tests.strategies.harness import joined, largest_difference, train
+from tests.strategies.equality import assert_equal
+from tests.strategies.harness import joined, train
 from tests.strategies.models import SAMPLES, TOKENS, Base
 from tests.strategies.shardable import Mixed
 from tests.tensor.models import VOCABULARY, Gained, GainStyle, InSum, Net
@@ -79,18 +79,14 @@ OF_ENCODER = {"encoder.layers.*.linear1": "column", "encoder.layers.*.linear2": 
     ("Asks", 2, {}, {}), ("Scaled", 2, {}, {}),  # for code that asks, divided layers are what they were
     ("ByForward", 2, {}, {}),  # which is no read of a divided weight
     (AroundNet, 2, {}, {}),  # a plan is found
-    ("DemoTransformer", 2, {}, {}),  # so it is
     (AroundGained, 3, {"plan": OF_GAIN}, {}),
     (AroundSum, 2, {"plan": OF_EXPERTS}, {}),
     (Encoder, 2, {"plan": OF_ENCODER}, {}),
     ("LeNet", 2, {"plan": "none"}, {}),  # nothing divides it
     *thorough(
         ("LoraSavingLlama", 2, {}, {}), ("Experts", 2, {}, {}), ("IdentityExperts", 2, {}, {}),
-        ("LoraLlama", 2, SEQUENCE, {}), ("ShardableGPT2", 3, SEQUENCE, {}),
-        ("ShardableQwen2", 2, {}, {}), ("FewHeadsLlama", 2, SEQUENCE, {}), ("ShardableGPT2", 2, {}, {}),
-        ("ShardableGPT2", 4, {}, {}), ("ShardableLlama", 2, SEQUENCE, {}), ("ShardableQwen2", 4, SEQUENCE, {}),
-        ("ShardableLlama", 2, SEQUENCE, ALL_AT_ONCE), ("Mixed", 2, {}, {}), ("Mixed", 4, {}, {}),
-        ("LeNet", 2, {}, {}), ("GPT2Untied", 2, {}, {}),
+        ("ShardableGPT2", 3, SEQUENCE, {}), ("ShardableGPT2", 4, {}, {}), ("ShardableLlama", 2, SEQUENCE, ALL_AT_ONCE),
+        ("LeNet", 2, {}, {}), ("GPT2Untied", 2, {}, {}), ("DemoTransformer", 2, {}, {}),
     ),
 ])  # fmt: skip
 def test_divided_models_train_as_in_one_process(
@@ -99,20 +95,6 @@ def test_divided_models_train_as_in_one_process(
     reports = pool.run(train, ranks, model, "tensor", options, init=False, **given)
     assert bool(reports[0].shards) == (options.get("plan") != "none")
     assert_equal(reports, single(model, **given))
-
-
-@pytest.mark.parametrize(
-    ("model", "sequence_parallel"), [("Mixed", False), *thorough(("ShardableLlama", True), ("ShardableLlama", False))]
-)
-def test_an_asynchronous_pipeline_of_shards_has_the_numbers_of_one_without(
-    pool: WorkerPool, model: str, sequence_parallel: bool
-) -> None:
-    options = {"microbatches": 2}
-    whole = pool.run(train, 2, model, "async", options, init=False, gradient_clip_val=0.05)
-    options |= {"tensor_parallel": 2, "sequence_parallel": sequence_parallel}
-    reports = pool.run(train, 4, model, "async", options, init=False, gradient_clip_val=0.05)
-    assert reports[0].losses == pytest.approx(whole[0].losses, rel=0, abs=EXACT)
-    assert largest_difference(joined(reports, "weights"), joined(whole, "weights")) < EXACT
 
 
 @pytest.mark.parametrize("model", ["DroppingLoraLlama", *thorough("DroppingGPT2")])
