@@ -135,6 +135,7 @@ SCHEDULES: dict[str, tuple[str, dict[str, Any]]] = {
     (BranchesOnTheLoss, "1f1b", ["'lr' of SGD"]),
     (StepsAScheduler, "zbv", ["StepLR", "on_train_batch_start"]),
     (ReadsAMetric, "1f1b", ["'loss'", "on_train_batch_end"]),
+    (ReadsAMetric, "async", ["'loss'", "on_train_batch_end"]),
 ])  # fmt: skip
 def test_what_a_step_does_to_the_run_is_refused_before_training(
     pool: WorkerPool, kind: type[Net], schedule: str, words: list[str]
