@@ -7,7 +7,9 @@ optimizer's state take.
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable
+from types import MethodType
 from typing import Any
 
 import torch
@@ -15,6 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_parallel.optimizers.options import options_of, restored
+from lightning_parallel.optimizers.owners import only_once
 
 # What torch keeps on an optimizer, beside its groups and its state. Schedulers put their marks there, too.
 _OF_TORCH = frozenset(vars(torch.optim.SGD([nn.Parameter(torch.zeros(1))]))) | {"step", "_opt_called"}
@@ -28,11 +31,12 @@ class UndoableStep:
         self._optimizer = optimizer
         self._parameters: list[Tensor] = [p for group in optimizer.param_groups for p in group["params"]]
         self._gradients = [None if p.grad is None else p.grad.detach().clone() for p in self._parameters]
-        stepped = [p for p in self._parameters if p.grad is not None]
-        self._values = {p: p.detach().clone() for p in stepped}
+        # One without a gradient may move, too: by its momentum.
+        moving = [p for p in self._parameters if p.requires_grad or p.grad is not None or p in optimizer.state]
+        self._values = {p: p.detach().clone() for p in moving}
         self._state = {parameter: copy.deepcopy(state) for parameter, state in optimizer.state.items()}
         self._options = options_of(optimizer)
-        self._counts = {name: value for name, value in _own_of(optimizer).items() if isinstance(value, _NUMBERS)}
+        self._own = _own_of(optimizer)
 
     def make_again(self, change: Callable[[Optimizer], Any]) -> None:
         """Undo the step, and make it with its gradients after ``change`` has changed them on the parameters, where they
@@ -42,12 +46,38 @@ class UndoableStep:
                 parameter.copy_(value)
         self._optimizer.state.clear()
         self._optimizer.state.update(self._state)
-        vars(self._optimizer).update(self._counts)
+        for name in _own_of(self._optimizer).keys() - self._own.keys():  # which the step has made, as a count
+            delattr(self._optimizer, name)
+        vars(self._optimizer).update(self._own)
+        for group, options in zip(self._optimizer.param_groups, self._options, strict=True):
+            for name in group.keys() - options.keys() - {"params"}:
+                del group[name]
         for parameter, gradient in zip(self._parameters, self._gradients, strict=True):
             parameter.grad = gradient
         change(self._optimizer)
         with restored(self._optimizer, self._options, set()):
             self._optimizer.step()
+
+
+def closures_first(optimizer: Optimizer) -> Callable[[], None]:
+    """Let the optimizer's steps begin when their closure has run: what a step does before it, such as count, would be
+    done already where the closure ends. Returns a function that undoes this."""
+    before, step = vars(optimizer).get("step"), optimizer.step
+
+    @functools.wraps(step)  # with a scheduler's marks
+    def stepped(_: Optimizer, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
+        if closure is not None:
+            kwargs["closure"] = only_once(closure())
+        return step(**kwargs)
+
+    optimizer.step = MethodType(stepped, optimizer)  # type: ignore[method-assign]
+
+    def put_back() -> None:
+        vars(optimizer).pop("step")
+        if before is not None:
+            optimizer.step = before  # type: ignore[method-assign]
+
+    return put_back
 
 
 def refuse_undoing(optimizer: Optimizer, setting: str) -> None:

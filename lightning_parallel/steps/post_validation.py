@@ -29,7 +29,7 @@ from torch.optim import Optimizer
 from lightning_parallel.gradients.clipping import square_of_norm
 from lightning_parallel.gradients.hook_watch import GradientWatch
 from lightning_parallel.gradients.swapping import Gradients, swap_gradients
-from lightning_parallel.optimizers.undoable import UndoableStep, refuse_undoing
+from lightning_parallel.optimizers.undoable import UndoableStep, closures_first, refuse_undoing
 from lightning_parallel.pipeline.chunk import Microbatch
 from lightning_parallel.pipeline.validation import TakenBack, Validation
 from lightning_parallel.private.lightning.launching import callbacks_of
@@ -93,6 +93,8 @@ class PostValidation:
         self._end = ExitStack()
         self._clip_at_once: Any = run.precision.clip_grad_by_norm  # returns the norm
         self._end.callback(replaced(run.precision, "clip_grad_by_norm", self.clip))
+        for optimizer in run.trainer.optimizers:
+            self._end.callback(closures_first(optimizer))
         # Other callbacks may read weights where Lightning's validation starts.
         first = LambdaCallback(on_validation_start=lambda *_: drain())
         callbacks = callbacks_of(run.trainer)
