@@ -95,8 +95,10 @@ class PostValidation:
         self._end.callback(replaced(run.precision, "clip_grad_by_norm", self.clip))
         for optimizer in run.trainer.optimizers:
             self._end.callback(closures_first(optimizer))
-        # Other callbacks may read weights where Lightning's validation starts.
-        first = LambdaCallback(on_validation_start=lambda *_: drain())
+        # Other callbacks may read weights where Lightning's validation starts, and register hooks where training does.
+        first = LambdaCallback(
+            on_validation_start=lambda *_: drain(), on_train_batch_start=lambda *_: _refuse_step_hooks(run.trainer)
+        )
         callbacks = callbacks_of(run.trainer)
         callbacks.insert(0, first)
         self._end.callback(callbacks.remove, first)
@@ -201,6 +203,7 @@ def refuse_post_validation(trainer: pl.Trainer, module: pl.LightningModule, reas
     """
     for found in (*reasons, *_in_the_way(trainer, module)):
         raise ValueError(f"{SETTING} doesn't go together with {found}. Leave one of the two out.")
+    _refuse_step_hooks(trainer)
     for optimizer in trainer.optimizers:
         refuse_undoing(optimizer, SETTING)
 
@@ -217,9 +220,15 @@ def _in_the_way(trainer: pl.Trainer, module: pl.LightningModule) -> Iterator[str
                     f"{kind}.{hook}, which may see weights that are taken back (if it doesn't use them, set "
                     f"{kind}.reads_weights = False)"
                 )
+
+
+def _refuse_step_hooks(trainer: pl.Trainer) -> None:
     for optimizer in trainer.optimizers:
         if has_step_hooks(optimizer):
-            yield f"a hook on the steps of {type(optimizer).__name__}"
+            raise ValueError(
+                f"{SETTING} doesn't go together with a hook on the steps of {type(optimizer).__name__}, which may see "
+                f"an update that is taken back. Leave one of the two out."
+            )
 
 
 def _is_users(owner: Any, hook: str) -> bool:

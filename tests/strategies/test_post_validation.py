@@ -203,10 +203,16 @@ class Counted(Keeping):
         return Counting(self.parameters(), lr=0.1)
 
 
+class Hooking(Callback):
+    def on_train_start(self, trainer: Any, module: Any) -> None:
+        trainer.optimizers[0].register_step_post_hook(lambda *_: None)
+
+
 REFUSED: dict[str, tuple[Any, list[Any], dict[str, Any]]] = {
     "Shown.on_train_batch_end": (Keeping, [Shown()], {}),
     "EMAWeightAveraging": (Keeping, [EMAWeightAveraging()], {}),
     "Clamped.optimizer_step": (Clamped, [], {}),
+    "a hook on the steps of AdamW": (Keeping, [Hooking()], {}),
     "Counting keeps 'seen'": (Counted, [], {}),
 }
 
