@@ -33,11 +33,11 @@ NAMES: Mapping[Synchronous, str] = MappingProxyType({"1f1b": "1F1B", "zbv": "ZB-
 # one run, by `python -m tools.bench pipeline --only sleeping` (the table "Inside Trainer.fit").
 MEASURED: Mapping[Schedule, Mapping[tuple[int, int], float]] = MappingProxyType(
     {
-        "1f1b": {(4, 8): 0.664, (8, 16): 0.624},
-        "zbv": {(4, 8): 0.845, (8, 16): 0.813},
-        "async": {(4, 8): 0.914, (8, 16): 0.897},
-        "vhalf": {(4, 8): 0.840, (8, 16): 0.791},
-        "vmin": {(4, 8): 0.761, (8, 16): 0.679},
+        "1f1b": {(4, 8): 0.671, (8, 16): 0.629},
+        "zbv": {(4, 8): 0.855, (8, 16): 0.819},
+        "async": {(4, 8): 0.911, (8, 16): 0.905},
+        "vhalf": {(4, 8): 0.864, (8, 16): 0.814},
+        "vmin": {(4, 8): 0.771, (8, 16): 0.686},
     }
 )
 

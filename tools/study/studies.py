@@ -171,7 +171,7 @@ _ALL = (
         title="What late gradients cost over 32 stages",
         task=_HEADERS,
         setting=Setting(data="", layers=32, batch=64, updates=200, warmup=40, every=20, choice=512),
-        plan=_of_thirty_two_stages(),
+        plan=(*_of_thirty_two_stages(), Arm("soap"), Arm("soap", 32, 64, "stash", "second_order")),
     ),
     Study(
         name="asynchrony_on_images",
