@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_parallel.checks.no_collectives import no_collectives
-from lightning_parallel.optimizers.owners import only_once
+from lightning_parallel.optimizers.closures import only_once
 from lightning_parallel.ranks.local_model import LocalModel, local_part
 
 # Of the gradients of each step. Lookahead acts every fifth or sixth, SOAP every tenth. Some take a norm only where it

@@ -21,10 +21,9 @@ parameter is the whole one's. Between updates it lies under the part, where ``op
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from types import MethodType
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,6 +32,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from lightning_parallel.optimizers.closures import closure_first
 from lightning_parallel.optimizers.division import Division
 from lightning_parallel.private.torch.modules import has_step_hooks
 from lightning_parallel.ranks.collectives import gather_objects, highest
@@ -88,9 +88,7 @@ class Owners:
                 continue
             _refuse_hooks(optimizer)
             self._take_state(optimizer)
-            undo.callback(_put_back, optimizer, vars(optimizer).get("step"))
-            # A method, since schedulers take it for one.
-            optimizer.step = MethodType(self._around(optimizer.step, known), optimizer)  # type: ignore[method-assign]
+            undo.callback(closure_first(optimizer, partial(self._around, optimizer, known)))
         return undo.close
 
     def _take_state(self, optimizer: Optimizer) -> None:
@@ -118,17 +116,9 @@ class Owners:
         is_of_shard = isinstance(value, Tensor) and name in self._local.shards and value.shape == part.shape
         return is_of_shard or isinstance(value, DTensor)
 
-    def _around(self, step: Callable[..., Any], known: set[int]) -> Callable[..., Any]:
-        @functools.wraps(step)  # with a scheduler's marks
-        def stepped(optimizer: Optimizer, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
-            _refuse_hooks(optimizer)  # that were registered since
-            if closure is not None:
-                with torch.enable_grad():
-                    kwargs["closure"] = only_once(closure())
-            with self._stepped_whole(optimizer, known):
-                return step(**kwargs)
-
-        return stepped
+    def _around(self, optimizer: Optimizer, known: set[int]) -> AbstractContextManager[None]:
+        _refuse_hooks(optimizer)  # that were registered since
+        return self._stepped_whole(optimizer, known)
 
     # -- an update -----------------------------------------------------------------------------------------------
 
@@ -204,22 +194,6 @@ class Owners:
                 )
 
 
-def only_once(result: Any) -> Callable[[], Any]:
-    """A closure that returns a result, for an optimizer that calls it once.
-
-    Raises:
-        RuntimeError: at the second call.
-    """
-    results = [result]
-
-    def closure() -> Any:
-        if not results:
-            raise RuntimeError("The optimizer calls its closure twice in a step, and its gradients are of the first.")
-        return results.pop()
-
-    return closure
-
-
 def _refuse_hooks(optimizer: Optimizer) -> None:
     """They would run while owners have the whole parameters: what they read of the module is as before the step, and
     what they write there is lost."""
@@ -229,12 +203,6 @@ def _refuse_hooks(optimizer: Optimizer) -> None:
             f"{kind} has a hook of register_step_pre_hook or register_step_post_hook. It treats parameters as whole "
             f"ones, and ranks have parts, which a hook would see before they are stepped. Do it in on_train_batch_end."
         )
-
-
-def _put_back(optimizer: Optimizer, before: Any) -> None:
-    vars(optimizer).pop("step", None)
-    if before is not None:
-        optimizer.step = before  # type: ignore[method-assign]
 
 
 def _digests(parts: Mapping[str, Tensor]) -> dict[str, int]:

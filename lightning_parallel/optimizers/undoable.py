@@ -7,9 +7,7 @@ optimizer's state take.
 from __future__ import annotations
 
 import copy
-import functools
 from collections.abc import Callable
-from types import MethodType
 from typing import Any
 
 import torch
@@ -17,7 +15,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_parallel.optimizers.options import options_of, restored
-from lightning_parallel.optimizers.owners import only_once
 
 # What torch keeps on an optimizer, beside its groups and its state. Schedulers put their marks there, too.
 _OF_TORCH = frozenset(vars(torch.optim.SGD([nn.Parameter(torch.zeros(1))]))) | {"step", "_opt_called"}
@@ -57,27 +54,6 @@ class UndoableStep:
         change(self._optimizer)
         with restored(self._optimizer, self._options, set()):
             self._optimizer.step()
-
-
-def closures_first(optimizer: Optimizer) -> Callable[[], None]:
-    """Let the optimizer's steps begin when their closure has run: what a step does before it, such as count, would be
-    done already where the closure ends. Returns a function that undoes this."""
-    before, step = vars(optimizer).get("step"), optimizer.step
-
-    @functools.wraps(step)  # with a scheduler's marks
-    def stepped(_: Optimizer, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
-        if closure is not None:
-            kwargs["closure"] = only_once(closure())
-        return step(**kwargs)
-
-    optimizer.step = MethodType(stepped, optimizer)  # type: ignore[method-assign]
-
-    def put_back() -> None:
-        vars(optimizer).pop("step")
-        if before is not None:
-            optimizer.step = before  # type: ignore[method-assign]
-
-    return put_back
 
 
 def refuse_undoing(optimizer: Optimizer, setting: str) -> None:

@@ -15,8 +15,9 @@ from __future__ import annotations
 import inspect
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
@@ -29,7 +30,8 @@ from torch.optim import Optimizer
 from lightning_parallel.gradients.clipping import square_of_norm
 from lightning_parallel.gradients.hook_watch import GradientWatch
 from lightning_parallel.gradients.swapping import Gradients, swap_gradients
-from lightning_parallel.optimizers.undoable import UndoableStep, closures_first, refuse_undoing
+from lightning_parallel.optimizers.closures import closure_first
+from lightning_parallel.optimizers.undoable import UndoableStep, refuse_undoing
 from lightning_parallel.pipeline.chunk import Microbatch
 from lightning_parallel.pipeline.validation import TakenBack, Validation
 from lightning_parallel.private.lightning.launching import callbacks_of
@@ -94,11 +96,10 @@ class PostValidation:
         self._clip_at_once: Any = run.precision.clip_grad_by_norm  # returns the norm
         self._end.callback(replaced(run.precision, "clip_grad_by_norm", self.clip))
         for optimizer in run.trainer.optimizers:
-            self._end.callback(closures_first(optimizer))
-        # Other callbacks may read weights where Lightning's validation starts, and register hooks where training does.
-        first = LambdaCallback(
-            on_validation_start=lambda *_: drain(), on_train_batch_start=lambda *_: _refuse_step_hooks(run.trainer)
-        )
+            # The closure makes the update before this one again, and this one's copy.
+            self._end.callback(closure_first(optimizer, partial(_without_hooks, optimizer)))
+        # Other callbacks may read weights where Lightning's validation starts.
+        first = LambdaCallback(on_validation_start=lambda *_: drain())
         callbacks = callbacks_of(run.trainer)
         callbacks.insert(0, first)
         self._end.callback(callbacks.remove, first)
@@ -203,8 +204,8 @@ def refuse_post_validation(trainer: pl.Trainer, module: pl.LightningModule, reas
     """
     for found in (*reasons, *_in_the_way(trainer, module)):
         raise ValueError(f"{SETTING} doesn't go together with {found}. Leave one of the two out.")
-    _refuse_step_hooks(trainer)
     for optimizer in trainer.optimizers:
+        _without_hooks(optimizer)
         refuse_undoing(optimizer, SETTING)
 
 
@@ -222,13 +223,14 @@ def _in_the_way(trainer: pl.Trainer, module: pl.LightningModule) -> Iterator[str
                 )
 
 
-def _refuse_step_hooks(trainer: pl.Trainer) -> None:
-    for optimizer in trainer.optimizers:
-        if has_step_hooks(optimizer):
-            raise ValueError(
-                f"{SETTING} doesn't go together with a hook on the steps of {type(optimizer).__name__}, which may see "
-                f"an update that is taken back. Leave one of the two out."
-            )
+def _without_hooks(optimizer: Optimizer) -> AbstractContextManager[None]:
+    """Refuse hooks on the optimizer's steps, which may be registered at any time. The context does nothing."""
+    if has_step_hooks(optimizer):
+        raise ValueError(
+            f"{SETTING} doesn't go together with a hook on the steps of {type(optimizer).__name__}, which may see an "
+            f"update that is taken back. Leave one of the two out."
+        )
+    return nullcontext()
 
 
 def _is_users(owner: Any, hook: str) -> bool:

@@ -12,7 +12,7 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 
-from lightning_parallel.optimizers.owners import only_once
+from lightning_parallel.optimizers.closures import only_once
 from lightning_parallel.ranks.local_model import local_part
 from tests.strategies.failures import LIMIT, assert_refused
 from tests.strategies.harness import Report, joined, largest_difference, make_trainer, spoil, train, weights_of
