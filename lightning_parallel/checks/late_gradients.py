@@ -25,8 +25,7 @@ def refuse_hooks(trainer: pl.Trainer, module: pl.LightningModule) -> None:
         if isinstance(callback, StochasticWeightAveraging) and callback.pl_module_contains_batch_norm(module):
             raise ValueError(
                 f"{type(callback).__name__}: for BatchNorm's statistics it runs an epoch without updates, which the "
-                f"asynchronous pipeline would make. Use WeightAveraging, which averages the statistics, or "
-                f"PipelineStrategy."
+                f"asynchronous pipeline would make. Use WeightAveraging, which averages the statistics."
             )
 
 
