@@ -9,8 +9,7 @@ In the same message it says whether it has set ``trainer.should_stop``, for whic
                                       ^ SIGTERM
 
 In the asynchronous pipeline the first stage is some batches ahead of the last one, and must not wait for it. There the
-rank that gets the signal posts the number of a later batch, before which all ranks leave, and
-:mod:`~lightning_parallel.results.common_stop` is for ``should_stop``.
+ranks vote (:mod:`~lightning_parallel.ranks.vote`), and all leave some batches later.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from lightning_parallel.private.lightning.batches import between_batches, ends_u
 from lightning_parallel.private.lightning.checkpoints import save_last
 from lightning_parallel.private.lightning.signals import requeue_by_slurm, say_terminated, take_signals
 from lightning_parallel.ranks.meeting import Meeting
-from lightning_parallel.ranks.notice import Notice
+from lightning_parallel.ranks.vote import Vote
 
 # By rank: SIGUSR1 may also ask to be started again. Windows has the first only.
 _SIGNALS = [getattr(signal, name) for name in ("SIGTERM", "SIGUSR1") if hasattr(signal, name)]
@@ -56,7 +55,7 @@ class Preemption(Callback):
         self._signal = 0  # 1 and more: which one of _SIGNALS
         self._agreed = 0  # the highest of all ranks'
         self._meeting: Meeting | None = None
-        self._notice: Notice | None = None
+        self._vote: Vote | None = None  # on should_stop and each signal, where ranks may be ahead
         self._put_back: Callable[[], None] | None = None
         self._begun_at = 0  # batch
 
@@ -79,27 +78,31 @@ class Preemption(Callback):
         self._begun_at = trainer.fit_loop.total_batch_idx
         ahead = getattr(trainer.strategy, "batches_ahead", 0)
         self._meeting = Meeting(trainer.world_size, getattr(trainer.strategy, "timeout", None))
-        self._notice = Notice(ahead) if ahead else None
+        self._vote = Vote(1 + len(_SIGNALS), ahead) if ahead else None
         self._agreed = 0
         hooks = self._leave_if_asked, self._agree_after_batch, self._agree
         self._put_back = between_batches(trainer, *(partial(hook, trainer) for hook in hooks))
 
     def _agree_after_batch(self, trainer: pl.Trainer) -> None:
-        if self._notice is None:
+        if self._vote is None:
             self._agree(trainer)
+            return
+        signals = range(1, 1 + len(_SIGNALS))
+        wishes = trainer.should_stop, *(self._signal == each for each in signals)
+        trainer.should_stop, *agreed = self._vote.after_batch(*wishes)
+        self._agreed = max([self._agreed, *(each for each, holds in zip(signals, agreed, strict=True) if holds)])
 
     def _agree(self, trainer: pl.Trainer) -> None:
         if self._meeting is not None:
-            self._agreed, stop = self._meeting.highest(self._signal, int(trainer.should_stop))
+            stop = trainer.should_stop or (self._vote is not None and self._vote.wished[0])
+            self._agreed, stop = self._meeting.highest(self._signal, int(stop))
             trainer.should_stop = bool(stop)
 
     def _leave_if_asked(self, trainer: pl.Trainer) -> None:
         assert self._meeting is not None
-        batch = trainer.fit_loop.total_batch_idx + 1
-        number = self._notice.at(batch, self._signal) if self._notice else self._agreed
-        if number and ends_update(trainer):
-            self._meeting.highest(number)  # a rank that is ahead stays until its messages have been read
-            self._save_and_leave(trainer, number)
+        if self._agreed and ends_update(trainer):
+            self._meeting.highest(self._agreed)  # a rank that is ahead stays until its messages have been read
+            self._save_and_leave(trainer, self._agreed)
 
     @override
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -136,5 +139,5 @@ class Preemption(Callback):
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         if self._put_back is not None:
             self._put_back()
-        self._put_back = self._meeting = self._notice = None
+        self._put_back = self._meeting = self._vote = None
         self._signal = 0

@@ -12,22 +12,22 @@ from lightning_parallel.messages.posting import posts_directly
 from lightning_parallel.ranks.groups import Wire
 from lightning_parallel.ranks.run import Run
 
-_FIRST_TAG = 1 << 20  # a schedule's links count their tags from 0
+_TAG = 1 << 20  # a schedule's links count theirs from 0
 _HOST = torch.device("cpu")
 
 
-def side_links(
-    run: Run, kind: int, to: Iterable[int], of: Iterable[int], device: torch.device = _HOST
-) -> tuple[list[Sender], list[Receiver]]:
-    """Senders ``to`` stages, and receivers into host memory ``of`` stages, for one kind of message, of number ``kind``.
-    This rank's own stage is left out. It sends tensors on ``device``; a send waits for no GPU."""
-    layout, wire = run.layout, Wire(run.groups.host_group, _FIRST_TAG + kind)
+def side_links(run: Run, to: Iterable[int], of: Iterable[int]) -> tuple[list[Sender], list[Receiver]]:
+    """Senders ``to`` stages, of tensors on the run's device, and receivers into host memory ``of`` stages. This rank's
+    own stage is left out. A send waits for no GPU."""
+    layout, wire = run.layout, Wire(run.groups.host_group, _TAG)
 
     def links(stages: Iterable[int], device: torch.device) -> list[Link]:
         peers = [layout.rank_at(pipeline=stage) for stage in stages if stage != layout.stage]
         return [Link(wire, peer, layout.describe(peer), device) for peer in peers]
 
-    senders = [Sender(link, None if link.through_host else posts_directly(link.isend)) for link in links(to, device)]
+    senders = [
+        Sender(link, None if link.through_host else posts_directly(link.isend)) for link in links(to, run.device)
+    ]
     return senders, [Receiver(link) for link in links(of, _HOST)]
 
 

@@ -12,7 +12,7 @@ from lightning_parallel.private.torch.groups import default_store
 from lightning_parallel.ranks.collectives import guarded
 
 
-def _store_of_run(purpose: str) -> PrefixStore:
+def store_of_run(purpose: str) -> PrefixStore:
     """A part of the store that earlier runs haven't written to. All ranks ask for it equally often."""
     store = default_store()
     run = store.add(f"lightning_parallel/{purpose}_of/{dist.get_rank()}", 1)
@@ -30,7 +30,7 @@ class Notice:
 
     def __init__(self, ahead: int) -> None:
         self._ahead = ahead
-        self._store = _store_of_run("notice")
+        self._store = store_of_run("notice")
         self._read: tuple[int, int] | None = None
 
     def at(self, batch: int, mine: int) -> int:
@@ -41,7 +41,7 @@ class Notice:
             mine: this rank's reason, a positive number; 0 for none.
         """
         if self._read is None and mine:
-            guarded(self._store.compare_set, "stop", "", f"{mine} {batch + self._ahead + 1}")
+            guarded(self._store.compare_set, "stop", "", f"{mine} {batch + self._ahead + 2}")
         if self._read is None and guarded(self._store.check, ["stop"]):
             number, stop = map(int, guarded(self._store.get, "stop").split())
             self._read = number, stop
@@ -54,7 +54,7 @@ class Noticeboard:
     figures may be a log interval old. All ranks make it, and leave their first figures before one reads."""
 
     def __init__(self) -> None:
-        self._store = _store_of_run("figures")
+        self._store = store_of_run("figures")
 
     def leave(self, figures: Mapping[str, float]) -> None:
         """Leave this rank's figures, in the place of earlier ones."""

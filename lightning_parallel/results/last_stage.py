@@ -51,7 +51,6 @@ from lightning_parallel.private.lightning.replaced import replaced
 from lightning_parallel.ranks.collectives import broadcast_object
 from lightning_parallel.ranks.run import Run
 from lightning_parallel.results import hook_changes
-from lightning_parallel.results.common_stop import CommonStop
 from lightning_parallel.results.late_values import Outcomes
 from lightning_parallel.results.logs import discard
 from lightning_parallel.seeding import TorchGenerators, host_generators_kept, mix, seed_host_generators
@@ -66,7 +65,6 @@ class LastStage:
     """The last stage of a pipeline, as this rank sees it.
 
     Args:
-        deciding: the stage with the step's first chunk.
         shared: the parameters that this stage and others have, by name.
         before_meeting: called with the name of a hook at whose end all stages meet.
         failed: called with an exception, before other callbacks see it.
@@ -76,7 +74,6 @@ class LastStage:
         self,
         run: Run,
         *,
-        deciding: int,
         shared: Mapping[str, nn.Parameter],
         before_meeting: Callable[[str], None],
         failed: Callable[[BaseException], None],
@@ -88,7 +85,6 @@ class LastStage:
         self._spreading = self._by_user.intersection(EPOCH_END_HOOKS)
         self._generators = TorchGenerators(run.device)
         self.outcomes = Outcomes(run)
-        self._stop = CommonStop(run, deciding)
         self._put_back = ExitStack()
         self._put_back.callback(time_without_broadcasts(run.trainer))
         # It runs before all other callbacks: when they read metrics at the end of an epoch, every stage has them. After
@@ -129,7 +125,6 @@ class LastStage:
         if name == "on_train_batch_end":
             outputs, *rest = args
             hook(outputs if self._layout.is_last_stage else _LossOnly(outputs or {}), *rest)
-            self._stop.agree()
             self.outcomes.take(keep=self._run.ahead())
             return
         module, optimizers = self._run.module, self._trainer.optimizers
@@ -153,10 +148,8 @@ class LastStage:
     # -- metrics -------------------------------------------------------------------------------------------------
 
     def settle(self) -> None:
-        """At a point of training where all stages meet, read what they have sent each other. A stage may have set
-        ``should_stop``, which then holds on all of them."""
+        """At a point of training where all stages meet, read what the last one has sent."""
         self.outcomes.take(keep=0)
-        self._stop.agree(meet=True)
 
     def _publish(self, hook: str, *_: Any) -> None:
         trainer = self._trainer

@@ -106,7 +106,7 @@ class Outcomes:
         self._run = run
         last = run.layout.stages - 1
         to = range(last if run.layout.is_last_stage else 0)
-        self._senders, self._receivers = side_links(run, 0, to=to, of=[last], device=run.device)
+        self._senders, self._receivers = side_links(run, to=to, of=[last])
         self._pending: deque[Future[Tensor]] = deque()  # the losses of steps whose outcomes haven't been received
 
     def send(self, loss: Tensor) -> None:

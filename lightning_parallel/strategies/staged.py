@@ -167,7 +167,6 @@ class StagedStrategy(LayoutStrategy):
             warn_without_pictures()
         last_stage = LastStage(
             run,
-            deciding=stage.partition.placement[0],
             shared=self._stages.shared,
             before_meeting=self._before_meeting,
             failed=self.on_exception,

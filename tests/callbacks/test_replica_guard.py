@@ -92,7 +92,7 @@ OFTEN = ("two replicas", "replicas that share owners")  # of the others, below: 
 def test_copies_stay_equal_in_training(pool: WorkerPool, tmp_path: Path, layout: str) -> None:
     found = pool.run(train, LAYOUTS[layout][0], layout, (), 1, str(tmp_path), init=False)
     assert {error for error, _ in found} == {""}
-    assert len(found[0][1]) >= 5
+    assert len(found[0][1]) >= 2
 
 
 @pytest.mark.parametrize(("layout", "flip", "named", "words"), [

@@ -39,8 +39,6 @@ IN_HOST_MEMORY = {
     "optimizer.py _get_value": "the optimizer's count of steps",
     "meeting.py highest": "what ranks tell each other of signals",
     "message.py __init__": "the words of a packet",
-    "common_stop.py <genexpr>": "whether another stage wants to stop, from host to host",
-    "common_stop.py agree": "whether a replica wants to stop, from host to host",
     "late_values.py _take": "the names of metrics, from host to host",
     "late_values.py <genexpr>": "the loss and the metrics, which came from host to host",
     "late_values.py <dictcomp>": "metrics of the progress bar, which came from host to host",

@@ -1,0 +1,70 @@
+"""What ranks want between two batches holds on all of them from the same batch on, though some are ahead of others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch.distributed as dist
+
+from lightning_parallel.ranks.collectives import guarded
+from lightning_parallel.ranks.notice import store_of_run
+
+_BITS = 15  # of the number of ranks that have ended a batch, and of those with each wish: four numbers in one
+
+
+class Vote:
+    """The ranks' wishes, such as ``trainer.should_stop``, counted for each batch in the store where they have met.
+
+    What all ranks want after the same batch, as code does that runs on all of them, holds after that very batch, as in
+    one process. What some want holds as many batches later as a rank may be ahead, and one more::
+
+        ahead     batch 0      | batch 1             | batch 2: the count of batch 0 holds
+        behind                 | batch 0: a wish     | batch 1                            | batch 2: holds
+
+    A rank doesn't get further ahead, since it waits for that count. So it is complete before it is needed, if ``ahead``
+    is what the schedule allows.
+
+    All ranks make it.
+
+    Args:
+        ahead: how many batches a rank may be ahead of another one.
+
+    Attributes:
+        wished: what this rank has wished so far, at most three things.
+    """
+
+    def __init__(self, wishes: int, ahead: int) -> None:
+        self.wished = [False] * wishes
+        self._holds = [False] * wishes
+        self._ahead, self._ranks, self._store = ahead, dist.get_world_size(), store_of_run("vote")
+        self._batches = 0
+
+    def after_batch(self, *wishes: bool) -> list[bool]:
+        """Which wishes hold now. All ranks call it after each batch. One that wishes something for the first time waits
+        until all have ended the batch."""
+        new = [wish and not before for wish, before in zip(wishes, self.wished, strict=True)]
+        self.wished = [any(each) for each in zip(new, self.wished, strict=True)]
+        batch, self._batches = self._batches, self._batches + 1
+        mine = sum(wish << _BITS * i for i, wish in enumerate((True, *new)))
+        sum_of_ranks = guarded(self._store.add, f"batch {batch}", mine)
+        if sum_of_ranks % (1 << _BITS) == self._ranks:
+            guarded(self._store.set, f"count {batch}", str(sum_of_ranks))
+            self._forget(batch - self._ahead - 2)  # all have ended this one, so nobody needs the count of that one
+        if any(new):
+            self._hold(self._count(batch), self._ranks)
+        if batch > self._ahead:
+            self._hold(self._count(batch - self._ahead - 1), 1)
+        return self._holds
+
+    def _count(self, batch: int) -> Iterator[int]:
+        """How many ranks have wished each thing for the first time after a batch, when all have ended it."""
+        sum_of_ranks = int(guarded(self._store.get, f"count {batch}"))
+        return (sum_of_ranks >> _BITS * (1 + i) & (1 << _BITS) - 1 for i in range(len(self.wished)))
+
+    def _hold(self, counts: Iterator[int], enough: int) -> None:
+        self._holds = [held or count >= enough for held, count in zip(self._holds, counts, strict=True)]
+
+    def _forget(self, batch: int) -> None:
+        if batch >= 0:
+            for name in (f"batch {batch}", f"count {batch}"):
+                guarded(self._store.delete_key, name)
