@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import torch
-from torch import Tensor
 
 from lightning_parallel.messages.channel import Link, Receiver, Sender
 from lightning_parallel.messages.posting import posts_directly
@@ -29,11 +28,3 @@ def side_links(run: Run, to: Iterable[int], of: Iterable[int]) -> tuple[list[Sen
         Sender(link, None if link.through_host else posts_directly(link.isend)) for link in links(to, run.device)
     ]
     return senders, [Receiver(link) for link in links(of, _HOST)]
-
-
-def next_message(receiver: Receiver) -> list[Tensor]:
-    """Wait for the next message over a side link, which was sent with ``place=0``."""
-    receiver.expect(0)
-    message = receiver.take()
-    assert message is not None, "side links have no end of stream"
-    return message[0]

@@ -24,13 +24,14 @@ import torch
 from torch import Tensor
 
 from lightning_parallel.losses.graph import scalar
-from lightning_parallel.messages.side_links import next_message, side_links
+from lightning_parallel.messages.side_links import side_links
 from lightning_parallel.private.lightning.metrics import metric_places, replace_metric_places, step_metrics
 from lightning_parallel.private.torch.tensors import subclass_functions_disabled, tree_map
 from lightning_parallel.ranks.run import Run
 from lightning_parallel.values import line_outside
 
 _BETWEEN = ("lightning_parallel", "torch", "copy")  # between the reader and a value
+_PLACE = "outcome"
 # Lightning calls these on each loss. They are done when the value is read.
 _LATER = ("detach", "clone", "div", "mul")
 
@@ -119,7 +120,7 @@ class Outcomes:
         head = torch.frombuffer(bytearray(text), dtype=torch.uint8)
         message = [head, *(value.detach() for value in (loss, *values.values()))]
         for sender in self._senders:
-            sender.send(message, place=0)
+            sender.send(message, _PLACE)
 
     def coming(self) -> LateLoss:
         """The loss of the step that has just run, on the other stages."""
@@ -127,6 +128,8 @@ class Outcomes:
             replace_metric_places(self._run.trainer, lambda metrics: LateMetrics(metrics, self._await_all))
         loss: Future[Tensor] = Future()
         self._pending.append(loss)
+        for receiver in self._receivers:
+            receiver.expect(_PLACE)
         return _late(torch.full((), torch.nan, device=self._run.device), lambda: self._received(loss))
 
     # -- on the stages that receive ------------------------------------------------------------------------------
@@ -154,7 +157,9 @@ class Outcomes:
 
     def _take(self) -> None:
         (receiver,) = self._receivers
-        head, loss, *values = next_message(receiver)
+        message = receiver.take()
+        assert message is not None, "there is no end of outcomes"
+        head, loss, *values = message[0]
         names = json.loads(head.numpy().tobytes())
         # As numbers, which the device writes by itself. And no metric is a view of the message.
         result, *own = (scalar(each.item(), each.dtype, self._run.device) for each in (loss, *values))
