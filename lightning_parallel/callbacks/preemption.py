@@ -94,8 +94,8 @@ class Preemption(Callback):
 
     def _agree(self, trainer: pl.Trainer) -> None:
         if self._meeting is not None:
-            stop = trainer.should_stop or (self._vote is not None and self._vote.wished[0])
-            self._agreed, stop = self._meeting.highest(self._signal, int(stop))
+            wished = trainer.should_stop or (self._vote is not None and self._vote.wished[0])
+            self._agreed, stop = self._meeting.highest(self._signal, int(wished))
             trainer.should_stop = bool(stop)
 
     def _leave_if_asked(self, trainer: pl.Trainer) -> None:
