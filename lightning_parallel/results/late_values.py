@@ -24,14 +24,16 @@ import torch
 from torch import Tensor
 
 from lightning_parallel.losses.graph import scalar
-from lightning_parallel.messages.side_links import side_links
+from lightning_parallel.messages.channel import Link, Receiver, Sender
+from lightning_parallel.messages.posting import posts_directly
 from lightning_parallel.private.lightning.metrics import metric_places, replace_metric_places, step_metrics
 from lightning_parallel.private.torch.tensors import subclass_functions_disabled, tree_map
+from lightning_parallel.ranks.groups import Wire
 from lightning_parallel.ranks.run import Run
 from lightning_parallel.values import line_outside
 
 _BETWEEN = ("lightning_parallel", "torch", "copy")  # between the reader and a value
-_PLACE = "outcome"
+_PLACE, _TAG = "outcome", 1 << 20  # a schedule's links count their tags from 0
 # Lightning calls these on each loss. They are done when the value is read.
 _LATER = ("detach", "clone", "div", "mul")
 
@@ -95,6 +97,12 @@ for _name in (
     setattr(LateMetrics, _name, _reading(_name))
 
 
+def _link(run: Run, stage: int, device: torch.device) -> Link:
+    """A link to or from a stage, between hosts, for tensors on ``device`` here."""
+    peer = run.layout.rank_at(pipeline=stage)
+    return Link(Wire(run.groups.host_group, _TAG), peer, run.layout.describe(peer), device)
+
+
 class Outcomes:
     """The results of the last stage's steps, on all stages of a pipeline.
 
@@ -105,9 +113,14 @@ class Outcomes:
     def __init__(self, run: Run) -> None:
         self.awaited = 0
         self._run = run
-        last = run.layout.stages - 1
-        to = range(last if run.layout.is_last_stage else 0)
-        self._senders, self._receivers = side_links(run, to=to, of=[last])
+        self._senders: list[Sender] = []  # on the last stage
+        self._receivers: list[Receiver] = []  # one, on the others
+        if run.layout.is_last_stage:
+            for stage in range(run.layout.stages - 1):
+                link = _link(run, stage, run.device)
+                self._senders.append(Sender(link, None if link.through_host else posts_directly(link.isend)))
+        else:
+            self._receivers.append(Receiver(_link(run, run.layout.stages - 1, torch.device("cpu"))))
         self._pending: deque[Future[Tensor]] = deque()  # the losses of steps whose outcomes haven't been received
 
     def send(self, loss: Tensor) -> None:
@@ -128,8 +141,8 @@ class Outcomes:
             replace_metric_places(self._run.trainer, lambda metrics: LateMetrics(metrics, self._await_all))
         loss: Future[Tensor] = Future()
         self._pending.append(loss)
-        for receiver in self._receivers:
-            receiver.expect(_PLACE)
+        (receiver,) = self._receivers
+        receiver.expect(_PLACE)
         return _late(torch.full((), torch.nan, device=self._run.device), lambda: self._received(loss))
 
     # -- on the stages that receive ------------------------------------------------------------------------------
