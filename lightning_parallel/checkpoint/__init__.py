@@ -6,8 +6,8 @@ what is damaged; ``reading.py`` reads it without running code in it.
 
 ``plain.py`` has a checkpoint as one process has it, and makes one file of it.
 
-In a run, ``trainer_checkpoints.py`` saves and loads for the Trainer, ``rank_states.py`` collects what a rank has,
-``average.py`` adds averages of the weights, and ``background.py`` saves while training goes on.
+In a run, ``trainer_checkpoints.py`` saves and loads for the Trainer, ``rank_states.py`` collects what a rank has, and
+``background.py`` saves while training goes on.
 """
 
 from lightning_parallel.checkpoint.directory import is_checkpoint, is_whole, newest_in, remove

@@ -23,7 +23,6 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_tensors
 
 from lightning_parallel.checkpoint import directory, keys
 from lightning_parallel.checkpoint.agreement import RankSummary, agree, digests, refuse_misfits, writers
-from lightning_parallel.checkpoint.average import Place
 from lightning_parallel.checkpoint.directory import CONTENTS, TRAINER, PathLike, contents_of
 from lightning_parallel.checkpoint.keys import MODEL, SECOND, OptimizerState
 from lightning_parallel.checkpoint.plain import Wholes
@@ -45,7 +44,6 @@ def save(
     aliases: Mapping[str, str] = MappingProxyType({}),
     extra_state: Mapping[str, Any] = MappingProxyType({}),
     second: Mapping[str, Tensor] = MappingProxyType({}),
-    second_at: Place = (),
 ) -> None:
     """Write a checkpoint, replacing the one at ``path``. Every rank of the group calls it.
 
@@ -67,8 +65,7 @@ def save(
             The first rank's are saved.
         extra_state: what modules here have in their ``state_dict`` besides parameters and buffers, such as what
             ``get_extra_state`` returns. Of modules on several ranks the lowest rank's is saved.
-        second: a second state of the model, as ``model``.
-        second_at: where one process has it; empty if there is none.
+        second: a second state of the model, as ``model``, if there is one.
 
     Raises:
         ValueError: the ranks disagree about shapes or groups.
@@ -94,7 +91,7 @@ def save(
         chosen = writers(summaries or [], shared)
         new = directory.begin(path)
         new.mkdir()
-        of_all.update(joined, second_at=list(second_at))
+        of_all.update(joined)
         return str(new), chosen
 
     unfinished, chosen = decided_by_first(group, begin)

@@ -3,11 +3,10 @@
 A file is what Lightning saves in one process: a dictionary. A directory is read into the same dictionary::
 
     state_dict          every tensor as a whole; tied ones under all their names
+    current_model_state the same, of the weights, where a callback has saved averages of them as the state_dict
     optimizer_states    a parameter's state under its number in the optimizer's groups, as optimizers number them
     lr_schedulers, loops, callbacks, hyper_parameters, ...      from trainer.pt, as they are
     random_states       of generators, one for each replica
-
-Where a callback averages weights, its second state of the model is where it has put it (``average.py``).
 
 Nothing here is a collective: each process reads for itself.
 """
@@ -24,7 +23,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_parallel.checkpoint.average import placed
 from lightning_parallel.checkpoint.directory import PathLike, replacing
 from lightning_parallel.checkpoint.keys import (
     MODEL,
@@ -40,6 +38,7 @@ from lightning_parallel.checkpoint.slices import empty_like, fill
 
 SAFETENSORS = ".safetensors"
 OF_TENSORS = ("state_dict", "optimizer_states")
+WEIGHTS = "current_model_state"
 RANDOM_STATES = "random_states"
 
 # -- a directory as a dictionary ---------------------------------------------------------------------------------
@@ -62,22 +61,6 @@ def read_plain(path: PathLike, weights_only: bool = True) -> dict[str, Any]:
     return dict(content)
 
 
-def _as_plain(saved: Mapping[str, Any], tensors: Mapping[str, Tensor], aliases: Mapping[str, str]) -> dict[str, Any]:
-    """What one process would have saved, of a directory with this content of trainer.pt, these tensors by their keys,
-    and these further names of tied ones."""
-    plain: dict[str, Any] = {**saved["trainer"], "state_dict": _state_dict(aliases, tensors) | saved["extra_state"]}
-    if "lr_schedulers" in plain:  # else only the weights were saved
-        pairs = zip(joined(tensors, saved["optimizer_scalars"]), saved["param_groups"], strict=True)
-        plain["optimizer_states"] = [_numbered(state, groups) for state, groups in pairs]
-    if at := saved.get("second_at"):
-        plain = placed(plain, at, _state_dict(aliases, tensors, SECOND) | saved["extra_state"])
-    replicas = of_replicas(tensors)
-    if replicas:
-        in_order = sorted(replicas, key=lambda replica: (len(replica), replica))  # dp2 before dp10
-        plain[RANDOM_STATES] = [{name: tensors[key] for name, key in replicas[each].items()} for each in in_order]
-    return plain
-
-
 class PlainOnDemand(dict[str, Any]):
     """A directory as :func:`read_plain` reads it, but tensors are read, whole, only when one is accessed. ``saved`` is
     the content of its trainer.pt."""
@@ -85,8 +68,12 @@ class PlainOnDemand(dict[str, Any]):
     def __init__(self, path: PathLike, weights_only: bool = True) -> None:
         self.reader = Reader(path)
         self.saved = self.reader.trainer(weights_only)
-        self._second = next(iter(self.saved.get("second_at", ())), None)  # the key that leads to the second state
         super().__init__(self.saved["trainer"])
+        self._on_demand = {"state_dict"}
+        if "lr_schedulers" in self.saved["trainer"]:  # else only the weights were saved
+            self._on_demand.add("optimizer_states")
+        if below(SECOND, self.reader.found):
+            self._on_demand.add(WEIGHTS)
 
     @property
     def is_touched(self) -> bool:
@@ -95,15 +82,20 @@ class PlainOnDemand(dict[str, Any]):
 
     def complete(self) -> None:
         """Read the tensors that haven't been read or set."""
-        found = self.reader.found
-        generators = [of_one.values() for of_one in of_replicas(found).values()]
+        found, saved, aliases = self.reader.found, self.saved, self.reader.contents["aliases"]
+        replicas = of_replicas(found)
+        generators = [of_one.values() for of_one in replicas.values()]
         tensors = _read(self.reader, (*filter(parameter_of, found), *chain.from_iterable(generators)))
-        read = _as_plain(self.saved, tensors, self.reader.contents["aliases"])
-        for key in (*OF_TENSORS, RANDOM_STATES):
-            if key in read:
-                self.setdefault(key, read[key])
-        if self._second is not None:
-            self[self._second] = read[self._second]
+        self.setdefault("state_dict", _state_dict(aliases, tensors) | saved["extra_state"])
+        if WEIGHTS in self:
+            self.setdefault(WEIGHTS, _state_dict(aliases, tensors, SECOND) | saved["extra_state"])
+        if "optimizer_states" in self:
+            pairs = zip(joined(tensors, saved["optimizer_scalars"]), saved["param_groups"], strict=True)
+            self.setdefault("optimizer_states", [_numbered(state, groups) for state, groups in pairs])
+        if replicas:
+            in_order = sorted(replicas, key=lambda replica: (len(replica), replica))  # dp2 before dp10
+            states = [{name: tensors[key] for name, key in replicas[each].items()} for each in in_order]
+            self.setdefault(RANDOM_STATES, states)
 
     def __missing__(self, key: str) -> Any:
         if key not in self:
@@ -112,8 +104,7 @@ class PlainOnDemand(dict[str, Any]):
         return self[key]
 
     def __contains__(self, key: object) -> bool:
-        saved = key in ("state_dict", self._second) or (key == "optimizer_states" and "lr_schedulers" in self)
-        return saved or super().__contains__(key)
+        return key in self._on_demand or super().__contains__(key)
 
     get = Mapping.get  # type: ignore[assignment]  # that of dictionaries knows no __missing__
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
 import torch
@@ -24,10 +24,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_parallel.checkpoint import directory, format
-from lightning_parallel.checkpoint.average import WEIGHTS, Average
 from lightning_parallel.checkpoint.background import BackgroundSave
-from lightning_parallel.checkpoint.keys import MODEL, SECOND, OptimizerState, divided
-from lightning_parallel.checkpoint.plain import OF_TENSORS, PlainOnDemand, Wholes, by_name
+from lightning_parallel.checkpoint.keys import MODEL, SECOND, OptimizerState, below, divided
+from lightning_parallel.checkpoint.plain import OF_TENSORS, WEIGHTS, PlainOnDemand, Wholes, by_name
 from lightning_parallel.checkpoint.rank_states import (
     fill_optimizer,
     is_here,
@@ -41,10 +40,22 @@ from lightning_parallel.checkpoint.rank_states import (
 from lightning_parallel.checkpoint.reading import Reader
 from lightning_parallel.checkpoint.slices import Slices, on_host, with_values
 from lightning_parallel.ranks.collectives import decided_by_first, together
-from lightning_parallel.ranks.local_model import LocalModel, memory_of
+from lightning_parallel.ranks.local_model import LocalModel, local_part, memory_of
 from lightning_parallel.seeding import random_state
 
 RANDOM_STATE = "random_state"  # in a checkpoint that was read: this rank's generators
+
+
+class Average(NamedTuple):
+    """What a callback averages on this rank. In a checkpoint the averages are the model, the weights a second state.
+
+    Attributes:
+        module: holds the averages, under the model's names.
+        tensors: the averages, by the names of what this rank saves, as plain tensors.
+    """
+
+    module: nn.Module
+    tensors: Mapping[str, Tensor]
 
 
 @dataclass(eq=False)
@@ -182,8 +193,8 @@ class Checkpoints:
         state_dict, model, second = self._states(checkpoint, module)
         own = named_tensors(module)
         extra = {name: value for name, value in state_dict.items() if name not in own and is_here(module, name)}
-        at = () if second is None else (WEIGHTS,)
-        trainer = {key: value for key, value in checkpoint.items() if key not in (*OF_TENSORS, *at)}
+        of_tensors = OF_TENSORS if self.average is None else (*OF_TENSORS, WEIGHTS)
+        trainer = {key: value for key, value in checkpoint.items() if key not in of_tensors}
         refuse_parts(trainer, self.local)
         saved = optimizers if "optimizer_states" in checkpoint else []
         states = [optimizer_state(optimizer, self.local, self.owned) for optimizer in saved]
@@ -202,25 +213,25 @@ class Checkpoints:
             order=[name for groups in self.group_names for names in groups for name in names],
             aliases=self.local.tied_names(module),
             extra_state=extra,
-            second=second or {},
-            second_at=at,
+            second=second,
         )
 
     def _states(
         self, checkpoint: Mapping[str, Any], module: pl.LightningModule
-    ) -> tuple[Mapping[str, Any], dict[str, Tensor], dict[str, Tensor] | None]:
+    ) -> tuple[Mapping[str, Any], dict[str, Tensor], dict[str, Tensor]]:
         """The module's own ``state_dict`` in a checkpoint that is to be saved; of the tensors that are here those to be
-        saved as the model, and those of a second state, if there is one."""
-        average, what = self.average, "on_save_checkpoint sets checkpoint['state_dict']"
-        own, averages = (checkpoint["state_dict"], None) if average is None else average.states_in(checkpoint)
+        saved as the model, and those of a second state."""
+        given, what = checkpoint["state_dict"], "on_save_checkpoint sets checkpoint['state_dict']"
+        weights = None if self.average is None else checkpoint.get(WEIGHTS)
+        own = given if weights is None else weights
         refuse_others(own, module, what)
         tied = self.local.tied_names(module)  # any name that is left keeps the tensor
         in_own = {tied.get(name, name) for name in own}
         model = {name: tensor for name, tensor in self._model.items() if name in in_own}
-        if average is None or averages is None:
-            return own, model, None
-        refuse_others(averages, average.module, what)
-        kept = {tied.get(name, name) for name in averages}
+        if self.average is None or weights is None:
+            return own, model, {}
+        refuse_others(given, self.average.module, what)
+        kept = {tied.get(name, name) for name in given}
         averaged = {name: tensor for name, tensor in self._averaged.items() if name in kept and name in model}
         return own, averaged, model
 
@@ -267,7 +278,7 @@ class Checkpoints:
         names = self.local.parameters if optimizers else ()
         # Of an optimizer that steps a parameter as a whole, its owner alone has the state, and all of it.
         trained = {n: None if n in self.owned else model[n] for n in names if self.owned.get(n, True)}
-        has_averages = average is not None and saved.get("second_at") == [WEIGHTS]
+        has_averages = average is not None and bool(below(SECOND, found.found))
         first, second = (self._averaged, model) if has_averages else (model, None)
         strict = module.strict_loading
         states, random = format.load(
@@ -278,7 +289,11 @@ class Checkpoints:
             fill_optimizer(optimizer, state, self.local)
         content |= {"state_dict": {}, "optimizer_states": [], RANDOM_STATE: random}
         if average is not None:
-            content |= average.loaded(module.state_dict(), was_saved=has_averages)
+            averages, weights = average.module.state_dict(), module.state_dict()
+            if has_averages:
+                content |= {"state_dict": averages, WEIGHTS: weights}
+            else:  # they begin with the weights
+                content["state_dict"] = {name: local_part(weights[name]) for name in averages if name in weights}
 
     def _wholes(
         self,
@@ -307,7 +322,6 @@ class Checkpoints:
         }
         found = of_optimizers | {MODEL + name: each for name, each in (tensors | own).items()}
         if self.average is not None and (second := content.get(WEIGHTS)) is not None:
-            saved["second_at"] = [WEIGHTS]
             found |= {SECOND + tied.get(name, name): each for name, each in second.items() if name not in extra}
         return Wholes(found), saved
 

@@ -24,8 +24,8 @@ from lightning.pytorch.callbacks import Callback, WeightAveraging
 from torch import Tensor, nn
 
 from lightning_parallel.absent.tensor import AbsentTensor
-from lightning_parallel.checkpoint.average import Average
 from lightning_parallel.checkpoint.rank_states import named_tensors
+from lightning_parallel.checkpoint.trainer_checkpoints import Average
 from lightning_parallel.private.lightning.averaging import (
     are_known_functions,
     copy_of_module,
