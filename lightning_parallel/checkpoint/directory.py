@@ -6,7 +6,7 @@ and :func:`replace` moves it to its place. In between, the old one is at ``<path
 contents.json in a directory has the tied names and the extra state, and what shows a damage without reading the
 tensors: sizes of the other files, and a checksum of torch's ``.metadata``, which has none of its own::
 
-    {"content": {"aliases": {"head.weight": "embedding.weight"}, "extra_state": [], "crc32": {".metadata": 123},
+    {"content": {"aliases": {"head.weight": "embedding.weight"}, "extra_state": [], "crc32": 123,
      "bytes": {".metadata": 2048, "__0_0.distcp": 400000}}, "crc32": 456}
 
 All else is in zip archives that ``torch.save`` has written. Each record has a checksum, which torch doesn't read. A
@@ -150,28 +150,23 @@ def contents_of(folder: Path, aliases: Mapping[str, str], extra_state: Iterable[
     content = {
         "aliases": dict(aliases),
         "extra_state": sorted(extra_state),
-        "crc32": {METADATA: zlib.crc32((folder / METADATA).read_bytes())},
+        "crc32": zlib.crc32((folder / METADATA).read_bytes()),
         "bytes": {file.name: file.stat().st_size for file in sorted(folder.iterdir()) if file.name != CONTENTS},
     }
     return json.dumps({"content": content, "crc32": _crc32_of(content)}).encode()
 
 
 def verified(folder: Path) -> tuple[dict[str, Any], Path | None]:
-    """The content of contents.json, and the damaged file: this one, or one that it has a checksum of. The content is
-    empty if a file is damaged, or if there is no contents.json, as in earlier versions."""
-    path = folder / CONTENTS
-    empty: dict[str, Any] = {"aliases": {}, "extra_state": [], "crc32": {}, "bytes": {}}
-    if not path.exists():
-        return empty, None
+    """The content of contents.json, and the damaged file: this one, of which the content is empty, or the metadata."""
     try:
-        parsed = json.loads(path.read_bytes())
-        if _crc32_of(parsed["content"]) != parsed["crc32"]:
-            return empty, path
-    except (ValueError, KeyError, TypeError):
-        return empty, path
-    content = empty | parsed["content"]
-    wrong = [name for name, crc32 in content["crc32"].items() if zlib.crc32((folder / name).read_bytes()) != crc32]
-    return (empty, folder / wrong[0]) if wrong else (content, None)
+        parsed = json.loads((folder / CONTENTS).read_bytes())
+        content: dict[str, Any] = parsed["content"]
+        if parsed["crc32"] != _crc32_of(content):
+            return {}, folder / CONTENTS
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}, folder / CONTENTS
+    is_whole = zlib.crc32((folder / METADATA).read_bytes()) == content["crc32"]
+    return content, None if is_whole else folder / METADATA
 
 
 def _crc32_of(content: Mapping[str, Any]) -> int:
@@ -189,11 +184,14 @@ def is_whole(path: PathLike) -> bool:
         return Path(path).is_file() and zipfile.is_zipfile(path)
     try:
         contents, wrong = verified(found)
-        long_enough = all((found / name).stat().st_size >= size for name, size in contents["bytes"].items())
+        # trainer.pt is written after contents.json, which hasn't its size.
+        return (
+            wrong is None
+            and all((found / name).stat().st_size >= size for name, size in contents["bytes"].items())
+            and zipfile.is_zipfile(found / TRAINER)
+        )
     except FileNotFoundError:  # such as one that another process is deleting
         return False
-    # trainer.pt is written after contents.json, which hasn't its size.
-    return wrong is None and long_enough and zipfile.is_zipfile(found / TRAINER)
 
 
 def newest_in(folders: Collection[PathLike], but: PathLike | None = None, since: float | None = None) -> Path | None:
