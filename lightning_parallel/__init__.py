@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import Any
 
 from lightning.pytorch.strategies import Strategy, StrategyRegistry
-from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_parallel.callbacks.exact_resume import ExactResume
 from lightning_parallel.callbacks.finite_loss import FiniteLoss
@@ -22,7 +21,6 @@ from lightning_parallel.checkpoint.directory import replacing
 from lightning_parallel.comparison.check import check
 from lightning_parallel.planning.planner import plan
 from lightning_parallel.private.lightning.checkpoints import open_directories
-from lightning_parallel.strategies.base import LayoutStrategy
 from lightning_parallel.strategies.data_parallel import DataParallelStrategy
 from lightning_parallel.strategies.fully_sharded import FullyShardedStrategy
 from lightning_parallel.strategies.pipeline import PipelineStrategy
@@ -53,23 +51,10 @@ __all__ = [
 __version__ = "0.1.0"
 
 
-class _EarlierName(LayoutStrategy):
-    """GPipe by the name of before. It makes a PipelineStrategy, and none of this class."""
-
-    def __new__(cls, **options: Any) -> PipelineStrategy:  # type: ignore[misc]
-        rank_zero_warn(
-            "strategy='pipeline_sync' is an earlier name, which the next minor version won't know: write "
-            "strategy='pipeline_gpipe'.",
-            category=FutureWarning,
-        )
-        return PipelineStrategy(**options)
-
-
 def _register() -> None:
     names: dict[str, tuple[type[Strategy], dict[str, Any]]] = {
         "pipeline_naive": (PipelineStrategy, {"schedule": "naive"}),
         "pipeline_gpipe": (PipelineStrategy, {"schedule": "gpipe"}),
-        "pipeline_sync": (_EarlierName, {"schedule": "gpipe"}),
         "pipeline_1f1b": (PipelineStrategy, {"schedule": "1f1b"}),
         "pipeline_interleaved": (PipelineStrategy, {"schedule": "interleaved"}),
         "pipeline_zbv": (PipelineStrategy, {"schedule": "zbv"}),

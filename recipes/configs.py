@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import warnings
 from argparse import Namespace
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from hydra import compose, initialize_config_dir
@@ -28,15 +26,6 @@ _SEARCH_PATH = "hydra.searchpath"
 _FILE = "file://"
 _GLOBAL = "# @package _global_"
 _OF_HYDRA = ("hydra", "main", "schema")  # providers of what is always searched
-_EARLIER: Mapping[str, str] = MappingProxyType(  # of strategies: names of before, which still have files
-    {
-        "dp": "data_parallel",
-        "fsdp": "fully_sharded",
-        "hybrid": "pipeline_3d",
-        "pipeline_sync": "pipeline_gpipe",
-        "tensor_pipeline": "pipeline_tensor",
-    }
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,15 +110,9 @@ class Configs:
             yield
 
     def composed(self, overrides: Sequence[str], *, hydra: bool = False) -> DictConfig:
-        """The config that a command line makes, if need be with Hydra's own part. It warns of an earlier name of a
-        strategy, also one that a file of the user's own asks for: once in a process. A strategy of the user's own may
-        have such a name."""
+        """The config that a command line makes, if need be with Hydra's own part."""
         words = [word for word in overrides if not word.startswith(f"{_SEARCH_PATH}=")]  # it is known
         config = compose(self.name, overrides=words, return_hydra_config=True)
-        chosen = config.hydra.runtime.choices.get("strategy")
-        if chosen in _EARLIER and not any((own / "strategy" / f"{chosen}.yaml").exists() for own in self.folders):
-            new = f"an earlier name, which the next minor version won't know: write strategy={_EARLIER[chosen]}"
-            warnings.warn(f"strategy={chosen} is {new}", FutureWarning, stacklevel=1)  # 1: one line, so told once
         return config if hydra else OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"])
 
     def options(self) -> dict[str, list[str]]:

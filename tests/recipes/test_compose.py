@@ -16,8 +16,8 @@ def told(*overrides: str, multirun: bool = False) -> list[str]:
 
 
 def test_unknown_options_and_keys_are_told_together_with_what_there_is() -> None:
-    option, top, key = told("strategy=pipelin_sync", "modle=gpt", "trainer.max_stepz=3")
-    assert option.startswith("strategy=pipelin_sync: no such strategy; did you mean pipeline_sync? known: d")
+    option, top, key = told("strategy=pipelin_zbv", "modle=gpt", "trainer.max_stepz=3")
+    assert option.startswith("strategy=pipelin_zbv: no such strategy; did you mean pipeline_zbv? known: d")
     assert top.startswith("modle=gpt: no such key; did you mean model?")
     assert key.startswith("trainer.max_stepz=3: no such key in trainer; did you mean max_steps? known: ")
 

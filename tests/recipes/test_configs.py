@@ -6,8 +6,6 @@ import importlib.util
 import inspect
 import itertools
 import re
-import shutil
-import warnings
 from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -22,8 +20,7 @@ from hydra.utils import get_class
 
 from lightning_parallel.settings import settings_of
 from recipes import CONF, build, schema
-from recipes.compose import check, resolved
-from recipes.configs import Configs
+from recipes.compose import resolved
 from recipes.examples import DATA, MODELS
 from recipes.models.muon import MuonAdamW
 from recipes.problem import Problem
@@ -138,13 +135,6 @@ def test_help_names_every_option_of_every_group_and_its_default_first() -> None:
     }
 
 
-EARLIER = {
-    "dp": "data_parallel",
-    "fsdp": "fully_sharded",
-    "hybrid": "pipeline_3d",
-    "pipeline_sync": "pipeline_gpipe",
-    "tensor_pipeline": "pipeline_tensor",
-}
 CHOSEN = {
     "pipeline_naive": {"schedule": "naive", "microbatches": 1},
     "pipeline_gpipe": {"schedule": "gpipe"},
@@ -157,34 +147,7 @@ CHOSEN = {
 }
 
 
-@pytest.mark.parametrize(("old", "new"), EARLIER.items())
-def test_earlier_names_of_strategies_are_warned_of(old: str, new: str) -> None:
-    with pytest.warns(FutureWarning, match=f"strategy={old} is an earlier name.*: write strategy={new}$"):
-        assert check([f"strategy={old}"]) == []
-    assert yaml.safe_load((CONF / "strategy" / f"{old}.yaml").read_text()) == {"defaults": [new]}
-
-
-def test_a_name_of_now_is_not_warned_of() -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert check(["strategy=pipeline_3d"]) == []
-
-
-def test_an_earlier_name_in_a_file_of_the_user_s_own_is_warned_of(tmp_path: Path) -> None:
-    (tmp_path / "experiment").mkdir()
-    lines = "# @package _global_", "defaults:", "  - override /strategy: hybrid", ""
-    (tmp_path / "experiment" / "mine.yaml").write_text("\n".join(lines))
-    configs = Configs(own=(f"file://{tmp_path}",))
-    with pytest.warns(FutureWarning, match="write strategy=pipeline_3d"), configs.opened():
-        assert "hydra" not in configs.composed(["experiment=mine"])
-    (tmp_path / "strategy").mkdir()
-    shutil.copy(CONF / "strategy" / "pipeline_3d.yaml", tmp_path / "strategy" / "hybrid.yaml")
-    with warnings.catch_warnings(), configs.opened():
-        warnings.simplefilter("error")  # it is the user's own strategy that has this name
-        configs.composed(["strategy=hybrid"])
-
-
-@pytest.mark.parametrize("strategy", [each for each in GROUPS["strategy"] if each not in ("single", "ddp", *EARLIER)])
+@pytest.mark.parametrize("strategy", [each for each in GROUPS["strategy"] if each not in ("single", "ddp")])
 def test_a_strategy_s_config_has_every_setting_of_the_strategy_with_its_default(strategy: str) -> None:
     node = composed(f"strategy={strategy}")["strategy"]
     assert isinstance(build.strategy({"strategy": node}), get_class(node["_target_"]))

@@ -427,7 +427,7 @@ def made_by_name(names: list[str]) -> list[str]:
 
 
 NAMES = {
-    "pipeline_naive": "naive", "pipeline_sync": "gpipe", "pipeline_gpipe": "gpipe", "pipeline_1f1b": "1f1b",
+    "pipeline_naive": "naive", "pipeline_gpipe": "gpipe", "pipeline_1f1b": "1f1b",
     "pipeline_interleaved": "interleaved", "pipeline_zbv": "zbv", "pipeline_async": "asynchronous",
     "pipeline_tensor": "1f1b",
 }  # fmt: skip
@@ -435,13 +435,6 @@ NAMES = {
 
 def test_strategies_can_be_given_by_name(pool: WorkerPool) -> None:
     assert pool.run(made_by_name, 2, [*NAMES], init=False) == [[*NAMES.values()]] * 2
-
-
-def test_an_earlier_name_is_warned_of_and_makes_what_it_did() -> None:
-    with pytest.warns(FutureWarning, match="pipeline_sync.* is an earlier name.* write strategy='pipeline_gpipe'"):
-        trainer = L.Trainer(accelerator="cpu", devices=2, strategy="pipeline_sync", logger=False)
-    strategy: Any = trainer.strategy
-    assert type(strategy) is lp.PipelineStrategy and strategy.options.schedule == "gpipe"
 
 
 def test_tensor_ranks_leave_the_other_devices_to_replicas() -> None:
