@@ -17,8 +17,9 @@ after each layer, whatever it draws, and also on the stages where it is absent: 
 from __future__ import annotations
 
 import hashlib
+import json
 import random
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from functools import cached_property
 from typing import Any
@@ -105,19 +106,12 @@ def seed_host_generators(seed: int) -> None:
 
 
 def random_state() -> dict[str, Tensor]:
-    """The states of torch's, Python's and NumPy's generators as tensors, by name."""
-    (version, words, gauss), legacy = host_generators_now()
-    state = {
-        "torch": torch.get_rng_state(),
-        "python": torch.tensor([version, *words], dtype=torch.int64),
-        "numpy": torch.from_numpy(legacy["state"]["key"].astype(np.int64)),
-        "numpy_position": torch.tensor(legacy["state"]["pos"]),
-    }
-    # Both draw normal numbers in pairs, and keep the second one for the next call.
-    if gauss is not None:
-        state["python_gauss"] = torch.tensor(gauss, dtype=torch.float64)
-    if legacy["has_gauss"]:
-        state["numpy_gauss"] = torch.tensor(legacy["gauss"], dtype=torch.float64)
+    """The states of torch's, Python's and NumPy's generators as tensors, by name. Those of the latter two are texts in
+    JSON."""
+    python, legacy = host_generators_now()
+    texts = {"python": json.dumps(python), "numpy": json.dumps(legacy, default=np.ndarray.tolist)}
+    state = {name: torch.frombuffer(bytearray(text, "ascii"), dtype=torch.uint8) for name, text in texts.items()}
+    state["torch"] = torch.get_rng_state()
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         state["cuda"] = torch.cuda.get_rng_state()
     return state
@@ -128,28 +122,9 @@ def restore_random_state(state: Mapping[str, Tensor]) -> None:
     if "torch" in state:
         torch.set_rng_state(state["torch"])
     if "python" in state:
-        version, *words = state["python"].tolist()
-        gauss = float(state["python_gauss"]) if "python_gauss" in state else None
+        version, words, gauss = json.loads(state["python"].numpy().tobytes())
         random.setstate((version, tuple(words), gauss))
     if "numpy" in state:
-        key = state["numpy"].numpy().astype(np.uint32)
-        kept = float(state["numpy_gauss"]) if "numpy_gauss" in state else 0.0
-        np.random.set_state(("MT19937", key, int(state["numpy_position"]), int("numpy_gauss" in state), kept))
+        np.random.set_state(json.loads(state["numpy"].numpy().tobytes()))
     if "cuda" in state and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"])
-
-
-def moved(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> set[str]:
-    """The kinds of the generators that have drawn between two random states."""
-    same = {name for name in before.keys() & after.keys() if torch.equal(before[name], after[name])}
-    return {_kind_of(name) for name in (before.keys() | after.keys()) - same}
-
-
-def states_of(state: Mapping[str, Tensor], kinds: Collection[str]) -> dict[str, Tensor]:
-    """The part of a random state that belongs to generators of these kinds."""
-    return {name: value for name, value in state.items() if _kind_of(name) in kinds}
-
-
-def _kind_of(name: str) -> str:
-    """The generator that an entry of a random state belongs to: "torch", "python", "numpy" or "cuda"."""
-    return name.split("_")[0]

@@ -10,15 +10,16 @@ training goes on with::
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from typing import Any
 
+import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from lightning_parallel.batch import cloned
-from lightning_parallel.seeding import moved, random_state, restore_random_state, states_of
+from lightning_parallel.seeding import random_state, restore_random_state
 
 
 def can_hand_on(loader: Any) -> bool:
@@ -40,6 +41,11 @@ def _specialise(loader: Any, methods: dict[str, Any]) -> bool:
     return True
 
 
+def _moved(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The states afterwards of the generators that have drawn between two random states."""
+    return {name: now for name, now in after.items() if name not in before or not torch.equal(before[name], now)}
+
+
 class ReadAhead:
     """Stands for a loader while its first batch is read, which is given as a copy: hooks may write to it."""
 
@@ -53,15 +59,13 @@ class ReadAhead:
     def __iter__(self) -> Iterator[Any]:
         before = random_state()
         self._iterator = iter(self._loader)
-        after = random_state()
-        self._before = before if moved(before, after) else {}
+        self._before = before if _moved(before, random_state()) else {}
         return self
 
     def __next__(self) -> Any:
         self._before = self._before or random_state()
         self._first.append(next(self._iterator))
-        after = random_state()
-        self._drawn = states_of(after, moved(self._before, after))
+        self._drawn = _moved(self._before, random_state())
         return cloned(self._first[0])
 
     def hand_on(self) -> None:
@@ -76,8 +80,7 @@ class ReadAhead:
         first, self._first = self._first, []
         if first:
             self._loader.__class__ = kind
-        now = random_state()
-        if first and not states_of(self._drawn, moved(self._before, now)):
+        if first and not self._drawn.keys() & _moved(self._before, random_state()).keys():
             restore_random_state(self._drawn)
             yield first.pop()  # not kept for the whole epoch
             with suppress(StopIteration):
