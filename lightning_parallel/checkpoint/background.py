@@ -19,7 +19,6 @@ from typing import Any
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
-from lightning_parallel.private.lightning.checkpoints import links_made
 from lightning_parallel.private.lightning.replaced import replaced
 from lightning_parallel.private.torch.groups import ThreadApart
 from lightning_parallel.ranks.collectives import Group
@@ -56,17 +55,24 @@ class BackgroundSave:
 
     def take_names(self, callbacks: Iterable[Callback]) -> Callable[[], None]:
         """Have each ModelCheckpoint take the newest save's path for an existing file when it chooses a name. The save
-        appears there only when it is whole, and a link to it then. Returns a function that ends this."""
+        appears there only when it is whole. Returns a function that ends this.
+
+        Raises:
+            ValueError: one makes a link to the save at once.
+        """
+        savers = [callback for callback in callbacks if isinstance(callback, ModelCheckpoint)]
+        if any(saver.save_last == "link" for saver in savers):
+            raise ValueError(
+                "ModelCheckpoint(save_last='link') would link to a checkpoint that async_save=True is still writing: "
+                "use save_last=True."
+            )
         end = ExitStack()
-        for callback in callbacks:
-            if isinstance(callback, ModelCheckpoint):
-                exists = callback.file_exists
+        for saver in savers:
 
-                def is_taken(filepath: Any, trainer: Any, exists: Callable[..., bool] = exists) -> bool:
-                    return exists(filepath, trainer) or Path(filepath) == self._path
+            def is_taken(filepath: Any, trainer: Any, exists: Callable[..., bool] = saver.file_exists) -> bool:
+                return exists(filepath, trainer) or Path(filepath) == self._path
 
-                end.callback(replaced(callback, "file_exists", is_taken))
-                end.callback(links_made(callback, self.after))
+            end.callback(replaced(saver, "file_exists", is_taken))
         return end.close
 
     def after(self, action: Callable[[], None]) -> None:
@@ -77,7 +83,7 @@ class BackgroundSave:
                 if saved.exception() is None:
                     action()
             except OSError as error:
-                rank_zero_warn(f"An older checkpoint could not be removed, or a link not be made: {error}")
+                rank_zero_warn(f"An older checkpoint could not be removed: {error}")
 
         if self._saved is None:
             action()

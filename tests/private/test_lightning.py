@@ -89,7 +89,6 @@ ELSEWHERE = {
     "epoch_sums": "callbacks/test_resumed_moments.py",
     "continue_sums": "callbacks/test_resumed_moments.py",
     "open_directories": "checkpoint/test_plain.py",
-    "links_made": "checkpoint/test_background.py",
     "where_loaders_end": "loading/test_loaders.py",
     "read_by_loop": "loading/test_loaders.py",
 }

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -15,8 +13,6 @@ from lightning.fabric.plugins.io import torch_io
 from lightning.fabric.utilities.cloud_io import _atomic_save, _load
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.core import saving
-
-from lightning_parallel.private.lightning.replaced import replaced
 
 
 def save_last(checkpoint: ModelCheckpoint, trainer: pl.Trainer) -> str:
@@ -28,20 +24,6 @@ def save_last(checkpoint: ModelCheckpoint, trainer: pl.Trainer) -> str:
     finally:
         checkpoint.save_last = wanted
     return checkpoint.last_model_path
-
-
-def links_made(checkpoint: ModelCheckpoint, when: Callable[[Callable[[], None]], None]) -> Callable[[], None]:
-    """Have a ModelCheckpoint with ``save_last="link"`` make its link by ``when(make)``, on the first rank. Returns a
-    function that ends it."""
-    link: Any = checkpoint._link_checkpoint
-    # What it asks of a Trainer. The other ranks don't wait for it.
-    first = SimpleNamespace(is_global_zero=True, strategy=SimpleNamespace(barrier=lambda: None))
-
-    def later(trainer: pl.Trainer, *paths: str) -> None:
-        if trainer.is_global_zero:
-            when(partial(link, first, *paths))
-
-    return replaced(checkpoint, "_link_checkpoint", later)
 
 
 def open_directories(
