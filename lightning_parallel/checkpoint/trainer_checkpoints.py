@@ -8,7 +8,6 @@ single process can be loaded too; each rank takes its part of it.
 from __future__ import annotations
 
 import io
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -185,8 +184,8 @@ class Checkpoints:
         save_as_given(checkpoint, module)
         if self.as_lightning is not None:
             if not module.trainer.is_global_zero:
-                # This isn't the first rank. After an error it is alone, and would be taken for the first.
-                return partial(decided_by_first, decide=partial(_await_first, Path(path)))
+                # After an error this rank is alone, and would be taken for the first.
+                return partial(decided_by_first, decide=lambda: None)
             content = _written_and_read(checkpoint) if copied else checkpoint
             first = partial(self.as_lightning.save_checkpoint, content, path, storage_options)
             return partial(decided_by_first, decide=first)
@@ -370,11 +369,3 @@ def _share(tensor: Tensor, other: Tensor) -> bool:
     """Is one the other, or a view of it?"""
     memory = memory_of(tensor.local if isinstance(tensor, Slices) else tensor)
     return memory != 0 and memory == memory_of(other)
-
-
-def _await_first(path: Path) -> None:
-    """Wait until the first rank has saved, so that a script that goes on after an error finds the file. That rank may
-    have ended, or have saved under another name: so not for long."""
-    end = time.monotonic() + 5
-    while not path.exists() and time.monotonic() < end:
-        time.sleep(0.01)
