@@ -9,6 +9,7 @@ epoch trains the epoch's first batches again::
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from typing import Any
@@ -70,7 +71,7 @@ class ResumableDataLoader(DataLoader):
             return self._counted(lambda: iter(()))
         if comes == "the rest":
             self._order.set_state(self._began)
-            return self._counted(super().__iter__ if self._place == 0 else lambda: iter(self._from(self._place)))
+            return self._counted(super().__iter__ if self._place == 0 else self._rest)
         if self._is_seeded_here:
             self._order.manual_seed(int(torch.empty((), dtype=torch.int64).random_()))
         self._place, self._began = 0, self._order.get_state()
@@ -85,22 +86,14 @@ class ResumableDataLoader(DataLoader):
             yield batch
         self.has_ended = True
 
-    def _from(self, place: int) -> DataLoader:
+    def _rest(self) -> Iterator[Any]:
         """The batches of the epoch that are left."""
-        batches: Any = self.batch_sampler
-        rest: Any = islice(self.sampler if batches is None else batches, place, None)
-        return DataLoader(
-            self.dataset,
-            **({"sampler": rest, "batch_size": None} if batches is None else {"batch_sampler": rest}),
-            num_workers=self.num_workers,
-            collate_fn=self.collate_fn,
-            pin_memory=self.pin_memory,
-            timeout=self.timeout,
-            worker_init_fn=self.worker_init_fn,
-            multiprocessing_context=self.multiprocessing_context,
-            generator=self.generator,
-            prefetch_factor=self.prefetch_factor,
-        )
+        rest, name = copy.copy(self), "sampler" if self.batch_sampler is None else "batch_sampler"
+        left = islice(getattr(self, name), self._place, None)
+        # A DataLoader refuses both changes. Workers that it keeps have begun with its own sampler.
+        object.__setattr__(rest, name, left)
+        object.__setattr__(rest, "persistent_workers", False)
+        return DataLoader.__iter__(rest)
 
     def state_dict(self) -> dict[str, Any]:
         """The loader's place in its epoch."""
