@@ -13,7 +13,6 @@ import copy
 from collections.abc import Callable, Iterator, Sized
 from contextlib import contextmanager
 from functools import partial
-from itertools import chain
 from typing import Any
 
 import lightning.pytorch as pl
@@ -59,7 +58,7 @@ def first_step(run: Run) -> partial[Any]:
         loader = source.get()
         if trainer.ckpt_path is None:  # otherwise the loader may depend on what the checkpoint restores
             source.hand_over(loader)
-        batch, one_after_another = _first_batch(trainer, source, loader, name)
+        batch, one_after_another = _first_batch(loader, name)
         batch = trainer.precision_plugin.convert_input(batch)
         batch = before_batch_transfer(module, batch)
         batch = trainer.strategy.batch_to_device(batch, device=module.device)
@@ -126,23 +125,19 @@ def _with_optimizer(trainer: pl.Trainer) -> Iterator[None]:
         strategy.optimizers, strategy.lr_scheduler_configs = [], []
 
 
-def _first_batch(trainer: pl.Trainer, source: LoaderSource, loader: Any, step: str) -> tuple[Any, bool]:
-    """The first batch of the ``loader`` that the ``source`` has given, and whether it is from one of several loaders,
-    which are read one after another."""
-    if _gives_once(loader):
-        first = next(loader, None)
-        loader = chain([first], loader)  # it is put back
-        source.hand_over(loader)
-        return first, False
+def _first_batch(loader: Any, step: str) -> tuple[Any, bool]:
+    """The first batch of a ``loader``, and whether it is from one of several, which are read one after another."""
     if isinstance(loader, CombinedLoader):
         combined = CombinedLoader(loader.iterables, mode_of(loader))
     else:
         combined = CombinedLoader(loader, "max_size_cycle" if step == "training_step" else "sequential")
-    if (once := next(filter(_gives_once, combined.flattened), None)) is not None:
-        raise ValueError(
-            f"One of several loaders of {step} is a {type(once).__name__}, which gives each batch once: the dry run of "
-            f"the step would take its first batch. Give a DataLoader, a list, or a class with an __iter__."
-        )
+    for each in combined.flattened:
+        # One of Python's own iterators. One of another class may be a loader that `iter` rewinds.
+        if isinstance(each, Iterator) and not isinstance(each, Sized) and not can_hand_on(each):
+            raise ValueError(
+                f"A loader of {step} is a {type(each).__name__}, which gives each batch once: the dry run of the step "
+                f"would take its first batch. Give a DataLoader, a list, or a class with an __iter__."
+            )
     combined.flattened = [_of_its_own(each) for each in combined.flattened]
     try:
         batch, *_ = next(iter(combined))
@@ -154,12 +149,6 @@ def _first_batch(trainer: pl.Trainer, source: LoaderSource, loader: Any, step: s
             f"The loader of {step} gives no batch. The model is divided by a dry run of {step}, which needs one."
         ) from None
     return batch, len(combined.flattened) > 1 and mode_of(combined) == "sequential"
-
-
-def _gives_once(loader: Any) -> bool:
-    """Is it one of Python's own iterators, such as a generator? One of another class may be a loader that `iter`
-    rewinds."""
-    return isinstance(loader, Iterator) and not isinstance(loader, Sized) and not can_hand_on(loader)
 
 
 def _of_its_own(loader: Any) -> Any:
