@@ -26,7 +26,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
 from lightning_parallel.batch import samples_of, split
 from lightning_parallel.loading.loaders import with_one_worker
-from lightning_parallel.loading.read_ahead import ReadAhead, can_hand_on
+from lightning_parallel.loading.read_ahead import ReadAhead
 from lightning_parallel.private.lightning.data import LoaderSource, before_batch_transfer, mode_of
 from lightning_parallel.ranks.run import Run
 from lightning_parallel.results.logs import trial
@@ -132,8 +132,8 @@ def _first_batch(loader: Any, step: str) -> tuple[Any, bool]:
     else:
         combined = CombinedLoader(loader, "max_size_cycle" if step == "training_step" else "sequential")
     for each in combined.flattened:
-        # One of Python's own iterators. One of another class may be a loader that `iter` rewinds.
-        if isinstance(each, Iterator) and not isinstance(each, Sized) and not can_hand_on(each):
+        # One of Python's own iterators, to which nothing can be added. Others can be handed on, or are rewound.
+        if isinstance(each, Iterator) and not isinstance(each, Sized) and not hasattr(each, "__dict__"):
             raise ValueError(
                 f"A loader of {step} is a {type(each).__name__}, which gives each batch once: the dry run of the step "
                 f"would take its first batch. Give a DataLoader, a list, or a class with an __iter__."

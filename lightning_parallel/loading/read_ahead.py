@@ -22,25 +22,6 @@ from lightning_parallel.batch import cloned
 from lightning_parallel.seeding import random_state, restore_random_state
 
 
-def can_hand_on(loader: Any) -> bool:
-    """Can :meth:`ReadAhead.hand_on` have the loader give its first batch again?"""
-    kind = type(loader)
-    can = _specialise(loader, {})
-    if can:
-        loader.__class__ = kind
-    return can
-
-
-def _specialise(loader: Any, methods: dict[str, Any]) -> bool:
-    """Give a loader methods of its own, by a subclass of its class. False for Python's own kinds, which refuse it."""
-    kind = type(loader)
-    try:
-        loader.__class__ = type(kind.__name__, (kind,), methods)
-    except TypeError:
-        return False
-    return True
-
-
 def _moved(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The states afterwards of the generators that have drawn between two random states."""
     return {name: now for name, now in after.items() if name not in before or not torch.equal(before[name], now)}
@@ -69,11 +50,12 @@ class ReadAhead:
         return cloned(self._first[0])
 
     def hand_on(self) -> None:
-        """Have the loader give the batch again when it is next read, and go on from there. Loaders of Python's own
-        kinds (lists) begin anew by themselves."""
+        """Have the loader give the batch again when it is next read, and go on from there: by a method of its own, in a
+        subclass of its class."""
         kind = type(self._loader)
         if self._first:
-            _specialise(self._loader, {"__iter__": lambda _: self._go_on(kind)})
+            with suppress(TypeError):  # Python's own kinds, such as lists, refuse it, and begin anew by themselves
+                self._loader.__class__ = type(kind.__name__, (kind,), {"__iter__": lambda _: self._go_on(kind)})
 
     def _go_on(self, kind: type[Any]) -> Iterator[Any]:
         """An iterator of the loader. Only the first that is read gives the batch."""
