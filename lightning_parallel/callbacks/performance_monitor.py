@@ -78,7 +78,7 @@ class PerformanceMonitor(Callback):
         self._peak = self._given_peak or _peak_of(trainer)
         self._board = Noticeboard() if trainer.world_size > 1 else None
         if self._board is not None:
-            self._board.leave({"memory": memory_in_use(trainer.strategy.root_device)})
+            self._board.leave(memory_in_use(trainer.strategy.root_device))
 
     @override
     def on_train_batch_end(
@@ -121,14 +121,14 @@ class PerformanceMonitor(Callback):
     # -- figures -------------------------------------------------------------------------------------------------
 
     def _log(self, trainer: pl.Trainer, step: int, seconds: float) -> None:
-        own = {"memory": memory_in_use(trainer.strategy.root_device)}
+        own = memory_in_use(trainer.strategy.root_device)
         if self._board is not None:
             self._board.leave(own)
         if not trainer.is_global_zero:
             return
         everyone = [own] if self._board is None else self._board.read()
         if everyone:
-            figures = self._figures(trainer, seconds, [each["memory"] / 2**30 for each in everyone])
+            figures = self._figures(trainer, seconds, [nbytes / 2**30 for nbytes in everyone])
             for logger in trainer.loggers:
                 logger.log_metrics(figures, step=step)
             show_in_progress_bar(trainer, _texts(figures, self._unit))

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
-
 import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
@@ -50,19 +47,17 @@ class Notice:
 
 
 class Noticeboard:
-    """A board where each rank leaves its figures, and rank 0 reads those of all. Ranks may be at different batches: the
-    figures may be a log interval old. All ranks make it, and leave their first figures before one reads."""
+    """A board where each rank leaves a figure, and rank 0 reads those of all. Ranks may be at different batches: the
+    figures may be a log interval old. All ranks make it."""
 
     def __init__(self) -> None:
         self._store = store_of_run("figures")
 
-    def leave(self, figures: Mapping[str, float]) -> None:
-        """Leave this rank's figures, in the place of earlier ones."""
-        guarded(self._store.set, str(dist.get_rank()), json.dumps(figures))
+    def leave(self, figure: int) -> None:
+        """Leave this rank's figure, in the place of an earlier one."""
+        guarded(self._store.set, str(dist.get_rank()), str(figure))
 
-    def read(self) -> list[dict[str, float]]:
+    def read(self) -> list[int]:
         """The figures of all ranks, in their order; empty as long as a rank hasn't left any."""
         keys = [str(rank) for rank in range(dist.get_world_size())]
-        if not guarded(self._store.check, keys):
-            return []
-        return [json.loads(text) for text in guarded(self._store.multi_get, keys)]
+        return [*map(int, guarded(self._store.multi_get, keys))] if guarded(self._store.check, keys) else []
