@@ -123,14 +123,12 @@ def merge_groups(ranks: list[list[dict[str, Any]]], order: Sequence[str]) -> lis
     for index, copies in enumerate(zip(*ranks, strict=True)):
         first = copies[0]
         for other in copies[1:]:
-            keys = first.keys() | other.keys()
-            differing = sorted(key for key in keys if key != "params" and not _equal(first, other, key))
-            if differing:
-                key = differing[0]
-                raise ValueError(
-                    f"parameter group {index} has {key}={first.get(key)!r} on one rank and {other.get(key)!r} on "
-                    f"another: a checkpoint holds one value of each option."
-                )
+            for key in sorted(first.keys() | other.keys()):
+                if key != "params" and not _equal(first, other, key):
+                    raise ValueError(
+                        f"parameter group {index} has {key}={first.get(key)!r} on one rank and {other.get(key)!r} on "
+                        f"another: a checkpoint holds one value of each option."
+                    )
         names = list(dict.fromkeys(name for copy in copies for name in copy["params"]))
         names.sort(key=lambda name: position.get(name, len(position)))
         merged.append({**first, "params": names})
