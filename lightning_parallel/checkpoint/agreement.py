@@ -121,27 +121,22 @@ def merge_groups(ranks: list[list[dict[str, Any]]], order: Sequence[str]) -> lis
     position = {name: place for place, name in enumerate(order)}
     merged = []
     for index, copies in enumerate(zip(*ranks, strict=True)):
-        first = copies[0]
-        for other in copies[1:]:
+        # A tensor is a learning rate for compiled or captured optimizers.
+        first, *others = [
+            {key: float(value) if isinstance(value, Tensor) else value for key, value in copy.items()}
+            for copy in copies
+        ]
+        for other in others:
             for key in sorted(first.keys() | other.keys()):
-                if key != "params" and not _equal(first, other, key):
+                if key != "params" and first.get(key) != other.get(key):
                     raise ValueError(
                         f"parameter group {index} has {key}={first.get(key)!r} on one rank and {other.get(key)!r} on "
                         f"another: a checkpoint holds one value of each option."
                     )
         names = list(dict.fromkeys(name for copy in copies for name in copy["params"]))
         names.sort(key=lambda name: position.get(name, len(position)))
-        merged.append({**first, "params": names})
+        merged.append({**copies[0], "params": names})
     return merged
-
-
-def _equal(one: Mapping[str, Any], other: Mapping[str, Any], key: str) -> bool:
-    if key not in one or key not in other:
-        return False
-    a, b = one[key], other[key]
-    if isinstance(a, Tensor) or isinstance(b, Tensor):  # a learning rate for compiled or captured optimizers
-        return float(a) == float(b)
-    return bool(a == b)
 
 
 # -- ranks that load ---------------------------------------------------------------------------------------------

@@ -54,7 +54,7 @@ def broadcast_tensors(tensors: Iterable[Tensor], source: int, group: dist.Proces
     without autograd's knowledge."""
     if _is_alone(group):
         return
-    for bucket in buckets_of(tensors):
+    for bucket in buckets(tensors, lambda tensor: tensor.nbytes, lambda tensor: tensor.device):
         raw = [tensor.data.contiguous().reshape(-1).view(torch.uint8) for tensor in bucket]  # for any backend
         message = torch.cat(raw) if len(raw) > 1 else raw[0]
         guarded(dist.broadcast, message, source, group)
@@ -83,11 +83,6 @@ def buckets(
         size += nbytes(item)
     if bucket:
         yield bucket
-
-
-def buckets_of(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
-    """Tensors in lists that are copied together, each of one device."""
-    return buckets(tensors, lambda tensor: tensor.nbytes, lambda tensor: tensor.device)
 
 
 def broadcast_object(value: T | None, source: int | None, group: Group) -> T:
