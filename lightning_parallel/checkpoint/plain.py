@@ -22,15 +22,7 @@ import torch
 from torch import Tensor
 
 from lightning_parallel.checkpoint.directory import PathLike
-from lightning_parallel.checkpoint.keys import (
-    MODEL,
-    SECOND,
-    OptimizerState,
-    below,
-    joined,
-    of_replicas,
-    parameter_of,
-)
+from lightning_parallel.checkpoint.keys import MODEL, SECOND, OptimizerState, below, joined, of_replicas, parameter_of
 from lightning_parallel.checkpoint.reading import Reader, read_file
 from lightning_parallel.checkpoint.slices import empty_like, fill
 

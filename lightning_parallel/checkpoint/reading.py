@@ -22,15 +22,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import load as load_tensors
 
 from lightning_parallel.checkpoint import directory
-from lightning_parallel.checkpoint.directory import (
-    FILES,
-    METADATA,
-    TRAINER,
-    PathLike,
-    check_archive,
-    damaged,
-    verified,
-)
+from lightning_parallel.checkpoint.directory import FILES, METADATA, TRAINER, PathLike, check_archive, damaged, verified
 from lightning_parallel.private.torch.tensors import METADATA_CLASSES
 from lightning_parallel.values import first_few
 
