@@ -47,7 +47,7 @@ def first_step(run: Run) -> partial[Any]:
     """The first step that the Trainer is going to run, bound to a batch on the module's present device.
 
     Raises:
-        ValueError: there is no batch.
+        ValueError: there is no batch, or a loader couldn't give it again.
     """
     trainer, module = run.trainer, run.module
     assert trainer.state.fn is not None
