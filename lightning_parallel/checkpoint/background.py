@@ -58,7 +58,7 @@ class BackgroundSave:
         appears there only when it is whole. Returns a function that ends this.
 
         Raises:
-            ValueError: one makes a link to the save at once.
+            ValueError: one would link to the save before it is whole.
         """
         savers = [callback for callback in callbacks if isinstance(callback, ModelCheckpoint)]
         if any(saver.save_last == "link" for saver in savers):
