@@ -11,7 +11,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from datetime import timedelta
-from functools import partial
+from functools import partial, partialmethod
 from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
@@ -458,25 +458,18 @@ class LayoutStrategy(ParallelStrategy):
                 peers, first = self.layout.peers("data"), self.layout.rank_at(data=0)
                 broadcast_tensors(self.checkpoints.average.module.buffers(), first, self.groups.on_host(peers))
 
-    @override
-    def on_validation_start(self) -> None:
+    def _begin_evaluation(self, kind: str) -> None:
         self.drain()
-        self._begin_evaluation("val", self.run.trainer.num_val_batches)
-
-    @override
-    def on_test_start(self) -> None:
-        self._begin_evaluation("test", self.run.trainer.num_test_batches)
-
-    @override
-    def on_predict_start(self) -> None:
-        self._begin_evaluation("predict", self.run.trainer.num_predict_batches)
-
-    def _begin_evaluation(self, kind: str, batches: Sequence[float]) -> None:
         self.share_buffers()
+        batches: Sequence[float] = getattr(self.run.trainer, f"num_{kind}_batches")
         if self._same_batches is not None:
             self._same_batches.begin_evaluation(batches)
         if self.local_model.is_fully_sharded:
             loaders.refuse_unequal_steps(self.run, kind, batches)
+
+    on_validation_start = partialmethod(_begin_evaluation, "val")  # type: ignore[assignment]
+    on_test_start = partialmethod(_begin_evaluation, "test")  # type: ignore[assignment]
+    on_predict_start = partialmethod(_begin_evaluation, "predict")  # type: ignore[assignment]
 
     def _refuse_end_of_some(self, *, ended: bool = False) -> None:
         if self.run.trainer.training or self.local_model.is_fully_sharded:  # else replicas don't meet in each batch
@@ -493,23 +486,15 @@ class LayoutStrategy(ParallelStrategy):
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         return self.run_step("training_step", *args, **kwargs)
 
-    @override
-    def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        return self._evaluate("validation_step", *args, **kwargs)
-
-    @override
-    def test_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        return self._evaluate("test_step", *args, **kwargs)
-
-    @override
-    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._evaluate("predict_step", *args, **kwargs)
-
     def _evaluate(self, kind: str, batch: Any, *args: Any, **kwargs: Any) -> Any:
         if self._same_batches is not None:
             self._same_batches.check_evaluation(batch)
         self._refuse_end_of_some()
         return self.run_step(kind, batch, *args, **kwargs)
+
+    validation_step = partialmethod(_evaluate, "validation_step")  # type: ignore[assignment]
+    test_step = partialmethod(_evaluate, "test_step")  # type: ignore[assignment]
+    predict_step = partialmethod(_evaluate, "predict_step")  # type: ignore[assignment]
 
     def run_step(self, kind: str, *args: Any, **kwargs: Any) -> Any:
         """Run the user's step of a kind (its name) on a batch."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partialmethod
 from typing import Any
 
 import lightning.pytorch as pl
@@ -138,22 +139,6 @@ class DataParallelStrategy(SingleDeviceStrategy):
 
     # -- a batch -------------------------------------------------------------------------------------------------
 
-    @override
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._step("training_step", *args, *kwargs.values())
-
-    @override
-    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._step("validation_step", *args, *kwargs.values())
-
-    @override
-    def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._step("test_step", *args, *kwargs.values())
-
-    @override
-    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._step("predict_step", *args, *kwargs.values())
-
     def _step(self, name: str, batch: Any, *indices: int) -> Any:
         """Run the user's step ``name`` on the replicas. With one device it runs as it stands."""
         module = self._module()
@@ -161,6 +146,12 @@ class DataParallelStrategy(SingleDeviceStrategy):
             if self.parallel_devices is None or len(self.parallel_devices) == 1:  # there is nothing to split or to join
                 return getattr(module, name)(batch, *indices)
             return self._on_replicas(module, name, batch, indices)
+
+    # Lightning's four steps.
+    training_step = partialmethod(_step, "training_step")  # type: ignore[assignment]
+    validation_step = partialmethod(_step, "validation_step")  # type: ignore[assignment]
+    test_step = partialmethod(_step, "test_step")  # type: ignore[assignment]
+    predict_step = partialmethod(_step, "predict_step")  # type: ignore[assignment]
 
     def _on_replicas(self, module: pl.LightningModule, name: str, batch: Any, indices: Sequence[int]) -> Any:
         """The joined results of the replicas' steps. What the replicas log is logged once."""
