@@ -7,7 +7,7 @@ is made to clip so, and to skip a step on all ranks or on none.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
 
 import torch
@@ -27,37 +27,66 @@ from lightning_parallel.ranks.run import Run
 from lightning_parallel.tensor_lists import alike
 
 
-def clip_by_norm(
-    parameters: Sequence[Tensor],
-    clip_val: float,
-    *,
-    counted: Set[Tensor],
-    replicas: dist.ProcessGroup | None,
-    parts: dist.ProcessGroup | None,
-    device: torch.device,
-) -> Tensor:
-    """Scale all gradients so that the norm of the whole model's gradient is at most ``clip_val``, and return that norm
-    as it was.
+class Clipping:
+    """Makes the precision plugin clip as in one process, until :meth:`end`.
 
     Args:
-        counted: the parameters whose gradients here enter the norm. Of the copies within ``parts``, one does.
-        replicas: the ranks over which DTensors are sharded, and which have equal copies of all else; None if no
-            parameter is a DTensor.
-        parts: the ranks that hold the model together; None if each of them holds all of it.
+        counts: tells whether this rank's copy of a parameter, by name, enters the norm. Of the copies within ``parts``,
+            one does.
+        parts: the ranks whose gradients make one norm.
+        watch: paused while gradients are clipped.
     """
-    own = [p.grad for p in parameters if p.grad is not None and p in counted]
-    square = torch.zeros((), dtype=torch.float64, device=device)
-    if replicas is not None:
-        square += square_of_norm([local_part(g) for g in own if isinstance(g, DTensor)], device)
-        reduce_tensor(square, replicas, dist.ReduceOp.SUM)
-    square += square_of_norm([g for g in own if not isinstance(g, DTensor)], device)
-    if parts is not None:
-        reduce_tensor(square, parts, dist.ReduceOp.SUM)
-    norm = square.sqrt()
-    scale = (clip_val / (norm + 1e-6)).clamp(max=1.0)  # as torch.nn.utils.clip_grad_norm_
-    for (gradients,) in alike([local_part(p.grad) for p in parameters if p.grad is not None]):
-        scale_all(gradients, scale.to(gradients[0]))
-    return norm
+
+    def __init__(
+        self,
+        run: Run,
+        local: LocalModel,
+        *,
+        counts: Callable[[str], bool],
+        parts: dist.ProcessGroup,
+        watch: GradientWatch | None,
+    ) -> None:
+        self._plugin, self._device, self._local = run.precision, run.device, local
+        self._counts, self._parts = counts, parts
+        self._replicas = run.groups.along("data")
+        self._paused = nullcontext if watch is None else watch.paused
+        self._put_back = ExitStack()
+        self._put_back.callback(replaced(self._plugin, "clip_grad_by_norm", self.by_norm))
+        self._put_back.callback(replaced(self._plugin, "clip_grad_by_value", self.by_value))
+
+    def end(self) -> None:
+        """Give the plugin its own functions back."""
+        self._put_back.close()
+
+    def by_norm(self, optimizer: Optimizer, clip_val: int | float) -> Tensor:
+        """Scale all gradients so that the norm of the whole model's gradient is at most ``clip_val``, and return that
+        norm as it was."""
+        norm = self.square(optimizer, self._parts).sqrt()
+        scale = (clip_val / (norm + 1e-6)).clamp(max=1.0)  # as torch.nn.utils.clip_grad_norm_
+        with self._paused():
+            here = [local_part(p.grad) for p in self._plugin.main_params(optimizer) if p.grad is not None]
+            for (gradients,) in alike(here):
+                scale_all(gradients, scale.to(gradients[0]))
+        return norm
+
+    def by_value(self, optimizer: Optimizer, clip_val: int | float) -> None:
+        """Clip the entries of all gradients."""
+        with self._paused():
+            held = [parameter for parameter in self._plugin.main_params(optimizer) if parameter.grad is not None]
+            if held:  # torch takes no empty list, and for several at a time no mix of DTensors and plain tensors
+                nn.utils.clip_grad_value_(held, clip_val, foreach=False)
+
+    def square(self, optimizer: Optimizer, parts: dist.ProcessGroup) -> Tensor:
+        """The squared norm of the gradients that these ranks hold together. All of them call it, and their replicas if
+        any parameter is fully sharded."""
+        with self._paused():
+            held = [p for p in self._plugin.main_params(optimizer) if self._counts(self._local.names[id(p)])]
+            own = [p.grad for p in held if p.grad is not None]
+            square = square_of_norm([local_part(g) for g in own if isinstance(g, DTensor)], self._device)
+            if self._local.is_fully_sharded:  # of all else replicas have equal copies
+                reduce_tensor(square, self._replicas, dist.ReduceOp.SUM)
+            square += square_of_norm([g for g in own if not isinstance(g, DTensor)], self._device)
+        return reduce_tensor(square, parts, dist.ReduceOp.SUM)
 
 
 def square_of_norm(gradients: list[Tensor], device: torch.device) -> Tensor:
@@ -68,45 +97,6 @@ def square_of_norm(gradients: list[Tensor], device: torch.device) -> Tensor:
         norms = norms_of(group, torch.promote_types(group[0].dtype, torch.float32))
         square += torch.stack(norms).double().square().sum().to(device)
     return square
-
-
-# -- in Lightning's precision plugin ---------------------------------------------------------------------------
-
-
-def install_clipping(
-    run: Run,
-    local: LocalModel,
-    *,
-    counts: Callable[[str], bool],
-    parts: dist.ProcessGroup,
-    watch: GradientWatch | None,
-) -> Callable[[], None]:
-    """Make the precision plugin clip as :func:`clip_by_norm` does. Returns a function that undoes this.
-
-    Args:
-        counts: tells whether this rank's copy of a parameter, by name, enters the norm.
-        parts: the ranks whose gradients make one norm.
-        watch: paused while the plugin clips.
-    """
-    plugin, paused = run.precision, nullcontext if watch is None else watch.paused
-    sharded_over = run.groups.along("data") if local.is_fully_sharded else None
-
-    def by_norm(optimizer: Optimizer, clip_val: int | float) -> Tensor:
-        with paused():
-            held = list(plugin.main_params(optimizer))
-            counted: set[Tensor] = {parameter for parameter in held if counts(local.names[id(parameter)])}
-            return clip_by_norm(held, clip_val, counted=counted, replicas=sharded_over, parts=parts, device=run.device)
-
-    def by_value(optimizer: Optimizer, clip_val: int | float) -> None:
-        with paused():
-            held = [parameter for parameter in plugin.main_params(optimizer) if parameter.grad is not None]
-            if held:  # torch takes no empty list, and for several at a time no mix of DTensors and plain tensors
-                nn.utils.clip_grad_value_(held, clip_val, foreach=False)
-
-    put_back = ExitStack()
-    put_back.callback(replaced(plugin, "clip_grad_by_norm", by_norm))
-    put_back.callback(replaced(plugin, "clip_grad_by_value", by_value))
-    return put_back.close
 
 
 def share_overflows(run: Run) -> Callable[[], None]:

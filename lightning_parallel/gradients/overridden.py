@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
+from typing import Any
+
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -10,14 +13,22 @@ from torch.optim import Optimizer
 from lightning_parallel.private.lightning.launching import callbacks_of
 
 
-def overridden(trainer: pl.Trainer, module: pl.LightningModule, *hooks: str) -> list[str]:
-    """Those of these hooks, as ``Class.hook``, for which the module or a callback has code of its own."""
+def overridden(trainer: pl.Trainer, module: pl.LightningModule, *hooks: str, unless: str = "") -> list[str]:
+    """Those of these hooks, as ``Class.hook``, for which the module or a callback has code of the user's own. Classes
+    whose attribute ``unless`` is False are left out."""
     return [
         f"{type(owner).__name__}.{hook}"
         for owner in (module, *callbacks_of(trainer))
         for hook in hooks
         if (owner is module or hasattr(Callback, hook)) and is_overridden(hook, owner)
+        if getattr(owner, unless, True) and _is_users(getattr(owner, hook))
     ]
+
+
+def _is_users(hook: Any) -> bool:
+    function = inspect.unwrap(hook)
+    module: str = getattr(getattr(function, "func", function), "__module__", "")
+    return not module.startswith(("lightning.", "lightning_parallel."))
 
 
 def erased_are_read(trainer: pl.Trainer, module: pl.LightningModule) -> bool:

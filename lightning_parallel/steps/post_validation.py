@@ -12,7 +12,6 @@ were clipped, stages wait for a while, since an update that is made twice costs 
 
 from __future__ import annotations
 
-import inspect
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
@@ -22,13 +21,12 @@ from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
 import torch.distributed as dist
-from lightning.pytorch.callbacks import Callback, LambdaCallback, WeightAveraging
-from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.callbacks import LambdaCallback, WeightAveraging
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_parallel.gradients.clipping import square_of_norm
-from lightning_parallel.gradients.hook_watch import GradientWatch
+from lightning_parallel.gradients.clipping import Clipping
+from lightning_parallel.gradients.overridden import overridden
 from lightning_parallel.gradients.swapping import Gradients, swap_gradients
 from lightning_parallel.optimizers.closures import closure_first
 from lightning_parallel.optimizers.undoable import UndoableStep, refuse_undoing
@@ -70,8 +68,7 @@ class PostValidation:
 
     Args:
         layers: of this stage's first chunk, whose forwards may run again.
-        counts: does this rank's copy of a parameter, by name, enter the norm?
-        watch: of this rank's gradients, paused while their norm is computed.
+        clipping: what the plugin clips by.
         drain: validates the last update on all stages, by :meth:`settle`.
         has_to_wait: has the next update to be clipped before it is made?
     """
@@ -82,18 +79,16 @@ class PostValidation:
         local: LocalModel,
         *,
         layers: Sequence[nn.Module],
-        counts: Callable[[str], bool],
-        watch: GradientWatch | None,
+        clipping: Clipping,
         drain: Callable[[], None],
         has_to_wait: Callable[[], bool],
     ) -> None:
-        self._run, self._local, self._counts, self._watch = run, local, counts, watch
+        self._run, self._local, self._clipping = run, local, clipping
         self._layers, self._has_to_wait = nn.ModuleList(layers), has_to_wait
         self._open: _Open | None = None  # the last update, if it isn't validated yet
         self._clipped = deque[bool](maxlen=_REMEMBERED)  # have the last updates been clipped?
         self._waited: tuple[Tensor, float] | None = None  # the norm and the limit of the last update, if stages waited
         self._end = ExitStack()
-        self._clip_at_once: Any = run.precision.clip_grad_by_norm  # returns the norm
         self._end.callback(replaced(run.precision, "clip_grad_by_norm", self.clip))
         for optimizer in run.trainer.optimizers:
             # The closure makes the update before this one again, and this one's copy.
@@ -118,17 +113,10 @@ class PostValidation:
             self._clipped.append(not _holds(norm.square(), limit))
             self._waited = None
         if self._has_to_wait() or sum(self._clipped) > _MOST * _REMEMBERED:
-            self._waited = self._clip_at_once(optimizer, clip_val), clip_val
+            self._waited = self._clipping.by_norm(optimizer, clip_val), clip_val
         else:
-            self._open = _Open(UndoableStep(optimizer), self._square_of(optimizer), clip_val)
-
-    def _square_of(self, optimizer: Optimizer) -> Tensor:
-        """The squared norm of this stage's gradients."""
-        held = [p for p in self._run.precision.main_params(optimizer) if self._counts(self._local.names[id(p)])]
-        with nullcontext() if self._watch is None else self._watch.paused():
-            square = square_of_norm([p.grad for p in held if p.grad is not None], self._run.device)
-        reduce_tensor(square, self._run.groups.along("tensor"), dist.ReduceOp.SUM)
-        return square
+            square = self._clipping.square(optimizer, self._run.groups.along("tensor"))
+            self._open = _Open(UndoableStep(optimizer), square, clip_val)
 
     # -- its validation ------------------------------------------------------------------------------------------
 
@@ -176,7 +164,7 @@ class PostValidation:
         assert self._open is not None, "an update is open that doesn't hold"
         step, _, limit = self._open
         self._open = None
-        step.make_again(lambda optimizer: self._clip_at_once(optimizer, limit))
+        step.make_again(lambda optimizer: self._clipping.by_norm(optimizer, limit))
         self._clipped.append(True)
 
     def settle(self) -> None:
@@ -213,14 +201,11 @@ def _in_the_way(trainer: pl.Trainer, module: pl.LightningModule) -> Iterator[str
     for callback in callbacks_of(trainer):
         if isinstance(callback, WeightAveraging):
             yield f"{type(callback).__name__}, which averages the weights of each update"
-    for owner, parent in ((module, pl.LightningModule), *((callback, Callback) for callback in callbacks_of(trainer))):
-        for hook in _BETWEEN if getattr(owner, "reads_weights", True) else ():
-            if hasattr(parent, hook) and is_overridden(hook, owner, parent) and _is_users(owner, hook):
-                kind = type(owner).__name__
-                yield (
-                    f"{kind}.{hook}, which may see weights that are taken back (if it doesn't use them, set "
-                    f"{kind}.reads_weights = False)"
-                )
+    for hook in overridden(trainer, module, *_BETWEEN, unless="reads_weights"):
+        yield (
+            f"{hook}, which may see weights that are taken back (if it doesn't use them, set "
+            f"{hook.partition('.')[0]}.reads_weights = False)"
+        )
 
 
 def _without_hooks(optimizer: Optimizer) -> AbstractContextManager[None]:
@@ -231,9 +216,3 @@ def _without_hooks(optimizer: Optimizer) -> AbstractContextManager[None]:
             f"update that is taken back. Leave one of the two out."
         )
     return nullcontext()
-
-
-def _is_users(owner: Any, hook: str) -> bool:
-    function = inspect.unwrap(getattr(owner, hook))
-    module: str = getattr(getattr(function, "func", function), "__module__", "")
-    return not module.startswith(("lightning.", "lightning_parallel."))

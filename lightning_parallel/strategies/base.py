@@ -46,7 +46,7 @@ from lightning_parallel.checks.own_optimizers import refuse_own_format, refuse_s
 from lightning_parallel.checks.parted_options import PartedOptions
 from lightning_parallel.checks.reads_of_shards import sizes_watched
 from lightning_parallel.disk_offload import DiskOffload
-from lightning_parallel.gradients.clipping import install_clipping
+from lightning_parallel.gradients.clipping import Clipping
 from lightning_parallel.gradients.hook_watch import GradientWatch, refuse_hooks_of_parameters, sees_gradients
 from lightning_parallel.loading import loaders
 from lightning_parallel.optimizers.division import Division
@@ -88,10 +88,12 @@ class LayoutStrategy(ParallelStrategy):
 
     calls_configure_part = True  # of a module (set_up/part_of_model.py), which asks for this
     run: Run  # from `prepare` on
-    # From `hold` on: this rank's parameters and buffers, its replica beside the others, and what saves and loads them.
+    # From `hold` on: this rank's parameters and buffers, its replica beside the others, what saves and loads them, and
+    # what clips their gradients.
     local_model: LocalModel
     replicas: Replicas
     checkpoints: Checkpoints
+    clipping: Clipping
 
     def __init__(self, options: ProcessOptions, **axes: Size) -> None:
         warn_of_other_modules()
@@ -356,8 +358,8 @@ class LayoutStrategy(ParallelStrategy):
             if local.is_fully_sharded or in_parts:
                 self._watch = GradientWatch(run, local.parameters.values(), in_parts=in_parts)
                 self._at_end.callback(self._watch.close)
-        clips_as_before = install_clipping(run, local, counts=self.counts, parts=self.norm_group, watch=self._watch)
-        self._at_end.callback(clips_as_before)
+        self.clipping = Clipping(run, local, counts=self.counts, parts=self.norm_group, watch=self._watch)
+        self._at_end.callback(self.clipping.end)
         self.replicas.copy_parameters()
         module, of_training = self._told
         if module is not run.module or run.trains > of_training:  # again when one that was evaluated is trained

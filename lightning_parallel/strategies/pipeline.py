@@ -176,8 +176,7 @@ class PipelineStrategy(StagedStrategy):
                 self.run,
                 self.local_model,
                 layers=[self.run.module.get_submodule(n) for n, of in units if self.stage.chunks[0] in of],
-                counts=self.counts,
-                watch=self._watch,
+                clipping=self.clipping,
                 drain=self.drain,
                 # A parameter that steps change would have to be put back, too.
                 has_to_wait=lambda: bool(self.at_work.microbatches.changes.known),

@@ -18,8 +18,8 @@ from torch.optim import Optimizer
 
 from lightning_parallel.backward import split
 from lightning_parallel.checks.first_losses import FirstLosses
-from lightning_parallel.gradients import clipping
 from lightning_parallel.gradients.averaging import GradientAverager
+from lightning_parallel.gradients.clipping import Clipping
 from lightning_parallel.losses.normaliser import BatchLoss, Rule
 from lightning_parallel.messages.arrival import Arrival
 from lightning_parallel.pipeline.chunk import Chunk
@@ -462,7 +462,7 @@ FAULTS: dict[str, Fault] = {
         "stages",
         ANY,
         "update",
-        lambda: replaced(clipping, "clip_by_norm", lambda f, *a, **k: f(*a, **{**k, "parts": None})),
+        lambda: replaced(Clipping, "square", lambda f, self, optimizer, _: f(self, optimizer, self._replicas)),
     ),
     "whole parameters count twice in the norm": Fault(
         "Clipped",
