@@ -1,8 +1,7 @@
 """Checks, most of them by a trial: whatever can't have the numbers of one process is refused by name before training.
 
 ``optimizer_trial.py`` finds optimizers that treat parameters as wholes, by trials on small ones
-(``small_optimizer.py``, ``no_collectives.py``), and ``own_optimizers.py`` those whose parameters or states are their
-own.
+(``small_optimizer.py``, ``no_collectives.py``).
 ``manual.py`` is about modules that step optimizers themselves. ``first_losses.py`` finds tensor ranks with different
 losses, ``parted_options.py`` replicas with different learning rates, ``reads_of_shards.py`` code that takes a rank's
 part of a parameter for the parameter, and ``other_lightning.py`` modules of ``pytorch_lightning``.

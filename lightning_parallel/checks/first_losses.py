@@ -82,7 +82,10 @@ class FirstLosses:
         self._warned |= reads.sizes
         returned = output if isinstance(output, Mapping) else {"loss": output}
         own = _Seen(scalars(returned) | _norms(kind, output), scalars(logged), reads.found)
-        _compare(kind, gather_objects(own, self._group), _tolerance(output))
+        loss = returned.get("loss")
+        dtype = loss.dtype if isinstance(loss, Tensor) and loss.is_floating_point() else torch.get_default_dtype()
+        tolerance = min(1e-2, _ROUNDING * torch.finfo(dtype).eps)  # relative
+        _compare(kind, gather_objects(own, self._group), tolerance)
         return output
 
 
@@ -103,13 +106,6 @@ def _norms(kind: str, output: Any) -> dict[str, float]:
         wide = torch.complex128 if x.is_complex() else torch.float64
         norms[f"prediction {i}"] = float(torch.linalg.vector_norm(x, dtype=wide))
     return norms
-
-
-def _tolerance(output: Any) -> float:
-    """The relative difference that rounding may cause."""
-    loss = output.get("loss") if isinstance(output, Mapping) else output
-    dtype = loss.dtype if isinstance(loss, Tensor) and loss.is_floating_point() else torch.get_default_dtype()
-    return min(1e-2, _ROUNDING * torch.finfo(dtype).eps)
 
 
 def _compare(kind: str, ranks: list[_Seen], tolerance: float) -> None:

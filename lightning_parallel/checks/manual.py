@@ -21,11 +21,7 @@ SEVERAL_OPTIMIZERS = (
 
 
 def refuse_manual_optimization(module: pl.LightningModule) -> None:
-    """Refuse manual optimization, for strategies that run backward and step by a schedule.
-
-    Raises:
-        ValueError: the module runs them itself.
-    """
+    """Refuse manual optimization, for strategies that run backward and step by a schedule."""
     if not module.automatic_optimization:
         raise ValueError(
             f"automatic_optimization=False: a pipeline runs backward and step itself, by its schedule. Use automatic "

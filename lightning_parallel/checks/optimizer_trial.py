@@ -18,7 +18,6 @@ Parameter groups that only differ as parts are stepped as wholes, by the ranks t
 
 from __future__ import annotations
 
-import itertools
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
@@ -86,44 +85,34 @@ def stepped_whole(optimizer: Optimizer, local: LocalModel, layout: Layout, strat
 
 def refuse_steps_apart(optimizer: Optimizer, local: LocalModel, strategy: str) -> None:
     """Refuse an optimizer that trains otherwise if it makes two steps an update, one for each half of its parameters,
-    or of which no trial can tell. ``strategy`` is the class's name and the setting that asks for it, for messages.
-
-    Raises:
-        ValueError: it names the optimizer, a parameter, and what would work.
-    """
+    or of which no trial can tell. ``strategy`` is the class's name and the setting that asks for it, for messages."""
     smalls = list(made_up(optimizer, local))
     if not smalls:
         return
+    problems: list[str] = []
     with _generators_of(smalls).kept():
-        problem = _problem_of_steps_apart(optimizer, smalls)
-    if problem:
+        try:
+            together = _tried(optimizer, smalls, steps=1)
+            apart = stepped(optimizer, _whole(smalls), steps=2)
+        except Exception as error:  # any: it would come in the first update
+            why = str(error).rstrip(".")
+            problems = [f"Whether it trains as with one step could not be tried on small parameters: {why}."]
+        else:
+            problems += _unlike(smalls, together, [[value] for value in apart.values]).values()
+            # A count may matter later than a trial goes, as that of a long warm-up.
+            problems += (
+                f"Tried on small parameters, it writes another {key!r} into the options of parameter group {number} "
+                f"than with one step."
+                for number, (one_step, two_steps) in enumerate(zip(together.groups, apart.groups, strict=True))
+                for key, value in one_step.items()
+                if key != "params" and not same_value(value, two_steps.get(key))
+            )
+    if problems:
         raise ValueError(
             f"{type(optimizer).__name__} under {strategy}: in a V it makes two steps an update, one for each of a "
-            f"stage's chunks. {problem} Use one that can be tried and keeps what it counts in "
+            f"stage's chunks. {problems[0]} Use one that can be tried and keeps what it counts in "
             f"optimizer.state[parameter], such as AdamW, or schedule='1f1b'."
         )
-
-
-def _problem_of_steps_apart(optimizer: Optimizer, smalls: Sequence[Small]) -> str:
-    try:
-        together = _tried(optimizer, smalls, steps=1)
-    except (CollectiveError, _UntriedError) as error:
-        return f"Whether it trains as with one step could not be tried on small parameters: {str(error).rstrip('.')}."
-    try:
-        apart = stepped(optimizer, _whole(smalls), steps=2)
-    except Exception as error:  # any: it would come in the first update
-        return _fails(error)
-    if problems := _unlike(smalls, together, [[value] for value in apart.values]):
-        return next(iter(problems.values()))
-    # A count may matter later than a trial goes, as that of a long warm-up.
-    for number, (one_step, two_steps) in enumerate(zip(together.groups, apart.groups, strict=True)):
-        for key, value in one_step.items():
-            if key != "params" and not same_value(value, two_steps.get(key)):
-                return (
-                    f"Tried on small parameters, it writes another {key!r} into the options of parameter group "
-                    f"{number} than with one step."
-                )
-    return ""
 
 
 # -- ways to divide parameters -----------------------------------------------------------------------------------
@@ -150,15 +139,14 @@ def _owned(smalls: Sequence[Small], groups: set[int]) -> list[Pieces]:
     else what ranks have."""
     copies: list[Pieces] = []
     for index in range(3):
-        is_here = (not _is_owned(small, groups) or number % 2 == index for number, small in enumerate(smalls))
-        seen = itertools.compress(smalls, is_here)
-        copies.append([(each, Tensor.clone if each.group in groups else _half(each.dim, index % 2)) for each in seen])
+        pieces: list[tuple[Small, Piece]] = []
+        for number, small in enumerate(smalls):
+            steps_whole = small.group in groups
+            is_divided = small.dim is not None or isinstance(small.like, DTensor)
+            if number % 2 == index or not (steps_whole and is_divided):
+                pieces.append((small, Tensor.clone if steps_whole else _half(small.dim, index % 2)))
+        copies.append(pieces)
     return copies
-
-
-def _is_owned(small: Small, groups: set[int]) -> bool:
-    """Has one rank all of it, and the others nothing, where parameters of these groups are stepped as wholes?"""
-    return small.group in groups and (small.dim is not None or isinstance(small.like, DTensor))
 
 
 def _whole(smalls: Sequence[Small]) -> Pieces:

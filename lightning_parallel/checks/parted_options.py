@@ -26,9 +26,6 @@ from lightning_parallel.ranks.collectives import all_alike, gather_objects, toge
 _Options = dict[tuple[str, int, str], Any]  # by the optimizer's class and number, the group and the option
 
 
-_PARAMETERS = ("params", "param_names")
-
-
 class PartedOptions:
     """Compares the options of optimizers (rates, momenta, weight decays) that replicas have used.
 
@@ -49,15 +46,11 @@ class PartedOptions:
             for name, optimizer in zip(names, optimizers, strict=True)
             for number, group in enumerate(optimizer.param_groups)
             for key, value in group.items()
-            if key not in _PARAMETERS and (kept := _kept(value)) is not None
+            if key not in ("params", "param_names") and (kept := _kept(value)) is not None
         }
 
     def refuse(self, schedulers: Sequence[LRSchedulerConfig]) -> None:
-        """Refuse noted options that aren't the same on all replicas. All ranks call it.
-
-        Raises:
-            RuntimeError: on all ranks.
-        """
+        """Refuse, on all ranks, noted options that aren't the same on all replicas. All ranks call it."""
         together(self._everyone, partial(self._compare, schedulers))
 
     def _compare(self, schedulers: Sequence[LRSchedulerConfig]) -> None:

@@ -171,8 +171,9 @@ def _twin(optimizer: Optimizer, parameters: Sequence[tuple[Small, nn.Parameter]]
     Optimizer.__setstate__(twin, {"defaults": dict(optimizer.defaults)})  # what torch keeps itself, hooks too
     state: dict[Any, Any] = defaultdict(dict)
     for small, parameter in parameters:
-        values = optimizer.state.get(small.like)  # some make it before the first step
-        if values and not any(_is_of_whole(value, small.like) for value in values.values()):
+        values = optimizer.state.get(small.like, {})  # some make it before the first step
+        shapes = {value.shape for value in values.values() if isinstance(value, Tensor) and value.numel() > 1}
+        if values and shapes <= {small.like.shape}:  # others are of an owner, from an earlier fit
             state[parameter] = {key: _like(value, small.like, parameter) for key, value in values.items()}
     nobody = nn.Parameter(torch.zeros(()))
     memo: dict[int, Any] = {id(optimizer): twin, id(optimizer.state): state}
@@ -186,11 +187,6 @@ def _twin(optimizer: Optimizer, parameters: Sequence[tuple[Small, nn.Parameter]]
     if callable(train := getattr(twin, "train", None)):  # schedule-free ones
         train()
     return twin
-
-
-def _is_of_whole(value: Any, part: Tensor) -> bool:
-    """Is it an owner's, from an earlier fit?"""
-    return isinstance(value, Tensor) and value.numel() > 1 and value.shape != part.shape
 
 
 def _like(value: Any, parameter: Tensor, small: Tensor) -> Any:

@@ -63,11 +63,7 @@ def _uses(module: nn.Module) -> Counter[int]:
 
 def check_dtypes(name: str, parameters: Sequence[nn.Parameter]) -> None:
     """Refuse a unit whose trainable parameters have several dtypes: their gradients travel as one message. ``name`` is
-    empty for what lies in no unit.
-
-    Raises:
-        ValueError: it names the dtypes.
-    """
+    empty for what lies in no unit."""
     found = sorted({str(parameter.dtype) for parameter in parameters if parameter.requires_grad})
     if len(found) > 1:
         what = f"The unit '{name}'" if name else "What lies in no unit"

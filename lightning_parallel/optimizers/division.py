@@ -50,7 +50,10 @@ class Division:
         self._places: list[dict[str, list[Place]]] = gather_objects(own, group)  # by rank
         # Of parameters that are whole along an axis several ranks have one box: the first of them sends it.
         self._sent = [
-            {name: [place not in _of_lower(self._places[:rank], name) for place in each[name]] for name in names}
+            {
+                name: [not any(place in lower[name] for lower in self._places[:rank]) for place in each[name]]
+                for name in names
+            }
             for rank, each in enumerate(self._places)
         ]
 
@@ -137,7 +140,3 @@ def _cut(message: Tensor, boxes: Iterable[Iterable[Tensor]]) -> Iterator[tuple[T
 
 def _place(at: Sequence[int], box: Tensor) -> Place:
     return tuple(slice(start, start + size) for start, size in zip(at, box.shape, strict=True))
-
-
-def _of_lower(ranks: Iterable[Mapping[str, list[Place]]], name: str) -> list[Place]:
-    return [place for each in ranks for place in each[name]]

@@ -22,7 +22,7 @@ parameter is the whole one's. Between updates it lies under the part, where ``op
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -88,7 +88,7 @@ class Owners:
                 continue
             _refuse_hooks(optimizer)
             self._take_state(optimizer)
-            undo.callback(closure_first(optimizer, partial(self._around, optimizer, known)))
+            undo.callback(closure_first(optimizer, partial(self._stepped_whole, optimizer, known)))
         return undo.close
 
     def _take_state(self, optimizer: Optimizer) -> None:
@@ -116,15 +116,12 @@ class Owners:
         is_of_shard = isinstance(value, Tensor) and name in self._local.shards and value.shape == part.shape
         return is_of_shard or isinstance(value, DTensor)
 
-    def _around(self, optimizer: Optimizer, known: set[int]) -> AbstractContextManager[None]:
-        _refuse_hooks(optimizer)  # that were registered since
-        return self._stepped_whole(optimizer, known)
-
     # -- an update -----------------------------------------------------------------------------------------------
 
     @contextmanager
     def _stepped_whole(self, optimizer: Optimizer, known: set[int]) -> Iterator[None]:
         """While an optimizer steps, give it the whole parameters that this rank owns; then send the parts to all."""
+        _refuse_hooks(optimizer)  # that were registered since
         held: set[Tensor] = {p for group in optimizer.param_groups for p in group["params"]}
         self._refuse_new(optimizer, [p for p in held if id(p) not in known])
         owned = {name: part for name, part in self._parts.items() if part in held}

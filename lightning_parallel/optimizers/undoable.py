@@ -57,11 +57,7 @@ class UndoableStep:
 
 
 def refuse_undoing(optimizer: Optimizer, setting: str) -> None:
-    """Refuse an optimizer whose steps can't be undone. ``setting`` asks for it, for messages.
-
-    Raises:
-        ValueError: it names the optimizer and what it keeps.
-    """
+    """Refuse an optimizer whose steps can't be undone. ``setting`` asks for it, for messages."""
     for name, value in _own_of(optimizer).items():
         if not (isinstance(value, _NUMBERS) or callable(value)):
             raise ValueError(

@@ -21,7 +21,6 @@ from lightning_parallel.results.logs import trial
 from lightning_parallel.set_up.options import StagedOptions
 from lightning_parallel.set_up.splitting import WAYS_TO_SPLIT, Splitting
 from lightning_parallel.set_up.step_hooks import StepHooks
-from lightning_parallel.tracing.trace import Call
 
 
 def agreed_partition(
@@ -142,13 +141,10 @@ def check_equal(mine: Partition, group: dist.ProcessGroup) -> None:
     first, *others = gather_objects(own, group)
     for rank, calls in enumerate(others, start=1):
         pairs = enumerate(zip_longest(first, calls), start=1)
-        for number, (one, other) in ((number, pair) for number, pair in pairs if pair[0] != pair[1]):
+        for number, pair in ((number, pair) for number, pair in pairs if pair[0] != pair[1]):
+            one, other = ("the end" if call is None else repr(call[0]) for call in pair)
             raise RuntimeError(
-                f"The ranks of one replica see different calls in the first step: call {number} is {_named(one)} on "
-                f"the first rank, and {_named(other)} on rank {rank} of the group. The step must not depend on the "
-                f"rank, nor on random numbers that differ from rank to rank: seed them with seed_everything(...)."
+                f"The ranks of one replica see different calls in the first step: call {number} is {one} on the first "
+                f"rank, and {other} on rank {rank} of the group. The step must not depend on the rank, nor on random "
+                f"numbers that differ from rank to rank: seed them with seed_everything(...)."
             )
-
-
-def _named(call: Call | None) -> str:
-    return "the end" if call is None else repr(call[0])

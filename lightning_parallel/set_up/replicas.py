@@ -134,13 +134,14 @@ class Replicas:
     def averaged(self, gradients: Mapping[str, Tensor | None], names: Collection[str] | None = None) -> Gradients:
         """The mean of complete gradients over the replicas, with their factors. All replicas call it. Gradients of
         fully sharded parameters are means already. ``names``: those of the parameters, if they aren't all."""
-        if self.averager is not None and names is not None:
+        averager = self.averager
+        if averager is None:
+            multiply([g for name in self._local.replicated if (g := gradients.get(name)) is not None], self._factor())
+            return {**gradients}
+        if names is not None:
             own = {name: parameter for name, parameter in self._local.replicated.items() if name in names}
-            return {**gradients, **GradientAverager(own, self._group, factor=self._factor).finish(gradients)}
-        if self.averager is not None:
-            return {**gradients, **self.averager.finish(gradients)}
-        multiply([g for name in self._local.replicated if (g := gradients.get(name)) is not None], self._factor())
-        return {**gradients}
+            averager = GradientAverager(own, self._group, factor=self._factor)
+        return {**gradients, **averager.finish(gradients)}
 
     def end(self) -> None:
         """Remove the hooks."""

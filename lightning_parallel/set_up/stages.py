@@ -131,9 +131,6 @@ class Stages:
             updates: by the names of these parameters, whether another forward leaves them as they are then.
             count: the number of forwards in a batch.
             late: backwards read weights of their own versions.
-
-        Raises:
-            ValueError: it names a parameter.
         """
         if self.fully_sharded is not None:
             why = "it would change a copy that is gathered for the step, and then freed"
@@ -170,11 +167,7 @@ def _span(names: list[str]) -> str:
 
 
 def refuse_training(module: pl.LightningModule) -> None:
-    """Refuse modules that no pipeline can train.
-
-    Raises:
-        ValueError: it names the method, and the fix.
-    """
+    """Refuse modules that no pipeline can train."""
     if is_overridden("backward", module):
         raise ValueError(
             f"{type(module).__name__}.backward is overridden, but a pipeline's schedule runs the backward, stage by "
@@ -191,11 +184,7 @@ def refuse_training(module: pl.LightningModule) -> None:
 
 
 def refuse_evaluation(module: pl.LightningModule) -> None:
-    """Refuse modules that no pipeline can evaluate.
-
-    Raises:
-        ValueError: it names the method, and the fix.
-    """
+    """Refuse modules that no pipeline can evaluate."""
     for step in (module.validation_step, module.test_step, module.predict_step):
         # None switches validation off.
         if step is not None and is_param_in_hook_signature(step, "dataloader_iter", explicit=True):

@@ -52,11 +52,7 @@ class StepHooks:
             pass
 
     def check(self, partition: Partition, stage: int) -> None:
-        """Check that this rank can run the hooks.
-
-        Raises:
-            ValueError: one asks for the value of a parameter that another stage holds.
-        """
+        """Refuse hooks that ask for the value of a parameter which another stage holds."""
         for parameter, hook in self._asked.items():
             holders = partition.holders_of(parameter)
             if stage not in holders:

@@ -42,7 +42,6 @@ from lightning_parallel.checkpoint.trainer_checkpoints import Checkpoints, is_di
 from lightning_parallel.checks.error_notes import explain
 from lightning_parallel.checks.optimizer_trial import stepped_whole
 from lightning_parallel.checks.other_lightning import warn_of_other_modules
-from lightning_parallel.checks.own_optimizers import refuse_own_format, refuse_strange_parameters
 from lightning_parallel.checks.parted_options import PartedOptions
 from lightning_parallel.checks.reads_of_shards import sizes_watched
 from lightning_parallel.disk_offload import DiskOffload
@@ -88,6 +87,7 @@ class LayoutStrategy(ParallelStrategy):
 
     calls_configure_part = True  # of a module (set_up/part_of_model.py), which asks for this
     run: Run  # from `prepare` on
+    _original_names: OriginalNames  # of its module's parameters
     # From `hold` on: this rank's parameters and buffers, its replica beside the others, what saves and loads them, and
     # what clips their gradients.
     local_model: LocalModel
@@ -115,7 +115,6 @@ class LayoutStrategy(ParallelStrategy):
         self._collectives: Collectives | None = None
         self._background: BackgroundSave | None = None
         self._holds_part = False  # has `hold` been called in this run?
-        self._original_names = OriginalNames()
         self._group_names: list[list[list[str]]] = []
         self._owned: dict[str, bool] = {}  # divided parameters that one rank steps as a whole; is it this one?
         self._told: tuple[Any, bool] = (None, False)  # of which module the start table is, and of a training?
@@ -301,7 +300,7 @@ class LayoutStrategy(ParallelStrategy):
         if self.layout.size("data") == 1:
             # The warning is right for several replicas. With one, what is logged is already the whole.
             warnings.filterwarnings("ignore", message=r".*self\.log\(.*sync_dist=True")
-        self._original_names = OriginalNames(run.module.named_parameters())
+        self._original_names = OriginalNames(run.module.named_parameters(), type(self).__name__)
         self.accelerator.setup(trainer)
         self._at_end.callback(take_back_loaders, trainer)
         if self._background is not None:
@@ -338,7 +337,7 @@ class LayoutStrategy(ParallelStrategy):
             as_lightning=self.checkpoint_io if self.saves_as_lightning else None,
         )
         self._holds_part = True
-        together(None, partial(self._original_names.refuse_kept, run.module, type(self).__name__))
+        together(None, partial(self._original_names.refuse_kept, run.module))
         self._at_end.callback(self.replicas.end)
         if local.is_fully_sharded:
             refuse_copies(run.module)
@@ -407,22 +406,20 @@ class LayoutStrategy(ParallelStrategy):
         with self._inside_step(hook), sizes_watched(trainer.lightning_module, shards, hook):
             super().setup_optimizers(trainer)
         if self._holds_part:  # a callback may want optimizers outside of a run
-            self._original_names.rebind(self.optimizers, self.run.module)
-            self._group_names[:] = take_groups(self.optimizers, self.run.module, self.local_model)
-            self._find_owners(together(None, self._try_optimizers))
+            self._find_owners(together(None, self._take_optimizers))
 
     def _inside_step(self, name: str) -> AbstractContextManager[None]:
         """Collectives.inside_step; outside of a run this rank is alone, and there is nothing to see otherwise."""
         return nullcontext() if self._collectives is None else self._collectives.inside_step(name)
 
-    def _try_optimizers(self) -> list[set[int]]:
-        """For each optimizer the groups that it has to step as wholes."""
-        refuse_strange_parameters(self.run.module, self.optimizers)
-        kind = type(self).__name__
-        if self.layout.stages > 1 or self.local_model.shards or self.local_model.is_fully_sharded:
+    def _take_optimizers(self) -> list[set[int]]:
+        """Leave the optimizers this rank's parameters. Returns for each the groups that it has to step as wholes."""
+        module, local = self.run.module, self.local_model
+        self._original_names.rebind(self.optimizers, module)
+        self._group_names[:] = take_groups(self.optimizers, module, local)
+        if self.layout.stages > 1 or local.shards or local.is_fully_sharded:
             for optimizer in self.optimizers:
-                self._original_names.refuse_kept_by(optimizer, self.run.module, kind)
-                refuse_own_format(optimizer)
+                self._original_names.refuse_kept_by(optimizer, module)
         return [self.try_optimizer(optimizer) for optimizer in self.optimizers]
 
     def try_optimizer(self, optimizer: Optimizer) -> set[int]:

@@ -10,17 +10,13 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partialmethod
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
-from lightning.pytorch.accelerators import Accelerator
-from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_warn
@@ -31,29 +27,17 @@ from lightning_parallel.checks.other_lightning import warn_of_other_modules
 from lightning_parallel.local_replicas import Share, on_replicas, set_apart
 from lightning_parallel.private.lightning.launching import launched_by_make_launcher, layer_sync_of
 from lightning_parallel.private.lightning.metrics import set_device
-from lightning_parallel.ranks.writes import digest
+from lightning_parallel.ranks.writes import Writes
 from lightning_parallel.results.log_joins import LogJoins
 from lightning_parallel.results.logs import LogRecorder, logging_through
-from lightning_parallel.settings import SET_BY_TRAINER, check, takes
+from lightning_parallel.set_up.options import TrainerOptions
+from lightning_parallel.settings import takes
 from lightning_parallel.values import first_few
 
 
 @dataclass(frozen=True, kw_only=True)
-class DataParallelOptions:
-    """The settings of :class:`DataParallelStrategy`.
-
-    Args:
-        parallel_devices: filled in by the Trainer, as are those below; may name one GPU several times.
-    """
-
-    parallel_devices: list[torch.device] | None = field(default=None, metadata=SET_BY_TRAINER)
-    accelerator: Accelerator | None = field(default=None, metadata=SET_BY_TRAINER)
-    cluster_environment: ClusterEnvironment | None = field(default=None, metadata=SET_BY_TRAINER)
-    checkpoint_io: CheckpointIO | None = field(default=None, metadata=SET_BY_TRAINER)
-    precision_plugin: Precision | None = field(default=None, metadata=SET_BY_TRAINER)
-
-    def __post_init__(self) -> None:
-        check(self)
+class DataParallelOptions(TrainerOptions):
+    """The settings of :class:`DataParallelStrategy`: the Trainer's alone."""
 
 
 @launched_by_make_launcher
@@ -96,7 +80,7 @@ class DataParallelStrategy(SingleDeviceStrategy):
         self.cluster_environment = options.cluster_environment
         self.num_nodes = 1  # the Trainer sets its own
         self._joins = LogJoins()
-        self._runs = Counter[Any]()  # on replicas so far, by the module's id and the Trainer's stage
+        self._writes: dict[Any, Writes] = {}  # by the module's id and the Trainer's stage
 
     @property
     @override
@@ -159,29 +143,24 @@ class DataParallelStrategy(SingleDeviceStrategy):
         recorder = LogRecorder(self._joins)
         apart: dict[str, None] = {}
         occasion = (id(module), module.trainer.state.stage)
-        # Two runs: a mean teacher that begins as a copy doesn't change in the first. The first replica may write, and
-        # the others may write the same again.
-        watched = [*module.parameters()] if self._runs[occasion] < 2 else []
+        is_first = occasion not in self._writes
+        writes = self._writes.setdefault(occasion, Writes(_WRITES, None))
 
         def run(replica: Any, share: Share) -> Any:
             for copy in {*replica.modules()} - {*module.modules()}:
                 set_device(copy, share.device)
             recorder.begin(share.samples)
-            before = [int(digest(parameter)) for parameter in watched if replica is not module]
+            if replica is not module:  # the first one may write, and the others may write the same again
+                writes.begin(dict(replica.named_parameters()))
             with logging_through(replica, recorder.log):
                 output = getattr(replica, name)(share.batch, *indices)
-            if not self._runs[occasion]:
+            writes.end(replica.named_parameters())
+            if is_first:
                 apart.update(dict.fromkeys(set_apart(module, replica)))
-            for (path, parameter), was in zip(replica.named_parameters(), before, strict=False):
-                if int(digest(parameter)) != was:
-                    raise ValueError(
-                        f"The step changes the parameter '{path}' in place: each replica does so again. Do it in "
-                        f"on_train_batch_end, or use strategy='ddp'."
-                    )
             return output
 
         joined = on_replicas(run, module, batch, self.parallel_devices)
-        self._runs[occasion] += 1
+        writes.check()
         if apart:
             rank_zero_warn(
                 f"Replicas come to different values of {first_few([repr(name) for name in apart])}. Those of the first "
@@ -193,3 +172,7 @@ class DataParallelStrategy(SingleDeviceStrategy):
 
 
 _ONE_PROCESS = "DataParallelStrategy runs all replicas in one process, on one machine."
+_WRITES = (
+    "The step changes the parameter '{}' in place: each replica does so again. Do it in on_train_batch_end, or use "
+    "strategy='ddp'."
+)

@@ -20,12 +20,12 @@ from tools.optimizer_table import optimizers
 @pytest.mark.parametrize("is_divided", [False, True])
 def test_an_optimizer_that_keeps_parameters_is_refused(make: Callable[[Any], Optimizer], is_divided: bool) -> None:
     module = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
-    names, optimizer = OriginalNames(module.named_parameters()), make(module.parameters())
+    names, optimizer = OriginalNames(module.named_parameters(), "SomeStrategy"), make(module.parameters())
     if is_divided:  # it was made with the module
         for layer in module:
             layer.register_parameter("weight", nn.Parameter(torch.ones(1, 3)))
     with pytest.raises(ValueError, match=r"Keeps\w+ keeps .*'[01]\.weight'.* 'kept'.*SomeStrategy"):
-        names.refuse_kept_by(optimizer, module, "SomeStrategy")
+        names.refuse_kept_by(optimizer, module)
 
 
 @pytest.mark.parametrize("make", [
@@ -35,7 +35,7 @@ def test_an_optimizer_that_keeps_parameters_is_refused(make: Callable[[Any], Opt
 ])  # fmt: skip
 def test_others_pass(make: Callable[[Any], Optimizer]) -> None:
     module = nn.Linear(4, 3)
-    OriginalNames(module.named_parameters()).refuse_kept_by(make(module.parameters()), module, "SomeStrategy")
+    OriginalNames(module.named_parameters(), "SomeStrategy").refuse_kept_by(make(module.parameters()), module)
 
 
 def test_a_state_of_no_parameter_is_refused() -> None:
@@ -44,4 +44,4 @@ def test_a_state_of_no_parameter_is_refused() -> None:
     optimizer = torch.optim.AdamW(module.parameters())
     optimizer.state["total_step"] = 0  # type: ignore[index]
     with pytest.raises(ValueError, match=r"AdamW has a state under 'total_step'.*parameter groups"):
-        OriginalNames(module.named_parameters()).rebind([optimizer], module)
+        OriginalNames(module.named_parameters(), "SomeStrategy").rebind([optimizer], module)
