@@ -38,7 +38,6 @@ class BackwardGuard:
 
     def begin(self, parameters: Iterable[Tensor]) -> None:
         """Begin training with manual optimization, in which the gradients of these parameters have to be completed."""
-        self.end()
         self._hooks = [p.register_post_accumulate_grad_hook(self._grown) for p in parameters if p.requires_grad]
 
     @contextmanager

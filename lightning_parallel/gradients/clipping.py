@@ -99,18 +99,13 @@ def square_of_norm(gradients: list[Tensor], device: torch.device) -> Tensor:
     return square
 
 
-def share_overflows(run: Run) -> Callable[[], None]:
-    """Make a loss scaler skip the step on all ranks if the gradients of one overflow. Returns a function that gives the
-    plugin its own scaler back, with the scale that has been reached."""
+def share_overflows(run: Run, until: ExitStack) -> None:
+    """Make a loss scaler skip the step on all ranks if the gradients of one overflow. When the stack is closed, the
+    plugin has its own scaler again, with the scale that has been reached."""
     plugin = run.precision
-    if not isinstance(plugin, MixedPrecision) or plugin.scaler is None:
-        return lambda: None
-    own = plugin.scaler
-    plugin.scaler = common = CommonScaler(device=run.device.type, process_group=dist.group.WORLD)
-    common.load_state_dict(own.state_dict())
-
-    def put_back() -> None:
-        own.load_state_dict(common.state_dict())
-        plugin.scaler = own
-
-    return put_back
+    if isinstance(plugin, MixedPrecision) and plugin.scaler is not None:
+        own = plugin.scaler
+        plugin.scaler = common = CommonScaler(device=run.device.type, process_group=dist.group.WORLD)
+        common.load_state_dict(own.state_dict())
+        until.callback(setattr, plugin, "scaler", own)
+        until.callback(lambda: own.load_state_dict(common.state_dict()))

@@ -21,7 +21,7 @@ parameter is the whole one's. Between updates it lies under the part, where ``op
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -73,23 +73,21 @@ class Owners:
         self._wholes: dict[str, nn.Parameter] = {}  # of those that this rank owns
         self._digests: dict[str, int] = {}  # of this rank's parts, after the last update
 
-    def install(self, optimizers: Sequence[Optimizer]) -> Callable[[], None]:
-        """Let the optimizers' ``step`` see whole parameters. Returns a function that undoes this.
+    def install(self, optimizers: Sequence[Optimizer], until: ExitStack) -> None:
+        """Let the optimizers' ``step`` see whole parameters, until the stack is closed.
 
         Raises:
             ValueError: an optimizer has hooks around its steps, or a state for a part, and of which part of the whole
                 isn't known.
         """
         known = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
-        undo = ExitStack()
         parts = set(map(id, self._parts.values()))
         for optimizer in optimizers:
             if not any(id(p) in parts for group in optimizer.param_groups for p in group["params"]):
                 continue
             _refuse_hooks(optimizer)
             self._take_state(optimizer)
-            undo.callback(closure_first(optimizer, partial(self._stepped_whole, optimizer, known)))
-        return undo.close
+            until.callback(closure_first(optimizer, partial(self._stepped_whole, optimizer, known)))
 
     def _take_state(self, optimizer: Optimizer) -> None:
         """Make the state whole that an optimizer has for parts before its first step, on the owners."""

@@ -97,14 +97,12 @@ def _here(tensors: Mapping[str, Tensor | None]) -> Iterator[tuple[str, Tensor]]:
             yield key, tensor
 
 
-def copies_left_out(callbacks: Iterable[Callback]) -> ExitStack:
+def leave_out_copies(callbacks: Iterable[Callback], until: ExitStack) -> None:
     """From now on, until the stack is closed, a callback that averages weights gets no copy of the module in its
     ``setup``. Call it before."""
-    end = ExitStack()
     for callback in callbacks:
         if isinstance(callback, WeightAveraging):
-            end.callback(replaced(callback, "setup", partial(_without_copy, callback.setup)))
-    return end
+            until.callback(replaced(callback, "setup", partial(_without_copy, callback.setup)))
 
 
 def _without_copy(setup: Callable[..., None], trainer: pl.Trainer, module: Any, stage: str) -> None:
@@ -117,8 +115,12 @@ def _without_copy(setup: Callable[..., None], trainer: pl.Trainer, module: Any, 
 
 
 def take_part(
-    run: Run, local: LocalModel, strategy: str, after_update: Callable[[], list[Callable[[], Any]] | None]
-) -> tuple[Average | None, ExitStack]:
+    run: Run,
+    local: LocalModel,
+    strategy: str,
+    after_update: Callable[[], list[Callable[[], Any]] | None],
+    until: ExitStack,
+) -> Average | None:
     """Give a callback that averages weights this rank's part to average, until the stack is closed. All ranks call it,
     once the module is divided and its parts are equal where they have to be.
 
@@ -133,19 +135,18 @@ def take_part(
     Raises:
         ValueError: on every rank, if averages of parts would be others than those of one process.
     """
-    end, module = ExitStack(), run.module
     found = [callback for callback in callbacks_of(run.trainer) if isinstance(callback, WeightAveraging)]
     if not found or (averages := copy_of_module(found[0])) is None:  # it has trained nothing
-        return None, end
+        return None
     callback = found[0]
     together(None, lambda: _refuse(found, averages, run, local, strategy))
     assert isinstance(averages, _Averages)
     if not averages._held:
-        averages._fill(module, local, device_of_averages(callback, run.device))
+        averages._fill(run.module, local, device_of_averages(callback, run.device))
     for owner, name in walks(callback):
         waits_for = after_update if name == "update_parameters" else lambda: None  # at others nothing is in flight
-        end.callback(replaced(owner, name, partial(_walk, getattr(owner, name), module, waits_for)))
-    return Average(averages, averages._held), end
+        until.callback(replaced(owner, name, partial(_walk, getattr(owner, name), run.module, waits_for)))
+    return Average(averages, averages._held)
 
 
 def _walk(

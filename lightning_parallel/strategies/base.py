@@ -71,7 +71,7 @@ from lightning_parallel.ranks.local_model import LocalModel, whole
 from lightning_parallel.ranks.run import Run
 from lightning_parallel.ranks.user_collectives import Collectives
 from lightning_parallel.results.metric_sync import gather_within
-from lightning_parallel.set_up.averages import copies_left_out, take_part
+from lightning_parallel.set_up.averages import leave_out_copies, take_part
 from lightning_parallel.set_up.options import ProcessOptions
 from lightning_parallel.set_up.original_names import OriginalNames
 from lightning_parallel.set_up.part_of_model import attributes_kept, move_others, refuse_copies
@@ -250,7 +250,7 @@ class LayoutStrategy(ParallelStrategy):
         owners = self.lightning_module, getattr(self.lightning_module.trainer, "datamodule", None)
         self._at_end.callback(loaders.data_hooks_inside(owners, self.collectives))
         if not self.saves_as_lightning:
-            self._at_end.enter_context(copies_left_out(callbacks_of(self.lightning_module.trainer)))
+            leave_out_copies(callbacks_of(self.lightning_module.trainer), self._at_end)
         self._seed = process_group.agree_on_seed(self.layout)
         self._holds_part = False
 
@@ -368,10 +368,9 @@ class LayoutStrategy(ParallelStrategy):
     def begin_averages(self) -> None:
         """Let a callback average this rank's part. It is a strategy's last call in ``setup``."""
         if not self.saves_as_lightning:
-            self.checkpoints.average, end = take_part(
-                self.run, self.local_model, type(self).__name__, self.after_last_update
+            self.checkpoints.average = take_part(
+                self.run, self.local_model, type(self).__name__, self.after_last_update, self._at_end
             )
-            self._at_end.enter_context(end)
 
     def after_last_update(self) -> list[Callable[[], Any]] | None:
         """What this rank will call after the last update that Lightning has counted; None if the update is made."""
@@ -443,8 +442,7 @@ class LayoutStrategy(ParallelStrategy):
             replicas = [self.layout.at(rank) for rank in self.layout.peers("data")]
             group = self.groups.joining(rank for each in replicas for rank in each.peers("tensor"))
             division = Division(self.local_model, names, group, self.root_device)
-            owners = Owners(self.local_model, division)
-            self._at_end.callback(together(group, partial(owners.install, self.optimizers)))
+            together(group, partial(Owners(self.local_model, division).install, self.optimizers, self._at_end))
             self._owned.update(division.here)
 
     # -- buffers -------------------------------------------------------------------------------------------------

@@ -153,7 +153,7 @@ class StagedStrategy(LayoutStrategy):
         stage, shards = self.stage, self._shards.shards
         local = LocalModel(stage.named_parameters(), stage.named_buffers, shards, stage.partition.aliases)
         self.hold(local)
-        self._at_end.callback(share_overflows(run))
+        share_overflows(run, self._at_end)
         self._shards.begin(run, local)
         self._stages.join_shared(local, run)
         if run.trains:

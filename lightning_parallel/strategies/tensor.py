@@ -87,7 +87,7 @@ class TensorParallelStrategy(LayoutStrategy):
         configure_part(module)
         local = LocalModel.of(module, self._shards.shards)
         self.hold(local)
-        self._at_end.callback(share_overflows(run))
+        share_overflows(run, self._at_end)
         self._shards.begin(run, local)
         if run.trains:
             self.replicas.begin(watch=True)

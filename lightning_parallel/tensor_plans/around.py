@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal, Self
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Literal, Self
 
 import torch
 import torch.distributed as dist
@@ -86,6 +86,15 @@ def around(module: nn.Module, site: Site, work: Work) -> Around:
     return new
 
 
+class Worked(Style):
+    """Keeps a module whole, with work around its forward."""
+
+    work: ClassVar[Work] = Work()
+
+    def new_layer(self, rule: Rule, site: Site) -> nn.Module:
+        return around(rule.module, site, self.work)
+
+
 @dataclass(frozen=True)
 class Copy(Style):
     """Keeps a module whole whose output divided code uses: the output's gradient is summed over the ranks.
@@ -115,31 +124,27 @@ class Copy(Style):
         return torch.cat([first, functions.copy(last, group)], -1)
 
 
-class Reduce(Style):
+class Reduce(Worked):
     """Keeps a module whole whose output on each rank is a part of a sum."""
 
     name = "reduce"
-
-    def new_layer(self, rule: Rule, site: Site) -> nn.Module:
-        return around(rule.module, site, Work(outputs=functions.reduce))
+    work = Work(outputs=functions.reduce)
 
 
-class DivideOutput(Style):
+class DivideOutput(Worked):
     """Keeps a module whole whose outputs are whole on every rank but are summed over the ranks later: each rank passes
     on an equal share."""
 
     name = "divide_output"
     sums_gradients = True
-
-    def new_layer(self, rule: Rule, site: Site) -> nn.Module:
-        return around(rule.module, site, Work(outputs=lambda x, group: x / group.size()))
+    work = Work(outputs=lambda x, group: x / group.size())
 
 
 # -- modules whose own parameters are divided -------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Parameters(Style):
+class Parameters(Worked):
     """Divides parameters that a module holds itself, and lets it work on divided values.
 
     Args:
@@ -183,15 +188,11 @@ class Parameters(Style):
                 raise ValueError(f"{rule.name!r} has a parameter {name!r} of {size}, {over(count)}.")
 
     def new_layer(self, rule: Rule, site: Site) -> nn.Module:
-        layer = around(rule.module, site, self.work())
+        layer = around(rule.module, site, replace(self.work, summands=self.summands))
         for name, dim, count in self.dims:
             whole = getattr(rule.module, name)
             layer.hold_shard(name, whole, dim, (whole.shape[dim] // count,) * count)
         return layer
-
-    def work(self) -> Work:
-        """What is done around the module's forward."""
-        return Work(summands=self.summands)
 
     def partial_parameters(self, module: nn.Module) -> list[nn.Parameter]:
         return [getattr(module, name) for name in self.summands]
@@ -199,15 +200,12 @@ class Parameters(Style):
 
 class Experts(Parameters):
     """Divides the matrices of a mixture of experts: each rank runs its part of every expert. The router stays whole, so
-    all ranks choose the same experts."""
+    all ranks choose the same experts. The inputs are whole, and the outputs are summed over the ranks."""
 
     name = "experts"
+    work = Work(functions.copy, functions.reduce, draws="different")
 
     def check(self, rule: Rule) -> None:
         super().check(rule)
         if getattr(rule.module, "has_post_expert_norm", False):
             raise ValueError(rule.misfit(", whose experts end in a norm, which needs whole outputs: leave it out."))
-
-    def work(self) -> Work:
-        """The inputs are whole, and the outputs are summed over the ranks."""
-        return Work(functions.copy, functions.reduce, draws="different", summands=self.summands)

@@ -21,6 +21,7 @@ from lightning_parallel.tensor.layer import ParallelLayer, Siblings, Site
 from lightning_parallel.tensor_plans.rules import resolve, with_few_heads
 from lightning_parallel.tensor_plans.sequence import find_chains
 from lightning_parallel.tensor_plans.style import Plan, Rule
+from lightning_parallel.tensor_plans.styles import Column, SharedHeads
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,7 @@ def shard_module(
         with _named_in_errors(rule):
             rule.style.check_division(rule, module, rules, group.size())
     layers: list[tuple[Rule, nn.Module]] = []
-    counts = Counter(_parent(rule) for rule in rules if rule.style.shares_input)
+    counts = Counter(_parent(rule) for rule in rules if isinstance(rule.style, Column | SharedHeads))
     siblings = {parent: Siblings(count) for parent, count in counts.items() if count > 1}
     for rule in rules:
         # A block that works on pieces of the sequence is one region as a whole.

@@ -55,8 +55,6 @@ class Style:
 
     Attributes:
         name: the style's name in plans, before the colon.
-        shares_input: layers of this style with one parent usually get the same input. They must call
-            ``site.siblings.copy`` on it, which sums its gradient once.
         leaves_divided: the output is divided over the ranks, so the next layer has to take divided input. Under LoRA,
             ``lora_B`` gets the style too.
         takes_divided: the input is what a style with ``leaves_divided`` returned. Under LoRA, ``lora_A`` gets the style
@@ -67,7 +65,6 @@ class Style:
     """
 
     name: ClassVar[str] = ""
-    shares_input: ClassVar[bool] = False
     leaves_divided: ClassVar[bool] = False
     takes_divided: ClassVar[bool] = False
     is_alone: ClassVar[bool] = False

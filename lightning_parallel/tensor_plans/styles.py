@@ -33,7 +33,6 @@ class Column(Style):
     parts: tuple[int, ...] = ()
 
     name = "column"
-    shares_input = True
     leaves_divided = True
     in_sequence_blocks = True
 
@@ -105,7 +104,6 @@ class SharedHeads(Style):
 
     name = "heads"
     sums_gradients = True
-    shares_input = True
     leaves_divided = True
     in_sequence_blocks = True
 
