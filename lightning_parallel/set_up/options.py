@@ -20,29 +20,7 @@ DataParallelKind = Literal["replicate", "fully_shard"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainerOptions:
-    """What every strategy takes from the Trainer.
-
-    Args:
-        accelerator: filled in by the Trainer, as are those below.
-        parallel_devices: may name one GPU several times, for ranks or replicas that share it.
-
-    Raises:
-        ValueError: a value that its setting doesn't take.
-    """
-
-    accelerator: Accelerator | None = field(default=None, metadata=SET_BY_TRAINER)
-    parallel_devices: list[torch.device] | None = field(default=None, metadata=SET_BY_TRAINER)
-    cluster_environment: ClusterEnvironment | None = field(default=None, metadata=SET_BY_TRAINER)
-    checkpoint_io: CheckpointIO | None = field(default=None, metadata=SET_BY_TRAINER)
-    precision_plugin: Precision | None = field(default=None, metadata=SET_BY_TRAINER)
-
-    def __post_init__(self) -> None:
-        check(self)
-
-
-@dataclass(frozen=True, kw_only=True)
-class ProcessOptions(TrainerOptions):
+class ProcessOptions:
     """What every strategy takes that runs a process on each device.
 
     Args:
@@ -53,12 +31,25 @@ class ProcessOptions(TrainerOptions):
             model, one file, as Lightning does in one process; else a directory. Either opens under every layout.
         async_save: write checkpoints while training goes on: a save waits only until the state has been copied to host
             memory. A failed one ends the run at its end, or at the next save, which is written before.
+        accelerator: filled in by the Trainer, as are those below.
+        parallel_devices: may name one GPU several times, for ranks that share it.
+
+    Raises:
+        ValueError: a value that its setting doesn't take.
     """
 
     timeout: Seconds | timedelta = 1800
     process_group_backend: Literal["gloo", "nccl"] | None = None
     checkpoint: Literal["auto", "directory"] = "auto"
     async_save: bool = False
+    accelerator: Accelerator | None = field(default=None, metadata=SET_BY_TRAINER)
+    parallel_devices: list[torch.device] | None = field(default=None, metadata=SET_BY_TRAINER)
+    cluster_environment: ClusterEnvironment | None = field(default=None, metadata=SET_BY_TRAINER)
+    checkpoint_io: CheckpointIO | None = field(default=None, metadata=SET_BY_TRAINER)
+    precision_plugin: Precision | None = field(default=None, metadata=SET_BY_TRAINER)
+
+    def __post_init__(self) -> None:
+        check(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,6 +85,9 @@ class StagedOptions(ProcessOptions):
             ``fully_shard``). With tensor parallelism, these are parts of the tensor rank's shards.
         timeline: record what each rank runs when. At the end of training a picture (with matplotlib installed) and a
             trace are written to the log directory, and the measured bubble is printed beside the theoretical one.
+
+    Raises:
+        ValueError: a value that its setting doesn't take.
     """
 
     stages: Count | Auto = "auto"

@@ -11,12 +11,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partialmethod
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_warn
@@ -30,14 +33,26 @@ from lightning_parallel.private.lightning.metrics import set_device
 from lightning_parallel.ranks.writes import Writes
 from lightning_parallel.results.log_joins import LogJoins
 from lightning_parallel.results.logs import LogRecorder, logging_through
-from lightning_parallel.set_up.options import TrainerOptions
-from lightning_parallel.settings import takes
+from lightning_parallel.settings import SET_BY_TRAINER, check, takes
 from lightning_parallel.values import first_few
 
 
 @dataclass(frozen=True, kw_only=True)
-class DataParallelOptions(TrainerOptions):
-    """The settings of :class:`DataParallelStrategy`: the Trainer's alone."""
+class DataParallelOptions:
+    """The settings of :class:`DataParallelStrategy`.
+
+    Args:
+        parallel_devices: filled in by the Trainer, as are those below; may name one GPU several times.
+    """
+
+    parallel_devices: list[torch.device] | None = field(default=None, metadata=SET_BY_TRAINER)
+    accelerator: Accelerator | None = field(default=None, metadata=SET_BY_TRAINER)
+    cluster_environment: ClusterEnvironment | None = field(default=None, metadata=SET_BY_TRAINER)
+    checkpoint_io: CheckpointIO | None = field(default=None, metadata=SET_BY_TRAINER)
+    precision_plugin: Precision | None = field(default=None, metadata=SET_BY_TRAINER)
+
+    def __post_init__(self) -> None:
+        check(self)
 
 
 @launched_by_make_launcher

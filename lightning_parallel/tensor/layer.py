@@ -73,6 +73,14 @@ class Site:
             "A divided layer can't be pickled: it belongs to a process group. Save the module's state_dict() instead."
         )
 
+    def copied(self, x: Tensor, layer: object) -> Tensor:
+        """The whole input of a layer that computes a part with it. Its gradients are summed over the ranks."""
+        if self.in_block or not x.requires_grad:  # where it was gathered, they are summed
+            return x
+        if self.siblings is not None:
+            return self.siblings.copy(x, self.group, layer)
+        return functions.copy(x, self.group)
+
     def enter_region(self, training: bool) -> None:
         """Let the ranks draw different random numbers from here on, when ``training``."""
         if self.region is not None and training and self.group.size() > 1:

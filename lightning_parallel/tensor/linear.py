@@ -7,13 +7,6 @@ function between (an MLP; or attention, whose pieces are heads) needs one messag
     RowParallelLinear      y = sum_i x_i W_i^T + b        x_i a piece, y whole    backward: nothing to send
 
 "Column" and "row" refer to the matrix A in y = x A, which is the transpose of ``nn.Linear``'s weight ``[out, in]``.
-
-Grouped-query attention may have fewer key-value heads than there are ranks. Then the projection stays whole, and each
-rank computes one head of it, that of its queries (:class:`SharedHeadsLinear`)::
-
-    8 query heads, 2 key-value heads, 4 ranks      rank       0      1      2      3
-                                                   queries   0 1    2 3    4 5    6 7
-                                                   key-value  0      0      1      1
 """
 
 from __future__ import annotations
@@ -60,15 +53,6 @@ class ParallelLinear(ParallelLayer, nn.Linear):
             else:
                 self.register_parameter(name, parameter)
 
-    def _outputs_here(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """This rank's outputs, for an ``x`` that is whole."""
-        site = self.site
-        if site.in_block or site.group.size() == 1 or not x.requires_grad:
-            return F.linear(x, weight, bias)
-        if site.siblings is not None:
-            return F.linear(site.siblings.copy(x, site.group, self), weight, bias)
-        return F.linear(x, weight, bias) if x.is_meta else copy_linear(x, weight, bias, site.group)
-
 
 class ColumnParallelLinear(ParallelLinear):
     """``nn.Linear`` with the outputs divided over the ranks.
@@ -114,11 +98,14 @@ class ColumnParallelLinear(ParallelLinear):
 
     def forward(self, x: Tensor) -> Tensor:
         """``[..., in_features]``, equal on all ranks -> ``[..., out here]``, or ``[..., out_features]`` if gathered."""
-        weight = self.weight.t() if self._transposed else self.weight  # [out here, in]
-        y = self._outputs_here(x, weight, self.bias)
+        weight, site = self.weight.t() if self._transposed else self.weight, self.site  # [out here, in]
+        if site.siblings is None and not site.in_block:
+            y = copy_linear(x, weight, self.bias, site.group)
+        else:
+            y = F.linear(site.copied(x, self), weight, self.bias)
         if self.gather_output:
-            return functions.gather(y, -1, self.site.group, self.out_features)
-        self.site.enter_region(self.training)
+            return functions.gather(y, -1, site.group, self.out_features)
+        site.enter_region(self.training)
         return y
 
 
@@ -156,29 +143,6 @@ class RowParallelLinear(ParallelLinear):
         return y if self.bias is None else y + self.bias.to(y.dtype)  # their dtypes differ under autocast
 
 
-class SharedHeadsLinear(ParallelLinear):
-    """An ``nn.Linear`` that is whole on every rank, and computes the one head that this rank needs.
-
-    Each rank has a part of its gradients, to be summed over the ranks. ``heads`` is the number of heads that the layer
-    projects to; the number of ranks is a multiple of it.
-    """
-
-    _divided = MappingProxyType({})
-
-    def __init__(self, whole: Any, site: Site, heads: int = 1) -> None:
-        super().__init__(whole, site)
-        self._width = self.out_features // heads
-        self._start = site.group.rank() * heads // site.group.size() * self._width
-
-    def forward(self, x: Tensor) -> Tensor:
-        """``[..., in_features]``, equal on all ranks -> ``[..., out_features / heads]``."""
-        weight = self.weight.narrow(0, self._start, self._width)
-        bias = None if self.bias is None else self.bias.narrow(0, self._start, self._width)
-        y = self._outputs_here(x, weight, bias)
-        self.site.enter_region(self.training)
-        return y
-
-
 # -- the gradient of an input ------------------------------------------------------------------------------------
 
 
@@ -189,6 +153,8 @@ def copy_linear(x: Tensor, weight: Tensor, bias: Tensor | None, group: dist.Proc
         backward     dx = g W     all-reduce of dx ........................ wait
                                   dW = g^T x     db = sum of g's rows
     """
+    if group.size() == 1 or x.is_meta or not x.requires_grad:
+        return F.linear(x, weight, bias)
     given, device = [x, weight, bias], x.device.type
     if torch.is_autocast_enabled(device):  # which doesn't act on a custom autograd function: cast as for F.linear
         dtype = torch.get_autocast_dtype(device)

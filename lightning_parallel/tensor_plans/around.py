@@ -144,7 +144,7 @@ class DivideOutput(Worked):
 
 
 @dataclass(frozen=True)
-class Parameters(Worked):
+class Parameters(Style):
     """Divides parameters that a module holds itself, and lets it work on divided values.
 
     Args:
@@ -156,6 +156,7 @@ class Parameters(Worked):
     summands: tuple[str, ...] = ()
 
     name = "parameters"
+    work: ClassVar[Work] = Work()
 
     @classmethod
     def read(cls, options: str) -> Self:

@@ -14,8 +14,8 @@ from torch import nn
 
 from lightning_parallel.tensor.embedding import VocabParallelEmbedding
 from lightning_parallel.tensor.layer import Site
-from lightning_parallel.tensor.linear import ColumnParallelLinear, RowParallelLinear, SharedHeadsLinear, is_linear
-from lightning_parallel.tensor_plans.around import Copy, DivideOutput, Experts, Parameters, Reduce
+from lightning_parallel.tensor.linear import ColumnParallelLinear, RowParallelLinear, is_linear
+from lightning_parallel.tensor_plans.around import Copy, DivideOutput, Experts, Parameters, Reduce, Work, around
 from lightning_parallel.tensor_plans.style import Rule, Style, over
 
 # -- linear layers -----------------------------------------------------------------------------------------------
@@ -97,8 +97,13 @@ class GatheredColumn(Column):
 
 @dataclass(frozen=True)
 class SharedHeads(Style):
-    """A projection to fewer heads than there are ranks (to ``heads``). Each rank computes the one head that its queries
-    need."""
+    """A projection to fewer heads than there are ranks (to ``heads``), as grouped-query attention may have. It stays
+    whole, and each rank uses the one head that its queries need::
+
+        8 query heads, 2 key-value heads, 4 ranks      rank       0      1      2      3
+                                                       queries   0 1    2 3    4 5    6 7
+                                                       key-value  0      0      1      1
+    """
 
     heads: int = 1
 
@@ -122,7 +127,10 @@ class SharedHeads(Style):
             raise ValueError(f"{rule.name!r} projects to {self.heads} heads, {over(count)}: use a multiple of them.")
 
     def new_layer(self, rule: Rule, site: Site) -> nn.Module:
-        return SharedHeadsLinear(rule.module, site, self.heads)
+        width = _outputs(rule.module) // self.heads
+        start = site.group.rank() * self.heads // site.group.size() * width
+        work = Work(lambda x, group: site.copied(x, rule), lambda y, group: y.narrow(-1, start, width))
+        return around(rule.module, site, work)
 
 
 class Row(Style):
