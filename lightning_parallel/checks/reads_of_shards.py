@@ -12,6 +12,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode, resolve_name
+from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_parallel.private.torch.tensors import tensors_in
 from lightning_parallel.ranks.local_model import memory_of
@@ -43,16 +44,14 @@ class ReadsOfShards(TorchFunctionMode):
         self.sizes: set[str] = set()
         self._modules = {id(part) for part in module.modules()}
         self._is_evaluation = not torch.is_grad_enabled()
-        self._views: list[Tensor] = []  # of divided parameters: kept alive, so that no other tensor gets their ids
-        self._names: dict[int, str] = {}
-        self._owners: dict[int, list[nn.Module]] = {}
+        self._names = WeakIdKeyDictionary()  # of divided parameters, and of views of them
+        self._owners: dict[str, list[nn.Module]] = {}
         for name in names:
             owner, _, own = name.rpartition(".")
             holder = module.get_submodule(owner)
             parameter = getattr(holder, own)
             if isinstance(parameter, Tensor) and parameter.requires_grad and has_memory(parameter):
-                self._names.setdefault(id(parameter), name)
-                self._owners.setdefault(id(parameter), []).append(holder)
+                self._owners.setdefault(self._names.setdefault(parameter, name), []).append(holder)
 
     def __torch_function__(
         self,
@@ -64,13 +63,13 @@ class ReadsOfShards(TorchFunctionMode):
         result = func(*args, **(kwargs or {}))
         if torch.compiler.is_compiling():
             return result
-        given = [id(tensor) for tensor in tensors_in((args, kwargs)) if id(tensor) in self._names]
+        given: list[str] = [self._names[tensor] for tensor in tensors_in((args, kwargs)) if tensor in self._names]
         if given and func in _SIZES and self._is_asked_from_outside(given[0]):
-            self.sizes.add(self._names[given[0]])
-        for key in given if given and self._matters(func, result) else ():
+            self.sizes.add(given[0])
+        for name in given if given and self._matters(func, result) else ():
             # The stack is searched for a method of the layer: `layer.forward(x)` calls no hooks.
-            if not any(own is owner for own in _running() for owner in self._owners[key]):
-                self.found.setdefault(self._names[key], resolve_name(func) or getattr(func, "__name__", str(func)))
+            if not any(own is owner for own in _running() for owner in self._owners[name]):
+                self.found.setdefault(name, resolve_name(func) or getattr(func, "__name__", str(func)))
         if given and self._is_evaluation:
             self._follow_views(args, result)
         return result
@@ -81,22 +80,21 @@ class ReadsOfShards(TorchFunctionMode):
         average of it, or compute its norm."""
         if self._is_evaluation:
             return function in _PRODUCTS
-        return any(t.requires_grad and id(t) not in self._names for t in tensors_in(result))
+        return any(tensor.requires_grad and tensor not in self._names for tensor in tensors_in(result))
 
     def _follow_views(self, args: tuple[Any, ...], result: Any) -> None:
         """Take views of a shard, such as its transpose, for the shard. Inference mode doesn't tell views by itself."""
-        shards = [tensor for tensor in tensors_in(args) if id(tensor) in self._names]
+        shards = [tensor for tensor in tensors_in(args) if tensor in self._names]
         for view in tensors_in(result):
             memory = memory_of(view)
-            key = next((id(shard) for shard in shards if memory_of(shard) == memory != 0), None)
-            if key is not None and id(view) not in self._names:
-                self._views.append(view)
-                self._names[id(view)], self._owners[id(view)] = self._names[key], self._owners[key]
+            name = next((self._names[shard] for shard in shards if memory_of(shard) == memory != 0), None)
+            if name is not None:
+                self._names.setdefault(view, name)
 
-    def _is_asked_from_outside(self, key: int) -> bool:
+    def _is_asked_from_outside(self, name: str) -> bool:
         """Is the innermost method on the stack, this file's aside, one of a module that isn't the parameter's owner?"""
         asks = next((own for own in _running() if not isinstance(own, ReadsOfShards)), None)
-        return id(asks) in self._modules and all(asks is not own for own in self._owners[key])
+        return id(asks) in self._modules and all(asks is not own for own in self._owners[name])
 
 
 def _running() -> Iterator[Any]:

@@ -15,7 +15,6 @@ It also refuses writes to a copy of a fully sharded parameter or gradient: they 
 from __future__ import annotations
 
 import re
-import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -25,6 +24,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_parallel.gradients.overridden import overridden
 from lightning_parallel.private.lightning.batches import around_step_hooks
@@ -59,7 +59,7 @@ class GradientWatch(TorchFunctionMode):
         self._put_back = around_step_hooks(run.precision, self.begin, self.end)
         self._is_open = self._is_paused = self._has_warned = False
         self._memories: set[int] = set()  # of the gradients
-        self._made: dict[int, tuple[weakref.ref[Tensor], bool]] = {}  # from gradients; is it a number of several?
+        self._made = WeakIdKeyDictionary()  # tensors made from gradients; is one a number of several?
         self._number = ""  # the call that has made the last such number
 
     def begin(self) -> None:
@@ -76,7 +76,7 @@ class GradientWatch(TorchFunctionMode):
         if self._is_open:
             self._is_open = False
             self.__exit__(None, None, None)
-        self._made, self._number = {}, ""
+        self._made, self._number = WeakIdKeyDictionary(), ""
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -100,7 +100,7 @@ class GradientWatch(TorchFunctionMode):
         _refuse_lost_changes(self._module, function, args)
         if self._is_paused or not self._in_parts:
             return function(*args, **(kwargs or {}))
-        given = [tensor for tensor in tensors_in((args, kwargs)) if self._is_of_gradients(tensor)]
+        given = [x for x in tensors_in((args, kwargs)) if x in self._made or memory_of(x) in self._memories]
         name = getattr(function, "__name__", "")
         if self._number and self._changes(function, name, args):
             raise RuntimeError(
@@ -126,14 +126,13 @@ class GradientWatch(TorchFunctionMode):
 
     def _note(self, given: list[Tensor], made: Iterable[Tensor], name: str) -> None:
         size = max(tensor.numel() for tensor in given)
-        from_numbers = any(self._made.get(id(tensor), (None, False))[1] for tensor in given)
+        from_numbers = any(self._made.get(tensor) for tensor in given)
         if name in _NUMBERS and size > 1:
             self._found_number(name)
         for tensor in made:
             if memory_of(tensor) in self._memories:
                 continue
-            is_number = from_numbers or tensor.numel() < size
-            self._made[id(tensor)] = weakref.ref(tensor), is_number
+            self._made[tensor] = is_number = from_numbers or tensor.numel() < size
             if is_number:
                 self._found_number(name)
 
@@ -145,10 +144,6 @@ class GradientWatch(TorchFunctionMode):
                 f"{self._number} computes a number from gradients. Each rank has those of its own part of the model: a "
                 f"norm of one parameter may be right, one of all of them isn't."
             )
-
-    def _is_of_gradients(self, tensor: Tensor) -> bool:
-        known = self._made.get(id(tensor))
-        return (known is not None and known[0]() is tensor) or memory_of(tensor) in self._memories
 
 
 def refuse_hooks_of_parameters(module: pl.LightningModule) -> None:

@@ -171,14 +171,15 @@ class TensorShards:
         whole = [name for name in gradients if name not in self.shards and name not in self._compared]
         if not whole:
             return
-        own = torch.stack([_fingerprint(gradients[name]) for name in whole])  # [names, 2]
-        values = torch.stack(gather_objects(own, self._group))  # [ranks, names, 2]
-        spread = (values - values[0]).abs().amax((0, 2))  # [names]
-        largest = values[:, :, 0].amax(0)
-        # A gradient of zero, as behind a layer with zero-initialised weights, proves nothing. It is compared again.
-        self._compared.update(name for name, size in zip(whole, largest.tolist(), strict=True) if size)
-        apart = spread > _TOLERANCE * largest
-        differing = [name for name, differs in zip(whole, apart.tolist(), strict=True) if differs]
+        ranks = gather_objects({name: _fingerprint(gradients[name]) for name in whole}, self._group)
+        differing: list[str] = []
+        for name in whole:
+            values = torch.stack([each[name] for each in ranks])  # [ranks, 2]
+            largest = float(values[:, 0].max())
+            if largest:  # zero, as behind a layer with zero-initialised weights, proves nothing: it is compared again
+                self._compared.add(name)
+            if float((values - values[0]).abs().max()) > _TOLERANCE * largest:
+                differing.append(name)
         if differing:
             raise RuntimeError(
                 f"'{differing[0]}' is whole on every tensor rank, but its gradient differs between them"

@@ -211,12 +211,6 @@ def is_divisible(layer: nn.Module) -> bool:
     return True
 
 
-def _is_falcon_s(linear: nn.Module) -> bool:
-    """Is it transformers' Falcon layer, whose own forward computes what ``nn.Linear``'s does? For other classes a trial
-    couldn't show that: they may clamp large values only, or change gradients only."""
-    return type(linear).__name__ == "FalconLinear" and type(linear).__module__.startswith("transformers.")
-
-
 def _is_conv1d(layer: nn.Module) -> bool:
     """Is it transformers' linear layer with a weight ``[in, out]``? It is recognised without importing transformers."""
     return (
@@ -232,4 +226,7 @@ def _check_divisible(linear: nn.Module) -> None:
         problem = "belongs to nn.MultiheadAttention, which uses the weight without calling the layer"
     elif not is_linear(linear):
         problem = "is not nn.Linear, nor transformers' Conv1D"
-    check_plain(linear, type(linear) if _is_falcon_s(linear) else nn.Linear, ["weight", "bias"], problem)
+    # Falcon's layer computes in a forward of its own what nn.Linear does. For other classes a trial couldn't show that:
+    # they may clamp large values only, or change gradients only.
+    is_falcon_s = type(linear).__name__ == "FalconLinear" and type(linear).__module__.startswith("transformers.")
+    check_plain(linear, type(linear) if is_falcon_s else nn.Linear, ["weight", "bias"], problem)

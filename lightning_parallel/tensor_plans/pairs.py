@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_parallel.batch import cloned
 from lightning_parallel.interception import Interception
@@ -51,11 +52,10 @@ class _Labels(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self.mixed: set[str] = set()  # layers whose outputs have met a whole activation
-        self._labels: dict[int, Label] = {}
-        self._kept: list[Tensor] = []  # ids are used again
+        self._labels = WeakIdKeyDictionary()  # by tensor
 
     def of(self, values: Any) -> Label:
-        labels = [self._labels.get(id(x)) for x in tensors_in(values)]
+        labels: list[Label] = [self._labels.get(x) for x in tensors_in(values)]
         known = [label for label in labels if label is not None]
         if not known:
             return None
@@ -68,8 +68,7 @@ class _Labels(TorchFunctionMode):
     def put(self, values: Any, label: Label) -> None:
         for x in tensors_in(values):
             if x.is_floating_point() or x.is_complex():
-                self._labels[id(x)] = label
-                self._kept.append(x)
+                self._labels[x] = label
 
     def __torch_function__(
         self,

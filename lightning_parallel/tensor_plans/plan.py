@@ -85,10 +85,13 @@ def find_plan(
 
 def _found(module: nn.Module, count: int, make_run: MakeRun | None) -> Found:
     before = _contents(module)
+    # Models of transformers keep keys and values, which in a trial would be another call's.
+    configs = [part.config for part in module.modules() if "PreTrainedModel" in _bases(part)]
+    no_caches = [(vars(config), "use_cache", False) for config in configs if hasattr(config, "use_cache")]
     found: dict[str, str | Style] = {}
     problem = f"no pair of its layers could be divided over {count} ranks"
     try:
-        with changed(caches_off(module)):
+        with changed(no_caches):
             found = found_plan(module, make_run(), count) if make_run is not None else {}
     except Exception as error:  # any: of the user's code
         problem = f"the first step, by which one is found, raised {type(error).__name__}: {error}"
@@ -161,12 +164,6 @@ def transformers_plans(module: nn.Module) -> tuple[dict[str, str | Style], dict[
             without[prefix] = f"{type(model).__name__}{f' ({name})' if name else ''}"
         plan |= {prefix + pattern: style for pattern, style in own.items()}
     return plan, without
-
-
-def caches_off(module: nn.Module) -> list[tuple[dict[str, Any], str, bool]]:
-    """The settings by which transformers models keep no keys and values, which in a trial would be another call's."""
-    configs = [part.config for part in module.modules() if "PreTrainedModel" in _bases(part)]
-    return [(vars(config), "use_cache", False) for config in configs if hasattr(config, "use_cache")]
 
 
 def _translated(theirs: dict[str, str], name: str, model: nn.Module) -> dict[str, str | Style]:
