@@ -7,11 +7,10 @@ backward that is run in another way would never be completed.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import lightning.pytorch as pl
 from torch import Tensor
-from torch.utils.hooks import RemovableHandle
 
 _CAN = "TensorParallelStrategy and FullyShardedStrategy train such modules"
 SEVERAL_OPTIMIZERS = (
@@ -33,12 +32,14 @@ class BackwardGuard:
     """Refuses backwards that don't run inside ``self.manual_backward``."""
 
     def __init__(self) -> None:
-        self._hooks: list[RemovableHandle] = []
         self.is_open = False  # may a backward that is running make gradients?
 
-    def begin(self, parameters: Iterable[Tensor]) -> None:
-        """Begin training with manual optimization, in which the gradients of these parameters have to be completed."""
-        self._hooks = [p.register_post_accumulate_grad_hook(self._grown) for p in parameters if p.requires_grad]
+    def begin(self, parameters: Iterable[Tensor], until: ExitStack) -> None:
+        """Begin training with manual optimization, in which the gradients of these parameters have to be completed. It
+        ends when the stack is closed."""
+        for parameter in parameters:
+            if parameter.requires_grad:
+                until.callback(parameter.register_post_accumulate_grad_hook(self._grown).remove)
 
     @contextmanager
     def open(self) -> Iterator[None]:
@@ -55,9 +56,3 @@ class BackwardGuard:
                 "A backward has run outside of self.manual_backward, so its gradients are not joined with those of "
                 "other ranks. Call self.manual_backward(loss) in the place of loss.backward()."
             )
-
-    def end(self) -> None:
-        """Remove the hooks."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []

@@ -200,7 +200,8 @@ def _differences(
         try:
             values = stepped(optimizer, pieces, steps).values
         except Exception as error:  # any: it would come in the first update
-            return {small.group for small in smalls}, _fails(error)
+            why = f"{type(error).__name__}: {str(error).rstrip('.')}"
+            return {small.group for small in smalls}, f"Tried on small parameters, it fails there: {why}."
         for (small, _), value in zip(pieces, values, strict=True):
             results[id(small)].append(value)
     # A rank that owns none has the first part once more.
@@ -221,7 +222,3 @@ def _unlike(smalls: Sequence[Small], whole: Stepped, parts: Sequence[Sequence[Te
                 f"otherwise there than in one process.",
             )
     return found
-
-
-def _fails(error: Exception) -> str:
-    return f"Tried on small parameters, it fails there: {type(error).__name__}: {str(error).rstrip('.')}."

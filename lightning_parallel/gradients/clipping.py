@@ -28,7 +28,7 @@ from lightning_parallel.tensor_lists import alike
 
 
 class Clipping:
-    """Makes the precision plugin clip as in one process, until :meth:`end`.
+    """Makes the precision plugin clip as in one process, until the stack is closed.
 
     Args:
         counts: tells whether this rank's copy of a parameter, by name, enters the norm. Of the copies within ``parts``,
@@ -45,18 +45,14 @@ class Clipping:
         counts: Callable[[str], bool],
         parts: dist.ProcessGroup,
         watch: GradientWatch | None,
+        until: ExitStack,
     ) -> None:
         self._plugin, self._device, self._local = run.precision, run.device, local
         self._counts, self._parts = counts, parts
         self._replicas = run.groups.along("data")
         self._paused = nullcontext if watch is None else watch.paused
-        self._put_back = ExitStack()
-        self._put_back.callback(replaced(self._plugin, "clip_grad_by_norm", self.by_norm))
-        self._put_back.callback(replaced(self._plugin, "clip_grad_by_value", self.by_value))
-
-    def end(self) -> None:
-        """Give the plugin its own functions back."""
-        self._put_back.close()
+        until.callback(replaced(self._plugin, "clip_grad_by_norm", self.by_norm))
+        until.callback(replaced(self._plugin, "clip_grad_by_value", self.by_value))
 
     def by_norm(self, optimizer: Optimizer, clip_val: int | float) -> Tensor:
         """Scale all gradients so that the norm of the whole model's gradient is at most ``clip_val``, and return that

@@ -78,7 +78,10 @@ class DryRuns:
         if kind not in self._flows:
             layers = self._stages.fully_sharded
             with layers.gathered() if layers is not None else nullcontext():  # else hooks would gather in the dry run
-                flow = self._flows[kind] = self._agreed(lambda: self._flow_of(kind, step))
+                # An error on one rank is raised on all, since none may wait for what another won't send.
+                own = self._stage.index, together(self._group, lambda: self._flow_of(kind, step))
+                _, flow = max(gather_objects(own, self._group), key=lambda view: view[0])  # the last stage's
+                self._flows[kind] = flow
             parameters = {name for name, _ in self._run.module.named_parameters(remove_duplicate=False)}
             of_parameters = {name: settles for name, settles in flow.own_updates.items() if name in parameters}
             self._stages.refuse_own_updates(of_parameters, count, late=self._late)
@@ -128,12 +131,6 @@ class DryRuns:
         """The arguments of a step's calls of ``self.log``, by name, in a dry run on this rank alone. Values that depend
         on layers are absent. None are known where layers are gathered: all replicas would have to run it."""
         return {} if self._stages.fully_sharded is not None else self._traced(kind, step)[1]
-
-    def _agreed(self, find: Callable[[], Flow]) -> Flow:
-        """The last stage's result, on all ranks. An error on one rank is raised on all, since none may wait for what
-        another won't send."""
-        views = gather_objects((self._stage.index, together(self._group, find)), self._group)
-        return max(views, key=lambda view: view[0])[1]
 
     def _warn_of_carried(self, flow: Flow, of_layers: Iterable[str], count: int) -> None:
         parts = dict.fromkeys(name.rpartition(".")[0] for name in sorted(of_layers))

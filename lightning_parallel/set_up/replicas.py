@@ -13,12 +13,11 @@ The asynchronous pipeline averages once an update, within the update's last back
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from lightning_parallel.gradients.averaging import GradientAverager
 from lightning_parallel.gradients.swapping import Gradients
@@ -51,7 +50,6 @@ class Replicas:
         self._first = dist.get_global_rank(group, 0)
         self.averager: GradientAverager | None = None  # of a training with several replicas
         self._factor: Callable[[], Number] = lambda: 1.0
-        self._hooks: list[RemovableHandle] = []
 
     def copy_parameters(self) -> None:
         """Copy the first replica's parameters and buffers. So a script needs no seed for its initial weights."""
@@ -101,8 +99,8 @@ class Replicas:
 
     # -- gradients -----------------------------------------------------------------------------------------------
 
-    def begin(self, *, watch: bool, factor: Callable[[], Number] = lambda: 1.0) -> None:
-        """Begin training.
+    def begin(self, until: ExitStack, *, watch: bool, factor: Callable[[], Number] = lambda: 1.0) -> None:
+        """Begin training, which ends when the stack is closed.
 
         Args:
             watch: put hooks on the parameters that tell the averager of their gradients. Otherwise the caller does.
@@ -117,12 +115,9 @@ class Replicas:
             assert parameter.grad is not None
             averager.ready(name, parameter.grad)
 
-        if watch:
-            self._hooks = [
-                parameter.register_post_accumulate_grad_hook(partial(grown, name))
-                for name, parameter in self._local.replicated.items()
-                if parameter.requires_grad
-            ]
+        for name, parameter in self._local.replicated.items() if watch else ():
+            if parameter.requires_grad:
+                until.callback(parameter.register_post_accumulate_grad_hook(partial(grown, name)).remove)
 
     def completing(self, names: Collection[str] | None = None) -> AbstractContextManager[None]:
         """Inside, a backward completes a batch's gradients of these parameters, by default of all. They are averaged
@@ -142,9 +137,3 @@ class Replicas:
             own = {name: parameter for name, parameter in self._local.replicated.items() if name in names}
             averager = GradientAverager(own, self._group, factor=self._factor)
         return {**gradients, **averager.finish(gradients)}
-
-    def end(self) -> None:
-        """Remove the hooks."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks, self.averager = [], None

@@ -38,18 +38,16 @@ class StepHooks:
         self._module.trainer = _Numbers(trainer)  # type: ignore[assignment]
         try:
             for name, given in arguments.items():
-                if is_overridden(name, self._module):
-                    self._run(name, given)
+                try:
+                    if is_overridden(name, self._module):
+                        getattr(self._module, name)(*given)
+                except AbsentValueError as error:
+                    found = (parameter_of(origin) for origin in error.origins)
+                    self._asked |= {parameter: name for parameter in found if parameter is not None}
+                except Exception:  # any: what it needs isn't there yet. The run will tell
+                    pass
         finally:
             self._module.trainer = trainer
-
-    def _run(self, name: str, arguments: tuple[Any, ...]) -> None:
-        try:
-            getattr(self._module, name)(*arguments)
-        except AbsentValueError as error:
-            self._asked |= {found: name for origin in error.origins if (found := parameter_of(origin)) is not None}
-        except Exception:  # any: what it needs isn't there yet. The run will tell
-            pass
 
     def check(self, partition: Partition, stage: int) -> None:
         """Refuse hooks that ask for the value of a parameter which another stage holds."""

@@ -338,7 +338,6 @@ class LayoutStrategy(ParallelStrategy):
         )
         self._holds_part = True
         together(None, partial(self._original_names.refuse_kept, run.module))
-        self._at_end.callback(self.replicas.end)
         if local.is_fully_sharded:
             refuse_copies(run.module)
             self._at_end.enter_context(values_read_by(lambda tensor: whole(tensor).item()))
@@ -357,8 +356,9 @@ class LayoutStrategy(ParallelStrategy):
             if local.is_fully_sharded or in_parts:
                 self._watch = GradientWatch(run, local.parameters.values(), in_parts=in_parts)
                 self._at_end.callback(self._watch.close)
-        self.clipping = Clipping(run, local, counts=self.counts, parts=self.norm_group, watch=self._watch)
-        self._at_end.callback(self.clipping.end)
+        self.clipping = Clipping(
+            run, local, counts=self.counts, parts=self.norm_group, watch=self._watch, until=self._at_end
+        )
         self.replicas.copy_parameters()
         module, of_training = self._told
         if module is not run.module or run.trains > of_training:  # again when one that was evaluated is trained

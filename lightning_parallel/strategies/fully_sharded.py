@@ -104,12 +104,11 @@ class FullyShardedStrategy(LayoutStrategy):
         local = LocalModel.of(module)
         self.hold(local)
         if run.trains:
-            self.replicas.begin(watch=False)
+            self.replicas.begin(self._at_end, watch=False)
             if self._shards.root is not None:
                 self._take_example(trainer)
                 self._at_end.callback(self._example_back.close)
-            self._guard.begin([] if module.automatic_optimization else local.replicated.values())
-            self._at_end.callback(self._guard.end)
+            self._guard.begin([] if module.automatic_optimization else local.replicated.values(), self._at_end)
         self.begin_averages()
 
     @property

@@ -157,7 +157,7 @@ class StagedStrategy(LayoutStrategy):
         self._shards.begin(run, local)
         self._stages.join_shared(local, run)
         if run.trains:
-            self.replicas.begin(watch=self.gradients_on_parameters, factor=self.gradient_factor)
+            self.replicas.begin(self._at_end, watch=self.gradients_on_parameters, factor=self.gradient_factor)
             if self._stages.fully_sharded is not None:
                 self._stages.fully_sharded.multiply_by(self.gradient_factor)
 

@@ -90,10 +90,9 @@ class TensorParallelStrategy(LayoutStrategy):
         share_overflows(run, self._at_end)
         self._shards.begin(run, local)
         if run.trains:
-            self.replicas.begin(watch=True)
+            self.replicas.begin(self._at_end, watch=True)
             by_hand = not module.automatic_optimization and self.layout.world_size > 1
-            self._guard.begin(local.parameters.values() if by_hand else [])
-            self._at_end.callback(self._guard.end)
+            self._guard.begin(local.parameters.values() if by_hand else [], self._at_end)
         self.begin_averages()
 
     @property
