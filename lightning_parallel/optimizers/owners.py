@@ -27,7 +27,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -35,33 +34,45 @@ from torch.optim import Optimizer
 from lightning_parallel.optimizers.closures import closure_first
 from lightning_parallel.optimizers.division import Division
 from lightning_parallel.private.torch.modules import has_step_hooks
-from lightning_parallel.ranks.collectives import gather_objects, highest
+from lightning_parallel.ranks.collectives import gather_objects, highest, together
 from lightning_parallel.ranks.local_model import LocalModel, local_part
+from lightning_parallel.ranks.run import Run
 from lightning_parallel.ranks.writes import digest
 
 
-def names_to_own(
-    optimizers: Sequence[Optimizer],
-    groups: Sequence[set[int]],
-    local: LocalModel,
-    along: Iterable[dist.ProcessGroup],
-) -> list[str]:
-    """The divided parameters in some groups of the optimizers, given by the groups' indices. All ranks along the axes
-    that divide them call it, and get the same, if one of them has found a group."""
-    every = [
-        (params["params"], index in found)
-        for optimizer, found in zip(optimizers, groups, strict=True)
-        for index, params in enumerate(optimizer.param_groups)
+def give_owners(
+    optimizers: Sequence[Optimizer], found: Sequence[set[int]], run: Run, local: LocalModel, until: ExitStack
+) -> dict[str, bool]:
+    """Give an owner to each divided parameter that optimizers step as a whole, and let them see it so until the stack
+    is closed. All ranks along the axes that divide parameters call it.
+
+    Args:
+        found: for each optimizer the indices of the groups that it steps as wholes. Those count that any rank has
+            found.
+
+    Returns:
+        The names of these parameters, and whether this rank owns them.
+    """
+    if not optimizers or not (local.shards or local.is_fully_sharded):
+        return {}
+    groups = [
+        (group["params"], index in indices)
+        for optimizer, indices in zip(optimizers, found, strict=True)
+        for index, group in enumerate(optimizer.param_groups)
     ]
-    agreed = [int(found) for _, found in every]
-    for axis in along:
-        agreed = highest(axis, *agreed)
-    chosen = {id(p) for (params, _), found in zip(every, agreed, strict=True) if found for p in params}
-    return [
-        name
-        for name, p in local.parameters.items()
-        if id(p) in chosen and (name in local.shards or isinstance(p, DTensor))
-    ]
+    agreed = [int(is_found) for _, is_found in groups]
+    for axis in ("tensor", "data"):
+        agreed = highest(run.groups.along(axis), *agreed)
+    chosen = {id(p) for (params, _), is_found in zip(groups, agreed, strict=True) if is_found for p in params}
+    divided = {name: p for name, p in local.parameters.items() if name in local.shards or isinstance(p, DTensor)}
+    names = [name for name, parameter in divided.items() if id(parameter) in chosen]
+    if not names:
+        return {}
+    replicas = [run.layout.at(rank) for rank in run.layout.peers("data")]
+    ranks = run.groups.joining(rank for each in replicas for rank in each.peers("tensor"))
+    division = Division(local, names, ranks, run.device)
+    together(ranks, partial(Owners(local, division).install, optimizers, until))
+    return division.here
 
 
 class Owners:

@@ -48,8 +48,7 @@ from lightning_parallel.disk_offload import DiskOffload
 from lightning_parallel.gradients.clipping import Clipping
 from lightning_parallel.gradients.hook_watch import GradientWatch, refuse_hooks_of_parameters, sees_gradients
 from lightning_parallel.loading import loaders
-from lightning_parallel.optimizers.division import Division
-from lightning_parallel.optimizers.owners import Owners, names_to_own
+from lightning_parallel.optimizers.owners import give_owners
 from lightning_parallel.private.lightning.batches import refuse_validation_by_time, where_loaders_end
 from lightning_parallel.private.lightning.data import take_back_loaders
 from lightning_parallel.private.lightning.launching import (
@@ -405,7 +404,9 @@ class LayoutStrategy(ParallelStrategy):
         with self._inside_step(hook), sizes_watched(trainer.lightning_module, shards, hook):
             super().setup_optimizers(trainer)
         if self._holds_part:  # a callback may want optimizers outside of a run
-            self._find_owners(together(None, self._take_optimizers))
+            groups = together(None, self._take_optimizers)
+            self._owned.clear()
+            self._owned.update(give_owners(self.optimizers, groups, self.run, self.local_model, self._at_end))
 
     def _inside_step(self, name: str) -> AbstractContextManager[None]:
         """Collectives.inside_step; outside of a run this rank is alone, and there is nothing to see otherwise."""
@@ -430,20 +431,6 @@ class LayoutStrategy(ParallelStrategy):
         """The divided parameters that one rank steps as a whole, by name: is it this one? It alone has their optimizer
         state."""
         return self._owned
-
-    def _find_owners(self, groups: list[set[int]]) -> None:
-        """Give an owner to each divided parameter that optimizers step as a whole, and let them see it so."""
-        self._owned.clear()
-        if not self.optimizers or not (self.local_model.shards or self.local_model.is_fully_sharded):
-            return
-        along = [self.groups.along("tensor"), self.groups.along("data")]
-        names = names_to_own(self.optimizers, groups, self.local_model, along)
-        if names:
-            replicas = [self.layout.at(rank) for rank in self.layout.peers("data")]
-            group = self.groups.joining(rank for each in replicas for rank in each.peers("tensor"))
-            division = Division(self.local_model, names, group, self.root_device)
-            together(group, partial(Owners(self.local_model, division).install, self.optimizers, self._at_end))
-            self._owned.update(division.here)
 
     # -- buffers -------------------------------------------------------------------------------------------------
 
