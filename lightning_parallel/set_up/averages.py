@@ -16,6 +16,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -73,22 +74,6 @@ class _Averages(nn.Module):
             for key, buffer in _here(buffers_of(part)):
                 copy.register_buffer(key, copy_of(prefix + key, buffer), persistent=prefix + key in saved)
         self._held = {name: copies[id(each)] for name, each in {**local.parameters, **local.buffers()}.items()}
-
-
-class _Part:
-    """What this rank holds of a module, as plain tensors in the module's memory, for a walk over it. ``keeps_buffers``:
-    their values are those of now, also in a later walk."""
-
-    def __init__(self, module: pl.LightningModule, *, keeps_buffers: bool = False) -> None:
-        self._module = module
-        here = (local_part(each) for each in module.buffers() if not isinstance(each, AbsentTensor))
-        self._buffers = [each.clone() if keeps_buffers else each for each in here]
-
-    def parameters(self) -> Iterator[Tensor]:
-        return (local_part(each) for each in self._module.parameters() if not isinstance(each, AbsentTensor))
-
-    def buffers(self) -> Iterator[Tensor]:
-        return iter(self._buffers)
 
 
 def _here(tensors: Mapping[str, Tensor | None]) -> Iterator[tuple[str, Tensor]]:
@@ -155,9 +140,16 @@ def _walk(
     after_update: Callable[[], list[Callable[[], Any]] | None],
     *args: Any,
 ) -> None:
-    """Walk now, or, where this rank makes the update later, after it, with the buffers of now."""
+    """Walk over what this rank holds of the module, as plain tensors in the module's memory: now, or, where this rank
+    makes the update later, after it, with the buffers of now."""
     following = after_update()
-    part = _Part(module, keeps_buffers=following is not None)
+    buffers = [local_part(each) for each in module.buffers() if not isinstance(each, AbsentTensor)]
+    if following is not None:
+        buffers = [each.clone() for each in buffers]
+    part = SimpleNamespace(
+        parameters=lambda: (local_part(each) for each in module.parameters() if not isinstance(each, AbsentTensor)),
+        buffers=lambda: iter(buffers),
+    )
     walk = partial(function, *(part if each is module else each for each in args))
     if following is None:
         walk()
