@@ -8,18 +8,20 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from types import MethodType
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
+from lightning_parallel.values import changed
 
-def closure_first(optimizer: Optimizer, around: Callable[[], AbstractContextManager[None]]) -> Callable[[], None]:
-    """Let ``optimizer.step`` run the closure it is given, and then the step, inside the context that ``around`` makes.
-    Returns a function that undoes this. ``around`` is called before the closure, and may refuse the step."""
-    before, step = vars(optimizer).get("step"), optimizer.step
+
+def closure_first(optimizer: Optimizer, around: Callable[[], AbstractContextManager[None]], until: ExitStack) -> None:
+    """Let ``optimizer.step`` run the closure it is given, and then the step, inside the context that ``around`` makes,
+    until the stack is closed. ``around`` is called before the closure, and may refuse the step."""
+    step = optimizer.step
 
     @functools.wraps(step)  # with a scheduler's marks
     def stepped(_: Optimizer, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
@@ -31,14 +33,7 @@ def closure_first(optimizer: Optimizer, around: Callable[[], AbstractContextMana
             return step(**kwargs)
 
     # A method, since schedulers take it for one.
-    optimizer.step = MethodType(stepped, optimizer)  # type: ignore[method-assign]
-    return functools.partial(_put_back, optimizer, before)
-
-
-def _put_back(optimizer: Optimizer, step: Any) -> None:
-    vars(optimizer).pop("step", None)
-    if step is not None:
-        optimizer.step = step  # type: ignore[method-assign]
+    until.enter_context(changed([(vars(optimizer), "step", MethodType(stepped, optimizer))]))
 
 
 def only_once(result: Any) -> Callable[[], Any]:

@@ -98,7 +98,7 @@ class Owners:
                 continue
             _refuse_hooks(optimizer)
             self._take_state(optimizer)
-            until.callback(closure_first(optimizer, partial(self._stepped_whole, optimizer, known)))
+            closure_first(optimizer, partial(self._stepped_whole, optimizer, known), until)
 
     def _take_state(self, optimizer: Optimizer) -> None:
         """Make the state whole that an optimizer has for parts before its first step, on the owners."""

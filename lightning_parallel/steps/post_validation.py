@@ -92,7 +92,7 @@ class PostValidation:
         self._end.callback(replaced(run.precision, "clip_grad_by_norm", self.clip))
         for optimizer in run.trainer.optimizers:
             # The closure makes the update before this one again, and this one's copy.
-            self._end.callback(closure_first(optimizer, partial(_without_hooks, optimizer)))
+            closure_first(optimizer, partial(_without_hooks, optimizer), self._end)
         # Other callbacks may read weights where Lightning's validation starts.
         first = LambdaCallback(on_validation_start=lambda *_: drain())
         callbacks = callbacks_of(run.trainer)
