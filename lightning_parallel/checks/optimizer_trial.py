@@ -92,9 +92,8 @@ def refuse_steps_apart(optimizer: Optimizer, local: LocalModel, strategy: str) -
     problems: list[str] = []
     with _generators_of(smalls).kept():
         try:
-            together = _tried(optimizer, smalls, steps=1)
-            apart = stepped(optimizer, _whole(smalls), steps=2)
-        except Exception as error:  # any: it would come in the first update
+            together, apart = (_tried(optimizer, smalls, steps) for steps in (1, 2))
+        except (CollectiveError, _UntriedError) as error:
             why = str(error).rstrip(".")
             problems = [f"Whether it trains as with one step could not be tried on small parameters: {why}."]
         else:

@@ -165,8 +165,8 @@ def sees_gradients(module: pl.LightningModule) -> bool:
 
 
 def _refuse_lost_changes(module: nn.Module, function: Any, args: tuple[Any, ...]) -> None:
-    """Refuse a call of a torch function that would change a copy of a fully sharded parameter or gradient
-    of ``module``."""
+    """Refuse a call of a torch function that would change a copy of a fully sharded parameter or gradient of
+    ``module``."""
     copied = _changed_by_copy(function, args)
     if copied is None:
         return
