@@ -129,7 +129,8 @@ class SharedHeads(Style):
     def new_layer(self, rule: Rule, site: Site) -> nn.Module:
         width = _outputs(rule.module) // self.heads
         start = site.group.rank() * self.heads // site.group.size() * width
-        work = Work(lambda x, group: site.copied(x, rule), lambda y, group: y.narrow(-1, start, width))
+        this = object()  # stands for the layer, which doesn't refer to itself
+        work = Work(lambda x, group: site.copied(x, this), lambda y, group: y.narrow(-1, start, width))
         return around(rule.module, site, work)
 
 
