@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from lightning_parallel.private.torch.tensors import tree_map
 from lightning_parallel.ranks.collectives import all_alike, gather_objects, together
 
 _Options = dict[tuple[str, int, str], Any]  # by the optimizer's class and number, the group and the option
@@ -55,7 +56,7 @@ class PartedOptions:
 
     def _compare(self, schedulers: Sequence[LRSchedulerConfig]) -> None:
         # Only now, since the host waits for the GPU here.
-        own = {place: _number(value) for place, value in self._noted.items()}
+        own = tree_map(lambda value: value.item() if isinstance(value, Tensor) else value, self._noted)
         if all_alike(self._group, own):
             return
         of_all = gather_objects(own, self._group)
@@ -83,9 +84,3 @@ def _kept(value: Any) -> Any:
         items = [_kept(item) for item in value]
         return None if any(item is None for item in items) else items
     return value if isinstance(value, int | float | str) else None
-
-
-def _number(value: Any) -> Any:
-    if isinstance(value, list):
-        return [_number(item) for item in value]
-    return value.item() if isinstance(value, Tensor) else value
