@@ -7,8 +7,7 @@ origins: who writes it and who reads it shows when its uses are watched.
 from __future__ import annotations
 
 import warnings
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext, redirect_stdout, suppress
 from dataclasses import dataclass
 from io import StringIO
@@ -16,7 +15,8 @@ from itertools import chain, zip_longest
 from numbers import Number
 from typing import Any
 
-from torch import nn
+import numpy as np
+from torch import Tensor, nn
 from torchmetrics import Metric
 
 from lightning_parallel.absent.modes import ValuesGuessed, WritesFollowed
@@ -25,8 +25,10 @@ from lightning_parallel.absent.tensor import AbsentTensor
 from lightning_parallel.private.torch.modules import buffers_of
 from lightning_parallel.tracing.plain_values import attribute_uses
 from lightning_parallel.tracing.recorder import Recorder, Scene, origins_in
-from lightning_parallel.tracing.snapshot import StateKept, changed_keys
-from lightning_parallel.tracing.trace import Call, Carried, Place, PlainRead, Trace
+from lightning_parallel.tracing.snapshot import StateKept
+from lightning_parallel.tracing.trace import Carried, Place, PlainRead, Trace
+
+_NUMBERS = (Number, np.generic, np.ndarray, Tensor)
 
 
 def add_rest(scene: Scene, seen: Trace, step: Callable[[], Any], logged: Sequence[Any]) -> None:
@@ -54,70 +56,57 @@ def add_plain_values(scene: Scene, seen: Trace, step: Callable[[], Any]) -> None
         watching.setdefault(part, set()).update(attributes)
     if not watching:
         return
-    uses: dict[str, list[_Use]] = {}  # of an attribute in a run, by its name
-    of_shared: dict[int, list[_SharedUse]] = {}  # of a container in a run, by its id
+    uses: dict[Any, list[_Use]] = {}  # in a run, of an attribute (by its part and name), or a shared object (by its id)
 
     def watched(recorder: Recorder) -> AbstractContextManager[None]:
         def told(part: nn.Module, attribute: str, assigned: bool) -> None:
+            value = _value_of(part, attribute)
+            use = _Use(part, attribute, recorder.place, assigned, value, second.content_of(value))
             if attribute in shared.get(part, ()) and attribute in vars(part) and not assigned:
-                value, place = vars(part)[attribute], recorder.place
-                earlier = of_shared.setdefault(id(value), [])
-                if not (earlier and earlier[-1].place == place and place.during == "call"):
-                    earlier.append(_SharedUse(part, attribute, place, value, second.entries_of(value)))
+                uses.setdefault(id(value), []).append(use)
             is_written = attribute in written.get(part, ())
-            if not is_written and attribute not in common.get(part, ()):
-                return
-            is_absent = isinstance(vars(part).get(attribute, buffers_of(part).get(attribute)), AbsentTensor)
-            use = _Use(recorder.place, assigned, second.content_of(part, attribute), is_absent)
-            uses.setdefault(scene.name_of(part, attribute), []).append(use)
+            if is_written or attribute in common.get(part, ()):
+                uses.setdefault((part, attribute), []).append(use)
             if is_written and id(part) in units and not assigned and not recorder.is_under_way(part):
                 read = PlainRead(units[id(part)], scene.names[id(part)], attribute, recorder.place)
                 seen.plain_reads.append(read)
 
         uses.clear()
-        of_shared.clear()
         return attribute_uses(watching, told)
 
-    holders: dict[Any, list[tuple[nn.Module, str]]] = {}  # of what several units have
-    for part, attribute in _each(shared):
-        holders.setdefault(id(vars(part)[attribute]), []).append((part, attribute))
-    holders |= {place: [place] for place in _each(common)}
-    made: list[set[Call]] = []  # the calls of each run
+    calls = {(call.unit, call.call) for call in seen.calls}
+    is_repeated = False  # has a run made all calls again?
     with StateKept(scene.module, apart=scene.units) as second:
         for recorder, _ in _guessed(scene, step, 0.5, watched):
-            made.append({(call.unit, call.call) for call in recorder.trace.calls})
-            for each in of_shared.values():
-                seen.plain_reads += _reads_of_shared(scene, recorder.trace, each, second)
-            for part, attribute in _each(common):
-                used = uses.get(scene.name_of(part, attribute), [])
-                now = second.content_of(part, attribute)
-                seen.plain_reads += _reads_of_common(scene, recorder.trace, part, attribute, used, now)
-                where, changed = _reads_and_writes(used, now)
-                by_step = tuple(place for place in changed if place.during == "code")
-                if by_step and not used[0].assigns and (used[0].before != now or by_step != changed):
-                    name = scene.name_of(part, attribute)
-                    seen.carried.append(Carried(name, second.is_number(part, attribute), where, by_step))
-            for part, attribute in _each(written):
+            is_repeated |= calls <= {(call.unit, call.call) for call in recorder.trace.calls}
+            for key, used in uses.items():
+                first = used[0]
+                part, attribute = first.part, first.attribute
+                is_attribute, is_common = isinstance(key, tuple), attribute in common.get(part, ())
+                value = _value_of(part, attribute) if is_attribute else first.value
+                now = second.content_of(value)
+                if is_common or not is_attribute:
+                    seen.plain_reads += _reads_of_shared(scene, recorder.trace, used, now)
+                if not is_attribute or first.assigns:
+                    continue
+                # It is read first: the value of the step before.
+                reads, writes = _reads_and_writes(used, now)
+                in_unit, is_number = id(part) in units, isinstance(value, _NUMBERS)
+                by_step = tuple(place for place in writes if place.during == "code" or not in_unit)
+                is_kept = attribute in written.get(part, ()) or first.before != now or by_step != writes
                 name = scene.name_of(part, attribute)
-                used, now = uses.get(name, []), second.content_of(part, attribute)
-                if used and not used[0].assigns:  # it is read first: the value of the step before
-                    where, changed = _reads_and_writes(used, now)
-                    is_number = second.is_number(part, attribute)
-                    by_step = tuple(place for place in changed if place.during == "code" or id(part) not in units)
-                    if by_step and not (id(part) in units and isinstance(part, Metric)):
-                        seen.carried.append(Carried(name, is_number, where, by_step))
-                    elif changed and is_number and not isinstance(part, Metric):
-                        seen.own_updates[name] = False
-                        seen.counts |= {name} if used[0].before != now else set()
-    for having in holders.values():
-        of_unit = {name: (part, attribute) for part, attribute in having for name in scene.owners.get(id(part), ())}
-        calls = {(call.unit, call.call): i for i, call in enumerate(seen.calls) if call.unit in of_unit}
-        # If no run has made all of these calls again, some may change for others what couldn't be seen.
-        if calls and not any(calls.keys() <= each for each in made):
-            unit, _ = next(iter(calls))
-            part, attribute = of_unit[unit]
-            reads = (Place(i, "call") for i in calls.values())
-            seen.plain_reads += [PlainRead(unit, scene.names[id(part)], attribute, i, is_shared=True) for i in reads]
+                if by_step and is_kept and not (in_unit and isinstance(part, Metric)):
+                    seen.carried.append(Carried(name, is_number, reads, by_step))
+                elif writes and is_number and not is_common and not isinstance(part, Metric):
+                    seen.own_updates[name] = False
+                    seen.counts |= {name} if first.before != now else set()
+    named = {name: part for part in (*shared, *common) for name in scene.owners.get(id(part), ())}
+    having = [(i, call.unit) for i, call in enumerate(seen.calls) if call.unit in named]
+    for i, _ in () if is_repeated else having:  # any may change for others what couldn't be seen
+        unit = having[0][1]
+        part = named[unit]
+        read = PlainRead(unit, scene.names[id(part)], min(watching[part]), Place(i, "call"), is_shared=True)
+        seen.plain_reads.append(read)
     parts = set(map(id, written))  # a metric's hash follows its state
     for metric in scene.metrics():
         if id(metric) in parts and origins_in(vars(metric)) <= {METRIC_STATE}:  # it was updated with stand-ins
@@ -156,76 +145,40 @@ def _guessed(
             return
 
 
-def _each(attributes: Mapping[nn.Module, set[str]]) -> Iterator[tuple[nn.Module, str]]:
-    """The parts with their attributes one by one, in the same order on all ranks."""
-    return ((part, name) for part, names in attributes.items() for name in sorted(names))
+def _value_of(part: nn.Module, attribute: str) -> Any:
+    return vars(part).get(attribute, buffers_of(part).get(attribute))
 
 
 @dataclass(frozen=True)
 class _Use:
-    """A use of an attribute: its place, whether it is assigned to, what it held before, and whether that was an absent
-    tensor."""
-
-    place: Place
-    assigns: bool
-    before: Any
-    was_absent: bool
-
-
-@dataclass(frozen=True)
-class _SharedUse:
-    """The first use at a place of a container that several units share: by whom, and what it held before."""
+    """A use of a part's attribute: its place, whether it is assigned to, the value, and what that was before, for
+    comparisons (:meth:`.StateKept.content_of`)."""
 
     part: nn.Module
     attribute: str
     place: Place
+    assigns: bool
     value: Any
-    before: dict[Any, Any]
+    before: Any
 
 
-def _reads_of_shared(scene: Scene, seen: Trace, uses: Sequence[_SharedUse], state: StateKept) -> Iterator[PlainRead]:
-    """The uses of a container that another unit's call changes. Neither a call that only adds something of its own, as
-    to a list of losses, nor the code that empties the container at the beginning of the step counts as a read. But if
-    two uses each put a number into a dictionary or an object, one number may be computed from the other: both count."""
-    written: dict[Place, set[Any]] = {}
-    of_numbers: set[Place] = set()
-    is_list = isinstance(uses[0].value, list | set | deque)
-    at_end = state.entries_of(uses[0].value)
-    for use, later in zip_longest(uses, uses[1:]):
-        after = at_end if later is None else later.before
-        if use.before and not after and use.place == Place(0):
-            continue
-        keys = changed_keys(use.before, after)
-        written.setdefault(use.place, set()).update(keys)
-        if not is_list and any(isinstance(after.get(key), Number) for key in keys):
-            of_numbers.add(use.place)
-    for place, keys in written.items():
-        if keys and place.during == "call" and place.index < len(seen.calls):
-            writer = next(use for use in uses if use.place == place)
-            for each, own in written.items():
-                if each != place and (not own or own & keys or {place, each} <= of_numbers):
-                    name = scene.names[id(writer.part)]
-                    yield PlainRead(seen.calls[place.index].unit, name, writer.attribute, each, is_shared=True)
-
-
-def _reads_of_common(
-    scene: Scene, seen: Trace, part: nn.Module, attribute: str, uses: Sequence[_Use], at_end: Any
-) -> Iterator[PlainRead]:
-    """The places that begin by reading an attribute of a part which several units have, if the call of a unit has
-    written what they read. What the step reads first is from the step before. An absent tensor that the code around
-    the units reads isn't among them: its origins tell where it comes from."""
+def _reads_of_shared(scene: Scene, seen: Trace, uses: Sequence[_Use], at_end: Any) -> Iterator[PlainRead]:
+    """The places that begin by reading what several units have, if the call of a unit has changed what they read. What
+    the step reads first is from the step before. An absent tensor that the code around the units reads isn't among
+    them: its origins tell where it comes from."""
     later = [*(use.before for use in uses[1:]), at_end]
-    changes = [use.assigns or use.before != after for use, after in zip(uses, later, strict=False)]
-    writer = next((use.place for use, changed in zip(reversed(uses), reversed(changes), strict=True) if changed), None)
+    changes = [use.assigns or use.before != after for use, after in zip(uses, later, strict=True)]
+    writer = next((use for use, changed in zip(reversed(uses), reversed(changes), strict=True) if changed), None)
     known: set[Place] = set()
     for use, changed in zip(uses, changes, strict=True):
-        by_unit = writer is not None and writer.during == "call" and writer.index < len(seen.calls)
-        is_followed = use.was_absent and use.place.during != "call"
-        if writer is not None and by_unit and use.place not in (writer, *known) and not use.assigns and not is_followed:
-            unit = seen.calls[writer.index].unit
-            yield PlainRead(unit, scene.names[id(part)], attribute, use.place, is_shared=True)
+        is_followed = isinstance(use.value, AbsentTensor) and use.place.during != "call"
+        if writer is not None and not use.assigns and not is_followed and use.place not in (writer.place, *known):
+            by = writer.place
+            if by.during == "call" and by.index < len(seen.calls):
+                name = scene.names[id(writer.part)]
+                yield PlainRead(seen.calls[by.index].unit, name, writer.attribute, use.place, is_shared=True)
         known.add(use.place)
-        writer = use.place if changed else writer
+        writer = use if changed else writer
 
 
 def _reads_and_writes(uses: Sequence[_Use], at_end: Any) -> tuple[tuple[Place, ...], tuple[Place, ...]]:

@@ -11,7 +11,6 @@ import warnings
 from collections import Counter, deque
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from functools import cached_property
-from numbers import Number
 from operator import is_
 from types import SimpleNamespace, TracebackType
 from typing import Any
@@ -120,21 +119,6 @@ class StateKept:
                 if isinstance(item, AbsentTensor) and id(item) not in own:
                     yield item
 
-    def content_of(self, part: nn.Module, name: str) -> Any:
-        """An attribute's present content, for comparisons: a number itself, a container's items, a tensor's version."""
-        value = vars(part).get(name, buffers_of(part).get(name))
-        if isinstance(value, Tensor):
-            return id(value), version_of(value)
-        if isinstance(value, np.ndarray):
-            return value.tobytes()
-        held = self._contents(value)
-        return _plain(value) if held is None else [_plain(item) for item in _items(held)]
-
-    def is_number(self, part: nn.Module, name: str) -> bool:
-        """Does an attribute hold a number, or an array or a tensor of them?"""
-        value = vars(part).get(name, buffers_of(part).get(name))
-        return isinstance(value, (Number, np.generic, np.ndarray, Tensor))
-
     @property
     def generators(self) -> list[Any]:
         """The random generators that were found, among them those that are global variables beside the modules."""
@@ -224,19 +208,23 @@ class StateKept:
                     found.setdefault(part, set()).add(name)
         return found
 
-    def entries_of(self, value: Any) -> dict[Any, Any]:
-        """What a container holds, by place; of a tensor a number that each write raises, and of a long container one
-        number for all. Left out are absent tensors where the code around the parts ``apart`` has the container too:
-        :meth:`written` has these."""
-        entries: dict[Any, Any] = {}
+    def content_of(self, value: Any) -> Any:
+        """What a value holds now, for comparisons: a number itself, a container's items by place; of a tensor a number
+        that each write raises, and of a long container one number for all. Absent tensors are left out where the code
+        around the parts ``apart`` has the container too: :meth:`written` has these."""
+        if isinstance(value, Tensor):
+            return id(value), version_of(value)
+        if self._entries(value) is None:
+            return _plain(value)
+        content: dict[Any, Any] = {}
         for path, container, held in self._within(value):
             if len(held) > _MANY:
-                entries[(*path, _NOTHING)] = hash(tuple(map(id, _items(held))))
+                content[(*path, _NOTHING)] = hash(tuple(map(id, _items(held))))
                 continue
             for key, item in held.items() if isinstance(held, dict) else enumerate(held):
                 if not (isinstance(item, AbsentTensor) and id(container) in self._looked_at):
-                    entries[(*path, key)] = item
-        return entries
+                    content[(*path, key)] = _plain(item)
+        return content
 
     @cached_property
     def _looked_at(self) -> set[int]:
@@ -316,12 +304,6 @@ def _plain(value: Any) -> Any:
     is_nan = isinstance(value, float) and value != value
     by_value = isinstance(value, int | float | complex | str | bytes | torch.device)
     return "not a number" if is_nan else value if by_value else id(value)
-
-
-def changed_keys(before: Mapping[Any, Any], now: Mapping[Any, Any]) -> set[Any]:
-    """The places at which containers hold something else, or nothing any more."""
-    both = before.keys() & now.keys()
-    return (before.keys() ^ now.keys()) | {key for key in both if _plain(before[key]) != _plain(now[key])}
 
 
 def _holds_same(before: Any, now: Any, replaced: Collection[int]) -> bool:
