@@ -62,21 +62,13 @@ class AbsentValueError(RuntimeError):
 
 
 class TakesGradientsError(AbsentValueError):
-    """Code calls torch.autograd.grad, or backward, on absent tensors.
+    """Code calls torch.autograd.grad, or backward, on absent tensors."""
 
-    Attributes:
-        origins: the origins of the tensors by which it differentiates.
-        present: True if some of these tensors have values.
-    """
-
-    def __init__(self, inputs: tuple[Any, ...]) -> None:
-        absent = [x for x in inputs if isinstance(x, AbsentTensor)]
+    def __init__(self) -> None:
         super().__init__(
             "The step calls torch.autograd.grad or backward on what several pipeline stages compute, but no stage has "
-            "the graph of the others. Use a strategy without stages, such as 'ddp' or 'fully_sharded'.",
-            frozenset().union(*(x.origins for x in absent)),
+            "the graph of the others. Use a strategy without stages, such as 'ddp' or 'fully_sharded'."
         )
-        self.present = len(absent) < len(inputs)
 
 
 @dataclass(slots=True, eq=False)
@@ -170,10 +162,8 @@ class AbsentTensor(Tensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        if func is torch.autograd.grad:
-            raise TakesGradientsError(tuple(args[1]))
-        if func is Tensor.backward:
-            raise TakesGradientsError((None,))  # by all leaves, also those with values
+        if func in (torch.autograd.grad, Tensor.backward):
+            raise TakesGradientsError
         if func == PAD_SEQUENCES and isinstance(args[1], AbsentTensor):  # torch would say that its data isn't allocated
             raise AbsentValueError(
                 f"pad_packed_sequence needs the lengths, which are in {args[1].origin} on another pipeline stage. Call "

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_parallel.absent.origins import origin_of_parameter, parameter_of
+from lightning_parallel.absent.origins import parameter_of
 from lightning_parallel.absent.tensor import TakesGradientsError
 from lightning_parallel.cuts.flow import TWICE, Cargo, Flow, FlowError, Pair, Way, way_of
 from lightning_parallel.cuts.one_sided import refuse_one_sided
@@ -28,7 +28,7 @@ def flow_of_step(module: nn.Module, partition: Partition, step: Callable[[], Any
         FlowError: a chunk needs what a later one computes, what a chunk computes after it has left the step, or a
             parameter that its stage doesn't hold; or stages would draw, count or update differently from one process.
         Exception: the step's own, if it came before the last chunk's first call. An ``AbsentValueError`` says that the
-            code before or between the layers asks for values that only one stage has.
+            code before or between the layers asks for values that only one stage has, or that the step takes gradients.
     """
     units = partition.units
     by_id = {id(module.get_submodule(name)): name for name in units}
@@ -36,7 +36,8 @@ def flow_of_step(module: nn.Module, partition: Partition, step: Callable[[], Any
     placed = PlacedStep(seen, partition)
     last = partition.chunks - 1
     # Later errors are the last chunk's: what the loss can't do with absent values, it may do with real ones.
-    if seen.stopped is not None and max(placed.chunks, default=0) < last:
+    takes_gradients = isinstance(seen.stopped, TakesGradientsError) and last > 0
+    if seen.stopped is not None and (max(placed.chunks, default=0) < last or takes_gradients):
         raise seen.stopped
     elsewhere = [unit for unit in sorted(seen.beyond) if last not in units[unit]]
     if elsewhere:
@@ -45,7 +46,6 @@ def flow_of_step(module: nn.Module, partition: Partition, step: Callable[[], Any
             f"which is on {partition.name_of(units[elsewhere[0]][-1])}. Ask for it inside a layer's own "
             f"forward, or after the layers. {seen.stopped}"
         )
-    _check_gradients_taken(placed)
     refuse_one_sided(module, placed)
     flow = _Flows(placed).flow()
     if torch.is_grad_enabled():
@@ -75,19 +75,6 @@ def _check_gradients(module: nn.Module, partition: Partition, flow: Flow, seen: 
                 f"checkpoint with use_reentrant=True, another autograd.Function or torch.inference_mode(), so no "
                 f"gradient would come back: use use_reentrant=False, or torch.no_grad()."
             )
-
-
-def _check_gradients_taken(placed: PlacedStep) -> None:
-    """Refuse ``torch.autograd.grad`` between layers, unless the last chunk differentiates by what it has computed
-    itself, or by parameters that its stage alone holds."""
-    error, parts, last = placed.seen.stopped, placed.partition, placed.partition.chunks - 1
-    if not isinstance(error, TakesGradientsError) or last == 0:
-        return
-    own = {call.origin for call, chunk in zip(placed.seen.calls, placed.chunks, strict=True) if chunk == last}
-    alone = (parts.placement[last],)
-    own |= {origin_of_parameter(name) for name, stages in parts.owners.items() if stages == alone}
-    if error.present or not error.origins <= own:
-        raise error
 
 
 class _Flows:

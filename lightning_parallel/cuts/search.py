@@ -16,7 +16,7 @@ from lightning_parallel.cuts.partition import Partition
 from lightning_parallel.ranks.layout import Placement
 from lightning_parallel.tracing.dry_run import trace
 from lightning_parallel.tracing.repeated import unrepeatable
-from lightning_parallel.tracing.trace import Call, Trace
+from lightning_parallel.tracing.trace import Trace
 from lightning_parallel.values import first_few
 
 NOT_REPEATABLE = (
@@ -86,19 +86,18 @@ def partition(
     result = best.partition(recompute)
     _check_updates(result, best.seen)
     # The calls after which chunks leave the step, with these chunks: all but the last one.
-    calls = [(call.unit, call.call) for call in best.seen.calls]
-    last = {result.calls[call]: call for call in calls}
+    last = {result.calls[call.unit, call.call]: (call.unit, call.call) for call in best.seen.calls}
     exits = {call: chunk for chunk, call in last.items() if chunk < result.chunks - 1}
     again = partial(traced, module, best.units, step)
     second = again(seed=1, exits=exits)
     _check_repeatable(best.seen, second)
     if recompute and (changed := unrepeatable(module, result.layers, again)):
         raise ValueError(NOT_REPEATABLE.format(min(changed)))
-    _check_stored(result, calls, {exits[call] for call in second.stored_after if call is not None})
     for call in second.stored_after:
         third = again(seed=2, earlier=[call])
         _check_repeatable(best.seen, third)
-        _check_independent(result, third, {exits[call]} if call is not None else set(exits.values()))
+        left = set(exits.values()) if call is None else {exits[call]}
+        _check_independent(result, third, left, to_its_end=call is None)
     _check_held(result, {name for name, _ in module.named_parameters(remove_duplicate=False)})
     return result
 
@@ -138,32 +137,19 @@ def _check_repeatable(first: Trace, second: Trace) -> None:
             )
 
 
-def _check_independent(parts: Partition, second: Trace, chunks: Collection[int]) -> None:
-    """Refuse calls that need what an earlier step stored on modules. A stage misses what the step stores after one of
-    these chunks has left it. If the stage runs several chunks, each of them stores its own value, and what the step
-    deletes later stays."""
+def _check_independent(parts: Partition, second: Trace, chunks: Collection[int], *, to_its_end: bool) -> None:
+    """Refuse what needs something that an earlier step stored on modules. A stage misses what the step stores after one
+    of these chunks has left it. If the stage runs several chunks, each of them stores its own value, and what the step
+    deletes later stays. ``to_its_end``: no chunk has left that step, so its end is as in one process."""
     stages = {parts.placement[chunk] for chunk in chunks}
-    for call in second.calls:
-        stage = parts.placement[parts.calls[call.unit, call.call]]
-        if FROM_EARLIER_STEP in call.needs and stage in stages:
+    users = [(f"'{call.unit}'", parts.calls[call.unit, call.call], call.needs) for call in second.calls]
+    users += [] if to_its_end else [("the end of the step", parts.chunks - 1, frozenset(second.end))]
+    for user, chunk, needs in users:
+        if FROM_EARLIER_STEP in needs and parts.placement[chunk] in stages:
             raise ValueError(
-                f"'{call.unit}' on stage {stage} gets what an earlier step has computed and kept on a module (a "
-                f"hidden state, a running mean). A stage leaves the step after its last layer, so it has another. Keep "
-                f"it inside a layer's own forward, or use fewer stages."
-            )
-
-
-def _check_stored(parts: Partition, calls: Sequence[Call], storing: Collection[int]) -> None:
-    """Refuse a step that stores on modules what it computes from layers, where one of these ``storing`` chunks goes on
-    past layers of later ones: absent values would be stored, and the stage's next chunk would find them."""
-    for chunk in storing:
-        last = max(i for i, call in enumerate(calls) if parts.calls[call] == chunk)
-        passed = next((unit for unit, call in calls[:last] if parts.calls[unit, call] > chunk), None)
-        if chunk < max(parts.chunks_of(parts.placement[chunk])) and passed is not None:
-            raise ValueError(
-                f"The step keeps what layers return on a module, and calls '{passed}' before {parts.name_of(chunk)} "
-                f"has made its last call. A stage with several chunks would keep values that it doesn't have. Take a "
-                f"schedule with one chunk a stage ('1f1b'), or keep them after the last layer."
+                f"On stage {parts.placement[chunk]} {user} gets what an earlier step has computed and kept on a module "
+                f"(a hidden state, a running mean). A stage leaves the step after its last layer, so it has another. "
+                f"Keep it inside a layer's own forward, or use fewer stages, with one chunk each ('1f1b')."
             )
 
 

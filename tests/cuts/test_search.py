@@ -336,19 +336,21 @@ def test_a_cut_that_keeps_a_unit_together_is_preferred() -> None:
     assert cut(Recycled(6, 4, 4, 4), 2).shared() == {}
 
 
-def test_a_stage_of_several_chunks_keeps_no_absent_values_on_modules() -> None:
+def test_a_stage_of_several_chunks_keeps_no_absent_values_on_modules_for_the_next_step() -> None:
     class Queued(Chain):
-        def step(self) -> Tensor:
+        def step(self) -> Any:
+            found = []
             for view in (torch.ones(2), torch.zeros(2)):
                 x = view
                 for layer in self:
                     x = layer(x)
-                self.last, x = x.detach(), x + getattr(self, "last", 0.0)
-            return x
+                found.append(x + getattr(self, "last", 0.0))
+                self.last = x.detach()
+            return found
 
     model = Queued(4, 4, 4, 4)
     assert counts(partition(model, model.step, 2)) == [4, 4]
-    with pytest.raises(ValueError, match="keeps what layers return on a module.*'1f1b'"):
+    with pytest.raises(ValueError, match="the end of the step gets what an earlier step has computed and kept.*'1f1b'"):
         partition(model, model.step, 2, placement=(0, 1, 1, 0))
 
 
@@ -471,7 +473,7 @@ class Keeps(nn.Module):
 @pytest.mark.parametrize("used", ["before", "between"])
 def test_a_value_kept_from_step_to_step_is_refused_before_the_last_stage(used: str) -> None:
     model = Keeps(used)
-    with pytest.raises(ValueError, match="'blocks.[01]' on stage 0 gets what an earlier step has computed and kept"):
+    with pytest.raises(ValueError, match="On stage 0 'blocks.[01]' gets what an earlier step has computed and kept"):
         partition(model, model.step, 2)
     assert model.kept is None
     partition(model, model.step, 1)
