@@ -22,7 +22,6 @@ import random
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 import torch
@@ -75,21 +74,12 @@ class TorchGenerators:
         return [torch.default_generator, torch.cuda.default_generators[self._device.index or 0]]
 
 
-def host_generators_now() -> tuple[Any, Any]:
-    """The states of Python's and NumPy's generators."""
-    return random.getstate(), np.random.get_state(legacy=False)
-
-
 @contextmanager
-def host_generators_kept(begin: tuple[Any, Any] | None = None) -> Iterator[None]:
-    """Afterwards Python's and NumPy's generators are as they were before. Inside they go on from ``begin``, states of
-    :func:`host_generators_now`, if it is given. It takes a tenth of a millisecond: use it once a batch, not once a
-    microbatch."""
-    python, legacy = host_generators_now()
+def host_generators_kept() -> Iterator[None]:
+    """Afterwards Python's and NumPy's generators are as they were before. It takes a tenth of a millisecond: use it
+    once a batch, not once a microbatch."""
+    python, legacy = random.getstate(), np.random.get_state(legacy=False)
     try:
-        if begin is not None:
-            random.setstate(begin[0])
-            np.random.set_state(begin[1])
         yield
     finally:
         random.setstate(python)
@@ -108,7 +98,7 @@ def seed_host_generators(seed: int) -> None:
 def random_state() -> dict[str, Tensor]:
     """The states of torch's, Python's and NumPy's generators as tensors, by name. Those of the latter two are texts in
     JSON."""
-    python, legacy = host_generators_now()
+    python, legacy = random.getstate(), np.random.get_state(legacy=False)
     texts = {"python": json.dumps(python), "numpy": json.dumps(legacy, default=np.ndarray.tolist)}
     state = {name: torch.frombuffer(bytearray(text, "ascii"), dtype=torch.uint8) for name, text in texts.items()}
     state["torch"] = torch.get_rng_state()

@@ -11,18 +11,16 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_parallel.private.torch.modules import buffers_of, parameters_of
-from lightning_parallel.seeding import host_generators_kept, host_generators_now
 from lightning_parallel.values import changed
 
 _Place = tuple[dict[str, Any], str]  # a module's dictionary of buffers or parameters, and a name in it
 
 
 class Recomputed:
-    """A layer's forward that runs again in each backward through it, as it ran the first time. If it ``draws_on_host``,
-    the states of Python's and NumPy's generators are put back for the second run; torch restores its own."""
+    """A layer's forward that runs again in each backward through it, as it ran the first time."""
 
-    def __init__(self, layer: nn.Module, forward: Callable[..., Any], draws_on_host: bool = False) -> None:
-        self._layer, self._forward, self._draws_on_host = layer, forward, draws_on_host
+    def __init__(self, layer: nn.Module, forward: Callable[..., Any]) -> None:
+        self._layer, self._forward = layer, forward
         self._written: list[_Place] | None = None  # where the tensors are that the first run has written to
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -30,7 +28,7 @@ class Recomputed:
             return self._forward(*args, **kwargs)
         args, kwargs = without_caches(args, kwargs)
         places = [*self._without_gradient()] if self._written is None else self._written
-        again = _Again(places, host_generators_now() if self._draws_on_host else None)
+        again = _Again(places)
         output = checkpoint(
             self._forward, *args, use_reentrant=False, context_fn=lambda: (nullcontext(), again), **kwargs
         )
@@ -47,17 +45,10 @@ class Recomputed:
 
 class _Again:
     """A context for a further run of a layer: the tensors that it writes to are as before the first run, and afterwards
-    as now.
+    as now. ``places`` are where the layer keeps the tensors that it may write to."""
 
-    Args:
-        places: where the layer keeps the tensors that it may write to.
-        drawn: the states of Python's and NumPy's generators before the first run; None if the layer doesn't draw from
-            them.
-    """
-
-    def __init__(self, places: Sequence[_Place], drawn: tuple[Any, Any] | None) -> None:
+    def __init__(self, places: Sequence[_Place]) -> None:
         self._tensors = [(store, name, _copy(store[name])) for store, name in places if store.get(name) is not None]
-        self._drawn = drawn
         self._inside = ExitStack()
 
     def forget_unwritten(self) -> list[_Place]:
@@ -72,8 +63,6 @@ class _Again:
     def __enter__(self) -> None:
         before = [(store, name, _copy(tensor)) for store, name, tensor in self._tensors]
         self._inside.enter_context(changed(before))  # copies: there may be another backward
-        if self._drawn is not None:
-            self._inside.enter_context(host_generators_kept(self._drawn))
 
     def __exit__(self, *error: Any) -> None:
         self._inside.close()

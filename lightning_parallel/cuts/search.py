@@ -21,7 +21,7 @@ from lightning_parallel.values import first_few
 
 NOT_REPEATABLE = (
     "activation_checkpointing=True: '{}' does something else when it runs again on the same inputs: it keeps a state, "
-    "or draws from a generator of its own. Leave activation_checkpointing out."
+    "or draws from another generator than torch's default one. Leave activation_checkpointing out."
 )
 
 

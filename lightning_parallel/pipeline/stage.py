@@ -170,8 +170,7 @@ class Stage:
             if recompute and name in self.layers and any(True for _ in unit.parameters()):
                 # Inside the hooks, which a second run doesn't pass. Layers without parameters are small, and may work
                 # in place (nn.ReLU(inplace=True)), which can't be run twice.
-                draws_on_host = name in self.partition.draw_on_host
-                self._on_units.instead(unit, Recomputed(unit, unit.forward, draws_on_host))
+                self._on_units.instead(unit, Recomputed(unit, unit.forward))
             several = len(self.partition.units[name]) > 1 or len(self.chunks) > 1
             if several or name in self.partition.direct:
                 self._on_units.before(unit, partial(self._announce, name))

@@ -10,14 +10,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
 import torch
 from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor
+from torchmetrics import Metric
 
+from lightning_parallel.batch import rebuilt
 from lightning_parallel.batch_joins import join_outputs
 from lightning_parallel.losses.normaliser import BatchLoss
 from lightning_parallel.pipeline.chunk import Microbatch
@@ -26,15 +28,15 @@ from lightning_parallel.ranks.collectives import together
 from lightning_parallel.ranks.run import Run
 from lightning_parallel.results.last_stage import LastStage
 from lightning_parallel.results.log_joins import LogJoins
-from lightning_parallel.results.logs import LogRecorder, logging_through
+from lightning_parallel.results.logs import LogRecorder, discard, logging_through
 from lightning_parallel.seeding import host_generators_kept, mix, seed_host_generators
 from lightning_parallel.set_up.dry_runs import DryRuns
 from lightning_parallel.set_up.splitting import Splitting
 from lightning_parallel.set_up.tensor_shards import TensorShards
 from lightning_parallel.steps.changes import StepChanges
-from lightning_parallel.steps.earlier_chunks import EarlierChunks
 from lightning_parallel.steps.effects import StepEffects
 from lightning_parallel.steps.loss_means import LossMeans
+from lightning_parallel.tracing.snapshot import StateKept
 
 _RETURNED = "outputs['{}']"  # the name under which a number that the step returns is recorded
 
@@ -62,7 +64,9 @@ class Microbatches:
         stage: Stage,
     ) -> None:
         self._run, self._splitting, self._shards, self._stage = run, splitting, shards, stage
-        self._earlier = EarlierChunks(run.module, stage)
+        inside = {id(part) for name in stage.partition.units for part in run.module.get_submodule(name).modules()}
+        parts = run.module.modules()
+        self._metrics = [part for part in parts if isinstance(part, Metric) and id(part) not in inside]
         self._training_step = self.here("training_step", self._noted_step)
         self._dry_runs, self._last_stage, self._replica = dry_runs, last_stage, run.layout.index("data")
         self._known = lambda: dry_runs.known.get("training_step", ())
@@ -79,8 +83,20 @@ class Microbatches:
     def here(self, kind: str, step: Callable[..., Any]) -> Callable[..., Any]:
         """The step of a kind (its name), in what several chunks and several tensor ranks need around it."""
         if len(self._stage.chunks) > 1:
-            step = partial(self._earlier.run, step)
+            step = partial(self._of_chunk, step)
         return step if self._run.layout.size("tensor") == 1 else partial(self._shards.run, kind, step)
+
+    def _of_chunk(self, step: Callable[..., Any], *arguments: Any, **more: Any) -> Any:
+        """A step for one of several chunks of this stage. Each run gets its own containers, since the step may empty
+        them. On the last stage only the run for the last chunk reaches the end of the step. Those for earlier chunks
+        pass its beginning, too: what they log and count there is dropped."""
+        arguments, more = rebuilt((arguments, more))
+        if not self._stage.has_last_chunk or self._stage.runs_last_chunk:
+            return step(*arguments, **more)
+        with logging_through(self._run.module, discard), ExitStack() as kept:
+            for metric in self._metrics:
+                kept.enter_context(StateKept(metric))
+            return step(*arguments, **more)
 
     def of(self, arguments: tuple[Any, ...], *, first: int = 0) -> dict[int, Microbatch]:
         """The work of a batch, by microbatch number.

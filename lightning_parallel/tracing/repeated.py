@@ -14,19 +14,19 @@ from lightning_parallel.absent.origins import FROM_EARLIER_STEP
 from lightning_parallel.backward.recompute import without_caches
 from lightning_parallel.interception import Interception, can_intercept
 from lightning_parallel.seeding import TorchGenerators
-from lightning_parallel.tracing.own_generators import GeneratorsWatched
+from lightning_parallel.tracing.own_generators import ON_HOST, GeneratorsWatched
 from lightning_parallel.tracing.recorder import origins_in
 from lightning_parallel.tracing.snapshot import StateKept
 
 
 def unrepeatable(module: nn.Module, layers: Collection[str], trace: Callable[[], Any]) -> set[str]:
-    """The names of those among ``layers`` that do something else when they run again: they keep a state, or draw from a
-    generator of their own. ``trace`` traces a step of the module, which calls them."""
+    """The names of those among ``layers`` that do something else when they run again: they keep a state, or draw from
+    another generator than torch's default one. ``trace`` traces a step of the module, which calls them."""
     found: set[str] = set()
     interception = Interception()
     try:
         with StateKept(module) as state:
-            generators = state.generators
+            generators = [*state.generators, *ON_HOST]
         for name in layers:
             layer = module.get_submodule(name)
             if can_intercept(layer):

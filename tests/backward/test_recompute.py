@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import random
 import weakref
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -14,7 +12,6 @@ from transformers import DynamicCache
 
 from lightning_parallel.backward import recompute
 from lightning_parallel.backward.recompute import Recomputed
-from lightning_parallel.tracing.own_generators import ON_HOST, GeneratorsWatched
 
 
 class Layer(nn.Module):
@@ -62,22 +59,6 @@ def test_statistics_count_the_inputs_once() -> None:
         again(x).sum().backward()
     one, other = (norm.state_dict() for norm in norms)
     assert all(torch.equal(one[name], other[name]) for name in one) and one["num_batches_tracked"] == 3
-
-
-class Masked(nn.Module):
-    """Masks drawn from NumPy's and Python's generators."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * torch.from_numpy(np.random.rand(x.shape[-1])).to(x.dtype) * random.random()
-
-
-def test_masks_of_python_and_numpy_are_the_same_again() -> None:
-    layer, x = Masked(), torch.randn(2, 3, requires_grad=True)
-    output = Recomputed(layer, layer, True)(x)
-    host = GeneratorsWatched(ON_HOST)
-    output.sum().backward()
-    assert torch.allclose(x.grad * x, output)  # type: ignore[operator]
-    assert not host.drawn()
 
 
 class Writes(nn.Module):

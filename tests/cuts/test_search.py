@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -524,6 +525,8 @@ class Again(nn.Module):
             self.state = y.mean(0)
         elif self.kind == "generator":
             y = y * torch.rand((), generator=self.generator)
+        elif self.kind == "generator of Python":
+            y = y * random.random()
         elif self.kind == "number":
             self.calls += 1
         elif self.kind == "list":
@@ -546,7 +549,9 @@ def recomputed(kind: str) -> Partition:
     return partition(model, lambda: model(torch.ones(3, 2)).sum(), 2, recompute=True)
 
 
-@pytest.mark.parametrize("kind", ["state", "state that counts in gradients", "generator", "number", "list"])
+@pytest.mark.parametrize("kind", [
+    "state", "state that counts in gradients", "generator", "generator of Python", "number", "list",
+])  # fmt: skip
 def test_layers_that_do_something_else_when_they_run_again_are_not_recomputed(kind: str) -> None:
     with pytest.raises(ValueError, match="activation_checkpointing=True: '0' does something else when it runs again"):
         recomputed(kind)
