@@ -7,8 +7,6 @@ keep. Where a stage runs several chunks, the code around the layers runs once in
 
 from __future__ import annotations
 
-from collections import Counter
-
 from torch import nn
 
 from lightning_parallel.cuts.flow import TWICE, FlowError
@@ -55,24 +53,13 @@ def _check_buffers(module: nn.Module, step: PlacedStep) -> None:
 
 
 def _check_draws(step: PlacedStep) -> None:
-    """Refuse a generator that lives longer than a step, unless each stage draws all of its numbers or none. A stage has
-    to draw them in one of its chunks: between two of them it runs other microbatches."""
-    for places in step.seen.draws.values():
-        running = [chunk for place in places for chunk in step.running(place)]
-        again = step.twice(running)
-        if again is not None:
-            raise FlowError(
-                f"The step draws from a random generator of its own, and would draw several times on stage {again}. "
-                f"{TWICE} draw from torch's default generator, which all stages follow, make the generator anew in "
-                f"each step, or take a schedule with one chunk a stage ('1f1b')."
-            )
-        chunk, count = min(Counter(running).items(), key=lambda each: each[1], default=(0, len(places)))
-        if count < len(places):
-            raise FlowError(
-                f"The step draws from a random generator of its own in {len(places)} places, of which stage "
-                f"{step.partition.placement[chunk]} runs {count}, so its numbers would differ from then on. Draw from "
-                f"torch's default generator, which all stages follow, or make the generator anew in each step."
-            )
+    """Refuse a generator that lives longer than a step: each chunk would draw the numbers of the code that it runs."""
+    if step.seen.draws and step.partition.chunks > 1:
+        raise FlowError(
+            "The step draws from a random generator of its own, on a module or global in its file. Each stage would "
+            "draw only the numbers of the code that it runs. Draw from torch's default generator, which all stages "
+            "follow, or make the generator anew in each step."
+        )
 
 
 def _check_plain_reads(step: PlacedStep) -> None:

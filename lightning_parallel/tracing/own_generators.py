@@ -52,20 +52,16 @@ def globals_beside(parts: Iterable[nn.Module]) -> Iterator[Any]:
 
 
 class GeneratorsWatched:
-    """Finds which of some generators have been drawn from."""
+    """Tells whether some generators are drawn from."""
 
     def __init__(self, generators: Sequence[Any]) -> None:
-        self._generators = generators
-        self._states = [self._seen(each) for each in self._generators]
+        self._generators, self._before = generators, [*map(_seen, generators)]
 
-    def drawn(self) -> list[int]:
-        """The indices of the generators that have been drawn from since the last call."""
-        now = [self._seen(each) for each in self._generators]
-        changed = [i for i, (a, b) in enumerate(zip(self._states, now, strict=True)) if a != b]
-        self._states = now
-        return changed
+    def drawn(self) -> bool:
+        """Has one of them been drawn from since this object was made?"""
+        return self._before != [*map(_seen, self._generators)]
 
-    @staticmethod
-    def _seen(generator: Any) -> bytes:
-        state = state_of(generator)
-        return bytes(state.numpy()) if isinstance(state, torch.Tensor) else pickle.dumps(state)
+
+def _seen(generator: Any) -> bytes:
+    state = state_of(generator)
+    return bytes(state.numpy()) if isinstance(state, torch.Tensor) else pickle.dumps(state)

@@ -119,7 +119,7 @@ class Recorder:
         """End the step, and record what it has left on modules."""
         left = [*self._state.written()]
         self.trace.stored_after.update([None] if left else [])
-        self._note_draws()
+        self.trace.draws = self._generators.drawn()
         return left
 
     # -- calls of modules ----------------------------------------------------------------------------------------
@@ -140,7 +140,6 @@ class Recorder:
         needs = origins_in(run.inputs)
         call = name, self._next(name)
         self._unit, self._inside, self._read = part, set(), set()
-        self._note_draws()
         host = GeneratorsWatched(ON_HOST)
         with OperationsNoted() as noted, torch.no_grad():
             output = self._asked(run, call)
@@ -159,7 +158,7 @@ class Recorder:
                 returned=nbytes_of(output),
                 inside=frozenset(self._inside),
                 plain=_plain_parts(output),
-                draws_on_host=bool(host.drawn()),
+                draws_on_host=host.drawn(),
                 direct=direct,
                 in_function=_in_function(),
                 in_inference=torch.is_inference_mode_enabled(),
@@ -176,7 +175,6 @@ class Recorder:
     def _hooks_over(self, part: nn.Module, args: Any, output: Any) -> None:
         """Note that a unit's call, and the user's hooks on it, are over."""
         if self._depth == 0:
-            self._note_draws()
             self._in_hooks = False
 
     def _called_inside(self, name: str, run: Invocation) -> Any:
@@ -204,15 +202,13 @@ class Recorder:
                 error.add_note(f"It came in '{call[0]}', in a dry run on tensors without values.")
             raise
         finally:
-            if is_unit:
-                self._note_draws()
             self._depth -= 1
 
     def _next(self, name: str) -> int:
         self._count[name] += 1
         return self._count[name] - 1
 
-    # -- what is written to, and drawn from ------------------------------------------------------------------------
+    # -- what is written to --------------------------------------------------------------------------------------
 
     @property
     def place(self) -> Place:
@@ -269,10 +265,6 @@ class Recorder:
             for memory in memories if len(memories) > 1 else ():
                 memory.listeners += (partial(written, memory, memories),)
         return relabelled_output
-
-    def _note_draws(self) -> None:
-        for generator in self._generators.drawn():
-            self.trace.draws.setdefault(generator, []).append(self.place)
 
 
 def origins_in(values: Any) -> frozenset[str]:

@@ -152,7 +152,7 @@ class Trace:
             (only with ``plain_values``) numbers that they read first. True for those that another forward leaves as
             they are then, such as clamped ones.
         counts: those of these numbers that are others after each step, such as a layer's count of its calls.
-        draws: for each of the module's own generators that was drawn from, by its index, the places where it was.
+        draws: a random generator that lives longer than the step was drawn from, other than the default ones.
         plain_reads, carried: found only with ``plain_values``.
         stopped: the error that ended the step early; None if it came to its end.
         beyond: the units that it goes on to call then.
@@ -168,7 +168,7 @@ class Trace:
     updates: list[Update] = field(default_factory=list)
     own_updates: dict[str, bool] = field(default_factory=dict)
     counts: set[str] = field(default_factory=set)
-    draws: dict[int, list[Place]] = field(default_factory=dict)
+    draws: bool = False
     plain_reads: list[PlainRead] = field(default_factory=list)
     carried: list[Carried] = field(default_factory=list)
     stopped: Exception | None = None
