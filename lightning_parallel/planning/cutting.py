@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Mapping
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -17,12 +16,11 @@ from lightning_parallel.checks.manual import SEVERAL_OPTIMIZERS, refuse_manual_o
 from lightning_parallel.costs.profile import Profile
 from lightning_parallel.cuts.balance import balanced
 from lightning_parallel.cuts.partition import Partition
-from lightning_parallel.cuts.search import NOT_REPEATABLE, partition
+from lightning_parallel.cuts.search import partition, refuse_unrepeatable
 from lightning_parallel.planning.layouts import Balance, Choice
 from lightning_parallel.set_up.stages import refuse_training
 from lightning_parallel.steps.between_batches import reasons_to_wait
 from lightning_parallel.tracing.dry_run import trace
-from lightning_parallel.tracing.repeated import unrepeatable
 from lightning_parallel.tracing.trace import Call, Trace
 
 _WORTH = 1.03  # the slowest chunk has to be so much slower, for cuts to be moved by time
@@ -46,7 +44,6 @@ class Cuts:
     ) -> None:
         self._module, self._trainer, self._step, self._divisible = module, trainer, step, divisible
         self._traces: dict[Any, Trace] = {}  # by the units, and how they were traced
-        self._changed: dict[tuple[str, ...], set[str]] = {}  # by layers: those that can't run again
         self._cuts: dict[Any, Partition | ValueError] = {}
         self._moved: dict[Any, Balance | None] = {}  # where cuts are moved
 
@@ -102,7 +99,8 @@ class Cuts:
         if isinstance(found, ValueError):
             raise found
         if choice.recompute:
-            self._refuse_rerun(found)
+            units = {id(self._module.get_submodule(name)): name for name in found.units}
+            refuse_unrepeatable(found, self._traced(self._module, units, self._step, plain_values=True))
         return found
 
     def _traced(
@@ -123,14 +121,6 @@ class Cuts:
             self._traces[key] = trace(module, units, step, exits=_Everything(), **options)
         seen = self._traces[key]
         return replace(seen, stored_after={call for call in seen.stored_after if call is None or call in exits})
-
-    def _refuse_rerun(self, parts: Partition) -> None:
-        if parts.layers not in self._changed:
-            units = {id(self._module.get_submodule(name)): name for name in parts.units}
-            again = partial(trace, self._module, units, self._step)
-            self._changed[parts.layers] = unrepeatable(self._module, parts.layers, again)
-        if self._changed[parts.layers]:
-            raise ValueError(NOT_REPEATABLE.format(min(self._changed[parts.layers])))
 
     def by_time(self, choice: Choice, parts: Partition, profile: Profile, samples: int) -> Choice:
         """The layout with its cuts moved, if the slowest stage gets faster by it."""

@@ -21,11 +21,11 @@ from torchmetrics import Metric
 
 from lightning_parallel.absent.modes import ValuesGuessed, WritesFollowed
 from lightning_parallel.absent.origins import METRIC_STATE
-from lightning_parallel.absent.tensor import AbsentTensor
+from lightning_parallel.absent.tensor import AbsentTensor, first_absent
 from lightning_parallel.private.torch.modules import buffers_of
 from lightning_parallel.tracing.plain_values import attribute_uses
 from lightning_parallel.tracing.recorder import Recorder, Scene, origins_in
-from lightning_parallel.tracing.snapshot import StateKept
+from lightning_parallel.tracing.snapshot import StateKept, goes_on
 from lightning_parallel.tracing.trace import Carried, Place, PlainRead, Trace
 
 _NUMBERS = (Number, np.generic, np.ndarray, Tensor)
@@ -51,6 +51,9 @@ def add_plain_values(scene: Scene, seen: Trace, step: Callable[[], Any]) -> None
     shared = scene.state.shared_by(scene.owners)
     scene.state.note_assigned(scene.common)
     common = scene.state.assigned
+    # What a unit keeps of absent tensors has origins.
+    kept = ((part, name) for part, names in written.items() for name in names)
+    followed = {each for each in kept if first_absent(_value_of(*each)) is not None}
     watching: dict[nn.Module, set[str]] = {}
     for part, attributes in chain(written.items(), shared.items(), common.items()):
         watching.setdefault(part, set()).update(attributes)
@@ -67,7 +70,8 @@ def add_plain_values(scene: Scene, seen: Trace, step: Callable[[], Any]) -> None
             is_written = attribute in written.get(part, ())
             if is_written or attribute in common.get(part, ()):
                 uses.setdefault((part, attribute), []).append(use)
-            if is_written and id(part) in units and not assigned and not recorder.is_under_way(part):
+            is_own = id(part) in units and (assigned or recorder.is_under_way(part))
+            if is_written and id(part) in units and not is_own and (part, attribute) not in followed:
                 read = PlainRead(units[id(part)], scene.names[id(part)], attribute, recorder.place)
                 seen.plain_reads.append(read)
 
@@ -93,13 +97,14 @@ def add_plain_values(scene: Scene, seen: Trace, step: Callable[[], Any]) -> None
                 reads, writes = _reads_and_writes(used, now)
                 in_unit, is_number = id(part) in units, isinstance(value, _NUMBERS)
                 by_step = tuple(place for place in writes if place.during == "code" or not in_unit)
-                is_kept = attribute in written.get(part, ()) or first.before != now or by_step != writes
+                is_written = attribute in written.get(part, ())
+                differs = is_written or first.before != now or by_step != writes
                 name = scene.name_of(part, attribute)
-                if by_step and is_kept and not (in_unit and isinstance(part, Metric)):
+                if by_step and differs and not (in_unit and isinstance(part, Metric)):
                     seen.carried.append(Carried(name, is_number, reads, by_step))
-                elif writes and is_number and not is_common and not isinstance(part, Metric):
-                    seen.own_updates[name] = False
-                    seen.counts |= {name} if first.before != now else set()
+                elif writes and is_written and not isinstance(part, Metric):
+                    seen.own_updates |= {name: False} if is_number else {}
+                    seen.counts |= {name} if goes_on(first.before, now) else set()
     named = {name: part for part in (*shared, *common) for name in scene.owners.get(id(part), ())}
     having = [(i, call.unit) for i, call in enumerate(seen.calls) if call.unit in named]
     for i, _ in () if is_repeated else having:  # any may change for others what couldn't be seen

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torchmetrics import Metric
 
-from lightning_parallel.absent.tensor import AbsentTensor
+from lightning_parallel.absent.tensor import AbsentTensor, first_absent
 from lightning_parallel.private.torch.modules import buffers_of, parameters_of
 from lightning_parallel.private.torch.tensors import tree_leaves, version_of
 from lightning_parallel.tracing.own_generators import LIBRARIES, globals_beside, is_own_generator, set_state, state_of
@@ -47,7 +47,7 @@ class StateKept:
     """A context after which things are as before: attributes of a module and of its parts, and the tensors, arrays,
     lists, dictionaries, sets and objects (other than libraries') that are found there, to any depth. Of parameters,
     which are large, only those that have been replaced are put back. About the state of the parts ``apart``,
-    :meth:`written` and :meth:`goes_on` say nothing.
+    :meth:`written` says nothing.
 
     Attributes:
         assigned: by part, the attributes and buffers that have held something else, as :meth:`note_assigned` has found.
@@ -111,14 +111,6 @@ class StateKept:
         library = type(value).__module__.partition(".")[0] in LIBRARIES and not isinstance(value, SimpleNamespace)
         return None if library or isinstance(value, type) or not hasattr(value, "__dict__") else dict(vars(value))
 
-    def absent(self) -> Iterator[AbsentTensor]:
-        """The absent tensors that were found, besides parameters and buffers."""
-        own = {id(tensor) for tensor in (*self._module.parameters(), *self._module.buffers())}
-        for _, held, _ in self._containers:
-            for item in _items(held):
-                if isinstance(item, AbsentTensor) and id(item) not in own:
-                    yield item
-
     @property
     def generators(self) -> list[Any]:
         """The random generators that were found, among them those that are global variables beside the modules."""
@@ -132,9 +124,9 @@ class StateKept:
             yield from (leaf for leaf in tree_leaves(new) if isinstance(leaf, AbsentTensor))
 
     def written_plainly(self) -> dict[nn.Module, set[str]]:
-        """For each part, the attributes that have changed and hold no absent tensors, such as numbers. Left out are, of
-        parts in ``apart``, what several of them share; and of the others the state of metrics, and what has the same
-        value again."""
+        """For each part, the attributes that have changed, such as numbers. Left out are, of parts in ``apart``, what
+        several of them share; and of the others absent tensors, the state of metrics, and what has the same value
+        again."""
         replaced = {id(each): (held, now) for each, held, now in self._changed()}
         changed = {id(each) for each, *_ in self._changed(of_apart=False)}
         changed |= {key for key, pair in replaced.items() if not _holds_same(*pair, replaced.keys())}
@@ -158,7 +150,7 @@ class StateKept:
         for part, name, before, value in written:
             is_apart = id(part) in self._apart
             differs = holders[id(value)] < 2 if is_apart else before is value or _plain(before) != _plain(value)
-            if differs and part in found and not any(isinstance(leaf, AbsentTensor) for leaf in tree_leaves(value)):
+            if differs and part in found and (is_apart or first_absent(value) is None):
                 found[part].add(name)
         return {part: names for part, names in found.items() if names}
 
@@ -253,15 +245,6 @@ class StateKept:
             return [hash(value.tobytes())] if value.nbytes <= _LARGE and not value.dtype.hasobject else None
         return [version_of(value)] if isinstance(value, Tensor) else self._contents(value)
 
-    def goes_on(self) -> bool:
-        """Would one more run begin elsewhere? So it is if a number, a text or the length of a container has changed, at
-        any depth."""
-        for _, held, now in self._changed(of_apart=False):
-            pairs = zip(_items(held), _items(now), strict=False)
-            if len(now) != len(held) or any(isinstance(b, int | float | str) and a != b for a, b in pairs):
-                return True
-        return False
-
     def _changed(self, *, of_apart: bool = True) -> Iterator[tuple[Any, _Held, _Held]]:
         """The containers that hold something else than before, with what they held and hold; without ``of_apart``, none
         of the parts ``apart``."""
@@ -303,7 +286,16 @@ def _plain(value: Any) -> Any:
         return tuple(map(_plain, value))
     is_nan = isinstance(value, float) and value != value
     by_value = isinstance(value, int | float | complex | str | bytes | torch.device)
-    return "not a number" if is_nan else value if by_value else id(value)
+    return "not a number" if is_nan else value if by_value else (object, id(value))
+
+
+def goes_on(before: Any, now: Any) -> bool:
+    """Would another run begin elsewhere, if a value has these contents (:meth:`StateKept.content_of`)? Of a container,
+    so it is if a number, a text or the number of its items has changed, at any depth."""
+    if not (isinstance(before, dict) and isinstance(now, dict)):
+        return bool(before != now)
+    plain = (key for key, value in before.items() if isinstance(value, int | float | str))
+    return before.keys() != now.keys() or any(before[key] != now[key] for key in plain)
 
 
 def _holds_same(before: Any, now: Any, replaced: Collection[int]) -> bool:

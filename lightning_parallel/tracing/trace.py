@@ -151,7 +151,7 @@ class Trace:
         own_updates: what units change themselves: parameters, as a masked convolution does in its forward, buffers, and
             (only with ``plain_values``) numbers that they read first. True for those that another forward leaves as
             they are then, such as clamped ones.
-        counts: those of these numbers that are others after each step, such as a layer's count of its calls.
+        counts: the attributes by which a unit's next call differs, such as a count of its calls, or a hidden state.
         draws: a random generator that lives longer than the step was drawn from, other than the default ones.
         plain_reads, carried: found only with ``plain_values``.
         stopped: the error that ended the step early; None if it came to its end.
