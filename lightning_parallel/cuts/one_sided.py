@@ -7,6 +7,8 @@ keep. Where a stage runs several chunks, the code around the layers runs once in
 
 from __future__ import annotations
 
+from collections import Counter
+
 from torch import nn
 
 from lightning_parallel.cuts.flow import TWICE, FlowError
@@ -104,10 +106,11 @@ def _check_carried(step: PlacedStep) -> None:
                     f"after that stage has left the step, so the stage keeps the old value: change it at the beginning "
                     f"of the step, or in a hook such as on_train_batch_end."
                 )
-        again = step.twice(chunk for place in carried.writes for chunk in step.running(place))
-        if again is not None:
+        changing = {chunk for place in carried.writes for chunk in step.running(place)}
+        stage, times = Counter(step.partition.placement[chunk] for chunk in sorted(changing)).most_common(1)[0]
+        if times > 1:
             raise FlowError(
-                f"The step reads and changes '{carried.name}', and would change it several times on stage {again}. "
+                f"The step reads and changes '{carried.name}', and would change it several times on stage {stage}. "
                 f"{TWICE} change it in a hook such as on_train_batch_start, or take a schedule with one chunk a stage "
                 f"('1f1b')."
             )

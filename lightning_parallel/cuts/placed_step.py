@@ -3,8 +3,6 @@ code at a place."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable
 from math import inf
 
 from lightning_parallel.cuts.partition import Partition
@@ -57,8 +55,3 @@ class PlacedStep:
             return [self.chunks[place.index]]
         at = place.index - (0 if place.during == "hooks" else 0.5)
         return [chunk for chunk, end in enumerate(self.ends) if at <= end]
-
-    def twice(self, chunks: Iterable[int]) -> int | None:
-        """A stage that runs several of these chunks; None if there is none."""
-        stages = Counter(self.partition.placement[chunk] for chunk in set(chunks))
-        return min((stage for stage, count in stages.items() if count > 1), default=None)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Container, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -13,15 +13,15 @@ OnUse = Callable[[nn.Module, str, bool], None]
 
 
 @contextmanager
-def attribute_uses(attributes: Mapping[nn.Module, set[str]], on_use: OnUse) -> Iterator[None]:
-    """Inside, ``on_use`` is called before each use of these attributes (their names, by module), with the module, the
-    attribute's name, and whether it is assigned to or deleted. Python looks for the methods that do this on the class,
-    so they are replaced there, for all objects of it. The user's classes would see a subclass that is made for these
-    modules (``__init_subclass__``), and may register or refuse it."""
-    names = {id(part): own for part, own in attributes.items()}  # a metric's hash would read its attributes
-    kinds = {type(part) for part in attributes if not isinstance(part, torch.jit.ScriptModule)}
+def attribute_uses(parts: Collection[nn.Module], on_use: OnUse) -> Iterator[None]:
+    """Inside, ``on_use`` is called before each use of an attribute of these parts, with the part, the attribute's name,
+    and whether it is assigned to or deleted. Python looks for the methods that do this on the class, so they are
+    replaced there, for all objects of it. The user's classes would see a subclass that is made for these parts
+    (``__init_subclass__``), and may register or refuse it."""
+    ids = set(map(id, parts))
+    kinds = {type(part) for part in parts if not isinstance(part, torch.jit.ScriptModule)}
     # All are made before the first is set: a class may inherit its methods from another one.
-    methods = [(kind, name, method) for kind in kinds for name, method in _telling(kind, names, on_use)]
+    methods = [(kind, name, method) for kind in kinds for name, method in _telling(kind, ids, on_use)]
     with ExitStack() as put_back:
         for kind, name, method in methods:
             if name in vars(kind):
@@ -32,11 +32,11 @@ def attribute_uses(attributes: Mapping[nn.Module, set[str]], on_use: OnUse) -> I
         yield
 
 
-def _telling(kind: type[nn.Module], names: Mapping[int, set[str]], on_use: OnUse) -> Iterator[tuple[str, Any]]:
+def _telling(kind: type[nn.Module], ids: Container[int], on_use: OnUse) -> Iterator[tuple[str, Any]]:
     get, assign, remove = kind.__getattribute__, kind.__setattr__, kind.__delattr__
 
     def tell(part: nn.Module, name: str, assigned: bool) -> None:
-        if type(part) is kind and name in names.get(id(part), ()):  # else a subclass has told
+        if type(part) is kind and id(part) in ids:  # else a subclass has told
             on_use(part, name, assigned)
 
     def read(self: nn.Module, name: str) -> Any:

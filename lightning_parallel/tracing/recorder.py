@@ -165,7 +165,6 @@ class Recorder:
             )
         )
         self._unit, self._in_hooks = None, not direct and id(part) in self._hooked
-        self._state.note_assigned(self._scene.common)
         if call in self._exits and any(True for _ in self._state.written()):
             self.trace.stored_after.add(call)
         if call == self._until:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext, redirect_stdout, suppress
 from dataclasses import dataclass
 from io import StringIO
-from itertools import chain, zip_longest
+from itertools import zip_longest
 from numbers import Number
 from typing import Any
 
@@ -25,10 +25,11 @@ from lightning_parallel.absent.tensor import AbsentTensor, first_absent
 from lightning_parallel.private.torch.modules import buffers_of
 from lightning_parallel.tracing.plain_values import attribute_uses
 from lightning_parallel.tracing.recorder import Recorder, Scene, origins_in
-from lightning_parallel.tracing.snapshot import StateKept, goes_on
+from lightning_parallel.tracing.snapshot import OF_MODULES, StateKept, goes_on
 from lightning_parallel.tracing.trace import Carried, Place, PlainRead, Trace
 
 _NUMBERS = (Number, np.generic, np.ndarray, Tensor)
+_NOT_KEPT = OF_MODULES | {"forward", "__dict__"}  # the trace replaces forwards, and reads the others
 
 
 def add_rest(scene: Scene, seen: Trace, step: Callable[[], Any], logged: Sequence[Any]) -> None:
@@ -46,37 +47,37 @@ def add_rest(scene: Scene, seen: Trace, step: Callable[[], Any], logged: Sequenc
 
 def add_plain_values(scene: Scene, seen: Trace, step: Callable[[], Any]) -> None:
     """Add the uses of what modules keep besides absent tensors."""
-    written = scene.state.written_plainly()
-    units = {part: names[-1] for part, names in scene.owners.items()}
-    shared = scene.state.shared_by(scene.owners)
-    scene.state.note_assigned(scene.common)
-    common = scene.state.assigned
-    # What a unit keeps of absent tensors has origins.
-    kept = ((part, name) for part, names in written.items() for name in names)
-    followed = {each for each in kept if first_absent(_value_of(*each)) is not None}
-    watching: dict[nn.Module, set[str]] = {}
-    for part, attributes in chain(written.items(), shared.items(), common.items()):
-        watching.setdefault(part, set()).update(attributes)
-    if not watching:
+    units = {part: names[-1] for part, names in scene.owners.items()}  # ids, since a metric's hash follows its state
+    written, shared = scene.state.written_plainly(), scene.state.shared_by(scene.owners)
+    common = set(map(id, scene.common))
+    watching = {part for part, _ in written | shared} | common
+    parts = [part for part in scene.module.modules() if id(part) in watching]
+    if not parts:
         return
-    uses: dict[Any, list[_Use]] = {}  # in a run, of an attribute (by its part and name), or a shared object (by its id)
+    kept = ((id(part), name, value) for part in parts for name, value in vars(part).items())
+    of_origins = {(part, name) for part, name, value in kept if first_absent(value) is not None}
+    unfollowed = {(part, name) for part, name in written - of_origins if part in units}
+    # In a run, the uses of an attribute, by its part's id and its name, and of a shared object, by its id.
+    uses: dict[Any, list[_Use]] = {}
 
     def watched(recorder: Recorder) -> AbstractContextManager[None]:
         def told(part: nn.Module, attribute: str, assigned: bool) -> None:
+            key = id(part), attribute
+            is_common = id(part) in common and attribute not in _NOT_KEPT
+            if not (is_common or key in written or key in shared):
+                return
             value = _value_of(part, attribute)
             use = _Use(part, attribute, recorder.place, assigned, value, second.content_of(value))
-            if attribute in shared.get(part, ()) and attribute in vars(part) and not assigned:
+            if key in shared and attribute in vars(part) and not assigned:
                 uses.setdefault(id(value), []).append(use)
-            is_written = attribute in written.get(part, ())
-            if is_written or attribute in common.get(part, ()):
-                uses.setdefault((part, attribute), []).append(use)
-            is_own = id(part) in units and (assigned or recorder.is_under_way(part))
-            if is_written and id(part) in units and not is_own and (part, attribute) not in followed:
+            if key in written or is_common:
+                uses.setdefault(key, []).append(use)
+            if key in unfollowed and not assigned and not recorder.is_under_way(part):
                 read = PlainRead(units[id(part)], scene.names[id(part)], attribute, recorder.place)
                 seen.plain_reads.append(read)
 
         uses.clear()
-        return attribute_uses(watching, told)
+        return attribute_uses(parts, told)
 
     calls = {(call.unit, call.call) for call in seen.calls}
     is_repeated = False  # has a run made all calls again?
@@ -84,37 +85,24 @@ def add_plain_values(scene: Scene, seen: Trace, step: Callable[[], Any]) -> None
         for recorder, _ in _guessed(scene, step, 0.5, watched):
             is_repeated |= calls <= {(call.unit, call.call) for call in recorder.trace.calls}
             for key, used in uses.items():
-                first = used[0]
-                part, attribute = first.part, first.attribute
-                is_attribute, is_common = isinstance(key, tuple), attribute in common.get(part, ())
-                value = _value_of(part, attribute) if is_attribute else first.value
+                part, attribute, is_attribute = used[0].part, used[0].attribute, isinstance(key, tuple)
+                value = _value_of(part, attribute) if is_attribute else used[0].value
                 now = second.content_of(value)
-                if is_common or not is_attribute:
+                if id(part) in common or not is_attribute:
                     seen.plain_reads += _reads_of_shared(scene, recorder.trace, used, now)
-                if not is_attribute or first.assigns:
-                    continue
-                # It is read first: the value of the step before.
-                reads, writes = _reads_and_writes(used, now)
-                in_unit, is_number = id(part) in units, isinstance(value, _NUMBERS)
-                by_step = tuple(place for place in writes if place.during == "code" or not in_unit)
-                is_written = attribute in written.get(part, ())
-                differs = is_written or first.before != now or by_step != writes
-                name = scene.name_of(part, attribute)
-                if by_step and differs and not (in_unit and isinstance(part, Metric)):
-                    seen.carried.append(Carried(name, is_number, reads, by_step))
-                elif writes and is_written and not isinstance(part, Metric):
-                    seen.own_updates |= {name: False} if is_number else {}
-                    seen.counts |= {name} if goes_on(first.before, now) else set()
-    named = {name: part for part in (*shared, *common) for name in scene.owners.get(id(part), ())}
+                if is_attribute and not used[0].assigns:  # it is read first: the value of the step before
+                    _add_kept(scene, seen, used, now, isinstance(value, _NUMBERS), key in written)
+    changing = {part: name for part, name in sorted(written | shared) if part in common or (part, name) in shared}
+    named = {name: part for part in parts if id(part) in changing for name in scene.owners.get(id(part), ())}
     having = [(i, call.unit) for i, call in enumerate(seen.calls) if call.unit in named]
     for i, _ in () if is_repeated else having:  # any may change for others what couldn't be seen
         unit = having[0][1]
         part = named[unit]
-        read = PlainRead(unit, scene.names[id(part)], min(watching[part]), Place(i, "call"), is_shared=True)
+        read = PlainRead(unit, scene.names[id(part)], changing[id(part)], Place(i, "call"), is_shared=True)
         seen.plain_reads.append(read)
-    parts = set(map(id, written))  # a metric's hash follows its state
     for metric in scene.metrics():
-        if id(metric) in parts and origins_in(vars(metric)) <= {METRIC_STATE}:  # it was updated with stand-ins
+        is_changed = any(part == id(metric) for part, _ in written)
+        if is_changed and origins_in(vars(metric)) <= {METRIC_STATE}:  # it was updated with stand-ins
             read = PlainRead(units[id(metric)], scene.names[id(metric)], None, Place(len(seen.calls)))
             seen.plain_reads.append(read)
 
@@ -186,12 +174,19 @@ def _reads_of_shared(scene: Scene, seen: Trace, uses: Sequence[_Use], at_end: An
         writer = use if changed else writer
 
 
-def _reads_and_writes(uses: Sequence[_Use], at_end: Any) -> tuple[tuple[Place, ...], tuple[Place, ...]]:
-    """The places where an attribute is only read, and those where it is changed: assigned to, or changed in place
-    before its next use or before the end of the step, when it holds ``at_end``."""
+def _add_kept(scene: Scene, seen: Trace, uses: Sequence[_Use], at_end: Any, is_number: bool, is_written: bool) -> None:
+    """Add an attribute that the step reads before it changes it: a value that is kept for the next step."""
+    part, before = uses[0].part, uses[0].before
     reads: list[Place] = []
-    writes: list[Place] = []
+    writes: list[Place] = []  # assigned to there, or changed in place before its next use or the end of the step
     for use, later in zip_longest(uses, uses[1:]):
         changed_in_place = use.before != (at_end if later is None else later.before)
         (writes if use.assigns or changed_in_place else reads).append(use.place)
-    return tuple(reads), tuple(writes)
+    name, in_unit = scene.name_of(part, uses[0].attribute), id(part) in scene.owners
+    by_step = [place for place in writes if place.during == "code" or not in_unit]
+    differs = is_written or before != at_end or by_step != writes
+    if by_step and differs and not (in_unit and isinstance(part, Metric)):
+        seen.carried.append(Carried(name, is_number, tuple(reads), tuple(by_step)))
+    elif writes and is_written and not isinstance(part, Metric):
+        seen.own_updates |= {name: False} if is_number else {}
+        seen.counts |= {name} if goes_on(before, at_end) else set()

@@ -46,12 +46,8 @@ _Held = dict[Any, Any] | list[Any]
 class StateKept:
     """A context after which things are as before: attributes of a module and of its parts, and the tensors, arrays,
     lists, dictionaries, sets and objects (other than libraries') that are found there, to any depth. Of parameters,
-    which are large, only those that have been replaced are put back. About the state of the parts ``apart``,
-    :meth:`written` says nothing.
-
-    Attributes:
-        assigned: by part, the attributes and buffers that have held something else, as :meth:`note_assigned` has found.
-    """
+    which are large, only those that have been replaced are put back. Of the parts ``apart``, :meth:`written` leaves out
+    the state."""
 
     def __init__(self, module: nn.Module, apart: Iterable[nn.Module] = ()) -> None:
         self._module = module
@@ -62,7 +58,6 @@ class StateKept:
         self._tensors: list[tuple[Tensor, Tensor]] = []
         self._arrays: list[tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]] = []
         self._generators: list[tuple[Any, Any]] = []  # with their states
-        self.assigned: dict[nn.Module, set[str]] = {}
 
     def __enter__(self) -> StateKept:
         seen = set(map(id, self._module.parameters()))
@@ -123,10 +118,10 @@ class StateKept:
             new = [item for item in _items(now) if id(item) not in before]
             yield from (leaf for leaf in tree_leaves(new) if isinstance(leaf, AbsentTensor))
 
-    def written_plainly(self) -> dict[nn.Module, set[str]]:
-        """For each part, the attributes that have changed, such as numbers. Left out are, of parts in ``apart``, what
-        several of them share; and of the others absent tensors, the state of metrics, and what has the same value
-        again."""
+    def written_plainly(self) -> set[tuple[int, str]]:
+        """The attributes that have changed, such as numbers, by the ids of their parts. Left out are, of parts in
+        ``apart``, what several of them share; and of the others absent tensors, the state of metrics, and what has the
+        same value again."""
         replaced = {id(each): (held, now) for each, held, now in self._changed()}
         changed = {id(each) for each, *_ in self._changed(of_apart=False)}
         changed |= {key for key, pair in replaced.items() if not _holds_same(*pair, replaced.keys())}
@@ -142,39 +137,20 @@ class StateKept:
                     if name not in OF_MODULES and (before is not value or id(value) in changed)
                 ]
         holders = Counter(id(value) for _, _, before, value in written if before is value)
-        found = {
-            part: {name for name, buffer in buffers_of(part).items() if id(buffer) in changed}
-            for key, part in self._modules.items()
-            if key in self._apart or not isinstance(part, Metric)
-        }
+        kept = {key: part for key, part in self._modules.items() if key in self._apart or not isinstance(part, Metric)}
+        buffers = ((key, name, buffer) for key, part in kept.items() for name, buffer in buffers_of(part).items())
+        found = {(key, name) for key, name, buffer in buffers if id(buffer) in changed}
         for part, name, before, value in written:
             is_apart = id(part) in self._apart
             differs = holders[id(value)] < 2 if is_apart else before is value or _plain(before) != _plain(value)
-            if differs and part in found and (is_apart or first_absent(value) is None):
-                found[part].add(name)
-        return {part: names for part, names in found.items() if names}
+            if differs and id(part) in kept and (is_apart or first_absent(value) is None):
+                found.add((id(part), name))
+        return found
 
-    def note_assigned(self, parts: Iterable[nn.Module]) -> None:
-        """Note the attributes and buffers of these parts that hold something else than before. At the end of the step
-        they may be as they were: a flag that is set by one call and taken down by another."""
-        for part in parts:
-            for store in (vars(part), buffers_of(part)):
-                before = self._held.get(id(store))
-                if isinstance(before, dict):
-                    names = (before.keys() | store.keys()) - OF_MODULES - {"forward"}  # that is the trace's own
-                    changed = {name for name in names if before.get(name, _NOTHING) is not store.get(name, _NOTHING)}
-                    if changed:
-                        self.assigned.setdefault(part, set()).update(changed)
-
-    @cached_property
-    def _held(self) -> dict[int, _Held]:
-        """What each container held, by its id."""
-        return {id(container): held for container, held, _ in self._containers}
-
-    def shared_by(self, owners: Mapping[int, Collection[str]]) -> dict[nn.Module, set[str]]:
-        """For each part, the attributes with a container, an object, a tensor or an array that has changed, and that
-        parts of several owners hold. ``owners`` has names by the id of each part that is ``apart``; the others are of
-        one owner."""
+    def shared_by(self, owners: Mapping[int, Collection[str]]) -> set[tuple[int, str]]:
+        """The attributes with a container, an object, a tensor or an array that has changed, and that parts of several
+        owners hold, by the ids of their parts. ``owners`` has names by the id of each part that is ``apart``; the
+        others are of one owner."""
         holders: dict[int, list[tuple[nn.Module, str, Any]]] = {}
         for part in self._modules.values():
             for name, value in vars(part).items():
@@ -191,13 +167,12 @@ class StateKept:
             changed |= self._changed_values()
         # Containers that aren't known are of this step, as is what they hold.
         known = {id(container) for container, *_ in self._containers}
-        found: dict[nn.Module, set[str]] = {}
+        found: set[tuple[int, str]] = set()
         for places in several:
             inside = {id(each): each for _, each, _ in self._within(places[0][2]) if not isinstance(each, tuple)}
             made = (each for key, each in inside.items() if key not in known)
             if not changed.isdisjoint(inside) or any(not isinstance(each, Tensor | np.ndarray) for each in made):
-                for part, name, _ in places:
-                    found.setdefault(part, set()).add(name)
+                found.update((id(part), name) for part, name, _ in places)
         return found
 
     def content_of(self, value: Any) -> Any:

@@ -24,13 +24,13 @@ def test_uses_are_told_in_their_order_and_classes_are_as_before() -> None:
     for module in modules:
         module.value, module.other = 1, 2
         module.register_buffer("count", torch.zeros(()))
-    attributes = {modules[0]: {"value", "count"}, modules[1]: {"other"}}
-    with pytest.raises(KeyError), attribute_uses(attributes, lambda *use: told.append(use)):
+    with pytest.raises(KeyError), attribute_uses(modules[:1], lambda *use: told.append(use)):
         for module in modules:
             module.value += module.other  # type: ignore[operator]
             module.count += 1  # type: ignore[operator]
         raise KeyError
     uses = [(modules[0], name, assigned) for name in ("value", "count") for assigned in (False, True)]
-    assert told[:4] == uses and told[-1] == (modules[1], "other", False)  # torch's own method may read, too
+    assert [*dict.fromkeys(use for use in told if use in uses)] == uses  # torch's own method may read, too
+    assert (modules[0], "other", False) in told and all(part is modules[0] for part, *_ in told)
     assert [module.value for module in modules] == [3, 3]
     assert before == [dict(vars(kind)) for kind in (Wrapped, nn.Linear)]
