@@ -26,14 +26,18 @@ class Recomputed:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return self._forward(*args, **kwargs)
-        args, kwargs = without_caches(args, kwargs)
+        args = tuple(None if _is_cache(x) else x for x in args)
+        kwargs = {name: None if _is_cache(x) else x for name, x in kwargs.items()}
         places = [*self._without_gradient()] if self._written is None else self._written
-        again = _Again(places)
+        before = [(store, name, _copy(store[name])) for store, name in places if store.get(name) is not None]
         output = checkpoint(
-            self._forward, *args, use_reentrant=False, context_fn=lambda: (nullcontext(), again), **kwargs
+            self._forward, *args, use_reentrant=False, context_fn=lambda: (nullcontext(), _Again(before)), **kwargs
         )
         if self._written is None:
-            self._written = again.forget_unwritten()
+            # Copies of the others, such as frozen weights, are dropped. Values are compared: BatchNorm writes to its
+            # statistics without raising their versions.
+            before[:] = [(store, name, old) for store, name, old in before if not _equal(store.get(name), old)]
+            self._written = [(store, name) for store, name, _ in before]
         return output
 
     def _without_gradient(self) -> Iterator[_Place]:
@@ -44,25 +48,15 @@ class Recomputed:
 
 
 class _Again:
-    """A context for a further run of a layer: the tensors that it writes to are as before the first run, and afterwards
-    as now. ``places`` are where the layer keeps the tensors that it may write to."""
+    """A context for a further run of a layer: the tensors that it writes to have the values ``before`` the first run,
+    and afterwards those of now."""
 
-    def __init__(self, places: Sequence[_Place]) -> None:
-        self._tensors = [(store, name, _copy(store[name])) for store, name in places if store.get(name) is not None]
-        self._inside = ExitStack()
-
-    def forget_unwritten(self) -> list[_Place]:
-        """After the first run, drop the copies of what the layer has not written to, such as frozen weights. Returns
-        the places of the others.
-
-        Values are compared: BatchNorm writes to its statistics without raising their versions.
-        """
-        self._tensors = [(store, name, old) for store, name, old in self._tensors if not _equal(store.get(name), old)]
-        return [(store, name) for store, name, _ in self._tensors]
+    def __init__(self, before: Sequence[tuple[dict[str, Any], str, Tensor]]) -> None:
+        self._before, self._inside = before, ExitStack()
 
     def __enter__(self) -> None:
-        before = [(store, name, _copy(tensor)) for store, name, tensor in self._tensors]
-        self._inside.enter_context(changed(before))  # copies: there may be another backward
+        copies = [(store, name, _copy(tensor)) for store, name, tensor in self._before]  # for another backward
+        self._inside.enter_context(changed(copies))
 
     def __exit__(self, *error: Any) -> None:
         self._inside.close()
@@ -75,13 +69,6 @@ def _equal(tensor: Tensor | None, old: Tensor) -> bool:
 def _copy(tensor: Tensor) -> Tensor:
     copy = tensor.detach().clone()
     return nn.Parameter(copy, requires_grad=False) if isinstance(tensor, nn.Parameter) else copy
-
-
-def without_caches(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments for a layer that is to run twice, without caches."""
-    return tuple(None if _is_cache(x) else x for x in args), {
-        name: None if _is_cache(x) else x for name, x in kwargs.items()
-    }
 
 
 def _is_cache(x: Any) -> bool:

@@ -88,8 +88,6 @@ class LossMeans:
             return None
         tries = self._wanted is None and "loss" not in self._warned and self._run.layout.is_last_stage
         layers = is_first and index < 2
-        if not (tries or layers):
-            return None
         return self._pairs.trial(step, batch, sizes, index, batch_loss if tries else None, layers=layers)
 
     def check(self, loss: BatchLoss) -> None:
