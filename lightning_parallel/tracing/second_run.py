@@ -7,7 +7,7 @@ origins: who writes it and who reads it shows when its uses are watched.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, redirect_stdout, suppress
 from dataclasses import dataclass
 from io import StringIO
@@ -41,13 +41,15 @@ def add_rest(scene: Scene, seen: Trace, step: Callable[[], Any], logged: Sequenc
         further = again.calls[known:]
         seen.end.update(origins_in((output, logged, recorder.end())), *(call.needs for call in further))
         seen.beyond.update(call.unit for call in further)
+        seen.draws |= again.draws
         new = {k: v for k, v in again.escapes.items() if k not in seen.escapes and v.within < known}
         seen.escapes.update(new)
 
 
 def add_plain_values(scene: Scene, seen: Trace, step: Callable[[], Any]) -> None:
-    """Add the uses of what modules keep besides absent tensors."""
-    units = {part: names[-1] for part, names in scene.owners.items()}  # ids, since a metric's hash follows its state
+    """Add the uses of what modules keep besides absent tensors. Parts are known by their ids: a metric's hash follows
+    its state."""
+    units = {part: names[-1] for part, names in scene.owners.items()}
     written, shared = scene.state.written_plainly(), scene.state.shared_by(scene.owners)
     common = set(map(id, scene.common))
     watching = {part for part, _ in written | shared} | common
@@ -92,14 +94,9 @@ def add_plain_values(scene: Scene, seen: Trace, step: Callable[[], Any]) -> None
                     seen.plain_reads += _reads_of_shared(scene, recorder.trace, used, now)
                 if is_attribute and not used[0].assigns:  # it is read first: the value of the step before
                     _add_kept(scene, seen, used, now, isinstance(value, _NUMBERS), key in written)
-    changing = {part: name for part, name in sorted(written | shared) if part in common or (part, name) in shared}
-    named = {name: part for part in parts if id(part) in changing for name in scene.owners.get(id(part), ())}
-    having = [(i, call.unit) for i, call in enumerate(seen.calls) if call.unit in named]
-    for i, _ in () if is_repeated else having:  # any may change for others what couldn't be seen
-        unit = having[0][1]
-        part = named[unit]
-        read = PlainRead(unit, scene.names[id(part)], changing[id(part)], Place(i, "call"), is_shared=True)
-        seen.plain_reads.append(read)
+    if not is_repeated:
+        changing = {part: name for part, name in written | shared if part in common or (part, name) in shared}
+        seen.plain_reads += _reads_of_any(scene, seen, changing)
     for metric in scene.metrics():
         is_changed = any(part == id(metric) for part, _ in written)
         if is_changed and origins_in(vars(metric)) <= {METRIC_STATE}:  # it was updated with stand-ins
@@ -172,6 +169,16 @@ def _reads_of_shared(scene: Scene, seen: Trace, uses: Sequence[_Use], at_end: An
                 yield PlainRead(seen.calls[by.index].unit, name, writer.attribute, use.place, is_shared=True)
         known.add(use.place)
         writer = use if changed else writer
+
+
+def _reads_of_any(scene: Scene, seen: Trace, changing: Mapping[int, str]) -> Iterator[PlainRead]:
+    """Where no run has made the step's calls again, any unit may change for others what couldn't be seen: all calls of
+    units that have one of these attributes, given by the ids of their parts, count as reads."""
+    names = {unit: part for part in changing for unit in scene.owners.get(part, ())}
+    having = [(i, call.unit) for i, call in enumerate(seen.calls) if call.unit in names]
+    for i, _ in having:
+        part = names[having[0][1]]
+        yield PlainRead(having[0][1], scene.names[part], changing[part], Place(i, "call"), is_shared=True)
 
 
 def _add_kept(scene: Scene, seen: Trace, uses: Sequence[_Use], at_end: Any, is_number: bool, is_written: bool) -> None:

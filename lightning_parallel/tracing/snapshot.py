@@ -122,10 +122,7 @@ class StateKept:
         """The attributes that have changed, such as numbers, by the ids of their parts. Left out are, of parts in
         ``apart``, what several of them share; and of the others absent tensors, the state of metrics, and what has the
         same value again."""
-        replaced = {id(each): (held, now) for each, held, now in self._changed()}
-        changed = {id(each) for each, *_ in self._changed(of_apart=False)}
-        changed |= {key for key, pair in replaced.items() if not _holds_same(*pair, replaced.keys())}
-        changed |= self._changed_values()
+        changed = {id(container) for container, *_ in self._changed()} | self._changed_values()
         written: list[tuple[nn.Module, str, Any, Any]] = []  # the attribute, what it held, and what it holds
         for container, held, _ in self._containers:
             part = self._modules.get(self._owners.get(id(container), 0))
@@ -162,9 +159,9 @@ class StateKept:
             for places in holders.values()
             if len({owner for part, *_ in places for owner in owners.get(id(part), no_one)}) > 1
         ]
-        changed = {id(container) for container, *_ in self._changed()} if several else set()
-        if several:
-            changed |= self._changed_values()
+        if not several:
+            return set()
+        changed = {id(container) for container, *_ in self._changed()} | self._changed_values()
         # Containers that aren't known are of this step, as is what they hold.
         known = {id(container) for container, *_ in self._containers}
         found: set[tuple[int, str]] = set()
@@ -271,22 +268,6 @@ def goes_on(before: Any, now: Any) -> bool:
         return bool(before != now)
     plain = (key for key, value in before.items() if isinstance(value, int | float | str))
     return before.keys() != now.keys() or any(before[key] != now[key] for key in plain)
-
-
-def _holds_same(before: Any, now: Any, replaced: Collection[int]) -> bool:
-    """Do lists and dictionaries hold the same objects again, to any depth? So do options that are set anew for each
-    call, such as members of an enumeration. What is in containers with the ids ``replaced``, and numbers, texts and
-    None, which may be equal by chance in a dry run, isn't the same."""
-    if id(before) in replaced or isinstance(before, int | float | complex | str | bytes | None):
-        return False
-    if before is now:
-        return True
-    if isinstance(before, dict) and isinstance(now, dict):
-        return list(before) == list(now) and _holds_same(list(before.values()), list(now.values()), replaced)
-    if isinstance(before, list | tuple) and isinstance(now, list | tuple):
-        pairs = zip(before, now, strict=False)
-        return len(before) == len(now) and all(_holds_same(one, other, replaced) for one, other in pairs)
-    return False
 
 
 def _is_empty(container: Any) -> bool:
