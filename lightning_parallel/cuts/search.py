@@ -43,7 +43,7 @@ def partition(
         placement: the stage of each chunk. By default each stage has one chunk.
         logged: a list to which the step appends what it logs.
         hooks: runs the module's hooks around a step, given what the step returns.
-        recompute: layers run again in the backward. This is then tried too.
+        recompute: layers run again in the backward. Those that would do something else then are refused.
         keep_together: one stage holds all of a unit, wherever a cut allows it.
         traced: traces a step, or knows what a trace gave before: the step is traced alike for many cuts.
 
