@@ -36,7 +36,8 @@ def make_absent(module: nn.Module, name: str, device: torch.device, kept: Collec
 @contextmanager
 def everything_absent(module: nn.Module, units: Iterable[nn.Module]) -> Iterator[dict[str, AbsentTensor]]:
     """Inside, all parameters are absent, and the buffers of units: their forwards may write to them. So are the states
-    of units' metrics.
+    of units' metrics. A buffer that a forward sets to a tensor with values has it afterwards, as an attribute would:
+    other code may read it.
 
     Yields:
         The absent tensors, by their first names; states of metrics are left out.
@@ -45,6 +46,7 @@ def everything_absent(module: nn.Module, units: Iterable[nn.Module]) -> Iterator
     changes: list[tuple[dict[str, Any], str, AbsentTensor]] = []
     made: dict[int, AbsentTensor] = {}  # a parameter with two names is one tensor
     named: dict[AbsentTensor, str] = {}  # by identity
+    of_buffers: set[int] = set()  # the ids of their dictionaries
 
     def replace(store: dict[str, Any], key: str, origin: str) -> AbsentTensor:
         tensor = store[key]
@@ -58,6 +60,7 @@ def everything_absent(module: nn.Module, units: Iterable[nn.Module]) -> Iterator
     for prefix, part in module.named_modules():
         in_unit = id(part) in in_units
         stores: list[dict[str, Any]] = [parameters_of(part), buffers_of(part) if in_unit else {}]
+        of_buffers.add(id(buffers_of(part)))
         for store in stores:
             for key in [key for key, tensor in store.items() if tensor is not None]:
                 name = f"{prefix}.{key}" if prefix else key
@@ -67,3 +70,7 @@ def everything_absent(module: nn.Module, units: Iterable[nn.Module]) -> Iterator
                 replace(vars(part), key, METRIC_STATE)
     with changed(changes):
         yield {name: absent for absent, name in named.items()}
+        now = ((store, key, store.get(key)) for store, key, _ in changes if id(store) in of_buffers)
+        given = [each for each in now if isinstance(each[2], Tensor) and not isinstance(each[2], AbsentTensor)]
+    for store, key, tensor in given:
+        store[key] = tensor

@@ -191,12 +191,20 @@ class _Flows:
             )
 
     def _need_parameter(self, name: str, consumer: str, chunk: int) -> None:
-        holders, stage = self._partition.holders_of(name), self._stages[chunk]
-        if stage not in holders:
+        holders = self._partition.holders_of(name)
+        if self._stages[chunk] not in holders:
             raise FlowError(
-                f"{consumer} on stage {stage} reads '{name}', which is on stage {holders[0]}. A buffer that its layer "
-                f"changes can be read in the layer only. Anything else must be read in the step by which the pipeline "
-                f"was cut (the first), too."
+                f"{consumer} on stage {self._stages[chunk]} reads '{name}', which is on stage {holders[0]}. A buffer "
+                f"that its layer changes can be read in the layer only. Anything else must be read in the step by "
+                f"which the pipeline was cut (the first), too."
+            )
+        unit = next((unit for unit in self._partition.units if name.startswith(f"{unit}.")), "")
+        calling = self._placed.calling(unit)
+        if not self._seen.own_updates.get(name, True) and calling and chunk not in calling:
+            raise FlowError(
+                f"{consumer} on {self._name(chunk)} reads '{name}', which '{unit}' on {self._name(min(calling))} "
+                f"changes. Chunks run other microbatches in between, so it would read what one of these has left. It "
+                f"can be read in the layer only."
             )
 
     def _need_update(self, update: Update) -> None:

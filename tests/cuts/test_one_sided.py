@@ -672,6 +672,40 @@ def test_a_layer_that_counts_its_calls_makes_them_in_one_chunk(placement: tuple[
     flow_of(CalledTwice(Counting()), stages=1)
 
 
+class Averages(nn.Module):
+    """Follows the mean of its input, in place or by another tensor."""
+
+    def __init__(self, in_place: bool) -> None:
+        super().__init__()
+        self.in_place, self.layer = in_place, nn.Linear(6, 6)
+        self.register_buffer("average", torch.zeros(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        mean = x.detach().mean(0)
+        if self.in_place:
+            self.average.lerp_(mean, 0.1)
+        else:
+            self.average = 0.9 * self.average + 0.1 * mean
+        return self.layer(x)
+
+
+class ReadsAverage(Net):
+    def __init__(self, block: int, in_place: bool) -> None:
+        super().__init__()
+        self.blocks[block] = Averages(in_place)
+        self.averaging = block
+
+    def step(self, x: Tensor) -> Tensor:
+        return super().step(x) + self.blocks[self.averaging].average.sum()
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_a_buffer_that_its_layer_changes_is_read_in_its_chunk_only(in_place: bool) -> None:
+    flow_of(ReadsAverage(3, in_place), placement=(1, 0, 0, 1))
+    with pytest.raises(FlowError, match=r"\(chunk 3\) reads 'blocks.0.average', which 'blocks.0' on .* changes"):
+        flow_of(ReadsAverage(0, in_place), placement=(1, 0, 0, 1))
+
+
 @pytest.mark.parametrize("placement", PLACEMENTS)
 def test_what_is_counted_is_counted_once_a_stage(placement: tuple[int, ...]) -> None:
     flow_of(Keeps(0, nothing, use_and_count), placement=placement)

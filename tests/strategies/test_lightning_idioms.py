@@ -133,6 +133,32 @@ class SkipsNaN(Untied):
             self.zero_grad()
 
 
+class Penalised(torch.nn.Module):
+    """Keeps a term of the loss in a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(6, 6)
+        self.register_buffer("term", torch.zeros(()))
+
+    def forward(self, x: Any) -> Any:
+        y = self.layer(x)
+        self.term = y.square().mean()
+        return y
+
+
+class TermsInBuffers(Untied):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net[0], self.net[6] = Penalised(), Penalised()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        terms: Any = self.net[0].term + self.net[6].term
+        self.log("terms", terms)
+        return loss + 0.1 * terms
+
+
 class LogsNorms(Untied):
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         self.log_dict(grad_norm(self, norm_type=2))
@@ -169,7 +195,7 @@ ODD, EVEN = EQUAL[1::2], EQUAL[::2]
     ("layout", "accumulate", "kinds"),
     [
         ("1f1b", 2, EQUAL[::2]),
-        ("zbv", 2, EQUAL[1::4]),
+        ("zbv", 2, (*EQUAL[1::4], TermsInBuffers)),
         ("replicas", 2, ODD),
         ("tensor", 1, EVEN),
         ("tensor, undivided", 1, (ClipsByHand, SkipsNaN, LogsNorms)),  # each rank has all gradients
