@@ -79,6 +79,35 @@ class SetsWhatIsInside(Scaled):
         self.net[0].eval()
 
 
+class Schedule:
+    def __init__(self) -> None:
+        self.factor = 1.0
+
+    def step(self) -> None:
+        self.factor *= 0.5
+
+
+class SetsOtherKinds(Scaled):
+    """A list, a field of an object, and a tensor that is no buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factors, self.schedule, self.offset = [1.0], Schedule(), torch.ones(())
+
+    @property
+    def factor(self) -> Any:
+        return self.factors[-1] * self.schedule.factor * self.offset
+
+    @factor.setter
+    def factor(self, value: float) -> None:
+        """Does nothing: the factor follows from other attributes."""
+
+    def on_train_epoch_end(self) -> None:
+        self.factors.append(0.7)
+        self.schedule.step()
+        self.offset = self.offset * 3
+
+
 class SetsABuffer(Scaled):
     def on_train_epoch_end(self) -> None:
         self.shift += 0.25
@@ -182,7 +211,7 @@ class Stepped(Net):
 
 KINDS = (
     SetsAnOption, StepsAScheduler, SetsANumber, SetsWhatIsInside, SetsABuffer, Unfreezes, DividesByTheWorld,
-    ScalesItsLastLayer, ScalesByACallback,
+    ScalesItsLastLayer, SetsOtherKinds, ScalesByACallback,
 )  # fmt: skip
 
 
