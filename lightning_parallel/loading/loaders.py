@@ -5,13 +5,14 @@ from __future__ import annotations
 import copy
 import math
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
 from itertools import product
 from typing import Any
 
 import lightning.pytorch as pl
+from lightning.fabric.utilities.data import sized_len
 from lightning.fabric.utilities.seed import pl_worker_init_function
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.utils.data import DataLoader, IterableDataset
@@ -104,16 +105,19 @@ def refuse_unequal_steps(run: Run, kind: str, batches: Sequence[float]) -> None:
         )
 
 
-def refuse_end_of_some(run: Run, *, ended: bool = False) -> None:
+def refuse_end_of_some(run: Run, doubtful: Container[int], *, ended: bool = False) -> None:
     """Refuse loaders of which one replica's ends before another's. The other replica would wait in the next batch. All
     replicas call it before each batch, and where the loaders have ``ended``. Lightning may not have foreseen it: a
     length may be wrong, or only a limit.
+
+    Args:
+        doubtful: the ids of loaders that :func:`may_end_early`.
 
     Raises:
         RuntimeError: on all replicas.
     """
     given, begun, is_last = read_by_loop(run.trainer)
-    if run.layout.size("data") == 1 or all(map(_has_its_length, given)):
+    if run.layout.size("data") == 1 or not any(id(loader) in doubtful for loader in given):
         return
     known = begun if ended or is_last else begun + 1
     replicas = run.groups.on_host(run.layout.peers("data"))  # or each batch would wait for the GPU
@@ -126,6 +130,22 @@ def refuse_end_of_some(run: Run, *, ended: bool = False) -> None:
             f"together. Give all replicas equally many batches, or set "
             f"limit_{stage.dataloader_prefix}_batches={-least}."
         )
+
+
+def may_end_early(loader: object) -> bool:
+    """May the loader that a rank has here give fewer batches than its ``len``, or has it none? All ranks call it.
+
+    Raises:
+        ValueError: on all ranks, if it has a length on some of them only. Lightning compares lengths, and would wait.
+    """
+    has_length = sized_len(loader) is not None
+    may, some, others = highest(None, int(not _has_its_length(loader)), int(has_length), int(not has_length))
+    if some and others:
+        raise ValueError(
+            f"A loader has a length on some ranks, and none on others (here it is a {type(loader).__name__}, "
+            f"{'with' if has_length else 'without'} one). Give all ranks loaders and datasets of the same kind."
+        )
+    return bool(may)
 
 
 def _has_its_length(loader: Any) -> bool:

@@ -118,6 +118,7 @@ class LayoutStrategy(ParallelStrategy):
         self._owned: dict[str, bool] = {}  # divided parameters that one rank steps as a whole; is it this one?
         self._told: tuple[Any, bool] = (None, False)  # of which module the start table is, and of a training?
         self._same_batches: loaders.SameBatches | None = None
+        self._doubtful: set[int] = set()  # the ids of loaders that may end early on a replica
         self._options_used: PartedOptions | None = None  # by replicas, in training
         self._watch: GradientWatch | None = None  # of parts of the model's gradients, in training
         self._at_end = ExitStack()  # undoes what set-up has done, in reverse order
@@ -257,7 +258,11 @@ class LayoutStrategy(ParallelStrategy):
     def process_dataloader(self, dataloader: object) -> object:
         if self._same_batches is not None:
             self._same_batches.agree()  # what Lightning does next is to make the first epoch's iterator
-        return loaders.prepare(dataloader, self.layout)
+        prepared = loaders.prepare(dataloader, self.layout)
+        if self._same_batches is not None:
+            self._doubtful.discard(id(prepared))  # of a loader that is no more
+            self._doubtful.update([id(prepared)] if loaders.may_end_early(prepared) else [])
+        return prepared
 
     @override
     @contextmanager
@@ -457,7 +462,7 @@ class LayoutStrategy(ParallelStrategy):
 
     def _refuse_end_of_some(self, *, ended: bool = False) -> None:
         if self.run.trainer.training or self.local_model.is_fully_sharded:  # else replicas don't meet in each batch
-            loaders.refuse_end_of_some(self.run, ended=ended)
+            loaders.refuse_end_of_some(self.run, self._doubtful, ended=ended)
 
     # -- steps ---------------------------------------------------------------------------------------------------
 

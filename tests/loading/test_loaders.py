@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler
 from torch.utils.data.distributed import DistributedSampler
@@ -82,6 +83,9 @@ def run_short(what: str, strategy: str, data: str, given: dict[str, Any]) -> int
         "overstated": DataLoader(Overstated(), batch_size=4),
         "sampler": DataLoader(Rows(LeNet.samples()), batch_size=4, sampler=OverstatedSampler()),
     }
+    known = DataLoader(Rows(LeNet.samples()), batch_size=4)
+    for kind in ("unknown", "overstated"):
+        made[f"{kind} on one"] = made[kind] if rank_zero_only.rank else known
     trainer = make_trainer(strategy, [], options, max_epochs=1, use_distributed_sampler=False, **given)
     getattr(trainer, what)(Evaluated(), made[data])
     return trainer.global_step
@@ -107,12 +111,21 @@ class Evaluated(LeNet):
     ("validate", "fsdp", "unknown", {}),
     ("test", "fsdp", "unknown", {"limit_test_batches": 3}),
     ("predict", "fsdp", "overstated", {}),
+    ("fit", "sync", "overstated on one", {}),
+    ("validate", "fsdp", "overstated on one", {}),
 ])  # fmt: skip
 def test_a_replica_whose_loader_ends_first_is_refused(
     pool: WorkerPool, what: str, strategy: str, data: str, given: dict[str, Any]
 ) -> None:
     failures = pool.run(run_short, 2, what, strategy, data, given, init=False, expect_errors=True, timeout=LIMIT)
     assert_refused(failures, "RuntimeError", ["One replica's loader ends with batch 0", "_batches=1"])
+
+
+def test_a_loader_with_a_length_on_some_ranks_only_is_refused(pool: WorkerPool) -> None:
+    failures = pool.run(
+        run_short, 2, "fit", "fsdp", "unknown on one", {}, init=False, expect_errors=True, timeout=LIMIT
+    )
+    assert_refused(failures, "ValueError", ["has a length on some ranks", "of the same kind"])
 
 
 @pytest.mark.parametrize(("what", "data", "given", "steps"), [
