@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 
 from lightning_parallel.checks.no_collectives import no_collectives
 from lightning_parallel.optimizers.closures import only_once
+from lightning_parallel.private.torch.modules import hooks_of_all_optimizers_left_out
 from lightning_parallel.ranks.local_model import LocalModel, local_part
 
 # Of the gradients of each step. Lookahead acts every fifth or sixth, SOAP every tenth. Some take a norm only where it
@@ -145,7 +146,7 @@ def stepped(optimizer: Optimizer, pieces: Pieces, steps: int = 0) -> Stepped:
             parameter.grad = (slope * parameter + pull * (1 + calls % 3)) * scale
         return torch.ones(())
 
-    with no_collectives():
+    with no_collectives(), hooks_of_all_optimizers_left_out():
         for scale in _SCALES:  # noqa: B007  the closure reads it
             if not steps:
                 step(twin, closure=closure)

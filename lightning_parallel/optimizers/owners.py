@@ -206,8 +206,9 @@ def _refuse_hooks(optimizer: Optimizer) -> None:
     if has_step_hooks(optimizer):
         kind = type(optimizer).__name__
         raise ValueError(
-            f"{kind} has a hook of register_step_pre_hook or register_step_post_hook. It treats parameters as whole "
-            f"ones, and ranks have parts, which a hook would see before they are stepped. Do it in on_train_batch_end."
+            f"{kind} has a hook of register_step_pre_hook or register_step_post_hook, or all optimizers have one. It "
+            f"treats parameters as whole ones, and ranks have parts, which a hook would see before they are stepped. "
+            f"Do it in on_train_batch_end."
         )
 
 

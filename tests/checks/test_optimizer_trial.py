@@ -12,6 +12,7 @@ import pytorch_optimizer
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lightning_parallel.checks.optimizer_trial import refuse_steps_apart, stepped_whole
 from lightning_parallel.ranks.layout import Layout
@@ -251,8 +252,10 @@ def test_the_user_s_optimizer_is_left_as_it_was(make: Make) -> None:
     optimizer = make(list(model.parameters()))
     calls: list[Any] = []
     optimizer.register_step_pre_hook(lambda *args: calls.append(args))
+    of_all = register_optimizer_step_pre_hook(lambda *args: calls.append(args))
     before = copy.deepcopy((model.state_dict(), optimizer.state_dict(), [*vars(optimizer)], torch.get_rng_state()))
     stepped_whole(optimizer, model.held("tensor"), Layout.resolve(2, tensor=2), "SomeStrategy")
+    of_all.remove()
     after = (model.state_dict(), optimizer.state_dict(), [*vars(optimizer)], torch.get_rng_state())
     assert str(after) == str(before)
     assert not calls and all(parameter.grad is None for parameter in model.parameters())

@@ -61,6 +61,7 @@ ELSEWHERE = {
     "forward_hooks": "test_interception.py",
     "has_gradient_hooks": "strategies/test_epoch_ends.py",
     "has_step_hooks": "strategies/test_owners.py",
+    "hooks_of_all_optimizers_left_out": "checks/test_optimizer_trial.py",
     "hooks_beside": "backward/test_split.py",
     "not_recorded": "messages/test_channel.py",
     "values_read_by": "strategies/test_fully_sharded.py",

@@ -5,9 +5,22 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from lightning.pytorch.callbacks import Callback
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
 from tools.workers.pool import Failure
 
 LIMIT = 60.0  # seconds until all ranks have ended: far below the links' timeout, also on a busy machine
+
+
+class HooksAllOptimizers(Callback):
+    """Registers torch's hook on the steps of all optimizers, until the run fails."""
+
+    def setup(self, *args: Any, **kwargs: Any) -> None:
+        self.hook = register_optimizer_step_post_hook(lambda *_: None)
+
+    def on_exception(self, *args: Any) -> None:
+        self.hook.remove()
 
 
 def assert_refused(failures: list[Any], kind: str, words: list[str]) -> None:

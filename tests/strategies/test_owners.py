@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lightning_parallel.optimizers.closures import only_once
 from lightning_parallel.ranks.local_model import local_part
-from tests.strategies.failures import LIMIT, assert_refused
+from tests.strategies.failures import LIMIT, HooksAllOptimizers, assert_refused
 from tests.strategies.harness import Report, joined, largest_difference, make_trainer, spoil, train, weights_of
 from tests.strategies.models import BATCH
 from tests.strategies.reference import delayed
@@ -189,9 +189,14 @@ class Later(Net):
         return optimizers.LAMB([p for p in self.parameters() if p is not self.blocks[2].up.weight])
 
 
-class Hooked(Net):
+class Unhooked(Net):
     def configure_optimizers(self) -> Any:
-        optimizer = optimizers.LAMB(self.parameters())
+        return optimizers.LAMB(self.parameters())
+
+
+class Hooked(Unhooked):
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
         optimizer.register_step_post_hook(lambda *_: [p.data.clamp_(-0.1, 0.1) for p in self.parameters()])
         return optimizer
 
@@ -199,6 +204,7 @@ class Hooked(Net):
 @pytest.mark.parametrize(("model", "callbacks", "error", "words"), [
     (Later, [Adds()], "RuntimeError", ["LAMB", "'blocks.2.up.weight'", "configure_optimizers"]),
     (Hooked, [], "ValueError", ["LAMB", "register_step_post_hook", "on_train_batch_end"]),
+    (Unhooked, [HooksAllOptimizers()], "ValueError", ["LAMB", "all optimizers", "on_train_batch_end"]),
 ])  # fmt: skip
 def test_what_owners_cannot_follow_is_refused(
     pool: WorkerPool, model: type[Net], callbacks: list[Callback], error: str, words: list[str]

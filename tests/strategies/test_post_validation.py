@@ -16,6 +16,7 @@ from lightning_parallel.ranks.groups import Groups
 from lightning_parallel.steps import post_validation
 from tests.pipeline.test_no_host_reads import announced
 from tests.strategies.equality import assert_equal
+from tests.strategies.failures import HooksAllOptimizers
 from tests.strategies.harness import ALL, Report, collect, make_trainer
 from tests.thorough import thorough
 from tools.workers.held import complete, here
@@ -213,6 +214,7 @@ REFUSED: dict[str, tuple[Any, list[Any], dict[str, Any]]] = {
     "EMAWeightAveraging": (Keeping, [EMAWeightAveraging()], {}),
     "Clamped.optimizer_step": (Clamped, [], {}),
     "a hook on the steps of AdamW": (Keeping, [Hooking()], {}),
+    "with a hook on the steps of AdamW": (Keeping, [HooksAllOptimizers()], {}),
     "Counting keeps 'seen'": (Counted, [], {}),
 }
 

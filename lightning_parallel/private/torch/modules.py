@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 
 def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
@@ -64,8 +66,23 @@ def has_gradient_hooks(tensor: Tensor) -> bool:
 
 
 def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
-    """Do hooks of the user's run around an optimizer's steps? torch has no public name for this."""
-    return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
+    """Do hooks of the user's run around an optimizer's steps, its own or those of all optimizers? torch has no public
+    name for this."""
+    own = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
+    return bool(own or _global_optimizer_pre_hooks or _global_optimizer_post_hooks)
+
+
+@contextmanager
+def hooks_of_all_optimizers_left_out() -> Iterator[None]:
+    """Inside, hooks on the steps of all optimizers don't run."""
+    before = [(hooks, dict(hooks)) for hooks in (_global_optimizer_pre_hooks, _global_optimizer_post_hooks)]
+    for hooks, _ in before:
+        hooks.clear()
+    try:
+        yield
+    finally:
+        for hooks, held in before:
+            hooks.update(held)
 
 
 def shallow_copy(module: nn.Module) -> nn.Module:
