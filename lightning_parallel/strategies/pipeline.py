@@ -22,7 +22,7 @@ from typing import Annotated, Any, Literal
 
 import lightning.pytorch as pl
 import torch
-from lightning_utilities.core.rank_zero import rank_zero_info
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch.autograd.graph import GradientEdge
 from typing_extensions import override
 
@@ -65,8 +65,9 @@ class PipelineOptions(StagedOptions):
             of 1F1B holds, or in bytes, such as ``"6GiB"``. The less, the larger is the bubble. V-Min's are the
             least, about a third with many stages; with two, all. Bytes are those that the start of a run estimates.
         post_validation: with ``"zbv"`` and ``gradient_clip_val``, don't wait for the norm of all stages: make the
-            update as if nothing were clipped, and make it again where that was wrong. The numbers are the same. It
-            takes the memory of the weights, the gradients and the optimizer's state once more.
+            update as if nothing were clipped, and make it again where that was wrong. The numbers are the same, but
+            after an error the module may hold an update that should have been clipped. It takes the memory of the
+            weights, the gradients and the optimizer's state once more.
 
     Raises:
         ValueError: a value that its setting doesn't take, several microbatches with ``"naive"``, ``chunks`` with
@@ -229,8 +230,15 @@ class PipelineStrategy(StagedStrategy):
     def _decide_to_go_on(self) -> bool:
         """Decide whether stages go on to the next batch without waiting for each other. If not, the banner gives the
         reason."""
-        gain = gained(self._schedule_for(self._usual_microbatches()))
+        microbatches = self._usual_microbatches()
+        gain = gained(self._schedule_for(microbatches))
         if not gain:
+            if self.options.post_validation:
+                rank_zero_warn(
+                    f"post_validation=True has no effect: with stages={self.layout.stages} and "
+                    f"microbatches={microbatches} no stage would begin the next batch early. Take more of them, or "
+                    f"leave it out."
+                )
             return False
         module = self.run.module
         trained = {name for name, p in module.named_parameters() if p.requires_grad}

@@ -21,6 +21,7 @@ from tests.strategies.harness import ALL, Report, collect, make_trainer
 from tests.thorough import thorough
 from tools.workers.held import complete, here
 from tools.workers.pool import WorkerPool
+from tools.workers.worker import texts_of_warnings
 
 V = {"schedule": "zbv", "microbatches": 4}
 
@@ -94,6 +95,27 @@ class Odd(torch.optim.Optimizer):
         return loss
 
 
+class Root(nn.Linear):
+    """The gradient of its bias, and no other one, is NaN where it is given a zero."""
+
+    def forward(self, x: Tensor, inside: float = 1.0) -> Tensor:  # type: ignore[override]
+        return super().forward(x) + 0 * (0 * self.bias + inside).sqrt()
+
+
+class NotANumber(Keeping):
+    """Its second update is none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[1] = Root(6, 6)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        x = self.layers[1](self.layers[0](batch), float(batch_idx != 1))
+        for layer in self.layers[2:]:
+            x = x + layer(x)
+        return x.square().mean()
+
+
 class OddlyStepped(Keeping):
     """In every second batch, no layer has a gradient but the last, and that is clipped."""
 
@@ -108,6 +130,7 @@ class OddlyStepped(Keeping):
 
 
 MODELS: dict[str, Any] = {**ALL, "Scheduled": Scheduled, "Keeping": Keeping, "OddlyStepped": OddlyStepped}
+MODELS["NotANumber"] = NotANumber
 
 
 def trained(
@@ -151,6 +174,7 @@ def trained_announced(*args: Any, **given: Any) -> tuple[list[str], dict[str, Te
         ("Scheduled", 0.7, 2, {}, {}),
         ("Keeping", 0.55, 3, {}, {}),
         ("OddlyStepped", 0.55, 2, {}, {}),
+        ("NotANumber", 100.0, 2, {}, {"max_epochs": 1}),
         ("Llama", 0.7, 4, {"data_parallel": 2}, {"val_check_interval": 1}),
         *thorough(
             ("Llama", 0.7, 4, {"tensor_parallel": 2}, {}),
@@ -171,8 +195,26 @@ def test_updates_that_are_validated_later_are_those_of_stages_that_wait(
         assert len(fates) == len(expected.gradients)
         ours = chain(found.gradients, [found.weights, buffers])
         for one, other in zip(ours, chain(expected.gradients, [expected.weights, kept]), strict=True):
-            assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+            assert one.keys() == other.keys() and all(equal(one[name], other[name]) for name in one)
         assert found.metrics == expected.metrics
+
+
+def equal(one: Tensor, other: Tensor) -> bool:
+    return torch.allclose(one, other, rtol=0, atol=0, equal_nan=True)
+
+
+def without_gain() -> list[str]:
+    """What is warned of where no stage would go on by itself."""
+    torch.set_default_dtype(torch.float64)
+    with texts_of_warnings() as found:
+        trainer = make_trainer("sync", [], V | {"microbatches": 1, "post_validation": True}, gradient_clip_val=1.0)
+        trainer.fit(Keeping(), Keeping.loader())
+    return [text for text in found if "post_validation" in text]
+
+
+def test_that_it_has_no_effect_is_warned_of_once(pool: WorkerPool) -> None:
+    (told,), *others = pool.run(without_gain, 2, init=False)
+    assert "no effect" in told and "microbatches=1" in told and others == [[]]
 
 
 def test_where_many_updates_are_clipped_stages_wait_and_have_the_numbers_of_one_process(pool: WorkerPool) -> None:
