@@ -65,12 +65,22 @@ class Term:
         return _is_learned(self.edge.node)
 
     @property
+    def is_times_zero(self) -> bool:
+        """Is the term multiplied by 0? It counts for no number, but its parameters have gradients of zero."""
+        return isinstance(self.above, float) and isinf(self.above)
+
+    @property
     def is_guarded(self) -> bool:
         """May the number that divides the term be a stand-in for 0, as of ``clamp(min=1)``?"""
         return not self.nodes or any(node.name() in ops.DIVISIONS for node in self.nodes)
 
 
 def terms_of(loss: Tensor) -> list[Term]:
+    """The terms of a loss that aren't multiplied by 0. Takes what :func:`all_terms_of` does."""
+    return [term for term in all_terms_of(loss) if not term.is_times_zero]
+
+
+def all_terms_of(loss: Tensor) -> list[Term]:
     """The terms of a loss; none of one without a graph.
 
     Args:
@@ -89,8 +99,7 @@ def terms_of(loss: Tensor) -> list[Term]:
         waiting += reversed(following)
         if not following:
             found.append(term)
-    found += [term for term, _ in waiting]
-    return [term for term in found if not (isinstance(term.above, float) and isinf(term.above))]  # times 0
+    return found + [term for term, _ in waiting]
 
 
 # A term, and how far it has been read. That is its edge as long as a backward may begin there.

@@ -27,7 +27,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from lightning_parallel.batch_joins import weighted_mean
 from lightning_parallel.losses.counts import count_of, main_of, may_count, ratio_of, ratios_of
-from lightning_parallel.losses.graph import Number, Term, inverse, number_of, scalar, terms_of
+from lightning_parallel.losses.graph import Number, Term, all_terms_of, inverse, number_of, scalar
 from lightning_parallel.private.torch.autograd import like_edge
 
 _EQUAL = 1e-6  # relative; sums of class weights are rounded
@@ -97,8 +97,9 @@ class BatchLoss:
                 "trainable parameter."
             )
         self._losses.append(loss.detach().reshape(()))
-        terms = [] if self._rule is Rule.SAMPLES else terms_of(loss)
-        self._terms[index] = terms or ([Term(get_gradient_edge(loss))] if loss.requires_grad else [])
+        found = [] if self._rule is Rule.SAMPLES else all_terms_of(loss)
+        self._terms[index] = found or ([Term(get_gradient_edge(loss))] if loss.requires_grad else [])
+        terms = [term for term in found if not term.is_times_zero]
         main = main_of(terms, self._key)
         if self._rule is Rule.SUM and terms:  # by the same number in all microbatches
             self._ratios.append((1.0, {"": 1.0 if main is None else main.count}))
@@ -160,8 +161,8 @@ class BatchLoss:
             seeds = [(term.edge, inverse(term.above) / self._batches * scale) for term in terms]
         elif terms and may_count(weight):
             self._begun[index] = weight
-            seeds = [(term.edge, ratio_of(weight, term.above) / reference * scale) for term in terms]
-            seeds = [(edge, seed) for edge, seed in seeds if may_count(seed)]
+            ratios = [(term, ratio_of(weight, term.above)) for term in terms]
+            seeds = [(t.edge, ratio / reference * scale) for t, ratio in ratios if may_count(ratio) or t.is_times_zero]
         else:
             seeds = []
         return [edge for edge, _ in seeds], [_seed(edge, seed) for edge, seed in seeds]

@@ -159,6 +159,22 @@ class TermsInBuffers(Untied):
         return loss + 0.1 * terms
 
 
+class BeginsATerm(Untied):
+    """In the first update the weight of a term is 0, and its layer's gradients are zero: the optimizer steps it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.side = torch.nn.Linear(3, 1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        logits = self.net(batch[0])
+        term = self.side(logits).square().mean()
+        return torch.nn.functional.cross_entropy(logits, batch[1]) + min(1.0, self.global_step / 2) * term
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=0.05, weight_decay=0.1)
+
+
 class LogsNorms(Untied):
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         self.log_dict(grad_norm(self, norm_type=2))
@@ -194,7 +210,7 @@ ODD, EVEN = EQUAL[1::2], EQUAL[::2]
 @pytest.mark.parametrize(
     ("layout", "accumulate", "kinds"),
     [
-        ("1f1b", 2, EQUAL[::2]),
+        ("1f1b", 2, (*EQUAL[::2], BeginsATerm)),
         ("zbv", 2, (*EQUAL[1::4], TermsInBuffers)),
         ("replicas", 2, ODD),
         ("tensor", 1, EVEN),
