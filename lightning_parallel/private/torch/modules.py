@@ -75,7 +75,8 @@ def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
 @contextmanager
 def hooks_of_all_optimizers_left_out() -> Iterator[None]:
     """Inside, hooks on the steps of all optimizers don't run."""
-    before = [(hooks, dict(hooks)) for hooks in (_global_optimizer_pre_hooks, _global_optimizer_post_hooks)]
+    known: tuple[dict[int, Any], ...] = (_global_optimizer_pre_hooks, _global_optimizer_post_hooks)
+    before = [(hooks, dict(hooks)) for hooks in known]
     for hooks, _ in before:
         hooks.clear()
     try:
