@@ -10,10 +10,13 @@ from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch.optim.swa_utils import AveragedModel
 
-from lightning_parallel.absent.origins import parameter_of
-from lightning_parallel.absent.tensor import AbsentValueError
+from lightning_parallel.absent.origins import origin_of_parameter, parameter_of
+from lightning_parallel.absent.tensor import AbsentValueError, absent_like
 from lightning_parallel.cuts.partition import Partition
+from lightning_parallel.private.torch.modules import buffers_of
+from lightning_parallel.values import changed
 
 
 class StepHooks:
@@ -34,18 +37,26 @@ class StepHooks:
             "on_before_zero_grad": (optimizer,),
             "on_train_batch_end": (outputs, self._batch, 0),
         }
+        # Each update of torch's averages asks for their count, which one stage will have. In the trace it may have its
+        # value, as buffers of a module have that isn't called.
+        counts = [
+            (buffers_of(part), "n_averaged", absent_like(part.n_averaged, origin_of_parameter(f"{path}.n_averaged")))
+            for path, part in self._module.named_modules()
+            if isinstance(part, AveragedModel)
+        ]
         trainer = self._module.trainer
         self._module.trainer = _Numbers(trainer)  # type: ignore[assignment]
         try:
-            for name, given in arguments.items():
-                try:
-                    if is_overridden(name, self._module):
-                        getattr(self._module, name)(*given)
-                except AbsentValueError as error:
-                    found = (parameter_of(origin) for origin in error.origins)
-                    self._asked |= {parameter: name for parameter in found if parameter is not None}
-                except Exception:  # any: what it needs isn't there yet. The run will tell
-                    pass
+            with changed(counts):
+                for name, given in arguments.items():
+                    try:
+                        if is_overridden(name, self._module):
+                            getattr(self._module, name)(*given)
+                    except AbsentValueError as error:
+                        found = (parameter_of(origin) for origin in error.origins)
+                        self._asked |= {parameter: name for parameter in found if parameter is not None}
+                    except Exception:  # any: what it needs isn't there yet. The run will tell
+                        pass
         finally:
             self._module.trainer = trainer
 

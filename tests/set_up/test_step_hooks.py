@@ -10,6 +10,7 @@ import lightning as L
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from lightning_parallel.absent.module import everything_absent
 from lightning_parallel.absent.origins import parameter_of
@@ -88,6 +89,32 @@ def test_a_value_that_a_hook_asks_for_has_to_be_on_each_stage() -> None:
 
 def partitioned(model: nn.ModuleDict, stages: int) -> Partition:
     return partition(model, lambda: model["other"](model["layer"](torch.ones(3, 2))).sum(), stages)
+
+
+class Averages(Net):
+    """Keeps averages that no step calls, so their count has its value in the trace of a step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        self.average = AveragedModel(self.net, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.net(batch).sum()
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.average.update_parameters(self.net)
+
+
+def test_the_count_of_torch_s_averages_has_to_be_on_each_stage() -> None:
+    module, batch = Averages(), torch.ones(3, 2)
+    module.trainer = L.Trainer(max_epochs=1, logger=False, accelerator="cpu")
+    hooks = StepHooks(module, batch)
+    parts = partition(module, partial(module.training_step, batch, 0), 2, hooks=hooks)
+    (stage,) = {0, 1} - {*parts.holders_of("average.n_averaged")}
+    with pytest.raises(ValueError, match="on_train_batch_end asks for the value of 'average.n_averaged'"):
+        hooks.check(parts, stage)
+    assert float(module.average.n_averaged) == 0
 
 
 class Follows(Net):
