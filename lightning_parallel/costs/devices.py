@@ -1,9 +1,8 @@
 """What a device can do: measured here, or described by numbers of its maker.
 
 A device is a few rates, and a message takes ``latency + bytes / rate``. Ranks of a node are joined by links, nodes by a
-network, to which each device has a port of its own. Collectives are rings; where they were measured, each kind has a
-latency and a rate of its own. So contention, what lies between nodes, and collectives that choose their algorithm by
-size aren't modelled.
+network, to which each device has a port of its own. Collectives are rings. So contention, what lies between nodes, and
+collectives that choose their algorithm by size aren't modelled.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from statistics import median
 from types import MappingProxyType
 
@@ -46,7 +45,6 @@ class Device:
         overlaps: do messages travel while it computes? Not where a CPU's cores do both.
         measured: were layers run on it? If not, their times are the larger of those by operations and by bytes.
         at_once: ranks that compute at one time, where they share a machine's cores; None where each has a device.
-        kinds: where collectives were measured, the latency and the rate of each.
         channels: that NCCL opens for a group's collectives, and for messages between two ranks; none over gloo.
     """
 
@@ -61,7 +59,6 @@ class Device:
     overlaps: bool = True
     measured: bool = False
     at_once: int | None = None
-    kinds: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     channels: Channels = (0, 0)
 
     def speed(self, computing: int) -> float:
@@ -83,10 +80,10 @@ class Device:
         if ranks == 1:
             return 0.0
         rounds = 2 if kind == "all_reduce" else 1  # a sum is scattered, and then gathered
-        latency, rate = self.kinds.get(kind, (rounds * self.latency, self.link))
+        rate = self.link
         if ranks * distance > self.node:
             rate = min(rate, max(1, self.node // distance) * self.network)
-        return latency + rounds * ((ranks - 2) * self.hop + (ranks - 1) / ranks * nbytes / rate)
+        return rounds * (self.latency + (ranks - 2) * self.hop + (ranks - 1) / ranks * nbytes / rate)
 
     def collectives(self, sent: Iterable[Sent], ranks: int) -> float:
         """Seconds of collectives, one after the other."""
@@ -159,8 +156,7 @@ def here(device: torch.device, ranks: int) -> Device:
             name, operations, memory_rate, 25e9, latency=30e-6, hop=10e-6, measured=True, channels=_channels(name)
         )
     with as_one_of(1, device, threads_of_rank(ranks)):
-        kinds = over_gloo()
-    latency, link = kinds["message"]
+        latency, link = over_gloo()
     return Device(
         "this CPU",
         operations,
@@ -171,7 +167,6 @@ def here(device: torch.device, ranks: int) -> Device:
         overlaps=False,
         measured=True,
         at_once=_at_once(ranks),
-        kinds=kinds,
     )
 
 

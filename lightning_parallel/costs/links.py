@@ -1,14 +1,14 @@
-"""What messages between processes of this machine take over gloo, kind by kind, between two threads that compute.
+"""What a message between processes of this machine takes over gloo, tried by two threads that compute.
 
-A collective is ready when the slower of two ranks has come to it, and a thread that waits may go on a tick of the
-kernel's clock too late. Both are in these figures: they are means, of messages between products of matrices.
+They sum tensors. A sum is ready when the slower of them has come to it, and a thread that waits may go on a tick of the
+kernel's clock too late. Both are in the figures, which scatter up to threefold from one time to the next: more than
+sums, gathers and messages to one rank differ. So these count alike.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from statistics import fmean
@@ -19,54 +19,32 @@ from torch.distributed import HashStore, ProcessGroupGloo  # type: ignore[attr-d
 
 _SIZES = 2**12, 2**22  # bytes
 _BEFORE, _RUNS = 2, 20
-_ROWS = 2**9  # of the products, which take some milliseconds
+_ROWS = 2**9  # of the products between sums, which take some milliseconds
 _LIMIT = timedelta(seconds=30)
 
 
-def over_gloo() -> Mapping[str, tuple[float, float]]:
-    """By kind, the seconds until a message of no size is there, and the bytes that it moves a second.
-
-    Of two ranks each sends a whole in a message and in a sum, and half of it in a gather and in a scattered sum.
-    """
+def over_gloo() -> tuple[float, float]:
+    """The seconds until a message of no size is there, and the bytes that it moves a second. For a sum, each of two
+    threads sends two messages with half of the bytes."""
     few, many = map(_seconds, _SIZES)
-    found = {}
-    for kind, sends in (("message", 1.0), ("all_reduce", 1.0), ("all_gather", 0.5), ("reduce_scatter", 0.5)):
-        rate = sends * (_SIZES[1] - _SIZES[0]) / max(many[kind] - few[kind], 1e-4)
-        found[kind] = few[kind], rate
-    return found
+    return few / 2, (_SIZES[1] - _SIZES[0]) / max(many - few, 1e-4)
 
 
-def _seconds(nbytes: int) -> dict[str, float]:
-    """Of each kind, on a whole of so many bytes."""
+def _seconds(nbytes: int) -> float:
+    """Of a sum of so many bytes."""
     store, together = HashStore(), threading.Barrier(2, timeout=_LIMIT.total_seconds())
 
-    def member(rank: int) -> dict[str, float]:
+    def member(rank: int) -> float:
         group: Any = ProcessGroupGloo(store, rank, 2, _LIMIT)
-        whole = torch.ones(nbytes // 4)
-        parts = [*whole.clone().chunk(2)]
-        own, one, result = parts[0].clone(), *torch.randn(2, _ROWS, _ROWS)
-
-        def message() -> Any:
-            return group.recv([whole], 0, 0) if rank else group.send([whole], 1, 0)
-
-        kinds: Mapping[str, Callable[[], Any]] = {
-            "message": message,
-            "all_reduce": lambda: group.allreduce([whole]),
-            "all_gather": lambda: group.allgather([parts], [own]),
-            "reduce_scatter": lambda: group.reduce_scatter([own], [parts]),
-        }
-        found = {}
-        for kind, begin in kinds.items():
-            times = []
-            together.wait()
-            for _ in range(_BEFORE + _RUNS):
-                torch.mm(one, one, out=result)
-                start = time.perf_counter()
-                begin().wait()
-                times.append(time.perf_counter() - start)
-            found[kind] = fmean(times[_BEFORE:])
-        return found
+        tensor, (one, result) = torch.ones(nbytes // 4), torch.randn(2, _ROWS, _ROWS)
+        times = []
+        together.wait()
+        for _ in range(_BEFORE + _RUNS):
+            torch.mm(one, one, out=result)
+            start = time.perf_counter()
+            group.allreduce([tensor]).wait()
+            times.append(time.perf_counter() - start)
+        return fmean(times[_BEFORE:])
 
     with ThreadPoolExecutor(2) as threads:
-        first, second = threads.map(member, range(2))  # raises what one of them has raised
-    return {kind: fmean((first[kind], second[kind])) for kind in first}
+        return fmean(threads.map(member, range(2)))  # raises what one of them has raised

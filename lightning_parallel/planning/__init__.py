@@ -7,7 +7,7 @@ machine's device (``costs/``), and of the schedules, simulated::
     cutting.py                            where one of them cuts the module, or why it can't
     memory.py, moments.py                 what its ranks hold, and at which moment the most
     communicators.py                      what NCCL holds for them
-    step_time.py, sharing.py              the seconds of its step, also where stages share cores
+    step_time.py                          the seconds of its step
     planned_module.py                     the module, as one of some tensor ranks has it
     planner.py, table.py, picture.py      all layouts, refused or ranked
 

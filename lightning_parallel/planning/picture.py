@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from lightning_parallel.planning.table import Row
 
 # Okabe and Ito's palette: readers with any kind of colour vision can tell the colours apart.
-_COLOURS = ("#0072B2", "#E69F00", "#D55E00", "#009E73", "#8A8A8A", "#CC79A7")  # of the parts of a step's time
+_COLOURS = ("#0072B2", "#E69F00", "#D55E00", "#009E73", "#8A8A8A")  # of the parts of a step's time
 _MIB = 2**20
 
 

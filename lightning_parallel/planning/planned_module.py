@@ -16,7 +16,6 @@ from torch import Tensor
 
 from lightning_parallel.batch import batch_size, cloned, samples_of, split
 from lightning_parallel.costs.devices import Device, as_one_of
-from lightning_parallel.costs.loading import Loaded
 from lightning_parallel.costs.profile import Profile
 from lightning_parallel.costs.updates import Updates
 from lightning_parallel.cuts.partition import Partition
@@ -60,11 +59,11 @@ class PlannedModule:
     """A copy of the module that ``ready`` has made, of which one rank of a tensor group has its part.
 
     Args:
-        loaded: the batch of all replicas together.
+        batch: of all replicas together.
         tensor: the ranks of the tensor group.
 
     Attributes:
-        loaded, device: as given.
+        device: as given.
         devices: of a layout, which share the cores of this machine if it is planned for.
         samples: of the batch; 1 if it can't be split.
         nbytes: of the batch.
@@ -81,7 +80,7 @@ class PlannedModule:
         self,
         module: pl.LightningModule,
         trainer: pl.Trainer,
-        loaded: Loaded,
+        batch: Any,
         device: Device,
         tried_on: torch.device,
         *,
@@ -89,8 +88,8 @@ class PlannedModule:
         devices: int,
     ) -> None:
         self.module, self._trainer = module, trainer
-        self.loaded, self.device, self.devices = loaded, device, devices
-        batch = trainer.precision_plugin.convert_input(loaded.batch)
+        self.device, self.devices = device, devices
+        batch = trainer.precision_plugin.convert_input(batch)
         batch = module.on_before_batch_transfer(batch, 0)
         batch = module.transfer_batch_to_device(batch, module.device, 0)
         self._batch = module.on_after_batch_transfer(batch, 0)

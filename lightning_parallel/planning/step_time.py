@@ -1,14 +1,15 @@
 """The seconds that a step of a layout takes.
 
-Stages run their lists as the simulator has it, with each chunk's own times. The rest is added up. Loading comes later
-(``costs/loading.py``). Not modelled are other work on the same cores or links, and that a microbatch is slower or
-faster than the line between the two that were tried.
+Stages run their lists as the simulator has it, with each chunk's own times. Where they share cores, a step takes at
+least as long as these need for the work of all. The rest is added up. Not modelled are loading, other work on the same
+cores or links, and that a microbatch is slower or faster than the line between the two that were tried.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from statistics import fmean
 from types import MappingProxyType
 
 from lightning_parallel.costs.chunk_costs import ChunkCost
@@ -16,9 +17,7 @@ from lightning_parallel.costs.devices import Device
 from lightning_parallel.cuts.partition import Partition
 from lightning_parallel.planning.layouts import Choice
 from lightning_parallel.planning.memory import Memory
-from lightning_parallel.planning.sharing import simulate_shared
-from lightning_parallel.schedules.actions import Step
-from lightning_parallel.schedules.simulate import BATCHES, between, repeated
+from lightning_parallel.schedules.simulate import BATCHES, between
 from lightning_parallel.steps.between_batches import gained
 
 OF_BATCH = 4e-3  # seconds of Lightning's hooks and loops for a batch
@@ -37,11 +36,10 @@ class StepTime:
 
     Attributes:
         computing: layers, and the loss.
-        waiting: of the fullest list, the time in which its stage waits for others.
+        waiting: of the fullest list, the time in which its stage waits for others, or for a core that they have.
         messages: between replicas and tensor ranks, as far as nothing is computed meanwhile.
         updating: the optimizer.
         overhead: Lightning's, and that of running the step's code on each stage.
-        loading: the time in which a step waits for its batch.
     """
 
     computing: float
@@ -49,7 +47,6 @@ class StepTime:
     messages: float = 0.0
     updating: float = 0.0
     overhead: float = 0.0
-    loading: float = 0.0
 
     @property
     def total(self) -> float:
@@ -70,7 +67,6 @@ PARTS: Mapping[str, str] = MappingProxyType(
         "messages": "messages",
         "updating": "the optimizer",
         "overhead": "running the step's code",
-        "loading": "loading data",
     }
 )
 
@@ -85,7 +81,7 @@ def of_step(
     *,
     waits: bool,
 ) -> StepTime:
-    """The time of a step, without loading.
+    """The time of a step.
 
     Args:
         chunks: what each takes for a microbatch.
@@ -93,90 +89,74 @@ def of_step(
         updates: seconds of the optimizer's step on each stage.
         waits: does something make stages wait for each other between two batches?
     """
+    if choice.is_pipeline:
+        return _of_pipeline(choice, device, chunks, memory, updates, waits)
     slower = 1 / device.speed(choice.ranks)  # while all of them compute
-    forward, backward = slower * sum(c.forward for c in chunks), slower * sum(c.backward for c in chunks)
-    if not choice.is_pipeline:
-        sums = slower * sum(c.messages for c in chunks)
-        messages = slower * _of_replicas(choice, device, memory[0], len(parts.layers) + 1, forward, backward)
-        return StepTime(forward + backward - sums, 0.0, sums + messages, slower * updates[0], slower * OF_BATCH)
+    forward, backward, sums = (sum(getattr(c, part) for c in chunks) for part in ("forward", "backward", "messages"))
+    if choice.strategy == "fully_sharded":
+        units = len(parts.layers) + 1
+        each = choice.data * memory[0].parameters / units
+        gathered = units * device.collective("all_gather", each, choice.data)
+        summed = units * device.collective("reduce_scatter", each, choice.data)
+        messages = _beside(device, forward, gathered) + _beside(device, backward, gathered + summed)
+        messages += 0.0 if device.overlaps else units * OF_UNIT
+    else:
+        messages = _beside(device, backward, _summed(choice, device, memory))
+    parts_of_it = forward + backward - sums, 0.0, sums + messages, updates[0], OF_BATCH
+    return StepTime(*(slower * seconds for seconds in parts_of_it))
+
+
+def _of_pipeline(
+    choice: Choice,
+    device: Device,
+    chunks: Sequence[ChunkCost],
+    memory: Sequence[Memory],
+    updates: Sequence[float],
+    waits: bool,
+) -> StepTime:
+    count = BATCHES + 2 * (-(-choice.stages // choice.microbatches)) if choice.is_late else 1  # with a drain
+    order = choice.order(count)
     added = OF_FORWARD if choice.stages > 1 else 0.0
-    turn = OF_TURN if choice.stages > 1 and slower > 1 else 0.0
-    goes_on = not (waits or choice.is_late) and gained(choice.order()) > 0
-    busy_of, period = _simulated(choice, device, chunks, updates, added, turn, goes_on)
-    busiest = max(range(choice.stages), key=lambda stage: busy_of[stage])
-    busy = busy_of[busiest]
-    of_chunk = added + (3 if choice.order().has_halves else 2) * turn
-    overhead = of_chunk * choice.microbatches * len(parts.chunks_of(busiest))
-    messages = exchanged = choice.microbatches * sum(chunks[c].messages for c in parts.chunks_of(busiest))
-    last = min(c.backward for c in chunks)  # meanwhile the last backward of a batch runs
+    turn = OF_TURN if choice.stages > 1 and device.speed(choice.ranks) < 1 else 0.0
+    turns = (2 if order.has_halves else 1) * turn
+    forward = [chunk.forward + added + turn for chunk in chunks]
+    backward = [chunk.backward + turns for chunk in chunks]
+    first = [(c.first * c.backward + turn) / (c.backward + turns) for c in chunks]
+    durations = order.durations(forward, backward, updates, first)
+    busy = [seconds / count for seconds in order.busy(durations)]
+    latency = device.message(max((c.sent for c in chunks[:-1]), default=0), distance=choice.tensor * choice.data)
+    goes_on = not (waits or choice.is_late) and gained(order) > 0
+    clock = order.run(durations, latency, BATCHES if goes_on else 1)
+    ends = clock.updates[-1]
+    period = clock.makespan if len(ends) == 1 else between(ends)
+    period = max(period, fmean(busy) / device.speed(choice.ranks))  # cores do the work of all ranks
+    busiest = max(range(choice.stages), key=lambda stage: busy[stage])
+    own = choice.chunks_of(busiest)
+    overhead = (added + turn + turns) * choice.microbatches * len(own)
+    exchanged = choice.microbatches * sum(chunks[c].messages for c in own)
+    messages, last = exchanged, min(c.backward for c in chunks)  # while the last backward of a batch runs
     if choice.sharded:
         gathered, summed = (
             max(device.collective(kind, each.gathered, choice.data, choice.tensor) for each in memory)
             for kind in ("all_gather", "reduce_scatter")
         )
         messages += _beside(device, min(c.forward for c in chunks), gathered) + _beside(device, last, summed)
-    elif choice.data > 1:
-        messages += _beside(device, last, max(_summed(choice, device, each) for each in memory))
-    of_batch = OF_BATCH + (OF_PIPELINE if choice.stages > 1 else 0.0)
-    computing = max(0.0, busy - overhead - updates[busiest] - exchanged)
-    return StepTime(computing, max(0.0, period - busy), messages, updates[busiest], overhead + of_batch)
+    else:
+        messages += _beside(device, last, _summed(choice, device, memory))
+    return StepTime(
+        computing=max(0.0, busy[busiest] - overhead - updates[busiest] - exchanged),
+        waiting=max(0.0, period - busy[busiest]),
+        messages=messages,
+        updating=updates[busiest],
+        overhead=overhead + OF_BATCH + (OF_PIPELINE if choice.stages > 1 else 0.0),
+    )
 
 
-def _of_replicas(choice: Choice, device: Device, memory: Memory, units: int, forward: float, backward: float) -> float:
-    if choice.strategy == "fully_sharded":
-        each = choice.data * memory.parameters / units
-        gathered = units * device.collective("all_gather", each, choice.data)
-        summed = units * device.collective("reduce_scatter", each, choice.data)
-        more = 0.0 if device.overlaps else units * OF_UNIT
-        return _beside(device, forward, gathered) + _beside(device, backward, gathered + summed) + more
-    return _beside(device, backward, _summed(choice, device, memory))
-
-
-def _summed(choice: Choice, device: Device, memory: Memory) -> float:
-    """Seconds in which replicas sum their gradients."""
-    return device.collective("all_reduce", memory.gradients, choice.data, choice.tensor)
+def _summed(choice: Choice, device: Device, memory: Sequence[Memory]) -> float:
+    """Seconds in which replicas sum their gradients; 0 for one alone."""
+    return max(device.collective("all_reduce", each.gradients, choice.data, choice.tensor) for each in memory)
 
 
 def _beside(device: Device, computing: float, messages: float) -> float:
     """What messages add to computing."""
     return max(0.0, messages - computing) if device.overlaps else messages
-
-
-def _simulated(
-    choice: Choice,
-    device: Device,
-    chunks: Sequence[ChunkCost],
-    updates: Sequence[float],
-    added: float,
-    turn: float,
-    goes_on: bool,
-) -> tuple[list[float], float]:
-    """The lists on paper: for each stage the seconds of an update in which it computes; and the seconds between
-    updates, or of the single batch."""
-    count = BATCHES + 2 * (-(-choice.stages // choice.microbatches)) if choice.is_late else 1
-    order = choice.order(count)
-    largest = max((chunk.sent for chunk in chunks[:-1]), default=0)
-    latency = device.message(largest, distance=choice.tensor * choice.data)
-    forward = [chunk.forward + added + turn for chunk in chunks]
-    turns = (2 if order.has_halves else 1) * turn
-    backward = [chunk.backward + turns for chunk in chunks]
-    first = [(c.first * c.backward + turn) / (c.backward + turns) for c in chunks]
-    batches = BATCHES if goes_on else 1
-    if device.speed(choice.ranks) == 1:  # each has a core
-        durations = order.durations(forward, backward, updates, first)
-        busy = [seconds / count for seconds in order.busy(durations)]
-        return busy, _period(order.run(durations, latency, batches).updates)
-
-    def speed(stages: int) -> float:
-        return device.speed(stages * choice.data * choice.tensor)
-
-    schedule = repeated(order.schedule, batches)
-    shared = simulate_shared(schedule, forward, backward, updates, latency, first, speed)
-    ends = [[timed.end for timed in row if isinstance(timed.action, Step)] for row in shared.rows]
-    return [seconds / len(ends[0]) for seconds in shared.busy], _period(ends)
-
-
-def _period(updates: Sequence[Sequence[float]]) -> float:
-    """The seconds from an update to the next one, by the ends of those of each stage; of a single batch, all."""
-    last = updates[-1]
-    return max(stage[-1] for stage in updates) if len(last) == 1 else between(last)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,6 @@ class Row:
         tokens: of a sample; None if they aren't known.
         devices: on which it was planned.
         fits: is the memory, with the margin, within the limit?
-        waited: computes the time in which a step waits for its batch, by the seconds of its rest.
         measured: what a few steps of it have taken; None if it wasn't run.
     """
 
@@ -46,21 +45,17 @@ class Row:
     tokens: int | None
     devices: int
     fits: bool
-    waited: Callable[[float], float] = field(default=lambda step: 0.0, repr=False, compare=False)
     measured: Measured | None = None
 
     @property
     def seconds(self) -> float:
-        """Of a step, with loading: measured, in trials that don't load, or else predicted."""
-        if self.measured is None:
-            return self.time.total
-        return self.measured.seconds + self.waited(self.measured.seconds)
+        """Of a step: measured, or else predicted."""
+        return self.time.total if self.measured is None else self.measured.seconds
 
     @cached_property
     def time(self) -> StepTime:
         """Of a step, as predicted."""
-        step = self.timed()
-        return replace(step, loading=self.waited(step.total))
+        return self.timed()
 
     @property
     def memory(self) -> Memory:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from lightning_parallel.schedules.actions import (
     Action,
@@ -129,19 +129,6 @@ def _durations(
 
 
 BATCHES, _FILL = 5, 2  # batches of stages that don't wait for each other, and those until the period is steady
-
-
-def repeated(schedule: Schedule, batches: int) -> Schedule:
-    """The lists of several batches, where each stage goes on to the next one as soon as its own update is done."""
-    count = 1 + max(a.microbatch for actions in schedule for a in actions if not isinstance(a, Step))
-    return [
-        [
-            replace(a, update=batch) if isinstance(a, Step) else replace(a, microbatch=a.microbatch + batch * count)
-            for batch in range(batches)
-            for a in actions
-        ]
-        for actions in schedule
-    ]
 
 
 def busy_across_batches(schedule: Schedule, latency: float = 0.0) -> float:

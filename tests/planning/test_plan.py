@@ -13,6 +13,7 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_parallel import plan
 from lightning_parallel.comparison import check, runs
@@ -64,7 +65,7 @@ def own_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Sleeping, "sleep", clock.sleep)
     monkeypatch.setattr(devices, "time", clock)
     monkeypatch.setattr(devices, "kept_waiting", lambda: 0.0)
-    monkeypatch.setattr(devices, "over_gloo", lambda: {"message": (0.0, 1e12)})
+    monkeypatch.setattr(devices, "over_gloo", lambda: (0.0, 1e12))
     monkeypatch.setattr(Device, "speed", lambda self, computing: 1.0)  # asleep, nobody needs a core
 
 
@@ -458,6 +459,16 @@ def test_the_random_generators_stay_as_they_are(device: str) -> None:
     before = random_state()
     plan(module, {"x": x, "y": y}, devices=2, device=device)
     assert all(torch.equal(state, before[name]) for name, state in random_state().items())
+
+
+def test_the_generator_of_a_loader_stays_as_it_is() -> None:
+    generator = torch.Generator().manual_seed(0)
+    samples = TensorDataset(*Blocks.batches()[0])
+    loader = DataLoader(samples, batch_size=len(samples), shuffle=True, generator=generator)
+    before = generator.get_state()
+    found = plan(Blocks(), loader, devices=2, device="h100")
+    assert found.best.samples == len(samples)
+    assert torch.equal(generator.get_state(), before)
 
 
 class Drops(Products):
