@@ -12,20 +12,16 @@ import math
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, fields
 
-import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
-from lightning_parallel.callbacks.start_table import state_bytes
 from lightning_parallel.costs.chunk_costs import ChunkCost
 from lightning_parallel.costs.devices import Channels
-from lightning_parallel.costs.updates import copied
+from lightning_parallel.costs.updates import Updates
 from lightning_parallel.cuts.partition import Partition
 from lightning_parallel.fully_sharded.units import untied
 from lightning_parallel.planning.communicators import nccl_buffers
 from lightning_parallel.planning.layouts import Choice
 from lightning_parallel.planning.moments import held_and_fullest, message_buffers
-from lightning_parallel.private.torch.tensors import tree_leaves
 from lightning_parallel.schedules.asynchronous import AsyncOneFOneB
 from lightning_parallel.set_up.unit_shards import find_units
 
@@ -63,56 +59,6 @@ class Memory:
         return sum(getattr(self, field.name) for field in fields(self))
 
 
-class State:
-    """What an optimizer keeps for each parameter, tried by a step of a copy of it on tensors without memory.
-
-    Attributes:
-        problem: why it couldn't be tried, so that two tensors like each parameter are assumed; None if it could.
-    """
-
-    def __init__(self, module: nn.Module, optimizers: Sequence[Optimizer] | None) -> None:
-        self.problem: str | None = None
-        self._like: dict[str, int] = {}  # bytes of tensors of the parameter's own shape
-        self._others: dict[str, int] = {}
-        if optimizers is None:
-            self.problem = "configure_optimizers can't be called ahead"
-            self._like = {name: 2 * p.nbytes for name, p in module.named_parameters() if p.requires_grad}
-        for optimizer in optimizers or ():
-            try:
-                self._try(module, optimizer)
-            except Exception as error:  # any: of the user's optimizer
-                self._assume(module, optimizer, error)
-
-    def of(self, name: str, part: float) -> int:
-        """The bytes for a parameter, of which the rank has a part."""
-        return round(self._like.get(name, 0) * part) + self._others.get(name, 0)
-
-    def _try(self, module: nn.Module, optimizer: Optimizer) -> None:
-        twins: dict[int, nn.Parameter] = {}
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                twin = nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
-                twin.grad = torch.empty_like(twin) if parameter.requires_grad else None
-                twins[id(parameter)] = twin
-        own = copied(optimizer, twins)
-        own.step()
-        for name, parameter in module.named_parameters():
-            if id(parameter) in twins:
-                twin = twins[id(parameter)]
-                tensors = [x for x in tree_leaves(dict(own.state.get(twin, {}))) if isinstance(x, Tensor)]
-                self._like[name] = sum(x.nbytes for x in tensors if x.shape == twin.shape)
-                self._others[name] = sum(x.nbytes for x in tensors if x.shape != twin.shape)
-
-    def _assume(self, module: nn.Module, optimizer: Optimizer, error: Exception) -> None:
-        known = state_bytes(optimizer)
-        own = {id(p) for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
-        sizes = {name: p.nbytes for name, p in module.named_parameters() if id(p) in own}
-        copies = 2.0 if known is None else known / max(1, sum(sizes.values()))
-        self._like |= {name: round(copies * size) for name, size in sizes.items()}
-        if known is None:
-            self.problem = f"{type(optimizer).__name__} can't be tried without memory ({error})"
-
-
 class Tensors:
     """The parameters and buffers of a module, as plans of many layouts need them.
 
@@ -142,18 +88,22 @@ class Tensors:
             )
         return self._divided[parts.layers]
 
-    def parts_of(self, choice: Choice, parts: Partition) -> dict[str, float]:
-        """By name the part of each parameter that a rank has, of those that its stage holds."""
+    def held(self, choice: Choice, parts: Partition) -> list[dict[str, float]]:
+        """For each stage, by name the parameters that a rank of it holds, and which part of each."""
         divided: Collection[str] = self.parameters if choice.strategy == "fully_sharded" else ()
         if choice.sharded:
             divided = self.divided(parts)
-        return {n: _part(p, choice.data) if n in divided else 1.0 for n, p in self.parameters.items()}
+        found: list[dict[str, float]] = [{} for _ in range(choice.stages)]
+        for name, parameter in self.parameters.items():
+            for stage in parts.owners[name]:
+                found[stage][name] = _part(parameter, choice.data) if name in divided else 1.0
+        return found
 
 
 def on_each_stage(
     choice: Choice,
     tensors: Tensors,
-    state: State,
+    updates: Updates,
     parts: Partition,
     chunks: Sequence[ChunkCost],
     batches: int,
@@ -166,14 +116,9 @@ def on_each_stage(
         channels: as a :class:`.Device` has them.
     """
     found = []
-    part_of = tensors.parts_of(choice, parts)
     whole = {name: parameter.nbytes for name, parameter in tensors.parameters.items()}
-    sizes = {name: round(nbytes * part_of[name]) for name, nbytes in whole.items()}  # of what a rank has
-    held_by: list[list[str]] = [[] for _ in range(choice.stages)]
-    for name in sizes:
-        for stage in parts.owners[name]:
-            held_by[stage].append(name)
-    for stage, held in enumerate(held_by):
+    for stage, held in enumerate(tensors.held(choice, parts)):
+        sizes = {name: round(whole[name] * part) for name, part in held.items()}  # of what a rank has
         trained = [name for name in held if tensors.parameters[name].requires_grad]
         buffers = [b for n, b in tensors.buffers.items() if not choice.is_pipeline or stage in parts.holders_of(n)]
         gradients = sum(sizes[name] for name in trained)
@@ -212,10 +157,10 @@ def on_each_stage(
         )  # fmt: skip
         found.append(
             Memory(
-                parameters=sum(sizes[name] for name in held),
+                parameters=sum(sizes.values()),
                 buffers=_nbytes(buffers),
                 gradients=gradients,
-                optimizer=sum(state.of(name, part_of[name]) for name in trained),
+                optimizer=sum(updates.nbytes(name, held[name]) for name in trained),
                 activations=activations,
                 gathered=gathered,
                 messages=message_buffers(choice, stage, chunks),

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import lightning.pytorch as pl
@@ -13,6 +13,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor
+from torch.optim import Optimizer
 
 from lightning_parallel.batch import batch_size, cloned, samples_of, split
 from lightning_parallel.costs.devices import Device, as_one_of
@@ -23,7 +24,7 @@ from lightning_parallel.disk_offload import DiskOffload
 from lightning_parallel.loading.first_batch import as_in
 from lightning_parallel.planning.cutting import Cuts
 from lightning_parallel.planning.layouts import Choice
-from lightning_parallel.planning.memory import Memory, State, Tensors
+from lightning_parallel.planning.memory import Tensors
 from lightning_parallel.private.group_on_paper import GroupOnPaper
 from lightning_parallel.private.torch.tensors import tree_leaves
 from lightning_parallel.results.logs import discard, logging_through
@@ -68,7 +69,7 @@ class PlannedModule:
         samples: of the batch; 1 if it can't be split.
         nbytes: of the batch.
         tensors: its parameters and buffers.
-        state: what the optimizer keeps.
+        updates: what the optimizer keeps and takes.
         profile: what its layers take.
         cuts: where layouts cut it.
 
@@ -98,14 +99,13 @@ class PlannedModule:
         self.nbytes = sum(x.nbytes for x in tree_leaves(self._batch) if isinstance(x, Tensor))
         group = None if tensor == 1 else self._divided(tensor)
         self.tensors = Tensors(module)
-        self.state = self._optimizer_state()
         share = max(1, self.samples * tensor // devices)  # of the smallest replica
         sizes = max(1, share // 4), max(share, min(self.samples, 2))
         context = trainer.precision_plugin.forward_context
         sharing = devices if device.measured else 1  # ranks, one of which this process is while it tries something
         self.profile = Profile(module, self._step_of, sizes, device, tried_on, context, sharing, group)
         with as_one_of(sharing, tried_on):
-            self._updates = Updates(module, trainer.strategy.optimizers, device, tried_on)
+            self.updates = Updates(module, self._optimizers(), device, tried_on)
         step, _ = self._step_of(2)  # some layers, such as BatchNorm, refuse one sample
         self.cuts = Cuts(module, trainer, step, divisible=self._divisible)
 
@@ -118,18 +118,10 @@ class PlannedModule:
         configure_part(self.module)
         return group
 
-    def update_times(self, choice: Choice, parts: Partition, memory: Sequence[Memory]) -> list[float]:
+    def update_times(self, choice: Choice, parts: Partition) -> list[float]:
         """The seconds of the optimizer's step on each stage."""
         divided = choice.sharded or choice.strategy == "fully_sharded"
-        part_of = self.tensors.parts_of(choice, parts)
-        trained: list[dict[str, float]] = [{} for _ in memory]
-        for name, parameter in self.tensors.parameters.items():
-            for stage in parts.owners[name] if parameter.requires_grad else ():
-                trained[stage][name] = part_of[name]
-        return [
-            self._updates.seconds(own, each.parameters + each.gradients + each.optimizer, divided=divided)
-            for own, each in zip(trained, memory, strict=True)
-        ]
+        return [self.updates.seconds(held, divided=divided) for held in self.tensors.held(choice, parts)]
 
     # -- the step, and the optimizer ---------------------------------------------------------------------------------
 
@@ -143,15 +135,14 @@ class PlannedModule:
             size = batch_size(part)
         return lambda: self.module.training_step(cloned(part), *indices), size
 
-    def _optimizer_state(self) -> State:
+    def _optimizers(self) -> list[Optimizer] | None:
+        """The module's optimizers; None if they can't be made ahead."""
         strategy = self._trainer.strategy
         strategy.optimizers = []  # what stands in for them while the step is traced
-        try:
+        with suppress(Exception):  # any: of the user's method, which may need a run
             strategy.setup_optimizers(self._trainer)
-            return State(self.module, strategy.optimizers)
-        except Exception:  # any: of the user's method, which may need a run
-            strategy.optimizers = []
-            return State(self.module, None)
+            return strategy.optimizers
+        return None
 
     def tokens(self) -> int | None:
         """The tokens of a sample, where the batch has integers in two dimensions."""
@@ -160,8 +151,8 @@ class PlannedModule:
 
     def notes(self) -> Iterator[str]:
         """What the numbers of this module rest on."""
-        if self.state.problem:
-            yield f"The optimizer's state is assumed to be two tensors for each parameter: {self.state.problem}."
+        if self.updates.problem:
+            yield f"The optimizer's state is assumed to be two tensors for each parameter: {self.updates.problem}."
         if self.profile.untried:
             names = first_few(sorted(self.profile.untried))
             yield f"By their operations alone, since they fail on random inputs: {names}."

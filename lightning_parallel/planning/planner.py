@@ -174,8 +174,8 @@ def row_of(choice: Choice, planned: PlannedModule, limit: int | None) -> Row:
     chunks = planned.profile.chunks(parts, samples, recompute=choice.recompute)
     own_memory = device.at_once is None  # then the next batch, which Lightning has fetched, waits on the host
     batches = planned.nbytes // choice.data * (1 if own_memory else 2)
-    memory = on_each_stage(choice, planned.tensors, planned.state, parts, chunks, batches, device.channels)
-    updates = planned.update_times(choice, parts, memory)
+    memory = on_each_stage(choice, planned.tensors, planned.updates, parts, chunks, batches, device.channels)
+    updates = planned.update_times(choice, parts)
     time = partial(of_step, choice, device, parts, chunks, memory, updates, waits=planned.cuts.waits(parts))
     fits = limit is None or MARGIN * max(each.total for each in memory) <= limit
     return Row(choice, chunks, memory, time, planned.samples, planned.tokens(), devices, fits)

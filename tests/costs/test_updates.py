@@ -30,8 +30,8 @@ def test_its_time_is_that_of_a_step(kind: Any) -> None:
     optimizer = kind(module.parameters(), lr=1e-3)
     before = [p.clone() for p in module.parameters()]
     updates = Updates(module, [optimizer], DEVICE, HERE)
-    whole = updates.seconds(dict.fromkeys(dict(module.named_parameters()), 1.0), 0)
-    part = updates.seconds({"0.weight": 1.0, "0.bias": 1.0}, 0)
+    whole = updates.seconds(dict.fromkeys(dict(module.named_parameters()), 1.0), divided=False)
+    part = updates.seconds({"0.weight": 1.0, "0.bias": 1.0}, divided=False)
     assert not optimizer.state and all(p.grad is None for p in module.parameters())
     assert all(torch.equal(p, was) for p, was in zip(module.parameters(), before, strict=True))
     for parameter in module.parameters():
@@ -44,4 +44,4 @@ def test_its_time_is_that_of_a_step(kind: Any) -> None:
 def test_one_that_cannot_be_tried_takes_its_bytes() -> None:
     module = layers()
     updates = Updates(module, [Broken(module.parameters(), lr=0.1)], DEVICE, HERE)
-    assert updates.seconds({"0.weight": 1.0}, 1000) == pytest.approx(2 * DEVICE.passes(1000))
+    assert updates.seconds({"0.weight": 1.0}, divided=False) == pytest.approx(2 * DEVICE.passes(4 * 512 * 512 * 2))
