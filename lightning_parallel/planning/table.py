@@ -152,18 +152,14 @@ class Plan:
         return [self._record(row, best) for row in self.found]
 
     def draw(self, path: str | Path) -> None:
-        """Draw the layouts that fit into a file: memory against time, and what a step's time consists of. If the best
-        one is a pipeline, its schedule goes into another file beside it, whose name ends in ``_schedule``.
+        """Draw the layouts that fit into a file: memory against time.
 
         Raises:
             ModuleNotFoundError: matplotlib isn't installed.
             ValueError: no layout fits.
         """
-        best, path = self.best, Path(path)
-        limit = None if self.limit is None else self.limit / MARGIN
-        picture.draw(self.rows, self.one_of_each()[:_SHOWN], limit, path)
-        if best.choice.stages > 1:
-            picture.draw_schedule(best, path.with_stem(f"{path.stem}_schedule"))
+        _ = self.best
+        picture.draw(self.rows, None if self.limit is None else self.limit / MARGIN, path)
 
     def _best_or_problem(self) -> tuple[Row | None, str | None]:
         try:

@@ -37,7 +37,6 @@ def draw(
     title: str,
     theory: float | None,
     labels: Sequence[str] | None = None,
-    said: str | None = None,
     width: float = 14,
 ) -> None:
     """Draw the timeline into a file, of the kind that the end of its name says: a row for each stage, a box for each
@@ -49,7 +48,6 @@ def draw(
         title: the text above, before the :func:`report` of the whole run.
         theory: the theoretical bubble, for :func:`report`.
         labels: the names of the rows; by default "stage 0" and so on.
-        said: a line in the place of the report, of spans that weren't recorded.
         width: the picture's width in inches. Text has the same size in all pictures.
 
     Raises:
@@ -59,7 +57,6 @@ def draw(
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
-    told = report(rows, theory) if said is None else said
     begin, end = _window(rows)
     figure = Figure(figsize=(width, 1.5 + 0.45 * len(rows)), dpi=150, layout="constrained")
     panel = figure.subplots()
@@ -71,7 +68,7 @@ def draw(
     panel.set_xlabel("time (ms)")
     panel.set_yticks(range(len(rows)), labels or [f"stage {s}" for s in range(len(rows))])
     panel.set_title(title, loc="left", fontweight="bold", pad=20)
-    panel.annotate(told, (0, 1), xytext=(0, 6), xycoords="axes fraction", textcoords="offset points")
+    panel.annotate(report(rows, theory), (0, 1), xytext=(0, 6), xycoords="axes fraction", textcoords="offset points")
     drawn = {span.kind for row in rows for span in row}
     legend = [
         Patch(label="waiting for a message" if kind == "receive" else kind, **look)
