@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from functools import cache
-
-import numpy as np
-from numpy.typing import NDArray
 
 from lightning_parallel.backward.split import AT_A_TIME
 from lightning_parallel.costs.chunk_costs import ChunkCost
 from lightning_parallel.gradients.averaging import BUCKET_BYTES
 from lightning_parallel.planning.layouts import Choice
 from lightning_parallel.ranks.layout import Placement
+from lightning_parallel.schedules.actions import Action, Backward, BackwardInput, BackwardWeight, Forward, Step
 from lightning_parallel.schedules.asynchronous import AsyncOneFOneB
-from lightning_parallel.schedules.order import BACKWARD, FIRST_HALF, FORWARD, SECOND_HALF, Order
+from lightning_parallel.schedules.order import Order
 
 _UPDATES = 4  # of the asynchronous pipeline, after which its messages come and go evenly
 _STEPPED = 2  # tensors like the largest parameter that an optimizer's step makes
@@ -61,8 +60,8 @@ def held_and_fullest(
             # weight's fresh one. What its forward held isn't.
             end = made + largest - held
         return activations, made + activations + max(more, change, end, steps)
-    kinds, numbers = choice.order().by_stage[stage]
-    activations, moment = _of_schedule(choice, kinds, numbers, chunks, gradients, averaged, largest)
+    actions = choice.order().schedule[stage]
+    activations, moment = _of_schedule(choice, actions, chunks, gradients, averaged, largest)
     return activations, max(made + steps, moment)
 
 
@@ -87,63 +86,70 @@ def _sent_at_once(order: Order) -> list[tuple[int, int]]:
     """For each chunk the most messages of activations, and of gradients, that it has sent and that aren't known to have
     arrived. A gradient confirms its activation; an activation confirms the gradients that its sender had then."""
     found: list[tuple[int, int]] = []
-    had = np.zeros(0, dtype=np.intp)  # at each forward of the chunk before, the backwards that it has run
+    had: list[int] = []  # at each forward of the chunk before, the gradients that it had
     for chunk, place in enumerate(order.places):
-        kinds, numbers = order.by_stage[place]
-        backward = (kinds == BACKWARD) | (kinds == FIRST_HALF)
-        own = backward & (numbers == chunk)
-        begun, ended = np.cumsum((kinds == FORWARD) & (numbers == chunk)), np.cumsum(own)
-        gradients = 0
-        if chunk:
-            confirmed = np.concatenate(([0], had[begun[own] - 1][:-1]))  # before each gradient is sent
-            gradients = int((ended[own] - confirmed).max())
-        found.append((int((begun - ended).max()), gradients))
-        had = ended[(kinds == FORWARD) & (numbers == chunk)]
+        begun = ended = confirmed = activations = gradients = 0
+        has: list[int] = []
+        for action in order.schedule[place]:
+            if isinstance(action, Step | BackwardWeight) or action.chunk != chunk:
+                continue
+            if isinstance(action, Forward):
+                begun += 1
+                has.append(ended)
+                activations = max(activations, begun - ended)
+            else:
+                ended += 1
+                gradients = max(gradients, ended - confirmed) if chunk else 0
+                confirmed = had[begun - 1] if chunk else 0
+        found.append((activations, gradients))
+        had = has
     return found
 
 
 def _of_schedule(
     choice: Choice,
-    kinds: NDArray[np.intp],
-    numbers: NDArray[np.intp],
+    actions: Sequence[Action],
     chunks: Sequence[ChunkCost],
     gradients: Sequence[int],
     averaged: Sequence[int],
     largest: int,
 ) -> tuple[int, int]:
-    """What a stage's list holds, by the kinds of its actions and the numbers of their chunks."""
-    names = ("held", "forward_peak", "backward_peak")
-    held, forward, backward = (np.array([getattr(chunk, name) for chunk in chunks]) for name in names)
+    """What a stage's list holds: the most between actions, and the most in one."""
+    own = [action for action in actions if not isinstance(action, Step)]
     # Second halves make so many weights' gradients before they add them. Layers that run again leave none for them.
     fresh = 0 if choice.recompute else AT_A_TIME + largest
-    second = np.minimum(gradients, fresh)
-    zero = np.zeros_like(held)
-    # Copies that a chunk leaves for later ones of its stage, and gets from earlier ones; their gradients go back.
     given, got = _handed(choice.placement, chunks)
-    # By kind, in the order of FORWARD, BACKWARD, FIRST_HALF and SECOND_HALF: what is let go before an action, what is
-    # there for a moment, and what is held after it.
-    less = np.stack([got, held + given, held + given, zero])[kinds, numbers]
-    moment = np.stack([forward, backward, backward, second])[kinds, numbers]
-    more = np.stack([held + given, got, held + got, -held])[kinds, numbers]
-    after = np.cumsum(more - less)
-    # Before each action: gradients of the chunks that have begun to make them, and averages of those that have ended.
-    there, complete = np.zeros((2, len(kinds)), dtype=np.int64)
-    makes = (kinds == BACKWARD) | (kinds == SECOND_HALF)
-    for chunk in np.unique(numbers):
-        own = makes & (numbers == chunk)
-        run = np.cumsum(own) - own
-        there += (run > 0) * gradients[chunk]
-        complete += (run == own.sum()) * averaged[chunk]
-    there += complete // BUCKET_BYTES * BUCKET_BYTES  # a message leaves when all that is in it is complete
-    fullest = int((after - more + there + moment).max(initial=0))
+    to_come = Counter(action.chunk for action in own if isinstance(action, Backward | BackwardWeight))
+    begun: set[int] = set()
+    held = most = fullest = made = complete = 0
+    for action in own:
+        chunk = action.chunk
+        cost = chunks[chunk]
+        if isinstance(action, Forward):
+            before, moment, after = -got[chunk], cost.forward_peak, cost.held + given[chunk]
+        elif isinstance(action, BackwardWeight):
+            before, moment, after = 0, min(gradients[chunk], fresh), -cost.held
+        else:
+            between = cost.held if isinstance(action, BackwardInput) else 0
+            before, moment, after = -cost.held - given[chunk], cost.backward_peak, between + got[chunk]
+        sent = complete // BUCKET_BYTES * BUCKET_BYTES  # a message leaves when all that is in it is complete
+        fullest = max(fullest, held + before + moment + made + sent)
+        held += before + after
+        most = max(most, held)
+        if isinstance(action, Backward | BackwardWeight):
+            made += 0 if chunk in begun else gradients[chunk]
+            begun.add(chunk)
+            to_come[chunk] -= 1
+            complete += 0 if to_come[chunk] else averaged[chunk]
     # The last second half hands its gradients to the averages one by one.
-    last = largest if (kinds == SECOND_HALF).any() and sum(averaged) else 0
-    return int(after.max(initial=0)), max(fullest, sum(gradients) + sum(averaged) + last)
+    last = largest if sum(averaged) and any(isinstance(action, BackwardWeight) for action in own) else 0
+    return most, max(fullest, sum(gradients) + sum(averaged) + last)
 
 
-def _handed(places: Placement, chunks: Sequence[ChunkCost]) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
-    """The bytes that each chunk leaves for later ones of its stage, and that it gets from earlier ones."""
-    given, got = (np.array([getattr(chunk, name) for chunk in chunks]) for name in ("stays", "awaited"))
+def _handed(places: Placement, chunks: Sequence[ChunkCost]) -> tuple[list[int], list[int]]:
+    """The bytes of the copies that each chunk leaves for later ones of its stage, and that it gets from earlier ones.
+    Their gradients go back."""
+    given, got = [chunk.stays for chunk in chunks], [chunk.awaited for chunk in chunks]
     for number in range(1, len(chunks)):
         if places[number - 1] == places[number]:
             given[number - 1] += chunks[number - 1].sent

@@ -17,7 +17,7 @@ from lightning_parallel.costs.devices import Device
 from lightning_parallel.cuts.partition import Partition
 from lightning_parallel.planning.layouts import Choice
 from lightning_parallel.planning.memory import Memory
-from lightning_parallel.schedules.simulate import BATCHES, between
+from lightning_parallel.schedules.order import BATCHES
 from lightning_parallel.steps.between_batches import gained
 
 OF_BATCH = 4e-3  # seconds of Lightning's hooks and loops for a batch
@@ -126,9 +126,7 @@ def _of_pipeline(
     busy = [seconds / count for seconds in order.busy(durations)]
     latency = device.message(max((c.sent for c in chunks[:-1]), default=0), distance=choice.tensor * choice.data)
     goes_on = not (waits or choice.is_late) and gained(order) > 0
-    clock = order.run(durations, latency, BATCHES if goes_on else 1)
-    ends = clock.updates[-1]
-    period = clock.makespan if len(ends) == 1 else between(ends)
+    period = order.run(durations, latency, BATCHES if goes_on else 1).period
     period = max(period, fmean(busy) / device.speed(choice.ranks))  # cores do the work of all ranks
     busiest = max(range(choice.stages), key=lambda stage: busy[stage])
     own = choice.chunks_of(busiest)

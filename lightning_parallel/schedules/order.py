@@ -6,22 +6,23 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-import numpy as np
-from numpy.typing import NDArray
-
 from lightning_parallel.schedules.actions import (
     Action,
     Backward,
     BackwardInput,
+    BackwardWeight,
     Forward,
+    Message,
     Schedule,
     Step,
+    needed,
     placement,
+    sent,
 )
 from lightning_parallel.schedules.checks import dependency_order
 
-FORWARD, BACKWARD, FIRST_HALF, SECOND_HALF = range(4)  # kinds of actions, as rows of tables by chunk
-_KINDS = 4
+BATCHES, _FILL = 5, 2  # batches of stages that don't wait for each other, and those until the period is steady
+_KINDS = (Forward, Backward, BackwardInput, BackwardWeight)  # of which each has a duration for each chunk
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,12 @@ class Clock:
     def makespan(self) -> float:
         """The time at which the last stage is done."""
         return max(updates[-1] for updates in self.updates)
+
+    @property
+    def period(self) -> float:
+        """The time from an update to the next one, once it is steady; of a single batch, all."""
+        ends = self.updates[-1]
+        return self.makespan if len(ends) == 1 else (ends[-1] - ends[_FILL - 1]) / (len(ends) - _FILL)
 
 
 class Order:
@@ -60,39 +67,27 @@ class Order:
         return [*dependency_order(self.schedule)]
 
     @cached_property
-    def by_stage(self) -> list[NDArray[np.intp]]:
-        """For each stage, of its actions besides steps the kind and the chunk: an array of two rows."""
-        found = []
-        for actions in self.schedule:
-            own = [action for action in actions if not isinstance(action, Step)]
-            rows = [[_kind(action) for action in own], [action.chunk for action in own]]
-            found.append(np.array(rows, dtype=np.intp))
-        return found
-
-    @cached_property
     def has_halves(self) -> bool:
         """Do backwards run in halves?"""
-        return any(SECOND_HALF in kinds for kinds, _ in self.by_stage)
+        return any(isinstance(action, BackwardInput) for action in self.actions)
 
     @cached_property
     def _sources(self) -> list[tuple[int, int, int]]:
         """Of each action in order its stage, the index of its duration, and that of the action on another stage which
         it waits for; -1 if there is none."""
         chunks, found = len(self.places), []
-        done: tuple[dict[tuple[int, int], int], ...] = ({}, {})  # forwards and backwards, by chunk and microbatch
+        senders: dict[Message | None, tuple[int, int]] = {}  # by what they send, the indices of actions, and stages
         for index, action in enumerate(self.actions):
             if isinstance(action, Step):
-                found.append((action.stage, _KINDS * chunks + action.stage, -1))
+                found.append((action.stage, len(_KINDS) * chunks + action.stage, -1))
                 continue
-            kind, chunk, stage = _kind(action), action.chunk, self.places[action.chunk]
-            source = -1
-            if kind != SECOND_HALF:
-                done[kind != FORWARD][chunk, action.microbatch] = index
-                before = chunk + (-1 if kind == FORWARD else 1)
-                # What comes from a chunk of the same stage is earlier in its list.
-                if 0 <= before < chunks and self.places[before] != stage:
-                    source = done[kind != FORWARD][before, action.microbatch]
-            found.append((stage, kind * chunks + chunk, source))
+            stage = self.places[action.chunk]
+            source, sender = senders.get(needed(action, chunks), (-1, stage))
+            # What comes from a chunk of the same stage is earlier in its list.
+            which = _KINDS.index(type(action)) * chunks + action.chunk
+            found.append((stage, which, -1 if sender == stage else source))
+            if (message := sent(action, chunks)) is not None:
+                senders[message] = index, stage
         return found
 
     def durations(
@@ -118,26 +113,22 @@ class Order:
             durations: of each action in order.
             latency: from the end of an action until another stage can use its message.
         """
+        steps = len(_KINDS) * len(self.places)
         free = [0.0] * len(self.schedule)
         starts: list[float] = []
         updates: list[list[float]] = [[] for _ in self.schedule]
         for _ in range(batches):
             ends: list[float] = []
-            for (stage, _, source), taken in zip(self._sources, durations, strict=True):
+            for (stage, which, source), taken in zip(self._sources, durations, strict=True):
                 start = free[stage]
                 if source >= 0 and (there := ends[source] + latency) > start:
                     start = there
                 free[stage] = end = start + taken
                 starts.append(start)
                 ends.append(end)
-            for index, stage in self._steps:
-                updates[stage].append(ends[index])
+                if which >= steps:
+                    updates[stage].append(end)
         return Clock(starts, updates)
-
-    @cached_property
-    def _steps(self) -> list[tuple[int, int]]:
-        """The indices of the steps, with their stages."""
-        return [(index, action.stage) for index, action in enumerate(self.actions) if isinstance(action, Step)]
 
     def busy(self, durations: Sequence[float]) -> list[float]:
         """The time of a batch in which each stage computes."""
@@ -145,11 +136,3 @@ class Order:
         for (stage, *_), taken in zip(self._sources, durations, strict=True):
             found[stage] += taken
         return found
-
-
-def _kind(action: Action) -> int:
-    if isinstance(action, Forward):
-        return FORWARD
-    if isinstance(action, Backward):
-        return BACKWARD
-    return FIRST_HALF if isinstance(action, BackwardInput) else SECOND_HALF

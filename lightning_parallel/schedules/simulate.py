@@ -13,7 +13,7 @@ from lightning_parallel.schedules.actions import (
     Schedule,
     Step,
 )
-from lightning_parallel.schedules.order import Order
+from lightning_parallel.schedules.order import BATCHES, Order
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,22 +128,8 @@ def _durations(
     return values
 
 
-BATCHES, _FILL = 5, 2  # batches of stages that don't wait for each other, and those until the period is steady
-
-
 def busy_across_batches(schedule: Schedule, latency: float = 0.0) -> float:
     """The fraction of the stages' time in which they compute if none waits for the others between batches, for equal
     chunks and backwards of twice the forwards. `latency` is in forwards of a chunk."""
     order = Order(schedule)
-    return sum(order.busy(order.equal)) / (len(schedule) * period(order, latency))
-
-
-def period(order: Order, latency: float = 0.0) -> float:
-    """The time from an update to the next one if no stage waits for the others between batches, once it is steady, for
-    equal chunks and backwards of twice the forwards."""
-    return between(order.run(order.equal, latency, BATCHES).updates[-1])
-
-
-def between(ends: Sequence[float]) -> float:
-    """The time from an update to the next one, by the ends of a stage's updates, once it is steady."""
-    return (ends[-1] - ends[_FILL - 1]) / (len(ends) - _FILL)
+    return sum(order.busy(order.equal)) / (len(schedule) * order.run(order.equal, latency, BATCHES).period)

@@ -21,8 +21,7 @@ from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from lightning_parallel.schedules.actions import Schedule
-from lightning_parallel.schedules.order import Order
-from lightning_parallel.schedules.simulate import period
+from lightning_parallel.schedules.order import BATCHES, Order
 
 _WORTH = 0.005  # of the stages' time; less can't be seen
 
@@ -35,7 +34,7 @@ def gained(schedule: Schedule | Order) -> float:
     if once.updates[order.places[0]][-1] == once.makespan:
         return 0.0  # the stage with the first chunk ends last, and all others need its next forward
     busy = sum(order.busy(order.equal)) / len(order.schedule)
-    gain = busy / period(order) - busy / once.makespan
+    gain = busy / order.run(order.equal, 0.0, BATCHES).period - busy / once.makespan
     return gain if gain > _WORTH else 0.0
 
 
