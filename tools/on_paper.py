@@ -109,18 +109,18 @@ def of_plans(cases: Sequence[tuple[str, int]]) -> Iterator[str]:
             f"{len(plan.rows):,} fit, planned in {time.process_time() - start:.0f} s of a core.",
             "| layout | microbatches | tokens/s of a device | memory | bubble |\n|---|--:|--:|--:|--:|",
         ]
-        yield "\n\n".join(text) + "".join(f"\n{_line(row, devices)}" for row in plan.one_of_each()[:SHOWN])
+        yield "\n\n".join(text) + "".join(f"\n{_line(row)}" for row in plan.one_of_each()[:SHOWN])
 
 
-def _line(row: Row, devices: int) -> str:
+def _line(row: Row) -> str:
     count = row.choice.microbatches if row.choice.is_pipeline else ""
     bubble = f"{row.time.bubble:.0%}" if row.choice.is_pipeline else ""
-    return f"| {row.choice} | {count} | {_rate(row, devices):,.0f} | {binary_size(row.memory.total)} | {bubble} |"
+    return f"| {row.choice} | {count} | {_rate(row, SEQUENCES):,.0f} | {binary_size(row.memory.total)} | {bubble} |"
 
 
-def _rate(row: Row, devices: int) -> float:
-    """Tokens a second of each device."""
-    return row.samples * CONTEXT / row.time.total / devices
+def _rate(row: Row, sequences: float) -> float:
+    """Tokens a second of each device, which has so many sequences of a batch."""
+    return sequences * CONTEXT / row.time.total
 
 
 def beside_published(cases: Sequence[Published]) -> Iterator[str]:
@@ -128,7 +128,7 @@ def beside_published(cases: Sequence[Published]) -> Iterator[str]:
     yield "| model | devices | planned | with all layers run again | published | by |\n|---|---|--:|--:|--:|---|"
     for case in cases:
         row = _fully_sharded(case)
-        whole = _rate(row, case.devices)
+        whole = _rate(row, case.sequences / case.devices)
         again = whole * row.time.total / (row.time.total + row.time.computing / 3)  # a third of it is the forward
         where = f"{case.devices} {case.device.upper()}"
         yield f"\n| {case.size} | {where} | {whole:,.0f} | {again:,.0f} | {case.rate:,.0f} | {case.by} |"

@@ -26,6 +26,7 @@ from lightning_parallel.private.group_on_paper import Kind, Sent
 Channels = tuple[int, int]  # for the collectives of a group, and for messages between two ranks; (0, 0) without NCCL
 
 _EFFICIENCY = 0.5  # of the peak, which matrix products of layers reach on a described device
+_FEWEST = 5  # runs of what is timed, unless they take long
 _BUSY = 2**10  # rows of the products that keep a core busy, each of some milliseconds without Python
 
 
@@ -208,19 +209,18 @@ def seconds_of(work: Callable[[], object], device: torch.device, *, least: float
 
 
 def seconds_of_each(
-    works: Sequence[Callable[[], object]], device: torch.device, *, least: float = 0.03, most: int = 50, fewest: int = 5
+    works: Sequence[Callable[[], object]], device: torch.device, *, least: float = 0.03, most: int = 50
 ) -> list[float]:
     """As :func:`seconds_of`, of each of several works that are done in turn.
 
     Args:
         least: the seconds that all runs of all works take together, unless there are ``most``.
-        fewest: runs.
     """
     for work in works:
         work()
     found: list[list[float]] = []
     total = 0.0
-    while len(found) < fewest or (total < least and len(found) < most):
+    while len(found) < _FEWEST or (total < least and len(found) < most):
         found.append([_seconds(work, device) for work in works])
         total += sum(found[-1])
         if total > len(works):  # long ones needn't be repeated often

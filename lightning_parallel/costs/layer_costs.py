@@ -11,7 +11,6 @@ import copy
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import astuple, dataclass, replace
-from functools import partial
 from statistics import fmean
 from typing import Any
 
@@ -28,11 +27,7 @@ from lightning_parallel.private.group_on_paper import GroupOnPaper
 from lightning_parallel.private.torch.tensors import tensors_in, tree_leaves, tree_map
 from lightning_parallel.values import PLAIN
 
-_CACHED = 2**26  # bytes that a processor's cache may have
-_MOST_COPIES = 6  # of a layer that are timed one after the other
-_LONG = 0.02  # seconds of a forward, beside which it hardly counts whether the layer's weights are in a cache
-_FEWEST, _FEWEST_OF_SEVERAL = 5, 3  # runs that are timed, of one layer and of several copies of it
-_LEAST = 0.1  # seconds of all runs
+_LEAST = 0.1  # seconds of all runs that are timed
 _NUMBERS = ("idx", "index", "_id", "number")  # ends of names of attributes that number equal layers
 
 
@@ -145,74 +140,69 @@ def tried(
     own = _without_memory(unit) if on_paper else copy.deepcopy(unit).to(device)  # its buffers and gradients may change
     args, kwargs = tree_map(real, (args, kwargs))
 
-    def run(part: nn.Module) -> Any:
+    def run() -> Any:
         now_args, now_kwargs = with_own_objects((args, kwargs))
         with torch.enable_grad(), context():
-            return part(*now_args, **now_kwargs)
+            return own(*now_args, **now_kwargs)
 
-    saved = _Saved()
-    with group.noted() as sent, saved_tensors_hooks(saved.note, lambda tensor: tensor):
-        output = run(own)
+    saved: dict[int, int] = {}  # what autograd saves: bytes by the memory in which they lie
+    alive: list[Tensor] = []  # else memory could be given to another one
+
+    def note(tensor: Tensor) -> Tensor:
+        saved[storage_key(tensor)] = tensor.untyped_storage().nbytes()
+        alive.append(tensor.detach())
+        return tensor
+
+    with group.noted() as sent, saved_tensors_hooks(note, lambda tensor: tensor):
+        output = run()
     sent_forward = rates.collectives(sent, group.size())
     there = {storage_key(tensor) for tensor in (*own.parameters(), *own.buffers())}
     inputs = {storage_key(tensor) for tensor in given} - there
     outputs = {storage_key(tensor) for tensor in tensors_in(output)} - inputs - there
-    held = {key: size for key, size in saved.sizes.items() if key not in there}
-    inner = sum(size for key, size in held.items() if key not in inputs | outputs)
-    of_each = tuple(held.get(storage_key(tensor), 0) for tensor in given)
-    cost = Cost(inner=inner, inputs=of_each, outputs=sum(held.get(key, 0) for key in outputs))
+    held = {key: size for key, size in saved.items() if key not in there}
     gradients = [torch.ones_like(tensor) for tensor in _differentiable(output)]
-    del output, saved
+    del output
+    alive.clear()
     with group.noted() as sent:
-        moments = _for_a_moment(own, partial(run, own), given, gradients)
-    sent_backward = rates.collectives(sent, group.size()) - sent_forward
-    cost = replace(
-        cost, forward_peak=moments[0], backward_peak=moments[1], sent_forward=sent_forward, sent_backward=sent_backward
+        forward_peak, backward_peak = _for_a_moment(own, run, given, gradients)
+    forward, backward, first = _times(run, given, gradients, device) if rates.measured else (0.0, 0.0, 0.0)
+    return Cost(
+        forward=forward,
+        backward=backward,
+        first=first,
+        inner=sum(size for key, size in held.items() if key not in inputs | outputs),
+        inputs=tuple(held.get(storage_key(tensor), 0) for tensor in given),
+        outputs=sum(held.get(key, 0) for key in outputs),
+        forward_peak=forward_peak,
+        backward_peak=backward_peak,
+        sent_forward=sent_forward,
+        sent_backward=rates.collectives(sent, group.size()) - sent_forward,
     )
-    if not rates.measured:
-        return cost
-    # As many as aren't in a cache when their turn comes, as in a step.
-    nbytes = 2 * sum(p.nbytes for p in own.parameters()) + sum(held.values())
-    [once] = seconds_of_each([partial(run, own)], device, most=1, fewest=1)
-    count = min(_MOST_COPIES, 1 + _CACHED // max(1, nbytes), 1 + int(_LONG / max(once, 1e-6)))
-    several = [own, *(copy.deepcopy(unit).to(device) for _ in range(count - 1))]
-    forward, backward, first = _times(several, run, given, gradients, device)
-    return replace(cost, forward=forward, backward=backward, first=first)
 
 
 def _times(
-    several: Sequence[nn.Module],
-    run: Callable[[nn.Module], Any],
-    given: Sequence[Tensor],
-    gradients: Sequence[Tensor],
-    device: torch.device,
+    run: Callable[[], Any], given: Sequence[Tensor], gradients: Sequence[Tensor], device: torch.device
 ) -> tuple[float, float, float]:
-    """Seconds of the forward, of the backward and of its first half, of one of several equal layers that run in
-    turn."""
-    pending: list[Any] = []  # what forwards have given, until their backwards
+    """Seconds of the forward, of the backward and of its first half."""
+    if not gradients:
+        return seconds_of_each([run], device, least=_LEAST)[0], 0.0, 0.0
+    pending: list[Any] = []  # what a forward has given, until its backward
     arrived = [tensor for tensor in given if tensor.requires_grad]
 
-    def forwards() -> None:
-        pending.extend(run(each) for each in several)
+    def forward() -> None:
+        pending.append(run())
 
-    def backwards() -> None:
-        while pending:
-            if results := _differentiable(pending.pop()):
-                torch.autograd.backward(results, gradients)
-            for tensor in given:
-                tensor.grad = None
+    def backward() -> None:
+        torch.autograd.backward(_differentiable(pending.pop()), gradients)
+        for tensor in given:
+            tensor.grad = None
 
-    def halves() -> None:
-        while pending:
-            results = _differentiable(pending.pop())
-            torch.autograd.grad(results, arrived, gradients, allow_unused=True)
+    def first_half() -> None:
+        torch.autograd.grad(_differentiable(pending.pop()), arrived, gradients, allow_unused=True)
 
-    works: list[Callable[[], None]] = [forwards, backwards]
-    works += [forwards, halves] if gradients and arrived else []
-    fewest = _FEWEST if len(several) == 1 else _FEWEST_OF_SEVERAL
-    seconds = [each / len(several) for each in seconds_of_each(works, device, least=_LEAST, fewest=fewest)]
-    backward = seconds[1] if gradients else 0.0
-    return fmean(seconds[::2]), backward, min(backward, seconds[3]) if len(seconds) > 2 else 0.0
+    works = [forward, backward, *([forward, first_half] if arrived else [])]
+    seconds = seconds_of_each(works, device, least=_LEAST)
+    return fmean(seconds[::2]), seconds[1], min(seconds[1], seconds[3]) if arrived else 0.0
 
 
 def _for_a_moment(
@@ -264,19 +254,6 @@ def with_own_objects(arguments: Any) -> Any:
             return value
 
     return tree_map(own, arguments)
-
-
-class _Saved:
-    """Notes what autograd saves: bytes by the memory in which they lie."""
-
-    def __init__(self) -> None:
-        self.sizes: dict[int, int] = {}
-        self._kept: list[Tensor] = []  # else memory could be given to another one
-
-    def note(self, tensor: Tensor) -> Tensor:
-        self.sizes[storage_key(tensor)] = tensor.untyped_storage().nbytes()
-        self._kept.append(tensor.detach())
-        return tensor
 
 
 def storage_key(tensor: Tensor) -> int:

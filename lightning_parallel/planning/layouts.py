@@ -11,7 +11,7 @@ from typing import Any, Literal
 from lightning_parallel.ranks.layout import Placement
 from lightning_parallel.schedules.actions import Schedule
 from lightning_parallel.schedules.named import SCHEDULES, asynchronous
-from lightning_parallel.schedules.order import Order
+from lightning_parallel.schedules.simulate import Order
 
 _CHUNKS = MappingProxyType({"gpipe": 1, "1f1b": 1, "interleaved": 2, "zbv": 2, "vhalf": 2, "vmin": 2, "async": 1})
 # Those whose replicas may be fully sharded, for which backwards are whole; the first two become pipelines of one stage.

@@ -13,7 +13,7 @@ from lightning_parallel.planning.layouts import Choice
 from lightning_parallel.ranks.layout import Placement
 from lightning_parallel.schedules.actions import Action, Backward, BackwardInput, BackwardWeight, Forward, Step
 from lightning_parallel.schedules.asynchronous import AsyncOneFOneB
-from lightning_parallel.schedules.order import Order
+from lightning_parallel.schedules.simulate import Order
 
 _UPDATES = 4  # of the asynchronous pipeline, after which its messages come and go evenly
 _STEPPED = 2  # tensors like the largest parameter that an optimizer's step makes

@@ -144,11 +144,6 @@ class PlannedModule:
             return strategy.optimizers
         return None
 
-    def tokens(self) -> int | None:
-        """The tokens of a sample, where the batch has integers in two dimensions."""
-        leaves = [x for x in tree_leaves(self._batch) if isinstance(x, Tensor)]
-        return next((x.shape[1] for x in leaves if x.dim() == 2 and not x.dtype.is_floating_point), None)
-
     def notes(self) -> Iterator[str]:
         """What the numbers of this module rest on."""
         if self.updates.problem:

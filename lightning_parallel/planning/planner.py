@@ -178,7 +178,7 @@ def row_of(choice: Choice, planned: PlannedModule, limit: int | None) -> Row:
     updates = planned.update_times(choice, parts)
     time = partial(of_step, choice, device, parts, chunks, memory, updates, waits=planned.cuts.waits(parts))
     fits = limit is None or MARGIN * max(each.total for each in memory) <= limit
-    return Row(choice, chunks, memory, time, planned.samples, planned.tokens(), devices, fits)
+    return Row(choice, chunks, memory, time, devices, fits)
 
 
 def _on_all(device: Device, devices: int) -> Iterator[str]:

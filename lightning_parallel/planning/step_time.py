@@ -17,7 +17,7 @@ from lightning_parallel.costs.devices import Device
 from lightning_parallel.cuts.partition import Partition
 from lightning_parallel.planning.layouts import Choice
 from lightning_parallel.planning.memory import Memory
-from lightning_parallel.schedules.order import BATCHES
+from lightning_parallel.schedules.simulate import BATCHES
 from lightning_parallel.steps.between_batches import gained
 
 OF_BATCH = 4e-3  # seconds of Lightning's hooks and loops for a batch

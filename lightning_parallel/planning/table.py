@@ -30,8 +30,6 @@ class Row:
         chunks: what each takes for a microbatch.
         ranks: the memory of each stage's ranks; without stages, of one.
         timed: computes the time of a step. Schedules of many stages take seconds, and what doesn't fit needs none.
-        samples: of a step, over all replicas.
-        tokens: of a sample; None if they aren't known.
         devices: on which it was planned.
         fits: is the memory, with the margin, within the limit?
         measured: what a few steps of it have taken; None if it wasn't run.
@@ -41,8 +39,6 @@ class Row:
     chunks: Sequence[ChunkCost]
     ranks: Sequence[Memory]
     timed: Callable[[], StepTime] = field(repr=False, compare=False)
-    samples: int
-    tokens: int | None
     devices: int
     fits: bool
     measured: Measured | None = None
@@ -170,8 +166,7 @@ class Plan:
     def __str__(self) -> str:
         best, problem = self._best_or_problem()
         shown = _one_of_each(self.found if best is None else self.rows)[:_SHOWN]
-        titles = ["layout", "microbatches", "ms a step", "measured", "samples/s", "tokens/s", "memory", "measured"]
-        titles += ["bubble", "verdict"]
+        titles = ["layout", "microbatches", "ms a step", "measured", "memory", "measured", "bubble", "verdict"]
         lines = [titles, *(self._cells(row, best) for row in shown)]
         columns = [column for column in zip(*lines, strict=True) if any(column[1:])]
         widths = [max(map(len, column)) for column in columns]
@@ -207,14 +202,11 @@ class Plan:
         return found | {f"{name}_bytes": nbytes for name, nbytes in asdict(row.memory).items()}
 
     def _cells(self, row: Row, best: Row | None) -> list[str]:
-        rate = row.samples / row.seconds
         return [
             str(row.choice),
             str(row.choice.microbatches) if row.choice.is_pipeline else "",
             f"{1000 * row.time.total:.3g}",
             f"{1000 * row.measured.seconds:.3g}" if row.measured else "",
-            f"{rate:.3g}",
-            f"{rate * row.tokens:,.0f}" if row.tokens else "",
             binary_size(row.memory.total),
             binary_size(row.measured.held) if row.measured else "",
             f"{row.time.bubble:.0%}" if row.choice.is_pipeline else "",

@@ -2,7 +2,6 @@
 
 ``actions.py`` says what lists are made of. ``generators.py``, ``v_shaped.py``, ``asynchronous.py`` and
 ``asynchronous_v.py`` make them, those of a V from blocks (``blocks.py``, ``filling.py``). ``named.py`` names them, and
-``checks.py`` checks them. ``simulate.py`` computes what they cost, ``order.py`` does so for many durations at once, and
-``steady.py`` for endless lists.
+``checks.py`` checks them. ``simulate.py`` computes what they cost, and ``steady.py`` what endless lists do.
 ``pipeline/engine.py`` runs them.
 """

@@ -21,7 +21,7 @@ from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from lightning_parallel.schedules.actions import Schedule
-from lightning_parallel.schedules.order import BATCHES, Order
+from lightning_parallel.schedules.simulate import BATCHES, Order
 
 _WORTH = 0.005  # of the stages' time; less can't be seen
 
