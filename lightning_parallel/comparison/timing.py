@@ -26,14 +26,12 @@ import torch.distributed as dist
 import torch.multiprocessing as torch_multiprocessing
 from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
 from lightning.pytorch.callbacks import Callback
-from torch import Tensor
 from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException
 from torch.utils.data import DataLoader
 
 from lightning_parallel.comparison.check import layout_of
 from lightning_parallel.comparison.held import Held
 from lightning_parallel.comparison.runs import Shares, trainer_of
-from lightning_parallel.private.torch.tensors import tree_leaves
 
 STEPS = 3
 # A pipeline tries losses in batches 0, 1, 2, 4, 8, ..., which takes time and memory of its own. The first batches are
@@ -207,7 +205,7 @@ class _Clock(Callback):
         if batch_idx in self._timed:
             self.seconds.append(time.perf_counter() - self._last)
         if batch_idx + 1 == _BEGIN:
-            self._watch.add(_kept(trainer, pl_module))
+            self._watch.add([*pl_module.parameters(), *pl_module.buffers()])  # a batch uses all else that is held
             self._watch.__enter__()
         elif batch_idx + 1 == _COUNTED:
             self._watch.forget()
@@ -218,13 +216,3 @@ class _Clock(Callback):
             on_gpu = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
             self.held = on_gpu or self._watch.most
         self._last = time.perf_counter()
-
-
-def _kept(trainer: pl.Trainer, module: pl.LightningModule) -> list[Tensor]:
-    """What is there between steps."""
-    found = [*module.parameters(), *module.buffers()]
-    found += [p.grad for p in module.parameters() if p.grad is not None]
-    for optimizer in trainer.optimizers:
-        with suppress(Exception):  # any: a state that isn't a dictionary of tensors
-            found += [value for value in tree_leaves(dict(optimizer.state)) if isinstance(value, Tensor)]
-    return found

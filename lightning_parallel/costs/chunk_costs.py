@@ -65,7 +65,7 @@ def _chunk(items: Sequence[tuple[TracedCall, Cost]], again: Collection[str], cod
     counted once more as an output, or as the input of another call."""
     taken = {key for call, cost in items for key in _inputs(call, cost, code)}
     inputs: dict[Hashable, float] = {}
-    held = most_forward = most_backward = 0.0
+    held = most_forward = most_backward = forward = backward = first = messages = 0.0
     for call, cost in items:
         is_taken = not taken.isdisjoint(code.returned.get((call.unit, call.call), ()))
         inner = cost.inner + (0.0 if is_taken else cost.outputs)
@@ -82,8 +82,6 @@ def _chunk(items: Sequence[tuple[TracedCall, Cost]], again: Collection[str], cod
         more = cost.kept + cost.around + max(0.0, cost.around - cost.returned)
         most_backward = max(most_backward, there + cost.backward_peak, there + more)
         held += cost.kept
-    forward = backward = first = messages = 0.0
-    for call, cost in items:
         forwards = cost.forward + cost.sent_forward
         backwards = cost.backward + cost.sent_backward + forwards * (call.unit in again)
         forward += forwards

@@ -21,9 +21,9 @@ from lightning_parallel.tracing.operations import OperationsNoted
 from lightning_parallel.tracing.trace import Call
 
 
-@dataclass(frozen=True)
+@dataclass
 class Around:
-    """What the code after a call computes.
+    """What the code after a call computes. It is filled in while the step runs.
 
     Attributes:
         operations: floating-point ones.
@@ -52,18 +52,18 @@ class CodeAround(OperationsNoted):
         self.given: dict[Call, tuple[Any, Any]] = {}
         self.returned: dict[Call, dict[AbsentMemory, int]] = {}
         self._inside = False
-        self._found = [(0, 0)]
-        self._made: dict[AbsentMemory, tuple[int, int]] = {}  # the number of calls before it, and bytes
+        self._found = [Around()]
+        self._made: dict[AbsentMemory, tuple[Around, int]] = {}  # with what it was made, and bytes
         self._ran: list[tuple[Any, Any, Any, Any]] = []  # operations, with arguments and results
 
     def found(self) -> list[Around]:
         """For each call what comes after it."""
-        kept = [0] * len(self._found)
         saved = {memory for each in self._ran for memory in _saved(*each)}
-        for number, nbytes in (self._made[memory] for memory in saved & self._made.keys()):
-            kept[number] += nbytes
-        of_results = [sum(each[memory] for memory in saved & each.keys()) for each in self.returned.values()]
-        return [Around(*each, k, r) for each, k, r in zip(self._found, kept, of_results, strict=False)]
+        for around, nbytes in (self._made[memory] for memory in saved & self._made.keys()):
+            around.kept += nbytes
+        for around, results in zip(self._found, self.returned.values(), strict=False):
+            around.of_results = sum(results[memory] for memory in saved & results.keys())
+        return self._found
 
     def before(self, name: str, unit: nn.Module, args: Any, kwargs: Any) -> None:
         """A unit is about to be called."""
@@ -71,9 +71,9 @@ class CodeAround(OperationsNoted):
         number = sum(1 for other, _ in self.given if other == name)
         self.given[name, number] = with_own_objects((args, kwargs))
         for tensor in tensors_in((args, kwargs)):
-            if isinstance(tensor, AbsentTensor):
-                made_after, nbytes = self._made.pop(tensor.memory, (0, 0))
-                self._add(made_after, 0, -nbytes)
+            if isinstance(tensor, AbsentTensor) and tensor.memory in self._made:
+                around, nbytes = self._made.pop(tensor.memory)
+                around.nbytes = max(0, around.nbytes - nbytes)
 
     def after(self, unit: nn.Module, args: Any, output: Any) -> None:
         """A unit has been called."""
@@ -81,24 +81,22 @@ class CodeAround(OperationsNoted):
         results = [each for each in tensors_in(output) if isinstance(each, AbsentTensor)]
         self.returned[[*self.given][-1]] = {each.memory: each.nbytes for each in results}
         if len(self.given) > 1:
-            self._found.append((0, 0))
+            self._found.append(Around())
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self._inside:
             return func(*args, **(kwargs or {}))
         self.flops = self.nbytes = 0
         output = super().__torch_dispatch__(func, types, args, kwargs)
-        self._add(len(self._found) - 1, self.flops, self.nbytes)
+        here = self._found[-1]
+        here.operations += self.flops
+        here.nbytes += self.nbytes
         results = [each for each in tensors_in(output) if isinstance(each, AbsentTensor)]
         for result in results if self.nbytes else ():
-            self._made[result.memory] = len(self._found) - 1, result.nbytes
+            self._made[result.memory] = here, result.nbytes
         if results and torch.is_grad_enabled():
             self._ran.append((func, args, kwargs or {}, output))
         return output
-
-    def _add(self, call: int, operations: int, nbytes: int) -> None:
-        before = self._found[call]
-        self._found[call] = before[0] + operations, max(0, before[1] + nbytes)
 
 
 def _saved(func: Any, args: Any, kwargs: Any, output: Any) -> set[AbsentMemory]:

@@ -50,7 +50,7 @@ class Profile:
         tried_on: where layers are tried.
         context: the precision's.
         ranks: that share this machine's cores, one of which this process is while it tries a layer.
-        group: the tensor ranks among which the module is divided; None if it is whole.
+        group: the tensor ranks among which the module is divided.
 
     Attributes:
         untried: units that can't be run on stand-ins: their costs come of their operations and results.
@@ -65,12 +65,11 @@ class Profile:
         tried_on: torch.device,
         context: Callable[[], AbstractContextManager[Any]],
         ranks: int,
-        group: GroupOnPaper | None = None,
+        group: GroupOnPaper,
     ) -> None:
-        self._group = GroupOnPaper(1) if group is None else group
         self.untried: set[str] = set()
         self._module, self._step_of, self._sizes = module, step_of, sizes
-        self._device, self._tried_on, self._context, self._ranks = device, tried_on, context, ranks
+        self._device, self._tried_on, self._context, self._ranks, self._group = device, tried_on, context, ranks, group
         self._traces: dict[frozenset[str], list[_Traced]] = {}
         self._costs: dict[Any, Cost | None] = {}
         self._found: dict[Any, list[tuple[TracedCall, Cost]]] = {}  # by units and samples

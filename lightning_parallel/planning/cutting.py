@@ -55,8 +55,12 @@ class Cuts:
         except ValueError:  # each layout is refused with it
             return 1
 
-    def refused_or_cut(self, choice: Choice) -> Partition:
-        """The parts of a layout, each of which has as many parameters.
+    def best(self, choice: Choice, profile: Profile, samples: int) -> tuple[Choice, Partition]:
+        """A layout and its parts. Each has as many parameters, unless the slowest stage gets faster by other cuts.
+
+        Args:
+            profile: the times of calls.
+            samples: of a microbatch.
 
         Raises:
             ValueError: the module doesn't allow the layout.
@@ -73,7 +77,13 @@ class Cuts:
         parts = self.cut(choice)
         if choice.is_late:
             refuse_ties(self._module, parts)
-        return parts
+        if choice.stages == 1:
+            return choice, parts
+        key = choice.placement, choice.is_late
+        if key not in self._moved:
+            self._moved[key] = self._fastest(choice, parts, profile, samples)
+        choice = replace(choice, balance=self._moved[key])
+        return choice, self.cut(choice)
 
     def cut(self, choice: Choice) -> Partition:
         """The parts of a layout, which may say where it is cut. ValueError: there are none."""
@@ -121,13 +131,6 @@ class Cuts:
             self._traces[key] = trace(module, units, step, exits=_Everything(), **options)
         seen = self._traces[key]
         return replace(seen, stored_after={call for call in seen.stored_after if call is None or call in exits})
-
-    def by_time(self, choice: Choice, parts: Partition, profile: Profile, samples: int) -> Choice:
-        """The layout with its cuts moved, if the slowest stage gets faster by it."""
-        key = choice.placement, choice.is_late
-        if key not in self._moved:
-            self._moved[key] = self._fastest(choice, parts, profile, samples)
-        return replace(choice, balance=self._moved[key])
 
     def _fastest(self, choice: Choice, parts: Partition, profile: Profile, samples: int) -> Balance | None:
         """How to cut so that the slowest stage is fastest; None for the cuts that there are."""

@@ -97,7 +97,7 @@ class PlannedModule:
         samples = samples_of(self._batch)
         self._divisible, self.samples = bool(samples), samples or 1
         self.nbytes = sum(x.nbytes for x in tree_leaves(self._batch) if isinstance(x, Tensor))
-        group = None if tensor == 1 else self._divided(tensor)
+        group = self._divided(tensor) if tensor > 1 else GroupOnPaper(1)
         self.tensors = Tensors(module)
         share = max(1, self.samples * tensor // devices)  # of the smallest replica
         sizes = max(1, share // 4), max(share, min(self.samples, 2))

@@ -112,7 +112,7 @@ def _ranked(
             for choice in choices(devices, planned.samples, tensor, planned.cuts.layers):
                 found += _rows(choice, planned, limit, refused)
             notes += planned.notes()
-    found.sort(key=_rank)
+    found.sort(key=lambda row: (not row.fits, row.choice.is_late, row.seconds if row.fits else row.needed))
     notes = [*_on_all(device, devices), *dict.fromkeys(notes)]
     return Plan(found, refused, limit, f"{devices} x {device.name}", notes)
 
@@ -166,11 +166,8 @@ def row_of(choice: Choice, planned: PlannedModule, limit: int | None) -> Row:
         ValueError: the module doesn't allow it.
     """
     device, devices = planned.device, planned.devices
-    parts = planned.cuts.refused_or_cut(choice)
     samples = -(-planned.samples // (choice.data * choice.microbatches))
-    if choice.is_pipeline and choice.stages > 1:
-        choice = planned.cuts.by_time(choice, parts, planned.profile, samples)
-        parts = planned.cuts.cut(choice)
+    choice, parts = planned.cuts.best(choice, planned.profile, samples)
     chunks = planned.profile.chunks(parts, samples, recompute=choice.recompute)
     own_memory = device.at_once is None  # then the next batch, which Lightning has fetched, waits on the host
     batches = planned.nbytes // choice.data * (1 if own_memory else 2)
@@ -191,10 +188,6 @@ def _on_all(device: Device, devices: int) -> Iterator[str]:
         of_groups, of_messages = device.channels
         nccl = f" and of NCCL's buffers (for {of_groups} channels in a group, {of_messages} between stages)"
     yield f"Memory is that of tensors{nccl} on the fullest rank; to fit, {MARGIN - 1:.0%} more has to be there."
-
-
-def _rank(row: Row) -> tuple[bool, bool, float]:
-    return not row.fits, row.choice.is_late, row.seconds if row.fits else float(row.needed)
 
 
 def _first_sentence(error: Exception) -> str:
