@@ -12,21 +12,28 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from statistics import median
+from datetime import timedelta
+from statistics import fmean, median
 from types import MappingProxyType
+from typing import Any
 
 import torch
+from torch.distributed import HashStore, ProcessGroupGloo  # type: ignore[attr-defined]
 
 from lightning_parallel.comparison.timing import kept_waiting, threads_of_rank
-from lightning_parallel.costs.links import over_gloo
 from lightning_parallel.private.group_on_paper import Kind, Sent
 
 Channels = tuple[int, int]  # for the collectives of a group, and for messages between two ranks; (0, 0) without NCCL
 
 _EFFICIENCY = 0.5  # of the peak, which matrix products of layers reach on a described device
-_FEWEST = 5  # runs of what is timed, unless they take long
+_SIZES = 2**12, 2**22  # bytes of messages
+_BEFORE, _SUMS = 2, 20
+_ROWS = 2**9  # of the products between sums, which take some milliseconds
+_LIMIT = timedelta(seconds=30)
+_FEWEST, _MOST = 5, 50  # runs of what is timed, unless they take long
 _BUSY = 2**10  # rows of the products that keep a core busy, each of some milliseconds without Python
 
 
@@ -148,9 +155,8 @@ def here(device: torch.device, ranks: int) -> Device:
     one = torch.randn(size, size, device=device)
     many = torch.randn(2**21, device=device)
     with as_one_of(ranks, device):
-        product = seconds_of(lambda: one @ one, device)
-        memory_rate = 2 * many.nbytes / seconds_of(lambda: many * 2, device)
-    operations = 2 * size**3 / product
+        product, passed = seconds_of([lambda: one @ one, lambda: many * 2], device)
+    operations, memory_rate = 2 * size**3 / product, 2 * many.nbytes / passed
     if device.type != "cpu":
         name = torch.cuda.get_device_name(device)
         return Device(
@@ -169,6 +175,38 @@ def here(device: torch.device, ranks: int) -> Device:
         measured=True,
         at_once=_at_once(ranks),
     )
+
+
+def over_gloo() -> tuple[float, float]:
+    """What a message between processes of this machine takes over gloo: the seconds until one of no size is there, and
+    the bytes that it moves a second.
+
+    Two threads that compute sum tensors, for which each sends two messages with half of the bytes. A sum is ready when
+    the slower of them has come to it, and a thread that waits may go on a tick of the kernel's clock too late. Both are
+    in the figures, which scatter up to threefold from one time to the next: more than sums, gathers and messages to one
+    rank differ. So these count alike.
+    """
+    few, many = map(_seconds_of_sum, _SIZES)
+    return few / 2, (_SIZES[1] - _SIZES[0]) / max(many - few, 1e-4)
+
+
+def _seconds_of_sum(nbytes: int) -> float:
+    store, together = HashStore(), threading.Barrier(2, timeout=_LIMIT.total_seconds())
+
+    def member(rank: int) -> float:
+        group: Any = ProcessGroupGloo(store, rank, 2, _LIMIT)
+        tensor, (one, result) = torch.ones(nbytes // 4), torch.randn(2, _ROWS, _ROWS)
+        times = []
+        together.wait()
+        for _ in range(_BEFORE + _SUMS):
+            torch.mm(one, one, out=result)
+            start = time.perf_counter()
+            group.allreduce([tensor]).wait()
+            times.append(time.perf_counter() - start)
+        return fmean(times[_BEFORE:])
+
+    with ThreadPoolExecutor(2) as threads:
+        return fmean(threads.map(member, range(2)))  # raises what one of them has raised
 
 
 @contextmanager
@@ -202,25 +240,18 @@ def _at_once(ranks: int) -> int:
     return min(ranks, max(1, (os.cpu_count() or 1) // threads_of_rank(ranks)))
 
 
-def seconds_of(work: Callable[[], object], device: torch.device, *, least: float = 0.03, most: int = 50) -> float:
-    """The median of several runs, after a first one, which loads what the work needs. The time in which other programs
-    keep this thread from a core isn't counted."""
-    return seconds_of_each([work], device, least=least, most=most)[0]
-
-
-def seconds_of_each(
-    works: Sequence[Callable[[], object]], device: torch.device, *, least: float = 0.03, most: int = 50
-) -> list[float]:
-    """As :func:`seconds_of`, of each of several works that are done in turn.
+def seconds_of(works: Sequence[Callable[[], object]], device: torch.device, *, least: float = 0.03) -> list[float]:
+    """Of each of some works, the median of several runs in turn, after a first one, which loads what they need. The
+    time in which other programs keep this thread from a core isn't counted.
 
     Args:
-        least: the seconds that all runs of all works take together, unless there are ``most``.
+        least: the seconds that all runs of all works take together, unless there are many.
     """
     for work in works:
         work()
     found: list[list[float]] = []
     total = 0.0
-    while len(found) < _FEWEST or (total < least and len(found) < most):
+    while len(found) < _FEWEST or (total < least and len(found) < _MOST):
         found.append([_seconds(work, device) for work in works])
         total += sum(found[-1])
         if total > len(works):  # long ones needn't be repeated often

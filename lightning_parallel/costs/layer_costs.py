@@ -22,7 +22,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from lightning_parallel.absent.answers import stand_in
 from lightning_parallel.absent.tensor import AbsentTensor
 from lightning_parallel.comparison.held import Held
-from lightning_parallel.costs.devices import Device, seconds_of_each
+from lightning_parallel.costs.devices import Device, seconds_of
 from lightning_parallel.private.group_on_paper import GroupOnPaper
 from lightning_parallel.private.torch.tensors import tensors_in, tree_leaves, tree_map
 from lightning_parallel.values import PLAIN
@@ -185,7 +185,7 @@ def _times(
 ) -> tuple[float, float, float]:
     """Seconds of the forward, of the backward and of its first half."""
     if not gradients:
-        return seconds_of_each([run], device, least=_LEAST)[0], 0.0, 0.0
+        return seconds_of([run], device, least=_LEAST)[0], 0.0, 0.0
     pending: list[Any] = []  # what a forward has given, until its backward
     arrived = [tensor for tensor in given if tensor.requires_grad]
 
@@ -201,7 +201,7 @@ def _times(
         torch.autograd.grad(_differentiable(pending.pop()), arrived, gradients, allow_unused=True)
 
     works = [forward, backward, *([forward, first_half] if arrived else [])]
-    seconds = seconds_of_each(works, device, least=_LEAST)
+    seconds = seconds_of(works, device, least=_LEAST)
     return fmean(seconds[::2]), seconds[1], min(seconds[1], seconds[3]) if arrived else 0.0
 
 

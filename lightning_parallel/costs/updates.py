@@ -16,7 +16,7 @@ from lightning_parallel.costs.devices import Device, seconds_of
 from lightning_parallel.private.torch.tensors import tree_leaves
 
 _SAMPLE = 2**27  # bytes of parameters that are stepped together, so that they aren't all in a cache
-_LEAST, _MOST = 0.01, 20  # seconds of one measurement, and runs
+_LEAST = 0.01  # seconds of all runs that are timed
 _DIVIDED = 0.3e-3  # seconds that a parameter's step takes more on a DTensor: twelve operations of AdamW, 25 us each
 
 
@@ -94,7 +94,8 @@ def _seconds(optimizer: Optimizer, parameters: Mapping[str, nn.Parameter], devic
     sample = [*parameters.values()][:: 1 + nbytes // _SAMPLE]
     own, _ = _on_twins(optimizer, sample, device)
     own.step()  # makes the state
-    of_byte = seconds_of(own.step, device, least=_LEAST, most=_MOST) / max(1, sum(p.nbytes for p in sample))
+    [taken] = seconds_of([own.step], device, least=_LEAST)
+    of_byte = taken / max(1, sum(p.nbytes for p in sample))
     return {name: of_byte * p.nbytes for name, p in parameters.items()}
 
 

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Iterator
 
 from lightning_parallel.schedules.actions import Action, Backward, Forward, Step
-from lightning_parallel.schedules.generators import refuse_below
+from lightning_parallel.schedules.generators import refuse_below, refuse_other_stages
 
 
 class AsyncOneFOneB:
@@ -47,8 +47,7 @@ class AsyncOneFOneB:
     """
 
     def __init__(self, stages: int, stage: int, extra_in_flight: int = 0) -> None:
-        if not 0 <= stage < stages:
-            raise ValueError(f"stage={stage}: with stages={stages} give a stage from 0 to {stages - 1}.")
+        refuse_other_stages(stages, stage)
         refuse_below(0, extra_in_flight=extra_in_flight)
         self.warmup = (stages - 1 - stage) * (1 + extra_in_flight)
         self._stage = stage

@@ -20,7 +20,7 @@ from lightning_parallel.schedules.actions import (
 )
 from lightning_parallel.schedules.blocks import HOP_OF_V_HALF, HOP_OF_V_MIN, chunks_in_v, smallest
 from lightning_parallel.schedules.filling import StageAtWork, run
-from lightning_parallel.schedules.generators import refuse_below
+from lightning_parallel.schedules.generators import refuse_below, refuse_other_stages
 
 VShape: TypeAlias = Literal["vhalf", "vmin"]
 _HOPS: dict[VShape, int] = {"vhalf": HOP_OF_V_HALF, "vmin": HOP_OF_V_MIN}
@@ -50,9 +50,7 @@ class AsyncV:
     """
 
     def __init__(self, stages: int, stage: int, shape: VShape) -> None:
-        refuse_below(1, stages=stages)
-        if not 0 <= stage < stages:
-            raise ValueError(f"stage={stage}: with stages={stages} give a stage from 0 to {stages - 1}.")
+        refuse_other_stages(stages, stage)
         self._stage, self._hop = stage, _HOPS[shape]
         self._chunks = chunks_in_v(stages, stage)
         self._state = self._empty = _State((((),) * stages), ((0,) * stages), ((0,) * stages), ())
@@ -63,13 +61,7 @@ class AsyncV:
         self._due: int | None = None  # the microbatch that ends the update which the first chunk is to make
 
     def feed(self, count: int, *, ends_update: bool = True) -> Iterator[Action]:
-        """The stage's actions when `count` new microbatches come, numbered on from the last: all their forwards, and
-        what falls due meanwhile. The rest stays owed to later calls or to :meth:`drain`. The bookkeeping is complete on
-        return, however much of the iterator is consumed.
-
-        Args:
-            ends_update: if False (gradient accumulation), the update goes on with the next call.
-        """
+        """As :meth:`.AsyncOneFOneB.feed`, with the forwards of all of the microbatches."""
         refuse_below(1, count=count)
         if ends_update:
             self._ending.add(self._microbatch + count - 1)
@@ -79,11 +71,7 @@ class AsyncV:
         return iter([*self._with_steps(actions)])
 
     def drain(self) -> Iterator[Action]:
-        """The backwards and steps still owed. The next :meth:`feed` refills, from the next microbatch number.
-
-        An update left open by `ends_update=False` stays open: its backwards run, and its step comes when it is
-        complete.
-        """
+        """As :meth:`.AsyncOneFOneB.drain`."""
         (begun, _), self._state = _fed(self._hop, self._state, 0), self._empty
         return iter([*self._with_steps(self._numbered(begun[self._stage], self._microbatch))])
 

@@ -14,14 +14,11 @@ from lightning_parallel.costs import devices, layer_costs, updates
 def untimed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Layers are tried once on this machine's device, and each is said to take a millisecond."""
 
-    def once(work: Callable[[], object], device: Any, **kwargs: Any) -> float:
-        work()
-        return 1e-3
+    def once(works: Sequence[Callable[[], object]], device: Any, **kwargs: Any) -> list[float]:
+        for work in works:
+            work()
+        return [1e-3] * len(works)
 
-    def once_each(works: Sequence[Callable[[], object]], device: Any, **kwargs: Any) -> list[float]:
-        return [once(work, device) for work in works]
-
-    for module in (devices, updates):
+    for module in (devices, updates, layer_costs):
         monkeypatch.setattr(module, "seconds_of", once)
-    monkeypatch.setattr(layer_costs, "seconds_of_each", once_each)
     monkeypatch.setattr(devices, "over_gloo", lambda: (1e-3, 1e9))
