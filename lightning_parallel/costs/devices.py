@@ -16,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from statistics import fmean, median
 from types import MappingProxyType
 from typing import Any
@@ -260,14 +261,10 @@ def seconds_of(works: Sequence[Callable[[], object]], device: torch.device, *, l
 
 
 def _seconds(work: Callable[[], object], device: torch.device) -> float:
-    _wait(device)
+    wait = partial(torch.cuda.synchronize, device) if device.type == "cuda" else lambda: None
+    wait()
     start, before = time.perf_counter(), kept_waiting()  # in this order: what comes between isn't taken off
     work()
-    _wait(device)
+    wait()
     waited = kept_waiting() - before
     return time.perf_counter() - start - waited
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -51,10 +52,8 @@ class Updates:
                 self._kept |= {name: (round(copies * p.nbytes), 0) for name, p in own.items()}
                 if known is None:
                     self.problem = f"{type(optimizer).__name__} can't be tried without memory ({error})"
-            try:
+            with suppress(Exception):  # any: of the user's optimizer
                 seconds |= _seconds(optimizer, own, tried_on) if device.measured else {}
-            except Exception:  # any: of the user's optimizer
-                continue
         # Of others, parameters, gradients and state are read, and all but the gradients written, most several times.
         by_bytes = {name: 2 * device.passes(2 * trained[name].nbytes + sum(kept)) for name, kept in self._kept.items()}
         self._seconds = by_bytes | seconds

@@ -19,11 +19,9 @@ from lightning_parallel.batch import batch_size, cloned, samples_of, split
 from lightning_parallel.costs.devices import Device, as_one_of
 from lightning_parallel.costs.profile import Profile
 from lightning_parallel.costs.updates import Updates
-from lightning_parallel.cuts.partition import Partition
 from lightning_parallel.disk_offload import DiskOffload
 from lightning_parallel.loading.first_batch import as_in
 from lightning_parallel.planning.cutting import Cuts
-from lightning_parallel.planning.layouts import Choice
 from lightning_parallel.planning.memory import Tensors
 from lightning_parallel.private.group_on_paper import GroupOnPaper
 from lightning_parallel.private.torch.tensors import tree_leaves
@@ -117,11 +115,6 @@ class PlannedModule:
         shard_module(self.module, rules, group)
         configure_part(self.module)
         return group
-
-    def update_times(self, choice: Choice, parts: Partition) -> list[float]:
-        """The seconds of the optimizer's step on each stage."""
-        divided = choice.sharded or choice.strategy == "fully_sharded"
-        return [self.updates.seconds(held, divided=divided) for held in self.tensors.held(choice, parts)]
 
     # -- the step, and the optimizer ---------------------------------------------------------------------------------
 

@@ -172,7 +172,8 @@ def row_of(choice: Choice, planned: PlannedModule, limit: int | None) -> Row:
     own_memory = device.at_once is None  # then the next batch, which Lightning has fetched, waits on the host
     batches = planned.nbytes // choice.data * (1 if own_memory else 2)
     memory = on_each_stage(choice, planned.tensors, planned.updates, parts, chunks, batches, device.channels)
-    updates = planned.update_times(choice, parts)
+    divided = choice.sharded or choice.strategy == "fully_sharded"
+    updates = [planned.updates.seconds(held, divided=divided) for held in planned.tensors.held(choice, parts)]
     time = partial(of_step, choice, device, parts, chunks, memory, updates, waits=planned.cuts.waits(parts))
     fits = limit is None or MARGIN * max(each.total for each in memory) <= limit
     return Row(choice, chunks, memory, time, devices, fits)
@@ -181,8 +182,8 @@ def row_of(choice: Choice, planned: PlannedModule, limit: int | None) -> Row:
 def _on_all(device: Device, devices: int) -> Iterator[str]:
     """What all rows rest on."""
     how = "timed" if device.measured else "by its data sheet, at half of the peak"
-    latency, link = 1e6 * device.latency, device.link / 1e9
-    yield f"Layers: {device.name}, {how}. A message: {latency:.0f} us, and its bytes at {link:.3g} GB/s."
+    link = f"{1e6 * device.latency:.0f} us, and its bytes at {device.link / 1e9:.3g} GB/s"
+    yield f"Layers: {device.name}, {how}. A message: {link}."
     nccl = ""
     if devices > 1 and any(device.channels):
         of_groups, of_messages = device.channels

@@ -17,6 +17,7 @@ from lightning_parallel.costs.devices import Device
 from lightning_parallel.cuts.partition import Partition
 from lightning_parallel.planning.layouts import Choice
 from lightning_parallel.planning.memory import Memory
+from lightning_parallel.schedules.actions import BackwardInput
 from lightning_parallel.schedules.simulate import BATCHES
 from lightning_parallel.steps.between_batches import gained
 
@@ -118,7 +119,7 @@ def _of_pipeline(
     order = choice.order(count)
     added = OF_FORWARD if choice.stages > 1 else 0.0
     turn = OF_TURN if choice.stages > 1 and device.speed(choice.ranks) < 1 else 0.0
-    turns = (2 if order.has_halves else 1) * turn
+    turns = (2 if any(isinstance(action, BackwardInput) for action in order.actions) else 1) * turn
     forward = [chunk.forward + added + turn for chunk in chunks]
     backward = [chunk.backward + turns for chunk in chunks]
     first = [(c.first * c.backward + turn) / (c.backward + turns) for c in chunks]

@@ -70,11 +70,6 @@ class Order:
         return [*dependency_order(self.schedule)]
 
     @cached_property
-    def has_halves(self) -> bool:
-        """Do backwards run in halves?"""
-        return any(isinstance(action, BackwardInput) for action in self.actions)
-
-    @cached_property
     def _sources(self) -> list[tuple[int, int, int]]:
         """Of each action in order its stage, the index of its duration, and that of the action on another stage which
         it waits for; -1 if there is none."""
