@@ -103,8 +103,8 @@ def of_step(
         messages += 0.0 if device.overlaps else units * OF_UNIT
     else:
         messages = _beside(device, backward, _summed(choice, device, memory))
-    parts_of_it = forward + backward - sums, 0.0, sums + messages, updates[0], OF_BATCH
-    return StepTime(*(slower * seconds for seconds in parts_of_it))
+    times = forward + backward - sums, 0.0, sums + messages, updates[0], OF_BATCH
+    return StepTime(*(slower * seconds for seconds in times))
 
 
 def _of_pipeline(

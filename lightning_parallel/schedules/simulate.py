@@ -118,9 +118,7 @@ class Order:
         for _ in range(batches):
             ends: list[float] = []
             for (stage, which, source), taken in zip(self._sources, durations, strict=True):
-                start = free[stage]
-                if source >= 0 and (there := ends[source] + latency) > start:
-                    start = there
+                start = max(free[stage], ends[source] + latency) if source >= 0 else free[stage]
                 free[stage] = end = start + taken
                 starts.append(start)
                 ends.append(end)
