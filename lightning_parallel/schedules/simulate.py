@@ -220,9 +220,8 @@ def simulate(
     """
     order = Order(schedule)
     chunks = len(order.places)
-    forwards, backwards = (
-        _durations(name, value, chunks, "chunks") for name, value in (("forward", forward), ("backward", backward))
-    )
+    forwards = _durations("forward", forward, chunks, "chunks")
+    backwards = _durations("backward", backward, chunks, "chunks")
     steps = _durations("step", step, len(schedule), "stages", allow_zero=True)
     if latency < 0:
         raise ValueError(f"latency={latency}: give 0 or more.")

@@ -57,6 +57,7 @@ def draw(
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
+    told = report(rows, theory)
     begin, end = _window(rows)
     figure = Figure(figsize=(width, 1.5 + 0.45 * len(rows)), dpi=150, layout="constrained")
     panel = figure.subplots()
@@ -68,7 +69,7 @@ def draw(
     panel.set_xlabel("time (ms)")
     panel.set_yticks(range(len(rows)), labels or [f"stage {s}" for s in range(len(rows))])
     panel.set_title(title, loc="left", fontweight="bold", pad=20)
-    panel.annotate(report(rows, theory), (0, 1), xytext=(0, 6), xycoords="axes fraction", textcoords="offset points")
+    panel.annotate(told, (0, 1), xytext=(0, 6), xycoords="axes fraction", textcoords="offset points")
     drawn = {span.kind for row in rows for span in row}
     legend = [
         Patch(label="waiting for a message" if kind == "receive" else kind, **look)
