@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
-from typing import NamedTuple
 
 from lightning_parallel.schedules.actions import (
     Backward,
@@ -52,10 +51,7 @@ class StageAtWork:
     held: int = 0
 
     def __post_init__(self) -> None:
-        kinds = {kind: 1 << number for number, kind in enumerate(dict.fromkeys(map(_kind, self.left)))}
-        self._waiting = [_Waiting.of(action, kinds[_kind(action)]) for action in self.left]  # the actions of `left`
-        self._kinds = sum(kinds.values())
-        self._forwards = sum(each.is_forward for each in self._waiting)
+        self._kinds = len({*map(_kind, self.left)})
 
     def begin(self, clock: int, arrivals: dict[Message, int], chunks: int) -> OnChunk | None:
         """Begin the first action that can run, and note when its message is there; None if there is none. After the
@@ -63,13 +59,12 @@ class StageAtWork:
         able = self._able(clock, arrivals, chunks)
         if (first := next(able, None)) is None:
             return None
-        if not self._forwards and isinstance(self.left[first], BackwardWeight):
+        if isinstance(self.left[first], BackwardWeight) and not any(isinstance(a, Forward) for a in self.left):
             first = next((i for i in able if not isinstance(self.left[i], BackwardWeight)), first)
-        action, waiting = self.left.pop(first), self._waiting.pop(first)
+        action = self.left.pop(first)
         self.begun.append(action)
-        self._forwards -= waiting.is_forward
         self.free_from = clock + (2 if isinstance(action, Backward) else 1)
-        self.held += waiting.change
+        self.held += _change(action)
         if (message := sent(action, chunks)) is not None:
             arrivals[message] = self.free_from
         return action
@@ -77,44 +72,29 @@ class StageAtWork:
     def _able(self, clock: int, arrivals: Mapping[Message, int], chunks: int) -> Iterator[int]:
         """The indices of the actions that can run now. None overtakes another of its kind and chunk, or what it needs
         of its own microbatch. A forward must leave room for what it overtakes."""
-        overtaken: set[tuple[int, int]] = set()  # chunks and microbatches of forwards and first halves
-        kinds = 0
+        places: set[tuple[int, int]] = set()  # chunks and microbatches of overtaken forwards and first halves
+        kinds: set[tuple[type[OnChunk], int]] = set()
         held = most = self.held
-        for index, (kind, place, is_forward, change) in enumerate(self._waiting):
-            if not kinds & kind and place not in overtaken and (most < self.limit or not is_forward):
-                message = needed(self.left[index], chunks)
+        for index, action in enumerate(self.left):
+            kind, place, change = _kind(action), (action.chunk, action.microbatch), _change(action)
+            has_room = most < self.limit or not isinstance(action, Forward)
+            if kind not in kinds and place not in places and has_room:
+                message = needed(action, chunks)
                 if message is None or arrivals.get(message, inf) <= clock:
                     yield index
             if change >= 0:
-                overtaken.add(place)
-            kinds |= kind
-            if kinds == self._kinds:  # all that the stage has
+                places.add(place)
+            kinds.add(kind)
+            if len(kinds) == self._kinds:  # all that the stage has
                 return
             held += change
-            if held > most:
-                most = held
-
-
-class _Waiting(NamedTuple):
-    """What there is to know of an action that waits.
-
-    Attributes:
-        kind: a bit for its kind and chunk.
-        place: its chunk and microbatch.
-        change: by how many chunks it changes the activations that are held.
-    """
-
-    kind: int
-    place: tuple[int, int]
-    is_forward: bool
-    change: int
-
-    @classmethod
-    def of(cls, action: OnChunk, kind: int) -> _Waiting:
-        is_forward = isinstance(action, Forward)
-        change = 1 if is_forward else -isinstance(action, Backward | BackwardWeight)
-        return cls(kind, (action.chunk, action.microbatch), is_forward, change)
+            most = max(most, held)
 
 
 def _kind(action: OnChunk) -> tuple[type[OnChunk], int]:
     return type(action), action.chunk
+
+
+def _change(action: OnChunk) -> int:
+    """By how many chunks an action changes the activations that are held."""
+    return 1 if isinstance(action, Forward) else -isinstance(action, Backward | BackwardWeight)
