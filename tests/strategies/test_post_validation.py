@@ -39,7 +39,7 @@ class Gradients(Callback):
         """It doesn't read weights, so it isn't refused."""
 
 
-class Scheduled(ALL["Llama"]):  # type: ignore[misc]
+class Scheduled(ALL["LeNet"]):  # type: ignore[misc]
     """Momentum, and a rate that has changed by the time when an update is made again."""
 
     def configure_optimizers(self) -> Any:
@@ -171,11 +171,11 @@ def trained_announced(*args: Any, **given: Any) -> tuple[list[str], dict[str, Te
 @pytest.mark.parametrize(
     ("model", "limit", "ranks", "options", "given"),
     [
-        ("Scheduled", 0.7, 2, {}, {}),
+        ("Scheduled", 0.35, 2, {}, {}),
         ("Keeping", 0.55, 3, {}, {}),
         ("OddlyStepped", 0.55, 2, {}, {}),
         ("NotANumber", 100.0, 2, {}, {"max_epochs": 1}),
-        ("Llama", 0.7, 4, {"data_parallel": 2}, {"val_check_interval": 1}),
+        ("LeNet", 0.5, 4, {"data_parallel": 2}, {"val_check_interval": 1}),
         *thorough(
             ("Llama", 0.7, 4, {"tensor_parallel": 2}, {}),
             ("LeNet", 0.3, 2, {}, {"accumulate_grad_batches": 2, "max_epochs": 6}),
@@ -218,9 +218,9 @@ def test_that_it_has_no_effect_is_warned_of_once(pool: WorkerPool) -> None:
 
 
 def test_where_many_updates_are_clipped_stages_wait_and_have_the_numbers_of_one_process(pool: WorkerPool) -> None:
-    given = {"gradient_clip_val": 0.5, "max_epochs": 8}
-    ((*_, expected),) = pool.run(trained, 1, "Llama", "single", {}, init=False, **given)
-    runs = pool.run(trained, 2, "Llama", "sync", V | {"post_validation": True}, 0.2, init=False, **given)
+    given = {"gradient_clip_val": 0.3, "max_epochs": 8}
+    ((*_, expected),) = pool.run(trained, 1, "LeNet", "single", {}, init=False, **given)
+    runs = pool.run(trained, 2, "LeNet", "sync", V | {"post_validation": True}, 0.2, init=False, **given)
     assert_equal([report for *_, report in runs], expected)
     assert [fates for fates, *_ in runs] == [["take_back"] * 5] * 2
 
