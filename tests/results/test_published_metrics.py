@@ -33,16 +33,11 @@ BOTH = pytest.mark.parametrize("strategy", ["sync", "async"])
 # -- what callbacks read -------------------------------------------------------------------------------------
 
 
-def observe(strategy: str, moves: bool, loaders: int = 1, **options: Any) -> dict[str, Any]:
+def observe(strategy: str, moves: bool, **options: Any) -> dict[str, Any]:
     """Fit, validate, test and predict: all that the trainer tells of metrics on the way."""
     reader = Reader(every_step=moves)  # an asynchronous stage learns of the loss where the pipeline drains
     trainer = make_trainer(strategy, [reader], **options)
-    module = Observed(moves)
-    validation: Any = [loader(8, 4, 5 + i) for i in range(loaders)]
-    if loaders == 1:
-        validation = validation[0]
-    else:
-        module = SeveralLoaders(moves)
+    module, validation = Observed(moves), loader(8, 4, 5)
     trainer.fit(module, loader(), validation)
     progress_bar = dict(trainer.progress_bar_metrics)
     return {
@@ -54,18 +49,6 @@ def observe(strategy: str, moves: bool, loaders: int = 1, **options: Any) -> dic
         "predict": trainer.predict(module, loader(8, 4, 6)),
         "logged": {name: float(value) for name, value in trainer.logged_metrics.items()},
     }
-
-
-class SeveralLoaders(Observed):
-    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
-        output = super().validation_step(batch, batch_idx)
-        self.log(f"val_named_{dataloader_idx}", output["loss"], add_dataloader_idx=False)
-        if dataloader_idx == 1:
-            self.log("val_second", output["loss"] + 3)
-        return output
-
-    def on_validation_batch_end(self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-        super().on_validation_batch_end(outputs, batch, batch_idx)
 
 
 @pytest.fixture(scope="module")
@@ -124,20 +107,6 @@ def test_every_rank_reads_what_a_single_process_reads(
             assert_same(predictions, expected["predict"])
         else:
             assert all(prediction is None for prediction in predictions)
-
-
-@pytest.mark.parametrize("strategy", ["sync", *thorough("async")])
-def test_several_validation_loaders_have_metrics_of_their_own(pool: WorkerPool, single: Any, strategy: str) -> None:
-    moves = strategy == "sync"
-    expected = single(observe, moves, 2)
-    assert [output.keys() & {"val_loss/dataloader_idx_0", "val_loss/dataloader_idx_1", "val_second/dataloader_idx_1"}
-            for output in expected["validate"]] == [
-        {"val_loss/dataloader_idx_0"},
-        {"val_loss/dataloader_idx_1", "val_second/dataloader_idx_1"},
-    ]  # fmt: skip
-    for rank, found in enumerate(pool.run(observe, 3, strategy, moves, 2, init=False)):
-        del found["predict"]
-        assert_same(found, {what: value for what, value in expected.items() if what != "predict"}, f"rank {rank}")
 
 
 class LogsGradients(Net):
@@ -355,6 +324,3 @@ def test_loggers_write_once_what_a_single_process_writes(
     for directory in (one, many):  # fit's and test's, if they are two, and no other rank's
         assert len(list((directory / "tensorboard" / "version_0").glob("events*"))) <= 2
         assert sorted(path.name for path in (directory / "csv").iterdir()) == ["version_0"]
-
-
-# -- the end of training -------------------------------------------------------------------------------------
