@@ -56,9 +56,7 @@ def test_wanted_microbatches_leave_the_first_stage_less_than_half_an_update_late
 
 def test_the_description_says_how_late_and_how_many_copies() -> None:
     assert late().description(4, 3, 8) == "not late"
-    assert late().description(4, 0, 8) == (
-        "0.38 updates late, corrected, up to 2 more copies of the weights"
-    )
+    assert late().description(4, 0, 8) == ("0.38 updates late, corrected, up to 2 more copies of the weights")
     assert late(correction=None).description(4, 2, 1) == "1 update late, up to 1 more copy of the weights"
     assert late(weights="latest", correction=None).description(4, 0, 1) == "3 updates late"
 

@@ -80,7 +80,6 @@ SCALED: dict[str, Any] = {"plugins": [MixedPrecision("16-mixed", "cpu")]}
 
 
 @pytest.mark.parametrize(("strategy", "given", "words"), [
-    ("tensor", CLOCK, ["val_check_interval is a time (60 s)", "number of batches"]),
     ("async", CLOCK, ["val_check_interval is a time (60 s)", "number of batches"]),
     ("async", SCALED, ["precision='16-mixed'", "overflows", "'bf16-mixed'", "'32-true'"]),
 ])  # fmt: skip
@@ -238,8 +237,7 @@ def fit_keeping(how: str, strategy: str) -> None:
 
 
 @pytest.mark.parametrize(("how", "strategy", "ranks"), [
-    ("pairs", "sync", 2), ("ids", "async", 2), ("dictionary", "tensor", 2), ("ids", "fsdp", 2), ("nothing", "sync", 2),
-    ("pairs", "sync", 1), ("ids", "fsdp", 1),
+    ("pairs", "sync", 2), ("dictionary", "tensor", 2), ("ids", "fsdp", 2), ("nothing", "sync", 2), ("pairs", "sync", 1),
 ])  # fmt: skip
 def test_parameters_that_a_module_keeps_are_refused_where_parts_replace_them(
     pool: WorkerPool, how: str, strategy: str, ranks: int
@@ -260,7 +258,6 @@ def validate_iterating(strategy: str) -> None:
 
 @pytest.mark.parametrize(("runs", "strategy", "words"), [
     (fit_words, "sync", ["holds no tensor", "tuples, lists, dicts or dataclasses of tensors"]),
-    (fit_words, "async", ["holds no tensor", "tuples, lists, dicts or dataclasses of tensors"]),
     (validate_iterating, "sync", ["validation_step(dataloader_iter)", "validation_step(batch, batch_idx)"]),
 ])  # fmt: skip
 def test_a_batch_that_no_stage_can_share_is_refused_on_every_rank(
@@ -286,10 +283,7 @@ def run_unequally(what: str, strategy: str, options: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize(("what", "strategy", "options"), [
     ("fit", "fsdp", {}),
-    ("validate", "fsdp", {}),
-    ("test", "fsdp", {}),
     ("predict", "fsdp", {}),
-    ("fit", "tensor", {"tensor_parallel": 1, "data_parallel": 2}),
     ("fit", "sync", {"stages": 1, "data_parallel": 2, "microbatches": 1}),
 ])  # fmt: skip
 def test_replicas_with_unequal_numbers_of_batches_are_refused(

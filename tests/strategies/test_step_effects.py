@@ -131,10 +131,8 @@ SCHEDULES: dict[str, tuple[str, dict[str, Any]]] = {
 
 @pytest.mark.parametrize(("kind", "schedule", "words"), [
     (SetsAnOption, "1f1b", ["'weight_decay' of SGD", "on_train_batch_start"]),
-    (SetsAnOption, "async", ["'weight_decay' of SGD", "on_train_batch_start"]),
     (BranchesOnTheLoss, "1f1b", ["'lr' of SGD"]),
     (StepsAScheduler, "zbv", ["StepLR", "on_train_batch_start"]),
-    (ReadsAMetric, "1f1b", ["'loss'", "on_train_batch_end"]),
     (ReadsAMetric, "async", ["'loss'", "on_train_batch_end"]),
 ])  # fmt: skip
 def test_what_a_step_does_to_the_run_is_refused_before_training(
