@@ -1,13 +1,12 @@
-"""Divided linear layers: the numbers of the whole layer, and few messages."""
+"""Divided linear layers: few messages, and what they don't keep. Their numbers are in strategies/test_tensor.py."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
-from torch import Tensor, nn
-from transformers.pytorch_utils import Conv1D
+from torch import nn
 
 from lightning_parallel.tensor import functions
 from lightning_parallel.tensor.layer import Site
@@ -15,12 +14,11 @@ from lightning_parallel.tensor.linear import ColumnParallelLinear, ParallelLinea
 from tests.tensor.helpers import Messages, close, ranks, values, world
 from tools.workers.pool import WorkerPool
 
-IN, HIDDEN, OUT = 6, 10, 7  # 10 over 3 ranks: 4, 4, 2; over 4: 3, 3, 3, 1
+IN, HIDDEN, OUT = 6, 10, 7
 
 
-def linear(seed: int, inputs: int, outputs: int, bias: bool = True, kind: str = "linear") -> nn.Module:
-    layer: nn.Module = Conv1D(outputs, inputs) if kind == "conv1d" else nn.Linear(inputs, outputs, bias)
-    layer = layer.double()
+def linear(seed: int, inputs: int, outputs: int) -> nn.Module:
+    layer = nn.Linear(inputs, outputs).double()
     with torch.no_grad():
         for i, parameter in enumerate(layer.parameters()):
             parameter.copy_(values(10 * seed + i, *parameter.shape) * 0.3)
@@ -35,69 +33,6 @@ def same_gradients(layer: ParallelLinear, whole: nn.Module) -> None:
         if expected is not None and name in layer.shards:
             expected = layer.shards[name].take(expected)
         close(parameter.grad, expected, name)
-
-
-def inputs() -> Iterator[Tensor]:
-    """Of all ranks, and in the ways that views lie in memory."""
-    yield values(1, 5, IN)
-    yield values(2, IN)
-    yield values(4, 3, 2, IN).transpose(0, 1)
-    yield values(5, 2, 3, 2 * IN)[..., ::2]
-    yield values(6, IN).expand(3, IN)
-    yield values(7, 0, IN)
-
-
-# -- the numbers of the whole layer ------------------------------------------------------------------------------
-
-
-def equals_the_whole(kind: str, bias: bool) -> None:
-    first, second = linear(1, IN, HIDDEN, bias, kind), linear(2, HIDDEN, OUT, bias, kind)
-    column = ColumnParallelLinear.from_linear(first, group=world())
-    row = RowParallelLinear.from_linear(second, group=world())
-    contiguous: list[bool] = []  # what the weights accumulate: a gradient in another layout would be copied
-    for parameter in (column.weight, row.weight):
-        parameter.register_hook(lambda gradient: contiguous.append(gradient.is_contiguous()))
-    for i, x in enumerate(inputs()):
-        whole_x, x = x.clone().requires_grad_(), x.detach().requires_grad_()
-        rows = whole_x.reshape(-1, IN)  # Conv1D refuses some views
-        expected = second(torch.tanh(first(rows))).view(*x.shape[:-1], OUT)
-        hidden = column(x)
-        assert hidden.shape == (*x.shape[:-1], column.shards["weight"].size)
-        y = row(torch.tanh(hidden))
-        close(y, expected)
-        g = values(50 + i, *y.shape) if i % 2 else torch.ones((), dtype=torch.float64).expand_as(y)
-        expected.backward(g)
-        version = x._version
-        y.backward(g)
-        assert x._version == version
-        close(x.grad, whole_x.grad)
-    same_gradients(column, first)  # accumulated over the inputs
-    same_gradients(row, second)
-    assert contiguous and all(contiguous)
-
-    whole = linear(1, HIDDEN, OUT, bias, kind)
-    alone: list[ParallelLinear] = [
-        ColumnParallelLinear.from_linear(whole, group=world(), gather_output=True),
-        RowParallelLinear.from_linear(whole, group=world(), input_is_parallel=False),
-    ]
-    for layer in alone:
-        whole.zero_grad()
-        x, whole_x = values(1, 5, HIDDEN).requires_grad_(), values(1, 5, HIDDEN).requires_grad_()
-        y, expected = layer(x), whole(whole_x)
-        close(y, expected)
-        y.backward(values(2, *y.shape))
-        expected.backward(values(2, *y.shape))
-        close(x.grad, whole_x.grad)
-        same_gradients(layer, whole)
-
-
-@pytest.mark.parametrize(
-    ("world_size", "kind", "bias"), [(2, "linear", True), (3, "linear", False), (3, "conv1d", True)]
-)
-def test_pairs_and_layers_alone_equal_the_whole_in_output_and_every_gradient(
-    pool: WorkerPool, world_size: int, kind: str, bias: bool
-) -> None:
-    pool.run(equals_the_whole, world_size, kind, bias)
 
 
 def frozen_weights() -> None:
