@@ -1,6 +1,6 @@
 """Replicas in one process, in a plain PyTorch loop: the numbers of one model with the whole batch.
 
-Errors, and dropout that is computed again, are shown in strategies/test_data_parallel.py.
+Gradients, errors, and dropout that is computed again, are shown in strategies/test_data_parallel.py.
 """
 
 from __future__ import annotations
@@ -36,31 +36,6 @@ def net() -> Any:
 
 
 # -- the graph ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("rows", [7, 2])
-@pytest.mark.parametrize("create_graph", [False, True])
-def test_gradients_of_weights_and_inputs_accumulate_as_those_of_one_model(create_graph: bool, rows: int) -> None:
-    runs = []
-    for through in (lambda model, x: model(x), forward):
-        model, x = net(), torch.linspace(-1, 1, 4 * rows, dtype=torch.float64).view(rows, 4).requires_grad_()
-        for _ in range(2):
-            loss = through(model, x * 2).pow(2).sum()
-            if create_graph:
-                loss = torch.autograd.grad(loss, x, create_graph=True)[0].pow(2).sum()
-            loss.backward()
-        runs.append([x.grad, *(p.grad for p in model.parameters() if p.grad is not None)])
-    for found, expected in zip(*runs, strict=True):
-        assert (found - expected).abs().max() < 1e-11
-
-
-def test_weights_that_no_replica_used_get_no_gradient_and_without_gradients_there_is_no_graph() -> None:
-    model = net()
-    on_replicas(lambda replica, share: replica[2](share.batch), model, torch.ones(4, 5).double(), CPUS).sum().backward()
-    assert [p.grad is None for p in model.parameters()] == [True, True, False, False]
-    with torch.no_grad():
-        assert not forward(net(), torch.ones(3, 4).double()).requires_grad
-    assert not forward(net().requires_grad_(False), torch.ones(3, 4).double()).requires_grad
 
 
 @pytest.mark.gpu
