@@ -12,41 +12,12 @@ import torch
 
 from lightning_parallel.seeding import (
     TorchGenerators,
-    host_generators_kept,
-    mix,
     next_seed,
     random_state,
     restore_random_state,
-    seed_host_generators,
 )
 
 GENERATORS = TorchGenerators(torch.device("cpu"))
-
-
-def test_the_global_generator_goes_on_as_if_nothing_was_drawn_also_after_an_exception() -> None:
-    torch.manual_seed(1)
-    before = torch.get_rng_state()
-    with pytest.raises(KeyboardInterrupt), GENERATORS.seeded(5):
-        torch.rand(100)
-        raise KeyboardInterrupt
-    assert torch.equal(torch.get_rng_state(), before)
-
-
-def test_a_layer_leaves_the_generator_at_the_same_seed_whatever_it_draws() -> None:
-    after = []
-    for drawn in (0, 1, 1000):
-        with GENERATORS.seeded(1):
-            seed = next_seed("layer")
-            torch.rand(drawn)  # the layer, or nothing where it is absent
-            GENERATORS.seed(seed)
-            after.append(torch.rand(3))
-    assert torch.equal(after[0], after[1]) and torch.equal(after[0], after[2])
-    seeds = []
-    with GENERATORS.seeded(1):
-        for _ in range(100):
-            seeds.append(next_seed("layer"))
-            GENERATORS.seed(seeds[-1])
-    assert len(set(seeds)) == 100
 
 
 def test_a_layer_that_runs_again_from_the_same_state_is_followed_by_the_same_seed() -> None:
@@ -63,29 +34,6 @@ def test_a_layer_that_calls_another_one_is_followed_by_a_seed_of_its_own() -> No
     with GENERATORS.seeded(1):
         after_outer, after_inner = next_seed("outer"), next_seed("inner")
     assert after_outer != after_inner
-
-
-def draw() -> tuple[float, float]:
-    return random.random(), float(np.random.rand())
-
-
-def test_pythons_and_numpys_generators_go_on_as_if_nothing_was_drawn() -> None:
-    seed_host_generators(1)
-    expected = [draw(), draw()]
-    seed_host_generators(1)
-    found = [draw()]
-    with pytest.raises(KeyError), host_generators_kept():
-        draw()
-        raise KeyError
-    assert [*found, draw()] == expected
-
-
-def test_pythons_and_numpys_generators_are_seeded_by_any_seed() -> None:
-    draws = []
-    for seed in (mix(1), mix(2), mix(1), 2**63 - 1):
-        seed_host_generators(seed)
-        draws.append(draw())
-    assert draws[0] == draws[2] and len({*draws}) == 3
 
 
 @pytest.mark.gpu
