@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_parallel.messages import announced, channel
-from lightning_parallel.messages.announced import AnnouncedReceiver, Announcements, AnnouncingSender
+from lightning_parallel.messages.announced import AnnouncedReceiver, Announcements
 from lightning_parallel.messages.channel import Receiver, Sender
 from lightning_parallel.messages.message import Format, Packet, encode, format_of
 from lightning_parallel.messages.streams import Streams
@@ -63,13 +63,6 @@ def diary(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def test_a_thread_that_waits_for_copies_to_the_host_sleeps(diary: list[str]) -> None:
     assert str(Streams(GPU).copied()) == "sleeping event of outgoing"
-
-
-def test_on_a_cpu_nothing_is_ordered() -> None:
-    streams = Streams(CPU)
-    with streams.incoming(), streams.outgoing([torch.ones(1)]):
-        streams.arrived(torch.ones(1))
-    assert streams.copied() is None
 
 
 class Copy:
@@ -144,30 +137,6 @@ def test_what_arrives_through_the_host_is_copied_to_the_device_beside_the_layers
     assert taken is not None
     (gradient,), _ = taken
     assert gradient.device.type == "meta" and done == ["meta"]
-
-
-class Sending:
-    def __init__(self) -> None:
-        self.done = False
-
-    def is_completed(self) -> bool:
-        return self.done
-
-    def wait(self) -> None:
-        assert self.done, "the host waits"
-
-
-def test_between_gpus_the_memory_of_a_message_is_free_when_it_has_left(link: Link) -> None:
-    link.through_host = False
-    works = [Sending() for _ in range(4)]
-    link.isend = lambda buffer: works[sender.sent]  # type: ignore[assignment, method-assign, return-value]
-    sender = AnnouncingSender(link, Link())  # type: ignore[arg-type]
-    held = []
-    for number in range(4):
-        sender.send([torch.ones(3)], FORMAT)
-        held.append(len(sender._leaving))
-        works[number // 2].done = True  # send 0 after message 0, send 1 after message 2
-    assert held == [1, 1, 2, 2]
 
 
 # -- the order in which a sender and a receiver launch -----------------------------------------------------------------

@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch.callbacks import EMAWeightAveraging, WeightAveraging
-from torch.utils.data import DataLoader
 
 from tests.strategies.equality import EXACT
 from tests.strategies.harness import Report, joined, largest_difference, make_trainer, train
-from tests.strategies.models import MODELS, Rows
+from tests.strategies.models import MODELS
 from tests.strategies.reference import assert_equals_delayed, delayed
+from tests.strategies.test_asynchronous_v import Uneven
 from tests.thorough import thorough
 from tools.study.reference import Trained
 from tools.workers.pool import WorkerPool
@@ -35,16 +35,6 @@ class TiedInside(MODELS["LeNet"]):  # type: ignore[misc]
         self.net.insert(7, Twice())
 
 
-class Uneven(MODELS["LeNet"]):  # type: ignore[misc]
-    """One batch is too small for two versions. It drains the pipeline of 2BW: the batch after it would need a version
-    that no stage has yet."""
-
-    @classmethod
-    def loader(cls, *args: Any, **kwargs: Any) -> DataLoader[Any]:
-        batches = [[0, 1, 2, 3], [4], [5, 6, 7, 8], [9, 10, 11], [12, 13, 14, 15]]
-        return DataLoader(Rows(cls.samples()), batch_sampler=batches)
-
-
 CLIP: dict[str, Any] = {"gradient_clip_val": 0.05}
 RECOMPUTED = {"activation_checkpointing": True}
 
@@ -55,6 +45,8 @@ CASES: list[Any] = [
     ("LeNet", 3, 1, {"extra_in_flight": 1, "correction": 0.5}, {"accumulate_grad_batches": 2, **CLIP}),
     ("Blocks", 3, 2, RECOMPUTED, {}),  # loose parameters
     (TiedInside, 3, 2, {}, {}),
+    # One batch is too small for two versions. It drains the pipeline of 2BW: the batch after it would need a version
+    # that no stage has yet.
     (Uneven, 4, 4, {"weights": "2bw"}, {}),
     *thorough(
         ("Blocks", 3, 3, {"weights": "2bw"}, {}),
