@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_parallel.cuts.partition import Partition
 from lightning_parallel.cuts.search import partition
 from lightning_parallel.messages.arrival import NO_GRADIENT, Arrival
 from lightning_parallel.messages.message import format_of
@@ -37,10 +36,6 @@ class Result:
     output: Any
     gradients: dict[str, Tensor]
     stages: list[Stage]
-
-    @property
-    def partition(self) -> Partition:
-        return self.stages[0].partition
 
 
 def forward(stages: list[Stage], step: Step) -> tuple[Any, list[list[Tensor]], list[Arrival]]:
@@ -72,16 +67,6 @@ def backward(stages: list[Stage], loss: Tensor, departures: list[list[Tensor]], 
         if present:
             with stage.backward():
                 torch.autograd.backward([tensor for tensor, _ in present], [gradient for _, gradient in present])
-
-
-def arrived(tensors: list[Tensor], wanted: list[bool]) -> Arrival:
-    """What a stage gets that was sent these tensors, of some of which a gradient is wanted."""
-    described = format_of(tensors)
-    return Arrival(tensors, tuple(d._replace(requires_grad=w) for d, w in zip(described, wanted, strict=True)))
-
-
-def requires_grad(departure: list[Tensor]) -> list[bool]:
-    return [t.requires_grad for t in departure]
 
 
 def gradients_of(stages: list[Stage]) -> dict[str, Tensor]:
