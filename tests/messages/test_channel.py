@@ -17,7 +17,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from lightning_parallel.messages.announced import AnnouncedReceiver, Announcements, AnnouncingSender
 from lightning_parallel.messages.channel import Link, Receiver, Sender
-from lightning_parallel.messages.message import format_of
+from lightning_parallel.messages.message import Packet, format_of
 from lightning_parallel.ranks.collectives import PeerLostError
 from lightning_parallel.ranks.groups import Wire
 from tools.workers.pool import WorkerPool
@@ -117,6 +117,15 @@ def test_messages_arrive_as_they_were_sent_whatever_changes(pool: WorkerPool, ki
         assert received == described(sent), f"message {i}"
         assert requires_grad == [t.requires_grad for t in sent], f"message {i}"
         assert acknowledged == i
+
+
+def test_a_tensor_lies_in_memory_as_it_did_unless_it_repeats_itself() -> None:
+    tensors = [
+        torch.ones(2, 3, 4, 5).to(memory_format=torch.channels_last),
+        torch.ones(3, 2).T,
+        torch.ones(1).expand(3),
+    ]
+    assert [t.stride() for t in Packet(format_of(tensors), False, CPU).tensors] == [(60, 1, 15, 3), (1, 2), (1,)]
 
 
 def ends_its_stream(kind: str) -> list[bool] | None:
