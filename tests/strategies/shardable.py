@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import torch
@@ -247,16 +246,6 @@ class ScaledWithoutASum(Scaled):
     style: dict[str, str] = {}
 
 
-class Apart(ShardableLlama):
-    """Every rank sees samples of its own, as when a loader is seeded by rank."""
-
-    @classmethod
-    def samples(cls) -> list[Any]:
-        generator = torch.Generator().manual_seed(int(os.environ["RANK"]))
-        tokens = torch.randint(0, TOKENS, (22, 12), generator=generator)
-        return [{"input_ids": row, "labels": row} for row in tokens]
-
-
 class PenalisesShards(ShardableLlama):
     """An L2 penalty on parameters, most of which are divided."""
 
@@ -330,7 +319,7 @@ class Counting(ShardableLlama):
 SHARDABLE = {
     model.__name__: model
     for model in (
-        ShardableGPT2, DroppingGPT2, ShardableLlama, Mixed, Forgetful, Apart, Fails, Counting,
+        ShardableGPT2, DroppingGPT2, ShardableLlama, Mixed, Forgetful, Fails, Counting,
         Asks, Scaled, ScaledWithoutASum,
         LoraLlama, LoraSavingLlama, DroppingLoraLlama, LoraGPT2, ShardablePhi3, ShardableQwen3,
         PlanlessOPT, Experts, LatentExperts, IdentityExperts, PenalisesShards, PenalisesZeros, DrawsByRank,
