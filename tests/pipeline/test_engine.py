@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from lightning_parallel.cuts.search import partition
 from lightning_parallel.losses.normaliser import BatchLoss
+from lightning_parallel.messages.arrival import Arrival
 from lightning_parallel.messages.channel import Sender
 from lightning_parallel.messages.ends import Ends
 from lightning_parallel.pipeline.chunk import Microbatch
@@ -232,6 +233,21 @@ def runs_ahead(kind: str) -> tuple[int, int]:
 def test_a_stage_that_gets_no_gradients_does_not_run_away(pool: WorkerPool) -> None:
     (_, last), (unconfirmed, first) = pool.run(runs_ahead, 2, "FrozenFirst")
     assert last == first == 30 and unconfirmed <= 2
+
+
+def arrivals_left(schedule: str) -> list[int]:
+    """What has arrived of microbatches, and is still held after a batch, without a collection of garbage."""
+    rank, left = Rank("Net"), list[int]()
+    actions = SCHEDULES[schedule](rank.layout.stages, 4)[rank.layout.stage]
+    for _ in range(2):
+        rank.engine.run(actions, rank.work(rows(4), [1] * 4))
+        left.append(sum(isinstance(each, Arrival) for each in gc.get_objects()))
+    return left
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_of_a_batch_that_has_ended_nothing_is_held(pool: WorkerPool, schedule: str) -> None:
+    assert pool.run(arrivals_left, 3, schedule) == [[0, 0]] * 3
 
 
 # -- evaluation, generators, ends --------------------------------------------------------------------------------------
