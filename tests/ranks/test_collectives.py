@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -12,14 +11,9 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_parallel.ranks.collectives import (
-    all_alike,
-    broadcast_object,
     broadcast_tensors,
     decided_by_first,
-    gather_objects,
-    gather_objects_on_first,
     guarded,
-    reduce_tensor,
     together,
 )
 from tools.workers.pool import WorkerPool
@@ -99,36 +93,6 @@ def decide() -> int:
 def test_the_first_rank_s_decision_is_everyone_s(pool: WorkerPool) -> None:
     assert pool.run(decide, 3) == [7] * 3
     assert decided_by_first(None, lambda: 3) == 3
-
-
-def exchanged() -> dict[str, Any]:
-    rank, world = dist.get_rank(), dist.group.WORLD
-    assert world is not None
-    numbers = torch.tensor([rank, 5]), torch.tensor([float(rank), 5.0])
-    return {
-        "all": gather_objects(rank, None),
-        "first": gather_objects_on_first(rank, None),
-        "object": broadcast_object({"from": rank}, 2, world),
-        "mean": [reduce_tensor(tensor.clone(), world, "mean").tolist() for tensor in numbers],
-        "max": reduce_tensor(numbers[0].clone(), world, "max").tolist(),
-        "sum": reduce_tensor(numbers[0].clone(), world, dist.ReduceOp.SUM).tolist(),
-    }
-
-
-def test_objects_and_numbers_are_exchanged(pool: WorkerPool) -> None:
-    for rank, found in enumerate(pool.run(exchanged, 3)):
-        assert found["all"] == [0, 1, 2] and found["first"] == ([0, 1, 2] if rank == 0 else None)
-        assert found["object"] == {"from": 2}
-        assert found["mean"] == [[1, 5], [1.0, 5.0]] and found["max"] == [2, 5] and found["sum"] == [3, 15]
-
-
-def alike(differs: int | None) -> bool:
-    return all_alike(None, 7 if dist.get_rank() != differs else 8)
-
-
-@pytest.mark.parametrize("differs", [None, 0, 2])
-def test_all_ranks_learn_whether_their_objects_are_alike(pool: WorkerPool, differs: int | None) -> None:
-    assert pool.run(alike, 3, differs) == [differs is None] * 3
 
 
 def lose_the_last() -> None:
