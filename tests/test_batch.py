@@ -201,33 +201,6 @@ def test_a_model_output_answers_by_key_and_by_attribute() -> None:
     assert second.logits.tolist() == second["logits"].tolist() == [2, 3]
 
 
-def test_outputs_join_element_by_element() -> None:
-    weights = [2, 1]
-    parts = [
-        {
-            "loss": torch.tensor(float(k), requires_grad=True),
-            "rows": torch.full((n, 2), k),
-            "acc": float(k),
-            "top": (k, "s"),
-            "f": True,
-        }
-        for k, n in enumerate(weights)
-    ]
-    joined = join_outputs(parts, weights)
-    assert joined["loss"].item() == pytest.approx(1 / 3) and not joined["loss"].requires_grad
-    assert joined["rows"].tolist() == [[0, 0], [0, 0], [1, 1]]
-    assert joined["acc"] == pytest.approx(1 / 3)
-    assert joined["top"] == (pytest.approx(1 / 3), "s")
-    assert joined["f"] is True
-
-
-def test_what_has_no_mean_is_the_last() -> None:
-    assert join_outputs(["a", "b"], [2, 1]) == "b"
-    assert join_outputs([torch.zeros(5), torch.ones(5)], [2, 1]).tolist() == [1.0] * 5
-    assert join_outputs([{"a": 1}, {"b": 2}], [1, 1]) == {"b": 2}
-    assert join_outputs([torch.tensor(1.0), "a"], [1, 1]) == "a"
-
-
 def test_skipped_microbatches_do_not_count() -> None:
     assert join_outputs([None, None], [2, 1]) is None
     assert join_outputs([torch.tensor(1.0), None, torch.tensor(4.0)], [2, 2, 1]).item() == pytest.approx(2.0)
