@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lightning_parallel.private.torch.tensors import TorchDispatchMode, tensors_in, written_arguments
-from lightning_parallel.ranks.collectives import MESSAGE, Group, buckets_of, gather_objects
+from lightning_parallel.ranks.collectives import MESSAGE, Group, buckets, gather_objects
 from lightning_parallel.ranks.local_model import memory_of
 
 _STEPS = 2  # that are watched
@@ -91,7 +91,8 @@ def digest(*tensors: Tensor) -> Tensor:
     raw = (tensor.detach().contiguous().reshape(-1).view(torch.uint8) for tensor in tensors)
     total = torch.zeros((), dtype=torch.int64, device=tensors[0].device)
     weights = torch.arange(1, 2 * _COLUMNS, 2, device=total.device)
-    for bucket in buckets_of(piece for each in raw for piece in each.split(MESSAGE)):
+    pieces = (piece for each in raw for piece in each.split(MESSAGE))
+    for bucket in buckets(pieces, lambda piece: piece.nbytes, lambda piece: piece.device):
         padding = bucket[0].new_zeros(-sum(piece.numel() for piece in bucket) % (8 * _COLUMNS))
         sums = torch.cat([*bucket, padding]).view(torch.int64).view(-1, _COLUMNS).sum(0)
         sums += 3 * (sums >> 32)  # or an even multiple would lose the highest bit
