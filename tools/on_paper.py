@@ -25,6 +25,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import lightning_parallel
 from lightning_parallel.comparison.runs import trainer_of
 from lightning_parallel.costs.devices import described
+from lightning_parallel.costs.loading import Loaded
 from lightning_parallel.planning.layouts import Choice
 from lightning_parallel.planning.planned_module import PlannedModule, ready
 from lightning_parallel.planning.planner import row_of
@@ -139,7 +140,8 @@ def _fully_sharded(case: Published) -> Row:
     trainer = trainer_of(devices=1, accelerator="cpu", precision=PRECISION)
     device, here = described(case.device, halves=True), torch.device("cpu")
     with ready(Llama(case.size), trainer) as own:
-        module = PlannedModule(own, trainer, _batch(case.sequences), device, here, tensor=1, devices=case.devices)
+        batch = Loaded(_batch(case.sequences))
+        module = PlannedModule(own, trainer, batch, device, here, tensor=1, devices=case.devices)
         return row_of(Choice("fully_sharded", data=case.devices), module, None)
 
 

@@ -38,8 +38,17 @@ def first_batches(
     count: int,
     common: Mapping[str, Any],
 ) -> list[Any]:
-    """The first batches of a module's training, as in one process: of ``data``, a datamodule's loader, or the module's
-    own."""
+    """The first batches of a loader, as in one process."""
+    found = [*itertools.islice(batches_of(loader_of(module, data, common)), count)]
+    if not found:
+        raise ValueError("data gives no batches.")
+    return found
+
+
+def loader_of(
+    module: pl.LightningModule, data: pl.LightningDataModule | Iterable[Any] | None, common: Mapping[str, Any]
+) -> Iterable[Any]:
+    """The loader of a module's training, as in one process: ``data``, a datamodule's, or the module's own."""
     loader: Any = copy.deepcopy(module) if data is None else data
     if isinstance(loader, pl.LightningDataModule):
         loader = copy.copy(loader)  # each run sets one up
@@ -50,12 +59,13 @@ def first_batches(
         loader = loader.train_dataloader()
         several = isinstance(loader, dict | list | tuple)
         if several and any(isinstance(each, DataLoader) for each in tree_leaves(loader)):
-            loader = CombinedLoader(loader, "max_size_cycle")  # as a Trainer takes them
-    found = [*itertools.islice(loader, count)]
-    if not found:
-        raise ValueError("data gives no batches.")
-    # Several loaders give numbers with their batches.
-    return [batch for batch, *_ in found] if isinstance(loader, CombinedLoader) else found
+            return CombinedLoader(loader, "max_size_cycle")  # as a Trainer takes them
+    return loader
+
+
+def batches_of(loader: Iterable[Any]) -> Iterable[Any]:
+    """A loader's batches, without the numbers that several loaders give with them."""
+    return (each[0] for each in loader) if isinstance(loader, CombinedLoader) else loader
 
 
 def trainer_of(*callbacks: Callback, **given: Any) -> pl.Trainer:

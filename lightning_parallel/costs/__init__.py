@@ -6,6 +6,7 @@
     profile.py                       all calls of a step, by the number of samples
     chunk_costs.py                   the chunks of a cut module: their calls, and what crosses the cuts
     updates.py                       the optimizer's step
+    loading.py                       a batch of a loader
 
 What layouts make of these costs belongs to ``planning/``.
 """

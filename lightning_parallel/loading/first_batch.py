@@ -138,7 +138,7 @@ def _first_batch(loader: Any, step: str) -> tuple[Any, bool]:
                 f"A loader of {step} is a {type(each).__name__}, which gives each batch once: the dry run of the step "
                 f"would take its first batch. Give a DataLoader, a list, or a class with an __iter__."
             )
-    combined.flattened = [of_its_own(each) for each in combined.flattened]
+    combined.flattened = [_of_its_own(each) for each in combined.flattened]
     try:
         batch, *_ = next(iter(combined))
         for each in combined.flattened:
@@ -151,7 +151,7 @@ def _first_batch(loader: Any, step: str) -> tuple[Any, bool]:
     return batch, len(combined.flattened) > 1 and mode_of(combined) == "sequential"
 
 
-def of_its_own(loader: Any) -> Any:
+def _of_its_own(loader: Any) -> Any:
     """A loader over the same data that can be iterated without an effect on the given one. A worker opens what the
     dataset opens when it is read, so later workers don't share it, and reads its own copy of a stream."""
     is_table = isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)

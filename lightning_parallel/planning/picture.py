@@ -1,10 +1,15 @@
-"""Draws a plan: memory against time. matplotlib is imported for it."""
+"""Draws a plan: memory against time, and the best schedule. matplotlib is imported for it."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from lightning_parallel.schedules.actions import OnChunk
+from lightning_parallel.schedules.simulate import simulate
+from lightning_parallel.timeline import picture
+from lightning_parallel.timeline.recording import KINDS, Span
 
 if TYPE_CHECKING:
     from lightning_parallel.planning.table import Row
@@ -62,3 +67,26 @@ def frontier(rows: Sequence[Row]) -> list[Row]:
 
 def _places(rows: Sequence[Row]) -> tuple[list[float], list[float]]:
     return [row.memory.total / _MIB for row in rows], [1e3 * row.seconds for row in rows]
+
+
+def draw_schedule(row: Row, path: str | Path) -> None:
+    """Draw when the stages of a pipeline compute in a step, with the times of their chunks. Messages take none.
+
+    Raises:
+        ModuleNotFoundError: matplotlib isn't installed.
+    """
+    choice, chunks = row.choice, row.chunks
+    forward, backward = [chunk.forward for chunk in chunks], [chunk.backward for chunk in chunks]
+    found = simulate(choice.order().schedule, forward, backward, first=[chunk.first for chunk in chunks])
+    own = [choice.chunks_of(stage) for stage in range(choice.stages)]
+    spans = [
+        [
+            Span(KINDS[type(t.action)], t.action.microbatch, t.start, t.end, chunk=own[stage].index(t.action.chunk))
+            for t in timed
+            if isinstance(t.action, OnChunk)
+        ]
+        for stage, timed in enumerate(found.rows)
+    ]
+    title = f"{choice}, {choice.microbatches} microbatches"
+    said = f"by plan, with messages that take no time: bubble {found.bubble:.1%}"
+    picture.draw(spans, path, title=title, theory=None, said=said)

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from lightning_parallel.batch import batch_size, cloned, samples_of, split
 from lightning_parallel.costs.devices import Device, as_one_of
+from lightning_parallel.costs.loading import Loaded
 from lightning_parallel.costs.profile import Profile
 from lightning_parallel.costs.updates import Updates
 from lightning_parallel.disk_offload import DiskOffload
@@ -58,11 +59,11 @@ class PlannedModule:
     """A copy of the module that ``ready`` has made, of which one rank of a tensor group has its part.
 
     Args:
-        batch: of all replicas together.
+        loaded: the batch of all replicas together.
         tensor: the ranks of the tensor group.
 
     Attributes:
-        device: as given.
+        loaded, device: as given.
         devices: of a layout, which share the cores of this machine if it is planned for.
         samples: of the batch; 1 if it can't be split.
         nbytes: of the batch.
@@ -79,7 +80,7 @@ class PlannedModule:
         self,
         module: pl.LightningModule,
         trainer: pl.Trainer,
-        batch: Any,
+        loaded: Loaded,
         device: Device,
         tried_on: torch.device,
         *,
@@ -87,8 +88,8 @@ class PlannedModule:
         devices: int,
     ) -> None:
         self.module, self._trainer = module, trainer
-        self.device, self.devices = device, devices
-        batch = trainer.precision_plugin.convert_input(batch)
+        self.loaded, self.device, self.devices = loaded, device, devices
+        batch = trainer.precision_plugin.convert_input(loaded.batch)
         batch = module.on_before_batch_transfer(batch, 0)
         batch = module.transfer_batch_to_device(batch, module.device, 0)
         self._batch = module.on_after_batch_transfer(batch, 0)
@@ -136,6 +137,11 @@ class PlannedModule:
             strategy.setup_optimizers(self._trainer)
             return strategy.optimizers
         return None
+
+    def tokens(self) -> int | None:
+        """The tokens of a sample, where the batch has integers in two dimensions."""
+        leaves = [x for x in tree_leaves(self._batch) if isinstance(x, Tensor)]
+        return next((x.shape[1] for x in leaves if x.dim() == 2 and not x.dtype.is_floating_point), None)
 
     def notes(self) -> Iterator[str]:
         """What the numbers of this module rest on."""

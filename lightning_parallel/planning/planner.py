@@ -12,10 +12,10 @@ import lightning.pytorch as pl
 import torch
 from torch.utils.data import DataLoader
 
-from lightning_parallel.comparison.runs import first_batches, trainer_of
+from lightning_parallel.comparison.runs import loader_of, trainer_of
 from lightning_parallel.comparison.timing import Measured, TrialFailed, measured
-from lightning_parallel.costs.devices import Device, described, here
-from lightning_parallel.loading.first_batch import of_its_own
+from lightning_parallel.costs.devices import Device, as_one_of, described, here
+from lightning_parallel.costs.loading import Loaded, first_batch
 from lightning_parallel.planning.layouts import Choice, choices, tensor_sizes, thriftier
 from lightning_parallel.planning.memory import on_each_stage
 from lightning_parallel.planning.planned_module import PlannedModule, ready
@@ -50,15 +50,16 @@ def plan(
 
     Args:
         module: what is to be trained.
-        data: a batch of all replicas together; or a LightningDataModule or a DataLoader, whose first one is taken.
+        data: a batch of all replicas together; or a LightningDataModule or a DataLoader, whose first one is taken. Then
+            a step's time has that of loading.
         devices: their number.
         memory: of each, such as ``"24GiB"``. None: no limit.
         device: ``"here"``: layers are timed on this machine's GPU or CPU. ``"a100"``, ``"h100"``, ``"h200"``, ``"l4"``:
             times are those of the data sheet, at half of the peak.
         precision: as the Trainer's.
         measure: run so many of the best layouts for a few steps, in processes of this machine, which needs the devices.
-            They are ranked by what was measured. Call it under ``if __name__ == "__main__":``, since the processes
-            import the script.
+            They are ranked by what was measured, and by the time of loading. Call it under
+            ``if __name__ == "__main__":``, since the processes import the script.
         **trainer: other arguments of the Trainer, such as ``gradient_clip_val``, for which stages wait.
 
     Raises:
@@ -75,16 +76,16 @@ def plan(
     with TorchGenerators(tried_on).kept(), host_generators_kept():
         halves = precision.startswith(("bf16", "16"))
         rates = here(tried_on, devices) if device == "here" else described(device, halves=halves)
-        batch = data
+        loaded = Loaded(data)
         if isinstance(data, pl.LightningDataModule | DataLoader):
-            loader = of_its_own(data) if isinstance(data, DataLoader) else data
-            [batch] = first_batches(module, loader, 1, {"accelerator": "cpu"})
+            with as_one_of(devices if device == "here" else 1, tried_on):
+                loaded = first_batch(loader_of(module, data, {"accelerator": "cpu"}))
         made = trainer_of(devices=1, accelerator="cpu", precision=precision, **trainer)
-        ranked = _ranked(module, made, batch, rates, tried_on, devices, limit)
+        ranked = _ranked(module, made, loaded, rates, tried_on, devices, limit)
     arguments = {"accelerator": tried_on.type, "precision": precision, **trainer}
 
     def run(choice: Choice) -> Measured:
-        return measured(choice.strategy, choice.options, module, batch, devices, arguments)
+        return measured(choice.strategy, choice.options, module, loaded.batch, devices, arguments)
 
     return _with_trials(ranked, measure, run)
 
@@ -92,7 +93,7 @@ def plan(
 def _ranked(
     module: pl.LightningModule,
     trainer: pl.Trainer,
-    batch: Any,
+    loaded: Loaded,
     device: Device,
     tried_on: torch.device,
     devices: int,
@@ -105,7 +106,7 @@ def _ranked(
     for tensor in tensor_sizes(devices):
         with ready(module, trainer) as own:
             try:
-                planned = PlannedModule(own, trainer, batch, device, tried_on, tensor=tensor, devices=devices)
+                planned = PlannedModule(own, trainer, loaded, device, tried_on, tensor=tensor, devices=devices)
             except ValueError as error:  # it can't be divided
                 refused[f"{tensor} tensor ranks"] = _first_sentence(error)
                 continue
@@ -113,7 +114,7 @@ def _ranked(
                 found += _rows(choice, planned, limit, refused)
             notes += planned.notes()
     found.sort(key=lambda row: (not row.fits, row.choice.is_late, row.seconds if row.fits else row.needed))
-    notes = [*_on_all(device, devices), *dict.fromkeys(notes)]
+    notes = [*_on_all(device, devices), *loaded.notes(), *dict.fromkeys(notes)]
     return Plan(found, refused, limit, f"{devices} x {device.name}", notes)
 
 
@@ -176,7 +177,8 @@ def row_of(choice: Choice, planned: PlannedModule, limit: int | None) -> Row:
     updates = [planned.updates.seconds(held, divided=divided) for held in planned.tensors.held(choice, parts)]
     time = partial(of_step, choice, device, parts, chunks, memory, updates, waits=planned.cuts.waits(parts))
     fits = limit is None or MARGIN * max(each.total for each in memory) <= limit
-    return Row(choice, chunks, memory, time, devices, fits)
+    waited = partial(planned.loaded.waited, replicas=choice.data, speed=device.speed(devices))
+    return Row(choice, chunks, memory, time, planned.samples, planned.tokens(), devices, fits, waited)
 
 
 def _on_all(device: Device, devices: int) -> Iterator[str]:

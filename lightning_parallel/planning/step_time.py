@@ -1,8 +1,9 @@
 """The seconds that a step of a layout takes.
 
 Stages run their lists as the simulator has it, with each chunk's own times. Where they share cores, a step takes at
-least as long as these need for the work of all. The rest is added up. Not modelled are loading, other work on the same
-cores or links, and that a microbatch is slower or faster than the line between the two that were tried.
+least as long as these need for the work of all. The rest is added up. Loading comes later (``costs/loading.py``). Not
+modelled are other work on the same cores or links, and that a microbatch is slower or faster than the line between the
+two that were tried.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ class StepTime:
         messages: between replicas and tensor ranks, as far as nothing is computed meanwhile.
         updating: the optimizer.
         overhead: Lightning's, and that of running the step's code on each stage.
+        loading: the time in which a step waits for its batch.
     """
 
     computing: float
@@ -48,6 +50,7 @@ class StepTime:
     messages: float = 0.0
     updating: float = 0.0
     overhead: float = 0.0
+    loading: float = 0.0
 
     @property
     def total(self) -> float:
@@ -68,6 +71,7 @@ PARTS: Mapping[str, str] = MappingProxyType(
         "messages": "messages",
         "updating": "the optimizer",
         "overhead": "running the step's code",
+        "loading": "loading data",
     }
 )
 
@@ -82,7 +86,7 @@ def of_step(
     *,
     waits: bool,
 ) -> StepTime:
-    """The time of a step.
+    """The time of a step, without loading.
 
     Args:
         chunks: what each takes for a microbatch.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -30,8 +30,11 @@ class Row:
         chunks: what each takes for a microbatch.
         ranks: the memory of each stage's ranks; without stages, of one.
         timed: computes the time of a step. Schedules of many stages take seconds, and what doesn't fit needs none.
+        samples: of a step, over all replicas.
+        tokens: of a sample; None if they aren't known.
         devices: on which it was planned.
         fits: is the memory, with the margin, within the limit?
+        waited: computes the time in which a step waits for its batch, by the seconds of its rest.
         measured: what a few steps of it have taken; None if it wasn't run.
     """
 
@@ -39,19 +42,25 @@ class Row:
     chunks: Sequence[ChunkCost]
     ranks: Sequence[Memory]
     timed: Callable[[], StepTime] = field(repr=False, compare=False)
+    samples: int
+    tokens: int | None
     devices: int
     fits: bool
+    waited: Callable[[float], float] = field(default=lambda step: 0.0, repr=False, compare=False)
     measured: Measured | None = None
 
     @property
     def seconds(self) -> float:
-        """Of a step: measured, or else predicted."""
-        return self.time.total if self.measured is None else self.measured.seconds
+        """Of a step, with loading: measured, in trials that don't load, or else predicted."""
+        if self.measured is None:
+            return self.time.total
+        return self.measured.seconds + self.waited(self.measured.seconds)
 
     @cached_property
     def time(self) -> StepTime:
         """Of a step, as predicted."""
-        return self.timed()
+        step = self.timed()
+        return replace(step, loading=self.waited(step.total))
 
     @property
     def memory(self) -> Memory:
@@ -148,14 +157,17 @@ class Plan:
         return [self._record(row, best) for row in self.found]
 
     def draw(self, path: str | Path) -> None:
-        """Draw the layouts that fit into a file: memory against time.
+        """Draw the layouts that fit into a file: memory against time. If the best one is a pipeline, its schedule goes
+        into another file beside it, whose name ends in ``_schedule``.
 
         Raises:
             ModuleNotFoundError: matplotlib isn't installed.
             ValueError: no layout fits.
         """
-        _ = self.best
+        best, path = self.best, Path(path)
         picture.draw(self.rows, None if self.limit is None else self.limit / MARGIN, path)
+        if best.choice.stages > 1:
+            picture.draw_schedule(best, path.with_stem(f"{path.stem}_schedule"))
 
     def _best_or_problem(self) -> tuple[Row | None, str | None]:
         try:
@@ -166,7 +178,8 @@ class Plan:
     def __str__(self) -> str:
         best, problem = self._best_or_problem()
         shown = _one_of_each(self.found if best is None else self.rows)[:_SHOWN]
-        titles = ["layout", "microbatches", "ms a step", "measured", "memory", "measured", "bubble", "verdict"]
+        titles = ["layout", "microbatches", "ms a step", "measured", "tokens/s", "memory", "measured"]
+        titles += ["bubble", "verdict"]
         lines = [titles, *(self._cells(row, best) for row in shown)]
         columns = [column for column in zip(*lines, strict=True) if any(column[1:])]
         widths = [max(map(len, column)) for column in columns]
@@ -207,6 +220,7 @@ class Plan:
             str(row.choice.microbatches) if row.choice.is_pipeline else "",
             f"{1000 * row.time.total:.3g}",
             f"{1000 * row.measured.seconds:.3g}" if row.measured else "",
+            f"{row.samples * row.tokens / row.seconds:,.0f}" if row.tokens else "",
             binary_size(row.memory.total),
             binary_size(row.measured.held) if row.measured else "",
             f"{row.time.bubble:.0%}" if row.choice.is_pipeline else "",

@@ -37,6 +37,7 @@ def draw(
     title: str,
     theory: float | None,
     labels: Sequence[str] | None = None,
+    said: str | None = None,
     width: float = 14,
 ) -> None:
     """Draw the timeline into a file, of the kind that the end of its name says: a row for each stage, a box for each
@@ -48,6 +49,7 @@ def draw(
         title: the text above, before the :func:`report` of the whole run.
         theory: the theoretical bubble, for :func:`report`.
         labels: the names of the rows; by default "stage 0" and so on.
+        said: a line in the place of the report, of spans that weren't recorded.
         width: the picture's width in inches. Text has the same size in all pictures.
 
     Raises:
@@ -57,7 +59,7 @@ def draw(
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
-    told = report(rows, theory)
+    told = report(rows, theory) if said is None else said
     begin, end = _window(rows)
     figure = Figure(figsize=(width, 1.5 + 0.45 * len(rows)), dpi=150, layout="constrained")
     panel = figure.subplots()

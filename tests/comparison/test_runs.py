@@ -5,12 +5,10 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-import lightning as L
 import torch
-from torch import Tensor, nn
-from torch.utils.data import DataLoader
+from torch import nn
 
-from lightning_parallel.comparison.runs import Shares, first_batches
+from lightning_parallel.comparison.runs import Shares
 
 
 def test_a_replicas_share_of_a_batch_has_memory_of_its_own() -> None:
@@ -25,15 +23,3 @@ def test_a_replicas_share_of_a_batch_has_memory_of_its_own() -> None:
     for share in shares:
         assert share.tolist() == [4, 5, 6, 7] and share.untyped_storage().nbytes() == 16
         assert share.tag == "a"
-
-
-class Several(L.LightningDataModule):
-    """Two loaders, of which a Trainer makes one."""
-
-    def train_dataloader(self) -> dict[str, DataLoader[Tensor]]:
-        return {name: DataLoader(range(96), batch_size=size) for name, size in (("one", 2), ("two", 3))}  # type: ignore[arg-type]
-
-
-def test_several_loaders_give_one_batch() -> None:
-    for batch in first_batches(L.LightningModule(), Several(), 2, {"accelerator": "cpu"}):
-        assert [len(each) for each in batch.values()] == [2, 3]

@@ -44,9 +44,14 @@ def test_records_have_what_the_table_has(found: Plan) -> None:
 
 def test_a_plan_is_drawn(found: Plan, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
+    assert found.best.choice.stages == 1
+    found.draw(tmp_path / "one.png")
+    assert [file.name for file in tmp_path.iterdir()] == ["one.png"]
     small = replace(found.best, ranks=[Memory()], measured=Measured(1e-3, 1))
-    replace(found, found=[small, *found.found]).draw(tmp_path / "plan.svg")
-    assert str(small.choice) in (tmp_path / "plan.svg").read_text()
+    pipeline = next(row for row in found.rows if row.choice.stages > 1 and not row.choice.is_late)
+    replace(found, found=[pipeline, small, *found.found]).draw(tmp_path / "two.svg")
+    assert {file.name for file in tmp_path.iterdir()} == {"one.png", "two.svg", "two_schedule.svg"}
+    assert str(small.choice) in (tmp_path / "two.svg").read_text()
 
 
 def test_what_does_not_fit_is_not_drawn(found: Plan, tmp_path: Path) -> None:
