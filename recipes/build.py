@@ -24,10 +24,10 @@ from torch.profiler import ProfilerActivity, profile, schedule
 from typing_extensions import override
 
 from lightning_parallel import ExactResume, FiniteLoss, Preemption
+from lightning_parallel.checkpoint import read_full
 from lightning_parallel.set_up.part_of_model import configure_part
 from lightning_parallel.strategies.base import LayoutStrategy
 from lightning_parallel.strategies.data_parallel import DataParallelStrategy
-from recipes import weights
 from recipes.examples import DATA, MODELS
 from recipes.launchers.launcher import Launcher
 from recipes.schema import DDP, kind_of
@@ -117,7 +117,7 @@ def begin_with(module: L.LightningModule, path: str, setting: str = "init_from")
     """
     configure_part(module)
     try:
-        module.load_state_dict(weights.read(Path(path)))
+        module.load_state_dict(read_full(path))
     except RuntimeError as error:
         first, *others = str(error).split("\n\t")[1:] or [str(error)]
         more = f" (and {len(others)} more)" if others else ""

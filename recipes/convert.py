@@ -7,8 +7,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from lightning_parallel.checkpoint import convert
 from recipes.command_line import typed
-from recipes.weights import convert
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -28,7 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     given = parser.parse_args(arguments)
     try:
         convert(given.source, given.target, save_weights_only=given.weights, weights_only=not given.trust)
-    except (ValueError, OSError, RuntimeError) as error:
+    except (ValueError, OSError, RuntimeError, ModuleNotFoundError) as error:
         sys.exit(str(error))
     print(given.target)
 

@@ -1,4 +1,4 @@
-"""A checkpoint as one process has it, whatever wrote it: a directory of any layout, or a file.
+"""A checkpoint as one process has it, whatever wrote it: a directory of any layout, a file, or safetensors.
 
 A file is what Lightning saves in one process: a dictionary. A directory is read into the same dictionary::
 
@@ -13,6 +13,8 @@ Nothing here is a collective: each process reads for itself.
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
@@ -21,11 +23,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_parallel.checkpoint.directory import PathLike
+from lightning_parallel.checkpoint.directory import PathLike, replacing
 from lightning_parallel.checkpoint.keys import MODEL, SECOND, OptimizerState, below, joined, of_replicas, parameter_of
 from lightning_parallel.checkpoint.reading import Reader, read_file
 from lightning_parallel.checkpoint.slices import empty_like, fill
 
+SAFETENSORS = ".safetensors"
 OF_TENSORS = ("state_dict", "optimizer_states")
 WEIGHTS = "current_model_state"
 RANDOM_STATES = "random_states"
@@ -102,7 +105,7 @@ def read_full(path: PathLike, weights_only: bool = True) -> dict[str, Tensor]:
     """The whole model's state dict, on the CPU, in one process, without a model or a process group.
 
     Args:
-        path: a checkpoint's directory, or a plain ``.ckpt``.
+        path: a checkpoint's directory, a plain ``.ckpt``, or a file of safetensors.
 
     Returns:
         Tensors by name, and what modules keep besides (``get_extra_state``). Tied ones are there under all their
@@ -111,6 +114,8 @@ def read_full(path: PathLike, weights_only: bool = True) -> dict[str, Tensor]:
     Raises:
         ValueError: there is no checkpoint, or it holds other things than tensors.
     """
+    if os.fspath(path).endswith(SAFETENSORS):
+        return _read_safetensors(Path(path))
     if Path(path).is_file():
         content = read_file(Path(path), Path(path), weights_only)
         return dict(content.get("state_dict", content))
@@ -143,6 +148,40 @@ def _numbered(state: Mapping[str, Mapping[str, Any]], groups: Sequence[Mapping[s
         "state": {numbers[name]: dict(values) for name, values in state.items() if name in numbers},
         "param_groups": [{**group, "params": [numbers[name] for name in group["params"]]} for group in groups],
     }
+
+
+# -- as one file --------------------------------------------------------------------------------------------------
+
+
+def convert(source: PathLike, target: PathLike, *, save_weights_only: bool = False, weights_only: bool = True) -> None:
+    """Write the content of a checkpoint into one file: weights as safetensors, if the target's name ends so, or else a
+    plain ``.ckpt``, as Lightning writes in one process. It takes one process, and memory for all of it. There is no way
+    back into a directory: every strategy reads a plain file as it is.
+
+    Args:
+        source: a directory, a plain ``.ckpt``, or safetensors.
+        target: the path to write to. A file or a checkpoint that is there is replaced.
+        save_weights_only: write the weights only.
+        weights_only: refuse a source that holds more than tensors and plain containers: unpickling other objects can
+            run code. Turn it off for files that you trust.
+
+    Raises:
+        ValueError: the source is missing or damaged, or the target is a folder of something else.
+    """
+    source, target = Path(source), Path(target)
+    if save_weights_only or SAFETENSORS in (source.suffix, target.suffix):
+        content: dict[str, Any] = {"state_dict": read_full(source, weights_only)}
+    else:
+        content = read_plain(source, weights_only)
+    if target.suffix == SAFETENSORS:
+        others = [name for name, each in content["state_dict"].items() if not isinstance(each, Tensor)]
+        if others:
+            raise ValueError(f"{others[0]} in {source} is no tensor, and safetensors hold nothing else.")
+    with replacing(target) as new:
+        if target.suffix == SAFETENSORS:
+            _write_safetensors(new, content["state_dict"])
+        else:
+            torch.save(content, new)
 
 
 # -- a dictionary as a directory ---------------------------------------------------------------------------------
@@ -186,3 +225,38 @@ class Wholes:
             for key, tensor in tensors.items():
                 if tensor is not self.found[key]:
                     fill(tensor, self.found[key])
+
+
+# -- safetensors, the format in which models are shared: each tensor once, the further names of tied ones in the header
+
+
+def _read_safetensors(path: Path) -> dict[str, Tensor]:
+    library = _safetensors()
+    try:
+        with library.safe_open(path, "pt") as file:
+            aliases = json.loads((file.metadata() or {}).get("aliases", "{}"))
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no dictionary)
+    except FileNotFoundError:
+        raise ValueError(f"There is no file {path}.") from None
+    except library.SafetensorError as error:
+        raise ValueError(f"{path} is damaged, or no file of safetensors: {error}.") from error
+    return tensors | {name: tensors[held] for name, held in aliases.items()}
+
+
+def _write_safetensors(path: Path, state_dict: Mapping[str, Tensor]) -> None:
+    first: dict[tuple[Any, ...], str] = {}
+    aliases: dict[str, str] = {}
+    for name, tensor in state_dict.items():
+        same = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype) if tensor.numel() else (name,)
+        if (held := first.setdefault(same, name)) != name:
+            aliases[name] = held
+    tensors = {name: tensor.contiguous() for name, tensor in state_dict.items() if name not in aliases}
+    _safetensors().torch.save_file(tensors, path, {"format": "pt", "aliases": json.dumps(aliases)})
+
+
+def _safetensors() -> Any:
+    try:
+        import safetensors.torch
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(f"*{SAFETENSORS} needs the package safetensors: pip install safetensors.") from error
+    return safetensors

@@ -143,7 +143,7 @@ class Checkpoints:
         if storage_options is not None and self.as_lightning is None:
             raise TypeError(
                 f"storage_options={storage_options!r}: this strategy's checkpoint is a local directory. Leave them "
-                f"out, and copy it when it is there; torch.save(read_plain(path), file) makes one file of it."
+                f"out, and copy it when it is there, or `convert` it to one file."
             )
         state = module.trainer.state
         trains = state.fn == TrainerFn.FITTING and state.status == TrainerStatus.RUNNING

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 
 import lightning_parallel as lp
 from lightning_parallel.absent.tensor import AbsentTensor
-from lightning_parallel.checkpoint import read_plain
+from lightning_parallel.checkpoint import convert, read_plain
 from tests.checkpoint import test_moves
 from tests.checkpoint.test_moves import CUT
 from tests.strategies.dealt import dealt
@@ -226,7 +226,7 @@ def test_averages_begin_or_end_with_a_checkpoint(runs: Runs, before: str, after:
 
 def test_a_directory_with_averages_is_converted(runs: Runs, tmp_path: Path) -> None:
     middle = runs.run("ema", "pp2")[0]
-    torch.save(read_plain(middle), tmp_path / "one.ckpt")
+    convert(middle, tmp_path / "one.ckpt")
     content = torch.load(tmp_path / "one.ckpt")
     assert content["current_model_state"].keys() == content["state_dict"].keys() == Averaged().state_dict().keys()
     assert_same((tmp_path / "one.ckpt", *runs.run("ema", "pp2")[1:]), runs.run("ema", "single"))

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import lightning_parallel as lp
-from lightning_parallel.checkpoint import read_full, read_plain
+from lightning_parallel.checkpoint import convert, read_full, read_plain
 from tests.strategies.dealt import dealt
 from tests.strategies.harness import largest_difference
 from tests.strategies.saves import SavesIn
@@ -132,7 +132,7 @@ class Runs:
         """A directory as a plain file."""
         other = path.with_name(f"{path.stem} converted.ckpt")
         if not other.exists():
-            torch.save(read_plain(path), other)
+            convert(path, other)
         return other
 
 

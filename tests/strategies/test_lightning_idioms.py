@@ -11,7 +11,7 @@ import pytest
 import torch
 from lightning.pytorch.utilities import grad_norm
 
-from lightning_parallel.checkpoint import read_plain
+from lightning_parallel.checkpoint import convert
 from tests.strategies.failures import assert_refused
 from tests.strategies.harness import Report, collect, joined, largest_difference, make_trainer
 from tests.strategies.observed import Net, fit, loader
@@ -398,7 +398,7 @@ def resume(layout: str | None, path: Path) -> list[tuple[Report, int]]:
 @pytest.mark.parametrize("layout", ["1f1b", *thorough("tensor")])
 def test_a_checkpoint_is_read_as_on_load_checkpoint_leaves_it(pool: WorkerPool, layout: str, tmp_path: Path) -> None:
     pool.run(save, 2, "1f1b", tmp_path / "directory", init=False)
-    torch.save(read_plain(tmp_path / "directory"), tmp_path / "file.ckpt")
+    convert(tmp_path / "directory", tmp_path / "file.ckpt")
     (single,) = pool.run(resume, 1, None, tmp_path / "file.ckpt", init=False)
     for path in ("directory", "file.ckpt"):
         ranks = pool.run(resume, 2, layout, tmp_path / path, init=False)
