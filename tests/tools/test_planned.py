@@ -19,7 +19,7 @@ MIB = 2**20
 
 
 def pair(choice: Choice, predicted: float, measured: float | None) -> Pair:
-    row = Row(choice, [], [Memory(parameters=10 * MIB)], lambda: StepTime(predicted), 2, True)
+    row = Row(choice, [], [Memory(parameters=10 * MIB)], lambda: StepTime(predicted), 8, None, 2, True)
     found = None if measured is None else Taken(measured, 11 * MIB, measured, 0.0)
     return Pair(MODELS["mlp, 6 of 1024"], 2, row, found, "ended" if found else "failed: no luck")
 
