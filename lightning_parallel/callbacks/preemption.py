@@ -94,9 +94,11 @@ class Preemption(Callback):
 
     def _agree(self, trainer: pl.Trainer) -> None:
         if self._meeting is not None:
-            wished = trainer.should_stop or (self._vote is not None and self._vote.wished[0])
+            wished = trainer.should_stop or (self._vote is not None and self._vote.pending[0])
             self._agreed, stop = self._meeting.highest(self._signal, int(wished))
             trainer.should_stop = bool(stop)
+            if self._vote is not None:
+                self._vote.met()
 
     def _leave_if_asked(self, trainer: pl.Trainer) -> None:
         assert self._meeting is not None

@@ -27,23 +27,20 @@ class Vote:
     All ranks make it.
 
     Args:
+        wishes: the number of things that a rank may wish, at most three.
         ahead: how many batches a rank may be ahead of another one.
-
-    Attributes:
-        wished: what this rank has wished so far, at most three things.
     """
 
     def __init__(self, wishes: int, ahead: int) -> None:
-        self.wished = [False] * wishes
-        self._holds = [False] * wishes
+        self._wished = self._holds = [False] * wishes
         self._ahead, self._ranks, self._store = ahead, dist.get_world_size(), store_of_run("vote")
-        self._batches = 0
+        self._batches = self._met_at = 0
 
     def after_batch(self, *wishes: bool) -> list[bool]:
         """Which wishes hold now. All ranks call it after each batch. One that wishes something for the first time waits
         until all have ended the batch."""
-        new = [wish and not before for wish, before in zip(wishes, self.wished, strict=True)]
-        self.wished = [any(each) for each in zip(new, self.wished, strict=True)]
+        new = [wish and not before for wish, before in zip(wishes, self._wished, strict=True)]
+        self._wished = [any(each) for each in zip(new, self._wished, strict=True)]
         batch, self._batches = self._batches, self._batches + 1
         mine = sum(wish << _BITS * i for i, wish in enumerate((True, *new)))
         sum_of_ranks = guarded(self._store.add, f"batch {batch}", mine)
@@ -52,14 +49,25 @@ class Vote:
             self._forget(batch - self._ahead - 2)  # all have ended this one, so nobody needs the count of that one
         if any(new):
             self._hold(self._count(batch), self._ranks)
-        if batch > self._ahead:
+        if batch - self._ahead > self._met_at:
             self._hold(self._count(batch - self._ahead - 1), 1)
         return self._holds
+
+    @property
+    def pending(self) -> list[bool]:
+        """What this rank has wished and doesn't hold yet."""
+        return [wish and not held for wish, held in zip(self._wished, self._holds, strict=True)]
+
+    def met(self) -> None:
+        """Begin anew where all ranks have ended the same batches and have told each other what they wish: code of the
+        user's may take it back from there on. All ranks call it."""
+        self._wished = self._holds = [False] * len(self._holds)
+        self._met_at = self._batches
 
     def _count(self, batch: int) -> Iterator[int]:
         """How many ranks have wished each thing for the first time after a batch, when all have ended it."""
         sum_of_ranks = int(guarded(self._store.get, f"count {batch}"))
-        return (sum_of_ranks >> _BITS * (1 + i) & (1 << _BITS) - 1 for i in range(len(self.wished)))
+        return (sum_of_ranks >> _BITS * (1 + i) & (1 << _BITS) - 1 for i in range(len(self._wished)))
 
     def _hold(self, counts: Iterator[int], enough: int) -> None:
         self._holds = [held or count >= enough for held, count in zip(self._holds, counts, strict=True)]

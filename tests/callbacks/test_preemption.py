@@ -246,6 +246,28 @@ def test_all_ranks_stop_if_one_wants_to(pool: WorkerPool, name: str) -> None:
     assert pool.run(stop_one, world, name, init=False) == [ends] * world
 
 
+class TakesItBack(Callback):
+    """Sets ``trainer.should_stop`` in an epoch that has to end first, and not any more where it ends. So does a search
+    for a learning rate within a run."""
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
+        trainer.should_stop |= trainer.global_step == 1
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, *args: Any) -> None:
+        trainer.should_stop = False
+
+
+def take_back(name: str) -> int:
+    model = Model()
+    make_trainer(name, callbacks=[TakesItBack()], min_epochs=1).fit(model, *loaders())
+    return int(model.ended)
+
+
+@pytest.mark.parametrize("name", ["asynchronous in a V", *thorough("single", "asynchronous", "pipeline")])
+def test_a_stop_that_is_taken_back_does_not_hold(pool: WorkerPool, name: str) -> None:
+    assert set(pool.run(take_back, WORLDS.get(name, 2), name, init=False)) == {EPOCHS * BATCHES}
+
+
 class KillsFirst(Callback):
     def on_validation_batch_start(self, trainer: pl.Trainer, *args: Any) -> None:
         if trainer.is_global_zero:
