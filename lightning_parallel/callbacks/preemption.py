@@ -135,6 +135,8 @@ class Preemption(Callback):
 
     @override
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        if self._vote is not None:
+            self._vote.leave()
         self.teardown(trainer, pl_module, "fit")
 
     @override

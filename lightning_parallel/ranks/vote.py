@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 
 import torch.distributed as dist
 
-from lightning_parallel.ranks.collectives import guarded
+from lightning_parallel.ranks.collectives import PeerLostError, guarded
 from lightning_parallel.ranks.notice import store_of_run
 
 _BITS = 15  # of the number of ranks that have ended a batch, and of those with each wish: four numbers in one
+_LEFT = "left"  # in the place of a count that won't come
 
 
 class Vote:
@@ -64,9 +66,19 @@ class Vote:
         self._wished = self._holds = [False] * len(self._holds)
         self._met_at = self._batches
 
+    def leave(self) -> None:
+        """Let the others know that this rank has failed: they would wait for it until the timeout."""
+        last = self._batches + self._ahead + 1  # that another one may have ended
+        with suppress(RuntimeError):  # the store may be gone, too
+            for batch in range(self._batches, last + 1):
+                self._store.set(f"count {batch}", _LEFT)
+
     def _count(self, batch: int) -> Iterator[int]:
         """How many ranks have wished each thing for the first time after a batch, when all have ended it."""
-        sum_of_ranks = int(guarded(self._store.get, f"count {batch}"))
+        count = guarded(self._store.get, f"count {batch}").decode()
+        if count == _LEFT:
+            raise PeerLostError(f"Not all ranks came to the end of batch {batch}. The cause is in the others' output.")
+        sum_of_ranks = int(count)
         return (sum_of_ranks >> _BITS * (1 + i) & (1 << _BITS) - 1 for i in range(len(self._wished)))
 
     def _hold(self, counts: Iterator[int], enough: int) -> None:

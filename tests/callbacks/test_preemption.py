@@ -268,6 +268,23 @@ def test_a_stop_that_is_taken_back_does_not_hold(pool: WorkerPool, name: str) ->
     assert set(pool.run(take_back, WORLDS.get(name, 2), name, init=False)) == {EPOCHS * BATCHES}
 
 
+class FailsWhereAnotherStops(Callback):
+    def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
+        if trainer.global_step == 2 and rank_zero_only.rank == 1:
+            raise ValueError("alone")
+        trainer.should_stop |= trainer.global_step == 2
+
+
+def fail_where_another_stops(name: str) -> None:
+    make_trainer(name, callbacks=[FailsWhereAnotherStops()]).fit(Model(), *loaders())
+
+
+@pytest.mark.parametrize("name", ["asynchronous in a V", *thorough("asynchronous")])
+def test_a_rank_that_wants_to_stop_does_not_wait_for_one_that_fails(pool: WorkerPool, name: str) -> None:
+    stopping, failing = pool.run(fail_where_another_stops, 2, name, init=False, expect_errors=True)
+    assert "PeerLostError: " in stopping and failing.rstrip().endswith("ValueError: alone")
+
+
 class KillsFirst(Callback):
     def on_validation_batch_start(self, trainer: pl.Trainer, *args: Any) -> None:
         if trainer.is_global_zero:
