@@ -26,8 +26,7 @@ class Recomputed:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return self._forward(*args, **kwargs)
-        args = tuple(None if _is_cache(x) else x for x in args)
-        kwargs = {name: None if _is_cache(x) else x for name, x in kwargs.items()}
+        args, kwargs = without_caches(args, kwargs)
         places = [*self._without_gradient()] if self._written is None else self._written
         before = [(store, name, _copy(store[name])) for store, name in places if store.get(name) is not None]
         output = checkpoint(
@@ -69,6 +68,13 @@ def _equal(tensor: Tensor | None, old: Tensor) -> bool:
 def _copy(tensor: Tensor) -> Tensor:
     copy = tensor.detach().clone()
     return nn.Parameter(copy, requires_grad=False) if isinstance(tensor, nn.Parameter) else copy
+
+
+def without_caches(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments for a layer that is to run twice, without caches."""
+    return tuple(None if _is_cache(x) else x for x in args), {
+        name: None if _is_cache(x) else x for name, x in kwargs.items()
+    }
 
 
 def _is_cache(x: Any) -> bool:

@@ -15,7 +15,8 @@ from lightning_parallel.cuts.layers import Layers, named_layers
 from lightning_parallel.cuts.partition import Partition
 from lightning_parallel.ranks.layout import Placement
 from lightning_parallel.tracing.dry_run import trace
-from lightning_parallel.tracing.trace import Trace
+from lightning_parallel.tracing.repeated import refuse_unrepeatable
+from lightning_parallel.tracing.trace import Call, Trace
 from lightning_parallel.values import first_few
 
 
@@ -86,7 +87,9 @@ def partition(
     second = again(seed=1, exits=exits)
     _check_repeatable(best.seen, second)
     if recompute:
-        refuse_unrepeatable(result, again(plain_values=True))
+        refuse_unrepeatable(module, result.layers, partial(trace, module, best.units, step))
+    calls = [(call.unit, call.call) for call in best.seen.calls]
+    _check_stored(result, calls, {exits[call] for call in second.stored_after if call is not None})
     for call in second.stored_after:
         third = again(seed=2, earlier=[call])
         _check_repeatable(best.seen, third)
@@ -94,19 +97,6 @@ def partition(
         _check_independent(result, third, left, to_its_end=call is None)
     _check_held(result, {name for name, _ in module.named_parameters(remove_duplicate=False)})
     return result
-
-
-def refuse_unrepeatable(parts: Partition, seen: Trace) -> None:
-    """Refuse layers that do something else when they run again on the same inputs, as activation checkpointing runs
-    them, by a trace with plain values."""
-    for unit in {call.unit: None for call in seen.calls if call.unit in parts.layers}:
-        draws = seen.draws or any(call.draws_on_host for call in seen.calls if call.unit == unit)
-        if draws or any(name.startswith(f"{unit}.") for name in seen.counts):
-            raise ValueError(
-                f"activation_checkpointing=True: '{unit}' does something else when it runs again on the same inputs: "
-                f"it keeps a state, or draws from another generator than torch's default one. Leave "
-                f"activation_checkpointing out."
-            )
 
 
 def _check_updates(parts: Partition, seen: Trace) -> None:
@@ -157,6 +147,21 @@ def _check_independent(parts: Partition, second: Trace, chunks: Collection[int],
                 f"On stage {parts.placement[chunk]} {user} gets what an earlier step has computed and kept on a module "
                 f"(a hidden state, a running mean). A stage leaves the step after its last layer, so it has another. "
                 f"Keep it inside a layer's own forward, or use fewer stages, with one chunk each ('1f1b')."
+            )
+
+
+def _check_stored(parts: Partition, calls: Sequence[Call], storing: Collection[int]) -> None:
+    """Refuse a step that stores on modules what it computes from layers, where one of these ``storing`` chunks goes on
+    past layers of later ones: absent values would be stored, and the stage's next chunk would find them, and decide by
+    them (``if self.first is None``)."""
+    for chunk in storing:
+        last = max(i for i, call in enumerate(calls) if parts.calls[call] == chunk)
+        passed = next((unit for unit, call in calls[:last] if parts.calls[unit, call] > chunk), None)
+        if chunk < max(parts.chunks_of(parts.placement[chunk])) and passed is not None:
+            raise ValueError(
+                f"The step keeps what layers return on a module, and calls '{passed}' before {parts.name_of(chunk)} "
+                f"has made its last call. A stage with several chunks would keep values that it doesn't have. Take a "
+                f"schedule with one chunk a stage ('1f1b'), or keep them after the last layer."
             )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Mapping
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -16,11 +17,12 @@ from lightning_parallel.checks.manual import SEVERAL_OPTIMIZERS, refuse_manual_o
 from lightning_parallel.costs.profile import Profile
 from lightning_parallel.cuts.balance import balanced
 from lightning_parallel.cuts.partition import Partition
-from lightning_parallel.cuts.search import partition, refuse_unrepeatable
+from lightning_parallel.cuts.search import partition
 from lightning_parallel.planning.layouts import Balance, Choice
 from lightning_parallel.set_up.stages import refuse_training
 from lightning_parallel.steps.between_batches import reasons_to_wait
 from lightning_parallel.tracing.dry_run import trace
+from lightning_parallel.tracing.repeated import refuse_unrepeatable
 from lightning_parallel.tracing.trace import Call, Trace
 
 _WORTH = 1.03  # the slowest chunk has to be so much slower, for cuts to be moved by time
@@ -110,7 +112,7 @@ class Cuts:
             raise found
         if choice.recompute:
             units = {id(self._module.get_submodule(name)): name for name in found.units}
-            refuse_unrepeatable(found, self._traced(self._module, units, self._step, plain_values=True))
+            refuse_unrepeatable(self._module, found.layers, partial(trace, self._module, units, self._step))
         return found
 
     def _traced(

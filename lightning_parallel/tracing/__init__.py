@@ -6,4 +6,5 @@ second_run.py                       what it does after it has asked for a value,
 snapshot.py, own_generators.py      put modules and generators back afterwards
 plain_values.py                     watches attributes that aren't tensors
 operations.py                       counts what the step costs
+repeated.py                         finds layers that can't run twice
 """

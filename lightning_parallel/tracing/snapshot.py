@@ -106,6 +106,14 @@ class StateKept:
         library = type(value).__module__.partition(".")[0] in LIBRARIES and not isinstance(value, SimpleNamespace)
         return None if library or isinstance(value, type) or not hasattr(value, "__dict__") else dict(vars(value))
 
+    def absent(self) -> Iterator[AbsentTensor]:
+        """The absent tensors that were found, besides parameters and buffers."""
+        own = {id(tensor) for tensor in (*self._module.parameters(), *self._module.buffers())}
+        for _, held, _ in self._containers:
+            for item in _items(held):
+                if isinstance(item, AbsentTensor) and id(item) not in own:
+                    yield item
+
     @property
     def generators(self) -> list[Any]:
         """The random generators that were found, among them those that are global variables beside the modules."""
@@ -216,6 +224,15 @@ class StateKept:
         if isinstance(value, np.ndarray):
             return [hash(value.tobytes())] if value.nbytes <= _LARGE and not value.dtype.hasobject else None
         return [version_of(value)] if isinstance(value, Tensor) else self._contents(value)
+
+    def goes_on(self) -> bool:
+        """Would one more run begin elsewhere? So it is if a number, a text or the length of a container has changed, at
+        any depth, or a tensor with values. Of the parts `apart` this says nothing."""
+        for _, held, now in self._changed(of_apart=False):
+            pairs = zip(_items(held), _items(now), strict=False)
+            if len(now) != len(held) or any(isinstance(b, int | float | str) and a != b for a, b in pairs):
+                return True
+        return bool(self._changed_values())
 
     def _changed(self, *, of_apart: bool = True) -> Iterator[tuple[Any, _Held, _Held]]:
         """The containers that hold something else than before, with what they held and hold; without ``of_apart``, none

@@ -337,19 +337,36 @@ def test_a_cut_that_keeps_a_unit_together_is_preferred() -> None:
     assert cut(Recycled(6, 4, 4, 4), 2).shared() == {}
 
 
-def test_a_stage_of_several_chunks_keeps_no_absent_values_on_modules_for_the_next_step() -> None:
+def test_a_stage_of_several_chunks_keeps_no_absent_values_on_modules() -> None:
     class Queued(Chain):
+        first: Any = None
+
         def step(self) -> Any:
-            found = []
+            """It begins and ends without a first one."""
             for view in (torch.ones(2), torch.zeros(2)):
                 x = view
                 for layer in self:
                     x = layer(x)
-                found.append(x + getattr(self, "last", 0.0))
-                self.last = x.detach()
-            return found
+                x, self.first = (x, x.detach()) if self.first is None else (x * self.first, None)
+            return x
 
     model = Queued(4, 4, 4, 4)
+    assert counts(partition(model, model.step, 2)) == [4, 4]
+    with pytest.raises(ValueError, match="keeps what layers return on a module.*'1f1b'"):
+        partition(model, model.step, 2, placement=(0, 1, 1, 0))
+
+
+def test_a_stage_of_several_chunks_keeps_nothing_for_the_end_of_the_next_step() -> None:
+    class Kept(Chain):
+        def step(self) -> Any:
+            before, x = getattr(self, "last", 0.0), torch.ones(2)
+            for i, layer in enumerate(self):
+                x = layer(x)
+                if i == 0:
+                    self.last = x.detach()
+            return x + before
+
+    model = Kept(4, 4, 4, 4, 4, 4, 4, 4)
     assert counts(partition(model, model.step, 2)) == [4, 4]
     with pytest.raises(ValueError, match="the end of the step gets what an earlier step has computed and kept.*'1f1b'"):
         partition(model, model.step, 2, placement=(0, 1, 1, 0))
@@ -514,8 +531,11 @@ class Again(nn.Module):
         self.seen: list[int] = []
         self.metric = CatMetric(nan_strategy="disable")
         self.last: Any = None
+        self.held, self.emptied = {"state": torch.zeros(2)}, list[Tensor]()
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.kind == "state in a dictionary":
+            x = self.held["state"] = x + self.held["state"]
         y = self.layer(x)
         if self.kind == "state":
             y = y if self.state is None else y + self.state
@@ -531,6 +551,8 @@ class Again(nn.Module):
             self.calls += 1
         elif self.kind == "list":
             self.seen.append(len(self.seen))
+        elif "emptied" in self.kind:
+            self.emptied.append(y)
         elif self.kind == "metric that keeps a list":
             self.metric.update(y.detach().mean())
         elif self.kind == "made again":
@@ -545,12 +567,23 @@ class Again(nn.Module):
 
 
 def recomputed(kind: str) -> Partition:
-    model = nn.Sequential(*(Again(kind) for _ in range(4)))
-    return partition(model, lambda: model(torch.ones(3, 2)).sum(), 2, recompute=True)
+    layers = [Again(kind) for _ in range(4)]
+    for layer in layers if kind == "list of several, emptied by the step" else ():
+        layer.emptied = layers[0].emptied
+    model = nn.Sequential(*layers)
+
+    def step() -> Tensor:
+        loss: Tensor = model(torch.ones(3, 2)).sum()
+        for layer in layers:
+            layer.emptied.clear()
+        return loss
+
+    return partition(model, step, 2, recompute=True)
 
 
 @pytest.mark.parametrize("kind", [
-    "state", "state that counts in gradients", "generator", "generator of Python", "number", "list",
+    "state", "state that counts in gradients", "state in a dictionary", "generator", "generator of Python", "number",
+    "list", "list emptied by the step", "list of several, emptied by the step",
 ])  # fmt: skip
 def test_layers_that_do_something_else_when_they_run_again_are_not_recomputed(kind: str) -> None:
     with pytest.raises(ValueError, match="activation_checkpointing=True: '0' does something else when it runs again"):

@@ -1,0 +1,83 @@
+"""Finds layers that do something else when they run again on the same inputs, as activation checkpointing runs them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torchmetrics import Metric
+
+from lightning_parallel.absent.origins import FROM_EARLIER_STEP
+from lightning_parallel.backward.recompute import without_caches
+from lightning_parallel.interception import Interception, can_intercept
+from lightning_parallel.seeding import TorchGenerators
+from lightning_parallel.tracing.own_generators import ON_HOST, GeneratorsWatched
+from lightning_parallel.tracing.recorder import origins_in
+from lightning_parallel.tracing.snapshot import StateKept
+from lightning_parallel.tracing.trace import Trace
+
+
+def refuse_unrepeatable(module: nn.Module, layers: Collection[str], traced: Callable[..., Trace]) -> None:
+    """Refuse layers that do something else when they run again: they keep a state, or draw from another generator than
+    torch's default one. ``traced`` traces a step of the module, which calls them.
+
+    Raises:
+        ValueError: one of the layers does.
+    """
+    found: set[str] = set()
+    interception = Interception()
+    try:
+        with StateKept(module) as state:
+            generators = [*state.generators, *ON_HOST]
+        for name in layers:
+            layer = module.get_submodule(name)
+            if can_intercept(layer):
+                interception.instead(layer, partial(_run_twice, found, name, layer, generators, layer.forward))
+        seen = traced()
+    finally:
+        interception.remove()
+    # Modules inside a layer return what has origins of their own, whatever they are given.
+    given = [escape.module[0] for escape in seen.escapes.values() if FROM_EARLIER_STEP in escape.needs]
+    found.update(name for name in layers if any(part.startswith(f"{name}.") for part in given))
+    if found:
+        raise ValueError(
+            f"activation_checkpointing=True: '{min(found)}' does something else when it runs again on the same inputs: "
+            f"it keeps a state, or draws from another generator than torch's default one. Leave "
+            f"activation_checkpointing out."
+        )
+
+
+def _run_twice(
+    found: set[str],
+    name: str,
+    layer: nn.Module,
+    generators: Sequence[Any],
+    forward: Callable[..., Any],
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """Run a layer's forward twice, and return the first output. That the second run saves the same tensors for the
+    backward, torch compares in training."""
+    args, kwargs = without_caches(args, kwargs)
+    drawn_from = torch.get_rng_state()
+    with torch.enable_grad():  # as a checkpoint runs it the second time
+        output = forward(*args, **kwargs)
+    metrics = [part for part in layer.modules() if isinstance(part, Metric)]
+    with TorchGenerators(torch.device("cpu")).kept(), StateKept(layer, apart=metrics) as state:
+        torch.set_rng_state(drawn_from)
+        for kept in state.absent():
+            kept.memory.origins = frozenset([FROM_EARLIER_STEP])
+        watched = GeneratorsWatched(generators)
+        try:
+            with torch.enable_grad():
+                again = forward(*args, **kwargs)
+        except Exception:  # any: of the second time only, so it is what differs
+            found.add(name)
+            return output
+        # What it makes the first time only, such as a mask, does no harm.
+        if state.goes_on() or FROM_EARLIER_STEP in origins_in(again) or watched.drawn():
+            found.add(name)
+    return output
