@@ -24,6 +24,7 @@ from functools import partial
 from itertools import chain
 from typing import Any, NoReturn
 
+import numpy as np
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
@@ -71,7 +72,7 @@ def _is_plain(value: Any) -> bool:
         has_values = value.layout is torch.strided and not (value.is_meta or value.is_nested)
         return has_values and value.numel() <= _LARGE
     items = value if type(value) in (tuple, list) else (value,)
-    return len(items) <= _LONG and all(type(item) in PLAIN for item in items)
+    return len(items) <= _LONG and all(type(item) in PLAIN or isinstance(item, np.generic) for item in items)
 
 
 def _copy(value: Any) -> Any:

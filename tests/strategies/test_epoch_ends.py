@@ -9,6 +9,7 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from lightning.pytorch.callbacks import LambdaCallback
@@ -92,7 +93,8 @@ class SetsOtherKinds(Scaled):
 
     def __init__(self) -> None:
         super().__init__()
-        self.factors, self.schedule, self.offset = [1.0], Schedule(), torch.ones(())
+        self.factors: list[Any] = [1.0]
+        self.schedule, self.offset = Schedule(), torch.ones(())
 
     @property
     def factor(self) -> Any:
@@ -103,7 +105,7 @@ class SetsOtherKinds(Scaled):
         """Does nothing: the factor follows from other attributes."""
 
     def on_train_epoch_end(self) -> None:
-        self.factors.append(0.7)
+        self.factors.append(np.mean([0.6, 0.8]))
         self.schedule.step()
         self.offset = self.offset * 3
 
