@@ -128,7 +128,7 @@ def merge_groups(ranks: list[list[dict[str, Any]]], order: Sequence[str]) -> lis
         ]
         for other in others:
             for key in sorted(first.keys() | other.keys()):
-                if key != "params" and first.get(key) != other.get(key):
+                if key != "params" and (key not in first or key not in other or first[key] != other[key]):
                     raise ValueError(
                         f"parameter group {index} has {key}={first.get(key)!r} on one rank and {other.get(key)!r} on "
                         f"another: a checkpoint holds one value of each option."

@@ -22,6 +22,11 @@ def test_options_that_are_tensors_merge_where_they_are_equal() -> None:
         merge_groups([groups, others], [])
 
 
+def test_an_option_that_one_rank_lacks_is_no_none_of_another() -> None:
+    with pytest.raises(ValueError, match="maximize"):
+        merge_groups([[{"params": ["a"], "maximize": None}], [{"params": ["b"]}]], [])
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int8])
 @pytest.mark.parametrize("shape", [(), (3,), (7, 13), (129, 8, 16)])
 def test_copies_have_one_digest_and_any_change_gives_another(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
