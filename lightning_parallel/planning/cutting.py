@@ -48,6 +48,7 @@ class Cuts:
         self._traces: dict[Any, Trace] = {}  # by the units, and how they were traced
         self._cuts: dict[Any, Partition | ValueError] = {}
         self._moved: dict[Any, Balance | None] = {}  # where cuts are moved
+        self._unrepeatable: dict[Any, ValueError | None] = {}  # by the layers, why they can't run again
 
     @property
     def layers(self) -> int:
@@ -111,9 +112,20 @@ class Cuts:
         if isinstance(found, ValueError):
             raise found
         if choice.recompute:
-            units = {id(self._module.get_submodule(name)): name for name in found.units}
-            refuse_unrepeatable(self._module, found.layers, partial(trace, self._module, units, self._step))
+            self._refuse_unrepeatable(found)
         return found
+
+    def _refuse_unrepeatable(self, parts: Partition) -> None:
+        if parts.layers not in self._unrepeatable:
+            units = {id(self._module.get_submodule(name)): name for name in parts.units}
+            error = None
+            try:
+                refuse_unrepeatable(self._module, parts.layers, partial(trace, self._module, units, self._step))
+            except ValueError as found:
+                error = found
+            self._unrepeatable[parts.layers] = error
+        if (known := self._unrepeatable[parts.layers]) is not None:
+            raise known
 
     def _traced(
         self,
