@@ -6,7 +6,7 @@ and :func:`replace` moves it to its place. In between, the old one is at ``<path
 contents.json in a directory has the tied names and the extra state, and what shows a damage without reading the
 tensors: sizes of the other files, and a checksum of torch's ``.metadata``, which has none of its own::
 
-    {"content": {"aliases": {"head.weight": "embedding.weight"}, "extra_state": [], "crc32": 123,
+    {"content": {"aliases": {"head.weight": "embedding.weight"}, "extra_state": [], "crc32": {".metadata": 123},
      "bytes": {".metadata": 2048, "__0_0.distcp": 400000}}, "crc32": 456}
 
 All else is in zip archives that ``torch.save`` has written. Each record has a checksum, which torch doesn't read. A
@@ -150,7 +150,7 @@ def contents_of(folder: Path, aliases: Mapping[str, str], extra_state: Iterable[
     content = {
         "aliases": dict(aliases),
         "extra_state": sorted(extra_state),
-        "crc32": zlib.crc32((folder / METADATA).read_bytes()),
+        "crc32": {METADATA: zlib.crc32((folder / METADATA).read_bytes())},
         "bytes": {file.name: file.stat().st_size for file in sorted(folder.iterdir()) if file.name != CONTENTS},
     }
     return json.dumps({"content": content, "crc32": _crc32_of(content)}).encode()
@@ -163,9 +163,9 @@ def verified(folder: Path) -> tuple[dict[str, Any], Path | None]:
         content: dict[str, Any] = parsed["content"]
         if parsed["crc32"] != _crc32_of(content):
             return {}, folder / CONTENTS
-    except (OSError, ValueError, KeyError, TypeError):
+    except (FileNotFoundError, ValueError, KeyError, TypeError):
         return {}, folder / CONTENTS
-    is_whole = zlib.crc32((folder / METADATA).read_bytes()) == content["crc32"]
+    is_whole = zlib.crc32((folder / METADATA).read_bytes()) == content["crc32"][METADATA]
     return content, None if is_whole else folder / METADATA
 
 
