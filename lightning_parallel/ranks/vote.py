@@ -20,8 +20,8 @@ class Vote:
     What all ranks want after the same batch, as code does that runs on all of them, holds after that very batch, as in
     one process. What some want holds as many batches later as a rank may be ahead, and one more::
 
-        ahead     batch 0      | batch 1             | batch 2: the count of batch 0 holds
-        behind                 | batch 0: a wish     | batch 1                            | batch 2: holds
+        rank 0    batch 0   | batch 1               | batch 2, ends
+        rank 1              | batch 0, wants to end | batch 1       | batch 2, ends
 
     A rank doesn't get further ahead, since it waits for that count. So it is complete before it is needed, if ``ahead``
     is what the schedule allows.

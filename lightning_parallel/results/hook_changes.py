@@ -7,7 +7,7 @@ may also set something there that other stages read later::
         self.trainer.optimizers[0].param_groups[0]["lr"] *= 0.5     an option of an optimizer
         self.best = min(self.best, self.trainer.callback_metrics["loss"].item())     a number on a module
         self.hparams.noise *= 0.5                                    one in a dictionary, a list or an object
-    self.offset = self.offset * 0.5                              a tensor
+        self.offset = self.offset * 0.5                              a tensor
         self.layers[0].eval()                                        a mode
         self.layers[0].requires_grad_(True)                          which parameters are trained
         self.temperature.mul_(0.9)                                   a buffer outside the layers
@@ -85,7 +85,7 @@ def _items(value: Any) -> dict[Any, Any]:
     """What lies in a dictionary, or in an object that is no module."""
     if isinstance(value, dict):
         return value
-    return {} if isinstance(value, Tensor | nn.Module | type) else vars(value) if hasattr(value, "__dict__") else {}
+    return {} if isinstance(value, Tensor | nn.Module | type) else getattr(value, "__dict__", {})
 
 
 def changed(before: Settings, after: Settings) -> Settings:

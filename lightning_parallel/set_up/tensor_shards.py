@@ -176,7 +176,7 @@ class TensorShards:
         for name in whole:
             values = torch.stack([each[name] for each in ranks])  # [ranks, 2]
             largest = float(values[:, 0].max())
-            if largest:  # zero, as behind a layer with zero-initialised weights, proves nothing: it is compared again
+            if largest:  # zero, as after a layer with zero-initialised weights, proves nothing: it is compared again
                 self._compared.add(name)
             if float((values - values[0]).abs().max()) > _TOLERANCE * largest:
                 differing.append(name)
