@@ -12,8 +12,9 @@ from contextlib import ExitStack, nullcontext
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch.plugins.precision import MixedPrecision
+from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from torch import Tensor, nn
+from torch.amp import GradScaler
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
@@ -93,6 +94,17 @@ def square_of_norm(gradients: list[Tensor], device: torch.device) -> Tensor:
         norms = norms_of(group, torch.promote_types(group[0].dtype, torch.float32))
         square += torch.stack(norms).double().square().sum().to(device)
     return square
+
+
+def scaler_of(plugin: Precision) -> GradScaler | None:
+    """The loss scaler, if there is one."""
+    return plugin.scaler if isinstance(plugin, MixedPrecision) else None
+
+
+def loss_scale(plugin: Precision) -> float:
+    """What losses are multiplied by. The host waits for a GPU here."""
+    scaler = scaler_of(plugin)
+    return 1.0 if scaler is None else float(scaler.get_scale())
 
 
 def share_overflows(run: Run, until: ExitStack) -> None:

@@ -7,14 +7,14 @@ optimizer's state take.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_parallel.optimizers.options import options_of, restored
+from lightning_parallel.optimizers.options import Options, options_of, restored
+from lightning_parallel.values import same_value
 
 # What torch keeps on an optimizer, beside its groups and its state. Schedulers put their marks there, too.
 _OF_TORCH = frozenset(vars(torch.optim.SGD([nn.Parameter(torch.zeros(1))]))) | {"step", "_opt_called"}
@@ -25,7 +25,7 @@ class UndoableStep:
     """The step that ``optimizer`` is about to make with the gradients on its parameters."""
 
     def __init__(self, optimizer: Optimizer) -> None:
-        self._optimizer = optimizer
+        self.optimizer = optimizer
         self._parameters: list[Tensor] = [p for group in optimizer.param_groups for p in group["params"]]
         self._gradients = [None if p.grad is None else p.grad.detach().clone() for p in self._parameters]
         # One without a gradient may move, too: by its momentum.
@@ -33,27 +33,36 @@ class UndoableStep:
         self._values = {p: p.detach().clone() for p in moving}
         self._state = {parameter: copy.deepcopy(state) for parameter, state in optimizer.state.items()}
         self._options = options_of(optimizer)
+        self._written: Options = [{} for _ in self._options]
         self._own = _own_of(optimizer)
 
-    def make_again(self, change: Callable[[Optimizer], Any]) -> None:
-        """Undo the step, and make it with its gradients after ``change`` has changed them on the parameters, where they
-        stay. Options that a scheduler has set since hold again afterwards."""
+    def made(self) -> None:
+        """Note which options the step has written, as a count. It has just been made, or was skipped."""
+        for written, before, group in zip(self._written, self._options, self.optimizer.param_groups, strict=True):
+            written.update({k: v for k, v in before.items() if not same_value(group[k], v)})
+
+    def undo(self) -> None:
+        """Undo the step, and put its gradients back. Options that a scheduler has set since stay."""
         with torch.no_grad():
             for parameter, value in self._values.items():
                 parameter.copy_(value)
-        self._optimizer.state.clear()
-        self._optimizer.state.update(self._state)
-        for name in _own_of(self._optimizer).keys() - self._own.keys():  # which the step has made, as a count
-            delattr(self._optimizer, name)
-        vars(self._optimizer).update(self._own)
-        for group, options in zip(self._optimizer.param_groups, self._options, strict=True):
+        self.optimizer.state.clear()
+        self.optimizer.state.update(self._state)
+        for name in _own_of(self.optimizer).keys() - self._own.keys():  # which the step has made, as a count
+            delattr(self.optimizer, name)
+        vars(self.optimizer).update(self._own)
+        for group, options in zip(self.optimizer.param_groups, self._options, strict=True):
             for name in group.keys() - options.keys() - {"params"}:
                 del group[name]
+        for group, written in zip(self.optimizer.param_groups, self._written, strict=True):
+            group.update(written)
         for parameter, gradient in zip(self._parameters, self._gradients, strict=True):
             parameter.grad = gradient
-        change(self._optimizer)
-        with restored(self._optimizer, self._options, set()):
-            self._optimizer.step()
+
+    def make_again(self) -> None:
+        """Make the step, undone before, with the gradients that are on the parameters now."""
+        with restored(self.optimizer, self._options, set()):
+            self.optimizer.step()
 
 
 def refuse_undoing(optimizer: Optimizer, setting: str) -> None:

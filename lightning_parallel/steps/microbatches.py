@@ -15,12 +15,12 @@ from functools import partial
 from typing import Any
 
 import torch
-from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor
 from torchmetrics import Metric
 
 from lightning_parallel.batch import rebuilt
 from lightning_parallel.batch_joins import join_outputs
+from lightning_parallel.gradients.clipping import loss_scale
 from lightning_parallel.losses.normaliser import BatchLoss
 from lightning_parallel.pipeline.chunk import Microbatch
 from lightning_parallel.pipeline.stage import Stage
@@ -124,8 +124,7 @@ class Microbatches:
         if is_first:
             together(None, self._effects.check)
         self.changes.begin_batch(() if flow is None else flow.updated, self.count, len(self._stage.chunks))
-        scaler = self._run.precision.scaler if isinstance(self._run.precision, MixedPrecision) else None
-        scale = 1.0 if scaler is None else float(scaler.get_scale())  # once, since the host waits for a GPU here
+        scale = loss_scale(self._run.precision)
         # A trial would change once more what steps are known to change. After the first batch only losses are tried.
         tries = not self.changes.known and (is_first or self._run.layout.is_last_stage)
         work: dict[int, Microbatch] = {}

@@ -8,10 +8,13 @@
 
 So the numbers are those of stages that wait. ``pipeline/validation.py`` says how the norm travels. Where many updates
 were clipped, stages wait for a while, since an update that is made twice costs more than a wait.
+
+A loss scaler (``16-mixed``) is treated alike: the norm is infinite or NaN where the gradients of any stage overflow.
 """
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
@@ -25,15 +28,17 @@ from lightning.pytorch.callbacks import LambdaCallback, WeightAveraging
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_parallel.gradients.clipping import Clipping
+from lightning_parallel.gradients.clipping import Clipping, loss_scale, scaler_of
 from lightning_parallel.gradients.overridden import overridden
 from lightning_parallel.gradients.swapping import Gradients, swap_gradients
 from lightning_parallel.optimizers.closures import closure_first
 from lightning_parallel.optimizers.undoable import UndoableStep, refuse_undoing
+from lightning_parallel.optimizers.undoable_scaler import UndoableScaler
 from lightning_parallel.pipeline.chunk import Microbatch
 from lightning_parallel.pipeline.validation import TakenBack, Validation
 from lightning_parallel.private.lightning.launching import callbacks_of
 from lightning_parallel.private.lightning.replaced import replaced
+from lightning_parallel.private.torch.groups import CommonScaler
 from lightning_parallel.private.torch.modules import has_step_hooks
 from lightning_parallel.ranks.collectives import reduce_tensor
 from lightning_parallel.ranks.local_model import LocalModel
@@ -55,16 +60,17 @@ class _Open(NamedTuple):
 
     Attributes:
         square: the squared norm of this stage's gradients.
-        limit: of the norm of all stages.
+        limit: of the norm of all stages. ``None``: any finite one holds.
     """
 
     step: UndoableStep
     square: Tensor
-    limit: float
+    limit: float | None
 
 
 class PostValidation:
-    """Clips for Lightning's precision plugin, which is set up to clip by the norm of all stages (``clipping.py``).
+    """Clips for Lightning's precision plugin, which is set up to clip by the norm of all stages (``clipping.py``), and
+    tells its loss scaler which updates to skip.
 
     Args:
         layers: of this stage's first chunk, whose forwards may run again.
@@ -86,10 +92,15 @@ class PostValidation:
         self._run, self._local, self._clipping = run, local, clipping
         self._layers, self._has_to_wait = nn.ModuleList(layers), has_to_wait
         self._open: _Open | None = None  # the last update, if it isn't validated yet
-        self._clipped = deque[bool](maxlen=_REMEMBERED)  # have the last updates been clipped?
-        self._waited: tuple[Tensor, float] | None = None  # the norm and the limit of the last update, if stages waited
+        self._clipped = deque[bool](maxlen=_REMEMBERED)  # have the last updates been clipped, or skipped?
+        self._waits = False  # do stages wait before the next update?
+        self._held: Callable[[], bool] | None = None  # would the last update have held, for which stages waited?
         self._end = ExitStack()
         self._end.callback(replaced(run.precision, "clip_grad_by_norm", self.clip))
+        scaler = scaler_of(run.precision)
+        self._scaler: UndoableScaler | None = None
+        if isinstance(scaler, CommonScaler):
+            self._scaler = UndoableScaler(scaler, run.groups.model, self._decide, self._step, until=self._end)
         for optimizer in run.trainer.optimizers:
             # The closure makes the update before this one again, and this one's copy.
             closure_first(optimizer, partial(_without_hooks, optimizer), self._end)
@@ -108,15 +119,36 @@ class PostValidation:
 
     def clip(self, optimizer: Optimizer, clip_val: int | float) -> None:
         """Clip before an update, or leave it to the validation."""
-        if self._waited is not None:  # not before now: the host would have waited for the device
-            norm, limit = self._waited
-            self._clipped.append(not _holds(norm.square(), limit))
-            self._waited = None
-        if self._has_to_wait() or sum(self._clipped) > _MOST * _REMEMBERED:
-            self._waited = self._clipping.by_norm(optimizer, clip_val), clip_val
+        if self._scaler is None:  # which decides earlier
+            self._decide()
+        if self._waits:
+            norm = self._clipping.by_norm(optimizer, clip_val)
+            self._held = lambda: _holds(norm.square(), clip_val)
         else:
-            square = self._clipping.square(optimizer, self._run.groups.along("tensor"))
-            self._open = _Open(UndoableStep(optimizer), square, clip_val)
+            self._leave_open(optimizer, clip_val)
+
+    def _decide(self) -> bool:
+        """Decide whether stages wait before the next update."""
+        if self._held is not None:  # not before now: the host would have waited for the device
+            self._clipped.append(not self._held())
+            self._held = None
+        self._waits = self._has_to_wait() or sum(self._clipped) > _MOST * _REMEMBERED
+        return self._waits
+
+    def _leave_open(self, optimizer: Optimizer, limit: float | None) -> _Open:
+        square = self._clipping.square(optimizer, self._run.groups.along("tensor"))
+        self._open = _Open(UndoableStep(optimizer), square, limit)
+        return self._open
+
+    def _step(self, optimizer: Optimizer, step: Callable[[], Any], held: Callable[[], bool]) -> Any:
+        """The step of an optimizer whose loss is scaled. Afterwards ``held`` tells whether it was made."""
+        if self._waits:
+            self._held = self._held or held
+            return step()
+        left_open = self._open or self._leave_open(optimizer, None)  # open, if it is clipped by the norm
+        result = step()
+        left_open.step.made()
+        return result
 
     # -- its validation ------------------------------------------------------------------------------------------
 
@@ -149,6 +181,8 @@ class PostValidation:
                 undone.pop_all()
                 return outputs
         self.take_back()
+        scale = loss_scale(self._run.precision)
+        work = {number: replace(microbatch, scale=scale) for number, microbatch in work.items()}
         clipped = swap_gradients(self._local.parameters, {})
         if earlier:
             earlier.update(clipped)
@@ -160,11 +194,16 @@ class PostValidation:
         self._clipped.append(False)
 
     def take_back(self) -> None:
-        """Make the last update again with clipped gradients, which stay on the parameters. All stages call it."""
+        """Make the last update again with clipped gradients, which stay on the parameters, or skip it. All stages call
+        it."""
         assert self._open is not None, "an update is open that doesn't hold"
         step, _, limit = self._open
         self._open = None
-        step.make_again(lambda optimizer: self._clipping.by_norm(optimizer, limit))
+        step.undo()
+        if limit is not None:
+            self._clipping.by_norm(step.optimizer, limit)
+        if self._scaler is None or not self._scaler.take_back():
+            step.make_again()
         self._clipped.append(True)
 
     def settle(self) -> None:
@@ -175,9 +214,10 @@ class PostValidation:
             self.accept() if _holds(total, self._open.limit) else self.take_back()
 
 
-def _holds(square: Tensor, limit: float) -> bool:
+def _holds(square: Tensor, limit: float | None) -> bool:
     """Are gradients of this squared norm left as they are? Not if it is NaN."""
-    return float(square.sqrt()) + 1e-6 <= limit * (1 - _CERTAIN)
+    norm = float(square.sqrt())
+    return math.isfinite(norm) and (limit is None or norm + 1e-6 <= limit * (1 - _CERTAIN))
 
 
 # -- what is refused ---------------------------------------------------------------------------------------------
@@ -193,6 +233,11 @@ def refuse_post_validation(trainer: pl.Trainer, module: pl.LightningModule, reas
     for found in (*reasons, *_in_the_way(trainer, module)):
         raise ValueError(f"{SETTING} doesn't go together with {found}. Leave one of the two out.")
     for optimizer in trainer.optimizers:
+        if optimizer.defaults.get("fused") and scaler_of(trainer.precision_plugin) is not None:
+            raise ValueError(
+                f"{SETTING} and precision='16-mixed' don't go together with {type(optimizer).__name__}(fused=True), "
+                f"which unscales gradients itself. Take foreach=True, or leave {SETTING} out."
+            )
         _without_hooks(optimizer)
         refuse_undoing(optimizer, SETTING)
 

@@ -64,8 +64,9 @@ class PipelineOptions(StagedOptions):
         activation_memory: with ``"zbv"``, the most activations that a stage may hold, as a part of what the first stage
             of 1F1B holds, or in bytes, such as ``"6GiB"``. The less, the larger is the bubble. V-Min's are the
             least, about a third with many stages; with two, all. Bytes are those that the start of a run estimates.
-        post_validation: with ``"zbv"`` and ``gradient_clip_val``, don't wait for the norm of all stages: make the
-            update as if nothing were clipped, and make it again where that was wrong. The numbers are the same, but
+        post_validation: with ``"zbv"`` and ``gradient_clip_val`` or a loss scaler (``16-mixed``), don't wait for the
+            norm of all stages: make the update as if nothing were clipped and no gradient of another stage had
+            overflowed, and make it again, or skip it, where that was wrong. The numbers are the same, but
             after an error the module may hold an update that should have been clipped. It takes the memory of the
             weights, the gradients and the optimizer's state once more.
 

@@ -10,7 +10,9 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, EMAWeightAveraging
+from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor, nn
+from torch.amp import GradScaler
 
 from lightning_parallel.ranks.groups import Groups
 from lightning_parallel.steps import post_validation
@@ -71,7 +73,7 @@ class Keeping(L.LightningModule):
 
     @staticmethod
     def loader() -> Any:
-        samples = torch.randn(40, 6, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+        samples = torch.randn(40, 6, generator=torch.Generator().manual_seed(2))
         return torch.utils.data.DataLoader(samples, batch_size=16)  # type: ignore[arg-type]  # the last has eight
 
 
@@ -116,6 +118,14 @@ class NotANumber(Keeping):
         return x.square().mean()
 
 
+class Overflowing(NotANumber):
+    """The same with an optimizer that writes to its options, and with a scheduler that does."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = Odd(self.parameters())
+        return [optimizer], [{"scheduler": torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.8), "interval": "step"}]
+
+
 class OddlyStepped(Keeping):
     """In every second batch, no layer has a gradient but the last, and that is clipped."""
 
@@ -130,15 +140,24 @@ class OddlyStepped(Keeping):
 
 
 MODELS: dict[str, Any] = {**ALL, "Scheduled": Scheduled, "Keeping": Keeping, "OddlyStepped": OddlyStepped}
-MODELS["NotANumber"] = NotANumber
+MODELS |= {"NotANumber": NotANumber, "Overflowing": Overflowing}
 
 
 def trained(
-    model: str, strategy: str, options: dict[str, Any], most: float = 1.0, **given: Any
+    model: str,
+    strategy: str,
+    options: dict[str, Any],
+    most: float = 1.0,
+    scale: float | None = None,
+    growth_interval: int = 2,
+    **given: Any,
 ) -> tuple[list[str], dict[str, Tensor], Report]:
     """What has become of each update, the buffers, and what this rank has. Stages wait where more than the part
-    ``most`` of updates was clipped."""
-    torch.set_default_dtype(torch.float64)
+    ``most`` of updates was clipped. ``scale`` is that of losses at the start."""
+    scaler = None if scale is None else GradScaler("cpu", init_scale=scale, growth_interval=growth_interval)
+    if scaler is not None:
+        given["plugins"] = [MixedPrecision("16-mixed", "cpu", scaler)]
+    torch.set_default_dtype(torch.float64 if scaler is None else torch.float32)  # which is computed with in float16
     L.seed_everything(3)
     module, report, fates = MODELS[model](), Report(), list[str]()
     trainer = make_trainer(strategy, [Gradients(report)], options, **{"max_epochs": 4} | given)
@@ -157,7 +176,8 @@ def trained(
         for name in ("accept", "take_back"):
             patch.setattr(post_validation.PostValidation, name, noting(name))
         trainer.fit(module, module.loader(), *([] if isinstance(module, Keeping) else [module.loader()]))
-    buffers = {name: buffer.clone() for name, buffer in module.named_buffers() if type(buffer) is Tensor}
+    buffers = {} if scaler is None else {"scale": torch.tensor(scaler.get_scale())}
+    buffers |= {name: buffer.clone() for name, buffer in module.named_buffers() if type(buffer) is Tensor}
     return fates, buffers, collect(report, trainer, module)
 
 
@@ -176,7 +196,13 @@ def trained_announced(*args: Any, **given: Any) -> tuple[list[str], dict[str, Te
         ("OddlyStepped", 0.55, 2, {}, {}),
         ("NotANumber", 100.0, 2, {}, {"max_epochs": 1}),
         ("LeNet", 0.5, 4, {"data_parallel": 2}, {"val_check_interval": 1}),
+        # No layer's gradients overflow but the second one's, on the last stage.
+        ("Overflowing", 100.0, 2, {}, {"scale": 8.0, "max_epochs": 3}),
+        ("Overflowing", 8.0, 2, {}, {"scale": 8.0, "max_epochs": 3}),
+        ("Overflowing", None, 3, {}, {"scale": 8.0, "val_check_interval": 1}),
+        ("LeNet", 0.8, 2, {}, {"scale": 2.0**22}),  # which is soon too large
         *thorough(
+            ("Llama", None, 4, {"tensor_parallel": 2}, {"scale": 2.0**20}),
             ("Llama", 0.7, 4, {"tensor_parallel": 2}, {}),
             ("LeNet", 0.3, 2, {}, {"accumulate_grad_batches": 2, "max_epochs": 6}),
             ("GPT2", 0.6, 2, {}, {}),
@@ -184,15 +210,21 @@ def trained_announced(*args: Any, **given: Any) -> tuple[list[str], dict[str, Te
     ],
 )
 def test_updates_that_are_validated_later_are_those_of_stages_that_wait(
-    pool: WorkerPool, model: str, limit: float, ranks: int, options: dict[str, Any], given: dict[str, Any]
+    pool: WorkerPool, model: str, limit: float | None, ranks: int, options: dict[str, Any], given: dict[str, Any]
 ) -> None:
     given = {"gradient_clip_val": limit} | given
     run = trained_announced if model == "Scheduled" else trained
     runs = pool.run(run, ranks, model, "sync", V | options | {"post_validation": True}, init=False, **given)
     waiting = pool.run(trained, ranks, model, "sync", V | options, init=False, **given)
-    for (fates, buffers, found), (_, kept, expected) in zip(runs, waiting, strict=True):
+    for fates, _, found in runs:
         assert fates == runs[0][0] and {*fates} == {"accept", "take_back"}
-        assert len(fates) == len(expected.gradients)
+        assert len(fates) == len(found.gradients)
+    assert_the_same(runs, waiting)
+
+
+def assert_the_same(runs: list[Any], others: list[Any]) -> None:
+    """To the bit."""
+    for (_, buffers, found), (_, kept, expected) in zip(runs, others, strict=True):
         ours = chain(found.gradients, [found.weights, buffers])
         for one, other in zip(ours, chain(expected.gradients, [expected.weights, kept]), strict=True):
             assert one.keys() == other.keys() and all(equal(one[name], other[name]) for name in one)
@@ -225,6 +257,15 @@ def test_where_many_updates_are_clipped_stages_wait_and_have_the_numbers_of_one_
     assert [fates for fates, *_ in runs] == [["take_back"] * 5] * 2
 
 
+def test_where_many_updates_are_skipped_stages_wait_until_few_are(pool: WorkerPool) -> None:
+    given = {"scale": 2.0**27, "growth_interval": 100, "max_epochs": 10}  # its first updates overflow
+    waiting = pool.run(trained, 2, "Keeping", "sync", V, init=False, **given)
+    runs = pool.run(trained, 2, "Keeping", "sync", V | {"post_validation": True}, 0.2, init=False, **given)
+    assert_the_same(runs, waiting)
+    for fates, *_ in runs:
+        assert {*fates[:5]} == {"take_back"} and {*fates[5:]} == {"accept"}
+
+
 class Shown(Callback):
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, *args: Any) -> None:
         pass
@@ -246,6 +287,11 @@ class Counted(Keeping):
         return Counting(self.parameters(), lr=0.1)
 
 
+class Fused(Keeping):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), fused=True)
+
+
 class Hooking(Callback):
     def on_train_start(self, trainer: Any, module: Any) -> None:
         trainer.optimizers[0].register_step_post_hook(lambda *_: None)
@@ -258,6 +304,7 @@ REFUSED: dict[str, tuple[Any, list[Any], dict[str, Any]]] = {
     "a hook on the steps of AdamW": (Keeping, [Hooking()], {}),
     "with a hook on the steps of AdamW": (Keeping, [HooksAllOptimizers()], {}),
     "Counting keeps 'seen'": (Counted, [], {}),
+    "AdamW(fused=True)": (Fused, [], {"plugins": [MixedPrecision("16-mixed", "cpu")]}),
 }
 
 
