@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from lightning_parallel.absent.origins import parameter_of
-from lightning_parallel.absent.tensor import TakesGradientsError
+from lightning_parallel.absent.tensor import AbsentValueError, TakesGradientsError
 from lightning_parallel.cuts.flow import TWICE, Cargo, Flow, FlowError, Pair, Way, way_of
 from lightning_parallel.cuts.one_sided import refuse_one_sided
 from lightning_parallel.cuts.partition import Partition
@@ -37,7 +37,10 @@ def flow_of_step(module: nn.Module, partition: Partition, step: Callable[[], Any
     last = partition.chunks - 1
     # Later errors are the last chunk's: what the loss can't do with absent values, it may do with real ones.
     takes_gradients = isinstance(seen.stopped, TakesGradientsError) and last > 0
-    if seen.stopped is not None and (max(placed.chunks, default=0) < last or takes_gradients):
+    # So is a value for which an evaluation asks after its layers, which may lie in earlier chunks.
+    evaluates = not torch.is_grad_enabled() and isinstance(seen.stopped, AbsentValueError)
+    is_last = max(placed.chunks, default=0) == last or evaluates
+    if seen.stopped is not None and (takes_gradients or not is_last):
         raise seen.stopped
     elsewhere = [unit for unit in sorted(seen.beyond) if last not in units[unit]]
     if elsewhere:

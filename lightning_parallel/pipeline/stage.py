@@ -356,6 +356,9 @@ class Stage:
         """
         assert (arrival is None) == (chunk == 0)
         self._pass = forward = ForwardPass(self.cuts[chunk], arrival)
+        if forward.cuts.is_over:
+            self._pass = None
+            return forward.departure()
         self._in_trial = trial
         has_left = False
         try:

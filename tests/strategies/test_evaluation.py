@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torchmetrics.classification import MulticlassAccuracy
 
 from tests.strategies.failures import assert_refused
 from tests.strategies.observed import CLASSES, WIDTH, Net, loader, make_trainer
@@ -84,6 +86,55 @@ def test_an_evaluation_reads_weights_of_other_stages_where_training_does(pool: W
     assert pool.run(fit_reading, 2, "sync", True, init=False) == pytest.approx(expected * 2, rel=0, abs=1e-12)
     failures = pool.run(fit_reading, 2, "sync", False, init=False, expect_errors=True)
     assert_refused(failures, "FlowError", ["reads 'net.0.weight', which is on stage 0", "(the first), too"])
+
+
+class LeavesLayersOut(Net):
+    """Training has a target network and a projector at its end. Validation has neither. It asks for values after its
+    layers: a metric counts, and a number is kept until the epoch's end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.projector = nn.Sequential(*(nn.Linear(CLASSES, CLASSES) for _ in range(4)))
+        self.target = deepcopy(self.net).requires_grad_(False)
+        self.accuracy = MulticlassAccuracy(CLASSES)
+        self.seen: list[float] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        logits, loss = self.logits_and_loss(batch)
+        with torch.no_grad():
+            target = self.target(batch[0])
+        return loss + F.mse_loss(self.projector(logits), target)
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        with torch.no_grad():
+            for one, other in zip(self.target.parameters(), self.net.parameters(), strict=True):
+                one.lerp_(other, 0.1)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        logits, loss = self.logits_and_loss(batch)
+        self.accuracy(logits, batch[1])
+        self.log("accuracy", self.accuracy)
+        self.seen.append(loss.item())
+
+    def on_validation_epoch_end(self) -> None:
+        self.log("loss", sum(self.seen) / len(self.seen))
+        self.seen.clear()
+
+
+def fit_without_last_layers(strategy: str, options: dict[str, Any]) -> dict[str, float]:
+    torch.set_default_dtype(torch.float64)
+    trainer = make_trainer(strategy, [], options)
+    trainer.fit(LeavesLayersOut(), loader(), loader(8, 4, 5))
+    return {name: float(trainer.callback_metrics[name]) for name in ("accuracy", "loss")}
+
+
+@pytest.mark.parametrize(
+    ("stages", "options"), [(4, {"microbatches": 2}), (2, {"microbatches": 4, "schedule": "interleaved"})]
+)
+def test_an_evaluation_may_leave_the_last_layers_out(pool: WorkerPool, stages: int, options: dict[str, Any]) -> None:
+    (expected,) = pool.run(fit_without_last_layers, 1, "single", {}, init=False)
+    for found in pool.run(fit_without_last_layers, stages, "sync", options, init=False):
+        assert found == pytest.approx(expected, rel=0, abs=1e-12)
 
 
 class LooksAtTheRank(Net):
