@@ -1,17 +1,17 @@
 """Compares the losses of a tensor group's ranks in the first step of each kind, and in some later ones.
 
-They compute one model together, so all of them must return the same. A difference has causes that no later check finds:
-a parameter read outside of its layer (each rank sees its own shard), or random numbers that the step draws differently.
-The first step is compared before its backward, so nothing has been updated. Ranks may part later, in another epoch or
-in every third batch: so steps 1, 2, 3, 5, 8, 13, ... are compared, fewer and fewer. In a pipeline these are runs of the
-step for microbatches and chunks.
+They compute one model together, so all of them must return, log and keep the same. A difference has causes that no
+later check finds: a parameter read outside of its layer (each rank sees its own shard), or random numbers that the step
+draws differently. The first step is compared before its backward, so nothing has been updated. Ranks may part later, in
+another epoch or in every third batch: so steps 1, 2, 3, 5, 8, 13, ... are compared, fewer and fewer. In a pipeline
+these are runs of the step for microbatches and chunks.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from numbers import Real
 from typing import Any, NamedTuple, TypeVar
 
@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
+from torchmetrics import Metric
 
 from lightning_parallel.checks.reads_of_shards import ReadsOfShards, warn_of_sizes
 from lightning_parallel.private.torch.tensors import tensors_in
@@ -42,7 +43,7 @@ class _Seen(NamedTuple):
     """What one rank has found in a step."""
 
     returned: dict[str, float]
-    logged: dict[str, float]
+    left: dict[str, float]  # numbers that were logged, and norms of tensors that were returned, or are kept
     reads: dict[str, str]  # by divided parameter, the function that read it outside of its layer
 
 
@@ -70,7 +71,7 @@ class FirstLosses:
         logged: dict[str, Any] = {}
         module, reads = self._module, ReadsOfShards(self._module, self._names)
         assert isinstance(module, pl.LightningModule)
-        log = module.log
+        log, before = module.log, [*_kept(module)]
 
         def note(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
             logged[name] = value
@@ -81,7 +82,12 @@ class FirstLosses:
         warn_of_sizes(reads.sizes - self._warned, kind)
         self._warned |= reads.sizes
         returned = output if isinstance(output, Mapping) else {"loss": output}
-        own = _Seen(scalars(returned) | _norms(kind, output), scalars(logged), reads.found)
+        known = {id(tensor) for _, tensor in before}
+        norms = {name: _norm(tensor) for name, tensor in _kept(module) if id(tensor) not in known}
+        predicts = kind == "predict_step"
+        returns = enumerate(tensors_in(output))
+        outputs = {f"output {i}": _norm(tensor) for i, tensor in returns if predicts or tensor.numel() > 1}
+        own = _Seen(scalars(returned) | (outputs if predicts else {}), scalars(logged) | norms | outputs, reads.found)
         loss = returned.get("loss")
         dtype = loss.dtype if isinstance(loss, Tensor) and loss.is_floating_point() else torch.get_default_dtype()
         tolerance = min(1e-2, _ROUNDING * torch.finfo(dtype).eps)  # relative
@@ -98,14 +104,20 @@ def scalars(values: Mapping[str, Any]) -> dict[str, float]:
     }
 
 
-def _norms(kind: str, output: Any) -> dict[str, float]:
-    """Of the tensors that a prediction consists of."""
-    norms: dict[str, float] = {}
-    for i, x in enumerate(tensors_in(output) if kind == "predict_step" else ()):
-        x = x.detach() if x.is_floating_point() or x.is_complex() else x.double()
-        wide = torch.complex128 if x.is_complex() else torch.float64
-        norms[f"prediction {i}"] = float(torch.linalg.vector_norm(x, dtype=wide))
-    return norms
+def _kept(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The tensors in a module's own attributes, and copies of its metrics' states: of a list of them the last one."""
+    for name, value in vars(module).items():
+        if not name.startswith("_"):
+            yield from ((f"self.{name}", tensor) for tensor in tensors_in(value) if type(tensor) is Tensor)
+    for path, part in module.named_modules():
+        for name, state in part.metric_state.items() if isinstance(part, Metric) else ():
+            last = state[-1:] if isinstance(state, list) else [state]
+            yield from ((f"self.{path}.{name}", tensor.clone()) for tensor in last if type(tensor) is Tensor)
+
+
+def _norm(x: Tensor) -> float:
+    x = x.detach() if x.is_floating_point() or x.is_complex() else x.double()
+    return float(torch.linalg.vector_norm(x, dtype=torch.complex128 if x.is_complex() else torch.float64))
 
 
 def _compare(kind: str, ranks: list[_Seen], tolerance: float) -> None:
@@ -119,10 +131,11 @@ def _compare(kind: str, ranks: list[_Seen], tolerance: float) -> None:
             )
     if apart := _first_difference([seen.returned for seen in ranks], tolerance):
         raise RuntimeError(f"The ranks of one tensor group come to different values in {kind}: {apart}. {_CAUSES}")
-    if apart := _first_difference([seen.logged for seen in ranks], tolerance):
+    if apart := _first_difference([seen.left for seen in ranks], tolerance):
         rank_zero_warn(
-            f"The ranks of one tensor group log different values in {kind}: {apart}. That of the first rank is shown. "
-            f"A value computed from parameters is that of a shard."
+            f"The ranks of one tensor group log, return or keep different values in {kind}: {apart}. That of the first "
+            f"rank is shown. A value computed from parameters, or from what a divided layer returns, is that of a "
+            f"shard: leave the layer out of the plan."
         )
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torchmetrics import MeanMetric
 
 from tests.strategies.equality import assert_equal
 from tests.strategies.harness import joined, train
@@ -182,7 +183,26 @@ def test_a_size_of_a_shard_is_warned_of_once_where_the_module_asks_for_it(pool: 
 
 def test_logged_numbers_of_shards_are_warned_of(pool: WorkerPool) -> None:
     reports = pool.run(train, 2, "LogsShards", "tensor", init=False)
-    assert any("'norm'" in text and "'largest'" in text for text in reports[0].warned_of("log different values"))
+    assert any("'norm'" in text and "'largest'" in text for text in reports[0].warned_of("keep different values"))
+
+
+class KeepsFeatures(Mixed):
+    """Validation keeps what a divided layer returns, for the end of the epoch, counts it, and returns it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.features, self.mean = list[Tensor](), MeanMetric()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        self.features.append(self.mlp[0](self.body(batch[0])))
+        self.mean.update(self.features[-1])
+        return {"features": self.features[-1]}
+
+
+def test_what_an_evaluation_keeps_of_shards_is_warned_of(pool: WorkerPool) -> None:
+    reports = pool.run(train, 2, KeepsFeatures, "tensor", init=False)
+    (text, *_) = reports[0].warned_of("keep different values in validation_step")
+    assert all(name in text for name in ("'self.features'", "'self.mean.", "'output 0'"))
 
 
 @pytest.mark.parametrize("options", [{}, {"tensor_parallel": 1, "data_parallel": 2}], ids=["shards", "replicas"])
