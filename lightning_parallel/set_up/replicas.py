@@ -40,8 +40,7 @@ class Replicas:
     """
 
     def __init__(self, local: LocalModel, module: nn.Module, group: dist.ProcessGroup) -> None:
-        self._local = local
-        self._group = group
+        self._local, self._group, self._module = local, group, module
         parts = module.named_modules()
         self._with_statistics = {name for name, part in parts if getattr(part, "track_running_stats", False)}
         self._carried: set[str] = set()  # the buffers that batches change, and may read
@@ -105,10 +104,14 @@ class Replicas:
         Args:
             watch: put hooks on the parameters that tell the averager of their gradients. Otherwise the caller does.
             factor: gives the number by which this replica's complete gradients are multiplied before they are averaged.
+
+        Raises:
+            ValueError: an embedding would part the replicas, or has sparse gradients.
         """
         self._factor = factor
         if self._group.size() == 1:
             return
+        _refuse_embeddings(self._module)
         self.averager = averager = GradientAverager(self._local.replicated, self._group, factor=factor)
 
         def grown(name: str, parameter: Tensor) -> None:
@@ -137,3 +140,16 @@ class Replicas:
             own = {name: parameter for name, parameter in self._local.replicated.items() if name in names}
             averager = GradientAverager(own, self._group, factor=self._factor)
         return {**gradients, **averager.finish(gradients)}
+
+
+def _refuse_embeddings(module: nn.Module) -> None:
+    for name, part in module.named_modules():
+        if not isinstance(part, nn.Embedding | nn.EmbeddingBag) or not part.weight.requires_grad:
+            continue
+        if part.max_norm is not None:
+            raise ValueError(
+                f"'{name}' has max_norm={part.max_norm:g}: each replica would scale the rows that its own samples "
+                f"take, and replicas would part. Scale all rows in on_train_batch_start, or use one replica."
+            )
+        if part.sparse:
+            raise ValueError(f"'{name}' has sparse=True, but replicas average dense gradients: set sparse=False.")

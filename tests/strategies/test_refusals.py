@@ -293,6 +293,23 @@ def test_replicas_with_unequal_numbers_of_batches_are_refused(
     assert_refused(failures, "ValueError", ["one replica has 2 batches, and another one 3", "_batches=2"])
 
 
+class Embeds(Net):
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.rows = nn.Embedding(WIDTH, WIDTH, **options)
+
+    def logits_and_loss(self, batch: Any) -> tuple[Tensor, Tensor]:
+        return super().logits_and_loss((self.rows(batch[0].argmax(1)), batch[1]))
+
+
+@pytest.mark.parametrize("options", [{"max_norm": 1.0}, {"sparse": True}])
+def test_embeddings_that_replicas_cannot_keep_equal_are_refused(pool: WorkerPool, options: dict[str, Any]) -> None:
+    one = {"tensor_parallel": 1, "data_parallel": 2}
+    kind = partial(Embeds, **options)
+    failures = pool.run(fit, 2, kind, "tensor", one, init=False, expect_errors=True, timeout=LIMIT)
+    assert_refused(failures, "ValueError", ["'rows' has", *options])
+
+
 # -- seen on one stage only ----------------------------------------------------------------------------------
 
 
