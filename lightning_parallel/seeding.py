@@ -20,7 +20,7 @@ import hashlib
 import json
 import random
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from functools import cached_property
 
 import numpy as np
@@ -44,20 +44,31 @@ def next_seed(layer: str) -> int:
     return mix(torch.initial_seed(), layer)
 
 
-class TorchGenerators:
-    """torch's default generators of the CPU and of one device (a CPU or a CUDA device)."""
+class Generators:
+    """The global generators: torch's of the CPU and of one device (a CPU or a CUDA device), Python's and NumPy's."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
-    def seed(self, seed: int) -> None:
-        """Seed both generators."""
-        for generator in self._generators:
+    def seed(self, seed: int, *, host: bool = True) -> None:
+        """Seed the generators; without ``host`` torch's alone."""
+        for generator in self._torchs:
             generator.manual_seed(seed)
+        if host:
+            random.seed(seed)
+            np.random.seed(seed % 2**32)
 
-    def kept(self) -> AbstractContextManager[None]:
-        """Afterwards the generators are as they were before."""
-        return torch.random.fork_rng([self._device.index or 0] if self._device.type == "cuda" else [])
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """Afterwards the generators are as they were before. It takes a tenth of a millisecond: use it once a batch,
+        not once a microbatch."""
+        python, legacy = random.getstate(), np.random.get_state(legacy=False)
+        try:
+            with torch.random.fork_rng([self._device.index or 0] if self._device.type == "cuda" else []):
+                yield
+        finally:
+            random.setstate(python)
+            np.random.set_state(legacy)
 
     @contextmanager
     def seeded(self, seed: int) -> Iterator[None]:
@@ -67,29 +78,11 @@ class TorchGenerators:
             yield
 
     @cached_property
-    def _generators(self) -> list[torch.Generator]:
+    def _torchs(self) -> list[torch.Generator]:
         if self._device.type != "cuda":
             return [torch.default_generator]
         torch.cuda.init()  # creates the default generators
         return [torch.default_generator, torch.cuda.default_generators[self._device.index or 0]]
-
-
-@contextmanager
-def host_generators_kept() -> Iterator[None]:
-    """Afterwards Python's and NumPy's generators are as they were before. It takes a tenth of a millisecond: use it
-    once a batch, not once a microbatch."""
-    python, legacy = random.getstate(), np.random.get_state(legacy=False)
-    try:
-        yield
-    finally:
-        random.setstate(python)
-        np.random.set_state(legacy)
-
-
-def seed_host_generators(seed: int) -> None:
-    """Seed Python's and NumPy's generators."""
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
 
 
 # -- in checkpoints ----------------------------------------------------------------------------------------------

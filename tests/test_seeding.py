@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from lightning_parallel.seeding import (
-    TorchGenerators,
+    Generators,
     next_seed,
     random_state,
     restore_random_state,
 )
 
-GENERATORS = TorchGenerators(torch.device("cpu"))
+GENERATORS = Generators(torch.device("cpu"))
 
 
 def test_a_layer_that_runs_again_from_the_same_state_is_followed_by_the_same_seed() -> None:
@@ -42,9 +42,9 @@ def test_the_generator_of_the_gpu_too() -> None:
     torch.cuda.manual_seed(1)
     expected = torch.rand(4, device=device)
     torch.cuda.manual_seed(1)
-    with TorchGenerators(device).seeded(5):
+    with Generators(device).seeded(5):
         one = torch.rand(4, device=device)
-    with TorchGenerators(device).seeded(5):
+    with Generators(device).seeded(5):
         other = torch.rand(4, device=device)
     assert torch.equal(one, other)
     assert torch.equal(torch.rand(4, device=device), expected)
@@ -79,6 +79,19 @@ def test_the_next_numbers_are_the_same(kind: str) -> None:
     draw()
     restore_random_state(state)
     assert [draw() for _ in range(3)] == expected
+
+
+@pytest.mark.usefixtures("_generators_kept")
+@pytest.mark.parametrize("kind", DRAWS)
+def test_what_draws_from_seeded_generators_moves_nobody_else_s(kind: str) -> None:
+    draw, state = DRAWS[kind], random_state()
+    expected = draw()
+    restore_random_state(state)
+    with GENERATORS.seeded(5):
+        one = draw()
+    with GENERATORS.seeded(5):
+        assert draw() == one != expected
+    assert draw() == expected
 
 
 @pytest.mark.usefixtures("_generators_kept")

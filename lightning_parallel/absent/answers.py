@@ -36,7 +36,7 @@ from lightning_parallel.private.torch.tensors import (
     version_of,
 )
 from lightning_parallel.ranks.writes import digest
-from lightning_parallel.seeding import TorchGenerators, host_generators_kept
+from lightning_parallel.seeding import Generators
 
 ANSWERS_KEPT = 32  # of one module, for the inputs that came last
 
@@ -114,8 +114,7 @@ class AbsentForward:
 
     def _ask(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Answer:
         # Parameters were made absent outside of inference mode, where torch can't divide them into views.
-        generators = TorchGenerators(torch.device("cpu"))
-        with torch.inference_mode(False), torch.no_grad(), generators.kept(), host_generators_kept():
+        with torch.inference_mode(False), torch.no_grad(), Generators(torch.device("cpu")).kept():
             with self.without_values(), _parts_asked(self._module):
                 out = asked(Invocation(self._module, self._forward, args, kwargs), INPUT)
         leaves, structure = tree_flatten(out)

@@ -31,7 +31,7 @@ from lightning_parallel.checks.no_collectives import CollectiveError
 from lightning_parallel.checks.small_optimizer import Piece, Pieces, Small, Stepped, made_up, stepped
 from lightning_parallel.ranks.layout import Layout
 from lightning_parallel.ranks.local_model import LocalModel, local_part
-from lightning_parallel.seeding import TorchGenerators
+from lightning_parallel.seeding import Generators
 from lightning_parallel.values import same_value
 
 _TOLERANCE = 1e-7  # of the largest change of a parameter: rounding makes far less, a norm of a half far more
@@ -166,8 +166,8 @@ def _sharded_as(like: Tensor) -> Piece:
 # -- trials ------------------------------------------------------------------------------------------------------
 
 
-def _generators_of(smalls: Sequence[Small]) -> TorchGenerators:
-    return TorchGenerators(local_part(smalls[0].like).device)
+def _generators_of(smalls: Sequence[Small]) -> Generators:
+    return Generators(local_part(smalls[0].like).device)
 
 
 def _tried(optimizer: Optimizer, smalls: Sequence[Small], steps: int = 0) -> Stepped:

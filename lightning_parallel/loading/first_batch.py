@@ -30,7 +30,7 @@ from lightning_parallel.loading.read_ahead import ReadAhead
 from lightning_parallel.private.lightning.data import LoaderSource, before_batch_transfer, mode_of
 from lightning_parallel.ranks.run import Run
 from lightning_parallel.results.logs import trial
-from lightning_parallel.seeding import TorchGenerators, host_generators_kept
+from lightning_parallel.seeding import Generators
 from lightning_parallel.tracing.own_generators import is_own_generator
 
 _FEW = 4  # samples
@@ -53,7 +53,7 @@ def first_step(run: Run) -> partial[Any]:
     assert trainer.state.fn is not None
     name = STEPS[trainer.state.fn]
     step = getattr(module, name)
-    with TorchGenerators(trainer.strategy.root_device).kept(), host_generators_kept():
+    with Generators(trainer.strategy.root_device).kept():
         source = LoaderSource(trainer)
         loader = source.get()
         if trainer.ckpt_path is None:  # otherwise the loader may depend on what the checkpoint restores

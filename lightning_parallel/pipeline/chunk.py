@@ -35,7 +35,7 @@ from lightning_parallel.pipeline.validation import TakenBack, Validation
 from lightning_parallel.pipeline.weights import Half, WeightVersions
 from lightning_parallel.private.torch.autograd import run_backward
 from lightning_parallel.private.torch.modules import parameters_of
-from lightning_parallel.seeding import TorchGenerators
+from lightning_parallel.seeding import Generators
 from lightning_parallel.timeline.recording import Timeline
 
 
@@ -153,7 +153,7 @@ class Chunk:
         ends: Ends,
         device: torch.device,
         *,
-        generators: TorchGenerators,
+        generators: Generators,
         loss_of: Callable[[Any], Tensor],
         weights: WeightVersions | None,
         timeline: Timeline,

@@ -29,7 +29,7 @@ from lightning_parallel.schedules.actions import (
     Step,
     StepOfChunk,
 )
-from lightning_parallel.seeding import TorchGenerators
+from lightning_parallel.seeding import Generators
 from lightning_parallel.timeline.recording import Timeline
 
 
@@ -61,7 +61,7 @@ class Engine:
     ) -> None:
         self._timeline = timeline or Timeline(enabled=False)
         self._halves, self._completing = halves, completing
-        self._generators = TorchGenerators(device)
+        self._generators = Generators(device)
         self._chunks = {
             index: Chunk(
                 index,

@@ -48,7 +48,7 @@ from lightning_parallel.messages.arrival import Arrival
 from lightning_parallel.pipeline.forward_pass import Cuts, ForwardPass
 from lightning_parallel.private.torch.modules import forward_hooks
 from lightning_parallel.ranks.local_model import saved_buffers
-from lightning_parallel.seeding import TorchGenerators, next_seed, seed_host_generators
+from lightning_parallel.seeding import Generators, next_seed
 from lightning_parallel.tracing.trace import Call
 
 
@@ -78,7 +78,7 @@ class Stage:
         self._on_units, self._inside_units = Interception(), Interception()
         nothing = (frozenset[Call](),) * partition.chunks
         self._flow = Flow(((),) * (partition.chunks - 1), (None,) * partition.chunks, nothing)
-        self._generators = TorchGenerators(device)
+        self._generators = Generators(device)
         self.cuts = {chunk: Cuts(self._flow, partition, chunk) for chunk in self.chunks}
         self._own = {name for name in partition.units if index in partition.stages_with(name)}
         # While another chunk runs, this stage's own units answer too, without their values.
@@ -266,16 +266,10 @@ class Stage:
         if name not in self._running:
             return
         seed, call = self._running.pop(name)
-        self._seed_after(name, seed)
+        # So every stage draws the same numbers after it, also where it is absent.
+        self._generators.seed(seed, host=name in self.partition.draw_on_host)
         if self._pass is not None and call is not None and call == self._pass.cuts.last:
             raise LeaveStep
-
-    def _seed_after(self, name: str, seed: int) -> None:
-        """Seed the generators after a unit, so that every stage draws the same numbers, also where the unit is
-        absent."""
-        self._generators.seed(seed)
-        if name in self.partition.draw_on_host:
-            seed_host_generators(seed)
 
     @torch.compiler.disable
     def _returned_inside(self, unit: str, name: str, part: nn.Module, args: Any, output: Any) -> None:
@@ -296,7 +290,7 @@ class Stage:
         seed = next_seed(name)
         call = running.called(name)
         answer = self._answer_for(call, absent, forward, args, kwargs, openly=name in self._flow.transparent)
-        self._seed_after(name, seed)
+        self._generators.seed(seed, host=name in self.partition.draw_on_host)  # as in `_leave`
         return answer
 
     @torch.compiler.disable

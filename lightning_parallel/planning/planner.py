@@ -21,7 +21,7 @@ from lightning_parallel.planning.memory import on_each_stage
 from lightning_parallel.planning.planned_module import PlannedModule, ready
 from lightning_parallel.planning.step_time import of_step
 from lightning_parallel.planning.table import MARGIN, Plan, Row
-from lightning_parallel.seeding import TorchGenerators, host_generators_kept
+from lightning_parallel.seeding import Generators
 from lightning_parallel.settings import ByteSize, bytes_of
 
 
@@ -73,7 +73,7 @@ def plan(
     limit = None if memory is None else bytes_of(memory)
     _refuse_to_measure(measure, devices, device)
     tried_on = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    with TorchGenerators(tried_on).kept(), host_generators_kept():
+    with Generators(tried_on).kept():
         halves = precision.startswith(("bf16", "16"))
         rates = here(tried_on, devices) if device == "here" else described(device, halves=halves)
         loaded = Loaded(data)

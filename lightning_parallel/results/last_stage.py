@@ -53,7 +53,7 @@ from lightning_parallel.ranks.run import Run
 from lightning_parallel.results import hook_changes
 from lightning_parallel.results.late_values import Outcomes
 from lightning_parallel.results.logs import discard
-from lightning_parallel.seeding import TorchGenerators, host_generators_kept, mix, seed_host_generators
+from lightning_parallel.seeding import Generators, mix
 
 EPOCH_END_HOOKS = ("on_train_epoch_end", "on_validation_epoch_end", "on_test_epoch_end", "on_predict_epoch_end")
 OUTPUT_HOOKS = ("on_validation_batch_end", "on_test_batch_end", "on_predict_batch_end")
@@ -83,7 +83,7 @@ class LastStage:
         self._shared = shared
         self._by_user = {name for name in WRAPPED_HOOKS if is_overridden(name, run.module)}
         self._spreading = self._by_user.intersection(EPOCH_END_HOOKS)
-        self._generators = TorchGenerators(run.device)
+        self._generators = Generators(run.device)
         self.outcomes = Outcomes(run)
         self._put_back = ExitStack()
         self._put_back.callback(time_without_broadcasts(run.trainer))
@@ -116,8 +116,7 @@ class LastStage:
         numbers of its own. They depend on the run, the replica, the update and ``indices``. ``name`` is that of the
         hook or step, for errors."""
         seed = mix(self._run.seed, self._layout.index("data"), self._trainer.global_step, *indices)
-        with self._run.collectives.inside_step(name), host_generators_kept(), self._generators.seeded(seed):
-            seed_host_generators(seed)
+        with self._run.collectives.inside_step(name), self._generators.seeded(seed):
             yield
 
     def _run_hook(self, name: str, hook: Callable[..., Any], *args: Any) -> None:

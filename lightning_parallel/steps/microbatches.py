@@ -29,7 +29,7 @@ from lightning_parallel.ranks.run import Run
 from lightning_parallel.results.last_stage import LastStage
 from lightning_parallel.results.log_joins import LogJoins
 from lightning_parallel.results.logs import LogRecorder, discard, logging_through
-from lightning_parallel.seeding import host_generators_kept, mix, seed_host_generators
+from lightning_parallel.seeding import Generators, mix
 from lightning_parallel.set_up.dry_runs import DryRuns
 from lightning_parallel.set_up.splitting import Splitting
 from lightning_parallel.set_up.tensor_shards import TensorShards
@@ -69,6 +69,7 @@ class Microbatches:
         self._metrics = [part for part in parts if isinstance(part, Metric) and id(part) not in inside]
         self._training_step = self.here("training_step", self._noted_step)
         self._dry_runs, self._last_stage, self._replica = dry_runs, last_stage, run.layout.index("data")
+        self._generators = Generators(run.device)
         self._known = lambda: dry_runs.known.get("training_step", ())
         self._means = LossMeans(run, weight, last_stage, stage.partition, self._known, by_user=splitting.by_user)
         self._recorder = LogRecorder(LogJoins(run.warn))
@@ -131,7 +132,7 @@ class Microbatches:
         for k, (part, seed) in enumerate(zip(parts, seeds, strict=True)):
             again = partial(on_copy, None)  # a trial seeds its runs
             work[first + k] = Microbatch(
-                step=partial(self._step, (part, *rest), counts[k], seed, k),
+                step=partial(self._step, (part, *rest), counts[k], k),
                 scale=scale,
                 loss=loss,
                 index=k,
@@ -146,17 +147,16 @@ class Microbatches:
     def _run_on_copy(self, rest: Sequence[Any], seed: int | None, part: Any) -> Any:
         """The user's step on a copy of a batch or a microbatch, for a dry run or a trial."""
         if seed is not None:
-            seed_host_generators(seed)
+            self._generators.seed(seed)
         with self._run.precision.forward_context():
             step = partial(self._dry_runs.on_copy, self._noted_step, part, *rest)
             return self._effects.try_out(step) if self._is_watched else step()
 
-    def _step(self, arguments: tuple[Any, ...], size: int, seed: int, index: int) -> Any:
+    def _step(self, arguments: tuple[Any, ...], size: int, index: int) -> Any:
         """The user's step on the microbatch of this index."""
         step = partial(self._training_step, *arguments)
         if self._run.layout.is_last_stage:
             self._recorder.begin(size)
-        seed_host_generators(seed)
         with self._run.precision.forward_context(), self.changes.around_run(index):
             return self._effects.run(step) if self._is_watched else step()
 
@@ -173,13 +173,13 @@ class Microbatches:
     @contextmanager
     def recorded(self) -> Iterator[None]:
         """Around the engine's run: what steps log on the last stage is recorded. It is dropped on the others. Steps see
-        the ranks of the data axis, and don't change the host's generators, which the data loaders use."""
+        the ranks of the data axis."""
         log: AbstractContextManager[None] = nullcontext()
         if self._is_watched:
             log = self._effects.watching(self._recorder.log)
         elif self._run.layout.is_last_stage:
             log = logging_through(self._run.module, self._recorder.log)
-        with log, self._run.collectives.inside_step("training_step"), host_generators_kept():
+        with log, self._run.collectives.inside_step("training_step"):
             yield
 
     def joined(self, outputs: list[Any]) -> Any:

@@ -24,7 +24,7 @@ from torch.overrides import BaseTorchFunctionMode
 from lightning_parallel.batch import cloned
 from lightning_parallel.private.torch.tensors import tensors_in, tree_map
 from lightning_parallel.ranks.shard import Shard, piece
-from lightning_parallel.seeding import host_generators_kept
+from lightning_parallel.seeding import Generators
 from lightning_parallel.tensor.linear import is_divisible, is_linear
 from lightning_parallel.tensor_plans.pairs import Pair, find_pairs
 from lightning_parallel.tensor_plans.rules import pattern_of
@@ -54,7 +54,7 @@ def found_plan(module: nn.Module, run: Callable[[], Any], count: int) -> dict[st
     input, without side effects that matter."""
     plan: dict[str, str | Style] = {}
     known: dict[str, _Way | None] = {}  # by what blocks have in common
-    with torch.random.fork_rng(), host_generators_kept(), StateKept(module):
+    with torch.random.fork_rng(), Generators(torch.device("cpu")).kept(), StateKept(module):
         module.eval()
         pairs = [
             pair

@@ -29,7 +29,7 @@ from lightning_parallel.absent.origins import FROM_EARLIER_STEP, STEP_OUTPUT
 from lightning_parallel.absent.tensor import AbsentValueError
 from lightning_parallel.interception import LeaveStep
 from lightning_parallel.private.torch.modules import buffers_of
-from lightning_parallel.seeding import TorchGenerators, host_generators_kept, seed_host_generators
+from lightning_parallel.seeding import Generators
 from lightning_parallel.tracing.recorder import Recorder, Scene, origins_in, relabelled
 from lightning_parallel.tracing.second_run import add_plain_values, add_rest
 from lightning_parallel.tracing.snapshot import StateKept
@@ -88,11 +88,9 @@ def _without_values(module: nn.Module, units: Mapping[int, str], seed: int) -> I
     with (
         everything_absent(module, whole) as absent,
         StateKept(module, apart=whole) as state,
-        TorchGenerators(torch.device("cpu")).seeded(seed),
-        host_generators_kept(),
+        Generators(torch.device("cpu")).seeded(seed),
         torch.compiler.set_stance("force_eager"),
     ):
-        seed_host_generators(seed)
         owners: dict[int, list[str]] = {}
         for part in whole:
             for inner in part.modules():

@@ -13,7 +13,7 @@ from torchmetrics import Metric
 from lightning_parallel.absent.origins import FROM_EARLIER_STEP
 from lightning_parallel.backward.recompute import without_caches
 from lightning_parallel.interception import Interception, can_intercept
-from lightning_parallel.seeding import TorchGenerators
+from lightning_parallel.seeding import Generators
 from lightning_parallel.tracing.own_generators import ON_HOST, GeneratorsWatched
 from lightning_parallel.tracing.recorder import origins_in
 from lightning_parallel.tracing.snapshot import StateKept
@@ -66,7 +66,7 @@ def _run_twice(
     with torch.enable_grad():  # as a checkpoint runs it the second time
         output = forward(*args, **kwargs)
     metrics = [part for part in layer.modules() if isinstance(part, Metric)]
-    with TorchGenerators(torch.device("cpu")).kept(), StateKept(layer, apart=metrics) as state:
+    with Generators(torch.device("cpu")).kept(), StateKept(layer, apart=metrics) as state:
         torch.set_rng_state(drawn_from)
         for kept in state.absent():
             kept.memory.origins = frozenset([FROM_EARLIER_STEP])

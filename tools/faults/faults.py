@@ -24,7 +24,7 @@ from lightning_parallel.losses.normaliser import BatchLoss, Rule
 from lightning_parallel.messages.arrival import Arrival
 from lightning_parallel.pipeline.chunk import Chunk
 from lightning_parallel.pipeline.stage import Stage
-from lightning_parallel.seeding import TorchGenerators
+from lightning_parallel.seeding import Generators
 from lightning_parallel.set_up.splitting import Splitting
 from lightning_parallel.set_up.stages import Stages
 from lightning_parallel.set_up.tensor_shards import TensorShards
@@ -267,9 +267,9 @@ def exchanged_layers(original: Any, self: Stages, local: Any, run: Any) -> None:
 # -- random numbers ----------------------------------------------------------------------------------------------
 
 
-@in_place_of(TorchGenerators, "seed")
-def one_mask(original: Any, self: TorchGenerators, seed: int) -> None:
-    original(self, 7)
+@in_place_of(Generators, "seed")
+def one_mask(original: Any, self: Generators, seed: int, **more: Any) -> None:
+    original(self, 7, **more)
 
 
 @in_place_of(Stage, "run", rank=0)
