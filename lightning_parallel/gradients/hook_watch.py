@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import lightning.pytorch as pl
@@ -49,22 +49,32 @@ class GradientWatch(TorchFunctionMode):
     does so in a step, too.
 
     Attributes:
-        is_needed: may hooks see gradients? Otherwise nothing is watched between a backward and the optimizer.
+        is_needed: may hooks see gradients (:meth:`ask`)? Otherwise nothing is watched between a backward and the
+            optimizer.
     """
 
     def __init__(self, run: Run, parameters: Iterable[nn.Parameter], *, in_parts: bool) -> None:
         super().__init__()
-        self._module, self._parameters = run.module, list(parameters)
-        self._in_parts, self.is_needed = in_parts, True
-        self._put_back = around_step_hooks(run.precision, self.begin, self.end)
+        self._module, self._precision, self._parameters = run.module, run.precision, list(parameters)
+        self._in_parts, self.is_needed = in_parts, False
+        self._put_back = ExitStack()
         self._is_open = self._is_paused = self._has_warned = False
         self._memories: set[int] = set()  # of the gradients
         self._made = WeakIdKeyDictionary()  # tensors made from gradients; is one a number of several?
         self._number = ""  # the call that has made the last such number
 
+    def ask(self) -> None:
+        """Find out whether code of the user's can see gradients in its hooks. If so, these are watched from now on."""
+        module = self._module
+        hooks = ("on_after_backward", "on_before_optimizer_step", "optimizer_step", "configure_gradient_clipping")
+        sees = not module.automatic_optimization or bool(overridden(module.trainer, module, *hooks))
+        if sees and not self.is_needed:
+            self.is_needed = True
+            self._put_back.callback(around_step_hooks(self._precision, self.begin, self.end))
+
     def begin(self) -> None:
         """Begin to watch: gradients are complete, and hooks may follow."""
-        if self._is_open or not self.is_needed:
+        if self._is_open:
             return
         gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
         self._memories = {memory_of(gradient) for gradient in gradients} - {0}
@@ -90,7 +100,7 @@ class GradientWatch(TorchFunctionMode):
     def close(self) -> None:
         """End the watch with the run."""
         self.end()
-        self._put_back()
+        self._put_back.close()
 
     # -- calls ---------------------------------------------------------------------------------------------------
 
@@ -156,12 +166,6 @@ def refuse_hooks_of_parameters(module: pl.LightningModule) -> None:
                 f"would see the gradient of a part of the batch or of the model. Change gradients in "
                 f"on_before_optimizer_step, which sees them complete."
             )
-
-
-def sees_gradients(module: pl.LightningModule) -> bool:
-    """Is there code of the user's that can see gradients in its hooks? Otherwise there is nothing to watch."""
-    hooks = ("on_after_backward", "on_before_optimizer_step", "optimizer_step", "configure_gradient_clipping")
-    return not module.automatic_optimization or bool(overridden(module.trainer, module, *hooks))
 
 
 def _refuse_lost_changes(module: nn.Module, function: Any, args: tuple[Any, ...]) -> None:

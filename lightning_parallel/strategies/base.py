@@ -46,7 +46,7 @@ from lightning_parallel.checks.parted_options import PartedOptions
 from lightning_parallel.checks.reads_of_shards import sizes_watched
 from lightning_parallel.disk_offload import DiskOffload
 from lightning_parallel.gradients.clipping import Clipping
-from lightning_parallel.gradients.hook_watch import GradientWatch, refuse_hooks_of_parameters, sees_gradients
+from lightning_parallel.gradients.hook_watch import GradientWatch, refuse_hooks_of_parameters
 from lightning_parallel.loading import loaders
 from lightning_parallel.optimizers.owners import give_owners
 from lightning_parallel.private.lightning.batches import refuse_validation_by_time, where_loaders_end
@@ -562,12 +562,12 @@ class LayoutStrategy(ParallelStrategy):
         """Find out what the user's hooks may see. It is called where training and an epoch begin: a learning-rate
         finder trains without the user's callbacks before."""
         if self._watch is not None:
-            self._watch.is_needed = sees_gradients(self.run.module)
+            self._watch.ask()
 
     def watch_gradients(self) -> None:
         """Begin to watch the gradients, which are complete. Until the optimizer steps, the user's code may read
         them."""
-        if self._watch is not None:
+        if self._watch is not None and self._watch.is_needed:
             self._watch.begin()
 
     @override
@@ -581,7 +581,7 @@ class LayoutStrategy(ParallelStrategy):
             loaders.refuse_unequal_steps(self.run, "train", [self.run.trainer.num_training_batches])
             refuse_hooks_of_parameters(self.run.module)  # that were registered since, in on_train_start
             self.ask_hooks()
-        if self._watch is not None:
+        if self._watch is not None and self._watch.is_needed:
             self._watch.end()
         if self._options_used is not None:  # there are several replicas
             self._refuse_end_of_some()
