@@ -225,10 +225,6 @@ class BatchLoss:
         if index >= self._heard and not self._losses:
             self._heard, self.factor = index, number_of(factor)
 
-    def factor_to_send(self, device: torch.device) -> Tensor:
-        """The factor as it is sent."""
-        return scalar(self.factor, torch.float64, device)
-
 
 def _ratio_of_nothing(count: Number) -> Number:
     """The ratio for a term that a microbatch's loss lacks; NaN if nothing counts in the microbatch at all."""

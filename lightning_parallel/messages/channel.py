@@ -234,10 +234,12 @@ class Receiver(_LinkEnd):
                 self._coming.clear()
             if self._coming:
                 self._posted = self._receive(self._coming[0])
-        link.streams.arrived(buffer)
         if status == END_OF_STREAM:
             return None
-        return packet.tensors if buffer is packet.buffer else views(buffer, packet.format), packet.format
+        if buffer is packet.buffer:
+            return packet.tensors, packet.format
+        link.streams.arrived(buffer)
+        return views(buffer, packet.format), packet.format
 
     def drop(self) -> None:
         """Take messages until none is expected, or until the sender ends the stream."""

@@ -25,7 +25,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from lightning_parallel.absent.tensor import AbsentTensor
 from lightning_parallel.backward.split import WeightGradients, begin_backward
 from lightning_parallel.gradients.swapping import gradients_apart
-from lightning_parallel.losses.graph import Term
+from lightning_parallel.losses.graph import Term, scalar
 from lightning_parallel.losses.normaliser import BatchLoss
 from lightning_parallel.messages.arrival import Arrival
 from lightning_parallel.messages.ends import Ends, WayIn, WayOut
@@ -359,7 +359,8 @@ class Chunk:
             for way, format in flight.taken:
                 count = sum(each.requires_grad for each in format)
                 if count:
-                    way.gradients.send([*back[:count], work.loss.factor_to_send(self._device)], gradient_format(format))
+                    factor = scalar(work.loss.factor, torch.float64, self._device)
+                    way.gradients.send([*back[:count], factor], gradient_format(format))
                     back = back[count:]
                 way.gradients.confirm(way.activations.acknowledged)
 

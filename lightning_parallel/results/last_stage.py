@@ -146,10 +146,6 @@ class LastStage:
 
     # -- metrics -------------------------------------------------------------------------------------------------
 
-    def settle(self) -> None:
-        """At a point of training where all stages meet, read what the last one has sent."""
-        self.outcomes.take(keep=0)
-
     def _publish(self, hook: str, *_: Any) -> None:
         trainer = self._trainer
         # After a batch only if a checkpoint will be saved, by a metric that a hook may have logged.
@@ -159,7 +155,7 @@ class LastStage:
             return
         self._before_meeting(hook)
         if self._run.trains:
-            self.settle()
+            self.outcomes.take(keep=0)  # all stages meet here
         if hook != "on_predict_epoch_end":
             _share_metrics(self._run, evaluation=hook in ("on_validation_epoch_end", "on_test_epoch_end"))
 

@@ -282,7 +282,7 @@ class StagedStrategy(LayoutStrategy):
     def on_train_end(self) -> None:
         self.drain()
         super().on_train_end()
-        self.at_work.last_stage.settle()
+        self.at_work.last_stage.outcomes.take(keep=0)
         if self.timeline.enabled:
             trainer = self.run.trainer
             write_timeline(

@@ -174,6 +174,7 @@ class Ordered:
         def moved(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
             if kwargs.get("non_blocking"):
                 note("copy")
+                return tensor.clone()
             return to(tensor, CPU)
 
         self._note = note

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from functools import cache, partial
 from typing import Any, TypeVar
 
@@ -56,6 +56,14 @@ scale_all = torch._foreach_mul_
 lerp_all = torch._foreach_lerp_
 copy_all = torch._foreach_copy_
 
+# Inside, functions on a tensor subclass don't go through its `__torch_function__`: for that method itself, and for
+# reading a shape without the detour.
+subclass_functions_disabled = torch._C.DisableTorchFunctionSubclass
+
+# Inside, an operation on a tensor subclass doesn't go through its `__torch_dispatch__`: for operations that change a
+# tensor's shape in place, whose result has to be that very tensor.
+dispatch_disabled = torch._C._DisableTorchDispatch
+
 
 def tensors_in(value: Any) -> list[Tensor]:
     """The tensors in a nested container, such as a function's arguments, in order."""
@@ -91,20 +99,6 @@ def make_parameter(tensor: Tensor) -> None:
     """Make ``isinstance(tensor, nn.Parameter)`` true for a tensor of a subclass. nn.Parameter sets this attribute on
     subclasses that it wraps, but it can't wrap a tensor without memory."""
     tensor._is_param = True  # type: ignore[attr-defined]
-
-
-def subclass_functions_disabled() -> AbstractContextManager[None]:
-    """Inside, functions on a tensor subclass don't go through its ``__torch_function__``: for that method itself, and
-    for reading a shape without the detour."""
-    disabled: AbstractContextManager[None] = torch._C.DisableTorchFunctionSubclass()
-    return disabled
-
-
-def dispatch_disabled() -> AbstractContextManager[None]:
-    """Inside, an operation on a tensor subclass doesn't go through its ``__torch_dispatch__``: for operations that
-    change a tensor's shape in place, whose result has to be that very tensor."""
-    disabled: AbstractContextManager[None] = torch._C._DisableTorchDispatch()
-    return disabled
 
 
 def written_arguments(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[Any]:
