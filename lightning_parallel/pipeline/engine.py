@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from lightning_parallel.messages.ends import ends_of
-from lightning_parallel.messages.posting import short_switch_interval
 from lightning_parallel.pipeline.chunk import Chunk, Completing, Microbatch
 from lightning_parallel.pipeline.stage import Stage
 from lightning_parallel.pipeline.validation import Validation
@@ -113,7 +112,7 @@ class Engine:
                 self._chunks[which].begin(indices, endless=endless)
         outputs: list[Any] = []
         last_chunk = [*self._chunks.values()][-1]
-        with self._generators.kept(), short_switch_interval():  # backwards and updates may draw too
+        with self._generators.kept():  # backwards and updates may draw too
             last = _last_before_steps(actions) if self._completing is not None else ()
             for i, action in enumerate(actions):
                 if isinstance(action, Step):

@@ -34,6 +34,7 @@ from lightning_parallel.checks.manual import SEVERAL_OPTIMIZERS, refuse_manual_o
 from lightning_parallel.cuts.partition import Partition
 from lightning_parallel.gradients.clipping import share_overflows
 from lightning_parallel.losses.graph import Number
+from lightning_parallel.messages.posting import short_switch_interval
 from lightning_parallel.pipeline.engine import Engine
 from lightning_parallel.pipeline.stage import Stage
 from lightning_parallel.pipeline.weights import WeightVersions
@@ -172,6 +173,7 @@ class StagedStrategy(LayoutStrategy):
             failed=self.on_exception,
         )
         self._at_end.callback(last_stage.end)
+        self._at_end.enter_context(short_switch_interval())
         versions = self.make_versions()
         dry_runs = DryRuns(run, self._stages, last_stage, late=versions is not None)
         engine = Engine(
