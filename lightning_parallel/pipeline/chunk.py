@@ -381,7 +381,7 @@ class Chunk:
             return self._weights.backward(flight.token, flight.work.loss, half, ends_batch=ends)
         return gradients_apart([p for store in self._stores for p in store.values() if p is not None])
 
-    # -- a batch whose forwards may not count ----------------------------------------------------------------------
+    # -- a batch whose forwards may not count, or that won't come ----------------------------------------------------
 
     def accept(self) -> None:
         """The batch's forwards count, so their gradients will come."""
@@ -389,31 +389,17 @@ class Chunk:
         for expect in waiting or ():
             expect()
 
-    def end_early(self) -> None:
-        """The batch's forwards don't count: tell the next chunk that no more of them will come."""
+    def end(self) -> None:
+        """The batch's forwards don't count, or it won't come: tell the next chunk that no more of them will."""
         last = self._in_flight[-1].work if self._in_flight else None
         coming = 0 if last is None or last.ends_batch else last.index + 1
         for way in self._ends.out_of.values():
             way.activations.end(coming, way.gradients.taken)
 
     def drop(self) -> None:
-        """Drop what has run of that batch, and what has come for it."""
+        """Drop what has run of that batch, and take what has come for it, up to the previous chunk's end."""
         self._in_flight.clear()
         self._not_accepted = None
         self.is_ahead = False
         for source in self._ends.into.values():
             source.activations.drop()
-
-    # -- the end -------------------------------------------------------------------------------------------------
-
-    def end_stream(self) -> None:
-        """Tell the next chunk that the message which it expects won't come."""
-        for way in self._ends.out_of.values():
-            way.activations.end(0, way.gradients.taken)
-
-    def take_end(self) -> None:
-        """Take the answer to this chunk's own receive."""
-        self.is_ahead = False
-        for source in self._ends.into.values():
-            message = source.activations.take()
-            assert message is None, "the previous chunk ends its stream at the same microbatch"

@@ -143,10 +143,7 @@ class Engine:
 
     def drop_batch(self) -> None:
         """Drop what has run of a batch, after a ``TakenBack``. It may then begin anew."""
-        for chunk in self._chunks.values():
-            chunk.end_early()
-        for chunk in self._chunks.values():
-            chunk.drop()
+        self._end([*self._chunks.values()])
 
     def flush(self) -> None:
         """Wait until every message has arrived. Messages of a process that ends before that are lost."""
@@ -156,13 +153,15 @@ class Engine:
 
     def end_stream(self) -> None:
         """End an endless list after its last backward: answer for the batch that chunks expect."""
-        chunks = [chunk for chunk in self._chunks.values() if chunk.is_ahead]
-        for chunk in chunks:
-            chunk.end_stream()
-        for chunk in chunks:
-            chunk.take_end()
-        if chunks:
+        if ahead := [chunk for chunk in self._chunks.values() if chunk.is_ahead]:
+            self._end(ahead)
             self.flush()
+
+    def _end(self, chunks: Sequence[Chunk]) -> None:
+        for chunk in chunks:
+            chunk.end()
+        for chunk in chunks:  # each takes what the one before it has told
+            chunk.drop()
 
     # -- evaluation ----------------------------------------------------------------------------------------------
 
