@@ -164,7 +164,7 @@ class AnnouncedReceiver(Receiver):
             self._formats[place] = format
         packet: Packet | None = None
         if status != END_OF_STREAM:
-            with link.streams.incoming():
+            with link.streams.incoming:
                 packet = Packet(self._expected(place), False, link.device)
                 if packet.buffer.numel():
                     link.wait(link.irecv(packet.buffer))

@@ -212,7 +212,7 @@ class Receiver(_LinkEnd):
         """One more message will come, that of ``place``, after those that are expected already."""
         self._coming.append(place)
         if self._posted is None:
-            with self._link.streams.incoming():
+            with self._link.streams.incoming:
                 self._posted = self._receive(place)
 
     def take(self) -> tuple[list[Tensor], Format] | None:
@@ -221,7 +221,7 @@ class Receiver(_LinkEnd):
         assert self._posted is not None, "expect before you take"
         (work, packet), place, link = self._posted, self._coming.popleft(), self._link
         self._posted = None
-        with link.streams.incoming():
+        with link.streams.incoming:
             link.wait(work)
             self.taken += 1
             status, self.acknowledged = packet.words()

@@ -37,25 +37,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_NOTHING = nullcontext()
-
 
 class Streams:
-    """The streams of a rank's messages, beside the stream that layers run on."""
+    """The streams of a rank's messages, beside the stream that layers run on.
+
+    Attributes:
+        incoming: a context in which receives and copies to the device, and the memory allocated for them, wait for no
+            layer. Call :meth:`arrived` before layers read such memory.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         on_gpu = device.type == "cuda"
         self._incoming = torch.cuda.Stream(device) if on_gpu else None
         self._outgoing = torch.cuda.Stream(device) if on_gpu else None
-
-    def incoming(self) -> AbstractContextManager[Any]:
-        """Inside, receives and copies to the device, and the memory allocated for them, wait for no layer. Call
-        :meth:`arrived` before layers read such memory."""
-        return _NOTHING if self._incoming is None else torch.cuda.stream(self._incoming)
+        self.incoming: AbstractContextManager[Any] = torch.cuda.stream(self._incoming) if on_gpu else nullcontext()
 
     def arrived(self, tensor: Tensor) -> None:
-        """Let layers that are launched from now on read a tensor that was allocated inside :meth:`incoming`."""
+        """Let layers that are launched from now on read a tensor that was allocated inside ``incoming``."""
         if self._incoming is not None:
             compute = torch.cuda.current_stream(self._device)
             compute.wait_stream(self._incoming)

@@ -6,8 +6,6 @@ There is no GPU here. The streams only write down what would be ordered.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from threading import Event
 from typing import Any
 
@@ -49,14 +47,18 @@ def diary(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     monkeypatch.setattr(torch.cuda, "Event", event)
 
-    @contextmanager
-    def on(stream: Stream) -> Iterator[None]:
-        current.append(stream)
-        yield
-        current.pop()
+    class On:  # may be entered again, as torch's
+        def __init__(self, stream: Stream) -> None:
+            self.stream = stream
+
+        def __enter__(self) -> None:
+            current.append(self.stream)
+
+        def __exit__(self, *error: object) -> None:
+            current.pop()
 
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: Stream(next(names), found))
-    monkeypatch.setattr(torch.cuda, "stream", on)
+    monkeypatch.setattr(torch.cuda, "stream", On)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current[-1])
     return found
 
