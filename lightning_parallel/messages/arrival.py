@@ -11,6 +11,7 @@ backward::
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -22,32 +23,31 @@ from lightning_parallel.messages.message import Format
 NO_GRADIENT = torch.empty(0, requires_grad=True)
 
 
+@dataclass(eq=False)
 class Arrival:
     """The tensors that arrived from the previous stage, and, after the backward, the gradients to send back.
 
-    Args:
-        format: the message's format. It tells for each tensor whether the sender wants a gradient.
-
     Attributes:
+        tensors: until the step has received them.
+        format: the message's format. It tells for each tensor whether the sender wants a gradient.
         anchor: the leaf at which a backward has computed the gradients to send back; None if there are none.
     """
 
-    def __init__(self, tensors: list[Tensor], format: Format) -> None:
-        self.format = format
-        self._tensors = tensors
-        self.anchor: Tensor | None = None
-        self._gradients: list[Tensor | None] = []
+    tensors: list[Tensor]
+    format: Format
+    anchor: Tensor | None = field(default=None, init=False)
+    _gradients: list[Tensor | None] = field(default_factory=list, init=False)
 
     def copies(self) -> list[Tensor]:
         """Copies of the values. To be made before :meth:`receive`."""
-        return [tensor.clone() for tensor in self._tensors]
+        return [tensor.clone() for tensor in self.tensors]
 
     def receive(self) -> list[Tensor]:
         """The tensors for one call, as results of an operation whose backward collects the gradients. They are no
         leaves, so a layer may change them in place (``nn.ReLU(inplace=True)``)."""
         # `.data`: no views of one message buffer, so each may be changed in place.
-        tensors = [t.data for t in self._tensors]
-        self._tensors = []  # their memory is the step's from here on
+        tensors = [t.data for t in self.tensors]
+        self.tensors = []  # their memory is the step's from here on
         wanted = [each.requires_grad for each in self.format]
         if not (any(wanted) and torch.is_grad_enabled()):
             return tensors
