@@ -157,11 +157,11 @@ def test_no_partition_has_more_stages(model: str, options: dict[str, int]) -> No
 
 def test_names_of_classes_of_the_users_own_are_not_those_of_examples() -> None:
     config = composed("strategy=pipeline_gpipe")
-    config["model"] = {"_target_": "tests.recipes.test_build.OwnModel", "width": 3, "name": "gpt"}
-    config["data"] = {"_target_": "tests.recipes.test_build.OwnData", "size": 5, "name": "text", "batch_size": "auto"}
+    config["model"] = {"_target_": f"{HERE}.Mine", "width": 3, "name": "gpt"}
+    config["data"] = {"_target_": f"{HERE}.make_data", "size": 5, "name": "text", "batch_size": "auto"}
     config["scheduler"] = {"_target_": "transformers.get_scheduler", "name": "cosine", "num_warmup_steps": 3}
     told = [str(problem) for problem in validate(config)]
-    assert all("tests.recipes.test_build" in problem for problem in told), told  # of arguments alone
+    assert all(HERE in problem for problem in told), told  # of arguments alone
 
 
 def test_null_switches_a_callback_or_a_logger_off() -> None:
