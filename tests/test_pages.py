@@ -27,8 +27,8 @@ from lightning_parallel.strategies.pipeline_async import AsyncPipelineOptions
 from lightning_parallel.strategies.tensor import TensorParallelOptions
 from recipes import ROOT, record
 from recipes.compose import check, jobs
-from tests.recipes import runs
-from tests.recipes.test_configs import composed
+from tests.recipes import runs, tiny
+from tests.recipes.test_configs import assert_valid, composed
 from tests.tensor.helpers import ranks
 from tests.thorough import thorough
 from tools.workers.pool import WorkerPool
@@ -65,9 +65,8 @@ OTHER_MODULES = [command for command in COMMANDS if command.startswith("python -
 # Of a cluster that isn't here: their configs are checked. tests/clusters runs some.
 ELSEWHERE = [words for words in TRAININGS if any(re.match("cluster=(?!local)", word) for word in words)]
 ELSEWHERE += [line.partition("-m recipes.train ")[2].split() for line in COMMANDS if line.startswith("torchrun ")]
-# One after the other: tests/recipes/test_pretrained_page.py and test_images_page.py.
-TOURS = commands(ROOT / "docs" / "pretrained.md", ROOT / "docs" / "images.md")
-ON_TOURS = [shlex.split(line.removeprefix(TRAIN)) for line in TOURS]
+TOURS = {name: commands(ROOT / "docs" / f"{name}.md") for name in ("pretrained", "images")}
+ON_TOURS = [shlex.split(line.removeprefix(TRAIN)) for lines in TOURS.values() for line in lines]
 HERE = [words for words in TRAININGS if words not in [*ELSEWHERE, *ON_TOURS]]
 # A worker sees nothing new in what these say; experiments, ways to debug, trackers and some strategies are in
 # tests/recipes.
@@ -140,6 +139,30 @@ def test_trainings_run(
             assert "cluster" in yaml.safe_load((output / "csv" / "hparams.yaml").read_text())
         if "timeline=true" in words:
             assert (output / "timeline.png").exists() and (output / "timeline.json").exists()
+
+
+@pytest.mark.parametrize("name", TOURS)
+def test_a_tour_leads_from_a_folder_to_a_folder(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each command goes on from what those before it have left; tests/recipes runs such commands."""
+    monkeypatch.chdir(tmp_path)
+    tiny.model(tmp_path / "my-model", longest=512)
+    tiny.chats(tmp_path / "chats.jsonl"), tiny.texts(tmp_path / "texts.jsonl"), tiny.images(tmp_path / "photos")
+    trained = set()
+    for _, _, module, first, *words in map(shlex.split, TOURS[name]):
+        if module == "recipes.train":
+            assert_valid(check([first, *words]), timm=name == "images")
+            trained |= {word.removeprefix("hydra.run.dir=") for word in words}
+            continue
+        assert first in trained
+        if module == "recipes.export":
+            made = tmp_path / words[0]
+            made.mkdir()
+            (made / "model.safetensors").touch(), (made / "config.json").write_text('{"architecture": "a"}')
+
+
+def test_a_tour_has_the_rate_of_the_experiment() -> None:
+    rate = composed("experiment=hf_full_pipeline", "data.path=x", "model.path=x")["optimizer"]["lr"]
+    assert {float(found) for found in re.findall(r"optimizer\.lr=(\S+)", "\n".join(TOURS["pretrained"]))} == {rate}
 
 
 def test_the_quickstart_shows_the_problems_that_are_told() -> None:
