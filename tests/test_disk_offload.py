@@ -10,7 +10,6 @@ import io
 import os
 import pickle
 import re
-from collections.abc import Callable
 from contextlib import nullcontext
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
@@ -18,7 +17,6 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import GPT2Config, GPT2LMHeadModel
 
 from lightning_parallel import disk_offload
 from lightning_parallel.disk_offload import DiskOffload
@@ -82,12 +80,6 @@ class Everything(nn.Module):
             self.register_buffer("masked", padded(torch.ones(2, 3, 16), src_key_padding_mask=mask))
 
 
-MODELS: list[Callable[[], nn.Module]] = [
-    Everything,
-    lambda: GPT2LMHeadModel(GPT2Config(vocab_size=40, n_embd=8, n_layer=2, n_head=2)),
-]
-
-
 def tensors_of(module: nn.Module) -> dict[str, Tensor]:
     named = {**dict(module.named_parameters(remove_duplicate=False)), **dict(module.named_buffers())}
     return named | {f"{name}.grad": p.grad for name, p in module.named_parameters() if p.grad is not None}
@@ -102,14 +94,13 @@ def sharing(tensors: dict[str, Tensor]) -> set[frozenset[str]]:
 
 
 @pytest.mark.usefixtures("_of_any_size")
-@pytest.mark.parametrize("make", MODELS)
-def test_a_model_is_the_one_that_it_is_in_memory(make: Callable[[], nn.Module]) -> None:
+def test_a_model_is_the_one_that_it_is_in_memory() -> None:
     offload = DiskOffload()
     modules, ends = [], []
     for mode in (nullcontext(), offload):
         torch.manual_seed(0)
         with mode:
-            modules.append(make())
+            modules.append(Everything())
         ends.append(torch.get_rng_state())
     in_memory, in_files = map(tensors_of, modules)
     assert mapped_files() > 5
@@ -123,19 +114,6 @@ def test_a_model_is_the_one_that_it_is_in_memory(make: Callable[[], nn.Module]) 
         assert tensor.stride() == other.stride() and tensor.requires_grad == other.requires_grad, name
         assert tensor.data_ptr() == places[name]
     assert sharing(in_memory) == sharing(in_files)
-
-
-@pytest.mark.usefixtures("_of_any_size")
-def test_other_views_of_the_memory_stay_right() -> None:
-    offload = DiskOffload()
-    with offload:
-        weight = torch.zeros(64, 64)
-        array, row = weight.numpy(), weight[3]
-    array[3, 5] = 1.0
-    offload.load()
-    array[3, 6] = 2.0
-    assert row[5:7].tolist() == [1.0, 2.0]
-    assert weight.sum() == 3.0
 
 
 @pytest.mark.usefixtures("_of_any_size")
@@ -221,10 +199,3 @@ def test_on_a_full_disk_models_are_made_in_memory(monkeypatch: pytest.MonkeyPatc
     torch.manual_seed(0)
     assert torch.equal(module[0].weight, nn.Linear(8, 8).weight)
     assert mapped_files() == 0 and len(told) == 1
-
-
-@pytest.mark.usefixtures("_of_any_size")
-def test_a_missing_folder_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TMPDIR", str(tmp_path / "none"))
-    with pytest.warns(UserWarning, match="No such file or directory"), DiskOffload():
-        assert torch.ones(4).sum() == 4

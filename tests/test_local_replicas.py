@@ -19,7 +19,7 @@ from torchmetrics import Metric, MetricCollection
 from transformers.modeling_outputs import CausalLMOutput
 
 from lightning_parallel.batch_joins import join_outputs
-from lightning_parallel.local_replicas import on_replicas, replicate, scatter
+from lightning_parallel.local_replicas import on_replicas, replicate
 
 CPU = torch.device("cpu")
 CPUS = [CPU] * 3
@@ -131,16 +131,6 @@ def test_what_cannot_be_copied_is_refused_by_name(model: nn.Module, words: str) 
 # -- shares, and outputs joined ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("devices", [1, 2, 9])
-@pytest.mark.parametrize("n", [1, 5, 8])
-def test_shares_differ_by_one_sample_at_most_and_none_is_empty(n: int, devices: int) -> None:
-    shares = scatter(torch.arange(n), [CPU] * devices)
-    samples = [share.samples for share in shares]
-    assert len(shares) == min(n, devices)
-    assert sum(samples) == n and max(samples) - min(samples) <= 1 and min(samples) >= 1
-    assert torch.cat([share.batch for share in shares]).tolist() == list(range(n))
-
-
 Point = namedtuple("Point", "x y")
 BOXES = [{"boxes": torch.zeros(n, 4)} for n in (5, 0, 3)]
 LAYERS = [[torch.full((2, 3), float(layer)) for layer in range(2)] for _ in range(2)]
@@ -159,15 +149,6 @@ def test_outputs_are_joined_in_their_structures() -> None:
     things = [object(), object()]
     assert joined({"cache": things[0]}, {"cache": things[1]})["cache"] is things[0]
     assert joined(5, 5) == 5 and joined(True, True) is True and joined(None, None) is None
-
-
-def test_gradients_go_back_through_it() -> None:
-    rows = [torch.ones(2, requires_grad=True), torch.ones(1, requires_grad=True)]
-    losses = [torch.ones((), requires_grad=True), torch.ones((), requires_grad=True)]
-    both = joined(*({"rows": r, "loss": loss} for r, loss in zip(rows, losses, strict=True)))
-    (both["rows"].sum() + both["loss"]).backward()
-    assert [tensor.grad.tolist() for tensor in rows] == [[1, 1], [1]]
-    assert [float(tensor.grad) for tensor in losses] == pytest.approx([2 / 3, 1 / 3])
 
 
 @pytest.mark.parametrize("strict", [False, True])

@@ -1,17 +1,20 @@
-"""The first unit that differs: what is compared where nothing differs, and what isn't trusted."""
+"""The first unit that differs: what is compared where nothing differs, and what isn't trusted. The batches of ranks
+that run a layout."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_parallel.comparison import check, runs
 from lightning_parallel.comparison.beginning import in_units, where
 from lightning_parallel.comparison.evidence import Evidence, Witness
+from lightning_parallel.comparison.runs import Shares
 from lightning_parallel.comparison.units import INPUT, OF_INPUT, OF_OUTPUT, OUTPUT, Notes, Place, UnitWatch
 from lightning_parallel.strategies.pipeline import PipelineStrategy
 from tests.thorough import thorough
@@ -135,3 +138,17 @@ def test_no_parameter_is_blamed_where_units_cannot_be_compared() -> None:
     assert found is not None and (found.unit, found.phase) == ("unit", "gradient")
     assert where([wrong], right, [notes((OUTPUT, "unit", X[:3]))], alone, 0, 1e-9) is None
     assert where([wrong], right, [notes((OUTPUT, "unit", X), parts=2)], alone, 0, 1e-9) is None
+
+
+def test_a_replicas_share_of_a_batch_has_memory_of_its_own() -> None:
+    """The copy of a view has the memory of all: each rank would be measured with the batch of all replicas."""
+    strategy = SimpleNamespace(broadcast=lambda given: given)
+    sampler = {"num_replicas": 2, "rank": 1}
+    trainer: Any = SimpleNamespace(strategy=strategy, distributed_sampler_kwargs=sampler)
+    whole: Any = torch.arange(8.0)
+    whole.tag = "a"  # as subclasses do
+    shares = Shares([whole, whole])
+    shares.setup(trainer, nn.Identity(), "fit")  # type: ignore[arg-type]
+    for share in shares:
+        assert share.tolist() == [4, 5, 6, 7] and share.untyped_storage().nbytes() == 16
+        assert share.tag == "a"

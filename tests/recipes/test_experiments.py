@@ -50,30 +50,26 @@ def test_every_experiment_trains(pool: WorkerPool, tmp_path: Path, experiment: s
 
 
 def test_every_experiment_and_every_way_to_debug_is_valid(tmp_path: Path) -> None:
-    for experiment in (*OFTEN, *OTHERS):
+    for experiment in OTHERS:
         assert problems(*given_to(experiment, tmp_path)) == []
-    for debug in GROUPS["debug"]:
+    for debug in set(GROUPS["debug"]) - {"overfit"}:
         assert problems(f"debug={debug}", "strategy=pipeline_1f1b") == []
 
 
 @pytest.mark.parametrize("debug", ["overfit", *thorough(*(each for each in GROUPS["debug"] if each != "overfit"))])
 def test_every_way_to_debug_runs_in_a_pipeline(pool: WorkerPool, tmp_path: Path, debug: str) -> None:
-    few = ["trainer.max_steps=8"] if debug in ("overfit", "profiler") else []
+    few = ["trainer.max_steps=3"] if debug in ("overfit", "profiler") else []
     metrics = run(pool, tmp_path / "run", f"debug={debug}", "strategy=pipeline_1f1b", "cluster.devices=2", *GPT, *few)
     assert metrics["train_loss"] is not None
 
 
 @pytest.mark.parametrize(("profiler", "strategy"), [
     ("pytorch", "ddp"),
-    *thorough(
-        ("simple", "pipeline_async"), ("pytorch", "pipeline_zbv"),
-        ("advanced", "pipeline_1f1b"), ("pytorch", "pipeline_async"), ("pytorch", "fully_sharded"),
-        ("pytorch", "tensor_parallel"),
-    ),
+    *thorough(("simple", "pipeline_async"), ("advanced", "pipeline_1f1b"), ("pytorch", "pipeline_zbv")),
 ])  # fmt: skip
 def test_a_profiler_leaves_a_file_of_each_rank(pool: WorkerPool, tmp_path: Path, profiler: str, strategy: str) -> None:
-    given = [f"trainer.profiler={profiler}", f"strategy={strategy}", "cluster.devices=2", "trainer.max_steps=8"]
-    run(pool, tmp_path / "run", *given, *GPT)
+    given = [f"trainer.profiler={profiler}", f"strategy={strategy}", "cluster.devices=2", "trainer.max_steps=5"]
+    run(pool, tmp_path / "run", *given, *GPT, "trainer.limit_val_batches=1")
     files = {file.name: file for file in (tmp_path / "run" / "profile").iterdir()}
     if profiler != "pytorch":
         assert sorted(files) == ["fit-rank0-0.txt", "fit-rank1-1.txt"]

@@ -13,7 +13,7 @@ from recipes.compose import check
 from recipes.configs import Configs
 from recipes.problem import ConfigError
 from recipes.validate import validate
-from tests.recipes.test_configs import CUSTOM, composed
+from tests.recipes.test_configs import composed
 
 EXPERIMENT = """\
 # @package _global_
@@ -131,12 +131,3 @@ def test_a_command_after_a_run_knows_the_runs_configs(folder: Path, tmp_path: Pa
     assert changed()["model"] == config["model"]
     with pytest.raises(ConfigError, match="my_conf: the run's own configs were there; put them back, or leave the"):
         changed("model.width=32")
-
-
-def test_a_class_of_the_users_takes_an_option_without_settings_of_an_example() -> None:
-    target = CUSTOM["model"]
-    assert told("model=custom", f"model._target_={target}", "data=digits") == []
-    (problem,) = told(f"model._target_={target}", "data=digits")
-    assert problem.endswith(f"has the settings of model=gpt, too; use model=custom model._target_={target}")
-    (problem,) = told("model=custom", "data=digits")
-    assert problem.startswith("model._target_=null: not a class; name your own")

@@ -1,4 +1,5 @@
-"""recipes/process_rules.py: more processes than the machine bears, devices and packages that it has not."""
+"""recipes/process_rules.py: more processes than the machine bears, devices and packages that it has not; a config and
+the processes that are there have to go together."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ import pytest
 import torch
 
 from recipes import process_rules
+from tests.recipes.test_attempts import ENGINES, PROCESSES
 from tests.recipes.test_configs import problems
 from tests.thorough import thorough
 
@@ -74,7 +76,59 @@ def test_a_package_that_is_missing_is_named_with_its_extra(
     assert found.message == f"{missing} not installed" and found.fix == f'pip install ".[recipes,{extra}]"'
 
 
-def test_a_broken_value_of_one_group_hides_no_package_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(process_rules, "find_spec", lambda module: None)
-    told = [str(p) for p in problems("strategy=single", "model=hf", "model.lora=3", "data=stdlib", "logger=wandb")]
-    assert any("model.lora=3" in each for each in told) and any("wandb not installed" in each for each in told)
+TORCHRUN = "cluster=torchrun"
+
+
+# -- processes that are there ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def four(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of four processes that torchrun has started on two machines."""
+    for name in ENGINES:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in zip(PROCESSES, ("0", "4", "0", "2", "n0", "2000"), strict=True):
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("GROUP_WORLD_SIZE", "2")
+
+
+@pytest.mark.usefixtures("four")
+def test_torchrun_s_processes_are_joined_as_they_are() -> None:
+    assert problems(TORCHRUN) == []
+
+
+@pytest.mark.usefixtures("four")
+@pytest.mark.parametrize(("overrides", "said"), [
+    ([], "this is one of 4 processes that have been started, and each would start workers; use cluster=torchrun"),
+    ([TORCHRUN, "cluster.devices=1"], "cluster.devices=1 is for 2 processes, but 4 have been started"),
+    ([TORCHRUN, "strategy=single"], "cluster.nodes=2 x cluster.devices=2 is for 1 processes, but 4 have been started"),
+    ([TORCHRUN, "data.batch_size=6", "strategy=ddp"], "can't be shared equally by cluster.nodes=2 x cluster.devices=2"),
+    ([TORCHRUN, "strategy.stages=3"], "set 3 processes, or a multiple of it"),
+    ([TORCHRUN, "strategy=tensor_parallel", "strategy.tensor_parallel=2", "strategy.data_parallel=1"],
+     "does not fill cluster.nodes=2 x cluster.devices=2; set cluster.devices=1"),
+])  # fmt: skip
+def test_others_are_refused(overrides: list[str], said: str) -> None:
+    (problem,) = problems(*overrides)
+    assert said in str(problem)
+
+
+@pytest.mark.usefixtures("four")
+def test_without_processes_or_their_variables_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MASTER_PORT")
+    (lacking,) = problems(TORCHRUN)
+    assert "MASTER_PORT not in the environment" in str(lacking)
+    monkeypatch.delenv("WORLD_SIZE")
+    (nobody,) = problems(TORCHRUN)
+    assert "nothing has started processes for it; start it with torchrun" in str(nobody)
+    assert problems(TORCHRUN, "launch=false") == []
+
+
+@pytest.mark.usefixtures("four")
+def test_where_there_are_none_one_machine_is_one_and_a_job_is_only_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("WORLD_SIZE")
+    (problem,) = problems("cluster.nodes=2", "cluster.devices=1")
+    assert str(problem).startswith("cluster.nodes=2: cluster=local is this machine alone")
+    monkeypatch.setenv("PATH", "/nowhere")
+    (problem,) = problems("cluster=slurm")
+    assert str(problem).startswith("cluster=slurm: there is no sbatch on this machine")
+    assert problems("cluster=slurm", "cluster.submit=print") == []

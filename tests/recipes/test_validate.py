@@ -18,6 +18,7 @@ from recipes.validate import validate
 from tests.recipes.test_configs import composed, problems
 
 HERE = "tests.recipes.test_validate"
+OWN = "lightning.pytorch.demos.boring_classes.BoringModel"
 
 
 OF_NO_KIND = {
@@ -47,6 +48,9 @@ def test_values_of_the_wrong_kind_are_refused_with_what_they_can_be(chosen: str)
     assert [override for override, said in wrong.items() if said not in found[override]] == []
 
 
+MLP = ["model=mlp", "data=digits", "model.layers=3", "strategy=pipeline_1f1b", "cluster.oversubscribe=true"]
+
+
 @pytest.mark.parametrize(
     ("overrides", "path", "said"),
     [
@@ -63,6 +67,8 @@ def test_values_of_the_wrong_kind_are_refused_with_what_they_can_be(chosen: str)
         (["strategy.data_parallel_kind=fully_shard", "compile=true"], "compile", "use a pipeline, ddp or single"),
         (["strategy=data_parallel", "compile=true"], "compile", "use a pipeline, ddp or single"),
         (["strategy.stages=3"], "strategy.stages", "set cluster.devices=3"),
+        (MLP + ["cluster.devices=5"], "strategy.stages", "5 stages, but model=mlp can be cut into 4 at most"),
+        (["model=custom", "data=digits"], "model._target_", "not a class; name your own"),
         (["strategy=tensor_parallel", "strategy.tensor_parallel=3"], "strategy.tensor_parallel", "cluster.devices=3"),
         (["strategy=pipeline_tensor", "cluster.devices=5"], "strategy.tensor_parallel", "does not fill"),
         (["strategy.stages=2", "strategy.data_parallel=2"], "strategy.stages", "set cluster.devices=4"),
@@ -87,6 +93,7 @@ def test_values_of_the_wrong_kind_are_refused_with_what_they_can_be(chosen: str)
         (["+trainer.max_stepz=4"], "trainer.max_stepz", "did you mean max_steps?"),
         (["model.name=gtp"], "model.name", "did you mean gpt?"),
         (["+callbacks.mine=3"], "callbacks.mine", "_target_"),
+        ([f"model._target_={OWN}", "data=digits"], "model._target_", f"use model=custom model._target_={OWN}"),
         (["+optimizer.eps=1e-6", "optimizer=muon"], "optimizer.eps", "no such key in optimizer"),
         (["optimizer._target_=null"], "optimizer._target_", "torch.optim.AdamW"),
     ],
@@ -98,20 +105,12 @@ def test_values_that_do_not_go_together_are_refused_with_the_fix(overrides: list
 
 
 def test_a_text_file_that_cannot_be_trained_on_is_refused(tmp_path: Path) -> None:
-    empty, short, fine = tmp_path / "empty", tmp_path / "short", tmp_path / "fine"
+    empty = tmp_path / "empty"
     empty.touch()
-    short.write_text("x" * 100)
-    fine.write_text("x" * 3000)
-
-    def said(path: str) -> str:
-        return " ".join(map(str, problems("data=text", f"data.path={path}")))
-
-    assert said("null").startswith("data.path=null: no file is given; name a text file")
-    assert said(f"{tmp_path}/none").startswith(f"data.path={tmp_path}/none: no such file")
-    assert "not a file" in said(str(tmp_path))
-    assert "the file is empty" in said(str(empty))
-    assert "100 bytes, too few for windows of 128; give at least 2580 bytes" in said(str(short))
-    assert said(str(fine)) == ""
+    for path, said in (("null", "no file is given"), (tmp_path / "none", "no such file"), (tmp_path, "not a file"),
+                       (empty, "the file is empty")):  # fmt: skip
+        (problem,) = problems("data=text", f"data.path={path}")
+        assert str(problem).startswith(f"data.path={path}: {said}")
 
 
 def test_values_and_rules_are_told_together_but_no_rule_by_a_wrong_value() -> None:
@@ -120,16 +119,6 @@ def test_values_and_rules_are_told_together_but_no_rule_by_a_wrong_value() -> No
     message = str(ConfigError(found))
     assert message.startswith("3 problems in the config, nothing was started:")
     assert all(str(problem) in message for problem in found)
-
-
-def test_an_example_model_is_cut_into_as_many_stages_as_learn() -> None:
-    most = {"gpt": ("model.layers=1", 10), "mlp": ("model.layers=3", 4), "lenet": ("model.size=8", 5)}
-    for name, (size, limit) in most.items():
-        data = "stdlib" if name == "gpt" else "digits"
-        options = [f"model={name}", f"data={data}", size, "strategy=pipeline_1f1b", "cluster.oversubscribe=true"]
-        assert problems(*options, f"cluster.devices={limit}", "data.batch_size=24") == []
-        (problem,) = problems(*options, f"cluster.devices={limit + 1}")
-        assert f"{limit + 1} stages, but model={name} can be cut into {limit} at most" in str(problem)
 
 
 @pytest.mark.parametrize(
@@ -162,10 +151,6 @@ def test_names_of_classes_of_the_users_own_are_not_those_of_examples() -> None:
     config["scheduler"] = {"_target_": "transformers.get_scheduler", "name": "cosine", "num_warmup_steps": 3}
     told = [str(problem) for problem in validate(config)]
     assert all(HERE in problem for problem in told), told  # of arguments alone
-
-
-def test_null_switches_a_callback_or_a_logger_off() -> None:
-    assert validate(composed("callbacks.progress_bar=null", "logger.csv=null")) == []
 
 
 def test_single_is_one_process_whatever_the_cluster_has() -> None:

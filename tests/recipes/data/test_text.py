@@ -36,12 +36,6 @@ def test_splits_do_not_overlap(tmp_path: Path) -> None:
     assert max(seen[0]) < 90 <= min(seen[1]) and max(seen[1]) < 95 <= min(seen[2])
 
 
-@pytest.mark.parametrize("path", [None, "/no/such/file"])
-def test_a_missing_file_is_refused_with_the_setting(path: str | None) -> None:
-    with pytest.raises(ValueError, match=f"data.path={path}: no "):
-        TextData(path=path)
-
-
 def test_targets_are_the_next_tokens_and_every_token_is_a_target_once() -> None:
     windows = TokenWindows(SEQUENCE, context=7)
     assert len(windows) == 7

@@ -12,17 +12,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from torch.utils.data import DataLoader
 
 from recipes import commands, evaluate, export, record
 from recipes.data.images import ImageData
 from recipes.models.timm import TimmClassifier
-from tests.recipes.models.one_process import assert_equal, fitted
 from tests.recipes.runs import in_the_pool, trained
 from tests.recipes.test_configs import problems
 from tests.recipes.tiny import images
-from tests.strategies.harness import Report
-from tests.thorough import thorough
 from tools.workers.pool import WorkerPool
 
 pytestmark = pytest.mark.timm
@@ -43,27 +39,6 @@ def saved(folder: Path, classes: int = 4) -> Path:
     torch.manual_seed(3)
     save_for_hf(small(classes=classes).net, str(folder), safe_serialization=True)
     return folder
-
-
-def train(strategy: str, pretrained: str | None) -> Report:
-    torch.manual_seed(7)
-    module = small(pretrained=pretrained)
-    generator = torch.Generator().manual_seed(5)
-    batch = torch.randn(12, 3, 16, 16, generator=generator), torch.randint(4, (12,), generator=generator)
-    return fitted(strategy, module, DataLoader(list(zip(*batch, strict=True)), batch_size=4))  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(("strategy", "ranks", "pretrained"), [
-    ("pipeline", 2, False), ("zbv", 2, True), ("tensor", 2, True), *thorough(("both", 4, True), ("fsdp", 1, False)),
-])  # fmt: skip
-def test_a_transformer_trains_as_in_one_process(
-    pool: WorkerPool, tmp_path: Path, strategy: str, ranks: int, pretrained: bool
-) -> None:
-    folder = str(saved(tmp_path / "vit")) if pretrained else None
-    (reference,) = pool.run(train, 1, "single", folder, init=False)
-    found = pool.run(train, ranks, strategy, folder, init=False)
-    assert (strategy in ("tensor", "both")) == ("net.blocks.0.mlp.fc1.weight" in found[0].shards)
-    assert_equal(found, reference)
 
 
 # -- what it begins with ---------------------------------------------------------------------------------------------
