@@ -58,19 +58,6 @@ def test_processes_of_another_launcher_join(tmp_path: Path, undisturbed: dict[st
     assert numbers(tmp_path) == undisturbed
 
 
-@pytest.mark.parametrize(("processes", "options", "said"), [
-    (3, ["cluster=torchrun", "cluster.devices=2"], "cluster.devices=2 is for 2 processes, but 3 have been started"),
-    (2, ["cluster=local"], "this is one of 2 processes that have been started, and each would start workers"),
-])  # fmt: skip
-def test_other_processes_than_the_config_s_are_refused(
-    tmp_path: Path, processes: int, options: list[str], said: str
-) -> None:
-    program = [*AGENT, "--standalone", f"--nproc-per-node={processes}", *command(tmp_path, *options)]
-    done = subprocess.run(program, cwd=ROOT, env=variables(), text=True, capture_output=True, timeout=200)
-    assert done.returncode == 1 and done.stderr.count(said) == 1, done.stderr
-    assert not (tmp_path / "run").exists()
-
-
 @pytest.mark.parametrize(("options", "code"), [(["launch=false"], 0), (["strategy=nothing"], 1)])
 def test_where_rank_0_has_no_config_the_others_leave_with_it(tmp_path: Path, options: list[str], code: int) -> None:
     program = [*AGENT, "--standalone", "--nproc-per-node=2", *command(tmp_path, "cluster=torchrun", *options)]

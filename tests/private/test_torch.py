@@ -68,6 +68,8 @@ ELSEWHERE = {
     "METADATA_CLASSES": "checkpoint/test_reading.py",
     **dict.fromkeys(("TorchDispatchMode", "boxed_group", "group_by_name"), "recipes/test_traffic.py"),
     "default_store": "callbacks/test_preemption.py",
+    "default_group": "strategies/test_world.py",
+    "ThreadApart": "checkpoint/test_background.py",
 }
 
 
@@ -226,35 +228,6 @@ def test_only_what_gloo_says_of_addresses_becomes_an_error_with_the_setting() ->
     ):
         with pytest.raises(RuntimeError, match=said), groups.connecting():
             raise RuntimeError(words)
-
-
-def seen_inside() -> list[tuple[int, int]]:
-    """Rank and size of the default group outside, inside, in a thread apart, and in a silent group of both ranks."""
-    seen = [(dist.get_rank(), dist.get_world_size())]
-
-    def note() -> None:
-        seen.append((dist.get_rank(), dist.get_world_size()))
-
-    own, silent = groups.group_of_members([dist.get_rank()], None), groups.silent_group_of([0, 1])
-    with groups.default_group(own):
-        note()
-        dist.all_reduce(torch.ones(1))  # meets nobody
-        apart = groups.ThreadApart(target=note)
-        apart.start()
-        apart.join()
-        with groups.default_group(silent):
-            note()
-            if dist.get_rank() == 0:
-                dist.barrier()
-    note()
-    return seen
-
-
-def test_default_group_is_another_inside_but_for_a_thread_apart(pool: WorkerPool) -> None:
-    """Otherwise a step would see all stages as replicas; or a save in the background would take a step's ranks."""
-    first, second = pool.run(seen_inside, 2)
-    assert first == [(0, 2), (0, 1), (0, 2), (0, 2), (0, 2)]
-    assert second == [(1, 2), (0, 1), (1, 2), (1, 2), (1, 2)]
 
 
 def test_silent_group_of_other_ranks_sends_nothing(pool: WorkerPool) -> None:

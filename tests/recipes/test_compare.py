@@ -133,16 +133,11 @@ def outcomes(ddp_seconds: float = 0.1, nodes: int = 1) -> list[Outcome]:
     dp = {**config, "strategy": {"_target_": "lightning_parallel.DataParallelStrategy"}}
     one = {**config, "strategy": {"_target_": None}}
     sent = {"sent": {"all-reduce": 4.0 * MIB, "scalars": 4.0}}
+    of_ddp = [measured_by_hand([ddp_seconds] * 4, peak * MIB, **sent) for peak in (40, 60)]
     return [
         Outcome("single", one, None, [measured_by_hand([0.16] * 4, 50 * MIB)], {"val_loss": 2.0}),
         Outcome("data_parallel", dp, None, [measured_by_hand([0.2] * 4, 60 * MIB)], {"val_loss": 2.0}),
-        Outcome(
-            "ddp",
-            ddp,
-            None,
-            [measured_by_hand([ddp_seconds] * 4, peak * MIB, **sent) for peak in (40, 60)],
-            {"val_loss": 2.001},
-        ),
+        Outcome("ddp", ddp, None, of_ddp, {"val_loss": 2.001}),
         Outcome("pipeline_async", None, "rank 0: no luck today"),
     ]
 

@@ -117,7 +117,7 @@ def fails_or_hangs(how: str) -> str:
 @pytest.mark.parametrize(("how", "limit", "said", "found"), [
     ("ends", 90.0, "ended", ["so"] * 2),
     ("fails", 90.0, "failed: ValueError: not today", None),
-    ("hangs", 5.0, "hung: stopped after 5 s", None),
+    ("hangs", 2.0, "hung: stopped after 2 s", None),
 ])  # fmt: skip
 def test_what_may_fail_or_hang_is_ended_and_told(how: str, limit: float, said: str, found: list[str] | None) -> None:
     assert processes.attempt(fails_or_hangs, 2, how, limit=limit, environment={"HOW": "so"}) == (said, found)

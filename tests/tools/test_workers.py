@@ -79,6 +79,6 @@ def test_an_error_frees_the_ranks_that_wait(pool: WorkerPool) -> None:
 
 def test_a_hung_rank_is_named_with_its_stack_and_replaced(pool: WorkerPool) -> None:
     with pytest.raises(WorkerError, match="rank 1 had not answered") as caught:
-        pool.run(hang_on, 2, 1, timeout=3.0, init=False)
+        pool.run(hang_on, 2, 1, timeout=1.0, init=False)
     assert list(caught.value.errors) == [1] and "in hang_on" in caught.value.errors[1]
     assert pool.run(rank, 2) == [0, 1]

@@ -104,13 +104,9 @@ def test_files_that_cannot_be_used_are_named(tmp_path: Path, content: str, words
 
 
 def test_documents_that_teach_nothing_are_counted(tmp_path: Path) -> None:
-    kept = [{"text": text} for text in TEXTS]
+    file = lines(tmp_path / "a.jsonl", [{"text": text} for text in [*TEXTS, *[" "] * 7]])
     with pytest.warns(UserWarning, match="7 of 67 documents are left out"):
-        found = data(tmp_path, lines(tmp_path / "a.jsonl", [*kept, *[{"text": " "}] * 7]))
-    expected = data(tmp_path, lines(tmp_path / "b.jsonl", kept))  # type: ignore[arg-type]
-    assert [row["input_ids"].tolist() for row in rows(found.train_set)] == [
-        row["input_ids"].tolist() for row in rows(expected.train_set)
-    ]
+        data(tmp_path, file)
 
 
 @pytest.mark.parametrize("record", [
@@ -118,9 +114,8 @@ def test_documents_that_teach_nothing_are_counted(tmp_path: Path) -> None:
     {"prompt": None, "completion": "a"}, {"text": None}, {"text": 5},
 ], ids=str)  # fmt: skip
 def test_a_document_that_cannot_be_read_is_named(tmp_path: Path, record: dict[str, Any]) -> None:
-    whole = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
-    good = {key: whole.get(key, "x") for key in record} if "messages" not in record else whole
-    good = {"text": 5} if record == {"text": 5} else good
+    whole = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    good = {key: whole if key == "messages" else 5 if value == 5 else "x" for key, value in record.items()}
     file = tmp_path / "a.parquet"
     parquet(file, [good] * 3 + [record])
     with pytest.raises(ValueError, match=f"data.path={file}: document [14], .* can't be read"):
@@ -137,17 +132,10 @@ def refused(folder: Path, *overrides: str) -> Problem:
 
 
 def test_bad_paths_are_refused_before_a_worker_starts(tmp_path: Path) -> None:
-    folder = model(tmp_path / "model")
-    assert "no file is given" in str(refused(folder))
+    folder, file = model(tmp_path / "model"), f"data.path={texts(tmp_path / 'a.jsonl')}"
     assert "no such file or folder" in str(refused(folder, "data.path=/nowhere"))
-    assert "no documents there" in str(refused(folder, f"data.path={folder}/model.safetensors"))
-    mixed = tmp_path / "mixed"
-    mixed.mkdir()
-    texts(mixed / "a.jsonl"), (mixed / "b.txt").write_text("b")
-    assert "several kinds, .jsonl, .txt" in str(refused(folder, f"data.path={mixed}"))
-    file = f"data.path={texts(tmp_path / 'a.jsonl')}"
     assert refused(folder, file, "data.val_path=/nowhere").path == "data.val_path"
-    for other in ("/nowhere", str(mixed)):  # a folder, but without a tokenizer
+    for other in ("/nowhere", str(tmp_path)):  # a folder, but without a tokenizer
         assert refused(folder, file, f"data.tokenizer={other}").path == "data.tokenizer"
     assert "more than the 64 tokens" in str(refused(folder, file, "data.context=65"))
     (problem,) = problems("model=gpt", "data=hf", file)
@@ -234,10 +222,8 @@ def run(pool: WorkerPool, folder: Path, *overrides: str) -> dict[str, Any]:
 @pytest.mark.parametrize(("file", "packing", "strategy", "ranks", "workers"), [
     ("chats", "true", "pipeline_zbv", 2, 0),
     *thorough(
-        ("questions", "false", "ddp", 2, 0),
-        ("texts", "true", "pipeline_tensor", 4, 1), ("chats", "false", "pipeline_1f1b", 2, 0),
-        ("questions", "true", "fully_sharded", 2, 0), ("questions", "false", "tensor_parallel", 2, 0),
-        ("questions", "false", "pipeline_3d", 8, 0), ("chats", "false", "data_parallel", 1, 0),
+        ("texts", "true", "pipeline_tensor", 4, 1), ("questions", "false", "fully_sharded", 2, 0),
+        ("chats", "false", "data_parallel", 1, 0),
     ),
 ])  # fmt: skip
 def test_documents_train_as_in_one_process(

@@ -62,8 +62,6 @@ def test_what_is_no_folder_of_images_is_told_with_the_fix(tmp_path: Path) -> Non
         return "; ".join(problem(None if path is None else str(path)) or ())
 
     assert said(None).startswith("no folder is given; give a folder that has a folder of images for each class")
-    assert said(tmp_path / "none").startswith("no such folder; ")
-    assert said(Path(__file__)).startswith("not a folder; ")
     assert said(tmp_path).startswith(f"no classes in {tmp_path}; ")
     assert said(images(tmp_path / "one", classes=1)).startswith(f"only one class, digit-0, in {tmp_path}/one; ")
     empty = images(tmp_path / "empty", classes=2)
