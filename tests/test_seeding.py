@@ -10,12 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_parallel.seeding import (
-    Generators,
-    next_seed,
-    random_state,
-    restore_random_state,
-)
+from lightning_parallel.seeding import Generators, next_seed, random_state, restore_random_state
 
 GENERATORS = Generators(torch.device("cpu"))
 

@@ -16,12 +16,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import (
-    Callback,
-    EMAWeightAveraging,
-    ModelCheckpoint,
-    ProgressBar,
-)
+from lightning.pytorch.callbacks import Callback, EMAWeightAveraging, ModelCheckpoint, ProgressBar
 from lightning.pytorch.plugins.environments import LightningEnvironment, SLURMEnvironment
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.utilities import CombinedLoader

@@ -123,12 +123,7 @@ def test_values_and_rules_are_told_together_but_no_rule_by_a_wrong_value() -> No
 
 @pytest.mark.parametrize(
     ("model", "options"),
-    [
-        ("gpt", {"layers": 2}),
-        ("gpt", {"layers": 1, "width": 16}),
-        ("mlp", {"layers": 2}),
-        ("lenet", {}),
-    ],
+    [("gpt", {"layers": 2}), ("gpt", {"layers": 1, "width": 16}), ("mlp", {"layers": 2}), ("lenet", {})],
 )
 def test_no_partition_has_more_stages(model: str, options: dict[str, int]) -> None:
     module = get_class(MODELS[model].target)(optimizer={"_target_": "torch.optim.SGD", "lr": 0.1}, **options)
@@ -197,10 +192,7 @@ NOT_A_CLASS = 3
         (["logger.csv._target_=lightning.pytorch.callbacks.EarlyStopping"], "name a subclass of lightning's Logger"),
         (["+scheduler._target_=torch.optim.lr_scheduler.StepLR"], "know schedules by their names"),
         (["cluster._target_=my.Cluster"], "there is no module my"),
-        (
-            ["strategy=ddp", "strategy.timeout={_target_: datetime.timedeltas, minutes: 1}"],
-            "did you mean timedelta?",
-        ),
+        (["strategy=ddp", "strategy.timeout={_target_: datetime.timedeltas, minutes: 1}"], "did you mean timedelta?"),
         (
             ["+callbacks.x={_target_: lightning.pytorch.Callback, sub: [{_target_: no.such.Thing}]}"],
             "there is no module no",

@@ -33,7 +33,4 @@ class PerturbedLog(Stack):
                 parameter.data.add_(1e-6)
 
 
-ENTRIES = (
-    Entry("perturbed", "by hand", Perturbed, rows),
-    Entry("perturbed weights", "by hand", PerturbedLog, rows),
-)
+ENTRIES = (Entry("perturbed", "by hand", Perturbed, rows), Entry("perturbed weights", "by hand", PerturbedLog, rows))
