@@ -71,7 +71,7 @@ HERE = [words for words in TRAININGS if words not in [*ELSEWHERE, *ON_TOURS]]
 # A worker sees nothing new in what these say; experiments, ways to debug, trackers and some strategies are in
 # tests/recipes.
 SEEN = "strategy=(single|tensor_parallel)$|-m|hparams_search|experiment|debug|hydra|launch|cluster.max_restarts|"
-SEEN += "trainer.max_steps|logger=(mlflow|wandb)|cluster.devices=4|strategy=pipeline_async$|callbacks=ema"
+SEEN += "trainer.max_steps|logger=(mlflow|wandb)|cluster.devices=4|strategy=pipeline_(async|tensor)$|callbacks=ema"
 REPEATED = [words for words in HERE if any(re.match(SEEN, word) for word in words)]
 TARGETS = [command for command in COMMANDS if command.startswith("make ")]
 
