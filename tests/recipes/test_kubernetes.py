@@ -56,15 +56,12 @@ def test_the_job_is_the_command_line_for_torchrun(tmp_path: Path) -> None:
     for name, fields in FIELDS.items():
         node = {"metadata": job["metadata"], "spec": spec, "trainer": trainer}[name]
         assert node.keys() <= fields
-
-
-def test_the_runs_are_on_the_claim(tmp_path: Path) -> None:
-    (patch,) = written(tmp_path, *LINE, "cluster.mount=/runs", "cluster.namespace=team")["spec"]["runtimePatches"]
+    (patch,) = spec["runtimePatches"]  # the runs are on the claim
     (job,) = patch["trainingRuntimeSpec"]["template"]["spec"]["replicatedJobs"]
     pod = job["template"]["spec"]["template"]["spec"]
     (volume,), (container,) = pod["volumes"], pod["containers"]
     assert volume["persistentVolumeClaim"] == {"claimName": "runs"} and job["name"] == container["name"] == "node"
-    assert container["volumeMounts"] == [{"name": volume["name"], "mountPath": "/runs"}]
+    assert container["volumeMounts"] == [{"name": volume["name"], "mountPath": "/shared"}]
 
 
 @pytest.mark.parametrize("key", ["image", "claim"])

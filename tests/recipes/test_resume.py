@@ -57,15 +57,13 @@ def test_the_newest_whole_checkpoint_is_found_and_a_damaged_newer_one_warned_of(
         assert resume.chosen(config(folder)) is None
 
 
-def test_without_one_it_starts_with_ckpt_path(tmp_path: Path) -> None:
-    assert resume.chosen(config(tmp_path)) is None
-    assert resume.chosen(config(tmp_path, ckpt_path="first.ckpt")) == "first.ckpt"
-
-
 def test_last_is_the_same_and_a_path_is_itself(folder: Path) -> None:
     assert resume.chosen(config(folder, ckpt_path="last", again=None)) == str(folder / "checkpoints" / "new.ckpt")
     assert resume.chosen(config(folder, ckpt_path="first.ckpt", again=None)) == "first.ckpt"
     assert resume.chosen(config(folder, again=None)) is None
+    shutil.rmtree(folder / "checkpoints")  # then it starts with ckpt_path
+    assert resume.chosen(config(folder)) is None
+    assert resume.chosen(config(folder, ckpt_path="first.ckpt")) == "first.ckpt"
 
 
 def test_weights_alone_are_not_what_a_run_goes_on_from(folder: Path) -> None:

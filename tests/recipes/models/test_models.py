@@ -69,8 +69,5 @@ def test_schedules_rise_linearly_then_fall_to_the_floor() -> None:
     assert cosine[:4] == [0.25, 0.5, 0.75, 1.0]
     assert all(later < earlier for earlier, later in zip(cosine[3:13], cosine[4:14], strict=True))
     assert cosine[13:] == pytest.approx([0.1, 0.1, 0.1])
-
-
-def test_an_unknown_schedule_is_refused() -> None:
     with pytest.raises(ValueError, match="scheduler.name='linear' is not known: use 'constant' or 'cosine'"):
         configure([nn.Parameter(torch.zeros(1))], ADAM, {"name": "linear"})
