@@ -155,20 +155,6 @@ def test_a_strategy_s_config_has_every_setting_of_the_strategy_with_its_default(
     assert set(node) <= set(inspect.signature(get_class(target)).parameters)
 
 
-def test_the_experiment_is_a_recipe_whose_every_choice_can_be_overridden() -> None:
-    plain, recipe = composed(), composed("experiment=async_quality")
-    assert "experiment" not in plain and "experiment" not in recipe
-    assert recipe["strategy"] == composed("strategy=pipeline_async")["strategy"]  # as it comes
-    assert recipe["optimizer"]["_target_"] == "recipes.models.muon.MuonAdamW"
-    assert recipe["scheduler"]["name"] == "cosine"
-    assert (
-        recipe["scheduler"]["warmup_steps"] * 5 == recipe["scheduler"]["total_steps"] == recipe["trainer"]["max_steps"]
-    )
-    mine = composed("experiment=async_quality", "strategy=pipeline_1f1b", "optimizer=nadamw", "trainer.max_steps=7")
-    assert mine["strategy"] == composed("strategy=pipeline_1f1b")["strategy"]
-    assert (mine["optimizer"]["_target_"], mine["trainer"]["max_steps"]) == ("torch.optim.NAdam", 7)
-
-
 def test_schemas_know_only_arguments_that_the_classes_take() -> None:
     def keys(kind: type) -> set[str]:
         return {field.name for field in fields(kind)}
