@@ -69,6 +69,7 @@ ELSEWHERE = {
     **dict.fromkeys(("TorchDispatchMode", "boxed_group", "group_by_name"), "recipes/test_traffic.py"),
     "default_store": "callbacks/test_preemption.py",
     "default_group": "strategies/test_world.py",
+    "CommonScaler": "strategies/test_precision.py",
     "ThreadApart": "checkpoint/test_background.py",
 }
 
@@ -280,14 +281,3 @@ def aborted() -> bool:
 def test_abort_groups_leaves_all(pool: WorkerPool) -> None:
     """Otherwise a rank that fails on a GPU would wait for messages of others, and they for it."""
     assert pool.run(aborted, 2) == [False, False]
-
-
-def test_common_scaler_is_asked_by_a_fused_optimizer(monkeypatch: pytest.MonkeyPatch) -> None:
-    shared: list[float] = []
-    monkeypatch.setattr(dist, "all_reduce", lambda tensor, *args, **kwargs: shared.append(float(tensor)))
-    weight = nn.Parameter(torch.ones(2))
-    optimizer = torch.optim.SGD([weight], lr=0.1, fused=True)
-    scaler = groups.CommonScaler("cpu", process_group=object())  # type: ignore[arg-type]
-    scaler.scale((weight * float("inf")).sum()).backward()
-    scaler.step(optimizer)
-    assert shared == [1.0] and torch.equal(weight, torch.ones(2))
