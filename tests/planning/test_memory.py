@@ -66,7 +66,6 @@ def counted(model: str, choice: Choice, devices: int) -> dict[str, int]:
 @pytest.mark.parametrize(
     ("model", "strategy", "devices", "tensor"),
     [
-        ("AdamBlocks", "pipeline_1f1b", 4, 1),
         ("AdamBlocks", "pipeline_zbv", 2, 1),
         ("AdamBlocks", "fully_sharded", 2, 1),
         ("Words", "pipeline_interleaved", 2, 1),

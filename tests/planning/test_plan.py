@@ -412,9 +412,9 @@ def test_what_lightning_does_before_a_step_is_done() -> None:
 @pytest.mark.usefixtures("untimed")
 @pytest.mark.parametrize("device", ["here", "h100"])
 def test_module_and_random_generators_stay_as_they_are(device: str) -> None:
-    x, y = Made.batches()[0]
+    made, (x, y) = Made(), Made.batches()[0]
     before = random_state()
-    plan(Made(), {"x": x, "y": y}, devices=2, device=device)
+    plan(made, {"x": x, "y": y}, devices=2, device=device)
     assert all(torch.equal(state, before[name]) for name, state in random_state().items())
     module, generator = Blocks(), torch.Generator().manual_seed(0)
     samples = TensorDataset(x, y)

@@ -79,7 +79,7 @@ def test_a_table_becomes_a_picture(tmp_path: Path) -> None:
 
 
 def test_tables_are_written_into_a_page(monkeypatch: pytest.MonkeyPatch) -> None:
-    small = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4, "num_attention_heads": 8}
+    small = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 8}
     monkeypatch.setitem(SIZES, "small", small)
     (plan,) = of_plans([("small", 2)])
     assert "### small on 2 H100" in plan and len([line for line in plan.splitlines() if "GiB" in line]) > 1
