@@ -45,7 +45,6 @@ def noted(model: str, layout: str) -> tuple[list[Notes], Notes] | None:
         ("Words", "stages"),
         ("Pictures", "interleaved stages"),
         ("Untied", "late stages"),
-        ("Blocks", "replicas"),
         ("Blocks", "fully sharded"),
         ("Untied", "tensor"),
         ("Dropped", "stages"),

@@ -16,8 +16,7 @@ from typing import Any, cast
 import pytest
 
 from recipes import ROOT, build, record
-from recipes.launchers.launcher import Failure, Launcher, WorkersFailed, first_failure
-from recipes.launchers.local import LocalLauncher
+from recipes.launchers.launcher import Failure, WorkersFailed, first_failure
 from recipes.launchers.slurm import SlurmLauncher, script
 from recipes.problem import ConfigError
 from recipes.processes import REFUSED, REQUEUE
@@ -68,15 +67,6 @@ def test_a_cluster_is_added_through_the_one_class_that_its_yaml_names(
     assert (tmp_path / "run" / "started").read_text() == "short: 4 of 4"
     (run,) = runs(tmp_path).values()
     assert run["status"] == "completed" and record.read_metrics(tmp_path / "run") == {"val_loss": 0.5}
-
-
-def test_launchers_are_made_from_the_node_of_the_cluster() -> None:
-    config = composed(*cluster())
-    assert validate(config) == []
-    mine: Launcher = build.launcher(config)
-    assert isinstance(mine, Imaginary) and mine.partition == "short"
-    local: Any = build.launcher(composed("cluster.devices=3", "cluster.threads=2"))
-    assert isinstance(local, LocalLauncher) and (local.devices, local.threads) == (3, 2)
 
 
 @pytest.mark.parametrize("devices", ["0", "two", "null"])

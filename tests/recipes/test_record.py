@@ -29,21 +29,6 @@ def test_the_hash_is_that_of_what_is_run_not_of_where() -> None:
     assert record.config_hash(here) != record.config_hash({**here, "seed": 2})
 
 
-def test_a_run_is_recorded_from_its_start_to_its_end(tmp_path: Path) -> None:
-    record.start(tmp_path, composed(), {"model": "gpt"})
-    started = json.loads((tmp_path / record.RUN).read_text())
-    assert started["status"] == "starting" and started["ended"] is None
-    assert started["choices"] == {"model": "gpt"} and started["seed"] == 1
-    assert {"python", "torch", "lightning"} <= set(started["versions"])
-    record.update(tmp_path, layout={"world_size": 2})
-    record.end(tmp_path, "failed", {"rank": 1, "message": "no", "traceback": None})
-    ended = json.loads((tmp_path / record.RUN).read_text())
-    assert ended["status"] == "failed" and ended["error"]["rank"] == 1
-    assert ended["started"] == started["started"] <= ended["ended"]
-    assert ended["layout"] == {"world_size": 2}
-    assert [file.name for file in tmp_path.iterdir()] == [record.RUN]
-
-
 def test_metrics_are_numbers_and_a_diverged_one_is_null(tmp_path: Path) -> None:
     record.write_metrics(tmp_path, {"b": 1, "a": float("inf"), "c": 0.5})
     assert record.read_metrics(tmp_path) == {"a": None, "b": 1.0, "c": 0.5}

@@ -113,6 +113,7 @@ def test_under_torchrun_a_run_is_recorded_from_its_start_to_its_end(pool: Worker
     (rank,) = run["layout"]["ranks"]
     assert rank["rank"] == 0 and rank["coordinates"] == {"data": 0, "tensor": 0, "pipeline": 0}
     assert rank["device"] == "cpu" and rank["host"]
+    assert {"python", "torch", "lightning"} <= set(run["versions"]) and run["seed"] == 1
     assert run["metrics"] == record.read_metrics(config_file.parent / "run")
     assert {"train_loss", "val_loss", "test_loss"} <= run["metrics"].keys()
 

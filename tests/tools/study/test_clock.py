@@ -44,7 +44,7 @@ def test_in_a_v_the_last_stage_waits_for_each_batch() -> None:
 def test_other_sizes_lose_the_least_measured_where_synchronous_and_the_most_where_asynchronous() -> None:
     for schedule, kept in (("zbv", max), ("vmin", min)):
         shares = [share / clock.theory(schedule, *sizes) for sizes, share in MOST.items()]
-        assert clock.busy(schedule, 16, 32) == pytest.approx(clock.theory(schedule, 16, 32) * kept(shares))
+        assert clock.busy(schedule, 6, 12) == pytest.approx(clock.theory(schedule, 6, 12) * kept(shares))
 
 
 def test_a_loss_is_reached_between_two_validations() -> None:
