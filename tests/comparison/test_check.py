@@ -20,7 +20,6 @@ from lightning_parallel import PipelineStrategy, check
 from lightning_parallel.comparison.check import Comparison
 from lightning_parallel.comparison.differences import Difference, differences
 from lightning_parallel.comparison.evidence import Evidence
-from lightning_parallel.ranks.shard import Shard
 from tests.strategies.failures import assert_refused
 from tests.thorough import thorough
 from tools.workers.pool import WorkerError, WorkerPool
@@ -331,15 +330,6 @@ def found(*ranks: Evidence) -> dict[str, float]:
     return {each.name: each.size for each in differences(ranks, evidence()) if each.size}
 
 
-def test_ranks_may_hold_shards_and_shares() -> None:
-    def rank(index: int) -> Evidence:
-        shard = Shard((4,), 0, (4,), index, 2)
-        part = [{"a": shard.take(evidence().gradients[0]["a"])}]
-        return evidence(losses=[0.5 + index], gradients=part, weights=part, shards={"a": shard})
-
-    assert found(rank(0), rank(1)) == {}  # nobody needs a gradient of zeros
-
-
 @pytest.mark.parametrize(
     ("changes", "name", "size"),
     [
@@ -360,7 +350,8 @@ def test_what_differs_is_named_with_its_size(changes: dict[str, Any], name: str,
     assert found(evidence(**changes))[name] == pytest.approx(size)
 
 
-def test_nan_is_equal_to_nan() -> None:
+def test_nan_is_equal_to_nan_and_nobody_needs_a_gradient_of_zeros() -> None:
+    assert found(evidence(gradients=[{"a": evidence().gradients[0]["a"]}])) == {}
     lost = evidence(gradients=[{"a": torch.tensor([1.0, math.nan]), "b": torch.tensor([math.nan])}], losses=[math.nan])
     assert not any(each.size for each in differences([lost], lost))
 
