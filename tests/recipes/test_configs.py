@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
-import itertools
 import re
 from dataclasses import fields
 from pathlib import Path
@@ -25,18 +24,12 @@ from recipes.models.muon import MuonAdamW
 from recipes.problem import Problem
 from recipes.validate import validate
 from tests.recipes.tiny import images, texts
-from tests.thorough import thorough
 
 GROUPS = {
     folder.name: sorted(file.stem for file in folder.glob("*.yaml"))
     for folder in sorted(CONF.iterdir())
     if folder.is_dir() and folder.name != "hydra"
 }
-
-
-TAKE_TOKENS = ("gpt", "hf")
-CUSTOM = {"model": "lightning.pytorch.demos.boring_classes.BoringModel", "data": "lightning.LightningDataModule"}
-TIMM = ["model.architecture=vit_tiny_patch16_224", "model.classes=10"]
 # timm is in an environment of its own, where only the tests marked for it run.
 NOWHERE = Path("/dev/null/run")  # of configs that tests only read: what writes there by mistake fails
 NOT_THERE = 'timm and torchvision not installed; pip install ".[recipes,images]"'
@@ -77,7 +70,7 @@ def test_every_option_composes_and_is_valid(number: int, hf_folder: Path) -> Non
     given = {
         "digits": ["model=mlp"],
         "text": [f"data.path={__file__}", "data.context=16"],
-        "custom": [f"data._target_={CUSTOM['data']}"],
+        "custom": ["data._target_=lightning.LightningDataModule"],
         "hf": ["model=hf", f"model.path={hf_folder}", f"data.path={hf_folder / 'texts.jsonl'}"],
         "images": ["model=lenet", "model.channels=3", "model.classes=4", "model.size=224"],
         "kubernetes": ["cluster.image=mine", "cluster.claim=runs"],
@@ -90,18 +83,6 @@ def test_every_option_composes_and_is_valid(number: int, hf_folder: Path) -> Non
         words.append(f"data.path={images(hf_folder / 'images')}")
     # No cluster here could be joined.
     assert problems(*(f"{group}={option}" for group, option in chosen.items()), *words, "launch=false") == []
-
-
-@pytest.mark.parametrize("strategies", [1, *thorough(len(GROUPS["strategy"]))])
-def test_every_model_meets_strategies(hf_folder: Path, strategies: int) -> None:
-    """Of all strategies one is new for each model, and valid with the first one below."""
-    chosen = itertools.cycle(GROUPS["strategy"])
-    for model in GROUPS["model"]:
-        data = "stdlib" if model in TAKE_TOKENS else "digits"
-        of_model = {"hf": [f"model.path={hf_folder}"], "timm": TIMM, "custom": [f"model._target_={CUSTOM['model']}"]}
-        given = [f"model={model}", f"data={data}", *of_model.get(model, [])]
-        for strategy in itertools.islice(chosen, strategies):
-            assert_valid(problems(*given, f"strategy={strategy}"), timm=model == "timm")
 
 
 def test_a_folder_with_quantized_weights_is_refused(hf_folder: Path) -> None:

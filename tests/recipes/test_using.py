@@ -10,10 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, GPTNeoConfig, MistralConfig, MixtralConfig
+from transformers import GPTNeoConfig, MistralConfig, MixtralConfig
 
-from recipes import commands, evaluate, export, generate, launch, record
-from recipes.data.tokenizer import tokenizer_of
+from recipes import commands, evaluate, generate, launch, record
 from recipes.generate import SETTINGS
 from recipes.models.generation import Generation
 from recipes.models.hf import CausalLM
@@ -37,13 +36,6 @@ def hf(pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
     given = ["model=hf", f"model.path={model(here / 'model')}", "data=hf", f"data.path={texts(here / 'a.jsonl')}"]
     given += ["data.context=32", "strategy=pipeline_1f1b", "strategy.microbatches=2", "cluster.devices=2"]
     return trained(pool, here / "run", *SMALL, *given)
-
-
-def exported(run: Path) -> Path:
-    out = run.parent / "exported"
-    if not out.exists():
-        export.main([str(run), str(out)])
-    return out
 
 
 # -- recipes.evaluate ------------------------------------------------------------------------------------------------
@@ -125,23 +117,6 @@ def written(pool: WorkerPool, run: Path, folder: Path, *layout: str, **more: Any
     lines = [json.loads(line) for line in (folder / TEXTS).read_text().splitlines()]
     assert [line["prompt"] for line in lines] == generation["prompts"]
     return [line["text"] for line in lines]
-
-
-@pytest.mark.parametrize("layout", [
-    ["strategy=tensor_parallel"], *thorough(["strategy=single"], ["strategy=fully_sharded"]),
-], ids=str)  # fmt: skip
-def test_the_most_likely_text_is_transformers_own(
-    pool: WorkerPool, hf: Path, tmp_path: Path, layout: list[str]
-) -> None:
-    tokenizer = tokenizer_of(str(exported(hf)))
-    own = AutoModelForCausalLM.from_pretrained(exported(hf), dtype=torch.float64)
-    expected = []
-    for prompt in PROMPTS:
-        tokens = torch.tensor([tokenizer.encode(prompt)[0]])
-        made = own.generate(tokens, max_new_tokens=12, do_sample=False, pad_token_id=0)[0, tokens.shape[1] :]
-        expected.append(tokenizer.decode(made.tolist()))
-    assert written(pool, hf, tmp_path / "texts", *layout) == expected
-    assert (record.read_metrics(tmp_path / "texts")["tokens_per_second"] or 0) > 0
 
 
 def test_what_is_drawn_goes_by_the_seed_alone(pool: WorkerPool, hf: Path, tmp_path: Path) -> None:

@@ -93,7 +93,7 @@ MLP = ["model=mlp", "data=digits", "model.layers=3", "strategy=pipeline_1f1b", "
         (["+trainer.max_stepz=4"], "trainer.max_stepz", "did you mean max_steps?"),
         (["model.name=gtp"], "model.name", "did you mean gpt?"),
         (["+callbacks.mine=3"], "callbacks.mine", "_target_"),
-        ([f"model._target_={OWN}", "data=digits"], "model._target_", f"use model=custom model._target_={OWN}"),
+        ([f"+model._target_={OWN}", "data=digits"], "model._target_", f"use model=custom model._target_={OWN}"),
         (["+optimizer.eps=1e-6", "optimizer=muon"], "optimizer.eps", "no such key in optimizer"),
         (["optimizer._target_=null"], "optimizer._target_", "torch.optim.AdamW"),
     ],

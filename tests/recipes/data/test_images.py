@@ -25,10 +25,9 @@ from tools.workers.pool import WorkerPool
 EXACT = 1e-12  # float64
 
 
-def data(folder: Path, replicas: int = 1, rank: int = 0, **more: Any) -> ImageData:
+def data(folder: Path, **more: Any) -> ImageData:
     made = ImageData(path=str(folder), **{"size": 8, "batch_size": 4, **more})
-    shard = {"num_replicas": replicas, "rank": rank} if replicas > 1 else None
-    made.trainer = SimpleNamespace(distributed_sampler_kwargs=shard)  # type: ignore[assignment]
+    made.trainer = SimpleNamespace(distributed_sampler_kwargs=None)  # type: ignore[assignment]
     made.setup("fit")
     return made
 
@@ -45,7 +44,7 @@ def epochs(made: ImageData, *numbers: int) -> list[Tensor]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return images(tmp_path_factory.mktemp("images") / "digits", each=12)  # two replicas share those held out
+    return images(tmp_path_factory.mktemp("images") / "digits", each=12)
 
 
 def test_images_are_squares_normalised(tmp_path: Path) -> None:
@@ -91,15 +90,6 @@ def test_crops_and_flips_are_drawn_anew_in_each_epoch(folder: Path, crop: bool, 
         assert 0 < sum(mirrored) < len(seen[0]) and all(a or b for a, b in zip(mirrored, same, strict=True))
     validation = [torch.cat([batch for batch, _ in each.val_dataloader()]) for each in (made, plain)]
     assert torch.equal(*validation)
-
-
-def test_replicas_share_the_batches_of_one_process(folder: Path) -> None:
-    (whole,) = epochs(data(folder), 3)
-    shares = [epochs(data(folder, 2, rank), 3)[0] for rank in range(2)]
-    for place in range(0, len(whole), 4):
-        batch = torch.cat([share[place // 2 : place // 2 + 2] for share in shares])
-        found, expected = ({image.numpy().tobytes() for image in part} for part in (batch, whole[place : place + 4]))
-        assert found == expected
 
 
 @pytest.mark.parametrize("workers", [0, 1])
