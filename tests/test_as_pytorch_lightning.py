@@ -15,7 +15,7 @@ from lightning.pytorch import callbacks
 
 import lightning_parallel as lp
 from recipes import work
-from tests.recipes.test_configs import problems
+from tests.recipes.runs import problems
 
 ALIAS = "lightning_parallel.as_pytorch_lightning"
 

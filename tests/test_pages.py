@@ -28,7 +28,8 @@ from lightning_parallel.strategies.tensor import TensorParallelOptions
 from recipes import ROOT, record
 from recipes.compose import check, jobs
 from tests.recipes import runs, tiny
-from tests.recipes.test_configs import assert_valid, composed
+from tests.recipes.runs import composed
+from tests.recipes.test_configs import assert_valid
 from tests.tensor.helpers import ranks
 from tests.thorough import thorough
 from tools.workers.pool import WorkerPool

@@ -1,4 +1,5 @@
-"""cluster=torchrun: the processes of two agents train as one run; after a kill they go on in its folder."""
+"""cluster=torchrun, cluster=local: after a kill the processes go on in the run's folder, with the numbers of a run left
+alone."""
 
 from __future__ import annotations
 
@@ -19,6 +20,7 @@ from tests.clusters.disturbed import (
     numbers,
     run,
     run_beside,
+    train,
     variables,
 )
 
@@ -68,3 +70,16 @@ def test_without_torchrun_it_says_what_to_start(tmp_path: Path) -> None:
     program = [sys.executable, *command(tmp_path, "cluster=torchrun")]
     done = subprocess.run(program, cwd=ROOT, env=variables(), text=True, capture_output=True, timeout=200)
     assert done.returncode == 1 and "start it with torchrun --nproc-per-node=NUMBER -m recipes.train" in done.stderr
+
+
+REASON = "rank 1: killed by SIGKILL (out of memory?)"
+
+
+@pytest.mark.thorough
+def test_a_killed_worker_restarts_the_run(tmp_path: Path, undisturbed: dict[str, float]) -> None:
+    said = train(tmp_path, "cluster.max_restarts=1", KILL)
+    assert "restart 1 of 1, from the newest whole checkpoint" in said
+    killed, last = attempts(tmp_path)
+    assert killed in [(REASON, 0, step, 1) for step in (SAVED, KILLED)]  # rank 0 may not know of the last step
+    assert last == ("completed", SAVED, 10, 0)
+    assert numbers(tmp_path) == undisturbed

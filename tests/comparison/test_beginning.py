@@ -1,5 +1,5 @@
-"""The first unit that differs: what is compared where nothing differs, and what isn't trusted. The batches of ranks
-that run a layout."""
+"""The first unit that differs: what is compared where nothing differs, what isn't trusted, and a few of the faults of
+docs/faults.md, at least one for each phase. The batches of ranks that run a layout."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ from lightning_parallel.comparison.runs import Shares
 from lightning_parallel.comparison.units import INPUT, OF_INPUT, OF_OUTPUT, OUTPUT, Notes, Place, UnitWatch
 from lightning_parallel.strategies.pipeline import PipelineStrategy
 from tests.thorough import thorough
+from tools.faults.faults import FAULTS
 from tools.faults.models import LAYOUTS, MODELS
+from tools.faults.training import PAIRS, case, case_of
 from tools.workers.pool import WorkerPool
 
 COMMON = {"accelerator": "cpu", "precision": "64-true"}
@@ -151,3 +153,25 @@ def test_a_replicas_share_of_a_batch_has_memory_of_its_own() -> None:
     for share in shares:
         assert share.tolist() == [4, 5, 6, 7] and share.untyped_storage().nbytes() == 16
         assert share.tag == "a"
+
+
+SAMPLE = [
+    "activations are those of the microbatch before",
+    "the factor of a batch isn't sent on",
+    "gradients are clipped by the stage's norm",
+    "a column layer doesn't sum the gradients of its input",
+    "gradients aren't averaged over replicas",
+]
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in SAMPLE else pytest.mark.thorough) for n in FAULTS])
+def test_a_fault_is_found_and_placed(pool: WorkerPool, name: str) -> None:
+    found = case_of(pool, name)
+    assert found.is_right, found.report
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(("model", "layout"), PAIRS)
+def test_without_a_fault_there_is_no_alarm(pool: WorkerPool, model: str, layout: str) -> None:
+    found = case(pool, model, layout)
+    assert found.is_right, found.report

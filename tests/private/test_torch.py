@@ -66,7 +66,7 @@ ELSEWHERE = {
     "not_recorded": "messages/test_channel.py",
     "values_read_by": "strategies/test_fully_sharded.py",
     "METADATA_CLASSES": "checkpoint/test_reading.py",
-    **dict.fromkeys(("TorchDispatchMode", "boxed_group", "group_by_name"), "recipes/test_traffic.py"),
+    **dict.fromkeys(("TorchDispatchMode", "boxed_group", "group_by_name"), "recipes/test_compare.py"),
     "default_store": "callbacks/test_preemption.py",
     "default_group": "strategies/test_world.py",
     "CommonScaler": "strategies/test_precision.py",

@@ -1,4 +1,4 @@
-"""Runs of recipes in the pool's processes."""
+"""Configs of recipes, and their runs in the pool's processes."""
 
 from __future__ import annotations
 
@@ -6,13 +6,27 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from recipes import launch, record, work
+from hydra import compose, initialize_config_dir
+
+from recipes import CONF, launch, record, work
+from recipes.compose import resolved
+from recipes.problem import Problem
 from recipes.schema import world_size
 from recipes.validate import validate
-from tests.recipes.test_configs import composed
 from tools.workers.pool import WorkerPool
 
 QUIET = ["print_config=false", "trainer.enable_progress_bar=false", "trainer.enable_model_summary=false", "logger=none"]
+NOWHERE = Path("/dev/null/run")  # of configs that tests only read: what writes there by mistake fails
+
+
+def composed(*overrides: str, folder: Path = NOWHERE) -> dict[str, Any]:
+    """The config of a run in ``folder``, whose data are beside that."""
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        return resolved(compose("train", overrides=[f"paths.data_dir={folder.parent}/data", *overrides]), str(folder))
+
+
+def problems(*overrides: str) -> list[Problem | str]:
+    return validate(composed(*overrides))
 
 
 def done(pool: WorkerPool, config: Mapping[str, Any]) -> Path:

@@ -14,8 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from recipes import build, record
 from recipes.logs import ContinuedCSVLogger
-from tests.recipes.runs import trained
-from tests.recipes.test_configs import composed
+from tests.recipes.runs import composed, trained
 from tools.workers.pool import WorkerPool
 
 

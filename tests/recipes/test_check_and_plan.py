@@ -14,8 +14,7 @@ from typing import Any
 import pytest
 
 from recipes import check, plan, record, train
-from tests.recipes.runs import QUIET, done
-from tests.recipes.test_configs import composed, problems
+from tests.recipes.runs import QUIET, composed, done, problems
 from tests.thorough import thorough
 from tools.workers.pool import WorkerPool
 from tools.workers.worker import ROOT

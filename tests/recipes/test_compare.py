@@ -13,6 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
 import yaml
 
 from recipes import record, work
@@ -24,6 +27,7 @@ from recipes.launchers.launcher import Failure, WorkersFailed
 from recipes.launchers.local import LocalLauncher
 from recipes.problem import ConfigError
 from recipes.schema import world_size
+from recipes.traffic import Traffic
 from tests.thorough import thorough
 from tools.workers.pool import WorkerPool
 
@@ -241,3 +245,30 @@ def test_a_failed_run_is_told_and_the_rest_goes_on(tmp_path: Path, monkeypatch: 
     assert run.run(planned).error == "rank 1: ValueError: no luck today"
     (refused,) = configs([*TINY, "strategy.microbatches=13"], ["pipeline_gpipe"], tmp_path)
     assert "more than the data.batch_size=12 samples" in (run.run(refused).error or "")
+
+
+def counted() -> dict[str, Any]:
+    pair = dist.new_group([0, 1])
+    with Traffic() as traffic:
+        dist.all_reduce(torch.ones(6))
+        dist.broadcast(torch.ones(6), 0)
+        dist.all_gather([torch.empty(2) for _ in range(3)], torch.ones(2))
+        dist.reduce_scatter_tensor(torch.empty(2), torch.ones(6))
+        functional.all_reduce(torch.ones(6), "sum", dist.group.WORLD).wait()
+        dist.all_reduce(torch.ones(1))
+        if dist.get_rank() < 2:
+            dist.all_reduce(torch.ones(6), group=pair)
+        if dist.get_rank() == 0:
+            dist.send(torch.ones(6), 2)
+        if dist.get_rank() == 2:
+            dist.recv(torch.empty(6), 0)
+    return {"sent": dict(traffic.sent), "messages": dict(traffic.messages), "received": traffic.received}
+
+
+def test_every_kind_of_message_is_counted_with_its_group(pool: WorkerPool) -> None:
+    first, second, third = pool.run(counted, 3)
+    of_all = {"broadcast": 16, "all-gather": 16, "reduce-scatter": 16, "scalars": 3}  # 24 bytes, or parts of them
+    assert third["sent"] == of_all | {"all-reduce": 64}
+    assert third["received"] == 24 and third["messages"]["point-to-point"] == 1
+    assert first["sent"] == second["sent"] != third["sent"] and first["received"] == 0
+    assert first["sent"]["all-reduce"] == third["sent"]["all-reduce"] + 24

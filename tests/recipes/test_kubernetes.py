@@ -11,7 +11,7 @@ import yaml
 from recipes import build, record
 from recipes.compose import check
 from recipes.launchers.kubernetes import JOB, KubernetesLauncher
-from tests.recipes.test_configs import composed, problems
+from tests.recipes.runs import composed, problems
 
 NEEDED = ["cluster=kubernetes", "cluster.image=me/image:1", "cluster.claim=runs"]
 LINE = [*NEEDED, "cluster.nodes=2", "cluster.devices=4", "cluster.gpus=4"]

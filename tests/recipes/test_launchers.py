@@ -22,8 +22,8 @@ from recipes.problem import ConfigError
 from recipes.processes import REFUSED, REQUEUE
 from recipes.train import main
 from recipes.validate import validate
-from tests.recipes.test_configs import composed
-from tests.recipes.test_launch import TINY, runs
+from tests.recipes.runs import composed
+from tests.recipes.test_local import TINY, runs
 
 MINE = "tests.recipes.test_launchers.Imaginary"
 LOST = 'Traceback (most recent call last):\n  File "a.py", line 1, in f\n    g()\nx.PeerLostError: The link broke.\n'

@@ -1,4 +1,5 @@
-"""recipes/configs.py: configs in a folder of the user's own are checked like those of the recipes."""
+"""recipes/compose.py, configs.py: a command line is checked as a whole before its first job starts, and configs in a
+folder of the user's own like those of the recipes."""
 
 from __future__ import annotations
 
@@ -6,14 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hydra._internal.utils import get_args_parser
+from omegaconf import OmegaConf
 
 from recipes import CONF, commands, launch, record
-from recipes.compose import check
+from recipes.compose import check, started_several_times
 from recipes.configs import Configs
 from recipes.problem import ConfigError
 from recipes.validate import validate
-from tests.recipes.test_configs import composed
+from tests.recipes.runs import NOWHERE, composed
 
 EXPERIMENT = """\
 # @package _global_
@@ -43,10 +46,10 @@ def write(option: str, text: str) -> None:
     file.write_text(text)
 
 
-def told(*words: str) -> list[str]:
+def told(*words: str, multirun: bool = False) -> list[str]:
     """The problems of a command line with Hydra's own arguments."""
     args = get_args_parser().parse_args(words)
-    return [str(each) for each in check(args.overrides, configs=Configs.of_command_line(args))]
+    return [str(each) for each in check(args.overrides, multirun=multirun, configs=Configs.of_command_line(args))]
 
 
 OWN = ("--config-dir", "my_conf")
@@ -126,3 +129,50 @@ def test_a_command_after_a_run_knows_the_runs_configs(folder: Path, tmp_path: Pa
     assert changed()["model"] == config["model"]
     with pytest.raises(ConfigError, match="my_conf: the run's own configs were there; put them back, or leave the"):
         changed("model.width=32")
+
+
+def test_unknown_options_and_keys_are_told_together_with_what_there_is() -> None:
+    option, top, key = told("strategy=pipelin_zbv", "modle=gpt", "trainer.max_stepz=3")
+    assert option.startswith("strategy=pipelin_zbv: no such strategy; did you mean pipeline_zbv? known: d")
+    assert top.startswith("modle=gpt: no such key; did you mean model?")
+    assert key.startswith("trainer.max_stepz=3: no such key in trainer; did you mean max_steps? known: ")
+
+
+def test_keys_are_looked_up_in_the_chosen_option() -> None:
+    assert told("strategy=pipeline_gpipe", "strategy.schedule=1f1b") == []
+    (problem,) = told("strategy=pipeline_async", "strategy.chunks=2")
+    assert "no such key in strategy" in problem
+    assert told("logger.csv.name=x", "hydra.job.name=y", "+callbacks.x._target_=lightning.Callback") == []
+
+
+def test_every_job_of_a_sweep_is_checked_before_the_first() -> None:
+    (problem,) = told("strategy=single,ddp", "cluster.devices=5", multirun=True)
+    assert problem.startswith("data.batch_size=24: can't be shared equally by cluster.devices=5")
+    (problem,) = told("strategy=ddp,sngle", "cluster.devices=5", multirun=True)
+    assert problem.startswith("strategy=sngle: no such strategy; did you mean single?")
+
+
+def test_a_launcher_that_starts_a_job_several_times_is_refused() -> None:
+    (problem,) = started_several_times(OmegaConf.create({"nodes": 2, "tasks_per_node": 1}))
+    assert str(problem).startswith("hydra.launcher.nodes=2: each would run the whole recipe")
+    assert list(started_several_times(OmegaConf.create({"n_jobs": 2}))) == []
+
+
+def test_the_resolved_config_is_plain_and_has_absolute_paths() -> None:
+    config = composed("paths.data_dir=somewhere")
+    assert type(config["optimizer"]["betas"]) is list
+    assert config["data"]["directory"] == str(Path("somewhere").absolute())
+    assert config["callbacks"]["checkpoint"]["dirpath"] == f"{NOWHERE}/checkpoints"
+
+
+def test_a_group_without_an_option_is_refused() -> None:
+    assert "data=null: no such data" in str(check(["data=null"])[0])
+
+
+def test_the_newest_checkpoint_is_looked_for_in_the_folder_of_the_run(tmp_path: Path) -> None:
+    again = ["ckpt_path=last", f"hydra.run.dir={tmp_path}"]
+    assert "there is no checkpoint in" in str(check(again)[0])
+    (tmp_path / "checkpoints").mkdir()
+    torch.save({}, tmp_path / "checkpoints" / "last.ckpt")
+    assert check(again) == []
+    assert check(["ckpt_path=last"], multirun=True) == []  # the folder of a job is known when it starts

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from recipes import process_rules
-from tests.recipes.test_attempts import ENGINES, PROCESSES
-from tests.recipes.test_configs import problems
+from tests.recipes.runs import problems
+from tests.recipes.test_record import ENGINES, PROCESSES
 from tests.thorough import thorough
 
 

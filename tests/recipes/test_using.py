@@ -18,8 +18,7 @@ from recipes.models.generation import Generation
 from recipes.models.hf import CausalLM
 from recipes.problem import ConfigError
 from recipes.record import TEXTS
-from tests.recipes.runs import done, trained
-from tests.recipes.test_configs import composed
+from tests.recipes.runs import composed, done, trained
 from tests.recipes.tiny import model, texts
 from tests.thorough import thorough
 from tools.workers.pool import WorkerError, WorkerPool

@@ -15,7 +15,7 @@ from recipes.examples import MODELS
 from recipes.problem import ConfigError
 from recipes.schema import world_size
 from recipes.validate import validate
-from tests.recipes.test_configs import composed, problems
+from tests.recipes.runs import composed, problems
 
 HERE = "tests.recipes.test_validate"
 OWN = "lightning.pytorch.demos.boring_classes.BoringModel"

@@ -16,8 +16,8 @@ import yaml
 from lightning_parallel.ranks.collectives import PeerLostError
 from recipes import record, work, worker
 from recipes.processes import LAUNCHED, ON_GPUS
-from tests.recipes.test_configs import composed
-from tests.recipes.test_launch import TINY
+from tests.recipes.runs import composed
+from tests.recipes.test_local import TINY
 from tools.workers.pool import Failure, WorkerPool
 
 

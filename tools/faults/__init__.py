@@ -6,5 +6,5 @@
     training.py     checks a module with a fault, inside a worker of the pool, and judges the report
     page.py         the page in the documentation
 
-``python -m tools.faults --help`` says how to run it; a part runs with the tests (tests/comparison/test_faults.py).
+``python -m tools.faults --help`` says how to run it; a part runs with the tests (tests/comparison/test_beginning.py).
 """

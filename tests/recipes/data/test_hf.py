@@ -15,8 +15,7 @@ from recipes.data.base import SeededData
 from recipes.data.hf import HFData
 from recipes.models.hf import CausalLM
 from recipes.problem import Problem
-from tests.recipes.runs import trained
-from tests.recipes.test_configs import problems
+from tests.recipes.runs import problems, trained
 from tests.recipes.tiny import TEXTS, chats, lines, model, questions, texts, tokenizer
 from tests.thorough import thorough
 from tools.workers.pool import WorkerPool

@@ -16,8 +16,7 @@ from recipes import launch, record
 from recipes.commands import config_of
 from recipes.data.images import ImageData
 from recipes.validate import validate
-from tests.recipes.runs import trained
-from tests.recipes.test_configs import composed, problems
+from tests.recipes.runs import composed, problems, trained
 from tests.recipes.tiny import images
 from tests.thorough import thorough
 from tools.workers.pool import WorkerPool

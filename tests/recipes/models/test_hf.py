@@ -17,8 +17,7 @@ from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig
 from recipes import ROOT, build, export, launch
 from recipes.models.hf import CausalLM
 from recipes.problem import Problem
-from tests.recipes.runs import trained
-from tests.recipes.test_configs import composed, problems
+from tests.recipes.runs import composed, problems, trained
 from tests.strategies.equality import EXACT
 from tests.strategies.harness import Report, collect, joined, largest_difference, make_trainer
 from tools.workers.pool import WorkerPool

@@ -12,7 +12,7 @@ from torch import nn
 from recipes import build
 from recipes.models.gpt import GPT
 from recipes.models.optimizer import configure, warmup, warmup_cosine
-from tests.recipes.test_configs import composed
+from tests.recipes.runs import composed
 
 ADAM = {"_target_": "torch.optim.AdamW", "lr": 1e-2}
 

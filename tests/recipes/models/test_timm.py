@@ -16,8 +16,7 @@ from torch import Tensor
 from recipes import commands, evaluate, export, record
 from recipes.data.images import ImageData
 from recipes.models.timm import TimmClassifier
-from tests.recipes.runs import in_the_pool, trained
-from tests.recipes.test_configs import problems
+from tests.recipes.runs import in_the_pool, problems, trained
 from tests.recipes.tiny import images
 from tools.workers.pool import WorkerPool
 

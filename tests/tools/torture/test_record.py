@@ -1,10 +1,16 @@
-"""What the kill matrix is made of, and what a run of it leaves: results and the page."""
+"""What the kill matrix (`make torture`) is made of, what a run of it leaves, and a case from beginning to end."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
-from tools.torture.cases import SAMPLE, Case, cases
+from recipes import ROOT
+from tests.clusters.disturbed import variables
+from tools.torture.cases import SAMPLE, SMALL_SAMPLE, Case, cases
 from tools.torture.fault import LAUNCHER, Kind, Moment
 from tools.torture.layouts import LAYOUTS
 from tools.torture.outcome import check_words
@@ -53,3 +59,13 @@ def test_a_rank_that_has_no_part_in_a_moment_waits_for_the_one_that_has(name: st
 ])  # fmt: skip
 def test_a_run_has_to_say_what_happened(kind: str, code: int, said: dict[str, object], held: bool) -> None:
     assert (not list(check_words(case(f"1F1B 2, rank 1, forward, {kind}"), code, said))) == held
+
+
+@pytest.mark.programs
+@pytest.mark.parametrize("name", SMALL_SAMPLE)
+def test_a_run_goes_on_after_it(tmp_path: Path, name: str) -> None:
+    """As the matrix is run: by a process that has imported everything, and that others are forked from."""
+    folders = ["--out", tmp_path / "torture.json", "--folder", tmp_path / "runs"]
+    program = [sys.executable, "-m", "tools.torture", "--only", name, "--jobs", "1", *folders]
+    done = subprocess.run(program, cwd=ROOT, env=variables(), capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0 and "1 of 1 cases held" in done.stdout, done.stdout + done.stderr
