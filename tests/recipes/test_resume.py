@@ -1,4 +1,4 @@
-"""recipes/resume.py: a run goes on from its newest whole checkpoint."""
+"""recipes/resume.py: a run goes on from its newest whole checkpoint. python -m recipes.convert."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.demos.boring_classes import BoringModel
 
-from recipes import record, resume
+from lightning_parallel.checkpoint import read_full
+from lightning_parallel.checkpoint.format import save
+from recipes import convert, record, resume
 from tools.workers.pool import WorkerPool
 
 
@@ -93,3 +95,21 @@ def test_ranks_that_would_go_on_from_different_checkpoints_end_the_run(pool: Wor
     assert said.startswith("rank 0 begins with checkpoint a, rank 2 with None: the run's folder")
     (said,) = set(pool.run(start, 3, ["a", "a", "a"], [4, 2, 4]))
     assert said.startswith("rank 0 begins with step 4, rank 1 with 2")
+
+
+WEIGHTS = {"a": torch.arange(6.0).reshape(2, 3)}
+
+
+def test_a_checkpoint_is_converted_or_what_is_wrong_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    checkpoint, plain = tmp_path / "last.ckpt", tmp_path / "plain.ckpt"
+    save(checkpoint, model=WEIGHTS, optimizers=[], trainer={}, rank_state={}, coordinate="pp0.dp0.tp0")
+    convert.main([str(checkpoint), str(plain)])
+    assert capsys.readouterr().out.strip() == str(plain)
+    assert torch.equal(read_full(plain)["a"], WEIGHTS["a"])
+    (checkpoint / "trainer.pt").write_bytes(b"")
+    with pytest.raises(SystemExit, match=r"last.ckpt/trainer.pt is damaged: [^\n]*$"):
+        convert.main([str(checkpoint), str(plain)])
+    with pytest.raises(SystemExit, match=r"There is no checkpoint at [^\n]*$"):
+        convert.main([str(tmp_path / "other.ckpt"), str(plain)])

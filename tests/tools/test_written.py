@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from lightning_parallel.planning.layouts import Choice
 from lightning_parallel.planning.memory import Memory
 from lightning_parallel.planning.step_time import StepTime
 from lightning_parallel.planning.table import Row
+from recipes import ROOT
 from recipes.compare import report as report_of_comparison
 from recipes.compare.rows import rows
 from tests.recipes.test_compare import outcomes
@@ -18,6 +20,8 @@ from tools import comparison, planned
 from tools.bench import plan, report
 from tools.bench.plan import Judged, Pair, Taken
 from tools.bench.plan_models import MODELS
+from tools.gallery.captions import unmet
+from tools.gallery.pictures import BACKWARD, FORWARD, PICTURES, TIMELINES, busy, length, read
 from tools.moves import Leg, draw, losses, run
 from tools.on_paper import SIZES, Published, beside_published, between, of_plans
 
@@ -110,3 +114,36 @@ def test_the_curves_are_drawn(tmp_path: Path) -> None:
     legs = [Leg("single", 0.3, signal.SIGTERM), Leg("ddp", 0.6, signal.SIGKILL), Leg("fully_sharded")]
     draw(tmp_path / "moves.png", whole, whole, [3, 6, 9], legs)
     assert (tmp_path / "moves.png").read_bytes().startswith(b"\x89PNG")
+
+
+PAGES = ("README.md", "README.ko.md", "docs/index.md", "docs/strategies.md")
+
+
+@pytest.mark.parametrize("name", TIMELINES)
+def test_a_picture_shows_what_its_caption_says(name: str) -> None:
+    assert unmet(name, read(PICTURES / f"{name}.svg")) == []
+
+
+def test_the_pages_name_the_share_of_the_time_in_which_stages_are_busy() -> None:
+    rows = read(PICTURES / "async.svg")
+    share = f"{sum(busy(row, length(rows)) for row in rows) / len(rows):.0%}"
+    for page in PAGES:
+        text = (ROOT / page).read_text()
+        assert "pictures/async.svg" in text
+        assert share in text or f"{share[:-1]} %" in text, f"{page} doesn't say {share}"
+
+
+def test_the_page_names_the_durations() -> None:
+    text = (ROOT / "docs" / "strategies.md").read_text()
+    assert f"sleep {1000 * FORWARD:.0f} ms in the forward and {1000 * BACKWARD:.0f} ms in the backward" in text
+
+
+def test_a_picture_of_something_else_is_not_taken() -> None:
+    rows = read(PICTURES / "async.svg")
+    (lacking,) = unmet("async", [[span for span in rows[0] if span.kind != "backward"], *rows[1:]])
+    assert lacking.startswith("stage 0 has no forward or no backward")
+    (idle,) = unmet("async", [[span for span in rows[0] if span.microbatch % 4], *rows[1:]])
+    assert idle.startswith("the stages are busy")
+    (short,) = unmet("async", [[replace(span, end=(span.start + span.end) / 2) for span in rows[0]], *rows[1:]])[:1]
+    assert short.startswith("stage 0: a forward takes")
+    assert unmet("gpipe", rows) and unmet("interleaved", rows)
