@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -14,13 +15,25 @@ from torch.func import functional_call
 
 from lightning_parallel.pipeline.staleness import Correction, Stashing
 from lightning_parallel.schedules.named import Endless
+from recipes.data.sources import stdlib
 from recipes.models.gpt import GPT
 from recipes.models.optimizer import warmup_cosine
-from tests.tools.study.small import TINY, write_text
 from tools.study.arms import Arm, Run, Setting
 from tools.study.delayed import Delayed
 from tools.study.text import Text
 from tools.study.train import execute, forward, loss_of, optimizer_of, parts
+
+TINY = Setting("none", layers=4, width=8, heads=2, context=8, batch=8, updates=6, warmup=2, every=3, windows=5)
+
+
+def write_text(folder: Path) -> Text:
+    """A small text, written in the form of recipes.data.sources."""
+    folder.mkdir(exist_ok=True)
+    random = np.random.default_rng(0)
+    for split, length in (("train", 600), ("val", 200), ("test", 200)):
+        random.integers(97, 105, length, dtype=np.uint8).tofile(folder / f"{split}.bin")
+    (folder / "meta.json").write_text(json.dumps({"content": "of the tests"}))
+    return Text(stdlib, "the tests", made=folder)
 
 
 @pytest.fixture(autouse=True)
