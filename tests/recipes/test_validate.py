@@ -18,6 +18,7 @@ from recipes.validate import validate
 from tests.recipes.runs import composed, problems
 
 HERE = "tests.recipes.test_validate"
+OTHER = "+callbacks.x._target_=lightning.pytorch.callbacks"
 OWN = "lightning.pytorch.demos.boring_classes.BoringModel"
 
 
@@ -83,11 +84,7 @@ MLP = ["model=mlp", "data=digits", "model.layers=3", "strategy=pipeline_1f1b", "
         (["init_from=pyproject.toml"], "init_from", "no checkpoint, or only a part of one"),
         (["init_from=a.ckpt", "ckpt_path=b.ckpt"], "init_from", "ckpt_path=b.ckpt brings its own weights"),
         (["resume=newest"], "resume", "give auto"),
-        (
-            ["resume=auto", "+callbacks.x._target_=lightning.pytorch.callbacks.ModelCheckpoint"],
-            "callbacks.x.dirpath",
-            "where it saves depends on the logger",
-        ),
+        (["resume=auto", f"{OTHER}.ModelCheckpoint"], "callbacks.x.dirpath", "where it saves depends on the logger"),
         (["scheduler=cosine", "trainer.max_steps=-1"], "scheduler.total_steps", "trainer.max_steps"),
         (["+trainer.devices=4"], "trainer.devices", "use cluster.devices"),
         (["+trainer.max_stepz=4"], "trainer.max_stepz", "did you mean max_steps?"),
@@ -177,17 +174,11 @@ NOT_A_CLASS = 3
         (["optimizer._target_=torch.optim.AdamV"], "optimizer._target_=torch.optim.AdamV: torch.optim has no AdamV; "),
         (["optimizer._target_=trch.optim.Adam"], "there is no module trch"),
         (["optimizer._target_=torch.nn.Linear"], "not what optimizer needs; name a subclass of torch's Optimizer"),
-        (
-            ["optimizer._target_=torch.optim.Adagrad", "~optimizer.betas", "+optimizer.eps_=1"],
-            "optimizer.eps_=1: no ar",
-        ),
+        (["optimizer._target_=torch.optim.Adagrad", "~optimizer.betas", "+optimizer.eps_=1"], "eps_=1: no argument"),
         (["+model._target_=torch.nn.Linear"], "name a subclass of lightning's LightningModule"),
         ([f"+model._target_={HERE}.NOT_A_CLASS"], "not a class"),
-        (["+callbacks.mine._target_=lightning.pytorch.callbacks.EarlyStoping"], "did you mean EarlyStopping?"),
-        (
-            ["+callbacks.mine._target_=lightning.pytorch.callbacks.EarlyStopping"],
-            "callbacks.mine.monitor=: lightning.p",
-        ),
+        ([f"{OTHER}.EarlyStoping"], "did you mean EarlyStopping?"),
+        ([f"{OTHER}.EarlyStopping"], "callbacks.x.monitor=: lightning.p"),
         (["+callbacks.checkpoint.save_tops=1"], "callbacks.checkpoint.save_tops=1: no argument of lightning"),
         (["logger.csv._target_=lightning.pytorch.callbacks.EarlyStopping"], "name a subclass of lightning's Logger"),
         (["+scheduler._target_=torch.optim.lr_scheduler.StepLR"], "know schedules by their names"),
