@@ -48,7 +48,7 @@ def assert_valid(found: list[Problem | str], *, timm: bool = False) -> None:
     assert [str(problem) for problem in found] == [f"model.name=timm: {said}" for said in WITHOUT_TIMM if timm]
 
 
-# Models meet strategies below; test_experiments.py trains the others.
+# Strategies are validated, and experiments and ways to debug run, below; models in tests of their own.
 ELSEWHERE = ("model", "strategy", "experiment", "debug")
 OTHERS = {group: options for group, options in GROUPS.items() if group not in ELSEWHERE}
 
