@@ -123,7 +123,7 @@ class Manual(Blocks):
 # -- time ----------------------------------------------------------------------------------------------------------
 
 
-SLEEP = 0.005  # seconds
+SLEEP = 0.01  # seconds, by the clock of the tests
 
 
 @pytest.mark.usefixtures("own_time")
@@ -143,19 +143,26 @@ def test_the_time_is_that_of_the_simulation_with_known_times() -> None:
     assert ddp.time.computing == pytest.approx(3 * 4 * SLEEP * 2, rel=0.02)
 
 
+NAP = 0.003  # seconds, also where layers run
+RUNS = 10  # at most, until one is undisturbed
+
+
 def seconds(choice: Choice) -> float:
     """Of a step, on two ranks that sleep most of the time."""
-    given = Sleepers(*[SLEEP] * 4), torch.randn(8, 4), 2, {"accelerator": "cpu"}
+    given = Sleepers(*[NAP] * 4), torch.randn(8, 4), 2, {"accelerator": "cpu"}
     return timing.on_rank(choice.strategy, choice.options, *given).seconds
 
 
 @pytest.mark.usefixtures("own_time")
 def test_a_pipeline_takes_the_time_that_was_planned(pool: WorkerPool) -> None:
     """No run is shorter. Messages aren't planned, nor is what other programs take."""
-    rows = plan(Sleepers(*[SLEEP] * 4), torch.randn(8, 4), devices=2).rows
+    rows = plan(Sleepers(*[NAP] * 4), torch.randn(8, 4), devices=2).rows
     row = next(each for each in rows if each.strategy == "pipeline_1f1b")
-    found = max(pool.run(seconds, 2, row.choice, init=False))
-    assert 0.95 * row.time.total < found < 1.6 * row.time.total
+    for _ in range(RUNS):
+        found = max(pool.run(seconds, 2, row.choice, init=False))
+        if found < 1.5 * row.time.total:
+            break
+    assert 0.95 * row.time.total < found < 1.5 * row.time.total
 
 
 @pytest.mark.usefixtures("own_time")

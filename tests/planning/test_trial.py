@@ -23,7 +23,7 @@ from tests.thorough import thorough
 from tools.faults.models import Blocks
 from tools.workers.pool import WorkerPool
 
-SLEEP = 0.004  # seconds
+SLEEP = 0.001  # seconds
 FORK = multiprocessing.get_context("fork")
 
 

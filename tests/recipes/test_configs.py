@@ -169,16 +169,16 @@ def given_to(experiment: str, tmp_path: Path) -> list[str]:
 
 
 OFTEN = ["async_quality"]  # adapters: models/test_hf.py
-OTHERS = [name for name in GROUPS["experiment"] if name not in (*OFTEN, "vit_images")]
+SELDOM = [name for name in GROUPS["experiment"] if name not in (*OFTEN, "vit_images")]
 
 
-@pytest.mark.parametrize("experiment", [*OFTEN, pytest.param("vit_images", marks=pytest.mark.timm), *thorough(*OTHERS)])
+@pytest.mark.parametrize("experiment", [*OFTEN, pytest.param("vit_images", marks=pytest.mark.timm), *thorough(*SELDOM)])
 def test_every_experiment_trains(pool: WorkerPool, tmp_path: Path, experiment: str) -> None:
     assert run(pool, tmp_path / "run", *given_to(experiment, tmp_path))["val_loss"] is not None
 
 
 def test_every_experiment_and_every_way_to_debug_is_valid(tmp_path: Path) -> None:
-    for experiment in OTHERS:
+    for experiment in SELDOM:
         assert problems(*given_to(experiment, tmp_path)) == []
     for debug in set(GROUPS["debug"]) - {"overfit"}:
         assert problems(f"debug={debug}", "strategy=pipeline_1f1b") == []
