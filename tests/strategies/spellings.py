@@ -133,6 +133,14 @@ MEANS: dict[str, Loss] = {
     "a maximum": lambda x, z, y, m: x.max(),
     "compared samples": lambda x, z, y, m: F.cross_entropy(z[:, 0] @ z[:, 1].T, torch.arange(len(z))),
     "two means": lambda x, z, y, m: x[m].mean() + z.pow(2).mean(),
+    # Weighted by zeros.
+    "cross_entropy with weights of zero": lambda x, z, y, m: F.cross_entropy(
+        z.flatten(0, 1), y.flatten(), weight=torch.arange(CLASSES, dtype=z.dtype) % 2
+    ),
+    "cross_entropy of masked logits": lambda x, z, y, m: F.cross_entropy((z * m[..., None]).flatten(0, 1), y.flatten()),
+    "bce, weighted sum": lambda x, z, y, m: (
+        F.binary_cross_entropy_with_logits(x, m.to(x), weight=m.to(x), reduction="sum") / m.sum()
+    ),
 }
 
 
