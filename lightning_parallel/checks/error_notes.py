@@ -10,6 +10,13 @@ _OF_A_MICROBATCH = (
     "microbatches=1."
 )
 
+_OF_A_PART = (
+    "Each tensor rank has a part of a divided layer's parameters, and of what the layer computes. A copy of it that "
+    "training_step doesn't call, such as an average of the weights for the validation, is whole. Code that combines a "
+    "part with something whole (such an average, a teacher's features that a hook has taken) needs a plan without this "
+    'layer, or plan="none". Lightning\'s EMAWeightAveraging averages the parts.'
+)
+
 # By a strategy's axis and words of the error.
 _NOTES = {
     ("pipeline", "'NoneType' object has no attribute"): (
@@ -26,11 +33,8 @@ _NOTES = {
     ),
     ("pipeline", "Expected target size"): _OF_A_MICROBATCH,
     ("pipeline", "must match the size of tensor"): _OF_A_MICROBATCH,
-    ("tensor", "must match the size of tensor"): (
-        "Each tensor rank has a part of a divided layer's parameters, and of what the layer computes. Code that "
-        "combines such a part with something whole (an average of the weights, a teacher's features that a hook has "
-        'taken) needs a plan without this layer, or plan="none".'
-    ),
+    ("tensor", "must match the size of tensor"): _OF_A_PART,
+    ("tensor", "size mismatch for"): _OF_A_PART,
     ("pipeline", "Expected more than 1 value per channel when training"): (
         "BatchNorm sees one microbatch at a time, and an epoch's last batch may leave a microbatch one sample. Use "
         "drop_last=True in the DataLoader, or fewer microbatches."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import lightning as L
@@ -101,6 +102,20 @@ class StaysNear(Net):
         return super().training_step(batch, batch_idx) + near
 
 
+class Averages(Net):
+    """An average of the weights, for the validation alone, is loaded with them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.average = copy.deepcopy(self.layers).requires_grad_(False)
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.average.load_state_dict(self.layers.state_dict())
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.log("loss", self.average(batch).square().mean())
+
+
 class MixesParts(Net):
     """Its own parameter lies in no layer, so every replica holds it whole."""
 
@@ -130,6 +145,7 @@ def trained(case: str) -> None:
         "lengths": (Pads, "sync"),
         "features": (ComparesFeatures, "tensor"),
         "stored weights": (StaysNear, "tensor"),
+        "average": (Averages, "tensor"),
         "parts and wholes": (MixesParts, "sync"),
         "parts and a mask": (Masks, "fsdp"),
     }[case]
@@ -152,6 +168,7 @@ def trained(case: str) -> None:
         ("lengths", "total_length=x.size(1)"),
         ("features", "features that a hook has taken"),
         ("stored weights", 'plan="none"'),
+        ("average", "an average of the weights for the validation, is whole"),
         ("parts and wholes", "in a pipeline data_parallel_kind='replicate'"),
         ("parts and a mask", "needs strategy='ddp', or in a pipeline"),
     ],
