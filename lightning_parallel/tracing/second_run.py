@@ -22,12 +22,14 @@ from torchmetrics import Metric
 from lightning_parallel.absent.modes import ValuesGuessed, WritesFollowed
 from lightning_parallel.absent.origins import METRIC_STATE
 from lightning_parallel.absent.tensor import AbsentTensor, first_absent
+from lightning_parallel.interception import LeaveStep
 from lightning_parallel.private.torch.modules import buffers_of
 from lightning_parallel.tracing.plain_values import attribute_uses
 from lightning_parallel.tracing.recorder import Recorder, Scene, origins_in
 from lightning_parallel.tracing.snapshot import OF_MODULES, StateKept, goes_on
 from lightning_parallel.tracing.trace import Carried, Place, PlainRead, Trace
 
+_Key = tuple[int, str]  # of an attribute: its part's id, and its name
 _NUMBERS = (Number, np.generic, np.ndarray, Tensor)
 _NOT_KEPT = OF_MODULES | {"forward", "__dict__"}  # the trace replaces forwards, and reads the others
 
@@ -51,13 +53,15 @@ def add_plain_values(scene: Scene, seen: Trace, step: Callable[[], Any]) -> None
     its state."""
     units = {part: names[-1] for part, names in scene.owners.items()}
     written, shared = scene.state.written_plainly(), scene.state.shared_by(scene.owners)
+    by_last_call, shared_by_then, followed = _before_its_end(scene, seen, step)
+    written, shared = written | by_last_call, shared | (shared_by_then - followed)
     common = set(map(id, scene.common))
     watching = {part for part, _ in written | shared} | common
     parts = [part for part in scene.module.modules() if id(part) in watching]
     if not parts:
         return
     kept = ((id(part), name, value) for part in parts for name, value in vars(part).items())
-    of_origins = {(part, name) for part, name, value in kept if first_absent(value) is not None}
+    of_origins = followed | {(part, name) for part, name, value in kept if first_absent(value) is not None}
     unfollowed = {(part, name) for part, name in written - of_origins if part in units}
     # In a run, the uses of an attribute, by its part's id and its name, and of a shared object, by its id.
     uses: dict[Any, list[_Use]] = {}
@@ -102,6 +106,25 @@ def add_plain_values(scene: Scene, seen: Trace, step: Callable[[], Any]) -> None
         if is_changed and origins_in(vars(metric)) <= {METRIC_STATE}:  # it was updated with stand-ins
             read = PlainRead(units[id(metric)], scene.names[id(metric)], None, Place(len(seen.calls)))
             seen.plain_reads.append(read)
+
+
+def _before_its_end(scene: Scene, seen: Trace, step: Callable[[], Any]) -> tuple[set[_Key], set[_Key], set[_Key]]:
+    """What has changed by the last call of a unit: the code after it may put it back, but earlier stages don't run that
+    code. These are the attributes of units, and numbers of the code around them; those that several units share; and
+    which of these hold absent tensors."""
+    with StateKept(scene.module, apart=scene.units) as state:
+        last = (seen.calls[-1].unit, seen.calls[-1].call) if seen.calls else None
+        with suppress(Exception, LeaveStep), Recorder(scene, until=last).installed():  # any error: the trace has it
+            step()
+        values = {
+            (id(part), name): _value_of(part, name)
+            for part in scene.module.modules()
+            if not isinstance(part, Metric)
+            for name in vars(part).keys() | buffers_of(part).keys()
+        }
+        written, shared = state.written_plainly() & values.keys(), state.shared_by(scene.owners) & values.keys()
+        written = {key for key in written if key[0] in scene.owners or isinstance(values[key], Number)}
+        return written, shared, {key for key in written | shared if state.has_absent(values[key])}
 
 
 def _guessed(

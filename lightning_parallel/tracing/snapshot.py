@@ -198,6 +198,11 @@ class StateKept:
                     content[(*path, key)] = _plain(item)
         return content
 
+    def has_absent(self, value: Any) -> bool:
+        """Is there an absent tensor in a value?"""
+        held = (item for *_, items in self._within(value) for item in _items(items))
+        return any(isinstance(each, AbsentTensor) for each in (value, *held))
+
     @cached_property
     def _looked_at(self) -> set[int]:
         """The ids of the containers that the code around the parts ``apart`` has."""

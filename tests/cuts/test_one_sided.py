@@ -428,6 +428,79 @@ class ReadsShared(Net):
         return self.head(self.body(self.stem(x))).sum() * self.shared.depth
 
 
+class PutsBack(Net):
+    """Puts back at the end of its step what layers have changed in a dictionary, having used the loss in it."""
+
+    def __init__(self, blocks: dict[int, Does]) -> None:
+        super().__init__()
+        self.shared = {"scale": 1.0, "loss": 0.0}
+        for block, does in blocks.items():
+            self.blocks[block] = Sharing(self.shared, does)
+
+    def step(self, x: Tensor) -> Tensor:
+        result = super().step(x) + self.shared["loss"]
+        self.shared.update(scale=1.0, loss=0.0)
+        return result
+
+
+def add_loss(shared: Any, y: Tensor) -> None:
+    shared["loss"] = shared["loss"] + y.square().mean()
+
+
+@pytest.mark.parametrize(("first", "later"), [
+    (lambda d, y: d.update(scale=2.0), lambda d, y: d["scale"]),
+    (lambda d, y: d.update(scale=d["scale"] + 1), lambda d, y: d.update(scale=d["scale"] + 1)),
+])  # fmt: skip
+def test_what_layers_share_and_the_step_puts_back_at_its_end_is_not_changed_for_another_stage_s(
+    first: Does, later: Does
+) -> None:
+    flow_of(PutsBack({2: first, 3: later}))
+    for placement in (None, (0, 1, 1, 0)):
+        with pytest.raises(FlowError, match=r"'blocks\.0', on stage [01].*, changes what its attribute 'shared' holds"):
+            flow_of(PutsBack({0: first, 3: later}), placement=placement)
+
+
+def test_a_loss_that_layers_add_to_is_followed_to_the_end_of_the_step() -> None:
+    flow_of(PutsBack({0: add_loss, 3: add_loss}))
+
+
+class Potential(nn.Module):
+    """A neuron's state, which the step resets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.state = nn.Linear(6, 6), 0.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.state = 0.5 * self.state + self.layer(x)
+        return self.state.sigmoid()  # type: ignore[attr-defined, no-any-return]
+
+
+class Neurons(Net):
+    def __init__(self, where: str, first: int) -> None:
+        super().__init__()
+        self.where, self.first = where, first
+        for block in range(first, 4):
+            self.blocks[block] = Potential()
+
+    def step(self, x: Tensor) -> Tensor:
+        for where in ("before", "at its end"):
+            if where == "at its end":
+                loss = sum(super(Neurons, self).step(x) for _ in range(2))
+            for block in self.blocks[self.first :] if where == self.where else ():
+                block.state = 0.0
+        return loss
+
+
+def test_a_state_of_layers_that_a_step_resets_at_its_end_is_reset_on_the_last_stage_only() -> None:
+    flow_of(Neurons("before", 0))
+    flow_of(Neurons("at its end", 2))
+    with pytest.raises(
+        FlowError, match=r"reads 'blocks\.0\.state' on stage 0, but changes it after that stage has left"
+    ):
+        flow_of(Neurons("at its end", 0))
+
+
 class SharesAnew(Net):
     """The step makes what its layers share."""
 
