@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Sequence, Sized
 from functools import partial
 from typing import Any
 
@@ -16,7 +17,7 @@ from lightning_parallel.interception import Interception, can_intercept
 from lightning_parallel.seeding import Generators
 from lightning_parallel.tracing.own_generators import ON_HOST, GeneratorsWatched
 from lightning_parallel.tracing.recorder import origins_in
-from lightning_parallel.tracing.snapshot import StateKept
+from lightning_parallel.tracing.snapshot import OF_MODULES, StateKept
 from lightning_parallel.tracing.trace import Trace
 
 
@@ -32,10 +33,12 @@ def refuse_unrepeatable(module: nn.Module, layers: Collection[str], traced: Call
     try:
         with StateKept(module) as state:
             generators = [*state.generators, *ON_HOST]
+        inside = {id(part) for name in layers for part in module.get_submodule(name).modules()}
+        around = [part for part in module.modules() if id(part) not in inside]
         for name in layers:
             layer = module.get_submodule(name)
             if can_intercept(layer):
-                interception.instead(layer, partial(_run_twice, found, name, layer, generators, layer.forward))
+                interception.instead(layer, partial(_run_twice, found, name, layer, around, generators, layer.forward))
         seen = traced()
     finally:
         interception.remove()
@@ -45,8 +48,8 @@ def refuse_unrepeatable(module: nn.Module, layers: Collection[str], traced: Call
     if found:
         raise ValueError(
             f"activation_checkpointing=True: '{min(found)}' does something else when it runs again on the same inputs: "
-            f"it keeps a state, or draws from another generator than torch's default one. Leave "
-            f"activation_checkpointing out."
+            f"it keeps a state (or a hook inside it counts or collects), or draws from another generator than torch's "
+            f"default one. Leave activation_checkpointing out."
         )
 
 
@@ -54,6 +57,7 @@ def _run_twice(
     found: set[str],
     name: str,
     layer: nn.Module,
+    around: Sequence[nn.Module],
     generators: Sequence[Any],
     forward: Callable[..., Any],
     *args: Any,
@@ -70,7 +74,7 @@ def _run_twice(
         torch.set_rng_state(drawn_from)
         for kept in state.absent():
             kept.memory.origins = frozenset([FROM_EARLIER_STEP])
-        watched = GeneratorsWatched(generators)
+        watched, kept_around = GeneratorsWatched(generators), _kept(around)
         try:
             with torch.enable_grad():
                 again = forward(*args, **kwargs)
@@ -78,6 +82,17 @@ def _run_twice(
             found.add(name)
             return output
         # What it makes the first time only, such as a mask, does no harm.
-        if state.goes_on() or FROM_EARLIER_STEP in origins_in(again) or watched.drawn():
+        if state.goes_on() or FROM_EARLIER_STEP in origins_in(again) or watched.drawn() or _kept(around) != kept_around:
             found.add(name)
     return output
+
+
+def _kept(parts: Sequence[nn.Module]) -> dict[tuple[int, str], Any]:
+    """The numbers that parts outside of layers keep, and the lengths of their containers: a hook on a module inside a
+    layer may count there, or collect."""
+    return {
+        (id(part), name): len(value) if isinstance(value, Sized) else value
+        for part in parts
+        for name, value in vars(part).items()
+        if isinstance(value, int | float | list | dict | set | deque) and name not in OF_MODULES
+    }

@@ -11,7 +11,7 @@ import warnings
 from collections import Counter, deque
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from functools import cached_property
-from operator import is_
+from operator import is_, is_not
 from types import SimpleNamespace, TracebackType
 from typing import Any
 
@@ -232,10 +232,16 @@ class StateKept:
 
     def goes_on(self) -> bool:
         """Would one more run begin elsewhere? So it is if a number, a text or the length of a container has changed, at
-        any depth, or a tensor with values. Of the parts `apart` this says nothing."""
+        any depth, the order of a container's items, or a tensor with values. Of the parts `apart` this says nothing."""
         for _, held, now in self._changed(of_apart=False):
-            pairs = zip(_items(held), _items(now), strict=False)
-            if len(now) != len(held) or any(isinstance(b, int | float | str) and a != b for a, b in pairs):
+            if isinstance(now, dict) and isinstance(held, dict) and now.keys() == held.keys():
+                now = {key: now[key] for key in held}  # their order is nothing that a layer computes with
+            items, before = _items(now), _items(held)
+            if len(now) != len(held) or any(
+                isinstance(b, int | float | str) and a != b for a, b in zip(before, items, strict=True)
+            ):
+                return True
+            if any(map(is_not, before, items)) and Counter(map(id, before)) == Counter(map(id, items)):
                 return True
         return bool(self._changed_values())
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -532,6 +533,8 @@ class Again(nn.Module):
         self.metric = CatMetric(nan_strategy="disable")
         self.last: Any = None
         self.held, self.emptied = {"state": torch.zeros(2)}, list[Tensor]()
+        self.turns = [torch.zeros(2), torch.ones(2)]
+        self.recent = OrderedDict(first=torch.zeros(2), second=torch.ones(2))
 
     def forward(self, x: Tensor) -> Tensor:
         if self.kind == "state in a dictionary":
@@ -553,6 +556,11 @@ class Again(nn.Module):
             self.seen.append(len(self.seen))
         elif "emptied" in self.kind:
             self.emptied.append(y)
+        elif self.kind == "list in turns":
+            self.turns.append(self.turns.pop(0))
+            y = y + self.turns[0]
+        elif self.kind == "the last one that was used":
+            self.recent.move_to_end("first")
         elif self.kind == "metric that keeps a list":
             self.metric.update(y.detach().mean())
         elif self.kind == "made again":
@@ -571,11 +579,14 @@ def recomputed(kind: str) -> Partition:
     for layer in layers if kind == "list of several, emptied by the step" else ():
         layer.emptied = layers[0].emptied
     model = nn.Sequential(*layers)
+    model.seen = []
+    for layer in layers if kind == "hook inside that collects" else ():
+        layer.layer.register_forward_hook(lambda part, args, y: model.seen.append(y.detach()))
 
     def step() -> Tensor:
         loss: Tensor = model(torch.ones(3, 2)).sum()
-        for layer in layers:
-            layer.emptied.clear()
+        for kept in (*(layer.emptied for layer in layers), model.seen):
+            kept.clear()
         return loss
 
     return partition(model, step, 2, recompute=True)
@@ -583,7 +594,8 @@ def recomputed(kind: str) -> Partition:
 
 @pytest.mark.parametrize("kind", [
     "state", "state that counts in gradients", "state in a dictionary", "generator", "generator of Python", "number",
-    "list", "list emptied by the step", "list of several, emptied by the step",
+    "list", "list emptied by the step", "list of several, emptied by the step", "list in turns",
+    "hook inside that collects",
 ])  # fmt: skip
 def test_layers_that_do_something_else_when_they_run_again_are_not_recomputed(kind: str) -> None:
     with pytest.raises(ValueError, match="activation_checkpointing=True: '0' does something else when it runs again"):
@@ -592,6 +604,7 @@ def test_layers_that_do_something_else_when_they_run_again_are_not_recomputed(ki
 
 @pytest.mark.parametrize("kind", [
     "plain", "dropout", "chosen by values", "number made once", "made again", "metric that keeps a list",
+    "the last one that was used",
 ])  # fmt: skip
 def test_the_others_are(kind: str) -> None:
     assert recomputed(kind).stages == 2
