@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_parallel.absent.origins import parameter_of
+from lightning_parallel.absent.origins import from_parameters, parameter_of
 from lightning_parallel.absent.tensor import AbsentValueError, TakesGradientsError
 from lightning_parallel.cuts.flow import TWICE, Cargo, Flow, FlowError, Pair, Way, way_of
 from lightning_parallel.cuts.one_sided import refuse_one_sided
@@ -177,7 +177,15 @@ class _Flows:
             return
         escape = None if origin in self._position else self._seen.escapes[origin]
         if escape is not None:
-            self._transparent.add(self._seen.calls[index].unit)
+            unit, owner = self._seen.calls[index].unit, self._chunks[index]
+            if origin == from_parameters(*escape.module) and self._stages[owner] == self._stages[chunk]:
+                raise FlowError(
+                    f"'{unit}', on {self._name(owner)}, computes a value from its parameters and keeps it, and "
+                    f"{consumer} on {self._name(chunk)} uses it, where the layer's parameters aren't those that it has "
+                    f"run with. Return it beside the layer's output, or take a schedule with one chunk a stage "
+                    f"('1f1b')."
+                )
+            self._transparent.add(unit)
         if escape is not None and escape.tensors is None:
             self._need(escape.needs, consumer, chunk)
         else:

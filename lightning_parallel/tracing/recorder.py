@@ -19,7 +19,14 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torchmetrics import Metric
 
 from lightning_parallel.absent.answers import asked
-from lightning_parallel.absent.origins import changed_by, inside_of, origin_of, parameter_of, shared_with
+from lightning_parallel.absent.origins import (
+    changed_by,
+    from_parameters,
+    inside_of,
+    origin_of,
+    parameter_of,
+    shared_with,
+)
 from lightning_parallel.absent.tensor import AbsentMemory, AbsentTensor
 from lightning_parallel.interception import Interception, Invocation, LeaveStep, can_intercept
 from lightning_parallel.private.torch.modules import forward_hooks
@@ -141,7 +148,8 @@ class Recorder:
         call = name, self._next(name)
         self._unit, self._inside, self._read = part, set(), set()
         host = GeneratorsWatched(ON_HOST)
-        with OperationsNoted() as noted, torch.no_grad():
+        self.trace.escapes[from_parameters(*call)] = Escape(len(self.trace.calls), call, None, frozenset())
+        with OperationsNoted() as noted, torch.no_grad(), _marked(part, from_parameters(*call)):
             output = self._asked(run, call)
         self._read |= origins_in(output)
         # A unit may read another one's parameters, which it was given as a module.
@@ -275,6 +283,20 @@ def relabelled(output: Any, origin: str) -> Any:
     """The output with absent tensors of this origin in the place of all tensors."""
     origins = frozenset([origin])
     return tree_map(lambda x: AbsentTensor(x, x.device, AbsentMemory(origins)) if isinstance(x, Tensor) else x, output)
+
+
+@contextmanager
+def _marked(unit: nn.Module, origin: str) -> Iterator[None]:
+    """Inside, what is computed from a unit's parameters has one more origin, and so isn't taken for what code around
+    the unit computes from them. Where the unit is absent, its own code has to run for it."""
+    memories = {id(each.memory): each.memory for each in unit.parameters() if isinstance(each, AbsentTensor)}
+    for memory in memories.values():
+        memory.origins |= {origin}
+    try:
+        yield
+    finally:
+        for memory in memories.values():
+            memory.origins -= {origin}
 
 
 def _plain_parts(output: Any) -> tuple[Any, ...]:

@@ -501,6 +501,28 @@ def test_a_state_of_layers_that_a_step_resets_at_its_end_is_reset_on_the_last_st
         flow_of(Neurons("at its end", 0))
 
 
+class Penalised(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        self.penalty = self.weight.square().mean()
+        return super().forward(x)
+
+
+class UsesPenalty(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[0] = Penalised(6, 6)
+
+    def step(self, x: Tensor) -> Tensor:
+        return super().step(x) + self.blocks[0].penalty  # type: ignore[no-any-return]
+
+
+def test_what_a_layer_computes_from_its_parameters_is_not_for_another_chunk_of_its_stage() -> None:
+    assert "blocks.0" in flow_of(UsesPenalty()).transparent
+    assert "blocks.0" in flow_of(UsesPenalty(), placement=(1, 0, 1, 0)).transparent
+    with pytest.raises(FlowError, match=r"'blocks\.0', on stage 0 \(chunk 0\), computes a value from its parameters"):
+        flow_of(UsesPenalty(), placement=(0, 1, 1, 0))
+
+
 class SharesAnew(Net):
     """The step makes what its layers share."""
 

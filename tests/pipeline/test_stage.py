@@ -101,6 +101,24 @@ class PenaltyOnAll(Net):
         return super().step(x) + sum(p.square().sum() for p in self.parameters())
 
 
+class KeepsPenalties(Net):
+    """Each block, and a layer inside it, keeps a number that it computes from its parameters alone, as a Bayesian
+    layer keeps its divergence."""
+
+    class Block(nn.Module):
+        def __init__(self, width: int, depth: int = 1) -> None:
+            super().__init__()
+            self.scale, self.spread = nn.Parameter(torch.ones(width)), nn.Parameter(torch.zeros(width))
+            self.inner = type(self)(width, depth - 1) if depth else nn.Tanh()
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.penalty = (self.scale.square() + self.spread.exp()).sum()
+            return self.inner(x * self.scale)  # type: ignore[no-any-return]
+
+    def step(self, x: Tensor) -> Tensor:
+        return super().step(x) + sum(m.penalty for m in self.modules() if isinstance(m, self.Block))
+
+
 class GivenAModule(Net):
     """The last layer reads the weight of a module that it is given."""
 
@@ -151,7 +169,9 @@ class StemAgain(Net):
 
 
 @pytest.mark.parametrize("recompute", [False, True])
-@pytest.mark.parametrize("kind", [PenaltyOnAll, GivenAModule, Hooked, DirectNow, Recycled, StemAgain])
+@pytest.mark.parametrize("kind", [
+    PenaltyOnAll, KeepsPenalties, GivenAModule, Hooked, DirectNow, Recycled, StemAgain,
+])  # fmt: skip
 def test_whatever_is_called_and_read_where_stages_equal_the_whole_model(kind: type[Net], recompute: bool) -> None:
     assert_equal_to_the_whole(kind(), step, 3, recompute=recompute)
 
