@@ -173,16 +173,22 @@ class Recorder:
             )
         )
         self._unit, self._in_hooks = None, not direct and id(part) in self._hooked
+        if not self._in_hooks:
+            self._end_call(call)
+        return output
+
+    def _end_call(self, call: Call) -> None:
+        """After a unit's call, and the user's hooks on it: a stage leaves the step only then."""
         if call in self._exits and any(True for _ in self._state.written()):
             self.trace.stored_after.add(call)
         if call == self._until:
             raise LeaveStep
-        return output
 
     def _hooks_over(self, part: nn.Module, args: Any, output: Any) -> None:
         """Note that a unit's call, and the user's hooks on it, are over."""
-        if self._depth == 0:
+        if self._depth == 0 and self._in_hooks:
             self._in_hooks = False
+            self._end_call((self.trace.calls[-1].unit, self.trace.calls[-1].call))
 
     def _called_inside(self, name: str, run: Invocation) -> Any:
         if self._depth == 1:

@@ -504,6 +504,28 @@ def test_what_is_kept_for_the_end_of_the_next_step_is_on_the_last_stage(used: st
     assert partition(model, model.step, 2).stages == 2
 
 
+class Collects(Keeps):
+    """Hooks on its blocks collect what these return, until the end of the step."""
+
+    def __init__(self) -> None:
+        super().__init__("never")
+        self.collected: list[Tensor] = []
+        for block in self.blocks:
+            block.register_forward_hook(lambda block, args, output: self.collected.append(output))
+
+    def step(self) -> Tensor:
+        loss = super().step() + sum(each.sum() for each in self.collected)
+        self.collected.clear()
+        return loss
+
+
+def test_what_a_hook_on_a_chunks_last_layer_leaves_is_seen() -> None:
+    model = Collects()
+    assert partition(model, model.step, 2).stages == 2
+    with pytest.raises(ValueError, match="On stage 0 the end of the step gets what an earlier step has computed and"):
+        partition(model, model.step, 2, placement=(0, 1, 1, 0))
+
+
 def test_what_only_the_first_step_calls_is_refused() -> None:
     class Once(Keeps):
         def step(self) -> Tensor:
