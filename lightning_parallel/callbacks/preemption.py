@@ -87,6 +87,12 @@ class Preemption(Callback):
         if self._vote is None:
             self._agree(trainer)
             return
+        if self._vote.held[0] and not trainer.should_stop:
+            raise RuntimeError(
+                "trainer.should_stop was set, which holds on all ranks by now, and was taken back between two batches "
+                "of an epoch, where the pipeline's stages don't wait for each other. Take it back where they do (in "
+                "on_validation_end or on_train_epoch_end), or set it only when min_epochs and min_steps are reached."
+            )
         signals = range(1, 1 + len(_SIGNALS))
         wishes = trainer.should_stop, *(self._signal == each for each in signals)
         trainer.should_stop, *agreed = self._vote.after_batch(*wishes)

@@ -56,6 +56,11 @@ class Vote:
         return self._holds
 
     @property
+    def held(self) -> list[bool]:
+        """What holds on all ranks since they last met."""
+        return self._holds
+
+    @property
     def pending(self) -> list[bool]:
         """What this rank has wished and doesn't hold yet."""
         return [wish and not held for wish, held in zip(self._wished, self._holds, strict=True)]

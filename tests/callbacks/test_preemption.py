@@ -268,6 +268,25 @@ def test_a_stop_that_is_taken_back_does_not_hold(pool: WorkerPool, name: str) ->
     assert set(pool.run(take_back, WORLDS.get(name, 2), name, init=False)) == {EPOCHS * BATCHES}
 
 
+class TakesItBackAtOnce(Callback):
+    def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
+        trainer.should_stop = trainer.global_step == 1
+
+
+def take_back_at_once(name: str) -> int:
+    model = Model()
+    make_trainer(name, callbacks=[TakesItBackAtOnce()], min_epochs=1).fit(model, *loaders())
+    return int(model.ended)
+
+
+@pytest.mark.parametrize("name", ["asynchronous in a V", *thorough("single", "asynchronous", "pipeline")])
+def test_a_stop_that_is_taken_back_between_batches_does_not_hold_or_is_refused(pool: WorkerPool, name: str) -> None:
+    refused = "asynchronous" in name
+    ended = pool.run(take_back_at_once, WORLDS.get(name, 2), name, init=False, expect_errors=refused)
+    for each in ended:
+        assert "trainer.should_stop was set" in each if refused else each == EPOCHS * BATCHES
+
+
 class FailsWhereAnotherStops(Callback):
     def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
         if trainer.global_step == 2 and rank_zero_only.rank == 1:
