@@ -12,6 +12,7 @@ from lightning.pytorch.callbacks import Callback, EarlyStopping
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor
 
+from lightning_parallel.private.lightning import batches
 from tests.strategies.harness import ALL, make_trainer
 from tests.strategies.reference import delayed
 from tests.thorough import thorough
@@ -179,18 +180,22 @@ def test_a_stop_on_one_stage_ends_all_after_the_same_batch(
     assert found == [min(set_after + later, 3)] * stages  # after 3 batches the epoch ends, where all meet
 
 
-def timed(strategy: str, options: dict[str, Any]) -> tuple[int, int]:
+def timed(strategy: str, options: dict[str, Any]) -> tuple[int, int, int]:
     kind = type(make_trainer(strategy, [], options).strategy)
-    with patch.object(kind, "broadcast", autospec=True, side_effect=kind.broadcast) as broadcast:
+    with (
+        patch.object(kind, "broadcast", autospec=True, side_effect=kind.broadcast) as broadcast,
+        patch.object(batches, "rank_zero_info") as said,
+    ):
         trainer = run(strategy, options, [], max_time={"seconds": 1}, max_epochs=-1)
-    return trainer.global_step, broadcast.call_count
+    return trainer.global_step, broadcast.call_count, said.call_count
 
 
 def test_max_time_ends_all_stages_after_the_same_batch_and_nobody_waits_for_it(pool: WorkerPool) -> None:
     runs = pool.run(timed, 2, "sync", V, init=False, timeout=60)
-    assert len({*runs}) == 1
-    steps, broadcasts = runs[0]
+    assert len({run[:2] for run in runs}) == 1
+    steps, broadcasts, _ = runs[0]
     assert steps >= 1 and broadcasts <= 2  # those of the start
+    assert max(said for *_, said in runs) == 1  # whoever stops first may stop the others before they notice
 
 
 class Fails(Net):

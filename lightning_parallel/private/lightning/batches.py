@@ -204,16 +204,18 @@ def time_without_broadcasts(trainer: pl.Trainer) -> Callable[[], None]:
     """Have each rank check ``max_time`` by its own clock after each batch. Lightning's Timer broadcasts rank 0's
     answer, for which all ranks would wait. Returns a function that ends it."""
 
-    end = ExitStack()
+    end, told = ExitStack(), set[Timer]()
     for timer in callbacks_of(trainer):
         if isinstance(timer, Timer):
-            end.callback(replaced(timer, "on_train_batch_end", partial(_stop_in_time, timer, trainer)))
+            end.callback(replaced(timer, "on_train_batch_end", partial(_stop_in_time, timer, told, trainer)))
     return end.close
 
 
-def _stop_in_time(timer: Timer, trainer: pl.Trainer, *_: Any) -> None:
+def _stop_in_time(timer: Timer, told: set[Timer], trainer: pl.Trainer, *_: Any) -> None:
     left = timer.time_remaining() if timer._interval == "step" else None
     if left is not None and left <= 0 and not trainer.should_stop:
-        elapsed = timedelta(seconds=int(timer.time_elapsed()))  # as Lightning words it:
-        rank_zero_info(f"Time limit reached. Elapsed time is {elapsed}. Signaling Trainer to stop.")
-        trainer.should_stop = True
+        trainer.should_stop = True  # in each batch until all ranks stop
+        if timer._verbose and timer not in told:
+            told.add(timer)
+            elapsed = timedelta(seconds=int(timer.time_elapsed()))  # as Lightning words it:
+            rank_zero_info(f"Time limit reached. Elapsed time is {elapsed}. Signaling Trainer to stop.")
