@@ -283,8 +283,10 @@ def take_back_at_once(name: str) -> int:
 def test_a_stop_that_is_taken_back_between_batches_does_not_hold_or_is_refused(pool: WorkerPool, name: str) -> None:
     refused = "asynchronous" in name
     ended = pool.run(take_back_at_once, WORLDS.get(name, 2), name, init=False, expect_errors=refused)
-    for each in ended:
-        assert "trainer.should_stop was set" in each if refused else each == EPOCHS * BATCHES
+    if refused:  # one may be lost to the other before it comes to the same batch's end
+        assert any("trainer.should_stop was set" in str(each) for each in ended)
+    else:
+        assert set(ended) == {EPOCHS * BATCHES}
 
 
 class FailsWhereAnotherStops(Callback):
