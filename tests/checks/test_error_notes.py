@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import lightning as L
@@ -54,6 +55,14 @@ class Returns(Net):
         return ReadsTrainingOutputs()
 
 
+class HookReads(Returns):
+    def configure_callbacks(self) -> Any:
+        return []
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        assert outputs["size"] >= 0
+
+
 class Pads(Net):
     """Pads to the longest sequence that it sees. The longest one of the batch is the first."""
 
@@ -61,20 +70,6 @@ class Pads(Net):
         longest = 4 if batch[0, 0].item() == 0 else 3
         loss: Tensor = (self.layers(batch).expand(-1, longest) - batch).square().mean()
         return loss
-
-
-class ComparesFeatures(Net):
-    def __init__(self) -> None:
-        super().__init__()
-        self.teacher, self.seen = nn.Linear(4, 8), [torch.zeros(())]
-        self.layers[1].register_forward_hook(lambda layer, args, output: self.seen.__setitem__(0, output))
-
-    def configure_tensor_parallel(self) -> dict[str, str]:
-        return {"layers.0": "column", "layers.2": "row"}
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        loss = super().training_step(batch, batch_idx)
-        return loss + (self.seen[0] - self.teacher(batch)).square().mean()
 
 
 class ReadsOutputs(Callback):
@@ -116,63 +111,33 @@ class Averages(Net):
         self.log("loss", self.average(batch).square().mean())
 
 
-class MixesParts(Net):
-    """Its own parameter lies in no layer, so every replica holds it whole."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.own = nn.Parameter(torch.ones(8, 4))
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        return super().training_step(batch, batch_idx) + self.own.square().mean()
-
-    def on_before_optimizer_step(self, optimizer: Any) -> None:
-        self.layers[0].weight.detach() + self.own.detach()
-
-
 class Masks(Net):
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         self.layers[0].weight.grad.mul_(torch.ones(8, 4))  # type: ignore[union-attr, operator]
 
 
+CASES: dict[str, tuple[Callable[[], Net], str, str]] = {
+    "gradients": (ReadsAllGradients, "sync", "whose grad is None"),
+    "BatchNorm": (lambda: Net(nn.BatchNorm1d(8)), "sync", "drop_last=True"),
+    "norms": (LogsNorms, "fsdp", "torch.stack"),
+    "outputs": (Validated, "sync", "outputs that are None"),
+    "outputs of training": (Returns, "sync", "beside the loss is on the last stage"),
+    "outputs of training in a hook": (HookReads, "sync", "'size' of what training_step returned, which exists on the"),
+    "lengths": (Pads, "sync", "total_length=x.size(1)"),
+    "stored weights": (StaysNear, "tensor", 'plan="none"'),
+    "average": (Averages, "tensor", "an average of the weights for the validation, is whole"),
+    "parts and a mask": (Masks, "fsdp", "needs strategy='ddp', or in a pipeline"),
+}
+
+
 def trained(case: str) -> None:
-    made, strategy = {
-        "gradients": (ReadsAllGradients, "sync"),
-        "BatchNorm": (lambda: Net(nn.BatchNorm1d(8)), "sync"),
-        "norms": (LogsNorms, "fsdp"),
-        "outputs": (Validated, "sync"),
-        "outputs of training": (Returns, "sync"),
-        "lengths": (Pads, "sync"),
-        "features": (ComparesFeatures, "tensor"),
-        "stored weights": (StaysNear, "tensor"),
-        "average": (Averages, "tensor"),
-        "parts and wholes": (MixesParts, "sync"),
-        "parts and a mask": (Masks, "fsdp"),
-    }[case]
-    options: dict[str, Any] = {"microbatches": 2} if strategy == "sync" else {}
-    if case == "parts and wholes":
-        options |= {"stages": 1, "data_parallel": 2, "data_parallel_kind": "fully_shard"}
-    trainer = make_trainer(strategy, [], options)
+    made, strategy, _ = CASES[case]
+    trainer = make_trainer(strategy, [], {"microbatches": 2} if strategy == "sync" else {})
     loader = DataLoader(torch.linspace(0, 2, 40).view(10, 4), batch_size=8)  # type: ignore[arg-type]
-    trainer.fit(made(), loader, loader)  # type: ignore[operator]
+    trainer.fit(made(), loader, loader)
 
 
-@pytest.mark.parametrize(
-    ("case", "words"),
-    [
-        ("gradients", "whose grad is None"),
-        ("BatchNorm", "drop_last=True"),
-        ("norms", "torch.stack"),
-        ("outputs", "outputs that are None"),
-        ("outputs of training", "beside the loss is on the last stage"),
-        ("lengths", "total_length=x.size(1)"),
-        ("features", "features that a hook has taken"),
-        ("stored weights", 'plan="none"'),
-        ("average", "an average of the weights for the validation, is whole"),
-        ("parts and wholes", "in a pipeline data_parallel_kind='replicate'"),
-        ("parts and a mask", "needs strategy='ddp', or in a pipeline"),
-    ],
-)
-def test_errors_that_the_layout_causes_have_a_note(pool: WorkerPool, case: str, words: str) -> None:
+@pytest.mark.parametrize("case", CASES)
+def test_errors_that_the_layout_causes_have_a_note(pool: WorkerPool, case: str) -> None:
     failures = pool.run(trained, 2, case, init=False, expect_errors=True)
-    assert any(words in failure for failure in failures)
+    assert any(CASES[case][2] in failure for failure in failures)
