@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import threading
-import weakref
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -18,7 +15,6 @@ from torch.profiler import ProfilerActivity, profile
 from lightning_parallel.messages.announced import AnnouncedReceiver, Announcements, AnnouncingSender
 from lightning_parallel.messages.channel import Link, Receiver, Sender
 from lightning_parallel.messages.message import Packet, format_of
-from lightning_parallel.ranks.collectives import PeerLostError
 from lightning_parallel.ranks.groups import Wire
 from tools.workers.pool import WorkerPool
 
@@ -29,9 +25,9 @@ DTYPES = [
 ]  # fmt: skip
 
 
-def link(timeout: float = 60.0) -> Link:
+def link() -> Link:
     peer = 1 - dist.get_rank()
-    group = dist.new_group([0, 1], timeout=timedelta(seconds=timeout))
+    group = dist.new_group([0, 1], timeout=timedelta(seconds=60))
     return Link(Wire(group, 0), peer, f"stage {peer} (rank {peer})", CPU)
 
 
@@ -128,35 +124,6 @@ def test_a_tensor_lies_in_memory_as_it_did_unless_it_repeats_itself() -> None:
     assert [t.stride() for t in Packet(format_of(tensors), False, CPU).tensors] == [(60, 1, 15, 3), (1, 2), (1,)]
 
 
-def ends_its_stream(kind: str) -> list[bool] | None:
-    """Ends before any message, in the middle of messages, where a large one was expected; and goes on."""
-    messages: list[Tensor | None] = [None, tensor(0, 100), tensor(1, 100), None, tensor(2, 100), tensor(3, 1), None]
-    sender, receiver = ends(kind)
-    if dist.get_rank() == 0:
-        for number, message in enumerate(messages):
-            if message is None:
-                sender.end(0, acknowledged=number)
-            else:
-                sender.send([message], 0)
-        sender.flush()
-        return None
-    ended = []
-    for number, message in enumerate(messages):
-        receiver.expect(0)
-        taken = receiver.take()
-        ended.append(taken is None)
-        if taken is None:
-            assert receiver.acknowledged == number
-        else:
-            assert message is not None and torch.equal(taken[0][0], message)
-    return ended
-
-
-@pytest.mark.parametrize("kind", ["gloo", "announced"])
-def test_a_stream_ends_and_begins_again(pool: WorkerPool, kind: str) -> None:
-    assert pool.run(ends_its_stream, 2, kind)[1] == [True, False, False, True, False, False, True]
-
-
 def changes_what_it_sent() -> list[float] | None:
     """Nothing is known of messages that were sent: no buffer is used again, or what was sent would change."""
     if dist.get_rank() == 1:
@@ -180,74 +147,6 @@ def changes_what_it_sent() -> list[float] | None:
 
 def test_what_is_sent_may_be_changed_in_place_and_buffers_in_flight_are_left_alone(pool: WorkerPool) -> None:
     assert pool.run(changes_what_it_sent, 2)[1] == [0, 1, 2, 3]
-
-
-def drops_its_sender() -> list[bool]:
-    """Do the sending thread and the link end with the sender, while a send is outstanding and after all arrived?"""
-    ended = []
-    for flushed in (True, False):
-        connection = link()
-        dist.barrier()
-        if dist.get_rank() == 1:
-            receiver = Receiver(connection)
-            if flushed:
-                receiver.expect(0)
-                receiver.take()
-            dist.barrier()
-            continue
-        before = set(threading.enumerate())
-        sender = Sender(connection)
-        sender.send([], 0)
-        (thread,) = set(threading.enumerate()) - before
-        if flushed:
-            sender.flush()
-        reference = weakref.ref(connection)
-        del connection, sender
-        thread.join(5)
-        ended.append(not thread.is_alive() and reference() is None)
-        dist.barrier()
-    return ended
-
-
-def test_a_senders_thread_and_link_end_with_it(pool: WorkerPool) -> None:
-    assert pool.run(drops_its_sender, 2)[0] == [True, True]
-
-
-def loses_its_peer(how: str) -> str:
-    connection = link(timeout=1.0 if how == "silent" else 60.0)
-    dist.barrier()
-    if dist.get_rank() == 1:
-        if how == "dies":
-            os._exit(3)
-        if how == "fails":
-            raise ValueError("of the other rank")
-        dist.barrier()
-        return "fine"
-    try:
-        if how == "silent":
-            receiver = Receiver(connection)
-            receiver.expect(0)
-            receiver.take()
-        elif how == "dies":
-            sender = Sender(connection)
-            for _ in range(1000):
-                sender.send([torch.zeros(10_000)], 0)
-                sender.flush()
-        else:
-            receiver = Receiver(connection)
-            receiver.expect(format_of([torch.zeros(3)]))
-            receiver.take()
-    except PeerLostError as error:
-        if how == "silent":
-            dist.barrier()
-        return str(error)
-    return "no error"
-
-
-@pytest.mark.parametrize("how", ["silent", "fails", "dies"])
-def test_a_lost_peer_is_named(pool: WorkerPool, how: str) -> None:
-    message = pool.run(loses_its_peer, 2, how, expect_errors=True, timeout=30.0)[0]
-    assert message.startswith("The link to stage 1 (rank 1) broke: that stage stopped"), message
 
 
 @pytest.mark.gpu

@@ -56,13 +56,6 @@ def test_what_is_taken_has_memory_of_its_own() -> None:
         assert not whole.any()
 
 
-def test_parts_that_are_not_the_whole_are_refused_with_the_numbers() -> None:
-    with pytest.raises(ValueError, match=r"\(4, 4\) add up to 8, but dimension 0 has 12"):
-        shards((12, 3), 0, 2, (4, 4))
-
-
-def test_a_rank_that_would_hold_nothing_is_refused_with_the_numbers() -> None:
-    with pytest.raises(ValueError, match="dimension of 5 can't be divided over 4 tensor ranks: pieces of 2"):
-        shards((5, 3), 0, 4)
+def test_a_part_of_which_a_rank_would_hold_nothing_is_refused() -> None:
     with pytest.raises(ValueError, match="dimension of 1 can't be divided over 2"):
-        shards((9, 3), 0, 2, (8, 1))  # one of the parts
+        shards((9, 3), 0, 2, (8, 1))
