@@ -17,7 +17,7 @@ from torchmetrics import CatMetric
 
 from lightning_parallel.cuts.partition import Partition
 from lightning_parallel.cuts.search import partition
-from tests.pipeline.nets import Cycle, Loose, Mixed, Net, SameModulesTwice, Tied, UNet
+from tests.pipeline.nets import Cycle, Loose, Net, SameModulesTwice, Tied
 
 IDS = torch.arange(6).view(2, 3)
 
@@ -63,22 +63,6 @@ class Blocks(L.LightningModule):
 
     def step(self) -> Tensor:
         return self.head(self.body(IDS))
-
-
-class TwoStems(nn.Module):
-    """An embedding that a second branch uses as well: one module inside two others."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem = nn.ModuleDict({"words": nn.Embedding(7, 4)})
-        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
-        self.branch = nn.Sequential(self.stem["words"], nn.Linear(4, 4))
-
-    def step(self) -> Tensor:
-        x = self.stem["words"](IDS) + self.branch(IDS)
-        for block in self.blocks:
-            x = block(x)
-        return x
 
 
 class Attributes(nn.Module):
@@ -162,12 +146,11 @@ def of_rows(kind: type[Net]) -> Net:
 MODELS: dict[str, Callable[[], Any]] = {
     "sequential": lambda: Chain(5, 5, 5, 5),
     "lightning module": Blocks,
-    "two stems": TwoStems,
     "attributes": Attributes,
     "taking turns": TakingTurns,
     "encoder and decoder": EncoderDecoder,
     "a list of few": Stages,
-    **{kind.__name__: partial(of_rows, kind) for kind in (Tied, SameModulesTwice, UNet, Cycle, Loose, Mixed)},
+    **{kind.__name__: partial(of_rows, kind) for kind in (Tied, SameModulesTwice, Cycle, Loose)},
 }
 MOST_STAGES = {"attributes": 3}  # that learn, and that the model can be cut into
 
@@ -418,18 +401,13 @@ def test_patterns_name_layers(patterns: list[str], expected: list[str] | None) -
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"layers": ["block.*"]}, ["'block.*'", "matches no module", "Did you mean", "'blocks"]),
         ({"layers": ["nothing_like_it"]}, ["'nothing_like_it'", "Did you mean", "'blocks'"]),
         ({"layers": "blocks.*"}, ["layers='blocks.*'", "a list", "['net.blocks.*']"]),
-        ({"layers": []}, ["layers=[]", "a list"]),
         ({"layers": ["blocks"]}, ["layers: 'blocks' is a ModuleList", "'blocks.*'"]),
         ({"layers": ["blocks.0", "blocks.0.0"]}, ["'blocks.0.0' is a part of 'blocks.0'", "not both"]),
-        ({"layers": ["blocks.*"], "stages": 5}, ["stages=5", "only 4 layers", "at most 4 stages", "`layers`"]),
         ({"layers": ["unused", "blocks.0"]}, ["layers", "doesn't call 'unused'"]),
         ({"stages": 20}, ["stages=20", "layers to share out", "at most"]),
-        ({"balance": [1, 2]}, ["balance=[1, 2]", "2 positive layer counts", "sum to 4"]),
         ({"balance": [4, 0]}, ["balance=[4, 0]", "positive"]),
-        ({"balance": [1, 1, 2]}, ["balance=[1, 1, 2]", "2 positive layer counts"]),
     ],
 )  # fmt: skip
 def test_a_refusal_names_the_setting_and_the_fix(options: dict[str, Any], words: list[str]) -> None:
@@ -439,15 +417,6 @@ def test_a_refusal_names_the_setting_and_the_fix(options: dict[str, Any], words:
         cut(model, **{"stages": 2, **options})
     for word in words:
         assert word in str(refusal.value)
-
-
-def test_an_error_of_the_step_before_it_calls_anything_is_the_users() -> None:
-    class Fails(Blocks):
-        def step(self) -> Tensor:
-            raise TypeError("of the user")
-
-    with pytest.raises(TypeError, match="of the user"):
-        cut(Fails(), 2)
 
 
 def test_operations_weigh_layers_by_what_they_compute() -> None:

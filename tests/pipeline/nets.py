@@ -47,28 +47,6 @@ class Net(nn.Module):
         return self.head(self.body(self.stem(x))).square().mean()
 
 
-class Tuples(Net):
-    """Layers that pass a tuple on, with an integer and a bool among the values."""
-
-    class Block(nn.Module):
-        def __init__(self, width: int) -> None:
-            super().__init__()
-            self.layer = nn.Linear(width, width)
-
-        def forward(self, values: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-            x, depth, mask = values
-            y = torch.where(mask, self.layer(x).tanh(), x)
-            return y, depth + 1, mask.logical_not()
-
-    def step(self, x: Tensor) -> Tensor:
-        x = self.stem(x)
-        values = (x, torch.zeros(()), x.new_ones(x.shape, dtype=torch.bool))
-        for block in self.blocks:
-            values = block(values)
-        hidden, depth, _ = values
-        return (self.head(hidden) * depth).square().mean()
-
-
 class Dicts(Net):
     class Block(nn.Module):
         def __init__(self, width: int) -> None:
@@ -99,43 +77,6 @@ class Glue(Net):
             x *= 0.5 + i
             x[:, 0] = 1.0
         return self.head(x.flatten(0, 0)).square().mean()
-
-
-class InPlace(Net):
-    """What arrives is worked on in place by the layer itself, as torchvision's models do."""
-
-    def block(self) -> nn.Module:
-        return nn.Sequential(nn.ReLU(inplace=True), nn.Linear(self.width, self.width))
-
-
-class Recurrent(Net):
-    def block(self) -> nn.Module:
-        return nn.LSTM(self.width, self.width)
-
-    def step(self, x: Tensor) -> Tensor:
-        x = self.stem(x)[:, None]
-        for block in self.blocks:
-            x, (h, _) = block(x)
-            x = x + h
-        return self.head(x).square().mean()
-
-
-class Normalised(Net):
-    def block(self) -> nn.Module:
-        return nn.Sequential(nn.Conv1d(1, 2, 3, padding=1), nn.BatchNorm1d(2), nn.Conv1d(2, 1, 1))
-
-    def step(self, x: Tensor) -> Tensor:
-        return self.head(self.body(self.stem(x)[:, None])[:, 0]).square().mean()
-
-
-class Frozen(Net):
-    """A frozen front, but for its biases: what comes into the first cut's layer wants no gradient, what leaves does."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem.requires_grad_(False)
-        for name, parameter in self.blocks[:2].named_parameters():
-            parameter.requires_grad_("bias" in name)
 
 
 class FrozenFirst(Net):

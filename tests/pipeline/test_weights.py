@@ -16,7 +16,6 @@ from lightning_parallel.gradients.swapping import gradients_apart, swap_gradient
 from lightning_parallel.pipeline.staleness import Stashing
 from lightning_parallel.pipeline.weights import WeightVersions
 from lightning_parallel.private.torch.tensors import TorchDispatchMode
-from tests.pipeline.nets import LAYERS
 from tests.pipeline.versions import copies_held
 
 ADAMW = {"lr": 0.05, "eps": 1e-3}  # with a small eps, gradients that are zero but for rounding become updates
@@ -26,16 +25,15 @@ pytestmark = pytest.mark.usefixtures("in_double_precision")
 
 
 class Between(nn.Module):
-    """A layer of some kind between two others: its input's gradient matters too."""
+    """A layer between two others: its input's gradient matters too."""
 
-    def __init__(self, kind: str, width: int = 6) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.before = nn.Linear(3, width)
-        self.layer = LAYERS[kind](width)
-        self.after = nn.Linear(width, 1)
+        torch.manual_seed(1)
+        self.before, self.layer, self.after = nn.Linear(3, 6), nn.GRU(6, 6, batch_first=True), nn.Linear(6, 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.after(self.layer(self.before(x)).tanh()).square().mean()
+        return self.after(self.layer(self.before(x))[0].tanh()).square().mean()
 
 
 def batch(k: int) -> Tensor:
@@ -96,11 +94,6 @@ class Training:
         return self
 
 
-def made(kind: str) -> Between:
-    torch.manual_seed(1)
-    return Between(kind)
-
-
 class Scalars(nn.Module):
     """x * w * v: each factor's gradient is the product of the others."""
 
@@ -112,12 +105,11 @@ class Scalars(nn.Module):
         return x * self.w * self.v
 
 
-@pytest.mark.parametrize("correction", [0.0, 1.0])
-def test_frozen_parameters_are_neither_copied_nor_extrapolated_nor_given_gradients(correction: float) -> None:
-    model = made("linear")
+def test_frozen_parameters_are_neither_copied_nor_extrapolated_nor_given_gradients() -> None:
+    model = Between()
     model.layer.requires_grad_(False)
     frozen = {name: (p.data_ptr(), p.detach().clone()) for name, p in model.layer.named_parameters()}
-    training = Training(model, "stash", delay=2, count=2, correction=correction, second_order=correction > 0)
+    training = Training(model, "stash", delay=2, count=2, correction=1.0, second_order=True)
     for k in range(9):
         training.microbatch(batch(k))
         for tensors in (parameters_of(model), *(token.leaves for _, token in training.flights)):
@@ -159,12 +151,9 @@ def test_a_parameter_unfrozen_under_way_is_corrected_from_its_first_update_on(st
         ("stash", 0, 2, 0.0, False, 0),
         ("stash", 2, 4, 0.0, False, 1),
         ("stash", 3, 1, 0.0, False, 3),
-        ("stash", 2, 4, 0.5, False, 2),  # what is in flight, and what forwards read
-        ("stash", 2, 4, 0.5, True, 2),
+        ("stash", 2, 4, 0.5, True, 2),  # what is in flight, and what forwards read
         ("stash", 3, 1, 3.0, False, 4),
-        ("2bw", 2, 4, 0.0, False, 1),
         ("2bw", 0, 4, 0.0, False, 1),
-        ("2bw", 2, 4, 1.0, False, 2),
         ("2bw", 2, 4, 1.0, True, 2),
         ("latest", 2, 4, 0.0, False, 0),
         ("latest", 3, 1, 3.0, False, 1),
@@ -174,7 +163,7 @@ def test_a_parameter_unfrozen_under_way_is_corrected_from_its_first_update_on(st
 def test_copies_held_are_those_in_flight_and_those_of_the_correction(
     stashing: Stashing, delay: int, count: int, correction: float, second_order: bool, expected: int
 ) -> None:
-    training = Training(made("gru"), stashing, delay, count, correction=correction, second_order=second_order)
+    training = Training(Between(), stashing, delay, count, correction=correction, second_order=second_order)
     seen = []
     for k in range(6 * count + delay):
         training.microbatch(batch(k))
@@ -250,12 +239,9 @@ def test_an_update_runs_as_few_operations_for_many_parameters_as_for_few(
     assert few == many == 2 * expected  # for two dtypes
 
 
-@pytest.mark.parametrize(("delay", "count"), [(0, 1), (3, 1), (3, 2), (2, 4)])
-@pytest.mark.parametrize("stashing", ["stash", "latest", "2bw"])
+@pytest.mark.parametrize(("stashing", "delay", "count"), [("stash", 3, 2), ("latest", 3, 1), ("2bw", 2, 4)])
 def test_staleness_is_counted_for_every_microbatch(stashing: Stashing, delay: int, count: int) -> None:
-    if stashing == "2bw" and delay > count:
-        count = delay
-    training = Training(made("linear"), stashing, delay, count).fed_with(12)
+    training = Training(Between(), stashing, delay, count).fed_with(12)
     while training.flights:
         training.backward()
     read = [max(0, k // count - 1) if stashing == "2bw" else max(0, k - delay) // count for k in range(12)]
@@ -263,7 +249,7 @@ def test_staleness_is_counted_for_every_microbatch(stashing: Stashing, delay: in
 
 
 def test_the_modules_parameters_are_back_after_a_step_that_fails() -> None:
-    model = made("gru")
+    model = Between()
     before = {name: id(p) for name, p in model.named_parameters()}
     versions = WeightVersions(model, parameters_of(model))
 

@@ -10,24 +10,9 @@ import pytest
 import torch
 from lightning.pytorch.loggers import CSVLogger
 
-from lightning_parallel.losses.normaliser import BatchLoss, Rule
+from lightning_parallel.losses.normaliser import BatchLoss
 from lightning_parallel.results.log_joins import LogJoins
 from lightning_parallel.results.logs import LogRecorder, loggers_through
-
-
-def test_a_number_of_a_batch_in_which_nothing_counts_is_that_of_a_microbatch() -> None:
-    recorder = LogRecorder()
-    batch = BatchLoss([1, 1], Rule.COUNTS)
-    parameter = torch.ones(2, requires_grad=True)
-    for place in range(2):
-        mask = torch.zeros(2)
-        loss = (parameter * mask).sum() / mask.sum().clamp(min=1)
-        batch.add(place, loss)
-        recorder.begin(1)
-        recorder.log("loss", loss.item())
-    calls: dict[str, float] = {}
-    recorder.replay(lambda name, value, **_: calls.update({name: value}), batch)
-    assert calls == {"loss": 0.0}
 
 
 @pytest.mark.parametrize(
@@ -115,22 +100,6 @@ def test_no_graph_is_kept_and_later_changes_in_place_do_not_show() -> None:
         loss.mul_(100)
     ((_, value, _),) = replayed(recorder)
     assert value.item() == 2.0 and not value.requires_grad
-
-
-def test_what_equals_the_loss_is_weighted_as_the_loss() -> None:
-    recorder = LogRecorder()
-    batch = BatchLoss([1, 1], given=[3.0, 1.0])
-    losses = [torch.tensor(1.0, requires_grad=True) * 1, torch.tensor(5.0, requires_grad=True) * 1]
-    for place, loss in enumerate(losses):
-        batch.add(place, loss)
-        recorder.begin(1)
-        recorder.log("loss", loss)
-        recorder.log("number", loss.item())
-        recorder.log("other", loss * 2)
-        recorder.log("tried", loss * 2)
-    calls: dict[str, float] = {}
-    recorder.replay(lambda name, value, **_: calls.update({name: float(value)}), batch, {"tried": Rule.COUNTS})
-    assert calls == {"loss": 2.0, "number": 2.0, "other": 6.0, "tried": 4.0}
 
 
 @pytest.mark.parametrize("is_loss", [True, False])

@@ -14,15 +14,13 @@ from lightning_parallel.results import timelines
 from tests.strategies.observed import Net, loader, make_trainer
 from tools.workers.pool import WorkerPool
 
-BOTH = pytest.mark.parametrize("strategy", ["sync", "async"])
-
 
 def fit_timed(strategy: str, timeline: bool, directory: Path) -> None:
     options = {"microbatches": 2, "timeline": timeline}
     make_trainer(strategy, [], options, max_epochs=1, default_root_dir=directory).fit(Net(), loader())
 
 
-@BOTH
+@pytest.mark.parametrize("strategy", ["sync", "async"])
 def test_a_timeline_has_a_row_a_stage_and_is_written_only_if_asked_for(
     pool: WorkerPool, tmp_path: Path, strategy: str
 ) -> None:
@@ -40,7 +38,7 @@ def test_a_timeline_has_a_row_a_stage_and_is_written_only_if_asked_for(
     assert first < second, "the rows are the stages that they are called"
 
 
-def fit_without_matplotlib(strategy: str, directory: Path) -> list[str]:
+def fit_without_matplotlib(directory: Path) -> list[str]:
     find = timelines.find_spec
 
     def without(name: str, *given: Any) -> Any:
@@ -48,15 +46,12 @@ def fit_without_matplotlib(strategy: str, directory: Path) -> list[str]:
 
     with mock.patch.object(timelines, "find_spec", without), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        fit_timed(strategy, True, directory)
+        fit_timed("sync", True, directory)
     return [str(each.message) for each in caught if "matplotlib" in str(each.message)]
 
 
-@BOTH
-def test_without_matplotlib_the_start_says_so_and_the_end_writes_the_rest(
-    pool: WorkerPool, tmp_path: Path, strategy: str
-) -> None:
-    said, *others = pool.run(fit_without_matplotlib, 2, strategy, tmp_path, init=False)
+def test_without_matplotlib_the_start_says_so_and_the_end_writes_the_rest(pool: WorkerPool, tmp_path: Path) -> None:
+    said, *others = pool.run(fit_without_matplotlib, 2, tmp_path, init=False)
     assert len(said) == 1 and "pip install 'lightning-parallel[pictures]'" in said[0]
     assert not any(others)
     assert (tmp_path / "timeline.json").exists() and not (tmp_path / "timeline.png").exists()

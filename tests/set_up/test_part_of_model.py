@@ -121,21 +121,15 @@ def fit(strategy: str | None) -> tuple[list[int], dict[str, Tensor]]:
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_it_is_asked_once_for_what_the_rank_holds(pool: WorkerPool, strategy: str) -> None:
-    whole = 4 * 8 + 8 + 8 * 4 + 4
+def test_it_is_asked_once_for_what_the_rank_holds_and_trains_that_as_in_one_process(
+    pool: WorkerPool, strategy: str
+) -> None:
+    ((_, expected),) = pool.run(fit, 1, None, init=False)
     for counts, weights in pool.run(fit, 2, strategy, init=False):
         assert len(counts) == 1 and {weight.dtype for weight in weights.values()} == {torch.float32}
-        assert counts[0] < whole
-
-
-@pytest.mark.parametrize("strategy", ["pipeline", "fully sharded"])
-def test_weights_that_are_stored_otherwise_train_as_in_one_process(pool: WorkerPool, strategy: str) -> None:
-    ((_, expected),) = pool.run(fit, 1, None, init=False)
-    found: dict[str, Tensor] = {}
-    for _, weights in pool.run(fit, 2, strategy, init=False):
-        found |= weights
-    assert found.keys() == expected.keys()
-    assert all(torch.allclose(found[name], expected[name], rtol=0, atol=1e-6) for name in expected)
+        assert counts[0] < sum(weight.numel() for weight in expected.values())
+        if strategy in ("pipeline", "fully sharded"):  # others have parts of weights, or late gradients
+            assert all(torch.allclose(weight, expected[name], rtol=0, atol=1e-6) for name, weight in weights.items())
 
 
 class Measured(L.LightningModule):

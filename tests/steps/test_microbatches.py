@@ -9,20 +9,10 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
 
-from tests.strategies.harness import joined, largest_difference, train
-from tests.strategies.models import BATCH, SAMPLES
 from tests.strategies.observed import Net, loader, make_trainer
 from tools.workers.pool import WorkerPool
 
 BOTH = pytest.mark.parametrize("strategy", ["sync", "async"])
-
-
-def test_a_last_batch_smaller_than_the_number_of_microbatches_has_one_a_sample(pool: WorkerPool) -> None:
-    assert 0 < SAMPLES % BATCH < BATCH
-    single = pool.run(train, 1, "LeNet", init=False)[0]
-    reports = pool.run(train, 2, "LeNet", "sync", {"microbatches": BATCH}, init=False)
-    assert largest_difference(joined(reports, "weights"), single.weights) < 1e-12
-    assert all(report.losses == pytest.approx(single.losses, rel=0, abs=1e-12) for report in reports)
 
 
 class Returns(Net):
