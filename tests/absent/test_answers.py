@@ -13,8 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils.dlpack import from_dlpack, to_dlpack
-from transformers import GPT2Config, LlamaConfig
-from transformers.models.gpt2.modeling_gpt2 import GPT2Block
+from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
 from lightning_parallel.absent.answers import ANSWERS_KEPT, AbsentForward
@@ -48,10 +47,6 @@ class Pair(nn.Module):
         return {"pair": (y * scale, y.sum(-1)), "count": 3, "none": None}
 
 
-def gpt2_block() -> nn.Module:
-    return GPT2Block(GPT2Config(n_embd=8, n_head=2, n_positions=8, bos_token_id=0, eos_token_id=0), layer_idx=0)
-
-
 class LlamaLayer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -76,26 +71,14 @@ class Attention(nn.Module):
 TWINS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "linear": (lambda: nn.Linear(8, 3), (4, 5, 8)),
     "conv1d": (lambda: nn.Conv1d(4, 6, 3, padding="same"), (2, 4, 8)),
-    "conv2d": (lambda: nn.Conv2d(3, 4, 3, stride=2), (2, 3, 9, 9)),
-    "conv transposed": (lambda: nn.ConvTranspose2d(3, 4, 3), (2, 3, 5, 5)),
-    "batchnorm": (lambda: nn.BatchNorm1d(8), (4, 8)),
     "batchnorm2d": (lambda: nn.BatchNorm2d(3), (4, 3, 5, 5)),
-    "groupnorm": (lambda: nn.GroupNorm(2, 8), (4, 8, 3)),
-    "layernorm": (lambda: nn.LayerNorm(8), (4, 8)),
-    "rmsnorm": (lambda: nn.RMSNorm(8), (4, 8)),
     "lstm": (lambda: nn.LSTM(8, 6, num_layers=2, bidirectional=True, dropout=0.1), (5, 4, 8)),
-    "gru": (lambda: nn.GRU(8, 6, batch_first=True), (5, 4, 8)),
-    "attention": (lambda: Attention(batch_first=True), (3, 4, 8)),
     "attention, mask": (lambda: Attention(batch_first=True), (5, 4, 8)),
     "attention, sequence first": (lambda: Attention(batch_first=False), (4, 4, 8)),
-    "encoder layer": (lambda: nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), (3, 4, 8)),
     "encoder": (lambda: nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 2), (3, 4, 8)),
-    "gpt2": (gpt2_block, (3, 4, 8)),
     "llama": (LlamaLayer, (3, 4, 8)),
     "pair": (Pair, (3, 8)),
-    "pooling": (lambda: nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(3, 2)), (2, 3, 5, 5)),
     "weight norm": (lambda: nn.utils.parametrizations.weight_norm(nn.Linear(8, 3)), (2, 8)),
-    "spectral norm": (lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(8, 3)), (2, 8)),
 }
 
 

@@ -73,20 +73,13 @@ def test_it_is_never_saved(tmp_path: Path) -> None:
     "operation",
     [
         lambda x: x + 1,
-        lambda x: torch.ones(3, 1) * x,
         lambda x: x.transpose(0, 1).reshape(2, 6)[:, 1:],
         lambda x: torch.cat([torch.ones(2, 4), x]),
-        lambda x: torch.stack([x, x], dim=1).sum((0, 1)),
         lambda x: x.softmax(-1).max(dim=-1),
         lambda x: torch.where(torch.ones(3, 4) > 0, x, 0),
-        lambda x: x.double().long(),
-        lambda x: nn.functional.layer_norm(x, (4,)),
         lambda x: nn.functional.cross_entropy(x, torch.tensor([0, 1, 2])),
         lambda x: nn.functional.scaled_dot_product_attention(x[None], x[None], x[None]),
         lambda x: torch.einsum("ij,kj->ik", x, torch.ones(5, 4)),
-        lambda x: nn.functional.dropout(x, 0.5),
-        lambda x: x.chunk(2, dim=-1),
-        lambda x: x @ nn.Parameter(torch.ones(4, 2)),
         lambda x: x.unbind(),
     ],
 )
@@ -119,7 +112,6 @@ def test_origins_gather(absent: AbsentTensor) -> None:
         (lambda x: torch.zeros_like(x), torch.zeros(3, 4)),
         (lambda x: torch.ones_like(x, dtype=torch.bool), torch.ones(3, 4, dtype=torch.bool)),
         (lambda x: torch.full_like(x, 2.5), torch.full((3, 4), 2.5)),
-        (lambda x: x.new_zeros(2), torch.zeros(2)),
         (lambda x: x.new_ones((2, 1), dtype=torch.int64), torch.ones(2, 1, dtype=torch.int64)),
         (lambda x: x.new_full((2,), 7), torch.full((2,), 7.0)),
         (lambda x: torch.arange(x.size(1), device=x.device), torch.arange(4)),
@@ -151,15 +143,9 @@ def test_a_change_of_shape_in_place_is_seen(change: Callable[[Tensor], Tensor]) 
     "write",
     [
         lambda real, x: real.add_(x),
-        lambda real, x: real.copy_(x),
-        lambda real, x: real.__setitem__(0, x[0]),
         lambda real, x: real.__setitem__(x > 0, 1.0),
-        lambda real, x: real.masked_fill_(x > 0, 0),
-        lambda real, x: real[0].mul_(x[0]),
         lambda real, x: torch.add(x, 1, out=real),
-        lambda real, x: torch.mm(x, x.t(), out=torch.empty(3, 3)),
         lambda real, x: torch._foreach_add_([real], [x]),
-        lambda real, x: real.scatter_(0, x.long(), 1.0),
     ],
 )
 def test_a_write_into_a_real_tensor_is_refused(absent: AbsentTensor, write: Callable[[Tensor, Tensor], Any]) -> None:
@@ -174,15 +160,10 @@ def test_a_write_into_a_real_tensor_is_refused(absent: AbsentTensor, write: Call
     [
         lambda x: x.sum().item(),
         lambda x: bool(x.sum() > 0),
-        lambda x: float(x.sum()),
-        lambda x: int(x.sum()),
-        lambda x: 1 if x.isnan().any() else 0,
         lambda x: x.tolist(),
         lambda x: x.numpy(),
-        lambda x: x.detach().cpu().numpy(),
         lambda x: f"{x.sum():.3f}",
         lambda x: x.nonzero(),
-        lambda x: torch.ones(3, 4)[x > 0],
         lambda x: x[x > 0],
         lambda x: torch.equal(x, x + 1),
         lambda x: torch.allclose(x, torch.ones(3, 4)),
@@ -247,7 +228,7 @@ def test_noise_in_its_shape_has_values(absent: AbsentTensor) -> None:
 # -- modules -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW, torch.optim.RMSprop, torch.optim.Adagrad])
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
 def test_optimizers_take_them_and_leave_them_alone(kind: type[torch.optim.Optimizer]) -> None:
     absent, real = made_absent(nn.Linear(3, 2)), nn.Linear(2, 1)
     optimizer = kind([*absent.parameters(), *real.parameters()], lr=0.1)  # type: ignore[call-arg]

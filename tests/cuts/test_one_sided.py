@@ -173,6 +173,15 @@ class Sharing(nn.Module):
         return y if found is None else y * found
 
 
+class Common(nn.Module):
+    """A part of several layers, which one of them or all of them write to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept, self.table, self.found = 1.0, None, {"scale": 1.0}
+        self.buffer = nn.Buffer(torch.ones(()))
+
+
 def deepen(shared: Any, y: Tensor) -> None:
     shared.depth = getattr(shared, "depth", 0) + 1
 
@@ -185,10 +194,21 @@ def add(shared: Any, y: Tensor) -> None:
     shared["of"] += 1
 
 
-def table(shared: Any, y: Tensor) -> Any:
-    if "table" not in shared:
-        shared["table"] = torch.linspace(0, 1, 6)
-    return shared["table"]
+def flag(common: Any, y: Tensor) -> Any:
+    was = hasattr(common, "flag")
+    common.flag = 1.0
+    return 2.0 if was else None
+
+
+def drop(common: Any, y: Tensor) -> None:
+    with suppress(AttributeError):
+        del common.flag
+
+
+def take(common: Any, y: Tensor) -> Any:
+    """Take down what another layer has set."""
+    was, common.kept = common.kept, 1.0
+    return was
 
 
 Does = Callable[[Any, Tensor], Any]
@@ -206,6 +226,13 @@ SHARING: dict[str, tuple[Any, Does, Does]] = {  # what is shared, what a layer d
     "counted by both": (SimpleNamespace, deepen, deepen),
     "tensor in place": (lambda: torch.ones(()), put, lambda tensor, y: tensor),
     "array": (lambda: {"of": np.ones(1)}, add, lambda d, y: float(d["of"][0])),
+    "kept": (Common, lambda c, y: setattr(c, "kept", y.mean().item()), lambda c, y: c.kept),
+    "table": (Common, lambda c, y: setattr(c, "table", y.mean()), lambda c, y: 1.0 if c.table is None else c.table),
+    "buffer": (Common, lambda c, y: setattr(c, "buffer", y.mean()), lambda c, y: c.buffer),
+    "found": (Common, lambda c, y: c.found.update(scale=y.mean().item()), lambda c, y: c.found["scale"]),
+    # At the end as before the step.
+    "flag": (Common, flag, drop),
+    "taken": (Common, lambda c, y: setattr(c, "kept", 2.0), take),
 }  # fmt: skip
 
 
@@ -216,14 +243,18 @@ def sharing(shared: Any, blocks: dict[int, Does]) -> Net:
     return model
 
 
-@pytest.mark.parametrize(("case", "placement"), [*((case, None) for case in SHARING), ("number", (0, 1, 1, 0))])
+@pytest.mark.parametrize(("case", "blocks", "placement"), [
+    *((case, (0, 3), None) for case in SHARING),
+    ("kept", (3, 0), None),  # of the step before
+    ("number", (0, 3), (0, 1, 1, 0)),
+])  # fmt: skip
 def test_what_layers_share_is_not_changed_by_one_for_another_stage_s(
-    case: str, placement: tuple[int, ...] | None
+    case: str, blocks: tuple[int, int], placement: tuple[int, ...] | None
 ) -> None:
     kind, first, later = SHARING[case]
-    words = r"'blocks\.[03]', on stage [01].*, changes what its attribute 'shared' holds, and stage [01].* uses"
+    words = r"'blocks\.[03].*', on stage [01].*, changes what its attribute '\w+' holds, and stage [01].* uses"
     with pytest.raises(FlowError, match=words):
-        flow_of(sharing(kind(), {0: first, 3: later}), placement=placement)
+        flow_of(sharing(kind(), {blocks[0]: first, blocks[1]: later}), placement=placement)
 
 
 @pytest.mark.parametrize("case", SHARING)
@@ -232,62 +263,27 @@ def test_what_layers_of_one_stage_share_is_theirs(case: str) -> None:
     flow_of(sharing(kind(), {2: first, 3: later}))
 
 
+def fill(shared: Any, y: Tensor) -> Any:
+    if shared.get("table") is None:
+        shared["table"] = torch.linspace(0, 1, 6)
+    return shared["table"]
+
+
+def work(common: Any, y: Tensor) -> Any:
+    common.kept = y.mean().item()
+    return common.kept
+
+
 @pytest.mark.parametrize(("kind", "does"), [
-    (dict, table),  # each stage makes its own
+    (dict, fill),  # each stage makes its own
     (dict, lambda d, y: d.update(size=(y.shape[1], y.device))),  # equal, and made anew
     (lambda: torch.ones(()), lambda t, y: t.clone()),
     (lambda: SimpleNamespace(scale=0.5), lambda o, y: o.scale),
+    (Common, work),  # written before it is read
+    (Common, lambda common, y: common.kept),
 ])  # fmt: skip
 def test_what_layers_share_and_do_not_change_for_others_is_theirs(kind: Any, does: Does) -> None:
-    flow_of(sharing(kind(), {0: does, 1: does, 3: does}))
-
-
-class Common(nn.Module):
-    """A part of several layers, which one of them or all of them write to."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.kept, self.table, self.found = 1.0, None, {"scale": 1.0}
-        self.buffer = nn.Buffer(torch.ones(()))
-
-
-COMMON: dict[str, tuple[Does, Does]] = {
-    "kept": (lambda c, y: setattr(c, "kept", y.mean().item()), lambda c, y: c.kept),
-    "table": (lambda c, y: setattr(c, "table", y.mean()), lambda c, y: 1.0 if c.table is None else c.table),
-    "buffer": (lambda c, y: setattr(c, "buffer", y.mean()), lambda c, y: c.buffer),
-    "found": (lambda c, y: c.found.update(scale=y.mean().item()), lambda c, y: c.found["scale"]),
-}
-
-
-@pytest.mark.parametrize("name", COMMON)
-def test_what_a_part_of_several_layers_keeps_is_not_changed_by_one_for_another_stage_s(name: str) -> None:
-    write, read = COMMON[name]
-    flow_of(sharing(Common(), {2: write, 3: read}))
-    for blocks in ({0: write, 3: read}, {0: read, 3: write}):  # of the step before
-        with pytest.raises(FlowError, match=f"changes what its attribute '{name}' holds, and stage [01].* uses"):
-            flow_of(sharing(Common(), blocks))
-
-
-def take(common: Any, y: Tensor) -> Any:
-    """Take a flag down that another layer has set."""
-    was, common.kept = common.kept, 1.0
-    return was
-
-
-def drop(common: Any, y: Tensor) -> None:
-    with suppress(AttributeError):
-        del common.flag
-
-
-def test_what_is_at_the_end_as_before_the_step_is_seen() -> None:
-    def set_it(common: Any, y: Tensor) -> None:
-        common.kept = 2.0
-
-    with pytest.raises(FlowError, match="'flag'"):
-        flow_of(sharing(Common(), {0: flag, 3: drop}))
-    flow_of(sharing(Common(), {2: set_it, 3: take}))
-    with pytest.raises(FlowError, match="'kept'"):
-        flow_of(sharing(Common(), {0: set_it, 3: take}))
+    flow_of(sharing(kind(), dict.fromkeys(range(4), does)))
 
 
 class ReadsCommon(Net):
@@ -305,28 +301,6 @@ class ReadsCommon(Net):
 
 def test_a_tensor_that_a_part_of_layers_keeps_goes_to_the_step_that_reads_it() -> None:
     flow_of(ReadsCommon())
-
-
-def work(common: Any, y: Tensor) -> Any:
-    common.kept = y.mean().item()
-    return common.kept
-
-
-def fill(common: Any, y: Tensor) -> Any:
-    if common.table is None:
-        common.table = torch.linspace(0, 1, 6)
-    return common.table
-
-
-@pytest.mark.parametrize("does", [work, fill, lambda common, y: common.kept])
-def test_what_each_layer_writes_itself_before_it_reads_it_is_its_own(does: Does) -> None:
-    flow_of(sharing(Common(), dict.fromkeys(range(4), does)))
-
-
-def flag(common: Any, y: Tensor) -> Any:
-    was = hasattr(common, "flag")
-    common.flag = 1.0
-    return 2.0 if was else None
 
 
 class Leaves(Net):
@@ -381,11 +355,10 @@ class EveryOther(Net):
 
 @pytest.mark.parametrize("blocks", [(0, 3), (2, 3)])
 def test_what_layers_share_and_no_second_run_of_the_step_shows_is_not_changed(blocks: tuple[int, int]) -> None:
-    _, *does = SHARING["number"]
-    for shared, each in (({}, does), (Common(), COMMON["kept"])):
+    for shared, *does in (({}, *SHARING["number"][1:]), (Common(), *SHARING["kept"][1:])):
         refused = pytest.raises(FlowError, match=r"'blocks\.0.*' holds, and stage 1 uses")
         with refused if blocks == (0, 3) else nullcontext():
-            flow_of(EveryOther(sharing(shared, dict(zip(blocks, each, strict=True)))))
+            flow_of(EveryOther(sharing(shared, dict(zip(blocks, does, strict=True)))))
 
 
 class PutsBack(Net):
@@ -564,35 +537,8 @@ class Keeps(Net):
         return self.after(self, self.head(self.body(self.before(self, self.stem(x))))).sum()
 
 
-NUMBERS = pytest.mark.parametrize("kept", [0, nn.Buffer(torch.zeros(()))], ids=["number", "buffer"])
-
-
-@NUMBERS
-@pytest.mark.parametrize(("before", "after"), [(use_and_count, nothing), (count, use), (nothing, use_and_count)])
-def test_what_is_counted_is_told(before: Any, after: Any, kept: Any) -> None:
-    assert flow_of(Keeps(kept, before, after)).carried == {"kept"}
-
-
-@NUMBERS
-def test_what_is_counted_after_a_stage_has_left_it_may_not_read(kept: Any) -> None:
-    with pytest.raises(FlowError, match="reads 'kept' on stage 0, but changes it after that stage has left"):
-        flow_of(Keeps(kept, use, count))
-
-
-# What is kept, how it changes, and a number of it. Other kinds are those that layers share.
-KINDS: dict[str, tuple[Any, Callable[[Any], Any], Callable[[Any], Any]]] = {
-    "bool": (False, lambda kept: not kept, float),
-    "list that is cut": ([0], lambda kept: [*kept, 1][-3:], len),
-    "tensor": (torch.ones(()), lambda kept: kept + 1, lambda kept: kept),
-    "array": (np.zeros(1), lambda kept: kept.__iadd__(1), lambda kept: float(kept[0])),
-    "scalar": (np.int64(1), lambda kept: kept + 1, float),
-}
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_whatever_is_kept_for_the_next_step_has_to_be_kept_on_the_stages_that_read_it(kind: str) -> None:
-    """It is changed after the loss was looked at."""
-    kept, change, number = KINDS[kind]
+def changed(change: Callable[[Any], Any]) -> Callable[[Any, Tensor], Tensor]:
+    """A change of what is kept, after the loss was looked at."""
 
     def change_if_finite(model: Any, out: Tensor) -> Tensor:
         if torch.isnan(out.sum()):
@@ -600,18 +546,15 @@ def test_whatever_is_kept_for_the_next_step_has_to_be_kept_on_the_stages_that_re
         model.kept = change(model.kept)
         return out
 
-    with pytest.raises(FlowError, match="reads 'kept' on stage 0, but changes it after that stage has left"):
-        flow_of(Keeps(kept, lambda model, x: x * number(model.kept), change_if_finite))
+    return change_if_finite
 
 
-def set_once(model: Any, out: Tensor) -> Tensor:
-    model.kept = 1.0
-    return out
+def sets(find: Callable[[Tensor], Any]) -> Callable[[Any, Tensor], Tensor]:
+    def set_kept(model: Any, x: Tensor) -> Tensor:
+        model.kept = find(x)
+        return x
 
-
-def keep_the_loss(model: Any, out: Tensor) -> Tensor:
-    model.kept = out.mean().item()
-    return out
+    return set_kept
 
 
 def count_or_exit(model: Any, out: Tensor) -> Tensor:
@@ -632,31 +575,32 @@ def count_sometimes(model: Any, out: Tensor) -> Tensor:
     return count(model, out) if out.mean() < 1 else out
 
 
-@pytest.mark.parametrize("end", [set_once, keep_the_loss, count_or_exit, count_after_a_loop, count_sometimes])
-def test_the_end_of_a_step_is_seen_after_what_it_asks_for(end: Any) -> None:
+BUFFER = nn.Buffer(torch.zeros(()))
+
+
+@pytest.mark.parametrize("kept", [0, BUFFER], ids=["number", "buffer"])
+@pytest.mark.parametrize(("before", "after"), [(use_and_count, nothing), (count, use), (nothing, use_and_count)])
+def test_what_is_counted_is_told(before: Any, after: Any, kept: Any) -> None:
+    assert flow_of(Keeps(kept, before, after)).carried == {"kept"}
+
+
+@pytest.mark.parametrize(("kept", "before", "after"), [
+    (0, use, count),
+    (BUFFER, use, count),
+    # Other kinds are those that layers share.
+    (False, use, changed(lambda kept: not kept)),
+    ([0], lambda model, x: x * len(model.kept), changed(lambda kept: [*kept, 1][-3:])),
+    (torch.ones(()), use, changed(lambda kept: kept + 1)),
+    (np.zeros(1), lambda model, x: x * float(model.kept[0]), changed(lambda kept: kept.__iadd__(1))),
+    (np.int64(1), use, changed(lambda kept: kept + 1)),
+    (2.0, use, sets(lambda out: 1.0)),
+    (2.0, use, sets(lambda out: out.mean().item())),
+    *((2.0, use, end) for end in (count_or_exit, count_after_a_loop, count_sometimes)),
+])  # fmt: skip
+def test_what_changes_after_a_stage_has_left_the_step_may_not_be_read_there(kept: Any, before: Any, after: Any) -> None:
     with pytest.raises(FlowError, match="reads 'kept' on stage 0, but changes it after that stage has left"):
-        flow_of(Keeps(2.0, use, end))
-    flow_of(Keeps(2.0, use, end), stages=1)
-
-
-def collect(model: Any, x: Tensor) -> Tensor:
-    model.kept.append(1.0)
-    return x
-
-
-def set_to_no_number(model: Any, x: Tensor) -> Tensor:
-    model.kept = float("nan")
-    return x
-
-
-def set_anew(model: Any, x: Tensor) -> Tensor:
-    model.kept = len(x)
-    return x
-
-
-def update(model: Any, x: Tensor) -> Tensor:
-    model.kept.update(X.mean())
-    return x
+        flow_of(Keeps(kept, before, after))
+    flow_of(Keeps(kept, before, after), stages=1)
 
 
 def change_object(model: Any, x: Tensor) -> Tensor:
@@ -665,11 +609,11 @@ def change_object(model: Any, x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize(("kept", "before", "after"), [
-    ([], collect, collect),  # only collected
-    (0, set_anew, use),
-    (MeanMetric(), update, nothing),
+    ([], lambda model, x: model.kept.append(1.0) or x, nothing),  # only collected
+    (0, sets(len), use),
+    (MeanMetric(), lambda model, x: model.kept.update(X.mean()) or x, nothing),
     (SimpleNamespace(scale=1.0), change_object, lambda model, out: out * model.kept.scale),
-    (float("nan"), use, set_to_no_number),  # to the same value
+    (float("nan"), use, sets(lambda out: float("nan"))),  # to the same value
 ], ids=["collected", "anew", "metric", "read at the end", "the same"])  # fmt: skip
 def test_what_no_stage_lacks_may_be_kept(kept: Any, before: Any, after: Any) -> None:
     model = Keeps(kept, before, after)

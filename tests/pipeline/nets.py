@@ -30,11 +30,6 @@ class Net(nn.Module):
         self.blocks = nn.ModuleList(self.block() for _ in range(blocks))
         self.head = nn.Linear(self.width, 2)
 
-    @classmethod
-    def balance(cls, stages: int) -> Any:
-        """How the net is to be cut, where it matters."""
-        return "layers"
-
     def block(self) -> nn.Module:
         return self.Block(self.width)
 
@@ -77,25 +72,6 @@ class Glue(Net):
             x *= 0.5 + i
             x[:, 0] = 1.0
         return self.head(x.flatten(0, 0)).square().mean()
-
-
-class FrozenFirst(Net):
-    """The first stage has a trainable parameter, but its output depends on none: no gradient comes back to it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem.requires_grad_(False)
-        self.stem.unused = nn.Parameter(torch.zeros(1))
-        self.blocks[0].requires_grad_(False)
-
-    @classmethod
-    def balance(cls, stages: int) -> Any:
-        return {1: [4], 2: [1, 3], 3: [1, 1, 2], 4: [1, 1, 1, 1]}[stages]
-
-    def step(self, x: Tensor) -> Tensor:
-        with torch.no_grad():
-            x = self.stem(x)
-        return self.head(self.body(x)).square().mean()
 
 
 class Tied(Net):

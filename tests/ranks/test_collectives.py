@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from unittest.mock import patch
 
 import pytest
@@ -80,31 +79,6 @@ def test_the_failure_of_one_rank_is_raised_on_all_and_names_it_by_its_global_ran
     errors = pool.run(fail_in, 3, how, failing, error, expect_errors=True)
     assert f"{error.__name__}: no luck" in errors[failing]
     assert all(said.format(failing) in errors[rank] for rank in others)
-
-
-def decide() -> int:
-    def choose() -> int:
-        assert dist.get_rank() == 0, "the others are told"
-        return 7
-
-    return decided_by_first(None, choose)
-
-
-def test_the_first_rank_s_decision_is_everyone_s(pool: WorkerPool) -> None:
-    assert pool.run(decide, 3) == [7] * 3
-    assert decided_by_first(None, lambda: 3) == 3
-
-
-def lose_the_last() -> None:
-    if dist.get_rank() == 2:
-        os._exit(3)
-    guarded(dist.barrier)
-
-
-def test_a_collective_that_breaks_says_that_a_rank_is_gone(pool: WorkerPool) -> None:
-    *others, last = pool.run(lose_the_last, 3, expect_errors=True, timeout=30)
-    assert "died" in last
-    assert all("PeerLostError" in text and "The cause is in its own output" in text for text in others)
 
 
 def reduce_what_the_backend_does_not_know() -> None:
