@@ -120,16 +120,6 @@ class CountsItself(torch.optim.SGD):
         return result
 
 
-class CountsAmongOptions(torch.optim.SGD):
-    """It acts on its count later than a trial goes."""
-
-    def step(self, closure: Any = None) -> Any:
-        for group in self.param_groups:
-            group["steps"] = group.get("steps", 0) + 1
-            group["nesterov"] = group["steps"] > 1000
-        return super().step(closure)
-
-
 def tried_in_v(make: Make) -> None:
     model = Model()
     refuse_steps_apart(make(list(model.parameters())), model.held("pipeline"), "SomeStrategy(schedule='vmin')")
@@ -149,11 +139,6 @@ def test_those_that_treat_parameters_apart_pass_in_a_v(name: str) -> None:
 def test_one_that_counts_its_steps_is_refused_in_a_v(make: Make) -> None:
     with pytest.raises(ValueError, match=r"under SomeStrategy\(schedule='vmin'\): .*group 0.*schedule='1f1b'"):
         tried_in_v(make)
-
-
-def test_a_count_that_matters_late_is_refused_in_a_v() -> None:
-    with pytest.raises(ValueError, match="CountsAmongOptions under .*'steps'.*group 0.*schedule='1f1b'"):
-        tried_in_v(lambda params: CountsAmongOptions(params, lr=0.1, momentum=0.9))
 
 
 class NeedsItsParameters(torch.optim.SGD):

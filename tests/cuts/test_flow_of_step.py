@@ -23,7 +23,6 @@ from tests.pipeline.nets import (
     Glue,
     HiddenPenalty,
     Loose,
-    Mixed,
     MultiExit,
     Net,
     UNet,
@@ -63,7 +62,7 @@ def crossing(model: nn.Module, stages: int, **options: Any) -> list[set[tuple[st
     ]
 
 
-@pytest.mark.parametrize("kind", [Net, Dicts, Mixed])
+@pytest.mark.parametrize("kind", [Net, Dicts])
 def test_nothing_crosses_a_chain_but_the_layers_outputs(kind: type[Net]) -> None:
     assert crossing(kind(), 4) == [set(), set(), set()]
 

@@ -8,7 +8,7 @@ from torch import nn
 
 from lightning_parallel.fully_sharded.units import check_dtypes, materialize
 from lightning_parallel.set_up.unit_shards import find_units
-from tests.strategies.models import GPT2, Blocks, Gate, LeNet
+from tests.strategies.models import GPT2, Blocks, LeNet
 
 
 def test_units_are_the_layers_that_hold_parameters() -> None:
@@ -47,11 +47,10 @@ def test_names_that_cannot_be_units_are_refused(patterns: list[str], words: list
     assert all(word in str(error.value) for word in words)
 
 
-def test_a_unit_of_two_dtypes_is_refused() -> None:
-    one, other = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2, dtype=torch.float64))
-    with pytest.raises(ValueError, match=r"'net\.1'.*float32, torch\.float64.*units"):
-        check_dtypes("net.1", [one, other])
-    check_dtypes("net.1", [one, other.requires_grad_(False)])  # of frozen ones nothing is sent
+def test_a_unit_may_have_frozen_parameters_of_another_dtype() -> None:
+    """Of these nothing is sent."""
+    frozen = nn.Parameter(torch.ones(2, dtype=torch.float64), requires_grad=False)
+    check_dtypes("net.1", [nn.Parameter(torch.ones(2)), frozen])
 
 
 def test_modules_give_their_meta_tensors_values() -> None:
@@ -67,10 +66,3 @@ def test_modules_give_their_meta_tensors_values() -> None:
     assert torch.equal(net[1].running_var, torch.ones(64))
     assert net[2].weight is net[0].weight and net[2].weight.requires_grad and not net[0].bias.requires_grad
     assert torch.equal(here.weight, before)
-
-
-def test_a_module_without_initial_values_is_refused() -> None:
-    with torch.device("meta"):
-        gate = Gate(4)
-    with pytest.raises(ValueError, match=r"'blocks\.0' \(Gate\).*scale.*reset_parameters"):
-        materialize("blocks.0", gate, torch.device("cpu"))

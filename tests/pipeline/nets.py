@@ -5,7 +5,6 @@ All have layers ``blocks.*`` and take rows of three numbers; `step` is what a Li
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -257,64 +256,3 @@ class CatchesEverything(Net):
         except Exception:
             return torch.zeros((), requires_grad=True)
         return self.head(x).square().mean()
-
-
-class Scale(nn.Module):
-    """`x * w`: unlike Linear, its input's gradient needs the weight at the values of the forward."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.rand(width) + 0.5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * self.weight
-
-
-class Product(Scale):
-    """`x @ w`."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__(width)
-        self.weight = nn.Parameter(torch.randn(width, width) / width**0.5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x @ self.weight
-
-
-class Run(nn.Module):
-    """A layer, and how it is run."""
-
-    def __init__(self, layer: nn.Module, run: Callable[[nn.Module, Tensor], Tensor]) -> None:
-        super().__init__()
-        self.layer, self.run = layer, run
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.run(self.layer, x)
-
-
-LAYERS = {
-    "linear": lambda width: nn.Linear(width, width),
-    "layernorm": nn.LayerNorm,
-    "rmsnorm": nn.RMSNorm,
-    "conv1d": lambda width: Run(nn.Conv1d(width, width, 3, padding=1), lambda layer, x: layer(x.mT).mT),
-    "attention": lambda width: Run(
-        nn.MultiheadAttention(width, 2, batch_first=True), lambda layer, x: layer(x, x, x)[0]
-    ),
-    "gru": lambda width: Run(nn.GRU(width, width, batch_first=True), lambda layer, x: layer(x)[0]),
-    "x * w": Scale,
-    "x @ w": Product,
-}
-
-
-class Mixed(Net):
-    """Each block another kind of layer; the three numbers of a row are a sequence."""
-
-    kinds = ("x * w", "conv1d", "gru", "layernorm", "attention", "x @ w", "rmsnorm", "linear")
-
-    def __init__(self) -> None:
-        super().__init__(blocks=0)
-        self.stem = nn.Linear(1, self.width)
-        self.blocks.extend(LAYERS[kind](self.width) for kind in self.kinds)
-
-    def step(self, x: Tensor) -> Tensor:
-        return super().step(x[..., None])

@@ -25,7 +25,6 @@ from tests.pipeline.nets import (
     Cycle,
     Dicts,
     Glue,
-    Mixed,
     MultiExit,
     Net,
     PassesThrough,
@@ -50,7 +49,7 @@ def step(model: Any) -> Any:
 # Others are trained as modules, such as those of the contract.
 NETS = [
     Dicts, Glue, UNet, Cycle, SkipInPlace, SkipChanged, SameTwice, PassesThrough, SameModulesTwice, Checkpointed,
-    UnusedHead, CatchesEverything, Mixed, MultiExit,
+    UnusedHead, CatchesEverything, MultiExit,
 ]  # fmt: skip
 
 

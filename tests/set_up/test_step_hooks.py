@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -12,9 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from lightning_parallel.absent.module import everything_absent
 from lightning_parallel.absent.origins import parameter_of
-from lightning_parallel.cuts.partition import Partition
 from lightning_parallel.cuts.search import partition
 from lightning_parallel.set_up.step_hooks import StepHooks
 from lightning_parallel.tracing.dry_run import trace
@@ -63,32 +60,6 @@ def test_each_runs_as_far_as_it_only_reads_the_trainer() -> None:
     module = Hooked()
     looked_at(module)
     assert module.did == [("start", 3, 0), "step", ("end", {"loss": "an output"}, 0)]
-
-
-class Asks(Net):
-    """Logs the norm of a parameter after each batch."""
-
-    def on_train_batch_end(self, *args: Any) -> None:
-        self.log("norm", self.layer.weight.norm().item())
-
-
-def test_a_value_that_a_hook_asks_for_has_to_be_on_each_stage() -> None:
-    module = Asks()
-    module.trainer = L.Trainer(max_epochs=1, logger=False, accelerator="cpu")
-    for stages, refused in ((1, ()), (2, (1,))):
-        model = nn.ModuleDict({"layer": module.layer, "other": nn.Linear(2, 2)})
-        hooks = StepHooks(module, torch.ones(3, 2))
-        partition = partitioned(model, stages)
-        with everything_absent(module, []):
-            hooks(None)
-        for stage in range(stages):
-            context = pytest.raises(ValueError, match="on_train_batch_end asks for the value of 'layer.weight'")
-            with context if stage in refused else nullcontext():
-                hooks.check(partition, stage)
-
-
-def partitioned(model: nn.ModuleDict, stages: int) -> Partition:
-    return partition(model, lambda: model["other"](model["layer"](torch.ones(3, 2))).sum(), stages)
 
 
 class Averages(Net):
