@@ -25,7 +25,6 @@ from lightning_parallel.schedules.generators import Generator, gpipe, interleave
 from lightning_parallel.schedules.named import SCHEDULES, asynchronous
 from lightning_parallel.schedules.simulate import simulate
 from lightning_parallel.schedules.v_shaped import zbv
-from tests.pipeline.versions import version
 from tests.thorough import thorough
 from tools.schedule.costs import peak_activations
 from tools.schedule.figures import clock_table
@@ -38,6 +37,14 @@ def stage(number: int, text: str) -> list[Action]:
     """A stage's actions from "F0 B0 S0"."""
     kinds: dict[str, Callable[[int, int], Action]] = {"F": Forward, "B": Backward, "S": Step}
     return [kinds[word[0]](number, int(word[1:])) for word in text.split()]
+
+
+def version(stages: int, stage: int, microbatches: int, microbatch: int, extra_in_flight: int = 0) -> int:
+    """The updates that `stage` has done when the asynchronous schedule runs its forward of `microbatch`.
+
+    For a steady number of `microbatches` per update and no drain so far; derived in `AsyncOneFOneB`.
+    """
+    return max(0, (microbatch - (stages - 1 - stage) * (1 + extra_in_flight)) // microbatches)
 
 
 def versions(actions: list[Action]) -> tuple[dict[int, int], dict[int, int]]:

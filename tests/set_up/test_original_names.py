@@ -15,20 +15,6 @@ from tools.optimizer_table import optimizers
 
 
 @pytest.mark.parametrize("make", [
-    optimizers.KeepsIds, optimizers.KeepsParameters, lambda params: optimizers.Lookahead(optimizers.KeepsIds(params)),
-])  # fmt: skip
-@pytest.mark.parametrize("is_divided", [False, True])
-def test_an_optimizer_that_keeps_parameters_is_refused(make: Callable[[Any], Optimizer], is_divided: bool) -> None:
-    module = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
-    names, optimizer = OriginalNames(module.named_parameters(), "SomeStrategy"), make(module.parameters())
-    if is_divided:  # it was made with the module
-        for layer in module:
-            layer.register_parameter("weight", nn.Parameter(torch.ones(1, 3)))
-    with pytest.raises(ValueError, match=r"Keeps\w+ keeps .*'[01]\.weight'.* 'kept'.*SomeStrategy"):
-        names.refuse_kept_by(optimizer, module)
-
-
-@pytest.mark.parametrize("make", [
     torch.optim.AdamW, optimizers.Noted, optimizers.Prodigy,
     lambda params: optimizers.Lookahead(optimizers.LAMB(params)),
     lambda params: optimizers.SAM(params, torch.optim.SGD, lr=0.1),

@@ -9,67 +9,15 @@ from functools import partial
 from typing import Any
 
 import pytest
-import torch
 from torch import nn
 from torch.nn.utils import parametrizations
 
-from lightning_parallel.tensor_plans.around import Experts
 from lightning_parallel.tensor_plans.plan import find_plan
 from lightning_parallel.tensor_plans.sharding import shard_module
 from tests.tensor.helpers import ranks
-from tests.tensor.models import gpt, gpt2, llama, mixtral, seeded
+from tests.tensor.models import gpt, gpt2, llama, seeded
 
 # -- what a rank holds -------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-def test_each_rank_holds_its_own_heads(rank: int) -> None:
-    """Not everywhere the first block of them, which trains without an error."""
-    whole = seeded(llama)
-    sharded = copy.deepcopy(whole)
-    sharding = shard_module(sharded, find_plan(sharded), ranks(2, rank))
-    attention = "model.layers.1.self_attn"
-    heads = whole.get_parameter(f"{attention}.q_proj.weight").view(4, 2, 8)[2 * rank : 2 * rank + 2]
-    assert torch.equal(sharded.get_parameter(f"{attention}.q_proj.weight"), heads.reshape(4, 8))
-    shared_head = whole.get_parameter(f"{attention}.k_proj.weight").view(2, 2, 8)[rank]
-    assert torch.equal(sharded.get_parameter(f"{attention}.k_proj.weight"), shared_head)
-    assert sharding.shards[f"{attention}.q_proj.weight"].shape == (8, 8)
-
-    whole = seeded(gpt2)
-    sharded = copy.deepcopy(whole)
-    shard_module(sharded, find_plan(sharded), ranks(2, rank))
-    attention = "transformer.h.1.attn"
-    heads = whole.get_parameter(f"{attention}.c_attn.weight").view(12, 3, 6, 2)[:, :, 3 * rank : 3 * rank + 3]
-    assert torch.equal(sharded.get_parameter(f"{attention}.c_attn.weight"), heads.reshape(12, 18))
-    kept = sharded.get_submodule(attention)
-    assert (kept.num_heads, kept.split_size, kept.head_dim) == (3, 6, 2)
-
-
-@pytest.mark.parametrize(("rank", "head"), [(0, 0), (1, 0), (2, 1), (3, 1)])
-def test_with_fewer_heads_than_ranks_each_computes_the_head_of_its_queries(rank: int, head: int) -> None:
-    model = seeded(llama)
-    whole = copy.deepcopy(model)
-    name = "model.layers.1.self_attn"
-    sharding = shard_module(model, find_plan(model), ranks(4, rank))
-    x = torch.randn(3, 8, dtype=torch.float64)
-    layer = model.get_submodule(f"{name}.k_proj")
-    assert type(layer).__name__ == "ParallelLinear"
-    torch.testing.assert_close(layer(x), whole.get_submodule(f"{name}.k_proj")(x)[:, 2 * head : 2 * head + 2])
-    assert model.get_submodule(name).num_key_value_groups == 1
-    assert f"{name}.k_proj.weight" not in sharding.shards and f"{name}.k_proj.weight" in sharding.partial
-
-
-def test_parameters_of_experts_are_cut_part_by_part() -> None:
-    model = mixtral()
-    before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    name = "model.layers.0.mlp.experts"
-    assert find_plan(model)["model.layers.*.mlp.experts"] == Experts((("gate_up_proj", 1, 2), ("down_proj", 2, 1)))
-    shard_module(model, find_plan(model), ranks(2, 1))
-    gate, up = before[f"{name}.gate_up_proj"].chunk(2, 1)
-    assert torch.equal(model.get_parameter(f"{name}.gate_up_proj"), torch.cat([gate[:, 7:], up[:, 7:]], 1))
-    assert torch.equal(model.get_parameter(f"{name}.down_proj"), before[f"{name}.down_proj"][..., 7:])
-    experts = model.get_submodule(name)
-    assert type(experts).__name__ == "ParallelMixtralExperts" and copy.deepcopy(experts).site is experts.site
 
 
 def test_tied_layers_share_one_shard_under_both_names() -> None:

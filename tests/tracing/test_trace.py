@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import time
 import warnings
 from typing import Any
@@ -13,7 +12,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from lightning_parallel.absent.tensor import AbsentTensor, AbsentValueError
+from lightning_parallel.absent.tensor import AbsentValueError
 from lightning_parallel.cuts.layers import Layers
 from lightning_parallel.tracing.dry_run import trace
 from lightning_parallel.tracing.trace import Trace
@@ -52,29 +51,6 @@ def test_an_error_in_a_layer_that_is_asked_without_values_names_it() -> None:
     units = {id(part): name for name, part in model.named_modules() if name}
     stopped = trace(model, units, lambda: model.step(X)).stopped
     assert isinstance(stopped, RuntimeError) and any("'blocks.1'" in note for note in stopped.__notes__)
-
-
-def test_the_module_and_the_generators_are_left_as_they_were() -> None:
-    class Writes(Net):
-        def __init__(self) -> None:
-            super().__init__()
-            self.norm = nn.BatchNorm1d(self.width)
-            self.outputs: list[Any] = []
-
-        def step(self, x: Tensor) -> Tensor:
-            self.outputs.append(torch.rand(()) + random.random())
-            return self.norm(self.stem(x)).sum()
-
-    model = Writes()
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    identities = {name: id(p) for name, p in model.named_parameters()}
-    generators = torch.get_rng_state(), random.getstate()
-    seen(model)
-    assert {name: id(p) for name, p in model.named_parameters()} == identities
-    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-    assert not any(isinstance(value, AbsentTensor) for value in model.state_dict().values())
-    assert model.outputs == [] and not any("forward" in part.__dict__ for part in model.modules())
-    assert torch.equal(torch.get_rng_state(), generators[0]) and random.getstate() == generators[1]
 
 
 def test_a_deep_model_takes_little_time_and_no_memory_for_parameters() -> None:
