@@ -5,10 +5,8 @@ No processes here: what a stage sends is handed to the next (by_hand.py).
 
 from __future__ import annotations
 
-import gc
 import warnings
 import weakref
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -17,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from tests.pipeline import by_hand
-from tests.pipeline.by_hand import backward, forward, stages_of
+from tests.pipeline.by_hand import forward, stages_of
 from tests.pipeline.nets import (
     BLOCKS,
     CatchesEverything,
@@ -319,33 +317,6 @@ def test_a_checkpoint_over_a_cut_is_refused() -> None:
 
 
 # -- memory ------------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def without_garbage_collection() -> Iterator[None]:
-    gc.disable()
-    yield
-    gc.enable()
-
-
-@pytest.mark.parametrize("kind", [UNet, Careful, Checkpointed])
-@pytest.mark.usefixtures("without_garbage_collection")
-def test_activations_are_freed_with_their_last_user(kind: type[Net]) -> None:
-    """By reference counting alone: a cycle would hold them until a garbage collection, which may be long in coming."""
-    made = stages_of(kind(), step, 3, **BLOCKS)
-    refs: list[weakref.ref[Any]] = []
-
-    def one_pass() -> None:
-        loss, departures, arrivals = forward(made, step)
-        backward(made, loss, departures, arrivals)
-        for departure, arrival in zip(departures, arrivals, strict=True):
-            refs.extend(weakref.ref(tensor) for tensor in departure)
-            refs.append(weakref.ref(arrival))
-        refs.append(weakref.ref(loss))
-
-    one_pass()
-    assert len(refs) > 4
-    assert [ref for ref in refs if ref() is not None] == []
 
 
 def test_gradients_that_are_sent_back_are_freed_though_the_loss_is_kept() -> None:

@@ -22,7 +22,7 @@ from tools.schedule.costs import peak_activations
 from tools.schedule.figures import clock_table
 
 SHAPES: tuple[VShape, ...] = ("vhalf", "vmin")
-LEAST = {("vhalf", 4): 6, ("vmin", 4): 4, ("vhalf", 8): 10, ("vmin", 8): 8, ("vhalf", 16): 18, ("vmin", 16): 12}
+LEAST = {("vhalf", 4): 6, ("vmin", 4): 4, ("vhalf", 8): 10, ("vmin", 8): 8, ("vmin", 16): 12}
 
 
 def sliced(shape: VShape, stages: int, batches: Sequence[tuple[int, bool, bool]]) -> list[list[list[Action]]]:

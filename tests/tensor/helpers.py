@@ -22,10 +22,6 @@ def ranks(size: int, rank: int = 0) -> dist.ProcessGroup:
     return dist.ProcessGroup(rank, size)
 
 
-def values(seed: int, *shape: int) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
-
 def close(mine: Tensor | None, theirs: Tensor | None, what: str = "") -> None:
     assert (mine is None) == (theirs is None), what
     if mine is not None and theirs is not None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lightning_parallel.tensor.layer import ParallelLayer, Site
 from lightning_parallel.tensor_plans.style import Rule, Style
-from recipes.models.classifier import MLP, LeNet
+from recipes.models.classifier import MLP
 from recipes.models.gpt import GPT
 
 ADAM = {"_target_": "torch.optim.AdamW"}
@@ -44,7 +44,6 @@ gpt2 = partial(
 )  # fmt: skip
 gpt = partial(GPT, optimizer=ADAM, vocab_size=VOCABULARY, context=TIME, layers=2, heads=12, width=24)
 mlp = partial(MLP, optimizer=ADAM, features=6, classes=5, width=10)
-lenet = partial(LeNet, optimizer=ADAM)
 mixtral = partial(of_transformers, "Mixtral", **LLAMA | {
     "num_experts_per_tok": 2, "output_router_logits": False, "num_local_experts": 4, "intermediate_size": 13,
 })  # fmt: skip
@@ -197,12 +196,8 @@ class Loss(nn.Module):
         return F.cross_entropy(logits.flatten(0, -2), targets.flatten())
 
 
-def batch(model: nn.Module) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(2)
-    if isinstance(model, MLP | LeNet):
-        shape = (4, 6) if isinstance(model, MLP) else (4, 1, 8, 8)
-        return torch.randn(shape, generator=generator).double(), torch.randint(5, (4,), generator=generator)
-    tokens = torch.randint(VOCABULARY, (2, TIME + 1), generator=generator)
+def batch() -> tuple[Tensor, Tensor]:
+    tokens = torch.randint(VOCABULARY, (2, TIME + 1), generator=torch.Generator().manual_seed(2))
     return tokens[:, :-1], tokens[:, 1:]
 
 
