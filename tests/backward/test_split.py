@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -29,12 +29,7 @@ from tools.workers.pool import WorkerPool
 D = 6
 
 
-@pytest.fixture(autouse=True)
-def double() -> Iterator[None]:
-    torch.manual_seed(1)
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
+pytestmark = pytest.mark.usefixtures("in_double_precision")
 
 
 # -- both ways ---------------------------------------------------------------------------------------------------

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -32,11 +32,7 @@ from tests.pipeline.nets import (
 X = torch.linspace(-1, 1, 15, dtype=torch.float64).view(5, 3)
 
 
-@pytest.fixture(autouse=True)
-def in_double_precision() -> Iterator[None]:
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
+pytestmark = pytest.mark.usefixtures("in_double_precision")
 
 
 def step(model: Any) -> Any:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import lightning.pytorch as L
@@ -17,7 +16,7 @@ from torchmetrics import CatMetric
 
 from lightning_parallel.cuts.partition import Partition
 from lightning_parallel.cuts.search import partition
-from tests.pipeline.nets import Cycle, Loose, Net, SameModulesTwice, Tied
+from tests.pipeline.nets import Net, SameModulesTwice
 
 IDS = torch.arange(6).view(2, 3)
 
@@ -136,55 +135,12 @@ class Stages(nn.Module):
         return self.parts[1](self.parts[0](torch.ones(2, 4)))
 
 
-def of_rows(kind: type[Net]) -> Net:
-    """A model of the pipeline's tests, whose step needs nothing."""
-    model = kind()
-    model.step = partial(model.step, torch.ones(2, 3))  # type: ignore[method-assign]
-    return model
-
-
-MODELS: dict[str, Callable[[], Any]] = {
-    "sequential": lambda: Chain(5, 5, 5, 5),
-    "lightning module": Blocks,
-    "attributes": Attributes,
-    "taking turns": TakingTurns,
-    "encoder and decoder": EncoderDecoder,
-    "a list of few": Stages,
-    **{kind.__name__: partial(of_rows, kind) for kind in (Tied, SameModulesTwice, Cycle, Loose)},
-}
-MOST_STAGES = {"attributes": 3}  # that learn, and that the model can be cut into
-
-
 def cut(model: Any, stages: int, layers: Sequence[str] | None = None, balance: Any = "parameters") -> Partition:
     return partition(model, model.step, stages, layers, balance)
 
 
 def counts(parts: Partition) -> list[int]:
     return [len(parts.layers_of(stage)) for stage in range(parts.stages)]
-
-
-def stage_parameters(parts: Partition, stage: int) -> set[str]:
-    """First names of what a stage holds."""
-    return {parts.aliases[name] for name, stages in parts.owners.items() if stage in stages}
-
-
-@pytest.mark.parametrize("stages", [2, 4])
-@pytest.mark.parametrize("name", MODELS)
-def test_the_stages_parameters_joined_are_the_models(name: str, stages: int) -> None:
-    model = MODELS[name]()
-    if stages > MOST_STAGES.get(name, 4):
-        with pytest.raises(ValueError, match="stages"):
-            cut(model, stages)
-        return
-    parts = cut(model, stages)
-    held = [stage_parameters(parts, stage) for stage in range(stages)]
-    every = {parameter for parameter, _ in model.named_parameters()}
-    assert set().union(*held) == every
-    twice = {parameter for parameter in every if sum(parameter in names for names in held) > 1}
-    assert twice == set(parts.shared())
-    assert {parts.aliases[n] for n in parts.owners} == every
-    assert list(parts.calls.values()) == sorted(parts.calls.values())  # a step meets the stages in their order
-    assert {unit for unit, _ in parts.calls} <= set(parts.units)
 
 
 def test_chunks_know_what_they_compute_and_hold() -> None:
@@ -273,7 +229,8 @@ def test_what_the_step_does_not_call_goes_with_the_last_stage() -> None:
 
 
 def test_a_module_with_several_names_has_one_owner() -> None:
-    parts = cut(of_rows(SameModulesTwice), 2, layers=["net.*"])
+    model = SameModulesTwice()
+    parts = partition(model, lambda: model.step(torch.ones(2, 3)), 2, ["net.*"])
     assert parts.layers == ("net.0", "net.1", "net.2", "net.3")
     assert parts.outside == {"stem": (0,), "head": (1,)}
     assert parts.shared() == {}

@@ -119,20 +119,10 @@ def test_only_what_all_rows_have_recorded_is_measured(monkeypatch: pytest.Monkey
     assert utilisation(cut) == pytest.approx(1.0)
 
 
-def test_utilisation_is_one_in_the_asynchronous_steady_state() -> None:
-    rows = rows_of(asynchronous(4, 1, 20), step=0.5)
-    assert measured_bubble(rows) > 0.1
-    assert utilisation(rows) == pytest.approx(1.0)
-
-
 def test_utilisation_after_drains_leaves_out_every_fill_and_drain() -> None:
     part = rows_of(asynchronous(4, 1, 20))
     evaluating = [[Span("evaluate", 0, 1.0, 3.0)]] * 4
     assert utilisation(joined(part, evaluating, later(part, 4.0))) == pytest.approx(1.0)
-
-
-def test_utilisation_is_none_where_the_pipeline_never_is_full() -> None:
-    assert utilisation(rows_of(gpipe(4, 8))) is None
 
 
 def test_report_puts_the_measured_bubble_beside_theory() -> None:
