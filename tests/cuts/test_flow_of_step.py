@@ -58,54 +58,6 @@ def crossing(model: nn.Module, stages: int, **options: Any) -> list[set[tuple[st
     ]
 
 
-@pytest.mark.parametrize("kind", [Net, Dicts])
-def test_nothing_crosses_a_chain_but_the_layers_outputs(kind: type[Net]) -> None:
-    assert crossing(kind(), 4) == [set(), set(), set()]
-
-
-def test_skip_connections_cross_up_to_the_stage_that_needs_them() -> None:
-    # blocks.1 is needed by blocks.2, right after its own cut; blocks.0 by blocks.3; the stem by the head.
-    assert crossing(UNet(), 4) == [{("stem", 0)}, {("stem", 0), ("blocks.0", 0)}, {("stem", 0), ("blocks.0", 0)}]
-    assert crossing(UNet(), 2) == [{("stem", 0), ("blocks.0", 0)}]
-
-
-def test_what_a_stage_has_is_not_sent_to_it() -> None:
-    def flow(places: tuple[int, ...]) -> Flow:
-        stage = stage_of(model := UNet(), max(places) + 1, **BLOCKS, balance="layers", placement=places)
-        return stage.flow_of(lambda: step(model))
-
-    stem, *blocks = (Cargo(name, 0, 1) for name in ("stem", "blocks.0", "blocks.1", "blocks.2"))
-    in_a_v = flow((1, 0, 0, 1))  # the stem and blocks.0; blocks.1; blocks.2; blocks.3 and the head
-    assert in_a_v.cuts == ((blocks[0],), (blocks[1],), (blocks[2],))
-    assert in_a_v.kept == {(0, 3): (stem, blocks[0])}
-    interleaved = flow((0, 1, 0, 1))  # chunk 2 passes on what its stage has; chunk 1 has been sent blocks.0
-    assert interleaved.cuts == ((blocks[0],), (blocks[1],), (stem, blocks[2]))
-    assert interleaved.kept == {(0, 2): (stem,), (1, 3): (blocks[0],)}
-    without = flow((0, 1, 2, 3))
-    assert without.cuts == ((stem, blocks[0]), (stem, blocks[0], blocks[1]), (stem, blocks[0], blocks[2]))
-    assert without.kept == {}
-
-
-def test_what_the_step_itself_adds_up_crosses_part_by_part() -> None:
-    """Residual sums outside the layers: only outputs of modules cross, so the sum is made again on each stage."""
-    assert crossing(Loose(), 2) == [{("stem", 0), ("blocks.0", 0)}]
-    assert crossing(Glue(), 2) == [{("stem", 0), ("blocks.0", 0)}]
-
-
-def test_a_stage_goes_on_to_its_further_calls_past_those_of_later_stages() -> None:
-    assert crossing(Views(), 2) == [{("blocks.1", 1)}]
-    stage = stage_of(model := Views(), 2)
-    flow = stage.flow_of(lambda: step(model))
-    assert flow.last == (("blocks.1", 1), ("head", 1))
-    assert flow.passed == ({("blocks.2", 0), ("blocks.3", 0), ("head", 0)}, set())
-
-
-def test_what_the_loss_is_computed_from_crosses_to_the_last_stage() -> None:
-    assert crossing(HiddenPenalty(), 4) == [set(), {("blocks.0", 0)}, {("blocks.0", 0)}]
-    outputs = {("blocks.0", 0), ("blocks.1", 0)}
-    assert crossing(MultiExit(), 4) == [set(), {("blocks.0", 0)}, outputs]
-
-
 def asks(model: Any, x: Tensor, again: bool = False) -> Tensor:
     """Goes on with a value of the last stage."""
     first = model.stem(x)
@@ -125,8 +77,48 @@ class CallsAgain(Net):
         return asks(self, x, again=True)
 
 
-def test_what_is_needed_after_a_value_was_asked_for_crosses() -> None:
-    assert crossing(Asks(), 2) == [{("stem", 0)}]
+STEM, FIRST = ("stem", 0), ("blocks.0", 0)
+
+
+@pytest.mark.parametrize(("kind", "expected"), [
+    (Net, [set(), set(), set()]),
+    (Dicts, [set(), set(), set()]),
+    # blocks.1 is needed by blocks.2, right after its own cut; blocks.0 by blocks.3; the stem by the head.
+    (UNet, [{STEM}, {STEM, FIRST}, {STEM, FIRST}]),
+    # Only outputs of modules cross, so residual sums outside the layers are made again on each stage.
+    (Loose, [{STEM, FIRST}]),
+    (Glue, [{STEM, FIRST}]),
+    (HiddenPenalty, [set(), {FIRST}, {FIRST}]),
+    (MultiExit, [set(), {FIRST}, {FIRST, ("blocks.1", 0)}]),
+    (Asks, [{STEM}]),
+    (Views, [{("blocks.1", 1)}]),
+])  # fmt: skip
+def test_what_later_stages_need_crosses(kind: type[Net], expected: list[set[tuple[str, int]]]) -> None:
+    assert crossing(kind(), len(expected) + 1) == expected
+
+
+def test_what_a_stage_has_is_not_sent_to_it() -> None:
+    def flow(places: tuple[int, ...]) -> Flow:
+        stage = stage_of(model := UNet(), max(places) + 1, **BLOCKS, balance="layers", placement=places)
+        return stage.flow_of(lambda: step(model))
+
+    stem, *blocks = (Cargo(name, 0, 1) for name in ("stem", "blocks.0", "blocks.1", "blocks.2"))
+    in_a_v = flow((1, 0, 0, 1))  # the stem and blocks.0; blocks.1; blocks.2; blocks.3 and the head
+    assert in_a_v.cuts == ((blocks[0],), (blocks[1],), (blocks[2],))
+    assert in_a_v.kept == {(0, 3): (stem, blocks[0])}
+    interleaved = flow((0, 1, 0, 1))  # chunk 2 passes on what its stage has; chunk 1 has been sent blocks.0
+    assert interleaved.cuts == ((blocks[0],), (blocks[1],), (stem, blocks[2]))
+    assert interleaved.kept == {(0, 2): (stem,), (1, 3): (blocks[0],)}
+    without = flow((0, 1, 2, 3))
+    assert without.cuts == ((stem, blocks[0]), (stem, blocks[0], blocks[1]), (stem, blocks[0], blocks[2]))
+    assert without.kept == {}
+
+
+def test_a_stage_goes_on_to_its_further_calls_past_those_of_later_stages() -> None:
+    stage = stage_of(model := Views(), 2)
+    flow = stage.flow_of(lambda: step(model))
+    assert flow.last == (("blocks.1", 1), ("head", 1))
+    assert flow.passed == ({("blocks.2", 0), ("blocks.3", 0), ("head", 0)}, set())
 
 
 def test_what_is_called_after_a_value_was_asked_for_is_on_the_last_stage() -> None:

@@ -144,56 +144,42 @@ def test_whatever_is_called_and_read_where_stages_equal_the_whole_model(kind: ty
     assert_equal_to_the_whole(kind(), step, 3, recompute=recompute)
 
 
-def test_a_step_that_ends_before_its_stage_was_left_is_named() -> None:
-    class Shortens(Net):
-        short = False
+class Changes(Net):
+    """Its step goes another way later on."""
 
-        def step(self, x: Tensor) -> Tensor:
-            x = self.stem(x)
-            return x.sum() if self.short else self.head(self.body(x)).square().mean()
+    how = ""
 
-    made = stages_of(Shortens(), step, 2, **BLOCKS)
-    made[0].module.short = True  # type: ignore[assignment]
-    with pytest.raises(RuntimeError, match="The step has ended on stage 0 of 2, before it called what later ones own"):
-        made[0].run(lambda: step(made[0].module), None, 0)
+    class Block(nn.Linear):
+        grows = False
 
+        def __init__(self, width: int) -> None:
+            super().__init__(width, width)
 
-def test_a_number_of_outputs_that_depends_on_the_batch_is_refused() -> None:
-    class Grows(nn.Linear):
         def forward(self, x: Tensor) -> Any:
             y = super().forward(x)
-            return (y, y) if type(x) is Tensor and x.sum() > 1e6 else (y,)
+            return (y, y) if self.grows and type(x) is Tensor else (y,)
 
-    class Varies(Net):
-        def block(self) -> nn.Module:
-            return Grows(self.width, self.width)
-
-        def step(self, x: Tensor) -> Tensor:
-            x = self.stem(x)
-            for block in self.blocks:
-                x = block(x)[0]
-            return self.head(x).square().mean()
-
-    made = stages_of(Varies(), step, 2, **BLOCKS)
-    with torch.no_grad():
-        made[0].module.get_submodule("stem").bias += 1e7
-    with pytest.raises(RuntimeError, match=r"'blocks.\d' returned 2 tensors, but 1 in the dry run"):
-        forward(made, step)
+    def step(self, x: Tensor) -> Tensor:
+        first = hidden = self.stem(x)
+        second = first if self.how == "forgets" else self.stem(2 * x)
+        if self.how == "ends":
+            return first.sum()
+        for block in self.blocks:
+            block.grows = self.how == "grows"
+            hidden = block(hidden)[0]
+        return self.head(hidden + second).square().mean()
 
 
-def test_a_call_that_no_longer_comes_is_named() -> None:
-    class Forgets(Net):
-        twice = True
-
-        def step(self, x: Tensor) -> Tensor:
-            first = self.stem(x)
-            second = self.stem(2 * x) if self.twice else first
-            return self.head(self.body(first) + second).square().mean()
-
-    made = stages_of(Forgets(), step, 2, **BLOCKS)
-    made[0].module.twice = False  # type: ignore[assignment]
-    with pytest.raises(RuntimeError, match=r"'stem' was not called as in the first step \(call 2\)"):
-        forward(made, step)
+@pytest.mark.parametrize(("how", "words"), [
+    ("ends", "The step has ended on stage 0 of 2, before it called what later ones own"),
+    ("grows", r"'blocks.\d' returned 2 tensors, but 1 in the dry run"),
+    ("forgets", r"'stem' was not called as in the first step \(call 2\)"),
+])  # fmt: skip
+def test_a_step_that_goes_another_way_than_the_first_one_is_named(how: str, words: str) -> None:
+    made = stages_of(Changes(), step, 2, **BLOCKS)
+    made[0].module.how = how  # type: ignore[assignment]
+    with pytest.raises(RuntimeError, match=words):
+        made[0].run(lambda: step(made[0].module), None, 0)
 
 
 # -- the step around the cut -------------------------------------------------------------------------------------------
