@@ -152,12 +152,3 @@ def test_a_drain_and_small_batches_hold_no_more() -> None:
 def test_the_documented_table_is_what_the_lists_are() -> None:
     documented = re.findall(r"stage \d \|.*", AsyncV.__doc__ or "")
     assert documented == clock_table(simulate(asynchronous(2, 2, 2, schedule="vhalf"))).splitlines()
-
-
-@pytest.mark.parametrize(
-    ("make", "setting"),
-    [(lambda: AsyncV(2, 2, "vmin"), "stage=2"), (lambda: AsyncV(2, 0, "vmin").feed(0), "count=0")],
-)
-def test_bad_sizes_are_refused_by_name(make: Callable[[], object], setting: str) -> None:
-    with pytest.raises(ValueError, match=setting):
-        make()

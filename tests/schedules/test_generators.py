@@ -20,6 +20,7 @@ from lightning_parallel.schedules.actions import (
     placement,
 )
 from lightning_parallel.schedules.asynchronous import AsyncOneFOneB
+from lightning_parallel.schedules.asynchronous_v import AsyncV
 from lightning_parallel.schedules.checks import dependency_order, of_one_update, validate
 from lightning_parallel.schedules.generators import Generator, gpipe, interleaved, naive, one_f_one_b
 from lightning_parallel.schedules.named import SCHEDULES, asynchronous
@@ -137,6 +138,8 @@ def test_gradient_accumulation_steps_once_for_all_its_feeds() -> None:
         (lambda: AsyncOneFOneB(2, 2), "stage=2"),
         (lambda: AsyncOneFOneB(2, 0, -1), "extra_in_flight=-1"),
         (lambda: AsyncOneFOneB(2, 0).feed(0), "count=0"),
+        (lambda: AsyncV(2, 2, "vmin"), "stage=2"),
+        (lambda: AsyncV(2, 0, "vmin").feed(0), "count=0"),
     ],
 )
 def test_bad_sizes_are_refused_by_name(make: Callable[[], object], setting: str) -> None:

@@ -92,11 +92,6 @@ def test_a_layer_sends_one_message_in_the_direction_that_needs_it(pool: WorkerPo
 # -- refusals ----------------------------------------------------------------------------------------------------
 
 
-def test_outputs_of_several_parts_are_not_gathered() -> None:
-    with pytest.raises(ValueError, match="gather_output=True"):
-        ColumnParallelLinear.from_linear(nn.Linear(3, 8), group=ranks(2), parts=(4, 4), gather_output=True)
-
-
 def test_a_layer_is_made_of_a_whole_one() -> None:
     with pytest.raises(ValueError, match="type int can't be divided over tensor ranks: it is not nn.Linear"):
         RowParallelLinear(8, Site(ranks(2)))

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 from torch import nn
-from torch.nn.utils import parametrizations
 
 from lightning_parallel.tensor_plans.plan import find_plan
 from lightning_parallel.tensor_plans.sharding import shard_module
@@ -66,8 +65,6 @@ class Attention(nn.Module):
         (lambda: nn.Sequential(nn.Linear(3, 24)), {"0": "column:5"}, 2, "'0': 24 output features aren't 5 equal"),
         (lambda: nn.Sequential(nn.Linear(3, 24)), {"0": "column_gather:3"}, 2, "'0': gather_output=True with parts"),
         (lambda: nn.Sequential(nn.Linear(3, 24)), {"0": "column:8,8"}, 2, "'0': Parts of sizes .8, 8. add up to 16"),
-        (lambda: nn.Sequential(parametrizations.weight_norm(nn.Linear(8, 4))), {"0": "row"}, 2, "a parametrization"),
-        (lambda: nn.Sequential(nn.Linear(3, 5)), {"0": "column"}, 4, "'0': '0': A dimension of 5 can't be divided"),
         (lambda: gpt(tie_embeddings=True), {"head": "column_gather"}, 2, "the same parameter as 'token_embedding.weig"),
         (
             lambda: gpt(tie_embeddings=True), {"head": "row_split", "token_embedding": "embedding"}, 2,
