@@ -233,26 +233,3 @@ class MultiExit(Net):
         x = self.stem(x)
         outputs = [x := block(x) for block in self.blocks]
         return sum(self.head(output).square().mean() for output in outputs)
-
-
-class UnusedHead(Net):
-    """A module after the layers that the step doesn't call; then values are asked for."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.other_head = nn.Linear(self.width, 2)
-        self.seen: list[float] = []
-
-    def step(self, x: Tensor) -> Tensor:
-        loss: Tensor = super().step(x)
-        self.seen.append(loss.item())
-        return loss
-
-
-class CatchesEverything(Net):
-    def step(self, x: Tensor) -> Tensor:
-        try:
-            x = self.body(self.stem(x))
-        except Exception:
-            return torch.zeros((), requires_grad=True)
-        return self.head(x).square().mean()
