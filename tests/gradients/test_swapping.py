@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-import lightning_parallel as lp
+from tests.strategies.harness import make_trainer
 from tools.workers.pool import WorkerPool
 
 
@@ -74,25 +74,20 @@ class LooksLater(Net):
 MODULES = {kind.__name__: kind for kind in (Net, Looks, LooksInTheOptimizer, LooksInACallback, LooksLater)}
 
 
-def fit(kind: str, strategy: bool) -> tuple[list[int], list[float]]:
-    trainer = L.Trainer(
-        accelerator="cpu", devices=2 if strategy else 1,
-        strategy=lp.PipelineStrategy(microbatches=2) if strategy else "auto", max_steps=3, logger=False,
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-    )  # fmt: skip
+def fit(kind: str, strategy: str) -> tuple[list[int], list[float]]:
     module = MODULES[kind]()
-    trainer.fit(module, DataLoader(torch.ones(12, 4), batch_size=4))  # type: ignore[arg-type]
+    options = {"microbatches": 2} if strategy == "sync" else {}
+    make_trainer(strategy, [], options, max_steps=3).fit(module, DataLoader(torch.ones(12, 4), batch_size=4))  # type: ignore[arg-type]
     return module.kept, module.seen
 
 
 @pytest.mark.parametrize("kind", MODULES)
 def test_the_last_gradients_are_kept_only_if_somebody_may_look_at_them(pool: WorkerPool, kind: str) -> None:
-    for kept, _ in pool.run(fit, 2, kind, True, init=False):
+    ranks = pool.run(fit, 2, kind, "sync", init=False)
+    for kept, _ in ranks:
         assert kept == ([0, 0] if kind == "Net" else [4, 4])  # a weight and a bias in each of two layers
-
-
-def test_who_looks_sees_those_of_one_process(pool: WorkerPool) -> None:
-    ((_, expected),) = pool.run(fit, 1, "Looks", False, init=False)
-    ranks = [seen for _, seen in pool.run(fit, 2, "Looks", True, init=False)]
-    assert [sum(parts) for parts in zip(*ranks, strict=True)] == pytest.approx(expected, rel=1e-5)
-    assert expected[0] == 0 < expected[1]
+    if kind == "Looks":
+        ((_, expected),) = pool.run(fit, 1, kind, "single", init=False)
+        parts = zip(*(seen for _, seen in ranks), strict=True)
+        assert [sum(each) for each in parts] == pytest.approx(expected, rel=1e-5)
+        assert expected[0] == 0 < expected[1]

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric, SumMetric
 
-import lightning_parallel as lp
+from tests.strategies.harness import make_trainer
 from tools.workers.pool import WorkerPool
 
 
@@ -59,22 +59,18 @@ class InPlace(Net):
         return batch["x"].mul_(0.5)
 
 
-def metrics(schedule: str, stages: int, kind: type[Net] = Net) -> dict[str, float]:
+def metrics(schedule: str, kind: type[Net]) -> dict[str, float]:
     torch.set_default_dtype(torch.float64)
     data = torch.randn(8, 4, generator=torch.Generator().manual_seed(0))
     samples = [{"x": row} for row in data]
-    strategy: Any = lp.PipelineStrategy(schedule=schedule, microbatches=2, layers=["layers.*"])  # type: ignore[arg-type]
-    trainer = L.Trainer(
-        accelerator="cpu", devices=stages, strategy=strategy, max_epochs=2, logger=False, enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False, num_sanity_val_steps=0,
-    )  # fmt: skip
+    trainer = make_trainer("sync", [], {"schedule": schedule, "microbatches": 2, "layers": ["layers.*"]})
     trainer.fit(kind(), *(DataLoader(samples, batch_size=4) for _ in range(2)))  # type: ignore[arg-type]
     return {name: float(value) for name, value in trainer.callback_metrics.items()}
 
 
 def test_runs_for_earlier_chunks_leave_no_trace_and_a_change_of_the_batch_in_place_is_refused(pool: WorkerPool) -> None:
     expected, found, in_place = (
-        pool.run(metrics, 2, schedule, 2, kind, init=False)
+        pool.run(metrics, 2, schedule, kind, init=False)
         for schedule, kind in (("1f1b", Net), ("zbv", Net), ("1f1b", InPlace))
     )
     assert expected[0].keys() >= {"seen", "mean", "size", "loss", "val_loss", "val_x"}
@@ -82,6 +78,6 @@ def test_runs_for_earlier_chunks_leave_no_trace_and_a_change_of_the_batch_in_pla
     for theirs, ours in zip(expected, found, strict=True):
         assert ours == pytest.approx(theirs, rel=0, abs=1e-12)
     assert in_place[0] == pytest.approx(expected[0], rel=0, abs=1e-12)
-    for failure in pool.run(metrics, 2, "zbv", 2, InPlace, init=False, expect_errors=True):
+    for failure in pool.run(metrics, 2, "zbv", InPlace, init=False, expect_errors=True):
         assert "training_step changes a tensor of its batch in place. A stage with several chunks" in failure
         assert "'1f1b'" in failure
