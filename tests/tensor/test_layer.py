@@ -39,51 +39,37 @@ class Attention(nn.Module):
 PLAN = dict.fromkeys("qkv", "column") | {"o": "row"}
 
 
-def compare(cross: bool) -> int:
-    """All-reduces of a backward, after comparing its gradients with the whole model's."""
+def compare(cross: bool) -> tuple[int, bool]:
+    """All-reduces of a backward, after comparing its gradients with the whole model's; and whether the inputs have been
+    freed with the graph, once all layers have been called."""
     group = world()
     torch.manual_seed(0)
     whole = Attention().double()
     model = copy.deepcopy(whole)
     sharding = shard_module(model, PLAN, group)
+    held = []
     for _ in range(2):
         inputs = [torch.randn(3, 6, dtype=torch.float64, requires_grad=True) for _ in range(1 + cross)]
-        loss = whole(*inputs).square().sum()
-        expected = torch.autograd.grad(loss, [*inputs, *whole.parameters()])
-        sharded_loss = model(*inputs).square().sum()
+        held += [weakref.ref(x) for x in inputs]
+        expected = torch.autograd.grad(whole(*inputs).square().sum(), [*inputs, *whole.parameters()])
+        loss = model(*inputs).square().sum()
         with Messages() as messages:
-            found = torch.autograd.grad(sharded_loss, [*inputs, *model.parameters()])
+            found = torch.autograd.grad(loss, [*inputs, *model.parameters()])
         names = [None] * len(inputs) + [name for name, _ in whole.named_parameters()]
         for name, one, other in zip(names, expected, found, strict=True):
             shard = sharding.shards.get(name or "")
             assert float(((one if shard is None else shard.take(one)) - other).abs().max()) < 1e-12, name
     assert all("allreduce" in name for name, _ in messages.sent)
-    return len(messages.sent)
+    del inputs, loss
+    gc.collect()
+    return len(messages.sent), all(x() is None for x in held)
 
 
 @pytest.mark.parametrize(("cross", "sent"), [(False, 1), (True, 2)])
-def test_each_input_s_gradient_is_sent_once(pool: WorkerPool, cross: bool, sent: int) -> None:
-    assert pool.run(compare, 2, cross) == [sent, sent]
-
-
-def nothing_is_kept(cross: bool) -> bool:
-    """Whether the inputs have been freed with the graph, once all layers have been called."""
-    group = world()
-    model = Attention()
-    shard_module(model, PLAN, group)
-    inputs = [torch.randn(3, 6, requires_grad=True) * 1 for _ in range(1 + cross)]
-    loss = model(*inputs).sum()
-    held = [weakref.ref(x) for x in inputs]
-    del inputs
-    loss.backward()
-    del loss
-    gc.collect()
-    return all(x() is None for x in held)
-
-
-@pytest.mark.parametrize("cross", [False, True])
-def test_the_shared_copy_is_let_go(pool: WorkerPool, cross: bool) -> None:
-    assert pool.run(nothing_is_kept, 2, cross) == [True, True]
+def test_each_input_s_gradient_is_sent_once_and_the_shared_copy_is_let_go(
+    pool: WorkerPool, cross: bool, sent: int
+) -> None:
+    assert pool.run(compare, 2, cross) == [(sent, True)] * 2
 
 
 @pytest.mark.parametrize("trains", [True, False])
