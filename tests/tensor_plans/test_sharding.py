@@ -19,6 +19,12 @@ from tests.tensor.models import gpt, gpt2, llama, seeded
 # -- what a rank holds -------------------------------------------------------------------------------------------
 
 
+def test_as_many_key_value_heads_as_ranks_are_divided() -> None:
+    """Whole ones would give the same numbers."""
+    model = llama()
+    assert "model.layers.0.self_attn.k_proj.weight" in shard_module(model, find_plan(model), ranks(2)).shards
+
+
 def test_tied_layers_share_one_shard_under_both_names() -> None:
     model = seeded(gpt, tie_embeddings=True)
     sharding = shard_module(model, find_plan(model), ranks(2))
