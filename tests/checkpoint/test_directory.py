@@ -105,12 +105,6 @@ def test_a_crash_while_the_old_one_is_deleted_shows_the_new_one(tmp_path: Path) 
     assert content(path) is None and os.listdir(tmp_path) == []
 
 
-def test_a_directory_without_its_files_is_not_found(tmp_path: Path) -> None:
-    (tmp_path / "it").mkdir()
-    assert directory.find(tmp_path / "it") is None
-    assert directory.find(tmp_path / "nothing") is None
-
-
 @pytest.mark.parametrize("kind", ["a folder", "a checkpoint", "an empty folder", "a file", "a dangling link"])
 def test_a_folder_of_something_else_is_not_replaced(tmp_path: Path, kind: str) -> None:
     path = tmp_path / "it"
@@ -134,8 +128,10 @@ def test_a_folder_of_something_else_is_not_replaced(tmp_path: Path, kind: str) -
         assert content(path) == "new" and os.listdir(tmp_path) == ["it"]
 
 
-def test_neighbours_are_left_alone(tmp_path: Path) -> None:
+def test_what_is_removed_leaves_nothing_but_its_neighbours(tmp_path: Path) -> None:
     put(tmp_path / "it", "a")
     put(tmp_path / "item", "b")
+    (tmp_path / "it.tmp-12345678").mkdir()
     directory.remove(tmp_path / "it")
-    assert content(tmp_path / "item") == "b"
+    assert os.listdir(tmp_path) == ["item"] and content(tmp_path / "item") == "b"
+    directory.remove(tmp_path / "it")

@@ -7,7 +7,6 @@ import os
 import pickle
 import random
 import struct
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,14 +16,13 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
-from lightning_parallel.checkpoint import PlainOnDemand, directory, is_whole, newest_in, read_full, read_plain
+from lightning_parallel.checkpoint import PlainOnDemand, directory, is_whole, newest_in, read_plain
 from lightning_parallel.checkpoint.directory import CONTENTS, METADATA, TRAINER, check_archive, contents_of
 from lightning_parallel.checkpoint.format import load, save
 from lightning_parallel.checkpoint.keys import OptimizerState
 from lightning_parallel.checkpoint.reading import Reader
 
 FILES = (METADATA, TRAINER, CONTENTS, "__0_0.distcp")
-TRAINER_STATE = {"epoch": 3, "lr_schedulers": [], "sum": torch.ones(2, dtype=torch.bfloat16)}
 
 
 def tensors() -> dict[str, Tensor]:
@@ -34,7 +32,7 @@ def tensors() -> dict[str, Tensor]:
 def write(path: Path) -> None:
     state = OptimizerState({"net.weight": {"exp_avg": torch.ones(20, 30)}}, [{"lr": 0.1, "params": ["net.weight"]}])
     save(
-        path, model=tensors(), optimizers=[state], trainer=TRAINER_STATE, rank_state={},
+        path, model=tensors(), optimizers=[state], trainer={"epoch": 3, "lr_schedulers": []}, rank_state={},
         coordinate="pp0.dp0.tp0", aliases={"head.weight": "net.weight"},
     )  # fmt: skip
 
@@ -67,21 +65,17 @@ def load_all(path: Path) -> dict[str, Tensor]:
     lambda whole: whole[: len(whole) // 2],
     lambda whole: whole[:-1],
     lambda whole: b"<html>not found</html>" * 100,
-], ids=["empty", "half", "less-a-byte", "another-file"])  # fmt: skip
+    None,
+], ids=["empty", "half", "less-a-byte", "another-file", "missing"])  # fmt: skip
 @pytest.mark.parametrize("read", [load_all, read_plain], ids=["by-a-rank", "as-one-process"])
 def test_a_damaged_file_is_named(
-    checkpoint: Path, file: str, damage: Callable[[bytes], bytes], read: Callable[[Path], object]
+    checkpoint: Path, file: str, damage: Callable[[bytes], bytes] | None, read: Callable[[Path], object]
 ) -> None:
-    (checkpoint / file).write_bytes(damage((checkpoint / file).read_bytes()))
+    if damage is None:
+        (checkpoint / file).unlink()
+    else:
+        (checkpoint / file).write_bytes(damage((checkpoint / file).read_bytes()))
     with pytest.raises(ValueError, match=rf"last.ckpt/{file} is damaged: .*\. Copy it again\."):
-        read(checkpoint)
-
-
-@pytest.mark.parametrize("file", FILES)
-@pytest.mark.parametrize("read", [load_all, read_full], ids=["by-a-rank", "weights"])
-def test_a_missing_file_is_named(checkpoint: Path, file: str, read: Callable[[Path], object]) -> None:
-    (checkpoint / file).unlink()
-    with pytest.raises(ValueError, match=f"last.ckpt/{file} is damaged: it is "):
         read(checkpoint)
 
 
@@ -193,19 +187,6 @@ def by_path(module: str, name: str, argument: str) -> bytes:
     return file.getvalue()
 
 
-def test_what_save_wrote_is_read(checkpoint: Path) -> None:
-    found = Reader(checkpoint).found
-    assert {key: (tuple(each.shape), each.dtype) for key, each in found.items()} == {
-        "model/net.weight": ((20, 30), torch.float32),
-        "model/net.bias": ((20,), torch.float32),
-        "optimizer/0/net.weight/exp_avg": ((20, 30), torch.float32),
-    }
-    for weights_only in (True, False):
-        state = Reader(checkpoint).trainer(weights_only)["trainer"]
-        assert torch.equal(state.pop("sum"), TRAINER_STATE["sum"])  # type: ignore[arg-type]
-        assert state == {"epoch": 3, "lr_schedulers": []}
-
-
 @pytest.mark.parametrize(("module", "name"), [
     ("os", "mkdir"),
     ("pathlib", "os.mkdir"),
@@ -239,15 +220,12 @@ def test_metadata_with_objects_names_them(checkpoint: Path) -> None:
         Reader(checkpoint)
 
 
-@pytest.mark.parametrize("function", [os.mkdir, subprocess.call, Path])
-def test_a_trainer_file_with_a_call_is_refused_unless_trusted(checkpoint: Path, function: Callable[..., Any]) -> None:
+def test_a_trainer_file_with_a_call_is_refused_unless_trusted(checkpoint: Path) -> None:
     mark = checkpoint / "mark"
-    argument: Any = ["mkdir", str(mark)] if function is subprocess.call else str(mark)
     state = dict.fromkeys(["optimizer_scalars", "param_groups", "extra_state"])
-    state = {**state, "trainer": Calls(function, argument)}
-    torch.save(state, checkpoint / TRAINER)
+    torch.save({**state, "trainer": Calls(os.mkdir, str(mark))}, checkpoint / TRAINER)
     with pytest.raises(ValueError, match="can run code. If you trust the file, load it with weights_only=False"):
         Reader(checkpoint).trainer(weights_only=True)
     assert not mark.exists()
     Reader(checkpoint).trainer(weights_only=False)
-    assert mark.exists() == (function is not Path)
+    assert mark.exists()
