@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -14,35 +15,9 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning_parallel.checkpoint import read_full
 from lightning_parallel.checkpoint.plain import PlainOnDemand
 from tests.strategies.failures import assert_refused
-from tests.strategies.harness import (
-    ALL,
-    STRATEGIES,
-    complete,
-    here,
-    largest_difference,
-    make_trainer,
-    spoil,
-)
+from tests.strategies.harness import ALL, STRATEGIES, Report, here, largest_difference, make_trainer, train
 from tests.thorough import thorough
 from tools.workers.pool import WorkerPool
-
-EPOCHS = 2
-
-
-def fit(
-    model: str, strategy: str, options: dict[str, Any], directory: Path, resume: Path | None = None
-) -> tuple[dict[str, torch.Tensor], str, float]:
-    """Train with a checkpoint an epoch. The model is made with other weights when it is to be resumed."""
-    torch.set_default_dtype(torch.float64)
-    module = ALL[model]()
-    if resume is not None:
-        spoil(module)
-    keeper = ModelCheckpoint(directory, "{epoch}", monitor="val_loss", save_top_k=-1)
-    trainer = make_trainer(strategy, [keeper], options, max_epochs=EPOCHS, enable_checkpointing=True)
-    torch.manual_seed(11)
-    trainer.fit(module, ALL[model].loader(), ALL[model].loader(), ckpt_path=resume)
-    weights = {name: complete(p.detach()) for name, p in here(module).items()}
-    return weights, keeper.best_model_path, float(trainer.callback_metrics.get("val_loss", torch.nan))
 
 
 @pytest.mark.parametrize(("ranks", "model", "strategy", "options"), [
@@ -57,14 +32,16 @@ def fit(
 def test_a_resumed_run_is_the_run_to_the_bit(
     pool: WorkerPool, tmp_path: Path, ranks: int, model: str, strategy: str, options: dict[str, Any]
 ) -> None:
-    whole = pool.run(fit, ranks, model, strategy, options, tmp_path / "whole", init=False)
-    saved = tmp_path / "whole" / "epoch=0.ckpt"
-    resumed = pool.run(fit, ranks, model, strategy, options, tmp_path / "resumed", saved, init=False)
-    for (a, best_a, loss_a), (b, best_b, loss_b) in zip(whole, resumed, strict=True):
-        assert largest_difference(a, b) == 0
-        assert loss_a == loss_b
-        assert Path(best_a).name == Path(best_b).name
-    assert len({best for _, best, _ in whole}) == 1
+    def run(folder: str, resume: Path | None = None) -> list[Report]:
+        keeper = ModelCheckpoint(tmp_path / folder, "{epoch}", save_top_k=-1)
+        given = {"callbacks": [keeper], "shuffle": True, "max_epochs": 2, "enable_checkpointing": True}
+        return pool.run(train, ranks, model, strategy, options, init=False, resume=resume, **given)
+
+    whole = run("whole")
+    for one, other in zip(whole, run("resumed", tmp_path / "whole" / "epoch=0.ckpt"), strict=True):
+        assert largest_difference(one.weights, other.weights) == 0
+        assert one.metrics == other.metrics
+        assert other.losses and one.losses[-len(other.losses) :] == other.losses
 
 
 def orders_saved(folder: Path) -> list[list[str]]:
@@ -95,12 +72,10 @@ class TwoGroups(ALL["LeNet"]):  # type: ignore[misc]
 
 def resume_without_a_group(folder: Path) -> None:
     for kind, resume in ((TwoGroups, None), (ALL["LeNet"], folder / "epoch=0.ckpt")):
-        trainer = L.Trainer(
-            accelerator="cpu", devices=2, max_epochs=1 if resume is None else 2, logger=False,
-            callbacks=[ModelCheckpoint(folder, "{epoch}")], strategy=STRATEGIES["sync"](),
-            enable_progress_bar=False, enable_model_summary=False,
-        )  # fmt: skip
+        keeper = ModelCheckpoint(folder, "{epoch}")
+        trainer = make_trainer("sync", [keeper], {}, max_epochs=1 if resume is None else 2, enable_checkpointing=True)
         trainer.fit(kind(), kind.loader(), ckpt_path=resume)
+        os.environ["WORLD_SIZE"] = "2"  # a Trainer that ends deletes it
 
 
 def test_other_parameter_groups_are_refused_with_the_fix(pool: WorkerPool, tmp_path: Path) -> None:

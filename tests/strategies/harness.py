@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -109,14 +110,18 @@ def train(
     callbacks: list[Callback] | None = None,
     max_epochs: int = 1,
     validates_after: bool = False,
+    resume: Path | None = None,
     **trainer_options: Any,
 ) -> Report:
     """``strategy`` and ``options`` as in `make_trainer`; ``batch_size`` of each replica. The Trainer may validate once
-    more after the run. What the turn of an epoch does is in the contract."""
+    more after the run. A module to be resumed is made with other weights. What the turn of an epoch does is in the
+    contract."""
     torch.set_default_dtype(dtype)
     kind = ALL[model] if isinstance(model, str) else model
     module = kind()
     report = Report()
+    if resume is not None:
+        spoil(module)
     watching = [Witness(report), *(callbacks or [])]
     trainer = make_trainer(strategy, watching, options or {}, max_epochs=max_epochs, **trainer_options)
     loader, replicas = kind.loader, getattr(trainer.strategy, "is_distributed", False)
@@ -124,7 +129,7 @@ def train(
     if shuffle:
         torch.manual_seed(11)  # as a user's seed_everything would
     with texts_of_warnings() as report.warnings:
-        trainer.fit(module, loader(shuffle, batch_size, samples, share), loader())
+        trainer.fit(module, loader(shuffle, batch_size, samples, share), loader(), ckpt_path=resume)
     collect(report, trainer, module)
     if validates_after:
         report.validation = trainer.validate(module, kind.loader(), verbose=False)
