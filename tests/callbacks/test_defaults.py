@@ -85,17 +85,12 @@ def fit(callback: str, strategy: str, options: dict[str, Any] | None = None, **g
 @pytest.mark.parametrize(("callback", "strategy"), [
     ("ModelPruning", "sync"), ("ModelPruning", "tensor"), ("ModelPruning", "fsdp"), ("Unfreezes", "async"),
     ("BatchSizeFinder", "tensor"),  # with replicas, Lightning refuses it
-    ("StochasticWeightAveraging", "async"), ("StochasticWeightAveraging", "fsdp"),
+    ("StochasticWeightAveraging", "async"), ("StochasticWeightAveraging", "fsdp"), ("LearningRateFinder", "async"),
     *thorough(("StochasticWeightAveraging", "sync"), ("StochasticWeightAveraging", "tensor")),
 ])  # fmt: skip
 def test_what_works_on_the_whole_model_is_refused_on_all_ranks(pool: WorkerPool, callback: str, strategy: str) -> None:
     failures = pool.run(fit, 2, callback, strategy, init=False, expect_errors=True)
     assert_refused(failures, "ValueError", [callback, "Strategy"])
-
-
-def test_a_learning_rate_is_not_looked_for_with_late_losses(pool: WorkerPool) -> None:
-    failures = pool.run(fit, 2, "LearningRateFinder", "async", init=False, expect_errors=True)
-    assert_refused(failures, "ValueError", ["LearningRateFinder", "PipelineStrategy"])
 
 
 WHOLE: dict[str, tuple[str, int, dict[str, Any]]] = {

@@ -109,11 +109,8 @@ class Given(BoringModel):
 def fit(module: L.LightningModule, peak: float | None = PEAK, **given: Any) -> dict[int, dict[str, float]]:
     kept = Kept()
     arguments: dict[str, Any] = {"val_check_interval": 3, "limit_val_batches": 0, "log_every_n_steps": 5} | given
-    L.Trainer(
-        accelerator="cpu", devices=1, max_steps=-1, max_epochs=1, limit_train_batches=6, logger=kept,
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-        callbacks=[PerformanceMonitor(peak)], **arguments,
-    ).fit(module)  # fmt: skip
+    arguments |= {"max_epochs": 1, "limit_train_batches": 6, "logger": kept}
+    make_trainer("single", [PerformanceMonitor(peak)], {}, **arguments).fit(module)
     return kept.figures
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -24,14 +24,6 @@ from tools.workers.pool import WorkerPool
 Event = tuple[Any, ...]
 Equal = Callable[[str, Mapping[str, Any]], list[Event]]
 SAVED = "saved"
-
-
-@pytest.fixture(autouse=True)
-def default_dtype() -> Iterator[None]:
-    """As it was, for other tests of this process."""
-    before = torch.get_default_dtype()
-    yield
-    torch.set_default_dtype(before)
 
 
 class Saves(Checkpoint):
@@ -113,12 +105,10 @@ def run(
     torch.set_default_dtype(torch.float64)
     options = dict(options)
     module = options.pop("kind", Scheduled)(options.pop("interval", "epoch"))
-    saver = options.pop("saver", Saves)
-    callbacks = options.pop("callbacks", list)()
     brought = [] if isinstance(strategy, lp.PipelineStrategy) else [lp.Preemption(), lp.ExactResume()]
     torch.manual_seed(5)
     trainer = L.Trainer(
-        accelerator="cpu", strategy=strategy, callbacks=[saver(saves, hook), *callbacks, *brought], logger=False,
+        accelerator="cpu", strategy=strategy, callbacks=[Saves(saves, hook), *brought], logger=False,
         enable_progress_bar=False, enable_model_summary=False, **{"devices": 1, "max_epochs": 3, **options},
     )  # fmt: skip
     trainer.fit(module, ckpt_path=resumed)

@@ -16,7 +16,7 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning_parallel.checkpoint import directory, is_checkpoint, read_full, read_plain, slices
 from tests.checkpoint.test_slices import Gpu, OnGpu
 from tests.strategies.failures import assert_refused
-from tests.strategies.harness import ALL, STRATEGIES, largest_difference
+from tests.strategies.harness import ALL, largest_difference, make_trainer
 from tests.thorough import thorough
 from tools.workers.pool import WorkerPool
 
@@ -33,12 +33,9 @@ LAYOUTS: dict[str, tuple[int, str, str, dict[str, Any]]] = {
 def fit(layout: str, callbacks: list[Callback], *, async_save: bool, epochs: int = 2) -> L.Trainer:
     torch.set_default_dtype(torch.float64)
     torch.manual_seed(1)
-    ranks, strategy, model, options = LAYOUTS[layout]
-    trainer = L.Trainer(
-        accelerator="cpu", devices=ranks, max_epochs=epochs, logger=False, callbacks=callbacks, num_sanity_val_steps=0,
-        strategy=STRATEGIES[strategy](async_save=async_save, **options),
-        enable_progress_bar=False, enable_model_summary=False,
-    )  # fmt: skip
+    _, strategy, model, options = LAYOUTS[layout]
+    options = {"async_save": async_save, **options}
+    trainer = make_trainer(strategy, callbacks, options, max_epochs=epochs, enable_checkpointing=True)
     trainer.fit(ALL[model](), ALL[model].loader())
     return trainer
 
