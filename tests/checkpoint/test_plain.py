@@ -9,14 +9,13 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback
 from torch import nn
 from torch.utils.data import DataLoader
 
 import lightning_parallel as lp
 from lightning_parallel.checkpoint import convert, format, read_full, read_plain
 from lightning_parallel.checkpoint.keys import OptimizerState
-from tests.strategies.harness import largest_difference
+from tests.strategies.harness import largest_difference, make_trainer
 from tools.workers.pool import WorkerPool
 
 
@@ -44,23 +43,16 @@ class Tied(L.LightningModule):
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1)]
 
 
-def make_trainer(strategy: Any, devices: int, *callbacks: Callback) -> L.Trainer:
-    return L.Trainer(
-        accelerator="cpu", devices=devices, strategy=strategy, max_epochs=1, callbacks=[*callbacks], logger=False,
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-    )  # fmt: skip
-
-
 def loader() -> DataLoader:
     return DataLoader(torch.arange(16) % 8, 4)  # type: ignore[arg-type]
 
 
-def save(path: Path, weights_only: bool = False) -> dict[str, Any]:
+def save(path: Path) -> dict[str, Any]:
     """Train in two stages and save; the tensors that this rank holds, under all their names."""
     module = Tied()
-    trainer = make_trainer(lp.PipelineStrategy(layers=["embed", "norm", "middle", "head"], microbatches=1), 2)
+    trainer = make_trainer("sync", [], {"layers": ["embed", "norm", "middle", "head"], "microbatches": 1}, max_epochs=1)
     trainer.fit(module, loader())
-    trainer.save_checkpoint(path, weights_only=weights_only)
+    trainer.save_checkpoint(path)
     held = trainer.strategy.local_model  # type: ignore[attr-defined]
     return {name: tensor.detach().clone() for name, tensor in {**held.parameters, **held.buffers()}.items()}
 
@@ -97,7 +89,7 @@ def test_load_from_checkpoint_opens_a_directory(saved: tuple[Path, dict[str, Any
 def test_lightning_s_own_strategy_resumes_and_tests_a_directory(saved: tuple[Path, dict[str, Any]]) -> None:
     path, held = saved
     module = Tied()
-    trainer = make_trainer("auto", 1)
+    trainer = make_trainer("single", [], {}, max_epochs=1)
     trainer.fit(module, loader(), ckpt_path=path)  # nothing is left to be trained
     assert trainer.global_step == 4 and trainer.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.005)
     assert largest_difference({name: module.state_dict()[name] for name in held}, held) == 0
@@ -113,17 +105,12 @@ def test_a_file_replaces_a_directory(saved: tuple[Path, dict[str, Any]], tmp_pat
     shutil.copytree(saved[0], tmp_path / "last.ckpt")
     assert (tmp_path / "last.ckpt").is_dir()
     module = Tied()
-    trainer = make_trainer("auto", 1, lp.ExactResume())
+    trainer = make_trainer("single", [lp.ExactResume()], {}, max_epochs=1)
     trainer.fit(module, loader())
     trainer.save_checkpoint(tmp_path / "last.ckpt")
     assert (tmp_path / "last.ckpt").is_file()
     assert largest_difference(read_full(tmp_path / "last.ckpt"), module.state_dict()) == 0
     assert sorted(path.name for path in tmp_path.iterdir()) == ["last.ckpt"]
-
-
-def test_weights_alone_have_no_optimizer(pool: WorkerPool, tmp_path: Path) -> None:
-    pool.run(save, 2, tmp_path / "weights.ckpt", weights_only=True, init=False)
-    assert not {"optimizer_states", "lr_schedulers"} & read_plain(tmp_path / "weights.ckpt").keys()
 
 
 def test_nothing_there_is_said(tmp_path: Path) -> None:

@@ -155,6 +155,7 @@ def test_what_a_module_leaves_out_is_left_out(pool: WorkerPool, layout: str, tmp
     path = tmp_path / "it.ckpt"
     ranks = pool.run(save_weights_and_validate, 2, layout, path, init=False)
     saved, before = read_full(path), ranks[0][1]
+    assert not {"optimizer_states", "lr_schedulers"} & read_plain(path, weights_only=False).keys()
     assert before.keys() - saved.keys() == {"net.2.weight", "net.2.bias", "net.4.bias"}
     for weights, _ in ranks:
         for name, value in weights.items():
