@@ -253,17 +253,6 @@ class PenalisesShards(ShardableLlama):
         return super().loss(batch) + 1e-9 * sum(p.pow(2).sum() for p in self.parameters())
 
 
-class PenalisesZeros(Mixed):
-    """A penalty on a divided bias, whose shards have equal norms: it is zero at the start."""
-
-    def build(self) -> None:
-        super().build()
-        nn.init.zeros_(self.mlp[0].bias)
-
-    def loss(self, batch: Any) -> Tensor:
-        return super().loss(batch) + self.mlp[0].bias.norm()
-
-
 class DrawsByRank(ShardableLlama):
     """Noise on the loss from a generator that is seeded by rank."""
 
@@ -322,7 +311,7 @@ SHARDABLE = {
         ShardableGPT2, DroppingGPT2, ShardableLlama, Mixed, Forgetful, Fails, Counting,
         Asks, Scaled, ScaledWithoutASum,
         LoraLlama, LoraSavingLlama, DroppingLoraLlama, LoraGPT2, ShardablePhi3, ShardableQwen3,
-        PlanlessOPT, Experts, LatentExperts, IdentityExperts, PenalisesShards, PenalisesZeros, DrawsByRank,
-        DrawsInValidation, LogsShards, ByForward,
+        PlanlessOPT, Experts, LatentExperts, IdentityExperts, PenalisesShards, DrawsByRank, DrawsInValidation,
+        LogsShards, ByForward,
     )
 }  # fmt: skip
