@@ -9,12 +9,12 @@ from unittest.mock import patch
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback, EMAWeightAveraging
+from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 
 from lightning_parallel import disk_offload
 from tests.strategies.harness import Report, here, joined, largest_difference, make_trainer, train
-from tests.strategies.models import BATCH, GPT2, LeNet, Llama
+from tests.strategies.models import BATCH, GPT2, LeNet
 from tests.test_disk_offload import mapped_files
 from tests.thorough import thorough
 from tools.workers.pool import WorkerPool
@@ -42,10 +42,6 @@ class LateGPT2(MadeLate, GPT2):  # two layers are tied
     pass
 
 
-class LateLlama(MadeLate, Llama):
-    pass
-
-
 class LateLeNet(MadeLate, LeNet):
     pass
 
@@ -55,18 +51,17 @@ class InMemory(Callback):
         assert mapped_files() == 0
 
 
-def trained(model: type[Any], *arguments: Any, average: bool = False, **options: Any) -> Report:
-    averages = [EMAWeightAveraging()] if average else []  # it calls configure_model
+def trained(model: type[Any], *arguments: Any, **options: Any) -> Report:
     with patch.object(disk_offload, "LARGE", 1):
-        return train(model, *arguments, callbacks=[InMemory(), *averages], **options)
+        return train(model, *arguments, callbacks=[InMemory()], **options)
 
 
 @pytest.mark.parametrize(("model", "strategy", "ranks", "options"), [
-    (LateLlama, "sync", 2, {"schedule": "zbv"}),
+    (LateLeNet, "sync", 2, {"schedule": "zbv"}),
     (LateGPT2, "tensor", 2, {}),
     (LateLeNet, "fsdp", 2, {}),
-    *thorough((LateLlama, "sync", 4, {"tensor_parallel": 2}), (LateGPT2, "sync", 2, {}), (LateLlama, "fsdp", 2, {}),
-              (LateLlama, "sync", 4, {"data_parallel": 2, "data_parallel_kind": "fully_shard"})),
+    *thorough((LateGPT2, "sync", 4, {"tensor_parallel": 2}), (LateGPT2, "fsdp", 2, {}),
+              (LateGPT2, "sync", 4, {"data_parallel": 2, "data_parallel_kind": "fully_shard"})),
 ], ids=str)  # fmt: skip
 def test_a_model_made_in_configure_model_trains_as_in_one_process(
     pool: WorkerPool, single: Any, model: type[Any], strategy: str, ranks: int, options: dict[str, Any]
@@ -89,13 +84,13 @@ def initialised_by_the_trainer() -> dict[str, Tensor]:
     with patch.object(disk_offload, "LARGE", 1):
         trainer = make_trainer("sync", [InMemory()], {}, max_epochs=1, limit_train_batches=1)
         with trainer.init_module():
-            module = Llama()
+            module = LeNet()
         assert mapped_files() > 0
-        trainer.fit(module, Llama.loader())
+        trainer.fit(module, LeNet.loader())
     return {name: parameter.detach() for name, parameter in here(module).items()}
 
 
 def test_so_does_one_that_the_trainer_initialises(pool: WorkerPool, single: Any) -> None:
     first, second = pool.run(initialised_by_the_trainer, 2, init=False)
-    reference = single("Llama", max_epochs=1, limit_train_batches=1).weights
+    reference = single("LeNet", max_epochs=1, limit_train_batches=1).weights
     assert largest_difference(first | second, reference) < EXACT
