@@ -30,9 +30,9 @@ def _by_sample(x: Tensor, m: Tensor) -> Tensor:
     return (x * m).sum(1) / m.sum(1).clamp(min=1)
 
 
-def _iou(z: Tensor, m: Tensor, smooth: float) -> Tensor:
+def _dice(z: Tensor, m: Tensor) -> Tensor:
     p = z.sigmoid()[..., 0]
-    return 1 - (2 * (p * m).sum() + smooth) / ((p + m).sum() + smooth)
+    return 1 - (2 * (p * m).sum() + 1) / ((p + m).sum() + 1)
 
 
 def _by_class(x: Tensor, y: Tensor, m: Tensor) -> Tensor:
@@ -71,41 +71,21 @@ IDIOMS: dict[str, Loss] = {
     "where": lambda x, z, y, m: torch.where(m.any(), (x * m).sum() / _count(m), 0.0),
     "counted on the way": lambda x, z, y, m: _counted_on_the_way(x, m),
     "mean of a list": lambda x, z, y, m: torch.stack(_means(x, m)).mean() if m.any() else x.sum() * 0,
-    "sum of a list": lambda x, z, y, m: sum(_means(x, m)) / max(len(_means(x, m)), 1),  # type: ignore[return-value]
     "mean over samples in which any counts": lambda x, z, y, m: _by_sample(x, m).sum() / _count(m.any(1)),
-    "those samples chosen": lambda x, z, y, m: _by_sample(x, m)[m.any(1)].mean() if m.any() else x.sum() * 0,
     "sum by samples and length": lambda x, z, y, m: (x * m).sum() / (len(x) * POSITIONS),
-    "sum by such samples and length": lambda x, z, y, m: (x * m).sum() / (_count(m.any(1)) * POSITIONS),
-    "at least four": lambda x, z, y, m: (x * m).sum() / m.sum().clamp(min=4),
     "one more": lambda x, z, y, m: (x * m).sum() / (m.sum() + 1),
-    "root of the count": lambda x, z, y, m: (x * m).sum() / _count(m).sqrt(),
     # Divided in other words.
-    "reciprocal": lambda x, z, y, m: (x * m).sum() * m.sum().double().reciprocal(),
     "power": lambda x, z, y, m: (x * m).sum() * m.sum().double().pow(-1),
-    "one by the count": lambda x, z, y, m: (x * m).sum() * (1 / _count(m)),
     "addcdiv": lambda x, z, y, m: torch.addcdiv(torch.zeros(()), (x * m).sum(), m.sum().double()),
     "lerp": lambda x, z, y, m: torch.lerp(x.mean(), z.pow(2).mean(), 0.3),
     "weights of sum 1": lambda x, z, y, m: (x * (m / _count(m))).sum(),
-    "mask by its mean": lambda x, z, y, m: (x * m / m.double().mean()).mean(),
-    "masked_scatter": lambda x, z, y, m: torch.zeros_like(x).masked_scatter(m, x[m]).sum() / _count(m),
     # Segmentation and detection.
-    "iou": lambda x, z, y, m: _iou(z, m, 0.0),
-    "dice": lambda x, z, y, m: _iou(z, m, 1.0),
-    "focal by positives": lambda x, z, y, m: ((1 - torch.exp(-x)) ** 2 * x * m).sum() / _count(m),
+    "dice": lambda x, z, y, m: _dice(z, m),
     "means of classes": lambda x, z, y, m: _by_class(x, y, m),
     "positives and negatives": lambda x, z, y, m: _positives_and_negatives(x, y, m),
     "hard examples": lambda x, z, y, m: x.flatten().topk(max(1, x.numel() // 4)).values.mean(),
     "above a threshold": lambda x, z, y, m: x[x > 1.5].mean() if (x > 1.5).any() else x.sum() * 0,
-    "classes by their frequency": lambda x, z, y, m: (
-        x / torch.bincount(y.clamp(min=0).flatten(), minlength=CLASSES).clamp(min=1)[y.clamp(min=0)]
-    ).sum(),
-    "positives by their frequency": lambda x, z, y, m: F.binary_cross_entropy_with_logits(
-        z[..., 0], m.double(), pos_weight=(~m).sum() / _count(m)
-    ),
     # Language models.
-    "z-loss of what counts": lambda x, z, y, m: (
-        (x * m).sum() / _count(m) + 1e-2 * (z.logsumexp(-1) * m).sum() / _count(m)
-    ),
     "z-loss of all": lambda x, z, y, m: (x * m).sum() / _count(m) + 1e-2 * z.logsumexp(-1).pow(2).mean(),
     "auxiliary term under a branch": lambda x, z, y, m: x.mean() + 0.1 * x[m].mean() if m.any() else x.mean(),
     "load balance": lambda x, z, y, m: (
@@ -114,7 +94,6 @@ IDIOMS: dict[str, Loss] = {
     "several tokens ahead": lambda x, z, y, m: sum(  # type: ignore[return-value]
         F.cross_entropy(z[:, k], y[:, k], reduction="sum") / _count(m[:, k]) for k in range(POSITIONS)
     ),
-    "clipped ratio": lambda x, z, y, m: (torch.max(x, x.clamp(max=1.5)) * m).sum() / _count(m),
     # Terms of their own.
     "kl by samples": lambda x, z, y, m: x.mean() + 0.1 * z.pow(2).sum() / len(z),
     "kl by samples beside a masked mean": lambda x, z, y, m: (
@@ -123,17 +102,13 @@ IDIOMS: dict[str, Loss] = {
     "sum and mean": lambda x, z, y, m: x.sum() + z.pow(2).mean(),
     "flooding": lambda x, z, y, m: (x.mean() - 1.0).abs() + 1.0,
     "free bits": lambda x, z, y, m: x.mean() + z.pow(2).mean().clamp(min=0.5),
-    "hinge of a mean": lambda x, z, y, m: F.relu(x.mean() - 0.2),
     "balanced terms": lambda x, z, y, m: x.mean() + z.pow(2).mean() * (x.mean() / z.pow(2).mean()).detach(),
     "product of means": lambda x, z, y, m: x.mean() * z.pow(2).mean(),
     # Statistics of the batch.
     "root of a mean": lambda x, z, y, m: ((x.pow(2) * m).sum() / _count(m)).sqrt(),
-    "logsumexp": lambda x, z, y, m: x.flatten().logsumexp(0),
-    "median": lambda x, z, y, m: x.median(),
     "deviation": lambda x, z, y, m: x.mean() + 0.1 * z.std(),
     "without the batch's mean": lambda x, z, y, m: (z - z.mean(0)).pow(2).mean(),
     "advantages": lambda x, z, y, m: (x * (x.detach() - x.detach().mean())).mean(),
-    "distances of samples": lambda x, z, y, m: torch.cdist(z[:, 0], z[:, 0]).mean(),
     "contrasted samples": lambda x, z, y, m: F.cross_entropy(z[:, 0] @ z[:, 1].T, torch.arange(len(z))),
     "correlations": lambda x, z, y, m: (z[:, 0].T @ z[:, 1] / len(z) - torch.eye(CLASSES)).pow(2).sum(),
     "mixed with another sample": lambda x, z, y, m: F.cross_entropy(z[:, 0], y[:, 0].clamp(min=0).flip(0)),

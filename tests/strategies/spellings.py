@@ -39,59 +39,39 @@ MASKS = {
 SUMS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "(x * m).sum()": lambda x, m: (x * m).sum(),
     "x[m].sum()": lambda x, m: x[m].sum(),
-    "masked_fill": lambda x, m: x.masked_fill(~m, 0).sum(),
-    "where": lambda x, m: torch.where(m, x, 0.0).sum(),
-    "masked_select": lambda x, m: x.masked_select(m).sum(),
     "einsum": lambda x, m: torch.einsum("bt,bt->", x, m.to(x)),
     "dot": lambda x, m: torch.dot(x.flatten(), m.to(x).flatten()),
-    "matmul": lambda x, m: x.flatten() @ m.to(x).flatten(),
     "nansum": lambda x, m: torch.where(m, x, torch.nan).nansum(),
     "sum over dims": lambda x, m: (x * m).sum(-1).sum(0),
     "python's sum": lambda x, m: sum(each[own].sum() for each, own in zip(x, m, strict=True)),
     "stack": lambda x, m: torch.stack([each[own].sum() for each, own in zip(x, m, strict=True)]).sum(),
-    "index": lambda x, m: x.flatten()[m.flatten().nonzero().squeeze(1)].sum(),
-    "split": lambda x, m: sum(each.sum() for each in (x * m).split(1)),
-    "linalg": lambda x, m: torch.linalg.vecdot(x, m.to(x)).sum(),
-    "trace": lambda x, m: torch.trace(x @ m.to(x).T),
-    "in place": lambda x, m: x.mul(m).sum(),
 }
 # Denominators: how many count.
 COUNTS: dict[str, Callable[[Tensor], Tensor | float]] = {
     "m.sum()": lambda m: m.sum(),
     "item": lambda m: m.sum().item(),
-    "len(nonzero)": lambda m: len(m.nonzero()),
-    "count_nonzero": lambda m: torch.count_nonzero(m),
-    "numpy": lambda m: int(np.count_nonzero(m.numpy())),
-    "numel of what is chosen": lambda m: m[m].numel(),
     "from numpy": lambda m: torch.from_numpy(m.numpy().astype(np.float64)).sum(),
     "clamp": lambda m: m.sum().clamp(min=1),
     "max": lambda m: max(int(m.sum()), 1),
-    "where": lambda m: torch.where(m.sum() == 0, 1, m.sum()),
     "eps": lambda m: m.sum() + 1e-12,
-    "by samples": lambda m: sum(int(each.sum()) for each in m),
     "tensor of a number": lambda m: torch.tensor(float(m.sum())),
-    "stacked": lambda m: torch.stack([each.sum() for each in m]).sum(),
 }
 # What averages by itself.
 MEANS: dict[str, Loss] = {
     "mean": lambda x, z, y, m: x.mean(),
     "x[m].mean()": lambda x, z, y, m: x[m].mean(),
     "x[m].mean(0)": lambda x, z, y, m: x[m].mean(0),
-    "torch.mean(dim=0)": lambda x, z, y, m: torch.mean(x[m], dim=0),
     "mean of means over positions": lambda x, z, y, m: x.mean(1).mean(0),
     "mean over two dims": lambda x, z, y, m: (x * m).mean(dim=(0, 1)),
     "nanmean": lambda x, z, y, m: torch.where(m, x, torch.nan).nanmean(),
     "mean / mean": lambda x, z, y, m: (x * m).mean() / m.to(x).mean(),
     "each sample's mean": lambda x, z, y, m: ((x * m).sum(1) / m.sum(1).clamp(min=1)).mean(),
-    "stack of samples' means": lambda x, z, y, m: torch.stack([each.mean() for each in x]).mean(),
     "cat": lambda x, z, y, m: torch.cat([each[own] for each, own in zip(x, m, strict=True)]).mean(),
     "cross_entropy": lambda x, z, y, m: F.cross_entropy(z.transpose(1, 2), y),
-    "cross_entropy of rows": lambda x, z, y, m: F.cross_entropy(z[m], y[m]),
     "cross_entropy, smoothed": lambda x, z, y, m: F.cross_entropy(z.flatten(0, 1), y.flatten(), label_smoothing=0.1),
     "cross_entropy with weights": lambda x, z, y, m: F.cross_entropy(
         z.flatten(0, 1), y.flatten(), weight=torch.linspace(0.5, 2, CLASSES, dtype=z.dtype)
     ),
-    "nll_loss": lambda x, z, y, m: F.nll_loss(z.log_softmax(-1).flatten(0, 1), y.flatten()),
     "cross_entropy / count": lambda x, z, y, m: (
         F.cross_entropy(z.flatten(0, 1), y.flatten(), reduction="sum") / m.sum()
     ),
@@ -99,39 +79,25 @@ MEANS: dict[str, Loss] = {
         z.flatten(0, 1), z.detach().flatten(0, 1).softmax(1)
     ),
     "mse_loss": lambda x, z, y, m: F.mse_loss(z[m], torch.zeros_like(z[m])),
-    "l1_loss": lambda x, z, y, m: F.l1_loss(z[m], torch.zeros_like(z[m])),
-    "smooth_l1_loss": lambda x, z, y, m: F.smooth_l1_loss(z[m], torch.zeros_like(z[m])),
-    "huber_loss": lambda x, z, y, m: F.huber_loss(z[m], torch.ones_like(z[m])),
     "bce with logits": lambda x, z, y, m: F.binary_cross_entropy_with_logits(x, m.to(x)),
-    "bce, weighted": lambda x, z, y, m: F.binary_cross_entropy_with_logits(x, m.to(x), weight=m.to(x)),
-    "bce": lambda x, z, y, m: F.binary_cross_entropy(z[m].sigmoid(), torch.ones_like(z[m])),
     "kl_div, batchmean": lambda x, z, y, m: F.kl_div(z.log_softmax(-1), z.detach().softmax(-1), reduction="batchmean"),
-    "kl_div, mean": lambda x, z, y, m: F.kl_div(z[m].log_softmax(-1), z[m].detach().softmax(-1), reduction="mean"),
-    "gaussian_nll_loss": lambda x, z, y, m: F.gaussian_nll_loss(x, torch.zeros_like(x), torch.ones_like(x)),
     "margin": lambda x, z, y, m: F.multi_margin_loss(z[m], y[m]),
-    "cosine": lambda x, z, y, m: (1 - F.cosine_similarity(z, z.detach().flip(-1), dim=-1))[m].mean(),
-    "triplet": lambda x, z, y, m: F.triplet_margin_loss(z[:, 0], z[:, 1], z[:, 2]),
     "labels under a branch": lambda x, z, y, m: F.cross_entropy(
         z.transpose(1, 2), y if bool(m.all()) else y.masked_fill(~m, -100)
     ),
-    "none if nothing counts": lambda x, z, y, m: x[m].mean() if m.any() else x.sum() * 0,
     "sum / len": lambda x, z, y, m: x.sum() / len(x),
-    "sum / size": lambda x, z, y, m: x.sum() / x.size(0),
     "sum / numel": lambda x, z, y, m: x.sum() / x.numel(),
     "sum * (1 / len)": lambda x, z, y, m: x.sum() * (1 / len(x)),
-    "sum / ones(len)": lambda x, z, y, m: x.sum() / torch.ones(len(x)).sum(),
     "half a mean": lambda x, z, y, m: 0.5 * x[m].mean(),
     "negative": lambda x, z, y, m: -(-(x * m)).sum() / m.sum(),
     "divided before the sum": lambda x, z, y, m: (x * m / m.sum()).sum(),
     "a sum": lambda x, z, y, m: (x * m).sum(),
-    "a sum by a constant": lambda x, z, y, m: (x * m).sum() / 32,
     "two means of the same": lambda x, z, y, m: x[m].mean() + 0.1 * z[m].pow(2).mean(),
     "two means of the same size": lambda x, z, y, m: x.mean() + z.pow(2).mean(),
     # No sum over samples, or two of different numbers: these are warned of.
     "a root": lambda x, z, y, m: x.pow(2).mean().sqrt(),
     "smoothed": lambda x, z, y, m: (x * m).sum() / (m.sum() + 1),
     "a maximum": lambda x, z, y, m: x.max(),
-    "compared samples": lambda x, z, y, m: F.cross_entropy(z[:, 0] @ z[:, 1].T, torch.arange(len(z))),
     "two means": lambda x, z, y, m: x[m].mean() + z.pow(2).mean(),
     # Weighted by zeros.
     "cross_entropy with weights of zero": lambda x, z, y, m: F.cross_entropy(
@@ -161,21 +127,15 @@ class _Mean(torch.autograd.Function):
 LEARNED: dict[str, Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]] = {
     "uncertainty": lambda s, x, z, m: 0.5 * torch.exp(-s[0]) * x.mean() + 0.5 * s[0],
     "uncertainty of what counts": lambda s, x, z, m: torch.exp(-s[0]) * x[m].mean() + 0.5 * s[0],
-    "uncertainty, chosen at the end": lambda s, x, z, m: s.neg().exp()[1] * x[m].mean() + 0.5 * s.sum(),
-    "uncertainties": lambda s, x, z, m: sum(  # type: ignore[return-value]
-        torch.exp(-own) * each + 0.5 * own for own, each in zip(s, (x.mean(), z.pow(2).mean()), strict=True)
-    ),
     "uncertainties of a stack": lambda s, x, z, m: (
         (0.5 * torch.exp(-s) * torch.stack([x.mean(), z.pow(2).mean()])).sum() + 0.5 * s.sum()
     ),
     "shares of a stack": lambda s, x, z, m: (
         (s.softmax(0) * torch.stack([x.mean(), z.pow(2).mean()])).sum() + 0.01 * s.abs().sum()
     ),
-    "decay": lambda s, x, z, m: torch.exp(-s[0]) * x.mean() + 1e-3 * s.square().sum(),
     "mean of squared weights": lambda s, x, z, m: s.square().mean() + torch.exp(-s[0]) * x.mean(),
     "mean of squared weights beside what counts": lambda s, x, z, m: s.square().mean() + x[m].mean(),
     "what counts, and absolute weights": lambda s, x, z, m: (x * m).sum() * (1 / m.sum()) + 0.1 * s.abs().sum(),
-    "a function of one's own": lambda s, x, z, m: 2 * _Mean.apply(x),
     "a function of one's own, and decay": lambda s, x, z, m: _Mean.apply(x) + 1e-2 * s.square().sum(),
 }
 
@@ -183,13 +143,9 @@ LEARNED: dict[str, Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]] = {
 OF_SAMPLES: dict[str, Loss] = {
     "masked": lambda x, z, y, m: (x[:, 0] * m[:, 0]).sum() / m[:, 0].sum(),
     "clamped": lambda x, z, y, m: (x[:, 0] * m[:, 0]).sum() / m[:, 0].sum().clamp(min=1),
-    "clamped, and a number": lambda x, z, y, m: 3 + (x[:, 0] * m[:, 0]).sum() / m[:, 0].sum().clamp(min=1),
     "eps": lambda x, z, y, m: (x[:, 0] * m[:, 0]).sum() / (m[:, 0].sum() + 1e-12),
-    "filled": lambda x, z, y, m: x[:, 0].masked_fill(~m[:, 0], 0).sum() / m[:, 0].sum(),
     "weighted": lambda x, z, y, m: (x[:, 0] * (y[:, 0] + 200.0)).sum() / (y[:, 0] + 200.0).sum(),
     "weighted before the sum": lambda x, z, y, m: (x[:, 0] * (y[:, 0] + 200.0) / (y[:, 0] + 200.0).sum()).sum(),
-    "weighted mean": lambda x, z, y, m: (x[:, 0] * (y[:, 0] + 200.0)).mean(),
-    "weights of rows": lambda x, z, y, m: (z[:, 0] * (y[:, 0] + 200.0)[:, None]).sum() / len(y),
     "chosen and weighted": lambda x, z, y, m: (x[m] * (y[m] + 1.0)).sum() / (y[m] + 1.0).sum(),
     "a factor of one number": lambda x, z, y, m: (x[:, 0] * m[:, 0] * x.new_full((1,), 0.5)).sum() / m[:, 0].sum(),
     "mean, times one number": lambda x, z, y, m: (x[:, 0].mean() * x.new_full((1,), 0.5)).squeeze(),

@@ -115,7 +115,7 @@ def compare_spellings(stages: int, schedule: str, names: Sequence[str]) -> dict[
 
 
 # Of ALL, which has each loss with two masks, one after the other.
-SOME_OF_ONE_MASK, SOME_OTHERS, SOME, EVERY = slice(0, None, 12), slice(1, None, 30), slice(0, None, 5), slice(None)
+SOME_OF_ONE_MASK, SOME_OTHERS, SOME, EVERY = slice(0, None, 8), slice(1, None, 20), slice(0, None, 3), slice(None)
 
 
 @pytest.mark.parametrize(
@@ -152,25 +152,6 @@ def test_no_later_batch_is_silently_different(pool: WorkerPool, start: int, micr
     assert sum(what == "equal" for what, _ in found.values()) >= 0.3 * len(found)
 
 
-def compare_samples(stages: int, microbatches: int, every: int) -> dict[str, list[str]]:
-    """What differs, by the names of losses, where microbatches may have one sample."""
-    found = {}
-    for name, loss in [*OF_SAMPLES.items()][::every]:
-        for masks in (("a sample has none", "five samples"), ("one microbatch", "some of five samples")):
-            what, why = compared(loss, masks, stages, microbatches=microbatches)
-            found[f"{name}: {', '.join(masks)}"] = [what, *why]
-    return {name: why for name, why in found.items() if why != ["equal"]}
-
-
-@pytest.mark.parametrize(
-    ("stages", "microbatches", "every"), [(1, 8, 2), *thorough((1, 8, 1), (2, 4, 1), (2, 8, 1), (1, 3, 1))]
-)
-def test_microbatches_of_one_sample_are_weighted_as_others(
-    pool: WorkerPool, stages: int, microbatches: int, every: int
-) -> None:
-    assert pool.run(compare_samples, stages, stages, microbatches, every, init=False)[0] == {}
-
-
 class Learned(nn.Module):
     """A loss with learned factors."""
 
@@ -183,25 +164,33 @@ class Learned(nn.Module):
         return self.loss(self.factors, x, z, m)
 
 
-def compare_learned(stages: int, schedule: str, every: int) -> dict[str, list[str]]:
-    """What differs, by the names of losses, where a later batch isn't split evenly."""
+# What counts in the batches of a run, of which the last isn't split evenly: microbatches may have one sample.
+OF_LEARNED = ("all", "five samples"), ("some", "all", "some of five samples")
+OF_OTHERS = ("a sample has none", "five samples"), ("one microbatch", "some of five samples")
+
+
+def compare_unevenly_split(learned: bool, stages: int, every: int, **options: Any) -> dict[str, list[str]]:
+    """What differs, by the names of losses."""
     torch.set_default_dtype(torch.float64)
-    options = {"microbatches": 4, "schedule": schedule}
     found = {}
-    for name in [*LEARNED][::every]:
-        for masks in (("all", "five samples"), ("some", "all", "some of five samples")):
-            what, why = compared(Learned(name), masks, stages, **options)
+    for name in [*(LEARNED if learned else OF_SAMPLES)][::every]:
+        for masks in OF_LEARNED if learned else OF_OTHERS:
+            loss = Learned(name) if learned else OF_SAMPLES[name]
+            what, why = compared(loss, masks, stages, **options)
             found[f"{name}: {', '.join(masks)}"] = [what, *why]
     return {name: why for name, why in found.items() if why != ["equal"]}
 
 
 @pytest.mark.parametrize(
-    ("stages", "schedule", "every"),
+    ("learned", "stages", "every", "options"),
     [
-        (1, "1f1b", 3),
-        (2, "zbv", 6),
-        *thorough((1, "1f1b", 1), *((2, schedule, 1) for schedule in ("1f1b", "gpipe", "interleaved", "zbv"))),
+        (False, 1, 2, {"microbatches": 8}),
+        (True, 1, 3, {"microbatches": 4}),
+        (True, 2, 6, {"microbatches": 4, "schedule": "zbv"}),
+        *thorough(*((learned, stages, 1, {"microbatches": 8 // stages}) for learned in (0, 1) for stages in (1, 2))),
     ],
 )
-def test_numbers_beside_a_mean_weigh_no_microbatch(pool: WorkerPool, stages: int, schedule: str, every: int) -> None:
-    assert pool.run(compare_learned, stages, stages, schedule, every, init=False)[0] == {}
+def test_numbers_of_samples_and_those_beside_a_mean_weigh_microbatches_as_in_one_process(
+    pool: WorkerPool, learned: bool, stages: int, every: int, options: dict[str, Any]
+) -> None:
+    assert pool.run(compare_unevenly_split, stages, learned, stages, every, init=False, **options)[0] == {}
