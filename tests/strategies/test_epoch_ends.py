@@ -44,11 +44,6 @@ class Scaled(Net):
         return self.by_hand.optimizer
 
 
-class SetsAnOption(Scaled):
-    def on_train_epoch_end(self) -> None:
-        self.trainer.optimizers[0].param_groups[0]["lr"] *= 0.5
-
-
 class StepsAScheduler(Scaled):
     def on_train_epoch_end(self) -> None:
         self.by_hand.step()
@@ -212,7 +207,7 @@ class Stepped(Net):
 
 
 KINDS = (
-    SetsAnOption, StepsAScheduler, SetsANumber, SetsWhatIsInside, SetsABuffer, Unfreezes, DividesByTheWorld,
+    StepsAScheduler, SetsANumber, SetsWhatIsInside, SetsABuffer, Unfreezes, DividesByTheWorld,
     ScalesItsLastLayer, SetsOtherKinds, ScalesByACallback,
 )  # fmt: skip
 
