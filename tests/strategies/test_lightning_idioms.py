@@ -48,11 +48,6 @@ def clip_by_hand(module: torch.nn.Module) -> None:
     torch.nn.utils.clip_grad_norm_(module.parameters(), 0.05)
 
 
-class Standard(Plain):
-    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
-        optimizer.step(closure=optimizer_closure)
-
-
 class ClosureFirst(Plain):
     def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
         optimizer_closure()
@@ -180,10 +175,9 @@ class LogsNorms(Untied):
         self.log_dict(grad_norm(self, norm_type=2))
 
 
-EQUAL = (
-    Standard, ClosureFirst, ClosureAlone, Unwrapped, WarmsUp, NeverZeroes, ZeroesEverySecond, ScalesGradients, Clips,
-    ClipsByValue,
-)  # fmt: skip
+# Each under 1F1B or another schedule, half of them where ranks hold all layers or parts of each.
+ODD = (ClosureFirst, Unwrapped, NeverZeroes, ScalesGradients, ClipsByValue)
+EVEN = (WarmsUp, ClosureAlone, ZeroesEverySecond, Clips)
 PIPELINE = {"microbatches": 2}
 LAYOUTS: dict[str | None, tuple[str, dict[str, Any]]] = {
     None: ("single", {}),
@@ -203,34 +197,24 @@ def fit_all(kinds: Sequence[Callable[[], Plain]], layout: str | None, **given: A
     return [fit(kind, *LAYOUTS[layout], max_epochs=1, **given) for kind in kinds]
 
 
-# Each kind under 1F1B, half of them where ranks hold all layers or parts of each, and some under another schedule.
-ODD, EVEN = EQUAL[1::2], EQUAL[::2]
-
-
 @pytest.mark.parametrize(
     ("layout", "accumulate", "kinds"),
     [
-        ("1f1b", 2, (*EQUAL[::2], BeginsATerm)),
-        ("zbv", 2, (*EQUAL[1::4], TermsInBuffers)),
-        ("replicas", 2, ODD),
+        ("1f1b", 2, (*EVEN, BeginsATerm)),
+        ("zbv", 2, (*ODD[::2], TermsInBuffers)),
+        ("replicas", 2, ODD[::2]),
         ("tensor", 1, EVEN),
         ("tensor, undivided", 1, (ClipsByHand, SkipsNaN, LogsNorms)),  # each rank has all gradients
         ("fully sharded", 2, ODD),
-        *thorough(
-            ("1f1b", 2, EQUAL),
-            ("1f1b", 1, EQUAL),
-            ("zbv", 2, EQUAL),
-            ("replicas", 2, EVEN),
-            ("tensor", 1, ODD),
-            ("fully sharded", 2, EVEN),
-        ),
+        *thorough(("1f1b", 2, ODD), ("zbv", 2, EVEN), ("tensor", 1, ODD), ("fully sharded", 2, EVEN)),
     ],
 )
 def test_overridden_hooks_give_the_numbers_of_one_process(
     pool: WorkerPool, layout: str, accumulate: int, kinds: tuple[type[Plain], ...]
 ) -> None:
-    (single,) = pool.run(fit_all, 1, kinds, None, init=False, accumulate_grad_batches=accumulate)
-    ranks = pool.run(fit_all, 2, kinds, layout, init=False, accumulate_grad_batches=accumulate)
+    given = {"init": False, "accumulate_grad_batches": accumulate, "samples": 12}
+    (single,) = pool.run(fit_all, 1, kinds, None, **given)
+    ranks = pool.run(fit_all, 2, kinds, layout, **given)
     for kind, expected, *reports in zip(kinds, single, *ranks, strict=True):
         assert largest_difference(joined(reports, "weights"), expected.weights) < 1e-10, kind
         assert all(report.metrics == pytest.approx(expected.metrics) for report in reports), kind
@@ -389,19 +373,18 @@ def resume(layout: str | None, path: Path) -> list[tuple[Report, int]]:
     strategy, settings = LAYOUTS[layout]
     found = []
     for kind in RESUMED:
-        module, trainer = kind(), make_trainer(strategy, [], settings, max_steps=5)
+        module, trainer = kind(), make_trainer(strategy, [], settings, max_steps=4)
         trainer.fit(module, loader(20), ckpt_path=path)
         found.append((collect(Report(), trainer, module), module.counted))
     return found
 
 
-@pytest.mark.parametrize("layout", ["1f1b", *thorough("tensor")])
-def test_a_checkpoint_is_read_as_on_load_checkpoint_leaves_it(pool: WorkerPool, layout: str, tmp_path: Path) -> None:
+def test_a_checkpoint_is_read_as_on_load_checkpoint_leaves_it(pool: WorkerPool, tmp_path: Path) -> None:
     pool.run(save, 2, "1f1b", tmp_path / "directory", init=False)
     convert(tmp_path / "directory", tmp_path / "file.ckpt")
     (single,) = pool.run(resume, 1, None, tmp_path / "file.ckpt", init=False)
     for path in ("directory", "file.ckpt"):
-        ranks = pool.run(resume, 2, layout, tmp_path / path, init=False)
+        ranks = pool.run(resume, 2, "1f1b", tmp_path / path, init=False)
         for kind, (expected, counted), *reports in zip(RESUMED, single, *ranks, strict=True):
             weights = joined([report for report, _ in reports], "weights")
             assert largest_difference(weights, expected.weights) < 1e-10, (kind, path)
