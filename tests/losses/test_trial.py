@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from lightning_parallel.losses.normaliser import Rule
-from lightning_parallel.losses.trial import Outcome, find, joined
+from lightning_parallel.losses.trial import Outcome, find, joined, joins
 
 
 @pytest.mark.parametrize(
@@ -59,3 +59,4 @@ def test_equal_activations_may_have_rows_for_samples() -> None:
     mask = torch.zeros(6, 3)  # of three heads, repeated for each sample
     both = joined(mask, mask, (2, 2), of_samples=True)
     assert both is not None and both.shape == (12, 3)
+    assert joins(torch.zeros(12, 3), mask, mask, (2, 2))
