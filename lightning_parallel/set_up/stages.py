@@ -75,6 +75,11 @@ class Stages:
         outside = [name for name in parts.outside if stage in parts.stages_with(name)]
         return f"{span} with {', '.join(outside)}" if outside else span
 
+    @property
+    def has_plain_layers(self) -> bool:
+        """Does a layer run once, with parameters that stay where they are?"""
+        return self.fully_sharded is None and not self._options.activation_checkpointing
+
     # -- tied and loose parameters -------------------------------------------------------------------------------
 
     def join_shared(self, local: LocalModel, run: Run) -> None:

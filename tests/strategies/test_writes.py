@@ -181,9 +181,11 @@ GIVEN: dict[str, Any] = {"samples": 16, "batch": 8, "validates": True, "init": F
     (ZeroesRow, "fsdp", {}, 2, "net.2.weight"),
     (ZeroesRows, "fsdp", {}, 2, "net.2.weight"),
     (ZeroesRows, "sync", SHARDED, 2, "net.2.weight"),
+    (HalvingNet, "sync", SHARDED, 2, "net.2.weight"),
     (HalvingNet, "sync", SHARDED | {"stages": 2}, 4, "net.2.weight"),
     (HalvingNet, "sync", {"microbatches": 2}, 2, "net.2.weight"),
     (HalvingNet, "sync", {"microbatches": 1, "activation_checkpointing": True}, 2, "net.2.weight"),
+    (HalvingNet, "sync", {"stages": 1, "microbatches": 1, "activation_checkpointing": True}, 1, "net.2.weight"),
     (MaskedNet, "async", {"microbatches": 1}, 2, "net.2.weight"),
     (Normalised, "tensor", OF_PROTOTYPES, 2, "prototypes.weight"),
 ])  # fmt: skip
