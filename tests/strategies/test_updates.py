@@ -291,8 +291,8 @@ MICROBATCHES_DIFFER = ("by samples", "sometimes", "twice")
 
 
 def train(kind: str, strategy: str = "single", options: dict[str, Any] | None = None) -> Report:
-    samples = 64 if kind.startswith(MICROBATCHES_DIFFER) else 16
-    return fit(KINDS[kind], strategy, options or {}, samples=samples, batch=8, use_distributed_sampler=True)
+    length = {"samples": 64, "max_epochs": 1} if kind.startswith(MICROBATCHES_DIFFER) else {"samples": 16}
+    return fit(KINDS[kind], strategy, options or {}, batch=8, use_distributed_sampler=True, **length)
 
 
 def run(pool: WorkerPool, kind: str, options: dict[str, Any]) -> list[Report]:
