@@ -130,7 +130,7 @@ PLACES = ["tensor", "fully sharded", "stages x tensor"]
 
 
 @pytest.mark.parametrize(("kind", "layout", "feature"), [
-    ("LAMB", "tensor", "accumulation"), ("Noted", "stages x tensor", "mixed precision"),
+    ("LAMB", "tensor", "accumulation"), ("Noted", "tensor", "mixed precision"),
     *thorough(*((kind, layout, feature) for kind in ("Muon", "LAMB", "Noted") for layout in (
         *PLACES, "tensor x data", "stages x fully sharded", "fully sharded x tensor") for feature in FEATURES)),
 ])  # fmt: skip
