@@ -10,6 +10,7 @@ import torch
 
 from tests.strategies.equality import assert_equal
 from tests.strategies.harness import ALL, Report, Witness, collect, make_trainer
+from tests.strategies.test_asynchronous_v import Deep
 from tools.workers.pool import WorkerPool
 
 RUNS = 10  # at most, until one is undisturbed
@@ -35,7 +36,7 @@ def begins_and_ends(schedule: str) -> tuple[float, float]:
     """On this rank: when it began its first forward of the last batch, and when it ended the batch before it."""
     torch.set_default_dtype(torch.float64)
     trainer = make_trainer("sync", [], {"schedule": schedule, "microbatches": 4, "timeline": True}, max_epochs=1)
-    trainer.fit(Slow(), ALL["Llama"].loader())
+    trainer.fit(Slow(), Slow.loader())
     spans = trainer.strategy.timeline.spans  # type: ignore[attr-defined]
     forwards = [span for span in spans if span.kind == "forward" and span.microbatch == 0]
     backwards = [span for span in spans if span.kind.startswith("backward")]
@@ -43,13 +44,13 @@ def begins_and_ends(schedule: str) -> tuple[float, float]:
     return first, max(span.end for span in backwards if span.end < first)
 
 
-class Slow(ALL["Llama"]):  # type: ignore[misc]
+class Slow(Deep):
     """The gradients of the weights in its middle, on the first stage, take some time: that stage ends last."""
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         for name, parameter in self.named_parameters():  # before the first batch, hooks on parameters are refused
-            if batch_idx == 1 and parameter.dim() == 2 and (".layers.1." in name or ".layers.2." in name):
-                parameter.register_hook(lambda gradient: time.sleep(0.003))
+            if batch_idx == 1 and name in ("net.4.0.weight", "net.5.0.weight"):
+                parameter.register_hook(lambda gradient: time.sleep(0.02))
 
 
 def test_the_stage_with_the_input_begins_the_next_batch_before_the_others_end_theirs(pool: WorkerPool) -> None:
