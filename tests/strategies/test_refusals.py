@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader
 import lightning_parallel as lp
 from lightning_parallel.absent.tensor import AbsentTensor
 from tests.strategies.failures import LIMIT, assert_lost, assert_refused
-from tests.strategies.observed import Net, Observed, fit, loader, make_trainer
+from tests.strategies.observed import WIDTH, Net, Observed, fit, loader, make_trainer
 from tests.thorough import thorough
 from tools.workers.pool import Failure, WorkerPool
 
