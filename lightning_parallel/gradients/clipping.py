@@ -101,12 +101,6 @@ def scaler_of(plugin: Precision) -> GradScaler | None:
     return plugin.scaler if isinstance(plugin, MixedPrecision) else None
 
 
-def loss_scale(plugin: Precision) -> float:
-    """What losses are multiplied by. The host waits for a GPU here."""
-    scaler = scaler_of(plugin)
-    return 1.0 if scaler is None else float(scaler.get_scale())
-
-
 def share_overflows(run: Run, until: ExitStack) -> None:
     """Make a loss scaler skip the step on all ranks if the gradients of one overflow. When the stack is closed, the
     plugin has its own scaler again, with the scale that has been reached."""

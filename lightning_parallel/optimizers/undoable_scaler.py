@@ -48,6 +48,11 @@ class UndoableScaler:
         for name in ("unscale_", "step", "update"):
             until.callback(replaced(scaler, name, getattr(self, name)))
 
+    @property
+    def scale(self) -> float:
+        """What losses are multiplied by. The host waits for a GPU here."""
+        return float(self._scaler.get_scale())
+
     def unscale_(self, optimizer: Optimizer) -> None:
         kind = CommonScaler if self._has_to_wait() else GradScaler  # of all ranks' gradients, or of this rank's
         kind.unscale_(self._scaler, optimizer)

@@ -20,7 +20,7 @@ from torchmetrics import Metric
 
 from lightning_parallel.batch import rebuilt
 from lightning_parallel.batch_joins import join_outputs
-from lightning_parallel.gradients.clipping import loss_scale
+from lightning_parallel.gradients.clipping import scaler_of
 from lightning_parallel.losses.normaliser import BatchLoss
 from lightning_parallel.pipeline.chunk import Microbatch
 from lightning_parallel.pipeline.stage import Stage
@@ -64,6 +64,7 @@ class Microbatches:
         stage: Stage,
     ) -> None:
         self._run, self._splitting, self._shards, self._stage = run, splitting, shards, stage
+        self._scaler = scaler_of(run.precision)
         inside = {id(part) for name in stage.partition.units for part in run.module.get_submodule(name).modules()}
         parts = run.module.modules()
         self._metrics = [part for part in parts if isinstance(part, Metric) and id(part) not in inside]
@@ -125,7 +126,7 @@ class Microbatches:
         if is_first:
             together(None, self._effects.check)
         self.changes.begin_batch(() if flow is None else flow.updated, self.count, len(self._stage.chunks))
-        scale = loss_scale(self._run.precision)
+        scale = 1.0 if self._scaler is None else float(self._scaler.get_scale())  # once: the host waits for a GPU here
         # A trial would change once more what steps are known to change. After the first batch only losses are tried.
         tries = not self.changes.known and (is_first or self._run.layout.is_last_stage)
         work: dict[int, Microbatch] = {}

@@ -28,7 +28,7 @@ from lightning.pytorch.callbacks import LambdaCallback, WeightAveraging
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_parallel.gradients.clipping import Clipping, loss_scale, scaler_of
+from lightning_parallel.gradients.clipping import Clipping, scaler_of
 from lightning_parallel.gradients.overridden import overridden
 from lightning_parallel.gradients.swapping import Gradients, swap_gradients
 from lightning_parallel.optimizers.closures import closure_first
@@ -181,8 +181,8 @@ class PostValidation:
                 undone.pop_all()
                 return outputs
         self.take_back()
-        scale = loss_scale(self._run.precision)
-        work = {number: replace(microbatch, scale=scale) for number, microbatch in work.items()}
+        if self._scaler is not None:
+            work = {number: replace(each, scale=self._scaler.scale) for number, each in work.items()}
         clipped = swap_gradients(self._local.parameters, {})
         if earlier:
             earlier.update(clipped)
