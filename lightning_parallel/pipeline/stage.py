@@ -167,6 +167,7 @@ class Stage:
                 answer = torch.compiler.disable(partial(self._answer, name, unit.forward))
                 self._on_units.instead(unit, answer)
                 continue
+            once = unit.forward
             if recompute and name in self.layers and any(True for _ in unit.parameters()):
                 # Inside the hooks, which a second run doesn't pass. Layers without parameters are small, and may work
                 # in place (nn.ReLU(inplace=True)), which can't be run twice.
@@ -174,7 +175,7 @@ class Stage:
             several = len(self.partition.units[name]) > 1 or len(self.chunks) > 1
             if several or name in self.partition.direct:
                 self._on_units.before(unit, partial(self._announce, name))
-                self._on_units.instead(unit, partial(self._wrapped, name, unit.forward))
+                self._on_units.instead(unit, partial(self._wrapped, name, unit.forward, once))
             else:
                 self._on_units.before(unit, partial(self._enter, name))
             self._on_units.after(unit, partial(self._returned, name), first=True)
@@ -209,15 +210,17 @@ class Stage:
         self._announced[name] += 1
 
     @torch.compiler.disable
-    def _wrapped(self, name: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _wrapped(
+        self, name: str, forward: Callable[..., Any], once: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
         """The forward of a unit that several chunks call, or that the step calls past its hooks, or of a unit on a
-        stage with several chunks."""
+        stage with several chunks. Where the unit is absent, its code runs ``once``, and not again in the backward."""
         hooked = self._announced[name] > 0
         self._announced[name] -= hooked
         if self._pass is None and not self._in_backward:
             return forward(*args, **kwargs)
         if self._pass is not None and self._pass.chunk_of(name) != self._pass.cuts.chunk:
-            return self._answer(name, forward, *args, **kwargs)
+            return self._answer(name, once, *args, **kwargs)
         unit = self._units[name]
         self._enter(name, unit, args, kwargs)
         output = forward(*args, **kwargs)
