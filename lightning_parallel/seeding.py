@@ -51,8 +51,8 @@ class Generators:
         self._device = device
 
     def seed(self, seed: int, *, host: bool = True) -> None:
-        """Seed the generators; without ``host`` torch's alone."""
-        for generator in self._torchs:
+        """Seed the generators. With ``host=False`` seed torch's only, not Python's and NumPy's."""
+        for generator in self._of_torch:
             generator.manual_seed(seed)
         if host:
             random.seed(seed)
@@ -78,7 +78,7 @@ class Generators:
             yield
 
     @cached_property
-    def _torchs(self) -> list[torch.Generator]:
+    def _of_torch(self) -> list[torch.Generator]:
         if self._device.type != "cuda":
             return [torch.default_generator]
         torch.cuda.init()  # creates the default generators

@@ -5,7 +5,7 @@
     parameter 'embed.weight'                  a parameter or buffer
     the output of 'blocks.1' (call 2)         what a unit's second call returns
     a value inside 'blocks.1'                 what its own code computes from its inputs
-    what 'blocks.1' computes from parameters  without its inputs: a penalty that it keeps
+    what 'blocks.1' computes from parameters  what its own code computes from its parameters alone: a penalty
     what 'blocks.1' changes in place          an input that the unit writes to
 
 Origins are compared, and :func:`parameter_of` reads a name back, so all are made here.
@@ -44,7 +44,7 @@ def inside_of(module: str, call: int) -> str:
 
 
 def from_parameters(module: str, call: int) -> str:
-    """The origin of a value that a call of a module computes from its parameters."""
+    """The origin of a value that a module's own code computes from its parameters alone."""
     return f"what {_numbered(module, call)} computes from parameters"
 
 

@@ -89,8 +89,8 @@ class Preemption(Callback):
             return
         if self._vote.held[0] and not trainer.should_stop:
             raise RuntimeError(
-                "trainer.should_stop was set, which holds on all ranks by now, and was taken back between two batches "
-                "of an epoch, where the pipeline's stages don't wait for each other. Take it back where they do (in "
+                "trainer.should_stop was set, and holds on all ranks by now. Then it was taken back between two "
+                "batches, where the pipeline's stages don't wait for each other. Take it back where they do (in "
                 "on_validation_end or on_train_epoch_end), or set it only when min_epochs and min_steps are reached."
             )
         signals = range(1, 1 + len(_SIGNALS))

@@ -11,10 +11,10 @@ _OF_A_MICROBATCH = (
 )
 
 _OF_A_PART = (
-    "Each tensor rank has a part of a divided layer's parameters, and of what the layer computes. A copy of it that "
-    "training_step doesn't call, such as an average of the weights for the validation, is whole. Code that combines a "
-    "part with something whole (such an average, a teacher's features that a hook has taken) needs a plan without this "
-    'layer, or plan="none". Lightning\'s EMAWeightAveraging averages the parts.'
+    "Each tensor rank has a part of a divided layer's parameters, and of what the layer computes. A copy of the layer "
+    "that training_step doesn't call, such as an average of the weights for the validation, is whole. Where code "
+    "combines a part with something whole (such an average, or a teacher's features that a hook has taken), give a "
+    'plan without this layer, or plan="none". Lightning\'s EMAWeightAveraging works: it averages the parts.'
 )
 
 # By a strategy's axis and words of the error.

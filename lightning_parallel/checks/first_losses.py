@@ -1,8 +1,8 @@
-"""Compares the losses of a tensor group's ranks in the first step of each kind, and in some later ones.
+"""Compares what a tensor group's ranks return, log and keep in the first step of each kind, and in some later ones.
 
-They compute one model together, so all of them must return, log and keep the same. A difference has causes that no
-later check finds: a parameter read outside of its layer (each rank sees its own shard), or random numbers that the step
-draws differently. The first step is compared before its backward, so nothing has been updated. Ranks may part later, in
+They compute one model together, so all of them must come to the same. A difference has causes that no later check
+finds: a parameter read outside of its layer (each rank sees its own shard), or random numbers that the step draws
+differently. The first step is compared before its backward, so nothing has been updated. Ranks may part later, in
 another epoch or in every third batch: so steps 1, 2, 3, 5, 8, 13, ... are compared, fewer and fewer. In a pipeline
 these are runs of the step for microbatches and chunks.
 """
@@ -42,8 +42,8 @@ _CAUSES = (
 class _Seen(NamedTuple):
     """What one rank has found in a step."""
 
-    returned: dict[str, float]
-    left: dict[str, float]  # numbers that were logged, and norms of tensors that were returned, or are kept
+    returned: dict[str, float]  # numbers; ranks that differ in them end the run
+    beside: dict[str, float]  # what was logged, and norms of other tensors returned or kept; a difference is warned of
     reads: dict[str, str]  # by divided parameter, the function that read it outside of its layer
 
 
@@ -131,11 +131,11 @@ def _compare(kind: str, ranks: list[_Seen], tolerance: float) -> None:
             )
     if apart := _first_difference([seen.returned for seen in ranks], tolerance):
         raise RuntimeError(f"The ranks of one tensor group come to different values in {kind}: {apart}. {_CAUSES}")
-    if apart := _first_difference([seen.left for seen in ranks], tolerance):
+    if apart := _first_difference([seen.beside for seen in ranks], tolerance):
         rank_zero_warn(
-            f"The ranks of one tensor group log, return or keep different values in {kind}: {apart}. That of the first "
-            f"rank is shown. A value computed from parameters, or from what a divided layer returns, is that of a "
-            f"shard: leave the layer out of the plan."
+            f"The ranks of one tensor group log, return or keep different values in {kind}: {apart}. The log shows the "
+            f"first rank's. A value computed from a divided layer's parameters or outputs is that of a shard: leave "
+            f"the layer out of the plan."
         )
 
 

@@ -21,26 +21,28 @@ from lightning_parallel.tracing.trace import Call, Trace, Update
 
 def flow_of_step(module: nn.Module, partition: Partition, step: Callable[[], Any], logged: Sequence[Any] = ()) -> Flow:
     """Trace one step, and find what crosses the cuts. What the step returns, logs and leaves on modules is needed in
-    the last chunk. So is the first value that it reads after the last chunk's first call: the dry run ends there, but
-    that chunk itself will have the value. ``logged`` is a list to which the step appends what it logs.
+    the last chunk. So is the first value that it reads after the last chunk's first call, or anywhere in an evaluation:
+    the dry run ends there, but that chunk itself will have the value. ``logged`` is a list to which the step appends
+    what it logs.
 
     Raises:
         FlowError: a chunk needs what a later one computes, what a chunk computes after it has left the step, or a
             parameter that its stage doesn't hold; or stages would draw, count or update differently from one process.
-        Exception: the step's own, if it came before the last chunk's first call. An ``AbsentValueError`` says that the
-            code before or between the layers asks for values that only one stage has, or that the step takes gradients.
+        Exception: the step's own, if it came before the last chunk's first call. In training, an ``AbsentValueError``
+            says that the code before or between the layers asks for values that only one stage has, or that the step
+            takes gradients.
     """
     units = partition.units
     by_id = {id(module.get_submodule(name)): name for name in units}
     seen = trace(module, by_id, step, logged=logged, plain_values=True)
     placed = PlacedStep(seen, partition)
     last = partition.chunks - 1
-    # Later errors are the last chunk's: what the loss can't do with absent values, it may do with real ones.
     takes_gradients = isinstance(seen.stopped, TakesGradientsError) and last > 0
-    # So is a value for which an evaluation asks after its layers, which may lie in earlier chunks.
-    evaluates = not torch.is_grad_enabled() and isinstance(seen.stopped, AbsentValueError)
-    is_last = max(placed.chunks, default=0) == last or evaluates
-    if seen.stopped is not None and (takes_gradients or not is_last):
+    # An evaluation may leave the last layers out, and then ask for a value: the last chunk has it all the same.
+    is_asked_in_evaluation = isinstance(seen.stopped, AbsentValueError) and not torch.is_grad_enabled()
+    # What the loss can't do with absent values, the last chunk may do with real ones.
+    is_of_last_chunk = max(placed.chunks, default=0) == last or is_asked_in_evaluation
+    if seen.stopped is not None and (takes_gradients or not is_of_last_chunk):
         raise seen.stopped
     elsewhere = [unit for unit in sorted(seen.beyond) if last not in units[unit]]
     if elsewhere:
@@ -169,24 +171,25 @@ class _Flows:
                 self._need_parameter(parameter, consumer, chunk)
 
     def _need_value(self, origin: str, consumer: str, chunk: int) -> None:
-        """Need the output of a call, or a value that was computed inside it, by a module or by the unit's own code from
-        its inputs."""
+        """Need the output of a call, or a value that was computed inside it: by a module, or by the unit's own code
+        from its inputs or from its parameters."""
         index, *_ = self._order[origin]
+        unit, owner = self._seen.calls[index].unit, self._chunks[index]
         self._check_order(index, consumer, chunk)
-        if chunk == self._chunks[index]:
+        if chunk == owner:
             return
-        escape = None if origin in self._position else self._seen.escapes[origin]
-        if escape is not None:
-            unit, owner = self._seen.calls[index].unit, self._chunks[index]
-            if origin == from_parameters(*escape.module) and self._stages[owner] == self._stages[chunk]:
-                raise FlowError(
-                    f"'{unit}', on {self._name(owner)}, computes a value from its parameters and keeps it, and "
-                    f"{consumer} on {self._name(chunk)} uses it, where the layer's parameters aren't those that it has "
-                    f"run with. Return it beside the layer's output, or take a schedule with one chunk a stage "
-                    f"('1f1b')."
-                )
-            self._transparent.add(unit)
-        if escape is not None and escape.tensors is None:
+        if origin in self._position:
+            self._needed.setdefault(origin, set()).add(chunk)
+            return
+        escape = self._seen.escapes[origin]
+        if origin == from_parameters(*escape.module) and self._stages[owner] == self._stages[chunk]:
+            raise FlowError(
+                f"'{unit}', on {self._name(owner)}, computes a value from its parameters and keeps it, and {consumer} "
+                f"on {self._name(chunk)} of the same stage uses it, where the layer is absent. Return the value beside "
+                f"the layer's output, or take a schedule with one chunk a stage ('1f1b')."
+            )
+        self._transparent.add(unit)
+        if escape.tensors is None:  # the unit's own code computes it again there
             self._need(escape.needs, consumer, chunk)
         else:
             self._needed.setdefault(origin, set()).add(chunk)

@@ -49,8 +49,8 @@ class GradientWatch(TorchFunctionMode):
     does so in a step, too.
 
     Attributes:
-        is_needed: may hooks see gradients (:meth:`ask`)? Otherwise nothing is watched between a backward and the
-            optimizer.
+        is_needed: has :meth:`ask` found hooks that may see gradients? Otherwise nothing is watched between a backward
+            and the optimizer.
     """
 
     def __init__(self, run: Run, parameters: Iterable[nn.Parameter], *, in_parts: bool) -> None:

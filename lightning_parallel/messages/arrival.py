@@ -28,7 +28,7 @@ class Arrival:
     """The tensors that arrived from the previous stage, and, after the backward, the gradients to send back.
 
     Attributes:
-        tensors: until the step has received them.
+        tensors: those that arrived; none once the step has received them.
         format: the message's format. It tells for each tensor whether the sender wants a gradient.
         anchor: the leaf at which a backward has computed the gradients to send back; None if there are none.
     """

@@ -43,7 +43,7 @@ class Streams:
 
     Attributes:
         incoming: a context in which receives and copies to the device, and the memory allocated for them, wait for no
-            layer. Call :meth:`arrived` before layers read such memory.
+            layer. Call :meth:`arrived` before layers read such memory. It is one object, not to be entered in itself.
     """
 
     def __init__(self, device: torch.device) -> None:

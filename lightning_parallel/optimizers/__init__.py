@@ -5,6 +5,6 @@ as a whole, and ``owners.py`` gives them whole ones, which ``division.py`` colle
 :mod:`lightning_parallel.checks.optimizer_trial` finds before training.
 
 ``options.py`` makes a step with the options of an earlier batch, and ``undoable.py`` undoes one and makes it again.
-``undoable_scaler.py`` undoes what a loss scaler has decided by the gradients of one rank.
+``undoable_scaler.py`` does the same where a loss scaler decides whether there is a step.
 ``closures.py`` has steps begin when their closure has run.
 """

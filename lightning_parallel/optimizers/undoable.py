@@ -1,4 +1,4 @@
-"""A step of an optimizer that can be undone and made again, with other gradients.
+"""A step of an optimizer that can be undone, and made again with other gradients.
 
 What the step will write to is copied before it: about as much memory as the parameters, their gradients and the
 optimizer's state take.
@@ -37,12 +37,13 @@ class UndoableStep:
         self._own = _own_of(optimizer)
 
     def made(self) -> None:
-        """Note which options the step has written, as a count. It has just been made, or was skipped."""
+        """Note which options the step has written (a count), right after it was made or skipped. Only an :meth:`undo`
+        without :meth:`make_again` needs it, to put these back."""
         for written, before, group in zip(self._written, self._options, self.optimizer.param_groups, strict=True):
             written.update({k: v for k, v in before.items() if not same_value(group[k], v)})
 
     def undo(self) -> None:
-        """Undo the step, and put its gradients back. Options that a scheduler has set since stay."""
+        """Undo the step, and put its gradients back. Options that a scheduler has set since then stay."""
         with torch.no_grad():
             for parameter, value in self._values.items():
                 parameter.copy_(value)
@@ -60,7 +61,7 @@ class UndoableStep:
             parameter.grad = gradient
 
     def make_again(self) -> None:
-        """Make the step, undone before, with the gradients that are on the parameters now."""
+        """After :meth:`undo`, make the step with the gradients that are on the parameters now, and its old options."""
         with restored(self.optimizer, self._options, set()):
             self.optimizer.step()
 

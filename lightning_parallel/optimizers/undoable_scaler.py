@@ -1,9 +1,9 @@
-"""A loss scaler that skips an update where this rank's gradients overflow, before it is known whether others' do.
+"""Lets a rank step or skip by its own gradients, before it knows whether those of other ranks overflow.
 
 ::
 
-    unscale (own gradients) -> step, or skip -> new scale, of which the next batch's losses are multiples
-        some rank's gradients overflow:    all ranks skip, and go back to the scale that follows from that
+    unscale own gradients -> step, or skip if they overflow -> new loss scale -> next batch
+        gradients of some rank overflow:    the other ranks skip, too, and lower their loss scale
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from lightning_parallel.ranks.collectives import highest
 
 
 class UndoableScaler:
-    """Makes a scaler of all ranks work so, until the stack is closed.
+    """Lets a common loss scaler decide by this rank's gradients alone, until the stack is closed.
 
     Args:
         parts: the ranks that hold one copy of the model together. Other copies have equal gradients.
-        has_to_wait: asked before each update. If it says so, ranks look at their gradients together.
-        around_step: called with an optimizer, its step, which it makes, and what tells afterwards whether the step
-            wasn't skipped.
+        has_to_wait: asked before each update. If it is true, the scaler asks all ranks, as it does by itself.
+        around_step: makes an optimizer's step. It is called with the optimizer, the step, and a function that tells
+            after the update whether the step was made, not skipped.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class UndoableScaler:
         self._scaler, self._parts = scaler, parts
         self._has_to_wait, self._around_step = has_to_wait, around_step
         self._before: dict[str, Any] = {}  # the scaler's state before the last update
-        self._skipped = False  # was that?
+        self._skipped = False  # was the last update skipped on this rank?
         for name in ("unscale_", "step", "update"):
             until.callback(replaced(scaler, name, getattr(self, name)))
 
@@ -53,8 +53,10 @@ class UndoableScaler:
         """What losses are multiplied by. The host waits for a GPU here."""
         return float(self._scaler.get_scale())
 
+    # These three take the place of the scaler's own methods, which they call by its class.
+
     def unscale_(self, optimizer: Optimizer) -> None:
-        kind = CommonScaler if self._has_to_wait() else GradScaler  # of all ranks' gradients, or of this rank's
+        kind = CommonScaler if self._has_to_wait() else GradScaler  # looks for overflows on all ranks, or on this one
         kind.unscale_(self._scaler, optimizer)
 
     def step(self, optimizer: Optimizer, **kwargs: Any) -> Any:
@@ -66,8 +68,9 @@ class UndoableScaler:
         CommonScaler.update(self._scaler)
         self._skipped = self._scaler.get_scale() < self._before["scale"]
 
-    def take_back(self) -> bool:
-        """Let all ranks skip the last update if one has to, and tell whether they do. All of them call it."""
+    def skips(self) -> bool:
+        """Does a rank have to skip the last update? Then all do, and this one's loss scale is lowered if it hasn't
+        skipped yet. All ranks call it."""
         overflow = highest(self._parts, int(self._skipped)) != [0]
         if overflow and not self._skipped:
             scale = self._before["scale"] * self._before["backoff_factor"]

@@ -381,7 +381,7 @@ class Chunk:
             return self._weights.backward(flight.token, flight.work.loss, half, ends_batch=ends)
         return gradients_apart([p for store in self._stores for p in store.values() if p is not None])
 
-    # -- a batch whose forwards may not count, or that won't come ----------------------------------------------------
+    # -- a batch that may be dropped, or won't come ------------------------------------------------------------------
 
     def accept(self) -> None:
         """The batch's forwards count, so their gradients will come."""
@@ -390,14 +390,16 @@ class Chunk:
             expect()
 
     def end(self) -> None:
-        """The batch's forwards don't count, or it won't come: tell the next chunk that no more of them will."""
+        """Tell the next chunk that no more messages of this batch will come: its forwards don't count, or there is no
+        such batch."""
         last = self._in_flight[-1].work if self._in_flight else None
         coming = 0 if last is None or last.ends_batch else last.index + 1
         for way in self._ends.out_of.values():
             way.activations.end(coming, way.gradients.taken)
 
     def drop(self) -> None:
-        """Drop what has run of that batch, and take what has come for it, up to the previous chunk's end."""
+        """Drop what has run of this batch, and the messages that have come for it, up to the end that the previous
+        chunk has told of."""
         self._in_flight.clear()
         self._not_accepted = None
         self.is_ahead = False

@@ -158,9 +158,10 @@ class Engine:
             self.flush()
 
     def _end(self, chunks: Sequence[Chunk]) -> None:
+        """End a batch that has begun, or that chunks expect."""
         for chunk in chunks:
             chunk.end()
-        for chunk in chunks:  # each takes what the one before it has told
+        for chunk in chunks:  # after all ends: a chunk waits for that of the previous one, which may be on this rank
             chunk.drop()
 
     # -- evaluation ----------------------------------------------------------------------------------------------

@@ -269,7 +269,7 @@ class Stage:
         if name not in self._running:
             return
         seed, call = self._running.pop(name)
-        # So every stage draws the same numbers after it, also where it is absent.
+        # Every stage draws the same numbers after a unit, also where the unit is absent (`_answer`).
         self._generators.seed(seed, host=name in self.partition.draw_on_host)
         if self._pass is not None and call is not None and call == self._pass.cuts.last:
             raise LeaveStep
@@ -352,11 +352,10 @@ class Stage:
                 what arrived.
         """
         assert (arrival is None) == (chunk == 0)
-        self._pass = forward = ForwardPass(self.cuts[chunk], arrival)
+        forward = ForwardPass(self.cuts[chunk], arrival)
         if forward.cuts.is_over:
-            self._pass = None
             return forward.departure()
-        self._in_trial = trial
+        self._pass, self._in_trial = forward, trial
         has_left = False
         try:
             output = step()

@@ -1,6 +1,7 @@
 """An update that was made as if nothing were clipped is validated while the next batch begins.
 
-Clipping needs the norm of all stages' gradients. In a V the next batch's first microbatch comes by every stage on its
+Clipping needs the norm of all stages' gradients. So does a loss scaler: where any of them overflow, it is infinite or
+NaN. In a V the next batch's first microbatch comes by every stage on its
 way to the turn, after that stage's update. It takes the squared norms along::
 
     stage 0           U   F0  F'0 F1  F'1     U    an update
@@ -12,7 +13,8 @@ way to the turn, after that stage's update. It takes the squared norms along::
 Stage 0, at the turn, has n0 + n1 + n2 before its F'0, and decides. If the update holds, the microbatch goes back
 through the stages, and each of them knows when it comes. If not, stage 0 ends its stream instead, and so does each
 stage that gets this end. By then a stage has run forwards before the turn only, since all else waits for that
-microbatch. These are dropped (:meth:`.Engine.drop_batch`), the update is made again, and the batch begins anew.
+microbatch. These are dropped (:meth:`.Engine.drop_batch`), the update is made again or skipped, and the batch
+begins anew.
 
 It is the optimizer's post-validation of arXiv:2401.10241, section 4.
 """

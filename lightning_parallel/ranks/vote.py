@@ -57,12 +57,12 @@ class Vote:
 
     @property
     def held(self) -> list[bool]:
-        """What holds on all ranks since they last met."""
+        """Which wishes hold on all ranks."""
         return self._holds
 
     @property
     def pending(self) -> list[bool]:
-        """What this rank has wished and doesn't hold yet."""
+        """Which wishes of this rank don't hold yet."""
         return [wish and not held for wish, held in zip(self._wished, self._holds, strict=True)]
 
     def met(self) -> None:

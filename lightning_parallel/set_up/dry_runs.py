@@ -66,7 +66,7 @@ class DryRuns:
             count: how often the step will be called for one batch.
 
         Returns:
-            The flow; None if there is one stage and one call, of layers as in one process.
+            The flow; None if there is one stage, one call, and layers run as in one process.
 
         Raises:
             RuntimeError: on all ranks, if the step can't be run in stages. Or it changes its batch, and would do so

@@ -106,7 +106,7 @@ class Replicas:
             factor: gives the number by which this replica's complete gradients are multiplied before they are averaged.
 
         Raises:
-            ValueError: an embedding would part the replicas, or has sparse gradients.
+            ValueError: an embedding would make replicas differ, or has sparse gradients.
         """
         self._factor = factor
         if self._group.size() == 1:
@@ -148,8 +148,8 @@ def _refuse_embeddings(module: nn.Module) -> None:
             continue
         if part.max_norm is not None:
             raise ValueError(
-                f"'{name}' has max_norm={part.max_norm:g}: each replica would scale the rows that its own samples "
-                f"take, and replicas would part. Scale all rows in on_train_batch_start, or use one replica."
+                f"'{name}' has max_norm={part.max_norm:g}: each replica would scale only the rows that its own samples "
+                f"look up, so replicas would differ. Scale all rows in on_train_batch_start, or use one replica."
             )
         if part.sparse:
             raise ValueError(f"'{name}' has sparse=True, but replicas average dense gradients: set sparse=False.")

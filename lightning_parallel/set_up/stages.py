@@ -77,7 +77,7 @@ class Stages:
 
     @property
     def has_plain_layers(self) -> bool:
-        """Does a layer run once, with parameters that stay where they are?"""
+        """Do layers run as in one process: once a call (not recomputed), with whole parameters (not sharded)?"""
         return self.fully_sharded is None and not self._options.activation_checkpointing
 
     # -- tied and loose parameters -------------------------------------------------------------------------------

@@ -49,13 +49,13 @@ def reasons_to_wait(
 ) -> Iterator[str]:
     """The reasons, in words, for which all stages have to meet at the end of each batch. ``shared`` are the trainable
     parameters that several stages hold. ``validates``: updates are validated later (``post_validation.py``)."""
-    hint = "for which they don't wait with post_validation=True"
+    hint = "post_validation=True avoids the wait"
     by_norm = trainer.gradient_clip_algorithm in (None, "norm")
     if is_overridden("configure_gradient_clipping", module):
         yield f"{type(module).__name__}.configure_gradient_clipping"
     elif trainer.gradient_clip_val and by_norm and not validates:
-        yield f"gradient_clip_val={trainer.gradient_clip_val:g} (clipping by the norm of all stages, {hint})"
+        yield f"gradient_clip_val={trainer.gradient_clip_val:g} (clipping by the norm of all stages; {hint})"
     if scaler_of(precision) is not None and not validates:
-        yield f"precision='16-mixed' (all stages skip the same updates, {hint})"
+        yield f"precision='16-mixed' (all stages skip the same updates; {hint})"
     for name in shared:
         yield f"'{name}', which several stages hold"

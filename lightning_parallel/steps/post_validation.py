@@ -5,11 +5,10 @@
     gradients complete -> copy, update as if nothing were clipped -> next batch begins -> the norm is in
         not clipped: go on
         clipped:     undo, clip, update again, begin the batch anew
+        infinite, with a loss scaler (``16-mixed``): undo, skip the update, begin the batch anew
 
 So the numbers are those of stages that wait. ``pipeline/validation.py`` says how the norm travels. Where many updates
-were clipped, stages wait for a while, since an update that is made twice costs more than a wait.
-
-A loss scaler (``16-mixed``) is treated alike: the norm is infinite or NaN where the gradients of any stage overflow.
+were clipped or skipped, stages wait for a while, since an update that is made twice costs more than a wait.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ from lightning_parallel.tracing.snapshot import StateKept
 SETTING = "post_validation=True"
 
 _REMEMBERED = 20  # updates
-_MOST = 0.2  # the part of these that may be clipped before stages wait
+_MOST = 0.2  # the part of these that may be clipped or skipped before stages wait
 _CERTAIN = 1e-9  # relative: a norm so near to the limit counts as beyond it, in whichever order it was summed
 
 # Code of the user's here would see weights of an update that may be taken back.
@@ -60,7 +59,7 @@ class _Open(NamedTuple):
 
     Attributes:
         square: the squared norm of this stage's gradients.
-        limit: of the norm of all stages. ``None``: any finite one holds.
+        limit: the largest norm of all stages' gradients with which the update holds; None: any finite one.
     """
 
     step: UndoableStep
@@ -76,7 +75,7 @@ class PostValidation:
         layers: of this stage's first chunk, whose forwards may run again.
         clipping: what the plugin clips by.
         drain: validates the last update on all stages, by :meth:`settle`.
-        has_to_wait: has the next update to be clipped before it is made?
+        has_to_wait: do stages have to meet before the next update?
     """
 
     def __init__(
@@ -94,7 +93,8 @@ class PostValidation:
         self._open: _Open | None = None  # the last update, if it isn't validated yet
         self._clipped = deque[bool](maxlen=_REMEMBERED)  # have the last updates been clipped, or skipped?
         self._waits = False  # do stages wait before the next update?
-        self._held: Callable[[], bool] | None = None  # would the last update have held, for which stages waited?
+        # Tells whether the last update would have held, if stages waited before it.
+        self._held: Callable[[], bool] | None = None
         self._end = ExitStack()
         self._end.callback(replaced(run.precision, "clip_grad_by_norm", self.clip))
         scaler = scaler_of(run.precision)
@@ -111,7 +111,7 @@ class PostValidation:
         self._end.callback(callbacks.remove, first)
 
     def end(self) -> None:
-        """Give the plugin its own function back."""
+        """Give the plugin, its loss scaler and the optimizers their own functions back."""
         self._end.close()
         self._open = None
 
@@ -119,7 +119,7 @@ class PostValidation:
 
     def clip(self, optimizer: Optimizer, clip_val: int | float) -> None:
         """Clip before an update, or leave it to the validation."""
-        if self._scaler is None:  # which decides earlier
+        if self._scaler is None:  # else it has asked before it unscaled the gradients
             self._decide()
         if self._waits:
             norm = self._clipping.by_norm(optimizer, clip_val)
@@ -141,11 +141,11 @@ class PostValidation:
         return self._open
 
     def _step(self, optimizer: Optimizer, step: Callable[[], Any], held: Callable[[], bool]) -> Any:
-        """The step of an optimizer whose loss is scaled. Afterwards ``held`` tells whether it was made."""
+        """Let the loss scaler make an optimizer's step, or skip it. After the update ``held`` tells whether it did."""
         if self._waits:
             self._held = self._held or held
             return step()
-        left_open = self._open or self._leave_open(optimizer, None)  # open, if it is clipped by the norm
+        left_open = self._open or self._leave_open(optimizer, None)  # `clip` has opened it already, if it was called
         result = step()
         left_open.step.made()
         return result
@@ -159,13 +159,13 @@ class PostValidation:
         drop: Callable[[], None],
         earlier: Gradients,
     ) -> list[Any]:
-        """Run a batch, which validates the update before it. If that doesn't hold, make it again, and begin the batch
+        """Run a batch, which validates the update before it. If that doesn't hold, take it back, and begin the batch
         anew. Returns what ``run_schedule`` does.
 
         Args:
             work: the batch's microbatches, by index.
             drop: drops what has run of the batch.
-            earlier: the gradients of that update, if they are kept. The clipped ones replace them.
+            earlier: the gradients of that update, if they are kept. Those with which it is taken back replace them.
         """
         if self._open is None:
             return run_schedule(work)
@@ -181,11 +181,11 @@ class PostValidation:
                 undone.pop_all()
                 return outputs
         self.take_back()
-        if self._scaler is not None:
+        if self._scaler is not None:  # the scale is lower, if the update was skipped
             work = {number: replace(each, scale=self._scaler.scale) for number, each in work.items()}
-        clipped = swap_gradients(self._local.parameters, {})
+        gradients = swap_gradients(self._local.parameters, {})
         if earlier:
-            earlier.update(clipped)
+            earlier.update(gradients)
         return run_schedule(work)
 
     def accept(self) -> None:
@@ -194,15 +194,15 @@ class PostValidation:
         self._clipped.append(False)
 
     def take_back(self) -> None:
-        """Make the last update again with clipped gradients, which stay on the parameters, or skip it. All stages call
-        it."""
+        """Undo the last update. Make it again with clipped gradients, which stay on the parameters, or skip it. All
+        stages call it."""
         assert self._open is not None, "an update is open that doesn't hold"
         step, _, limit = self._open
         self._open = None
         step.undo()
         if limit is not None:
             self._clipping.by_norm(step.optimizer, limit)
-        if self._scaler is None or not self._scaler.take_back():
+        if self._scaler is None or not self._scaler.skips():
             step.make_again()
         self._clipped.append(True)
 
@@ -215,7 +215,7 @@ class PostValidation:
 
 
 def _holds(square: Tensor, limit: float | None) -> bool:
-    """Are gradients of this squared norm left as they are? Not if it is NaN."""
+    """Does an update by gradients of this squared norm hold, neither clipped nor skipped?"""
     norm = float(square.sqrt())
     return math.isfinite(norm) and (limit is None or norm + 1e-6 <= limit * (1 - _CERTAIN))
 
@@ -233,11 +233,6 @@ def refuse_post_validation(trainer: pl.Trainer, module: pl.LightningModule, reas
     for found in (*reasons, *_in_the_way(trainer, module)):
         raise ValueError(f"{SETTING} doesn't go together with {found}. Leave one of the two out.")
     for optimizer in trainer.optimizers:
-        if optimizer.defaults.get("fused") and scaler_of(trainer.precision_plugin) is not None:
-            raise ValueError(
-                f"{SETTING} and precision='16-mixed' don't go together with {type(optimizer).__name__}(fused=True), "
-                f"which unscales gradients itself. Take foreach=True, or leave {SETTING} out."
-            )
         _without_hooks(optimizer)
         refuse_undoing(optimizer, SETTING)
 
@@ -251,6 +246,12 @@ def _in_the_way(trainer: pl.Trainer, module: pl.LightningModule) -> Iterator[str
             f"{hook}, which may see weights that are taken back (if it doesn't use them, set "
             f"{hook.partition('.')[0]}.reads_weights = False)"
         )
+    for optimizer in trainer.optimizers if scaler_of(trainer.precision_plugin) is not None else ():
+        if optimizer.defaults.get("fused"):
+            yield (
+                f"{type(optimizer).__name__}(fused=True), which unscales the gradients of 16-mixed itself "
+                f"(foreach=True doesn't)"
+            )
 
 
 def _without_hooks(optimizer: Optimizer) -> AbstractContextManager[None]:

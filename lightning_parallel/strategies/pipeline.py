@@ -65,10 +65,10 @@ class PipelineOptions(StagedOptions):
             of 1F1B holds, or in bytes, such as ``"6GiB"``. The less, the larger is the bubble. V-Min's are the
             least, about a third with many stages; with two, all. Bytes are those that the start of a run estimates.
         post_validation: with ``"zbv"`` and ``gradient_clip_val`` or a loss scaler (``16-mixed``), don't wait for the
-            norm of all stages: make the update as if nothing were clipped and no gradient of another stage had
-            overflowed, and make it again, or skip it, where that was wrong. The numbers are the same, but
-            after an error the module may hold an update that should have been clipped. It takes the memory of the
-            weights, the gradients and the optimizer's state once more.
+            norm of all stages. A stage makes its update as if nothing were clipped, or skips it by its own gradients.
+            Where that was wrong, the update is undone, and made again or skipped. The numbers are the same, but after
+            an error the module may hold an update that should have been clipped or skipped. It takes the memory of
+            the weights, the gradients and the optimizer's state once more.
 
     Raises:
         ValueError: a value that its setting doesn't take, several microbatches with ``"naive"``, ``chunks`` with

@@ -173,7 +173,7 @@ class StagedStrategy(LayoutStrategy):
             failed=self.on_exception,
         )
         self._at_end.callback(last_stage.end)
-        self._at_end.enter_context(short_switch_interval())
+        self._at_end.enter_context(short_switch_interval())  # messages leave during updates and evaluations, too
         versions = self.make_versions()
         dry_runs = DryRuns(run, self._stages, last_stage, late=versions is not None)
         engine = Engine(
@@ -284,7 +284,7 @@ class StagedStrategy(LayoutStrategy):
     def on_train_end(self) -> None:
         self.drain()
         super().on_train_end()
-        self.at_work.last_stage.outcomes.take(keep=0)
+        self.at_work.last_stage.outcomes.take(keep=0)  # all stages meet here
         if self.timeline.enabled:
             trainer = self.run.trainer
             write_timeline(

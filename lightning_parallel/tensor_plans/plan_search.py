@@ -54,6 +54,7 @@ def found_plan(module: nn.Module, run: Callable[[], Any], count: int) -> dict[st
     input, without side effects that matter."""
     plan: dict[str, str | Style] = {}
     known: dict[str, _Way | None] = {}  # by what blocks have in common
+    # Generators of all GPUs, and of the host.
     with torch.random.fork_rng(), Generators(torch.device("cpu")).kept(), StateKept(module):
         module.eval()
         pairs = [

@@ -148,8 +148,9 @@ class Recorder:
         call = name, self._next(name)
         self._unit, self._inside, self._read = part, set(), set()
         host = GeneratorsWatched(ON_HOST)
-        self.trace.escapes[from_parameters(*call)] = Escape(len(self.trace.calls), call, None, frozenset())
-        with OperationsNoted() as noted, torch.no_grad(), _marked(part, from_parameters(*call)):
+        computed = from_parameters(*call)
+        self.trace.escapes[computed] = Escape(len(self.trace.calls), call, None, frozenset())
+        with OperationsNoted() as noted, torch.no_grad(), _parameters_marked(part, computed):
             output = self._asked(run, call)
         self._read |= origins_in(output)
         # A unit may read another one's parameters, which it was given as a module.
@@ -178,7 +179,7 @@ class Recorder:
         return output
 
     def _end_call(self, call: Call) -> None:
-        """After a unit's call, and the user's hooks on it: a stage leaves the step only then."""
+        """End a unit's call, after the user's hooks on it: a stage leaves the step only then."""
         if call in self._exits and any(True for _ in self._state.written()):
             self.trace.stored_after.add(call)
         if call == self._until:
@@ -292,9 +293,9 @@ def relabelled(output: Any, origin: str) -> Any:
 
 
 @contextmanager
-def _marked(unit: nn.Module, origin: str) -> Iterator[None]:
-    """Inside, what is computed from a unit's parameters has one more origin, and so isn't taken for what code around
-    the unit computes from them. Where the unit is absent, its own code has to run for it."""
+def _parameters_marked(unit: nn.Module, origin: str) -> Iterator[None]:
+    """Inside, a unit's parameters have one more origin, and so has what the unit computes from them. Code around the
+    unit that computes from them runs on each stage; on other stages, the unit's own code has to be run for this."""
     memories = {id(each.memory): each.memory for each in unit.parameters() if isinstance(each, AbsentTensor)}
     for memory in memories.values():
         memory.origins |= {origin}

@@ -22,8 +22,9 @@ from lightning_parallel.tracing.trace import Trace
 
 
 def refuse_unrepeatable(module: nn.Module, layers: Collection[str], traced: Callable[..., Trace]) -> None:
-    """Refuse layers that do something else when they run again: they keep a state, or draw from another generator than
-    torch's default one. ``traced`` traces a step of the module, which calls them.
+    """Refuse layers that do something else when they run again: they keep a state, have a hook inside that counts or
+    collects, or draw from another generator than torch's default one. ``traced`` traces a step of the module, which
+    calls them.
 
     Raises:
         ValueError: one of the layers does.
@@ -48,8 +49,8 @@ def refuse_unrepeatable(module: nn.Module, layers: Collection[str], traced: Call
     if found:
         raise ValueError(
             f"activation_checkpointing=True: '{min(found)}' does something else when it runs again on the same inputs: "
-            f"it keeps a state (or a hook inside it counts or collects), or draws from another generator than torch's "
-            f"default one. Leave activation_checkpointing out."
+            f"it keeps a state, has a hook inside that counts or collects, or draws from another generator than "
+            f"torch's default one. Leave activation_checkpointing out."
         )
 
 
@@ -74,22 +75,23 @@ def _run_twice(
         torch.set_rng_state(drawn_from)
         for kept in state.absent():
             kept.memory.origins = frozenset([FROM_EARLIER_STEP])
-        watched, kept_around = GeneratorsWatched(generators), _kept(around)
+        watched, counts = GeneratorsWatched(generators), _counts(around)
         try:
             with torch.enable_grad():
                 again = forward(*args, **kwargs)
         except Exception:  # any: of the second time only, so it is what differs
             found.add(name)
             return output
+        goes_on = state.goes_on() or _counts(around) != counts
         # What it makes the first time only, such as a mask, does no harm.
-        if state.goes_on() or FROM_EARLIER_STEP in origins_in(again) or watched.drawn() or _kept(around) != kept_around:
+        if goes_on or FROM_EARLIER_STEP in origins_in(again) or watched.drawn():
             found.add(name)
     return output
 
 
-def _kept(parts: Sequence[nn.Module]) -> dict[tuple[int, str], Any]:
-    """The numbers that parts outside of layers keep, and the lengths of their containers: a hook on a module inside a
-    layer may count there, or collect."""
+def _counts(parts: Sequence[nn.Module]) -> dict[tuple[int, str], Any]:
+    """The numbers that parts keep, and the lengths of their containers. A hook on a module inside a layer may count or
+    collect in a part outside."""
     return {
         (id(part), name): len(value) if isinstance(value, Sized) else value
         for part in parts

@@ -53,8 +53,8 @@ def add_plain_values(scene: Scene, seen: Trace, step: Callable[[], Any]) -> None
     its state."""
     units = {part: names[-1] for part, names in scene.owners.items()}
     written, shared = scene.state.written_plainly(), scene.state.shared_by(scene.owners)
-    by_last_call, shared_by_then, followed = _before_its_end(scene, seen, step)
-    written, shared = written | by_last_call, shared | (shared_by_then - followed)
+    written_then, shared_then, followed = _changed_by_last_call(scene, seen, step)
+    written, shared = written | written_then, shared | (shared_then - followed)
     common = set(map(id, scene.common))
     watching = {part for part, _ in written | shared} | common
     parts = [part for part in scene.module.modules() if id(part) in watching]
@@ -108,10 +108,14 @@ def add_plain_values(scene: Scene, seen: Trace, step: Callable[[], Any]) -> None
             seen.plain_reads.append(read)
 
 
-def _before_its_end(scene: Scene, seen: Trace, step: Callable[[], Any]) -> tuple[set[_Key], set[_Key], set[_Key]]:
-    """What has changed by the last call of a unit: the code after it may put it back, but earlier stages don't run that
-    code. These are the attributes of units, and numbers of the code around them; those that several units share; and
-    which of these hold absent tensors."""
+def _changed_by_last_call(scene: Scene, seen: Trace, step: Callable[[], Any]) -> tuple[set[_Key], set[_Key], set[_Key]]:
+    """The attributes that have changed by the end of the last call of a unit. The code after it may put them back, but
+    earlier stages don't run that code.
+
+    Returns:
+        The changed attributes of units, and numbers of the code around them; the attributes that several units share;
+        and those among both that hold absent tensors, whose origins are followed anyway.
+    """
     with StateKept(scene.module, apart=scene.units) as state:
         last = (seen.calls[-1].unit, seen.calls[-1].call) if seen.calls else None
         with suppress(Exception, LeaveStep), Recorder(scene, until=last).installed():  # any error: the trace has it

@@ -199,7 +199,7 @@ class StateKept:
         return content
 
     def has_absent(self, value: Any) -> bool:
-        """Is there an absent tensor in a value?"""
+        """Is there an absent tensor in a value? Unlike :func:`.first_absent` this looks into objects and sets, too."""
         held = (item for *_, items in self._within(value) for item in _items(items))
         return any(isinstance(each, AbsentTensor) for each in (value, *held))
 
@@ -231,17 +231,19 @@ class StateKept:
         return [version_of(value)] if isinstance(value, Tensor) else self._contents(value)
 
     def goes_on(self) -> bool:
-        """Would one more run begin elsewhere? So it is if a number, a text or the length of a container has changed, at
-        any depth, the order of a container's items, or a tensor with values. Of the parts `apart` this says nothing."""
+        """Would one more run begin elsewhere? So it is if something has changed, at any depth: a number, a text, a
+        tensor with values, or the length of a container or the order of its items. The order of a dictionary doesn't
+        count. Of the parts ``apart`` this says nothing."""
         for _, held, now in self._changed(of_apart=False):
             if isinstance(now, dict) and isinstance(held, dict) and now.keys() == held.keys():
-                now = {key: now[key] for key in held}  # their order is nothing that a layer computes with
-            items, before = _items(now), _items(held)
-            if len(now) != len(held) or any(
-                isinstance(b, int | float | str) and a != b for a, b in zip(before, items, strict=True)
-            ):
+                now = {key: now[key] for key in held}  # layers take its items by their keys
+            before, after = _items(held), _items(now)
+            if len(before) != len(after):
                 return True
-            if any(map(is_not, before, items)) and Counter(map(id, before)) == Counter(map(id, items)):
+            if any(isinstance(b, int | float | str) and a != b for a, b in zip(before, after, strict=True)):
+                return True
+            # The same items in another order: layers take them in turns.
+            if any(map(is_not, before, after)) and Counter(map(id, before)) == Counter(map(id, after)):
                 return True
         return bool(self._changed_values())
 

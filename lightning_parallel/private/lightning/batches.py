@@ -214,7 +214,7 @@ def time_without_broadcasts(trainer: pl.Trainer) -> Callable[[], None]:
 def _stop_in_time(timer: Timer, told: set[Timer], trainer: pl.Trainer, *_: Any) -> None:
     left = timer.time_remaining() if timer._interval == "step" else None
     if left is not None and left <= 0 and not trainer.should_stop:
-        trainer.should_stop = True  # in each batch until all ranks stop
+        trainer.should_stop = True  # again in each batch, until all ranks stop
         if timer._verbose and timer not in told:
             told.add(timer)
             elapsed = timedelta(seconds=int(timer.time_elapsed()))  # as Lightning words it:
