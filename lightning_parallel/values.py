@@ -1,12 +1,13 @@
 """Compares plain values, as modules and optimizers keep them: numbers, texts, tensors, and tuples or lists of these.
-Puts other values into dictionaries for a time. Finds words for error messages: a shortened list of names, and the line
-that is running."""
+Finds the numbers among them. Puts other values into dictionaries for a time. Finds words for error messages: a
+shortened list of names, and the line that is running."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,15 @@ def same_value(one: Any, other: Any) -> bool:
     if isinstance(one, tuple | list):
         return len(one) == len(other) and all(map(same_value, one, other))
     return isinstance(one, PLAIN) and bool(one == other)
+
+
+def scalars(values: Mapping[str, Any]) -> dict[str, float]:
+    """The real numbers among some values, and in tensors of one element."""
+    return {
+        str(name): float(value.detach() if isinstance(value, Tensor) else value)
+        for name, value in values.items()
+        if isinstance(value, Real) or (isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex())
+    }
 
 
 @contextmanager

@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from numbers import Real
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeVar
 
 import lightning.pytorch as pl
@@ -26,7 +25,7 @@ from lightning_parallel.checks.reads_of_shards import ReadsOfShards, warn_of_siz
 from lightning_parallel.private.torch.tensors import tensors_in
 from lightning_parallel.ranks.collectives import gather_objects
 from lightning_parallel.results.logs import logging_through
-from lightning_parallel.values import first_few
+from lightning_parallel.values import first_few, scalars
 
 T = TypeVar("T")
 
@@ -71,7 +70,7 @@ class FirstLosses:
         logged: dict[str, Any] = {}
         module, reads = self._module, ReadsOfShards(self._module, self._names)
         assert isinstance(module, pl.LightningModule)
-        log, before = module.log, [*_kept(module)]
+        log, before = module.log, _attributes(module)  # held: a new tensor must not get the id of one that is gone
 
         def note(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
             logged[name] = value
@@ -82,9 +81,9 @@ class FirstLosses:
         warn_of_sizes(reads.sizes - self._warned, kind)
         self._warned |= reads.sizes
         returned = output if isinstance(output, Mapping) else {"loss": output}
-        known = {id(tensor) for _, tensor in before}
-        norms = {name: _norm(tensor) for name, tensor in _kept(module) if id(tensor) not in known}
-        predicts = kind == "predict_step"
+        known, predicts = set(map(id, before.values())), kind == "predict_step"
+        kept = {name: tensor for name, tensor in _attributes(module).items() if id(tensor) not in known}
+        norms = {name: _norm(tensor) for name, tensor in (kept | _metric_states(module)).items()}
         returns = enumerate(tensors_in(output))
         outputs = {f"output {i}": _norm(tensor) for i, tensor in returns if predicts or tensor.numel() > 1}
         own = _Seen(scalars(returned) | (outputs if predicts else {}), scalars(logged) | norms | outputs, reads.found)
@@ -95,24 +94,26 @@ class FirstLosses:
         return output
 
 
-def scalars(values: Mapping[str, Any]) -> dict[str, float]:
-    """The real numbers among some values, and in tensors of one element."""
+def _attributes(module: nn.Module) -> dict[str, Tensor]:
+    """The tensors in a module's own attributes, by name."""
     return {
-        str(name): float(value.detach() if isinstance(value, Tensor) else value)
-        for name, value in values.items()
-        if isinstance(value, Real) or (isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex())
+        f"self.{name} ({i})" if i else f"self.{name}": tensor
+        for name, value in vars(module).items()
+        if not name.startswith("_")
+        for i, tensor in enumerate(tensors_in(value))
+        if type(tensor) is Tensor
     }
 
 
-def _kept(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """The tensors in a module's own attributes, and copies of its metrics' states: of a list of them the last one."""
-    for name, value in vars(module).items():
-        if not name.startswith("_"):
-            yield from ((f"self.{name}", tensor) for tensor in tensors_in(value) if type(tensor) is Tensor)
-    for path, part in module.named_modules():
-        for name, state in part.metric_state.items() if isinstance(part, Metric) else ():
-            last = state[-1:] if isinstance(state, list) else [state]
-            yield from ((f"self.{path}.{name}", tensor.clone()) for tensor in last if type(tensor) is Tensor)
+def _metric_states(module: nn.Module) -> dict[str, Tensor]:
+    """The states of a module's metrics, by name; of a state that is a list the last item, which the step has added."""
+    states = {
+        f"self.{path}.{name}": state[-1] if isinstance(state, list) and state else state
+        for path, part in module.named_modules()
+        if isinstance(part, Metric)
+        for name, state in part.metric_state.items()
+    }
+    return {name: state for name, state in states.items() if type(state) is Tensor}
 
 
 def _norm(x: Tensor) -> float:

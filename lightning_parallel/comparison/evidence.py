@@ -11,11 +11,11 @@ from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from lightning_parallel.checks.first_losses import scalars
 from lightning_parallel.ranks.collectives import gather_objects_on_first
 from lightning_parallel.ranks.local_model import LocalModel, whole
 from lightning_parallel.ranks.shard import Shard
 from lightning_parallel.strategies.base import LayoutStrategy
+from lightning_parallel.values import scalars
 
 SEED = 11
 

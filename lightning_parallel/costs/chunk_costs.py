@@ -67,7 +67,7 @@ def _chunk(items: Sequence[tuple[TracedCall, Cost]], again: Collection[str], cod
     inputs: dict[Hashable, float] = {}
     held = most_forward = most_backward = forward = backward = first = messages = 0.0
     for call, cost in items:
-        is_taken = not taken.isdisjoint(code.returned.get((call.unit, call.call), ()))
+        is_taken = not taken.isdisjoint(code.returned.get(call.key, ()))
         inner = cost.inner + (0.0 if is_taken else cost.outputs)
         held += 0.0 if call.unit in again else inner
         own = _inputs(call, cost, code)
@@ -102,7 +102,7 @@ def _chunk(items: Sequence[tuple[TracedCall, Cost]], again: Collection[str], cod
 
 def _inputs(call: TracedCall, cost: Cost, code: CodeAround) -> dict[Hashable, float]:
     """The bytes of a call's inputs that are held, by their memory."""
-    tensors = [x for x in tree_leaves(code.given.get((call.unit, call.call))) if isinstance(x, Tensor)]
+    tensors = [x for x in tree_leaves(code.given.get(call.key)) if isinstance(x, Tensor)]
     keys = [x.memory if isinstance(x, AbsentTensor) else memory_of(x) for x in tensors]
     return {key: nbytes for key, nbytes in zip(keys, cost.inputs, strict=False) if nbytes}
 

@@ -83,7 +83,7 @@ class Profile:
 
     def seconds(self, parts: Partition, samples: int) -> list[float]:
         """The seconds of each call in the chain of layers, forward and backward, with the calls that go with it."""
-        costs = {(call.unit, call.call): cost for call, cost in self.calls(parts, samples)}
+        costs = {call.key: cost for call, cost in self.calls(parts, samples)}
         found, waiting = [], 0.0
         for call in parts.calls:  # in the order in which they are shared out
             waiting += costs[call].forward + costs[call].backward
@@ -97,7 +97,7 @@ class Profile:
         units = frozenset(parts.units)
         if (units, samples) not in self._found:
             self._found[units, samples] = self._mixed(units, samples)
-        return [(call, cost) for call, cost in self._found[units, samples] if (call.unit, call.call) in parts.calls]
+        return [(call, cost) for call, cost in self._found[units, samples] if call.key in parts.calls]
 
     def _mixed(self, units: frozenset[str], samples: int) -> list[tuple[TracedCall, Cost]]:
         if units not in self._traces:
@@ -149,7 +149,7 @@ class Profile:
         return _Traced(samples, seen.calls, costs, code)
 
     def _cost(self, call: TracedCall, code: CodeAround, after: Around) -> Cost:
-        given = code.given.get((call.unit, call.call))
+        given = code.given.get(call.key)
         cost = None
         if given is not None:
             unit = self._module.get_submodule(call.unit)

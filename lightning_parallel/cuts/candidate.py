@@ -236,7 +236,7 @@ class Candidate:
             bounds=tuple(bounds),
             placement=self._placement,
             units={name: tuple(sorted(chunks)) for name, chunks in running.items()},
-            calls={(call.unit, call.call): chunk for call, chunk in zip(calls, chunk_of, strict=True)},
+            calls={call.key: chunk for call, chunk in zip(calls, chunk_of, strict=True)},
             owners={name: tuple(sorted(held[aliases[name]])) for name in tensors},
             uses={name: frozenset(chunks) for name, chunks in uses.items()},
             aliases=aliases,

@@ -60,7 +60,7 @@ def flow_of_step(module: nn.Module, partition: Partition, step: Callable[[], Any
 
 def _check_gradients(module: nn.Module, partition: Partition, flow: Flow, seen: Trace) -> None:
     """Refuse layers that would miss the gradient of an output that crosses a cut."""
-    calls = {(call.unit, call.call): call for call in seen.calls}
+    calls = {call.key: call for call in seen.calls}
     last = max((i for i, call in enumerate(seen.calls) if call.in_function), default=-1)
     before = [module.get_submodule(call.unit) for call in seen.calls[: last + 1]]
     passes_gradients = any(parameter.requires_grad for unit in before for parameter in unit.parameters())
@@ -108,7 +108,7 @@ class _Flows:
             self._need_update(update)
         cargo = {origin: self._cargo(origin) for origin in sorted(self._needed, key=self._order.__getitem__)}
         cuts, kept = self._ways(cargo)
-        calls = [(each.unit, each.call) for each in self._seen.calls]
+        calls = [each.key for each in self._seen.calls]
         passed: list[set[Call]] = [set() for _ in self._placed.ends]
         for i, chunk in enumerate(self._chunks):
             for earlier in range(chunk):

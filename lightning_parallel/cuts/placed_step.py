@@ -28,7 +28,7 @@ class PlacedStep:
         has_left: set[int] = set()
         for i, (call, sources) in enumerate(zip(seen.calls, seen.sources(), strict=True)):
             needed = max((self.chunks[j] for j in sources if j < i), default=0)
-            chunk = partition.chunk_of((call.unit, call.call), needed)
+            chunk = partition.chunk_of(call.key, needed)
             self.chunks.append(chunk)
             if chunk in has_left or needed > chunk:
                 has_left.add(chunk)

@@ -81,14 +81,14 @@ def partition(
     result = best.partition(recompute)
     _check_updates(result, best.seen)
     # The calls after which chunks leave the step, with these chunks: all but the last one.
-    last = {result.calls[call.unit, call.call]: (call.unit, call.call) for call in best.seen.calls}
+    last = {result.calls[call.key]: call.key for call in best.seen.calls}
     exits = {call: chunk for chunk, call in last.items() if chunk < result.chunks - 1}
     again = partial(traced, module, best.units, step)
     second = again(seed=1, exits=exits)
     _check_repeatable(best.seen, second)
     if recompute:
         refuse_unrepeatable(module, result.layers, partial(trace, module, best.units, step))
-    calls = [(call.unit, call.call) for call in best.seen.calls]
+    calls = [call.key for call in best.seen.calls]
     _check_stored(result, calls, {exits[call] for call in second.stored_after if call is not None})
     for call in second.stored_after:
         third = again(seed=2, earlier=[call])
@@ -115,7 +115,7 @@ def _check_updates(parts: Partition, seen: Trace) -> None:
 def _check_repeatable(first: Trace, second: Trace) -> None:
     """Refuse steps whose calls are random. Under layer drop each microbatch calls different layers, so what crosses a
     cut can't be known ahead."""
-    calls, again = ([(call.unit, call.call) for call in seen.calls] for seen in (first, second))
+    calls, again = ([call.key for call in seen.calls] for seen in (first, second))
     if calls != again:
         differing = sorted({name for name, _ in set(calls) ^ set(again)})
         names = first_few(map(repr, differing))

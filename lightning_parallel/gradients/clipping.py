@@ -2,7 +2,7 @@
 
 The result is that of clipping the whole model's gradients in one process. torch's own functions see one rank's
 gradients only, and refuse a list that mixes DTensors with plain tensors. Lightning's precision plugin calls them, and
-is made to clip so, and to skip a step on all ranks or on none.
+is made to clip so.
 """
 
 from __future__ import annotations
@@ -12,15 +12,12 @@ from contextlib import ExitStack, nullcontext
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from torch import Tensor, nn
-from torch.amp import GradScaler
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_parallel.gradients.hook_watch import GradientWatch
 from lightning_parallel.private.lightning.replaced import replaced
-from lightning_parallel.private.torch.groups import CommonScaler
 from lightning_parallel.private.torch.tensors import norms_of, scale_all
 from lightning_parallel.ranks.collectives import reduce_tensor
 from lightning_parallel.ranks.local_model import LocalModel, local_part
@@ -94,20 +91,3 @@ def square_of_norm(gradients: list[Tensor], device: torch.device) -> Tensor:
         norms = norms_of(group, torch.promote_types(group[0].dtype, torch.float32))
         square += torch.stack(norms).double().square().sum().to(device)
     return square
-
-
-def scaler_of(plugin: Precision) -> GradScaler | None:
-    """The loss scaler, if there is one."""
-    return plugin.scaler if isinstance(plugin, MixedPrecision) else None
-
-
-def share_overflows(run: Run, until: ExitStack) -> None:
-    """Make a loss scaler skip the step on all ranks if the gradients of one overflow. When the stack is closed, the
-    plugin has its own scaler again, with the scale that has been reached."""
-    plugin = run.precision
-    if isinstance(plugin, MixedPrecision) and plugin.scaler is not None:
-        own = plugin.scaler
-        plugin.scaler = common = CommonScaler(device=run.device.type, process_group=dist.group.WORLD)
-        common.load_state_dict(own.state_dict())
-        until.callback(setattr, plugin, "scaler", own)
-        until.callback(lambda: own.load_state_dict(common.state_dict()))

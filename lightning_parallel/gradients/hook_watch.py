@@ -74,7 +74,7 @@ class GradientWatch(TorchFunctionMode):
 
     def begin(self) -> None:
         """Begin to watch: gradients are complete, and hooks may follow."""
-        if self._is_open:
+        if self._is_open or not self.is_needed:
             return
         gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
         self._memories = {memory_of(gradient) for gradient in gradients} - {0}

@@ -20,7 +20,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
-from lightning_parallel.gradients.clipping import scaler_of
+from lightning_parallel.gradients.loss_scale import scaler_of
 from lightning_parallel.schedules.actions import Schedule
 from lightning_parallel.schedules.simulate import BATCHES, Order
 

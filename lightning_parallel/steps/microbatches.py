@@ -20,7 +20,7 @@ from torchmetrics import Metric
 
 from lightning_parallel.batch import rebuilt
 from lightning_parallel.batch_joins import join_outputs
-from lightning_parallel.gradients.clipping import scaler_of
+from lightning_parallel.gradients.loss_scale import scaler_of
 from lightning_parallel.losses.normaliser import BatchLoss
 from lightning_parallel.pipeline.chunk import Microbatch
 from lightning_parallel.pipeline.stage import Stage

@@ -28,7 +28,6 @@ import torch
 from torch import Tensor
 
 from lightning_parallel.batch import split_into
-from lightning_parallel.checks.first_losses import scalars
 from lightning_parallel.cuts.partition import Partition
 from lightning_parallel.losses.counts import count_of, numbered
 from lightning_parallel.losses.graph import Number, Term, terms_of
@@ -41,7 +40,7 @@ from lightning_parallel.results.last_stage import LastStage
 from lightning_parallel.results.logs import trial
 from lightning_parallel.steps.kept_state import differing, left_by
 from lightning_parallel.tracing.snapshot import StateKept
-from lightning_parallel.values import first_few
+from lightning_parallel.values import first_few, scalars
 
 _TRIALS = 8  # at most in the first batch, and at most of losses of a new make: a step may make ever new ones
 

@@ -27,7 +27,8 @@ from lightning.pytorch.callbacks import LambdaCallback, WeightAveraging
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_parallel.gradients.clipping import Clipping, scaler_of
+from lightning_parallel.gradients.clipping import Clipping
+from lightning_parallel.gradients.loss_scale import scaler_of
 from lightning_parallel.gradients.overridden import overridden
 from lightning_parallel.gradients.swapping import Gradients, swap_gradients
 from lightning_parallel.optimizers.closures import closure_first

@@ -567,7 +567,7 @@ class LayoutStrategy(ParallelStrategy):
     def watch_gradients(self) -> None:
         """Begin to watch the gradients, which are complete. Until the optimizer steps, the user's code may read
         them."""
-        if self._watch is not None and self._watch.is_needed:
+        if self._watch is not None:
             self._watch.begin()
 
     @override

@@ -32,7 +32,7 @@ from lightning_parallel.callbacks.defaults import IN_STAGES, Reasons
 from lightning_parallel.callbacks.start_table import Holding
 from lightning_parallel.checks.manual import SEVERAL_OPTIMIZERS, refuse_manual_optimization
 from lightning_parallel.cuts.partition import Partition
-from lightning_parallel.gradients.clipping import share_overflows
+from lightning_parallel.gradients.loss_scale import share_overflows
 from lightning_parallel.losses.graph import Number
 from lightning_parallel.messages.posting import short_switch_interval
 from lightning_parallel.pipeline.engine import Engine

@@ -24,7 +24,7 @@ from typing_extensions import override
 
 from lightning_parallel.callbacks.start_table import Holding
 from lightning_parallel.checks.manual import BackwardGuard
-from lightning_parallel.gradients.clipping import share_overflows
+from lightning_parallel.gradients.loss_scale import share_overflows
 from lightning_parallel.gradients.swapping import add_gradients, swap_gradients
 from lightning_parallel.ranks.local_model import LocalModel
 from lightning_parallel.set_up.options import ProcessOptions

@@ -189,7 +189,7 @@ class Recorder:
         """Note that a unit's call, and the user's hooks on it, are over."""
         if self._depth == 0 and self._in_hooks:
             self._in_hooks = False
-            self._end_call((self.trace.calls[-1].unit, self.trace.calls[-1].call))
+            self._end_call(self.trace.calls[-1].key)
 
     def _called_inside(self, name: str, run: Invocation) -> Any:
         if self._depth == 1:

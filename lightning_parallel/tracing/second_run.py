@@ -85,11 +85,11 @@ def add_plain_values(scene: Scene, seen: Trace, step: Callable[[], Any]) -> None
         uses.clear()
         return attribute_uses(parts, told)
 
-    calls = {(call.unit, call.call) for call in seen.calls}
+    calls = {call.key for call in seen.calls}
     is_repeated = False  # has a run made all calls again?
     with StateKept(scene.module, apart=scene.units) as second:
         for recorder, _ in _guessed(scene, step, 0.5, watched):
-            is_repeated |= calls <= {(call.unit, call.call) for call in recorder.trace.calls}
+            is_repeated |= calls <= {call.key for call in recorder.trace.calls}
             for key, used in uses.items():
                 part, attribute, is_attribute = used[0].part, used[0].attribute, isinstance(key, tuple)
                 value = _value_of(part, attribute) if is_attribute else used[0].value
@@ -117,7 +117,7 @@ def _changed_by_last_call(scene: Scene, seen: Trace, step: Callable[[], Any]) ->
         and those among both that hold absent tensors, whose origins are followed anyway.
     """
     with StateKept(scene.module, apart=scene.units) as state:
-        last = (seen.calls[-1].unit, seen.calls[-1].call) if seen.calls else None
+        last = seen.calls[-1].key if seen.calls else None
         with suppress(Exception, LeaveStep), Recorder(scene, until=last).installed():  # any error: the trace has it
             step()
         values = {

@@ -44,6 +44,11 @@ class TracedCall:
     in_inference: bool
 
     @property
+    def key(self) -> Call:
+        """The call, as hooks know it."""
+        return self.unit, self.call
+
+    @property
     def origin(self) -> str:
         return origin_of(self.unit, self.call)
 

@@ -42,7 +42,7 @@ IN_HOST_MEMORY = {
     "late_values.py _take": "the names of metrics, from host to host",
     "late_values.py <genexpr>": "the loss and the metrics, which came from host to host",
     "late_values.py <dictcomp>": "metrics of the progress bar, which came from host to host",
-    "first_losses.py <dictcomp>": "what a trial of two microbatches logs, in batches 2, 3, 5, 9, ...",
+    "values.py <dictcomp>": "what a trial of two microbatches logs, in batches 2, 3, 5, 9, ...",
     "reads_of_shards.py __torch_function__": "tensor ranks compare steps 1, 2, 3, 5, 8, ..., which are watched",
     "collectives.py guarded": "what they tell each other then, from host to host",
     "trial.py _mean": "numbers of such a trial",
@@ -63,7 +63,7 @@ ONCE_A_BATCH = {
 }
 # In a batch, of all of them; so many would not be reached by one that is read for each layer or parameter.
 AT_MOST = {"optimizer.py _get_value": 200, "dropout.py enter": 20,
-            "message.py __init__": 8, "graph.py number_of": 12, "first_losses.py <dictcomp>": 2, "trial.py outcome": 2,
+            "message.py __init__": 8, "graph.py number_of": 12, "values.py <dictcomp>": 2, "trial.py outcome": 2,
             "trial.py _mean": 8, "batch.py fingerprint": 4, "reads_of_shards.py __torch_function__": 8,
             "collectives.py guarded": 8, "late_values.py <genexpr>": 4}  # fmt: skip
 
