@@ -56,7 +56,7 @@ class Flow:
     Attributes:
         cuts: the cargo of each cut, in the order in which it is computed.
         kept: the cargo that stays on a stage, by the chunk that has it and the later one that needs it.
-        last: for each chunk its last call; None if it has none.
+        last: for each chunk its last call, or that of the step if earlier chunks make all calls; None if it has none.
         passed: for each chunk the calls of later chunks that come before its last one. It goes on with absent tensors.
         placed: the chunk of each call in the dry run.
         transparent: units whose own code runs where they are absent, for values that escape from them.

@@ -17,7 +17,8 @@ class PlacedStep:
         chunks: the chunk of each call.
         late: the indices of calls that need what a later chunk computes, and of what their chunks call after them. The
             chunk has left the step by then.
-        last_calls: for each chunk the index of its last call; None if it has none.
+        last_calls: for each chunk the index of its last call; None if it has none. But if earlier chunks make all calls
+            of the step, as in an evaluation without the last layers, it is the step's last call.
         ends: where each chunk leaves the step: the index of its last call, inf for the last chunk.
     """
 
@@ -34,7 +35,8 @@ class PlacedStep:
                 has_left.add(chunk)
                 self.late.add(i)
         last = {chunk: i for i, chunk in enumerate(self.chunks) if i not in self.late}
-        self.last_calls = [last.get(chunk) for chunk in range(partition.chunks)]
+        latest, of_step = max(last, default=partition.chunks), max(last.values(), default=None)
+        self.last_calls = [of_step if chunk > latest else last.get(chunk) for chunk in range(partition.chunks)]
         self.ends = [self._end_of(chunk) for chunk in range(partition.chunks)]
 
     def _end_of(self, chunk: int) -> float:

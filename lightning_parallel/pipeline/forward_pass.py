@@ -33,8 +33,6 @@ class Cuts:
         wanted: the calls whose output a later chunk needs.
         last: the call after which the chunk leaves the step. None for the last chunk, and for one without calls.
         passed: the calls of later chunks before it.
-        is_over: have earlier chunks made all calls of the step, as in an evaluation that leaves the last layers out?
-            Then the chunk only hands on what has arrived. The last chunk runs the end of the step in any case.
         placed: the chunk of each call, as far as the dry run has made it.
         stage: the stage that runs the chunk.
     """
@@ -49,7 +47,6 @@ class Cuts:
         self.last = flow.last[chunk] if chunk < partition.chunks - 1 else None
         self.passed = flow.passed[chunk]
         self.placed = flow.placed
-        self.is_over = bool(flow.placed) and max(flow.placed.values()) < chunk < partition.chunks - 1
         self.stage = partition.placement[chunk]
 
 

@@ -294,6 +294,8 @@ class Stage:
         call = running.called(name)
         answer = self._answer_for(call, absent, forward, args, kwargs, openly=name in self._flow.transparent)
         self._generators.seed(seed, host=name in self.partition.draw_on_host)  # as in `_leave`
+        if call == running.cuts.last:  # of the step: an evaluation may leave the last layers out
+            raise LeaveStep
         return answer
 
     @torch.compiler.disable
@@ -352,10 +354,8 @@ class Stage:
                 what arrived.
         """
         assert (arrival is None) == (chunk == 0)
-        forward = ForwardPass(self.cuts[chunk], arrival)
-        if forward.cuts.is_over:
-            return forward.departure()
-        self._pass, self._in_trial = forward, trial
+        self._pass = forward = ForwardPass(self.cuts[chunk], arrival)
+        self._in_trial = trial
         has_left = False
         try:
             output = step()
