@@ -22,6 +22,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
+import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import LambdaCallback, WeightAveraging
 from torch import Tensor, nn
@@ -101,7 +102,9 @@ class PostValidation:
         scaler = scaler_of(run.precision)
         self._scaler: UndoableScaler | None = None
         if isinstance(scaler, CommonScaler):
-            self._scaler = UndoableScaler(scaler, run.groups.model, self._decide, self._step, until=self._end)
+            self._scaler = UndoableScaler(
+                scaler, run.groups.model, run.groups.along("tensor"), self._decide, self._step, until=self._end
+            )
         for optimizer in run.trainer.optimizers:
             # The closure makes the update before this one again, and this one's copy.
             closure_first(optimizer, partial(_without_hooks, optimizer), self._end)
@@ -171,7 +174,7 @@ class PostValidation:
         if self._open is None:
             return run_schedule(work)
         limit = self._open.limit
-        validation = Validation(self._open.square, lambda total: _holds(total, limit), self.accept)
+        validation = Validation(self._square(self._open), lambda total: _holds(total, limit), self.accept)
         with ExitStack() as undone:
             undone.enter_context(StateKept(self._layers))  # what they write to themselves
             try:
@@ -188,6 +191,11 @@ class PostValidation:
         if earlier:
             earlier.update(gradients)
         return run_schedule(work)
+
+    def _square(self, update: _Open) -> Tensor:
+        """The squared norm that other stages get. Clipping by value, or a hook, may have made an overflow finite."""
+        has_skipped = self._scaler is not None and self._scaler.has_skipped
+        return torch.full_like(update.square, torch.inf) if has_skipped else update.square
 
     def accept(self) -> None:
         """The last update holds."""
@@ -210,7 +218,7 @@ class PostValidation:
     def settle(self) -> None:
         """Validate the last update now, if it isn't yet. All stages call it."""
         if self._open is not None:
-            total = self._open.square.clone()
+            total = self._square(self._open).clone()
             reduce_tensor(total, self._run.groups.along("pipeline"), dist.ReduceOp.SUM)
             self.accept() if _holds(total, self._open.limit) else self.take_back()
 

@@ -98,10 +98,13 @@ class Odd(torch.optim.Optimizer):
 
 
 class Root(nn.Linear):
-    """The gradient of its bias, and no other one, is NaN where it is given a zero."""
+    """The gradient of its bias, and no other one, is infinite where it is given a zero."""
 
     def forward(self, x: Tensor, inside: float = 1.0) -> Tensor:  # type: ignore[override]
-        return super().forward(x) + 0 * (0 * self.bias + inside).sqrt()
+        shift = self.bias - self.bias.detach()
+        if not inside and shift.requires_grad:
+            shift.register_hook(lambda gradient: torch.full_like(gradient, torch.inf))
+        return super().forward(x) + shift
 
 
 class NotANumber(Keeping):
@@ -200,6 +203,8 @@ def trained_announced(*args: Any, **given: Any) -> tuple[list[str], dict[str, Te
         ("Overflowing", 100.0, 2, {}, {"scale": 8.0, "max_epochs": 3}),
         ("Overflowing", 8.0, 2, {}, {"scale": 8.0, "max_epochs": 3}),
         ("Overflowing", None, 3, {}, {"scale": 8.0, "val_check_interval": 1}),
+        # What overflows is finite afterwards.
+        ("Overflowing", 0.1, 2, {}, {"scale": 8.0, "max_epochs": 3, "gradient_clip_algorithm": "value"}),
         ("LeNet", 0.8, 2, {}, {"scale": 2.0**22}),  # which is soon too large
         *thorough(
             ("Llama", None, 4, {"tensor_parallel": 2}, {"scale": 2.0**20}),
