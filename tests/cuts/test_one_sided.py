@@ -216,6 +216,11 @@ SHARING: dict[str, tuple[Any, Does, Does]] = {  # what is shared, what a layer d
     "number": (dict, lambda d, y: d.update(scale=0.9 * d.get("scale", 1.0)), lambda d, y: d.get("scale", 1.0)),
     "of a value": (dict, lambda d, y: d.update(mean=y.mean().item()), lambda d, y: d.get("mean", 1.0)),
     "tensor": (dict, lambda d, y: d.update(mean=y.mean()), lambda d, y: d.get("mean", 1.0)),
+    "inside another": (
+        lambda: {"of": [SimpleNamespace()]},
+        lambda shared, y: deepen(shared["of"][0], y),
+        lambda shared, y: float(len(vars(shared["of"][0]))),
+    ),
     "number of each": (
         dict,
         lambda d, y: d.update(a=y.mean().item() + d.get("a", 0.0)),
@@ -503,6 +508,22 @@ def test_a_buffer_that_layers_of_several_stages_have_is_changed_by_none() -> Non
     for does in ((put, read), (read, put), (put, put)):
         with pytest.raises(FlowError, match=r"'blocks\.0\.shared', which 'blocks\.0' on stage 0, 'blocks\.3' on"):
             flow_of(SharesBuffer(0, 3, *does))
+
+
+class ReadsShared(Net):
+    def __init__(self, block: int) -> None:
+        super().__init__()
+        self.shared = SimpleNamespace()
+        self.blocks[block] = Sharing(self.shared, deepen)
+
+    def step(self, x: Tensor) -> Tensor:
+        return self.head(self.body(self.stem(x))).sum() * self.shared.depth
+
+
+def test_what_a_layer_changes_for_the_end_of_the_step_is_on_the_last_stage() -> None:
+    flow_of(ReadsShared(3))
+    with pytest.raises(FlowError, match=r"'blocks\.0', on stage 0, changes what its attribute 'shared' holds"):
+        flow_of(ReadsShared(0))
 
 
 # -- what a step keeps for the next one ------------------------------------------------------------------------------

@@ -270,6 +270,23 @@ def test_the_modules_parameters_are_back_after_a_step_that_fails() -> None:
     versions.refresh()  # nothing is in flight
 
 
+def test_a_change_from_outside_is_seen_after_a_refresh() -> None:
+    model = Scalars()
+    versions = WeightVersions(model, parameters_of(model))
+    loss, token = versions.forward(lambda: model(1.0))
+    with versions.backward(token):
+        loss.backward()
+    versions.take_gradients()
+    model.w.data = torch.tensor(7.0)  # a checkpoint that is loaded
+    model.v.requires_grad_(False)  # a callback that freezes
+    versions.refresh()
+    loss, token = versions.forward(lambda: model(1.0))
+    assert loss.item() == 21.0
+    with versions.backward(token):
+        loss.backward()
+    assert {name: g.item() for name, g in versions.take_gradients().items()} == {"w": 3.0}
+
+
 def test_a_gradient_of_several_versions_grows_in_one_place() -> None:
     """Each one is kept until its message is sent, so a copy of each would be one of all in the message."""
     model = Scalars()

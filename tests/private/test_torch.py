@@ -231,6 +231,25 @@ def test_only_what_gloo_says_of_addresses_becomes_an_error_with_the_setting() ->
             raise RuntimeError(words)
 
 
+def sizes_inside() -> list[int]:
+    """Those of the default group: inside, in a thread apart, and once another one has been inside."""
+    seen: list[int] = []
+    with groups.default_group(groups.group_of_members([dist.get_rank()], None)):
+        seen.append(dist.get_world_size())
+        apart = groups.ThreadApart(target=lambda: seen.append(dist.get_world_size()))
+        apart.start()
+        apart.join()
+        with groups.default_group(groups.silent_group_of([0, 1])):
+            pass
+        seen.append(dist.get_world_size())
+    return seen
+
+
+def test_default_group_is_another_inside_but_for_a_thread_apart(pool: WorkerPool) -> None:
+    """A save in the background would take a step's ranks."""
+    assert pool.run(sizes_inside, 2) == [[1, 2, 1]] * 2
+
+
 def test_silent_group_of_other_ranks_sends_nothing(pool: WorkerPool) -> None:
     """Otherwise a look at a step, which one rank may take alone, would wait for the others."""
     assert pool.run(gathered_silently, 2) == [[0.0, 0.0], [1.0, 1.0]]

@@ -176,6 +176,8 @@ def test_a_search_goes_on_with_what_it_was_begun_with(search: Search, tmp_path: 
 def test_a_search_that_cannot_begin_says_why(search: Search, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"hydra\.sweeper\.n_jobs=0: not a value"):
         search(distance, n_jobs=0)
+    with pytest.raises(ConfigError, match="give minimize or maximize"):
+        search(distance, direction="max")
     with pytest.raises(ConfigError, match="trial 0 has no result"):
         search(lambda number, lr: None)
     with (tmp_path / "search.lock").open("w") as file:

@@ -24,6 +24,13 @@ def test_others_pass(make: Callable[[Any], Optimizer]) -> None:
     OriginalNames(module.named_parameters(), "SomeStrategy").refuse_kept_by(make(module.parameters()), module)
 
 
+def test_an_optimizer_inside_another_one_that_keeps_parameters_is_refused() -> None:
+    module = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
+    optimizer = optimizers.Lookahead(optimizers.KeepsIds(module.parameters()))
+    with pytest.raises(ValueError, match=r"KeepsIds keeps .*'[01]\.weight'.* 'kept'.*SomeStrategy"):
+        OriginalNames(module.named_parameters(), "SomeStrategy").refuse_kept_by(optimizer, module)
+
+
 def test_a_state_of_no_parameter_is_refused() -> None:
     """A checkpoint would lose it."""
     module = nn.Linear(4, 3)

@@ -60,6 +60,15 @@ def test_asynchronous_replicas_are_whole() -> None:
         lp.AsyncPipelineStrategy(data_parallel_kind="fully_shard")
 
 
+def test_asynchronous_replicas_have_the_numbers_of_one_pipeline(pool: WorkerPool) -> None:
+    """Microbatch k of the one is those of the two replicas together, so it is computed with the same weights."""
+    options = {"stages": 2, "microbatches": 2}
+    given = {"accumulate_grad_batches": 2, "max_epochs": 2, "samples": 20, "init": False}
+    whole = pool.run(train, 2, "LeNet", "async", options, **given)
+    reports = pool.run(train, 4, "LeNet", "async", options, batch_size=4, **given)
+    assert largest_difference(joined(reports, "weights"), joined(whole, "weights")) < EXACT
+
+
 def fit_unseeded(strategy: str, options: dict[str, Any]) -> Report:
     """Every rank begins with weights of its own."""
 

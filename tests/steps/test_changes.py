@@ -24,6 +24,16 @@ def test_one_that_is_changed_and_put_back_is_left_alone() -> None:
                 module.weight.copy_(module.weight.sign())
 
 
+def test_one_that_is_replaced_for_each_microbatch_is_refused() -> None:
+    module = nn.Linear(3, 2)
+    changes = StepChanges(module)
+    changes.begin_batch((), 2, 1)
+    with changes.around_run(0):
+        module.bias = nn.Parameter(module.bias.detach() + 1)
+    with pytest.raises(RuntimeError, match="'bias'"), changes.around_run(1):
+        module.bias = nn.Parameter(module.bias.detach() + 1)
+
+
 def test_a_buffer_that_other_stages_read_must_not_be_changed_by_its_layer() -> None:
     module = nn.BatchNorm1d(2)
     changes = StepChanges(module, ["running_mean"])

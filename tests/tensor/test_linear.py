@@ -26,6 +26,18 @@ def second_derivatives() -> None:
         grad.sum().backward()
 
 
+def bias_alone() -> None:
+    whole = nn.Linear(4, 4)
+    whole.weight.requires_grad_(False)
+    layer = ColumnParallelLinear.from_linear(whole, group=world())
+    layer(torch.ones(3, 4, requires_grad=True)).sum().backward()
+    assert layer.bias is not None and layer.bias.grad is not None and layer.bias.grad.tolist() == [3.0, 3.0]
+
+
+def test_a_bias_learns_where_its_weight_is_frozen(pool: WorkerPool) -> None:
+    pool.run(bias_alone, 2)
+
+
 def test_second_derivatives_are_refused(pool: WorkerPool) -> None:
     pool.run(second_derivatives, 2)
 
@@ -90,6 +102,11 @@ def test_a_layer_sends_one_message_in_the_direction_that_needs_it(pool: WorkerPo
 
 
 # -- refusals ----------------------------------------------------------------------------------------------------
+
+
+def test_outputs_of_several_parts_are_not_gathered() -> None:
+    with pytest.raises(ValueError, match="gather_output=True"):
+        ColumnParallelLinear.from_linear(nn.Linear(3, 8), group=ranks(2), parts=(4, 4), gather_output=True)
 
 
 def test_a_layer_is_made_of_a_whole_one() -> None:

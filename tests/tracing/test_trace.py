@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import time
 import warnings
 from typing import Any
@@ -14,6 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from lightning_parallel.absent.tensor import AbsentValueError
 from lightning_parallel.cuts.layers import Layers
+from lightning_parallel.seeding import random_state
 from lightning_parallel.tracing.dry_run import trace
 from lightning_parallel.tracing.trace import Trace
 from tests.pipeline.nets import Net, UNet
@@ -51,6 +53,12 @@ def test_an_error_in_a_layer_that_is_asked_without_values_names_it() -> None:
     units = {id(part): name for name, part in model.named_modules() if name}
     stopped = trace(model, units, lambda: model.step(X)).stopped
     assert isinstance(stopped, RuntimeError) and any("'blocks.1'" in note for note in stopped.__notes__)
+
+
+def test_a_step_that_draws_leaves_the_generators_as_they_were() -> None:
+    model, state = Net(), random_state()
+    trace(model, Layers(model, None).units, lambda: model.step(X + torch.rand(()) + random.random()))
+    assert all(torch.equal(values, state[name]) for name, values in random_state().items())
 
 
 def test_a_deep_model_takes_little_time_and_no_memory_for_parameters() -> None:
