@@ -84,7 +84,7 @@ class FirstLosses:
         known, predicts = set(map(id, before.values())), kind == "predict_step"
         kept = {name: tensor for name, tensor in _attributes(module).items() if id(tensor) not in known}
         norms = {name: _norm(tensor) for name, tensor in (kept | _metric_states(module)).items()}
-        returns = enumerate(tensors_in(output))
+        returns = ((i, tensor) for i, tensor in enumerate(tensors_in(output)) if _has_norm(tensor))
         outputs = {f"output {i}": _norm(tensor) for i, tensor in returns if predicts or tensor.numel() > 1}
         own = _Seen(scalars(returned) | (outputs if predicts else {}), scalars(logged) | norms | outputs, reads.found)
         loss = returned.get("loss")
@@ -101,7 +101,7 @@ def _attributes(module: nn.Module) -> dict[str, Tensor]:
         for name, value in vars(module).items()
         if not name.startswith("_")
         for i, tensor in enumerate(tensors_in(value))
-        if type(tensor) is Tensor
+        if _has_norm(tensor)
     }
 
 
@@ -113,11 +113,17 @@ def _metric_states(module: nn.Module) -> dict[str, Tensor]:
         if isinstance(part, Metric)
         for name, state in part.metric_state.items()
     }
-    return {name: state for name, state in states.items() if type(state) is Tensor}
+    return {name: state for name, state in states.items() if isinstance(state, Tensor) and _has_norm(state)}
+
+
+def _has_norm(x: Tensor) -> bool:
+    """Is it a plain tensor with values? Absent ones have none, and of sparse and nested ones torch takes no norm."""
+    return type(x) is Tensor and x.layout is torch.strided and not x.is_meta and not x.is_nested
 
 
 def _norm(x: Tensor) -> float:
-    x = x.detach() if x.is_floating_point() or x.is_complex() else x.double()
+    is_wide = x.is_complex() or (x.is_floating_point() and x.element_size() > 1)  # float8 can't be promoted
+    x = x.detach() if is_wide else x.detach().double()
     return float(torch.linalg.vector_norm(x, dtype=torch.complex128 if x.is_complex() else torch.float64))
 
 

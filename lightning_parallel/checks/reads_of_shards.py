@@ -50,7 +50,8 @@ class ReadsOfShards(TorchFunctionMode):
             owner, _, own = name.rpartition(".")
             holder = module.get_submodule(owner)
             parameter = getattr(holder, own)
-            if isinstance(parameter, Tensor) and parameter.requires_grad and has_memory(parameter):
+            counts = isinstance(parameter, Tensor) and (parameter.requires_grad or self._is_evaluation)
+            if counts and has_memory(parameter):
                 self._owners.setdefault(self._names.setdefault(parameter, name), []).append(holder)
 
     def __torch_function__(

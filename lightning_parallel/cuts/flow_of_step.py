@@ -184,9 +184,9 @@ class _Flows:
         escape = self._seen.escapes[origin]
         if origin == from_parameters(*escape.module) and self._stages[owner] == self._stages[chunk]:
             raise FlowError(
-                f"'{unit}', on {self._name(owner)}, computes a value from its parameters and keeps it, and {consumer} "
-                f"on {self._name(chunk)} of the same stage uses it, where the layer is absent. Return the value beside "
-                f"the layer's output, or take a schedule with one chunk a stage ('1f1b')."
+                f"'{unit}', on {self._name(owner)}, keeps a value that it computes with parameters of its own, and "
+                f"{consumer} on {self._name(chunk)} of the same stage uses it, where the layer is absent. Return the "
+                f"value beside the layer's output, or take a schedule with one chunk a stage ('1f1b')."
             )
         self._transparent.add(unit)
         if escape.tensors is None:  # the unit's own code computes it again there

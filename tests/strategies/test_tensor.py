@@ -117,7 +117,12 @@ def test_metrics_count_every_sample_once(pool: WorkerPool, single: Any, options:
 
 
 class Ranks(Mixed):
-    """Validates by a divided weight outside of its layer. What it logs is the same on all ranks by chance."""
+    """Validates by a divided weight outside of its layer, which is frozen. What it logs is the same on all ranks by
+    chance."""
+
+    def build(self) -> None:
+        super().build()
+        self.mlp[0].weight.requires_grad_(False)
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         self.log("finite", (self.body(batch[0]) @ self.mlp[0].weight.T).isfinite().double().mean())
@@ -180,7 +185,9 @@ class KeepsFeatures(Mixed):
     def validation_step(self, batch: Any, batch_idx: int) -> Any:
         self.features.append(self.mlp[0](self.body(batch[0])))
         self.mean.update(self.features[-1])
-        return {"features": self.features[-1]}
+        # Of these torch takes no norm.
+        self.sparse, self.narrow = torch.eye(2).to_sparse(), torch.ones(2).to(torch.float8_e4m3fn)
+        return {"features": self.features[-1], "sparse": self.sparse}
 
 
 def test_what_an_evaluation_keeps_of_shards_is_warned_of(pool: WorkerPool) -> None:
