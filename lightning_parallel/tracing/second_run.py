@@ -118,8 +118,10 @@ def _changed_by_last_call(scene: Scene, seen: Trace, step: Callable[[], Any]) ->
     """
     with StateKept(scene.module, apart=scene.units) as state:
         last = seen.calls[-1].key if seen.calls else None
-        with suppress(Exception, LeaveStep), Recorder(scene, until=last).installed():  # any error: the trace has it
-            step()
+        with warnings.catch_warnings(), redirect_stdout(StringIO()):  # the trace has said it
+            warnings.simplefilter("ignore")
+            with suppress(Exception, LeaveStep), Recorder(scene, until=last).installed():  # any error: the trace has it
+                step()
         values = {
             (id(part), name): _value_of(part, name)
             for part in scene.module.modules()
