@@ -457,7 +457,7 @@ class UsesPenalty(Net):
 def test_what_a_layer_computes_from_its_parameters_is_not_for_another_chunk_of_its_stage() -> None:
     assert "blocks.0" in flow_of(UsesPenalty()).transparent
     assert "blocks.0" in flow_of(UsesPenalty(), placement=(1, 0, 1, 0)).transparent
-    with pytest.raises(FlowError, match=r"'blocks\.0', on stage 0 \(chunk 0\), keeps a value that it computes with parameters"):
+    with pytest.raises(FlowError, match=r"'blocks\.0', on stage 0 \(chunk 0\), keeps a value that it computes"):
         flow_of(UsesPenalty(), placement=(0, 1, 1, 0))
 
 
