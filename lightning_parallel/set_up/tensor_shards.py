@@ -1,9 +1,10 @@
 """What strategies with a tensor axis do besides running the divided layers.
 
 The layers that the plan names become this rank's shards before optimizers are made. From then on the ranks of a tensor
-group compute one model together: they must compute the same loss. In the first step and some later ones the loss is
-compared between ranks (:mod:`lightning_parallel.checks.first_losses`), in the first updates also the gradients of
-parameters that the plan leaves whole. Otherwise an incomplete plan would train wrongly without an error.
+group compute one model together: they must come to the same loss. In the first step and some later ones it is compared
+between ranks, and so is what else the step leaves (:mod:`lightning_parallel.checks.first_steps`). In the first updates
+the gradients of parameters that the plan leaves whole are compared. Otherwise an incomplete plan would train wrongly
+without an error.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
-from lightning_parallel.checks.first_losses import FirstLosses
+from lightning_parallel.checks.first_steps import FirstSteps
 from lightning_parallel.disk_offload import DiskOffload
 from lightning_parallel.gradients.averaging import summed_over
 from lightning_parallel.gradients.swapping import Gradients
@@ -51,7 +52,7 @@ class TensorShards:
     # Set by `begin` in each run.
     _local: LocalModel
     _group: dist.ProcessGroup
-    _losses: FirstLosses | None
+    _steps: FirstSteps | None
     _writes: Writes | None
     _checks_left: int  # updates whose gradients will be compared
     _compared: set[str]  # whole parameters of which a gradient other than zero has been
@@ -103,7 +104,7 @@ class TensorShards:
         self._local, self._group = local, run.groups.along("tensor")
         group, automatic = self._group, run.module.automatic_optimization  # else steps run the optimizer themselves
         self._checks_left, self._compared = _CHECKED if group.size() > 1 else 0, set()
-        self._losses = None if self._divided is None else FirstLosses(self._divided, list(self.shards), group)
+        self._steps = None if self._divided is None else FirstSteps(self._divided, list(self.shards), group)
         self._writes = Writes(_CHANGES_PARTS, group) if group.size() > 1 and automatic else None
         whole = [local_part(parameter) for name, parameter in local.parameters.items() if name not in self.shards]
         broadcast_tensors((*whole, *local.buffers().values()), dist.get_global_rank(group, 0), group)
@@ -119,7 +120,7 @@ class TensorShards:
             self._writes.begin(dict(self._trained()))
         try:
             bound = partial(step, *args, **kwargs)
-            return bound() if self._losses is None else self._losses.run(kind, bound)
+            return bound() if self._steps is None else self._steps.run(kind, bound)
         finally:
             if self._writes is not None:
                 self._writes.end(self._trained())

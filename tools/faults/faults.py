@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_parallel.backward import split
-from lightning_parallel.checks.first_losses import FirstLosses
+from lightning_parallel.checks.first_steps import FirstSteps
 from lightning_parallel.gradients.averaging import GradientAverager
 from lightning_parallel.gradients.clipping import Clipping
 from lightning_parallel.losses.normaliser import BatchLoss, Rule
@@ -287,7 +287,7 @@ def in_evaluation(original: Any, self: Stage, *args: Any, **kwargs: Any) -> Any:
 def unwatched(*faults: AbstractContextManager[Any]) -> Iterator[None]:
     """A fault that the library's own comparisons of tensor ranks would report first."""
     with ExitStack() as stack:
-        stack.enter_context(replaced(FirstLosses, "run", lambda original, self, kind, step: step()))
+        stack.enter_context(replaced(FirstSteps, "run", lambda original, self, kind, step: step()))
         stack.enter_context(replaced(TensorShards, "_check_whole", lambda original, self, gradients: None))
         for fault in faults:
             stack.enter_context(fault)

@@ -46,7 +46,7 @@ class _Seen(NamedTuple):
     reads: dict[str, str]  # by divided parameter, the function that read it outside of its layer
 
 
-class FirstLosses:
+class FirstSteps:
     """Compares the ranks of a tensor ``group`` in steps of each kind. ``names`` are those of the module's divided
     parameters."""
 
