@@ -130,9 +130,11 @@ def take_groups(optimizers: Sequence[Optimizer], module: nn.Module, local: Local
                 "treats each parameter by itself, such as AdamW or Muon, or strategy='ddp'."
             )
         group_names.append([])
+        known = set[str]()  # names of a tied parameter that is absent here are of several parameters
         for group in optimizer.param_groups:
             listed = [local.aliases[names[id(p)]] for p in group["params"] if id(p) in names]
-            group_names[-1].append(list(dict.fromkeys(listed)))
+            group_names[-1].append([name for name in dict.fromkeys(listed) if name not in known])
+            known.update(listed)
             group["params"] = [p for p in group["params"] if id(p) not in elsewhere]
         for parameter in list(optimizer.state):
             if id(parameter) in elsewhere:

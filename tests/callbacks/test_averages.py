@@ -74,7 +74,7 @@ def test_averages_are_those_of_one_process(runs: Runs, average: str, layout: str
     assert_same(runs.run(average, layout), runs.run(average, "single"))
 
 
-MOVES = [("ema", "pp2", "tp2"), ("ema", "single", "fsdp2"), ("ema", "fsdp2", "single")]
+MOVES = [("ema", "pp2", "tp2"), ("ema", "single", "fsdp2"), ("ema", "single", "zbv"), ("ema", "fsdp2", "single")]
 MORE = [
     (average, one, other)
     for average in ("ema", "multi")
