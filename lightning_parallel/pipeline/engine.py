@@ -8,7 +8,7 @@ what a microbatch's step is, what an update does and which weights a forward use
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, assert_never
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from lightning_parallel.ranks.groups import Wires
 from lightning_parallel.ranks.layout import Layout
 from lightning_parallel.schedules.actions import (
     Action,
+    Backward,
     BackwardInput,
     BackwardWeight,
     Forward,
@@ -129,9 +130,11 @@ class Engine:
                         self._accept(work.validation)
                 elif isinstance(action, BackwardWeight):
                     chunk.second_half(number, completing)
-                else:
+                elif isinstance(action, Backward | BackwardInput):
                     in_halves = self._halves and isinstance(action, BackwardInput)
                     chunk.backward(number, completing, in_halves=in_halves)
+                else:
+                    assert_never(action)
         if not endless:
             self.flush()  # all receives have been posted: no computation is waited for, but copies through the host
         return outputs
@@ -181,16 +184,18 @@ class Engine:
 
 
 def _last_before_steps(actions: Sequence[Action]) -> set[int]:
-    """The indices of the actions after which some gradients of a chunk are complete before a step: for gradients of
-    first halves the last of these, for all others the last backward."""
+    """The indices of the actions that complete some of a chunk's gradients before a step: its last first half completes
+    those that can't wait, its last whole backward or second half all others."""
     found: set[int] = set()
-    after: dict[int, set[type[Action]]] = {}  # by chunk: what follows before the step; those that no step follows lack
+    later: dict[int, set[type[Action]]] = {}  # by chunk: backwards between here and its next step; no key without one
     chunks = {action.chunk for action in actions if not isinstance(action, Step)}
     for i, action in reversed([*enumerate(actions)]):
         if isinstance(action, Step):
-            after |= {chunk: set() for chunk in ({action.chunk} if isinstance(action, StepOfChunk) else chunks)}
-        elif not isinstance(action, Forward) and (follow := after.get(action.chunk)) is not None:
-            if follow <= ({BackwardWeight} if isinstance(action, BackwardInput) else set()):
+            later |= {chunk: set() for chunk in ({action.chunk} if isinstance(action, StepOfChunk) else chunks)}
+        elif not isinstance(action, Forward) and (backwards := later.get(action.chunk)) is not None:
+            if isinstance(action, BackwardInput):
+                backwards = backwards - {BackwardWeight}  # they complete other gradients
+            if not backwards:
                 found.add(i)
-            follow.add(type(action))
+            later[action.chunk].add(type(action))
     return found

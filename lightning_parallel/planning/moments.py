@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from functools import cache
+from typing import assert_never
 
 from lightning_parallel.backward.split import AT_A_TIME
 from lightning_parallel.costs.chunk_costs import ChunkCost
@@ -97,6 +98,8 @@ def _sent_at_once(order: Order) -> list[tuple[int, int]]:
                 begun += 1
                 has.append(ended)
                 activations = max(activations, begun - ended)
+            elif not isinstance(action, Backward | BackwardInput):
+                assert_never(action)
             else:
                 ended += 1
                 gradients = max(gradients, ended - confirmed) if chunk else 0
@@ -129,6 +132,8 @@ def _of_schedule(
             before, moment, after = -got[chunk], cost.forward_peak, cost.held + given[chunk]
         elif isinstance(action, BackwardWeight):
             before, moment, after = 0, min(gradients[chunk], fresh), -cost.held
+        elif not isinstance(action, Backward | BackwardInput):
+            assert_never(action)
         else:
             between = cost.held if isinstance(action, BackwardInput) else 0
             before, moment, after = -cost.held - given[chunk], cost.backward_peak, between + got[chunk]

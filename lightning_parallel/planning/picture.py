@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from lightning_parallel.schedules.actions import OnChunk
 from lightning_parallel.schedules.simulate import simulate
 from lightning_parallel.timeline import picture
-from lightning_parallel.timeline.recording import KINDS, Span
+from lightning_parallel.timeline.recording import SPAN_NAMES, Span
 
 if TYPE_CHECKING:
     from lightning_parallel.planning.table import Row
@@ -81,11 +81,11 @@ def draw_schedule(row: Row, path: str | Path) -> None:
     own = [choice.chunks_of(stage) for stage in range(choice.stages)]
     spans = [
         [
-            Span(KINDS[type(t.action)], t.action.microbatch, t.start, t.end, chunk=own[stage].index(t.action.chunk))
-            for t in timed
-            if isinstance(t.action, OnChunk)
+            Span(SPAN_NAMES[type(a)], a.microbatch, timed.start, timed.end, chunk=own[stage].index(a.chunk))
+            for timed in timeline
+            if isinstance(a := timed.action, OnChunk)
         ]
-        for stage, timed in enumerate(found.rows)
+        for stage, timeline in enumerate(found.rows)
     ]
     title = f"{choice}, {choice.microbatches} microbatches"
     said = f"by plan, with messages that take no time: bubble {found.bubble:.1%}"

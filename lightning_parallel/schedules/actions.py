@@ -25,26 +25,26 @@ from lightning_parallel.ranks.layout import Placement
 
 
 @dataclass(frozen=True, slots=True)
-class OnChunk:
+class _OnChunk:
     """What a chunk does for a microbatch."""
 
     chunk: int
     microbatch: int
 
 
-class Forward(OnChunk):
+class Forward(_OnChunk):
     """Run a chunk's layers on a microbatch. Its activations are held until its backward."""
 
 
-class Backward(OnChunk):
+class Backward(_OnChunk):
     """Run the whole backward of a microbatch. Its gradients are added to those of the update under way."""
 
 
-class BackwardInput(OnChunk):
+class BackwardInput(_OnChunk):
     """Run the first half of a backward: the gradient of the chunk's input, and of parameters that can't wait."""
 
 
-class BackwardWeight(OnChunk):
+class BackwardWeight(_OnChunk):
     """Run the second half of a backward: the gradients that were left for later."""
 
 
@@ -63,8 +63,10 @@ class StepOfChunk(Step):
     chunk: int
 
 
+# Unions, not base classes: a reader of lists that ends with `assert_never` has to know all actions, or mypy names it.
+OnChunk: TypeAlias = Forward | Backward | BackwardInput | BackwardWeight
 Action: TypeAlias = OnChunk | Step
-KINDS = (Forward, Backward, BackwardInput, BackwardWeight, Step, StepOfChunk)  # whoever reads lists knows them all
+KINDS = (Forward, Backward, BackwardInput, BackwardWeight, Step, StepOfChunk)
 Schedule: TypeAlias = list[list[Action]]  # the index is the stage
 
 

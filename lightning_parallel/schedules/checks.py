@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import pairwise, zip_longest
+from typing import assert_never
 
 from lightning_parallel.schedules.actions import (
     KINDS,
@@ -111,8 +112,10 @@ def _validate_stage(stage: int, actions: Sequence[Action]) -> None:
             raise ValueError(f"{where} comes before its forward.")
         if isinstance(action, BackwardWeight) and BackwardInput(*place) not in done:
             raise ValueError(f"{where} comes before its BackwardInput.")
-        if not isinstance(action, Forward):
+        if isinstance(action, Backward | BackwardInput | BackwardWeight):
             pending.add(action.chunk)
+        elif not isinstance(action, Forward):
+            assert_never(action)
     if pending or not any(steps.values()):
         raise ValueError(f"stage {stage}: after {actions[-1] if actions else 'no action'} a Step is missing.")
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import assert_never
 
 from lightning_parallel.schedules.actions import (
     Action,
@@ -25,7 +26,7 @@ from lightning_parallel.schedules.actions import (
 from lightning_parallel.schedules.checks import dependency_order
 
 BATCHES, _FILL = 5, 2  # batches of stages that don't wait for each other, and those until the period is steady
-_KINDS = (Forward, Backward, BackwardInput, BackwardWeight)  # of which each has a duration for each chunk
+_TIMED = (Forward, Backward, BackwardInput, BackwardWeight)  # in the order of the table in `Order.durations`
 
 
 @dataclass(frozen=True)
@@ -77,12 +78,12 @@ class Order:
         senders: dict[Message | None, tuple[int, int]] = {}  # by what they send, the indices of actions, and stages
         for index, action in enumerate(self.actions):
             if isinstance(action, Step):
-                found.append((action.stage, len(_KINDS) * chunks + action.stage, -1))
+                found.append((action.stage, len(_TIMED) * chunks + action.stage, -1))
                 continue
             stage = self.places[action.chunk]
             source, sender = senders.get(needed(action, chunks), (-1, stage))
             # What comes from a chunk of the same stage is earlier in its list.
-            which = _KINDS.index(type(action)) * chunks + action.chunk
+            which = _TIMED.index(type(action)) * chunks + action.chunk
             found.append((stage, which, -1 if sender == stage else source))
             if (message := sent(action, chunks)) is not None:
                 senders[message] = index, stage
@@ -111,7 +112,7 @@ class Order:
             durations: of each action in order.
             latency: from the end of an action until another stage can use its message.
         """
-        steps = len(_KINDS) * len(self.places)
+        steps = len(_TIMED) * len(self.places)
         free = [0.0] * len(self.schedule)
         starts: list[float] = []
         updates: list[list[float]] = [[] for _ in self.schedule]
@@ -188,8 +189,10 @@ def most_held(actions: Iterable[Action], sizes: Sequence[int], between: Sequence
             held -= sizes[action.chunk]
         elif isinstance(action, BackwardInput):
             held += waiting[action.chunk] - sizes[action.chunk]
-        else:
+        elif isinstance(action, BackwardWeight):
             held -= waiting[action.chunk]
+        else:
+            assert_never(action)
         most = max(most, held)
     return most
 

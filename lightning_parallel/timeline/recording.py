@@ -19,7 +19,7 @@ import torch
 
 from lightning_parallel.schedules.actions import Action, Backward, BackwardInput, BackwardWeight, Forward, Step
 
-KINDS: Mapping[type[Action], str] = MappingProxyType(  # names of the spans in which something is computed
+SPAN_NAMES: Mapping[type[Action], str] = MappingProxyType(  # names of the spans in which something is computed
     {
         Forward: "forward",
         Backward: "backward",
@@ -28,7 +28,7 @@ KINDS: Mapping[type[Action], str] = MappingProxyType(  # names of the spans in w
         Step: "step",
     }
 )
-COMPUTE = frozenset(KINDS.values())
+COMPUTE = frozenset(SPAN_NAMES.values())
 PASSES = COMPUTE - {"step"}
 _NOTHING = nullcontext()
 LIMIT = 40_000  # spans

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from lightning_parallel.schedules.actions import Schedule, Step
 from lightning_parallel.schedules.simulate import simulate
-from lightning_parallel.timeline.recording import KINDS, Span
+from lightning_parallel.timeline.recording import SPAN_NAMES, Span
 
 UNIT = 1e-3  # seconds for each unit of a simulation's time
 
@@ -24,7 +24,7 @@ def rows_of(schedule: Schedule, **durations: float) -> list[list[Span]]:
             if timed.start > free:
                 row.append(Span("receive", number, free * UNIT, timed.start * UNIT))
             chunk = 0 if isinstance(action, Step) else chunks.index(action.chunk)
-            row.append(Span(KINDS[type(action)], number, timed.start * UNIT, timed.end * UNIT, chunk=chunk))
+            row.append(Span(SPAN_NAMES[type(action)], number, timed.start * UNIT, timed.end * UNIT, chunk=chunk))
             free = timed.end
         rows.append(row)
     return rows

@@ -14,7 +14,6 @@ from lightning_parallel.schedules.actions import (
     BackwardInput,
     BackwardWeight,
     Forward,
-    OnChunk,
     Schedule,
     Step,
     placement,
@@ -178,8 +177,8 @@ def test_validate_refuses_steps_of_another_stage_and_no_stages() -> None:
 
 
 def test_actions_of_another_kind_are_refused() -> None:
-    class Offload(OnChunk):
-        """The engine would take it for a backward."""
+    class Offload(Backward):
+        """The engine would take it for a whole backward."""
 
     with pytest.raises(ValueError, match=r"stage 0: .*Offload\(chunk=0, microbatch=0\) is none of Forward, Backward"):
         validate([[Forward(0, 0), Offload(0, 0), Backward(0, 0), Step(0, 0)]])

@@ -5,7 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from lightning_parallel.schedules.actions import Action, Backward, BackwardInput, Forward, Schedule, Step
+from lightning_parallel.schedules.actions import (
+    Action,
+    Backward,
+    BackwardInput,
+    BackwardWeight,
+    Forward,
+    Schedule,
+    Step,
+)
 from lightning_parallel.schedules.simulate import Simulation, simulate
 
 
@@ -46,6 +54,6 @@ def _label(action: Action, chunks: Sequence[int]) -> str:
     """An action of a stage with these chunks."""
     if isinstance(action, Step):
         return "S"
-    kinds = {Forward: "F", Backward: "B", BackwardInput: "I"}
+    letters = {Forward: "F", Backward: "B", BackwardInput: "I", BackwardWeight: "W"}
     chunk = "abcdefgh"[chunks.index(action.chunk) % 8] if len(chunks) > 1 else ""
-    return f"{kinds.get(type(action), 'W')}{action.microbatch}{chunk}"
+    return f"{letters[type(action)]}{action.microbatch}{chunk}"
