@@ -18,8 +18,39 @@ from lightning_parallel.tensor import functions
 from tests.tensor.helpers import Messages, ranks, world
 from tools.workers.pool import WorkerPool
 
-DTYPES = [torch.float64, torch.bfloat16]
-NAMES = ["copy", "reduce", "reduce_", "split", "gather", "reduce_scatter", "gather_sum"]
+Formula = Callable[[list[Tensor], int, int], Tensor]  # of all ranks' tensors, the dimension, and the rank
+
+
+def own(xs: list[Tensor], dim: int, rank: int) -> Tensor:
+    return xs[rank]
+
+
+def total(xs: list[Tensor], dim: int, rank: int) -> Tensor:
+    return torch.stack(xs).sum(0)
+
+
+def joined(xs: list[Tensor], dim: int, rank: int) -> Tensor:
+    return torch.cat(xs, dim)
+
+
+def piece(xs: list[Tensor], dim: int, rank: int) -> Tensor:
+    return cut(xs[rank], dim)[rank]
+
+
+def summed_piece(xs: list[Tensor], dim: int, rank: int) -> Tensor:
+    return cut(total(xs, dim, rank), dim)[rank]
+
+
+# Forward and backward, as in the table of functions.py.
+FORMULAS: dict[str, tuple[Formula, Formula]] = {
+    "copy": (own, total),
+    "reduce": (total, own),
+    "reduce_": (total, own),
+    "split": (piece, joined),
+    "gather": (joined, piece),
+    "reduce_scatter": (summed_piece, joined),
+    "gather_sum": (joined, summed_piece),
+}
 EQUAL_INPUTS = ["copy", "split"]  # their input is the same on all ranks
 PIECES = ["gather", "gather_sum"]  # their input is a piece
 
@@ -46,32 +77,6 @@ def call(name: str, x: Tensor, dim: int, size: int | None) -> Tensor:
     return function(x, dim, group, size) if name in PIECES else function(x, dim, group)
 
 
-def forward_formula(name: str, xs: list[Tensor], dim: int, rank: int) -> Tensor:
-    total = torch.stack(xs).sum(0) if name.startswith("reduce") else xs[0]
-    joined = torch.cat(xs, dim)
-    return {
-        "copy": lambda: xs[0],
-        "reduce": lambda: total,
-        "reduce_": lambda: total,
-        "split": lambda: cut(xs[0], dim)[rank],
-        "gather": lambda: joined,
-        "reduce_scatter": lambda: cut(total, dim)[rank],
-        "gather_sum": lambda: joined,
-    }[name]()
-
-
-def backward_formula(name: str, gs: list[Tensor], dim: int, rank: int) -> Tensor:
-    return {
-        "copy": lambda: torch.stack(gs).sum(0),
-        "reduce": lambda: gs[rank],
-        "reduce_": lambda: gs[rank],
-        "split": lambda: torch.cat(gs, dim),
-        "gather": lambda: cut(gs[rank], dim)[rank],
-        "reduce_scatter": lambda: torch.cat(gs, dim),
-        "gather_sum": lambda: cut(torch.stack(gs).sum(0), dim)[rank],
-    }[name]()
-
-
 def layouts(x: Tensor) -> Iterator[Tensor]:
     """Tensors equal to ``x``, in the ways that views lie in memory."""
     yield x.clone()
@@ -84,21 +89,21 @@ def layouts(x: Tensor) -> Iterator[Tensor]:
 def all_keep_to_the_formulas() -> None:
     rank, count = dist.get_rank(), dist.get_world_size()
     # Even, uneven, and too few for all ranks.
-    for name, dtype, size in product(NAMES, DTYPES, (2 * count, 2 * count + 1, count - 1)):
-        for dim, shape in ((0, (size, 3)), (1, (2, size, 3)), (-1, (3, size)), (0, (size,))):
+    sizes = [(2 * count, torch.float64), (2 * count + 1, torch.bfloat16), (count - 1, torch.float64)]
+    for name, (size, dtype) in product(FORMULAS, sizes):
+        for dim, shape in ((1, (2, size, 3)), (-1, (3, size)), (0, (size,))):
             wholes = [integers(10 * size + r * (name not in EQUAL_INPUTS), shape, dtype) for r in range(count)]
             xs = cut(wholes[0], dim) if name in PIECES else wholes
-            ys = [forward_formula(name, xs, dim, r) for r in range(count)]
+            forward, backward = FORMULAS[name]
+            ys = [forward(xs, dim, r) for r in range(count)]
             gs = [integers(100 * size + r, tuple(y.shape), dtype) for r, y in enumerate(ys)]
             for x, g in zip(layouts(xs[rank]), layouts(gs[rank]), strict=True):
                 x.requires_grad_()
                 versions = x._version, g._version
                 y = call(name, x, dim, size)
-                assert y.dtype == dtype
-                assert torch.equal(y, ys[rank]), (name, dim, shape)
                 (grad,) = torch.autograd.grad(y, x, g)
-                assert grad.dtype == dtype
-                assert torch.equal(grad, backward_formula(name, gs, dim, rank)), (name, dim, shape)
+                assert y.dtype == grad.dtype == dtype
+                assert torch.equal(y, ys[rank]) and torch.equal(grad, backward(gs, dim, rank)), (name, dim, shape)
                 assert torch.equal(x, xs[rank]) and torch.equal(g, gs[rank])
                 assert (x._version, g._version) == versions
 
@@ -107,30 +112,11 @@ def test_forward_and_backward_keep_to_the_formulas_and_write_to_no_input(pool: W
     pool.run(all_keep_to_the_formulas, 3)
 
 
-def expanded_gradients() -> None:
-    """A gradient that is one number, expanded, is summed in memory of its own."""
-    for name in NAMES:
-        x = torch.ones(4, 2, requires_grad=True)
-        call(name, x, 0, None).sum().backward()  # one number, seen as many
-        factor = dist.get_world_size() if name in ("copy", "gather_sum") else 1
-        assert x.grad is not None and torch.equal(x.grad, torch.full((4, 2), float(factor))), name
-
-
-def second_derivatives() -> None:
-    """They are refused."""
-    for name in NAMES:
-        x = torch.ones(4, 2, requires_grad=True)
-        (grad,) = torch.autograd.grad(call(name, x, 0, None).square().sum(), x, create_graph=True)
-        with pytest.raises(RuntimeError, match="differentiate twice.*once_differentiable"):
-            grad.sum().backward()
-
-
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", FORMULAS)
 def test_one_rank_gets_its_own_tensor_back(name: str) -> None:
-    group = ranks(1)
     x = torch.ones(4, 2, requires_grad=True)
-    function = getattr(functions, name)
-    assert (function(x, group) if name in ("copy", "reduce", "reduce_") else function(x, 0, group)) is x
+    arguments = (ranks(1),) if name in ("copy", "reduce", "reduce_") else (0, ranks(1))
+    assert getattr(functions, name)(x, *arguments) is x
 
 
 def absent(shape: tuple[int, ...]) -> Tensor:
@@ -145,57 +131,35 @@ def empty(shape: tuple[int, ...]) -> Tensor:
     return torch.empty((*shape, 0), requires_grad=True)
 
 
-def without_memory(make: Callable[[tuple[int, ...]], Tensor]) -> None:
-    count = dist.get_world_size()
-    shapes: dict[str, tuple[int, ...]] = {"split": (2, 3), "reduce_scatter": (2, 3), "gather": (5, 3)}
-    shapes["gather_sum"] = shapes["gather"]
-    for name in NAMES:
-        x = make((3 if dist.get_rank() == 0 else 2, 3) if name in PIECES else (5, 3))
+def without_memory() -> None:
+    mine = 3 - dist.get_rank()  # of five rows
+    for make, name in product((absent, on_meta, empty), FORMULAS):
+        x = make((mine if name in PIECES else 5, 3))
         with Messages() as sent:
             y = call(name, x, 0, 5)
             torch.autograd.backward(y, y.detach())
         assert not sent.sent, name
+        assert y.shape[:2] == (mine if name in ("split", "reduce_scatter") else 5, 3), name
         grad = x.grad
-        assert grad is not None
-        rows, columns = shapes.get(name, (5, 3))
-        rows = 3 if rows == 2 and dist.get_rank() == 0 else rows
-        assert y.shape[:2] == (rows, columns) and y.dtype == x.dtype, (name, y.shape, count)
-        assert grad.shape == x.shape and y.device == grad.device == x.device
+        assert grad is not None and grad.shape == x.shape
+        assert y.dtype == x.dtype and y.device == grad.device == x.device
         assert type(y) is type(grad) is type(x) or not isinstance(x, AbsentTensor), name
 
 
-@pytest.mark.parametrize("make", [absent, on_meta, empty])
-def test_tensors_without_memory_get_their_shapes_and_send_nothing(
-    pool: WorkerPool, make: Callable[[tuple[int, ...]], Tensor]
-) -> None:
-    pool.run(without_memory, 2, make)
-
-
-def pieces_alone() -> None:
-    """A piece doesn't keep the whole in memory."""
-    whole = torch.arange(8.0).view(4, 2)
-    y = call("split", whole, 0, None)
-    assert y.untyped_storage().nbytes() == y.numel() * y.element_size()
-    y += 1
-    assert torch.equal(whole, torch.arange(8.0).view(4, 2))
-
-
-def reduced_in_place() -> None:
-    """It takes no memory, and is noticed by who needs the input."""
-    group = world()
+def memory_is_taken_once() -> None:
+    """A piece doesn't keep the whole. To reduce in place takes none, and is noticed by who needs the input."""
+    group, whole = world(), torch.arange(8.0).view(4, 2)
+    half = call("split", whole, 0, None)
+    assert half.untyped_storage().nbytes() == half.nbytes
     x = torch.ones(3, 2, requires_grad=True)
     y = x * 2
     before = y.data_ptr()
-    z = functions.reduce_(y, group)
-    assert z.data_ptr() == before and torch.equal(z, torch.full((3, 2), 4.0))
-    z.sum().backward()
-    assert torch.equal(x.grad, torch.full((3, 2), 2.0))  # type: ignore[arg-type]
-
+    assert functions.reduce_(y, group).data_ptr() == before
     z = functions.reduce_(x.exp(), group)  # which needs its result in the backward
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         z.sum().backward()
 
 
-@pytest.mark.parametrize("what", [expanded_gradients, second_derivatives, pieces_alone, reduced_in_place])
-def test_functions_keep_to_what_they_promise(pool: WorkerPool, what: Callable[[], None]) -> None:
+@pytest.mark.parametrize("what", [without_memory, memory_is_taken_once])
+def test_nothing_is_sent_or_kept_that_needs_not_be(pool: WorkerPool, what: Callable[[], None]) -> None:
     pool.run(what, 2)
