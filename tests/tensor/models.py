@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -18,7 +17,6 @@ from recipes.models.gpt import GPT
 ADAM = {"_target_": "torch.optim.AdamW"}
 VOCABULARY = 11  # no group divides it
 TIME = 12
-Make = Callable[..., nn.Module]
 
 
 def of_transformers(name: str, kind: str = "ForCausalLM", **options: Any) -> nn.Module:
@@ -36,7 +34,6 @@ LLAMA: dict[str, Any] = TOKENS | {
 }  # fmt: skip
 
 llama = partial(of_transformers, "Llama", **LLAMA)
-qwen3 = partial(of_transformers, "Qwen3", **LLAMA)
 phi3 = partial(of_transformers, "Phi3", **LLAMA, resid_pdrop=0.0, embd_pdrop=0.0)
 gpt2 = partial(
     of_transformers, "GPT2", "LMHeadModel", n_layer=2, n_embd=12, n_head=6, vocab_size=VOCABULARY, n_positions=TIME,
@@ -44,9 +41,6 @@ gpt2 = partial(
 )  # fmt: skip
 gpt = partial(GPT, optimizer=ADAM, vocab_size=VOCABULARY, context=TIME, layers=2, heads=12, width=24)
 mlp = partial(MLP, optimizer=ADAM, features=6, classes=5, width=10)
-mixtral = partial(of_transformers, "Mixtral", **LLAMA | {
-    "num_experts_per_tok": 2, "output_router_logits": False, "num_local_experts": 4, "intermediate_size": 13,
-})  # fmt: skip
 
 
 class Block(nn.Module):
@@ -87,8 +81,6 @@ opt = partial(
     max_position_embeddings=2 * TIME, word_embed_proj_dim=16, dropout=0.0, attention_dropout=0.0,
     activation_dropout=0.0,
 )  # fmt: skip
-# Its attention gets slopes of all heads: only the MLPs are divided.
-bloom = partial(of_transformers, "Bloom", vocab_size=VOCABULARY, hidden_size=16, n_layer=2, n_head=4)
 
 
 # -- styles of a user's own, and modules that stay whole in a sum ------------------------------------------------------
@@ -199,11 +191,3 @@ class Loss(nn.Module):
 def batch() -> tuple[Tensor, Tensor]:
     tokens = torch.randint(VOCABULARY, (2, TIME + 1), generator=torch.Generator().manual_seed(2))
     return tokens[:, :-1], tokens[:, 1:]
-
-
-def seeded(make: Make, **options: Any) -> nn.Module:
-    torch.manual_seed(0)
-    model = make(**options).double()
-    for parameter in model.parameters():  # also norms and biases, which start as ones and zeros
-        parameter.data += 0.1 * torch.randn_like(parameter)
-    return model

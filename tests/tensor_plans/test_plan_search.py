@@ -1,8 +1,8 @@
-"""Plans that are found by trying. That such a model trains as the whole one is shown in test_training.py."""
+"""Plans that are found by trying. That such a model trains as the whole one is shown in strategies/test_tensor.py."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from lightning_parallel.tensor_plans.pairs import Pair, find_pairs
 from lightning_parallel.tensor_plans.plan import find_plan
 from lightning_parallel.tensor_plans.plan_search import found_plan, table_of
-from tests.tensor.models import VOCABULARY, Loss, Net, bloom, gpt2, opt
+from tests.tensor.models import VOCABULARY, Net, gpt2, opt
 
 EXAMPLE = torch.arange(8).view(1, 8)
 
@@ -25,14 +25,19 @@ class Flows(nn.Module):
         self.how = how
         self.embed, self.norm = nn.Embedding(5, 8), nn.LayerNorm(8)
         self.q, self.k, self.v, self.out = (nn.Linear(8, 8) for _ in range(4))
-        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+        self.up, self.drop, self.down = nn.Linear(8, 16), nn.Dropout(), nn.Linear(16, 8)
 
     def forward(self, ids: Tensor) -> Tensor:
         x = self.norm(self.embed(ids))
         q = self.q(x) + (x if self.how == "query meets a whole activation" else 0)
         x = x + self.out((q @ self.k(x).transpose(-1, -2)).softmax(-1) @ self.v(x))
-        y = self.up(x).relu()
-        y = self.norm(y.unflatten(-1, (2, 8))).flatten(-2) if self.how == "a layer with weights between" else y
+        y = self.drop(self.up(x).relu())
+        if self.how == "a layer with weights between":
+            y = self.norm(y.unflatten(-1, (2, 8))).flatten(-2)
+        elif self.training and self.how == "scales in training":
+            y = y / y.abs().max()
+        elif self.training and self.how == "draws":
+            y = nn.functional.dropout(y)
         x = x + self.down(y)
         return self.down(torch.zeros(1, 16)) + x if self.how == "the row is called for something else" else x
 
@@ -51,28 +56,20 @@ def test_columns_are_all_that_the_row_takes_in_each_call(how: str, pairs: list[P
     assert find_pairs(net, lambda: net(torch.arange(3))) == pairs
 
 
-def test_what_is_shipped_for_gpt2_is_found_too() -> None:
+def test_what_is_shipped_for_gpt2_is_found_too_and_a_table_shows_equal_blocks_once() -> None:
     model: Any = gpt2()
     found = found_plan(model, lambda: model(**model.dummy_inputs), 2)
     assert found["transformer.h.0.attn.c_attn"] == "column:3" and found["transformer.h.1.mlp.c_proj"] == "row"
     assert found["transformer.h.0.attn"] == "divide:num_heads,split_size" and "lm_head" not in found
-    assert "transformer.h.*.attn.c_attn: column:3" in table_of(model, found)
-    assert table_of(model, found).endswith("lm_head: whole")
-
-
-def test_attention_that_no_way_divides_stays_whole_and_is_shown() -> None:
-    shown: list[str] = []
-    model = Loss(bloom())
-    plan = find_plan(model, announce=shown.append, make_run=lambda: lambda: model.model(EXAMPLE))
-    assert plan["model.transformer.h.0.mlp.dense_h_to_4h"] == "column"
-    assert not any("self_attention" in name for name in plan)
-    assert "transformer.h.*.self_attention.query_key_value: whole" in shown[0]
+    lines = table_of(model, found).splitlines()
+    assert "    transformer.h.*.attn.c_attn: column:3" in lines and lines[-1] == "    lm_head: whole"
 
 
 def test_a_model_by_hand_is_left_as_it_was() -> None:
-    net = Net().train()
+    net, shown = Net().train(), list[str]()
     before, state = dict(net.named_parameters()), torch.get_rng_state()
-    plan = find_plan(net, make_run=lambda: lambda: net(EXAMPLE))
+    plan = find_plan(net, announce=shown.append, make_run=lambda: lambda: net(EXAMPLE))
+    assert "blocks.*.qkv: column:3" in shown[0]
     assert plan["blocks.1.gate"] == plan["blocks.1.up"] == "column" and plan["blocks.1.down"] == "row"
     assert plan["blocks.0.qkv"] == "column:3" and plan["blocks.0"] == "divide:count"
     assert all(before[name] is parameter for name, parameter in net.named_parameters())
@@ -96,66 +93,37 @@ def test_equal_positions_do_not_hide_wrong_heads() -> None:
     assert find_plan(net, make_run=lambda: lambda: net(EXAMPLE))["blocks.0"] == "divide:count"
 
 
-class InTraining(nn.Module):
-    """An MLP with something between its layers, in training mode."""
-
-    def __init__(self, does: str) -> None:
-        super().__init__()
-        self.does = does
-        self.embed, self.up, self.drop, self.down = nn.Embedding(8, 8), nn.Linear(8, 16), nn.Dropout(), nn.Linear(16, 8)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        y = self.drop(self.up(self.embed(ids)).relu())
-        if self.training and self.does == "scales by the largest":
-            y = y / y.abs().max()
-        if self.training and self.does == "draws":
-            y = nn.functional.dropout(y)
-        out: Tensor = self.down(y)
-        return out
-
-
-@pytest.mark.parametrize(("does", "is_divided"), [("nothing", True), ("scales by the largest", False), ("draws", True)])
-def test_what_a_block_does_in_training_only_is_tried_unless_it_draws(does: str, is_divided: bool) -> None:
+@pytest.mark.parametrize(("how", "divided"), [("", {"up"}), ("scales in training", set()), ("draws", {"up"})])
+def test_what_a_block_does_in_training_only_is_tried_unless_it_draws(how: str, divided: set[str]) -> None:
+    """Its attention, in which each score needs all features, stays whole: no way divides it."""
     torch.manual_seed(0)
-    net = InTraining(does)
-    assert ("up" in found_plan(net, lambda: net(EXAMPLE), 2)) == is_divided
+    net = Flows(how)
+    found = found_plan(net, lambda: net(torch.arange(5)), 2)
+    assert {name for name, style in found.items() if style == "column"} == divided
 
 
 @torch.no_grad()
-def average_in_place(net: Net) -> None:
-    net.head.weight.lerp_(net.embed.weight, 0.5)
+def begin(how: str, net: Net) -> None:
+    if how == "average in place":  # a teacher's: each trial would move it
+        net.head.weight.lerp_(net.embed.weight, 0.5)
+    elif how == "fail":
+        net(torch.full((1, 2), VOCABULARY))
+    else:  # as RWKV's forward, which scales weights for inference, by one in a small model
+        net.head.weight.div_(1)
 
 
-def replace_the_data(net: Net) -> None:
-    net.head.weight.data = net.head.weight.data + 1
-
-
-def fail(net: Net) -> None:
-    net(torch.full((1, 2), VOCABULARY))
-
-
-@torch.no_grad()
-def change_nothing(net: Net) -> None:
-    """As RWKV's forward, which scales weights for inference, by one in a small model."""
-    net.head.weight.div_(1)
-
-
-@pytest.mark.parametrize(("begin", "message"), [
-    (fail, "raised IndexError"), (change_nothing, ""),
-    (average_in_place, "writes into 'head.weight'"), (replace_the_data, "writes into 'head.weight'"),
+@pytest.mark.parametrize(("how", "message"), [
+    ("fail", "raised IndexError"), ("average in place", "writes into 'head.weight'"), ("change nothing", ""),
 ])  # fmt: skip
-def test_a_step_that_fails_or_writes_into_parameters_is_named(begin: Callable[[Net], None], message: str) -> None:
-    """A teacher's average, for example: each trial would move it."""
+def test_a_step_that_fails_or_writes_into_parameters_is_named(how: str, message: str) -> None:
     net = Net()
 
     def run() -> None:
-        begin(net)
+        begin(how, net)
         net(EXAMPLE)
 
-    if message:
-        with pytest.raises(ValueError, match=f"the first step, by which one is found, {message}"):
-            find_plan(net, make_run=lambda: run)
-    else:
+    refusal = pytest.raises(ValueError, match=f"the first step, by which one is found, {message}")
+    with refusal if message else nullcontext():
         assert find_plan(net, make_run=lambda: run)["blocks.0"] == "divide:count"
 
 
@@ -171,21 +139,20 @@ def test_only_models_without_a_plan_get_one() -> None:
     assert not any(name.startswith("gpt.transformer.h.0") for name in plan)
 
 
-class Listed(nn.Module):
-    """Its layers hang in a list, which is never called."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([nn.Linear(8, 12), nn.Tanh(), nn.Linear(12, 8), nn.Tanh(), nn.Linear(8, 3)])
+class Listed(nn.ModuleList):
+    """Its layers hang in a list inside, which is never called."""
 
     def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
+        for layer in self[0]:
             x = layer(x)
         return x
 
 
+LIST = nn.ModuleList([nn.Linear(8, 12), nn.Tanh(), nn.Linear(12, 8), nn.Tanh(), nn.Linear(8, 3)])
+
+
 @pytest.mark.parametrize(("net", "columns"), [
-    (Listed(), ["layers.0"]),
+    (Listed([LIST]), ["0.0"]),
     (nn.TransformerEncoderLayer(8, 2, 12, batch_first=True), ["linear1"]),  # one operation, in evaluation
 ])  # fmt: skip
 def test_layers_are_found_in_lists_and_in_torch_s_own(net: nn.Module, columns: list[str]) -> None:

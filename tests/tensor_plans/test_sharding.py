@@ -14,7 +14,7 @@ from torch import nn
 from lightning_parallel.tensor_plans.plan import find_plan
 from lightning_parallel.tensor_plans.sharding import shard_module
 from tests.tensor.helpers import ranks
-from tests.tensor.models import gpt, gpt2, llama, seeded
+from tests.tensor.models import gpt, gpt2, llama
 
 # -- what a rank holds -------------------------------------------------------------------------------------------
 
@@ -26,7 +26,7 @@ def test_as_many_key_value_heads_as_ranks_are_divided() -> None:
 
 
 def test_tied_layers_share_one_shard_under_both_names() -> None:
-    model = seeded(gpt, tie_embeddings=True)
+    model = gpt(tie_embeddings=True)
     sharding = shard_module(model, find_plan(model), ranks(2))
     assert model.get_parameter("head.weight") is model.get_parameter("token_embedding.weight")
     assert sharding.shards["head.weight"] == sharding.shards["token_embedding.weight"]
@@ -60,24 +60,20 @@ class Attention(nn.Module):
         self.qkv = nn.Linear(8, 24)
 
 
-@pytest.mark.parametrize(
-    ("make", "plan", "size", "message"),
-    [
-        (GROUPED, {}, 6, "k_proj' has 4 key-value heads .of 2., which can't be shared out over 6 tensor"),
-        (lambda: llama(), {}, 3, "q_proj' has 4 query heads .of 2., which can't be shared out over 3 tensor ranks"),
-        (lambda: gpt2(), {}, 4, "attn' has num_heads=6, which can't be shared out over 4 tensor ranks"),
-        (lambda: gpt(), {}, 8, "qkv' has 12 attention heads .of 2., which can't be shared out over 8 tensor ranks"),
-        (lambda: nn.Sequential(Attention()), {"0.qkv": "column:3"}, 2, "keeps num_heads=4: add '0': 'divide:num_he"),
-        (lambda: nn.Sequential(nn.Linear(3, 24)), {"0": "column:5"}, 2, "'0': 24 output features aren't 5 equal"),
-        (lambda: nn.Sequential(nn.Linear(3, 24)), {"0": "column_gather:3"}, 2, "'0': gather_output=True with parts"),
-        (lambda: nn.Sequential(nn.Linear(3, 24)), {"0": "column:8,8"}, 2, "'0': Parts of sizes .8, 8. add up to 16"),
-        (lambda: gpt(tie_embeddings=True), {"head": "column_gather"}, 2, "the same parameter as 'token_embedding.weig"),
-        (
-            lambda: gpt(tie_embeddings=True), {"head": "row_split", "token_embedding": "embedding"}, 2,
-            "'token_embedding': A tied parameter of shape .11, 24. can't be divided in two ways",
-        ),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("make", "plan", "size", "message"), [
+    (GROUPED, {}, 6, "k_proj' has 4 key-value heads .of 2., which can't be shared out over 6 tensor"),
+    (gpt2, {}, 4, "attn' has num_heads=6, which can't be shared out over 4 tensor ranks"),
+    (gpt, {}, 8, "qkv' has 12 attention heads .of 2., which can't be shared out over 8 tensor ranks"),
+    (lambda: nn.Sequential(Attention()), {"0.qkv": "column:3"}, 2, "keeps num_heads=4: add '0': 'divide:num_he"),
+    (lambda: nn.Sequential(nn.Linear(3, 24)), {"0": "column:5"}, 2, "'0': 24 output features aren't 5 equal"),
+    (lambda: nn.Sequential(nn.Linear(3, 24)), {"0": "column_gather:3"}, 2, "'0': gather_output=True with parts"),
+    (lambda: nn.Sequential(nn.Linear(3, 24)), {"0": "column:8,8"}, 2, "'0': Parts of sizes .8, 8. add up to 16"),
+    (lambda: gpt(tie_embeddings=True), {"head": "column_gather"}, 2, "the same parameter as 'token_embedding.weig"),
+    (
+        lambda: gpt(tie_embeddings=True), {"head": "row_split", "token_embedding": "embedding"}, 2,
+        "'token_embedding': A tied parameter of shape .11, 24. can't be divided in two ways",
+    ),
+])  # fmt: skip
 def test_what_does_not_divide_is_refused_and_left_as_it_was(
     make: Callable[[], nn.Module], plan: dict[str, str], size: int, message: str
 ) -> None:
