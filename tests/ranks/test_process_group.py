@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from datetime import timedelta
+from subprocess import PIPE, STDOUT
 from threading import Event
 from typing import Any
 
@@ -38,12 +40,11 @@ from lightning.fabric.plugins.environments import TorchElasticEnvironment
 from lightning_parallel.ranks import process_group
 from lightning_parallel.ranks.layout import Layout
 
-layout = Layout.resolve(2, int(sys.argv[1]), data=2)
 try:
+    layout = Layout.resolve(2, int(sys.argv[1]), data=2)
     process_group.join(TorchElasticEnvironment(), layout, "gloo", timedelta(seconds=2))
-except RuntimeError as error:
-    print(error, flush=True)
-sys.stdin.read()  # rank 0 has the store
+finally:
+    sys.stdin.read()  # rank 0 has the store
 """
 
 
@@ -55,16 +56,15 @@ def test_where_gloo_takes_an_address_of_one_machine_alone_the_error_names_the_se
     with two_machines() as machines:
         if not machines[0].enter:
             pytest.skip("network namespaces can't be made")
-        ranks = []
-        for rank, machine in enumerate(machines):
-            variables = {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-            variables |= {"MASTER_ADDR": machines[0].address, "MASTER_PORT": "29517", "GLOO_SOCKET_IFNAME": "lo"}
-            command = [*machine.enter, sys.executable, "-c", MEETS_AT_THE_WRONG_PLACE, str(rank)]
-            ranks.append(
-                subprocess.Popen(
-                    command, env=os.environ | variables, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-                )
+        variables = {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GLOO_SOCKET_IFNAME": "lo"}
+        variables |= os.environ | {"MASTER_ADDR": machines[0].address, "MASTER_PORT": "29517"}
+        ranks = [
+            subprocess.Popen(
+                [*machine.enter, sys.executable, "-c", MEETS_AT_THE_WRONG_PLACE, str(rank)], text=True,
+                env=variables | {"RANK": str(rank)}, stdin=PIPE, stdout=PIPE, stderr=STDOUT,
             )
+            for rank, machine in enumerate(machines)
+        ]  # fmt: skip
         said = [each.communicate(timeout=100)[0] for each in reversed(ranks)]
     assert "gloo could not connect the ranks: nobody answered at 127.0.0.1" in "".join(said)  # one of them tries
     for each in said:
@@ -116,48 +116,38 @@ def test_a_group_that_does_not_fit_is_refused(pool: WorkerPool, arguments: tuple
         assert all(word in failure for word in words)
 
 
-@pytest.fixture
-def left(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What this rank does to the process group that it seems to have."""
-    found: list[str] = []
+# What this rank does to the process group that it seems to have, after an error (close) and in the end (leave).
+@pytest.mark.parametrize(("end", "backend", "gpu", "ways"), [
+    # After an error NCCL is not waited for.
+    (process_group.close, "nccl", "has sent all", ["aborted"]),
+    (process_group.close, "gloo", "", ["destroyed"]),
+    # In the end it is, or the last message of an evaluation, which no gradient answers, could be lost.
+    (process_group.leave, "gloo", "", ["destroyed", "left"]),
+    (process_group.leave, "nccl", "has sent all", ["waited", "destroyed", "left"]),
+    (process_group.leave, "nccl", "fails", ["aborted", "left"]),
+    (process_group.leave, "nccl", "never comes to an end", ["aborted", "left"]),
+])  # fmt: skip
+def test_a_rank_leaves_when_its_gpu_has_sent_all_or_will_not(
+    end: Callable[[], None], backend: str, gpu: str, ways: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found, ended = list[str](), Event()
+
+    def synchronize(device: int) -> None:
+        if gpu == "fails":
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+        if gpu == "never comes to an end":
+            ended.wait()
+        found.append("waited")
+
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_backend", lambda: backend)
     monkeypatch.setattr(dist, "destroy_process_group", lambda: found.append("destroyed"))
     monkeypatch.setattr(process_group, "abort_groups", lambda: found.append("aborted"))
     monkeypatch.setattr(process_group.rendezvous, "end", lambda: found.append("left"))
     monkeypatch.setattr(process_group.gc, "collect", lambda: 0)  # which takes a while in a session of tests
-    return found
-
-
-@pytest.mark.parametrize(("backend", "way"), [("nccl", "aborted"), ("gloo", "destroyed")])
-def test_after_an_error_nccl_is_not_waited_for(
-    backend: str, way: str, left: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(dist, "get_backend", lambda: backend)
-    process_group.close()
-    assert left == [way]
-
-
-@pytest.mark.parametrize(("how", "ways"), [
-    ("has no GPU", ["destroyed"]), ("has sent all", ["waited", "destroyed"]),
-    ("fails", ["aborted"]), ("never comes to an end", ["aborted"]),
-])  # fmt: skip
-def test_a_rank_leaves_when_its_gpu_has_sent_all_or_will_not(
-    how: str, ways: list[str], left: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Else the last message of an evaluation, which no gradient answers, could be lost."""
-    ended = Event()
-
-    def synchronize(device: int) -> None:
-        if how == "fails":
-            raise RuntimeError("CUDA error: an illegal memory access was encountered")
-        if how == "never comes to an end":
-            ended.wait()
-        left.append("waited")
-
-    monkeypatch.setattr(dist, "get_backend", lambda: "gloo" if how == "has no GPU" else "nccl")
     monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(process_group, "_PATIENCE", 0.1)
-    process_group.leave()
-    assert left == [*ways, "left"]
+    monkeypatch.setattr(process_group, "_PATIENCE", 0.05)
+    end()
+    assert found == ways
     ended.set()

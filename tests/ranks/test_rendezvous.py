@@ -23,7 +23,7 @@ def sums_of_groups(late: int) -> list[float]:
     for number in range(3):
         environment = TorchElasticEnvironment()
         if environment.global_rank() == late and number:
-            time.sleep(0.2)
+            time.sleep(0.05)
         layout = Layout.resolve(2, environment.global_rank(), data=2)
         process_group.join(environment, layout, "gloo", timedelta(seconds=20))
         total = torch.ones(1)
@@ -42,7 +42,7 @@ def sum_after_a_restart(ranks: list[int]) -> float:
     environment, wait = TorchElasticEnvironment(), timedelta(seconds=20)
     if environment.global_rank() in ranks:
         with suppress(TimeoutError):
-            rendezvous.store_of_next_group(environment, timedelta(seconds=0.2))
+            rendezvous.store_of_next_group(environment, timedelta(seconds=0.1))
     store = rendezvous.script_store(environment, wait)
     store.add("ended", 1)
     while store.add("ended", 0) < 3:  # torchrun ends all before it starts the first one again
