@@ -98,7 +98,7 @@ class StaysNear(Net):
 
 
 class Averages(Net):
-    """An average of the weights, for the validation alone, is loaded with them."""
+    """An average of the weights is loaded with them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -106,9 +106,6 @@ class Averages(Net):
 
     def on_train_batch_end(self, *args: Any) -> None:
         self.average.load_state_dict(self.layers.state_dict())
-
-    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
-        self.log("loss", self.average(batch).square().mean())
 
 
 class Masks(Net):

@@ -21,59 +21,36 @@ from lightning_parallel.ranks.shard import Shard
 from recipes.models.muon import MuonAdamW
 from tools.optimizer_table import optimizers
 
-AXES = ("tensor", "pipeline")
 Make = Callable[[Any], Optimizer]
+Verdict = set[int] | str  # the groups whose parameters are stepped as wholes, or words of a refusal
 
 
 def of_torch(name: str, **options: Any) -> Make:
     return lambda params: getattr(torch.optim, name)(params, **options)
 
 
-def hybrid(params: Any) -> Optimizer:
-    """Of each group another kind."""
-    matrices = [p for p in params if p.ndim == 2]
-    return torch.optim.SGD([{"params": matrices, "momentum": 0.9}, {"params": [p for p in params if p.ndim != 2]}], 0.1)
-
-
 def waits(params: Any) -> Optimizer:
     """A scheduler begins with a rate of zero, and has taken the place of ``optimizer.step``."""
-    optimizer = torch.optim.Muon([p for p in params if p.ndim == 2])
+    optimizer = torch.optim.Muon(matrices_of(params))
     torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: step / 10)
     assert optimizer.param_groups[0]["lr"] == 0
     return optimizer
 
 
-ELEMENTWISE: dict[str, Make] = {
-    **{name: of_torch(name) for name in (
-        "SGD", "Adam", "AdamW", "Adagrad", "RMSprop", "Adadelta", "Adamax", "NAdam", "RAdam", "ASGD", "Rprop"
-    )},
-    "momentum": of_torch("SGD", momentum=0.9, nesterov=True, weight_decay=0.1, maximize=True),
-    "amsgrad": of_torch("Adam", amsgrad=True, weight_decay=0.1),
-    "foreach": of_torch("AdamW", foreach=True),
-    "fused": of_torch("AdamW", fused=True),
-    "rate-tensor": of_torch("AdamW", lr=torch.tensor(1e-3)),
-    "rate-zero": of_torch("SGD", lr=0.0),
-    "state-at-first": of_torch("Adagrad", initial_accumulator_value=0.1),
-    "groups": hybrid,
-    "Lion": pytorch_optimizer.Lion,
-    "ScheduleFree": pytorch_optimizer.ScheduleFreeAdamW,
-    "Lookahead": lambda params: optimizers.Lookahead(torch.optim.AdamW(params)),
-}  # fmt: skip
-BY_PARAMETER: dict[str, Make] = {
-    "Adafactor": of_torch("Adafactor"),
-    "Muon": lambda params: torch.optim.Muon([p for p in params if p.ndim == 2]),
-    "Muon ": waits,
-    **{kind.__name__: kind for kind in (
-        optimizers.LARS, optimizers.LAMB, optimizers.HostLAMB, optimizers.Kronecker,
-        optimizers.FloorSGD, optimizers.Noted, optimizers.NotedInState, optimizers.NotedByName,
-    )},
-    "Lookahead": lambda params: optimizers.Lookahead(optimizers.LAMB(params)),
-}  # fmt: skip
-BY_ALL: dict[str, Make] = {
-    "Prodigy": optimizers.Prodigy,
-    "NormedSGD": optimizers.NormedSGD,
-    "SAM": lambda params: optimizers.SAM(params, torch.optim.SGD, lr=0.1),
-}
+def matrices_of(params: Any) -> list[Any]:
+    return [p for p in params if p.ndim == 2]
+
+
+class Waits(torch.optim.SGD):
+    """It begins later than a trial goes."""
+
+    def step(self, closure: Any = None) -> Any:
+        return None
+
+
+def of_two_kinds(params: Any) -> Optimizer:
+    others = [p for p in params if p.ndim != 2]
+    return MuonAdamW([{"params": others}, {"params": matrices_of(params), "muon": True}], lr=0.01)
 
 
 class Model(nn.Sequential):
@@ -92,135 +69,78 @@ class Model(nn.Sequential):
 
 def tried(make: Make, axis: str) -> set[int]:
     model = Model()
-    layout = Layout.resolve(2, **{axis: 2})
-    return stepped_whole(make(list(model.parameters())), model.held(axis), layout, "SomeStrategy")
+    optimizer = make(list(model.parameters()))
+    if axis == "a V":
+        refuse_steps_apart(optimizer, model.held("pipeline"), "SomeStrategy")
+        return set()
+    return stepped_whole(optimizer, model.held(axis), Layout.resolve(2, **{axis: 2}), "SomeStrategy")
 
 
-@pytest.mark.parametrize("axis", AXES)
-@pytest.mark.parametrize("name", ELEMENTWISE)
-def test_elementwise_optimizers_pass_without_a_word(name: str, axis: str) -> None:
+COUNTS = r"under SomeStrategy: in a V .*group 0.*schedule='1f1b'"
+UNTRIED = r"under SomeStrategy: in a V .*{}.*schedule='1f1b'"
+ALIKE: dict[str, Verdict] = {"tensor": set(), "pipeline": set(), "a V": set()}
+COUNTING = ALIKE | {"a V": COUNTS}
+BY_PARAMETER = ALIKE | {"tensor": {0}}
+BY_ALL: dict[str, Verdict] = {
+    "tensor": "{} under SomeStrategy: .*tensor_parallel=2.*parameter group 0.*AdamW",
+    "pipeline": "{} under SomeStrategy: .*2 stages.*parameter group 0.*AdamW",
+}
+# By name: how it is made, and what a trial says of it where ranks have parts of the parameters.
+CASES: dict[str, tuple[Make, dict[str, Verdict]]] = {
+    **{name: (of_torch(name), ALIKE) for name in (
+        "SGD", "Adam", "AdamW", "Adagrad", "RMSprop", "Adadelta", "Adamax", "NAdam", "RAdam", "ASGD", "Rprop"
+    )},
+    "momentum": (of_torch("SGD", momentum=0.9, nesterov=True, weight_decay=0.1, maximize=True), ALIKE),
+    "fused": (of_torch("AdamW", fused=True), ALIKE),
+    "rate-tensor": (of_torch("AdamW", lr=torch.tensor(1e-3)), ALIKE),
+    "rate-zero": (of_torch("SGD", lr=0.0), ALIKE),
+    "state-at-first": (of_torch("Adagrad", initial_accumulator_value=0.1), ALIKE),
+    "Lion": (pytorch_optimizer.Lion, COUNTING),
+    "ScheduleFree": (pytorch_optimizer.ScheduleFreeAdamW, COUNTING),
+    "Lookahead": (lambda params: optimizers.Lookahead(torch.optim.AdamW(params)), COUNTING),
+    "SparseAdam": (of_torch("SparseAdam"), {"a V": UNTRIED.format("RuntimeError")}),
+    "Waits": (Waits, {"a V": UNTRIED.format("left parameters")}),
+    **{kind.__name__: (kind, BY_PARAMETER) for kind in (
+        torch.optim.Adafactor, optimizers.LARS, optimizers.LAMB, optimizers.HostLAMB, optimizers.Kronecker,
+        optimizers.FloorSGD, optimizers.Noted, optimizers.NotedInState, optimizers.NotedByName,
+    )},
+    "Muon": (waits, BY_PARAMETER),
+    "Lookahead of LAMB": (lambda params: optimizers.Lookahead(optimizers.LAMB(params)), {"tensor": {0}}),
+    "two kinds of groups": (of_two_kinds, {"tensor": {1}}),
+    # They may be trained later.
+    "frozen": (lambda params: optimizers.LAMB([p.requires_grad_(False) for p in params]), {"tensor": {0}}),
+    # It moves before its closure.
+    "LooksAhead": (optimizers.LooksAhead, {"tensor": "{} .*tensor_parallel=2.*parameter group 0", "pipeline": set()}),
+    # A rank may own nothing; of all parameters it has vectors that all ranks hold.
+    "NeverEmpty": (optimizers.NeverEmpty, {"tensor": {0}}),
+    "NeverEmpty of matrices": (
+        lambda params: optimizers.NeverEmpty(matrices_of(params)),
+        {"tensor": "NeverEmpty under SomeStrategy: .*it fails there: RuntimeError"},
+    ),
+    "Prodigy": (optimizers.Prodigy, BY_ALL),
+    "NormedSGD": (optimizers.NormedSGD, BY_ALL),
+    "SAM": (lambda params: optimizers.SAM(params, torch.optim.SGD, lr=0.1), BY_ALL | {"tensor": "SAM .*2.*fails"}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "where"), [(name, where) for name, (_, found) in CASES.items() for where in found])
+def test_what_is_another_optimizer_on_parts_steps_wholes_or_is_refused_and_others_pass_without_a_word(
+    name: str, where: str
+) -> None:
+    make, verdicts = CASES[name]
+    verdict = verdicts[where]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert not tried(ELEMENTWISE[name], axis)
+        if isinstance(verdict, str):
+            with pytest.raises(ValueError, match=verdict.format(name)):
+                tried(make, where)
+        else:
+            assert tried(make, where) == verdict
 
 
-class CountsItself(torch.optim.SGD):
-    """Its steps get smaller. The count is its own, not an option."""
-
-    steps = 0
-
-    def step(self, closure: Any = None) -> Any:
-        self.steps += 1
-        before = [group["lr"] for group in self.param_groups]
-        for group, rate in zip(self.param_groups, before, strict=True):
-            group["lr"] = rate / self.steps
-        result = super().step(closure)
-        for group, rate in zip(self.param_groups, before, strict=True):
-            group["lr"] = rate
-        return result
-
-
-def tried_in_v(make: Make) -> None:
-    model = Model()
-    refuse_steps_apart(make(list(model.parameters())), model.held("pipeline"), "SomeStrategy(schedule='vmin')")
-
-
-COUNTING = ("Lookahead", "Lion", "ScheduleFree")
-
-
-@pytest.mark.parametrize("name", [name for name in (*ELEMENTWISE, *BY_PARAMETER) if name not in COUNTING])
-def test_those_that_treat_parameters_apart_pass_in_a_v(name: str) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        tried_in_v({**BY_PARAMETER, **ELEMENTWISE}[name])
-
-
-@pytest.mark.parametrize("make", [lambda params: CountsItself(params, lr=0.1), *(ELEMENTWISE[it] for it in COUNTING)])
-def test_one_that_counts_its_steps_is_refused_in_a_v(make: Make) -> None:
-    with pytest.raises(ValueError, match=r"under SomeStrategy\(schedule='vmin'\): .*group 0.*schedule='1f1b'"):
-        tried_in_v(make)
-
-
-class NeedsItsParameters(torch.optim.SGD):
-    """A trial's parameters aren't those that it was made with."""
-
-    def __init__(self, params: Any, **options: Any) -> None:
-        super().__init__(params, **options)
-        self.shapes = [p.shape for group in self.param_groups for p in group["params"]]
-
-    def step(self, closure: Any = None) -> Any:
-        if self.shapes != [p.shape for group in self.param_groups for p in group["params"]]:
-            raise LookupError("no such parameter")
-        return super().step(closure)
-
-
-class Waits(torch.optim.SGD):
-    """It begins later than a trial goes."""
-
-    def step(self, closure: Any = None) -> Any:
-        return None
-
-
-@pytest.mark.parametrize(("kind", "reason"), [(NeedsItsParameters, "LookupError"), (Waits, "left parameters")])
-def test_one_that_can_not_be_tried_is_refused_in_a_v(kind: type[torch.optim.SGD], reason: str) -> None:
-    with pytest.raises(ValueError, match=rf"{kind.__name__} under .*schedule='vmin'.*{reason}.*schedule='1f1b'"):
-        tried_in_v(lambda params: kind(params, lr=0.1))
-
-
-@pytest.mark.parametrize("name", BY_PARAMETER)
-def test_those_that_treat_a_parameter_as_one_step_wholes_where_it_is_divided(name: str) -> None:
-    assert tried(BY_PARAMETER[name], "tensor") == {0}
-    assert not tried(BY_PARAMETER[name], "pipeline")
-
-
-def test_one_that_moves_before_its_closure_is_refused_where_owners_would_step() -> None:
-    with pytest.raises(ValueError, match=r"LooksAhead under SomeStrategy: .*tensor_parallel=2.*parameter group 0"):
-        tried(optimizers.LooksAhead, "tensor")
-    assert not tried(optimizers.LooksAhead, "pipeline")
-
-
-def test_one_that_fails_on_a_rank_that_owns_nothing_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"NeverEmpty under SomeStrategy: .*it fails there: RuntimeError"):
-        tried(lambda params: optimizers.NeverEmpty([p for p in params if p.ndim == 2]), "tensor")
-    assert tried(optimizers.NeverEmpty, "tensor") == {0}  # it has vectors that all ranks hold
-
-
-def test_of_one_with_several_kinds_of_groups_some_step_wholes() -> None:
-    def make(params: list[nn.Parameter]) -> Optimizer:
-        matrices = [p for p in params if p.ndim == 2]
-        others = [p for p in params if p.ndim != 2]
-        return MuonAdamW([{"params": others}, {"params": matrices, "muon": True}], lr=0.01)
-
-    assert tried(make, "tensor") == {1}
-
-
-def test_frozen_parameters_are_tried_since_they_may_be_trained_later() -> None:
-    def make(params: list[nn.Parameter]) -> Optimizer:
-        return optimizers.LAMB([p.requires_grad_(False) for p in params])
-
-    assert tried(make, "tensor") == {0}
-
-
-@pytest.mark.parametrize("axis", AXES)
-@pytest.mark.parametrize("name", BY_ALL)
-def test_those_that_treat_all_parameters_as_one_are_refused_where_a_rank_lacks_some(name: str, axis: str) -> None:
-    with pytest.raises(ValueError) as caught:
-        tried(BY_ALL[name], axis)
-    axis_words = {"tensor": "tensor_parallel=2", "pipeline": "2 stages"}[axis]
-    words = [
-        name,
-        "SomeStrategy",
-        axis_words,
-        "parameter group 0" if name != "SAM" or axis != "tensor" else "fails",
-        "AdamW",
-    ]
-    assert all(word in str(caught.value) for word in words), caught.value
-
-
-@pytest.mark.parametrize("axis", AXES)
-def test_what_cannot_be_tried_is_warned_of_and_goes_on(axis: str) -> None:
+def test_what_cannot_be_tried_is_warned_of_and_goes_on() -> None:
     with pytest.warns(UserWarning, match="SparseAdam .*SomeStrategy"):
-        tried(of_torch("SparseAdam"), axis)
+        tried(of_torch("SparseAdam"), "tensor")
 
 
 def test_no_optimizer_is_tried_where_each_rank_has_all() -> None:
@@ -229,12 +149,10 @@ def test_no_optimizer_is_tried_where_each_rank_has_all() -> None:
     assert not stepped_whole(optimizers.Prodigy(model.parameters()), LocalModel.of(model), layout, "SomeStrategy")
 
 
-@pytest.mark.parametrize("make", [
-    ELEMENTWISE["AdamW"], ELEMENTWISE["ScheduleFree"], ELEMENTWISE["Lookahead"], ELEMENTWISE["state-at-first"],
-])  # fmt: skip
-def test_the_user_s_optimizer_is_left_as_it_was(make: Make) -> None:
+@pytest.mark.parametrize("name", ["AdamW", "ScheduleFree", "Lookahead", "state-at-first"])
+def test_the_user_s_optimizer_is_left_as_it_was(name: str) -> None:
     model = Model()
-    optimizer = make(list(model.parameters()))
+    optimizer = CASES[name][0](list(model.parameters()))
     calls: list[Any] = []
     optimizer.register_step_pre_hook(lambda *args: calls.append(args))
     of_all = register_optimizer_step_pre_hook(lambda *args: calls.append(args))
