@@ -5,7 +5,6 @@ What to do then: find what replaces the name, in Lightning's changelog or source
 
 from __future__ import annotations
 
-import ast
 import inspect
 import signal
 import traceback
@@ -17,32 +16,13 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, EMAWeightAveraging, ModelCheckpoint, ProgressBar
+from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.plugins.environments import LightningEnvironment, SLURMEnvironment
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.utilities import CombinedLoader
-from torch import Tensor
-from torch.utils.data import DataLoader
 
 from lightning_parallel import PipelineStrategy
 from lightning_parallel.private import lightning as lightning_private
-from tests.test_house import is_private, modules
-
-
-class Net(L.LightningModule):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = torch.nn.Linear(1, 1)
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        loss = self.layer(batch).mean()
-        self.log("loss", loss)
-        return loss
-
-    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
-        self.log("val", self.layer(batch).mean())
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
 def trainer(*callbacks: Callback, **given: Any) -> L.Trainer:
@@ -50,66 +30,16 @@ def trainer(*callbacks: Callback, **given: Any) -> L.Trainer:
     return L.Trainer(**({"accelerator": "cpu", "max_steps": 2, "callbacks": list(callbacks)} | quiet | given))
 
 
-# What tests of strategies would miss at once, each with their file.
-ELSEWHERE = {
-    "launched_by_make_launcher": "strategies/test_refusals.py",
-    "layer_sync_of": "strategies/test_refusals.py",
-    "refuse_validation_by_time": "strategies/test_refusals.py",
-    "copy_of_module": "callbacks/test_averages.py",
-    "are_known_functions": "callbacks/test_averages.py",
-    "walks": "callbacks/test_averages.py",
-    "leave_out_schedulers": "callbacks/test_averages.py",
-    "replaced": "strategies/test_nothing_left.py",
-    "asked_weights_only": "strategies/test_saved.py",
-    "init_process_group": "ranks/test_rendezvous.py",
-    "callbacks_of": "callbacks/test_preemption.py",
-    "LoaderSource": "loading/test_first_batch.py",
-    "take_back_loaders": "loading/test_first_batch.py",
-    "step_metrics": "strategies/test_host_reads.py",
-    "metric_places": "results/test_published_metrics.py",
-    "replace_metric_places": "results/test_published_metrics.py",
-    "evaluation_outputs": "results/test_published_metrics.py",
-    "metrics_of_no_loader": "results/test_published_metrics.py",
-    "step_value": "results/test_published_metrics.py",
-    "set_step_value": "results/test_published_metrics.py",
-    "logged_step": "callbacks/test_performance_monitor.py",
-    "time_without_broadcasts": "strategies/test_late_values.py",
-    "take_signals": "callbacks/test_preemption.py",
-    "say_terminated": "callbacks/test_preemption.py",
-    "save_last": "callbacks/test_preemption.py",
-    "ends_update": "callbacks/test_resumed_moments.py",
-    "validation_has_ended": "callbacks/test_resumed_moments.py",
-    "continue_epoch": "callbacks/test_resumed_moments.py",
-    "continue_after_epoch": "callbacks/test_resumed_moments.py",
-    "epoch_sums": "callbacks/test_resumed_moments.py",
-    "continue_sums": "callbacks/test_resumed_moments.py",
-    "open_directories": "checkpoint/test_plain.py",
-    "where_loaders_end": "loading/test_loaders.py",
-    "read_by_loop": "loading/test_loaders.py",
-}
-
-
-def test_every_function_is_used_and_pinned() -> None:
-    here, private = Path(__file__), Path(lightning_private.__file__).parent
-    assert all((here.parents[1] / file).exists() for file in ELSEWHERE.values())
-    others = [file.read_text() for file in modules(private.parents[1]) if file.parent != private]
-    own = [node for file in modules(private) for node in ast.parse(file.read_text()).body]
-    for name in [node.name for node in own if isinstance(node, ast.FunctionDef) and not is_private(node.name)]:
-        assert any(name in text for text in others), f"{name} is not used"
-        assert name in here.read_text().replace("def test_", ""), f"{name} is not pinned"
+META = torch.device("meta")
 
 
 # -- launching -----------------------------------------------------------------------------------------------
 
 
-def test_script_launcher_starts_processes_by_script() -> None:
-    """Otherwise a user's script would not be started for each device."""
+def test_script_launcher_starts_processes_by_script_and_a_refusal_has_the_user_s_own_lines_alone() -> None:
+    """Otherwise a message comes after forty frames of this package and of Lightning."""
     launcher = lightning_private.launching.ScriptLauncher(LightningEnvironment(), 3, 2)
     assert (launcher.num_processes, launcher.num_nodes, launcher.is_interactive_compatible) == (3, 2, False)
-
-
-def test_a_refusal_is_raised_with_the_user_s_own_lines_alone() -> None:
-    """Otherwise the message comes after forty frames of this package and of Lightning."""
     launcher = lightning_private.launching.ScriptLauncher(LightningEnvironment(), 1, 1)
 
     def refused() -> None:
@@ -137,23 +67,23 @@ def test_move_optimizers_moves_their_state() -> None:
     optimizer = torch.optim.SGD([parameter], lr=0.1, momentum=0.9)
     parameter.grad = torch.ones(2)
     optimizer.step()
-    lightning_private.launching.move_optimizers([optimizer], torch.device("meta"))
-    assert optimizer.state[parameter]["momentum_buffer"].device.type == "meta"
+    lightning_private.launching.move_optimizers([optimizer], META)
+    assert optimizer.state[parameter]["momentum_buffer"].device == META
 
 
-def test_say_device_changes_what_a_module_says_and_moves_nothing() -> None:
-    """Otherwise ``self.device`` would be the CPU in a fully sharded module."""
-    module = Net()
-    lightning_private.launching.say_device(module, torch.device("meta"))
-    assert module.device.type == "meta"
-    assert module.layer.weight.device.type == "cpu"
-
-
-def test_device_of_averages_is_what_was_asked() -> None:
-    """Otherwise averages would lie on a GPU that has no room for them."""
+def test_devices_are_those_that_are_asked_for() -> None:
+    """Otherwise ``self.device`` would be the CPU in a fully sharded module, and the first device in every replica; and
+    averages would lie on a GPU that has no room for them."""
+    for change in (lightning_private.launching.say_device, lightning_private.metrics.set_device):
+        module = BoringModel()
+        change(module, META)
+        assert module.device == META and module.layer.weight.device.type == "cpu"
+    plain = torch.nn.Linear(1, 1)
+    lightning_private.metrics.set_device(plain, META)
+    assert "_device" not in vars(plain)
     device_of_averages = lightning_private.averaging.device_of_averages
-    assert device_of_averages(EMAWeightAveraging(device="meta"), torch.device("cpu")) == torch.device("meta")
-    assert device_of_averages(EMAWeightAveraging(device=None), torch.device("meta")) == torch.device("meta")
+    assert device_of_averages(EMAWeightAveraging(device="meta"), torch.device("cpu")) == META
+    assert device_of_averages(EMAWeightAveraging(device=None), META) == META
 
 
 # -- data ----------------------------------------------------------------------------------------------------
@@ -164,7 +94,7 @@ def test_mode_of_a_combined_loader() -> None:
 
 
 def test_before_batch_transfer_calls_the_users_hook() -> None:
-    class Doubles(Net):
+    class Doubles(BoringModel):
         def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
             return 2 * batch
 
@@ -175,30 +105,23 @@ def test_before_batch_transfer_calls_the_users_hook() -> None:
             found.append(lightning_private.data.before_batch_transfer(trainer.lightning_module, 3))
             super().setup(trainer)
 
-    trainer(strategy=Looks(torch.device("cpu"))).fit(Doubles(), DataLoader(torch.ones(1, 1)))
+    trainer(strategy=Looks(torch.device("cpu"))).fit(Doubles())
     assert found == [6]
 
 
 # -- metrics and loops ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("given", "reads"),
-    [
-        ({"every_n_train_steps": 3}, True),
-        ({"every_n_train_steps": 4}, False),
-        ({"train_time_interval": timedelta(seconds=1)}, True),
-        ({"every_n_epochs": 1}, False),
-    ],
-)
+@pytest.mark.parametrize(("given", "reads"), [
+    ({"every_n_train_steps": 3}, True), ({"every_n_train_steps": 4}, False),
+    ({"train_time_interval": timedelta(seconds=1)}, True), ({"every_n_epochs": 1}, False),
+])  # fmt: skip
 def test_reads_training_metric(given: dict[str, Any], reads: bool) -> None:
     """Otherwise a stage that doesn't have the metric would choose other checkpoints than the last stage."""
-    assert lightning_private.metrics.reads_training_metric(ModelCheckpoint(monitor="loss", **given), 6) is reads
-    named = ModelCheckpoint(filename="{epoch}-{loss:.2f}", **given)
-    assert lightning_private.metrics.reads_training_metric(named, 6) is reads
-    assert (
-        lightning_private.metrics.reads_training_metric(ModelCheckpoint(filename="{epoch}-{step}", **given), 6) is False
-    )
+    reads_training_metric = lightning_private.metrics.reads_training_metric
+    assert reads_training_metric(ModelCheckpoint(monitor="loss", **given), 6) is reads
+    assert reads_training_metric(ModelCheckpoint(filename="{epoch}-{loss:.2f}", **given), 6) is reads
+    assert reads_training_metric(ModelCheckpoint(filename="{epoch}-{step}", **given), 6) is False
 
 
 def test_show_in_progress_bar_shows_texts_beside_what_is_logged() -> None:
@@ -211,17 +134,8 @@ def test_show_in_progress_bar_shows_texts_beside_what_is_logged() -> None:
             assert isinstance(trainer.progress_bar_callback, ProgressBar)
             shown.append(trainer.progress_bar_callback.get_metrics(trainer, trainer.lightning_module))
 
-    trainer(Shows(), enable_progress_bar=True).fit(Net(), DataLoader(torch.ones(2, 1)))
+    trainer(Shows(), enable_progress_bar=True).fit(BoringModel())
     assert all(each["memory"] == "1 GiB" for each in shown) and len(shown) == 2
-
-
-def test_between_batches_leaves_out_the_one_broadcast_before_a_batch() -> None:
-    """Otherwise no stage could start a batch before the last one does."""
-    from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
-
-    assert "torch.distributed.broadcast" in inspect.getsource(_TrainingEpochLoop._broadcast_sigterm_tensor)
-    assert "self._broadcast_sigterm_tensor()" in inspect.getsource(_TrainingEpochLoop.advance)
-    assert inspect.getsource(_TrainingEpochLoop).count("distributed.broadcast") == 1
 
 
 def test_requeue_by_slurm_saves_and_requeues_at_its_signal_only(
@@ -246,7 +160,7 @@ def test_around_step_hooks_begins_with_complete_gradients_and_ends_before_the_op
     """Otherwise a norm that a hook takes of a part of the model would clip without a word."""
     seen: list[str] = []
 
-    class Hooks(Net):
+    class Hooks(BoringModel):
         def on_after_backward(self) -> None:
             seen.append("backward")
 
@@ -257,34 +171,30 @@ def test_around_step_hooks_begins_with_complete_gradients_and_ends_before_the_op
             seen.append("clip")
 
         def configure_optimizers(self) -> torch.optim.Optimizer:
-            class Optimizer(torch.optim.SGD):
-                def step(self, closure: Any = None) -> Any:
-                    closure()
-                    seen.append("step")
-
-            return Optimizer(self.parameters(), lr=0.1)
+            optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+            optimizer.register_step_post_hook(lambda *_: seen.append("step"))
+            return optimizer
 
     made = trainer(max_steps=1)
     put_back = lightning_private.batches.around_step_hooks(
         made.precision_plugin, lambda: seen.append("begin"), lambda: seen.append("end")
     )
-    made.fit(Hooks(), torch.utils.data.DataLoader(torch.ones(2, 1)))
+    made.fit(Hooks())
     assert seen == ["backward", "begin", "hook", "clip", "end", "step"]
     put_back()
     assert "_after_closure" not in vars(made.precision_plugin)
 
 
-def test_set_device_reaches_the_attribute_that_a_module_reads() -> None:
-    """Otherwise ``self.device`` would be the first device in every replica."""
-    module = Net()
-    lightning_private.metrics.set_device(module, torch.device("meta"))
-    assert module.device.type == "meta"
-    plain = torch.nn.Linear(1, 1)
-    lightning_private.metrics.set_device(plain, torch.device("meta"))
-    assert "_device" not in vars(plain)
+# -- not promised by Lightning -------------------------------------------------------------------------------
 
 
-# -- public, but not promised --------------------------------------------------------------------------------
+def test_between_batches_leaves_out_the_one_broadcast_before_a_batch() -> None:
+    """Otherwise no stage could start a batch before the last one does."""
+    from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
+
+    assert "torch.distributed.broadcast" in inspect.getsource(_TrainingEpochLoop._broadcast_sigterm_tensor)
+    assert "self._broadcast_sigterm_tensor()" in inspect.getsource(_TrainingEpochLoop.advance)
+    assert inspect.getsource(_TrainingEpochLoop).count("distributed.broadcast") == 1
 
 
 def test_workers_are_seeded_where_no_init_function_is_given() -> None:
