@@ -124,9 +124,7 @@ CASES: dict[str, tuple[Make, dict[str, Verdict]]] = {
 
 
 @pytest.mark.parametrize(("name", "where"), [(name, where) for name, (_, found) in CASES.items() for where in found])
-def test_what_is_another_optimizer_on_parts_steps_wholes_or_is_refused_and_others_pass_without_a_word(
-    name: str, where: str
-) -> None:
+def test_a_trial_says_what_steps_wholes_and_what_is_refused(name: str, where: str) -> None:
     make, verdicts = CASES[name]
     verdict = verdicts[where]
     with warnings.catch_warnings():

@@ -27,7 +27,8 @@ def test_as_many_key_value_heads_as_ranks_are_divided() -> None:
 
 def test_tied_layers_share_one_shard_under_both_names() -> None:
     model = gpt(tie_embeddings=True)
-    sharding = shard_module(model, find_plan(model), ranks(2))
+    plan = find_plan(model)
+    sharding = shard_module(model, plan, ranks(2))
     assert model.get_parameter("head.weight") is model.get_parameter("token_embedding.weight")
     assert sharding.shards["head.weight"] == sharding.shards["token_embedding.weight"]
     assert sharding.shards.keys() <= dict(model.named_parameters(remove_duplicate=False)).keys()
@@ -37,6 +38,8 @@ def test_tied_layers_share_one_shard_under_both_names() -> None:
     shard = weakref.ref(model.get_parameter("blocks.0.mlp.0.weight"))
     model.get_submodule("blocks.0.mlp.0").weight = None  # as on another stage
     assert shard() is None  # no other layer keeps it
+    with pytest.raises(RuntimeError, match="'token_embedding' is a VocabParallelEmbedding: it is divided already"):
+        shard_module(model, plan, ranks(2))
 
 
 def test_a_layer_with_two_names_is_replaced_under_both_by_one() -> None:
@@ -53,18 +56,17 @@ def test_a_layer_with_two_names_is_replaced_under_both_by_one() -> None:
 GROUPED = partial(llama, hidden_size=24, num_attention_heads=12, num_key_value_heads=4)
 
 
-class Attention(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.num_heads = 4
-        self.qkv = nn.Linear(8, 24)
+def attention() -> nn.Module:
+    model: Any = nn.ModuleDict({"attention": nn.ModuleDict({"qkv": nn.Linear(8, 24)})})
+    model.attention.num_heads = 4
+    return model
 
 
 @pytest.mark.parametrize(("make", "plan", "size", "message"), [
     (GROUPED, {}, 6, "k_proj' has 4 key-value heads .of 2., which can't be shared out over 6 tensor"),
     (gpt2, {}, 4, "attn' has num_heads=6, which can't be shared out over 4 tensor ranks"),
     (gpt, {}, 8, "qkv' has 12 attention heads .of 2., which can't be shared out over 8 tensor ranks"),
-    (lambda: nn.Sequential(Attention()), {"0.qkv": "column:3"}, 2, "keeps num_heads=4: add '0': 'divide:num_he"),
+    (attention, {"attention.qkv": "column:3"}, 2, "keeps num_heads=4: add 'attention': 'divide:num_heads'"),
     (lambda: nn.Sequential(nn.Linear(3, 24)), {"0": "column:5"}, 2, "'0': 24 output features aren't 5 equal"),
     (lambda: nn.Sequential(nn.Linear(3, 24)), {"0": "column_gather:3"}, 2, "'0': gather_output=True with parts"),
     (lambda: nn.Sequential(nn.Linear(3, 24)), {"0": "column:8,8"}, 2, "'0': Parts of sizes .8, 8. add up to 16"),
@@ -83,11 +85,3 @@ def test_what_does_not_divide_is_refused_and_left_as_it_was(
         shard_module(model, plan or find_plan(model), ranks(size))
     assert all(before[name] is parameter for name, parameter in model.named_parameters())
     assert all(getattr(m, "num_heads", 4) in (4, 6) for m in model.modules())
-
-
-def test_a_model_is_sharded_once() -> None:
-    model = gpt()
-    plan = find_plan(model)
-    shard_module(model, plan, ranks(2))
-    with pytest.raises(RuntimeError, match="'token_embedding' is a VocabParallelEmbedding: it is divided already"):
-        shard_module(model, plan, ranks(2))
