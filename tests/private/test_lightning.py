@@ -89,11 +89,7 @@ def test_devices_are_those_that_are_asked_for() -> None:
 # -- data ----------------------------------------------------------------------------------------------------
 
 
-def test_mode_of_a_combined_loader() -> None:
-    assert lightning_private.data.mode_of(CombinedLoader([[1]], "min_size")) == "min_size"
-
-
-def test_before_batch_transfer_calls_the_users_hook() -> None:
+def test_before_batch_transfer_calls_the_users_hook_and_mode_of_is_a_loader_s() -> None:
     class Doubles(BoringModel):
         def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
             return 2 * batch
@@ -107,6 +103,7 @@ def test_before_batch_transfer_calls_the_users_hook() -> None:
 
     trainer(strategy=Looks(torch.device("cpu"))).fit(Doubles())
     assert found == [6]
+    assert lightning_private.data.mode_of(CombinedLoader([[1]], "min_size")) == "min_size"
 
 
 # -- metrics and loops ---------------------------------------------------------------------------------------
@@ -154,35 +151,6 @@ def test_requeue_by_slurm_saves_and_requeues_at_its_signal_only(
     monkeypatch.setattr(made, "save_checkpoint", lambda path: called.append([Path(path).name]))
     assert lightning_private.signals.requeue_by_slurm(made, signal.SIGUSR1)
     assert called == [["hpc_ckpt_1.ckpt"], ["scontrol", "requeue", "7"]]
-
-
-def test_around_step_hooks_begins_with_complete_gradients_and_ends_before_the_optimizer() -> None:
-    """Otherwise a norm that a hook takes of a part of the model would clip without a word."""
-    seen: list[str] = []
-
-    class Hooks(BoringModel):
-        def on_after_backward(self) -> None:
-            seen.append("backward")
-
-        def on_before_optimizer_step(self, *_: Any) -> None:
-            seen.append("hook")
-
-        def configure_gradient_clipping(self, *_: Any, **__: Any) -> None:
-            seen.append("clip")
-
-        def configure_optimizers(self) -> torch.optim.Optimizer:
-            optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
-            optimizer.register_step_post_hook(lambda *_: seen.append("step"))
-            return optimizer
-
-    made = trainer(max_steps=1)
-    put_back = lightning_private.batches.around_step_hooks(
-        made.precision_plugin, lambda: seen.append("begin"), lambda: seen.append("end")
-    )
-    made.fit(Hooks())
-    assert seen == ["backward", "begin", "hook", "clip", "end", "step"]
-    put_back()
-    assert "_after_closure" not in vars(made.precision_plugin)
 
 
 # -- not promised by Lightning -------------------------------------------------------------------------------

@@ -15,13 +15,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch.plugins.environments import LightningEnvironment
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 
 from lightning_parallel.ranks import process_group
 from lightning_parallel.ranks.layout import Layout
 from tests.machines import two_machines
-from tests.strategies.harness import Report, joined, train
 from tools.workers.pool import WorkerPool
-from tools.workers.worker import rejoin
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
@@ -71,22 +71,19 @@ def test_where_gloo_takes_an_address_of_one_machine_alone_the_error_names_the_se
         assert "Set GLOO_SOCKET_IFNAME on all machines" in each and "cluster.interface" in each
 
 
-def train_in_two_groups() -> tuple[Report, Report]:
-    """The second run's groups have other names than the first one's."""
-    options: dict[str, Any] = {"stages": 2, "microbatches": 2, "data_parallel_kind": "fully_shard"}
-    first = train("Blocks", "sync", options, max_steps=2)
-    rejoin()
-    dist.init_process_group("gloo")
-    for _ in range(3):
-        dist.new_group([0])
-    return first, train("Blocks", "sync", options, max_steps=2)
+def sizes_of_the_cache_of_meshes() -> tuple[int, int]:
+    """The misses that have filled it, before a run joins its group and after."""
+    half = DTensor.from_local(torch.ones(2), init_device_mesh("cpu", (2,)), [Shard(0)])
+    half + half
+    _, before = torch._C._get_DTensor_sharding_propagator_cache_stats()
+    process_group.join(LightningEnvironment(), Layout.resolve(2, data=2), "gloo", timedelta(seconds=5))
+    _, after = torch._C._get_DTensor_sharding_propagator_cache_stats()
+    return before, after
 
 
-def test_fully_sharded_layers_use_the_groups_of_their_own_run(pool: WorkerPool) -> None:
-    ranks = pool.run(train_in_two_groups, 4, init=False)
-    first, second = (joined(list(reports), "weights") for reports in zip(*ranks, strict=True))
-    assert first.keys() == second.keys()
-    assert all(torch.equal(first[name], second[name]) for name in first)
+def test_a_run_finds_no_meshes_of_an_earlier_one(pool: WorkerPool) -> None:
+    """Otherwise it may fail: "Could not resolve the process group registered under the name"."""
+    assert all(before > after == 0 for before, after in pool.run(sizes_of_the_cache_of_meshes, 2))
 
 
 def join(size: int, made: str | None, bound: bool = False, backend: str = "gloo") -> None:

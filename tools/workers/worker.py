@@ -56,23 +56,6 @@ def listen() -> TCPStore:
     return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
 
-_servers: list[TCPStore] = []  # made by `rejoin` in the worker that is rank 0, until the call is over
-
-
-def rejoin() -> None:
-    """Called in a test function on every rank: leave the process group, so that the next one can be joined.
-
-    A second group needs a rendezvous without the first one's keys: rank 0 opens one and tells its port.
-    """
-    port: list[str | None] = [None]
-    if dist.get_rank() == 0:
-        _servers.append(listen())
-        port = [str(_servers[-1].port)]
-    dist.broadcast_object_list(port)
-    dist.destroy_process_group()
-    os.environ["MASTER_PORT"] = str(port[0])
-
-
 @contextmanager
 def texts_of_warnings() -> Iterator[list[str]]:
     """Filled in the end, with all warnings, whatever filters there are."""
@@ -193,7 +176,6 @@ def _leave() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
     rendezvous.end()
-    _servers.clear()
     gc.collect()
 
 
