@@ -14,9 +14,9 @@ def world() -> dist.ProcessGroup:
     return dist.group.WORLD
 
 
-def ranks(size: int, rank: int = 0) -> dist.ProcessGroup:
-    """A group that can't send: for what needs none."""
-    return dist.ProcessGroup(rank, size)
+def ranks(size: int) -> dist.ProcessGroup:
+    """The first rank's group, which can't send: for what needs none."""
+    return dist.ProcessGroup(0, size)
 
 
 class Messages(TorchDispatchMode):

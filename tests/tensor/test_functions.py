@@ -18,38 +18,23 @@ from lightning_parallel.tensor import functions
 from tests.tensor.helpers import Messages, ranks, world
 from tools.workers.pool import WorkerPool
 
-Formula = Callable[[list[Tensor], int, int], Tensor]  # of all ranks' tensors, the dimension, and the rank
-
-
-def own(xs: list[Tensor], dim: int, rank: int) -> Tensor:
-    return xs[rank]
-
-
-def total(xs: list[Tensor], dim: int, rank: int) -> Tensor:
-    return torch.stack(xs).sum(0)
-
-
-def joined(xs: list[Tensor], dim: int, rank: int) -> Tensor:
-    return torch.cat(xs, dim)
-
-
-def piece(xs: list[Tensor], dim: int, rank: int) -> Tensor:
-    return cut(xs[rank], dim)[rank]
-
-
-def summed_piece(xs: list[Tensor], dim: int, rank: int) -> Tensor:
-    return cut(total(xs, dim, rank), dim)[rank]
-
-
+# What a rank gets of all ranks' tensors.
+MAPS: dict[str, Callable[[list[Tensor], int, int], Tensor]] = {
+    "own": lambda xs, dim, rank: xs[rank],
+    "sum": lambda xs, dim, rank: torch.stack(xs).sum(0),
+    "joined": lambda xs, dim, rank: torch.cat(xs, dim),
+    "piece": lambda xs, dim, rank: cut(xs[rank], dim)[rank],
+    "summed piece": lambda xs, dim, rank: cut(torch.stack(xs).sum(0), dim)[rank],
+}
 # Forward and backward, as in the table of functions.py.
-FORMULAS: dict[str, tuple[Formula, Formula]] = {
-    "copy": (own, total),
-    "reduce": (total, own),
-    "reduce_": (total, own),
-    "split": (piece, joined),
-    "gather": (joined, piece),
-    "reduce_scatter": (summed_piece, joined),
-    "gather_sum": (joined, summed_piece),
+FORMULAS = {
+    "copy": ("own", "sum"),
+    "reduce": ("sum", "own"),
+    "reduce_": ("sum", "own"),
+    "split": ("piece", "joined"),
+    "gather": ("joined", "piece"),
+    "reduce_scatter": ("summed piece", "joined"),
+    "gather_sum": ("joined", "summed piece"),
 }
 EQUAL_INPUTS = ["copy", "split"]  # their input is the same on all ranks
 PIECES = ["gather", "gather_sum"]  # their input is a piece
@@ -94,7 +79,7 @@ def all_keep_to_the_formulas() -> None:
         for dim, shape in ((1, (2, size, 3)), (-1, (3, size)), (0, (size,))):
             wholes = [integers(10 * size + r * (name not in EQUAL_INPUTS), shape, dtype) for r in range(count)]
             xs = cut(wholes[0], dim) if name in PIECES else wholes
-            forward, backward = FORMULAS[name]
+            forward, backward = (MAPS[each] for each in FORMULAS[name])
             ys = [forward(xs, dim, r) for r in range(count)]
             gs = [integers(100 * size + r, tuple(y.shape), dtype) for r, y in enumerate(ys)]
             for x, g in zip(layouts(xs[rank]), layouts(gs[rank]), strict=True):
@@ -119,21 +104,16 @@ def test_one_rank_gets_its_own_tensor_back(name: str) -> None:
     assert getattr(functions, name)(x, *arguments) is x
 
 
-def absent(shape: tuple[int, ...]) -> Tensor:
-    return absent_like(torch.empty(shape), "somewhere else").requires_grad_()
-
-
-def on_meta(shape: tuple[int, ...]) -> Tensor:
-    return torch.empty(shape, device="meta", requires_grad=True)
-
-
-def empty(shape: tuple[int, ...]) -> Tensor:
-    return torch.empty((*shape, 0), requires_grad=True)
+WITHOUT_MEMORY: list[Callable[[tuple[int, ...]], Tensor]] = [
+    lambda shape: absent_like(torch.empty(shape), "somewhere else").requires_grad_(),
+    lambda shape: torch.empty(shape, device="meta", requires_grad=True),
+    lambda shape: torch.empty((*shape, 0), requires_grad=True),
+]
 
 
 def without_memory() -> None:
     mine = 3 - dist.get_rank()  # of five rows
-    for make, name in product((absent, on_meta, empty), FORMULAS):
+    for make, name in product(WITHOUT_MEMORY, FORMULAS):
         x = make((mine if name in PIECES else 5, 3))
         with Messages() as sent:
             y = call(name, x, 0, 5)
