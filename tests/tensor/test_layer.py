@@ -185,6 +185,11 @@ class Clamped(nn.Linear):
         return super().forward(x).clamp(-1e3, 1e3)
 
 
+class Scaled(nn.Embedding):
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input) * 2
+
+
 def changed(change: Callable[[nn.Module], object], kind: Callable[..., nn.Module] = nn.Linear) -> Callable[[], Any]:
     def make() -> nn.Module:
         layer = kind(4, 4)
@@ -211,6 +216,7 @@ OTHERS: list[tuple[type[ParallelLayer], str, Callable[[], Any]]] = [
     (LINEAR, "of 4 can't be divided over 5 tensor ranks", lambda: nn.Linear(4, 4)),
     (TABLE, "hooks", changed(lambda layer: layer.register_forward_pre_hook(lambda *_: None), nn.Embedding)),
     (TABLE, "EmbeddingBag .* is not nn.Embedding", lambda: nn.EmbeddingBag(4, 2)),
+    (TABLE, "Scaled .* forward of its own", lambda: Scaled(4, 2)),
     (TABLE, "max_norm=1.0", lambda: nn.Embedding(4, 2, max_norm=1.0)),
     (TABLE, "scale_grad_by_freq", lambda: nn.Embedding(4, 2, scale_grad_by_freq=True)),
     (TABLE, "sparse", lambda: nn.Embedding(4, 2, sparse=True)),
