@@ -12,8 +12,7 @@ from tests.test_house import ROOT, is_private, modules
 
 ELSEWHERE: dict[str, dict[str, str]] = {
     "torch": {
-        "absent/test_answers.py": "tensors_in tree_flatten tree_leaves tree_map tree_unflatten "
-        "wrapper_tensor asks_for_memory",
+        "absent/test_answers.py": "tensors_in tree_flatten tree_leaves tree_map tree_unflatten",
         "absent/test_tensor.py": "subclass_functions_disabled dispatch_disabled make_parameter written_arguments "
         "PAD_SEQUENCES",
         "backward/test_split.py": "run_backward saved_value saved_tensor memory_is_shared hooks_beside",

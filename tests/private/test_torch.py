@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import inspect
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.dlpack import to_dlpack
 
 from lightning_parallel.private.group_on_paper import GroupOnPaper
 from lightning_parallel.private.torch import autograd, groups, tensors
@@ -20,6 +22,20 @@ from lightning_parallel.private.torch import modules as of_modules
 from tools.workers.pool import WorkerPool
 
 # -- tensors -------------------------------------------------------------------------------------------------
+
+
+class Boxed(Tensor):
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise NotImplementedError
+
+
+def test_wrapper_tensor_asks_for_memory_that_it_does_not_have() -> None:
+    """Otherwise compiled kernels would read from address 0."""
+    made = tensors.wrapper_tensor(Boxed, (2, 3), dtype=torch.float64, device=torch.device("meta"))
+    with pytest.raises(RuntimeError) as raised:
+        to_dlpack(made)
+    assert tensors.asks_for_memory(raised.value)
 
 
 def test_drawing_for_nothing_reads_what_switches_draws_off() -> None:
