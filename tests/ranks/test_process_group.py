@@ -57,7 +57,7 @@ def test_where_gloo_takes_an_address_of_one_machine_alone_the_error_names_the_se
         if not machines[0].enter:
             pytest.skip("network namespaces can't be made")
         variables = {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GLOO_SOCKET_IFNAME": "lo"}
-        variables |= os.environ | {"MASTER_ADDR": machines[0].address, "MASTER_PORT": "29517"}
+        variables = os.environ | variables | {"MASTER_ADDR": machines[0].address, "MASTER_PORT": "29517"}
         ranks = [
             subprocess.Popen(
                 [*machine.enter, sys.executable, "-c", MEETS_AT_THE_WRONG_PLACE, str(rank)], text=True,
