@@ -47,16 +47,13 @@ class GradientWatch(TorchFunctionMode):
     """Watches hooks between the end of a backward and the optimizer's work (:meth:`begin`, :meth:`end`). Where
     parameters are only fully sharded (not ``in_parts``), it refuses only changes that would be lost. As a context it
     does so in a step, too.
-
-    Attributes:
-        is_needed: has :meth:`ask` found hooks that may see gradients? Otherwise nothing is watched between a backward
-            and the optimizer.
     """
 
     def __init__(self, run: Run, parameters: Iterable[nn.Parameter], *, in_parts: bool) -> None:
         super().__init__()
         self._module, self._precision, self._parameters = run.module, run.precision, list(parameters)
-        self._in_parts, self.is_needed = in_parts, False
+        self._in_parts = in_parts
+        self._is_needed = False  # has `ask` found hooks that may see gradients?
         self._put_back = ExitStack()
         self._is_open = self._is_paused = self._has_warned = False
         self._memories: set[int] = set()  # of the gradients
@@ -68,13 +65,13 @@ class GradientWatch(TorchFunctionMode):
         module = self._module
         hooks = ("on_after_backward", "on_before_optimizer_step", "optimizer_step", "configure_gradient_clipping")
         sees = not module.automatic_optimization or bool(overridden(module.trainer, module, *hooks))
-        if sees and not self.is_needed:
-            self.is_needed = True
+        if sees and not self._is_needed:
+            self._is_needed = True
             self._put_back.callback(around_step_hooks(self._precision, self.begin, self.end))
 
     def begin(self) -> None:
         """Begin to watch: gradients are complete, and hooks may follow."""
-        if self._is_open or not self.is_needed:
+        if self._is_open or not self._is_needed:
             return
         gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
         self._memories = {memory_of(gradient) for gradient in gradients} - {0}
@@ -86,7 +83,7 @@ class GradientWatch(TorchFunctionMode):
         if self._is_open:
             self._is_open = False
             self.__exit__(None, None, None)
-        self._made, self._number = WeakIdKeyDictionary(), ""
+            self._made, self._number = WeakIdKeyDictionary(), ""
 
     @contextmanager
     def paused(self) -> Iterator[None]:

@@ -52,10 +52,9 @@ class UndoableStep:
         for name in _own_of(self.optimizer).keys() - self._own.keys():  # which the step has made, as a count
             delattr(self.optimizer, name)
         vars(self.optimizer).update(self._own)
-        for group, options in zip(self.optimizer.param_groups, self._options, strict=True):
+        for group, options, written in zip(self.optimizer.param_groups, self._options, self._written, strict=True):
             for name in group.keys() - options.keys() - {"params"}:
                 del group[name]
-        for group, written in zip(self.optimizer.param_groups, self._written, strict=True):
             group.update(written)
         for parameter, gradient in zip(self._parameters, self._gradients, strict=True):
             parameter.grad = gradient

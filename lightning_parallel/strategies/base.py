@@ -85,6 +85,7 @@ class LayoutStrategy(ParallelStrategy):
     the axis."""
 
     calls_configure_part = True  # of a module (set_up/part_of_model.py), which asks for this
+    gradients_on_parameters = True  # do backwards add to `p.grad`?
     run: Run  # from `prepare` on
     _original_names: OriginalNames  # of its module's parameters
     # From `hold` on: this rank's parameters and buffers, its replica beside the others, what saves and loads them, and
@@ -317,13 +318,13 @@ class LayoutStrategy(ParallelStrategy):
             self.model = self.precision_plugin.convert_module(run.module)
         # The precision plugin's alone, so that what wraps or counts Lightning's `Strategy.backward` sees that.
         own_backward = self.precision_plugin.backward
-        self._at_end.callback(
-            replaced(
-                self.precision_plugin,
-                "backward",
-                lambda *args, **kwargs: self.make_gradients(partial(own_backward, *args, **kwargs)),
-            )
-        )
+
+        def backward(*args: Any, **kwargs: Any) -> None:
+            self.make_gradients(partial(own_backward, *args, **kwargs))
+            if self._watch is not None and self.gradients_on_parameters:  # until the optimizer steps
+                self._watch.begin()
+
+        self._at_end.callback(replaced(self.precision_plugin, "backward", backward))
         return run
 
     def hold(self, local: LocalModel) -> None:
@@ -564,12 +565,6 @@ class LayoutStrategy(ParallelStrategy):
         if self._watch is not None:
             self._watch.ask()
 
-    def watch_gradients(self) -> None:
-        """Begin to watch the gradients, which are complete. Until the optimizer steps, the user's code may read
-        them."""
-        if self._watch is not None:
-            self._watch.begin()
-
     @override
     def on_train_start(self) -> None:
         self.ask_hooks()
@@ -581,7 +576,7 @@ class LayoutStrategy(ParallelStrategy):
             loaders.refuse_unequal_steps(self.run, "train", [self.run.trainer.num_training_batches])
             refuse_hooks_of_parameters(self.run.module)  # that were registered since, in on_train_start
             self.ask_hooks()
-        if self._watch is not None and self._watch.is_needed:
+        if self._watch is not None:
             self._watch.end()
         if self._options_used is not None:  # there are several replicas
             self._refuse_end_of_some()

@@ -179,7 +179,6 @@ class FullyShardedStrategy(LayoutStrategy):
         with _explained(), self._guard.open():
             backward()
         add_gradients(whole, self.replicas.averaged(swap_gradients(whole, accumulated)))
-        self.watch_gradients()
 
     @override
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:

@@ -339,7 +339,6 @@ class PipelineStrategy(StagedStrategy):
             return backward()
         add_gradients(self.local_model.parameters, self._gradients)  # to those of accumulated batches
         self._gradients = {}
-        self.watch_gradients()
 
     # -- where stages meet again -----------------------------------------------------------------------------------
 

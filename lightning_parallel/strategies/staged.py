@@ -68,7 +68,6 @@ class StagedStrategy(LayoutStrategy):
     """Base of the synchronous and the asynchronous pipeline."""
 
     options: StagedOptions
-    gradients_on_parameters = True  # do backwards add to `p.grad`?
     keep_together = False  # has one stage to hold all of a unit, where a cut allows it?
     is_one_process = False  # is there one rank, and nothing that asks for parts of a step? Lightning runs it then
     timeline: Timeline  # from set-up on, what this rank has run when

@@ -132,4 +132,3 @@ class TensorParallelStrategy(LayoutStrategy):
         manual = not module.automatic_optimization
         swap_gradients(parameters, self._shards.completed(own, more_follow=manual))
         add_gradients(parameters, earlier)
-        self.watch_gradients()
