@@ -11,7 +11,13 @@ forward that is repeated, draws the same numbers again.
 
 Within a step every stage runs the code between the layers, which may draw too: the noise of a diffusion model is needed
 before the first layer and again in the loss. All stages must draw the same there. So torch's generators get a new seed
-after each layer, whatever it draws, and also on the stages where it is absent: see :func:`next_seed`.
+after each layer, whatever it draws, and also on the stages where it is absent::
+
+    seed after a layer = mix(torch.initial_seed() before the layer draws, name of the layer)
+
+That is the seed that torch's generator of the CPU was given last. It is a part of the generator's state, so a
+recomputation of several layers (activation checkpointing), which starts from the same state, draws the same. With the
+name, a layer that calls another one isn't followed by the inner one's seed.
 """
 
 from __future__ import annotations
@@ -32,16 +38,6 @@ def mix(*parts: int | str) -> int:
     """A seed of 63 bits from numbers and names (run, stage, batch, layer, ...). It differs if any of them does."""
     digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
-
-
-def next_seed(layer: str) -> int:
-    """The seed for the generators after a layer. Call it before the layer draws.
-
-    It follows from the seed that torch's generator of the CPU was given last. That seed is a part of the generator's
-    state, so a recomputation of several layers (activation checkpointing), which starts from the same state, draws the
-    same. It follows from the layer's name, too: a layer that calls another one isn't followed by the inner one's seed.
-    """
-    return mix(torch.initial_seed(), layer)
 
 
 class Generators:

@@ -77,14 +77,15 @@ class AbsentForward:
         # Autocast decides about the dtypes of operations, on any device.
         autocast = [torch.get_autocast_dtype(d) if torch.is_autocast_enabled(d) else None for d in ("cpu", "cuda")]
         of_call = (_signature(args), _signature(kwargs), self._module.training, *autocast)
-        key = (*of_call, *self._settings_now())
+        now = [x if isinstance(x := own.get(name), _SETTINGS) else None for own, name in self._settings]
+        key = (*of_call, *now)
         answer = self._answers.get(key)
         if answer is not None:
             self._answers.move_to_end(key)
         else:
             attributes = map(vars, self._module.modules())
             self._settings = [(own, name) for own in attributes for name in own if isinstance(own[name], _SETTINGS)]
-            before = self._settings_now()
+            before = [own[name] for own, name in self._settings]
             key = (*of_call, *before)  # as they are before a forward that counts its calls
             answer = self._ask(args, kwargs)
             if self._has_values:  # which counts the calls of its own chunk
@@ -103,10 +104,6 @@ class AbsentForward:
             elif isinstance(x, Argument):
                 leaves[i] = tree_leaves((args, kwargs))[x.index]
         return tree_unflatten(leaves, answer.structure)
-
-    def _settings_now(self) -> list[Any]:
-        values = [own.get(name) for own, name in self._settings]
-        return [value if isinstance(value, _SETTINGS) else None for value in values]
 
     def without_values(self) -> AbstractContextManager[Any]:
         """Inside, the module's parameters and buffers are absent."""

@@ -26,7 +26,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
-from contextlib import nullcontext
 
 import torch
 import torch.distributed as dist
@@ -35,7 +34,7 @@ from torch import Tensor
 from lightning_parallel.messages.message import Format, Packet, decode, encode, format_of, views
 from lightning_parallel.messages.posting import Post, Posted, posts_from_thread
 from lightning_parallel.messages.streams import Streams
-from lightning_parallel.private.torch.tensors import not_recorded
+from lightning_parallel.private.torch.tensors import enable_recording
 from lightning_parallel.ranks.collectives import PeerLostError
 from lightning_parallel.ranks.groups import Wire
 
@@ -63,6 +62,7 @@ class Link:
         self.device = device
         self.streams = Streams(device) if streams is None else streams
         self.through_host = device.type != "cpu" and wire.host_group is None
+        self._is_on_host = device.type == "cpu" or self.through_host
 
     def isend(self, buffer: Tensor) -> dist.Work:
         """Post a send of a flat buffer."""
@@ -75,11 +75,15 @@ class Link:
     def _post(self, function: Callable[..., dist.Work], buffer: Tensor) -> dist.Work:
         # A message over gloo that a profiler has seen writes its end into the trace when it is waited for. Messages may
         # outlive a trace, whose memory is then somebody else's.
+        if self._is_on_host:
+            enable_recording(False)
         try:
-            with not_recorded() if buffer.device.type == "cpu" else nullcontext():
-                return function([buffer], self._peer, self._tag)
+            return function([buffer], self._peer, self._tag)
         except RuntimeError as error:
             raise self._lost() from error
+        finally:
+            if self._is_on_host:
+                enable_recording(True)
 
     def wait(self, work: dist.Work) -> None:
         """Wait until a send or a receive is done.

@@ -94,7 +94,9 @@ class ForwardPass:
         """
         call = name, self._calls[name]
         if name in self.cuts.partition.units:
-            chunk = self.chunk_of(name)
+            chunk = self.cuts.placed.get(call)
+            if chunk is None:
+                chunk = self.chunk_of(name)
             if chunk > self.cuts.chunk and call not in self.cuts.passed:
                 raise LeaveStep
             self._reached = max(self._reached, chunk)

@@ -48,7 +48,7 @@ from lightning_parallel.messages.arrival import Arrival
 from lightning_parallel.pipeline.forward_pass import Cuts, ForwardPass
 from lightning_parallel.private.torch.modules import forward_hooks
 from lightning_parallel.ranks.local_model import saved_buffers
-from lightning_parallel.seeding import Generators, next_seed
+from lightning_parallel.seeding import Generators, mix
 from lightning_parallel.tracing.trace import Call
 
 
@@ -234,8 +234,8 @@ class Stage:
         """Runs before the forward of a unit of this stage."""
         if self._pass is None and not self._in_backward:
             return
-        seed = next_seed(name)
-        absent = first_absent((args, kwargs))
+        seed = mix(torch.initial_seed(), name)
+        absent = first_absent([*args, *kwargs.values()])
         if self._in_backward and absent is not None:
             raise RuntimeError(
                 f"'{name}' runs again in the backward of stage {self.index}, in a checkpoint that began on an earlier "
@@ -290,7 +290,7 @@ class Stage:
         running, absent = self._pass, self._absent[name]
         if running is None:
             return absent.answer(args, kwargs)
-        seed = next_seed(name)
+        seed = mix(torch.initial_seed(), name)
         call = running.called(name)
         answer = self._answer_for(call, absent, forward, args, kwargs, openly=name in self._flow.transparent)
         self._generators.seed(seed, host=name in self.partition.draw_on_host)  # as in `_leave`

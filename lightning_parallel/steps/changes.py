@@ -19,9 +19,9 @@ parameter, or of a buffer of several stages, ends the run. The versions tell of 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -104,24 +104,26 @@ class StepChanges:
             here = {name: tensors[name] for name in known if not isinstance(tensors[name], AbsentTensor)}
             self._before = {name: _State.of(tensor) for name, tensor in here.items()}
 
-    @contextmanager
-    def around_run(self, index: int) -> Iterator[None]:
-        """A context for one run of the step, with the batch's microbatch of this index.
+    def run(self, step: Callable[[], Any], index: int) -> Any:
+        """Run the step with the batch's microbatch of this index.
 
         Raises:
             RuntimeError: a layer has changed a buffer that other stages read; a second run has changed a parameter; or
                 a run has changed a tensor that is known to change to something else than the first run.
         """
+        if not (self._before or self._shared or (self._is_watched and index < _WATCHED)):
+            return step()
         for before in self._before.values():
             before.put_back()
         watched = self._watched(index)
         values = {name: digest(watched[name][0]) for name in self._written if name in watched}
         try:
-            yield
+            output = step()
         except LeaveStep:
             self._end_run(index, watched, values)
             raise
         self._end_run(index, watched, values)
+        return output
 
     def _watched(self, index: int) -> dict[str, tuple[Tensor, int, int]]:
         """The shared buffers and the parameters that mustn't change, with their addresses and versions."""

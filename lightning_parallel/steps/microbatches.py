@@ -158,8 +158,8 @@ class Microbatches:
         step = partial(self._training_step, *arguments)
         if self._run.layout.is_last_stage:
             self._recorder.begin(size)
-        with self._run.precision.forward_context(), self.changes.around_run(index):
-            return self._effects.run(step) if self._is_watched else step()
+        with self._run.precision.forward_context():
+            return self.changes.run(partial(self._effects.run, step) if self._is_watched else step, index)
 
     def _noted_step(self, *arguments: Any) -> Any:
         """The user's step. Numbers that it returns beside the loss are recorded as if they were logged, so they are

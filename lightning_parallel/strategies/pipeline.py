@@ -14,6 +14,7 @@ usual::
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -265,13 +266,13 @@ class PipelineStrategy(StagedStrategy):
 
     def _usual_microbatches(self) -> int:
         """The number of microbatches of a batch that is large enough for them."""
-        if self.options.microbatches != "auto":
-            return self.options.microbatches
-        return 1 if self._schedule_name == "naive" or self.layout.stages == 1 else 4 * self.layout.stages
+        wanted = self.options.microbatches
+        return self.automatic_microbatches(sys.maxsize) if wanted == "auto" else wanted
 
     @override
     def automatic_microbatches(self, batch_size: int) -> int:
-        return min(batch_size, self._usual_microbatches())
+        stages = self.layout.stages
+        return 1 if self._schedule_name == "naive" or stages == 1 else min(batch_size, 4 * stages)
 
     @override
     def activation_bytes(self) -> int:

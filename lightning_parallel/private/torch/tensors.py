@@ -64,6 +64,9 @@ subclass_functions_disabled = torch._C.DisableTorchFunctionSubclass
 # tensor's shape in place, whose result has to be that very tensor.
 dispatch_disabled = torch._C._DisableTorchDispatch
 
+# Are this thread's operations in profilers' traces? torch has nothing public for that.
+enable_recording = torch._C._autograd._enable_record_function
+
 
 def tensors_in(value: Any) -> list[Tensor]:
     """The tensors in a nested container, such as a function's arguments, in order."""
@@ -157,16 +160,6 @@ def norms_of(tensors: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
     torch's public ``get_total_norm`` rounds them to the tensors' own dtype."""
     norms: list[Tensor] = list(torch._foreach_norm(tensors, 2, dtype=dtype))
     return norms
-
-
-@contextmanager
-def not_recorded() -> Iterator[None]:
-    """Inside, this thread's operations are left out of profilers' traces. torch has nothing public for that."""
-    torch._C._autograd._enable_record_function(False)
-    try:
-        yield
-    finally:
-        torch._C._autograd._enable_record_function(True)
 
 
 @contextmanager
