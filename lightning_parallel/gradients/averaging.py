@@ -27,7 +27,7 @@ from lightning_parallel.gradients.swapping import Gradients
 from lightning_parallel.ranks.collectives import buckets, guarded
 from lightning_parallel.ranks.local_model import local_part
 
-BUCKET_BYTES = 25 * 2**20  # as in DDP
+BUCKET_BYTES = 25 * 2**20  # at most, unless one gradient has more; as in DDP
 
 
 @dataclass
@@ -60,7 +60,6 @@ class GradientAverager:
 
     Args:
         parameters: this rank's parameters by name, in the model's order, which is the same on every replica.
-        bucket_bytes: the most bytes of gradients in a bucket, unless one gradient has more.
         factor: gives the number by which this replica's gradients are multiplied before they are averaged. It is called
             when the first of them are complete. By default 1.
     """
@@ -69,12 +68,10 @@ class GradientAverager:
         self,
         parameters: Mapping[str, Tensor],
         group: dist.ProcessGroup,
-        bucket_bytes: int = BUCKET_BYTES,
         factor: Callable[[], float | Tensor] = lambda: 1.0,
     ) -> None:
         self._parameters = dict(parameters)
         self._group = group
-        self._limit = bucket_bytes
         self._factor = factor
         self._buckets: list[_Bucket] = []
         self._of: dict[str, _Bucket] = {}
@@ -86,7 +83,7 @@ class GradientAverager:
     def _begin(self) -> None:
         self._sent, self._grown, self.begun = 0, set(), True
         trained = [(name, p) for name, p in reversed(self._parameters.items()) if p.requires_grad]
-        alike = buckets(trained, lambda item: item[1].nbytes, lambda item: (item[1].dtype, item[1].device), self._limit)
+        alike = buckets(trained, lambda x: x[1].nbytes, lambda x: (x[1].dtype, x[1].device), BUCKET_BYTES)
         self._buckets = [_Bucket([name for name, _ in each], [p.numel() for _, p in each]) for each in alike]
         self._of = {name: bucket for bucket in self._buckets for name in bucket.names}
 

@@ -14,11 +14,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_parallel.optimizers.options import Options, options_of, restored
-from lightning_parallel.values import same_value
+from lightning_parallel.values import PLAIN, same_value
 
 # What torch keeps on an optimizer, beside its groups and its state. Schedulers put their marks there, too.
 _OF_TORCH = frozenset(vars(torch.optim.SGD([nn.Parameter(torch.zeros(1))]))) | {"step", "_opt_called"}
-_NUMBERS = (bool, int, float, str, type(None))
 
 
 class UndoableStep:
@@ -68,7 +67,7 @@ class UndoableStep:
 def refuse_undoing(optimizer: Optimizer, setting: str) -> None:
     """Refuse an optimizer whose steps can't be undone. ``setting`` asks for it, for messages."""
     for name, value in _own_of(optimizer).items():
-        if not (isinstance(value, _NUMBERS) or callable(value)):
+        if not (isinstance(value, PLAIN) or callable(value)):
             raise ValueError(
                 f"{setting}: {type(optimizer).__name__} keeps {name!r} ({type(value).__name__}) beside its state, so "
                 f"its steps can't be undone. Take an optimizer that keeps all in optimizer.state, such as AdamW, or "

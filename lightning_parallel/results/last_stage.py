@@ -66,7 +66,8 @@ class LastStage:
 
     Args:
         shared: the parameters that this stage and others have, by name.
-        before_meeting: called with the name of a hook at whose end all stages meet.
+        drain: finishes what stages have begun of later batches. It is called before they meet after a batch or an
+            epoch of training.
         failed: called with an exception, before other callbacks see it.
     """
 
@@ -75,12 +76,11 @@ class LastStage:
         run: Run,
         *,
         shared: Mapping[str, nn.Parameter],
-        before_meeting: Callable[[str], None],
+        drain: Callable[[], None],
         failed: Callable[[BaseException], None],
     ) -> None:
         self._run, self._trainer, self._layout = run, run.trainer, run.layout
-        self._before_meeting = before_meeting
-        self._shared = shared
+        self._drain, self._shared = drain, shared
         self._by_user = {name for name in WRAPPED_HOOKS if is_overridden(name, run.module)}
         self._spreading = self._by_user.intersection(EPOCH_END_HOOKS)
         self._generators = Generators(run.device)
@@ -153,7 +153,8 @@ class LastStage:
             reads_training_metric(callback, trainer.global_step) for callback in trainer.checkpoint_callbacks
         ):
             return
-        self._before_meeting(hook)
+        if hook in ("on_train_batch_end", "on_train_epoch_end"):
+            self._drain()
         if self._run.trains:
             self.outcomes.take(keep=0)  # all stages meet here
         if hook != "on_predict_epoch_end":

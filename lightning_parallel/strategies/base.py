@@ -116,7 +116,9 @@ class LayoutStrategy(ParallelStrategy):
         self._background: BackgroundSave | None = None
         self._holds_part = False  # has `hold` been called in this run?
         self._group_names: list[list[list[str]]] = []
-        self._owned: dict[str, bool] = {}  # divided parameters that one rank steps as a whole; is it this one?
+        # The divided parameters that one rank steps as a whole, by name: is it this one? It alone has their optimizer
+        # state.
+        self.owned: dict[str, bool] = {}
         self._told: tuple[Any, bool] = (None, False)  # of which module the start table is, and of a training?
         self._same_batches: loaders.SameBatches | None = None
         self._doubtful: set[int] = set()  # the ids of loaders that may end early on a replica
@@ -337,7 +339,7 @@ class LayoutStrategy(ParallelStrategy):
             local,
             self.layout.coordinate,
             self._group_names,
-            self._owned,
+            self.owned,
             self._background,
             as_lightning=self.checkpoint_io if self.saves_as_lightning else None,
         )
@@ -411,8 +413,8 @@ class LayoutStrategy(ParallelStrategy):
             super().setup_optimizers(trainer)
         if self._holds_part:  # a callback may want optimizers outside of a run
             groups = together(None, self._take_optimizers)
-            self._owned.clear()
-            self._owned.update(give_owners(self.optimizers, groups, self.run, self.local_model, self._at_end))
+            self.owned.clear()
+            self.owned.update(give_owners(self.optimizers, groups, self.run, self.local_model, self._at_end))
 
     def _inside_step(self, name: str) -> AbstractContextManager[None]:
         """Collectives.inside_step; outside of a run this rank is alone, and there is nothing to see otherwise."""
@@ -431,12 +433,6 @@ class LayoutStrategy(ParallelStrategy):
     def try_optimizer(self, optimizer: Optimizer) -> set[int]:
         """The groups that an optimizer has to step as wholes. It is refused if it would train another model here."""
         return stepped_whole(optimizer, self.local_model, self.layout, type(self).__name__)
-
-    @property
-    def owned(self) -> Mapping[str, bool]:
-        """The divided parameters that one rank steps as a whole, by name: is it this one? It alone has their optimizer
-        state."""
-        return self._owned
 
     # -- buffers -------------------------------------------------------------------------------------------------
 

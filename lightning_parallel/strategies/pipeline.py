@@ -139,9 +139,7 @@ class PipelineStrategy(StagedStrategy):
         super().__init__(options)
         self._schedule_name, self._generator = options.generator
         self._schedules: dict[tuple[int, int], Schedule] = {}  # all batches but an epoch's last have the same
-        self._limit = options.activation_memory
         self._knows_bytes = True  # does the partition tell what training holds?
-        self._by_user = callable(options.schedule)
         self._gradients: Gradients = {}  # from training_step to backward
         self._sums: list[Callable[[Gradients], Gradients]] = []  # of gradients, over tensor ranks and over stages
         self._keeps_erased = False  # may the user's code read an update's gradients before they are erased?
@@ -155,7 +153,8 @@ class PipelineStrategy(StagedStrategy):
     @override
     def setup(self, trainer: pl.Trainer) -> None:
         self.is_one_process = self.layout.world_size == 1 and self.options.keeps_steps_whole(1)
-        if self._by_user:  # an epoch's last batch may have fewer microbatches: a bad schedule is refused now
+        if callable(self.options.schedule):
+            # An epoch's last batch may have fewer microbatches: a bad schedule is refused now.
             places = {placement(self._schedule_for(count)) for count in range(self._usual_microbatches(), 0, -1)}
             if len(places) > 1:
                 raise ValueError(
@@ -166,8 +165,8 @@ class PipelineStrategy(StagedStrategy):
         super().setup(trainer)
         if self.run.trains and not self._knows_bytes:
             raise ValueError(
-                f"activation_memory={self._limit!r}: this module was cut for an evaluation, which doesn't tell what "
-                f"training holds. Train before you evaluate, or give a part such as 0.75."
+                f"activation_memory={self.options.activation_memory!r}: this module was cut for an evaluation, which "
+                f"doesn't tell what training holds. Train before you evaluate, or give a part such as 0.75."
             )
         self._alone_in = {chunk: self.stage.used_only_in(chunk) for chunk in self.stage.chunks}
         self._sums = [self._shards.completed] if self.layout.size("tensor") > 1 else []
@@ -194,7 +193,8 @@ class PipelineStrategy(StagedStrategy):
 
     @override
     def check_partition(self, partition: Partition) -> None:
-        if not isinstance(self._limit, str) or self.layout.stages == 1:
+        wanted = self.options.activation_memory
+        if not isinstance(wanted, str) or self.layout.stages == 1:
             return
         self._knows_bytes = self.run.trains
         if not self._knows_bytes:  # an evaluation's batches aren't split
@@ -203,14 +203,14 @@ class PipelineStrategy(StagedStrategy):
         def fullest(lists: Schedule) -> int:
             return max(self._held(actions, partition) for actions in lists)
 
-        limit = bytes_of(self._limit)
-        self._schedule_name = f"zbv, {self._limit} of activations"
+        limit = bytes_of(wanted)
+        self._schedule_name = f"zbv, {wanted} of activations"
         self._generator = partial(zbv_in_bytes, limit=limit, nbytes=fullest)
         self._schedules.clear()
         least = fullest(self._schedule_for(self._usual_microbatches()))
         if least > limit:
             raise ValueError(
-                f"activation_memory={self._limit!r}: V-Min, which holds the least, holds {binary_size(least)} on a "
+                f"activation_memory={wanted!r}: V-Min, which holds the least, holds {binary_size(least)} on a "
                 f"stage. Give more, or take more microbatches of fewer samples, or activation_checkpointing=True."
             )
 

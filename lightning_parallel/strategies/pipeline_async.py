@@ -25,7 +25,6 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch.distributed as dist
-from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.trainer.states import TrainerFn
 from torch.autograd.graph import GradientEdge
 from torch.optim import Optimizer
@@ -36,6 +35,7 @@ from lightning_parallel.callbacks.start_table import Holding
 from lightning_parallel.checks.late_gradients import check_in_v, refuse_averages, refuse_hooks, refuse_ties
 from lightning_parallel.checks.optimizer_trial import refuse_steps_apart
 from lightning_parallel.cuts.partition import Partition
+from lightning_parallel.gradients.loss_scale import scaler_of
 from lightning_parallel.gradients.swapping import Gradients
 from lightning_parallel.late.settings import LateGradients
 from lightning_parallel.late.training import AsynchronousTraining
@@ -136,8 +136,7 @@ class AsyncPipelineStrategy(StagedStrategy):
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
-        plugin = self.precision_plugin
-        if isinstance(plugin, MixedPrecision) and plugin.scaler is not None:
+        if scaler_of(self.precision_plugin) is not None:
             raise ValueError(
                 "precision='16-mixed': its loss scale follows overflows that all stages see at the same time, which an "
                 "asynchronous pipeline doesn't have. Use 'bf16-mixed' or '32-true'."

@@ -168,7 +168,7 @@ class StagedStrategy(LayoutStrategy):
         last_stage = LastStage(
             run,
             shared=self._stages.shared,
-            before_meeting=self._before_meeting,
+            drain=self.drain,
             failed=self.on_exception,
         )
         self._at_end.callback(last_stage.end)
@@ -211,13 +211,6 @@ class StagedStrategy(LayoutStrategy):
     @abstractmethod
     def activation_bytes(self) -> int:
         """An estimate of the most bytes of activations that this rank holds in training."""
-
-    # -- where stages meet ---------------------------------------------------------------------------------------
-
-    def _before_meeting(self, hook: str) -> None:
-        """Drain before the stages exchange metrics at the end of this hook: it may do so after a batch or an epoch."""
-        if hook in ("on_train_batch_end", "on_train_epoch_end"):
-            self.drain()
 
     @property
     @override
