@@ -138,7 +138,8 @@ class PipelineStrategy(StagedStrategy):
     def __init__(self, options: PipelineOptions) -> None:
         super().__init__(options)
         self._schedule_name, self._generator = options.generator
-        self._schedules: dict[tuple[int, int], Schedule] = {}  # all batches but an epoch's last have the same
+        # By the number of microbatches: all batches but an epoch's last have the same.
+        self._schedules: dict[int, Schedule] = {}
         self._knows_bytes = True  # does the partition tell what training holds?
         self._gradients: Gradients = {}  # from training_step to backward
         self._sums: list[Callable[[Gradients], Gradients]] = []  # of gradients, over tensor ranks and over stages
@@ -224,10 +225,9 @@ class PipelineStrategy(StagedStrategy):
 
     def _schedule_for(self, microbatches: int) -> Schedule:
         """The schedule's lists."""
-        key = (self.layout.stages, microbatches)
-        if key not in self._schedules:
-            self._schedules[key] = of_one_update(self._generator, *key)
-        return self._schedules[key]
+        if microbatches not in self._schedules:
+            self._schedules[microbatches] = of_one_update(self._generator, self.layout.stages, microbatches)
+        return self._schedules[microbatches]
 
     def _decide_to_go_on(self) -> bool:
         """Decide whether stages go on to the next batch without waiting for each other. If not, the banner gives the
@@ -296,7 +296,7 @@ class PipelineStrategy(StagedStrategy):
         microbatches = self.at_work.microbatches
         parameters, trainer = self.local_model.parameters, self.run.trainer
         work = microbatches.of((*args, *kwargs.values()))
-        actions = self._schedule_for(microbatches.count)[self.layout.stage]
+        actions = self._schedule_for(microbatches.count)[self.stage.index]
         if self._is_cold:
             # While kernels are loaded and tuned, a host may wait for its whole device, and so for all that it has sent:
             # one message is under way at a time.
