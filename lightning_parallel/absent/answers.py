@@ -40,6 +40,7 @@ from lightning_parallel.seeding import Generators
 
 ANSWERS_KEPT = 32  # of one module, for the inputs that came last
 
+_DEVICES = ("cpu", "cuda")
 _PLAIN = (int, float, str, bool, type(None), torch.dtype, torch.device, Enum)
 _SETTINGS = (int, float, str)  # attributes of these types are settings of a module: a size, a rate, a mode
 
@@ -75,7 +76,7 @@ class AbsentForward:
     def answer(self, args: tuple[Any, ...], kwargs: dict[str, Any], call: int = 0) -> Any:
         """What the module's call number ``call`` in a step, counted from 0, returns. Not to be compiled."""
         # Autocast decides about the dtypes of operations, on any device.
-        autocast = [torch.get_autocast_dtype(d) if torch.is_autocast_enabled(d) else None for d in ("cpu", "cuda")]
+        autocast = *map(torch.is_autocast_enabled, _DEVICES), *map(torch.get_autocast_dtype, _DEVICES)
         of_call = (_signature(args), _signature(kwargs), self._module.training, *autocast)
         now = [x if isinstance(x := own.get(name), _SETTINGS) else None for own, name in self._settings]
         key = (*of_call, *now)
@@ -261,7 +262,7 @@ def _signature(x: Any) -> Any:
     if isinstance(x, (tuple, list)):
         return (type(x), *map(_signature, x))
     if isinstance(x, dict):
-        return (type(x), *((key, _signature(value)) for key, value in x.items()))
+        return (type(x), *[(key, _signature(value)) for key, value in x.items()])
     if isinstance(x, _PLAIN):
         return (type(x), x)  # 1 == True == 1.0
     leaves, spec = tree_flatten(x)

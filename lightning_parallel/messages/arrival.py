@@ -48,12 +48,12 @@ class Arrival:
         # `.data`: no views of one message buffer, so each may be changed in place.
         tensors = [t.data for t in self.tensors]
         self.tensors = []  # their memory is the step's from here on
-        wanted = [each.requires_grad for each in self.format]
-        if not (any(wanted) and torch.is_grad_enabled()):
+        wanted = [t for t, each in zip(tensors, self.format, strict=True) if each.requires_grad]
+        if not (wanted and torch.is_grad_enabled()):
             return tensors
         self.anchor = torch.empty((), requires_grad=True)
-        live = iter(_Receive.apply(self.anchor, self, [t for t, w in zip(tensors, wanted, strict=True) if w]))  # type: ignore[no-untyped-call]
-        return [next(live) if w else t for t, w in zip(tensors, wanted, strict=True)]
+        live = iter(_Receive.apply(self.anchor, self, wanted))  # type: ignore[no-untyped-call]
+        return [next(live) if each.requires_grad else t for t, each in zip(tensors, self.format, strict=True)]
 
     def gradients(self) -> list[Tensor]:
         """The gradients of the tensors of which the sender wants one; :data:`NO_GRADIENT` for those on which the loss

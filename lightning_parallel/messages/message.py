@@ -50,7 +50,7 @@ _NOTHING = nullcontext()
 def format_of(tensors: Sequence[Tensor]) -> Format:
     """The format of a message with these tensors."""
     return tuple(
-        Described(tuple(t.shape), t.dtype, t.requires_grad, () if t.is_contiguous() else _order(t)) for t in tensors
+        [Described(tuple(t.shape), t.dtype, t.requires_grad, () if t.is_contiguous() else _order(t)) for t in tensors]
     )
 
 
@@ -134,8 +134,11 @@ def views(buffer: Tensor, format: Format) -> list[Tensor]:
     found: list[Tensor] = []
     for (start, size), (shape, dtype, _, order) in zip(places_in(format)[0], format, strict=True):
         flat = buffer.narrow(0, start, size).view(dtype)
-        in_order = [order.index(dim) for dim in range(len(order))]
-        found.append(flat.view([shape[dim] for dim in order]).permute(in_order) if order else flat.view(shape))
+        if order:
+            in_order = [order.index(dim) for dim in range(len(order))]
+            found.append(flat.view([shape[dim] for dim in order]).permute(in_order))
+        else:
+            found.append(flat.view(shape))
     return found
 
 

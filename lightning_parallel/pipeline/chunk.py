@@ -357,10 +357,10 @@ class Chunk:
                     run_backward(edges, gradients)
             back = [] if flight.arrival is None else flight.arrival.gradients()
             for way, format in flight.taken:
-                count = sum(each.requires_grad for each in format)
-                if count:
+                if wanted := gradient_format(format):
+                    count = len(wanted) - 1
                     factor = scalar(work.loss.factor, torch.float64, self._device)
-                    way.gradients.send([*back[:count], factor], gradient_format(format))
+                    way.gradients.send([*back[:count], factor], wanted)
                     back = back[count:]
                 way.gradients.confirm(way.activations.acknowledged)
 

@@ -75,11 +75,12 @@ class Stage:
         self.has_last_chunk = partition.chunks - 1 in self.chunks
         self.layers = list(dict.fromkeys(partition.layers[i] for c in self.chunks for i in partition.layers_of(c)))
         self._units = {name: module.get_submodule(name) for name in partition.units}
-        self._on_units, self._inside_units = Interception(), Interception()
+        self._on_units, self._for_flow = Interception(), Interception()
         nothing = (frozenset[Call](),) * partition.chunks
         self._flow = Flow(((),) * (partition.chunks - 1), (None,) * partition.chunks, nothing)
         self._generators = Generators(device)
         self.cuts = {chunk: Cuts(self._flow, partition, chunk) for chunk in self.chunks}
+        self._wanted = set[str]()  # the modules with outputs that a later chunk needs
         self._own = {name for name in partition.units if index in partition.stages_with(name)}
         # While another chunk runs, this stage's own units answer too, without their values.
         self._absent = {name: AbsentForward(unit, name, name in self._own) for name, unit in self._units.items()}
@@ -103,12 +104,13 @@ class Stage:
 
     @flow.setter
     def flow(self, flow: Flow) -> None:
-        changed = (flow.transparent, flow.inside) != (self._flow.transparent, self._flow.inside)
+        before = self._flow.transparent, self._flow.inside, self._wanted
         self._flow = flow
         self.cuts = {chunk: Cuts(flow, self.partition, chunk) for chunk in self.chunks}
-        if changed and self._recompute is not None:
-            self._inside_units.remove()
-            self._install_inside()
+        self._wanted = {name for cuts in self.cuts.values() for name, _ in cuts.wanted}
+        if before != (flow.transparent, flow.inside, self._wanted) and self._recompute is not None:
+            self._for_flow.remove()
+            self._install_for_flow()
 
     @property
     def runs_last_chunk(self) -> bool:
@@ -151,8 +153,8 @@ class Stage:
     # The hooks are torch.compiler.disabled: a compiled step, model or layer is compiled between them. A call
     # passes:
     #
-    #     a unit of this chunk     the user's pre-hooks  _enter  forward  _returned  the user's hooks  _leave
-    #     a unit of another one    the user's pre-hooks  _answer                     the user's hooks
+    #     a unit of this chunk     the user's pre-hooks  _enter  forward  (_returned)  the user's hooks  _leave
+    #     a unit of another one    the user's pre-hooks  _answer                       the user's hooks
 
     def install(self, recompute: bool = False) -> None:
         """Hook the module. From now on a step that :meth:`run` runs is cut. :meth:`remove` undoes it.
@@ -178,13 +180,14 @@ class Stage:
                 self._on_units.instead(unit, partial(self._wrapped, name, unit.forward, once))
             else:
                 self._on_units.before(unit, partial(self._enter, name))
-            self._on_units.after(unit, partial(self._returned, name), first=True)
             self._on_units.after(unit, partial(self._leave, name), first=False)
         self._recompute = recompute
-        self._install_inside()
+        self._install_for_flow()
 
-    def _install_inside(self) -> None:
-        """Put hooks on the modules inside transparent units."""
+    def _install_for_flow(self) -> None:
+        """Put hooks on the units whose outputs are to be kept, and on the modules inside transparent units."""
+        for name in self._wanted & self._own:
+            self._for_flow.after(self._units[name], partial(self._returned, name), first=True)
         for name in self._flow.transparent & self._units.keys():
             for short, part in self._units[name].named_modules():
                 inner = f"{name}.{short}"
@@ -192,13 +195,13 @@ class Stage:
                     continue
                 if name not in self._own or len(self.chunks) > 1:
                     absent = AbsentForward(part, inner)
-                    self._inside_units.instead(part, partial(self._inside, name, inner, absent, part.forward))
+                    self._for_flow.instead(part, partial(self._inside, name, inner, absent, part.forward))
                 if name in self._own and inner in self._flow.inside:
-                    self._inside_units.after(part, partial(self._returned_inside, name, inner), first=True)
+                    self._for_flow.after(part, partial(self._returned_inside, name, inner), first=True)
 
     def remove(self) -> None:
         """Remove the hooks. Absent parameters stay absent."""
-        self._inside_units.remove()
+        self._for_flow.remove()
         self._on_units.remove()
         self._recompute = None
 
