@@ -296,7 +296,7 @@ class PipelineStrategy(StagedStrategy):
         microbatches = self.at_work.microbatches
         parameters, trainer = self.local_model.parameters, self.run.trainer
         work = microbatches.of((*args, *kwargs.values()))
-        actions = self._schedule_for(microbatches.count)[self.stage.index]
+        actions = self._schedule_for(microbatches.count)[self.run.layout.stage]
         if self._is_cold:
             # While kernels are loaded and tuned, a host may wait for its whole device, and so for all that it has sent:
             # one message is under way at a time.
