@@ -47,7 +47,7 @@ _SETTINGS = (int, float, str)  # attributes of these types are settings of a mod
 
 class _Answer(NamedTuple):
     """An answer: its leaves, with tensors as meta tensors, and an :class:`Argument` for each object that the module was
-    given; the device, and the structure."""
+    given; the device, and the structure, which is None for a single leaf."""
 
     leaves: list[Any]
     device: torch.device
@@ -104,7 +104,7 @@ class AbsentForward:
                 leaves[i] = AbsentTensor(x, answer.device, AbsentMemory(origins))
             elif isinstance(x, Argument):
                 leaves[i] = tree_leaves((args, kwargs))[x.index]
-        return tree_unflatten(leaves, answer.structure)
+        return leaves[0] if answer.structure is None else tree_unflatten(leaves, answer.structure)
 
     def without_values(self) -> AbstractContextManager[Any]:
         """Inside, the module's parameters and buffers are absent."""
@@ -119,7 +119,8 @@ class AbsentForward:
         inputs = tree_leaves((args, kwargs))
         device = next((x.device for x in (*inputs, *leaves) if isinstance(x, Tensor)), torch.device("cpu"))
         given = {id(x): Argument(i) for i, x in enumerate(inputs) if not isinstance(x, (Tensor, *_PLAIN))}
-        return _Answer([given.get(id(x), meta_of(x)) for x in leaves], device, structure)
+        own = [given.get(id(x), meta_of(x)) for x in leaves]
+        return _Answer(own, device, None if structure.is_leaf() else structure)
 
 
 class ContainerWrittenError(RuntimeError):

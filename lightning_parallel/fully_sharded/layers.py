@@ -67,14 +67,14 @@ class FullyShardedLayers:
         for unit in self._units.values():
             unit.set_custom_reduce_scatter(_Multiplied(factor))  # type: ignore[arg-type]  # by its methods
 
-    def hold_back(self) -> None:
+    def begin_update(self) -> None:
         """Begin an update: gather the layers, without waiting for it. From now on backwards add up their gradients, and
         send nothing."""
         self._unsent = set()
         self._end_with(False, self._units)
         self._gathering = [unit.unshard(async_op=True) for unit in self._units.values()]
 
-    def release(
+    def expect_last_backward(
         self, names: Collection[str], edges: Sequence[GradientEdge], parameters: Mapping[str, nn.Parameter]
     ) -> bool:
         """Make the next backward, which begins at ``edges``, the last of an update through each of these layers. All
@@ -97,7 +97,7 @@ class FullyShardedLayers:
             self._unsent.update(names)
         return alike
 
-    def complete(self) -> None:
+    def end_update(self) -> None:
         """End an update: average the gradients that no backward has sent, and free the layers. All replicas call it."""
         self._wait()
         for name, unit in self._units.items():

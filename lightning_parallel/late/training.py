@@ -181,7 +181,7 @@ class AsynchronousTraining:
         batch."""
         # Validation, where this is called too, runs in inference mode.
         with torch.inference_mode(False), torch.enable_grad():
-            engine.run(self._list.drain(), {}, update=self.update, endless=True)
+            engine.run(self._list.drain(), {}, update=self.update, more_follow=True)
             engine.end_stream()
         for versions in self.versions.values():
             versions.refresh()

@@ -213,7 +213,8 @@ class Receiver(_LinkEnd):
         self._posted: tuple[dist.Work, Packet] | None = None  # the receive of the first of them
 
     def expect(self, place: Hashable) -> None:
-        """One more message will come, that of ``place``, after those that are expected already."""
+        """One more message will come, that of ``place``, after those that are expected already. Its receive is posted
+        now if it is the first, otherwise when the one before it has been taken."""
         self._coming.append(place)
         if self._posted is None:
             with self._link.streams.incoming:

@@ -120,6 +120,7 @@ class _InFlight:
     Attributes:
         sent: to later chunks; empty in the last chunk, where ``work.loss`` knows where the backward begins.
         taken: the formats of what has come from each earlier chunk.
+        token: what the weights' backward needs of their forward; None for the module's own parameters.
     """
 
     number: int
@@ -176,22 +177,22 @@ class Chunk:
 
     # -- forward -------------------------------------------------------------------------------------------------
 
-    def begin(self, indices: Sequence[int], *, endless: bool) -> None:
+    def begin(self, indices: Sequence[int], *, more_follow: bool) -> None:
         """Begin a list: expect the activations of the microbatches whose forwards are in it.
 
         Args:
             indices: their indices, in order.
-            endless: a batch will come after it, of which the first activation is expected already.
+            more_follow: a batch will come after it, of which the first activation is expected already.
         """
         # If no gradients come back to confirm messages, this limits how far the chunk runs ahead: the next one has read
         # all of them but one. A wait in the middle of a list could deadlock.
         for way in self._ends.out_of.values() if self._is_unanswered else ():
             way.activations.flush(keep=1)
-        coming = [*indices, 0] if endless else indices
+        coming = [*indices, 0] if more_follow else indices
         for index in coming[1:] if self.is_ahead else coming:
             for source in self._ends.into.values():
                 source.activations.expect(index)
-        self.is_ahead = endless
+        self.is_ahead = more_follow
 
     def forward(self, number: int, microbatch: Microbatch) -> list[Any]:
         """Run the forward of a microbatch, which says what is to be run, and with which random numbers.
@@ -227,8 +228,8 @@ class Chunk:
     def _receive(
         self, number: int, validation: Validation | None = None
     ) -> tuple[Arrival | None, list[tuple[WayIn, Format]]]:
-        """Wait for the activations of a microbatch, and tell their formats by the ways on which they have come; None in
-        the first chunk."""
+        """Wait for the activations of a microbatch, and return them with the format of each message and the way it came
+        on; None in the first chunk."""
         if validation is not None and self._index < self._turn:
             self._not_accepted = []
         if not self._ends.into:
@@ -293,8 +294,8 @@ class Chunk:
         return output if self._ends.out_of else self._loss_of(output)
 
     def evaluate(self, step: Callable[[], Any], number: int) -> Any:
-        """Run a forward only, with one message a batch. It returns when the output has arrived: messages of a process
-        that has ended would be lost.
+        """Run a forward only, with one message a batch. It waits until the next stage has the output, since a process
+        that ends loses the messages that haven't arrived.
 
         Args:
             step: the user's step, bound to a batch.

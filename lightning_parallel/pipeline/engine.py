@@ -84,14 +84,14 @@ class Engine:
         microbatches: Mapping[int, Microbatch],
         *,
         update: Callable[..., None] | None = None,
-        endless: bool = False,
+        more_follow: bool = False,
     ) -> list[Any]:
         """Run a list of actions, or a slice of an endless one.
 
         Args:
             microbatches: the microbatches whose forward is among ``actions``, by number.
             update: called at each ``Step``, with the chunk if it is that of one.
-            endless: more forwards will come in another call (or :meth:`end_stream`), so the first one's activation is
+            more_follow: more forwards will come in another call (or :meth:`end_stream`). The first one's activation is
                 received ahead.
 
         Returns:
@@ -110,7 +110,7 @@ class Engine:
                 coming[action.chunk].append(microbatches[action.microbatch].index)
         for which, indices in coming.items():
             if indices:
-                self._chunks[which].begin(indices, endless=endless)
+                self._chunks[which].begin(indices, more_follow=more_follow)
         outputs: list[Any] = []
         last_chunk = [*self._chunks.values()][-1]
         with self._generators.kept():  # backwards and updates may draw too
@@ -135,7 +135,7 @@ class Engine:
                     chunk.backward(number, completing, in_halves=in_halves)
                 else:
                     assert_never(action)
-        if not endless:
+        if not more_follow:
             self.flush()  # all receives have been posted: no computation is waited for, but copies through the host
         return outputs
 
@@ -155,7 +155,7 @@ class Engine:
                 sender.flush()
 
     def end_stream(self) -> None:
-        """End an endless list after its last backward: answer for the batch that chunks expect."""
+        """End an endless list after its last backward: tell each next chunk that the batch it expects won't come."""
         if ahead := [chunk for chunk in self._chunks.values() if chunk.is_ahead]:
             self._end(ahead)
             self.flush()

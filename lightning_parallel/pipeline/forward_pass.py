@@ -127,7 +127,7 @@ class ForwardPass:
     def refuse_hooks(self) -> None:
         """Refuse hooks of the user's on the gradient of what arrived, after the step: its own stage runs them, too."""
         for (name, _), tensors in self._arrived.items():
-            if any(has_gradient_hooks(tensor) for tensor in tensors):
+            if any(map(has_gradient_hooks, tensors)):
                 raise RuntimeError(
                     f"A hook on the gradient of what '{name}' returns would run on several stages. Register it in the "
                     f"layer's own forward."

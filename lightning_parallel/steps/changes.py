@@ -79,7 +79,7 @@ class StepChanges:
         self._before: dict[str, _State] = {}  # of those that are on this stage, before the first run
         self._after: dict[str, _State] = {}  # and after the first run that has changed them
         self._places = places_of(module, {id(parameter): name for name, parameter in module.named_parameters()})
-        self._is_watched = False  # does a batch take several runs?
+        self._runs_several_times = False  # does a batch take several runs?
         self._must_all_change = False  # would each microbatch's run have to make a change?
         self._written: set[str] = set()  # by exactly one run of this batch so far
         self._put_back: set[str] = set()  # in each run, after a write: so does PEFT, for the time of a call
@@ -97,9 +97,9 @@ class StepChanges:
                 f"is in it. In one process it sees the whole batch. {_FIX}"
             )
         self.known, self._written = sorted(known), set()
-        self._is_watched, self._must_all_change = microbatches * chunks > 1, microbatches > 1 and chunks == 1
+        self._runs_several_times, self._must_all_change = microbatches * chunks > 1, microbatches > 1 and chunks == 1
         self._before, self._after = {}, {}
-        if known and self._is_watched:
+        if known and self._runs_several_times:
             tensors = dict(self._module.named_parameters()) | dict(self._module.named_buffers())
             here = {name: tensors[name] for name in known if not isinstance(tensors[name], AbsentTensor)}
             self._before = {name: _State.of(tensor) for name, tensor in here.items()}
@@ -111,7 +111,7 @@ class StepChanges:
             RuntimeError: a layer has changed a buffer that other stages read; a second run has changed a parameter; or
                 a run has changed a tensor that is known to change to something else than the first run.
         """
-        if not (self._before or self._shared or (self._is_watched and index < _WATCHED)):
+        if not (self._before or self._shared or (self._runs_several_times and index < _WATCHED)):
             return step()
         for before in self._before.values():
             before.put_back()
@@ -128,7 +128,7 @@ class StepChanges:
     def _watched(self, index: int) -> dict[str, tuple[Tensor, int, int]]:
         """The shared buffers and the parameters that mustn't change, with their addresses and versions."""
         found = [(name, self._module.get_buffer(name)) for name in self._shared]
-        if self._is_watched and index < _WATCHED:
+        if self._runs_several_times and index < _WATCHED:
             found += [(name, store[key]) for store, key, name in self._places if store.get(key) is not None]
         return {
             name: (tensor, tensor.data_ptr() if tensor.layout is torch.strided else 0, version_of(tensor))

@@ -68,22 +68,23 @@ class Microbatches:
         inside = {id(part) for name in stage.partition.units for part in run.module.get_submodule(name).modules()}
         parts = run.module.modules()
         self._metrics = [part for part in parts if isinstance(part, Metric) and id(part) not in inside]
-        self._training_step = self.here("training_step", self._noted_step)
+        self._training_step = self.wrapped("training_step", self._noted_step)
         self._dry_runs, self._last_stage, self._replica = dry_runs, last_stage, run.layout.index("data")
         self._generators = Generators(run.device)
         self._known = lambda: dry_runs.known.get("training_step", ())
         self._means = LossMeans(run, weight, last_stage, stage.partition, self._known, by_user=splitting.by_user)
         self._recorder = LogRecorder(LogJoins(run.warn))
-        self._whole: Callable[[], Mapping[str, Any]] = dict  # what the batch that is running would log
+        # What the batch that is running would log in one run of the step.
+        self._logs_of_whole: Callable[[], Mapping[str, Any]] = dict
         self._effects = StepEffects(run)
         shared = [name for name, on in stage.partition.buffers.items() if len(on) > 1]
         self.changes = StepChanges(run.module, shared)
         self.count, self.loss = 1, BatchLoss([1])
-        self._is_watched = False  # does this stage end the batch's steps, in another way than one process calls them?
+        self._is_watched = False  # does this stage run steps to their end, and more or other ones than one process?
         self._is_first_batch = True
 
-    def here(self, kind: str, step: Callable[..., Any]) -> Callable[..., Any]:
-        """The step of a kind (its name), in what several chunks and several tensor ranks need around it."""
+    def wrapped(self, kind: str, step: Callable[..., Any]) -> Callable[..., Any]:
+        """The step of a kind (its name), wrapped in what several chunks, or several tensor ranks, need."""
         if len(self._stage.chunks) > 1:
             step = partial(self._of_chunk, step)
         return step if self._run.layout.size("tensor") == 1 else partial(self._shards.run, kind, step)
@@ -100,8 +101,8 @@ class Microbatches:
                 kept.enter_context(StateKept(metric))
             return step(*arguments, **more)
 
-    def of(self, arguments: tuple[Any, ...], *, first: int = 0) -> dict[int, Microbatch]:
-        """The work of a batch, by microbatch number.
+    def begin_batch(self, arguments: tuple[Any, ...], *, first: int = 0) -> dict[int, Microbatch]:
+        """Begin a batch: split it, and return its work by microbatch number. A kind's first batch gets a dry run.
 
         Args:
             arguments: those of ``training_step``, the batch first.
@@ -142,7 +143,7 @@ class Microbatches:
                 trial=self._means.trial(again, batch, counts, k, loss, is_first=is_first) if tries else None,
             )
         of_whole = partial(on_copy, mix(self._run.seed, batch_number), batch)
-        self._whole = partial(self._dry_runs.logged, "training_step", of_whole)
+        self._logs_of_whole = partial(self._dry_runs.logged, "training_step", of_whole)
         return work
 
     def _run_on_copy(self, rest: Sequence[Any], seed: int | None, part: Any) -> Any:
@@ -202,7 +203,8 @@ class Microbatches:
                 self._run.module.log(name, value, **options)
 
         guessed = not self._splitting.counts_samples
-        self._recorder.replay(log, loss, self._means.logs, as_loss=guessed, whole=self._whole, known=self._known())
+        whole, known = self._logs_of_whole, self._known()
+        self._recorder.replay(log, loss, self._means.logs, as_loss=guessed, whole=whole, known=known)
         value = loss.loss()
         self._last_stage.outcomes.send(value)
         return {**joined, "loss": value} if isinstance(output, Mapping) else value

@@ -58,7 +58,7 @@ class PipelineOptions(StagedOptions):
             a bubble smaller by their number, for more messages and activations. ``"zbv"``: two chunks a stage, and
             backwards in two halves: the smallest bubble; every stage holds what the first one does in 1F1B.
             ``"vhalf"`` and ``"vmin"`` hold about a half and a third of it where there are many stages (with two, all),
-            for a larger bubble, and wait at the end of each batch.
+            for a larger bubble. With more than two stages they wait at the end of each batch.
             ``microbatches="auto"`` is four a stage, as GPipe advises, or as many as the batch has samples; one with
             ``"naive"``, and where there is one stage.
         chunks: the number of chunks of layers in each stage, with ``"interleaved"``; ``"auto"``: 2.
@@ -211,7 +211,7 @@ class PipelineStrategy(StagedStrategy):
         least = fullest(self._schedule_for(self._usual_microbatches()))
         if least > limit:
             raise ValueError(
-                f"activation_memory={wanted!r}: V-Min, which holds the least, holds {binary_size(least)} on a "
+                f"activation_memory={wanted!r}: the smallest schedule, V-Min, needs {binary_size(least)} on a "
                 f"stage. Give more, or take more microbatches of fewer samples, or activation_checkpointing=True."
             )
 
@@ -295,7 +295,7 @@ class PipelineStrategy(StagedStrategy):
             return super().training_step(*args, **kwargs)
         microbatches = self.at_work.microbatches
         parameters, trainer = self.local_model.parameters, self.run.trainer
-        work = microbatches.of((*args, *kwargs.values()))
+        work = microbatches.begin_batch((*args, *kwargs.values()))
         actions = self._schedule_for(microbatches.count)[self.run.layout.stage]
         if self._is_cold:
             # While kernels are loaded and tuned, a host may wait for its whole device, and so for all that it has sent:
@@ -305,15 +305,15 @@ class PipelineStrategy(StagedStrategy):
         if not self._keeps_erased and trainer.fit_loop.epoch_loop.batch_idx % trainer.accumulate_grad_batches == 0:
             earlier = {}  # they are about to be erased
         if self._stages.fully_sharded is not None:
-            self._stages.fully_sharded.hold_back()
-        run = partial(self.at_work.engine.run, actions, endless=self._goes_on)
+            self._stages.fully_sharded.begin_update()
+        run = partial(self.at_work.engine.run, actions, more_follow=self._goes_on)
         with microbatches.recorded():
             if self._post_validation is None:
                 outputs = run(work)
             else:
                 outputs = self._post_validation.run(run, work, self.at_work.engine.drop_batch, earlier)
         if self._stages.fully_sharded is not None:
-            self._stages.fully_sharded.complete()
+            self._stages.fully_sharded.end_update()
         gradients = self.replicas.averaged(swap_gradients(parameters, earlier))
         for summed in self._sums:
             gradients = summed(gradients)
@@ -328,7 +328,7 @@ class PipelineStrategy(StagedStrategy):
         if layers is not None:
             parts = self.stage.partition
             names = [parts.layers[i] for i in parts.layers_of(chunk)]
-            if not layers.release(names, edges, self.stage.named_parameters()):
+            if not layers.expect_last_backward(names, edges, self.stage.named_parameters()):
                 completed = []
         with self.replicas.completing(completed):
             yield

@@ -287,7 +287,7 @@ class AsyncPipelineStrategy(StagedStrategy):
                 f"{type(self.lightning_module).__name__}.optimizer_step calls the closure itself, but in the "
                 f"asynchronous pipeline each stage steps inside it. Use optimizer.step(closure=closure) in every batch."
             )
-        work = microbatches.of((*args, *kwargs.values()), first=self.training.fed)
+        work = microbatches.begin_batch((*args, *kwargs.values()), first=self.training.fed)
         if microbatches.changes.known:
             raise ValueError(
                 f"training_step changes {microbatches.changes.known[0]!r}. In the asynchronous pipeline several "
@@ -295,7 +295,7 @@ class AsyncPipelineStrategy(StagedStrategy):
             )
         actions = self.training.feed(engine, len(work), ends_update=self._steps)
         with microbatches.recorded():
-            outputs = engine.run(actions, work, update=self.training.update, endless=True)
+            outputs = engine.run(actions, work, update=self.training.update, more_follow=True)
         return microbatches.joined(outputs)
 
     @override

@@ -236,7 +236,7 @@ class StagedStrategy(LayoutStrategy):
 
         def run() -> Any:
             with alone():
-                return work.microbatches.here(kind, step)(*args, **kwargs)
+                return work.microbatches.wrapped(kind, step)(*args, **kwargs)
 
         with self.precision_plugin.forward_context():
             # Each loader may have a step of its own.

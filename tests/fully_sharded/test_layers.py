@@ -34,21 +34,21 @@ def two_updates() -> tuple[list[str], list[bool], bool]:
         return plain(*args, **kwargs)
 
     with patch.object(dist, name, gather):
-        layers.hold_back()
+        layers.begin_update()
         sum = net(torch.ones(2, 4)).sum()
-        assert layers.release(["0", "1"], [get_gradient_edge(sum)], dict(net.named_parameters()))
+        assert layers.expect_last_backward(["0", "1"], [get_gradient_edge(sum)], dict(net.named_parameters()))
         sum.backward()
-        layers.complete()
+        layers.end_update()
     in_order = [*order]
-    layers.hold_back()
+    layers.begin_update()
     sum = net[0](torch.ones(2, 4)).sum()
-    assert layers.release(["0"], [get_gradient_edge(sum)], dict(net.named_parameters()))
+    assert layers.expect_last_backward(["0"], [get_gradient_edge(sum)], dict(net.named_parameters()))
     sum.backward()
-    layers.complete()
+    layers.end_update()
     in_parts = [isinstance(layer.weight, DTensor) for layer in net]
     with torch.no_grad():
         net[1].weight.mul_(2)
-    layers.hold_back()
+    layers.begin_update()
     doubled = torch.allclose(net[1](torch.eye(4)) - net[1](torch.zeros(4, 4)), 2 * value.t(), atol=1e-6)
     return in_order, in_parts, doubled
 

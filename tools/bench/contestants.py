@@ -129,7 +129,7 @@ class OursOnwards(Ours):
     """The same; a stage goes on to the next batch by itself."""
 
     def step(self) -> None:
-        self.engine.run(self._actions, self._work, update=self._update, endless=True)
+        self.engine.run(self._actions, self._work, update=self._update, more_follow=True)
 
     def drain(self) -> None:
         self.engine.end_stream()
@@ -161,10 +161,10 @@ class OursAsync:
     def step(self) -> None:
         work = dict(enumerate(self._work, self._fed))
         self._fed += len(work)
-        self.engine.run(self._list.feed(len(work)), work, update=self._update, endless=True)
+        self.engine.run(self._list.feed(len(work)), work, update=self._update, more_follow=True)
 
     def drain(self) -> None:
-        self.engine.run(self._list.drain(), {}, update=self._update, endless=True)
+        self.engine.run(self._list.drain(), {}, update=self._update, more_follow=True)
         self.engine.end_stream()
 
     def _update(self) -> None:
