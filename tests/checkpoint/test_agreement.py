@@ -20,10 +20,7 @@ def test_options_that_are_tensors_merge_where_they_are_equal() -> None:
     assert merge_groups([groups, groups], [])[0]["lr"] == 0.5
     with pytest.raises(ValueError, match="parameter group 0 has"):
         merge_groups([groups, others], [])
-
-
-def test_an_option_that_one_rank_lacks_is_no_none_of_another() -> None:
-    with pytest.raises(ValueError, match="maximize"):
+    with pytest.raises(ValueError, match="maximize"):  # one that a rank lacks is no None of another
         merge_groups([[{"params": ["a"], "maximize": None}], [{"params": ["b"]}]], [])
 
 
@@ -39,10 +36,7 @@ def test_a_rank_that_has_more_of_its_own_writes_less_of_what_is_shared() -> None
     shared = {"model/a": 10, "model/b": 10}
     chosen = writers([summary({"model/own": 100, **shared}), summary(shared)], {"a", "b"})
     assert chosen == {"model/own": 0, "model/a": 1, "model/b": 1}
-
-
-def test_what_only_some_holders_have_is_not_left_to_others() -> None:
-    """A stage that holds a copy without training it."""
+    # What only some holders have isn't left to others: a stage may hold a copy without training it.
     chosen = writers([summary({"model/a": 10}), summary({"model/a": 10, "optimizer/0/a/exp_avg": 5})], {"a"})
     assert chosen == {"model/a": 0, "optimizer/0/a/exp_avg": 1}
 
