@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
 from lightning_parallel.checkpoint import convert, read_full, read_plain
 from tests.checkpoint.moved import MOVED, TOLERANCE, Moved, Runs
@@ -16,9 +19,25 @@ SYNCHRONOUS = [name for name in MOVED if name != "async2"]
 OFTEN = ["single", "ddp2", "fsdp2 x tp2"]  # targets in every run of the tests
 
 
+class Counting(Moved):
+    """It keeps something that is neither a parameter nor a buffer."""
+
+    counted = 0.0
+
+    def get_extra_state(self) -> Tensor:
+        return torch.tensor(self.counted)
+
+    def set_extra_state(self, state: Tensor) -> None:
+        self.counted = state.item()
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        super().on_train_batch_end()
+        self.counted += 1
+
+
 @pytest.fixture(scope="module")
 def runs(pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> Runs:
-    return Runs(pool, tmp_path_factory.mktemp("moves"), Moved)
+    return Runs(pool, tmp_path_factory.mktemp("moves"), Counting)
 
 
 def converted(path: Path) -> Path:
@@ -30,7 +49,8 @@ def converted(path: Path) -> Path:
 
 
 def assert_same(one: Path, other: Path) -> None:
-    """The same weights, optimizer states and schedulers."""
+    """The same weights, counts, optimizer states and schedulers."""
+    assert "_extra_state" in read_full(one)
     assert largest_difference(read_full(one), read_full(other)) < TOLERANCE
     plain, expected = read_plain(one), read_plain(other)
     for mine, theirs in zip(plain["optimizer_states"], expected["optimizer_states"], strict=True):

@@ -12,7 +12,6 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from lightning_parallel.checkpoint import read_full
 from lightning_parallel.checkpoint.plain import PlainOnDemand
 from tests.strategies.failures import assert_refused
 from tests.strategies.harness import ALL, STRATEGIES, Report, here, largest_difference, make_trainer, train
@@ -22,12 +21,7 @@ from tools.workers.pool import WorkerPool
 
 @pytest.mark.parametrize(("ranks", "model", "strategy", "options"), [
     (2, "DroppingGPT2", "tensor", {"sequence_parallel": True}),
-    *thorough(
-        (2, "DroppingGPT2", "fsdp", {}),
-        (3, "Blocks", "async", {"microbatches": 2}),
-        (3, "GPT2", "sync", {"microbatches": 4}),
-        (4, "ShardableGPT2", "sync", {"stages": 1, "tensor_parallel": 2, "data_parallel_kind": "fully_shard"}),
-    ),
+    *thorough((2, "DroppingGPT2", "fsdp", {}), (3, "Blocks", "async", {"microbatches": 2})),
 ])  # fmt: skip
 def test_a_resumed_run_is_the_run_to_the_bit(
     pool: WorkerPool, tmp_path: Path, ranks: int, model: str, strategy: str, options: dict[str, Any]
@@ -110,55 +104,6 @@ def test_a_plain_checkpoint_of_another_model_is_refused_before_anything_changes(
     content = {bias: torch.zeros(1)} if change == "shape" else {"other.weight": torch.zeros(1)}
     failures = pool.run(take, 2, tmp_path / "plain.ckpt", content, expect_errors=True)
     assert_refused(failures, "ValueError", ["plain.ckpt does not fit the model", said])
-
-
-class Counts(torch.nn.Linear):
-    """It keeps something that is neither a parameter nor a buffer."""
-
-    calls = 0
-
-    def get_extra_state(self) -> dict[str, int]:
-        return {"calls": self.calls}
-
-    def set_extra_state(self, state: dict[str, int]) -> None:
-        self.calls = state["calls"]
-
-
-class Counting(L.LightningModule):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.first, self.last = Counts(3, 4), Counts(4, 1)
-
-    def on_train_batch_end(self, *_: Any) -> None:
-        self.first.calls += 1
-        self.last.calls += 2
-
-    def training_step(self, batch: Any) -> Any:
-        return self.last(self.first(batch)).square().mean()
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), 0.1)
-
-
-def count(folder: Path, strategy: str, resume: str | None, epochs: int) -> tuple[int, int]:
-    module = Counting()
-    options = {"layers": ["first", "last"], "microbatches": 1} if strategy == "sync" else {}
-    trainer = make_trainer(strategy, [], options, max_epochs=epochs)
-    loader = torch.utils.data.DataLoader(torch.ones(6, 3), 2)  # type: ignore[arg-type]
-    trainer.fit(module, loader, ckpt_path=None if resume is None else folder / resume)
-    trainer.save_checkpoint(folder / f"{strategy}.ckpt")
-    return module.first.calls, module.last.calls
-
-
-def test_what_modules_keep_besides_tensors_is_saved_and_opens_everywhere(pool: WorkerPool, tmp_path: Path) -> None:
-    assert pool.run(count, 2, tmp_path, "sync", None, 1, init=False) == [(3, 6)] * 2
-    assert pool.run(count, 1, tmp_path, "single", "sync.ckpt", 2, init=False) == [(6, 12)]
-    assert pool.run(count, 2, tmp_path, "sync", "single.ckpt", 3, init=False) == [(9, 18)] * 2
-    fresh = Counting()
-    fresh.load_state_dict(read_full(tmp_path / "sync.ckpt"))
-    assert (fresh.first.calls, fresh.last.calls) == (9, 18)
-    assert Counting.load_from_checkpoint(tmp_path / "sync.ckpt").last.calls == 18
 
 
 def save_unrun(strategy: str, ranks: int, path: Path) -> None:
