@@ -11,6 +11,7 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import Checkpoint
+from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, random_split
 from torchmetrics import MeanMetric, Metric, MinMetric, SumMetric
@@ -66,7 +67,7 @@ class Scheduled(L.LightningModule):
     def on_train_batch_start(self, batch: Tensor, batch_idx: int) -> None:
         metrics = {name: float(value) for name, value in self.trainer.callback_metrics.items()}
         number, rate = self.trainer.fit_loop.total_batch_idx, self.trainer.optimizers[0].param_groups[0]["lr"]
-        self.note("batch", batch_idx, number, batch.tolist(), rate, metrics)
+        self.note("batch", batch_idx, number, repr(batch), rate, metrics)
 
     def validation_step(self, batch: Tensor) -> None:
         self.log("val", self.loss(batch) + torch.rand(()))
@@ -105,7 +106,8 @@ def run(
     torch.set_default_dtype(torch.float64)
     options = dict(options)
     module = options.pop("kind", Scheduled)(options.pop("interval", "epoch"))
-    brought = [] if isinstance(strategy, lp.PipelineStrategy) else [lp.Preemption(), lp.ExactResume()]
+    brought = [*options.pop("callbacks", [])]
+    brought += [] if isinstance(strategy, lp.PipelineStrategy) else [lp.Preemption(), lp.ExactResume()]
     torch.manual_seed(5)
     trainer = L.Trainer(
         accelerator="cpu", strategy=strategy, callbacks=[Saves(saves, hook), *brought], logger=False,
@@ -254,6 +256,25 @@ def test_what_is_left_of_an_unusual_run_is_done(equal_from_saves: Equal, kind: t
     equal_from_saves(hook, {"val_check_interval": 4 if kind is Unusual else 2, "kind": kind})
 
 
+class TwoLoaders(Scheduled):
+    """Of unequal lengths."""
+
+    mode = "max_size"
+
+    def training_step(self, batch: list[Tensor]) -> Tensor:  # type: ignore[override]
+        return super().training_step(batch[0])
+
+    def train_dataloader(self) -> Any:
+        short = lp.ResumableDataLoader(torch.arange(100.0, 104.0)[:, None], batch_size=2, shuffle=True)
+        return CombinedLoader([super().train_dataloader(), short], self.mode)
+
+
+@pytest.mark.parametrize("mode", ["max_size", "max_size_cycle", "min_size"])
+@pytest.mark.parametrize("hook", HOOKS[:2])
+def test_loaders_of_unequal_lengths_go_on(equal_from_saves: Equal, mode: str, hook: str) -> None:
+    equal_from_saves(hook, {"kind": type("Kind", (TwoLoaders,), {"mode": mode}), "limit_val_batches": 0})
+
+
 class Stops(Unusual):
     """Something in a step tells the Trainer to stop."""
 
@@ -286,10 +307,11 @@ def test_a_run_that_was_saved_before_it_began_begins(equal_from_saves: Equal, li
     equal_from_saves("on_fit_start", limit)
 
 
-def parallel(layers: list[str] | None, folder: Path, hook: str, resumed: int | None) -> Any:
+def parallel(layers: list[str] | None, folder: Path, hook: str, resumed: int | None, devices: int = 2) -> Any:
     strategy = lp.PipelineStrategy(layers=layers, microbatches=1)
     path = None if resumed is None else folder / f"{resumed}.ckpt"
-    return run(path, folder if path is None else None, hook, {"val_check_interval": 2, "devices": 2}, strategy)
+    options = {"val_check_interval": 2, "devices": devices}
+    return run(path, folder if path is None else None, hook, options, strategy)
 
 
 @pytest.mark.parametrize(("layers", "hook"), [
@@ -303,3 +325,11 @@ def test_ranks_do_what_is_left(pool: WorkerPool, tmp_path: Path, hook: str, laye
             found = pool.run(parallel, 2, layers, tmp_path, hook, number, init=False)
             for (events, *end), (found_events, *found_end) in zip(whole, found, strict=True):
                 assert (found_events, found_end) == (after(events, number), end)
+
+
+def test_another_number_of_stages_goes_on_with_the_same_batches(pool: WorkerPool, tmp_path: Path) -> None:
+    """In the next epoch too, of which the generators decide."""
+    [(whole, *_)] = pool.run(parallel, 1, ["first"], tmp_path, "on_train_batch_end", None, 1, init=False)
+    left = [event[1:4] for event in after(whole, 4) if event[0] == "batch"]
+    for found, *_ in pool.run(parallel, 2, ["first", "last"], tmp_path, "", 4, init=False):
+        assert [event[1:4] for event in found if event[0] == "batch"] == left
