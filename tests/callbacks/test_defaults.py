@@ -85,8 +85,7 @@ def fit(callback: str, strategy: str, options: dict[str, Any] | None = None, **g
 @pytest.mark.parametrize(("callback", "strategy"), [
     ("ModelPruning", "sync"), ("ModelPruning", "tensor"), ("ModelPruning", "fsdp"), ("Unfreezes", "async"),
     ("BatchSizeFinder", "tensor"),  # with replicas, Lightning refuses it
-    ("StochasticWeightAveraging", "async"), ("StochasticWeightAveraging", "fsdp"), ("LearningRateFinder", "async"),
-    *thorough(("StochasticWeightAveraging", "sync"), ("StochasticWeightAveraging", "tensor")),
+    ("StochasticWeightAveraging", "async"), ("LearningRateFinder", "async"),
 ])  # fmt: skip
 def test_what_works_on_the_whole_model_is_refused_on_all_ranks(pool: WorkerPool, callback: str, strategy: str) -> None:
     failures = pool.run(fit, 2, callback, strategy, init=False, expect_errors=True)
@@ -100,9 +99,8 @@ WHOLE: dict[str, tuple[str, int, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("strategy", ["sync", *thorough("tensor")])
-def test_gradients_are_watched_in_the_run_after_a_search(pool: WorkerPool, strategy: str) -> None:
-    failures = pool.run(fit, 2, "ThenClips", strategy, init=False, expect_errors=True)
+def test_gradients_are_watched_in_the_run_after_a_search(pool: WorkerPool) -> None:
+    failures = pool.run(fit, 2, "ThenClips", "sync", init=False, expect_errors=True)
     assert_refused(failures, "RuntimeError", ["changes gradients", "self.clip_gradients"])
 
 
@@ -111,9 +109,8 @@ def test_gradients_are_watched_in_the_run_after_a_search(pool: WorkerPool, strat
     ("EMAWeightAveraging", "tensor"),
     ("Unfreezes", "replicas"), ("ModelPruning", "replicas"), ("ModelPruning", "sync alone"),
     *thorough(
-        ("EMAWeightAveraging", "data"), ("LearningRateFinder", "tensor"), ("LearningRateFinder", "data"),
-        *product(("EMAWeightAveraging", "StochasticWeightAveraging"), WHOLE),
-        ("Unfreezes", "sync alone"), *product(("Unfreezes", "ModelPruning"), ["tensor alone"]),
+        ("LearningRateFinder", "tensor"), ("LearningRateFinder", "data"),
+        *product(("EMAWeightAveraging", "StochasticWeightAveraging"), WHOLE), ("ModelPruning", "tensor alone"),
     ),
 ])  # fmt: skip
 def test_what_works_has_the_numbers_of_one_process(pool: WorkerPool, callback: str, strategy: str) -> None:
