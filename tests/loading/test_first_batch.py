@@ -64,10 +64,9 @@ class Own:
 
 
 class ItsOwnIterator:
-    """A loader that rewinds itself, as mlcolvar's; with ``noise`` it draws."""
+    """A loader that rewinds itself, as mlcolvar's."""
 
-    def __init__(self, *, noise: bool) -> None:
-        self.noise, self.place = noise, 0
+    place = 0
 
     def __len__(self) -> int:
         return 3
@@ -77,25 +76,16 @@ class ItsOwnIterator:
         return self
 
     def __next__(self) -> Tensor:
-        if self.place == len(self):
-            raise StopIteration
-        self.place += 1
-        rows = ROWS[4 * self.place - 4 : 4 * self.place]
-        return rows + torch.rand(4, 2) if self.noise else rows
-
-
-class Rewound(ItsOwnIterator):
-    __len__ = None  # type: ignore[assignment]
-
-    def __next__(self) -> Tensor:
         if self.place == 3:
             raise StopIteration
         self.place += 1
         return ROWS[4 * self.place - 4 : 4 * self.place]
 
 
-class Once(Rewound):
+class Once(ItsOwnIterator):
     """Is not rewound."""
+
+    __len__ = None  # type: ignore[assignment]
 
     def __iter__(self) -> Once:
         return self
@@ -198,21 +188,16 @@ def loader(kind: str) -> Any:
         "own generator": lambda: DataLoader(rows, batch_size=4, shuffle=True, generator=generator),
         "augmented": lambda: DataLoader(Random(), batch_size=4, shuffle=True),
         "counts": lambda: DataLoader(rows, batch_size=4, sampler=Counts()),
-        "batches": lambda: DataLoader(rows, batch_sampler=BatchSampler(Counts(), 4, False)),
         "draws": lambda: DataLoader(rows, batch_size=4, sampler=Draws()),  # type: ignore[arg-type]
         "drawn batches": lambda: DataLoader(rows, batch_sampler=BatchSampler(Draws(), 4, False)),
         "noisy": lambda: DataLoader(Subset(Noisy(), range(11, -1, -1)), batch_size=4),
         "closes": lambda: DataLoader(Closes(), batch_size=4),
         "stream": lambda: DataLoader(Stream(), batch_size=4),
-        "slices": lambda: DataLoader(Goes(noise=False), batch_size=4),
         "noisy slices": lambda: DataLoader(Goes(noise=True), batch_size=4),
-        "own slices": lambda: Own(noise=False),
         "own noisy slices": lambda: Own(noise=True),
         "own anew": lambda: Own(noise=True, anew=True),
-        "its own iterator": lambda: ItsOwnIterator(noise=False),
-        "rewound": lambda: Rewound(noise=False),
-        "once": lambda: Once(noise=False),
-        "its own noisy iterator": lambda: ItsOwnIterator(noise=True),
+        "its own iterator": ItsOwnIterator,
+        "once": Once,
         "two own": lambda: [Own(noise=True), Own(noise=True)],
         "several": lambda: {"a": DataLoader(ROWS, batch_size=4, shuffle=True), "b": DataLoader(ROWS, batch_size=4)},
     }
@@ -224,19 +209,17 @@ def trainer_with(strategy: Any, epochs: int = 1) -> L.Trainer:
     return L.Trainer(accelerator="cpu", devices=1, max_epochs=epochs, strategy=strategy, **quiet)
 
 
-def trained(kind: str, strategy: Any) -> Net:
+def trained(kind: str, strategy: Any, net: type[Net] = Net) -> Net:
     L.seed_everything(1)
-    module = Net(kind)
+    module = net(kind)
     trainer = trainer_with(strategy, epochs=2)
     trainer.fit(module)
     return module
 
 
 @pytest.mark.parametrize("kind", [
-    "plain", "shuffled", "own generator", "augmented", "counts", "batches", "noisy", "closes", "stream",
-    "several", "draws", "drawn batches", "slices", "noisy slices",
-    "own slices", "own noisy slices", "own anew", "its own iterator", "its own noisy iterator",
-    "rewound", "once", "two own",
+    "shuffled", "own generator", "augmented", "counts", "noisy", "closes", "stream", "several", "draws",
+    "drawn batches", "noisy slices", "own noisy slices", "own anew", "its own iterator", "once", "two own",
 ])  # fmt: skip
 def test_training_sees_the_batches_that_it_would_have_seen(kind: str) -> None:
     expected = trained(kind, "auto")
@@ -279,13 +262,9 @@ class InPlace(Net):
 
 def test_a_look_leaves_a_batch_that_is_put_back_as_it_was() -> None:
     """It would change it once more."""
-    seen = []
-    for strategy in ("auto", looking()):
-        L.seed_everything(1)
-        module = InPlace("own noisy slices")  # which are new tensors
-        trainer_with(strategy).fit(module)
-        seen.append(module.seen[-3:])
-    torch.testing.assert_close(seen[1], seen[0], rtol=0, atol=0)
+    # These slices are new tensors.
+    expected, found = (trained("own noisy slices", strategy, InPlace).seen for strategy in ("auto", looking()))
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
 def test_the_first_batch_is_let_go_when_it_has_been_given() -> None:
@@ -296,18 +275,6 @@ def test_the_first_batch_is_let_go_when_it_has_been_given() -> None:
     batches = iter(loader)
     first = weakref.ref(next(batches))
     assert next(batches) is not None and first() is None
-
-
-def test_a_loader_of_the_next_fit_is_not_mistaken_for_the_last() -> None:
-    trainer = trainer_with(looking())
-    module = Net("plain")
-    module.layers[1] = nn.Linear(3, 3)  # fails in the dry run
-    with pytest.raises(RuntimeError):
-        trainer.fit(module, DataLoader(TensorDataset(ROWS), batch_size=2))
-    module = Net("plain")
-    trainer = trainer_with(looking())
-    trainer.fit(module, DataLoader(TensorDataset(ROWS + 100), batch_size=6))
-    assert all(batch[0].min() >= 100 and len(batch[0]) == 6 for batch in module.seen[-2:])
 
 
 class FailsOnce(Net):
@@ -361,31 +328,19 @@ def test_a_trial_takes_some_samples_and_leaves_the_loader_as_it_was() -> None:
     assert module.asked == 1
 
 
-class ByHand(Net):
-    def __init__(self) -> None:
-        super().__init__("plain")
-        self.automatic_optimization = False
-
-
 def test_a_step_that_optimizes_by_hand_is_not_run_ahead() -> None:
-    trainer = L.Trainer(accelerator="cpu", strategy=Tried(torch.device("cpu")), logger=False)
+    trainer, module = trainer_with(Tried(torch.device("cpu"))), Net("plain")
+    module.automatic_optimization = False
     with pytest.raises(RuntimeError, match="with manual optimization it can't be run ahead"):
-        trainer.fit(ByHand())
+        trainer.fit(module)
 
 
-@pytest.mark.parametrize("alone", [True, False])
-def test_a_generator_is_refused(alone: bool) -> None:
-    """Its first batch couldn't be put back."""
+def test_a_loader_that_cannot_give_its_first_batch_again_is_refused() -> None:
     given = (ROWS[i : i + 4] for i in range(0, 12, 4))
-    loaders = given if alone else {"a": DataLoader(ROWS, batch_size=4), "b": given}
     with pytest.raises(ValueError, match="A loader of training_step is a generator"):
-        trainer_with(looking()).fit(Net("plain"), loaders)
-
-
-def test_an_empty_loader_is_refused() -> None:
-    trainer = trainer_with(looking())
+        trainer_with(looking()).fit(Net("plain"), {"a": DataLoader(ROWS, batch_size=4), "b": given})
     with pytest.raises(ValueError, match="The loader of training_step gives no batch"):
-        trainer.fit(Net("plain"), DataLoader(ROWS[:0], batch_size=4))
+        trainer_with(looking()).fit(Net("plain"), DataLoader(ROWS[:0], batch_size=4))
 
 
 def test_one_rank_without_a_look_is_one_process() -> None:

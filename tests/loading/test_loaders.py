@@ -101,35 +101,28 @@ class Evaluated(LeNet):
     validation_step = test_step
 
 
-@pytest.mark.parametrize(("what", "strategy", "data", "given"), [
-    ("fit", "sync", "unknown", {}),
-    ("fit", "fsdp", "unknown", {}),
-    ("fit", "fsdp", "unknown", {"limit_train_batches": 2}),
-    ("fit", "sync", "unknown", {"limit_train_batches": 3}),
-    ("fit", "sync", "overstated", {}),
-    ("fit", "fsdp", "sampler", {}),
-    ("validate", "fsdp", "unknown", {}),
-    ("test", "fsdp", "unknown", {"limit_test_batches": 3}),
-    ("predict", "fsdp", "overstated", {}),
-    ("fit", "sync", "overstated on one", {}),
-    ("validate", "fsdp", "overstated on one", {}),
+ENDS = "RuntimeError", ["One replica's loader ends with batch 0", "_batches=1"]
+
+
+@pytest.mark.parametrize(("what", "strategy", "data", "given", "error"), [
+    ("fit", "fsdp", "unknown", {}, ENDS),
+    ("fit", "sync", "unknown", {"limit_train_batches": 3}, ENDS),
+    ("fit", "fsdp", "sampler", {}, ENDS),
+    ("validate", "fsdp", "unknown", {}, ENDS),
+    ("test", "fsdp", "unknown", {"limit_test_batches": 3}, ENDS),
+    ("predict", "fsdp", "overstated", {}, ENDS),
+    ("fit", "sync", "overstated on one", {}, ENDS),
+    ("fit", "fsdp", "unknown on one", {}, ("ValueError", ["has a length on some ranks", "of the same kind"])),
 ])  # fmt: skip
 def test_a_replica_whose_loader_ends_first_is_refused(
-    pool: WorkerPool, what: str, strategy: str, data: str, given: dict[str, Any]
+    pool: WorkerPool, what: str, strategy: str, data: str, given: dict[str, Any], error: tuple[str, list[str]]
 ) -> None:
     failures = pool.run(run_short, 2, what, strategy, data, given, init=False, expect_errors=True, timeout=LIMIT)
-    assert_refused(failures, "RuntimeError", ["One replica's loader ends with batch 0", "_batches=1"])
-
-
-def test_a_loader_with_a_length_on_some_ranks_only_is_refused(pool: WorkerPool) -> None:
-    failures = pool.run(
-        run_short, 2, "fit", "fsdp", "unknown on one", {}, init=False, expect_errors=True, timeout=LIMIT
-    )
-    assert_refused(failures, "ValueError", ["has a length on some ranks", "of the same kind"])
+    assert_refused(failures, *error)
 
 
 @pytest.mark.parametrize(("what", "data", "given", "steps"), [
-    ("fit", "unknown", {"limit_train_batches": 1}, 1), ("validate", "unknown", {"limit_val_batches": 1}, 0),
+    ("validate", "unknown", {"limit_val_batches": 1}, 0),
     ("fit", "sampler", {"max_steps": 1}, 1),
 ])  # fmt: skip
 def test_a_loader_that_would_end_first_is_taken_up_to_its_end(
