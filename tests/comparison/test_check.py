@@ -21,18 +21,8 @@ from lightning_parallel.comparison.check import Comparison
 from lightning_parallel.comparison.differences import Difference, differences
 from lightning_parallel.comparison.evidence import Evidence
 from tests.strategies.failures import assert_refused
-from tests.thorough import thorough
 from tools.workers.pool import WorkerError, WorkerPool
 from tools.workers.worker import ROOT
-
-LAYOUTS: dict[str, dict[str, Any]] = {
-    "pipeline_1f1b": {},
-    "pipeline_zbv": {"microbatches": 4},
-    "pipeline_naive": {},
-    "pipeline_async": {},
-    "tensor_parallel": {},
-    "fully_sharded": {},
-}
 
 
 class Net(L.LightningModule):
@@ -75,11 +65,69 @@ def checked(module: L.LightningModule, strategy: str, options: dict[str, Any]) -
     return check(module, batches(), strategy=strategy, devices=2, accelerator="cpu", **options)
 
 
-@pytest.mark.parametrize("strategy", LAYOUTS)
-def test_a_layout_is_equal_to_one_process(pool: WorkerPool, strategy: str) -> None:
-    first, *others = pool.run(checked, 2, Net(), strategy, LAYOUTS[strategy], init=False)
-    assert first.equal and first.updates == 3 and first.largest is not None, str(first)
-    assert others == [None]
+class Words(Net):
+    """A mean over labels that count, of which the halves of a batch have different numbers."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        labels = batch[1].where(batch[0][:, 7] > -1.2, torch.full_like(batch[1], -100))
+        return F.cross_entropy(self.net(batch[0]), labels)
+
+
+class Averaging(Net):
+    """Averages its weights after each batch, and computes with the average."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.BatchNorm1d)
+        self.average = nn.Linear(8, 4).requires_grad_(False)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return super().training_step(batch, batch_idx) + self.average(batch[0]).square().mean()
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.average.weight.data.lerp_(self.net[6].weight.data, 0.1)
+
+
+class LogsOtherwise(Net):
+    """Logs another number on ranks that aren't alone."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.log("ranks", float(self.trainer.world_size), sync_dist=True)
+        return super().training_step(batch, batch_idx)
+
+
+class Keys(Net):
+    """Attention's key has a bias, which changes nothing: rounding alone makes its gradient, and Adam steps of that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.key, self.value = (nn.Linear(8, 8) for _ in range(3))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x = batch[0][:, None] * torch.arange(1.0, 4.0, dtype=batch[0].dtype)[:, None]
+        seen = F.scaled_dot_product_attention(self.query(x), self.key(x), self.value(x))
+        return F.cross_entropy(self.net(seen.mean(1)), batch[1])
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters())
+
+
+REPLICAS = {"stages": 1, "data_parallel": 2, "microbatches": 1}
+
+
+@pytest.mark.parametrize(("module", "strategy", "options", "equal", "by_nature"), [
+    *((Net, f"pipeline_{schedule}", {}, True, False) for schedule in ("1f1b", "zbv", "async")),
+    *((Net, strategy, {}, True, False) for strategy in ("tensor_parallel", "fully_sharded")),
+    (Words, "pipeline_1f1b", {}, True, False),
+    (Words, "fully_sharded", {}, False, True),  # replicas average their own means
+    (Averaging, "pipeline_1f1b", REPLICAS, False, True),  # its hooks run once for a batch of all replicas
+    (LogsOtherwise, "pipeline_1f1b", REPLICAS, False, False),
+    (Keys, "fully_sharded", {}, True, False),
+])  # fmt: skip
+def test_a_layout_is_equal_to_one_process_or_differs_by_nature(
+    pool: WorkerPool, module: type[Net], strategy: str, options: dict[str, Any], equal: bool, by_nature: bool
+) -> None:
+    first, *others = pool.run(checked, 2, module(), strategy, options, init=False)
+    assert (first.equal, first.by_nature, first.updates, others) == (equal, by_nature, 3, [None]), str(first)
 
 
 class OwnWeights(Net):
@@ -126,63 +174,6 @@ def test_what_computes_with_several_samples_differs_by_nature(pool: WorkerPool) 
         assert "buffer net.1.running_mean" in {each.name for each in found.different}
 
 
-class Words(Net):
-    """A mean over labels that count. One half of each batch has more of them."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        labels = batch[1].where(batch[0][:, 0] > 0.5, torch.full_like(batch[1], -100))
-        return F.cross_entropy(self.net(batch[0]), labels)
-
-
-def labelled() -> list[Any]:
-    """The first half of each batch has three labels that count, the second half one."""
-    found = batches()
-    for inputs, _ in found:
-        inputs[:, 0] = torch.tensor([1.0, 1, 1, 0, 0, 0, 0, 1])
-    return found
-
-
-def checked_words(strategy: str) -> Comparison | None:
-    return check(Words(), labelled(), strategy=strategy, devices=2, accelerator="cpu")
-
-
-@pytest.mark.parametrize(("strategy", "is_equal"), [("pipeline_1f1b", True), ("fully_sharded", False)])
-def test_replicas_average_their_own_means(pool: WorkerPool, strategy: str, is_equal: bool) -> None:
-    found = pool.run(checked_words, 2, strategy, init=False)[0]
-    assert (found.equal, found.by_nature) == (is_equal, not is_equal), str(found)
-
-
-class Averaging(Net):
-    """Averages its weights after each batch, and computes with the average."""
-
-    def __init__(self) -> None:
-        super().__init__(nn.BatchNorm1d)
-        self.average = nn.Linear(8, 4).requires_grad_(False)
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return super().training_step(batch, batch_idx) + self.average(batch[0]).square().mean()
-
-    def on_train_batch_end(self, *args: Any) -> None:
-        self.average.weight.data.lerp_(self.net[6].weight.data, 0.1)
-
-
-class LogsOtherwise(Net):
-    """Logs another number on ranks that aren't alone."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        self.log("ranks", float(self.trainer.world_size), sync_dist=True)
-        return super().training_step(batch, batch_idx)
-
-
-@pytest.mark.parametrize(("module", "by_nature"), [(Averaging, True), (LogsOtherwise, False)])
-def test_hooks_and_logs_of_replicas_are_those_of_one_batch(
-    pool: WorkerPool, module: type[Net], by_nature: bool
-) -> None:
-    options = {"stages": 1, "data_parallel": 2, "microbatches": 1}
-    found = pool.run(checked, 2, module(), "pipeline_1f1b", options, init=False)[0]
-    assert not found.equal and found.by_nature is by_nature, str(found)
-
-
 class Dropping(Net):
     """Drops between layers that tensor ranks divide."""
 
@@ -224,39 +215,13 @@ def test_each_optimizer_s_step_is_an_update(pool: WorkerPool) -> None:
     assert (first.update, first.name, first.size) == (1, "gradient of net.3.weight", pytest.approx(0.5))
 
 
-class Keys(Net):
-    """Attention's key has a bias, which changes nothing: rounding alone makes its gradient, and Adam steps of that."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.query, self.key, self.value = (nn.Linear(8, 8) for _ in range(3))
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        x = batch[0][:, None] * torch.arange(1.0, 4.0, dtype=batch[0].dtype)[:, None]
-        seen = F.scaled_dot_product_attention(self.query(x), self.key(x), self.value(x))
-        return F.cross_entropy(self.net(seen.mean(1)), batch[1])
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW(self.parameters())
-
-
-def test_a_gradient_of_rounding_alone_is_no_difference(pool: WorkerPool) -> None:
-    found = pool.run(checked, 2, Keys(), "fully_sharded", {}, init=False)[0]
-    assert found.equal, str(found)
-
-
-class Lost(Net):
-    """Its loss isn't a number."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return super().training_step(batch, batch_idx) * math.nan
-
-
 def test_runs_that_cannot_be_compared_are_refused(pool: WorkerPool) -> None:
     errors = pool.run(check, 2, Net(), batches(), devices=4, init=False, expect_errors=True)
     assert_refused(errors, "ValueError", ["4 ranks"])  # not as many as the script has
     with pytest.raises(WorkerError, match="In one process the loss of batch 0 is nan"):
-        pool.run(checked, 2, Lost(), "fully_sharded", {}, init=False)
+        lost = Net()
+        lost.net[0].weight.data.fill_(math.nan)
+        pool.run(checked, 2, lost, "fully_sharded", {}, init=False)
     made = PipelineStrategy(microbatches=2)
     with pytest.raises(ValueError, match="microbatches: give options to the strategy"):
         check(Net(), batches(), strategy=made, microbatches=3)
@@ -270,9 +235,8 @@ def test_runs_that_cannot_be_compared_are_refused(pool: WorkerPool) -> None:
         check(Net(), batches(), strategy=PipelineStrategy(precision_plugin=MixedPrecision("bf16-mixed", "cpu")))
 
 
-@pytest.mark.parametrize("strategy", ["pipeline_zbv", *thorough("tensor_parallel", "fully_sharded")])
-def test_rounding_tells_the_tolerance_of_other_precisions(pool: WorkerPool, strategy: str) -> None:
-    options = LAYOUTS[strategy] | {"precision": "bf16-mixed"}
+def test_rounding_tells_the_tolerance_of_other_precisions(pool: WorkerPool) -> None:
+    strategy, options = "pipeline_zbv", {"microbatches": 4, "precision": "bf16-mixed"}
     found = pool.run(checked, 2, Net(), strategy, options, init=False)[0]
     assert found.equal, str(found)
     assert found.largest.size > 1e-9
@@ -330,22 +294,19 @@ def found(*ranks: Evidence) -> dict[str, float]:
     return {each.name: each.size for each in differences(ranks, evidence()) if each.size}
 
 
-@pytest.mark.parametrize(
-    ("changes", "name", "size"),
-    [
-        ({"losses": [1.1]}, "loss", 0.1),
-        ({"losses": []}, "loss", math.inf),
-        ({"logged": {}}, "logged x", math.inf),
-        ({"gradients": []}, "number of updates of rank 0, 0 for 1", math.inf),
-        ({"gradients": [{"b": torch.zeros(1)}]}, "gradient of a, which no rank has", math.inf),
-        ({"gradients": [evidence().gradients[0] | {"b": torch.tensor([math.nan])}]}, "gradient of b", math.inf),
-        ({"weights": [{"a": torch.tensor([1.0, 2.0, 3.0, 5.0])}]}, "weight of a", 0.25),
-        ({"buffers": {"c": torch.tensor([0.75])}}, "buffer c", 0.5),
-        ({"buffers": {}}, "buffer c, which no rank has", math.inf),
-        ({"weights": [{"a": torch.full((4,), math.nan)}]}, "weight of a", math.inf),
-        ({"weights": [{"a": evidence().weights[0]["a"], "c": torch.ones(1)}]}, "weight of c", math.inf),
-    ],
-)
+@pytest.mark.parametrize(("changes", "name", "size"), [
+    ({"losses": [1.1]}, "loss", 0.1),
+    ({"losses": []}, "loss", math.inf),
+    ({"logged": {}}, "logged x", math.inf),
+    ({"gradients": []}, "number of updates of rank 0, 0 for 1", math.inf),
+    ({"gradients": [{"b": torch.zeros(1)}]}, "gradient of a, which no rank has", math.inf),
+    ({"gradients": [evidence().gradients[0] | {"b": torch.tensor([math.nan])}]}, "gradient of b", math.inf),
+    ({"weights": [{"a": torch.tensor([1.0, 2.0, 3.0, 5.0])}]}, "weight of a", 0.25),
+    ({"buffers": {"c": torch.tensor([0.75])}}, "buffer c", 0.5),
+    ({"buffers": {}}, "buffer c, which no rank has", math.inf),
+    ({"weights": [{"a": torch.full((4,), math.nan)}]}, "weight of a", math.inf),
+    ({"weights": [{"a": evidence().weights[0]["a"], "c": torch.ones(1)}]}, "weight of c", math.inf),
+])  # fmt: skip
 def test_what_differs_is_named_with_its_size(changes: dict[str, Any], name: str, size: float) -> None:
     assert found(evidence(**changes))[name] == pytest.approx(size)
 
