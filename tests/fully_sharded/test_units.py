@@ -16,11 +16,8 @@ def test_units_are_the_layers_that_hold_parameters() -> None:
     assert list(find_units(GPT2())) == [f"model.transformer.h.{i}" for i in range(4)]
     assert list(find_units(LeNet())) == ["net.0", "net.3", "net.7", "net.9"]
     assert find_units(nn.Linear(3, 3)) == {}
-
-
-def test_units_are_those_that_the_user_names() -> None:
-    units = find_units(Blocks(), ["blocks.*.mix", "head"])
-    assert list(units) == [*(f"blocks.{i}.mix" for i in range(5)), "head"]
+    named = find_units(Blocks(), ["blocks.*.mix", "head"])
+    assert list(named) == [*(f"blocks.{i}.mix" for i in range(5)), "head"]
 
 
 def test_a_module_that_shares_a_weight_is_no_unit() -> None:
@@ -37,14 +34,12 @@ def test_a_module_that_shares_a_weight_is_no_unit() -> None:
 
 
 @pytest.mark.parametrize(("patterns", "words"), [
-    (["layers.*"], ["units", "layers.*", "blocks"]),
-    ([], ["units=[]"]),
-    (["head", "blocks.1", "*.1.mix"], ["units", "blocks.1.mix"]),
+    (["layers.*"], r"units.*layers\.\*"), ([], r"units=\[\]"),
+    (["head", "blocks.1", "*.1.mix"], r"units.*blocks\.1\.mix"),
 ])  # fmt: skip
-def test_names_that_cannot_be_units_are_refused(patterns: list[str], words: list[str]) -> None:
-    with pytest.raises(ValueError) as error:
+def test_names_that_cannot_be_units_are_refused(patterns: list[str], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
         find_units(Blocks(), patterns)
-    assert all(word in str(error.value) for word in words)
 
 
 def test_a_unit_may_have_frozen_parameters_of_another_dtype() -> None:
