@@ -2,26 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
 from torch import nn
-from torch.optim import Optimizer
 
 from lightning_parallel.set_up.original_names import OriginalNames
 from tools.optimizer_table import optimizers
-
-
-@pytest.mark.parametrize("make", [
-    torch.optim.AdamW, optimizers.Noted, optimizers.Prodigy,
-    lambda params: optimizers.Lookahead(optimizers.LAMB(params)),
-    lambda params: optimizers.SAM(params, torch.optim.SGD, lr=0.1),
-])  # fmt: skip
-def test_others_pass(make: Callable[[Any], Optimizer]) -> None:
-    module = nn.Linear(4, 3)
-    OriginalNames(module.named_parameters(), "SomeStrategy").refuse_kept_by(make(module.parameters()), module)
 
 
 def test_an_optimizer_inside_another_one_that_keeps_parameters_is_refused() -> None:

@@ -13,7 +13,6 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric
 
-import lightning_parallel as lp
 from lightning_parallel.absent.tensor import AbsentTensor
 from lightning_parallel.set_up.part_of_model import move_others
 from tests.strategies.harness import ALL, complete, here, make_trainer
@@ -72,11 +71,11 @@ def test_a_module_of_shards_can_be_called_by_all_ranks(pool: WorkerPool) -> None
 
 # -- configure_part ------------------------------------------------------------------------------------------------
 
-STRATEGIES: dict[str, Any] = {
-    "pipeline": lambda: lp.PipelineStrategy(microbatches=2),
-    "async": lambda: lp.AsyncPipelineStrategy(microbatches=2),
-    "tensor": lambda: lp.TensorParallelStrategy(plan={"layers.0": "column", "layers.1": "row"}),
-    "fully sharded": lambda: lp.FullyShardedStrategy(),
+STRATEGIES: dict[str, dict[str, Any]] = {
+    "sync": {"microbatches": 2},
+    "async": {"microbatches": 2},
+    "tensor": {"plan": {"layers.0": "column", "layers.1": "row"}},
+    "fsdp": {},
 }
 
 
@@ -108,13 +107,8 @@ class Stored(L.LightningModule):
         return torch.optim.SGD(self.parameters(), 0.1)
 
 
-def fit(strategy: str | None) -> tuple[list[int], dict[str, Tensor]]:
-    made = STRATEGIES[strategy]() if strategy else "auto"
-    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
-    devices = 2 if strategy else 1
-    trainer = L.Trainer(
-        accelerator="cpu", devices=devices, strategy=made, max_steps=2, use_distributed_sampler=False, **quiet
-    )
+def fit(strategy: str) -> tuple[list[int], dict[str, Tensor]]:
+    trainer = make_trainer(strategy, [], STRATEGIES.get(strategy, {}), max_steps=2, use_distributed_sampler=False)
     module = Stored()
     trainer.fit(module, DataLoader(torch.arange(32.0).reshape(8, 4) / 32, batch_size=4))  # type: ignore[arg-type]
     return module.here, {name: complete(p.detach()) for name, p in here(module).items()}
@@ -124,11 +118,11 @@ def fit(strategy: str | None) -> tuple[list[int], dict[str, Tensor]]:
 def test_it_is_asked_once_for_what_the_rank_holds_and_trains_that_as_in_one_process(
     pool: WorkerPool, strategy: str
 ) -> None:
-    ((_, expected),) = pool.run(fit, 1, None, init=False)
+    ((_, expected),) = pool.run(fit, 1, "single", init=False)
     for counts, weights in pool.run(fit, 2, strategy, init=False):
         assert len(counts) == 1 and {weight.dtype for weight in weights.values()} == {torch.float32}
         assert counts[0] < sum(weight.numel() for weight in expected.values())
-        if strategy in ("pipeline", "fully sharded"):  # others have parts of weights, or late gradients
+        if strategy in ("sync", "fsdp"):  # others have parts of weights, or late gradients
             assert all(torch.allclose(weight, expected[name], rtol=0, atol=1e-6) for name, weight in weights.items())
 
 
