@@ -14,28 +14,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_parallel.checkpoint.plain import PlainOnDemand
 from tests.strategies.failures import assert_refused
-from tests.strategies.harness import ALL, STRATEGIES, Report, here, largest_difference, make_trainer, train
-from tests.thorough import thorough
+from tests.strategies.harness import ALL, STRATEGIES, here, make_trainer
 from tools.workers.pool import WorkerPool
-
-
-@pytest.mark.parametrize(("ranks", "model", "strategy", "options"), [
-    (2, "DroppingGPT2", "tensor", {"sequence_parallel": True}),
-    *thorough((2, "DroppingGPT2", "fsdp", {}), (3, "Blocks", "async", {"microbatches": 2})),
-])  # fmt: skip
-def test_a_resumed_run_is_the_run_to_the_bit(
-    pool: WorkerPool, tmp_path: Path, ranks: int, model: str, strategy: str, options: dict[str, Any]
-) -> None:
-    def run(folder: str, resume: Path | None = None) -> list[Report]:
-        keeper = ModelCheckpoint(tmp_path / folder, "{epoch}", save_top_k=-1)
-        given = {"callbacks": [keeper], "shuffle": True, "max_epochs": 2, "enable_checkpointing": True}
-        return pool.run(train, ranks, model, strategy, options, init=False, resume=resume, **given)
-
-    whole = run("whole")
-    for one, other in zip(whole, run("resumed", tmp_path / "whole" / "epoch=0.ckpt"), strict=True):
-        assert largest_difference(one.weights, other.weights) == 0
-        assert one.metrics == other.metrics
-        assert other.losses and one.losses[-len(other.losses) :] == other.losses
 
 
 def orders_saved(folder: Path) -> list[list[str]]:
