@@ -164,18 +164,14 @@ def test_what_is_left_is_done(equal_from_saves: Equal, hook: str, options: str) 
     equal_from_saves(hook, OPTIONS[options])
 
 
-def test_a_checkpoint_without_the_gradients_of_its_update_is_warned_of(tmp_path: Path) -> None:
-    with pytest.warns(UserWarning, match="in the middle of an update.*multiples of accumulate_grad_batches=2"):
-        run(None, tmp_path, "on_validation_end", OPTIONS["accumulated"])
-
-
-@pytest.mark.parametrize(("hook", "what"), [
-    ("on_before_optimizer_step", "a training step.*rest of the epoch"),
-    ("on_validation_batch_end", "a validation"),
+@pytest.mark.parametrize(("hook", "options", "said"), [
+    ("on_validation_end", "accumulated", "in the middle of an update.*multiples of accumulate_grad_batches=2"),
+    ("on_before_optimizer_step", "no validation", "Saved inside a training step.*rest of the epoch"),
+    ("on_validation_batch_end", "a validation in mid-epoch", "Saved inside a validation"),
 ])  # fmt: skip
-def test_a_checkpoint_of_what_will_be_done_once_more_is_warned_of(tmp_path: Path, hook: str, what: str) -> None:
-    with pytest.warns(UserWarning, match=f"Saved inside {what}"):
-        run(None, tmp_path, hook, {"max_epochs": 1})
+def test_a_checkpoint_of_what_will_differ_is_warned_of(tmp_path: Path, hook: str, options: str, said: str) -> None:
+    with pytest.warns(UserWarning, match=said):
+        run(None, tmp_path, hook, OPTIONS[options])
 
 
 def test_a_second_fit_has_nothing_of_the_run_that_the_first_one_resumed(tmp_path: Path) -> None:
