@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import product
 from typing import Any
 
 import pytest
@@ -11,7 +10,6 @@ from lightning.pytorch.callbacks import (
     BaseFinetuning,
     BatchSizeFinder,
     Callback,
-    EMAWeightAveraging,
     LearningRateFinder,
     ModelPruning,
     StochasticWeightAveraging,
@@ -43,7 +41,6 @@ class ThenClips(LearningRateFinder):
 
 MAKE: dict[str, Any] = {
     "Unfreezes": Unfreezes,
-    "EMAWeightAveraging": lambda: EMAWeightAveraging(decay=0.9),
     "StochasticWeightAveraging": lambda: StochasticWeightAveraging(0.05, swa_epoch_start=1),
     "ModelPruning": lambda: ModelPruning("l1_unstructured", amount=0.3, use_lottery_ticket_hypothesis=False),
     "BatchSizeFinder": lambda: BatchSizeFinder(max_trials=2),
@@ -106,11 +103,10 @@ def test_gradients_are_watched_in_the_run_after_a_search(pool: WorkerPool) -> No
 
 @pytest.mark.parametrize(("callback", "strategy"), [
     ("Unfreezes", "tensor"), ("LearningRateFinder", "sync"), ("StochasticWeightAveraging", "data"),
-    ("EMAWeightAveraging", "tensor"),
     ("Unfreezes", "replicas"), ("ModelPruning", "replicas"), ("ModelPruning", "sync alone"),
     *thorough(
         ("LearningRateFinder", "tensor"), ("LearningRateFinder", "data"),
-        *product(("EMAWeightAveraging", "StochasticWeightAveraging"), WHOLE), ("ModelPruning", "tensor alone"),
+        *(("StochasticWeightAveraging", whole) for whole in WHOLE), ("ModelPruning", "tensor alone"),
     ),
 ])  # fmt: skip
 def test_what_works_has_the_numbers_of_one_process(pool: WorkerPool, callback: str, strategy: str) -> None:
