@@ -111,6 +111,14 @@ class Keys(Net):
         return torch.optim.AdamW(self.parameters())
 
 
+class Dropping(Net):
+    """Drops between layers that tensor ranks divide."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net[2] = nn.Dropout(0.5)
+
+
 REPLICAS = {"stages": 1, "data_parallel": 2, "microbatches": 1}
 
 
@@ -122,12 +130,15 @@ REPLICAS = {"stages": 1, "data_parallel": 2, "microbatches": 1}
     (Averaging, "pipeline_1f1b", REPLICAS, False, True),  # its hooks run once for a batch of all replicas
     (LogsOtherwise, "pipeline_1f1b", REPLICAS, False, False),
     (Keys, "fully_sharded", {}, True, False),
+    (Dropping, "tensor_parallel", {}, True, False),  # without dropout, whose masks are others by nature
+    (Dropping, "pipeline_1f1b", {}, False, True),  # one process draws the same for the same microbatches
 ])  # fmt: skip
 def test_a_layout_is_equal_to_one_process_or_differs_by_nature(
     pool: WorkerPool, module: type[Net], strategy: str, options: dict[str, Any], equal: bool, by_nature: bool
 ) -> None:
     first, *others = pool.run(checked, 2, module(), strategy, options, init=False)
     assert (first.equal, first.by_nature, first.updates, others) == (equal, by_nature, 3, [None]), str(first)
+    assert first.without_dropout == ("Dropout was off" in str(first)) == (module is Dropping and equal)
 
 
 class OwnWeights(Net):
@@ -172,22 +183,6 @@ def test_what_computes_with_several_samples_differs_by_nature(pool: WorkerPool) 
         assert not found.equal and found.by_nature
         assert found.different[0].update == 0
         assert "buffer net.1.running_mean" in {each.name for each in found.different}
-
-
-class Dropping(Net):
-    """Drops between layers that tensor ranks divide."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net[2] = nn.Dropout(0.5)
-
-
-@pytest.mark.parametrize("strategy", ["tensor_parallel", "pipeline_1f1b"])
-def test_masks_that_are_others_by_nature_are_off(pool: WorkerPool, strategy: str) -> None:
-    found = pool.run(checked, 2, Dropping(), strategy, {}, init=False)[0]
-    of_pipeline = strategy == "pipeline_1f1b"  # one process draws the same for the same microbatches
-    assert (found.equal, found.by_nature, found.without_dropout) == (not of_pipeline, of_pipeline, not of_pipeline)
-    assert ("Dropout was off" in str(found)) is found.without_dropout
 
 
 class Two(Net):
