@@ -5,13 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
 
 import lightning as L
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
+from torch.utils.data import DataLoader, Dataset
 
 import lightning_parallel
 from lightning_parallel.comparison.runs import first_batches, loader_of
@@ -46,22 +45,6 @@ def test_a_batch_is_timed(workers: int) -> None:
     assert torch.equal(loaded.batch, next(iter(loader)))
     assert 16 * SLEPT <= loaded.seconds < 32 * SLEPT
     assert (loaded.workers, loader.num_workers) == (workers, workers)
-
-
-class InWorker(IterableDataset[Tensor]):
-    """Reads who it is, as datasets that share out files do."""
-
-    def __iter__(self) -> Iterator[Tensor]:
-        worker: Any = get_worker_info()
-        yield from torch.arange(8 * worker.num_workers)
-
-
-def test_a_dataset_is_read_in_a_worker_where_there_are_some() -> None:
-    loader = DataLoader(InWorker(), batch_size=2, num_workers=2, persistent_workers=True)
-    own = iter(loader)
-    assert next(own).tolist() == [0, 1]
-    assert first_batch(loader).batch.tolist() == [0, 1]
-    assert [each.tolist() for each in own][-1] == [14, 15]  # its own workers go on
 
 
 def test_a_slow_start_is_no_slow_loader() -> None:
