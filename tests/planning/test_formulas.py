@@ -20,21 +20,17 @@ TIED = Partition(owners={"shared": (0, 3)}, uses={}, aliases={"shared": "shared"
 IN_A_ROW = [1, 2, 2, 1]
 
 
-@pytest.mark.parametrize(
-    ("choice", "parts", "groups", "cuts"),
-    [
-        (Choice("single"), UNTIED, [0], [0]),
-        (Choice("ddp", data=2), UNTIED, [1], [0]),  # Lightning's: the world alone
-        (Choice("fully_sharded", data=2), UNTIED, [2], [0]),  # the world, and replicas
-        (Choice("tensor_parallel", data=2, tensor=4), UNTIED, [3], [0]),  # the world, shards, replicas
-        (Choice("pipeline_1f1b", 4, microbatches=4), UNTIED, [2] * 4, IN_A_ROW),  # the world, stages
-        (Choice("pipeline_1f1b", 4, microbatches=4), TIED, [3, 2, 2, 3], IN_A_ROW),
-        (Choice("pipeline_1f1b", 4, data=2, tensor=2, microbatches=4), UNTIED, [5] * 4, IN_A_ROW),  # and the model
-        (Choice("pipeline_interleaved", 4, microbatches=4), UNTIED, [2] * 4, [3, 4, 4, 3]),
-        (Choice("pipeline_zbv", 4, microbatches=4), UNTIED, [2] * 4, [2, 4, 4, 2]),  # the last one's are neighbours
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("choice", "parts", "groups", "cuts"), [
+    (Choice("single"), UNTIED, [0], [0]),
+    (Choice("ddp", data=2), UNTIED, [1], [0]),  # Lightning's: the world alone
+    (Choice("fully_sharded", data=2), UNTIED, [2], [0]),  # the world, and replicas
+    (Choice("tensor_parallel", data=2, tensor=4), UNTIED, [3], [0]),  # the world, shards, replicas
+    (Choice("pipeline_1f1b", 4, microbatches=4), UNTIED, [2] * 4, IN_A_ROW),  # the world, stages
+    (Choice("pipeline_1f1b", 4, microbatches=4), TIED, [3, 2, 2, 3], IN_A_ROW),
+    (Choice("pipeline_1f1b", 4, data=2, tensor=2, microbatches=4), UNTIED, [5] * 4, IN_A_ROW),  # and the model
+    (Choice("pipeline_interleaved", 4, microbatches=4), UNTIED, [2] * 4, [3, 4, 4, 3]),
+    (Choice("pipeline_zbv", 4, microbatches=4), UNTIED, [2] * 4, [2, 4, 4, 2]),  # the last one's are neighbours
+], ids=str)  # fmt: skip
 def test_groups_and_cuts_have_communicators(
     choice: Choice, parts: Partition, groups: list[int], cuts: list[int]
 ) -> None:
@@ -47,16 +43,11 @@ def test_groups_and_cuts_have_communicators(
 # -- messages that a schedule has on their way at one time ----------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("strategy", "stages", "expected"),
-    [
-        # Sent: a microbatch's activation until its gradient comes, a gradient until an activation that was sent later.
-        # And one of each kind is expected.
-        ("gpipe", 2, [4 + 1, 4 + 1]),
-        ("1f1b", 2, [2 + 1, 3 + 1]),
-        ("1f1b", 3, [3 + 1, (2 + 1) + (3 + 1), 3 + 1]),
-    ],
-)
+@pytest.mark.parametrize(("strategy", "stages", "expected"), [
+    # Sent: a microbatch's activation until its gradient comes, a gradient until an activation that was sent later.
+    # And one of each kind is expected.
+    ("gpipe", 2, [4 + 1, 4 + 1]), ("1f1b", 3, [3 + 1, (2 + 1) + (3 + 1), 3 + 1]),
+])  # fmt: skip
 def test_messages_that_a_stage_has_at_once(strategy: str, stages: int, expected: list[int]) -> None:
     choice = Choice(f"pipeline_{strategy}", stages, microbatches=4)
     chunks = [ChunkCost(1.0, 1.0, 0.5, 0, 0, 0, sent=1) for _ in range(stages)]
