@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
+from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import Tensor, nn
 
 from lightning_parallel.cuts.partition import Partition
 from lightning_parallel.cuts.search import partition
 from lightning_parallel.set_up.cutting import check_equal
+from tests.strategies.harness import make_trainer
+from tests.strategies.models import LeNet
 from tools.workers.pool import WorkerPool
 
 
@@ -42,3 +47,20 @@ def compared(orders: list[list[int]]) -> None:
 def test_ranks_that_see_other_calls_are_told_the_first(pool: WorkerPool, other: list[int], words: str) -> None:
     answers = pool.run(compared, 2, [[0, 1, 2], other], expect_errors=True)
     assert all(words in str(answer) for answer in answers)
+
+
+class Uneven(LeNet):
+    """Fails in the dry run on one rank only."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if rank_zero_only.rank == 1:
+            raise KeyError("mine")
+        return super().training_step(batch, batch_idx)
+
+
+def fit_uneven() -> None:
+    make_trainer("sync", [], {}, max_epochs=1).fit(Uneven(), LeNet.loader())
+
+
+def test_a_look_that_fails_on_one_rank_is_refused_on_all(pool: WorkerPool) -> None:
+    assert all("mine" in str(failure) for failure in pool.run(fit_uneven, 2, init=False, expect_errors=True))

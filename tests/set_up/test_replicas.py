@@ -169,25 +169,20 @@ def fit_with_rates(model: type[LeNet], strategy: str, options: dict[str, Any], d
     return trainer.global_step
 
 
-PARTED = ["'lr' of SGD, group 0", "follows 'own'", "sync_dist=True"]
-
-
 @pytest.mark.parametrize(("model", "strategy", "ranks", "options", "words"), [
-    (Plateaued, "async", 4, {"stages": 2, "microbatches": 2}, PARTED),
+    (Plateaued, "async", 4, {"stages": 2, "microbatches": 2}, ["'lr' of SGD, group 0", "'own'", "sync_dist=True"]),
     (ByHand, "fsdp", 2, {}, ["'lr' of Adam", "0.1 on replica 0 and 0.2 on replica 1"]),
+    (Synchronised, "fsdp", 2, {}, None),
 ])  # fmt: skip
 def test_replicas_whose_rates_have_parted_end_the_run(
-    pool: WorkerPool, tmp_path: Path, model: Any, strategy: str, ranks: int, options: dict[str, Any], words: list[str]
+    pool: WorkerPool, tmp_path: Path, model: Any, strategy: str, ranks: int, options: Any, words: list[str] | None
 ) -> None:
-    saves = model is ByHand  # at the end of the first epoch
-    failures = pool.run(
-        fit_with_rates, ranks, model, strategy, options, tmp_path, saves, init=False, expect_errors=True
-    )
-    assert_refused(failures, "RuntimeError", words)
-
-
-def test_rates_may_follow_what_is_synchronised(pool: WorkerPool, tmp_path: Path) -> None:
-    assert pool.run(fit_with_rates, 2, Synchronised, "fsdp", {}, tmp_path, True, init=False) == [12, 12]
+    arguments = model, strategy, options, tmp_path, model is not Plateaued  # it saves at the end of the first epoch
+    found = pool.run(fit_with_rates, ranks, *arguments, init=False, expect_errors=words is not None)
+    if words is None:
+        assert found == [12, 12]
+    else:
+        assert_refused(found, "RuntimeError", words)
 
 
 class LooksAlone(LeNet):
