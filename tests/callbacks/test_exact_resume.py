@@ -12,6 +12,7 @@ from lightning.pytorch.callbacks import BatchSizeFinder, Callback, LearningRateF
 
 import lightning_parallel as lp
 from tests.callbacks.test_resumed_moments import Scheduled, run
+from tests.strategies.saves import SavesIn
 
 STEPS, SAVED = 15, 8
 
@@ -49,12 +50,12 @@ def test_a_search_is_refused_where_a_run_is_resumed(
     def fit(resume: Path | None, *callbacks: Callback) -> int:
         """The number of batches."""
         options = {"kind": Learned, "max_epochs": None, "max_steps": STEPS, "limit_val_batches": 0}
-        made, saves = "auto" if strategy is None else strategy(stages=1), None if resume else tmp_path
-        events, *_ = run(resume, saves, "on_train_batch_end", {**options, "callbacks": callbacks}, made)
+        made = "auto" if strategy is None else strategy(stages=1)
+        events, *_ = run(resume, None, "", {**options, "callbacks": callbacks}, made)
         return sum(event[0] == "batch" for event in events)
 
-    fit(None, search())
-    path = tmp_path / f"{SAVED}.ckpt"
+    path = tmp_path / "it.ckpt"
+    fit(None, search(), SavesIn("on_train_batch_end", path, SAVED))
     with nullcontext() if refused is None else pytest.raises(ValueError, match=refused):
         assert fit(path, search()) == STEPS - SAVED - 1
     assert fit(path) == STEPS - SAVED - 1

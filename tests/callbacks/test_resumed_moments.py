@@ -268,7 +268,8 @@ class TwoLoaders(Scheduled):
 @pytest.mark.parametrize("mode", ["max_size", "max_size_cycle", "min_size"])
 @pytest.mark.parametrize("hook", HOOKS[:2])
 def test_loaders_of_unequal_lengths_go_on(equal_from_saves: Equal, mode: str, hook: str) -> None:
-    equal_from_saves(hook, {"kind": type("Kind", (TwoLoaders,), {"mode": mode}), "limit_val_batches": 0})
+    kind = type("Kind", (TwoLoaders,), {"mode": mode})
+    equal_from_saves(hook, {"kind": kind, "limit_val_batches": 0, "max_epochs": 2})
 
 
 class Stops(Unusual):
