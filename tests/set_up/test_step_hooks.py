@@ -2,19 +2,36 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import lightning as L
+import pytest
 import torch
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
+from lightning_parallel.absent.origins import parameter_of
+from lightning_parallel.cuts.search import partition
 from lightning_parallel.set_up.step_hooks import StepHooks
+from lightning_parallel.tracing.dry_run import trace
 
 
-class Hooked(L.LightningModule):
+class Net(L.LightningModule):
     def __init__(self) -> None:
         super().__init__()
+        self.layer = nn.Linear(2, 2)
+        self.teacher = nn.Linear(2, 2).requires_grad_(False)
         self.did: list[Any] = []
 
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.layer(batch).sum()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.layer.parameters(), lr=0.1)
+
+
+class Hooked(Net):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         self.did.append(("start", len(batch), batch_idx))
 
@@ -30,9 +47,69 @@ class Hooked(L.LightningModule):
         self.did.append(("end", outputs, self.trainer.global_step))
 
 
+def looked_at(module: Net) -> Any:
+    trainer = L.Trainer(max_epochs=1, logger=False, accelerator="cpu")
+    module.trainer = trainer
+    hooks = StepHooks(module, torch.ones(3, 2))
+    hooks("an output")
+    assert module.trainer is trainer
+    return hooks
+
+
 def test_each_runs_as_far_as_it_only_reads_the_trainer() -> None:
     module = Hooked()
-    trainer = module.trainer = L.Trainer(max_epochs=1, logger=False, accelerator="cpu")
-    StepHooks(module, torch.ones(3, 2))("an output")
-    assert module.trainer is trainer
+    looked_at(module)
     assert module.did == [("start", 3, 0), "step", ("end", {"loss": "an output"}, 0)]
+
+
+class Averages(Net):
+    """Keeps averages that no step calls, so their count has its value in the trace of a step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        self.average = AveragedModel(self.net, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.net(batch).sum()
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.average.update_parameters(self.net)
+
+
+def test_the_count_of_torch_s_averages_has_to_be_on_each_stage() -> None:
+    module, batch = Averages(), torch.ones(3, 2)
+    module.trainer = L.Trainer(max_epochs=1, logger=False, accelerator="cpu")
+    hooks = StepHooks(module, batch)
+    parts = partition(module, partial(module.training_step, batch, 0), 2, hooks=hooks)
+    (stage,) = {0, 1} - {*parts.holders_of("average.n_averaged")}
+    with pytest.raises(ValueError, match="on_train_batch_end asks for the value of 'average.n_averaged'"):
+        hooks.check(parts, stage)
+    assert float(module.average.n_averaged) == 0
+
+
+class Follows(Net):
+    """Its hooks use the loss, a learning rate and a layer, before the teacher follows."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.layer(batch).sum() + self.layer.weight.square().sum()
+
+    def on_before_zero_grad(self, optimizer: Any) -> None:
+        self.did.append(optimizer.param_groups[0]["lr"])
+
+    @torch.no_grad()
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.did.append(outputs["loss"].item())
+        self.layer(batch)
+        self.teacher.weight.lerp_(self.layer.weight, 0.1)
+
+
+def test_hooks_may_use_what_every_stage_has_and_call_layers() -> None:
+    module, batch = Follows(), torch.ones(3, 2)
+    module.trainer = L.Trainer(max_epochs=1, logger=False, accelerator="cpu")
+    step, hooks = partial(module.training_step, batch, 0), StepHooks(module, batch)
+    seen = trace(module, {id(module.layer): "layer", id(module.teacher): "teacher"}, step, hooks=hooks)
+    assert [call.unit for call in seen.calls] == ["layer"]
+    assert [update.name for update in seen.updates] == ["teacher.weight"]
+    assert parameter_of(min(seen.updates[0].needs)) == "layer.weight"
+    hooks.check(partition(module, step, 1), 0)
