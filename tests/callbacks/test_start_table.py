@@ -14,7 +14,6 @@ from lightning_parallel.callbacks.start_table import Holding, Row, row, state_by
 from lightning_parallel.ranks.layout import Layout
 from lightning_parallel.ranks.local_model import LocalModel
 from tests.strategies.harness import ALL, make_trainer
-from tests.thorough import thorough
 from tools.workers.pool import WorkerPool
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 1)
@@ -103,7 +102,6 @@ def told(strategy: str, model: str, options: dict[str, Any]) -> list[str]:
     ("tensor", "ShardableGPT2", {}, "shard"),
     ("sync", "Blocks", {"schedule": "zbv"}, "stage"),
     ("async", "LeNet", {}, "stage"),
-    *thorough(("fsdp", "Blocks", {}, "replica")),
 ])  # fmt: skip
 def test_every_strategy_tells_once_for_an_evaluation_and_once_for_a_training(
     pool: WorkerPool, strategy: str, model: str, options: dict[str, Any], members: str
