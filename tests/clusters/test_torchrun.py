@@ -66,12 +66,6 @@ def test_where_rank_0_has_no_config_the_others_leave_with_it(tmp_path: Path, opt
     assert subprocess.run(program, cwd=ROOT, env=variables(), capture_output=True, timeout=100).returncode == code
 
 
-def test_without_torchrun_it_says_what_to_start(tmp_path: Path) -> None:
-    program = [sys.executable, *command(tmp_path, "cluster=torchrun")]
-    done = subprocess.run(program, cwd=ROOT, env=variables(), text=True, capture_output=True, timeout=200)
-    assert done.returncode == 1 and "start it with torchrun --nproc-per-node=NUMBER -m recipes.train" in done.stderr
-
-
 REASON = "rank 1: killed by SIGKILL (out of memory?)"
 
 
