@@ -109,7 +109,10 @@ def test_trainings_elsewhere_are_right(words: list[str], monkeypatch: pytest.Mon
 
 def test_trainings_that_repeat_others_are_right() -> None:
     for words in REPEATED:
-        assert check([word for word in words if word != "-m"], multirun="-m" in words) == [], words
+        if any(re.match("-m|hydra|hparams_search", word) for word in words):
+            assert check([word for word in words if word != "-m"], multirun="-m" in words) == [], words
+        else:
+            assert runs.problems(*words) == [], words
 
 
 @pytest.mark.parametrize("words", [*(w for w in HERE if w not in REPEATED), *thorough(*REPEATED)], ids=" ".join)
@@ -301,10 +304,6 @@ def test_every_link_leads_somewhere(page: Path) -> None:
 def test_every_page_of_the_site_is_reached() -> None:
     reached = {(page.parent / link.partition("#")[0]).resolve() for page in DOCS for link in links(page)}
     assert {*DOCS} - {ROOT / "docs" / "index.md"} <= reached
-
-
-def test_the_readme_is_short() -> None:
-    assert len(README.read_text().splitlines()) < 120
 
 
 def test_the_first_pages_say_whether_anything_has_run_on_a_gpu() -> None:

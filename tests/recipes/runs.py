@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from hydra import compose, initialize_config_dir
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from omegaconf import DictConfig
 
 from recipes import CONF, launch, record, work
 from recipes.compose import resolved
@@ -19,10 +24,21 @@ QUIET = ["print_config=false", "trainer.enable_progress_bar=false", "trainer.ena
 NOWHERE = Path("/dev/null/run")  # of configs that tests only read: what writes there by mistake fails
 
 
-def composed(*overrides: str, folder: Path = NOWHERE) -> dict[str, Any]:
-    """The config of a run in ``folder``, whose data are beside that."""
+@cache
+def _of_options(*words: str) -> DictConfig:
     with initialize_config_dir(str(CONF), version_base="1.3"):
-        return resolved(compose("train", overrides=[f"paths.data_dir={folder.parent}/data", *overrides]), str(folder))
+        return compose("train", overrides=[*words])
+
+
+def composed(*overrides: str, folder: Path = NOWHERE) -> dict[str, Any]:
+    """The config of a run in ``folder``, whose data are beside that. What the options of groups give, which takes Hydra
+    most of the time, is composed once; values are then set as Hydra sets them."""
+    parsed = OverridesParser.create().parse_overrides([f"paths.data_dir={folder.parent}/data", *overrides])
+    groups = {path.name for path in CONF.iterdir()}
+    config = copy.deepcopy(_of_options(*(str(each.input_line) for each in parsed if each.key_or_group in groups)))
+    values = [each for each in parsed if each.key_or_group not in groups]
+    ConfigLoaderImpl._apply_overrides_to_config(values, config)
+    return resolved(config, str(folder))
 
 
 def problems(*overrides: str) -> list[Problem | str]:

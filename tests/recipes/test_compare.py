@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import csv
 import json
-import logging
 import math
-import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +14,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
-import yaml
 
 from recipes import record, work
 from recipes.compare import report, run
@@ -26,8 +23,8 @@ from recipes.compare.run import Outcome, configs
 from recipes.launchers.launcher import Failure, WorkersFailed
 from recipes.launchers.local import LocalLauncher
 from recipes.problem import ConfigError
-from recipes.schema import world_size
 from recipes.traffic import Traffic
+from tests.recipes.runs import done
 from tests.thorough import thorough
 from tools.workers.pool import WorkerPool
 
@@ -38,36 +35,16 @@ MIB = 2**20
 # -- real runs -----------------------------------------------------------------------------------------------
 
 
-def trained(config_file: str) -> dict[str, Any]:
-    """What this rank has measured."""
-    loggers = [logging.getLogger(name) for name in ("lightning.pytorch", "lightning.fabric")]
-    levels = [logger.level for logger in loggers]
-    try:
-        work.main(Path(config_file).read_text())
-    finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
-    file = Path(config_file).parent / f"measured-{os.environ['RANK']}.json"
-    content = json.loads(file.read_text())
-    assert isinstance(content, dict)
-    return content
-
-
 Measured = Callable[..., tuple[Row, list[dict[str, Any]]]]
 
 
 @pytest.fixture
 def measured(pool: WorkerPool, tmp_path: Path) -> Measured:
-    def measure_one(strategy: str, *overrides: str, of: Sequence[str] = TINY) -> tuple[Row, list[dict[str, Any]]]:
-        words = [*of, f"paths.data_dir={tmp_path}/data", *overrides]
-        (planned,) = configs(words, [strategy], tmp_path)
+    def measure_one(strategy: str, *overrides: str) -> tuple[Row, list[dict[str, Any]]]:
+        (planned,) = configs([*TINY, f"paths.data_dir={tmp_path}/data", *overrides], [strategy], tmp_path)
         assert planned.error is None and planned.config is not None
-        folder = tmp_path / strategy
-        folder.mkdir()
-        file = folder / record.CONFIG
-        file.write_text(yaml.safe_dump(dict(planned.config)))
-        record.start(folder, planned.config, {})
-        ranks = pool.run(trained, world_size(planned.config), str(file), init=False)
+        folder = done(pool, planned.config)
+        ranks = [json.loads(file.read_text()) for file in sorted(folder.glob("measured-*.json"))]
         (row,) = rows([replace(planned, ranks=ranks, metrics=record.read_metrics(folder))])
         return row, ranks
 
@@ -78,10 +55,9 @@ def measured(pool: WorkerPool, tmp_path: Path) -> Measured:
 def test_what_collectives_send_is_what_theory_says(measured: Measured, strategy: str) -> None:
     row, _ = measured(strategy, "trainer.max_steps=7")  # 6 and 7 are counted; in 8 tensor ranks compare their losses
     parameters = 4 * (64 * 16 + 16 + 2 * (16 * 16 + 16) + 10 * 16 + 10)  # bytes of an MLP of three hidden layers
-    padded = parameters  # every first dimension is even
     kinds = {
         "ddp": {"all-reduce": parameters},
-        "fully_sharded": {"all-gather": 2 * padded / 2, "reduce-scatter": padded / 2},
+        "fully_sharded": {"all-gather": parameters, "reduce-scatter": parameters / 2},  # even first dimensions
         # Activations of 12 samples: the row layer's output and the column layers' inputs' gradients; what is gathered.
         "tensor_parallel": {"all-reduce": 2 * 12 * 16 * 4, "all-gather": 12 * 16 * 4 / 2},
         "data_parallel": {},
@@ -209,7 +185,7 @@ def test_the_report_is_written_with_what_failed(tmp_path: Path) -> None:
     (["output=/tmp"], "output=/tmp: is there already"),
     (["strategies=[ddp]", "model.widht=3"], "model.widht=3: no such key in model; did you mean width"),
     (["strategies=[ddp]", "trainer.max_steps=5"], "trainer.max_steps=5: too few to be measured; use 6 or more"),
-    (["strategy.stagez=2"], "strategy.stagez=2: none of single, data_parallel, .* has such a value"),
+    (["strategies=[ddp]", "strategy.stagez=2"], "strategy.stagez=2: none of .*ddp has such a value"),
 ])  # fmt: skip
 def test_what_cannot_be_compared_is_refused_before_anything_starts(words: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):

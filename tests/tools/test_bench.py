@@ -93,7 +93,7 @@ MEASUREMENTS: dict[str, tuple[Callable[[], list[Table]], list[int]]] = {
 }  # fmt: skip
 
 
-OFTEN = ["contention", "host time"]  # where rows may fail
+OFTEN = ["host time"]  # where rows may fail
 
 
 @pytest.mark.parametrize("name", [*OFTEN, *thorough(*(MEASUREMENTS.keys() - OFTEN))])
