@@ -136,12 +136,6 @@ def test_unknown_options_and_keys_are_told_together_with_what_there_is() -> None
     assert option.startswith("strategy=pipelin_zbv: no such strategy; did you mean pipeline_zbv? known: d")
     assert top.startswith("modle=gpt: no such key; did you mean model?")
     assert key.startswith("trainer.max_stepz=3: no such key in trainer; did you mean max_steps? known: ")
-
-
-def test_keys_are_looked_up_in_the_chosen_option() -> None:
-    assert told("strategy=pipeline_gpipe", "strategy.schedule=1f1b") == []
-    (problem,) = told("strategy=pipeline_async", "strategy.chunks=2")
-    assert "no such key in strategy" in problem
     assert told("logger.csv.name=x", "hydra.job.name=y", "+callbacks.x._target_=lightning.Callback") == []
 
 

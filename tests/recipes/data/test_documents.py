@@ -63,11 +63,6 @@ SHAPES = {  # of templates that people have, in this tokenizer's words, and what
         "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
         "5<|im_end|><think>\n\n</think>\n\nIt is 6.<|im_end|>",
     ),
-    "phi-3": (
-        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-        "{% if add_generation_prompt %}<|im_start|>assistant\n{% else %}<|end|>{% endif %}",
-        "5<|im_end|>It is 6.<|im_end|>",
-    ),
     "gpt-oss": (
         "{% for m in messages %}<|im_start|>{{ m.role }}{% if m.role == 'assistant' %}/final{% endif %}: "
         "{{ m.content }}{% if loop.last and m.role == 'assistant' %}<|end|>{% else %}<|im_end|>{% endif %}{% endfor %}"
@@ -77,11 +72,6 @@ SHAPES = {  # of templates that people have, in this tokenizer's words, and what
     "r1-distill": (
         "{% for m in messages %}{% if m.role == 'user' %}[U]{{ m.content }}{% else %}[A]{{ m.content }}<|end|>"
         "{% endif %}{% endfor %}{% if add_generation_prompt %}[A]<think>\n{% endif %}",
-        "5<|end|>It is 6.<|end|>",
-    ),
-    "deepseek-v3": (
-        "{% for m in messages %}{% if m.role == 'user' %}[U]{{ m.content }}[A]{% else %}{{ m.content }}<|end|>"
-        "{% endif %}{% endfor %}{% if add_generation_prompt %}[A]{% endif %}",
         "5<|end|>It is 6.<|end|>",
     ),
     "without special tokens": (
@@ -144,11 +134,6 @@ def test_a_conversation_whose_answers_cannot_be_found_is_refused(
         reader(["messages"], None, by)({"messages": MESSAGES[0]})
 
 
-def test_one_answer_is_found_even_where_more_would_be_forgotten(tmp_path: Path) -> None:
-    by = tokenizer_of(str(tokenizer(tmp_path, FORGETS)))
-    assert learned(reader(["messages"], None, by)({"messages": MESSAGES[4][:2]}), by) == "5"
-
-
 def test_bytes_know_no_chats() -> None:
     with pytest.raises(ValueError, match="no template for chats: set data.tokenizer"):
         reader(["messages"], None, ByteTokenizer())({"messages": MESSAGES[0]})
@@ -162,10 +147,6 @@ def test_bytes_know_no_chats() -> None:
 def test_other_columns_are_refused(columns: list[str], column: str | None, record: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         reader(columns, column, ByteTokenizer())(record)
-
-
-def test_another_column_is_read_if_named() -> None:
-    assert reader(["id", "body"], "body", ByteTokenizer())({"id": 1, "body": "ab"}).tokens == [97, 98, 0]
 
 
 def made(folder: Path, *names: str) -> Path:
