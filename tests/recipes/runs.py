@@ -35,8 +35,8 @@ def composed(*overrides: str, folder: Path = NOWHERE) -> dict[str, Any]:
     most of the time, is composed once; values are then set as Hydra sets them."""
     parsed = OverridesParser.create().parse_overrides([f"paths.data_dir={folder.parent}/data", *overrides])
     groups = {path.name for path in CONF.iterdir()}
-    config = copy.deepcopy(_of_options(*(str(each.input_line) for each in parsed if each.key_or_group in groups)))
-    values = [each for each in parsed if each.key_or_group not in groups]
+    values = [each for each in parsed if each.key_or_group not in groups and not each.is_hydra_override()]
+    config = copy.deepcopy(_of_options(*(str(each.input_line) for each in parsed if each not in values)))
     ConfigLoaderImpl._apply_overrides_to_config(values, config)
     return resolved(config, str(folder))
 

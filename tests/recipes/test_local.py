@@ -17,14 +17,11 @@ from typing import Any
 import lightning as L
 import psutil
 import pytest
-import torch
-import torch.distributed as dist
-import yaml
-from lightning_utilities.core.rank_zero import rank_zero_only
+from lightning.pytorch.callbacks import Callback
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from lightning_parallel.ranks import process_group
-from recipes import record
+from recipes import launch, record
 from recipes.launchers import local
 from recipes.launchers.launcher import Failure, WorkersFailed
 from recipes.launchers.local import Ended, LocalLauncher
@@ -141,30 +138,12 @@ TINY = [
 ]  # fmt: skip
 
 
-class FailsOnRankOne(L.LightningModule):
+class FailsOnRankOne(Callback):
     """Rank 1 raises in its first step; the others wait for it in a collective."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = torch.nn.Linear(64, 10)
-
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        if rank_zero_only.rank == 1:
+    def on_before_zero_grad(self, trainer: L.Trainer, *_: Any) -> None:
+        if trainer.global_rank == 1:
             raise ValueError("no luck today")
-        dist.barrier()
-        images, labels = batch
-        return torch.nn.functional.cross_entropy(self.layer(images.flatten(1)), labels)
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-
-def of_two_replicas(folder: Path, module: str, *words: str) -> Path:
-    """The config of a run of a module."""
-    config = composed("strategy=ddp", "callbacks=none", "logger=none", *TINY, *words, folder=folder)
-    config["model"] = {"_target_": module}
-    (folder / record.CONFIG).write_text(yaml.safe_dump(config))
-    return folder / record.CONFIG
 
 
 def runs(folder: Path) -> dict[str, dict[str, Any]]:
@@ -182,7 +161,8 @@ def processes_of(folder: Path) -> list[str]:
 def test_a_failing_rank_is_named_and_the_launcher_is_left_as_it_was(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config_file = of_two_replicas(tmp_path, "tests.recipes.test_local.FailsOnRankOne")
+    fails = "+callbacks.fails._target_=tests.recipes.test_local.FailsOnRankOne"
+    config_file = launch.write(composed("strategy=ddp", "callbacks=none", "logger=none", *TINY, fails, folder=tmp_path))
     environment = dict(os.environ)
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
     handlers = [signal.getsignal(number) for number in numbers]

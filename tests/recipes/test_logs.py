@@ -48,18 +48,20 @@ class Killed(Callback):
             raise SystemExit
 
 
-def run(folder: Path, *, steps: int = STEPS, resume: bool = False, killed: bool = False) -> None:
-    torch.manual_seed(0)
-    loggers = [kind(folder, name=name, version="") for kind, name in (
-        (ContinuedCSVLogger, "csv"), (TensorBoardLogger, "tensorboard")
-    )]  # fmt: skip
-    keeper = ModelCheckpoint(folder, "saved", every_n_train_steps=SAVED, save_top_k=-1)
-    callbacks = [keeper, ExactResume(), ContinuedLogs(), *([Killed()] if killed else [])]
+def fit(folder: Path, loggers: Any, steps: int, *callbacks: Callback, resume: bool = False) -> None:
+    keeper = ModelCheckpoint(folder, "saved", every_n_train_steps=min(steps, SAVED), save_top_k=-1)
     trainer = L.Trainer(
-        accelerator="cpu", devices=1, max_steps=steps, logger=loggers, callbacks=callbacks, log_every_n_steps=1,
-        val_check_interval=4, limit_val_batches=2, enable_progress_bar=False, enable_model_summary=False,
+        accelerator="cpu", devices=1, max_steps=steps, logger=loggers, callbacks=[keeper, *callbacks],
+        log_every_n_steps=1, val_check_interval=4, limit_val_batches=2, enable_progress_bar=False,
+        enable_model_summary=False,
     )  # fmt: skip
     trainer.fit(Logs(), ckpt_path=folder / "saved.ckpt" if resume else None)
+
+
+def run(folder: Path, *more: Callback, resume: bool = False) -> None:
+    torch.manual_seed(0)
+    loggers = [ContinuedCSVLogger(folder, "csv", ""), TensorBoardLogger(folder, "tensorboard", "")]
+    fit(folder, loggers, STEPS, ExactResume(), ContinuedLogs(), *more, resume=resume)
 
 
 def rows(folder: Path) -> list[tuple[str, ...]]:
@@ -76,7 +78,7 @@ def events(folder: Path, name: str) -> list[tuple[int, float]]:
 def test_logs_go_on_where_the_checkpoint_was(tmp_path: Path) -> None:
     run(tmp_path / "whole")
     with pytest.raises(SystemExit):
-        run(tmp_path / "twice", killed=True)
+        run(tmp_path / "twice", Killed())
     assert int(rows(tmp_path / "twice")[-1][0]) == KILLED - 2  # that of the killed batch is logged after it
     run(tmp_path / "twice", resume=True)
     assert rows(tmp_path / "twice") == rows(tmp_path / "whole") and len(rows(tmp_path / "whole")) == STEPS + STEPS // 4
@@ -88,14 +90,6 @@ def test_a_row_that_was_cut_short_is_left_out(tmp_path: Path) -> None:
     (tmp_path / "metrics.csv").write_text("loss,step,val\n0.5,0,\n0.25")
     assert read(tmp_path) == [{"loss": "0.5", "step": "0", "val": ""}]
     assert read(tmp_path / "none") == []
-
-
-def fit(folder: Path, logger: Logger, steps: int, resume: bool = False) -> None:
-    trainer = L.Trainer(
-        accelerator="cpu", devices=1, max_steps=steps, logger=logger, callbacks=[ModelCheckpoint(folder, "saved")],
-        log_every_n_steps=1, limit_val_batches=0, enable_progress_bar=False, enable_model_summary=False,
-    )  # fmt: skip
-    trainer.fit(Logs(), ckpt_path=folder / "saved.ckpt" if resume else None)
 
 
 def made(folder: Path, *overrides: str) -> Logger:
