@@ -47,19 +47,16 @@ def test_empty_microbatches_are_refused(n: int, count: int) -> None:
         sizes(n, count)
 
 
-@pytest.mark.parametrize(
-    "batch",
-    [
-        torch.zeros(6, 2),
-        (torch.zeros(6), torch.zeros(6, 3)),
-        [{"x": torch.zeros(6), "n": torch.tensor(3)}, "name"],
-        Pair(torch.zeros(6), torch.zeros(6)),
-        Sample(torch.zeros(6, 1), {"id": torch.arange(6)}),
-        collections.OrderedDict(x=torch.zeros(6)),
-        BatchEncoding({"input_ids": torch.zeros(6, 4)}),
-        CausalLMOutput(logits=torch.zeros(6, 4)),
-    ],
-)
+@pytest.mark.parametrize("batch", [
+    torch.zeros(6, 2),
+    (torch.zeros(6), torch.zeros(6, 3)),
+    [{"x": torch.zeros(6), "n": torch.tensor(3)}, "name"],
+    Pair(torch.zeros(6), torch.zeros(6)),
+    Sample(torch.zeros(6, 1), {"id": torch.arange(6)}),
+    collections.OrderedDict(x=torch.zeros(6)),
+    BatchEncoding({"input_ids": torch.zeros(6, 4)}),
+    CausalLMOutput(logits=torch.zeros(6, 4)),
+])  # fmt: skip
 def test_batch_size_is_dimension_0_in_any_nesting(batch: Any) -> None:
     assert batch_size(batch) == 6
     parts = split(batch, 4)
@@ -159,21 +156,18 @@ def test_a_batch_with_gradient_keeps_it() -> None:
     assert x.grad is not None and x.grad.tolist() == [1.0, 1.0, 2.0, 2.0]
 
 
-@pytest.mark.parametrize(
-    ("samples", "value", "first", "second"),
-    [
-        (3, ["a", "b", "c"], ["a", "b"], ["c"]),
-        (3, ("a", "b", "c"), ("a", "b"), ("c",)),
-        (3, [[1], [2, 3], []], [[1], [2, 3]], [[]]),
-        (5, (1, 2, 3, 4, 0.5), (1, 2, 3), (4, 0.5)),  # as a collate function zips
-        (5, ({"id": 1}, {"id": 2}, {"id": 3}, None, {}), ({"id": 1}, {"id": 2}, {"id": 3}), (None, {})),
-        (5, np.arange(5), np.arange(3), np.arange(3, 5)),
-        *(
-            (3, value, value, value)  # a size, what isn't of samples, and empty containers
-            for value in ((224, 224, 3), ["p", "q"], True, {}, [], (), np.zeros(2))
-        ),
-    ],
-)
+@pytest.mark.parametrize(("samples", "value", "first", "second"), [
+    (3, ["a", "b", "c"], ["a", "b"], ["c"]),
+    (3, ("a", "b", "c"), ("a", "b"), ("c",)),
+    (3, [[1], [2, 3], []], [[1], [2, 3]], [[]]),
+    (5, (1, 2, 3, 4, 0.5), (1, 2, 3), (4, 0.5)),  # as a collate function zips
+    (5, ({"id": 1}, {"id": 2}, {"id": 3}, None, {}), ({"id": 1}, {"id": 2}, {"id": 3}), (None, {})),
+    (5, np.arange(5), np.arange(3), np.arange(3, 5)),
+    *(
+        (3, value, value, value)  # a size, what isn't of samples, and empty containers
+        for value in ((224, 224, 3), ["p", "q"], True, {}, [], (), np.zeros(2))
+    ),
+])  # fmt: skip
 def test_lists_of_one_thing_a_sample_are_split_and_others_repeated(
     samples: int, value: Any, first: Any, second: Any
 ) -> None:

@@ -64,21 +64,18 @@ class Machine:
         self.options = options
 
 
-@pytest.mark.parametrize(
-    ("value", "hint", "right"),
-    [
-        (1, Count, True), (0, Count, False), (True, Count, False), (1.0, Count, False), ("1", Count, False),
-        (0, Natural, True), (-1, Natural, False), (0.5, Fraction, True), (1.5, Fraction, False),
-        (float("nan"), NotNegative, False), (float("inf"), float, False), (2, float, True), (True, float, False),
-        (False, bool, True), (0, bool, False), ("auto", Count | Auto, True), ("aut", Count | Auto, False),
-        (1, Literal["a", 1], True), (True, Literal["a", 1], False),
-        (["a"], Sequence[str], True), (("a",), Sequence[str], True), ("a", Sequence[str], False),
-        ([1, 2], list[Count], True), ([1, 0], list[Count], False), ((1,), list[Count], False),
-        ({"a": 1}, Mapping[str, int], True), ({"a": "b"}, Mapping[str, int], False),
-        (len, Callable[[int], int], True), (3, Callable[[int], int], False),
-        (None, Count | None, True), (timedelta(1), float | timedelta, True), (object(), Any, True),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("value", "hint", "right"), [
+    (1, Count, True), (0, Count, False), (True, Count, False), (1.0, Count, False), ("1", Count, False),
+    (0, Natural, True), (-1, Natural, False), (0.5, Fraction, True), (1.5, Fraction, False),
+    (float("nan"), NotNegative, False), (float("inf"), float, False), (2, float, True), (True, float, False),
+    (False, bool, True), (0, bool, False), ("auto", Count | Auto, True), ("aut", Count | Auto, False),
+    (1, Literal["a", 1], True), (True, Literal["a", 1], False),
+    (["a"], Sequence[str], True), (("a",), Sequence[str], True), ("a", Sequence[str], False),
+    ([1, 2], list[Count], True), ([1, 0], list[Count], False), ((1,), list[Count], False),
+    ({"a": 1}, Mapping[str, int], True), ({"a": "b"}, Mapping[str, int], False),
+    (len, Callable[[int], int], True), (3, Callable[[int], int], False),
+    (None, Count | None, True), (timedelta(1), float | timedelta, True), (object(), Any, True),
+])  # fmt: skip
 def test_a_value_fits_a_type_or_does_not(value: Any, hint: Any, right: bool) -> None:
     assert fits(value, hint) is right
 
@@ -119,16 +116,13 @@ STRATEGY = ["sequence_parallel", "tensor_parallel", "data_parallel", "stages", "
 SCHEDULES = ["naive", "gpipe", "1f1b", "interleaved", "zbv"]
 
 
-@pytest.mark.parametrize(
-    ("wrong", "known", "meant"),
-    [
-        ("pipeline_parallel", STRATEGY, "stages"), ("pipeline_parallel_degree", STRATEGY, "stages"),
-        ("pp_size", STRATEGY, "stages"), ("num_stages", STRATEGY, "stages"), ("tp_size", STRATEGY, "tensor_parallel"),
-        ("tensor_model_parallel_size", STRATEGY, "tensor_parallel"), ("dp_shard_size", STRATEGY, "data_parallel"),
-        ("virtual_pipeline_model_parallel_size", STRATEGY, "chunks"), ("num_microbatches", STRATEGY, "microbatches"),
-        ("sequence_paralel", STRATEGY, "sequence_parallel"), ("colour", STRATEGY, None),
-        ("1F1B", SCHEDULES, "1f1b"), ("Interleaved1F1B", SCHEDULES, "interleaved"), ("ZBVZeroBubble", SCHEDULES, "zbv"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("wrong", "known", "meant"), [
+    ("pipeline_parallel", STRATEGY, "stages"), ("pipeline_parallel_degree", STRATEGY, "stages"),
+    ("pp_size", STRATEGY, "stages"), ("num_stages", STRATEGY, "stages"), ("tp_size", STRATEGY, "tensor_parallel"),
+    ("tensor_model_parallel_size", STRATEGY, "tensor_parallel"), ("dp_shard_size", STRATEGY, "data_parallel"),
+    ("virtual_pipeline_model_parallel_size", STRATEGY, "chunks"), ("num_microbatches", STRATEGY, "microbatches"),
+    ("sequence_paralel", STRATEGY, "sequence_parallel"), ("colour", STRATEGY, None),
+    ("1F1B", SCHEDULES, "1f1b"), ("Interleaved1F1B", SCHEDULES, "interleaved"), ("ZBVZeroBubble", SCHEDULES, "zbv"),
+])  # fmt: skip
 def test_other_frameworks_names_are_understood(wrong: str, known: list[str], meant: str | None) -> None:
     assert nearest(wrong, known) == meant

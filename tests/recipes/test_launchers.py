@@ -168,17 +168,14 @@ def test_after_which_ends_a_job_is_put_into_the_queue_again(
     assert [after > before for before, after in zip(counts, counts[1:], strict=False)] == requeued
 
 
-@pytest.mark.parametrize(
-    ("words", "gpus", "cpus"),
-    [
-        ([], "4", "1"),
-        (["data.workers=7", "cluster.threads=2"], "4", "9"),
-        (["trainer.accelerator=cpu"], None, "1"),
-        (["cluster.gpus=a100:4", "cluster.cpus=12"], "a100:4", "12"),
-        (["cluster.gpus=null"], None, "1"),
-        (["strategy=single"], "1", "1"),
-    ],
-)
+@pytest.mark.parametrize(("words", "gpus", "cpus"), [
+    ([], "4", "1"),
+    (["data.workers=7", "cluster.threads=2"], "4", "9"),
+    (["trainer.accelerator=cpu"], None, "1"),
+    (["cluster.gpus=a100:4", "cluster.cpus=12"], "a100:4", "12"),
+    (["cluster.gpus=null"], None, "1"),
+    (["strategy=single"], "1", "1"),
+])  # fmt: skip
 def test_a_job_of_slurm_asks_for_what_its_processes_need(words: list[str], gpus: str | None, cpus: str) -> None:
     config = composed("cluster=slurm", "cluster.devices=4", "launch=false", *words)
     assert [problem for problem in validate(config) if "gpus" in str(problem) or "cpus" in str(problem)] == []

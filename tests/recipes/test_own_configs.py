@@ -63,16 +63,13 @@ def test_the_users_options_are_known_and_named_where_one_is_misspelt(folder: Pat
     assert problem.startswith("model.widht=3: no such key in model; did you mean width?")
 
 
-@pytest.mark.parametrize(
-    ("right", "wrong", "said"),
-    [
-        ("wide", "wied", "model=wied: no such model, named in {folder}/experiment/mine.yaml; did you mean wide?"),
-        ("max_steps", "max_stepz", "trainer.max_stepz=7: no such key in trainer; did you mean max_steps?"),
-        (": 7", ": seven", "trainer.max_steps=seven: not a value it can have; give an integer"),
-        ("# @package _global_\n", "", "experiment=mine: {folder}/experiment/mine.yaml would set values in a node expe"),
-        ("trainer:", "[trainer:", "not YAML: "),
-    ],
-)
+@pytest.mark.parametrize(("right", "wrong", "said"), [
+    ("wide", "wied", "model=wied: no such model, named in {folder}/experiment/mine.yaml; did you mean wide?"),
+    ("max_steps", "max_stepz", "trainer.max_stepz=7: no such key in trainer; did you mean max_steps?"),
+    (": 7", ": seven", "trainer.max_steps=seven: not a value it can have; give an integer"),
+    ("# @package _global_\n", "", "experiment=mine: {folder}/experiment/mine.yaml would set values in a node expe"),
+    ("trainer:", "[trainer:", "not YAML: "),
+])  # fmt: skip
 def test_what_is_wrong_in_the_users_file_is_told(folder: Path, right: str, wrong: str, said: str) -> None:
     write("experiment/mine", EXPERIMENT.replace(right, wrong))
     (problem,) = told(*OWN, "experiment=mine")

@@ -51,18 +51,15 @@ def test_a_backend_that_cannot_work_is_refused(monkeypatch: pytest.MonkeyPatch) 
     assert told(nccl) == "" and "a GPU for each" in told(nccl, "trainer.accelerator=cpu")
 
 
-@pytest.mark.parametrize(
-    ("overrides", "missing", "extra"),
-    [
-        (["model=hf", "model.path={folder}", "data=hf", "data.path={file}"], "transformers and safetensors", "hf"),
-        (["model=hf", "model.path={folder}", "model.lora={{r: 2}}", "data=stdlib"], "peft", "hf"),
-        (["model=timm", "data=images", "data.path={folder}"], "timm and torchvision", "images"),
-        (["model=hf", "model.path={folder}", "data=hf", "data.path={file}"], "datasets", "hf"),
-        (["model=lenet", "data=images", "data.path={folder}"], "pillow", "images"),
-        (["logger=wandb"], "wandb", "wandb"),
-        (["logger=mlflow"], "mlflow-skinny", "mlflow"),
-    ],
-)
+@pytest.mark.parametrize(("overrides", "missing", "extra"), [
+    (["model=hf", "model.path={folder}", "data=hf", "data.path={file}"], "transformers and safetensors", "hf"),
+    (["model=hf", "model.path={folder}", "model.lora={{r: 2}}", "data=stdlib"], "peft", "hf"),
+    (["model=timm", "data=images", "data.path={folder}"], "timm and torchvision", "images"),
+    (["model=hf", "model.path={folder}", "data=hf", "data.path={file}"], "datasets", "hf"),
+    (["model=lenet", "data=images", "data.path={folder}"], "pillow", "images"),
+    (["logger=wandb"], "wandb", "wandb"),
+    (["logger=mlflow"], "mlflow-skinny", "mlflow"),
+])  # fmt: skip
 def test_a_package_that_is_missing_is_named_with_its_extra(
     overrides: list[str], missing: str, extra: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

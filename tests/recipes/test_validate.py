@@ -52,43 +52,40 @@ def test_values_of_the_wrong_kind_are_refused_with_what_they_can_be(chosen: str)
 MLP = ["model=mlp", "data=digits", "model.layers=3", "strategy=pipeline_1f1b", "cluster.oversubscribe=true"]
 
 
-@pytest.mark.parametrize(
-    ("overrides", "path", "said"),
-    [
-        (["model=lenet"], "model.name", "use data=digits"),
-        (["model=gpt", "data=digits"], "model.name", "use data=stdlib or data=text"),
-        (["model.heads=3"], "model.heads", "does not divide model.width=128"),
-        (["model.context=64"], "model.context", "data.context=128"),
-        (["model=lenet", "data=digits", "model.size=10"], "model.size", "multiple of 4"),
-        (["strategy=ddp", "cluster.devices=5"], "data.batch_size", "a multiple of 5"),
-        (["strategy=single", "timeline=true"], "timeline", "use a pipeline strategy"),
-        (["strategy=pipeline_tensor", "compile=true"], "compile", "use a pipeline, ddp or single"),
-        (["strategy.data_parallel_kind=fully_shard", "compile=true"], "compile", "use a pipeline, ddp or single"),
-        (["strategy=data_parallel", "compile=true"], "compile", "use a pipeline, ddp or single"),
-        (["strategy.stages=3"], "strategy.stages", "set cluster.devices=3"),
-        (MLP + ["cluster.devices=5"], "strategy.stages", "5 stages, but model=mlp can be cut into 4 at most"),
-        (["model=custom", "data=digits"], "model._target_", "not a class; name your own"),
-        (["strategy=pipeline_tensor", "cluster.devices=5"], "strategy.tensor_parallel", "does not fill"),
-        (["strategy.stages=2", "strategy.data_parallel=2"], "strategy.stages", "set cluster.devices=4"),
-        (["strategy.tensor_parallel=auto"], "strategy.stages and strategy.tensor_parallel", "give one a number"),
-        (["strategy.microbatches=25"], "strategy.microbatches", "at most 24"),
-        (["strategy=pipeline_naive", "strategy.microbatches=8"], "strategy.microbatches", "use '1f1b' for more"),
-        (["scheduler=cosine", "trainer.max_steps=20"], "scheduler.warmup_steps", "use 4, a fifth"),
-        (["ckpt_path=/no/such.ckpt"], "ckpt_path", "no such checkpoint"),
-        (["ckpt_path=last"], "ckpt_path", "or use resume=auto"),
-        (["init_from=pyproject.toml"], "init_from", "no checkpoint, or only a part of one"),
-        (["init_from=a.ckpt", "ckpt_path=b.ckpt"], "init_from", "ckpt_path=b.ckpt brings its own weights"),
-        (["resume=newest"], "resume", "give auto"),
-        (["resume=auto", f"{OTHER}.ModelCheckpoint"], "callbacks.x.dirpath", "where it saves depends on the logger"),
-        (["scheduler=cosine", "trainer.max_steps=-1"], "scheduler.total_steps", "trainer.max_steps"),
-        (["+trainer.devices=4"], "trainer.devices", "use cluster.devices"),
-        (["model.name=gtp"], "model.name", "did you mean gpt?"),
-        (["+callbacks.mine=3"], "callbacks.mine", "_target_"),
-        ([f"+model._target_={OWN}", "data=digits"], "model._target_", f"use model=custom model._target_={OWN}"),
-        (["+optimizer.eps=1e-6", "optimizer=muon"], "optimizer.eps", "no such key in optimizer"),
-        (["optimizer._target_=null"], "optimizer._target_", "torch.optim.AdamW"),
-    ],
-)
+@pytest.mark.parametrize(("overrides", "path", "said"), [
+    (["model=lenet"], "model.name", "use data=digits"),
+    (["model=gpt", "data=digits"], "model.name", "use data=stdlib or data=text"),
+    (["model.heads=3"], "model.heads", "does not divide model.width=128"),
+    (["model.context=64"], "model.context", "data.context=128"),
+    (["model=lenet", "data=digits", "model.size=10"], "model.size", "multiple of 4"),
+    (["strategy=ddp", "cluster.devices=5"], "data.batch_size", "a multiple of 5"),
+    (["strategy=single", "timeline=true"], "timeline", "use a pipeline strategy"),
+    (["strategy=pipeline_tensor", "compile=true"], "compile", "use a pipeline, ddp or single"),
+    (["strategy.data_parallel_kind=fully_shard", "compile=true"], "compile", "use a pipeline, ddp or single"),
+    (["strategy=data_parallel", "compile=true"], "compile", "use a pipeline, ddp or single"),
+    (["strategy.stages=3"], "strategy.stages", "set cluster.devices=3"),
+    (MLP + ["cluster.devices=5"], "strategy.stages", "5 stages, but model=mlp can be cut into 4 at most"),
+    (["model=custom", "data=digits"], "model._target_", "not a class; name your own"),
+    (["strategy=pipeline_tensor", "cluster.devices=5"], "strategy.tensor_parallel", "does not fill"),
+    (["strategy.stages=2", "strategy.data_parallel=2"], "strategy.stages", "set cluster.devices=4"),
+    (["strategy.tensor_parallel=auto"], "strategy.stages and strategy.tensor_parallel", "give one a number"),
+    (["strategy.microbatches=25"], "strategy.microbatches", "at most 24"),
+    (["strategy=pipeline_naive", "strategy.microbatches=8"], "strategy.microbatches", "use '1f1b' for more"),
+    (["scheduler=cosine", "trainer.max_steps=20"], "scheduler.warmup_steps", "use 4, a fifth"),
+    (["ckpt_path=/no/such.ckpt"], "ckpt_path", "no such checkpoint"),
+    (["ckpt_path=last"], "ckpt_path", "or use resume=auto"),
+    (["init_from=pyproject.toml"], "init_from", "no checkpoint, or only a part of one"),
+    (["init_from=a.ckpt", "ckpt_path=b.ckpt"], "init_from", "ckpt_path=b.ckpt brings its own weights"),
+    (["resume=newest"], "resume", "give auto"),
+    (["resume=auto", f"{OTHER}.ModelCheckpoint"], "callbacks.x.dirpath", "where it saves depends on the logger"),
+    (["scheduler=cosine", "trainer.max_steps=-1"], "scheduler.total_steps", "trainer.max_steps"),
+    (["+trainer.devices=4"], "trainer.devices", "use cluster.devices"),
+    (["model.name=gtp"], "model.name", "did you mean gpt?"),
+    (["+callbacks.mine=3"], "callbacks.mine", "_target_"),
+    ([f"+model._target_={OWN}", "data=digits"], "model._target_", f"use model=custom model._target_={OWN}"),
+    (["+optimizer.eps=1e-6", "optimizer=muon"], "optimizer.eps", "no such key in optimizer"),
+    (["optimizer._target_=null"], "optimizer._target_", "torch.optim.AdamW"),
+])  # fmt: skip
 def test_values_that_do_not_go_together_are_refused_with_the_fix(overrides: list[str], path: str, said: str) -> None:
     (problem,) = problems(*overrides)
     assert str(problem).startswith(f"{path}=")
@@ -162,28 +159,25 @@ def make_data(size: int) -> MyData:
 NOT_A_CLASS = 3
 
 
-@pytest.mark.parametrize(
-    ("overrides", "said"),
-    [
-        (["optimizer._target_=torch.optim.AdamV"], "optimizer._target_=torch.optim.AdamV: torch.optim has no AdamV; "),
-        (["optimizer._target_=trch.optim.Adam"], "there is no module trch"),
-        (["optimizer._target_=torch.nn.Linear"], "not what optimizer needs; name a subclass of torch's Optimizer"),
-        (["optimizer._target_=torch.optim.Adagrad", "~optimizer.betas", "+optimizer.eps_=1"], "eps_=1: no argument"),
-        (["+model._target_=torch.nn.Linear"], "name a subclass of lightning's LightningModule"),
-        ([f"+model._target_={HERE}.NOT_A_CLASS"], "not a class"),
-        ([f"{OTHER}.EarlyStoping"], "did you mean EarlyStopping?"),
-        ([f"{OTHER}.EarlyStopping"], "callbacks.x.monitor=: lightning.p"),
-        (["+callbacks.checkpoint.save_tops=1"], "callbacks.checkpoint.save_tops=1: no argument of lightning"),
-        (["logger.csv._target_=lightning.pytorch.callbacks.EarlyStopping"], "name a subclass of lightning's Logger"),
-        (["+scheduler._target_=torch.optim.lr_scheduler.StepLR"], "know schedules by their names"),
-        (["cluster._target_=my.Cluster"], "there is no module my"),
-        (["strategy=ddp", "strategy.timeout={_target_: datetime.timedeltas, minutes: 1}"], "did you mean timedelta?"),
-        (
-            ["+callbacks.x={_target_: lightning.pytorch.Callback, sub: [{_target_: no.such.Thing}]}"],
-            "there is no module no",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("overrides", "said"), [
+    (["optimizer._target_=torch.optim.AdamV"], "optimizer._target_=torch.optim.AdamV: torch.optim has no AdamV; "),
+    (["optimizer._target_=trch.optim.Adam"], "there is no module trch"),
+    (["optimizer._target_=torch.nn.Linear"], "not what optimizer needs; name a subclass of torch's Optimizer"),
+    (["optimizer._target_=torch.optim.Adagrad", "~optimizer.betas", "+optimizer.eps_=1"], "eps_=1: no argument"),
+    (["+model._target_=torch.nn.Linear"], "name a subclass of lightning's LightningModule"),
+    ([f"+model._target_={HERE}.NOT_A_CLASS"], "not a class"),
+    ([f"{OTHER}.EarlyStoping"], "did you mean EarlyStopping?"),
+    ([f"{OTHER}.EarlyStopping"], "callbacks.x.monitor=: lightning.p"),
+    (["+callbacks.checkpoint.save_tops=1"], "callbacks.checkpoint.save_tops=1: no argument of lightning"),
+    (["logger.csv._target_=lightning.pytorch.callbacks.EarlyStopping"], "name a subclass of lightning's Logger"),
+    (["+scheduler._target_=torch.optim.lr_scheduler.StepLR"], "know schedules by their names"),
+    (["cluster._target_=my.Cluster"], "there is no module my"),
+    (["strategy=ddp", "strategy.timeout={_target_: datetime.timedeltas, minutes: 1}"], "did you mean timedelta?"),
+    (
+        ["+callbacks.x={_target_: lightning.pytorch.Callback, sub: [{_target_: no.such.Thing}]}"],
+        "there is no module no",
+    ),
+])  # fmt: skip
 def test_a_class_that_cannot_be_made_is_told_with_what_is_wrong(overrides: list[str], said: str) -> None:
     found = problems(*overrides)
     assert sum(said in str(problem) for problem in found) == 1, found

@@ -63,14 +63,11 @@ def test_command_line_prints_table_bubble_activations_and_staleness(
     assert all(each in printed for each in said), printed
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ("gpipe --stages 0", "stages=0"),
-        ("gpipe --stages 2 --updates 3", "belong to async"),
-        ("vmin --stages 2 --activation-memory 0.5", "belongs to zbv"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "message"), [
+    ("gpipe --stages 0", "stages=0"),
+    ("gpipe --stages 2 --updates 3", "belong to async"),
+    ("vmin --stages 2 --activation-memory 0.5", "belongs to zbv"),
+])  # fmt: skip
 def test_command_line_refuses_bad_sizes_without_a_traceback(
     arguments: str, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

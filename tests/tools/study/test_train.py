@@ -44,16 +44,13 @@ def float64() -> Iterator[None]:
     torch.set_flush_denormal(False)
 
 
-@pytest.mark.parametrize(
-    ("microbatches", "weights", "correction", "schedule"),
-    [
-        (8, "stash", "second_order", "1f1b"),
-        (4, "stash", None, "1f1b"),
-        (4, "2bw", "second_order", "1f1b"),
-        (1, "latest", None, "1f1b"),
-        (4, "stash", "second_order", "vmin"),
-    ],
-)
+@pytest.mark.parametrize(("microbatches", "weights", "correction", "schedule"), [
+    (8, "stash", "second_order", "1f1b"),
+    (4, "stash", None, "1f1b"),
+    (4, "2bw", "second_order", "1f1b"),
+    (1, "latest", None, "1f1b"),
+    (4, "stash", "second_order", "vmin"),
+])  # fmt: skip
 def test_microbatches_together_give_the_numbers_of_one_at_a_time(
     microbatches: int, weights: Stashing, correction: Correction, schedule: Endless, tmp_path: Path
 ) -> None:

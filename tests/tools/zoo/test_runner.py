@@ -94,18 +94,15 @@ def results(first: Outcome = Outcome.EQUAL, second: Outcome = Outcome.REFUSED) -
     return made
 
 
-@pytest.mark.parametrize(
-    ("before", "now", "is_worse"),
-    [
-        (Outcome.EQUAL, Outcome.REFUSED, True),
-        (Outcome.EQUAL, Outcome.BY_NATURE, True),
-        (Outcome.REFUSED, Outcome.DIFFERENT, True),
-        (Outcome.REFUSED, Outcome.EQUAL, False),
-        (Outcome.CRASHED, Outcome.HANG, False),
-        (None, Outcome.REFUSED, False),
-        (None, Outcome.DIFFERENT, True),
-    ],
-)
+@pytest.mark.parametrize(("before", "now", "is_worse"), [
+    (Outcome.EQUAL, Outcome.REFUSED, True),
+    (Outcome.EQUAL, Outcome.BY_NATURE, True),
+    (Outcome.REFUSED, Outcome.DIFFERENT, True),
+    (Outcome.REFUSED, Outcome.EQUAL, False),
+    (Outcome.CRASHED, Outcome.HANG, False),
+    (None, Outcome.REFUSED, False),
+    (None, Outcome.DIFFERENT, True),
+])  # fmt: skip
 def test_worse_than_recorded_is_a_complaint(before: Outcome | None, now: Outcome, is_worse: bool) -> None:
     earlier = {} if before is None else {"gpt2": {FIRST: before}}
     assert bool(complaints(results(now), earlier)) == is_worse
