@@ -123,7 +123,7 @@ def test_trainings_run(
     text.write_text((ROOT / "README.md").read_text() * 3)
     given = {"data.path=my.txt": f"data.path={text}"}
     given |= {f"{key}={CHECKPOINT}": f"{key}={checkpoint}" for key in ("ckpt_path", "init_from")}
-    given["strategy=auto"] = "strategy=fully_sharded"  # tests/recipes/test_check_and_plan.py plans
+    given["strategy=auto"] = "strategy=fully_sharded"  # tests/recipes/test_commands.py plans
     words = [given.get(word, word) for word in words]
     if "experiment=async_quality" in words:
         words.append("scheduler.warmup_steps=1")

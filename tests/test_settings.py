@@ -1,4 +1,5 @@
-"""settings.py: a constructor takes the fields of a dataclass, says so in its signature, and refuses other values."""
+"""settings.py, values.py: a constructor takes the fields of a dataclass, says so in its signature, and refuses other
+values; the line that errors name."""
 
 from __future__ import annotations
 
@@ -20,9 +21,9 @@ from lightning_parallel.settings import (
     check,
     fits,
     nearest,
-    settings_of,
     takes,
 )
+from lightning_parallel.values import line_outside
 
 Fraction = Annotated[float, Range(0, 1)]
 
@@ -90,10 +91,6 @@ def test_a_constructor_takes_the_fields_and_shows_them_with_its_own_first() -> N
     assert text.index("size: how large.") < text.index("patience: how long to wait,") and "Example" not in text
 
 
-def test_settings_leave_out_what_a_trainer_fills_in() -> None:
-    assert {each.name for each, _ in settings_of(Own)} == {"patience", "size", "mode"}
-
-
 def test_a_wrong_value_is_refused_with_the_setting_and_what_it_takes() -> None:
     with pytest.raises(ValueError, match=r"size=0: give an integer of at least 1, or 'auto'\."):
         Machine(size=0)
@@ -126,3 +123,16 @@ SCHEDULES = ["naive", "gpipe", "1f1b", "interleaved", "zbv"]
 ])  # fmt: skip
 def test_other_frameworks_names_are_understood(wrong: str, known: list[str], meant: str | None) -> None:
     assert nearest(wrong, known) == meant
+
+
+def test_the_line_that_runs_is_named() -> None:
+    assert line_outside(()).startswith("values.py:")
+    assert line_outside(("lightning_parallel",)).startswith("test_settings.py:")
+
+
+def test_a_thread_of_libraries_alone_has_no_line() -> None:
+    class Everything:
+        def __contains__(self, package: object) -> bool:
+            return True
+
+    assert line_outside(Everything()) == "Something"

@@ -1,4 +1,5 @@
-"""The zoo's runner calls a difference a difference, a refusal a refusal, and a hang a hang. What a run of it leaves."""
+"""The zoo's runner calls a difference a difference, a refusal a refusal, and a hang a hang. What a run of it leaves, and
+a sample of it."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ from tools.workers.pool import WorkerPool
 from tools.zoo import layouts, registry
 from tools.zoo.layouts import LAYOUTS, TIMEOUT
 from tools.zoo.outcome import Outcome, Verdict, judge
-from tools.zoo.record import Results, complaints
+from tools.zoo.record import Results, complaints, recorded
+from tools.zoo.registry import entries
 from tools.zoo.runner import Runner
 from tools.zoo.training import Error, Report, load
 
@@ -117,3 +119,23 @@ def test_every_module_with_entries_is_in_the_registry() -> None:
 
 def test_the_zoo_has_models_enough_without_the_packages_of_its_own() -> None:
     assert len(registry.entries()) >= 80
+
+
+SAMPLE = [
+    ("gpt2", ["ZB-V 2", "tensor 2"]),
+    ("llama, 2 key-value heads", ["sequence 2"]),
+    ("bart", ["1F1B 2"]),
+    ("mixtral", ["GPipe 2"]),
+    ("two lists taking turns", ["1F1B 2"]),
+    ("registered in another order", ["recomputed 2"]),
+    ("metrics", ["1F1B 2"]),
+]
+
+
+@pytest.mark.parametrize(("name", "layout"), [(name, layout) for name, chosen in SAMPLE for layout in chosen])
+def test_no_worse_than_recorded(pool: WorkerPool, name: str, layout: str) -> None:
+    ((room, entry),) = [(room, entry) for room, entry in entries() if entry.name == name]
+    verdict = Runner(pool).run(room, entry, layouts.find(layout))
+    assert verdict is not None
+    expected = recorded().get(name, {}).get(layout, Outcome.REFUSED)
+    assert not verdict.outcome.is_worse_than(expected), f"{verdict.outcome}, not {expected}: {verdict.detail}"
