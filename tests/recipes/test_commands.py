@@ -253,11 +253,6 @@ def test_what_does_not_fit_ends_in_an_error(pool: WorkerPool, tmp_path: Path) ->
         done(pool, composed(*words, folder=tmp_path))
 
 
-def test_values_are_checked() -> None:
-    wrong = problems("plan.devices=0", "plan.memory=2apples", "plan.device=abacus")
-    assert [problem.path for problem in wrong] == ["plan.devices", "plan.memory", "plan.device"]  # type: ignore[union-attr]
-
-
 @pytest.mark.programs
 def test_auto_trains_what_the_plan_takes(tmp_path: Path) -> None:
     words = [*DIGITS, "trainer=smoke", "strategy=auto", "plan.device=h100", "cluster.devices=2"]

@@ -26,7 +26,7 @@ from recipes.problem import ConfigError
 from recipes.processes import REFUSED, REQUEUE
 from recipes.train import main
 from recipes.validate import validate
-from tests.recipes.runs import composed, problems
+from tests.recipes.runs import composed
 from tests.recipes.test_local import TINY, runs
 
 MINE = "tests.recipes.test_launchers.Imaginary"
@@ -217,14 +217,6 @@ def test_a_folder_inside_a_mount_of_a_container_may_have_any_name(mount: str | N
         assert given == [",".join([f"{place}:{place}" for place in dict.fromkeys([Path.cwd(), ROOT])] + mounts)]
 
 
-def test_mounts_of_no_container_are_refused() -> None:
-    (problem,) = validate(composed("cluster=slurm", "cluster.mounts=[/data:/data]", "launch=false"))
-    assert str(problem).startswith("cluster.mounts=['/data:/data']: there is no container")
-    words = ["cluster.container=an/image", "cluster.mounts=['/a:/a,/b:/b']", "launch=false"]
-    (problem,) = validate(composed("cluster=slurm", *words))
-    assert problem.path == "cluster.mounts"
-
-
 NEEDED = ["cluster=kubernetes", "cluster.image=me/image:1", "cluster.claim=runs"]
 LINE = [*NEEDED, "cluster.nodes=2", "cluster.devices=4", "cluster.gpus=4"]
 LINE += ["cluster.memory=64Gi", "cluster.interface=eth0"]
@@ -274,12 +266,6 @@ def test_the_job_is_the_command_line_for_torchrun(tmp_path: Path) -> None:
     (volume,), (container,) = pod["volumes"], pod["containers"]
     assert volume["persistentVolumeClaim"] == {"claimName": "runs"} and job["name"] == container["name"] == "node"
     assert container["volumeMounts"] == [{"name": volume["name"], "mountPath": "/shared"}]
-
-
-@pytest.mark.parametrize("key", ["image", "claim"])
-def test_what_only_the_user_knows_is_asked_for(key: str) -> None:
-    (problem,) = problems(*NEEDED, f"cluster.{key}=null")
-    assert str(problem) == f"cluster.{key}=null: not a value it can have; give a string"
 
 
 def test_hydra_s_own_settings_cannot_be_handed_on(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import torch
 from hydra.utils import get_class
 
 from lightning_parallel.cuts.search import partition
+from recipes import ROOT
 from recipes.examples import MODELS
 from recipes.problem import ConfigError
 from recipes.schema import world_size
@@ -32,6 +33,9 @@ OF_NO_KIND = {
         "trainer.precision=bf17": "bf16-mixed",
         "cluster.devices=0": "at least 1",
         "test=perhaps": "true or false",
+        "plan.devices=0": "at least 1",
+        "plan.memory=2apples": "",
+        "plan.device=abacus": "",
         "seed=-1": "at least 0",
     },
     "experiment=async_quality": {
@@ -49,6 +53,7 @@ def test_values_of_the_wrong_kind_are_refused_with_what_they_can_be(chosen: str)
     assert [override for override, said in wrong.items() if said not in found[override]] == []
 
 
+CONTAINER = ["cluster=slurm", "cluster.container=an/image"]
 MLP = ["model=mlp", "data=digits", "model.layers=3", "strategy=pipeline_1f1b", "cluster.oversubscribe=true"]
 
 
@@ -85,6 +90,13 @@ MLP = ["model=mlp", "data=digits", "model.layers=3", "strategy=pipeline_1f1b", "
     ([f"+model._target_={OWN}", "data=digits"], "model._target_", f"use model=custom model._target_={OWN}"),
     (["+optimizer.eps=1e-6", "optimizer=muon"], "optimizer.eps", "no such key in optimizer"),
     (["optimizer._target_=null"], "optimizer._target_", "torch.optim.AdamW"),
+    (["cluster=slurm", "cluster.mounts=[/data:/data]", "launch=false"], "cluster.mounts", "there is no container"),
+    ([*CONTAINER, "cluster.mounts=['/a:/a,/b:/b']", "launch=false"], "cluster.mounts", ""),
+    (["cluster=kubernetes", "cluster.image=null", "cluster.claim=runs"], "cluster.image", "give a string"),
+    (["cluster=kubernetes", "cluster.image=me/image:1", "cluster.claim=null"], "cluster.claim", "give a string"),
+    (["model=hf", "model.path=null"], "model.path", "names no folder"),
+    (["model=hf", "model.path=/nowhere"], "model.path", "no such folder"),
+    (["model=hf", f"model.path={ROOT}"], "model.path", "has no config.json"),
 ])  # fmt: skip
 def test_values_that_do_not_go_together_are_refused_with_the_fix(overrides: list[str], path: str, said: str) -> None:
     (problem,) = problems(*overrides)

@@ -14,9 +14,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig
 
-from recipes import ROOT, build, export, launch
+from recipes import build, export, launch
 from recipes.models.hf import CausalLM
-from recipes.problem import Problem
 from tests.recipes.runs import composed, problems, trained
 from tests.strategies.equality import EXACT
 from tests.strategies.harness import Report, collect, joined, largest_difference, make_trainer
@@ -141,14 +140,6 @@ def test_only_a_run_of_transformers_is_exported(tmp_path: Path) -> None:
 def test_a_vocabulary_too_small_for_bytes_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"vocab_size": 100}')
     assert "smaller than the 256 bytes" in str(problems("model=hf", f"model.path={tmp_path}"))
-
-
-@pytest.mark.parametrize(("path", "words"), [
-    ("null", "names no folder"), ("/nowhere", "no such folder"), (str(ROOT), "has no config.json"),
-])  # fmt: skip
-def test_a_folder_that_is_none_is_refused_before_a_worker_starts(path: str, words: str) -> None:
-    (problem,) = problems("model=hf", f"model.path={path}")
-    assert isinstance(problem, Problem) and problem.path == "model.path" and words in str(problem)
 
 
 @pytest.mark.parametrize(("arguments", "words"), [

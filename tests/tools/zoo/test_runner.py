@@ -1,5 +1,5 @@
-"""The zoo's runner calls a difference a difference, a refusal a refusal, and a hang a hang. What a run of it leaves, and
-a sample of it."""
+"""The zoo's runner calls a difference a difference, a refusal a refusal, and a hang a hang. What a run of it leaves,
+and a sample of it."""
 
 from __future__ import annotations
 
