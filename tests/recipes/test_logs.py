@@ -3,7 +3,6 @@ its tracking server."""
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -104,24 +103,10 @@ def client_of(file: Path) -> Any:
     return MlflowClient(f"sqlite:///{file}")
 
 
-@pytest.fixture(scope="module")
-def empty(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A store without runs. MLflow needs seconds to make one."""
-    file = tmp_path_factory.mktemp("mlflow") / "mlflow.db"
-    client_of(file).search_experiments()
-    return file
-
-
-@pytest.fixture
-def store(empty: Path, tmp_path: Path) -> Path:
-    return shutil.copy(empty, tmp_path / "mlflow.db")
-
-
 def of_mlflow(folder: Path) -> Logger:
     return made(folder, "logger=mlflow", f"logger.mlflow.tracking_uri=sqlite:///{folder}/mlflow.db")
 
 
-@pytest.mark.usefixtures("store")
 def test_a_resumed_run_goes_on_at_mlflow_and_a_fresh_one_begins(tmp_path: Path) -> None:
     fit(tmp_path, of_mlflow(tmp_path), 2)
     resumed = of_mlflow(tmp_path)

@@ -12,7 +12,9 @@ from transformers import BloomConfig, LlamaConfig
 
 from recipes import record
 from recipes.data.base import SeededData
+from recipes.data.documents import IGNORED, Document
 from recipes.data.hf import HFData
+from recipes.data.rows import rows_of
 from recipes.models.hf import CausalLM
 from recipes.problem import Problem
 from tests.recipes.runs import problems, trained
@@ -184,24 +186,14 @@ def test_positions_that_go_by_the_longest_document_are_refused_in_packed_rows(tm
 def test_a_packed_row_has_the_losses_of_its_documents(tmp_path: Path) -> None:
     """Each by itself, weighted by its labels."""
     module = CausalLM(path=str(model(tmp_path / "model")), optimizer={}).double().eval()
-    file = questions(tmp_path / "a.jsonl")
-    packed = rows(data(tmp_path, file, tokenizer=str(tmp_path / "model")).train_set)
-    apart = rows(data(tmp_path, file, tokenizer=str(tmp_path / "model"), packing=False).train_set)
-    four = {key: torch.stack([packed[i][key] for i in range(4)]) for key in packed[0]}
-    documents = int((four["position_ids"] == 0).sum())
-    losses, labels = [], []
-    with torch.no_grad():
-        whole = module._loss(four)
-        for i in range(documents):
-            batch = {key: value[None] for key, value in apart[i].items()}
-            if (batch["labels"] != -100).any():
-                losses.append(module._loss(batch))
-                labels.append(int((batch["labels"] != -100).sum()))
-    learned = int((four["labels"] != -100).sum())
-    several = [i for i in range(1, len(labels) + 1) if sum(labels[:i]) == learned]
-    assert several, "the first documents are those of the first rows"
-    mean = sum(loss * n for loss, n in zip(losses[: several[0]], labels, strict=False)) / learned
-    assert torch.allclose(whole, mean, rtol=0, atol=1e-12)
+    documents = [Document([*range(begin, end)]) for begin, end in ((5, 15), (20, 42))]  # they fill a row
+    sums = []
+    for packed in (True, False):
+        batches = [{key: torch.tensor([value]) for key, value in row.items()}
+                   for row in rows_of(documents, 32, 0, packed=packed)]  # fmt: skip
+        with torch.no_grad():
+            sums.append(sum(module._loss(batch) * (batch["labels"] != IGNORED).sum() for batch in batches))
+    assert torch.allclose(*sums, rtol=0, atol=1e-11)
 
 
 # -- training --------------------------------------------------------------------------------------------------------
