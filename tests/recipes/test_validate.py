@@ -66,6 +66,7 @@ MLP = ["model=mlp", "data=digits", "model.layers=3", "strategy=pipeline_1f1b", "
     (["strategy=ddp", "cluster.devices=5"], "data.batch_size", "a multiple of 5"),
     (["strategy=single", "timeline=true"], "timeline", "use a pipeline strategy"),
     (["strategy=pipeline_tensor", "compile=true"], "compile", "use a pipeline, ddp or single"),
+    (["strategy=fully_sharded", "compile=true"], "compile", "use a pipeline, ddp or single"),
     (["strategy.data_parallel_kind=fully_shard", "compile=true"], "compile", "use a pipeline, ddp or single"),
     (["strategy=data_parallel", "compile=true"], "compile", "use a pipeline, ddp or single"),
     (["strategy.stages=3"], "strategy.stages", "set cluster.devices=3"),
