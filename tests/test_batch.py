@@ -141,16 +141,13 @@ def test_an_object_whose_samples_cannot_be_told_is_not_split() -> None:
     assert batch[0].nodes.sum() == 4
 
 
-def test_a_change_in_place_leaves_the_graphs_of_other_microbatches() -> None:
+def test_a_change_in_place_leaves_the_graphs_of_others_and_a_batch_with_gradient_keeps_it() -> None:
     weight = torch.ones(2, requires_grad=True)
     first, second = split(torch.ones(4, 2), 2)
     loss = (first * weight).sum()  # saves `first`
     second.mul_(3)
     loss.backward()
     assert weight.grad is not None and weight.grad.tolist() == [2.0, 2.0]
-
-
-def test_a_batch_with_gradient_keeps_it() -> None:
     x = torch.ones(4, requires_grad=True)
     sum(part.sum() * (k + 1) for k, part in enumerate(split(x, 2))).backward()
     assert x.grad is not None and x.grad.tolist() == [1.0, 1.0, 2.0, 2.0]
@@ -182,30 +179,21 @@ def test_a_dataclass_is_not_built_anew() -> None:
     assert [part.total.tolist() for part in parts] == [[0, 2], [4, 6]]
 
 
-def test_a_batch_encoding_keeps_its_records_beside_its_rows() -> None:
+def test_objects_of_transformers_stay_what_they_are() -> None:
     batch: Any = BatchEncoding({"input_ids": torch.arange(3)})
     batch._encodings = ["e0", "e1", "e2"]
     first, second = split(batch, 2)
     assert first._encodings == ["e0", "e1"] and second._encodings == ["e2"]
     assert second.input_ids.tolist() == [2] and batch["input_ids"].tolist() == [0, 1, 2]
-
-
-def test_a_model_output_answers_by_key_and_by_attribute() -> None:
     second = split(CausalLMOutput(logits=torch.arange(4)), 2)[1]
     assert second.logits.tolist() == second["logits"].tolist() == [2, 3]
 
 
-def test_skipped_microbatches_do_not_count() -> None:
+def test_a_mean_leaves_out_what_does_not_count_and_is_taken_in_float32() -> None:
     assert join_outputs([None, None], [2, 1]) is None
     assert join_outputs([torch.tensor(1.0), None, torch.tensor(4.0)], [2, 2, 1]).item() == pytest.approx(2.0)
-
-
-def test_low_precision_losses_are_averaged_in_float32() -> None:
     joined = join_outputs([torch.tensor(1.0).bfloat16(), torch.tensor(1.0078125).bfloat16()], [1, 1])
     assert joined.dtype == torch.float32 and joined.item() == 1.00390625
-
-
-def test_what_weighs_nothing_is_no_part_of_a_mean() -> None:
     assert weighted_mean([torch.tensor(2.0), torch.tensor(torch.nan)], [3, 0]).item() == 2.0
 
 

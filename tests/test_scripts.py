@@ -16,10 +16,10 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from recipes import ROOT
-from tests.test_pages import SCRIPT
+from tests.test_pages import DOCS, KOREAN, README, SCRIPT, commands
 from tests.thorough import thorough
 
-PAGES = [ROOT / "README.md", ROOT / "README.ko.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [README, KOREAN, *DOCS]
 TITLED = re.compile(r'^```python title="([\w.]+)"\n(.*?)^```$', re.MULTILINE | re.DOTALL)
 
 
@@ -27,17 +27,11 @@ def scripts_of(page: Path) -> dict[str, str]:
     return dict(TITLED.findall(page.read_text()))
 
 
-def commands_of(page: Path) -> list[str]:
-    shell = re.findall(r"^```sh\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
-    lines = [line.partition("#")[0].strip() for block in shell for line in block.splitlines()]
-    return [line for line in lines if re.match(SCRIPT, line)]
-
-
 def script_of(command: str) -> str:
     return next(word for word in command.split() if word.endswith(".py"))
 
 
-STARTED = [(page, command) for page in PAGES for command in commands_of(page)]
+STARTED = [(page, command) for page in PAGES for command in commands(page) if re.match(SCRIPT, command)]
 SHOWN = {page: scripts_of(page) for page in PAGES}
 
 

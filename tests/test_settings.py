@@ -91,16 +91,13 @@ def test_a_constructor_takes_the_fields_and_shows_them_with_its_own_first() -> N
     assert text.index("size: how large.") < text.index("patience: how long to wait,") and "Example" not in text
 
 
-def test_a_wrong_value_is_refused_with_the_setting_and_what_it_takes() -> None:
+def test_a_wrong_value_and_an_unknown_setting_are_refused_with_what_there_is() -> None:
     with pytest.raises(ValueError, match=r"size=0: give an integer of at least 1, or 'auto'\."):
         Machine(size=0)
     with pytest.raises(
         ValueError, match=r"mode='quik': give 'slow' or 'quick', or a function\. Did you mean 'quick'\?"
     ):
         Machine(mode="quik")  # type: ignore[arg-type]
-
-
-def test_an_unknown_setting_is_refused_with_the_nearest_one() -> None:
     with pytest.raises(TypeError, match=r"Machine has no setting 'sise'\. Did you mean 'size'\?"):
         Machine(sise=3)  # type: ignore[call-arg]
     with pytest.raises(TypeError, match=r"Machine has no setting 'colour'\.$"):

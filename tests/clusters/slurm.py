@@ -36,7 +36,6 @@ PROGRAMS = ("sbatch", "slurmctld", "slurmd", "munged", "mungekey")
 PATH = os.pathsep.join((os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"))
 START_TIMEOUT = 60.0  # seconds until both nodes are idle
 INTERVAL = 0.1  # seconds between two looks
-LONGEST_FOLDER = 80  # bytes: there are sockets in it, and a socket's path has 107 at most
 OVER = {"BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "OUT_OF_MEMORY", "TIMEOUT"}  # for good
 
 # cred_expire: a requeued job waits for so long before it starts again, by default 120 s. A launch may take no longer.
@@ -139,16 +138,13 @@ def slurm(folder: Path, machines: Sequence[Machine] = (HERE, HERE)) -> Iterator[
     """Run a cluster in an empty folder. At the end its processes are killed, and its jobs'; also if this one is killed.
 
     Args:
-        folder: empty, on a short path.
+        folder: empty, on a path without spaces of 80 bytes at most: a socket's path has 107.
         machines: for the nodes. The first has the controller, and commands are run there.
 
     Raises:
-        ValueError: the folder's path is too long for sockets, or has spaces.
         RuntimeError: the cluster didn't start; with the end of its logs.
     """
     folder = folder.resolve()
-    if len(os.fsencode(folder)) > LONGEST_FOLDER or " " in str(folder):
-        raise ValueError(f"folder={folder}: SLURM needs a path without spaces, of {LONGEST_FOLDER} bytes at most")
     for part in ("state", "spool-n0", "spool-n1"):
         (folder / part).mkdir(parents=True, exist_ok=True)
     environment = {"SLURM_CONF": str(folder / "slurm.conf"), "PATH": PATH}

@@ -56,7 +56,7 @@ def test_processes_take_turns_on_the_gpus_only_where_there_are_too_few() -> None
     assert build.shared_gpus(2, gpus=2) == build.shared_gpus(2, gpus=4) == build.shared_gpus(2, gpus=0) == []
 
 
-def test_a_class_of_the_wrong_kind_is_refused() -> None:
+def test_what_cannot_be_made_is_refused_with_the_setting() -> None:
     config = composed("strategy=single")
     config["model"] = {"_target_": "torch.nn.ReLU"}
     config["data"] = {"_target_": "torch.nn.ReLU"}
@@ -67,6 +67,9 @@ def test_a_class_of_the_wrong_kind_is_refused() -> None:
     config["strategy"] = {"_target_": "lightning_parallel.PipelineStrategy", "schedule": "naive", "microbatches": 8}
     with pytest.raises(ValueError, match=r"^microbatches=8: the naive schedule has one"):  # as it is, without Hydra's
         build.strategy(config)
+    config = composed("model=mlp", "data=digits", "optimizer.betas=[1,1]")
+    with pytest.raises(ValueError, match="^optimizer: Invalid beta"):
+        build.model(config).configure_optimizers()
 
 
 def test_the_trainer_has_what_the_groups_say(tmp_path: Any) -> None:
@@ -91,12 +94,6 @@ def test_a_run_begins_with_the_weights_of_a_checkpoint_of_the_same_model(tmp_pat
     assert all(map(torch.equal, one.parameters(), other.parameters()))
     with pytest.raises(ValueError, match=r"^init_from=.*weights.ckpt: its weights are those of another model: .*more"):
         build.begin_with(build.model(composed("model=mlp", "data=digits", "model.width=8")), path)
-
-
-def test_what_an_optimizer_refuses_is_told_with_the_setting() -> None:
-    config = composed("model=mlp", "data=digits", "optimizer.betas=[1,1]")
-    with pytest.raises(ValueError, match="^optimizer: Invalid beta"):
-        build.model(config).configure_optimizers()
 
 
 def test_the_learning_rate_is_logged_where_there_is_a_logger() -> None:

@@ -176,11 +176,6 @@ def chosen(settings: Generation, logits: list[float], number: int = 2000) -> dic
     return {token: (tokens == token).sum().item() / number for token in range(len(logits))}
 
 
-def test_logits_that_are_no_numbers_are_refused() -> None:
-    with pytest.raises(ValueError, match="not numbers. Some models' are so for padded prompts: use --batch-size 1"):
-        Generation().choose(torch.tensor([[0.0, torch.nan]]), torch.tensor([0]), 0)
-
-
 def test_tokens_are_drawn_with_their_probabilities() -> None:
     logits = [2.0, 1.0, 0.0, -1.0]
     for temperature in (0.5, 1.0, 3.0):
@@ -189,9 +184,11 @@ def test_tokens_are_drawn_with_their_probabilities() -> None:
         assert [found[token] for token in range(4)] == pytest.approx(expected, abs=0.04)
 
 
-def test_only_the_most_likely_ones_are_drawn() -> None:
+def test_only_the_most_likely_ones_are_drawn_and_only_of_numbers() -> None:
     logits = [0.0, 2.0, 1.0, -1.0]  # 0.088, 0.64, 0.24, 0.03
     assert chosen(Generation(), logits)[1] == 1
+    with pytest.raises(ValueError, match="not numbers. Some models' are so for padded prompts: use --batch-size 1"):
+        Generation().choose(torch.tensor([[0.0, torch.nan]]), torch.tensor([0]), 0)
     for settings, kept in ((Generation(temperature=1, top_k=2), {1, 2}), (Generation(temperature=1, top_p=0.6), {1}),
                            (Generation(temperature=1, top_p=0.9), {0, 1, 2})):  # fmt: skip
         assert {token for token, share in chosen(settings, logits).items() if share} == kept

@@ -132,6 +132,7 @@ def test_unknown_options_and_keys_are_told_together_with_what_there_is() -> None
     option, top, key = told("strategy=pipelin_zbv", "modle=gpt", "trainer.max_stepz=3")
     assert option.startswith("strategy=pipelin_zbv: no such strategy; did you mean pipeline_zbv? known: d")
     assert top.startswith("modle=gpt: no such key; did you mean model?")
+    assert "data=null: no such data" in str(check(["data=null"])[0])
     assert key.startswith("trainer.max_stepz=3: no such key in trainer; did you mean max_steps? known: ")
     assert told("logger.csv.name=x", "hydra.job.name=y", "+callbacks.x._target_=lightning.Callback") == []
 
@@ -154,10 +155,6 @@ def test_the_resolved_config_is_plain_and_has_absolute_paths() -> None:
     assert type(config["optimizer"]["betas"]) is list
     assert config["data"]["directory"] == str(Path("somewhere").absolute())
     assert config["callbacks"]["checkpoint"]["dirpath"] == f"{NOWHERE}/checkpoints"
-
-
-def test_a_group_without_an_option_is_refused() -> None:
-    assert "data=null: no such data" in str(check(["data=null"])[0])
 
 
 def test_the_newest_checkpoint_is_looked_for_in_the_folder_of_the_run(tmp_path: Path) -> None:
