@@ -191,14 +191,13 @@ def full(file: int, begin: int, size: int) -> None:
 
 
 @pytest.mark.usefixtures("_of_any_size")
-def test_a_missing_folder_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TMPDIR", str(tmp_path / "none"))
-    with pytest.warns(UserWarning, match="No such file or directory"), DiskOffload():
-        assert torch.ones(4).sum() == 4
-
-
-@pytest.mark.usefixtures("_of_any_size")
-def test_on_a_full_disk_models_are_made_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_folder_or_on_a_full_disk_models_are_made_in_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch, pytest.warns(UserWarning, match="No such file or directory"):
+        patch.setenv("TMPDIR", str(tmp_path / "none"))
+        with DiskOffload():
+            assert torch.ones(4).sum() == 4
     monkeypatch.setattr(os, "posix_fallocate", full)
     with pytest.warns(UserWarning, match="No space left.*Set TMPDIR") as told, DiskOffload():
         torch.manual_seed(0)

@@ -71,11 +71,6 @@ def test_runs_are_in_order_with_what_differs(sweep: Path, capsys: pytest.Capture
     assert "0.25" in capsys.readouterr().out
 
 
-def test_a_folder_without_runs_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(SystemExit, match="has no runs"):
-        report.main([str(tmp_path)])
-
-
 def test_a_run_is_known_by_what_it_runs_not_by_where(tmp_path: Path) -> None:
     config = composed("strategy=single")
     assert not record.is_of(tmp_path, config)
@@ -141,6 +136,8 @@ def test_a_folder_without_a_record_is_refused(tmp_path: Path) -> None:
         rerun.rerun(tmp_path)
     with pytest.raises(SystemExit, match="is no folder of a run"):
         rerun.main([str(tmp_path)])
+    with pytest.raises(SystemExit, match="has no runs"):
+        report.main([str(tmp_path)])
 
 
 def test_the_metric_to_optimise_is_returned_or_its_name_refused() -> None:
@@ -206,14 +203,12 @@ def test_an_attempt_without_an_end_was_killed(tmp_path: Path) -> None:
     assert reasons(tmp_path) == [(None, None)]
 
 
-@pytest.mark.parametrize("name", ["RECIPES_RESTARTS", "SLURM_RESTART_COUNT"])
-def test_every_engine_s_restarts_are_known(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_has_started_this_process_and_how_often(monkeypatch: pytest.MonkeyPatch) -> None:
     assert restarts() == 0
-    monkeypatch.setenv(name, "2")
-    assert restarts() == 2
-
-
-def test_who_has_started_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RECIPES_RESTARTS", "SLURM_RESTART_COUNT"):
+        with monkeypatch.context() as patch:
+            patch.setenv(name, "2")
+            assert restarts() == 2
     assert (joined(), may_be_told(), missing()) == (0, False, list(PROCESSES))
     for name, value in zip(PROCESSES, ("1", "4", "1", "2", "n0", "2000"), strict=True):
         monkeypatch.setenv(name, value)

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import yaml
@@ -91,11 +92,8 @@ def variables_of_a_worker(own: str) -> dict[str, str]:
     for name in ON_GPUS:
         os.environ.pop(name, None)
     os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = own
-    work.main, main = lambda config: seen.update(os.environ), work.main
-    try:
+    with patch.object(work, "main", lambda config: seen.update(os.environ)):
         worker.start("seed: 1")
-    finally:
-        work.main = main
     return {name: seen[name] for name in ON_GPUS}
 
 
@@ -120,15 +118,8 @@ def test_under_torchrun_a_run_is_recorded_from_its_start_to_its_end(pool: Worker
 
 def end_with(error: BaseException, config_file: str, rank: str = "0") -> None:
     os.environ["RANK"] = rank
-
-    def run(config: Any) -> None:
-        raise error
-
-    trained, work.run = work.run, run
-    try:
+    with patch.object(work, "run", side_effect=error):
         work.main(Path(config_file).read_text())
-    finally:
-        work.run = trained
 
 
 @pytest.mark.parametrize(("error", "status"), [
@@ -150,18 +141,12 @@ def test_a_run_that_does_not_end_well_says_why_and_raises(
 
 
 def lose_a_peer(launched: bool) -> str | int | None:
-    def main(config: str) -> None:
-        raise PeerLostError("A collective broke.")
-
     os.environ.pop(LAUNCHED, None)
     if launched:
         os.environ[LAUNCHED] = str(os.getppid())
-    trained, work.main = work.main, main
-    try:
+    with patch.object(work, "main", side_effect=PeerLostError("A collective broke.")):
         with pytest.raises(SystemExit) as left:
             worker.start("seed: 1")
-    finally:
-        work.main = trained
     return left.value.code
 
 

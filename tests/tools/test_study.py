@@ -49,7 +49,6 @@ def float64() -> Iterator[None]:
 
 @pytest.mark.parametrize(("microbatches", "weights", "correction", "schedule"), [
     (8, "stash", "second_order", "1f1b"),
-    (4, "stash", None, "1f1b"),
     (4, "2bw", "second_order", "1f1b"),
     (1, "latest", None, "1f1b"),
     (4, "stash", "second_order", "vmin"),

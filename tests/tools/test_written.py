@@ -124,16 +124,13 @@ def test_a_picture_shows_what_its_caption_says(name: str) -> None:
     assert unmet(name, read(PICTURES / f"{name}.svg")) == []
 
 
-def test_the_pages_name_the_share_of_the_time_in_which_stages_are_busy() -> None:
+def test_the_pages_name_the_durations_and_the_share_of_the_time_in_which_stages_are_busy() -> None:
     rows = read(PICTURES / "async.svg")
     share = f"{sum(busy(row, length(rows)) for row in rows) / len(rows):.0%}"
     for page in PAGES:
         text = (ROOT / page).read_text()
         assert "pictures/async.svg" in text
         assert share in text or f"{share[:-1]} %" in text, f"{page} doesn't say {share}"
-
-
-def test_the_page_names_the_durations() -> None:
     text = (ROOT / "docs" / "strategies.md").read_text()
     assert f"sleep {1000 * FORWARD:.0f} ms in the forward and {1000 * BACKWARD:.0f} ms in the backward" in text
 

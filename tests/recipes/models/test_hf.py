@@ -23,26 +23,21 @@ from tools.workers.pool import WorkerPool
 
 OPTIMIZER = {"_target_": "torch.optim.AdamW", "lr": 1e-2, "eps": 1e-4}
 LORA = {"r": 4, "target_modules": "all-linear", "init_lora_weights": False}
-CONFIGS: dict[str, Any] = {
-    "llama": LlamaConfig(
-        vocab_size=256, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, bos_token_id=None, eos_token_id=None,
-    ),
-    "tied": LlamaConfig(
-        vocab_size=256, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, bos_token_id=None, eos_token_id=None, tie_word_embeddings=True,
-    ),
-    "gemma3": Gemma3TextConfig(
-        vocab_size=256, hidden_size=40, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=8, bos_token_id=None, eos_token_id=None, pad_token_id=None,
-    ),
+SIZES: dict[str, Any] = {
+    "vocab_size": 256, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "bos_token_id": None, "eos_token_id": None,
 }  # fmt: skip
+CONFIGS: dict[str, Any] = {
+    "llama": LlamaConfig(**SIZES),
+    "tied": LlamaConfig(**SIZES, tie_word_embeddings=True),
+    "gemma3": Gemma3TextConfig(**{**SIZES, "hidden_size": 40, "head_dim": 8, "pad_token_id": None}),
+}
 
 
-def pretrained(folder: Path, kind: str = "llama", dtype: torch.dtype = torch.bfloat16) -> Path:
+def pretrained(folder: Path, kind: str = "llama") -> Path:
     """A folder as people share them, in several files."""
     torch.manual_seed(3)
-    model = AutoModelForCausalLM.from_config(CONFIGS[kind]).to(dtype)
+    model = AutoModelForCausalLM.from_config(CONFIGS[kind]).to(torch.bfloat16)
     model.save_pretrained(folder, max_shard_size="40KB")
     return folder
 

@@ -20,13 +20,8 @@ from tests.recipes.runs import composed
 ADAM = {"_target_": "torch.optim.AdamW", "lr": 1e-2}
 
 
-def small_gpt(**options: Any) -> GPT:
-    defaults = {"vocab_size": 11, "context": 6, "layers": 2, "heads": 2, "width": 8}
-    return GPT(optimizer=ADAM, **{**defaults, **options})
-
-
 def test_gpt_sees_no_token_after_the_one_it_predicts() -> None:
-    model = small_gpt().eval()
+    model = GPT(optimizer=ADAM, vocab_size=11, context=6, layers=2, heads=2, width=8).eval()
     tokens = torch.randint(11, (2, 6))
     changed = tokens.clone()
     changed[:, 4:] = (changed[:, 4:] + 1) % 11
