@@ -18,18 +18,16 @@ def on_a_machine(monkeypatch: pytest.MonkeyPatch, cores: int, gpus: int) -> None
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
 
 
-def test_many_more_processes_than_cores_are_refused_unless_they_are_forced(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_more_processes_than_cores_are_refused_unless_they_are_forced_or_run_elsewhere(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     on_a_machine(monkeypatch, cores=2, gpus=0)
     assert problems("strategy=ddp", "cluster.devices=8") == []
-    (problem,) = problems("strategy=ddp", "cluster.devices=100", "data.batch_size=100")
+    many = ["cluster.devices=100", "data.batch_size=100"]
+    (problem,) = problems("strategy=ddp", *many)
     assert str(problem).startswith("cluster.devices=100: too many processes for 2 cores")
     assert "together 24 GiB" in str(problem) and "use at most 8" in str(problem)
-    assert problems("strategy=ddp", "cluster.devices=100", "data.batch_size=100", "cluster.oversubscribe=true") == []
-
-
-def test_what_runs_elsewhere_or_in_one_process_is_not_measured_by_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    on_a_machine(monkeypatch, cores=2, gpus=0)
-    many = ["cluster.devices=100", "data.batch_size=100"]
+    assert problems("strategy=ddp", *many, "cluster.oversubscribe=true") == []
     assert problems("strategy=ddp", "launch=false", "strategy.process_group_backend=nccl", *many) == []
     assert problems("strategy=single", *many) == []
     assert problems("strategy=data_parallel", *many) == []
@@ -103,7 +101,7 @@ def test_others_are_refused(overrides: list[str], said: str) -> None:
 
 
 @pytest.mark.usefixtures("four")
-def test_processes_are_joined_as_they_are_and_without_their_variables_it_says_so(
+def test_processes_are_joined_as_they_are_and_where_there_are_none_it_says_so(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     assert problems(TORCHRUN) == []
@@ -115,10 +113,6 @@ def test_processes_are_joined_as_they_are_and_without_their_variables_it_says_so
     assert "nothing has started processes for it; start it with torchrun" in str(nobody)
     assert problems(TORCHRUN, "launch=false") == []
 
-
-@pytest.mark.usefixtures("four")
-def test_where_there_are_none_one_machine_is_one_and_a_job_is_only_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("WORLD_SIZE")
     (problem,) = problems("cluster.nodes=2", "cluster.devices=1")
     assert str(problem).startswith("cluster.nodes=2: cluster=local is this machine alone")
     monkeypatch.setenv("PATH", "/nowhere")

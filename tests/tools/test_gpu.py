@@ -23,19 +23,14 @@ def test_without_a_gpu_nothing_is_run(
     assert not (tmp_path / "gpu.json").exists()
 
 
-@pytest.fixture
-def with_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-
-
 TABLE = ("tests.tools.leaves_a_table", "OUT")
 
 
 @pytest.mark.programs
-@pytest.mark.usefixtures("with_gpu")
 def test_all_commands_are_run_and_their_tables_kept_also_after_one_has_failed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
     commands = {
         "fails": gpu.Command(60, ("no_such_module",)),
