@@ -63,6 +63,11 @@ SHAPES = {  # of templates that people have, in this tokenizer's words, and what
         "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
         "5<|im_end|><think>\n\n</think>\n\nIt is 6.<|im_end|>",
     ),
+    "phi-3": (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% else %}<|end|>{% endif %}",
+        "5<|im_end|>It is 6.<|im_end|>",
+    ),
     "gpt-oss": (
         "{% for m in messages %}<|im_start|>{{ m.role }}{% if m.role == 'assistant' %}/final{% endif %}: "
         "{{ m.content }}{% if loop.last and m.role == 'assistant' %}<|end|>{% else %}<|im_end|>{% endif %}{% endfor %}"
@@ -72,6 +77,11 @@ SHAPES = {  # of templates that people have, in this tokenizer's words, and what
     "r1-distill": (
         "{% for m in messages %}{% if m.role == 'user' %}[U]{{ m.content }}{% else %}[A]{{ m.content }}<|end|>"
         "{% endif %}{% endfor %}{% if add_generation_prompt %}[A]<think>\n{% endif %}",
+        "5<|end|>It is 6.<|end|>",
+    ),
+    "deepseek-v3": (
+        "{% for m in messages %}{% if m.role == 'user' %}[U]{{ m.content }}[A]{% else %}{{ m.content }}<|end|>"
+        "{% endif %}{% endfor %}{% if add_generation_prompt %}[A]{% endif %}",
         "5<|end|>It is 6.<|end|>",
     ),
     "without special tokens": (
