@@ -5,6 +5,8 @@ All have layers ``blocks.*`` and take rows of three numbers; `step` is what a Li
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -73,18 +75,6 @@ class Glue(Net):
         return self.head(x.flatten(0, 0)).square().mean()
 
 
-class Tied(Net):
-    def __init__(self) -> None:
-        super().__init__()
-        self.head = nn.Linear(self.width, 3, bias=False)
-        self.decoder = nn.Linear(3, self.width)
-        self.decoder.weight = self.stem.weight
-        self.blocks[3][0].weight = self.blocks[0][0].weight
-
-    def step(self, x: Tensor) -> Tensor:
-        return self.decoder(self.head(self.body(self.stem(x)))).square().mean()
-
-
 class Loose(Net):
     """Parameters on the model itself: one used before the blocks, one between them, one after."""
 
@@ -140,56 +130,34 @@ class Cycle(Net):
 
 
 class SkipInPlace(Net):
-    def step(self, x: Tensor) -> Tensor:
-        skip = self.stem(x)
-        x = self.body(skip * 1.5)
-        skip += x
-        return self.head(skip).square().mean()
-
-
-class SkipChanged(Net):
-    """What crosses is changed in place where it is made: every stage does this, to the value as it was."""
+    """What crosses is changed in place where it is made, and again at the end. Every stage makes the first change, to
+    the value as it was."""
 
     def step(self, x: Tensor) -> Tensor:
         skip = self.stem(x)
         x = skip * 1.5
         skip.mul_(2)
-        return self.head(self.body(x) + skip).square().mean()
+        skip += self.body(x)
+        return self.head(skip).square().mean()
 
 
-class SameTwice(Net):
+class PassesThrough(Net):
+    """A stage's last layer returns one tensor twice, what came in, and a parameter."""
+
     class Block(nn.Module):
         def __init__(self, width: int) -> None:
             super().__init__()
             self.layer = nn.Linear(width, width)
 
-        def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        def forward(self, x: Tensor, y: Tensor, *_: Tensor) -> tuple[Tensor, ...]:
             z = self.layer(x + y * 0.5).tanh()
-            return z, z
+            return z, z, x, self.layer.bias
 
     def step(self, x: Tensor) -> Tensor:
-        pair = (self.stem(x),) * 2
-        for block in self.blocks:
-            pair = block(*pair)
-        return self.head(pair[0]).square().mean()
-
-
-class PassesThrough(Net):
-    """A stage's last layer may return what came in, or a parameter."""
-
-    class Block(nn.Module):
-        def __init__(self, width: int) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.randn(width))
-
-        def forward(self, x: Tensor, *_: Tensor) -> tuple[Tensor, Tensor]:
-            return x, self.weight
-
-    def step(self, x: Tensor) -> Tensor:
-        values = (self.stem(x),)
+        values = (self.stem(x),) * 2
         for block in self.blocks:
             values = block(*values)
-        return self.head(values[0] * values[1]).square().mean()
+        return self.head(values[1] + values[2] * values[3]).square().mean()
 
 
 class SameModulesTwice(Net):
@@ -233,3 +201,36 @@ class MultiExit(Net):
         x = self.stem(x)
         outputs = [x := block(x) for block in self.blocks]
         return sum(self.head(output).square().mean() for output in outputs)
+
+
+Code = Callable[[Any, Tensor], Any]  # of a step, given the model
+
+
+def nothing(model: Any, x: Tensor) -> Tensor:
+    return x
+
+
+class Around(Net):
+    """Does something with what it keeps: before its blocks, after the second one, and at the end. ``blocks``: layers of
+    another kind."""
+
+    def __init__(
+        self,
+        kept: Any = None,
+        before: Code = nothing,
+        after: Code = nothing,
+        blocks: Mapping[int, nn.Module] = {},
+        between: Code = nothing,
+    ) -> None:
+        super().__init__()
+        self.kept = copy.deepcopy(kept)
+        self.before, self.between, self.after = before, between, after
+        for i, block in blocks.items():
+            self.blocks[i] = block
+
+    def body(self, x: Tensor) -> Tensor:
+        x = self.between(self, self.blocks[1](self.blocks[0](x)))
+        return self.blocks[3](self.blocks[2](x))
+
+    def step(self, x: Tensor) -> Tensor:
+        return self.after(self, self.head(self.body(self.before(self, self.stem(x))))).sum()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
+from itertools import product
 from typing import Any
 
 import pytest
@@ -26,8 +27,6 @@ from tests.pipeline.nets import (
     Net,
     PassesThrough,
     SameModulesTwice,
-    SameTwice,
-    SkipChanged,
     SkipInPlace,
     UNet,
 )
@@ -42,13 +41,6 @@ def step(model: Any) -> Any:
     return model.step(X)
 
 
-# Others are trained as modules, such as those of the contract.
-NETS = [
-    Dicts, Glue, UNet, Cycle, SkipInPlace, SkipChanged, SameTwice, PassesThrough, SameModulesTwice, Checkpointed,
-    MultiExit,
-]  # fmt: skip
-
-
 def assert_equal_to_the_whole(model: nn.Module, step: by_hand.Step, stages: int, **options: Any) -> by_hand.Result:
     loss, gradients = by_hand.plain(model, step)
     result = by_hand.run(model, step, stages, **options)
@@ -61,24 +53,6 @@ def assert_equal_to_the_whole(model: nn.Module, step: by_hand.Step, stages: int,
     extra = {name for name in result.gradients if name not in gradients}
     assert all(not result.gradients[name].any() for name in extra)
     return result
-
-
-@pytest.mark.parametrize("kind", NETS)
-def test_loss_and_gradients_equal_the_whole_models(kind: type[Net]) -> None:
-    assert_equal_to_the_whole(kind(), step, 4, **BLOCKS, balance="layers")
-
-
-def test_a_compiled_step_equals_the_whole_models() -> None:
-    def compiled(model: Any) -> Any:
-        return torch.compile(model.step, backend="aot_eager")(X)
-
-    torch.compiler.reset()
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", message="Dynamo does not know")  # our own code is none for it
-        assert_equal_to_the_whole(UNet(), compiled, 3, **BLOCKS)
-
-
-# -- what crosses -----------------------------------------------------------------------------------------------------
 
 
 class PenaltyOnAll(Net):
@@ -104,8 +78,16 @@ class KeepsPenalties(Net):
         return super().step(x) + sum(m.penalty for m in self.modules() if isinstance(m, self.Block))
 
 
-class GivenAModule(Net):
-    """The last layer reads the weight of a module that it is given."""
+class GivesModules(Net):
+    """Its layers call another unit, which they are given; the last one reads the weight of one that it is given."""
+
+    class Block(nn.Module):
+        def __init__(self, width: int) -> None:
+            super().__init__()
+            self.layer = nn.Linear(width, width)
+
+        def forward(self, x: Tensor, other: nn.Module) -> Tensor:
+            return self.layer(x).tanh() + other(x)
 
     class Head(nn.Linear):
         def forward(self, x: Tensor, stem: nn.Linear) -> Tensor:  # type: ignore[override]
@@ -113,10 +95,13 @@ class GivenAModule(Net):
 
     def __init__(self) -> None:
         super().__init__()
-        self.head = self.Head(3, 2)
+        self.other, self.head = nn.Linear(self.width, self.width), self.Head(3, 2)
 
     def step(self, x: Tensor) -> Tensor:
-        return self.head(self.body(self.stem(x)), self.stem).square().mean()
+        x = self.stem(x)
+        for block in self.blocks:
+            x = block(x, self.other)
+        return self.head(x, self.stem).square().mean()
 
 
 class Hooked(Net):
@@ -136,10 +121,51 @@ class DirectNow(Net):
         return x
 
 
-@pytest.mark.parametrize("recompute", [False, True])
-@pytest.mark.parametrize("kind", [PenaltyOnAll, KeepsPenalties, GivenAModule, Hooked, DirectNow])
-def test_whatever_is_called_and_read_where_stages_equal_the_whole_model(kind: type[Net], recompute: bool) -> None:
-    assert_equal_to_the_whole(kind(), step, 3, recompute=recompute)
+class FrozenInside(Net):
+    """A first layer that is frozen and called without gradients, and needed after the layers that have some."""
+
+    without: Any = torch.no_grad
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[0].requires_grad_(False)
+
+    def step(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        with self.without():
+            frozen = self.blocks[0](x)
+        for block in self.blocks[1:]:
+            x = block(x + frozen)
+        return (self.head(x) * frozen.mean()).pow(2).mean()
+
+
+class InferredInside(FrozenInside):
+    without = torch.inference_mode
+
+
+# Others are trained as modules, such as those of the contract.
+NETS = [
+    Dicts, Glue, UNet, Cycle, SkipInPlace, PassesThrough, SameModulesTwice, Checkpointed,
+    MultiExit, FrozenInside, InferredInside,
+]  # fmt: skip
+READING = [PenaltyOnAll, KeepsPenalties, GivesModules, Hooked, DirectNow]
+
+
+@pytest.mark.parametrize(("kind", "recompute"), [
+    *((kind, False) for kind in NETS), *product(READING, (False, True)),
+])  # fmt: skip
+def test_loss_and_gradients_equal_the_whole_models(kind: type[Net], recompute: bool) -> None:
+    assert_equal_to_the_whole(kind(), step, 4, **BLOCKS, balance="layers", recompute=recompute)
+
+
+def test_a_compiled_step_equals_the_whole_models() -> None:
+    def compiled(model: Any) -> Any:
+        return torch.compile(model.step, backend="aot_eager")(X)
+
+    torch.compiler.reset()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="Dynamo does not know")  # our own code is none for it
+        assert_equal_to_the_whole(UNet(), compiled, 2, **BLOCKS)
 
 
 class Changes(Net):
@@ -208,27 +234,6 @@ def test_leaving_the_step_is_no_exception_that_user_code_catches() -> None:
         stage.module.events.clear()  # type: ignore[operator, union-attr]
     forward(made, step)
     assert [stage.module.events for stage in made] == [["left"], ["left"]]
-
-
-class FrozenInside(Net):
-    """A first layer that is frozen and called without gradients, and needed after the layers that have some."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks[0].requires_grad_(False)
-
-    def step(self, x: Tensor, without: Any = torch.no_grad) -> Tensor:
-        x = self.stem(x)
-        with without():
-            frozen = self.blocks[0](x)
-        for block in self.blocks[1:]:
-            x = block(x + frozen)
-        return (self.head(x) * frozen.mean()).pow(2).mean()
-
-
-@pytest.mark.parametrize("without", [torch.no_grad, torch.inference_mode])
-def test_what_arrives_keeps_its_gradients_wherever_the_step_asks_for_it(without: Any) -> None:
-    assert_equal_to_the_whole(FrozenInside(), lambda model: model.step(X, without), 3, **BLOCKS, balance="layers")
 
 
 # -- random numbers ----------------------------------------------------------------------------------------------------
@@ -375,41 +380,12 @@ class HooksBackwards(Net):
             block.register_full_backward_hook(lambda module, into, out: (into[0] * 0.5,))
 
 
-@pytest.mark.parametrize(
-    ("kind", "words"),
-    [
-        (ChangesInput, r"uses what 'blocks.\d' changes in place, on stage 0"),
-        (FillsList, "A Block writes into a list that it is given"),
-        (ReturnsNumber, r"'blocks.\d' returns numbers, or tensors of a shape, that depend on values"),
-        (HooksBackwards, r"'blocks.\d' has a full backward hook, and its output crosses a cut"),
-    ],
-)
+@pytest.mark.parametrize(("kind", "words"), [
+    (ChangesInput, r"uses what 'blocks.\d' changes in place, on stage 0"),
+    (FillsList, "A Block writes into a list that it is given"),
+    (ReturnsNumber, r"'blocks.\d' returns numbers, or tensors of a shape, that depend on values"),
+    (HooksBackwards, r"'blocks.\d' has a full backward hook, and its output crosses a cut"),
+])  # fmt: skip
 def test_what_other_stages_could_not_see_is_refused_in_the_look(kind: type[Net], words: str) -> None:
     with pytest.raises((RuntimeError, ValueError), match=words):
         stages_of(kind(), step, 2, **BLOCKS)
-
-
-class GivesAModule(Net):
-    """Layers that call another unit, which they are given."""
-
-    class Block(nn.Module):
-        def __init__(self, width: int) -> None:
-            super().__init__()
-            self.layer = nn.Linear(width, width)
-
-        def forward(self, x: Tensor, other: nn.Module) -> Tensor:
-            return self.layer(x).tanh() + other(x)
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.other = nn.Linear(self.width, self.width)
-
-    def step(self, x: Tensor) -> Tensor:
-        x = self.stem(x)
-        for block in self.blocks:
-            x = block(x, self.other)
-        return self.head(x).square().mean()
-
-
-def test_layers_may_call_a_module_that_they_are_given() -> None:
-    assert_equal_to_the_whole(GivesAModule(), step, 3, **BLOCKS)
