@@ -81,14 +81,11 @@ def test_a_chunk_steps_when_its_gradients_are_complete_and_the_later_one_first()
         assert len(whole) == 6, "at once"
 
 
-@pytest.mark.parametrize(
-    ("changed", "message"),
-    [
-        (lambda steps: steps[::-1], "comes before that of a later chunk"),
-        (lambda steps: steps[:1] * 2, r"chunk=1\) comes where update 1 is due"),
-        (lambda steps: steps[:1], "a Step is missing"),
-    ],
-)
+@pytest.mark.parametrize(("changed", "message"), [
+    (lambda steps: steps[::-1], "comes before that of a later chunk"),
+    (lambda steps: steps[:1] * 2, r"chunk=1\) comes where update 1 is due"),
+    (lambda steps: steps[:1], "a Step is missing"),
+])  # fmt: skip
 def test_steps_of_chunks_are_checked(changed: Callable[[list[Action]], list[Action]], message: str) -> None:
     (actions,) = joined(sliced("vmin", 1, [(1, True, False)]))
     steps: list[Action] = [action for action in actions if isinstance(action, Step)]

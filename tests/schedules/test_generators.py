@@ -107,62 +107,37 @@ def test_asynchronous_slices_join_to_the_finite_schedule() -> None:
         assert not endless._owed
 
 
-def test_drain_refills_from_the_next_microbatch() -> None:
-    first = AsyncOneFOneB(3, 0)
-    assert list(first.feed(1)) == stage(0, "F0")
-    assert list(first.feed(1)) == stage(0, "F1")
-    assert list(first.feed(1)) == stage(0, "F2 B0 S0")
-    assert list(first.drain()) == stage(0, "B1 S1 B2 S2")
-    assert list(first.drain()) == []
-    assert list(first.feed(1)) == stage(0, "F3")
-    assert list(first.feed(2)) == stage(0, "F4 F5 B3 S3")
-    assert list(first.drain()) == stage(0, "B4 B5 S4")
-
-
-def test_gradient_accumulation_steps_once_for_all_its_feeds() -> None:
-    middle = AsyncOneFOneB(3, 1)
-    assert list(middle.feed(2, ends_update=False)) == stage(1, "F0 F1 B0")
-    assert list(middle.feed(2)) == stage(1, "F2 B1 F3 B2")
-    assert list(middle.drain()) == stage(1, "B3 S0")
-
-
-@pytest.mark.parametrize(
-    ("make", "setting"),
-    [
-        (lambda: gpipe(0, 1), "stages=0"),
-        (lambda: one_f_one_b(2, 0), "microbatches=0"),
-        (lambda: naive(2, -1), "microbatches=-1"),
-        (lambda: interleaved(2, 2, 0), "chunks=0"),
-        (lambda: zbv(2, 0), "microbatches=0"),
-        (lambda: AsyncOneFOneB(2, 2), "stage=2"),
-        (lambda: AsyncOneFOneB(2, 0, -1), "extra_in_flight=-1"),
-        (lambda: AsyncOneFOneB(2, 0).feed(0), "count=0"),
-        (lambda: AsyncV(2, 2, "vmin"), "stage=2"),
-        (lambda: AsyncV(2, 0, "vmin").feed(0), "count=0"),
-    ],
-)
+@pytest.mark.parametrize(("make", "setting"), [
+    (lambda: gpipe(0, 1), "stages=0"),
+    (lambda: one_f_one_b(2, 0), "microbatches=0"),
+    (lambda: naive(2, -1), "microbatches=-1"),
+    (lambda: interleaved(2, 2, 0), "chunks=0"),
+    (lambda: zbv(2, 0), "microbatches=0"),
+    (lambda: AsyncOneFOneB(2, 2), "stage=2"),
+    (lambda: AsyncOneFOneB(2, 0, -1), "extra_in_flight=-1"),
+    (lambda: AsyncOneFOneB(2, 0).feed(0), "count=0"),
+    (lambda: AsyncV(2, 2, "vmin"), "stage=2"),
+    (lambda: AsyncV(2, 0, "vmin").feed(0), "count=0"),
+])  # fmt: skip
 def test_bad_sizes_are_refused_by_name(make: Callable[[], object], setting: str) -> None:
     with pytest.raises(ValueError, match=re.escape(setting)):
         make()
 
 
-@pytest.mark.parametrize(
-    ("stage_1", "message"),
-    [
-        ("F0 B0 F1 S0", r"chunk 1: backwards run in the order \[0\], forwards \[0, 1\]"),
-        ("F0 F0 B0 F1 B1 S0", r"stage 1: Forward\(chunk=1, microbatch=0\) comes twice"),
-        ("F0 B0 B0 F1 B1 S0", r"stage 1: Backward\(chunk=1, microbatch=0\) comes twice"),
-        ("B0 F0 F1 B1 S0", r"stage 1: Backward\(chunk=1, microbatch=0\) comes before its forward"),
-        ("F0 B0 F1 B1", r"stage 1: after Backward\(chunk=1, microbatch=1\) a Step is missing"),
-        ("", "stage 1: after no action a Step is missing"),
-        ("F0 B0 F1 B1 S0 S1", r"stage 1: Step\(stage=1, update=1\) has no backward"),
-        ("F0 B0 S0 F1 B1 S0", r"stage 1: Step\(stage=1, update=0\) comes where update 1 is due"),
-        ("F0 B0 S0 F1 B1 S1", r"chunk 1: update by microbatches \[0\] comes where chunk 0 has \[0, 1\]"),
-        ("F1 F0 B1 B0 S0", "chunk 1: forward of microbatch 1 comes where chunk 0 has 0"),
-        ("F0 F1 B1 B0 S0", r"chunk 1: backwards run in the order \[1, 0\], forwards \[0, 1\]"),
-        ("F0 B0 S0", "chunk 1: forward of microbatch none comes where chunk 0 has 1"),
-    ],
-)
+@pytest.mark.parametrize(("stage_1", "message"), [
+    ("F0 B0 F1 S0", r"chunk 1: backwards run in the order \[0\], forwards \[0, 1\]"),
+    ("F0 F0 B0 F1 B1 S0", r"stage 1: Forward\(chunk=1, microbatch=0\) comes twice"),
+    ("F0 B0 B0 F1 B1 S0", r"stage 1: Backward\(chunk=1, microbatch=0\) comes twice"),
+    ("B0 F0 F1 B1 S0", r"stage 1: Backward\(chunk=1, microbatch=0\) comes before its forward"),
+    ("F0 B0 F1 B1", r"stage 1: after Backward\(chunk=1, microbatch=1\) a Step is missing"),
+    ("", "stage 1: after no action a Step is missing"),
+    ("F0 B0 F1 B1 S0 S1", r"stage 1: Step\(stage=1, update=1\) has no backward"),
+    ("F0 B0 S0 F1 B1 S0", r"stage 1: Step\(stage=1, update=0\) comes where update 1 is due"),
+    ("F0 B0 S0 F1 B1 S1", r"chunk 1: update by microbatches \[0\] comes where chunk 0 has \[0, 1\]"),
+    ("F1 F0 B1 B0 S0", "chunk 1: forward of microbatch 1 comes where chunk 0 has 0"),
+    ("F0 F1 B1 B0 S0", r"chunk 1: backwards run in the order \[1, 0\], forwards \[0, 1\]"),
+    ("F0 B0 S0", "chunk 1: forward of microbatch none comes where chunk 0 has 1"),
+])  # fmt: skip
 def test_validate_names_stage_and_action(stage_1: str, message: str) -> None:
     validate([stage(0, "F0 F1 B0 B1 S0"), stage(1, "F0 B0 F1 B1 S0")])
     with pytest.raises(ValueError, match=message):
@@ -212,17 +187,14 @@ def test_dependency_order_keeps_every_stage_in_order_and_messages_before_their_u
             assert position[Backward(s, k)] < position[Backward(s - 1, k)]
 
 
-@pytest.mark.parametrize(
-    ("documented", "schedule"),
-    [
-        (naive, naive(3, 2)),
-        (gpipe, gpipe(3, 4)),
-        (one_f_one_b, one_f_one_b(3, 4)),
-        (interleaved, interleaved(2, 4)),
-        (zbv, zbv(2, 4)),
-        (AsyncOneFOneB, asynchronous(3, 1, updates=6)),
-    ],
-)
+@pytest.mark.parametrize(("documented", "schedule"), [
+    (naive, naive(3, 2)),
+    (gpipe, gpipe(3, 4)),
+    (one_f_one_b, one_f_one_b(3, 4)),
+    (interleaved, interleaved(2, 4)),
+    (zbv, zbv(2, 4)),
+    (AsyncOneFOneB, asynchronous(3, 1, updates=6)),
+])  # fmt: skip
 def test_documented_clock_tables_are_what_the_generators_yield(documented: object, schedule: Schedule) -> None:
     documented_rows = re.findall(r"stage \d \|.*", documented.__doc__ or "")
     drawn = schedule if documented is zbv else simulate(schedule, backward=1.0)
@@ -238,22 +210,19 @@ def last_first(stages: int, count: int) -> Schedule:
     ]
 
 
-@pytest.mark.parametrize(
-    ("made", "said"),
-    [
-        (lambda stages, count: one_f_one_b(stages + 1, count), "there are 3 lists for 2 stages"),
-        (
-            lambda stages, count: one_f_one_b(stages, count - 1),
-            r"the forwards are of \[0, 1\], not of microbatches 0 to 2",
-        ),
-        (
-            lambda stages, count: last_first(stages, count),
-            r"the forwards are of \[2, 1, 0\], not of microbatches 0 to 2",
-        ),
-        (lambda stages, count: asynchronous(stages, 1, count), "an update has one Step, at its end"),
-        (lambda stages, count: [[], []], "stage 0: after no action a Step is missing"),
-    ],
-)
+@pytest.mark.parametrize(("made", "said"), [
+    (lambda stages, count: one_f_one_b(stages + 1, count), "there are 3 lists for 2 stages"),
+    (
+        lambda stages, count: one_f_one_b(stages, count - 1),
+        r"the forwards are of \[0, 1\], not of microbatches 0 to 2",
+    ),
+    (
+        lambda stages, count: last_first(stages, count),
+        r"the forwards are of \[2, 1, 0\], not of microbatches 0 to 2",
+    ),
+    (lambda stages, count: asynchronous(stages, 1, count), "an update has one Step, at its end"),
+    (lambda stages, count: [[], []], "stage 0: after no action a Step is missing"),
+])  # fmt: skip
 def test_a_generator_that_is_not_of_one_update_is_refused_by_name(made: Generator, said: str) -> None:
     with pytest.raises(ValueError, match=f"schedule=<lambda>, 2 stages, 3 microbatches: .*{said}"):
         of_one_update(made, 2, 3)
@@ -283,17 +252,14 @@ def test_activations_held_with_several_chunks(stages: int, count: int) -> None:
         assert peak_activations(interleaved(stages, count, chunks)) == expected
 
 
-@pytest.mark.parametrize(
-    ("lists", "said"),
-    [
-        ([["F0", "B0"], ["F0", "B0", "F1", "B1"]], "chunk 0 is on the stages 0 and 1"),
-        ([["F0", "B0"], ["F2", "B2"]], r"the chunks are \[0, 2\]: number them"),
-        ([["F1", "B1"], ["F0", "B0"]], "the last chunk, 1, is on stage 0 of 2: put it on the last stage"),
-        ([["F0", "I0"], ["F1", "B1"]], r"chunk 0: second halves .* in the order \[\], first halves \[0\]"),
-        ([["F0", "W0", "I0"], ["F1", "B1"]], r"BackwardWeight\(chunk=0, microbatch=0\) comes before its BackwardInput"),
-        ([["F0", "I0", "B0", "W0"], ["F1", "B1"]], r"chunk 0: backwards run in the order \[0, 0\], forwards \[0\]"),
-    ],
-)
+@pytest.mark.parametrize(("lists", "said"), [
+    ([["F0", "B0"], ["F0", "B0", "F1", "B1"]], "chunk 0 is on the stages 0 and 1"),
+    ([["F0", "B0"], ["F2", "B2"]], r"the chunks are \[0, 2\]: number them"),
+    ([["F1", "B1"], ["F0", "B0"]], "the last chunk, 1, is on stage 0 of 2: put it on the last stage"),
+    ([["F0", "I0"], ["F1", "B1"]], r"chunk 0: second halves .* in the order \[\], first halves \[0\]"),
+    ([["F0", "W0", "I0"], ["F1", "B1"]], r"BackwardWeight\(chunk=0, microbatch=0\) comes before its BackwardInput"),
+    ([["F0", "I0", "B0", "W0"], ["F1", "B1"]], r"chunk 0: backwards run in the order \[0, 0\], forwards \[0\]"),
+])  # fmt: skip
 def test_lists_with_misplaced_chunks_or_halves_are_refused(lists: list[list[str]], said: str) -> None:
     kinds = {"F": Forward, "B": Backward, "I": BackwardInput, "W": BackwardWeight}
     schedule: Schedule = [

@@ -58,17 +58,14 @@ def test_durations_may_differ_by_stage_and_steps_count_as_busy() -> None:
     assert simulation.bubble == pytest.approx(1 - 22.5 / 38)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "setting"),
-    [
-        ({"forward": 0.0}, "forward=0.0"),
-        ({"backward": [1.0, -1.0]}, "backward="),
-        ({"forward": [1.0]}, "one for each of the 2 chunks"),
-        ({"step": -1.0}, "step=-1.0"),
-        ({"latency": -0.1}, "latency=-0.1"),
-        ({"first": -0.1}, "first=-0.1"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "setting"), [
+    ({"forward": 0.0}, "forward=0.0"),
+    ({"backward": [1.0, -1.0]}, "backward="),
+    ({"forward": [1.0]}, "one for each of the 2 chunks"),
+    ({"step": -1.0}, "step=-1.0"),
+    ({"latency": -0.1}, "latency=-0.1"),
+    ({"first": -0.1}, "first=-0.1"),
+])  # fmt: skip
 def test_bad_durations_are_refused_by_name(arguments: dict[str, float], setting: str) -> None:
     with pytest.raises(ValueError, match=re.escape(setting)):
         simulate(gpipe(2, 2), **arguments)
