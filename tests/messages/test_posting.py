@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -37,6 +38,15 @@ def test_sends_come_back_in_the_order_of_handing_them_over_and_an_error_where_it
         posted[2]()
     assert int(posted[3]()) == 3  # later ones go on
     assert (set(link.threads) == {threading.current_thread().name}) == (kind is posts_directly)
+
+
+def test_a_stage_does_not_wait_for_the_copy_of_what_it_sends() -> None:
+    link, copied = Link(), threading.Event()
+    event: Any = SimpleNamespace(device=-1, synchronize=lambda: link.threads.append(f"copied: {copied.wait(10)}"))
+    posted = posts_from_thread(link.send)(torch.tensor(1), event)
+    copied.set()
+    posted()
+    assert link.threads == ["copied: True", "send"]
 
 
 def test_a_sending_thread_gets_the_interpreter_soon_while_a_schedule_runs() -> None:
