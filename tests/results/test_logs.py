@@ -15,21 +15,18 @@ from lightning_parallel.results.log_joins import LogJoins
 from lightning_parallel.results.logs import LogRecorder, loggers_through
 
 
-@pytest.mark.parametrize(
-    ("given", "whole", "expected", "warned"),
-    [
-        ([5, 3], 8, ([5, 3], 8), False),  # labels
-        ([9, 9], 9, ([3, 2], 9), False),  # a setting, whatever the batch
-        ([9, 9], 18, ([9, 9], 18), False),  # as many labels in fewer samples
-        ([9, 9], None, ([3, 2], 5), False),
-        ([7, 1], 8, ([7, 1], 8), False),
-        ([7, 1], 7, ([7, 1], 8), True),  # clamp(min=1)
-        ([7, 1], None, ([7, 1], 8), True),
-        ([4, 2], 7, ([4, 2], 6), True),  # such as a half of the samples, rounded
-        ([4, 2], None, ([4, 2], 6), False),
-        ([2, 2], 6, ([3, 2], 5), True),
-    ],
-)
+@pytest.mark.parametrize(("given", "whole", "expected", "warned"), [
+    ([5, 3], 8, ([5, 3], 8), False),  # labels
+    ([9, 9], 9, ([3, 2], 9), False),  # a setting, whatever the batch
+    ([9, 9], 18, ([9, 9], 18), False),  # as many labels in fewer samples
+    ([9, 9], None, ([3, 2], 5), False),
+    ([7, 1], 8, ([7, 1], 8), False),
+    ([7, 1], 7, ([7, 1], 8), True),  # clamp(min=1)
+    ([7, 1], None, ([7, 1], 8), True),
+    ([4, 2], 7, ([4, 2], 6), True),  # such as a half of the samples, rounded
+    ([4, 2], None, ([4, 2], 6), False),
+    ([2, 2], 6, ([3, 2], 5), True),
+])  # fmt: skip
 def test_a_batch_size_of_the_user_s_weighs_parts(
     given: list[int], whole: int | None, expected: tuple[list[int], int], warned: bool
 ) -> None:
