@@ -19,7 +19,7 @@ from lightning.pytorch.callbacks import (
     LearningRateMonitor,
     ModelCheckpoint,
 )
-from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from lightning.pytorch.loggers import CSVLogger
 
 from tests.strategies.observed import Net, Observed, Reader, loader, make_trainer
 from tests.thorough import thorough
@@ -33,11 +33,19 @@ BOTH = pytest.mark.parametrize("strategy", ["sync", "async"])
 # -- what callbacks read -------------------------------------------------------------------------------------
 
 
-def observe(strategy: str, moves: bool, **options: Any) -> dict[str, Any]:
-    """Fit, validate, test and predict: all that the trainer tells of metrics on the way."""
+class Scheduled(Observed):
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        return {"optimizer": optimizer, "lr_scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)}
+
+
+def observe(strategy: str, moves: bool, folder: Path, **options: Any) -> dict[str, Any]:
+    """Fit, validate, test and predict: all that the trainer tells of metrics on the way, and writes to a logger."""
     reader = Reader(every_step=moves)  # an asynchronous stage learns of the loss where the pipeline drains
-    trainer = make_trainer(strategy, [reader], **options)
-    module, validation = Observed(moves), loader(8, 4, 5)
+    logger = CSVLogger(folder, "csv", version=0)
+    callbacks = [reader, LearningRateMonitor("step")]
+    trainer = make_trainer(strategy, callbacks, logger=logger, log_every_n_steps=2, **options)
+    module, validation = Scheduled(moves), loader(8, 4, 5)
     trainer.fit(module, loader(), validation)
     progress_bar = dict(trainer.progress_bar_metrics)
     return {
@@ -49,20 +57,6 @@ def observe(strategy: str, moves: bool, **options: Any) -> dict[str, Any]:
         "predict": trainer.predict(module, loader(8, 4, 6)),
         "logged": {name: float(value) for name, value in trainer.logged_metrics.items()},
     }
-
-
-@pytest.fixture(scope="module")
-def single(pool: WorkerPool) -> Any:
-    """Runs of one process to compare with, each made once."""
-    runs: dict[str, Any] = {}
-
-    def get(fn: Any, *args: Any, **options: Any) -> Any:
-        key = repr((fn.__name__, args, sorted(options.items())))
-        if key not in runs:
-            runs[key] = pool.run(fn, 1, "single", *args, init=False, **options)[0]
-        return runs[key]
-
-    return get
 
 
 def assert_same(found: Any, expected: Any, where: str = "") -> None:
@@ -83,6 +77,11 @@ def assert_same(found: Any, expected: Any, where: str = "") -> None:
         assert found == expected, where
 
 
+def read_csv(folder: Path) -> list[dict[str, float]]:
+    with (folder / "csv" / "version_0" / "metrics.csv").open() as file:
+        return [{k: float(v) for k, v in row.items() if v} for row in csv.DictReader(file)]
+
+
 # The run ends in the middle of an epoch.
 ACCUMULATION = {
     "max_steps": 3, "max_epochs": -1, "accumulate_grad_batches": 2, "val_check_interval": 1, "limit_val_batches": 1,
@@ -94,17 +93,23 @@ MID_EPOCH = {"val_check_interval": 2, "num_sanity_val_steps": 2}
     ("sync", ACCUMULATION), ("async", MID_EPOCH), *thorough(("sync", MID_EPOCH), ("async", {"fast_dev_run": True})),
 ])  # fmt: skip
 def test_every_rank_reads_what_a_single_process_reads(
-    pool: WorkerPool, single: Any, strategy: str, options: dict[str, Any]
+    pool: WorkerPool, tmp_path: Path, strategy: str, options: dict[str, Any]
 ) -> None:
-    moves = strategy == "sync"
-    expected = single(observe, moves, **options)
-    for rank, found in enumerate(pool.run(observe, STAGES[strategy], strategy, moves, init=False, **options)):
+    moves, one, many = strategy == "sync", tmp_path / "one", tmp_path / "many"
+    (expected,) = pool.run(observe, 1, "single", moves, one, init=False, **options)
+    for rank, found in enumerate(pool.run(observe, STAGES[strategy], strategy, moves, many, init=False, **options)):
         predictions = found.pop("predict")
         assert_same(found, {what: value for what, value in expected.items() if what != "predict"}, f"rank {rank}")
         if rank == 0:  # where Lightning's users look for them; the other stages have none
             assert_same(predictions, expected["predict"])
         else:
             assert all(prediction is None for prediction in predictions)
+    if "fast_dev_run" in options:
+        return  # without a logger
+    rows = read_csv(one)
+    assert {"lr-SGD", "train_loss_step", "val_acc", "test_mean"} <= {name for row in rows for name in row}
+    assert_same(read_csv(many), rows)
+    assert [path.name for path in (many / "csv").iterdir()] == ["version_0"]  # and no other rank's
 
 
 class LogsGradients(Net):
@@ -182,64 +187,13 @@ def decide(strategy: str, moves: bool, kind: type[Decided], directory: Path, **o
     ("async", Decided, {"monitor": "train_loss_step", "every_n_train_steps": 3, "filename": "{step}-{train_acc:.3f}"}),
 ])  # fmt: skip
 def test_callbacks_and_schedulers_decide_on_every_rank_as_in_a_single_process(
-    pool: WorkerPool, single: Any, tmp_path: Path, strategy: str, kind: type[Decided], options: dict[str, Any]
+    pool: WorkerPool, tmp_path: Path, strategy: str, kind: type[Decided], options: dict[str, Any]
 ) -> None:
     moves = strategy == "sync"
-    expected = single(decide, moves, kind, tmp_path / "single", **options)
+    (expected,) = pool.run(decide, 1, "single", moves, kind, tmp_path / "single", init=False, **options)
     _, kept, _, (steps, *_), rates = expected
     assert kept and 0 < steps < 8 * 4 and rates[-1] < rates[0]
     found = pool.run(decide, STAGES[strategy], strategy, moves, kind, tmp_path / "many", init=False, **options)
     for rank, decided in enumerate(found):
         assert_same(decided, expected, f"rank {rank}")
     assert {path.name for path in (tmp_path / "many").iterdir()} == {*kept}
-
-
-# -- loggers -------------------------------------------------------------------------------------------------
-
-
-class Scheduled(Observed):
-    def configure_optimizers(self) -> Any:
-        optimizer = super().configure_optimizers()
-        return {"optimizer": optimizer, "lr_scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)}
-
-
-def log_to_files(strategy: str, moves: bool, directory: Path) -> None:
-    loggers = [CSVLogger(directory, "csv", version=0), TensorBoardLogger(str(directory), "tensorboard", version=0)]
-    trainer = make_trainer(
-        strategy, [LearningRateMonitor("step")], logger=loggers, log_every_n_steps=2, max_epochs=2, val_check_interval=2
-    )
-    module = Scheduled(moves)
-    trainer.fit(module, loader(), loader(8, 4, 5))
-    trainer.test(module, loader(8, 4, 6), verbose=False)
-
-
-def read_csv(directory: Path) -> list[dict[str, float]]:
-    with (directory / "csv" / "version_0" / "metrics.csv").open() as file:
-        return [{k: float(v) for k, v in row.items() if v} for row in csv.DictReader(file)]
-
-
-def read_tensorboard(directory: Path) -> dict[str, list[tuple[int, float]]]:
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    events = EventAccumulator(str(directory / "tensorboard" / "version_0"))
-    events.Reload()
-    return {tag: [(e.step, e.value) for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
-
-
-@BOTH
-def test_loggers_write_once_what_a_single_process_writes(
-    pool: WorkerPool, single: Any, tmp_path: Path, strategy: str
-) -> None:
-    moves = strategy == "sync"
-    one, many = tmp_path / "one", tmp_path / "many"
-    pool.run(log_to_files, 1, "single", moves, one, init=False)
-    pool.run(log_to_files, STAGES[strategy], strategy, moves, many, init=False)
-    rows = read_csv(one)
-    assert {"lr-SGD", "train_loss_step", "train_loss_epoch", "val_acc", "train_acc_by_hand", "test_mean"} <= {
-        name for row in rows for name in row
-    }
-    assert_same(read_csv(many), rows)
-    assert_same(read_tensorboard(many), read_tensorboard(one))
-    for directory in (one, many):  # fit's and test's, if they are two, and no other rank's
-        assert len(list((directory / "tensorboard" / "version_0").glob("events*"))) <= 2
-        assert sorted(path.name for path in (directory / "csv").iterdir()) == ["version_0"]
