@@ -71,23 +71,23 @@ class LooksLater(Net):
         self.trainer.callbacks.append(Callback())
 
 
-MODULES = {kind.__name__: kind for kind in (Net, Looks, LooksInTheOptimizer, LooksInACallback, LooksLater)}
+KINDS = [Net, Looks, LooksInTheOptimizer, LooksInACallback, LooksLater]
 
 
-def fit(kind: str, strategy: str) -> tuple[list[int], list[float]]:
-    module = MODULES[kind]()
-    options = {"microbatches": 2} if strategy == "sync" else {}
-    make_trainer(strategy, [], options, max_steps=3).fit(module, DataLoader(torch.ones(12, 4), batch_size=4))  # type: ignore[arg-type]
-    return module.kept, module.seen
+def fit(kinds: list[type[Net]], strategy: str) -> list[tuple[list[int], list[float]]]:
+    modules = [kind() for kind in kinds]
+    for module in modules:
+        trainer = make_trainer(strategy, [], {"microbatches": 2}, max_steps=3)
+        trainer.fit(module, DataLoader(torch.ones(12, 4), batch_size=4))  # type: ignore[arg-type]
+    return [(module.kept, module.seen) for module in modules]
 
 
-@pytest.mark.parametrize("kind", MODULES)
-def test_the_last_gradients_are_kept_only_if_somebody_may_look_at_them(pool: WorkerPool, kind: str) -> None:
-    ranks = pool.run(fit, 2, kind, "sync", init=False)
-    for kept, _ in ranks:
-        assert kept == ([0, 0] if kind == "Net" else [4, 4])  # a weight and a bias in each of two layers
-    if kind == "Looks":
-        ((_, expected),) = pool.run(fit, 1, kind, "single", init=False)
-        parts = zip(*(seen for _, seen in ranks), strict=True)
-        assert [sum(each) for each in parts] == pytest.approx(expected, rel=1e-5)
-        assert expected[0] == 0 < expected[1]
+def test_the_last_gradients_are_kept_only_if_somebody_may_look_at_them(pool: WorkerPool) -> None:
+    ranks = pool.run(fit, 2, KINDS, "sync", init=False)
+    for found in ranks:
+        # A weight and a bias in each of two layers.
+        assert [kept for kept, _ in found] == [[0, 0], *[[4, 4]] * 4]
+    (((_, expected),),) = pool.run(fit, 1, [Looks], "single", init=False)
+    parts = zip(*(found[1][1] for found in ranks), strict=True)
+    assert [sum(each) for each in parts] == pytest.approx(expected, rel=1e-5)
+    assert expected[0] == 0 < expected[1]
