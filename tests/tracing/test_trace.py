@@ -62,9 +62,9 @@ def test_a_step_that_draws_leaves_the_generators_as_they_were() -> None:
 
 
 def test_a_deep_model_takes_little_time_and_no_memory_for_parameters() -> None:
-    """It would hold 100 layers of 200 million parameters each."""
+    """It would hold 50 layers of 200 million parameters each."""
     config = LlamaConfig(
-        num_hidden_layers=100, hidden_size=4096, intermediate_size=11008, num_attention_heads=32, vocab_size=32000,
+        num_hidden_layers=50, hidden_size=4096, intermediate_size=11008, num_attention_heads=32, vocab_size=32000,
         bos_token_id=0, eos_token_id=0,
     )  # fmt: skip
     with torch.device("meta"):
@@ -74,8 +74,8 @@ def test_a_deep_model_takes_little_time_and_no_memory_for_parameters() -> None:
     units = Layers(model, None).units
     start = time.process_time()
     found = trace(model, units, lambda: model(input_ids=ids).logits)
-    assert [call.unit for call in found.calls][1:101] == [f"model.layers.{i}" for i in range(100)]
-    assert time.process_time() - start < 6  # 2 at most on an idle machine
+    assert [call.unit for call in found.calls][1:51] == [f"model.layers.{i}" for i in range(50)]
+    assert time.process_time() - start < 3  # 1 at most on an idle machine
 
 
 def test_a_signal_while_the_step_goes_on_ends_the_look() -> None:
