@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_parallel.gradients.swapping import gradients_apart, swap_gradients
-from lightning_parallel.pipeline.staleness import Stashing
+from lightning_parallel.pipeline.staleness import Correction, Stashing, copies, correction_weight, is_second_order
 from lightning_parallel.pipeline.weights import WeightVersions
 from lightning_parallel.private.torch.tensors import TorchDispatchMode
 
@@ -151,31 +151,30 @@ def test_a_parameter_unfrozen_under_way_is_corrected_from_its_first_update_on(st
     assert read == -0.75
 
 
-@pytest.mark.parametrize(
-    ("stashing", "delay", "count", "correction", "second_order", "expected"),
-    [
-        ("stash", 0, 2, 0.0, False, 0),
-        ("stash", 2, 4, 0.0, False, 1),
-        ("stash", 3, 1, 0.0, False, 3),
-        ("stash", 2, 4, 0.5, True, 2),  # what is in flight, and what forwards read
-        ("stash", 3, 1, 3.0, False, 4),
-        ("2bw", 0, 4, 0.0, False, 1),
-        ("2bw", 2, 4, 1.0, True, 2),
-        ("latest", 2, 4, 0.0, False, 0),
-        ("latest", 3, 1, 3.0, False, 1),
-        ("latest", 2, 4, 0.5, True, 1),
-    ],
-)
+@pytest.mark.parametrize(("stashing", "delay", "count", "correction", "expected"), [
+    ("stash", 0, 2, None, 0),  # the last stage
+    ("stash", 2, 4, None, 1),
+    ("stash", 3, 1, None, 3),
+    ("stash", 2, 4, "second_order", 2),  # what is in flight, and what forwards read
+    ("stash", 3, 1, "second_order", 4),  # of first order: more than an update lies between
+    ("2bw", 2, 4, None, 1),
+    ("2bw", 2, 4, 1.0, 2),
+    ("latest", 2, 4, None, 0),
+    ("latest", 2, 4, "error_feedback", 1),
+])  # fmt: skip
 def test_copies_held_are_those_in_flight_and_those_of_the_correction(
-    stashing: Stashing, delay: int, count: int, correction: float, second_order: bool, expected: int
+    stashing: Stashing, delay: int, count: int, correction: Correction, expected: int
 ) -> None:
-    training = Training(Between(), stashing, delay, count, correction=correction, second_order=second_order)
+    assert copies(stashing, correction, delay, count) == expected
+    weight = correction_weight(correction, stashing, delay, count)
+    second_order = is_second_order(correction, weight)
+    training = Training(Between(), stashing, delay, count, correction=weight, second_order=second_order)
     seen = []
     for k in range(6 * count + delay):
         training.microbatch(batch(k))
         seen.append(copies_held(training.versions))
     assert max(seen) == expected
-    steady = [copies for k, copies in enumerate(seen) if k >= 3 * count + delay and (k + 1 - delay) % count == 0]
+    steady = [held for k, held in enumerate(seen) if k >= 3 * count + delay and (k + 1 - delay) % count == 0]
     assert set(steady) == {expected}  # as an update ends
 
 
