@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from lightning_parallel.pipeline.staleness import (
-    copies,
     correction_weight,
     discount,
     extrapolate,
@@ -18,6 +17,7 @@ from lightning_parallel.pipeline.staleness import (
 )
 from lightning_parallel.schedules.actions import Backward, Forward, Step
 from lightning_parallel.schedules.asynchronous import AsyncOneFOneB
+from lightning_parallel.schedules.checks import validate
 from lightning_parallel.schedules.named import asynchronous
 
 SIZES = list(itertools.product((1, 2, 3, 5), (1, 2, 3, 4, 7), (0, 1, 2)))  # stages, microbatches, extra in flight
@@ -45,8 +45,11 @@ def counted(actions: list[Forward | Backward | Step]) -> dict[int, int]:
 def test_mean_staleness_is_what_the_lists_have_once_full(stages: int, microbatches: int, extra: int) -> None:
     filled = -(-(stages - 1) * (1 + extra) // microbatches)  # updates that begin before the pipeline is full
     updates = filled + 3
-    for s, actions in enumerate(asynchronous(stages, microbatches, updates, extra)):
+    lists = asynchronous(stages, microbatches, updates, extra)
+    validate(lists)
+    for s, actions in enumerate(lists):
         staleness = counted(actions)
+        assert len(staleness) == updates * microbatches
         warmup = AsyncOneFOneB(stages, s, extra).warmup
         for update in range(filled, updates):
             late = [staleness[k] for k in range(update * microbatches, (update + 1) * microbatches)]
@@ -95,16 +98,6 @@ def test_extrapolation_is_the_formula() -> None:
     by_hand = [torch.tensor([14.0])]
     extrapolate(by_hand, [torch.tensor([10.0])], [torch.tensor([12.0])], 0.5)
     assert by_hand[0].item() == 10 - 0.5 * 1.5 * 4 + 0.5 * 2
-
-
-def test_copies_are_those_in_flight_and_those_of_the_correction() -> None:
-    for correction, more in ((None, 0), ("error_feedback", 1), (0.5, 1), ("second_order", 1)):
-        assert copies("stash", correction, 3, 4) == 1 + more
-        assert copies("2bw", correction, 3, 4) == 1 + more
-        assert copies("latest", correction, 3, 4) == more
-        assert copies("stash", correction, 0, 4) == 0  # the last stage
-    assert copies("stash", None, 3, 1) == 3
-    assert copies("stash", "second_order", 3, 1) == 4  # of first order
 
 
 def test_the_discount_of_late_stages_wears_off() -> None:

@@ -21,10 +21,8 @@ from lightning_parallel.schedules.v_shaped import vhalf, vmin, zbv, zbv_in_bytes
 from tests.thorough import thorough
 from tools.schedule.costs import peak_activations
 
-SIZES = [(1, 1), (1, 4), (2, 1), (2, 8), (4, 2), (4, 4), (4, 8), (8, 16)]
 
-
-@pytest.mark.parametrize(("stages", "microbatches"), SIZES)
+@pytest.mark.parametrize(("stages", "microbatches"), [(1, 1), (1, 4), (2, 1), (2, 8), (4, 2), (4, 4), (8, 16)])
 def test_the_simulated_bubble_is_the_formula_s(stages: int, microbatches: int) -> None:
     formulas = {
         "naive": (stages - 1) / stages,
@@ -100,7 +98,7 @@ def test_a_v_keeps_stages_busy_and_more_so_across_batches(
 
 @pytest.mark.parametrize(
     ("stages", "count", "half", "least"),
-    [(4, 8, (3.0, 0.906), (2.0, 0.814)), (8, 16, (5.0, 0.850), (4.0, 0.807)), (16, 32, (9.0, 0.824), (6.0, 0.765))],
+    [(4, 8, (3.0, 0.906), (2.0, 0.814)), (8, 16, (5.0, 0.850), (4.0, 0.807))],
 )
 def test_v_half_and_v_min_hold_less_and_wait_less_than_1f1b(
     stages: int, count: int, half: tuple[float, float], least: tuple[float, float]
