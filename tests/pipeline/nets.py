@@ -149,8 +149,8 @@ class PassesThrough(Net):
             super().__init__()
             self.layer = nn.Linear(width, width)
 
-        def forward(self, x: Tensor, y: Tensor, *_: Tensor) -> tuple[Tensor, ...]:
-            z = self.layer(x + y * 0.5).tanh()
+        def forward(self, x: Tensor, y: Tensor, passed: Any = 0.0, bias: Any = 1.0) -> tuple[Tensor, ...]:
+            z = self.layer(x + y * 0.5 + passed * bias).tanh()
             return z, z, x, self.layer.bias
 
     def step(self, x: Tensor) -> Tensor:
