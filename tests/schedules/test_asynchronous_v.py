@@ -43,17 +43,10 @@ def joined(slices: list[list[list[Action]]]) -> list[list[Action]]:
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("stages", [1, 2, 3, 4, 5, 8, *thorough(6, 7, 11, 16)])
-def test_lists_of_equal_batches_are_valid(stages: int, shape: VShape) -> None:
-    for microbatches in sorted({1, 2, 3, stages, 2 * stages + 1}):
-        validate(joined(sliced(shape, stages, [(microbatches, True, False)] * 5)))
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", [*range(10), *thorough(*range(10, 16))])
 def test_lists_of_any_batches_with_accumulation_and_drains_are_valid_slice_by_slice(seed: int, shape: VShape) -> None:
     draw = random.Random(seed)
-    stages = draw.randint(1, 6)
+    stages = draw.randint(1, 8 if seed < 10 else 16)
     batches = [(draw.randint(1, 3 * stages), draw.random() < 0.7, draw.random() < 0.2) for _ in range(12)]
     batches.append((draw.randint(1, 4), True, False))
     slices = sliced(shape, stages, batches)
@@ -99,7 +92,9 @@ def test_steps_of_chunks_are_checked(changed: Callable[[list[Action]], list[Acti
 def test_what_the_lists_cost(shape: VShape, stages: int) -> None:
     """Beside asynchronous 1F1B, whose first stage holds `stages` microbatches, which are (stages - 1) / 2 late."""
     found = steady(shape, stages, 2 * stages)
-    assert max(peak_activations(asynchronous(stages, 2 * stages, 9, schedule=shape))) == LEAST[shape, stages]  # chunks
+    lists = asynchronous(stages, 2 * stages, 9, schedule=shape)
+    validate(lists)
+    assert max(peak_activations(lists)) == LEAST[shape, stages]  # chunks
     late = [2 * stages * each for each in found.staleness]  # microbatches
     assert sum(late) / len(late) < (stages - 1) / 2 * (0.72 if shape == "vmin" else 1.42 if stages == 4 else 1.11)
     assert max(found.most) == 1 and found.staleness[-1] == 0
