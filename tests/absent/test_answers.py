@@ -13,8 +13,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils.dlpack import from_dlpack, to_dlpack
-from transformers import LlamaConfig
-from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
 from lightning_parallel.absent.answers import ANSWERS_KEPT, AbsentForward
 from lightning_parallel.absent.module import make_absent
@@ -47,18 +45,6 @@ class Pair(nn.Module):
         return {"pair": (y * scale, y.sum(-1)), "count": 3, "none": None}
 
 
-class LlamaLayer(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        config = LlamaConfig(hidden_size=8, intermediate_size=16, num_attention_heads=2, num_hidden_layers=1)
-        self.rotary = LlamaRotaryEmbedding(config)
-        self.layer = LlamaDecoderLayer(config, layer_idx=0)
-
-    def forward(self, x: Tensor) -> Any:
-        positions = torch.arange(x.shape[1])[None]
-        return self.layer(x, position_ids=positions, position_embeddings=self.rotary(x, positions))
-
-
 class Attention(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -77,7 +63,6 @@ TWINS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "lstm": (lambda: nn.LSTM(8, 6, num_layers=2, bidirectional=True, dropout=0.1), (5, 4, 8)),
     "attention, mask": (lambda: Attention(), (5, 4, 8)),
     "encoder": (lambda: nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 2), (3, 4, 8)),
-    "llama": (LlamaLayer, (3, 4, 8)),
     "pair": (Pair, (3, 8)),
     "weight norm": (lambda: nn.utils.parametrizations.weight_norm(nn.Linear(8, 3)), (2, 8)),
 }

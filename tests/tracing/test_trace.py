@@ -74,6 +74,7 @@ def test_a_deep_model_takes_little_time_and_no_memory_for_parameters() -> None:
     units = Layers(model, None).units
     start = time.process_time()
     found = trace(model, units, lambda: model(input_ids=ids).logits)
+    assert found.stopped is None
     assert [call.unit for call in found.calls][1:51] == [f"model.layers.{i}" for i in range(50)]
     assert time.process_time() - start < 3  # 1 at most on an idle machine
 
