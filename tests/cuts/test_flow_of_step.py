@@ -18,8 +18,7 @@ from tests.pipeline import by_hand
 from tests.pipeline.by_hand import CPU
 from tests.pipeline.nets import (
     BLOCKS,
-    HiddenPenalty,
-    Loose,
+    Glue,
     MultiExit,
     Net,
     UNet,
@@ -64,14 +63,6 @@ class Asks(Net):
         return output.square().mean() + output.abs().mean().item() * first.mean()
 
 
-class CallsAgain(Net):
-    """Calls its first layers by a value of the last stage."""
-
-    def step(self, x: Tensor) -> Tensor:
-        size = self.head(self.body(self.stem(x))).abs().mean().item()
-        return self.head(self.body(self.stem(x * size))).square().mean()
-
-
 STEM, FIRST = ("stem", 0), ("blocks.0", 0)
 
 
@@ -80,8 +71,7 @@ STEM, FIRST = ("stem", 0), ("blocks.0", 0)
     # blocks.1 is needed by blocks.2, right after its own cut; blocks.0 by blocks.3; the stem by the head.
     (UNet, [{STEM}, {STEM, FIRST}, {STEM, FIRST}]),
     # Only outputs of modules cross, so residual sums outside the layers are made again on each stage.
-    (Loose, [{STEM, FIRST}]),
-    (HiddenPenalty, [set(), {FIRST}, {FIRST}]),
+    (Glue, [{STEM, FIRST}]),
     (MultiExit, [set(), {FIRST}, {FIRST, ("blocks.1", 0)}]),
     (Asks, [{STEM}]),
     (Views, [{("blocks.1", 1)}]),
@@ -112,11 +102,6 @@ def test_a_stage_goes_on_to_its_further_calls_past_those_of_later_stages() -> No
     flow = stage.flow_of(lambda: step(model))
     assert flow.last == (("blocks.1", 1), ("head", 1))
     assert flow.passed == ({("blocks.2", 0), ("blocks.3", 0), ("head", 0)}, set())
-
-
-def test_what_is_called_after_a_value_was_asked_for_is_on_the_last_stage() -> None:
-    again = CallsAgain()
-    assert partition(again, lambda: step(again), 2, **BLOCKS).units["stem"] == (0, 1)
 
 
 TOLD = ["returned", "logged", "kept in a list", "kept in a new dictionary", "kept as an attribute", "kept as a buffer"]

@@ -75,22 +75,6 @@ class Glue(Net):
         return self.head(x.flatten(0, 0)).square().mean()
 
 
-class Loose(Net):
-    """Parameters on the model itself: one used before the blocks, one between them, one after."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.position = nn.Parameter(torch.randn(self.width))
-        self.scales = nn.ParameterList(torch.rand(1) for _ in self.blocks)
-        self.temperature = nn.Parameter(torch.ones(()))
-
-    def step(self, x: Tensor) -> Tensor:
-        x = self.stem(x) + self.position
-        for block, scale in zip(self.blocks, self.scales, strict=True):
-            x = x + scale * block(x)
-        return (self.head(x) / self.temperature).square().mean()
-
-
 class UNet(Net):
     """Skip connections over all cuts, of the stem and of layers, changed in place on the way."""
 
@@ -176,22 +160,6 @@ class Checkpointed(Net):
         for block in self.blocks:
             x = checkpoint(block, x, use_reentrant=False)
         return self.head(x).square().mean()
-
-
-class HiddenPenalty(Net):
-    """The loss reads the output of an early layer, and so do values that it asks for."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[float] = []
-
-    def step(self, x: Tensor) -> Tensor:
-        early = self.blocks[0](self.stem(x))
-        x = early
-        for block in self.blocks[1:]:
-            x = block(x)
-        self.seen.append(early.abs().max().item())
-        return self.head(x).square().mean() + early.square().mean()
 
 
 class MultiExit(Net):
