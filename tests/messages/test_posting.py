@@ -43,7 +43,8 @@ def test_sends_come_back_in_the_order_of_handing_them_over_and_an_error_where_it
 def test_a_stage_does_not_wait_for_the_copy_of_what_it_sends() -> None:
     link, copied = Link(), threading.Event()
     event: Any = SimpleNamespace(device=-1, synchronize=lambda: link.threads.append(f"copied: {copied.wait(10)}"))
-    posted = posts_from_thread(link.send)(torch.tensor(1), event)
+    post = posts_from_thread(link.send)
+    posted = post(torch.tensor(1), event)
     copied.set()
     posted()
     assert link.threads == ["copied: True", "send"]
