@@ -119,7 +119,7 @@ class LogsGradients(Net):
 
 def keep_by_gradients(strategy: str, directory: Path) -> Any:
     keeper = ModelCheckpoint(directory, "{step}", monitor="norm", every_n_train_steps=1, save_top_k=2)
-    make_trainer(strategy, [keeper], enable_checkpointing=True).fit(LogsGradients(), loader(24))
+    make_trainer(strategy, [keeper], enable_checkpointing=True, max_epochs=1).fit(LogsGradients(), loader(16))
     return {Path(path).name: float(score) for path, score in keeper.best_k_models.items()}
 
 
