@@ -6,7 +6,6 @@ from collections import deque
 from collections.abc import Iterator
 
 from lightning_parallel.schedules.actions import Action, Backward, Forward, Step
-from lightning_parallel.schedules.generators import refuse_below, refuse_other_stages
 
 
 class AsyncOneFOneB:
@@ -47,8 +46,6 @@ class AsyncOneFOneB:
     """
 
     def __init__(self, stages: int, stage: int, extra_in_flight: int = 0) -> None:
-        refuse_other_stages(stages, stage)
-        refuse_below(0, extra_in_flight=extra_in_flight)
         self.warmup = (stages - 1 - stage) * (1 + extra_in_flight)
         self._stage = stage
         self._microbatch = 0  # the number of the next forward
@@ -64,7 +61,6 @@ class AsyncOneFOneB:
         Args:
             ends_update: if False (gradient accumulation), the update goes on with the next call.
         """
-        refuse_below(1, count=count)
         actions: list[Action] = []
         for i in range(count):
             actions.append(Forward(self._stage, self._microbatch))

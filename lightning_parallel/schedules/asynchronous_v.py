@@ -20,7 +20,6 @@ from lightning_parallel.schedules.actions import (
 )
 from lightning_parallel.schedules.blocks import HOP_OF_V_HALF, HOP_OF_V_MIN, chunks_in_v, smallest
 from lightning_parallel.schedules.filling import StageAtWork, run
-from lightning_parallel.schedules.generators import refuse_below, refuse_other_stages
 
 VShape: TypeAlias = Literal["vhalf", "vmin"]
 _HOPS: dict[VShape, int] = {"vhalf": HOP_OF_V_HALF, "vmin": HOP_OF_V_MIN}
@@ -50,7 +49,6 @@ class AsyncV:
     """
 
     def __init__(self, stages: int, stage: int, shape: VShape) -> None:
-        refuse_other_stages(stages, stage)
         self._stage, self._hop = stage, _HOPS[shape]
         self._chunks = chunks_in_v(stages, stage)
         self._state = self._empty = _State((((),) * stages), ((0,) * stages), ((0,) * stages), ())
@@ -62,7 +60,6 @@ class AsyncV:
 
     def feed(self, count: int, *, ends_update: bool = True) -> Iterator[Action]:
         """As :meth:`.AsyncOneFOneB.feed`, with the forwards of all of the microbatches."""
-        refuse_below(1, count=count)
         if ends_update:
             self._ending.add(self._microbatch + count - 1)
         begun, self._state = _fed(self._hop, self._state, count)

@@ -157,9 +157,3 @@ def refuse_below(least: int, **numbers: int) -> None:
     for name, number in numbers.items():
         if number < least:
             raise ValueError(f"{name}={number}: give at least {least}.")
-
-
-def refuse_other_stages(stages: int, stage: int) -> None:
-    """Refuse a stage that isn't there."""
-    if not 0 <= stage < stages:
-        raise ValueError(f"stage={stage}: with stages={stages} give a stage from 0 to {stages - 1}.")

@@ -19,7 +19,6 @@ from lightning_parallel.schedules.actions import (
     placement,
 )
 from lightning_parallel.schedules.asynchronous import AsyncOneFOneB
-from lightning_parallel.schedules.asynchronous_v import AsyncV
 from lightning_parallel.schedules.checks import of_one_update, validate
 from lightning_parallel.schedules.generators import Generator, gpipe, interleaved, naive, one_f_one_b
 from lightning_parallel.schedules.named import SCHEDULES, asynchronous
@@ -56,11 +55,6 @@ def test_activations_held(stages: int, microbatches: int) -> None:
     (lambda: naive(2, -1), "microbatches=-1"),
     (lambda: interleaved(2, 2, 0), "chunks=0"),
     (lambda: zbv(2, 0), "microbatches=0"),
-    (lambda: AsyncOneFOneB(2, 2), "stage=2"),
-    (lambda: AsyncOneFOneB(2, 0, -1), "extra_in_flight=-1"),
-    (lambda: AsyncOneFOneB(2, 0).feed(0), "count=0"),
-    (lambda: AsyncV(2, 2, "vmin"), "stage=2"),
-    (lambda: AsyncV(2, 0, "vmin").feed(0), "count=0"),
 ])  # fmt: skip
 def test_bad_sizes_are_refused_by_name(make: Callable[[], object], setting: str) -> None:
     with pytest.raises(ValueError, match=re.escape(setting)):
