@@ -86,15 +86,6 @@ def around(module: nn.Module, site: Site, work: Work) -> Around:
     return new
 
 
-class Worked(Style):
-    """Keeps a module whole, with work around its forward."""
-
-    work: ClassVar[Work] = Work()
-
-    def new_layer(self, rule: Rule, site: Site) -> nn.Module:
-        return around(rule.module, site, self.work)
-
-
 @dataclass(frozen=True)
 class Copy(Style):
     """Keeps a module whole whose output divided code uses: the output's gradient is summed over the ranks.
@@ -122,22 +113,6 @@ class Copy(Style):
             return functions.copy(x, group)
         first, last = x.split([x.shape[-1] - self.features, self.features], -1)
         return torch.cat([first, functions.copy(last, group)], -1)
-
-
-class Reduce(Worked):
-    """Keeps a module whole whose output on each rank is a part of a sum."""
-
-    name = "reduce"
-    work = Work(outputs=functions.reduce)
-
-
-class DivideOutput(Worked):
-    """Keeps a module whole whose outputs are whole on every rank but are summed over the ranks later: each rank passes
-    on an equal share."""
-
-    name = "divide_output"
-    sums_gradients = True
-    work = Work(outputs=lambda x, group: x / group.size())
 
 
 # -- modules whose own parameters are divided -------------------------------------------------------------------------

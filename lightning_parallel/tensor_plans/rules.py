@@ -21,9 +21,9 @@ from dataclasses import replace
 from torch import nn
 
 from lightning_parallel.cuts.layers import matching
-from lightning_parallel.tensor.layer import ParallelLayer
+from lightning_parallel.tensor.layer import ParallelLayer, Site
 from lightning_parallel.tensor.linear import is_linear
-from lightning_parallel.tensor_plans.around import Work, Worked
+from lightning_parallel.tensor_plans.around import Work, around
 from lightning_parallel.tensor_plans.style import Plan, Rule, Style
 from lightning_parallel.tensor_plans.styles import Column, Divide, SharedHeads, read_style
 
@@ -92,11 +92,13 @@ def pattern_of(module: nn.Module, name: str) -> str:
 # -- layers in adapters of PEFT ----------------------------------------------------------------------------------
 
 
-class Outside(Worked):
+class Outside(Style):
     """Runs a dropout on whole activations: all ranks must draw the same mask."""
 
     in_sequence_blocks = True
-    work = Work(draws="equal")
+
+    def new_layer(self, rule: Rule, site: Site) -> nn.Module:
+        return around(rule.module, site, Work(draws="equal"))
 
 
 def without_adapters(rule: Rule) -> list[Rule]:

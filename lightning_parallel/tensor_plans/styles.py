@@ -15,7 +15,7 @@ from torch import nn
 from lightning_parallel.tensor.embedding import VocabParallelEmbedding
 from lightning_parallel.tensor.layer import Site
 from lightning_parallel.tensor.linear import ColumnParallelLinear, RowParallelLinear, is_linear
-from lightning_parallel.tensor_plans.around import Copy, DivideOutput, Experts, Parameters, Reduce, Work, around
+from lightning_parallel.tensor_plans.around import Copy, Experts, Parameters, Work, around
 from lightning_parallel.tensor_plans.style import Rule, Style, over
 
 # -- linear layers -----------------------------------------------------------------------------------------------
@@ -257,7 +257,7 @@ STYLES: Mapping[str, type[Style]] = MappingProxyType(
         style.name: style
         for style in (
             Column, GatheredColumn, Row, SplitRow, SharedHeads, Embedding, Divide, SumGradient, Experts, Parameters,
-            Copy, Reduce, DivideOutput,
+            Copy,
         )
     }
 )  # fmt: skip
@@ -275,8 +275,6 @@ OTHER_NAMES: Mapping[str, str] = MappingProxyType(
         "embedding_rowwise": "embedding",
         "embedding_colwise": "embedding",
         "replicated_with_grad_allreduce": "sum_gradient",
-        "all_reduce": "reduce",
-        "moe_identity_expert": "divide_output",
     }
 )
 

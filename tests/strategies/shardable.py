@@ -135,17 +135,6 @@ class LatentExperts(Experts):
             return super().loss(batch)
 
 
-class IdentityExperts(LatentExperts):
-    """Some experts return what they get, on all ranks."""
-
-    kind = "LongcatFlashForCausalLM"
-    sizes = {
-        **{name: each for name, each in LatentExperts.sizes.items() if name not in (
-            "intermediate_size", "num_hidden_layers", "first_k_dense_replace", "n_group"
-        )}, "ffn_hidden_size": 12, "expert_ffn_hidden_size": 6, "moe_topk": 2, "zero_expert_num": 2, "num_layers": 1,
-    }  # fmt: skip
-
-
 class Mixed(LeNet):
     """Convolutions and BatchNorm left whole, then linear layers by a plan of the module's own; one frozen."""
 
@@ -311,7 +300,7 @@ SHARDABLE = {
         ShardableGPT2, DroppingGPT2, ShardableLlama, Mixed, Forgetful, Fails, Counting,
         Asks, Scaled, ScaledWithoutASum,
         LoraLlama, LoraSavingLlama, DroppingLoraLlama, LoraGPT2, ShardablePhi3, ShardableQwen3,
-        PlanlessOPT, Experts, LatentExperts, IdentityExperts, PenalisesShards, DrawsByRank, DrawsInValidation,
+        PlanlessOPT, Experts, LatentExperts, PenalisesShards, DrawsByRank, DrawsInValidation,
         LogsShards, ByForward,
     )
 }  # fmt: skip

@@ -66,7 +66,7 @@ class Encoder(Base):
 SEQUENCE: dict[str, Any] = {"sequence_parallel": True}
 ALL_AT_ONCE: dict[str, Any] = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.05}
 OF_GAIN = {"model.up": "column", "model.gain": GainStyle(), "model.down": "row"}
-OF_EXPERTS = {"model.mixture": "experts:up=0,down=1", "model.mixture.kept": "divide_output"}
+OF_EXPERTS = {"model.mixture": "experts:up=0,down=1"}
 OF_ENCODER = {"encoder.layers.*.linear1": "column", "encoder.layers.*.linear2": "row"}
 
 
@@ -85,7 +85,7 @@ OF_ENCODER = {"encoder.layers.*.linear1": "column", "encoder.layers.*.linear2": 
     (Encoder, 2, {"plan": OF_ENCODER}, {}),
     ("LeNet", 2, {"plan": "none"}, {}),  # nothing divides it
     *thorough(
-        ("LoraSavingLlama", 2, {}, {}), ("Experts", 2, {}, {}), ("IdentityExperts", 2, {}, {}),
+        ("LoraSavingLlama", 2, {}, {}), ("Experts", 2, {}, {}),
         ("ShardableGPT2", 3, SEQUENCE, {}), ("ShardableGPT2", 4, {}, {}), ("ShardableLlama", 2, SEQUENCE, ALL_AT_ONCE),
         ("LeNet", 2, {}, {}), ("GPT2Untied", 2, {}, {}), ("DemoTransformer", 2, {}, {}),
     ),

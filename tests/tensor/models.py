@@ -138,28 +138,16 @@ class Gained(nn.Module):
         return out
 
 
-class Scale(nn.Module):
-    """What an identity expert is, with a parameter; its input comes by keyword."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(6))
-
-    def forward(self, *, hidden: Tensor) -> Tensor:
-        return hidden * self.scale
-
-
 class Mixture(nn.Module):
-    """Divided matrices, and a module that stays whole, in one sum."""
+    """Divided matrices."""
 
     def __init__(self) -> None:
         super().__init__()
         self.up, self.down = nn.Parameter(torch.randn(10, 6)), nn.Parameter(torch.randn(6, 10))
-        self.kept = Scale()
         self.group = 2.0  # a name that is the module's own
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(x @ self.up.T) @ self.down.T + self.group * self.kept(hidden=x)
+        return torch.tanh(x @ self.up.T) @ self.down.T * self.group
 
 
 class InSum(nn.Module):

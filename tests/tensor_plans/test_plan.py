@@ -109,7 +109,7 @@ def test_rules_that_do_not_fit_are_refused(plan: dict[str, str | Style], message
 
 
 def test_styles_are_read() -> None:
-    for name in ("row", "row_split", "column_gather", "embedding", "sum_gradient", "reduce", "divide_output"):
+    for name in ("row", "row_split", "column_gather", "embedding", "sum_gradient"):
         assert read_style(name).name == name
     for text, style in {
         "column": Column(), "column:3": Column((3,)), "column:512,128,128": Column((512, 128, 128)),
