@@ -70,11 +70,7 @@ def bring_along(trainer: pl.Trainer) -> None:
 
 
 def refuse_saves_after_errors(callbacks: Iterable[Callback]) -> None:
-    """Refuse callbacks that save after an error of a rank, where a checkpoint needs all of them.
-
-    Raises:
-        ValueError: it names the callback.
-    """
+    """Refuse callbacks that save after an error of a rank, where a checkpoint needs all of them."""
     for callback in callbacks:
         asked = isinstance(callback, ModelCheckpoint) and callback.save_on_exception
         if asked or isinstance(callback, OnExceptionCheckpoint):
@@ -86,11 +82,7 @@ def refuse_saves_after_errors(callbacks: Iterable[Callback]) -> None:
 
 
 def refuse_callbacks(callbacks: Iterable[Callback], refused: Reasons, strategy: str) -> None:
-    """Refuse callbacks that can't work under a strategy. ``refused`` maps their classes to the reason and the fix.
-
-    Raises:
-        ValueError: it names the callback.
-    """
+    """Refuse callbacks that can't work under a strategy. ``refused`` maps their classes to the reason and the fix."""
     for callback in callbacks:
         for kind, reason in refused.items():
             if isinstance(callback, kind):

@@ -266,11 +266,7 @@ def _count_as_completed(loops: Mapping[str, Any], moment: SavedMoment) -> None:
 
 def _refuse_searches(trainer: pl.Trainer) -> None:
     """Refuse Lightning's searches before a run in a run that is resumed. After a search they restore the state from
-    before it, which discards the loaded checkpoint: the run would silently start over.
-
-    Raises:
-        ValueError: it names the callback.
-    """
+    before it, which discards the loaded checkpoint: the run would silently start over."""
     for callback in callbacks_of(trainer):
         if any(isinstance(callback, kind) and type(callback).on_fit_start is kind.on_fit_start for kind in _SEARCHES):
             raise ValueError(

@@ -151,9 +151,6 @@ def refuse_misfits(path: str | os.PathLike[str], ranks: Iterable[Shapes], found:
         ranks: what each rank holds of the model.
         found: what is in the checkpoint.
         strict: refuse one that lacks a tensor, or has one that no rank's model has.
-
-    Raises:
-        ValueError: it names some of the tensors.
     """
     problems: dict[str, None] = {}
     held: set[str] = set()

@@ -30,9 +30,6 @@ def refuse_others(state_dict: Mapping[str, Any], module: nn.Module, what: str) -
 
     Args:
         what: what has made it, for the message.
-
-    Raises:
-        ValueError: it names the entry.
     """
     own = named_tensors(module)
     memories = {memory_of(tensor) for tensor in own.values()} - {0}
@@ -90,11 +87,7 @@ def save_as_given(checkpoint: dict[str, Any], module: pl.LightningModule) -> Non
 
 def refuse_parts(content: Any, local: LocalModel, path: tuple[str, ...] = ()) -> None:
     """Refuse tensors beside the model's state that have the name and the shape of this rank's part of a parameter, as
-    averages have that a callback keeps: they would be the first rank's, for all ranks.
-
-    Raises:
-        ValueError: it names the tensor.
-    """
+    averages have that a callback keeps: they would be the first rank's, for all ranks."""
     if isinstance(content, Mapping):
         for key, value in content.items():
             refuse_parts(value, local, (*path, *str(key).split(".")))
@@ -173,11 +166,7 @@ def refuse_other_groups(
     path: str | os.PathLike[str], saved: Sequence[Collection[Mapping[str, Any]]], optimizers: Sequence[Optimizer]
 ) -> None:
     """Refuse a checkpoint that has ``saved`` other optimizers or groups than the run. One of weights has none, and a
-    run that trains nothing asks for none.
-
-    Raises:
-        ValueError: it says how many there are.
-    """
+    run that trains nothing asks for none."""
     if not saved or not optimizers:
         return
     if len(saved) != len(optimizers):

@@ -344,11 +344,7 @@ def is_directory(path: str | Path) -> bool:
 
 
 def refuse_writer(io: CheckpointIO) -> None:
-    """Refuse a plugin that saves checkpoints its own way: a directory is written by all ranks together.
-
-    Raises:
-        ValueError: it names the plugin.
-    """
+    """Refuse a plugin that saves checkpoints its own way: a directory is written by all ranks together."""
     if type(io).save_checkpoint is not TorchCheckpointIO.save_checkpoint:
         raise ValueError(
             f"plugins=[{type(io).__name__}(...)] would save nothing: where ranks hold parts of the model, they write a "

@@ -108,11 +108,7 @@ class ParallelLayer(nn.Module):
         self.train(whole.training)
 
     def hold_shard(self, name: str, whole: nn.Parameter, dim: int, parts: tuple[int, ...] = ()) -> None:
-        """Hold this rank's shard of a parameter, trainable or frozen as the whole is, and the record of the cut.
-
-        Raises:
-            ValueError: as :meth:`.Shard.of`.
-        """
+        """Hold this rank's shard of a parameter, trainable or frozen as the whole is, and the record of the cut."""
         shard = self.shards[name] = Shard.of(whole.shape, dim, self.site.group, parts)
         parameter = nn.Parameter(shard.take(whole.detach()), whole.requires_grad)
         vars(parameter).update(vars(whole))  # by which a user's code may group it
@@ -139,11 +135,7 @@ def check_plain(
     keeps_forward_hooks: bool = False,
 ) -> None:
     """Refuse a layer that has more than the parameters in ``held`` and the forward of the class ``kind``, since that
-    would be lost. ``problem`` is another reason to refuse it, in words that follow "it".
-
-    Raises:
-        ValueError: the layer can't be divided.
-    """
+    would be lost. ``problem`` is another reason to refuse it, in words that follow "it"."""
     if parametrize.is_parametrized(layer):
         problem = "has a parametrization (weight_norm, spectral_norm, ...), which works on the whole weight"
     elif problem is not None:

@@ -326,11 +326,7 @@ def _in_function() -> bool:
 
 def _refuse_carriers(name: str, inputs: Any) -> None:
     """Refuse tensors of a subclass that carries something, such as the names of its columns: what layers of other
-    stages return for them wouldn't.
-
-    Raises:
-        ValueError: there are some.
-    """
+    stages return for them wouldn't."""
     for tensor in tensors_in(inputs):
         if not isinstance(tensor, AbsentTensor | nn.Parameter) and type(tensor) is not Tensor and vars(tensor):
             raise ValueError(

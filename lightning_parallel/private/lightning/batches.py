@@ -182,11 +182,7 @@ def validation_has_ended(trainer: pl.Trainer) -> bool:
 
 
 def refuse_validation_by_time(trainer: pl.Trainer) -> None:
-    """Refuse a ``val_check_interval`` that is a time: each rank would read its own clock.
-
-    Raises:
-        ValueError: it is one.
-    """
+    """Refuse a ``val_check_interval`` that is a time: each rank would read its own clock."""
     seconds = trainer._val_check_time_interval  # type: ignore[attr-defined]
     if seconds is not None:
         raise ValueError(

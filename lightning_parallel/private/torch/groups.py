@@ -41,11 +41,7 @@ def group_by_name(name: str) -> dist.ProcessGroup:
 def connecting() -> Iterator[None]:
     """Inside, ranks make a group. With gloo each rank sends the others its address. If another machine can't reach one,
     gloo's error names the address, and no setting. The error here names the setting. gloo's has no type of its own, so
-    it is known by its words.
-
-    Raises:
-        RuntimeError: gloo could not connect the ranks.
-    """
+    it is known by its words."""
     try:
         yield
     except RuntimeError as error:
