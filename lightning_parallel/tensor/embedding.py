@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Self
+from typing import Any
 
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -18,20 +18,14 @@ class VocabParallelEmbedding(ParallelLayer, nn.Embedding):
 
     It takes ids ``[...]``, equal on all ranks, and returns ``[..., embedding_dim]``, equal on all ranks. Each rank
     looks up the ids that it holds; it returns zeros for the others, and the results are summed. The row of
-    ``padding_idx``, which is an id of the whole vocabulary, gets no gradient.
+    ``padding_idx``, which is an id of the whole vocabulary, gets no gradient. Hooks on the outputs of the ``whole``,
+    such as that of transformers' gradient checkpointing, are the new layer's, too.
+
+    Raises:
+        ValueError: ``whole`` is something else, or more, than a table; or a rank would get no rows.
     """
 
-    @classmethod
-    def from_embedding(cls, embedding: nn.Module, *, group: dist.ProcessGroup) -> Self:
-        """This rank's shard of an ``nn.Embedding``, which stays as it is. Hooks on its outputs, such as that of
-        transformers' gradient checkpointing, are the new layer's, too.
-
-        Raises:
-            ValueError: ``embedding`` is something else, or more, than a table; or a rank would get no rows.
-        """
-        return cls(embedding, Site(group))
-
-    def __init__(self, whole: Any, site: Site) -> None:
+    def __init__(self, whole: Any, site: Site | dist.ProcessGroup) -> None:
         problem = None
         if not isinstance(whole, nn.Embedding):
             problem = "is not nn.Embedding"

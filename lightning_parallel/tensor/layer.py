@@ -92,7 +92,8 @@ class Site:
 
 
 class ParallelLayer(nn.Module):
-    """A layer of which each rank of a group holds a shard. It is made of the whole layer, which stays as it is.
+    """A layer of which each rank of a group holds a shard. It is made of the whole layer, which stays as it is, and of
+    the group, or of what is around it.
 
     Attributes:
         site: what is around it.
@@ -102,9 +103,9 @@ class ParallelLayer(nn.Module):
     site: Site
     shards: dict[str, Shard]
 
-    def __init__(self, whole: Any, site: Site) -> None:
+    def __init__(self, whole: Any, site: Site | dist.ProcessGroup) -> None:
         nn.Module.__init__(self)
-        self.site, self.shards = site, {}
+        self.site, self.shards = site if isinstance(site, Site) else Site(site), {}
         self.train(whole.training)
 
     def hold_shard(self, name: str, whole: nn.Parameter, dim: int, parts: tuple[int, ...] = ()) -> None:

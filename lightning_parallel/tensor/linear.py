@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any, Self
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -39,8 +39,7 @@ class ParallelLinear(ParallelLayer, nn.Linear):
     bias: nn.Parameter | None  # type: ignore[assignment]  # torch's declaration leaves out None
     _divided: Mapping[str, int]  # along which dimension parameters are, the weight being [out, in]
 
-    def __init__(self, whole: Any, site: Site, parts: tuple[int, ...] = ()) -> None:
-        """``whole`` is refused if it is more than a linear layer."""
+    def __init__(self, whole: Any, site: Site | dist.ProcessGroup, parts: tuple[int, ...] = ()) -> None:
         _check_divisible(whole)
         super().__init__(whole, site)
         self._transposed = _is_conv1d(whole)
@@ -60,34 +59,22 @@ class ColumnParallelLinear(ParallelLinear):
     It takes the whole input ``[..., in_features]``, equal on all ranks, and returns this rank's outputs
     ``[..., out here]``.
 
+    Args:
+        whole: an ``nn.Linear``, or a transformers ``Conv1D``, whose orientation is kept.
+        site: the tensor group, over whose ranks the outputs are divided; or what is around the layer.
+        parts: the sizes of fused projections, such as q, k and v in one weight. Each is divided by itself.
+        gather_output: return ``[..., out_features]`` on all ranks. Only for a layer of one part.
+
+    Raises:
+        ValueError: ``whole`` is something else, or more, than such a layer; a rank would get no outputs; or several
+            parts are to be gathered.
     """
 
     _divided = MappingProxyType({"weight": 0, "bias": 0})
 
-    @classmethod
-    def from_linear(
-        cls,
-        linear: nn.Module,
-        *,
-        group: dist.ProcessGroup,
-        gather_output: bool = False,
-        parts: tuple[int, ...] = (),
-    ) -> Self:
-        """This rank's shard of an ``nn.Linear`` or a transformers ``Conv1D``, in the orientation that it has there.
-
-        Args:
-            linear: the whole layer, which stays as it is.
-            group: the tensor group, over whose ranks the outputs are divided.
-            gather_output: return ``[..., out_features]`` on all ranks. Only for a layer of one part.
-            parts: the sizes of fused projections, such as q, k and v in one weight. Each is divided by itself.
-
-        Raises:
-            ValueError: ``linear`` is something else, or more, than such a layer; a rank would get no outputs; or
-                several parts are to be gathered.
-        """
-        return cls(linear, Site(group), parts, gather_output)
-
-    def __init__(self, whole: Any, site: Site, parts: tuple[int, ...] = (), gather_output: bool = False) -> None:
+    def __init__(
+        self, whole: Any, site: Site | dist.ProcessGroup, parts: tuple[int, ...] = (), gather_output: bool = False
+    ) -> None:
         if gather_output and len(parts) > 1:
             raise ValueError(
                 f"gather_output=True with parts={parts}: the joined outputs of the ranks wouldn't be in the order of "
@@ -113,19 +100,14 @@ class RowParallelLinear(ParallelLinear):
     """``nn.Linear`` with the inputs divided over the ranks.
 
     It takes this rank's piece of the input, ``[..., in here]``, and returns the whole output ``[..., out_features]``,
-    equal on all ranks. The bias is whole on every rank, and is added once, to the sum.
+    equal on all ranks. The bias is whole on every rank, and is added once, to the sum. It is made as
+    :class:`ColumnParallelLinear` is. With ``input_is_parallel=False`` the input is whole, ``[..., in_features]``, equal
+    on all ranks, and is cut here.
     """
 
     _divided = MappingProxyType({"weight": 1})
 
-    @classmethod
-    def from_linear(cls, linear: nn.Module, *, group: dist.ProcessGroup, input_is_parallel: bool = True) -> Self:
-        """This rank's shard of a layer: see :meth:`ColumnParallelLinear.from_linear`. By default the input is this
-        rank's piece. ``input_is_parallel=False``: it is whole, ``[..., in_features]``, equal on all ranks, and is cut
-        here."""
-        return cls(linear, Site(group), input_is_parallel)
-
-    def __init__(self, whole: Any, site: Site, input_is_parallel: bool = True) -> None:
+    def __init__(self, whole: Any, site: Site | dist.ProcessGroup, input_is_parallel: bool = True) -> None:
         super().__init__(whole, site)
         self.input_is_parallel = input_is_parallel
 

@@ -35,7 +35,7 @@ def equals_the_whole_table(device: str) -> None:
         torch.manual_seed(3)
         whole = nn.Embedding(vocabulary, 4, padding, dtype=torch.float64, device=device)
         nn.init.normal_(whole.weight)  # the padding row, too: it is looked up as any other
-        layer = VocabParallelEmbedding.from_embedding(whole, group=world())
+        layer = VocabParallelEmbedding(whole, world())
         take = layer.shards["weight"].take
         assert torch.equal(layer.weight, take(whole.weight))
         for shape in (ids, ids[0, 0], ids[:0], ids.t(), ids.int()):
@@ -104,12 +104,12 @@ def test_each_input_s_gradient_is_sent_once_and_the_shared_copy_is_let_go(pool: 
 def bias_alone_and_second_derivatives() -> None:
     whole = nn.Linear(4, 4)
     whole.weight.requires_grad_(False)
-    layer = ColumnParallelLinear.from_linear(whole, group=world())
+    layer = ColumnParallelLinear(whole, world())
     layer(torch.ones(3, 4, requires_grad=True)).sum().backward()
     assert layer.bias is not None and layer.bias.grad is not None and layer.bias.grad.tolist() == [3.0, 3.0]
 
-    column = ColumnParallelLinear.from_linear(nn.Linear(4, 4), group=world())
-    row = RowParallelLinear.from_linear(nn.Linear(8, 4), group=world())
+    column = ColumnParallelLinear(nn.Linear(4, 4), world())
+    row = RowParallelLinear(nn.Linear(8, 4), world())
     x = torch.ones(2, 4, requires_grad=True)
     for gradient_depends in (False, True):  # on x: without, the result would be a constant, without a word
         y = column(x).square() if gradient_depends else column(x)
@@ -132,10 +132,10 @@ def layers_and_inputs() -> dict[str, tuple[ParallelLinear, int]]:
     first, second, alone, pieces = nn.Linear(4, 6), nn.Linear(8, 6), Site(world()), Site(world(), in_block=True)
     return {
         "column": (ColumnParallelLinear(first, alone), 4),
-        "column, gathered": (ColumnParallelLinear.from_linear(first, group=world(), gather_output=True), 4),
+        "column, gathered": (ColumnParallelLinear(first, world(), gather_output=True), 4),
         "column, in a block on pieces": (ColumnParallelLinear(first, pieces), 4),
         "row": (RowParallelLinear(second, alone), 4),
-        "row, splits": (RowParallelLinear.from_linear(second, group=world(), input_is_parallel=False), 8),
+        "row, splits": (RowParallelLinear(second, world(), input_is_parallel=False), 8),
         "row, in a block on pieces": (RowParallelLinear(second, pieces), 4),
     }
 
@@ -245,4 +245,4 @@ def test_there_is_no_pickle() -> None:
 
 def test_outputs_of_several_parts_are_not_gathered() -> None:
     with pytest.raises(ValueError, match="gather_output=True"):
-        LINEAR.from_linear(nn.Linear(3, 8), group=ranks(2), parts=(4, 4), gather_output=True)
+        LINEAR(nn.Linear(3, 8), ranks(2), parts=(4, 4), gather_output=True)

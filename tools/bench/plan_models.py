@@ -213,9 +213,7 @@ MODELS: Mapping[str, Model] = MappingProxyType(
             Model(
                 "llama, 12 of 128",
                 "llama",
-                partial(
-                    _llama, hidden_size=128, intermediate_size=344, num_hidden_layers=12, num_key_value_heads=2
-                ),
+                partial(_llama, hidden_size=128, intermediate_size=344, num_hidden_layers=12, num_key_value_heads=2),
                 partial(_named, 64, 1024),
             ),
             Model(
@@ -253,17 +251,13 @@ MODELS: Mapping[str, Model] = MappingProxyType(
             Model(
                 "vit, 6 of 192",
                 "vit",
-                partial(
-                    _vit, hidden_size=192, intermediate_size=768, num_hidden_layers=6, image_size=64, patch_size=8
-                ),
+                partial(_vit, hidden_size=192, intermediate_size=768, num_hidden_layers=6, image_size=64, patch_size=8),
                 partial(_classified, 64),
             ),
             Model(
                 "vit, 8 of 128",
                 "vit",
-                partial(
-                    _vit, hidden_size=128, intermediate_size=512, num_hidden_layers=8, image_size=48, patch_size=4
-                ),
+                partial(_vit, hidden_size=128, intermediate_size=512, num_hidden_layers=8, image_size=48, patch_size=4),
                 partial(_classified, 48),
             ),
             Model(

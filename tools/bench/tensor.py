@@ -180,8 +180,8 @@ def _alone_times(width: int, rows: int, rounds: int, steps: int, device: str) ->
     assert group is not None
     layers = {
         PLAIN: plain,
-        COLUMN: ColumnParallelLinear.from_linear(plain, group=group),
-        ROW: RowParallelLinear.from_linear(plain, group=group),
+        COLUMN: ColumnParallelLinear(plain, group),
+        ROW: RowParallelLinear(plain, group),
     }
     contestants = {name: Contestant.of(layer, x) for name, layer in layers.items()}
     agree(contestants)
