@@ -48,7 +48,7 @@ class Generators:
 
     def seed(self, seed: int, *, host: bool = True) -> None:
         """Seed the generators. With ``host=False`` seed torch's only, not Python's and NumPy's."""
-        for generator in self._of_torch:
+        for generator in self.of_torch:
             generator.manual_seed(seed)
         if host:
             random.seed(seed)
@@ -74,7 +74,8 @@ class Generators:
             yield
 
     @cached_property
-    def _of_torch(self) -> list[torch.Generator]:
+    def of_torch(self) -> list[torch.Generator]:
+        """torch's of the CPU, and that of a GPU."""
         if self._device.type != "cuda":
             return [torch.default_generator]
         torch.cuda.init()  # creates the default generators

@@ -29,7 +29,7 @@ from lightning_parallel.costs.loading import Loaded
 from lightning_parallel.planning.layouts import Choice
 from lightning_parallel.planning.planned_module import PlannedModule, ready
 from lightning_parallel.planning.planner import row_of
-from lightning_parallel.planning.table import Plan, Row
+from lightning_parallel.planning.table import Plan, Row, one_of_each
 from lightning_parallel.settings import binary_size
 from tools.pages import replaced
 
@@ -110,7 +110,7 @@ def of_plans(cases: Sequence[tuple[str, int]]) -> Iterator[str]:
             f"{len(plan.rows):,} fit, planned in {time.process_time() - start:.0f} s of a core.",
             "| layout | microbatches | tokens/s of a device | memory | bubble |\n|---|--:|--:|--:|--:|",
         ]
-        yield "\n\n".join(text) + "".join(f"\n{_line(row)}" for row in plan.one_of_each()[:SHOWN])
+        yield "\n\n".join(text) + "".join(f"\n{_line(row)}" for row in one_of_each(plan.rows)[:SHOWN])
 
 
 def _line(row: Row) -> str:

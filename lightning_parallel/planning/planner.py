@@ -20,7 +20,7 @@ from lightning_parallel.planning.layouts import Choice, choices, tensor_sizes, t
 from lightning_parallel.planning.memory import on_each_stage
 from lightning_parallel.planning.planned_module import PlannedModule, ready
 from lightning_parallel.planning.step_time import of_step
-from lightning_parallel.planning.table import MARGIN, Plan, Row
+from lightning_parallel.planning.table import MARGIN, Plan, Row, one_of_each
 from lightning_parallel.seeding import Generators
 from lightning_parallel.settings import ByteSize, bytes_of
 
@@ -132,7 +132,7 @@ def _refuse_to_measure(measure: int, devices: int, device: str) -> None:
 
 def _with_trials(plan: Plan, count: int, run: Callable[[Choice], Measured]) -> Plan:
     """The plan, with its best layouts run: those that ran come first, and those that failed are refused."""
-    best = plan.one_of_each()[:count]
+    best = one_of_each(plan.rows)[:count]
     ran, refused = [], dict(plan.refused)
     for row in best:
         try:

@@ -146,10 +146,6 @@ class Plan:
             f"{binary_size(held.activations)}{nccl}). Take more devices, smaller batches, or devices with more memory."
         )
 
-    def one_of_each(self) -> list[Row]:
-        """Of the layouts that fit, the best number of microbatches of each."""
-        return _one_of_each(self.rows)
-
     def records(self) -> list[dict[str, Any]]:
         """A dictionary for each layout, in seconds and bytes, such as for a data frame. Those that don't fit have no
         times."""
@@ -177,7 +173,7 @@ class Plan:
 
     def __str__(self) -> str:
         best, problem = self._best_or_problem()
-        shown = _one_of_each(self.found if best is None else self.rows)[:_SHOWN]
+        shown = one_of_each(self.found if best is None else self.rows)[:_SHOWN]
         titles = ["layout", "microbatches", "ms a step", "measured", "tokens/s", "memory", "measured"]
         titles += ["bubble", "verdict"]
         lines = [titles, *(self._cells(row, best) for row in shown)]
@@ -228,7 +224,7 @@ class Plan:
         ]
 
 
-def _one_of_each(rows: Sequence[Row]) -> list[Row]:
+def one_of_each(rows: Sequence[Row]) -> list[Row]:
     """The first row of each layout: others differ in the number of microbatches."""
     found: dict[str, Row] = {}
     for row in rows:

@@ -22,6 +22,8 @@ import hashlib
 import torch
 from torch import Tensor
 
+from lightning_parallel.seeding import Generators
+
 
 class ShardedRegion:
     """The region between column and row layers, as the device's global generator sees it. It is entered and left once
@@ -30,12 +32,13 @@ class ShardedRegion:
     def __init__(self, index: int, device: torch.device) -> None:
         self._index = index
         self._device = device
+        self._generators = Generators(device)
         # The generator's state outside, by its seed inside. 5 KB each on a CPU, 16 bytes on a GPU.
         self._outside: dict[int, Tensor] = {}
 
     def enter(self) -> None:
         """Reseed with the generator's state and this rank's index. Inside the region this does nothing."""
-        generator = self._generator()
+        generator = self._generators.of_torch[-1]
         if generator.initial_seed() in self._outside:
             return
         state = generator.get_state()
@@ -47,7 +50,7 @@ class ShardedRegion:
     def leave(self) -> None:
         """Restore the generator's state from before :meth:`enter`, one number further if any were drawn inside, so the
         next region draws other numbers. Outside the region this does nothing."""
-        generator = self._generator()
+        generator = self._generators.of_torch[-1]
         seed = generator.initial_seed()
         if seed not in self._outside:
             return
@@ -60,10 +63,3 @@ class ShardedRegion:
         """End a step, after its backward: leave the region, and forget what only a recomputation could need."""
         self.leave()
         self._outside.clear()
-
-    def _generator(self) -> torch.Generator:
-        if self._device.type != "cuda":
-            return torch.default_generator
-        torch.cuda.init()  # creates the default generators
-        index = self._device.index
-        return torch.cuda.default_generators[torch.cuda.current_device() if index is None else index]

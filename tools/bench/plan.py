@@ -16,7 +16,7 @@ from lightning.pytorch.callbacks import Callback
 import lightning_parallel
 from lightning_parallel.comparison.timing import Measured, kept_waiting, on_rank, threads_of_rank, timed
 from lightning_parallel.planning.layouts import Choice
-from lightning_parallel.planning.table import Plan, Row
+from lightning_parallel.planning.table import Plan, Row, one_of_each
 from recipes.tables import Cell, Table
 from tools.bench import processes
 from tools.bench.layers import quiet
@@ -162,7 +162,7 @@ def judged(model: Model, ranks: int, steps: int) -> Judged:
     found: Plan = lightning_parallel.plan(module, batch, devices=ranks)
     seconds = time.perf_counter() - start
     torch.set_num_threads(threads)
-    rows = found.one_of_each()
+    rows = one_of_each(found.rows)
     ends = _ends(model, ranks, [row.choice for row in rows], steps)
     pairs = [Pair(model, ranks, row, *end) for row, end in zip(rows, ends, strict=True)]
     return Judged(model, ranks, seconds, pairs)
