@@ -141,8 +141,7 @@ class Row:
     model: str
     layout: str
     feature: str
-    options: dict[str, Any] = field(default_factory=dict)  # of the strategy, instead of the layout's
-    meddle: Callback | None = None  # comes before the witness
+    callback: Callback | None = None
     resumes: bool = True  # under the layout, too, and not in one process only
 
     @property
@@ -167,7 +166,7 @@ def fit(
         **{"accelerator": "cpu", "devices": 1, **(layout() if layout else {})},
         **{**feature.trainer, **LAYOUTS[row.layout].trainer},
         max_epochs=epochs,
-        callbacks=[*([row.meddle] if layout and row.meddle else []), witness],
+        callbacks=[*([row.callback] if row.callback else []), witness],
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
@@ -188,7 +187,6 @@ def fit(
 def under_layout(row: Row, folder: Path) -> Report:
     """On every rank: a run, and one that goes on from its checkpoint, if the row has it."""
     layout = LAYOUTS[row.layout]
-    layout = Layout(layout.strategy, layout.ranks, {**layout.options, **row.options}, layout.devices)
     first, _ = fit(row, layout, SAVED, save=folder / "first.ckpt")
     if not row.resumes:
         return first
