@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -192,6 +193,17 @@ def test_parameters_that_a_module_keeps_are_refused_where_parts_replace_them(
         assert_refused(failures, "ValueError", ["'kept'", "parameter 'net.", "weight'", "self.get_parameter(name)"])
 
 
+class Embeds(Net):
+    """Replicas could not keep these rows equal."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.rows = nn.Embedding(WIDTH, WIDTH, **options)
+
+    def logits_and_loss(self, batch: Any) -> tuple[Tensor, Tensor]:
+        return super().logits_and_loss((self.rows(batch[0].argmax(1)), batch[1]))
+
+
 def fit_words(strategy: str) -> None:
     make_trainer(strategy, []).fit(NoTensors(), DataLoader(["some", "words"], batch_size=2))  # type: ignore[arg-type]
 
@@ -213,10 +225,11 @@ def run_unequally(what: str, strategy: str, **options: Any) -> None:
     getattr(trainer, what)(Evaluated(), batches)
 
 
-def of(kind: type[Net], strategy: str, options: dict[str, Any] | None = None, **given: Any) -> Any:
+def of(kind: Callable[[], Net], strategy: str, options: dict[str, Any] | None = None, **given: Any) -> Any:
     return partial(fit, kind, strategy, {"microbatches": 2} | (options or {}), **given)
 
 
+TWO = {"stages": 1, "data_parallel": 2}
 UNEQUAL = ["one replica has 2 batches, and another one 3", "_batches=2"]
 
 
@@ -236,29 +249,14 @@ UNEQUAL = ["one replica has 2 batches, and another one 3", "_batches=2"]
     (2, partial(fit_words, "sync"), "ValueError", ["holds no tensor", "tuples, lists, dicts"]),
     (2, partial(validate_iterating, "sync"), "ValueError", ["validation_step(dataloader_iter)", "(batch, batch_idx)"]),
     (2, partial(run_unequally, "predict", "fsdp"), "ValueError", UNEQUAL),
-    (2, partial(run_unequally, "fit", "sync", stages=1, data_parallel=2, microbatches=1), "ValueError", UNEQUAL),
+    (2, partial(run_unequally, "fit", "sync", **TWO, microbatches=1), "ValueError", UNEQUAL),
+    (2, of(partial(Embeds, max_norm=1.0), "sync", TWO), "ValueError", ["'rows' has", "max_norm"]),
+    (2, of(partial(Embeds, sparse=True), "sync", TWO), "ValueError", ["'rows' has", "sparse"]),
 ])  # fmt: skip
 def test_what_cannot_be_run_is_refused_on_every_rank(
     pool: WorkerPool, ranks: int, runs: Any, error: str, words: list[str]
 ) -> None:
     assert_refused(pool.run(runs, ranks, init=False, expect_errors=True, timeout=LIMIT), error, words)
-
-
-class Embeds(Net):
-    def __init__(self, **options: Any) -> None:
-        super().__init__()
-        self.rows = nn.Embedding(WIDTH, WIDTH, **options)
-
-    def logits_and_loss(self, batch: Any) -> tuple[Tensor, Tensor]:
-        return super().logits_and_loss((self.rows(batch[0].argmax(1)), batch[1]))
-
-
-@pytest.mark.parametrize("options", [{"max_norm": 1.0}, {"sparse": True}])
-def test_embeddings_that_replicas_cannot_keep_equal_are_refused(pool: WorkerPool, options: dict[str, Any]) -> None:
-    one = {"tensor_parallel": 1, "data_parallel": 2}
-    kind = partial(Embeds, **options)
-    failures = pool.run(fit, 2, kind, "tensor", one, init=False, expect_errors=True, timeout=LIMIT)
-    assert_refused(failures, "ValueError", ["'rows' has", *options])
 
 
 # -- seen on one stage only ----------------------------------------------------------------------------------
@@ -326,38 +324,27 @@ def fit_failing(strategy: str, stage: int, place: str, how: str, checkpoint: str
     trainer.fit(Fails(stage, place, how), loader(), loader(8, 4, 5))
 
 
-@pytest.mark.parametrize(("strategy", "stage", "place"), [
-    ("sync", 0, "start"), ("sync", 1, "training"), ("async", 0, "training"), ("async", 2, "validation"),
+SAID = {"raises": 'KeyError: "a mistake in the user\'s layer"', "dies": "exit code 3"}
+
+
+@pytest.mark.parametrize(("how", "strategy", "stage", "place"), [
+    ("raises", "sync", 0, "start"), ("raises", "sync", 1, "training"), ("raises", "async", 2, "validation"),
+    ("dies", "sync", 1, "training"), ("dies", "async", 1, "validation"),
     *thorough(
-        ("sync", 1, "validation"), ("sync", 2, "training"), ("async", 1, "start"), ("async", 1, "training"),
+        ("raises", "sync", 1, "validation"), ("raises", "sync", 2, "training"), ("raises", "async", 0, "training"),
+        ("raises", "async", 1, "start"), ("dies", "sync", 2, "training"), ("dies", "async", 0, "training"),
     ),
 ])  # fmt: skip
-def test_an_error_on_one_stage_ends_the_others_within_seconds(
-    pool: WorkerPool, tmp_path: Any, strategy: str, stage: int, place: str
+def test_a_stage_that_fails_ends_the_others_within_seconds(
+    pool: WorkerPool, tmp_path: Any, how: str, strategy: str, stage: int, place: str
 ) -> None:
-    failures = pool.run(
-        fit_failing, 3, strategy, stage, place, "raises", str(tmp_path), init=False, expect_errors=True, timeout=LIMIT
-    )
+    given = {"init": False, "expect_errors": True, "timeout": LIMIT}
+    failures = pool.run(fit_failing, 3, strategy, stage, place, how, str(tmp_path), **given)
     rank = 2 - stage
-    assert 'KeyError: "a mistake in the user\'s layer"' in failures[rank]
-    assert_lost(failures[:rank] + failures[rank + 1 :])
+    assert SAID[how] in failures.pop(rank)
+    assert_lost(failures)
     kept = sorted(path.name for path in tmp_path.iterdir())
-    assert all("exception" not in name and "tmp" not in name for name in kept), kept
-
-
-@pytest.mark.parametrize(("strategy", "stage", "place"), [
-    ("sync", 1, "training"), ("async", 1, "validation"),
-    *thorough(("sync", 2, "training"), ("async", 0, "training")),
-])  # fmt: skip
-def test_a_rank_that_dies_ends_the_others_within_seconds(
-    pool: WorkerPool, tmp_path: Any, strategy: str, stage: int, place: str
-) -> None:
-    failures = pool.run(
-        fit_failing, 3, strategy, stage, place, "dies", str(tmp_path), init=False, expect_errors=True, timeout=LIMIT
-    )
-    rank = 2 - stage
-    assert "exit code 3" in failures[rank]
-    assert_lost(failures[:rank] + failures[rank + 1 :])
+    assert how == "dies" or all("exception" not in name and "tmp" not in name for name in kept), kept
 
 
 def fit_while_one_is_silent() -> None:
@@ -381,22 +368,13 @@ def test_a_rank_that_does_not_answer_ends_the_others_after_the_timeout(pool: Wor
 # -- names ---------------------------------------------------------------------------------------------------
 
 
-def made_by_name(names: list[str]) -> list[str]:
-    made: list[Any] = [L.Trainer(accelerator="cpu", devices=2, strategy=name, logger=False) for name in names]
-    late = lp.AsyncPipelineStrategy
-    strategies: list[Any] = [trainer.strategy for trainer in made]
-    return ["asynchronous" if isinstance(each, late) else each.options.schedule for each in strategies]
-
-
-NAMES = {
-    "pipeline_naive": "naive", "pipeline_gpipe": "gpipe", "pipeline_1f1b": "1f1b",
-    "pipeline_interleaved": "interleaved", "pipeline_zbv": "zbv", "pipeline_async": "asynchronous",
-    "pipeline_tensor": "1f1b",
-}  # fmt: skip
-
-
-def test_strategies_can_be_given_by_name(pool: WorkerPool) -> None:
-    assert pool.run(made_by_name, 2, [*NAMES], init=False) == [[*NAMES.values()]] * 2
+@pytest.mark.parametrize(("name", "kind", "schedule"), [
+    *((f"pipeline_{each}", lp.PipelineStrategy, each) for each in ("naive", "gpipe", "1f1b", "interleaved", "zbv")),
+    ("pipeline_tensor", lp.PipelineStrategy, "1f1b"), ("pipeline_async", lp.AsyncPipelineStrategy, "1f1b"),
+])  # fmt: skip
+def test_strategies_can_be_given_by_name(name: str, kind: type[Any], schedule: str) -> None:
+    strategy: Any = L.Trainer(accelerator="cpu", devices=2, strategy=name, logger=False).strategy
+    assert type(strategy) is kind and strategy.options.schedule == schedule
 
 
 def test_tensor_ranks_leave_the_other_devices_to_replicas() -> None:
