@@ -26,7 +26,7 @@ from tools.workers.pool import WorkerPool
 from tools.zoo.outcome import Outcome
 
 
-# The table of docs/optimizers.md. LAMB's state goes from layout to layout below; refusals are in test_optimizers.py.
+# The table of docs/optimizers.md. LAMB's state goes from layout to layout below.
 @pytest.mark.parametrize(
     ("kind", "layouts"), [("Muon", ["stages x tensor"]), *thorough(*((kind, [*FOUND]) for kind in ENTRIES))]
 )
@@ -104,7 +104,8 @@ def fit_with(kind: Any, callback: Callback, strategy: str, options: Any = None, 
     given: dict[str, Any] = {"callbacks": [callback], "limit_val_batches": 0}
     if isinstance(kind, str):
         return fit(kind, strategy, options, replicas, **given)
-    module = type("Own", (Net,), {"configure_optimizers": lambda self: kind(self.parameters())})
+    own = type("Own", (Net,), {"configure_optimizers": lambda self: kind(self.parameters())})
+    module = kind if issubclass(kind, Net) else own
     return train(module, strategy, options, max_epochs=EPOCHS, batch_size=BATCH // replicas, **given)
 
 
@@ -170,29 +171,45 @@ class Adds(Callback):
             trainer.optimizers[0].add_param_group({"params": [module.blocks[2].up.weight]})
 
 
-class Plain(Net):
-    def configure_optimizers(self) -> Any:
-        return optimizers.LAMB(self.parameters())
-
-
 class Later(Net):
     def configure_optimizers(self) -> Any:
         self.blocks[2].up.weight.requires_grad_(False)
         return optimizers.LAMB([p for p in self.parameters() if p is not self.blocks[2].up.weight])
 
 
-@pytest.mark.parametrize(("model", "callbacks", "error", "words"), [
-    (Later, [Adds()], "RuntimeError", ["LAMB", "'blocks.2.up.weight'", "configure_optimizers"]),
-    (Plain, [HooksAllOptimizers()], "ValueError", ["LAMB", "all optimizers", "on_train_batch_end"]),
+@pytest.mark.parametrize(("kind", "callback", "error", "words"), [
+    (Later, Adds(), "RuntimeError", ["LAMB", "'blocks.2.up.weight'", "configure_optimizers"]),
+    (optimizers.LAMB, HooksAllOptimizers(), "ValueError", ["LAMB", "all optimizers", "on_train_batch_end"]),
 ])  # fmt: skip
 def test_what_owners_cannot_follow_is_refused(
-    pool: WorkerPool, model: type[Net], callbacks: list[Callback], error: str, words: list[str]
+    pool: WorkerPool, kind: Any, callback: Callback, error: str, words: list[str]
 ) -> None:
     """A parameter that comes later, and hooks of steps."""
-    failures = pool.run(
-        train, 2, model, "tensor", init=False, expect_errors=True, timeout=LIMIT, callbacks=callbacks, max_epochs=2
-    )
+    failures = pool.run(fit_with, 2, kind, callback, "tensor", init=False, expect_errors=True, timeout=LIMIT)
     assert_refused(failures, error, words)
+
+
+STAGES_AND_SHARDS = {"stages": 1, "tensor_parallel": 2, "data_parallel_kind": "fully_shard"}
+
+
+# Those that aren't elementwise where a rank sees a part of what they treat as one.
+@pytest.mark.parametrize(("kind", "ranks", "strategy", "options", "words"), [
+    ("Prodigy", 2, "tensor", {}, ["TensorParallelStrategy", "tensor_parallel=2", "AdamW"]),
+    ("Prodigy", 4, "sync", STAGES_AND_SHARDS, ["divide"]),
+    ("Prodigy", 2, "sync", {}, ["PipelineStrategy", "2 stages", "AdamW"]),
+    ("SavesMore", 2, "tensor", {}, ["'base', 'steps'", "optimizer.state"]),
+    ("DividesItsWork", 2, "tensor", {}, ["TensorParallelStrategy", "allgather", "single process", "Muon"]),
+    ("DividesItsWork", 2, "fsdp", {}, ["FullyShardedStrategy", "allgather", "single process", "Muon"]),
+    ("KeepsIds", 2, "tensor", {}, ["keeps", "'kept'", "TensorParallelStrategy", "parameter group"]),
+    ("KeepsParameters", 2, "fsdp", {}, ["keeps", "'kept'", "FullyShardedStrategy", "parameter group"]),
+    ("KeepsParameters", 2, "sync", {}, ["keeps", "'kept'", "PipelineStrategy", "parameter group"]),
+], ids=lambda value: value if isinstance(value, str) else "")  # fmt: skip
+def test_what_would_train_another_model_is_refused_before_training(
+    pool: WorkerPool, kind: str, ranks: int, strategy: str, options: dict[str, Any], words: list[str]
+) -> None:
+    given = {"init": False, "expect_errors": True, "timeout": LIMIT}
+    failures = pool.run(fit_with, ranks, getattr(optimizers, kind), Callback(), strategy, options, **given)
+    assert_refused(failures, "ValueError", [kind, *words])
 
 
 class MadeWithTheModule(Net):
