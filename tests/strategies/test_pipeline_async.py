@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from lightning.pytorch.callbacks import EMAWeightAveraging, WeightAveraging
 
+from lightning_parallel.ranks.groups import Groups
+from tests.pipeline.test_no_host_reads import announced
 from tests.strategies.equality import EXACT
 from tests.strategies.harness import Report, joined, largest_difference, make_trainer, train
 from tests.strategies.models import MODELS
@@ -68,6 +71,20 @@ def test_training_equals_delayed_gradients_to_the_bit(
     is_summed = model == "DemoTransformer" or "gradient_clip_val" in trainer_options
     allowed = EXACT if is_summed else 0
     assert_equals_delayed(pool, model, stages, microbatches, options, trainer_options, allowed=allowed)
+
+
+def train_announced(*args: Any, **given: Any) -> Report:
+    """With messages as they are over NCCL. Those of a synchronous pipeline are in test_post_validation.py."""
+    wires = Groups.wires
+    with mock.patch.object(Groups, "wires", lambda groups, placement: announced(wires(groups, placement))):
+        return train(*args, **given)
+
+
+def test_an_endless_list_ends_where_messages_are_announced(pool: WorkerPool) -> None:
+    options = {"microbatches": 2}
+    found, expected = (pool.run(which, 2, "Blocks", "async", options, init=False) for which in (train_announced, train))
+    assert found[0].losses == expected[0].losses
+    assert largest_difference(joined(found, "weights"), joined(expected, "weights")) == 0
 
 
 def make_average() -> WeightAveraging:
