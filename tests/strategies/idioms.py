@@ -40,14 +40,6 @@ def _by_class(x: Tensor, y: Tensor, m: Tensor) -> Tensor:
     return torch.stack(found).mean() if found else x.sum() * 0
 
 
-def _positives_and_negatives(x: Tensor, y: Tensor, m: Tensor) -> Tensor:
-    loss = x.new_zeros(())
-    for chosen in (m & (y < 2), m & (y >= 2)):
-        if chosen.any():
-            loss = loss + x[chosen].mean()
-    return loss
-
-
 def _means(x: Tensor, m: Tensor) -> list[Tensor]:
     return [each[own].mean() for each, own in zip(x, m, strict=True) if own.any()]
 
@@ -72,21 +64,16 @@ IDIOMS: dict[str, Loss] = {
     "counted on the way": lambda x, z, y, m: _counted_on_the_way(x, m),
     "mean of a list": lambda x, z, y, m: torch.stack(_means(x, m)).mean() if m.any() else x.sum() * 0,
     "mean over samples in which any counts": lambda x, z, y, m: _by_sample(x, m).sum() / _count(m.any(1)),
-    "sum by samples and length": lambda x, z, y, m: (x * m).sum() / (len(x) * POSITIONS),
-    "one more": lambda x, z, y, m: (x * m).sum() / (m.sum() + 1),
     # Divided in other words.
     "power": lambda x, z, y, m: (x * m).sum() * m.sum().double().pow(-1),
     "addcdiv": lambda x, z, y, m: torch.addcdiv(torch.zeros(()), (x * m).sum(), m.sum().double()),
     "lerp": lambda x, z, y, m: torch.lerp(x.mean(), z.pow(2).mean(), 0.3),
-    "weights of sum 1": lambda x, z, y, m: (x * (m / _count(m))).sum(),
     # Segmentation and detection.
     "dice": lambda x, z, y, m: _dice(z, m),
     "means of classes": lambda x, z, y, m: _by_class(x, y, m),
-    "positives and negatives": lambda x, z, y, m: _positives_and_negatives(x, y, m),
     "hard examples": lambda x, z, y, m: x.flatten().topk(max(1, x.numel() // 4)).values.mean(),
     "above a threshold": lambda x, z, y, m: x[x > 1.5].mean() if (x > 1.5).any() else x.sum() * 0,
     # Language models.
-    "z-loss of all": lambda x, z, y, m: (x * m).sum() / _count(m) + 1e-2 * z.logsumexp(-1).pow(2).mean(),
     "auxiliary term under a branch": lambda x, z, y, m: x.mean() + 0.1 * x[m].mean() if m.any() else x.mean(),
     "load balance": lambda x, z, y, m: (
         x.mean() + (z.softmax(-1).mean((0, 1)) * F.one_hot(z.argmax(-1), CLASSES).double().mean((0, 1))).sum()
@@ -95,7 +82,6 @@ IDIOMS: dict[str, Loss] = {
         F.cross_entropy(z[:, k], y[:, k], reduction="sum") / _count(m[:, k]) for k in range(POSITIONS)
     ),
     # Terms of their own.
-    "kl by samples": lambda x, z, y, m: x.mean() + 0.1 * z.pow(2).sum() / len(z),
     "kl by samples beside a masked mean": lambda x, z, y, m: (
         (x[m].mean() if m.any() else x.sum() * 0) + 0.1 * z.pow(2).sum() / len(z)
     ),
@@ -103,13 +89,10 @@ IDIOMS: dict[str, Loss] = {
     "flooding": lambda x, z, y, m: (x.mean() - 1.0).abs() + 1.0,
     "free bits": lambda x, z, y, m: x.mean() + z.pow(2).mean().clamp(min=0.5),
     "balanced terms": lambda x, z, y, m: x.mean() + z.pow(2).mean() * (x.mean() / z.pow(2).mean()).detach(),
-    "product of means": lambda x, z, y, m: x.mean() * z.pow(2).mean(),
     # Statistics of the batch.
-    "root of a mean": lambda x, z, y, m: ((x.pow(2) * m).sum() / _count(m)).sqrt(),
     "deviation": lambda x, z, y, m: x.mean() + 0.1 * z.std(),
     "without the batch's mean": lambda x, z, y, m: (z - z.mean(0)).pow(2).mean(),
     "advantages": lambda x, z, y, m: (x * (x.detach() - x.detach().mean())).mean(),
     "contrasted samples": lambda x, z, y, m: F.cross_entropy(z[:, 0] @ z[:, 1].T, torch.arange(len(z))),
-    "correlations": lambda x, z, y, m: (z[:, 0].T @ z[:, 1] / len(z) - torch.eye(CLASSES)).pow(2).sum(),
     "mixed with another sample": lambda x, z, y, m: F.cross_entropy(z[:, 0], y[:, 0].clamp(min=0).flip(0)),
 }
