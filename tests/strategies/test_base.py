@@ -13,17 +13,16 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.callbacks import Callback, LambdaCallback
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from lightning_parallel.absent.tensor import AbsentTensor
-from lightning_parallel.batch import split
 from tests.strategies.failures import assert_refused
-from tests.strategies.harness import here
+from tests.strategies.harness import joined, largest_difference
 from tests.strategies.models import Rows
-from tests.strategies.observed import OPTIONS, WIDTH, Net, Observed, loader, make_trainer
+from tests.strategies.observed import OPTIONS, WIDTH, Net, Observed, fit, loader, make_trainer
 from tools.workers.pool import WorkerPool
 
 BOTH = pytest.mark.parametrize("strategy", ["sync", "async"])
@@ -38,11 +37,10 @@ class Batches(Callback):
     def __init__(self) -> None:
         self.seen: list[list[float]] = []
 
-    def on_train_batch_start(self, trainer: L.Trainer, module: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, trainer: L.Trainer, module: Any, batch: Any, *args: Any) -> None:
         self.seen.append(batch[0].flatten().tolist())
 
-    def on_validation_batch_start(self, trainer: L.Trainer, module: Any, batch: Any, *args: Any) -> None:
-        self.seen.append(batch[0].flatten().tolist())
+    on_validation_batch_start = on_train_batch_start
 
 
 class Augmented(Rows):
@@ -104,35 +102,26 @@ class SamplesOnRankZero(Callback):
             torch.rand(3), np.random.rand(3), random.random()
 
 
-def sample_on_rank_zero(strategy: str, data: str, hook: str) -> list[list[float]]:
-    module = Net()
+def draw_on_rank_zero(strategy: str, data: str, hook: str, trains: bool = True) -> list[list[float]]:
+    """The batches of a training, or of a validation alone."""
+    module = Net() if trains else Validated()
     L.seed_everything(5, workers=True, verbose=False)
     batches, options = Batches(), {"plan": {"net.2": "row_split"}} if strategy == "tensor" else None
-    trainer = make_trainer(strategy, [SamplesOnRankZero(hook), batches], options, max_epochs=3)
-    trainer.fit(module, train_loader(data))
+    trainer = make_trainer(strategy, [SamplesOnRankZero(hook), batches], options)
+    if trains:
+        trainer.fit(module, train_loader(data))
+    else:
+        trainer.validate(module, train_loader(data), verbose=False)
     return batches.seen
 
 
-def validate_on_rank_zero(strategy: str, data: str, hook: str) -> list[list[float]]:
-    """The batches of a validation alone, after rank 0 has drawn."""
-    batches = Batches()
-    L.seed_everything(5, workers=True, verbose=False)
-    trainer = make_trainer(strategy, [SamplesOnRankZero(hook), batches], None)
-    trainer.validate(Validated(), train_loader(data), verbose=False)
-    return batches.seen
-
-
-@pytest.mark.parametrize(("runs", "strategy", "data", "hook"), [
-    (sample_on_rank_zero, "async", "augmented", "on_train_epoch_end"),
-    (sample_on_rank_zero, "tensor", "shuffled", "on_train_epoch_end"),
-    (sample_on_rank_zero, "sync", "workers", "on_fit_start"),
-    (validate_on_rank_zero, "sync", "shuffled", "setup"),
+@pytest.mark.parametrize("given", [
+    ("async", "augmented", "on_train_epoch_end"), ("tensor", "shuffled", "on_train_epoch_end"),
+    ("sync", "workers", "on_fit_start"), ("sync", "shuffled", "setup", False),
 ])  # fmt: skip
-def test_draws_of_one_rank_leave_the_data_those_of_a_single_process(
-    pool: WorkerPool, runs: Any, strategy: str, data: str, hook: str
-) -> None:
-    single = pool.run(runs, 1, "single", data, hook, init=False)[0]
-    assert pool.run(runs, 2, strategy, data, hook, init=False) == [single, single]
+def test_draws_of_one_rank_leave_the_data_those_of_a_single_process(pool: WorkerPool, given: tuple[Any, ...]) -> None:
+    single = pool.run(draw_on_rank_zero, 1, "single", *given[1:], init=False)[0]
+    assert pool.run(draw_on_rank_zero, 2, *given, init=False) == [single, single]
 
 
 def validate_other_numbers() -> None:
@@ -142,9 +131,9 @@ def validate_other_numbers() -> None:
 
 
 @pytest.mark.parametrize(("runs", "given", "words"), [
-    (sample_on_rank_zero, ("sync", "augmented", "on_train_batch_end"), ["is_global_zero"]),
-    (sample_on_rank_zero, ("tensor", "augmented", "on_train_batch_end"), ["is_global_zero"]),
-    (validate_on_rank_zero, ("sync", "augmented", "on_validation_batch_end"), []),
+    (draw_on_rank_zero, ("sync", "augmented", "on_train_batch_end"), ["is_global_zero"]),
+    (draw_on_rank_zero, ("tensor", "augmented", "on_train_batch_end"), ["is_global_zero"]),
+    (draw_on_rank_zero, ("sync", "augmented", "on_validation_batch_end", False), []),
     (validate_other_numbers, (), ["of loader 0"]),
 ])  # fmt: skip
 def test_ranks_of_a_replica_with_other_data_end_the_run(
@@ -249,49 +238,27 @@ def test_code_between_the_layers_draws_the_same_on_all_stages(pool: WorkerPool, 
 
 
 class Normed(Net):
+    """What it validates with has the statistics."""
+
     def __init__(self) -> None:
         super().__init__()
-        self.net = nn.Sequential(
-            nn.Linear(WIDTH, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)
-        )
+        self.net[1], self.net[3] = nn.BatchNorm1d(8), nn.BatchNorm1d(8)
 
-
-def train_normed(strategy: str, options: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    torch.set_default_dtype(torch.float64)
-    module, devices = Normed(), {"devices": 2} if strategy == "data" else {}
-    make_trainer(strategy, [], options, max_epochs=2, **devices).fit(module, loader())
-    buffers = {name: b for name, b in module.named_buffers() if not isinstance(b, AbsentTensor)}
-    return {name: p.detach() for name, p in here(module).items()}, buffers
-
-
-def train_normed_by_hand(strategy: str) -> dict[str, Tensor]:
-    """Gradients accumulated over halves of a batch, each normalised by itself."""
-    torch.set_default_dtype(torch.float64)
-    module = Normed()
-    optimizer = module.configure_optimizers()
-    for _ in range(2):
-        for batch in loader():
-            optimizer.zero_grad()
-            for number, part in enumerate(split(batch, 2)):
-                statistics = {name: buffer.clone() for name, buffer in module.named_buffers()}
-                (module.logits_and_loss(part)[1] * len(part[0]) / len(batch[0])).backward()
-                if strategy == "data" and number == 1:  # those of the first replica stay
-                    module.load_state_dict(statistics, strict=False)
-            optimizer.step()
-    return {name: tensor.detach() for name, tensor in module.state_dict().items()}
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("loss", self.logits_and_loss(batch)[1])
 
 
 @pytest.mark.parametrize(("strategy", "ranks", "options"), [("sync", 2, {"microbatches": 2}), ("data", 1, {})])
 def test_batch_norm_normalises_over_a_microbatch_or_a_share(
     pool: WorkerPool, strategy: str, ranks: int, options: dict[str, Any]
 ) -> None:
-    expected = pool.run(train_normed_by_hand, 1, strategy, init=False)[0]
-    found: dict[str, Tensor] = {}
-    for parameters, buffers in pool.run(train_normed, ranks, strategy, options, init=False):
-        found |= parameters | buffers
-    assert found.keys() == expected.keys()
-    for name, tensor in expected.items():
-        torch.testing.assert_close(found[name], tensor, rtol=0, atol=1e-12)
+    """As where one process accumulates the gradients of halves. Replicas keep the statistics of the first."""
+    given = {"init": False, "samples": 12, "validates": True}
+    (expected,) = pool.run(fit, 1, Normed, batch=2, accumulate_grad_batches=2, **given)
+    found = pool.run(fit, ranks, Normed, strategy, options, **given, **({"devices": 2} if strategy == "data" else {}))
+    assert largest_difference(joined(found, "weights"), expected.weights) < 1e-12
+    if strategy == "sync":
+        assert found[0].metrics == pytest.approx(expected.metrics, rel=0, abs=1e-12)
 
 
 # -- one Trainer and its module, used on ---------------------------------------------------------------------
@@ -345,20 +312,14 @@ def test_no_process_group_is_left_to_the_interpreter_s_finalization(pool: Worker
     assert pool.run(group_at_exit, 2, init=False) == [(True, False)] * 2
 
 
-class Hooks(Callback):
-    def __init__(self) -> None:
-        self.names: list[str] = []
-        for name in (
-            "on_before_optimizer_step", "on_before_zero_grad", "on_before_backward", "on_after_backward",
-            "on_train_batch_end",
-        ):  # fmt: skip
-            setattr(self, name, lambda *_, name=name: self.names.append(name))
+HOOKS = "before_optimizer_step", "before_zero_grad", "before_backward", "after_backward", "train_batch_end"
 
 
 def hook_order(strategy: str) -> list[str]:
-    hooks = Hooks()
+    called: list[str] = []
+    hooks = LambdaCallback(**{f"on_{name}": lambda *_, name=name: called.append(name) for name in HOOKS})
     make_trainer(strategy, [hooks], max_epochs=1, accumulate_grad_batches=2).fit(Net(), loader())
-    return hooks.names
+    return called
 
 
 def test_hooks_of_a_step_run_in_lightning_s_order(pool: WorkerPool) -> None:
