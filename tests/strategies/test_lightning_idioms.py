@@ -197,18 +197,12 @@ def fit_all(kinds: Sequence[Callable[[], Plain]], layout: str | None, **given: A
     return [fit(kind, *LAYOUTS[layout], max_epochs=1, **given) for kind in kinds]
 
 
-@pytest.mark.parametrize(
-    ("layout", "accumulate", "kinds"),
-    [
-        ("1f1b", 2, (*EVEN, BeginsATerm)),
-        ("zbv", 2, (*ODD[::2], TermsInBuffers)),
-        ("replicas", 2, ODD[::2]),
-        ("tensor", 1, EVEN),
-        ("tensor, undivided", 1, (ClipsByHand, SkipsNaN, LogsNorms)),  # each rank has all gradients
-        ("fully sharded", 2, ODD),
-        *thorough(("1f1b", 2, ODD), ("zbv", 2, EVEN), ("tensor", 1, ODD), ("fully sharded", 2, EVEN)),
-    ],
-)
+@pytest.mark.parametrize(("layout", "accumulate", "kinds"), [
+    ("1f1b", 2, (*EVEN, BeginsATerm)), ("zbv", 2, (*ODD[::2], TermsInBuffers)), ("replicas", 2, ODD[::2]),
+    ("tensor", 1, EVEN), ("fully sharded", 2, ODD),
+    ("tensor, undivided", 1, (ClipsByHand, SkipsNaN, LogsNorms)),  # each rank has all gradients
+    *thorough(("1f1b", 2, ODD), ("zbv", 2, EVEN), ("tensor", 1, ODD), ("fully sharded", 2, EVEN)),
+])  # fmt: skip
 def test_overridden_hooks_give_the_numbers_of_one_process(
     pool: WorkerPool, layout: str, accumulate: int, kinds: tuple[type[Plain], ...]
 ) -> None:
@@ -220,20 +214,13 @@ def test_overridden_hooks_give_the_numbers_of_one_process(
         assert all(report.metrics == pytest.approx(expected.metrics) for report in reports), kind
 
 
-@pytest.mark.parametrize(
-    ("kind", "layout", "words"),
-    [
-        # A clip by the norm of a part.
-        *(
-            (kind, layout, ["changes gradients", "self.clip_gradients", "gradient_clip_val"])
-            for kind, layout in (
-                (ClipsByHand, "tensor"), (ClipsBeforeStep, "1f1b"), (ClipsBetween, "1f1b"),
-            )
-        ),
-        # A decision by the gradients of a part.
-        (SkipsNaN, "1f1b", ["SkipsNaN.on_after_backward", "FiniteLoss"]),
-    ],
-)  # fmt: skip
+CLIP = ["changes gradients", "self.clip_gradients", "gradient_clip_val"]  # by the norm of a part
+
+
+@pytest.mark.parametrize(("kind", "layout", "words"), [
+    (ClipsByHand, "tensor", CLIP), (ClipsBeforeStep, "1f1b", CLIP), (ClipsBetween, "1f1b", CLIP),
+    (SkipsNaN, "1f1b", ["SkipsNaN.on_after_backward", "FiniteLoss"]),
+])  # fmt: skip
 def test_what_goes_by_the_gradients_of_a_part_is_refused(
     pool: WorkerPool, kind: type[Plain], layout: str, words: list[str]
 ) -> None:
