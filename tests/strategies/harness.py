@@ -15,7 +15,6 @@ from torch import Tensor
 
 import lightning_parallel as lp
 from lightning_parallel.ranks.shard import Shard
-from tests.strategies.counted import COUNTED
 from tests.strategies.models import BATCH, MODELS, SAMPLES
 from tests.strategies.shardable import SHARDABLE
 from tools.workers.held import complete, here, weights_of
@@ -29,7 +28,7 @@ STRATEGIES = {
     "fsdp": lp.FullyShardedStrategy,
     "ddp": DDPStrategy,  # Lightning's, to compare with
 }
-ALL = {**MODELS, **SHARDABLE, **COUNTED}
+ALL = {**MODELS, **SHARDABLE}
 
 
 def spoil(module: torch.nn.Module) -> None:

@@ -11,10 +11,9 @@ from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tests.strategies.counted import COUNTED, labels_that_count
 from tests.strategies.equality import assert_equal
 from tests.strategies.harness import joined, largest_difference, train
-from tests.strategies.models import Base
+from tests.strategies.models import LENGTH, SAMPLES, TOKENS, Base
 from tests.strategies.reference import delayed
 from tools.workers.pool import WorkerPool
 
@@ -22,27 +21,63 @@ EXACT = 1e-10  # float64
 FOUR: dict[str, Any] = {"microbatches": 4}
 REPLICAS: dict[str, Any] = {"stages": 2, "data_parallel": 2, "microbatches": 2}
 SHARES = {"batch_size": 4, "samples": 32}
+IGNORED = -100
+
+
+class Tokens(Base):
+    """Of each sample another number of labels counts, and of some none."""
+
+    def build(self) -> None:
+        self.embed = nn.Embedding(TOKENS, 16)
+        self.blocks = nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(4)))
+        self.head = nn.Linear(16, TOKENS)
+
+    def loss(self, batch: Any) -> Tensor:
+        logits = self.head(self.blocks(self.embed(batch["input_ids"])))
+        return self.loss_of(logits[:, :-1], batch["labels"][:, 1:])
+
+    def loss_of(self, logits: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+    @classmethod
+    def samples(cls) -> list[Any]:
+        generator = torch.Generator().manual_seed(5)
+        share = torch.linspace(0, 0.5, SAMPLES)[torch.randperm(SAMPLES, generator=generator)].unsqueeze(1)
+        ignored = torch.rand(SAMPLES, LENGTH, generator=generator) >= share
+        pairs = zip(super().samples(), ignored, strict=True)
+        return [{**row, "labels": row["labels"].masked_fill(own, IGNORED)} for row, own in pairs]
+
+
+class Selected(Tokens):
+    """Only what counts is picked; the second loss by another choice."""
+
+    def loss_of(self, logits: Tensor, labels: Tensor) -> Tensor:
+        counts = labels != IGNORED
+        return F.cross_entropy(logits[counts], labels[counts]) + logits.pow(2).mean(-1)[labels < 9].mean()
+
+
+def labels_that_count(batch: Any) -> Tensor:
+    """What the loss of `Tokens` averages over."""
+    return (batch["labels"][:, 1:] != IGNORED).sum()
 
 
 def test_replicas_average_their_means_as_under_ddp(pool: WorkerPool) -> None:
-    reports = pool.run(train, 4, "Tokens", "sync", REPLICAS, init=False, batch_size=4)
-    reference = pool.run(train, 2, "Tokens", "ddp", init=False, batch_size=4)[0]
+    reports = pool.run(train, 4, Tokens, "sync", REPLICAS, init=False, batch_size=4)
+    reference = pool.run(train, 2, Tokens, "ddp", init=False, batch_size=4)[0]
     assert largest_difference(joined(reports, "weights"), reference.weights) < EXACT
 
 
-@pytest.mark.parametrize(
-    ("options", "given"),
-    [({"correction": None}, {}), ({"schedule": "vhalf"}, {"microbatch_weight": labels_that_count})],
-    ids=["read", "given, in a V"],
-)
+@pytest.mark.parametrize(("options", "given"), [
+    ({"correction": None}, {}), ({"schedule": "vhalf"}, {"microbatch_weight": labels_that_count}),
+])  # fmt: skip
 def test_the_asynchronous_pipeline_equals_its_delayed_reference(
     pool: WorkerPool, options: dict[str, Any], given: dict[str, Any]
 ) -> None:
     """What microbatches are weighed by is read from their losses, or a function of the user's tells it."""
     whole = {**FOUR, **options, **given}
-    reports = pool.run(train, 2, "Tokens", "async", whole, init=False, accumulate_grad_batches=2)
+    reports = pool.run(train, 2, Tokens, "async", whole, init=False, accumulate_grad_batches=2)
     options = {**options, "accumulate": 2, "weigh": lambda part: float(labels_that_count(part))}
-    reference = delayed(COUNTED["Tokens"], 2, 4, **options)
+    reference = delayed(Tokens, 2, 4, **options)
     assert reports[0].losses == pytest.approx(reference.losses, rel=0, abs=EXACT)
     assert largest_difference(joined(reports, "weights"), reference.weights) < EXACT
 
@@ -51,8 +86,8 @@ def test_the_asynchronous_pipeline_equals_its_delayed_reference(
 
 
 def test_a_function_of_the_user_s_weighs_microbatches(pool: WorkerPool, single: Any) -> None:
-    reports = pool.run(train, 2, "Tokens", "sync", {**FOUR, "microbatch_weight": labels_that_count}, init=False)
-    assert_equal(reports, single("Tokens"), EXACT)
+    reports = pool.run(train, 2, Tokens, "sync", {**FOUR, "microbatch_weight": labels_that_count}, init=False)
+    assert_equal(reports, single(Tokens), EXACT)
 
 
 def count_wrongly(batch: Any) -> Any:
@@ -61,7 +96,7 @@ def count_wrongly(batch: Any) -> Any:
 
 def test_a_weight_that_is_no_number_is_refused_on_all_ranks(pool: WorkerPool) -> None:
     options = {**FOUR, "microbatch_weight": count_wrongly}
-    failures = pool.run(train, 2, "Tokens", "sync", options, init=False, expect_errors=True)
+    failures = pool.run(train, 2, Tokens, "sync", options, init=False, expect_errors=True)
     assert all("ValueError: microbatch_weight returned 'many'" in failure for failure in failures)
 
 
@@ -158,29 +193,20 @@ class Noisy(OfRows):
 IN_A_V = {**FOUR, "schedule": "zbv"}
 MIXED = "several samples"
 
+
 # Model, strategy and its options, of `train`; what the warnings have in them, on which rank there is one, and words of
 # it.
-WARNED: list[Any] = [
-    ("Selected", "sync", FOUR, {"limit_train_batches": 1}, "counted.py:", 0, ["microbatches=1"]),
+@pytest.mark.parametrize(("model", "strategy", "options", "given", "about", "rank", "words"), [
+    (Selected, "sync", FOUR, {"limit_train_batches": 1}, "test_loss_means.py:", 0, ["microbatches=1"]),
     (Normalised, "sync", FOUR, {"limit_train_batches": 1}, "BatchNorm1d", 0, ["'net.1' is a", "microbatches=1"]),
     (Focal, "sync", FOUR, {}, "divided by 0", 0, ["test_loss_means.py:", "microbatches=1"]),
     (Centred, "sync", IN_A_V, {}, MIXED, 0, ["'net.1'", "microbatches=1"]),
     (Centred, "async", {}, {}, MIXED, 1, ["'net.1'", "microbatches=1"]),
     # A replica warns of what only its own microbatches have.
     (FocalOfTheSecond, "sync", REPLICAS, SHARES, "divided by 0", 1, []),
-]
-
-
-@pytest.mark.parametrize(("model", "strategy", "options", "given", "about", "rank", "words"), WARNED)
+])  # fmt: skip
 def test_what_can_t_be_a_mean_is_warned_of_once_by_name(
-    pool: WorkerPool,
-    model: Any,
-    strategy: str,
-    options: dict[str, Any],
-    given: dict[str, Any],
-    about: str,
-    rank: int,
-    words: list[str],
+    pool: WorkerPool, model: Any, strategy: str, options: Any, given: Any, about: str, rank: int, words: list[str]
 ) -> None:
     ranks = 2 * options.get("data_parallel", 1)
     told = [report.warned_of(about) for report in pool.run(train, ranks, model, strategy, options, init=False, **given)]
@@ -188,19 +214,16 @@ def test_what_can_t_be_a_mean_is_warned_of_once_by_name(
     assert all(word in told[rank][0] for word in words), told
 
 
-@pytest.mark.parametrize(
-    ("model", "strategy", "options", "epochs", "about"),
-    [
-        ("Blocks", "sync", FOUR, 1, ["microbatch"]),
-        (FocalOfNone, "sync", FOUR, 1, ["divided by 0"]),  # where one process has no other loss
-        (CentredByItself, "sync", IN_A_V, 1, [MIXED]),
-        (Noisy, "sync", IN_A_V, 1, [MIXED, "put together"]),
-    ],
-)
+@pytest.mark.parametrize(("model", "options", "about"), [
+    ("Blocks", FOUR, ["microbatch"]),
+    (FocalOfNone, FOUR, ["divided by 0"]),  # where one process has no other loss
+    (CentredByItself, IN_A_V, [MIXED]),
+    (Noisy, IN_A_V, [MIXED, "put together"]),
+])  # fmt: skip
 def test_there_is_no_warning_of_what_is_right(
-    pool: WorkerPool, model: Any, strategy: str, options: dict[str, Any], epochs: int, about: list[str]
+    pool: WorkerPool, model: Any, options: dict[str, Any], about: list[str]
 ) -> None:
-    reports = pool.run(train, 2, model, strategy, options, init=False, max_epochs=epochs)
+    reports = pool.run(train, 2, model, "sync", options, init=False)
     assert [report.warned_of(*about) for report in reports] == [[], []]
 
 
