@@ -6,8 +6,7 @@ Each is a function of the losses of a batch's samples and positions, ``x [B, T]`
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -152,29 +151,12 @@ OF_SAMPLES: dict[str, Loss] = {
 }
 
 
-@dataclass(frozen=True)
-class Spelling:
-    """A way to write a loss, on a batch in which some count."""
-
-    name: str
-    mask: str
-    loss: Loss
-
-
 def _divided(total: Callable[[Tensor, Tensor], Tensor], count: Callable[[Tensor], Tensor | float]) -> Loss:
     return lambda x, z, y, m: total(x, m) / count(m)
 
 
-def spellings() -> Iterator[Spelling]:
-    """All of them: each sum with two counts, each count with two sums, each mean; with the masks in turn."""
-    masks, sums, counts = [*MASKS][1:5], [*SUMS], [*COUNTS]
-    pairs = {(s, counts[(i * 5 + k * 3) % len(counts)]) for i, s in enumerate(sums) for k in range(4)}
-    pairs |= {(sums[(i * 3 + k * 5) % len(sums)], c) for i, c in enumerate(counts) for k in range(2)}
-    forms = [(f"{s} / {c}", _divided(SUMS[s], COUNTS[c])) for s, c in sorted(pairs)] + [*MEANS.items()]
-    for i, (name, loss) in enumerate(forms):
-        for k in range(2):
-            mask = masks[(i + 2 * k) % len(masks)]
-            yield Spelling(name, mask, loss)
+# Each sum and each count once, and what averages by itself.
+FORMS = {f"{s} / {c}": _divided(SUMS[s], COUNTS[c]) for s, c in zip(SUMS, [*COUNTS, "clamp"], strict=True)} | MEANS
 
 
 def batch_of(mask: str, seed: int = 1) -> tuple[Tensor, Tensor, Tensor]:
