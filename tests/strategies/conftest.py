@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from tests.strategies.failures import LIMIT, assert_refused
 from tests.strategies.harness import Report, train
 from tools.workers.pool import WorkerPool
 
@@ -22,3 +23,15 @@ def single(pool: WorkerPool) -> Any:
         return runs[key]
 
     return get
+
+
+@pytest.fixture
+def refused(pool: WorkerPool) -> Any:
+    """``refused(words, function, ranks, ...)``: a call of the pool fails on each rank, by an ``error`` whose message
+    has these words."""
+
+    def check(words: list[str], function: Any, ranks: int, *args: Any, error: str = "ValueError", **given: Any) -> None:
+        failures = pool.run(function, ranks, *args, init=False, expect_errors=True, timeout=LIMIT, **given)
+        assert_refused(failures, error, words)
+
+    return check

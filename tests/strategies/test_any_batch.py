@@ -12,7 +12,6 @@ from torch.utils.data import DataLoader
 
 from lightning_parallel.set_up.options import StagedOptions
 from lightning_parallel.set_up.splitting import Splitting
-from tests.strategies.failures import LIMIT, assert_refused
 from tests.strategies.harness import joined, largest_difference, train
 from tests.strategies.models import Base, Rows
 from tests.thorough import thorough
@@ -124,8 +123,5 @@ def test_a_function_is_asked_for_the_fewest_parts_that_suit_the_schedule() -> No
     (Tables, {"microbatches": 2, "split": nothing}, ["split=", "0 parts"]),
     (Together, {"microbatches": 2}, ["first of 2 microbatches", "RuntimeError", "split=", "microbatches=1"]),
 ])  # fmt: skip
-def test_what_cannot_be_split_is_refused_before_training(
-    pool: WorkerPool, model: type[Base], options: dict[str, Any], words: list[str]
-) -> None:
-    failures = pool.run(train, 2, model, "sync", options, init=False, expect_errors=True, timeout=LIMIT)
-    assert_refused(failures, "ValueError", words)
+def test_what_cannot_be_split_is_refused(refused: Any, model: type[Base], options: Any, words: list[str]) -> None:
+    refused(words, train, 2, model, "sync", options)

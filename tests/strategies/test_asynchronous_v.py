@@ -132,11 +132,8 @@ def train_averaged(model: str, averaging: type[Callback] | None) -> Report:
     ("LeNet", EMAWeightAveraging, ["EMAWeightAveraging", "schedule='vmin'", "schedule='1f1b'"]),
     ("SharedPart", None, ["blocks.0.mix", "PipelineStrategy"]),  # on two stages in a V too
 ])  # fmt: skip
-def test_what_cannot_be_trained_is_refused_on_all_ranks(
-    pool: WorkerPool, model: str, averaging: type[Callback] | None, words: list[str]
-) -> None:
-    failures = pool.run(train_averaged, 3, model, averaging, init=False, expect_errors=True)
-    assert_refused(failures, "ValueError", words)
+def test_what_cannot_be_trained_is_refused(refused: Any, model: str, averaging: Any, words: list[str]) -> None:
+    refused(words, train_averaged, 3, model, averaging)
 
 
 class Counting(torch.optim.SGD):
@@ -157,10 +154,9 @@ class Counted(Deep):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 99)}}
 
 
-def test_an_optimizer_that_counts_its_steps_for_all_parameters_is_refused(pool: WorkerPool) -> None:
-    options = {"microbatches": 1, "schedule": "vmin"}
-    found = pool.run(train, 2, Counted, "async", options, init=False, timeout=LIMIT, expect_errors=True)
-    assert_refused(found, "ValueError", ["Counting", "schedule='vmin'", "parameter group 0", "schedule='1f1b'"])
+def test_an_optimizer_that_counts_its_steps_for_all_parameters_is_refused(pool: WorkerPool, refused: Any) -> None:
+    words = ["Counting", "schedule='vmin'", "parameter group 0", "schedule='1f1b'"]
+    refused(words, train, 2, Counted, "async", {"microbatches": 1, "schedule": "vmin"})
     assert_equals_delayed(pool, Counted, 2, 1, {}, {})
 
 
@@ -193,15 +189,10 @@ class UnequalReplicas(Deep):
         return DataLoader(Rows(cls.samples()), batch_sampler=[[0, 1, 2, 3], [4, 5, 6, 7], last])
 
 
-@pytest.mark.parametrize(("stages", "schedule"), [(2, "vhalf"), *thorough((3, "1f1b"))])
-def test_unequal_microbatches_of_replicas_are_refused_on_all_ranks(
-    pool: WorkerPool, stages: int, schedule: str
-) -> None:
-    options = {"stages": stages, "data_parallel": 2, "microbatches": 4, "schedule": schedule}
-    given = {"expect_errors": True, "timeout": LIMIT, "use_distributed_sampler": False}
-    failures = pool.run(train, 2 * stages, UnequalReplicas, "async", options, init=False, **given)
-    words = ["data_parallel=2", f"schedule='{schedule}'", "from 1 to 4", "batch 2", "drop_last=True"]
-    assert_refused(failures, "ValueError", words)
+def test_unequal_microbatches_of_replicas_are_refused(refused: Any) -> None:
+    options = {"stages": 2, "data_parallel": 2, "microbatches": 4, "schedule": "vhalf"}
+    words = ["data_parallel=2", "schedule='vhalf'", "from 1 to 4", "batch 2", "drop_last=True"]
+    refused(words, train, 4, UnequalReplicas, "async", options, use_distributed_sampler=False)
 
 
 class ReadLate(Deep):

@@ -19,7 +19,6 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from lightning_parallel.absent.tensor import AbsentTensor
-from tests.strategies.failures import assert_refused
 from tests.strategies.harness import joined, largest_difference
 from tests.strategies.models import Rows
 from tests.strategies.observed import OPTIONS, WIDTH, Net, Observed, fit, loader, make_trainer
@@ -136,12 +135,9 @@ def validate_other_numbers() -> None:
     (draw_on_rank_zero, ("sync", "augmented", "on_validation_batch_end", False), []),
     (validate_other_numbers, (), ["of loader 0"]),
 ])  # fmt: skip
-def test_ranks_of_a_replica_with_other_data_end_the_run(
-    pool: WorkerPool, runs: Any, given: tuple[str, ...], words: list[str]
-) -> None:
+def test_ranks_of_a_replica_with_other_data_end_the_run(refused: Any, runs: Any, given: Any, words: list[str]) -> None:
     """Within an epoch or an evaluation, by draws of one rank, or by unequal numbers of batches."""
-    failures = pool.run(runs, 2, *given, init=False, expect_errors=True)
-    assert_refused(failures, "RuntimeError", ["The ranks of one replica see different batches", *words])
+    refused(["The ranks of one replica see different batches", *words], runs, 2, *given, error="RuntimeError")
 
 
 # -- random numbers of the model -----------------------------------------------------------------------------

@@ -81,11 +81,11 @@ def fit_reading(strategy: str, trained: bool) -> float:
     return float(trainer.callback_metrics["loss"])
 
 
-def test_an_evaluation_reads_weights_of_other_stages_where_training_does(pool: WorkerPool) -> None:
+def test_an_evaluation_reads_weights_of_other_stages_where_training_does(pool: WorkerPool, refused: Any) -> None:
     expected = pool.run(fit_reading, 1, "single", True, init=False)
     assert pool.run(fit_reading, 2, "sync", True, init=False) == pytest.approx(expected * 2, rel=0, abs=1e-12)
-    failures = pool.run(fit_reading, 2, "sync", False, init=False, expect_errors=True)
-    assert_refused(failures, "FlowError", ["reads 'net.0.weight', which is on stage 0", "(the first), too"])
+    words = ["reads 'net.0.weight', which is on stage 0", "(the first), too"]
+    refused(words, fit_reading, 2, "sync", False, error="FlowError")
 
 
 class LeavesLayersOut(Net):
@@ -218,9 +218,8 @@ def predict_in_passes(strategy: str, looks: bool, fits: bool) -> Any:
 
 @pytest.mark.parametrize("looks", [True, False])
 def test_a_prediction_in_several_passes_has_its_layers_on_one_stage_or_is_refused(
-    pool: WorkerPool, looks: bool
+    pool: WorkerPool, refused: Any, looks: bool
 ) -> None:
     expected = pool.run(predict_in_passes, 1, "single", looks, False, init=False)[0]
     assert pool.run(predict_in_passes, 2, "sync", looks, False, init=False)[0] == expected
-    failures = pool.run(predict_in_passes, 2, "sync", looks, True, init=False, expect_errors=True)
-    assert_refused(failures, "FlowError", ["'net.0'"])
+    refused(["'net.0'"], predict_in_passes, 2, "sync", looks, True, error="FlowError")

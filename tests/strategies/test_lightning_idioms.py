@@ -222,9 +222,9 @@ CLIP = ["changes gradients", "self.clip_gradients", "gradient_clip_val"]  # by t
     (SkipsNaN, "1f1b", ["SkipsNaN.on_after_backward", "FiniteLoss"]),
 ])  # fmt: skip
 def test_what_goes_by_the_gradients_of_a_part_is_refused(
-    pool: WorkerPool, kind: type[Plain], layout: str, words: list[str]
+    refused: Any, kind: Any, layout: str, words: list[str]
 ) -> None:
-    assert_refused(pool.run(fit_all, 2, [kind], layout, init=False, expect_errors=True), "RuntimeError", words)
+    refused(words, fit_all, 2, [kind], layout, error="RuntimeError")
 
 
 def test_norms_of_a_part_are_logged_with_a_warning(pool: WorkerPool) -> None:
@@ -378,6 +378,6 @@ def test_a_checkpoint_is_read_as_on_load_checkpoint_leaves_it(pool: WorkerPool, 
             assert {each for _, each in reports} == {counted} == {7}
 
 
-def test_other_values_for_the_model_s_are_refused_when_they_are_saved(pool: WorkerPool, tmp_path: Path) -> None:
-    failures = pool.run(save, 2, "1f1b", tmp_path / "it", SavesOthers, init=False, expect_errors=True)
-    assert_refused(failures, "ValueError", ["on_save_checkpoint", "'net.8.weight'", "a key of their own"])
+def test_other_values_for_the_model_s_are_refused_when_they_are_saved(refused: Any, tmp_path: Path) -> None:
+    words = ["on_save_checkpoint", "'net.8.weight'", "a key of their own"]
+    refused(words, save, 2, "1f1b", tmp_path / "it", SavesOthers)

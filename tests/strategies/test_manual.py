@@ -10,7 +10,6 @@ from torch import Tensor
 from torch.optim.lr_scheduler import StepLR
 
 from tests.strategies.contract_models import TwoOptimizers, loader
-from tests.strategies.failures import assert_refused
 from tests.strategies.harness import Report, collect, joined, largest_difference, make_trainer
 from tools.optimizer_table import optimizers
 from tools.workers.pool import WorkerPool
@@ -132,6 +131,6 @@ def test_manual_optimization_trains_as_in_one_process(
     (Direct, "fsdp", {"units": ["discriminator"]}, ["self.manual_backward"]),
 ])  # fmt: skip
 def test_backwards_that_cannot_be_followed_are_refused(
-    pool: WorkerPool, model: type[ByHand], strategy: str, options: dict[str, Any], words: list[str]
+    refused: Any, model: type[ByHand], strategy: str, options: dict[str, Any], words: list[str]
 ) -> None:
-    assert_refused(pool.run(fit, 2, model, strategy, options, init=False, expect_errors=True), "RuntimeError", words)
+    refused(words, fit, 2, model, strategy, options, error="RuntimeError")

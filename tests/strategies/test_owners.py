@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lightning_parallel.optimizers.closures import only_once
 from lightning_parallel.ranks.local_model import local_part
-from tests.strategies.failures import LIMIT, HooksAllOptimizers, assert_refused
+from tests.strategies.failures import HooksAllOptimizers
 from tests.strategies.harness import Report, joined, largest_difference, make_trainer, spoil, train, weights_of
 from tests.strategies.models import BATCH
 from tests.strategies.reference import delayed
@@ -182,11 +182,10 @@ class Later(Net):
     (optimizers.LAMB, HooksAllOptimizers(), "ValueError", ["LAMB", "all optimizers", "on_train_batch_end"]),
 ])  # fmt: skip
 def test_what_owners_cannot_follow_is_refused(
-    pool: WorkerPool, kind: Any, callback: Callback, error: str, words: list[str]
+    refused: Any, kind: Any, callback: Callback, error: str, words: list[str]
 ) -> None:
     """A parameter that comes later, and hooks of steps."""
-    failures = pool.run(fit_with, 2, kind, callback, "tensor", init=False, expect_errors=True, timeout=LIMIT)
-    assert_refused(failures, error, words)
+    refused(words, fit_with, 2, kind, callback, "tensor", error=error)
 
 
 STAGES_AND_SHARDS = {"stages": 1, "tensor_parallel": 2, "data_parallel_kind": "fully_shard"}
@@ -205,11 +204,9 @@ STAGES_AND_SHARDS = {"stages": 1, "tensor_parallel": 2, "data_parallel_kind": "f
     ("KeepsParameters", 2, "sync", {}, ["keeps", "'kept'", "PipelineStrategy", "parameter group"]),
 ], ids=lambda value: value if isinstance(value, str) else "")  # fmt: skip
 def test_what_would_train_another_model_is_refused_before_training(
-    pool: WorkerPool, kind: str, ranks: int, strategy: str, options: dict[str, Any], words: list[str]
+    refused: Any, kind: str, ranks: int, strategy: str, options: dict[str, Any], words: list[str]
 ) -> None:
-    given = {"init": False, "expect_errors": True, "timeout": LIMIT}
-    failures = pool.run(fit_with, ranks, getattr(optimizers, kind), Callback(), strategy, options, **given)
-    assert_refused(failures, "ValueError", [kind, *words])
+    refused([kind, *words], fit_with, ranks, getattr(optimizers, kind), Callback(), strategy, options)
 
 
 class MadeWithTheModule(Net):

@@ -253,10 +253,8 @@ UNEQUAL = ["one replica has 2 batches, and another one 3", "_batches=2"]
     (2, of(partial(Embeds, max_norm=1.0), "sync", TWO), "ValueError", ["'rows' has", "max_norm"]),
     (2, of(partial(Embeds, sparse=True), "sync", TWO), "ValueError", ["'rows' has", "sparse"]),
 ])  # fmt: skip
-def test_what_cannot_be_run_is_refused_on_every_rank(
-    pool: WorkerPool, ranks: int, runs: Any, error: str, words: list[str]
-) -> None:
-    assert_refused(pool.run(runs, ranks, init=False, expect_errors=True, timeout=LIMIT), error, words)
+def test_what_cannot_be_run_is_refused(refused: Any, ranks: int, runs: Any, error: str, words: list[str]) -> None:
+    refused(words, runs, ranks, error=error)
 
 
 # -- seen on one stage only ----------------------------------------------------------------------------------

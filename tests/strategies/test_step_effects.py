@@ -129,11 +129,8 @@ SCHEDULES: dict[str, tuple[str, dict[str, Any]]] = {
     (StepsAScheduler, "zbv", ["StepLR", "on_train_batch_start"]),
     (ReadsAMetric, "async", ["'loss'", "on_train_batch_end"]),
 ])  # fmt: skip
-def test_what_a_step_does_to_the_run_is_refused_before_training(
-    pool: WorkerPool, kind: type[Net], schedule: str, words: list[str]
-) -> None:
-    failures = pool.run(fit, 2, kind, *SCHEDULES[schedule], init=False, expect_errors=True)
-    assert_refused(failures, "RuntimeError", ["training_step", *words])
+def test_what_a_step_does_to_the_run_is_refused(refused: Any, kind: Any, schedule: str, words: list[str]) -> None:
+    refused(["training_step", *words], fit, 2, kind, *SCHEDULES[schedule], error="RuntimeError")
 
 
 def test_what_only_a_later_step_does_is_refused_in_it(pool: WorkerPool) -> None:

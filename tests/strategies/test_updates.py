@@ -356,11 +356,9 @@ def test_attributes_of_parameters_are_there_in_fully_sharded_replicas(pool: Work
     ("metric that asks", "sync", TWO_STAGES, "FlowError", ["'net.0.size'", "stage 0", "nan_strategy='disable'"]),
 ])  # fmt: skip
 def test_what_no_stage_can_change_alone_is_refused(
-    pool: WorkerPool, kind: str, strategy: str, options: dict[str, Any], error: str, words: list[str]
+    refused: Any, kind: str, strategy: str, options: dict[str, Any], error: str, words: list[str]
 ) -> None:
-    ranks = options["stages"] * options.get("data_parallel", 1)
-    failures = pool.run(train, ranks, kind, strategy, options, init=False, expect_errors=True)
-    assert_refused(failures, error, words)
+    refused(words, train, options["stages"] * options.get("data_parallel", 1), kind, strategy, options, error=error)
 
 
 @pytest.mark.parametrize(

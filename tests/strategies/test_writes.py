@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from tests.strategies.failures import LIMIT, assert_lost, assert_refused
+from tests.strategies.failures import assert_lost, assert_refused
 from tests.strategies.observed import CLASSES, WIDTH, Net, fit
 from tools.workers.pool import WorkerPool
 
@@ -171,7 +171,7 @@ class HalvingInValidation(Net):
 
 OF_PROTOTYPES = {"plan": {"prototypes": "row_split"}}
 SHARDED = {"stages": 1, "data_parallel": 2, "data_parallel_kind": "fully_shard", "microbatches": 1}
-GIVEN: dict[str, Any] = {"samples": 16, "batch": 8, "validates": True, "init": False, "timeout": LIMIT}
+GIVEN: dict[str, Any] = {"samples": 16, "batch": 8, "validates": True}
 
 
 @pytest.mark.parametrize(("kind", "strategy", "options", "ranks", "name"), [
@@ -190,20 +190,19 @@ GIVEN: dict[str, Any] = {"samples": 16, "batch": 8, "validates": True, "init": F
     (Normalised, "tensor", OF_PROTOTYPES, 2, "prototypes.weight"),
 ])  # fmt: skip
 def test_a_write_that_would_be_lost_or_repeated_is_refused_by_name(
-    pool: WorkerPool, kind: type[Net], strategy: str, options: dict[str, Any], ranks: int, name: str
+    refused: Any, kind: type[Net], strategy: str, options: dict[str, Any], ranks: int, name: str
 ) -> None:
-    failures = pool.run(fit, ranks, kind, strategy, options, expect_errors=True, **GIVEN)
-    assert_refused(failures, "ValueError", [name, "in place"])
+    refused([name, "in place"], fit, ranks, kind, strategy, options, **GIVEN)
 
 
 def test_a_write_by_what_is_in_a_microbatch_is_refused_in_the_first_batch(pool: WorkerPool) -> None:
-    failures = pool.run(fit, 2, Centred, "sync", {"microbatches": 2}, expect_errors=True, **GIVEN)
+    failures = pool.run(fit, 2, Centred, "sync", {"microbatches": 2}, init=False, expect_errors=True, **GIVEN)
     assert_refused([next(each for each in failures if "centre" in str(each))], "RuntimeError", ["microbatches=1"])
 
 
 def test_the_stage_that_writes_into_parts_names_them(pool: WorkerPool) -> None:
     options = OF_PROTOTYPES | {"stages": 2, "tensor_parallel": 2, "microbatches": 1}
-    failures = pool.run(fit, 4, Normalised, "sync", options, expect_errors=True, **GIVEN)
+    failures = pool.run(fit, 4, Normalised, "sync", options, init=False, expect_errors=True, **GIVEN)
     assert_refused(failures[:2], "ValueError", ["prototypes.weight", "in place"])
     assert_lost(failures[2:])
 
@@ -221,6 +220,6 @@ def test_the_stage_that_writes_into_parts_names_them(pool: WorkerPool) -> None:
 def test_other_writes_are_as_in_one_process(
     pool: WorkerPool, kind: type[Net], strategy: str, options: dict[str, Any]
 ) -> None:
-    (expected,) = pool.run(fit, 1, kind, **GIVEN)
-    first, _ = pool.run(fit, 2, kind, strategy, options, **GIVEN)
+    (expected,) = pool.run(fit, 1, kind, init=False, **GIVEN)
+    first, _ = pool.run(fit, 2, kind, strategy, options, init=False, **GIVEN)
     assert first.losses == pytest.approx(expected.losses, 1e-12)
