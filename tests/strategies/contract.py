@@ -19,6 +19,7 @@ from torch import Tensor
 
 import lightning_parallel as lp
 from tests.strategies.contract_models import MODELS, loader
+from tests.strategies.harness import make_trainer, spoil
 
 EXACT = 1e-11  # float64
 EPOCHS, SAVED = 3, 2  # epochs in all, and in the first of two runs
@@ -158,21 +159,11 @@ def fit(
     feature = FEATURES[row.feature]
     module = MODELS[row.model](**feature.model)
     if resume is not None:
-        with torch.no_grad():
-            for parameter in module.parameters():
-                parameter.add_(1.0)
+        spoil(module)
     witness = Witness()
-    trainer = L.Trainer(
-        **{"accelerator": "cpu", "devices": 1, **(layout() if layout else {})},
-        **{**feature.trainer, **LAYOUTS[row.layout].trainer},
-        max_epochs=epochs,
-        callbacks=[*([row.callback] if row.callback else []), witness],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        num_sanity_val_steps=0,
-    )
+    callbacks = [*([row.callback] if row.callback else []), witness]
+    given = {**(layout() if layout else {}), **feature.trainer, **LAYOUTS[row.layout].trainer}
+    trainer = make_trainer("single", callbacks, {}, max_epochs=epochs, **given)
     share = trainer.distributed_sampler_kwargs or {}
     share = share if share.get("num_replicas", 1) > 1 else {}
     trainer.fit(module, loader(share), loader(share), ckpt_path=resume)

@@ -35,7 +35,6 @@ def samples() -> list[dict[str, Tensor]]:
     counts = torch.arange(LENGTH) < torch.tensor(COUNTED).unsqueeze(1)
     columns = {
         "x": torch.randn(SAMPLES, WIDTH, generator=generator, dtype=torch.float64),
-        "image": torch.randn(SAMPLES, 2, 6, 6, generator=generator, dtype=torch.float64),
         "class": torch.randint(0, CLASSES, (SAMPLES,), generator=generator),
         "tokens": tokens,
         "labels": tokens.roll(-1, 1).masked_fill(~counts, IGNORED),
@@ -149,28 +148,6 @@ class Probe(Perceptron):
     def build(self) -> None:
         super().build()
         self.net[:-1].requires_grad_(False)
-
-
-class Residual(nn.Module):
-    def __init__(self, channels: int) -> None:
-        super().__init__()
-        self.norm = nn.GroupNorm(2, channels)
-        self.conv = nn.Conv2d(channels, channels, 3, padding=1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.conv(F.silu(self.norm(x)))
-
-
-class ResNet(Model):
-    """Residual convolutions with GroupNorm."""
-
-    def build(self) -> None:
-        blocks = (Residual(4) for _ in range(4))
-        self.net = nn.Sequential(nn.Conv2d(2, 4, 3, padding=1), *blocks, nn.AvgPool2d(6), nn.Flatten())
-        self.head = nn.Linear(4, CLASSES)
-
-    def loss(self, batch: Any) -> Tensor:
-        return F.cross_entropy(self.head(self.net(batch["image"])), batch["class"])
 
 
 class Block(nn.Module):
@@ -334,6 +311,4 @@ class TwoOptimizers(Model):
         return optimizers, [StepLR(optimizer, 2, 0.5) for optimizer in optimizers]
 
 
-MODELS = {
-    kind.__name__: kind for kind in (Perceptron, Probe, ResNet, Language, Skipping, TwoTerms, Loose, TwoOptimizers)
-}
+MODELS = {kind.__name__: kind for kind in (Perceptron, Probe, Language, Skipping, TwoTerms, Loose, TwoOptimizers)}

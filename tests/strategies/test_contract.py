@@ -13,29 +13,34 @@ Lightning's own, so these two aren't crossed. A layout whose parts other layouts
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback
 
 from tests.strategies.contract import (
     FEATURES,
     LAYOUTS,
+    Layout,
     Report,
     Row,
     Run,
     differences,
+    fit,
     from_checkpoints,
     in_one_process,
+    staged,
     under_layout,
 )
 from tests.strategies.contract_models import MODELS
-from tests.strategies.failures import assert_refused
 from tests.thorough import thorough
 from tools.workers.pool import WorkerPool
 
@@ -60,10 +65,8 @@ LIKE_OTHERS = [
 
 # What the library refuses, and words of the message.
 REFUSED: dict[tuple[str, str], list[str]] = {
-    **{
-        pair: ["no pair of its layers could be divided", "(Linear)"]
-        for pair in product(("ResNet", "Skipping"), ("tensor", "pipeline x tensor"))
-    },
+    ("Skipping", "tensor"): ["no pair of its layers could be divided", "(Linear)"],
+    ("Skipping", "pipeline x tensor"): ["no pair of its layers could be divided", "(Linear)"],
     ("Language", "async"): ["is tied to", "head.weight", "stages [0, 1]", "tie_word_embeddings=False"],
     ("Loose", "async"): ["'position' is used on stages [0, 1]", "PipelineStrategy"],
     ("Loose", "async in a V"): ["'position' is used on stages [0, 1]", "PipelineStrategy"],
@@ -139,16 +142,14 @@ class NeverTrains(Callback):
         raise AssertionError("a batch was trained")
 
 
-@pytest.mark.parametrize(
-    ("model", "layout"),
-    [*(row for row in REFUSED if row not in REFUSED_ALIKE), *thorough(*REFUSED_ALIKE)],
-)
+@pytest.mark.parametrize(("model", "layout"), [
+    *(row for row in REFUSED if row not in REFUSED_ALIKE), *thorough(*REFUSED_ALIKE),
+])  # fmt: skip
 def test_what_is_not_supported_is_refused_before_training(
-    pool: WorkerPool, tmp_path: Path, model: str, layout: str
+    refused: Any, tmp_path: Path, model: str, layout: str
 ) -> None:
     row = Row(model, layout, "groups", callback=NeverTrains())
-    failures = pool.run(under_layout, LAYOUTS[layout].ranks, row, tmp_path, init=False, expect_errors=True)
-    assert_refused(failures, "ValueError", REFUSED[model, layout])
+    refused(REFUSED[model, layout], under_layout, LAYOUTS[layout].ranks, row, tmp_path)
 
 
 # -- the contract notices --------------------------------------------------------------------------------------------
@@ -167,3 +168,38 @@ def test_the_contract_notices() -> None:
     ):
         (found,) = differences(alone, ranks, resumed)
         assert found.startswith(start)
+
+
+# -- ranks that are alone --------------------------------------------------------------------------------------------
+
+COLLECTIVES = (
+    "all_reduce", "broadcast", "all_gather", "broadcast_object_list", "all_gather_object", "gather_object", "barrier",
+)  # fmt: skip
+
+
+def collectives_of_one(layout: Layout) -> list[str]:
+    """Those that a fit on two ranks calls in a group of one rank."""
+    found: list[str] = []
+
+    def noting(name: str, collective: Callable[..., Any]) -> Callable[..., Any]:
+        def noted(*args: Any, **kwargs: Any) -> Any:
+            group = next((x for x in (*args, *kwargs.values()) if isinstance(x, dist.ProcessGroup)), None)
+            found.extend([name] if dist.get_world_size(group) == 1 else [])
+            return collective(*args, **kwargs)
+
+        return noted
+
+    with ExitStack() as patches:
+        for name in COLLECTIVES:
+            patches.enter_context(patch.object(dist, name, noting(name, getattr(dist, name))))
+        fit(Row("TwoTerms", "1f1b", "clipping by norm"), layout, epochs=1)  # logs with sync_dist=True
+    return found
+
+
+@pytest.mark.parametrize("layout", [
+    *(LAYOUTS[name] for name in ("1f1b", "async", "tensor", "replicas", "sharded")),
+    staged(stages=1, data_parallel=2),
+], ids=str)  # fmt: skip
+def test_a_rank_alone_sends_nothing(pool: WorkerPool, layout: Layout) -> None:
+    """Along an axis: over NCCL a group of one rank would be connected too."""
+    assert pool.run(collectives_of_one, 2, layout, init=False) == [[], []]
