@@ -142,8 +142,8 @@ class OddlyStepped(Keeping):
         return Odd(self.parameters())
 
 
-MODELS: dict[str, Any] = {**ALL, "Scheduled": Scheduled, "Keeping": Keeping, "OddlyStepped": OddlyStepped}
-MODELS |= {"NotANumber": NotANumber, "Overflowing": Overflowing}
+OWN = (Scheduled, Keeping, OddlyStepped, NotANumber, Overflowing)
+MODELS: dict[str, Any] = {**ALL, **{kind.__name__: kind for kind in OWN}}
 
 
 def trained(
@@ -191,29 +191,23 @@ def trained_announced(*args: Any, **given: Any) -> tuple[list[str], dict[str, Te
         return trained(*args, **given)
 
 
-@pytest.mark.parametrize(
-    ("model", "limit", "ranks", "options", "given"),
-    [
-        ("Scheduled", 0.35, 2, {}, {}),
-        ("Keeping", 0.55, 3, {}, {}),
-        ("OddlyStepped", 0.55, 2, {}, {}),
-        ("NotANumber", 100.0, 2, {}, {"max_epochs": 1}),
-        ("LeNet", 0.5, 4, {"data_parallel": 2}, {"val_check_interval": 1}),
-        # No layer's gradients overflow but the second one's, on the last stage.
-        ("Overflowing", 100.0, 2, {}, {"scale": 8.0, "max_epochs": 3}),
-        ("Overflowing", 8.0, 2, {}, {"scale": 8.0, "max_epochs": 3}),
-        ("Overflowing", None, 3, {}, {"scale": 8.0, "val_check_interval": 1}),
-        # What overflows is finite afterwards.
-        ("Overflowing", 0.1, 2, {}, {"scale": 8.0, "max_epochs": 3, "gradient_clip_algorithm": "value"}),
-        ("LeNet", 0.8, 2, {}, {"scale": 2.0**22}),  # which is soon too large
-        *thorough(
-            ("Llama", None, 4, {"tensor_parallel": 2}, {"scale": 2.0**20}),
-            ("Llama", 0.7, 4, {"tensor_parallel": 2}, {}),
-            ("LeNet", 0.3, 2, {}, {"accumulate_grad_batches": 2, "max_epochs": 6}),
-            ("GPT2", 0.6, 2, {}, {}),
-        ),
-    ],
-)
+@pytest.mark.parametrize(("model", "limit", "ranks", "options", "given"), [
+    ("Scheduled", 0.35, 2, {}, {}),
+    ("Keeping", 0.55, 3, {}, {}),
+    ("OddlyStepped", 0.55, 2, {}, {}),
+    ("NotANumber", 100.0, 2, {}, {"max_epochs": 1}),
+    ("LeNet", 0.5, 4, {"data_parallel": 2}, {"val_check_interval": 1}),
+    # No layer's gradients overflow but the second one's, on the last stage.
+    ("Overflowing", 8.0, 2, {}, {"scale": 8.0, "max_epochs": 3}),
+    ("Overflowing", None, 3, {}, {"scale": 8.0, "val_check_interval": 1}),
+    # What overflows is finite afterwards.
+    ("Overflowing", 0.1, 2, {}, {"scale": 8.0, "max_epochs": 3, "gradient_clip_algorithm": "value"}),
+    ("LeNet", 0.8, 2, {}, {"scale": 2.0**22}),  # which is soon too large
+    *thorough(
+        ("Llama", None, 4, {"tensor_parallel": 2}, {"scale": 2.0**20}), ("Llama", 0.7, 4, {"tensor_parallel": 2}, {}),
+        ("LeNet", 0.3, 2, {}, {"accumulate_grad_batches": 2, "max_epochs": 6}),
+    ),
+])  # fmt: skip
 def test_updates_that_are_validated_later_are_those_of_stages_that_wait(
     pool: WorkerPool, model: str, limit: float | None, ranks: int, options: dict[str, Any], given: dict[str, Any]
 ) -> None:
