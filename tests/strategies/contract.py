@@ -73,29 +73,15 @@ LAYOUTS = {
 }
 
 
-@dataclass(frozen=True)
-class Feature:
-    """Args:
-    model: arguments of the model.
-    trainer: options of the Trainer.
-    """
-
-    model: dict[str, Any] = field(default_factory=dict)
-    trainer: dict[str, Any] = field(default_factory=dict)
-
-
-# Everywhere: a learning rate that a scheduler changes, a last batch with fewer samples, an evaluation at the end.
-FEATURES = {
-    "accumulation": Feature(trainer={"accumulate_grad_batches": 2}),  # of an epoch's three batches
-    "clipping by norm": Feature(trainer={"gradient_clip_val": 0.05}),
-    "clipping by value": Feature(trainer={"gradient_clip_val": 0.001, "gradient_clip_algorithm": "value"}),
-    "groups": Feature(model={"groups": True}),
-    # With an evaluation in the middle of an epoch.
-    "early optimizer": Feature(model={"early": True}, trainer={"val_check_interval": 2}),
-    "all": Feature(
-        {"groups": True},
-        {"accumulate_grad_batches": 2, "gradient_clip_val": 0.05, "val_check_interval": 2},
-    ),
+# Arguments of the model, and options of the Trainer. Everywhere: a learning rate that a scheduler changes, a last batch
+# with fewer samples, an evaluation at the end.
+FEATURES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "accumulation": ({}, {"accumulate_grad_batches": 2}),  # of an epoch's three batches
+    "clipping by norm": ({}, {"gradient_clip_val": 0.05}),
+    "clipping by value": ({}, {"gradient_clip_val": 0.001, "gradient_clip_algorithm": "value"}),
+    "groups": ({"groups": True}, {}),
+    "early optimizer": ({"early": True}, {"val_check_interval": 2}),  # and an evaluation in the middle of an epoch
+    "all": ({"groups": True}, {"accumulate_grad_batches": 2, "gradient_clip_val": 0.05, "val_check_interval": 2}),
 }
 
 
@@ -156,13 +142,13 @@ def fit(
 ) -> tuple[Report, L.Trainer]:
     """``layout``: None is one process, with Lightning alone. A module to be resumed is made with other weights."""
     torch.set_default_dtype(torch.float64)
-    feature = FEATURES[row.feature]
-    module = MODELS[row.model](**feature.model)
+    arguments, options = FEATURES[row.feature]
+    module = MODELS[row.model](**arguments)
     if resume is not None:
         spoil(module)
     witness = Witness()
     callbacks = [*([row.callback] if row.callback else []), witness]
-    given = {**(layout() if layout else {}), **feature.trainer, **LAYOUTS[row.layout].trainer}
+    given = {**(layout() if layout else {}), **options, **LAYOUTS[row.layout].trainer}
     trainer = make_trainer("single", callbacks, {}, max_epochs=epochs, **given)
     share = trainer.distributed_sampler_kwargs or {}
     share = share if share.get("num_replicas", 1) > 1 else {}

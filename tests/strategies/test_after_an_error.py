@@ -35,10 +35,6 @@ class Fails(Mixed):
         return super().training_step(batch, batch_idx)
 
 
-class FailsOnOne(Fails):
-    ranks = (1,)
-
-
 class FailsOnFirst(Fails):
     ranks = (0,)
 
@@ -56,16 +52,16 @@ class Keeps(Callback):
         trainer.save_checkpoint(self.path)
 
 
-def fail_saving(kind: type[Fails], folder: Path, by_own: bool) -> None:
+def fail_saving(folder: Path, by_own: bool) -> None:
     keeper = ModelCheckpoint(folder, filename="last", save_on_exception=True)
     callbacks = [Keeps(folder), lp.ExactResume()] if by_own else [keeper]
     with pytest.raises((ValueError, PeerLostError), match="no luck|broke"):
-        make_trainer("sync", callbacks, REPLICAS, enable_checkpointing=not by_own).fit(kind(), kind.loader())
+        make_trainer("sync", callbacks, REPLICAS, enable_checkpointing=not by_own).fit(FailsOnFirst(), Mixed.loader())
 
 
-def fail_and_save(kind: type[Fails], folder: Path, by_own: bool) -> None:
+def fail_and_save(folder: Path, by_own: bool) -> None:
     torch.set_default_dtype(torch.float64)
-    fail_saving(kind, folder, by_own)
+    fail_saving(folder, by_own)
     gc.collect()  # frees the Trainer, whose open connections the other rank would wait for
 
 
@@ -76,13 +72,9 @@ def weights_of_one_step() -> dict[str, Tensor]:
     return {name: parameter.detach() for name, parameter in module.named_parameters()}
 
 
-@pytest.mark.parametrize(
-    ("kind", "by_own"), [(FailsOnFirst, False), (FailsOnFirst, True), *thorough((FailsOnOne, False))]
-)
-def test_the_first_of_replicas_saves_alone_after_an_error(
-    pool: WorkerPool, kind: type[Fails], by_own: bool, tmp_path: Path
-) -> None:
-    pool.run(fail_and_save, 2, kind, tmp_path, by_own, init=False, timeout=60)
+@pytest.mark.parametrize("by_own", [False, True])
+def test_the_first_of_replicas_saves_alone_after_an_error(pool: WorkerPool, by_own: bool, tmp_path: Path) -> None:
+    pool.run(fail_and_save, 2, tmp_path, by_own, init=False, timeout=60)
     saved = torch.load(tmp_path / "last.ckpt", weights_only=False)
     assert saved["global_step"] == 1
     for weights in pool.run(weights_of_one_step, 2, init=False):
@@ -96,17 +88,10 @@ def train_after(first: str, options: dict[str, Any], second: str) -> Report:
     return train("Mixed", second, max_epochs=1)
 
 
-@pytest.mark.parametrize(
-    ("first", "options", "second"),
-    [
-        ("async", {}, "sync"),
-        *thorough(
-            ("fsdp", {}, "fsdp"),
-            ("sync", {}, "async"),
-            ("async", {"stages": 2, "data_parallel": 2}, "sync"),
-        ),
-    ],
-)
+@pytest.mark.parametrize(("first", "options", "second"), [
+    ("async", {}, "sync"),
+    *thorough(("fsdp", {}, "fsdp"), ("sync", {}, "async"), ("async", {"stages": 2, "data_parallel": 2}, "sync")),
+])  # fmt: skip
 def test_the_next_trainer_has_the_numbers_that_it_has_alone(
     pool: WorkerPool, first: str, options: dict[str, Any], second: str
 ) -> None:
