@@ -6,6 +6,7 @@ import atexit
 import os
 import random
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import lightning as L
@@ -236,8 +237,8 @@ def test_code_between_the_layers_draws_the_same_on_all_stages(pool: WorkerPool, 
 class Normed(Net):
     """What it validates with has the statistics."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, moves: bool = True) -> None:
+        super().__init__(moves)
         self.net[1], self.net[3] = nn.BatchNorm1d(8), nn.BatchNorm1d(8)
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
@@ -248,13 +249,20 @@ class Normed(Net):
 def test_batch_norm_normalises_over_a_microbatch_or_a_share(
     pool: WorkerPool, strategy: str, ranks: int, options: dict[str, Any]
 ) -> None:
-    """As where one process accumulates the gradients of halves. Replicas keep the statistics of the first."""
+    """As where one process accumulates the gradients of halves."""
     given = {"init": False, "samples": 12, "validates": True}
     (expected,) = pool.run(fit, 1, Normed, batch=2, accumulate_grad_batches=2, **given)
     found = pool.run(fit, ranks, Normed, strategy, options, **given, **({"devices": 2} if strategy == "data" else {}))
     assert largest_difference(joined(found, "weights"), expected.weights) < 1e-12
     if strategy == "sync":
         assert found[0].metrics == pytest.approx(expected.metrics, rel=0, abs=1e-12)
+
+
+def test_statistics_are_those_of_the_first_replica(pool: WorkerPool) -> None:
+    kind, given = partial(Normed, moves=False), {"init": False, "validates": True, "limit_train_batches": 1}
+    (expected,) = pool.run(fit, 1, kind, batch=2, **given)  # its share
+    (found,) = pool.run(fit, 1, kind, "data", {}, devices=2, **given)
+    assert found.metrics == pytest.approx(expected.metrics, rel=0, abs=1e-12)
 
 
 # -- one Trainer and its module, used on ---------------------------------------------------------------------
