@@ -19,7 +19,7 @@ from torch import Tensor
 
 import lightning_parallel as lp
 from tests.strategies.contract_models import MODELS, loader
-from tests.strategies.harness import make_trainer, spoil
+from tests.strategies.harness import Losses, make_trainer, spoil
 
 EXACT = 1e-11  # float64
 EPOCHS, SAVED = 3, 2  # epochs in all, and in the first of two runs
@@ -101,23 +101,12 @@ Record = dict[str, Tensor]
 Run = tuple[Report, Record]  # of one process
 
 
-class Witness(Callback):
-    def __init__(self) -> None:
-        self.report = Report()
-        self.losses: list[Tensor] = []
-
-    def on_train_batch_end(self, trainer: L.Trainer, module: Any, outputs: Any, *args: Any) -> None:
-        if outputs:
-            self.losses.append(outputs["loss"])  # to be read after the run, since stages may wait for it
-
+class Witness(Losses):
     def on_validation_end(self, trainer: L.Trainer, module: Any) -> None:
         self.note(f"validation in batch {trainer.fit_loop.total_batch_idx}", trainer)
 
     def on_train_epoch_end(self, trainer: L.Trainer, module: Any) -> None:
         self.note(f"end of epoch {trainer.current_epoch}", trainer)
-
-    def on_train_end(self, trainer: L.Trainer, module: Any) -> None:
-        self.report.losses = [float(loss) for loss in self.losses]
 
     def note(self, moment: str, trainer: L.Trainer) -> None:
         self.report.logged.append((moment, {name: float(value) for name, value in trainer.callback_metrics.items()}))
@@ -146,7 +135,7 @@ def fit(
     module = MODELS[row.model](**arguments)
     if resume is not None:
         spoil(module)
-    witness = Witness()
+    witness = Witness(Report())
     callbacks = [*([row.callback] if row.callback else []), witness]
     given = {**(layout() if layout else {}), **options, **LAYOUTS[row.layout].trainer}
     trainer = make_trainer("single", callbacks, {}, max_epochs=epochs, **given)

@@ -56,7 +56,7 @@ class Report:
 
 
 class Losses(Callback):
-    def __init__(self, report: Report) -> None:
+    def __init__(self, report: Any) -> None:
         self.report = report
         self.losses: list[Tensor] = []
 
@@ -64,7 +64,8 @@ class Losses(Callback):
         self.report.losses = [float(loss) for loss in self.losses]
 
     def on_train_batch_end(self, trainer: L.Trainer, module: Any, outputs: Any, *args: Any) -> None:
-        self.losses.append(outputs["loss"])  # to be read after the run: a stage would wait for it here
+        if outputs:  # with manual optimization there may be none
+            self.losses.append(outputs["loss"])  # to be read after the run: a stage would wait for it here
 
 
 class Witness(Losses):
