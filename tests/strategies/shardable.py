@@ -272,15 +272,6 @@ class ByForward(ShardableLlama):
         return next_token_loss(self.model.lm_head.forward(hidden), batch["labels"], TOKENS)
 
 
-class Fails(ShardableLlama):
-    """Rank 1 raises in the second batch, while the others go on to sum with it."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        if batch_idx == 1 and rank_zero_only.rank == 1:
-            raise ValueError("no luck")
-        return super().training_step(batch, batch_idx)
-
-
 class Counting(ShardableLlama):
     """A metric that adds up over ranks."""
 
@@ -297,7 +288,7 @@ class Counting(ShardableLlama):
 SHARDABLE = {
     model.__name__: model
     for model in (
-        ShardableGPT2, DroppingGPT2, ShardableLlama, Mixed, Forgetful, Fails, Counting,
+        ShardableGPT2, DroppingGPT2, ShardableLlama, Mixed, Forgetful, Counting,
         Asks, Scaled, ScaledWithoutASum,
         LoraLlama, LoraSavingLlama, DroppingLoraLlama, LoraGPT2, ShardablePhi3, ShardableQwen3,
         PlanlessOPT, Experts, LatentExperts, PenalisesShards, DrawsByRank, DrawsInValidation,

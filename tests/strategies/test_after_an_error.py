@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import re
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,13 @@ class Fails(Mixed):
 
 class FailsOnFirst(Fails):
     ranks = (0,)
+
+
+@pytest.mark.parametrize("options", [{}, {"tensor_parallel": 1, "data_parallel": 2}], ids=["shards", "replicas"])
+def test_a_rank_that_fails_ends_the_others(pool: WorkerPool, options: dict[str, Any]) -> None:
+    failed, other = pool.run(train, 2, FailsOnFirst, "tensor", options, init=False, expect_errors=True, timeout=60)
+    assert "ValueError: no luck" in str(failed)
+    assert re.search("one of them stopped|by peer", str(other))  # at once: the pool's timeout is far below gloo's
 
 
 REPLICAS = {"stages": 1, "data_parallel": 2, "timeout": TIMEOUT}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from copy import deepcopy
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from torch.nn import functional as F
 from torchmetrics.classification import MulticlassAccuracy
 
 from tests.strategies.failures import assert_refused
-from tests.strategies.observed import CLASSES, WIDTH, Net, loader, make_trainer
+from tests.strategies.observed import CLASSES, WIDTH, Net, fit, loader, make_trainer
 from tools.workers.pool import WorkerPool
 
 
@@ -74,18 +75,12 @@ class ReadsWeights(Net):
         self.log("loss", self.logits_and_loss(batch)[1] + self.read())
 
 
-def fit_reading(strategy: str, trained: bool) -> float:
-    torch.set_default_dtype(torch.float64)
-    trainer = make_trainer(strategy, [])
-    trainer.fit(ReadsWeights(trained), loader(), loader(8, 4, 5))
-    return float(trainer.callback_metrics["loss"])
-
-
 def test_an_evaluation_reads_weights_of_other_stages_where_training_does(pool: WorkerPool, refused: Any) -> None:
-    expected = pool.run(fit_reading, 1, "single", True, init=False)
-    assert pool.run(fit_reading, 2, "sync", True, init=False) == pytest.approx(expected * 2, rel=0, abs=1e-12)
+    (expected,) = pool.run(fit, 1, partial(ReadsWeights, True), init=False, validates=True)
+    for report in pool.run(fit, 2, partial(ReadsWeights, True), "sync", init=False, validates=True):
+        assert report.metrics == pytest.approx(expected.metrics, rel=0, abs=1e-12)
     words = ["reads 'net.0.weight', which is on stage 0", "(the first), too"]
-    refused(words, fit_reading, 2, "sync", False, error="FlowError")
+    refused(words, fit, 2, partial(ReadsWeights, False), "sync", validates=True, error="FlowError")
 
 
 class LeavesLayersOut(Net):
@@ -134,22 +129,16 @@ class Counts(LeavesLayersOut):
         super().validation_step(batch, batch_idx)
 
 
-def fit_without_last_layers(kind: type[Net], strategy: str, options: dict[str, Any]) -> dict[str, float]:
-    torch.set_default_dtype(torch.float64)
-    trainer = make_trainer(strategy, [], options, max_epochs=2)
-    trainer.fit(kind(), loader(), loader(8, 4, 5))
-    return {name: float(trainer.callback_metrics[name]) for name in ("accuracy", "loss")}
-
-
 @pytest.mark.parametrize(("kind", "stages", "options"), [
     (Counts, 4, {"microbatches": 2}), (LeavesLayersOut, 2, {"microbatches": 4, "schedule": "interleaved"}),
 ])  # fmt: skip
 def test_an_evaluation_may_leave_the_last_layers_out(
     pool: WorkerPool, kind: type[Net], stages: int, options: dict[str, Any]
 ) -> None:
-    (expected,) = pool.run(fit_without_last_layers, 1, kind, "single", {}, init=False)
-    for found in pool.run(fit_without_last_layers, stages, kind, "sync", options, init=False):
-        assert found == pytest.approx(expected, rel=0, abs=1e-12)
+    given = {"samples": 12, "validates": True, "init": False}
+    (expected,) = pool.run(fit, 1, kind, **given)
+    for report in pool.run(fit, stages, kind, "sync", options, **given):
+        assert report.metrics == pytest.approx(expected.metrics, rel=0, abs=1e-12)
 
 
 class LooksAtTheRank(Net):

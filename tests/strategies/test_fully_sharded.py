@@ -17,14 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from tests.strategies.equality import EXACT, assert_equal
-from tests.strategies.harness import (
-    ALL,
-    here,
-    largest_difference,
-    make_trainer,
-    train,
-    weights_of,
-)
+from tests.strategies.harness import ALL, here, largest_difference, make_trainer, train, weights_of
 from tests.strategies.models import BATCH, LENGTH, Blocks, Gate, LeNet
 from tests.strategies.shardable import Mixed
 from tests.thorough import thorough
@@ -296,14 +289,8 @@ def refused(model: Any, options: dict[str, Any], trainers: int = 1) -> None:
     ((Blocks, {}, 2), ["sharded already", "checkpoint"]),
     # Replicas use different modules of one size.
     ((partial(Branching, "between"), {}), ["replica 0 used 'net.0', replica 1 used 'net.1'"]),
-    (
-        (partial(Branching, "inside"), {}),
-        ["replica 0 used 'net.0.ways.0.bias', replica 1 used 'net.0.ways.1.bias'"],
-    ),
-    (
-        (partial(Branching, "detached"), {}),
-        ["replica 0 used 'net.0.ways.0.bias', replica 1 used 'net.2.ways.0.bias'"],
-    ),
+    ((partial(Branching, "inside"), {}), ["0 used 'net.0.ways.0.bias', replica 1 used 'net.0.ways.1.bias'"]),
+    ((partial(Branching, "detached"), {}), ["0 used 'net.0.ways.0.bias', replica 1 used 'net.2.ways.0.bias'"]),
 ], ids=lambda value: "-".join(value) if isinstance(value, list) else "")  # fmt: skip
 def test_is_refused_in_words(pool: WorkerPool, arguments: tuple[Any, ...], words: list[str]) -> None:
     for error in pool.run(refused, 2, *arguments, init=False, expect_errors=True):

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.callbacks import LambdaCallback
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -255,14 +255,10 @@ class OfTwoSamples(CountsSteps):
         return loss
 
 
-class Turn(Callback):
-    def on_train_batch_start(self, *args: Any) -> None:
-        STEPS.append(0)
-
-
 def steps_of_batches(model: type[Base], batches: int) -> list[int]:
     STEPS[:] = [0]
-    train(model, "sync", FOUR, batch_size=8, samples=8 * batches, callbacks=[Turn()])
+    turn = LambdaCallback(on_train_batch_start=lambda *_: STEPS.append(0))
+    train(model, "sync", FOUR, batch_size=8, samples=8 * batches, callbacks=[turn])
     return STEPS[1:]
 
 
