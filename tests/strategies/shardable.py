@@ -51,7 +51,7 @@ class Lora(OfTransformers):
 class LoraLlama(Lora, ShardableLlama):
     """In all its layers; two key-value heads."""
 
-    sizes = ShardableLlama.sizes | {"num_key_value_heads": 2}
+    sizes = ShardableLlama.sizes | {"num_key_value_heads": 2, "num_hidden_layers": 2}
     layers = ["q_proj", "k_proj", "v_proj", "o_proj", "up_proj", "gate_proj", "down_proj"]
     adapters = {"target_modules": [*layers, "lm_head", "embed_tokens"]}
 
@@ -76,14 +76,14 @@ class ShardablePhi3(Llama):
     """By its own plan; queries, keys and values in one layer, and so the two halves of the MLP."""
 
     kind = "Phi3ForCausalLM"
-    sizes = ShardableLlama.sizes | {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "pad_token_id": 0}
+    sizes = ShardableLlama.sizes | {"num_hidden_layers": 2, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "pad_token_id": 0}
 
 
 class ShardableQwen3(Llama):
     """By its own plan; norms of queries and keys, whose gradients are summed."""
 
     kind = "Qwen3ForCausalLM"
-    sizes = ShardableLlama.sizes | {"head_dim": 2}
+    sizes = ShardableLlama.sizes | {"num_hidden_layers": 2, "head_dim": 2}
 
 
 class PlanlessOPT(Llama):
@@ -91,7 +91,7 @@ class PlanlessOPT(Llama):
 
     kind = "OPTForCausalLM"
     sizes = {
-        "hidden_size": 16, "ffn_dim": 26, "num_hidden_layers": 4, "num_attention_heads": 4, "dropout": 0.0,
+        "hidden_size": 16, "ffn_dim": 26, "num_hidden_layers": 2, "num_attention_heads": 4, "dropout": 0.0,
         "word_embed_proj_dim": 16, "max_position_embeddings": 16, "pad_token_id": 0,
     }  # fmt: skip
 
