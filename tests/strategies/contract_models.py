@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
+from torchmetrics import SumMetric
 from torchmetrics.classification import MulticlassAccuracy
 
 from tests.strategies.models import Rows
@@ -121,13 +122,15 @@ class Perceptron(Model):
 
     def build(self) -> None:
         self.net = nn.Sequential(*layers(WIDTH, 16, 16, 16), nn.Linear(16, CLASSES))
-        self.accuracy = MulticlassAccuracy(CLASSES, average="micro")
+        self.accuracy, self.seen = MulticlassAccuracy(CLASSES, average="micro"), SumMetric()
 
     def loss(self, batch: Any) -> Tensor:
         logits = self.net(batch["x"])
         self.log("largest", logits.max(), reduce_fx="max", on_step=False, on_epoch=True, sync_dist=True)
         self.accuracy(logits, batch["class"])
         self.log("accuracy", self.accuracy, on_step=False, on_epoch=True)
+        self.seen.update(len(batch["x"]))
+        self.log("seen", self.seen, on_step=False, on_epoch=True)  # each sample once, on whatever ranks
         return F.cross_entropy(logits, batch["class"])
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:

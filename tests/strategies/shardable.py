@@ -9,7 +9,6 @@ from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
-from torchmetrics import SumMetric
 
 from lightning_parallel.private.torch.tensors import tree_map
 from tests.strategies.models import GPT2, TOKENS, LeNet, Llama, OfTransformers, next_token_loss
@@ -272,23 +271,10 @@ class ByForward(ShardableLlama):
         return next_token_loss(self.model.lm_head.forward(hidden), batch["labels"], TOKENS)
 
 
-class Counting(ShardableLlama):
-    """A metric that adds up over ranks."""
-
-    def build(self) -> None:
-        super().build()
-        self.seen = SumMetric()
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        super().validation_step(batch, batch_idx)
-        self.seen(len(batch["input_ids"]))
-        self.log("val_seen", self.seen)
-
-
 SHARDABLE = {
     model.__name__: model
     for model in (
-        ShardableGPT2, DroppingGPT2, ShardableLlama, Mixed, Forgetful, Counting,
+        ShardableGPT2, DroppingGPT2, ShardableLlama, Mixed, Forgetful,
         Asks, Scaled, ScaledWithoutASum,
         LoraLlama, LoraSavingLlama, DroppingLoraLlama, LoraGPT2, ShardablePhi3, ShardableQwen3,
         PlanlessOPT, Experts, LatentExperts, PenalisesShards, DrawsByRank, DrawsInValidation,

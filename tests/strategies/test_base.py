@@ -144,44 +144,44 @@ def test_ranks_of_a_replica_with_other_data_end_the_run(refused: Any, runs: Any,
 # -- random numbers of the model -----------------------------------------------------------------------------
 
 
+class Noted(nn.Dropout):
+    """Keeps its masks."""
+
+    def __init__(self) -> None:
+        super().__init__(0.5)
+        self.masks: list[list[float]] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        output = super().forward(x)
+        if self.training and not isinstance(output, AbsentTensor):  # not where a loss is tried
+            self.masks.append((output != 0).float().flatten().tolist())
+        return output
+
+
 class Dropping(Net):
-    def __init__(self, lr: float = 0.0) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.lr = lr
-        layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5)) for _ in range(4)]
-        self.net = nn.Sequential(*layers)
+        self.net = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), Noted()) for _ in range(4)))
 
     def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=self.lr)
+        return torch.optim.SGD(self.parameters(), lr=0.0)
 
 
-def dropout_masks(strategy: str, microbatches: int, seed: int) -> dict[str, list[list[float]]]:
+def dropout_masks(strategy: str, seed: int) -> dict[int, list[list[float]]]:
     """Of each layer here, in the order drawn."""
     L.seed_everything(seed, verbose=False)
     module = Dropping()
-    masks: dict[str, list[list[float]]] = {}
-
-    def note(name: str) -> Any:
-        def hook(layer: nn.Module, args: Any, output: Tensor) -> None:
-            if layer.training and not isinstance(output, AbsentTensor):  # not where a loss is tried
-                masks.setdefault(name, []).append((output != 0).float().flatten().tolist())
-
-        return hook
-
-    for name, layer in module.net.named_modules():
-        if isinstance(layer, nn.Dropout):
-            layer.register_forward_hook(note(name))
-    trainer = make_trainer(strategy, [], {"microbatches": microbatches, "layers": ["net.*"]}, max_epochs=1)
+    trainer = make_trainer(strategy, [], {"microbatches": 2, "layers": ["net.*"]}, max_epochs=1)
     trainer.fit(module, loader())
-    return masks
+    return {i: layer[1].masks for i, layer in enumerate(module.net) if layer[1].masks}
 
 
 @BOTH
 def test_dropout_is_the_same_in_every_run_and_for_any_number_of_stages(pool: WorkerPool, strategy: str) -> None:
-    def masks_of(stages: int, seed: int) -> dict[str, list[list[float]]]:
-        ranks = pool.run(dropout_masks, stages, strategy, 2, seed, init=False)
+    def masks_of(stages: int, seed: int) -> dict[int, list[list[float]]]:
+        ranks = pool.run(dropout_masks, stages, strategy, seed, init=False)
         assert all(len(masks) == 4 // stages for masks in ranks)
-        return {name: masks for rank in ranks for name, masks in rank.items()}
+        return {i: masks for rank in ranks for i, masks in rank.items()}
 
     two, four, other = masks_of(2, 5), masks_of(4, 5), masks_of(2, 6)
     assert two == four

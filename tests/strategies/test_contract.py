@@ -58,6 +58,7 @@ LIKE_OTHERS = [
     ("Language", "pipeline x tensor", "clipping by norm"),  # over both axes, where tied weights count once
     ("Loose", "pipeline x data", "accumulation"),  # gradients of replicas and stages are joined once
     ("TwoOptimizers", "replicas", "groups"),
+    ("Perceptron", "replicas", "early optimizer"),
     ("TwoTerms", "replicas", "all"),
     ("Language", "threads", "early optimizer"),
     ("Perceptron", "threads", "all"),

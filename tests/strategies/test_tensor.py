@@ -12,7 +12,7 @@ from torchmetrics import MeanMetric
 
 from tests.strategies.equality import assert_equal
 from tests.strategies.harness import joined, train
-from tests.strategies.models import SAMPLES, TOKENS, Base
+from tests.strategies.models import TOKENS, Base
 from tests.strategies.shardable import Mixed
 from tests.tensor.models import VOCABULARY, Gained, GainStyle, InSum, Net
 from tests.thorough import thorough
@@ -102,14 +102,6 @@ def test_dropout_leaves_the_ranks_with_one_loss_and_one_model(pool: WorkerPool, 
     reports = pool.run(train, 2, model, "tensor", init=False, shuffle=True)
     assert reports[0].losses == reports[1].losses
     joined(reports, "weights")  # asserts that what both hold agrees
-
-
-@pytest.mark.parametrize("options", [{}, {"tensor_parallel": 1, "data_parallel": 2}], ids=["shards", "replicas"])
-def test_metrics_count_every_sample_once(pool: WorkerPool, single: Any, options: dict[str, Any]) -> None:
-    expected = single("Counting", max_epochs=1).metrics["val_seen"]
-    assert expected == SAMPLES
-    for report in pool.run(train, 2, "Counting", "tensor", options, init=False, max_epochs=1):
-        assert report.metrics["val_seen"] == expected
 
 
 # -- what would go wrong without a word --------------------------------------------------------------------------
