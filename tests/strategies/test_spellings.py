@@ -13,8 +13,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 import lightning_parallel as lp
-from tests.strategies.idioms import IDIOMS, SEQUENCES
-from tests.strategies.spellings import CLASSES, FORMS, LEARNED, MASKS, OF_SAMPLES, Loss, batch_of
+from tests.strategies.spellings import CLASSES, FORMS, IDIOMS, LEARNED, MASKS, OF_SAMPLES, SEQUENCES, Loss, batch_of
 from tests.thorough import thorough
 from tools.workers.pool import WorkerPool
 from tools.workers.worker import texts_of_warnings
