@@ -75,7 +75,7 @@ class Witness(Losses):
         self.report.gradients.append({n: complete(p.grad) for n, p in here(module).items() if p.grad is not None})
 
 
-def make_trainer(strategy: str, callbacks: list[Callback], options: dict[str, Any], **given: Any) -> L.Trainer:
+def make_trainer(strategy: str, callbacks: list[Callback], options: dict[str, Any], /, **given: Any) -> L.Trainer:
     """One that trains for two epochs on the CPU and does nothing beside, but for what is ``given``.
 
     Args:

@@ -291,7 +291,7 @@ MICROBATCHES_DIFFER = ("by samples", "sometimes", "twice")
 
 
 def train(kind: str, strategy: str = "single", options: dict[str, Any] | None = None) -> Report:
-    length = {"samples": 64, "max_epochs": 1} if kind.startswith(MICROBATCHES_DIFFER) else {"samples": 16}
+    length = {"samples": 32, "max_epochs": 1} if kind.startswith(MICROBATCHES_DIFFER) else {"samples": 16}
     return fit(KINDS[kind], strategy, options or {}, batch=8, use_distributed_sampler=True, **length)
 
 
