@@ -124,7 +124,7 @@ def train(
         spoil(module)
     watching = [Witness(report), *(callbacks or [])]
     trainer = make_trainer(strategy, watching, options or {}, max_epochs=max_epochs, **trainer_options)
-    loader, replicas = kind.loader, getattr(trainer.strategy, "is_distributed", False)
+    loader, replicas = module.loader, getattr(trainer.strategy, "is_distributed", False)
     share = trainer.distributed_sampler_kwargs if replicas else None
     if shuffle:
         torch.manual_seed(11)  # as a user's seed_everything would
@@ -132,7 +132,7 @@ def train(
         trainer.fit(module, loader(shuffle, batch_size, samples, share), loader(), ckpt_path=resume)
     collect(report, trainer, module)
     if validates_after:
-        report.validation = trainer.validate(module, kind.loader(), verbose=False)
+        report.validation = trainer.validate(module, loader(), verbose=False)
     return report
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -22,7 +23,9 @@ from tools.workers.pool import WorkerPool
 class Around(Base):
     """A module that gets tokens, in a LightningModule. Norms, factors and biases don't start as ones and zeros."""
 
-    make: type[nn.Module]
+    def __init__(self, make: type[nn.Module]) -> None:
+        self.make = make
+        super().__init__()
 
     def build(self) -> None:
         self.model = self.make()
@@ -32,18 +35,6 @@ class Around(Base):
     def loss(self, batch: Any) -> Tensor:
         tokens = batch["input_ids"] % VOCABULARY
         return F.cross_entropy(self.model(tokens).transpose(1, 2), tokens)
-
-
-class AroundNet(Around):
-    make = Net
-
-
-class AroundGained(Around):
-    make = Gained
-
-
-class AroundSum(Around):
-    make = InSum
 
 
 class Encoder(Base):
@@ -78,9 +69,9 @@ OF_ENCODER = {"encoder.layers.*.linear1": "column", "encoder.layers.*.linear2": 
     ("Mixed", 3, {}, {"validates_after": True}),
     ("Asks", 2, {}, {}), ("Scaled", 2, {}, {}),  # for code that asks, divided layers are what they were
     ("ByForward", 2, {}, {}),  # which is no read of a divided weight
-    (AroundNet, 2, {}, {}),  # a plan is found
-    (AroundGained, 3, {"plan": OF_GAIN}, {}),
-    (AroundSum, 2, {"plan": OF_EXPERTS}, {}),
+    (partial(Around, Net), 2, {}, {}),  # a plan is found
+    (partial(Around, Gained), 3, {"plan": OF_GAIN}, {}),
+    (partial(Around, InSum), 2, {"plan": OF_EXPERTS}, {}),
     (Encoder, 2, {"plan": OF_ENCODER}, {}),
     ("LeNet", 2, {"plan": "none"}, {}),  # nothing divides it
     *thorough(
