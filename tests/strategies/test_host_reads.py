@@ -14,18 +14,14 @@ from collections.abc import Callable
 from typing import Any
 from unittest.mock import patch
 
-import lightning as L
 import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor
-from torch.utils.data import DataLoader
 
 from lightning_parallel import PerformanceMonitor
-from tests.strategies.harness import make_trainer
-from tests.strategies.models import MODELS
-from tests.strategies.shardable import SHARDABLE
+from tests.strategies.harness import ALL, make_trainer
 from tools.workers.pool import WorkerPool
 
 READS = [
@@ -116,10 +112,7 @@ def reads(strategy: str, model: str, options: dict[str, Any], trainer_options: d
     callbacks = [watch, PerformanceMonitor()]
     given = trainer_options | {"max_epochs": 1, "limit_train_batches": LAST + 1, "log_every_n_steps": 1}
     trainer = make_trainer(strategy, callbacks, options, **given)
-    kind = {**MODELS, **SHARDABLE}[model]
-    loader: DataLoader[Any] = kind.loader(False, 2)
-    module: L.LightningModule = kind()
-    trainer.fit(module, loader)
+    trainer.fit(ALL[model](), ALL[model].loader(False, 2))
     return watch.found
 
 

@@ -85,17 +85,13 @@ def test_numbers_are_those_of_a_single_process_or_of_ddp(pool: WorkerPool, strat
         assert logged == logs
     reports, (whole, dtypes, _) = [report for report, *_ in found], expected[0]
     assert found[0][1] == dtypes
-    assert_like(joined(reports, "weights"), whole.weights, tolerance)
+    weights = joined(reports, "weights")
+    assert {name: w.dtype for name, w in weights.items()} == {name: w.dtype for name, w in whole.weights.items()}
+    assert largest_difference(weights, whole.weights) < tolerance
     assert len(reports[0].gradients) == len(whole.gradients)
     scale = max(float(g.abs().max()) for g in whole.gradients[0].values())
     first = joined(reports, "gradients", 0)
     assert largest_difference(first, whole.gradients[0]) < tolerance * max(1.0, scale)
-
-
-def assert_like(weights: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float) -> None:
-    """Also in their dtypes."""
-    assert {name: w.dtype for name, w in weights.items()} == {n: w.dtype for n, w in expected.items()}
-    assert largest_difference(weights, expected) < tolerance
 
 
 class Spiked(nn.Linear):
