@@ -14,7 +14,6 @@ from lightning_parallel.set_up.options import StagedOptions
 from lightning_parallel.set_up.splitting import Splitting
 from tests.strategies.harness import joined, largest_difference, train
 from tests.strategies.models import Base, Rows
-from tests.thorough import thorough
 from tools.workers.pool import WorkerPool
 
 WIDTH = 3
@@ -95,7 +94,6 @@ def nothing(batch: Any, count: int) -> list[Any]:
 @pytest.mark.parametrize(("model", "options"), [
     (Tables, {}), (Tables, {"microbatches": 2, "split": halves}),
     (Together, {"microbatches": 1}), (Packed, {"microbatches": 2}),
-    *thorough((Tables, {"microbatches": 1}), (Packed, {"microbatches": 1})),
 ])  # fmt: skip
 def test_any_batch_trains_as_in_one_process(pool: WorkerPool, model: type[Base], options: dict[str, Any]) -> None:
     single = pool.run(train, 1, model, init=False, max_epochs=1)[0]
