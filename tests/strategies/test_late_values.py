@@ -197,6 +197,18 @@ def test_a_wait_for_a_stage_that_is_gone_ends(pool: WorkerPool) -> None:
 
 # -- between batches -------------------------------------------------------------------------------------------------
 
+
+def ahead() -> Any:
+    """How many batches stages may be ahead."""
+    trainer = make_trainer("sync", [], V, max_epochs=1)
+    trainer.fit(ALL["Blocks"](), ALL["Blocks"].loader())
+    return trainer.strategy.batches_ahead  # type: ignore[attr-defined]
+
+
+def test_stages_wait_for_a_parameter_that_several_hold(pool: WorkerPool) -> None:
+    assert pool.run(ahead, 2, init=False) == [0, 0]
+
+
 RUNS = 10  # at most, until one is undisturbed
 
 

@@ -108,12 +108,6 @@ class Meeting(Net):
         dist.all_reduce(tensor)
         return tensor / dist.get_world_size()
 
-    def logits_and_loss(self, batch: Any) -> tuple[Tensor, Tensor]:
-        """With a collective between the layers, on what a later stage has not computed itself."""
-        hidden = self.net[:2](batch[0])
-        logits = self.net[2:](hidden - self.mean(hidden.detach().mean(0)))
-        return logits, torch.nn.functional.cross_entropy(logits, batch[1])
-
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         count = self.mean(batch[0].sum())  # before the layers: on every stage
         logits, loss = self.logits_and_loss(batch)
@@ -136,7 +130,21 @@ class Meeting(Net):
         dist.is_initialized() and dist.barrier()
 
 
+class MeetingInside(Net):
+    """Calls a collective between the layers, on what a later stage has not computed itself."""
+
+    def logits_and_loss(self, batch: Any) -> tuple[Tensor, Tensor]:
+        hidden = self.net[:2](batch[0])
+        shift = hidden.detach().mean(0)
+        if dist.is_initialized():
+            dist.all_reduce(shift)
+            shift /= dist.get_world_size()
+        logits = self.net[2:](hidden - shift)
+        return logits, torch.nn.functional.cross_entropy(logits, batch[1])
+
+
 @pytest.mark.parametrize(("kind", "layout"), [
+    (MeetingInside, "pipeline, replicas"),
     (Counting, "fully sharded"),
     (Meeting, "pipeline, replicas"), (Meeting, "async"), (Meeting, "tensor, replicas"),
     *thorough((Meeting, "three stages"), (Meeting, "fully sharded"), (Meeting, "zbv")),
