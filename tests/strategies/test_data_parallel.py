@@ -94,6 +94,15 @@ def test_models_train_as_in_one_process(
     assert_equal([replicated(pool, model, replicas, **given)], single(model, **given))
 
 
+def test_mixed_precision_reaches_the_replicas(pool: WorkerPool, single: Any) -> None:
+    options = {"precision": "bf16-mixed", "dtype": torch.float32}
+    found, expected = replicated(pool, Forward, 2, **options), single(Forward, **options)
+    full = single(Forward, dtype=torch.float32)
+    assert found.losses == pytest.approx(expected.losses, rel=1e-3)
+    first, alone, exact = (report.losses[0] for report in (found, expected, full))
+    assert abs(first - alone) < 1e-6 < 1e-5 < abs(first - exact)
+
+
 def test_dropout_that_is_computed_again_is_the_same_dropout(pool: WorkerPool) -> None:
     runs = [replicated(pool, model, 3, shuffle=True) for model in (Dropping, Recomputing)]
     assert_equal([runs[0]], runs[1])

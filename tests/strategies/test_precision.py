@@ -51,8 +51,6 @@ def train(strategy: str, precision: Any, **options: Any) -> tuple[Report, set[to
     chosen: dict[str, Any] = {"precision": precision}
     if precision == "16-mixed":  # on the CPU Lightning would fall back to bfloat16
         chosen = {"plugins": [MixedPrecision("16-mixed", "cpu")]}
-    if strategy == "data":
-        options["devices"] = 2
     options_of_strategy = {"sync": {"microbatches": 2}, "ddp": {"process_group_backend": "gloo"}}.get(strategy, {})
     trainer = make_trainer(strategy, [Witness(report)], options_of_strategy, **chosen, **options)
     trainer.fit(module, loader(), loader(8, 4, 5))
@@ -64,7 +62,7 @@ TOLERANCE = {"32-true": 1e-5, "64-true": 1e-12, "bf16-mixed": 0.02, "bf16-true":
 
 @pytest.mark.parametrize(("strategy", "precision"), [
     ("sync", "bf16-mixed"), ("sync", "16-mixed"), ("tensor", "bf16-mixed"), ("tensor", "bf16-true"),
-    ("fsdp", "16-mixed"), ("fsdp", "bf16-true"), ("data", "bf16-mixed"),
+    ("fsdp", "16-mixed"), ("fsdp", "bf16-true"),
     *thorough(
         ("sync", "64-true"), ("sync", "32-true"), ("sync", "bf16-true"), ("tensor", "32-true"), ("tensor", "16-mixed"),
         ("fsdp", "bf16-mixed"),
@@ -75,8 +73,6 @@ def test_numbers_are_those_of_a_single_process_or_of_ddp(pool: WorkerPool, strat
     others, count, ranks, tolerance = "single", 1, 3, TOLERANCE[precision]
     if strategy == "fsdp":
         others, count, ranks, tolerance = "ddp", 2, 2, 1e-7
-    if strategy == "data":
-        ranks = 1
     expected = pool.run(train, count, others, precision, init=False, gradient_clip_val=1.0)
     found = pool.run(train, ranks, strategy, precision, init=False, gradient_clip_val=1.0)
     for (report, _, logged), (own, _, logs) in zip(found, expected * (ranks // count), strict=True):
