@@ -43,11 +43,17 @@ class Net(L.LightningModule):
         torch.manual_seed(7)
         self.moves = moves
         self.net = nn.Sequential(nn.Linear(WIDTH, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, CLASSES))
+        self.build()
+
+    def build(self) -> None:
+        """Others add or change layers here."""
+
+    def logits(self, inputs: Tensor) -> Tensor:
+        return self.net(inputs)
 
     def logits_and_loss(self, batch: Any) -> tuple[Tensor, Tensor]:
-        inputs, labels = batch
-        logits = self.net(inputs)
-        loss = F.cross_entropy(logits, labels)
+        logits = self.logits(batch[0])
+        loss = F.cross_entropy(logits, batch[1])
         return logits, loss if self.moves else loss.detach() + 0 * loss
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:

@@ -6,6 +6,7 @@ Whatever is set there is read later by all stages: an option of an optimizer, a 
 from __future__ import annotations
 
 import os
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -23,9 +24,9 @@ from tools.workers.pool import Failure, WorkerPool
 class Scaled(Net):
     """Reads a number and a buffer before its first layer."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.factor = 1.0
+    factor = 1.0
+
+    def build(self) -> None:
         self.register_buffer("shift", torch.zeros(6))
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -45,8 +46,8 @@ class Scaled(Net):
 class Sets(Scaled):
     """A rate by a scheduler, a number, a buffer, what is trained; the last layer, which the last stage has whole."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def build(self) -> None:
+        super().build()
         self.net[0].requires_grad_(False)
 
     def on_train_epoch_end(self) -> None:
@@ -57,20 +58,12 @@ class Sets(Scaled):
         self.net[-1].weight.data.mul_(0.9)
 
 
-class Schedule:
-    def __init__(self) -> None:
-        self.factor = 1.0
-
-    def step(self) -> None:
-        self.factor *= 0.5
-
-
 class SetsWhatIsInside(Scaled):
     """Numbers in a dictionary, a tuple, a list and a field of an object, a tensor that is no buffer, and a mode."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.rates, self.pair, self.schedule = {"factor": 1.0}, (1.0, 1), Schedule()
+    def build(self) -> None:
+        super().build()
+        self.rates, self.pair, self.schedule = {"factor": 1.0}, (1.0, 1), SimpleNamespace(factor=1.0)
         self.factors, self.offset = list[Any]([1.0]), torch.ones(())
 
     @property
@@ -78,33 +71,13 @@ class SetsWhatIsInside(Scaled):
         found = self.rates["factor"] * self.pair[0] * self.factors[-1] * self.schedule.factor * self.offset
         return found * (2.0 if self.net[0].training else 1.0)
 
-    @factor.setter
-    def factor(self, value: float) -> None:
-        """Does nothing: the factor follows from other attributes."""
-
     def on_train_epoch_end(self) -> None:
         self.rates["factor"] *= 0.5
         self.pair = (self.pair[0] * 1.5, 2)
         self.factors.append(np.mean([0.6, 0.8]))
-        self.schedule.step()
+        self.schedule.factor *= 0.5
         self.offset = self.offset * 3
         self.net[0].eval()
-
-
-class ScalesByACallback(Scaled):
-    """A callback's hook runs on all stages."""
-
-    def configure_callbacks(self) -> Any:
-        return [LambdaCallback(on_train_epoch_end=lambda trainer, module: scale(module))]
-
-
-def scale(module: torch.nn.Module) -> None:
-    module.load_state_dict({name: 0.9 * value for name, value in module.state_dict().items()})
-
-
-class ScalesData(Scaled):
-    def on_train_epoch_end(self) -> None:
-        torch._foreach_mul_([parameter.data for parameter in self.parameters()], 0.9)
 
 
 class SetsData(Scaled):
@@ -121,13 +94,40 @@ class PutsAnother(Scaled):
 class ScalesWhatIsShared(Scaled):
     """The first stage and the last have this parameter."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def build(self) -> None:
+        super().build()
         self.net[2], self.net[4] = torch.nn.Linear(8, WIDTH), torch.nn.Linear(WIDTH, 8)
         self.net[4].weight = self.net[0].weight
 
     def on_train_epoch_end(self) -> None:
         self.net[4].weight.data.mul_(0.9)
+
+
+def scale(*_: Any) -> Any:
+    """A callback's hook runs on all stages."""
+
+    def hook(trainer: Any, module: Any) -> None:
+        module.load_state_dict({name: 0.9 * value for name, value in module.state_dict().items()})
+
+    return LambdaCallback(on_train_epoch_end=hook)
+
+
+def scale_data(self: Net) -> None:
+    torch._foreach_mul_([parameter.data for parameter in self.parameters()], 0.9)
+
+
+def clamp(self: Net) -> None:
+    self.net[2].weight.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
+
+
+def hook_later(self: Net) -> None:
+    self.net[2].weight.register_post_accumulate_grad_hook(lambda parameter: None)
+
+
+ScalesByACallback = type("ScalesByACallback", (Scaled,), {"configure_callbacks": scale})
+ScalesData = type("ScalesData", (Scaled,), {"on_train_epoch_end": scale_data})
+Hooked = type("Hooked", (Net,), {"build": clamp})
+HookedLater = type("HookedLater", (Net,), {"on_train_start": hook_later})
 
 
 class DividesByTheWorld(Scaled):
@@ -140,18 +140,7 @@ class DividesByTheWorld(Scaled):
         return loader(8, 4, 5)
 
 
-class Hooked(Scaled):
-    def __init__(self) -> None:
-        super().__init__()
-        self.net[2].weight.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
-
-
-class HookedLater(Scaled):
-    def on_train_start(self) -> None:
-        self.net[2].weight.register_post_accumulate_grad_hook(lambda parameter: None)
-
-
-class Outside(Scaled):
+class Outside(Net):
     """An optimizer has a parameter that isn't the module's."""
 
     def configure_optimizers(self) -> Any:
@@ -161,8 +150,7 @@ class Outside(Scaled):
 class Stepped(Net):
     """Its optimizer has made steps before the run."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def build(self) -> None:
         self.optimizer = torch.optim.AdamW(self.parameters())
         self.net(torch.ones(1, WIDTH)).sum().backward()
         self.optimizer.step()

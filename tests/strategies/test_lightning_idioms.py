@@ -12,6 +12,7 @@ import torch
 from lightning.pytorch.utilities import grad_norm
 
 from lightning_parallel.checkpoint import convert
+from tests.strategies.contract_models import layers
 from tests.strategies.failures import assert_refused
 from tests.strategies.harness import Report, collect, joined, largest_difference, make_trainer
 from tests.strategies.observed import Net, fit, loader
@@ -22,13 +23,11 @@ from tools.workers.pool import WorkerPool
 class Plain(Net):
     """The first and the fourth matrix are one, so stages hold it together."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = torch.nn.Sequential(
-            torch.nn.Linear(6, 6), torch.nn.Tanh(), torch.nn.Linear(6, 8), torch.nn.Tanh(),
-            torch.nn.Linear(8, 6), torch.nn.Tanh(), torch.nn.Linear(6, 6), torch.nn.Tanh(), torch.nn.Linear(6, 3),
-        )  # fmt: skip
-        if not isinstance(self, Untied):
+    tied = True
+
+    def build(self) -> None:
+        self.net = torch.nn.Sequential(*layers(6, 6, 8, 6, 6), torch.nn.Linear(6, 3))
+        if self.tied:
             self.net[6].weight = self.net[0].weight
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -41,7 +40,7 @@ class Plain(Net):
 
 
 class Untied(Plain):
-    pass
+    tied = False
 
 
 def clip_by_hand(module: torch.nn.Module) -> None:
@@ -88,9 +87,13 @@ class WarmsUp(Plain):
         self.clip_gradients(optimizer, gradient_clip_val=0.05, gradient_clip_algorithm="norm")
 
 
-class NeverZeroes(Plain):
-    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
-        pass
+NeverZeroes = type("NeverZeroes", (Plain,), {"optimizer_zero_grad": lambda *_: None})
+ClipsByHand = type("ClipsByHand", (Untied,), {"configure_gradient_clipping": lambda self, *_, **__: clip_by_hand(self)})
+
+
+class LogsNorms(Untied):
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.log_dict(grad_norm(self, norm_type=2))
 
 
 class ScalesGradients(Plain):
@@ -98,11 +101,6 @@ class ScalesGradients(Plain):
         for parameter in self.parameters():
             if parameter.grad is not None:
                 parameter.grad.mul_(0.5).clamp_(-0.01, 0.01)
-
-
-class ClipsByHand(Untied):
-    def configure_gradient_clipping(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
-        clip_by_hand(self)
 
 
 class ClipsBeforeStep(Untied):
@@ -141,8 +139,8 @@ class Penalised(torch.nn.Module):
 
 
 class TermsInBuffers(Untied):
-    def __init__(self) -> None:
-        super().__init__()
+    def build(self) -> None:
+        super().build()
         self.net[0], self.net[6] = Penalised(), Penalised()
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -155,22 +153,16 @@ class TermsInBuffers(Untied):
 class BeginsATerm(Untied):
     """In the first update the weight of a term is 0, and its layer's gradients are zero: the optimizer steps it."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def build(self) -> None:
+        super().build()
         self.side = torch.nn.Linear(3, 1)
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        logits = self.net(batch[0])
-        term = self.side(logits).square().mean()
-        return torch.nn.functional.cross_entropy(logits, batch[1]) + min(1.0, self.global_step / 2) * term
+        logits, loss = self.logits_and_loss(batch)
+        return loss + min(1.0, self.global_step / 2) * self.side(logits).square().mean()
 
     def configure_optimizers(self) -> Any:
         return torch.optim.AdamW(self.parameters(), lr=0.05, weight_decay=0.1)
-
-
-class LogsNorms(Untied):
-    def on_before_optimizer_step(self, optimizer: Any) -> None:
-        self.log_dict(grad_norm(self, norm_type=2))
 
 
 # Each under 1F1B or another schedule, half of them where ranks hold all layers or parts of each.
@@ -250,7 +242,7 @@ def test_what_an_asynchronous_stage_does_itself_is_refused(
 
 
 def fit_untied(kind: type[Plain]) -> None:
-    fit_all([type(kind.__name__, (kind, Untied), {})], "async")
+    fit_all([type(kind.__name__, (kind,), {"tied": False})], "async")
 
 
 class Counts(Untied):
@@ -262,8 +254,7 @@ class Counts(Untied):
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         inputs, labels = batch
-        logits = self.net(inputs)
-        loss = torch.nn.functional.cross_entropy(logits, labels)
+        logits, loss = self.logits_and_loss(batch)
         hits = (logits.argmax(1) == labels).sum()
         values = {
             "constant": 2.0, "batch": batch_idx, "step": self.trainer.global_step, "size": len(inputs),
@@ -330,8 +321,7 @@ class Forgets(Edits):
         checkpoint["optimizer_states"] = []
 
 
-class Looks(Edits):
-    touches = False
+Looks = type("Looks", (Edits,), {"touches": False})
 
 
 class SavesOthers(Edits):

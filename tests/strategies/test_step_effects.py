@@ -33,26 +33,27 @@ class Logs(Net):
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 100)]
 
 
-class BranchesOnTheLoss(Logs):
-    def at_end(self, loss: Tensor, batch_idx: int) -> None:
-        if loss > 100:
-            self.trainer.optimizers[0].param_groups[0]["lr"] *= 0.5
+def branches_on_the_loss(self: Any, loss: Tensor, batch_idx: int) -> None:
+    if loss > 100:
+        self.trainer.optimizers[0].param_groups[0]["lr"] *= 0.5
 
 
-class StepsAScheduler(Logs):
-    def at_end(self, loss: Tensor, batch_idx: int) -> None:
-        self.lr_schedulers().step()  # type: ignore[union-attr,call-arg]
+def steps_later(self: Any, loss: Tensor, batch_idx: int) -> None:
+    if batch_idx == 1:
+        self.lr_schedulers().step()
 
 
-class StepsLater(Logs):
-    def at_end(self, loss: Tensor, batch_idx: int) -> None:
-        if batch_idx == 1:
-            self.lr_schedulers().step()  # type: ignore[union-attr,call-arg]
+def stops(self: Any, loss: Tensor, batch_idx: int) -> None:
+    if loss < self.below:
+        self.trainer.should_stop = True
 
 
-class ReadsAMetric(Logs):
-    def at_end(self, loss: Tensor, batch_idx: int) -> None:
-        self.seen = self.trainer.callback_metrics.get("loss", 0.0)
+BranchesOnTheLoss = type("BranchesOnTheLoss", (Logs,), {"at_end": branches_on_the_loss})
+StepsAScheduler = type("StepsAScheduler", (Logs,), {"at_end": lambda self, *_: self.lr_schedulers().step()})
+StepsLater = type("StepsLater", (Logs,), {"at_end": steps_later})
+ReadsAMetric = type("ReadsAMetric", (Logs,), {"at_end": lambda self, *_: self.trainer.callback_metrics.get("loss")})
+Stops = type("Stops", (Logs,), {"at_end": stops, "below": 1.1})
+StopsAtOnce = type("StopsAtOnce", (Logs,), {"at_end": stops, "below": 10.0})
 
 
 class ReadsEarlier(Logs):
@@ -62,18 +63,6 @@ class ReadsEarlier(Logs):
         before = float(self.trainer.callback_metrics.get("loss", 1.0))
         loss = super().training_step(batch, batch_idx) * before
         return loss * float(self.trainer.callback_metrics.get("late", 1.0))
-
-
-class Stops(Logs):
-    below = 1.1
-
-    def at_end(self, loss: Tensor, batch_idx: int) -> None:
-        if loss < self.below:
-            self.trainer.should_stop = True
-
-
-class StopsAtOnce(Stops):
-    below = 10.0
 
 
 class OnTheSecondReplica(Logs):
@@ -105,16 +94,11 @@ class EmaLoss(nn.Module):
 
 
 class KeepsAnAverage(Net):
-    def __init__(self) -> None:
-        super().__init__()
+    def build(self) -> None:
         self.criterion = EmaLoss()
 
-    def forward(self, inputs: Tensor) -> Tensor:
-        result: Tensor = self.net(inputs)
-        return result
-
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        return self.criterion(self(batch[0]), batch[1])
+        return self.criterion(self.net(batch[0]), batch[1])
 
 
 SCHEDULES: dict[str, tuple[str, dict[str, Any]]] = {

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import pytest
@@ -54,14 +53,12 @@ class ScaledToEvaluate(nn.Linear):
 class Normalised(Net):
     """As SwaV: the prototypes, which lie in no list, are normalised at the beginning of the step."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def build(self) -> None:
         self.prototypes = nn.Linear(CLASSES + 1, CLASSES, bias=False)
         self.net[4] = nn.Linear(8, CLASSES + 1)
 
-    def logits_and_loss(self, batch: Any) -> tuple[Tensor, Tensor]:
-        logits = self.prototypes(self.net(batch[0]))
-        return logits, F.cross_entropy(logits, batch[1])
+    def logits(self, inputs: Tensor) -> Tensor:
+        return self.prototypes(self.net(inputs))
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         with torch.no_grad():
@@ -73,8 +70,7 @@ class Normalised(Net):
 class Centred(Net):
     """A weight moves by the mean of the batch, at the beginning of the step."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def build(self) -> None:
         self.centre = nn.Parameter(torch.zeros(WIDTH), requires_grad=False)
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -86,8 +82,7 @@ class Centred(Net):
 class Teaching(Net):
     """A teacher of the last layer follows it, entry by entry."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def build(self) -> None:
         self.teacher = nn.Linear(8, CLASSES).requires_grad_(False)
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -98,11 +93,10 @@ class Teaching(Net):
         return F.cross_entropy(logits, batch[1]) + (logits - self.teacher(hidden)).square().mean()
 
 
-class ZeroesRows(Net):
-    """The rows of a gradient, by a view, in a hook."""
-
-    def on_before_optimizer_step(self, optimizer: Any) -> None:
-        self.net[2].weight.grad[1:3].zero_()
+# The rows of a gradient, by a view, in a hook.
+ZeroesRows = type(
+    "ZeroesRows", (Net,), {"on_before_optimizer_step": lambda self, _: self.net[2].weight.grad[1:3].zero_()}
+)
 
 
 class ZeroesRow(Net):
@@ -129,34 +123,31 @@ class Masks(Net):
 
 
 class HalvingNet(Net):
-    def __init__(self, layer: type[nn.Linear] = Halving) -> None:
-        super().__init__()
-        self.net[2] = layer(8, 8)
+    layer: Any = Halving, 8
+
+    def build(self) -> None:
+        kind, outputs = self.layer
+        self.net[-1 if outputs == CLASSES else 2] = kind(8, outputs)
 
 
-class ScaledNet(Net):
-    """The layer is on the last stage, which tries losses in evaluation mode."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net[4] = ScaledToEvaluate(8, CLASSES)
+MaskedNet = type("MaskedNet", (HalvingNet,), {"layer": (Masked, 8)})
+# The layer is on the last stage, which tries losses in evaluation mode.
+ScaledNet = type("ScaledNet", (HalvingNet,), {"layer": (ScaledToEvaluate, CLASSES)})
 
 
 class Checkpointed(Net):
     """Its units run again in the backward, and not to their ends."""
 
-    def logits_and_loss(self, batch: Any) -> tuple[Tensor, Tensor]:
-        x = batch[0]
+    def logits(self, inputs: Tensor) -> Tensor:
         for layer in self.net:
-            x = checkpoint(layer, x, use_reentrant=False)
-        return x, F.cross_entropy(x, batch[1])
+            inputs = checkpoint(layer, inputs, use_reentrant=False)
+        return inputs
 
 
 class HalvingInValidation(Net):
     """Trains as usual, and evaluates by a layer that changes."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def build(self) -> None:
         self.other = nn.Sequential(Halving(WIDTH, CLASSES))
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
@@ -178,7 +169,7 @@ GIVEN: dict[str, Any] = {"samples": 16, "batch": 8, "validates": True}
     (HalvingNet, "sync", {"microbatches": 2}, 2, "net.2.weight"),
     (HalvingNet, "sync", {"microbatches": 1, "activation_checkpointing": True}, 2, "net.2.weight"),
     (HalvingNet, "sync", {"stages": 1, "microbatches": 1, "activation_checkpointing": True}, 1, "net.2.weight"),
-    (partial(HalvingNet, Masked), "async", {"microbatches": 1}, 2, "net.2.weight"),
+    (MaskedNet, "async", {"microbatches": 1}, 2, "net.2.weight"),
     (Normalised, "tensor", OF_PROTOTYPES, 2, "prototypes.weight"),
 ])  # fmt: skip
 def test_a_write_that_would_be_lost_or_repeated_is_refused_by_name(
