@@ -85,19 +85,15 @@ def test_the_asynchronous_pipeline_equals_its_delayed_reference(
 # -- a weight of the user's own ---------------------------------------------------------------------------------------
 
 
-def test_a_function_of_the_user_s_weighs_microbatches(pool: WorkerPool, single: Any) -> None:
-    reports = pool.run(train, 2, Tokens, "sync", {**FOUR, "microbatch_weight": labels_that_count}, init=False)
-    assert_equal(reports, single(Tokens), EXACT)
-
-
 def count_wrongly(batch: Any) -> Any:
     return "many"
 
 
-def test_a_weight_that_is_no_number_is_refused_on_all_ranks(pool: WorkerPool) -> None:
-    options = {**FOUR, "microbatch_weight": count_wrongly}
-    failures = pool.run(train, 2, Tokens, "sync", options, init=False, expect_errors=True)
-    assert all("ValueError: microbatch_weight returned 'many'" in failure for failure in failures)
+def test_a_function_of_the_user_s_weighs_microbatches(pool: WorkerPool, single: Any, refused: Any) -> None:
+    reports = pool.run(train, 2, Tokens, "sync", {**FOUR, "microbatch_weight": labels_that_count}, init=False)
+    assert_equal(reports, single(Tokens), EXACT)
+    words = ["microbatch_weight returned 'many'"]
+    refused(words, train, 2, Tokens, "sync", {**FOUR, "microbatch_weight": count_wrongly})
 
 
 # -- warnings ----------------------------------------------------------------------------------------------------------
@@ -136,28 +132,19 @@ class Focal(OfRows):
         return [*rows]
 
 
-class FocalOfTheSecond(Focal):
-    """Of two replicas the second one's last microbatch has no positives."""
-
-    count, negative = 32, slice(29, None, 2)
-
-
-class FocalOfNone(Focal):
-    """Nothing counts in the second batch, whose loss is infinite in one process too."""
-
-    negative = slice(8, None)
+# Of two replicas the second one's last microbatch has no positives.
+FocalOfTheSecond = type("FocalOfTheSecond", (Focal,), {"count": 32, "negative": slice(29, None, 2)})
+# Nothing counts in the second batch, whose loss is infinite in one process too.
+FocalOfNone = type("FocalOfNone", (Focal,), {"negative": slice(8, None)})
 
 
-class Centre(nn.Module):
+class Centre(nn.Linear):
     """Subtracts the batch's mean, or each sample's own."""
 
-    def __init__(self, dim: int) -> None:
-        super().__init__()
-        self.dim = dim
-        self.layer = nn.Linear(6, 6)
+    dim = 0
 
     def forward(self, x: Tensor) -> Tensor:
-        x = F.dropout(self.layer(x), 0.1, self.training)
+        x = F.dropout(super().forward(x), 0.1, self.training)
         return x - x.mean(self.dim, keepdim=True)
 
 
@@ -168,11 +155,11 @@ class Centred(OfRows):
 
     def build(self) -> None:
         super().build()
-        self.net[1] = Centre(self.dim)
+        self.net[1] = Centre(6, 6)
+        self.net[1].dim = self.dim
 
 
-class CentredByItself(Centred):
-    dim = 1
+CentredByItself = type("CentredByItself", (Centred,), {"dim": 1})
 
 
 class Normalised(OfRows):
@@ -233,8 +220,14 @@ STEPS: list[int] = []  # in this process: the steps by the end of each batch
 
 
 class CountsSteps(CentredByItself):
+    """Its last layers may be made for two samples."""
+
+    most = 8
+
     def loss(self, batch: Any) -> Tensor:
         STEPS[-1] += 1
+        if len(batch) > self.most:
+            raise ValueError("two samples were expected")
         return self.net(batch).square().mean()
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
@@ -245,14 +238,7 @@ class CountsSteps(CentredByItself):
         return 6 * super().samples()
 
 
-class OfTwoSamples(CountsSteps):
-    """Its last layers are made for two samples."""
-
-    def loss(self, batch: Any) -> Tensor:
-        loss = super().loss(batch)
-        if len(batch) != 2:
-            raise ValueError("two samples were expected")
-        return loss
+OfTwoSamples = type("OfTwoSamples", (CountsSteps,), {"most": 2})
 
 
 def steps_of_batches(model: type[Base], batches: int) -> list[int]:
@@ -262,12 +248,9 @@ def steps_of_batches(model: type[Base], batches: int) -> list[int]:
     return STEPS[1:]
 
 
-def test_what_can_t_be_tried_isn_t_tried_for_ever(pool: WorkerPool) -> None:
+def test_a_pair_is_tried_by_three_runs_of_the_step_and_not_for_ever_where_it_can_t_be(pool: WorkerPool) -> None:
+    last_stage = pool.run(steps_of_batches, 2, CountsSteps, 5, init=False)[0]
+    assert last_stage[1:5] == [4 + 3, 4 + 3, 4, 4 + 3], last_stage
     last_stage = pool.run(steps_of_batches, 2, OfTwoSamples, 12, init=False)[0]
     assert len(last_stage) == 12
     assert last_stage[7] == 4 and set(last_stage[9:]) == {4}, last_stage  # the ninth is tried by turn
-
-
-def test_a_pair_is_tried_by_three_runs_of_the_step(pool: WorkerPool) -> None:
-    last_stage = pool.run(steps_of_batches, 2, CountsSteps, 5, init=False)[0]
-    assert last_stage[1:5] == [4 + 3, 4 + 3, 4, 4 + 3], last_stage

@@ -18,7 +18,7 @@ from torchmetrics.classification import MulticlassAccuracy
 
 from tests.strategies.failures import assert_refused
 from tests.strategies.harness import Report, joined, largest_difference
-from tests.strategies.observed import CLASSES, Net, fit
+from tests.strategies.observed import CLASSES, WIDTH, Net, fit
 from tests.thorough import thorough
 from tools.workers.pool import WorkerPool
 
@@ -28,8 +28,7 @@ TWO_STAGES, ONE_STAGE = {"stages": 2, "microbatches": 2}, {"stages": 1, "microba
 class ByFrequency(Net):
     """Gradients are divided by how often a label is in the batch."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def build(self) -> None:
         self.table = nn.Embedding(CLASSES, CLASSES, scale_grad_by_freq=True)
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -46,33 +45,30 @@ class Teacher(Net):
         self.teacher = copy.deepcopy(self.net).requires_grad_(False)
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        if self.follows == "in the step":
-            self.follow()
-        out = self.net(batch[0])
-        loss = F.cross_entropy(out, batch[1]) + (out - self.teacher(batch[0])).square().mean()
+        self.follow("in the step")
+        logits, loss = self.logits_and_loss(batch)
+        loss = loss + (logits - self.teacher(batch[0])).square().mean()
         if self.asks:
             self.log("value", loss.item())
         return loss
 
     def on_train_batch_end(self, *args: Any) -> None:
-        if self.follows == "on_train_batch_end":
-            self.follow()
+        self.follow("on_train_batch_end")
 
     def on_before_zero_grad(self, *args: Any) -> None:
-        if self.follows == "on_before_zero_grad":
-            self.follow()
+        self.follow("on_before_zero_grad")
 
     @torch.no_grad()
-    def follow(self) -> None:
+    def follow(self, place: str) -> None:
         for mine, other in zip(self.teacher.parameters(), self.net.parameters(), strict=True):
-            mine.lerp_(other, 0.2)
+            if place == self.follows:
+                mine.lerp_(other, 0.2)
 
 
 class Turns(Net):
     """Two towers, of which every other batch trains one: the other one's gradients are None, and it doesn't decay."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def build(self) -> None:
         self.other = copy.deepcopy(self.net)
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -86,16 +82,13 @@ class Turns(Net):
 class Marked(Net):
     """Attributes of parameters tell which of them decay."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def build(self) -> None:
         for layer in (self.net[0], self.net[4]):
-            layer.weight._no_weight_decay = True
+            layer.weight.decay = 0.0
 
     def configure_optimizers(self) -> Any:
-        groups: tuple[list[nn.Parameter], list[nn.Parameter]] = ([], [])
-        for parameter in self.parameters():
-            groups[getattr(parameter, "_no_weight_decay", False)].append(parameter)
-        return torch.optim.AdamW([{"params": groups[0]}, {"params": groups[1], "weight_decay": 0.0}], weight_decay=5.0)
+        groups = [{"params": [p], "weight_decay": getattr(p, "decay", 5.0)} for p in self.parameters()]
+        return torch.optim.AdamW(groups)
 
 
 class Sometimes(Turns):
@@ -141,14 +134,13 @@ class Replacing(Net):
         return F.cross_entropy(out, batch[1]) + self.teacher(out.repeat(1, 2).tanh()).square().mean()
 
 
-class Measured(nn.Module):
-    def __init__(self, layer: nn.Module, followed: bool) -> None:
-        super().__init__()
-        self.layer = layer
+class Measured(nn.Linear):
+    def __init__(self, followed: bool) -> None:
+        super().__init__(WIDTH, 8)
         self.size = MeanMetric(nan_strategy="disable" if followed else "warn")
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.layer(x)
+        y = super().forward(x)
         self.size.update(y.detach().norm(dim=1))
         return y
 
@@ -158,7 +150,7 @@ class MetricInside(Net):
 
     def __init__(self, followed: bool = True) -> None:
         super().__init__()
-        self.net[0] = Measured(self.net[0], followed)
+        self.net[0] = Measured(followed)
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss = super().training_step(batch, batch_idx)
@@ -171,8 +163,7 @@ class Leaving(Net):
 
     wrong = ("best", "recent", "total", "each", "mean", "losses", "centre")
 
-    def __init__(self) -> None:
-        super().__init__()
+    def build(self) -> None:
         self.best, self.total, self.each, self.mean = MaxMetric(), SumMetric(), CatMetric(), MeanMetric()
         self.recent = RunningMean(window=3)
         self.accuracy, self.over_samples = MulticlassAccuracy(CLASSES), MeanMetric()
@@ -218,8 +209,7 @@ class Smoothed(nn.Module):
 class Advancing(Net):
     """Layers with a state, on both stages of two."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def build(self) -> None:
         ways = [Smoothed(way) for way in ("in place", "assigned", "by values", "counts", "none")]
         parts = [*self.net[:2], *ways, nn.BatchNorm1d(8, track_running_stats=False), spectral_norm(nn.Linear(8, 8))]
         self.net = nn.Sequential(*parts, nn.LayerNorm(8), nn.Linear(8, CLASSES))
@@ -234,16 +224,13 @@ class ChangesItself(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         with torch.no_grad():
-            self.change(x)
+            if self.way == "to its signs":
+                self.weight.copy_(self.weight.sign())
+            elif self.way != "by samples" and self.is_due:
+                self.weight.mul_(0.9)
+            elif self.way == "by samples" and x[0, 0] > x[-1, 0]:
+                self.weight[0] *= 0.5
         return super().forward(x)
-
-    def change(self, x: Tensor) -> None:
-        if self.way == "to its signs":
-            self.weight.copy_(self.weight.sign())
-        elif self.way != "by samples" and self.is_due:
-            self.weight.mul_(0.9)
-        elif self.way == "by samples" and x[0, 0] > x[-1, 0]:
-            self.weight[0] *= 0.5
 
 
 class Changing(Net):
