@@ -30,38 +30,32 @@ READS = [
 ]  # fmt: skip
 FIRST, LAST = 2, 4  # batches; before, formats and names are announced
 
-# By file and function: what it reads.
-IN_HOST_MEMORY = {
-    "optimizer.py _get_value": "the optimizer's count of steps",
-    "meeting.py highest": "what ranks tell each other of signals",
-    "message.py __init__": "the words of a packet",
-    "late_values.py _take": "the names of metrics, from host to host",
-    "late_values.py <genexpr>": "the loss and the metrics, which came from host to host",
-    "late_values.py <dictcomp>": "metrics of the progress bar, which came from host to host",
-    "values.py <dictcomp>": "what a trial of two microbatches logs, in batches 2, 3, 5, 9, ...",
-    "reads_of_shards.py __torch_function__": "tensor ranks compare steps 1, 2, 3, 5, 8, ..., which are watched",
-    "collectives.py guarded": "what they tell each other then, from host to host",
-    "trial.py _mean": "numbers of such a trial",
-    "trial.py outcome": "the losses of such a trial",
-    "graph.py number_of": "what a microbatch's loss averages over; on a GPU it stays there",
-    "averaging.py finish": "which gradients of shared parameters there are",
-    "averaging.py summed_over": "the same over NCCL, from host to host",
-    "uses.py compare": "whether replicas have used the same modules, from host to host",
-    "dropout.py enter": "the state of torch's generator",
-    "batch.py fingerprint": "whether ranks load the same batches, in batches 0, 1, 2, 4, 8, ... of an epoch",
-    "loaders.py _compare": "what they have found",
-    "parted_options.py _compare": "whether replicas use the same rates, in batches 0, 1, 2, 4, ..., from host to host",
-    "collectives.py together": "what they have found",
+# By file and function: how much it reads in a batch, at most (so many would not be reached by one that reads for each
+# layer or parameter), and what.
+KNOWN: dict[str, tuple[int, str]] = {
+    "optimizer.py _get_value": (200, "the optimizer's count of steps"),
+    "meeting.py highest": (1, "what ranks tell each other of signals"),
+    "message.py __init__": (8, "the words of a packet"),
+    "late_values.py _take": (1, "the names of metrics, from host to host"),
+    "late_values.py <genexpr>": (4, "the loss and the metrics, which came from host to host"),
+    "late_values.py <dictcomp>": (1, "metrics of the progress bar, which came from host to host"),
+    "values.py <dictcomp>": (2, "what a trial of two microbatches logs, in batches 2, 3, 5, 9, ..."),
+    "reads_of_shards.py __torch_function__": (8, "tensor ranks compare steps 1, 2, 3, 5, 8, ..., which are watched"),
+    "collectives.py guarded": (8, "what they tell each other then, from host to host"),
+    "trial.py _mean": (8, "numbers of such a trial"),
+    "trial.py outcome": (2, "the losses of such a trial"),
+    "graph.py number_of": (12, "what a microbatch's loss averages over; on a GPU it stays there"),
+    "averaging.py finish": (1, "which gradients of shared parameters there are"),
+    "averaging.py summed_over": (1, "the same over NCCL, from host to host"),
+    "uses.py compare": (1, "whether replicas have used the same modules, from host to host"),
+    "dropout.py enter": (20, "the state of torch's generator"),
+    "batch.py fingerprint": (4, "whether ranks load the same batches, in batches 0, 1, 2, 4, 8, ... of an epoch"),
+    "loaders.py _compare": (1, "what they have found"),
+    "parted_options.py _compare": (1, "whether replicas use the same rates, in batches 0, 1, 2, 4, ..."),
+    "collectives.py together": (1, "what they have found"),
+    "logger_connector.py on_batch_end": (1, "Lightning's: metrics of the progress bar"),
+    "logger_connector.py update_train_step_metrics": (1, "Lightning's: metrics of loggers, at log intervals"),
 }
-ONCE_A_BATCH = {
-    "logger_connector.py on_batch_end": "Lightning's: metrics of the progress bar",
-    "logger_connector.py update_train_step_metrics": "Lightning's: metrics of loggers, at log intervals",
-}
-# In a batch, of all of them; so many would not be reached by one that is read for each layer or parameter.
-AT_MOST = {"optimizer.py _get_value": 200, "dropout.py enter": 20,
-            "message.py __init__": 8, "graph.py number_of": 12, "values.py <dictcomp>": 2, "trial.py outcome": 2,
-            "trial.py _mean": 8, "batch.py fingerprint": 4, "reads_of_shards.py __torch_function__": 8,
-            "collectives.py guarded": 8, "late_values.py <genexpr>": 4}  # fmt: skip
 
 
 class Watch(Callback):
@@ -129,6 +123,6 @@ def test_the_host_reads_nothing_but_what_is_known(
     found = pool.run(reads, 2, strategy, model, options, trainer_options, init=False)
     batches = LAST - FIRST + 1
     for each in found:
-        assert each.keys() <= IN_HOST_MEMORY.keys() | ONCE_A_BATCH.keys(), each
-        assert all(count <= batches * AT_MOST.get(place, 1) for place, count in each.items()), each
+        assert each.keys() <= KNOWN.keys(), each
+        assert all(count <= batches * KNOWN[place][0] for place, count in each.items()), each
     assert sum(found, Counter())["optimizer.py _get_value"] > 0  # reads are seen
