@@ -38,12 +38,10 @@ class MadeLate:
             assert mapped_files() > 0
 
 
-class LateGPT2(MadeLate, GPT2):  # two layers are tied
-    pass
+LateGPT2 = type("LateGPT2", (MadeLate, GPT2), {})  # two layers are tied
 
 
-class LateLeNet(MadeLate, LeNet):
-    pass
+LateLeNet = type("LateLeNet", (MadeLate, LeNet), {})
 
 
 class InMemory(Callback):

@@ -17,15 +17,7 @@ from tools.workers.pool import WorkerPool
 EXACT = 1e-12  # float64
 
 
-class ByHand(TwoOptimizers):
-    """What the steps report is kept in a list."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[float] = []
-
-
-class Accumulating(ByHand):
+class Accumulating(TwoOptimizers):
     """One optimizer, a step after every second batch."""
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
@@ -42,7 +34,7 @@ class Accumulating(ByHand):
         return [optimizer], [StepLR(optimizer, 1, 0.5)]
 
 
-class SharedGraph(ByHand):
+class SharedGraph(TwoOptimizers):
     """Two backwards through one graph, on to different optimizers; one in a closure, of an optimizer that treats
     parameters as wholes."""
 
@@ -88,16 +80,17 @@ class GradientPenalty(SharedGraph):
         self.seen += [float(loss), float(other)]
 
 
-class Direct(ByHand):
+class Direct(TwoOptimizers):
     """A backward that the strategy doesn't see."""
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
         self.loss(batch).backward()
 
 
-def fit(model: type[ByHand], strategy: str = "single", options: dict[str, Any] | None = None) -> Report:
+def fit(model: type[TwoOptimizers], strategy: str = "single", options: dict[str, Any] | None = None) -> Report:
     torch.set_default_dtype(torch.float64)
     module, trainer = model(), make_trainer(strategy, [], options or {})
+    module.seen = []  # what the steps report
     layout = getattr(trainer.strategy, "layout", None)
     trainer.fit(module, loader(trainer.distributed_sampler_kwargs if layout and layout.size("data") > 1 else None))
     report = collect(Report(), trainer, module)
@@ -113,7 +106,7 @@ def fit(model: type[ByHand], strategy: str = "single", options: dict[str, Any] |
     (GradientPenalty, "fsdp", 2, {"units": ["generator"]}),
 ])  # fmt: skip
 def test_manual_optimization_trains_as_in_one_process(
-    pool: WorkerPool, model: type[ByHand], strategy: str, ranks: int, options: dict[str, Any]
+    pool: WorkerPool, model: type[TwoOptimizers], strategy: str, ranks: int, options: dict[str, Any]
 ) -> None:
     [whole] = pool.run(fit, 1, model, init=False)
     reports = pool.run(fit, ranks, model, strategy, options, init=False)
@@ -131,6 +124,6 @@ def test_manual_optimization_trains_as_in_one_process(
     (Direct, "fsdp", {"units": ["discriminator"]}, ["self.manual_backward"]),
 ])  # fmt: skip
 def test_backwards_that_cannot_be_followed_are_refused(
-    refused: Any, model: type[ByHand], strategy: str, options: dict[str, Any], words: list[str]
+    refused: Any, model: type[TwoOptimizers], strategy: str, options: dict[str, Any], words: list[str]
 ) -> None:
     refused(words, fit, 2, model, strategy, options, error="RuntimeError")

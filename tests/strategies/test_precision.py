@@ -9,7 +9,6 @@ import pytest
 import torch
 from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from lightning_parallel.ranks.local_model import local_part
 from tests.strategies.harness import Report, Witness, collect, joined, largest_difference, weights_of
@@ -22,8 +21,7 @@ from tools.workers.pool import WorkerPool
 class Deep(Net):
     """Five layers with a normalisation, so that autocast has something to decide."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def build(self) -> None:
         self.net = nn.Sequential(
             nn.Linear(WIDTH, 16), nn.LayerNorm(16), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(),
             nn.Linear(16, CLASSES),
@@ -35,14 +33,13 @@ class Deep(Net):
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         self.dtypes.add(torch.get_default_dtype())
-        logits = self.net(batch[0])
+        logits, loss = self.logits_and_loss(batch)
         self.dtypes.add(logits.dtype)
-        loss = F.cross_entropy(logits, batch[1])
         self.log("train_loss", loss, on_step=True, on_epoch=True)
         return loss
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.log("val_loss", F.cross_entropy(self.net(batch[0]), batch[1]))
+        self.log("val_loss", self.logits_and_loss(batch)[1])
 
 
 def train(strategy: str, precision: Any, **options: Any) -> tuple[Report, set[torch.dtype], str]:
@@ -105,8 +102,8 @@ class Spiked(nn.Linear):
 class Overflows(Deep):
     """In one step the gradients of a layer, and of those before it, are infinite; those after it have finite ones."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def build(self) -> None:
+        super().build()
         self.net[2] = self.spiked = Spiked(16, 16)
         self.before: list[dict[str, Tensor]] = []
         self.scales: list[float] = []
@@ -120,11 +117,12 @@ class Overflows(Deep):
         self.scales.append(float(scaler.get_scale()))
 
 
-class OverflowsFused(Overflows):
-    """With an optimizer that unscales gradients itself."""
+def fused(self: nn.Module) -> torch.optim.Optimizer:
+    """It unscales gradients itself."""
+    return torch.optim.AdamW(self.parameters(), lr=1e-2, fused=True)
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters(), lr=1e-2, fused=True)
+
+OverflowsFused = type("OverflowsFused", (Overflows,), {"configure_optimizers": fused})
 
 
 class OverflowsOnOneRank(Overflows):
@@ -141,11 +139,10 @@ class OverflowsOnOneRank(Overflows):
         return {"net.4": "column", "net.6": "row"}
 
 
-class OverflowsByWholes(OverflowsOnOneRank):
-    """With an optimizer that steps whole parameters on their owners."""
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return LAMB(self.parameters())
+# With an optimizer that steps whole parameters on their owners.
+OverflowsByWholes = type(
+    "OverflowsByWholes", (OverflowsOnOneRank,), {"configure_optimizers": lambda self: LAMB(self.parameters())}
+)
 
 
 def overflow(kind: type[Overflows], strategy: str, clip: float | None) -> tuple[list[float], list[bool]]:
