@@ -36,12 +36,14 @@ class Net(L.LightningModule):
 
     Args:
         moves: False gives gradients of zero. The weights stay, so an asynchronous run logs what a single process does.
+        given: attributes that another kind reads.
     """
 
-    def __init__(self, moves: bool = True) -> None:
+    def __init__(self, moves: bool = True, **given: Any) -> None:
         super().__init__()
         torch.manual_seed(7)
         self.moves = moves
+        vars(self).update(given)
         self.net = nn.Sequential(nn.Linear(WIDTH, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, CLASSES))
         self.build()
 

@@ -22,8 +22,7 @@ class Skips(Net):
     """Each loader has a step of its own: beside the chain nothing crosses a cut, the first layer's output, or the
     second's; or no layer is called."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def build(self) -> None:
         self.net = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4)))
         self.head = nn.Linear(WIDTH, CLASSES)
 
@@ -60,10 +59,6 @@ class ReadsWeights(Net):
     """Validation reads the first layer's weight beside the last layer; so does training, or it doesn't. Its rate is
     logged before its loss."""
 
-    def __init__(self, trained: bool) -> None:
-        super().__init__()
-        self.trained = trained
-
     def read(self) -> Tensor:
         return self.net[0].weight.square().mean()
 
@@ -76,19 +71,18 @@ class ReadsWeights(Net):
 
 
 def test_an_evaluation_reads_weights_of_other_stages_where_training_does(pool: WorkerPool, refused: Any) -> None:
-    (expected,) = pool.run(fit, 1, partial(ReadsWeights, True), init=False, validates=True)
-    for report in pool.run(fit, 2, partial(ReadsWeights, True), "sync", init=False, validates=True):
+    (expected,) = pool.run(fit, 1, partial(ReadsWeights, trained=True), init=False, validates=True)
+    for report in pool.run(fit, 2, partial(ReadsWeights, trained=True), "sync", init=False, validates=True):
         assert report.metrics == pytest.approx(expected.metrics, rel=0, abs=1e-12)
     words = ["reads 'net.0.weight', which is on stage 0", "(the first), too"]
-    refused(words, fit, 2, partial(ReadsWeights, False), "sync", validates=True, error="FlowError")
+    refused(words, fit, 2, partial(ReadsWeights, trained=False), "sync", validates=True, error="FlowError")
 
 
 class LeavesLayersOut(Net):
     """Training has a target network and a projector at its end. Validation has neither. It asks for values after its
     layers: a metric counts, and a number is kept until the epoch's end."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def build(self) -> None:
         self.projector = nn.Sequential(*(nn.Linear(CLASSES, CLASSES) for _ in range(4)))
         self.target = deepcopy(self.net).requires_grad_(False)
         self.accuracy = MulticlassAccuracy(CLASSES)
@@ -183,10 +177,6 @@ def test_an_error_of_one_rank_in_its_first_step_is_told_on_all(pool: WorkerPool)
 class Writes(Net):
     """Predicts in several passes, each of what came of the one before; it may look at that."""
 
-    def __init__(self, looks: bool) -> None:
-        super().__init__()
-        self.looks = looks
-
     def predict_step(self, batch: Any, batch_idx: int) -> Any:
         x = batch[0]
         for _ in range(3):
@@ -199,7 +189,7 @@ class Writes(Net):
 
 def predict_in_passes(strategy: str, looks: bool, fits: bool) -> Any:
     torch.set_default_dtype(torch.float64)
-    trainer, module = make_trainer(strategy, [], max_epochs=1), Writes(looks)
+    trainer, module = make_trainer(strategy, [], max_epochs=1), Writes(looks=looks)
     if fits:
         trainer.fit(module, loader())
     return [None if each is None else each.tolist() for each in trainer.predict(module, loader(8, 4, 5)) or []]

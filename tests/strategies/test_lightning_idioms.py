@@ -248,9 +248,7 @@ def fit_untied(kind: type[Plain]) -> None:
 class Counts(Untied):
     """Logs numbers of the batch, some of which depend on no layer, with one ``reduce_fx`` for all."""
 
-    def __init__(self, reduce_fx: str) -> None:
-        super().__init__()
-        self.reduce_fx = reduce_fx
+    reduce_fx: str
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         inputs, labels = batch
@@ -291,7 +289,7 @@ def test_what_replicas_in_one_process_can_t_tell_is_warned_of(pool: WorkerPool) 
 
 def counted(pool: WorkerPool, reduce_fx: str, layout: str, ranks: int) -> tuple[dict[str, float], list[Report]]:
     """What one process logs, and the reports of the ranks."""
-    kinds, given = [partial(Counts, reduce_fx)], {"samples": 40, "batch": 8, "init": False}
+    kinds, given = [partial(Counts, reduce_fx=reduce_fx)], {"samples": 40, "batch": 8, "init": False}
     ((expected,),) = pool.run(fit_all, 1, kinds, None, **given)
     return expected.metrics, [report for (report,) in pool.run(fit_all, ranks, kinds, layout, **given)]
 

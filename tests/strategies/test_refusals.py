@@ -13,17 +13,17 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint
 from lightning.pytorch.plugins import MixedPrecision
 from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import Tensor, nn
-from torch.nn import functional as F
+from torch.optim import SGD
 from torch.utils.data import DataLoader
 
 import lightning_parallel as lp
 from lightning_parallel.absent.tensor import AbsentTensor
 from tests.strategies.failures import LIMIT, assert_lost, assert_refused
-from tests.strategies.observed import WIDTH, Net, Observed, fit, loader, make_trainer
+from tests.strategies.observed import WIDTH, Net, fit, loader, make_trainer
 from tests.thorough import thorough
 from tools.workers.pool import Failure, WorkerPool
 
@@ -71,47 +71,6 @@ CLOCK: dict[str, Any] = {"val_check_interval": timedelta(minutes=1)}
 SCALED: dict[str, Any] = {"plugins": [MixedPrecision("16-mixed", "cpu")]}
 
 
-class OwnBackward(Net):
-    def backward(self, loss: Tensor) -> None:  # type: ignore[override]
-        loss.backward()
-
-
-class TwoOptimizers(Net):
-    def configure_optimizers(self) -> Any:
-        return [torch.optim.SGD(layer.parameters(), 0.1) for layer in (self.net[0], self.net[2])]
-
-
-class SecondOrder(Net):
-    def configure_optimizers(self) -> Any:
-        return torch.optim.LBFGS(self.parameters())
-
-
-class DropsLayers(Net):
-    def logits_and_loss(self, batch: Any) -> tuple[Tensor, Tensor]:
-        hidden = self.net[1](self.net[0](batch[0]))
-        for _ in range(8):
-            if torch.rand(()) < 0.5:
-                hidden = self.net[2](hidden)
-        logits = self.net[4](hidden)
-        return logits, F.cross_entropy(logits, batch[1])
-
-
-class AsksBetween(Net):
-    def logits_and_loss(self, batch: Any) -> tuple[Tensor, Tensor]:
-        hidden = self.net[0](batch[0])
-        logits = self.net[4](self.net[2](hidden / hidden.abs().max().item()))
-        return logits, F.cross_entropy(logits, batch[1])
-
-
-class MadeAtTheStart(Net):
-    def on_train_start(self) -> None:
-        self.scale = 2.0
-
-    def logits_and_loss(self, batch: Any) -> tuple[Tensor, Tensor]:
-        logits = self.net(batch[0] * self.scale)
-        return logits, F.cross_entropy(logits, batch[1])
-
-
 class OwnIterator(Net):
     def training_step(self, dataloader_iter: Any) -> Any:  # type: ignore[override]
         return super().training_step(next(dataloader_iter)[0], 0)
@@ -122,11 +81,53 @@ class OwnValidationIterator(Net):
         return super().training_step(next(dataloader_iter)[0], 0)
 
 
+def asks_between(self: Any, inputs: Tensor) -> Tensor:
+    hidden = self.net[0](inputs)
+    return self.net[2:](hidden / hidden.abs().max().item())
+
+
+def halve(layer: nn.Module, args: Any, output: Tensor) -> None:
+    if output.requires_grad:
+        output.register_hook(lambda gradient: gradient / 2)
+
+
+def fetches(self: Any, batch: Any, batch_idx: int) -> Any:
+    return Net.training_step(self, next(iter(loader())), batch_idx)
+
+
+OwnBackward = type("OwnBackward", (Net,), {"backward": lambda self, loss: loss.backward()})
+TwoOptimizers = type(
+    "TwoOptimizers", (Net,), {"configure_optimizers": lambda self: [SGD([p]) for p in self.parameters()]}
+)
+SecondOrder = type("SecondOrder", (Net,), {"configure_optimizers": lambda self: torch.optim.LBFGS(self.parameters())})
+AsksBetween = type("AsksBetween", (Net,), {"logits": asks_between})
+NoTensors = type("NoTensors", (Net,), {"training_step": fetches})
+# The gradient of a layer's output is halved on its own stage, and on the next one again.
+Hooked = type("Hooked", (Net,), {"build": lambda self: [layer.register_forward_hook(halve) for layer in self.net]})
+Predicts = type("Predicts", (Net,), {"predict_step": Net.training_step})
+
+
+class DropsLayers(Net):
+    def logits(self, inputs: Tensor) -> Tensor:
+        hidden = self.net[:2](inputs)
+        for _ in range(8):
+            if torch.rand(()) < 0.5:
+                hidden = self.net[2](hidden)
+        return self.net[4](hidden)
+
+
+class MadeAtTheStart(Net):
+    def on_train_start(self) -> None:
+        self.scale = 2.0
+
+    def logits(self, inputs: Tensor) -> Tensor:
+        return self.net(inputs * self.scale)
+
+
 class Graphed(Net):
     """As torch.cuda.make_graphed_callables leaves a layer."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def build(self) -> None:
         forward = self.net[2].forward
 
         def new_forward(*args: Any) -> Any:
@@ -134,25 +135,6 @@ class Graphed(Net):
 
         new_forward.__module__ = "torch.cuda.graphs"
         self.net[2].forward = new_forward
-
-
-class NoTensors(Net):
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        return super().training_step(next(iter(loader())), batch_idx)
-
-
-class Hooked(Net):
-    """The gradient of a layer's output is halved on its own stage, and on the next one again."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        for layer in self.net:
-            layer.register_forward_hook(halve)
-
-
-def halve(layer: nn.Module, args: Any, output: Tensor) -> None:
-    if output.requires_grad:
-        output.register_hook(lambda gradient: gradient / 2)
 
 
 def test_a_hook_on_the_gradient_of_what_crosses_a_cut_is_refused(pool: WorkerPool) -> None:
@@ -164,11 +146,10 @@ def test_a_hook_on_the_gradient_of_what_crosses_a_cut_is_refused(pool: WorkerPoo
 class Keeps(Net):
     """Keeps parameters, or their ids, as a list of pairs, a dictionary or a set. A second run keeps the parts."""
 
-    def __init__(self, how: str) -> None:
-        super().__init__()
+    def build(self) -> None:
         named = [(n, p) for n, p in self.net.named_parameters() if n.endswith("weight")]
         made: dict[str, Any] = {"pairs": named, "dictionary": dict(named), "ids": {id(p) for _, p in named}}
-        self.kept = made.get(how)
+        self.kept = made.get(self.how)
 
     def on_train_start(self) -> None:
         self.kept = [*self.parameters()]
@@ -176,7 +157,7 @@ class Keeps(Net):
 
 def fit_keeping(how: str, strategy: str) -> None:
     plan = {"tensor": {"plan": {"net.0": "column", "net.2": "row"}}}
-    module, trainer = Keeps(how), make_trainer(strategy, [], plan.get(strategy))
+    module, trainer = Keeps(how=how), make_trainer(strategy, [], plan.get(strategy))
     trainer.fit(module, loader())
     trainer.fit(module, loader())  # the module is divided already
 
@@ -196,33 +177,26 @@ def test_parameters_that_a_module_keeps_are_refused_where_parts_replace_them(
 class Embeds(Net):
     """Replicas could not keep these rows equal."""
 
-    def __init__(self, **options: Any) -> None:
-        super().__init__()
-        self.rows = nn.Embedding(WIDTH, WIDTH, **options)
+    def build(self) -> None:
+        self.rows = nn.Embedding(WIDTH, WIDTH, **self.options)
 
-    def logits_and_loss(self, batch: Any) -> tuple[Tensor, Tensor]:
-        return super().logits_and_loss((self.rows(batch[0].argmax(1)), batch[1]))
+    def logits(self, inputs: Tensor) -> Tensor:
+        return super().logits(self.rows(inputs.argmax(1)))
 
 
-def fit_words(strategy: str) -> None:
-    make_trainer(strategy, []).fit(NoTensors(), DataLoader(["some", "words"], batch_size=2))  # type: ignore[arg-type]
+def fit_words(strategy: str, **given: Any) -> None:
+    trainer = make_trainer(strategy, [], **given)
+    trainer.fit(NoTensors(), DataLoader(["some", "words"], batch_size=2))  # type: ignore[arg-type]
 
 
 def validate_iterating(strategy: str) -> None:
     make_trainer(strategy, []).validate(OwnValidationIterator(), loader(), verbose=False)
 
 
-class Evaluated(Net):
-    def test_step(self, batch: Any, batch_idx: int) -> Any:
-        return self.logits_and_loss(batch)[1]
-
-    validation_step = predict_step = test_step
-
-
 def run_unequally(what: str, strategy: str, **options: Any) -> None:
     batches = DataLoader(loader().dataset, batch_size=2, sampler=range(4 + 2 * int(os.environ["RANK"])))
     trainer = make_trainer(strategy, [], options, use_distributed_sampler=False)
-    getattr(trainer, what)(Evaluated(), batches)
+    getattr(trainer, what)(Predicts(), batches)
 
 
 def of(kind: Callable[[], Net], strategy: str, options: dict[str, Any] | None = None, **given: Any) -> Any:
@@ -234,8 +208,8 @@ UNEQUAL = ["one replica has 2 batches, and another one 3", "_batches=2"]
 
 
 @pytest.mark.parametrize(("ranks", "runs", "error", "words"), [
-    (2, of(Observed, "async", **CLOCK), "ValueError", ["val_check_interval is a time (60 s)", "number of batches"]),
-    (2, of(Observed, "async", **SCALED), "ValueError", ["precision='16-mixed'", "overflows", "'bf16-mixed'"]),
+    (2, of(Net, "async", **CLOCK), "ValueError", ["val_check_interval is a time (60 s)", "number of batches"]),
+    (2, of(Net, "async", **SCALED), "ValueError", ["precision='16-mixed'", "overflows", "'bf16-mixed'"]),
     (3, of(Net, "sync", {"balance": [1, 1, 3]}), "ValueError", ["Stage 1 of 3", "no parameters", "'net.1'"]),
     (2, of(OwnBackward, "async"), "ValueError", ["OwnBackward.backward", "Remove the override"]),
     (2, of(Graphed, "sync"), "ValueError", ["'net.2'", "make_graphed_callables"]),
@@ -247,11 +221,13 @@ UNEQUAL = ["one replica has 2 batches, and another one 3", "_batches=2"]
     (2, of(MadeAtTheStart, "sync"), "AttributeError", ["no attribute 'scale'"]),
     (2, of(Net, "async", {"microbatches": 5}), "ValueError", ["microbatches=5", "only 4 samples", "larger batch_size"]),
     (2, partial(fit_words, "sync"), "ValueError", ["holds no tensor", "tuples, lists, dicts"]),
+    (1, partial(fit_words, "data", devices=2), "ValueError", ["no tensor that could be split along dimension 0"]),
+    (1, partial(fit, OwnIterator, "data", devices=2), "ValueError", ["split"]),
     (2, partial(validate_iterating, "sync"), "ValueError", ["validation_step(dataloader_iter)", "(batch, batch_idx)"]),
     (2, partial(run_unequally, "predict", "fsdp"), "ValueError", UNEQUAL),
     (2, partial(run_unequally, "fit", "sync", **TWO, microbatches=1), "ValueError", UNEQUAL),
-    (2, of(partial(Embeds, max_norm=1.0), "sync", TWO), "ValueError", ["'rows' has", "max_norm"]),
-    (2, of(partial(Embeds, sparse=True), "sync", TWO), "ValueError", ["'rows' has", "sparse"]),
+    (2, of(partial(Embeds, options={"max_norm": 1.0}), "sync", TWO), "ValueError", ["'rows' has", "max_norm"]),
+    (2, of(partial(Embeds, options={"sparse": True}), "sync", TWO), "ValueError", ["'rows' has", "sparse"]),
 ])  # fmt: skip
 def test_what_cannot_be_run_is_refused(refused: Any, ranks: int, runs: Any, error: str, words: list[str]) -> None:
     refused(words, runs, ranks, error=error)
@@ -261,10 +237,6 @@ def test_what_cannot_be_run_is_refused(refused: Any, ranks: int, runs: Any, erro
 
 
 class Returns(Net):
-    def __init__(self, what: str) -> None:
-        super().__init__()
-        self.what = what
-
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss = super().training_step(batch, batch_idx)
         return {
@@ -281,18 +253,16 @@ class Returns(Net):
 def test_a_step_without_a_loss_is_refused_and_ends_all_stages(
     pool: WorkerPool, strategy: str, what: str, words: list[str]
 ) -> None:
-    kind = partial(Returns, what)
+    kind = partial(Returns, what=what)
     last, *others = pool.run(fit, 2, kind, strategy, init=False, expect_errors=True, timeout=LIMIT)
     assert_refused([last], "RuntimeError", words)
     assert_lost(others)
 
 
-class Fails(Observed):
+class Fails(Net):
     """Raises, or dies, on one stage in the middle of something."""
 
-    def __init__(self, stage: int, place: str, how: str) -> None:
-        super().__init__()
-        self.stage, self.place, self.how = stage, place, how
+    def build(self) -> None:
         for layer in self.net:
             layer.register_forward_hook(self.hook)
 
@@ -306,20 +276,17 @@ class Fails(Observed):
             os._exit(3)
         raise KeyError("a mistake in the user's layer")
 
-
-class SavesAfterAnError(Callback):
-    def __init__(self, path: str) -> None:
-        self.path = path
-
-    def on_exception(self, trainer: Any, *_: Any) -> None:
-        if trainer.global_step:  # as Lightning's callbacks: before, there is nothing to save
-            trainer.save_checkpoint(self.path)
+    validation_step = Net.training_step
 
 
 def fit_failing(strategy: str, stage: int, place: str, how: str, checkpoint: str) -> None:
-    callbacks: list[Callback] = [ModelCheckpoint(checkpoint), SavesAfterAnError(f"{checkpoint}/exception")]
+    def save(trainer: L.Trainer, *_: Any) -> None:
+        if trainer.global_step:  # as Lightning's callbacks: before, there is nothing to save
+            trainer.save_checkpoint(f"{checkpoint}/exception")
+
+    callbacks = [ModelCheckpoint(checkpoint), LambdaCallback(on_exception=save)]
     trainer = make_trainer(strategy, callbacks, enable_checkpointing=True, gradient_clip_val=1.0)
-    trainer.fit(Fails(stage, place, how), loader(), loader(8, 4, 5))
+    trainer.fit(Fails(stage=stage, place=place, how=how), loader(), loader(8, 4, 5))
 
 
 SAID = {"raises": 'KeyError: "a mistake in the user\'s layer"', "dies": "exit code 3"}
@@ -369,10 +336,11 @@ def test_a_rank_that_does_not_answer_ends_the_others_after_the_timeout(pool: Wor
 @pytest.mark.parametrize(("name", "kind", "schedule"), [
     *((f"pipeline_{each}", lp.PipelineStrategy, each) for each in ("naive", "gpipe", "1f1b", "interleaved", "zbv")),
     ("pipeline_tensor", lp.PipelineStrategy, "1f1b"), ("pipeline_async", lp.AsyncPipelineStrategy, "1f1b"),
+    ("data_parallel", lp.DataParallelStrategy, None),
 ])  # fmt: skip
-def test_strategies_can_be_given_by_name(name: str, kind: type[Any], schedule: str) -> None:
+def test_strategies_can_be_given_by_name(name: str, kind: type[Any], schedule: str | None) -> None:
     strategy: Any = L.Trainer(accelerator="cpu", devices=2, strategy=name, logger=False).strategy
-    assert type(strategy) is kind and strategy.options.schedule == schedule
+    assert type(strategy) is kind and (schedule is None or strategy.options.schedule == schedule)
 
 
 def test_tensor_ranks_leave_the_other_devices_to_replicas() -> None:

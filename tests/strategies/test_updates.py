@@ -39,9 +39,9 @@ class Teacher(Net):
     """A mean teacher, the target of the loss. It follows in a hook, or in the step. The step may ask for the loss's
     value."""
 
-    def __init__(self, follows: str = "in the step", asks: bool = False) -> None:
-        super().__init__()
-        self.follows, self.asks = follows, asks
+    follows, asks = "in the step", False
+
+    def build(self) -> None:
         self.teacher = copy.deepcopy(self.net).requires_grad_(False)
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -94,9 +94,7 @@ class Marked(Net):
 class Sometimes(Turns):
     """In some microbatches of some replicas, by their labels, the loss leaves the first layers out."""
 
-    def __init__(self, layers: int) -> None:
-        super().__init__()
-        self.layers = layers
+    layers = 1
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         hidden = self.net[: self.layers](batch[0])
@@ -119,9 +117,9 @@ class Twice(Turns):
 class Replacing(Net):
     """Replaces the memory of weights that its gradients pass through: a teacher's, or the last layer's."""
 
-    def __init__(self, whose: str) -> None:
-        super().__init__()
-        self.whose = whose
+    whose = "own"
+
+    def build(self) -> None:
         self.teacher = copy.deepcopy(self.net).requires_grad_(False)
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -148,9 +146,10 @@ class Measured(nn.Linear):
 class MetricInside(Net):
     """The first layer has a metric of its own."""
 
-    def __init__(self, followed: bool = True) -> None:
-        super().__init__()
-        self.net[0] = Measured(followed)
+    followed = True
+
+    def build(self) -> None:
+        self.net[0] = Measured(self.followed)
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss = super().training_step(batch, batch_idx)
@@ -236,11 +235,11 @@ class ChangesItself(nn.Linear):
 class Changing(Net):
     """A layer changes its own weight, or the step does after the first batch."""
 
-    def __init__(self, way: str) -> None:
-        super().__init__()
-        self.way = way
-        if way != "in the step":
-            self.net[2] = ChangesItself(way)
+    way: str
+
+    def build(self) -> None:
+        if self.way != "in the step":
+            self.net[2] = ChangesItself(self.way)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         if self.way == "later":
@@ -260,26 +259,27 @@ KINDS: dict[str, Callable[[], Net]] = {
     "leaving": Leaving,
     "advancing": Advancing,
     "teacher": Teacher,
-    BEFORE: partial(Teacher, "on_before_zero_grad"),
-    "teacher that asks": partial(Teacher, "on_train_batch_end", asks=True),
+    BEFORE: partial(Teacher, follows="on_before_zero_grad"),
+    "teacher that asks": partial(Teacher, follows="on_train_batch_end", asks=True),
     "turns": Turns,
     "marked": Marked,
     "twice": Twice,
-    "sometimes the first": partial(Sometimes, 1),
-    "sometimes the first four": partial(Sometimes, 4),
+    "sometimes the first": Sometimes,
+    "sometimes the first four": partial(Sometimes, layers=4),
     "by frequency": ByFrequency,
     "metric": MetricInside,
     "metric that asks": partial(MetricInside, followed=False),
-    "teacher's memory": partial(Replacing, "teacher"),
-    "own memory": partial(Replacing, "own"),
-    **{way: partial(Changing, way) for way in WAYS},
+    "teacher's memory": partial(Replacing, whose="teacher"),
+    "own memory": Replacing,
+    **{way: partial(Changing, way=way) for way in WAYS},
 }
 MICROBATCHES_DIFFER = ("by samples", "sometimes", "twice")
 
 
 def train(kind: str, strategy: str = "single", options: dict[str, Any] | None = None) -> Report:
-    length = {"samples": 32, "max_epochs": 1} if kind.startswith(MICROBATCHES_DIFFER) else {"samples": 16}
-    return fit(KINDS[kind], strategy, options or {}, batch=8, use_distributed_sampler=True, **length)
+    given = {"samples": 32, "max_epochs": 1} if kind.startswith(MICROBATCHES_DIFFER) else {"samples": 16}
+    devices = {"devices": 2} if strategy == "data" else {}
+    return fit(KINDS[kind], strategy, options or {}, batch=8, use_distributed_sampler=True, **given, **devices)
 
 
 def run(pool: WorkerPool, kind: str, options: dict[str, Any]) -> list[Report]:
@@ -340,12 +340,14 @@ def test_attributes_of_parameters_are_there_in_fully_sharded_replicas(pool: Work
     ("teacher", "sync", IN_PARTS | {"stages": 1}, "ValueError", ["changes 'teacher.", "fully_shard", "'replicate'"]),
     ("teacher", "sync", IN_PARTS | {"stages": 2}, "ValueError", ["'net.", "fully_shard", "'replicate'"]),
     ("teacher", "async", TWO_STAGES | {"stages": 1}, "ValueError", ["changes 'teacher.", "on_train_batch_end"]),
+    ("teacher", "data", {}, "ValueError", ["parameter 'teacher.0.", "on_train_batch_end", "'ddp'"]),
     ("metric that asks", "sync", TWO_STAGES, "FlowError", ["'net.0.size'", "stage 0", "nan_strategy='disable'"]),
 ])  # fmt: skip
-def test_what_no_stage_can_change_alone_is_refused(
+def test_what_no_stage_or_replica_can_change_alone_is_refused(
     refused: Any, kind: str, strategy: str, options: dict[str, Any], error: str, words: list[str]
 ) -> None:
-    refused(words, train, options["stages"] * options.get("data_parallel", 1), kind, strategy, options, error=error)
+    ranks = options.get("stages", 1) * options.get("data_parallel", 1)
+    refused(words, train, ranks, kind, strategy, options, error=error)
 
 
 @pytest.mark.parametrize(
