@@ -31,16 +31,13 @@ BOTH = pytest.mark.parametrize("strategy", ["sync", "async"])
 # -- samplers and the order of data --------------------------------------------------------------------------
 
 
-class Batches(Callback):
-    """Every batch that this rank has seen, training and validation."""
+def noting(seen: list[list[float]]) -> Callback:
+    """Every batch that this rank sees, training and validation."""
 
-    def __init__(self) -> None:
-        self.seen: list[list[float]] = []
+    def note(trainer: L.Trainer, module: Any, batch: Any, *_: Any) -> None:
+        seen.append(batch[0].flatten().tolist())
 
-    def on_train_batch_start(self, trainer: L.Trainer, module: Any, batch: Any, *args: Any) -> None:
-        self.seen.append(batch[0].flatten().tolist())
-
-    on_validation_batch_start = on_train_batch_start
+    return LambdaCallback(on_train_batch_start=note, on_validation_batch_start=note)
 
 
 class Augmented(Rows):
@@ -76,14 +73,14 @@ def train_loader(data: str) -> DataLoader[Any]:
 
 def batches_seen() -> list[list[float]]:
     """With validation, and draws that only the last stage makes."""
-    module = Validated()  # seeds its weights
+    module, seen = Validated(), list[list[float]]()  # seeds its weights
     torch.manual_seed(random.SystemRandom().getrandbits(40))
     np.random.seed(random.SystemRandom().getrandbits(30))
     random.seed()
-    batches, validation = Batches(), DataLoader(train_loader("shuffled").dataset, 4, shuffle=True)
-    trainer = make_trainer("sync", [batches], max_epochs=2, limit_train_batches=3)
+    validation = DataLoader(train_loader("shuffled").dataset, 4, shuffle=True)
+    trainer = make_trainer("sync", [noting(seen)], max_epochs=2, limit_train_batches=3)
     trainer.fit(module, train_loader("workers"), validation)
-    return batches.seen
+    return seen
 
 
 def test_unseeded_runs_see_the_same_data_on_all_stages(pool: WorkerPool) -> None:
@@ -91,28 +88,23 @@ def test_unseeded_runs_see_the_same_data_on_all_stages(pool: WorkerPool) -> None
     assert ranks[0] == ranks[1]
 
 
-class SamplesOnRankZero(Callback):
-    """As one that logs a few generated samples. It draws in a hook of this name."""
-
-    def __init__(self, hook: str) -> None:
-        setattr(self, hook, self.draw)
-
-    def draw(self, trainer: L.Trainer, *args: Any, **kwargs: Any) -> None:
-        if trainer.is_global_zero:
-            torch.rand(3), np.random.rand(3), random.random()
+def draw(trainer: L.Trainer, *_: Any, **__: Any) -> None:
+    """As a callback that logs a few generated samples."""
+    if trainer.is_global_zero:
+        torch.rand(3), np.random.rand(3), random.random()
 
 
 def draw_on_rank_zero(strategy: str, data: str, hook: str, trains: bool = True) -> list[list[float]]:
-    """The batches of a training, or of a validation alone."""
-    module = Net() if trains else Validated()
+    """The batches of a training, or of a validation alone. A callback draws in a hook of this name."""
+    module, seen = Net() if trains else Validated(), list[list[float]]()
     L.seed_everything(5, workers=True, verbose=False)
-    batches, options = Batches(), {"plan": {"net.2": "row_split"}} if strategy == "tensor" else None
-    trainer = make_trainer(strategy, [SamplesOnRankZero(hook), batches], options)
+    options = {"plan": {"net.2": "row_split"}} if strategy == "tensor" else None
+    trainer = make_trainer(strategy, [LambdaCallback(**{hook: draw}), noting(seen)], options)
     if trains:
         trainer.fit(module, train_loader(data))
     else:
         trainer.validate(module, train_loader(data), verbose=False)
-    return batches.seen
+    return seen
 
 
 @pytest.mark.parametrize("given", [
@@ -159,8 +151,7 @@ class Noted(nn.Dropout):
 
 
 class Dropping(Net):
-    def __init__(self) -> None:
-        super().__init__()
+    def build(self) -> None:
         self.net = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), Noted()) for _ in range(4)))
 
     def configure_optimizers(self) -> Any:
@@ -194,26 +185,23 @@ def test_dropout_is_the_same_in_every_run_and_for_any_number_of_stages(pool: Wor
 class Denoising(Net):
     """A diffusion model: the noise that is added before the first layer is asked for in the loss."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def build(self) -> None:
         self.net = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.3)) for _ in range(4)))
         self.drop = nn.Dropout(0.2)
         self.drawn: list[list[float]] = []
 
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.training_step(batch, batch_idx)
-
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         noise, keep, shift = torch.randn_like(batch[0]), random.random(), np.random.rand()
         hidden = batch[0] + noise
-        between = []
-        self.drawn.append([*noise.flatten().tolist(), keep, shift])  # here, since most stages leave the step below
+        drawn = [*noise.flatten().tolist(), keep, shift]
+        self.drawn.append(drawn)  # here, since most stages leave the step below
         for layer in self.net:
             hidden = self.drop(hidden)  # holds no parameters: drawn on live values only
             hidden = layer(hidden)
-            between.append(torch.rand(2).tolist())
-            self.drawn[-1] = [*noise.flatten().tolist(), keep, shift, *(x for pair in between for x in pair)]
+            drawn += torch.rand(2).tolist()
         return F.mse_loss(hidden, noise)
+
+    validation_step = training_step
 
 
 def draws(strategy: str) -> list[list[float]]:
@@ -237,8 +225,7 @@ def test_code_between_the_layers_draws_the_same_on_all_stages(pool: WorkerPool, 
 class Normed(Net):
     """What it validates with has the statistics."""
 
-    def __init__(self, moves: bool = True) -> None:
-        super().__init__(moves)
+    def build(self) -> None:
         self.net[1], self.net[3] = nn.BatchNorm1d(8), nn.BatchNorm1d(8)
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
