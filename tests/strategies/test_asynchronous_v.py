@@ -12,9 +12,8 @@ from torch.nn import functional as F
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader
 
-from tests.strategies.equality import EXACT
 from tests.strategies.failures import LIMIT, assert_lost, assert_refused
-from tests.strategies.harness import Report, joined, largest_difference, train
+from tests.strategies.harness import joined, largest_difference, train
 from tests.strategies.models import MODELS, Rows
 from tests.strategies.reference import assert_equals_delayed, delayed
 from tests.thorough import thorough
@@ -68,7 +67,7 @@ class Uneven(Deep):
 
 CLIP = {"gradient_clip_val": 0.05}  # the norm is that of a chunk
 
-# Model, stages, microbatches a batch, options of the strategy (and of the reference), of the Trainer.
+# Rows of the table in test_pipeline_async.py.
 CASES: list[Any] = [
     (Deep, 2, 2, {"schedule": "vhalf", "correction": "error_feedback"}, {"accumulate_grad_batches": 2}),
     (Uneven, 3, 4, {"schedule": "vhalf"}, {}),
@@ -85,16 +84,6 @@ CASES: list[Any] = [
         (Uneven, 4, 4, {"schedule": "vmin", "correction": "error_feedback"}, {}),
     ),
 ]
-
-
-@pytest.mark.parametrize(("model", "stages", "microbatches", "options", "trainer_options"), CASES)
-def test_training_equals_delayed_gradients_to_the_bit(
-    pool: WorkerPool, model: Any, stages: int, microbatches: int, options: Any, trainer_options: Any
-) -> None:
-    # Two stages read what crosses a cut of Skips, and sum its gradients. So do ranks, and parts of norms.
-    is_summed = model is Skips or "gradient_clip_val" in trainer_options or "tensor_parallel" in options
-    allowed = EXACT if is_summed else 0
-    assert_equals_delayed(pool, model, stages, microbatches, options, trainer_options, allowed=allowed)
 
 
 class FrozenEnd(Deep):
@@ -122,18 +111,13 @@ class OwnAverages(Callback):
         self.average = AveragedModel(module)
 
 
-def train_averaged(model: str, averaging: type[Callback] | None) -> Report:
-    callbacks = [] if averaging is None else [averaging()]
-    return train(model, "async", {"microbatches": 2, "schedule": "vmin"}, callbacks=callbacks)
-
-
-@pytest.mark.parametrize(("model", "averaging", "words"), [
-    ("LeNet", OwnAverages, ["OwnAverages.average", "Use PipelineStrategy"]),
-    ("LeNet", EMAWeightAveraging, ["EMAWeightAveraging", "schedule='vmin'", "schedule='1f1b'"]),
-    ("SharedPart", None, ["blocks.0.mix", "PipelineStrategy"]),  # on two stages in a V too
+@pytest.mark.parametrize(("model", "callbacks", "words"), [
+    ("LeNet", [OwnAverages()], ["OwnAverages.average", "Use PipelineStrategy"]),
+    ("LeNet", [EMAWeightAveraging()], ["EMAWeightAveraging", "schedule='vmin'", "schedule='1f1b'"]),
+    ("SharedPart", [], ["blocks.0.mix", "PipelineStrategy"]),  # on two stages in a V too
 ])  # fmt: skip
-def test_what_cannot_be_trained_is_refused(refused: Any, model: str, averaging: Any, words: list[str]) -> None:
-    refused(words, train_averaged, 3, model, averaging)
+def test_what_cannot_be_trained_is_refused(refused: Any, model: str, callbacks: Any, words: list[str]) -> None:
+    refused(words, train, 3, model, "async", {"microbatches": 2, "schedule": "vmin"}, callbacks=callbacks)
 
 
 class Counting(torch.optim.SGD):
@@ -165,17 +149,14 @@ class OwnClipping(Deep):
         self.clip_gradients(optimizer, gradient_clip_val=1.0)
 
 
-def train_clipped(stages: int) -> Report:
-    options = {"microbatches": 2, "stages": stages, "schedule": "vmin"}
-    averages = [EMAWeightAveraging()] if stages == 1 else []  # one stage has no V, so they are allowed
-    return train(OwnClipping, "async", options, callbacks=averages, max_steps=1)
-
-
 def test_hooks_that_are_called_for_each_chunk_are_warned_of_once(pool: WorkerPool) -> None:
-    (warning,), others = (each.warned_of("two chunks") for each in pool.run(train_clipped, 2, 2, init=False))
+    options, given = {"schedule": "vmin", "microbatches": 2}, {"init": False, "max_steps": 1}
+    reports = pool.run(train, 2, OwnClipping, "async", options, **given)
+    (warning,), others = (each.warned_of("two chunks") for each in reports)
     words = ["Witness.on_before_optimizer_step", "OwnClipping.configure_gradient_clipping", "schedule='vmin'", "1f1b"]
     assert all(word in warning for word in words) and not others
-    (alone,) = pool.run(train_clipped, 1, 1, init=False)
+    averages = [EMAWeightAveraging()]  # one stage has no V, so they are allowed
+    (alone,) = pool.run(train, 1, OwnClipping, "async", options, callbacks=averages, **given)
     assert not alone.warned_of("two chunks")
 
 

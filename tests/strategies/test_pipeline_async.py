@@ -7,7 +7,7 @@ from unittest import mock
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import EMAWeightAveraging, WeightAveraging
+from lightning.pytorch.callbacks import EMAWeightAveraging
 
 from lightning_parallel.ranks.groups import Groups
 from tests.pipeline.test_no_host_reads import announced
@@ -15,9 +15,9 @@ from tests.strategies.equality import EXACT
 from tests.strategies.harness import Report, joined, largest_difference, make_trainer, train
 from tests.strategies.models import MODELS
 from tests.strategies.reference import assert_equals_delayed, delayed
-from tests.strategies.test_asynchronous_v import Uneven
+from tests.strategies.test_asynchronous_v import CASES as IN_A_V
+from tests.strategies.test_asynchronous_v import Skips, Uneven
 from tests.thorough import thorough
-from tools.study.reference import Trained
 from tools.workers.pool import WorkerPool
 
 
@@ -60,13 +60,14 @@ CASES: list[Any] = [
 ]
 
 
-@pytest.mark.parametrize(("model", "stages", "microbatches", "options", "trainer_options"), CASES)
+@pytest.mark.parametrize(("model", "stages", "microbatches", "options", "trainer_options"), [*CASES, *IN_A_V])
 def test_training_equals_delayed_gradients_to_the_bit(
     pool: WorkerPool, model: Any, stages: int, microbatches: int, options: Any, trainer_options: Any
 ) -> None:
-    # An encoder's output is read by decoder layers on several stages, whose gradients are summed stage by stage first.
-    is_summed = model == "DemoTransformer" or "gradient_clip_val" in trainer_options
-    allowed = EXACT if is_summed else 0
+    # What crosses a cut of an encoder, or of Skips, is read on several stages, whose gradients are summed stage by
+    # stage first. So are those of ranks, and parts of norms.
+    is_summed = model in ("DemoTransformer", Skips) or "gradient_clip_val" in trainer_options
+    allowed = EXACT if is_summed or "tensor_parallel" in options else 0
     assert_equals_delayed(pool, model, stages, microbatches, options, trainer_options, allowed=allowed)
 
 
@@ -84,18 +85,6 @@ def test_an_endless_list_ends_where_messages_are_announced(pool: WorkerPool) -> 
     assert largest_difference(joined(found, "weights"), joined(expected, "weights")) == 0
 
 
-def make_average() -> WeightAveraging:
-    return EMAWeightAveraging(decay=0.8, update_every_n_steps=2, update_starting_at_epoch=0)
-
-
-def train_averaged(*args: Any, **kwargs: Any) -> Report:
-    return train(*args, callbacks=[make_average()], **kwargs)
-
-
-def delayed_averaged(*args: Any, **kwargs: Any) -> Trained:
-    return delayed(*args, average=make_average(), **kwargs)
-
-
 @pytest.mark.parametrize(("stages", "microbatches", "epochs", "given"), [
     (3, 1, 1, {}), *thorough((3, 2, 2, {"extra_in_flight": 1}), (4, 3, 2, {"weights": "2bw"})),
 ])  # fmt: skip
@@ -105,8 +94,10 @@ def test_averages_are_of_weights_with_delayed_gradients(
     """Each stage averages after its own update, which is that of an earlier batch."""
     options = {"stages": stages, "microbatches": microbatches, **given}
     trainer = {"max_epochs": epochs, "limit_val_batches": 0 if epochs == 1 else 1.0}  # where only the run's end drains
-    reports = pool.run(train_averaged, stages, "LeNet", "async", options, init=False, **trainer)
-    [reference] = pool.run(delayed_averaged, 1, "LeNet", stages, microbatches, init=False, epochs=epochs, **given)
+    average = EMAWeightAveraging(decay=0.8, update_every_n_steps=2, update_starting_at_epoch=0)
+    reports = pool.run(train, stages, "LeNet", "async", options, callbacks=[average], init=False, **trainer)
+    given = {"epochs": epochs, "average": average, **given}
+    [reference] = pool.run(delayed, 1, "LeNet", stages, microbatches, init=False, **given)
     assert largest_difference(joined(reports, "weights"), reference.weights) <= EXACT
 
 
