@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -110,18 +109,12 @@ def train(
     callbacks: list[Callback] | None = None,
     max_epochs: int = 1,
     validates_after: bool = False,
-    resume: Path | None = None,
     **trainer_options: Any,
 ) -> Report:
     """``strategy`` and ``options`` as in `make_trainer`; ``batch_size`` of each replica. The Trainer may validate once
-    more after the run. A module to be resumed is made with other weights. What the turn of an epoch does is in the
-    contract."""
+    more after the run. What the turn of an epoch does is in the contract."""
     torch.set_default_dtype(dtype)
-    kind = ALL[model] if isinstance(model, str) else model
-    module = kind()
-    report = Report()
-    if resume is not None:
-        spoil(module)
+    module, report = (ALL[model] if isinstance(model, str) else model)(), Report()
     watching = [Witness(report), *(callbacks or [])]
     trainer = make_trainer(strategy, watching, options or {}, max_epochs=max_epochs, **trainer_options)
     loader, replicas = module.loader, getattr(trainer.strategy, "is_distributed", False)
@@ -129,7 +122,7 @@ def train(
     if shuffle:
         torch.manual_seed(11)  # as a user's seed_everything would
     with texts_of_warnings() as report.warnings:
-        trainer.fit(module, loader(shuffle, batch_size, samples, share), loader(), ckpt_path=resume)
+        trainer.fit(module, loader(shuffle, batch_size, samples, share), loader())
     collect(report, trainer, module)
     if validates_after:
         report.validation = trainer.validate(module, loader(), verbose=False)

@@ -11,19 +11,13 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from lightning_parallel.private.torch.tensors import tree_map
-from tests.strategies.models import GPT2, TOKENS, LeNet, Llama, OfTransformers, next_token_loss
+from tests.strategies.models import GPT2, TOKENS, Base, LeNet, Llama, OfTransformers, next_token_loss
 
 
 class ShardableGPT2(GPT2):
     """It brings no plan; head tied to the embedding."""
 
     sizes = GPT2.sizes | {"n_embd": 24, "n_head": 12, "attn_implementation": "eager"}
-
-
-class DroppingGPT2(ShardableGPT2):
-    """With dropout, between heads too."""
-
-    sizes = ShardableGPT2.sizes | {"resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1}
 
 
 class ShardableLlama(Llama):
@@ -271,13 +265,4 @@ class ByForward(ShardableLlama):
         return next_token_loss(self.model.lm_head.forward(hidden), batch["labels"], TOKENS)
 
 
-SHARDABLE = {
-    model.__name__: model
-    for model in (
-        ShardableGPT2, DroppingGPT2, ShardableLlama, Mixed, Forgetful,
-        Asks, Scaled, ScaledWithoutASum,
-        LoraLlama, LoraSavingLlama, DroppingLoraLlama, LoraGPT2, ShardablePhi3, ShardableQwen3,
-        PlanlessOPT, Experts, LatentExperts, PenalisesShards, DrawsByRank, DrawsInValidation,
-        LogsShards, ByForward,
-    )
-}  # fmt: skip
+SHARDABLE = {name: kind for name, kind in [*vars().items()] if isinstance(kind, type) and issubclass(kind, Base)}
