@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
-import lightning_parallel as lp
+from tests.strategies.harness import make_trainer
 from tests.strategies.spellings import CLASSES, FORMS, IDIOMS, LEARNED, MASKS, OF_SAMPLES, SEQUENCES, Loss, batch_of
 from tests.thorough import thorough
 from tools.workers.pool import WorkerPool
@@ -74,10 +74,7 @@ def in_a_pipeline(loss: Loss, masks: Sequence[str], stages: int, **options: Any)
     """The module that has been trained, and the warnings."""
     torch.manual_seed(0)
     module = Spelled(loss)
-    trainer = L.Trainer(
-        accelerator="cpu", devices=stages, max_epochs=1, strategy=lp.PipelineStrategy(stages=stages, **options),
-        logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-    )  # fmt: skip
+    trainer = make_trainer("sync", [], {"stages": stages, **options}, max_epochs=1)
     with texts_of_warnings() as told:
         try:
             trainer.fit(module, DataLoader([batch_of(mask, i) for i, mask in enumerate(masks)], batch_size=None))
