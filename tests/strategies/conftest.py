@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -9,6 +10,12 @@ import pytest
 from tests.strategies.failures import LIMIT, assert_refused
 from tests.strategies.harness import Report, train
 from tools.workers.pool import WorkerPool
+
+
+@pytest.fixture
+def launch(pool: WorkerPool) -> Any:
+    """``launch(function, ranks, ...)``: what each rank returns of a call that starts a Trainer itself."""
+    return partial(pool.run, init=False)
 
 
 @pytest.fixture(scope="session")

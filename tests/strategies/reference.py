@@ -11,13 +11,12 @@ from tests.strategies.harness import joined, largest_difference, train
 from tests.strategies.models import BATCH, MODELS, Base
 from tools.study import reference
 from tools.study.reference import Trained
-from tools.workers.pool import WorkerPool
 
 OF_RANKS = ("activation_checkpointing", "data_parallel", "tensor_parallel")  # settings that change no number
 
 
 def assert_equals_delayed(
-    pool: WorkerPool,
+    launch: Any,
     model: str | type[Base],
     stages: int,
     microbatches: int,
@@ -35,12 +34,11 @@ def assert_equals_delayed(
     replicas, tensor = options.get("data_parallel", 1), options.get("tensor_parallel", 1)
     given = {"stages": stages, "microbatches": microbatches, **options}
     trainer = {"batch_size": BATCH // replicas, "max_epochs": 2, **trainer_options}
-    reports = pool.run(train, stages * replicas * tensor, model, "async", given, init=False, **trainer)
+    reports = launch(train, stages * replicas * tensor, model, "async", given, **trainer)
     accumulate, clip = trainer_options.get("accumulate_grad_batches", 1), trainer_options.get("gradient_clip_val")
     own = {name: value for name, value in options.items() if name not in OF_RANKS}
-    [single] = pool.run(
-        delayed, 1, model, stages, microbatches, init=False, epochs=2, accumulate=accumulate, clip=clip, **own
-    )  # fmt: skip
+    given = {"epochs": 2, "accumulate": accumulate, "clip": clip, **own}
+    [single] = launch(delayed, 1, model, stages, microbatches, **given)
     if replicas == 1:  # else a rank has its replica's
         assert reports[0].losses == pytest.approx(single.losses, rel=0, abs=EXACT)
     if "schedule" not in options:  # else each chunk's, as if they were updates

@@ -20,7 +20,6 @@ from lightning_parallel.ranks.collectives import PeerLostError
 from tests.strategies.harness import Report, joined, largest_difference, make_trainer, train
 from tests.strategies.shardable import Mixed
 from tests.thorough import thorough
-from tools.workers.pool import WorkerPool
 
 TIMEOUT = 1000.0  # seconds: far above the pool's, which is what a rank that waits for another one meets
 
@@ -40,8 +39,8 @@ FailsOnFirst = type("FailsOnFirst", (Fails,), {"ranks": (0,)})
 
 
 @pytest.mark.parametrize("options", [{}, {"tensor_parallel": 1, "data_parallel": 2}], ids=["shards", "replicas"])
-def test_a_rank_that_fails_ends_the_others(pool: WorkerPool, options: dict[str, Any]) -> None:
-    failed, other = pool.run(train, 2, FailsOnFirst, "tensor", options, init=False, expect_errors=True, timeout=60)
+def test_a_rank_that_fails_ends_the_others(launch: Any, options: dict[str, Any]) -> None:
+    failed, other = launch(train, 2, FailsOnFirst, "tensor", options, expect_errors=True, timeout=60)
     assert "ValueError: no luck" in str(failed)
     assert re.search("one of them stopped|by peer", str(other))  # at once: the pool's timeout is far below gloo's
 
@@ -80,11 +79,11 @@ def weights_of_one_step() -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("by_own", [False, True])
-def test_the_first_of_replicas_saves_alone_after_an_error(pool: WorkerPool, by_own: bool, tmp_path: Path) -> None:
-    pool.run(fail_and_save, 2, tmp_path, by_own, init=False, timeout=60)
+def test_the_first_of_replicas_saves_alone_after_an_error(launch: Any, by_own: bool, tmp_path: Path) -> None:
+    launch(fail_and_save, 2, tmp_path, by_own, timeout=60)
     saved = torch.load(tmp_path / "last.ckpt", weights_only=False)
     assert saved["global_step"] == 1
-    for weights in pool.run(weights_of_one_step, 2, init=False):
+    for weights in launch(weights_of_one_step, 2):
         assert largest_difference(weights, {name: saved["state_dict"][name] for name in weights}) == 0
 
 
@@ -100,11 +99,11 @@ def train_after(first: str, options: dict[str, Any], second: str) -> Report:
     *thorough(("fsdp", {}, "fsdp"), ("sync", {}, "async"), ("async", {"stages": 2, "data_parallel": 2}, "sync")),
 ])  # fmt: skip
 def test_the_next_trainer_has_the_numbers_that_it_has_alone(
-    pool: WorkerPool, first: str, options: dict[str, Any], second: str
+    launch: Any, first: str, options: dict[str, Any], second: str
 ) -> None:
     ranks = 2 * options.get("data_parallel", 1)
-    after = pool.run(train_after, ranks, first, options, second, init=False)
-    alone = pool.run(train, ranks, "Mixed", second, max_epochs=1, init=False)
+    after = launch(train_after, ranks, first, options, second)
+    alone = launch(train, ranks, "Mixed", second, max_epochs=1)
     assert [report.losses for report in after] == [report.losses for report in alone]
     weights = [joined(reports, "weights") for reports in (after, alone)]
     assert largest_difference(*weights) == 0

@@ -14,7 +14,6 @@ from lightning_parallel.set_up.options import StagedOptions
 from lightning_parallel.set_up.splitting import Splitting
 from tests.strategies.harness import joined, largest_difference, train
 from tests.strategies.models import Base, Rows
-from tools.workers.pool import WorkerPool
 
 WIDTH = 3
 
@@ -95,9 +94,9 @@ def nothing(batch: Any, count: int) -> list[Any]:
     (Tables, {}), (Tables, {"microbatches": 2, "split": halves}),
     (Together, {"microbatches": 1}), (Packed, {"microbatches": 2}),
 ])  # fmt: skip
-def test_any_batch_trains_as_in_one_process(pool: WorkerPool, model: type[Base], options: dict[str, Any]) -> None:
-    single = pool.run(train, 1, model, init=False, max_epochs=1)[0]
-    reports = pool.run(train, 2, model, "sync", options, init=False, max_epochs=1)
+def test_any_batch_trains_as_in_one_process(launch: Any, model: type[Base], options: dict[str, Any]) -> None:
+    single = launch(train, 1, model, max_epochs=1)[0]
+    reports = launch(train, 2, model, "sync", options, max_epochs=1)
     assert largest_difference(joined(reports, "weights"), single.weights) < 1e-12
     assert all(report.metrics == pytest.approx(single.metrics, abs=1e-12) for report in reports)
 

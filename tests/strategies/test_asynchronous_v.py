@@ -17,7 +17,6 @@ from tests.strategies.harness import joined, largest_difference, train
 from tests.strategies.models import MODELS, Rows
 from tests.strategies.reference import assert_equals_delayed, delayed
 from tests.thorough import thorough
-from tools.workers.pool import WorkerPool
 
 
 class Deep(MODELS["LeNet"]):  # type: ignore[misc]
@@ -94,12 +93,12 @@ class FrozenEnd(Deep):
         self.net[8:].requires_grad_(False)
 
 
-def test_a_chunk_that_trains_nothing_makes_no_steps(pool: WorkerPool) -> None:
+def test_a_chunk_that_trains_nothing_makes_no_steps(launch: Any) -> None:
     options = {"microbatches": 2, "schedule": "vhalf"}
-    reports = pool.run(train, 2, FrozenEnd, "async", options, init=False, max_epochs=2)
+    reports = launch(train, 2, FrozenEnd, "async", options, max_epochs=2)
     batches = 2 * len(FrozenEnd.loader())
     assert [len(report.gradients) for report in reports] == [batches, 2 * batches]  # the first has the last chunk
-    [reference] = pool.run(delayed, 1, FrozenEnd, 2, 2, init=False, epochs=2, schedule="vhalf")
+    [reference] = launch(delayed, 1, FrozenEnd, 2, 2, epochs=2, schedule="vhalf")
     assert largest_difference(joined(reports, "weights"), reference.weights) == 0
 
 
@@ -138,10 +137,10 @@ class Counted(Deep):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 99)}}
 
 
-def test_an_optimizer_that_counts_its_steps_for_all_parameters_is_refused(pool: WorkerPool, refused: Any) -> None:
+def test_an_optimizer_that_counts_its_steps_for_all_parameters_is_refused(launch: Any, refused: Any) -> None:
     words = ["Counting", "schedule='vmin'", "parameter group 0", "schedule='1f1b'"]
     refused(words, train, 2, Counted, "async", {"microbatches": 1, "schedule": "vmin"})
-    assert_equals_delayed(pool, Counted, 2, 1, {}, {})
+    assert_equals_delayed(launch, Counted, 2, 1, {}, {})
 
 
 class OwnClipping(Deep):
@@ -149,14 +148,14 @@ class OwnClipping(Deep):
         self.clip_gradients(optimizer, gradient_clip_val=1.0)
 
 
-def test_hooks_that_are_called_for_each_chunk_are_warned_of_once(pool: WorkerPool) -> None:
-    options, given = {"schedule": "vmin", "microbatches": 2}, {"init": False, "max_steps": 1}
-    reports = pool.run(train, 2, OwnClipping, "async", options, **given)
+def test_hooks_that_are_called_for_each_chunk_are_warned_of_once(launch: Any) -> None:
+    options, given = {"schedule": "vmin", "microbatches": 2}, {"max_steps": 1}
+    reports = launch(train, 2, OwnClipping, "async", options, **given)
     (warning,), others = (each.warned_of("two chunks") for each in reports)
     words = ["Witness.on_before_optimizer_step", "OwnClipping.configure_gradient_clipping", "schedule='vmin'", "1f1b"]
     assert all(word in warning for word in words) and not others
     averages = [EMAWeightAveraging()]  # one stage has no V, so they are allowed
-    (alone,) = pool.run(train, 1, OwnClipping, "async", options, callbacks=averages, **given)
+    (alone,) = launch(train, 1, OwnClipping, "async", options, callbacks=averages, **given)
     assert not alone.warned_of("two chunks")
 
 
@@ -185,8 +184,8 @@ class ReadLate(Deep):
         return loss + self.net[1][0].weight.square().sum() if is_due else loss
 
 
-def test_a_parameter_that_another_chunk_begins_to_read_is_not_silently_left_out(pool: WorkerPool) -> None:
+def test_a_parameter_that_another_chunk_begins_to_read_is_not_silently_left_out(launch: Any) -> None:
     options = {"microbatches": 2, "schedule": "vmin"}
-    found = pool.run(train, 2, ReadLate, "async", options, init=False, timeout=LIMIT, expect_errors=True)
+    found = launch(train, 2, ReadLate, "async", options, timeout=LIMIT, expect_errors=True)
     assert_refused(found[:1], "RuntimeError", ["'net.1.0.weight'", "in each step"])
     assert_lost(found[1:])

@@ -23,7 +23,6 @@ from lightning_parallel.absent.tensor import AbsentTensor
 from tests.strategies.harness import joined, largest_difference
 from tests.strategies.models import Rows
 from tests.strategies.observed import OPTIONS, WIDTH, Net, Observed, fit, loader, make_trainer
-from tools.workers.pool import WorkerPool
 
 BOTH = pytest.mark.parametrize("strategy", ["sync", "async"])
 
@@ -83,8 +82,8 @@ def batches_seen() -> list[list[float]]:
     return seen
 
 
-def test_unseeded_runs_see_the_same_data_on_all_stages(pool: WorkerPool) -> None:
-    ranks = pool.run(batches_seen, 2, init=False)
+def test_unseeded_runs_see_the_same_data_on_all_stages(launch: Any) -> None:
+    ranks = launch(batches_seen, 2)
     assert ranks[0] == ranks[1]
 
 
@@ -111,9 +110,9 @@ def draw_on_rank_zero(strategy: str, data: str, hook: str, trains: bool = True) 
     ("async", "augmented", "on_train_epoch_end"), ("tensor", "shuffled", "on_train_epoch_end"),
     ("sync", "workers", "on_fit_start"), ("sync", "shuffled", "setup", False),
 ])  # fmt: skip
-def test_draws_of_one_rank_leave_the_data_those_of_a_single_process(pool: WorkerPool, given: tuple[Any, ...]) -> None:
-    single = pool.run(draw_on_rank_zero, 1, "single", *given[1:], init=False)[0]
-    assert pool.run(draw_on_rank_zero, 2, *given, init=False) == [single, single]
+def test_draws_of_one_rank_leave_the_data_those_of_a_single_process(launch: Any, given: tuple[Any, ...]) -> None:
+    single = launch(draw_on_rank_zero, 1, "single", *given[1:])[0]
+    assert launch(draw_on_rank_zero, 2, *given) == [single, single]
 
 
 def validate_other_numbers() -> None:
@@ -168,9 +167,9 @@ def dropout_masks(strategy: str, seed: int) -> dict[int, list[list[float]]]:
 
 
 @BOTH
-def test_dropout_is_the_same_in_every_run_and_for_any_number_of_stages(pool: WorkerPool, strategy: str) -> None:
+def test_dropout_is_the_same_in_every_run_and_for_any_number_of_stages(launch: Any, strategy: str) -> None:
     def masks_of(stages: int, seed: int) -> dict[int, list[list[float]]]:
-        ranks = pool.run(dropout_masks, stages, strategy, seed, init=False)
+        ranks = launch(dropout_masks, stages, strategy, seed)
         assert all(len(masks) == 4 // stages for masks in ranks)
         return {i: masks for rank in ranks for i, masks in rank.items()}
 
@@ -212,8 +211,8 @@ def draws(strategy: str) -> list[list[float]]:
 
 
 @BOTH
-def test_code_between_the_layers_draws_the_same_on_all_stages(pool: WorkerPool, strategy: str) -> None:
-    last, first = pool.run(draws, 2, strategy, init=False)
+def test_code_between_the_layers_draws_the_same_on_all_stages(launch: Any, strategy: str) -> None:
+    last, first = launch(draws, 2, strategy)
     assert len(last) == len(first) == 6 + 4, "microbatches, and batches of validation"
     for position in (0, -1, WIDTH * 2, WIDTH * 2 + 1):  # the noise, between layers, Python's, NumPy's
         assert len({sequence[position] for sequence in last}) == 10, "no two alike"
@@ -234,21 +233,21 @@ class Normed(Net):
 
 @pytest.mark.parametrize(("strategy", "ranks", "options"), [("sync", 2, {"microbatches": 2}), ("data", 1, {})])
 def test_batch_norm_normalises_over_a_microbatch_or_a_share(
-    pool: WorkerPool, strategy: str, ranks: int, options: dict[str, Any]
+    launch: Any, strategy: str, ranks: int, options: dict[str, Any]
 ) -> None:
     """As where one process accumulates the gradients of halves."""
-    given = {"init": False, "samples": 12, "validates": True}
-    (expected,) = pool.run(fit, 1, Normed, batch=2, accumulate_grad_batches=2, **given)
-    found = pool.run(fit, ranks, Normed, strategy, options, **given, **({"devices": 2} if strategy == "data" else {}))
+    given = {"samples": 12, "validates": True}
+    (expected,) = launch(fit, 1, Normed, batch=2, accumulate_grad_batches=2, **given)
+    found = launch(fit, ranks, Normed, strategy, options, **given, **({"devices": 2} if strategy == "data" else {}))
     assert largest_difference(joined(found, "weights"), expected.weights) < 1e-12
     if strategy == "sync":
         assert found[0].metrics == pytest.approx(expected.metrics, rel=0, abs=1e-12)
 
 
-def test_statistics_are_those_of_the_first_replica(pool: WorkerPool) -> None:
-    kind, given = partial(Normed, moves=False), {"init": False, "validates": True, "limit_train_batches": 1}
-    (expected,) = pool.run(fit, 1, kind, batch=2, **given)  # its share
-    (found,) = pool.run(fit, 1, kind, "data", {}, devices=2, **given)
+def test_statistics_are_those_of_the_first_replica(launch: Any) -> None:
+    kind, given = partial(Normed, moves=False), {"validates": True, "limit_train_batches": 1}
+    (expected,) = launch(fit, 1, kind, batch=2, **given)  # its share
+    (found,) = launch(fit, 1, kind, "data", {}, devices=2, **given)
     assert found.metrics == pytest.approx(expected.metrics, rel=0, abs=1e-12)
 
 
@@ -271,11 +270,11 @@ def use_on(strategy: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("strategy", "ranks"), [("sync", 2), ("async", 2), ("data", 1)])
-def test_one_trainer_fits_twice_and_evaluates(pool: WorkerPool, strategy: str, ranks: int) -> None:
-    expected = pool.run(use_on, 1, "single", init=False)[0]
+def test_one_trainer_fits_twice_and_evaluates(launch: Any, strategy: str, ranks: int) -> None:
+    expected = launch(use_on, 1, "single")[0]
     if strategy == "async":  # weights that stay where they are
         expected["steps"] = (6, 2)
-    found = pool.run(use_on, ranks, strategy, init=False)
+    found = launch(use_on, ranks, strategy)
     for results in found:
         assert results["steps"] == expected["steps"]
         for name in ("sanity",) if strategy == "async" else ("sanity", "validate", "test"):
@@ -299,8 +298,8 @@ def group_at_exit() -> tuple[bool, bool]:
     return before, dist.is_initialized()
 
 
-def test_no_process_group_is_left_to_the_interpreter_s_finalization(pool: WorkerPool) -> None:
-    assert pool.run(group_at_exit, 2, init=False) == [(True, False)] * 2
+def test_no_process_group_is_left_to_the_interpreter_s_finalization(launch: Any) -> None:
+    assert launch(group_at_exit, 2) == [(True, False)] * 2
 
 
 HOOKS = "before_optimizer_step", "before_zero_grad", "before_backward", "after_backward", "train_batch_end"
@@ -313,6 +312,6 @@ def hook_order(strategy: str) -> list[str]:
     return called
 
 
-def test_hooks_of_a_step_run_in_lightning_s_order(pool: WorkerPool) -> None:
-    single = pool.run(hook_order, 1, "single", init=False)[0]
-    assert pool.run(hook_order, 2, "sync", init=False) == [single, single]
+def test_hooks_of_a_step_run_in_lightning_s_order(launch: Any) -> None:
+    single = launch(hook_order, 1, "single")[0]
+    assert launch(hook_order, 2, "sync") == [single, single]

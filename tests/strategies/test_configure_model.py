@@ -17,7 +17,6 @@ from tests.strategies.harness import Report, here, joined, largest_difference, m
 from tests.strategies.models import BATCH, GPT2, LeNet
 from tests.test_disk_offload import mapped_files
 from tests.thorough import thorough
-from tools.workers.pool import WorkerPool
 
 EXACT = 1e-12  # float64
 
@@ -62,13 +61,11 @@ def trained(model: type[Any], *arguments: Any, **options: Any) -> Report:
               (LateGPT2, "sync", 4, {"data_parallel": 2, "data_parallel_kind": "fully_shard"})),
 ], ids=str)  # fmt: skip
 def test_a_model_made_in_configure_model_trains_as_in_one_process(
-    pool: WorkerPool, single: Any, model: type[Any], strategy: str, ranks: int, options: dict[str, Any]
+    launch: Any, single: Any, model: type[Any], strategy: str, ranks: int, options: dict[str, Any]
 ) -> None:
     replicas = ranks if strategy == "fsdp" else options.get("data_parallel", 1)
     samples = 20  # which replicas can share
-    reports = pool.run(
-        trained, ranks, model, strategy, options, init=False, batch_size=BATCH // replicas, samples=samples
-    )
+    reports = launch(trained, ranks, model, strategy, options, batch_size=BATCH // replicas, samples=samples)
     reference = single(model.__bases__[1].__name__, samples=samples)
     assert len(reports[0].gradients) == len(reference.gradients)
     if "fully_shard" not in options.values():  # there, ranks' gradients are of their own parts
@@ -88,7 +85,7 @@ def initialised_by_the_trainer() -> dict[str, Tensor]:
     return {name: parameter.detach() for name, parameter in here(module).items()}
 
 
-def test_so_does_one_that_the_trainer_initialises(pool: WorkerPool, single: Any) -> None:
-    first, second = pool.run(initialised_by_the_trainer, 2, init=False)
+def test_so_does_one_that_the_trainer_initialises(launch: Any, single: Any) -> None:
+    first, second = launch(initialised_by_the_trainer, 2)
     reference = single("LeNet", max_epochs=1, limit_train_batches=1).weights
     assert largest_difference(first | second, reference) < EXACT

@@ -42,7 +42,6 @@ from tests.strategies.contract import (
 )
 from tests.strategies.contract_models import MODELS
 from tests.thorough import thorough
-from tools.workers.pool import WorkerPool
 
 PIPELINES = [name for name in LAYOUTS if name not in ("replicas", "threads", "sharded", "tensor")]
 ALONE = ("sharded", "tensor", "1f1b", "zbv", "async")  # layouts whose parts no other one has
@@ -111,13 +110,13 @@ RESUME = {next(row for row in USUAL if layout in row) for layout in {row[1] for 
 
 
 @pytest.fixture(scope="module")
-def alone(pool: WorkerPool) -> Any:
+def alone(launch: Any) -> Any:
     """``alone(row)``: what one process has to say. Each made once."""
     runs: dict[Any, Run] = {}
 
     def get(row: Row) -> Run:
         if row.reference not in runs:
-            runs[row.reference] = pool.run(in_one_process, 1, row, init=False)[0]
+            runs[row.reference] = launch(in_one_process, 1, row)[0]
         return runs[row.reference]
 
     return get
@@ -125,12 +124,12 @@ def alone(pool: WorkerPool) -> Any:
 
 @pytest.mark.parametrize(("model", "layout", "feature"), [*USUAL, *thorough(*(row for row in ALL if row not in USUAL))])
 def test_a_layout_has_the_numbers_of_one_process(
-    pool: WorkerPool, alone: Any, tmp_path: Path, pytestconfig: pytest.Config, model: str, layout: str, feature: str
+    launch: Any, alone: Any, tmp_path: Path, pytestconfig: pytest.Config, model: str, layout: str, feature: str
 ) -> None:
     resumes = (model, layout, feature) in RESUME or pytestconfig.getoption("thorough")
     row = Row(model, layout, feature, resumes=resumes)
-    ranks = pool.run(under_layout, LAYOUTS[layout].ranks, row, tmp_path, init=False)
-    resumed = pool.run(from_checkpoints, 1, row, tmp_path, init=False)[0]
+    ranks = launch(under_layout, LAYOUTS[layout].ranks, row, tmp_path)
+    resumed = launch(from_checkpoints, 1, row, tmp_path)[0]
     found = differences(alone(row), ranks, resumed)
     assert not found, "\n".join(found[:20])
 
@@ -201,6 +200,6 @@ def collectives_of_one(layout: Layout) -> list[str]:
     *(LAYOUTS[name] for name in ("1f1b", "async", "tensor", "replicas", "sharded")),
     staged(stages=1, data_parallel=2),
 ], ids=str)  # fmt: skip
-def test_a_rank_alone_sends_nothing(pool: WorkerPool, layout: Layout) -> None:
+def test_a_rank_alone_sends_nothing(launch: Any, layout: Layout) -> None:
     """Along an axis: over NCCL a group of one rank would be connected too."""
-    assert pool.run(collectives_of_one, 2, layout, init=False) == [[], []]
+    assert launch(collectives_of_one, 2, layout) == [[], []]

@@ -15,7 +15,6 @@ import lightning_parallel as lp
 from tests.strategies.equality import assert_equal
 from tests.strategies.harness import Report, largest_difference, train
 from tests.strategies.models import Base, LeNet
-from tools.workers.pool import WorkerPool
 
 
 class Forward(LeNet):
@@ -73,8 +72,8 @@ class Failing(Forward):
         return super().forward(images)
 
 
-def replicated(pool: WorkerPool, model: type[Base], replicas: int, **options: Any) -> Report:
-    report: Report = pool.run(train, 1, model, "data", {}, init=False, devices=replicas, **options)[0]
+def replicated(launch: Any, model: type[Base], replicas: int, **options: Any) -> Report:
+    report: Report = launch(train, 1, model, "data", {}, devices=replicas, **options)[0]
     return report
 
 
@@ -87,22 +86,22 @@ def replicated(pool: WorkerPool, model: type[Base], replicas: int, **options: An
     (Penalised, 3, {"validates_after": True}),
 ])  # fmt: skip
 def test_models_train_as_in_one_process(
-    pool: WorkerPool, single: Any, model: type[Base], replicas: int, given: dict[str, Any]
+    launch: Any, single: Any, model: type[Base], replicas: int, given: dict[str, Any]
 ) -> None:
-    assert_equal([replicated(pool, model, replicas, **given)], single(model, **given))
+    assert_equal([replicated(launch, model, replicas, **given)], single(model, **given))
 
 
-def test_mixed_precision_reaches_the_replicas(pool: WorkerPool, single: Any) -> None:
+def test_mixed_precision_reaches_the_replicas(launch: Any, single: Any) -> None:
     options = {"precision": "bf16-mixed", "dtype": torch.float32}
-    found, expected = replicated(pool, Forward, 2, **options), single(Forward, **options)
+    found, expected = replicated(launch, Forward, 2, **options), single(Forward, **options)
     full = single(Forward, dtype=torch.float32)
     assert found.losses == pytest.approx(expected.losses, rel=1e-3)
     first, alone, exact = (report.losses[0] for report in (found, expected, full))
     assert abs(first - alone) < 1e-6 < 1e-5 < abs(first - exact)
 
 
-def test_dropout_that_is_computed_again_is_the_same_dropout(pool: WorkerPool) -> None:
-    runs = [replicated(pool, model, 3, shuffle=True) for model in (Dropping, Recomputing)]
+def test_dropout_that_is_computed_again_is_the_same_dropout(launch: Any) -> None:
+    runs = [replicated(launch, model, 3, shuffle=True) for model in (Dropping, Recomputing)]
     assert_equal([runs[0]], runs[1])
 
 
@@ -128,8 +127,8 @@ def test_one_device_takes_any_batch_and_returns_anything() -> None:
 # -- refusals and failures ---------------------------------------------------------------------------------------
 
 
-def test_an_error_keeps_its_type_and_names_the_replica(pool: WorkerPool) -> None:
-    error = pool.run(train, 1, Failing, "data", {}, init=False, devices=3, expect_errors=True)[0]
+def test_an_error_keeps_its_type_and_names_the_replica(launch: Any) -> None:
+    error = launch(train, 1, Failing, "data", {}, devices=3, expect_errors=True)[0]
     assert "KeyError" in str(error) and "raised in replica 2 of 3, on cpu" in str(error)
 
 

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from tests.strategies.failures import assert_lost
 from tests.strategies.harness import Report, collect, joined, largest_difference, make_trainer
 from tests.strategies.observed import WIDTH, Net, fit, loader
-from tools.workers.pool import Failure, WorkerPool
+from tools.workers.pool import Failure
 
 
 class Scaled(Net):
@@ -174,10 +174,10 @@ def train_all(strategy: str, options: dict[str, Any]) -> list[tuple[Report, bool
     return found
 
 
-def test_what_an_epoch_s_end_sets_is_set_on_all_stages(pool: WorkerPool) -> None:
-    (single,) = pool.run(train_all, 1, "single", {}, init=False)
+def test_what_an_epoch_s_end_sets_is_set_on_all_stages(launch: Any) -> None:
+    (single,) = launch(train_all, 1, "single", {})
     for schedule in ("1f1b", "zbv"):
-        ranks = pool.run(train_all, 2, "sync", {"microbatches": 2, "schedule": schedule}, init=False)
+        ranks = launch(train_all, 2, "sync", {"microbatches": 2, "schedule": schedule})
         for kind, (expected, _), *reports in zip(KINDS, single, *ranks, strict=True):
             weights = joined([report for report, _ in reports], "weights")
             assert largest_difference(weights, expected.weights) < 1e-12, kind.__name__
@@ -185,9 +185,9 @@ def test_what_an_epoch_s_end_sets_is_set_on_all_stages(pool: WorkerPool) -> None
 
 
 @pytest.mark.parametrize("kind", [ScalesData, SetsData, PutsAnother, ScalesWhatIsShared])
-def test_changes_of_other_stages_parameters_at_an_epoch_s_end_are_refused(pool: WorkerPool, kind: type[Net]) -> None:
+def test_changes_of_other_stages_parameters_at_an_epoch_s_end_are_refused(launch: Any, kind: type[Net]) -> None:
     """By the last stage, at the line that makes them. The others end with it."""
-    failures = pool.run(fit, 2, kind, "sync", init=False, expect_errors=True)
+    failures = launch(fit, 2, kind, "sync", expect_errors=True)
     last = [each for each in failures if isinstance(each, Failure) and "runs on the last stage only" in each]
     assert len(last) == 1 and "'net.0." in last[0] and "on another pipeline stage" in last[0], failures
     assert_lost([each for each in failures if each is not last[0]])

@@ -15,7 +15,6 @@ from torchmetrics.classification import MulticlassAccuracy
 
 from tests.strategies.failures import assert_refused
 from tests.strategies.observed import CLASSES, WIDTH, Net, fit, loader, make_trainer
-from tools.workers.pool import WorkerPool
 
 
 class Skips(Net):
@@ -47,10 +46,10 @@ def evaluate(strategy: str) -> list[Any]:
     return [value for result in results for metrics in result for value in metrics.items()]
 
 
-def test_each_loader_s_step_has_what_crosses_the_cuts_in_it(pool: WorkerPool) -> None:
-    expected = pool.run(evaluate, 1, "single", init=False)[0]
+def test_each_loader_s_step_has_what_crosses_the_cuts_in_it(launch: Any) -> None:
+    expected = launch(evaluate, 1, "single")[0]
     assert len(dict(expected)) == 4
-    for found in pool.run(evaluate, 4, "sync", init=False):
+    for found in launch(evaluate, 4, "sync"):
         assert [name for name, _ in found] == [name for name, _ in expected]
         assert [value for _, value in found] == pytest.approx([v for _, v in expected], rel=0, abs=1e-12)
 
@@ -70,9 +69,9 @@ class ReadsWeights(Net):
         self.log("loss", self.logits_and_loss(batch)[1] + self.read())
 
 
-def test_an_evaluation_reads_weights_of_other_stages_where_training_does(pool: WorkerPool, refused: Any) -> None:
-    (expected,) = pool.run(fit, 1, partial(ReadsWeights, trained=True), init=False, validates=True)
-    for report in pool.run(fit, 2, partial(ReadsWeights, trained=True), "sync", init=False, validates=True):
+def test_an_evaluation_reads_weights_of_other_stages_where_training_does(launch: Any, refused: Any) -> None:
+    (expected,) = launch(fit, 1, partial(ReadsWeights, trained=True), validates=True)
+    for report in launch(fit, 2, partial(ReadsWeights, trained=True), "sync", validates=True):
         assert report.metrics == pytest.approx(expected.metrics, rel=0, abs=1e-12)
     words = ["reads 'net.0.weight', which is on stage 0", "(the first), too"]
     refused(words, fit, 2, partial(ReadsWeights, trained=False), "sync", validates=True, error="FlowError")
@@ -127,11 +126,11 @@ class Counts(LeavesLayersOut):
     (Counts, 4, {"microbatches": 2}), (LeavesLayersOut, 2, {"microbatches": 4, "schedule": "interleaved"}),
 ])  # fmt: skip
 def test_an_evaluation_may_leave_the_last_layers_out(
-    pool: WorkerPool, kind: type[Net], stages: int, options: dict[str, Any]
+    launch: Any, kind: type[Net], stages: int, options: dict[str, Any]
 ) -> None:
-    given = {"samples": 12, "validates": True, "init": False}
-    (expected,) = pool.run(fit, 1, kind, **given)
-    for report in pool.run(fit, stages, kind, "sync", options, **given):
+    given = {"samples": 12, "validates": True}
+    (expected,) = launch(fit, 1, kind, **given)
+    for report in launch(fit, stages, kind, "sync", options, **given):
         assert report.metrics == pytest.approx(expected.metrics, rel=0, abs=1e-12)
 
 
@@ -154,10 +153,10 @@ def validated(kind: type[Net], strategy: str) -> dict[str, float]:
     return dict(metrics)
 
 
-def test_what_only_the_last_stage_logs_reaches_it(pool: WorkerPool) -> None:
+def test_what_only_the_last_stage_logs_reaches_it(launch: Any) -> None:
     """The other ranks' look at the step doesn't see it; the last stage's counts."""
-    (expected,) = pool.run(validated, 1, LooksAtTheRank, "single", init=False)
-    for found in pool.run(validated, 3, LooksAtTheRank, "sync", init=False):
+    (expected,) = launch(validated, 1, LooksAtTheRank, "single")
+    for found in launch(validated, 3, LooksAtTheRank, "sync"):
         assert found == pytest.approx(expected, rel=0, abs=1e-12)
 
 
@@ -168,8 +167,8 @@ class FailsOnOneRank(Net):
         self.logits_and_loss(batch)
 
 
-def test_an_error_of_one_rank_in_its_first_step_is_told_on_all(pool: WorkerPool) -> None:
-    failures = pool.run(validated, 3, FailsOnOneRank, "sync", init=False, expect_errors=True)
+def test_an_error_of_one_rank_in_its_first_step_is_told_on_all(launch: Any) -> None:
+    failures = launch(validated, 3, FailsOnOneRank, "sync", expect_errors=True)
     assert_refused(failures[1:2], "KeyError", ["mine"])
     assert_refused([failures[0], failures[2]], "RuntimeError", ["rank 1: KeyError: 'mine'"])
 
@@ -197,8 +196,8 @@ def predict_in_passes(strategy: str, looks: bool, fits: bool) -> Any:
 
 @pytest.mark.parametrize("looks", [True, False])
 def test_a_prediction_in_several_passes_has_its_layers_on_one_stage_or_is_refused(
-    pool: WorkerPool, refused: Any, looks: bool
+    launch: Any, refused: Any, looks: bool
 ) -> None:
-    expected = pool.run(predict_in_passes, 1, "single", looks, False, init=False)[0]
-    assert pool.run(predict_in_passes, 2, "sync", looks, False, init=False)[0] == expected
+    expected = launch(predict_in_passes, 1, "single", looks, False)[0]
+    assert launch(predict_in_passes, 2, "sync", looks, False)[0] == expected
     refused(["'net.0'"], predict_in_passes, 2, "sync", looks, True, error="FlowError")

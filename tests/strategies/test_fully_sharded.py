@@ -21,15 +21,14 @@ from tests.strategies.harness import ALL, here, largest_difference, make_trainer
 from tests.strategies.models import BATCH, LENGTH, Blocks, Gate, LeNet
 from tests.strategies.shardable import Mixed
 from tests.thorough import thorough
-from tools.workers.pool import WorkerPool
 
 
 @pytest.mark.parametrize("options", [
     {"units": ["model.model.layers.*.mlp", "model.lm_head"]},
     *thorough({"reshard_after_forward": False}, {"cpu_offload": True}),
 ], ids=str)  # fmt: skip
-def test_what_is_gathered_when_makes_no_difference(pool: WorkerPool, single: Any, options: dict[str, Any]) -> None:
-    reports = pool.run(train, 2, "Llama", "fsdp", options, init=False, batch_size=BATCH // 2, validates_after=True)
+def test_what_is_gathered_when_makes_no_difference(launch: Any, single: Any, options: dict[str, Any]) -> None:
+    reports = launch(train, 2, "Llama", "fsdp", options, batch_size=BATCH // 2, validates_after=True)
     assert_equal(reports, single("Llama"), replicas=2)
 
 
@@ -41,9 +40,9 @@ class LogsReplica(Blocks):
         return super().training_step(batch, batch_idx)
 
 
-def test_no_replica_gathers_layers_alone_to_join_what_it_logs(pool: WorkerPool) -> None:
+def test_no_replica_gathers_layers_alone_to_join_what_it_logs(launch: Any) -> None:
     options = {"stages": 2, "data_parallel": 2, "data_parallel_kind": "fully_shard", "microbatches": 2}
-    reports = pool.run(train, 4, LogsReplica, "sync", options, init=False, batch_size=BATCH // 2)
+    reports = launch(train, 4, LogsReplica, "sync", options, batch_size=BATCH // 2)
     assert [report.metrics["replica"] for report in reports] == [0, 1, 0, 1]
 
 
@@ -83,12 +82,12 @@ def weigh() -> tuple[dict[str, int], int]:
     return weigher.held, max(weigher.gathered)
 
 
-def test_a_rank_holds_its_share_and_only_one_block_whole_at_a_time(pool: WorkerPool) -> None:
+def test_a_rank_holds_its_share_and_only_one_block_whole_at_a_time(launch: Any) -> None:
     parameters = list(ALL["GPT2"]().parameters())
     whole = 8 * sum(p.numel() for p in parameters)
     padding = 8 * sum(p[0].numel() for p in parameters)  # rows that fill up what the ranks don't divide
     blocks = [8 * sum(p.numel() for p in b.parameters()) for b in ALL["GPT2"]().model.transformer.h]
-    for held, gathered in pool.run(weigh, 4, init=False):
+    for held, gathered in launch(weigh, 4):
         assert whole / 4 <= held["parameters"] <= whole / 4 + padding
         assert held["state"] < 2.05 * whole / 4 + 2 * padding
         assert held["gradients"] < 1.05 * whole / 4 + padding
@@ -123,10 +122,10 @@ class ReadsNumbers(Blocks):
         self.log("largest", weight.max(), prog_bar=True, on_step=True, on_epoch=True)  # which one rank's bar reads
 
 
-def test_a_number_of_a_weight_is_that_of_the_whole(pool: WorkerPool) -> None:
-    (expected,) = pool.run(train, 1, ReadsNumbers, init=False, enable_progress_bar=True)
+def test_a_number_of_a_weight_is_that_of_the_whole(launch: Any) -> None:
+    (expected,) = launch(train, 1, ReadsNumbers, enable_progress_bar=True)
     given = {"batch_size": BATCH // 2, "enable_progress_bar": True}
-    reports = pool.run(train, 2, ReadsNumbers, "fsdp", init=False, **given)
+    reports = launch(train, 2, ReadsNumbers, "fsdp", **given)
     assert_equal(reports, expected, replicas=2)
     for report in reports:
         for name in ("number", "largest_step", "largest_epoch"):
@@ -171,8 +170,8 @@ def classify() -> dict[str, Any]:
     return module.seen | {"weights": first.weights, "of the first": {n: p.detach() for n, p in here(Mixed()).items()}}
 
 
-def test_ranks_start_as_the_first_and_keep_its_statistics(pool: WorkerPool) -> None:
-    first, second = pool.run(classify, 2, init=False)
+def test_ranks_start_as_the_first_and_keep_its_statistics(launch: Any) -> None:
+    first, second = launch(classify, 2)
     before, after = first["validation"][0], first["validation"][-1]
     assert torch.equal(before, second["validation"][0]) and torch.equal(before, torch.zeros_like(before))
     assert not torch.equal(first["training"][-1], second["training"][-1])
@@ -212,8 +211,8 @@ def on_meta() -> dict[str, Any]:
     return {"weights": first.weights, "variance": first.buffers["net.2.running_var"]}
 
 
-def test_modules_on_the_meta_device_initialise_themselves(pool: WorkerPool) -> None:
-    for rank in pool.run(on_meta, 2, init=False):
+def test_modules_on_the_meta_device_initialise_themselves(launch: Any) -> None:
+    for rank in launch(on_meta, 2):
         weight = rank["weights"]["net.1.weight"]
         assert weight.abs().max() <= 1 / 64**0.5
         assert weight.unique().numel() == weight.numel()  # no shard repeats another
@@ -296,8 +295,8 @@ def test_is_refused_in_words(refused: Any, arguments: tuple[Any, ...], words: li
     refused(words, fit, 2, *arguments, error=r"\w+Error")
 
 
-def test_replicas_may_take_another_way_together(pool: WorkerPool) -> None:
-    pool.run(fit, 2, partial(Branching, "together"), {}, init=False)
+def test_replicas_may_take_another_way_together(launch: Any) -> None:
+    launch(fit, 2, partial(Branching, "together"), {})
 
 
 class WithExample(Blocks):
@@ -324,8 +323,8 @@ def summarised_and_copied() -> list[Any]:
     return [*told, module.example_input_array is example]
 
 
-def test_a_module_is_summarised_before_training_and_not_copied_after(pool: WorkerPool) -> None:
-    assert pool.run(summarised_and_copied, 2, init=False) == [[True] * 3] * 2
+def test_a_module_is_summarised_before_training_and_not_copied_after(launch: Any) -> None:
+    assert launch(summarised_and_copied, 2) == [[True] * 3] * 2
 
 
 # Its example is a property.
@@ -334,7 +333,7 @@ WithExamples = type(
 )
 
 
-def test_an_example_that_cannot_be_set_is_refused_where_a_summary_would_use_it(pool: WorkerPool, refused: Any) -> None:
-    pool.run(train, 2, WithExamples, "fsdp", init=False, limit_train_batches=1)
+def test_an_example_that_cannot_be_set_is_refused_where_a_summary_would_use_it(launch: Any, refused: Any) -> None:
+    launch(train, 2, WithExamples, "fsdp", limit_train_batches=1)
     words = ["example_input_array", "enable_model_summary=False"]
     refused(words, train, 2, WithExamples, "fsdp", enable_model_summary=True)

@@ -22,7 +22,6 @@ from torch import Tensor
 
 from lightning_parallel import PerformanceMonitor
 from tests.strategies.harness import ALL, make_trainer
-from tools.workers.pool import WorkerPool
 
 READS = [
     "item", "tolist", "numpy", "cpu", "nonzero", "equal", "unique", "masked_select", "allclose", "__bool__",
@@ -118,9 +117,9 @@ def reads(strategy: str, model: str, options: dict[str, Any], trainer_options: d
     ("fsdp", "GPT2", {}, {}),
 ])  # fmt: skip
 def test_the_host_reads_nothing_but_what_is_known(
-    pool: WorkerPool, strategy: str, model: str, options: dict[str, Any], trainer_options: dict[str, Any]
+    launch: Any, strategy: str, model: str, options: dict[str, Any], trainer_options: dict[str, Any]
 ) -> None:
-    found = pool.run(reads, 2, strategy, model, options, trainer_options, init=False)
+    found = launch(reads, 2, strategy, model, options, trainer_options)
     batches = LAST - FIRST + 1
     for each in found:
         assert each.keys() <= KNOWN.keys(), each

@@ -17,7 +17,7 @@ from lightning_parallel.private.lightning import batches
 from tests.strategies.harness import ALL, make_trainer
 from tests.strategies.reference import delayed
 from tests.strategies.test_asynchronous_v import Deep
-from tools.workers.pool import Failure, WorkerPool
+from tools.workers.pool import Failure
 from tools.workers.worker import texts_of_warnings
 
 EXACT = 1e-12  # float64
@@ -95,9 +95,9 @@ def read_at_the_end(strategy: str, options: dict[str, Any]) -> tuple[int, list[f
 
 @LAYOUTS
 def test_nothing_waits_where_nothing_is_read_in_a_batch(
-    pool: WorkerPool, strategy: str, stages: int, options: dict[str, Any]
+    launch: Any, strategy: str, stages: int, options: dict[str, Any]
 ) -> None:
-    runs = pool.run(read_at_the_end, stages, strategy, options, init=False)
+    runs = launch(read_at_the_end, stages, strategy, options)
     assert [awaited for awaited, _ in runs] == [0] * stages
     assert all(losses == runs[0][1] for _, losses in runs) and len({*runs[0][1]}) > 3
 
@@ -122,14 +122,14 @@ def steps(strategy: str, options: dict[str, Any], below: float = 0.0, rank: int 
 
 @LAYOUTS
 def test_each_stage_reads_the_numbers_of_the_last_one_and_all_stop_by_them_after_the_same_batch(
-    pool: WorkerPool, strategy: str, stages: int, options: dict[str, Any]
+    launch: Any, strategy: str, stages: int, options: dict[str, Any]
 ) -> None:
     """Each stage that waits for one says so once, with the line. What is in flight at an early stop is ended, too."""
-    last, *others = pool.run(read, stages, strategy, options, init=False)
+    last, *others = launch(read, stages, strategy, options)
     if strategy == "sync":
-        expected = pool.run(read, 1, "single", {}, init=False)[0][0]
+        expected = launch(read, 1, "single", {})[0][0]
     else:
-        losses = pool.run(delayed, 1, Net, stages, 2, init=False, epochs=2)[0].losses
+        losses = launch(delayed, 1, Net, stages, 2, epochs=2)[0].losses
         expected = [(loss,) * 4 for loss in losses]
     assert last[0] == [pytest.approx(values, rel=0, abs=EXACT) for values in expected]
     assert last[1] == []
@@ -141,7 +141,7 @@ def test_each_stage_reads_the_numbers_of_the_last_one_and_all_stop_by_them_after
     below = sorted(losses)[2] + EXACT
     stop = next(i for i, loss in enumerate(losses) if loss < below) + 1
     assert 1 < stop < len(losses)
-    assert pool.run(steps, stages, strategy, options, below, init=False) == [stop] * stages
+    assert launch(steps, stages, strategy, options, below) == [stop] * stages
 
 
 @pytest.mark.parametrize(
@@ -149,10 +149,10 @@ def test_each_stage_reads_the_numbers_of_the_last_one_and_all_stop_by_them_after
     [("sync", 3, V, 2), ("async", 3, LATE, 0), ("async", 3, LATE, "step"), ("sync", 3, SYNC, 1)],
 )
 def test_a_stop_on_one_stage_ends_all_after_the_same_batch(
-    pool: WorkerPool, strategy: str, stages: int, options: dict[str, Any], rank: Any
+    launch: Any, strategy: str, stages: int, options: dict[str, Any], rank: Any
 ) -> None:
     wanted = {"stop_in_step": 2} if rank == "step" else {"below": 1e9, "rank": rank}
-    found = pool.run(steps, stages, strategy, options, init=False, max_epochs=20, **wanted)
+    found = launch(steps, stages, strategy, options, max_epochs=20, **wanted)
     set_after = 3 if rank == "step" else 1
     ahead = {"schedule": 1, "microbatches": 2}[[*options][0]]
     later = 0 if options is SYNC else ahead + 1
@@ -169,8 +169,8 @@ def timed(strategy: str, options: dict[str, Any]) -> tuple[int, int, int]:
     return trainer.global_step, broadcast.call_count, said.call_count
 
 
-def test_max_time_ends_all_stages_after_the_same_batch_and_nobody_waits_for_it(pool: WorkerPool) -> None:
-    runs = pool.run(timed, 2, "sync", V, init=False, timeout=60)
+def test_max_time_ends_all_stages_after_the_same_batch_and_nobody_waits_for_it(launch: Any) -> None:
+    runs = launch(timed, 2, "sync", V, timeout=60)
     assert len({run[:2] for run in runs}) == 1
     steps, broadcasts, _ = runs[0]
     assert steps >= 1 and broadcasts <= 2  # those of the start
@@ -189,8 +189,8 @@ def read_of_a_lost_stage() -> None:
     make_trainer("async", [Reads()], LATE).fit(Fails(), Fails.loader())
 
 
-def test_a_wait_for_a_stage_that_is_gone_ends(pool: WorkerPool) -> None:
-    last, *others = pool.run(read_of_a_lost_stage, 3, init=False, timeout=60, expect_errors=True)
+def test_a_wait_for_a_stage_that_is_gone_ends(launch: Any) -> None:
+    last, *others = launch(read_of_a_lost_stage, 3, timeout=60, expect_errors=True)
     assert isinstance(last, Failure) and "KeyError" in str(last)
     assert all(isinstance(other, Failure) and "PeerLostError" in str(other) for other in others)
 
@@ -205,8 +205,8 @@ def ahead() -> Any:
     return trainer.strategy.batches_ahead  # type: ignore[attr-defined]
 
 
-def test_stages_wait_for_a_parameter_that_several_hold(pool: WorkerPool) -> None:
-    assert pool.run(ahead, 2, init=False) == [0, 0]
+def test_stages_wait_for_a_parameter_that_several_hold(launch: Any) -> None:
+    assert launch(ahead, 2) == [0, 0]
 
 
 RUNS = 10  # at most, until one is undisturbed
@@ -233,12 +233,12 @@ class Slow(Deep):
                 parameter.register_hook(lambda gradient: time.sleep(0.02))
 
 
-def test_the_stage_with_the_input_begins_the_next_batch_before_the_others_end_theirs(pool: WorkerPool) -> None:
+def test_the_stage_with_the_input_begins_the_next_batch_before_the_others_end_theirs(launch: Any) -> None:
     """In a V the first stage ends last, unless another program keeps the last one from a core: not in each run."""
     for _ in range(RUNS):
-        (begun, _), (_, ended) = pool.run(begins_and_ends, 2, "zbv", init=False)  # the last stage, the first stage
+        (begun, _), (_, ended) = launch(begins_and_ends, 2, "zbv")  # the last stage, the first stage
         if begun < ended:
             break
     assert begun < ended
-    (_, ended), (begun, _) = pool.run(begins_and_ends, 2, "1f1b", init=False)
+    (_, ended), (begun, _) = launch(begins_and_ends, 2, "1f1b")
     assert begun > ended

@@ -17,7 +17,6 @@ from tests.strategies.failures import assert_refused
 from tests.strategies.harness import Report, collect, joined, largest_difference, make_trainer
 from tests.strategies.observed import Net, fit, loader
 from tests.thorough import thorough
-from tools.workers.pool import WorkerPool
 
 
 class Plain(Net):
@@ -194,11 +193,11 @@ def fit_all(kinds: Sequence[Callable[[], Plain]], layout: str | None, **given: A
     *thorough(("1f1b", 2, ODD), ("zbv", 2, EVEN), ("tensor", 1, ODD), ("fully sharded", 2, EVEN)),
 ])  # fmt: skip
 def test_overridden_hooks_give_the_numbers_of_one_process(
-    pool: WorkerPool, layout: str, accumulate: int, kinds: tuple[type[Plain], ...]
+    launch: Any, layout: str, accumulate: int, kinds: tuple[type[Plain], ...]
 ) -> None:
-    given = {"init": False, "accumulate_grad_batches": accumulate, "samples": 12}
-    (single,) = pool.run(fit_all, 1, kinds, None, **given)
-    ranks = pool.run(fit_all, 2, kinds, layout, **given)
+    given = {"accumulate_grad_batches": accumulate, "samples": 12}
+    (single,) = launch(fit_all, 1, kinds, None, **given)
+    ranks = launch(fit_all, 2, kinds, layout, **given)
     for kind, expected, *reports in zip(kinds, single, *ranks, strict=True):
         assert largest_difference(joined(reports, "weights"), expected.weights) < 1e-10, kind
         assert all(report.metrics == pytest.approx(expected.metrics) for report in reports), kind
@@ -217,9 +216,9 @@ def test_what_goes_by_the_gradients_of_a_part_is_refused(
     refused(words, fit_all, 2, [kind], layout, error="RuntimeError")
 
 
-def test_norms_of_a_part_are_logged_with_a_warning(pool: WorkerPool) -> None:
-    (report,), _ = pool.run(fit_all, 2, [LogsNorms], "1f1b", init=False)
-    ((expected,),) = pool.run(fit_all, 1, [LogsNorms], None, init=False)
+def test_norms_of_a_part_are_logged_with_a_warning(launch: Any) -> None:
+    (report,), _ = launch(fit_all, 2, [LogsNorms], "1f1b")
+    ((expected,),) = launch(fit_all, 1, [LogsNorms], None)
     assert len(report.warned_of("LogsNorms.on_before_optimizer_step")) == 1
     assert not expected.warned_of("on_before_optimizer_step")
     name = "grad_2.0_norm/net.8.weight"  # of the last stage
@@ -233,9 +232,9 @@ def test_norms_of_a_part_are_logged_with_a_warning(pool: WorkerPool) -> None:
     (ClipsByHand, "RuntimeError", ["changes gradients", "self.clip_gradients"]),
 ])  # fmt: skip
 def test_what_an_asynchronous_stage_does_itself_is_refused(
-    pool: WorkerPool, kind: type[Plain], error: str, words: list[str]
+    launch: Any, kind: type[Plain], error: str, words: list[str]
 ) -> None:
-    failures = pool.run(fit_untied, 2, kind, init=False, expect_errors=True)
+    failures = launch(fit_untied, 2, kind, expect_errors=True)
     if error == "RuntimeError":  # in an update: the stage that comes there first may end the other one
         failures = [each for each in failures if "PeerLostError" not in each] or failures
     assert_refused(failures, error, words)
@@ -272,8 +271,8 @@ class Counts(Untied):
 @pytest.mark.parametrize(
     ("reduce_fx", "layout"), [("mean", "1f1b"), ("sum", "zbv"), ("sum", "tensor"), ("max", "1f1b")]
 )
-def test_what_a_step_logs_is_the_batch_s(pool: WorkerPool, reduce_fx: str, layout: str) -> None:
-    expected, ranks = counted(pool, reduce_fx, layout, 2)
+def test_what_a_step_logs_is_the_batch_s(launch: Any, reduce_fx: str, layout: str) -> None:
+    expected, ranks = counted(launch, reduce_fx, layout, 2)
     names = [text.split("'")[1] for text in ranks[0].warned_of("self.log(")]
     for rank in ranks:
         wrong = {name for name in expected if rank.metrics[name] != pytest.approx(expected[name])}
@@ -281,17 +280,17 @@ def test_what_a_step_logs_is_the_batch_s(pool: WorkerPool, reduce_fx: str, layou
     assert names in ([], ["doubtful"])
 
 
-def test_what_replicas_in_one_process_can_t_tell_is_warned_of(pool: WorkerPool) -> None:
-    expected, (report,) = counted(pool, "sum", "threads", 1)
+def test_what_replicas_in_one_process_can_t_tell_is_warned_of(launch: Any) -> None:
+    expected, (report,) = counted(launch, "sum", "threads", 1)
     for name in ("loss", "constant", "batch", "step", "size", "elements", "tensor", "weight", "labels", "hits"):
         assert report.metrics[name] == pytest.approx(expected[name]) or report.warned_of(f"self.log({name!r}")
 
 
-def counted(pool: WorkerPool, reduce_fx: str, layout: str, ranks: int) -> tuple[dict[str, float], list[Report]]:
+def counted(launch: Any, reduce_fx: str, layout: str, ranks: int) -> tuple[dict[str, float], list[Report]]:
     """What one process logs, and the reports of the ranks."""
-    kinds, given = [partial(Counts, reduce_fx=reduce_fx)], {"samples": 40, "batch": 8, "init": False}
-    ((expected,),) = pool.run(fit_all, 1, kinds, None, **given)
-    return expected.metrics, [report for (report,) in pool.run(fit_all, ranks, kinds, layout, **given)]
+    kinds, given = [partial(Counts, reduce_fx=reduce_fx)], {"samples": 40, "batch": 8}
+    ((expected,),) = launch(fit_all, 1, kinds, None, **given)
+    return expected.metrics, [report for (report,) in launch(fit_all, ranks, kinds, layout, **given)]
 
 
 class Edits(Untied):
@@ -352,12 +351,12 @@ def resume(layout: str | None, path: Path) -> list[tuple[Report, int]]:
     return found
 
 
-def test_a_checkpoint_is_read_as_on_load_checkpoint_leaves_it(pool: WorkerPool, tmp_path: Path) -> None:
-    pool.run(save, 2, "1f1b", tmp_path / "directory", init=False)
+def test_a_checkpoint_is_read_as_on_load_checkpoint_leaves_it(launch: Any, tmp_path: Path) -> None:
+    launch(save, 2, "1f1b", tmp_path / "directory")
     convert(tmp_path / "directory", tmp_path / "file.ckpt")
-    (single,) = pool.run(resume, 1, None, tmp_path / "file.ckpt", init=False)
+    (single,) = launch(resume, 1, None, tmp_path / "file.ckpt")
     for path in ("directory", "file.ckpt"):
-        ranks = pool.run(resume, 2, "1f1b", tmp_path / path, init=False)
+        ranks = launch(resume, 2, "1f1b", tmp_path / path)
         for kind, (expected, counted), *reports in zip(RESUMED, single, *ranks, strict=True):
             weights = joined([report for report, _ in reports], "weights")
             assert largest_difference(weights, expected.weights) < 1e-10, (kind, path)

@@ -15,7 +15,6 @@ from tests.strategies.equality import assert_equal
 from tests.strategies.harness import joined, largest_difference, train
 from tests.strategies.models import LENGTH, SAMPLES, TOKENS, Base
 from tests.strategies.reference import delayed
-from tools.workers.pool import WorkerPool
 
 EXACT = 1e-10  # float64
 FOUR: dict[str, Any] = {"microbatches": 4}
@@ -61,9 +60,9 @@ def labels_that_count(batch: Any) -> Tensor:
     return (batch["labels"][:, 1:] != IGNORED).sum()
 
 
-def test_replicas_average_their_means_as_under_ddp(pool: WorkerPool) -> None:
-    reports = pool.run(train, 4, Tokens, "sync", REPLICAS, init=False, batch_size=4)
-    reference = pool.run(train, 2, Tokens, "ddp", init=False, batch_size=4)[0]
+def test_replicas_average_their_means_as_under_ddp(launch: Any) -> None:
+    reports = launch(train, 4, Tokens, "sync", REPLICAS, batch_size=4)
+    reference = launch(train, 2, Tokens, "ddp", batch_size=4)[0]
     assert largest_difference(joined(reports, "weights"), reference.weights) < EXACT
 
 
@@ -71,11 +70,11 @@ def test_replicas_average_their_means_as_under_ddp(pool: WorkerPool) -> None:
     ({"correction": None}, {}), ({"schedule": "vhalf"}, {"microbatch_weight": labels_that_count}),
 ])  # fmt: skip
 def test_the_asynchronous_pipeline_equals_its_delayed_reference(
-    pool: WorkerPool, options: dict[str, Any], given: dict[str, Any]
+    launch: Any, options: dict[str, Any], given: dict[str, Any]
 ) -> None:
     """What microbatches are weighed by is read from their losses, or a function of the user's tells it."""
     whole = {**FOUR, **options, **given}
-    reports = pool.run(train, 2, Tokens, "async", whole, init=False, accumulate_grad_batches=2)
+    reports = launch(train, 2, Tokens, "async", whole, accumulate_grad_batches=2)
     options = {**options, "accumulate": 2, "weigh": lambda part: float(labels_that_count(part))}
     reference = delayed(Tokens, 2, 4, **options)
     assert reports[0].losses == pytest.approx(reference.losses, rel=0, abs=EXACT)
@@ -89,8 +88,8 @@ def count_wrongly(batch: Any) -> Any:
     return "many"
 
 
-def test_a_function_of_the_user_s_weighs_microbatches(pool: WorkerPool, single: Any, refused: Any) -> None:
-    reports = pool.run(train, 2, Tokens, "sync", {**FOUR, "microbatch_weight": labels_that_count}, init=False)
+def test_a_function_of_the_user_s_weighs_microbatches(launch: Any, single: Any, refused: Any) -> None:
+    reports = launch(train, 2, Tokens, "sync", {**FOUR, "microbatch_weight": labels_that_count})
     assert_equal(reports, single(Tokens), EXACT)
     words = ["microbatch_weight returned 'many'"]
     refused(words, train, 2, Tokens, "sync", {**FOUR, "microbatch_weight": count_wrongly})
@@ -193,10 +192,10 @@ MIXED = "several samples"
     (FocalOfTheSecond, "sync", REPLICAS, SHARES, "divided by 0", 1, []),
 ])  # fmt: skip
 def test_what_can_t_be_a_mean_is_warned_of_once_by_name(
-    pool: WorkerPool, model: Any, strategy: str, options: Any, given: Any, about: str, rank: int, words: list[str]
+    launch: Any, model: Any, strategy: str, options: Any, given: Any, about: str, rank: int, words: list[str]
 ) -> None:
     ranks = 2 * options.get("data_parallel", 1)
-    told = [report.warned_of(about) for report in pool.run(train, ranks, model, strategy, options, init=False, **given)]
+    told = [report.warned_of(about) for report in launch(train, ranks, model, strategy, options, **given)]
     assert [len(texts) for texts in told] == [int(number == rank) for number in range(ranks)], told
     assert all(word in told[rank][0] for word in words), told
 
@@ -208,9 +207,9 @@ def test_what_can_t_be_a_mean_is_warned_of_once_by_name(
     (Noisy, IN_A_V, [MIXED, "put together"]),
 ])  # fmt: skip
 def test_there_is_no_warning_of_what_is_right(
-    pool: WorkerPool, model: Any, options: dict[str, Any], about: list[str]
+    launch: Any, model: Any, options: dict[str, Any], about: list[str]
 ) -> None:
-    reports = pool.run(train, 2, model, "sync", options, init=False)
+    reports = launch(train, 2, model, "sync", options)
     assert [report.warned_of(*about) for report in reports] == [[], []]
 
 
@@ -248,9 +247,9 @@ def steps_of_batches(model: type[Base], batches: int) -> list[int]:
     return STEPS[1:]
 
 
-def test_a_pair_is_tried_by_three_runs_of_the_step_and_not_for_ever_where_it_can_t_be(pool: WorkerPool) -> None:
-    last_stage = pool.run(steps_of_batches, 2, CountsSteps, 5, init=False)[0]
+def test_a_pair_is_tried_by_three_runs_of_the_step_and_not_for_ever_where_it_can_t_be(launch: Any) -> None:
+    last_stage = launch(steps_of_batches, 2, CountsSteps, 5)[0]
     assert last_stage[1:5] == [4 + 3, 4 + 3, 4, 4 + 3], last_stage
-    last_stage = pool.run(steps_of_batches, 2, OfTwoSamples, 12, init=False)[0]
+    last_stage = launch(steps_of_batches, 2, OfTwoSamples, 12)[0]
     assert len(last_stage) == 12
     assert last_stage[7] == 4 and set(last_stage[9:]) == {4}, last_stage  # the ninth is tried by turn

@@ -12,7 +12,6 @@ from torch.optim.lr_scheduler import StepLR
 from tests.strategies.contract_models import TwoOptimizers, loader
 from tests.strategies.harness import Report, collect, joined, largest_difference, make_trainer
 from tools.optimizer_table import optimizers
-from tools.workers.pool import WorkerPool
 
 EXACT = 1e-12  # float64
 
@@ -106,10 +105,10 @@ def fit(model: type[TwoOptimizers], strategy: str = "single", options: dict[str,
     (GradientPenalty, "fsdp", 2, {"units": ["generator"]}),
 ])  # fmt: skip
 def test_manual_optimization_trains_as_in_one_process(
-    pool: WorkerPool, model: type[TwoOptimizers], strategy: str, ranks: int, options: dict[str, Any]
+    launch: Any, model: type[TwoOptimizers], strategy: str, ranks: int, options: dict[str, Any]
 ) -> None:
-    [whole] = pool.run(fit, 1, model, init=False)
-    reports = pool.run(fit, ranks, model, strategy, options, init=False)
+    [whole] = launch(fit, 1, model)
+    reports = launch(fit, ranks, model, strategy, options)
     # Each replica's losses are those of its share.
     losses = torch.tensor([report.losses for report in reports], dtype=torch.float64).mean(0)
     assert losses.tolist() == pytest.approx(whole.losses, rel=0, abs=EXACT)

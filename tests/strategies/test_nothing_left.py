@@ -16,7 +16,6 @@ from lightning.pytorch.plugins import MixedPrecision
 from torch.nn.modules import module as modules
 
 from tests.strategies.harness import ALL, make_trainer
-from tools.workers.pool import WorkerPool
 
 GLOBAL_HOOKS = [name for name in vars(modules) if name.startswith("_global_") and name.endswith("hooks")]
 
@@ -63,6 +62,6 @@ def what_many_leave(strategy: str) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 @pytest.mark.parametrize(("strategy", "ranks"), [("sync", 2), ("async", 2), ("tensor", 2), ("fsdp", 2), ("data", 1)])
-def test_each_trainer_leaves_as_much_as_the_one_before(pool: WorkerPool, strategy: str, ranks: int) -> None:
-    for first, last in pool.run(what_many_leave, ranks, strategy, init=False):
+def test_each_trainer_leaves_as_much_as_the_one_before(launch: Any, strategy: str, ranks: int) -> None:
+    for first, last in launch(what_many_leave, ranks, strategy):
         assert first == last

@@ -22,7 +22,6 @@ from tests.thorough import thorough
 from tools.optimizer_table import optimizers
 from tools.optimizer_table.cases import CLIP, EPOCHS, LAYOUTS, STAGES, Net, by, fit, replicas_of
 from tools.optimizer_table.training import ENTRIES, EXACT, FOUND, expected, make_runner
-from tools.workers.pool import WorkerPool
 from tools.zoo.outcome import Outcome
 
 
@@ -30,7 +29,7 @@ from tools.zoo.outcome import Outcome
 @pytest.mark.parametrize(
     ("kind", "layouts"), [("Muon", ["stages x tensor"]), *thorough(*((kind, [*FOUND]) for kind in ENTRIES))]
 )
-def test_an_optimizer_is_that_of_one_process_or_refused(pool: WorkerPool, kind: str, layouts: list[str]) -> None:
+def test_an_optimizer_is_that_of_one_process_or_refused(pool: Any, kind: str, layouts: list[str]) -> None:
     runner = make_runner(pool)
     for name in layouts:
         verdict = runner.run("", ENTRIES[kind], FOUND[name])
@@ -115,10 +114,10 @@ def fit_with(kind: Any, callback: Callback, strategy: str, options: Any = None, 
     (DecaysTrained, Freezes(), "tensor"),
     (StartsAnew, Writes(), "fully sharded"),
 ], ids=["writes", "writes to parts", "notes", "freezes", "state"])  # fmt: skip
-def test_owners_follow_what_changes_on_parameters(pool: WorkerPool, kind: Any, callback: Callback, layout: str) -> None:
+def test_owners_follow_what_changes_on_parameters(launch: Any, kind: Any, callback: Callback, layout: str) -> None:
     ranks, strategy, options = LAYOUTS[layout]
-    (single,) = pool.run(fit_with, 1, kind, callback, "single", init=False)
-    reports = pool.run(fit_with, ranks, kind, callback, strategy, options, replicas_of(layout), init=False)
+    (single,) = launch(fit_with, 1, kind, callback, "single")
+    reports = launch(fit_with, ranks, kind, callback, strategy, options, replicas_of(layout))
     assert largest_difference(joined(reports, "weights"), single.weights) < EXACT
 
 
@@ -135,11 +134,11 @@ PLACES = ["tensor", "fully sharded", "stages x tensor"]
     *thorough(*((kind, layout, feature) for kind in ("Muon", "LAMB", "Noted") for layout in (
         *PLACES, "tensor x data", "stages x fully sharded", "fully sharded x tensor") for feature in FEATURES)),
 ])  # fmt: skip
-def test_owners_have_the_gradients_of_one_process(pool: WorkerPool, kind: str, layout: str, feature: str) -> None:
+def test_owners_have_the_gradients_of_one_process(launch: Any, kind: str, layout: str, feature: str) -> None:
     ranks, strategy, options = LAYOUTS[layout]
-    given = {"init": False, "limit_val_batches": 0, **FEATURES[feature]}
-    (single,) = pool.run(fit, 1, kind, "single", **given)
-    reports = pool.run(fit, ranks, kind, strategy, options, replicas_of(layout), **given)
+    given = {"limit_val_batches": 0, **FEATURES[feature]}
+    (single,) = launch(fit, 1, kind, "single", **given)
+    reports = launch(fit, ranks, kind, strategy, options, replicas_of(layout), **given)
     allowed = 0.02 if feature == "mixed precision" else EXACT
     assert largest_difference(joined(reports, "weights"), single.weights) < allowed
 
@@ -148,10 +147,10 @@ def fit_late(kind: str) -> Report:
     return delayed(by(kind), **STAGES, clip=CLIP, epochs=EPOCHS, accumulate=2)
 
 
-def test_late_batches_are_accumulated_for_owners(pool: WorkerPool) -> None:
+def test_late_batches_are_accumulated_for_owners(launch: Any) -> None:
     ranks, strategy, options = LAYOUTS["late stages x tensor"]
-    (expected,) = pool.run(fit_late, 1, "LAMB", init=False)
-    reports = pool.run(fit, ranks, "LAMB", strategy, options, init=False, accumulate_grad_batches=2)
+    (expected,) = launch(fit_late, 1, "LAMB")
+    reports = launch(fit, ranks, "LAMB", strategy, options, accumulate_grad_batches=2)
     assert largest_difference(joined(reports, "weights"), expected.weights) < EXACT
 
 
@@ -232,11 +231,11 @@ def fit_twice(strategy: str, replicas: int = 1) -> dict[str, Tensor]:
     return weights_of(module)
 
 
-def test_a_second_fit_goes_on_with_the_state_of_the_first(pool: WorkerPool) -> None:
-    (single,) = pool.run(fit_twice, 1, "single", init=False)
-    for weights in pool.run(fit_twice, 2, "fsdp", 2, init=False):
+def test_a_second_fit_goes_on_with_the_state_of_the_first(launch: Any) -> None:
+    (single,) = launch(fit_twice, 1, "single")
+    for weights in launch(fit_twice, 2, "fsdp", 2):
         assert largest_difference(weights, single) < EXACT
-    divided = pool.run(fit_twice, 2, "tensor", init=False)
+    divided = launch(fit_twice, 2, "tensor")
     assert largest_difference(*({"scale": each["scale"]} for each in (divided[0], single))) < EXACT
 
 
@@ -265,11 +264,11 @@ def go_on(kind: str, layout: str | None, epochs: int, read: Path | None, write: 
         ("Muon", [None, "fully sharded", "fully sharded", None]),
     ),
 ], ids=str)  # fmt: skip
-def test_state_goes_from_layout_to_layout(pool: WorkerPool, tmp_path: Path, kind: str, legs: list[str | None]) -> None:
-    (expected,) = pool.run(go_on, 1, kind, None, len(legs), None, tmp_path / "whole", init=False)
+def test_state_goes_from_layout_to_layout(launch: Any, tmp_path: Path, kind: str, legs: list[str | None]) -> None:
+    (expected,) = launch(go_on, 1, kind, None, len(legs), None, tmp_path / "whole")
     read = None
     for epochs, layout in enumerate(legs, 1):
         ranks, write = LAYOUTS[layout][0] if layout else 1, tmp_path / str(epochs)
-        found, *_ = pool.run(go_on, ranks, kind, layout, epochs, read, write, init=False)
+        found, *_ = launch(go_on, ranks, kind, layout, epochs, read, write)
         read = write
     assert largest_difference(found, expected) < EXACT

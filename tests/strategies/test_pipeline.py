@@ -31,7 +31,6 @@ from tests.strategies.models import BATCH, LENGTH, MODELS
 from tests.strategies.test_asynchronous_v import Deep, Skips
 from tests.strategies.test_loss_means import OfRows
 from tests.thorough import thorough
-from tools.workers.pool import WorkerPool
 
 # -- schedules of one's own ------------------------------------------------------------------------------------------
 
@@ -240,10 +239,10 @@ OF_ONE_SAMPLE = {"stages": 2, "data_parallel": 2, "data_parallel_kind": "fully_s
     ),
 ])  # fmt: skip
 def test_models_train_as_in_one_process(
-    pool: WorkerPool, single: Any, model: Any, ranks: int, schedule: Any, options: dict[str, Any], given: Any
+    launch: Any, single: Any, model: Any, ranks: int, schedule: Any, options: dict[str, Any], given: Any
 ) -> None:
     options, replicas = {"microbatches": 2, **options, "schedule": schedule}, options.get("data_parallel", 1)
-    reports = pool.run(train, ranks, model, "sync", options, init=False, batch_size=BATCH // replicas, **given)
+    reports = launch(train, ranks, model, "sync", options, batch_size=BATCH // replicas, **given)
     assert_equal(reports, single(model, **given), replicas=replicas)
 
 
@@ -259,9 +258,9 @@ def held_in_a_fit(limit: float | str, *, evaluates: bool = False) -> int:
     return trainer.strategy.activation_bytes()
 
 
-def test_a_limit_of_activations_in_bytes_is_kept_to(pool: WorkerPool, refused: Any) -> None:
-    most = max(pool.run(held_in_a_fit, 3, 1.0, init=False))
-    assert most / 2 < max(pool.run(held_in_a_fit, 3, f"{0.8 * most / 2**10:.3f}KiB", init=False)) <= 0.8 * most
+def test_a_limit_of_activations_in_bytes_is_kept_to(launch: Any, refused: Any) -> None:
+    most = max(launch(held_in_a_fit, 3, 1.0))
+    assert most / 2 < max(launch(held_in_a_fit, 3, f"{0.8 * most / 2**10:.3f}KiB")) <= 0.8 * most
     refused(["activation_memory='0.001KiB'", "V-Min"], held_in_a_fit, 3, "0.001KiB")
     words = ["activation_memory='1GiB': this module was cut for an evaluation"]
     refused(words, held_in_a_fit, 3, "1GiB", evaluates=True)

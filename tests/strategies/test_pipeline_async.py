@@ -18,7 +18,6 @@ from tests.strategies.reference import assert_equals_delayed, delayed
 from tests.strategies.test_asynchronous_v import CASES as IN_A_V
 from tests.strategies.test_asynchronous_v import Skips, Uneven
 from tests.thorough import thorough
-from tools.workers.pool import WorkerPool
 
 
 class Twice(torch.nn.Module):
@@ -62,13 +61,13 @@ CASES: list[Any] = [
 
 @pytest.mark.parametrize(("model", "stages", "microbatches", "options", "trainer_options"), [*CASES, *IN_A_V])
 def test_training_equals_delayed_gradients_to_the_bit(
-    pool: WorkerPool, model: Any, stages: int, microbatches: int, options: Any, trainer_options: Any
+    launch: Any, model: Any, stages: int, microbatches: int, options: Any, trainer_options: Any
 ) -> None:
     # What crosses a cut of an encoder, or of Skips, is read on several stages, whose gradients are summed stage by
     # stage first. So are those of ranks, and parts of norms.
     is_summed = model in ("DemoTransformer", Skips) or "gradient_clip_val" in trainer_options
     allowed = EXACT if is_summed or "tensor_parallel" in options else 0
-    assert_equals_delayed(pool, model, stages, microbatches, options, trainer_options, allowed=allowed)
+    assert_equals_delayed(launch, model, stages, microbatches, options, trainer_options, allowed=allowed)
 
 
 def train_announced(*args: Any, **given: Any) -> Report:
@@ -78,9 +77,9 @@ def train_announced(*args: Any, **given: Any) -> Report:
         return train(*args, **given)
 
 
-def test_an_endless_list_ends_where_messages_are_announced(pool: WorkerPool) -> None:
+def test_an_endless_list_ends_where_messages_are_announced(launch: Any) -> None:
     options = {"microbatches": 2}
-    found, expected = (pool.run(which, 2, "Blocks", "async", options, init=False) for which in (train_announced, train))
+    found, expected = (launch(which, 2, "Blocks", "async", options) for which in (train_announced, train))
     assert found[0].losses == expected[0].losses
     assert largest_difference(joined(found, "weights"), joined(expected, "weights")) == 0
 
@@ -89,22 +88,22 @@ def test_an_endless_list_ends_where_messages_are_announced(pool: WorkerPool) -> 
     (3, 1, 1, {}), *thorough((3, 2, 2, {"extra_in_flight": 1}), (4, 3, 2, {"weights": "2bw"})),
 ])  # fmt: skip
 def test_averages_are_of_weights_with_delayed_gradients(
-    pool: WorkerPool, stages: int, microbatches: int, epochs: int, given: dict[str, Any]
+    launch: Any, stages: int, microbatches: int, epochs: int, given: dict[str, Any]
 ) -> None:
     """Each stage averages after its own update, which is that of an earlier batch."""
     options = {"stages": stages, "microbatches": microbatches, **given}
     trainer = {"max_epochs": epochs, "limit_val_batches": 0 if epochs == 1 else 1.0}  # where only the run's end drains
     average = EMAWeightAveraging(decay=0.8, update_every_n_steps=2, update_starting_at_epoch=0)
-    reports = pool.run(train, stages, "LeNet", "async", options, callbacks=[average], init=False, **trainer)
+    reports = launch(train, stages, "LeNet", "async", options, callbacks=[average], **trainer)
     given = {"epochs": epochs, "average": average, **given}
-    [reference] = pool.run(delayed, 1, "LeNet", stages, microbatches, init=False, **given)
+    [reference] = launch(delayed, 1, "LeNet", stages, microbatches, **given)
     assert largest_difference(joined(reports, "weights"), reference.weights) <= EXACT
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "vmin"])
-def test_one_stage_is_the_plain_loop_to_the_bit(pool: WorkerPool, schedule: str) -> None:
-    plain = pool.run(train, 1, "Blocks", init=False)[0]
-    staged = pool.run(train, 1, "Blocks", "async", {"microbatches": 1, "schedule": schedule}, init=False)[0]
+def test_one_stage_is_the_plain_loop_to_the_bit(launch: Any, schedule: str) -> None:
+    plain = launch(train, 1, "Blocks")[0]
+    staged = launch(train, 1, "Blocks", "async", {"microbatches": 1, "schedule": schedule})[0]
     assert staged.losses == plain.losses
     assert largest_difference(staged.weights, plain.weights) == 0
 
@@ -134,9 +133,9 @@ def sizes_of_microbatches(batch_size: int, accumulate: int) -> list[int]:
     (1, 12, 1, [12]),
 ])  # fmt: skip
 def test_an_update_has_two_microbatches_a_stage_where_there_are_samples(
-    pool: WorkerPool, stages: int, batch_size: int, accumulate: int, expected: list[int]
+    launch: Any, stages: int, batch_size: int, accumulate: int, expected: list[int]
 ) -> None:
-    runs = pool.run(sizes_of_microbatches, stages, batch_size, accumulate, init=False)
+    runs = launch(sizes_of_microbatches, stages, batch_size, accumulate)
     first = runs[-1]  # the first stage's; on the last one, losses are tried too
     assert first[-len(expected) :] == expected
     assert set(first[: -len(expected)]) <= {expected[0]}  # dry runs of the step; one stage has none
@@ -144,9 +143,9 @@ def test_an_update_has_two_microbatches_a_stage_where_there_are_samples(
 
 @pytest.mark.parametrize(("options", "warns"), [({"microbatches": 1}, True), ({}, False)])
 def test_a_setting_that_trains_badly_is_warned_of_once_with_figures(
-    pool: WorkerPool, options: dict[str, Any], warns: bool
+    launch: Any, options: dict[str, Any], warns: bool
 ) -> None:
-    reports = pool.run(train, 3, "LeNet", "async", options, init=False)
+    reports = launch(train, 3, "LeNet", "async", options)
     told, *others = (report.warned_of("updates late") for report in reports)
     assert len(told) == warns and not any(others)
     assert all("microbatches='auto' with at least 6 samples" in text for text in told)
@@ -167,8 +166,8 @@ class UsedLate(MODELS["LeNet"]):  # type: ignore[misc]
         return loss * self.late if self.trainer.global_step > 1 else loss
 
 
-def test_a_loose_parameter_first_used_after_the_first_update_is_equal_on_all_stages(pool: WorkerPool) -> None:
-    reports = pool.run(train, 3, UsedLate, "async", {"microbatches": 2}, init=False, max_epochs=2)
+def test_a_loose_parameter_first_used_after_the_first_update_is_equal_on_all_stages(launch: Any) -> None:
+    reports = launch(train, 3, UsedLate, "async", {"microbatches": 2}, max_epochs=2)
     [late] = {float(report.weights["late"]) for report in reports}
     assert late != 1
 
@@ -194,5 +193,5 @@ def moved_by_the_second_optimizer() -> bool:
     return any(not torch.equal(p, before) for p, before in zip(group["params"], module.before, strict=True))
 
 
-def test_an_optimizer_that_a_hook_puts_in_makes_the_updates(pool: WorkerPool) -> None:
-    assert pool.run(moved_by_the_second_optimizer, 2, init=False) == [False, False]
+def test_an_optimizer_that_a_hook_puts_in_makes_the_updates(launch: Any) -> None:
+    assert launch(moved_by_the_second_optimizer, 2) == [False, False]

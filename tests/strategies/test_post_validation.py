@@ -21,7 +21,6 @@ from tests.strategies.equality import assert_equal
 from tests.strategies.failures import HooksAllOptimizers
 from tests.strategies.harness import ALL, Report, Witness, collect, make_trainer
 from tests.thorough import thorough
-from tools.workers.pool import WorkerPool
 from tools.workers.worker import texts_of_warnings
 
 V = {"schedule": "zbv", "microbatches": 4}
@@ -204,12 +203,12 @@ def trained_announced(*args: Any, **given: Any) -> tuple[list[str], dict[str, Te
     ),
 ])  # fmt: skip
 def test_updates_that_are_validated_later_are_those_of_stages_that_wait(
-    pool: WorkerPool, model: str, limit: float | None, ranks: int, options: dict[str, Any], given: dict[str, Any]
+    launch: Any, model: str, limit: float | None, ranks: int, options: dict[str, Any], given: dict[str, Any]
 ) -> None:
     given = {"gradient_clip_val": limit} | given
     run = trained_announced if model == "Scheduled" else trained
-    runs = pool.run(run, ranks, model, "sync", V | options | {"post_validation": True}, init=False, **given)
-    waiting = pool.run(trained, ranks, model, "sync", V | options, init=False, **given)
+    runs = launch(run, ranks, model, "sync", V | options | {"post_validation": True}, **given)
+    waiting = launch(trained, ranks, model, "sync", V | options, **given)
     for fates, _, found in runs:
         assert fates == runs[0][0] and {*fates} == {"accept", "take_back"}
         assert len(fates) == len(found.gradients)
@@ -238,23 +237,23 @@ def without_gain() -> list[str]:
     return [text for text in found if "post_validation" in text]
 
 
-def test_that_it_has_no_effect_is_warned_of_once(pool: WorkerPool) -> None:
-    (told,), *others = pool.run(without_gain, 2, init=False)
+def test_that_it_has_no_effect_is_warned_of_once(launch: Any) -> None:
+    (told,), *others = launch(without_gain, 2)
     assert "no effect" in told and "microbatches=1" in told and others == [[]]
 
 
-def test_where_many_updates_are_clipped_stages_wait_and_have_the_numbers_of_one_process(pool: WorkerPool) -> None:
+def test_where_many_updates_are_clipped_stages_wait_and_have_the_numbers_of_one_process(launch: Any) -> None:
     given = {"gradient_clip_val": 0.3, "max_epochs": 4}
-    ((*_, expected),) = pool.run(trained, 1, "LeNet", "single", {}, init=False, **given)
-    runs = pool.run(trained, 2, "LeNet", "sync", V | {"post_validation": True}, 0.2, init=False, **given)
+    ((*_, expected),) = launch(trained, 1, "LeNet", "single", {}, **given)
+    runs = launch(trained, 2, "LeNet", "sync", V | {"post_validation": True}, 0.2, **given)
     assert_equal([report for *_, report in runs], expected)
     assert [fates for fates, *_ in runs] == [["take_back"] * 3] * 2
 
 
-def test_where_many_updates_are_skipped_stages_wait_until_few_are(pool: WorkerPool) -> None:
+def test_where_many_updates_are_skipped_stages_wait_until_few_are(launch: Any) -> None:
     given = {"scale": 2.0**27, "growth_interval": 100, "max_epochs": 7}  # its first updates overflow
-    waiting = pool.run(trained, 2, "Keeping", "sync", V, init=False, **given)
-    runs = pool.run(trained, 2, "Keeping", "sync", V | {"post_validation": True}, 0.2, init=False, **given)
+    waiting = launch(trained, 2, "Keeping", "sync", V, **given)
+    runs = launch(trained, 2, "Keeping", "sync", V | {"post_validation": True}, 0.2, **given)
     assert_the_same(runs, waiting)
     for fates, *_ in runs:
         assert {*fates[:3]} == {"take_back"} and {*fates[3:]} == {"accept"}
@@ -301,7 +300,7 @@ def refusals() -> dict[str, str]:
     return found
 
 
-def test_it_is_refused_before_training_where_an_update_may_be_seen_or_cannot_be_taken_back(pool: WorkerPool) -> None:
-    for found in pool.run(refusals, 2, init=False):
+def test_it_is_refused_before_training_where_an_update_may_be_seen_or_cannot_be_taken_back(launch: Any) -> None:
+    for found in launch(refusals, 2):
         assert found.keys() == REFUSED.keys()
         assert all(text.startswith("0 post_validation=True") and name in text for name, text in found.items())

@@ -15,7 +15,6 @@ from tests.strategies.harness import Report, Witness, collect, joined, largest_d
 from tests.strategies.observed import CLASSES, WIDTH, Net, loader, make_trainer
 from tests.thorough import thorough
 from tools.optimizer_table.optimizers import LAMB
-from tools.workers.pool import WorkerPool
 
 
 class Deep(Net):
@@ -65,13 +64,13 @@ TOLERANCE = {"32-true": 1e-5, "64-true": 1e-12, "bf16-mixed": 0.02, "bf16-true":
         ("fsdp", "bf16-mixed"),
     ),
 ])  # fmt: skip
-def test_numbers_are_those_of_a_single_process_or_of_ddp(pool: WorkerPool, strategy: str, precision: str) -> None:
+def test_numbers_are_those_of_a_single_process_or_of_ddp(launch: Any, strategy: str, precision: str) -> None:
     """Shards round as DDP does, so they have its numbers; ranks of a replica those of one process, nearly."""
     others, count, ranks, tolerance = "single", 1, 3, TOLERANCE[precision]
     if strategy == "fsdp":
         others, count, ranks, tolerance = "ddp", 2, 2, 1e-7
-    expected = pool.run(train, count, others, precision, init=False, gradient_clip_val=1.0)
-    found = pool.run(train, ranks, strategy, precision, init=False, gradient_clip_val=1.0)
+    expected = launch(train, count, others, precision, gradient_clip_val=1.0)
+    found = launch(train, ranks, strategy, precision, gradient_clip_val=1.0)
     for (report, _, logged), (own, _, logs) in zip(found, expected * (ranks // count), strict=True):
         assert report.losses == pytest.approx(own.losses, rel=0, abs=tolerance)
         assert report.metrics == pytest.approx(own.metrics, rel=0, abs=tolerance)
@@ -161,14 +160,14 @@ def overflow(kind: type[Overflows], strategy: str, clip: float | None) -> tuple[
     (OverflowsByWholes, "tensor", 2, 1.0), (OverflowsOnOneRank, "fsdp", 2, 1.0),
 ])  # fmt: skip
 def test_an_overflow_on_one_rank_skips_the_step_on_all(
-    pool: WorkerPool, kind: type[Overflows], strategy: str, ranks: int, clip: float | None
+    launch: Any, kind: type[Overflows], strategy: str, ranks: int, clip: float | None
 ) -> None:
-    found = pool.run(overflow, ranks, kind, strategy, clip, init=False)
+    found = launch(overflow, ranks, kind, strategy, clip)
     for scales, moved in found:
         assert moved == [True, False, True]
         assert scales[1] == scales[0] / 2
     if not issubclass(kind, OverflowsOnOneRank):
-        assert found == pool.run(overflow, 1, kind, "single", clip, init=False) * ranks
+        assert found == launch(overflow, 1, kind, "single", clip) * ranks
 
 
 def resume_scaler(path: Path) -> tuple[float, float]:
@@ -185,7 +184,7 @@ def resume_scaler(path: Path) -> tuple[float, float]:
     return grown, float(resumed.precision_plugin.scaler.get_scale())
 
 
-def test_the_loss_scale_is_the_user_s_and_is_resumed(pool: WorkerPool, tmp_path: Path) -> None:
-    (grown, resumed), other = pool.run(resume_scaler, 2, tmp_path / "half.ckpt", init=False)
+def test_the_loss_scale_is_the_user_s_and_is_resumed(launch: Any, tmp_path: Path) -> None:
+    (grown, resumed), other = launch(resume_scaler, 2, tmp_path / "half.ckpt")
     assert grown == resumed == 16.0
     assert other == (grown, resumed)

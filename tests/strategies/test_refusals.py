@@ -25,7 +25,7 @@ from lightning_parallel.absent.tensor import AbsentTensor
 from tests.strategies.failures import LIMIT, assert_lost, assert_refused
 from tests.strategies.observed import WIDTH, Net, fit, loader, make_trainer
 from tests.thorough import thorough
-from tools.workers.pool import Failure, WorkerPool
+from tools.workers.pool import Failure
 
 # -- refused where the strategy or the Trainer is made -------------------------------------------------------
 
@@ -137,8 +137,8 @@ class Graphed(Net):
         self.net[2].forward = new_forward
 
 
-def test_a_hook_on_the_gradient_of_what_crosses_a_cut_is_refused(pool: WorkerPool) -> None:
-    failures = pool.run(fit, 2, Hooked, "sync", init=False, expect_errors=True, timeout=LIMIT)
+def test_a_hook_on_the_gradient_of_what_crosses_a_cut_is_refused(launch: Any) -> None:
+    failures = launch(fit, 2, Hooked, "sync", expect_errors=True, timeout=LIMIT)
     assert any("RuntimeError: A hook on the gradient of what 'net." in str(text) for text in failures)
     assert all(isinstance(text, Failure) for text in failures)
 
@@ -166,10 +166,10 @@ def fit_keeping(how: str, strategy: str) -> None:
     ("pairs", "sync", 2), ("dictionary", "tensor", 2), ("ids", "fsdp", 2), ("nothing", "sync", 2), ("pairs", "sync", 1),
 ])  # fmt: skip
 def test_parameters_that_a_module_keeps_are_refused_where_parts_replace_them(
-    pool: WorkerPool, how: str, strategy: str, ranks: int
+    launch: Any, how: str, strategy: str, ranks: int
 ) -> None:
     refused = how != "nothing" and ranks > 1
-    failures = pool.run(fit_keeping, ranks, how, strategy, init=False, expect_errors=refused, timeout=LIMIT)
+    failures = launch(fit_keeping, ranks, how, strategy, expect_errors=refused, timeout=LIMIT)
     if refused:
         assert_refused(failures, "ValueError", ["'kept'", "parameter 'net.", "weight'", "self.get_parameter(name)"])
 
@@ -251,10 +251,10 @@ class Returns(Net):
     ("sync", "dict", ["no loss", "under 'loss'"]),
 ])  # fmt: skip
 def test_a_step_without_a_loss_is_refused_and_ends_all_stages(
-    pool: WorkerPool, strategy: str, what: str, words: list[str]
+    launch: Any, strategy: str, what: str, words: list[str]
 ) -> None:
     kind = partial(Returns, what=what)
-    last, *others = pool.run(fit, 2, kind, strategy, init=False, expect_errors=True, timeout=LIMIT)
+    last, *others = launch(fit, 2, kind, strategy, expect_errors=True, timeout=LIMIT)
     assert_refused([last], "RuntimeError", words)
     assert_lost(others)
 
@@ -301,10 +301,10 @@ SAID = {"raises": 'KeyError: "a mistake in the user\'s layer"', "dies": "exit co
     ),
 ])  # fmt: skip
 def test_a_stage_that_fails_ends_the_others_within_seconds(
-    pool: WorkerPool, tmp_path: Any, how: str, strategy: str, stage: int, place: str
+    launch: Any, tmp_path: Any, how: str, strategy: str, stage: int, place: str
 ) -> None:
-    given = {"init": False, "expect_errors": True, "timeout": LIMIT}
-    failures = pool.run(fit_failing, 3, strategy, stage, place, how, str(tmp_path), **given)
+    given = {"expect_errors": True, "timeout": LIMIT}
+    failures = launch(fit_failing, 3, strategy, stage, place, how, str(tmp_path), **given)
     rank = 2 - stage
     assert SAID[how] in failures.pop(rank)
     assert_lost(failures)
@@ -323,9 +323,9 @@ def fit_while_one_is_silent() -> None:
     make_trainer("async", [], options).fit(Sleeps(), loader())
 
 
-def test_a_rank_that_does_not_answer_ends_the_others_after_the_timeout(pool: WorkerPool) -> None:
+def test_a_rank_that_does_not_answer_ends_the_others_after_the_timeout(launch: Any) -> None:
     """Both pipelines receive by one channel."""
-    failures = pool.run(fit_while_one_is_silent, 2, init=False, expect_errors=True, timeout=LIMIT)
+    failures = launch(fit_while_one_is_silent, 2, expect_errors=True, timeout=LIMIT)
     assert_lost(failures[:1])
     assert isinstance(failures[1], Failure)
 

@@ -23,7 +23,6 @@ from tests.strategies.harness import Report, collect, joined, largest_difference
 from tests.strategies.observed import WIDTH, loader
 from tests.strategies.test_lightning_idioms import LAYOUTS, Plain
 from tests.thorough import thorough
-from tools.workers.pool import WorkerPool
 
 
 def network(seed: int) -> nn.Sequential:
@@ -97,9 +96,9 @@ def save_and_resume(layout: str, path: Path) -> list[Report]:
 
 
 @pytest.mark.parametrize("layout", ["1f1b", "tensor", "fully sharded", *thorough("async", "zbv", "replicas")])
-def test_hyperparameters_hold_the_network_that_is_trained(pool: WorkerPool, layout: str, tmp_path: Path) -> None:
+def test_hyperparameters_hold_the_network_that_is_trained(launch: Any, layout: str, tmp_path: Path) -> None:
     path = tmp_path / "it.ckpt"
-    ranks = pool.run(save_and_resume, 2, layout, path, init=False)
+    ranks = launch(save_and_resume, 2, layout, path)
     trained = joined([first for first, _ in ranks], "weights") if layout != "fully sharded" else ranks[0][0].weights
     content = read_plain(path, weights_only=False)
     module = Given(**content["hyper_parameters"])
@@ -150,9 +149,9 @@ def save_weights_and_validate(layout: str, path: Path) -> tuple[Weights, Weights
 
 
 @pytest.mark.parametrize("layout", ["1f1b", "tensor", *thorough("fully sharded", "replicas")])
-def test_what_a_module_leaves_out_is_left_out(pool: WorkerPool, layout: str, tmp_path: Path) -> None:
+def test_what_a_module_leaves_out_is_left_out(launch: Any, layout: str, tmp_path: Path) -> None:
     path = tmp_path / "it.ckpt"
-    ranks = pool.run(save_weights_and_validate, 2, layout, path, init=False)
+    ranks = launch(save_weights_and_validate, 2, layout, path)
     saved, before = read_full(path), ranks[0][1]
     assert not {"optimizer_states", "lr_schedulers"} & read_plain(path, weights_only=False).keys()
     assert before.keys() - saved.keys() == {"net.2.weight", "net.2.bias", "net.4.bias"}

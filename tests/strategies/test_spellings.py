@@ -15,7 +15,6 @@ from torch.utils.data import DataLoader
 from tests.strategies.harness import make_trainer
 from tests.strategies.spellings import CLASSES, FORMS, IDIOMS, LEARNED, MASKS, OF_SAMPLES, SEQUENCES, Loss, batch_of
 from tests.thorough import thorough
-from tools.workers.pool import WorkerPool
 from tools.workers.worker import texts_of_warnings
 
 EXACT = 1e-9  # float64; relative
@@ -149,11 +148,11 @@ def compare(table: str, stages: int, every: int, start: int, **options: Any) -> 
     ),
 ])  # fmt: skip
 def test_every_loss_is_equal_or_warned_of(
-    pool: WorkerPool, table: str, stages: int, every: int, start: int, options: dict[str, Any], most: float
+    launch: Any, table: str, stages: int, every: int, start: int, options: dict[str, Any], most: float
 ) -> None:
     """And most of those that can be equal are: at most so many are warned of."""
     options = {"microbatches": 4} | options
-    found = pool.run(compare, stages, table, stages, every, start, init=False, **options)[0]
+    found = launch(compare, stages, table, stages, every, start, **options)[0]
     assert not {name: why for name, (what, why) in found.items() if what == "silent"}
     wrong = {name: why for name, (what, why) in found.items() if what == "warned"}
     assert len(wrong) <= most * len(found), wrong

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from tests.strategies.failures import assert_refused
 from tests.strategies.observed import Net, fit
-from tools.workers.pool import Failure, WorkerPool
+from tools.workers.pool import Failure
 
 
 class Logs(Net):
@@ -117,35 +117,35 @@ def test_what_a_step_does_to_the_run_is_refused(refused: Any, kind: Any, schedul
     refused(["training_step", *words], fit, 2, kind, *SCHEDULES[schedule], error="RuntimeError")
 
 
-def test_what_only_a_later_step_does_is_refused_in_it(pool: WorkerPool) -> None:
-    last, first = pool.run(fit, 2, StepsLater, *SCHEDULES["async"], init=False, expect_errors=True)
+def test_what_only_a_later_step_does_is_refused_in_it(launch: Any) -> None:
+    last, first = launch(fit, 2, StepsLater, *SCHEDULES["async"], expect_errors=True)
     assert_refused([last], "RuntimeError", ["training_step", "StepLR", "on_train_batch_start"])
     assert isinstance(first, Failure) and "PeerLostError" in first
 
 
-def test_metrics_of_earlier_steps_are_read_as_in_one_process(pool: WorkerPool) -> None:
-    (expected,) = pool.run(fit, 1, ReadsEarlier, init=False)
-    for report in pool.run(fit, 2, ReadsEarlier, *SCHEDULES["zbv"], init=False):
+def test_metrics_of_earlier_steps_are_read_as_in_one_process(launch: Any) -> None:
+    (expected,) = launch(fit, 1, ReadsEarlier)
+    for report in launch(fit, 2, ReadsEarlier, *SCHEDULES["zbv"]):
         assert report.metrics == pytest.approx(expected.metrics, rel=1e-10)
 
 
-def test_microbatches_that_disagree_about_the_end_are_warned_of(pool: WorkerPool) -> None:
+def test_microbatches_that_disagree_about_the_end_are_warned_of(launch: Any) -> None:
     for kind, warns in ((Stops, True), (StopsAtOnce, False)):
-        first, second = pool.run(fit, 2, kind, *SCHEDULES["async"], init=False)
+        first, second = launch(fit, 2, kind, *SCHEDULES["async"])
         assert bool(first.warned_of("trainer.should_stop")) == warns
         assert len(first.losses) == len(second.losses) < 10
 
 
-def test_what_only_the_second_replica_sees_is_warned_of(pool: WorkerPool) -> None:
+def test_what_only_the_second_replica_sees_is_warned_of(launch: Any) -> None:
     options = {"stages": 1, "microbatches": 2}
-    first, second = pool.run(fit, 2, OnTheSecondReplica, "sync", options, init=False, max_steps=1)
+    first, second = launch(fit, 2, OnTheSecondReplica, "sync", options, max_steps=1)
     for words in ("trainer.should_stop", "'hits'", "keeps and changes 'calls'"):
         assert len(second.warned_of(words)) == 1, words
         assert not first.warned_of(words), words
 
 
-def test_a_state_of_which_each_replica_has_its_own_is_warned_of(pool: WorkerPool) -> None:
-    (report,) = pool.run(fit, 1, KeepsAnAverage, "data", {}, init=False, devices=2)
+def test_a_state_of_which_each_replica_has_its_own_is_warned_of(launch: Any) -> None:
+    (report,) = launch(fit, 1, KeepsAnAverage, "data", {}, devices=2)
     (text,) = report.warned_of("criterion")
     assert "'criterion.average'" in text and "'criterion.last'" in text
     assert "criterion.calls" not in text and "criterion.kept" not in text

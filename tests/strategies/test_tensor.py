@@ -17,7 +17,6 @@ from tests.strategies.models import TOKENS, Base
 from tests.strategies.shardable import Mixed
 from tests.tensor.models import VOCABULARY, Gained, GainStyle, InSum, Net
 from tests.thorough import thorough
-from tools.workers.pool import WorkerPool
 
 
 class Around(Base):
@@ -81,15 +80,15 @@ OF_ENCODER = {"encoder.layers.*.linear1": "column", "encoder.layers.*.linear2": 
     ),
 ])  # fmt: skip
 def test_divided_models_train_as_in_one_process(
-    pool: WorkerPool, single: Any, model: Any, ranks: int, options: dict[str, Any], given: dict[str, Any]
+    launch: Any, single: Any, model: Any, ranks: int, options: dict[str, Any], given: dict[str, Any]
 ) -> None:
-    reports = pool.run(train, ranks, model, "tensor", options, init=False, **given)
+    reports = launch(train, ranks, model, "tensor", options, **given)
     assert bool(reports[0].shards) == (options.get("plan") != "none")
     assert_equal(reports, single(model, **given))
 
 
-def test_dropout_leaves_the_ranks_with_one_loss_and_one_model(pool: WorkerPool) -> None:
-    reports = pool.run(train, 2, "DroppingLoraLlama", "tensor", init=False, shuffle=True)
+def test_dropout_leaves_the_ranks_with_one_loss_and_one_model(launch: Any) -> None:
+    reports = launch(train, 2, "DroppingLoraLlama", "tensor", shuffle=True)
     assert reports[0].losses == reports[1].losses
     joined(reports, "weights")  # asserts that what both hold agrees
 
@@ -125,10 +124,10 @@ def test_what_goes_wrong_on_shards_is_told_by_name(refused: Any, model: Any, wor
 ])  # fmt: skip
 @pytest.mark.parametrize(("strategy", "ranks"), [("tensor", 2), *thorough(("sync", 4))])
 def test_ranks_that_come_to_different_losses_are_told_both(
-    pool: WorkerPool, model: str, told: str, strategy: str, ranks: int
+    launch: Any, model: str, told: str, strategy: str, ranks: int
 ) -> None:
     options = {"tensor_parallel": 2} | ({} if strategy == "tensor" else {"microbatches": 2})
-    errors = pool.run(train, ranks, model, strategy, options, init=False, expect_errors=True)
+    errors = launch(train, ranks, model, strategy, options, expect_errors=True)
     assert len(errors) == ranks and len([error for error in errors if told in str(error)]) >= 2
 
 
@@ -142,16 +141,16 @@ class AsksForSizes(Mixed):
         return super().training_step(batch, batch_idx) / self.head.weight.shape[0]
 
 
-def test_a_size_of_a_shard_is_warned_of_once_where_the_module_asks_for_it(pool: WorkerPool) -> None:
-    found = pool.run(train, 2, AsksForSizes, "tensor", init=False, batch_size=4)[0].warned_of("asks for the size")
+def test_a_size_of_a_shard_is_warned_of_once_where_the_module_asks_for_it(launch: Any) -> None:
+    found = launch(train, 2, AsksForSizes, "tensor", batch_size=4)[0].warned_of("asks for the size")
     assert [text.split()[0] for text in found] == ["configure_optimizers", "training_step"]
     assert "'mlp.0.weight'" in found[0] and "'head.weight'" in found[1]
-    for report in pool.run(train, 2, Mixed, "tensor", init=False):
+    for report in launch(train, 2, Mixed, "tensor"):
         assert not report.warned_of("asks for the size")
 
 
-def test_logged_numbers_of_shards_are_warned_of(pool: WorkerPool) -> None:
-    reports = pool.run(train, 2, "LogsShards", "tensor", init=False)
+def test_logged_numbers_of_shards_are_warned_of(launch: Any) -> None:
+    reports = launch(train, 2, "LogsShards", "tensor")
     assert any("'norm'" in text and "'largest'" in text for text in reports[0].warned_of("keep different values"))
 
 
@@ -170,7 +169,7 @@ class KeepsFeatures(Mixed):
         return {"features": self.features[-1], "sparse": self.sparse}
 
 
-def test_what_an_evaluation_keeps_of_shards_is_warned_of(pool: WorkerPool) -> None:
-    reports = pool.run(train, 2, KeepsFeatures, "tensor", init=False)
+def test_what_an_evaluation_keeps_of_shards_is_warned_of(launch: Any) -> None:
+    reports = launch(train, 2, KeepsFeatures, "tensor")
     (text, *_) = reports[0].warned_of("keep different values in validation_step")
     assert all(name in text for name in ("'self.features'", "'self.mean.", "'output 0'"))

@@ -20,7 +20,6 @@ from tests.strategies.failures import assert_refused
 from tests.strategies.harness import Report, joined, largest_difference
 from tests.strategies.observed import CLASSES, WIDTH, Net, fit
 from tests.thorough import thorough
-from tools.workers.pool import WorkerPool
 
 TWO_STAGES, ONE_STAGE = {"stages": 2, "microbatches": 2}, {"stages": 1, "microbatches": 4}
 
@@ -282,10 +281,10 @@ def train(kind: str, strategy: str = "single", options: dict[str, Any] | None = 
     return fit(KINDS[kind], strategy, options or {}, batch=8, use_distributed_sampler=True, **given, **devices)
 
 
-def run(pool: WorkerPool, kind: str, options: dict[str, Any]) -> list[Report]:
+def run(launch: Any, kind: str, options: dict[str, Any]) -> list[Report]:
     """On all ranks of a pipeline."""
     ranks = options["stages"] * options.get("data_parallel", 1)
-    reports: list[Report] = pool.run(train, ranks, kind, "sync", options, init=False)
+    reports: list[Report] = launch(train, ranks, kind, "sync", options)
     return reports
 
 
@@ -301,10 +300,10 @@ ZBV = TWO_STAGES | {"schedule": "zbv"}
     ("metric", TWO_STAGES),
 ], ids=str)  # fmt: skip
 def test_what_a_module_changes_or_leaves_out_is_as_in_one_process(
-    pool: WorkerPool, kind: str, options: dict[str, Any]
+    launch: Any, kind: str, options: dict[str, Any]
 ) -> None:
-    (expected,) = pool.run(train, 1, kind, init=False)
-    reports = run(pool, kind, options)
+    (expected,) = launch(train, 1, kind)
+    reports = run(launch, kind, options)
     assert largest_difference(joined(reports, "weights"), expected.weights) < 1e-12
     if not kind.endswith("asks"):  # what microbatches logged by values isn't the batch's
         assert all(report.metrics == pytest.approx(expected.metrics, rel=0, abs=1e-12) for report in reports)
@@ -325,14 +324,14 @@ ONE, REPLICATED = {"stages": 1, "schedule": "1f1b"}, {"data_parallel_kind": "rep
     *thorough(*((kind, IN_PARTS | {"schedule": "zbv"}, REPLICATED) for kind in (FIRST_FOUR, "turns", "twice"))),
 ], ids=str)  # fmt: skip
 def test_stages_and_parts_train_as_others_with_the_same_microbatches(
-    pool: WorkerPool, kind: str, options: dict[str, Any], otherwise: dict[str, Any]
+    launch: Any, kind: str, options: dict[str, Any], otherwise: dict[str, Any]
 ) -> None:
-    found, expected = (joined(run(pool, kind, each), "weights") for each in (options, options | otherwise))
+    found, expected = (joined(run(launch, kind, each), "weights") for each in (options, options | otherwise))
     assert largest_difference(found, expected) < 1e-12
 
 
-def test_attributes_of_parameters_are_there_in_fully_sharded_replicas(pool: WorkerPool) -> None:
-    shards, whole = (pool.run(train, 2, "marked", strategy, {}, init=False)[0] for strategy in ("fsdp", "ddp"))
+def test_attributes_of_parameters_are_there_in_fully_sharded_replicas(launch: Any) -> None:
+    shards, whole = (launch(train, 2, "marked", strategy, {})[0] for strategy in ("fsdp", "ddp"))
     assert largest_difference(shards.weights, whole.weights) < 1e-12
 
 
@@ -353,10 +352,10 @@ def test_what_no_stage_or_replica_can_change_alone_is_refused(
 @pytest.mark.parametrize(
     ("way", "schedule"), [*((way, "1f1b") for way in WAYS), ("by samples", "asynchronous"), ("in the step", "zbv")]
 )
-def test_a_trained_parameter_is_not_changed_once_a_microbatch(pool: WorkerPool, way: str, schedule: str) -> None:
+def test_a_trained_parameter_is_not_changed_once_a_microbatch(launch: Any, way: str, schedule: str) -> None:
     kind, options = ("async", {}) if schedule == "asynchronous" else ("sync", {"schedule": schedule})
     options |= {"microbatches": 2, "stages": 2}
-    failures = pool.run(train, 2, way, kind, options, init=False, expect_errors=True)
+    failures = launch(train, 2, way, kind, options, expect_errors=True)
     causes = [failure for failure in failures if isinstance(failure, str) and "PeerLostError" not in failure]
     name = f"'net.{4 if way == 'in the step' else 2}.weight'"
     assert causes and all(name in each or "modified by an inplace operation" in each for each in causes), failures
@@ -373,10 +372,10 @@ ADVANCING = {"net.2", "net.3", "net.4", "net.5", "net.8.parametrizations.weight.
     ("by frequency", "which samples run together", {"table"}, ""),
 ])  # fmt: skip
 def test_what_differs_with_microbatches_is_warned_of_by_name(
-    pool: WorkerPool, kind: str, words: str, names: set[str], more: str
+    launch: Any, kind: str, words: str, names: set[str], more: str
 ) -> None:
     """What a step leaves once for each of them, layers whose state advances, and gradients that depend on the other
     samples: in one warning, with the fix. No text speaks of microbatches where there is one."""
-    (text,) = run(pool, kind, TWO_STAGES)[0].warned_of(words)
+    (text,) = run(launch, kind, TWO_STAGES)[0].warned_of(words)
     assert set(re.findall(r"'([^']*)'", text)) == names and more in text and "microbatches=1" in text, text
-    assert not run(pool, kind, ONE_WITH_ONE_MICROBATCH)[0].warned_of("microbatch")
+    assert not run(launch, kind, ONE_WITH_ONE_MICROBATCH)[0].warned_of("microbatch")

@@ -15,7 +15,6 @@ from tests.strategies.failures import LIMIT
 from tests.strategies.harness import Losses, Report
 from tests.strategies.observed import Net, loader, make_trainer
 from tests.thorough import thorough
-from tools.workers.pool import WorkerPool
 
 REPLICAS = {"stages": 2, "microbatches": 1, "data_parallel": 2}
 # By name: the strategy, its options, the number of processes, and that of replicas.
@@ -81,9 +80,9 @@ def fit(
 
 
 @pytest.mark.parametrize("layout", ["async", "tensor, replicas", *thorough("pipeline, replicas", "zbv")])
-def test_a_step_sees_the_ranks_of_the_data_axis(pool: WorkerPool, layout: str) -> None:
+def test_a_step_sees_the_ranks_of_the_data_axis(launch: Any, layout: str) -> None:
     strategy, options, processes, replicas = LAYOUTS[layout]
-    peers = pool.run(fit, processes, Counting, strategy, options, True, init=False, timeout=LIMIT)
+    peers = launch(fit, processes, Counting, strategy, options, True, timeout=LIMIT)
     for rank, (_, seen) in enumerate(peers):
         place = rank % replicas if strategy != "tensor" else rank // 2  # tensor ranks run fastest
         inside = (replicas, place, place, place == 0, replicas, place)
@@ -148,12 +147,12 @@ class MeetingInside(Net):
     *thorough((Meeting, "three stages"), (Meeting, "fully sharded"), (Meeting, "zbv")),
 ])  # fmt: skip
 def test_a_step_that_asks_for_its_rank_or_meets_others_has_ddp_s_losses(
-    pool: WorkerPool, kind: type[Net], layout: str
+    launch: Any, kind: type[Net], layout: str
 ) -> None:
     """It takes its share by the rank, or calls collectives, which are over the replicas."""
     strategy, options, processes, replicas = LAYOUTS[layout]
-    expected = pool.run(fit, replicas, kind, *(("single", {}) if replicas == 1 else ("ddp", {})), init=False)
-    peers = pool.run(fit, processes, kind, strategy, options, init=False, timeout=LIMIT)
+    expected = launch(fit, replicas, kind, *(("single", {}) if replicas == 1 else ("ddp", {})))
+    peers = launch(fit, processes, kind, strategy, options, timeout=LIMIT)
     (losses, _), (theirs, _) = peers[0], expected[0]
     if strategy == "async":
         losses, theirs = losses[:1], theirs[:1]  # the others come by late gradients

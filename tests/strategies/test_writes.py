@@ -13,7 +13,6 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.strategies.failures import assert_lost, assert_refused
 from tests.strategies.observed import CLASSES, WIDTH, Net, fit
-from tools.workers.pool import WorkerPool
 
 
 class Halving(nn.Linear):
@@ -178,14 +177,14 @@ def test_a_write_that_would_be_lost_or_repeated_is_refused_by_name(
     refused([name, "in place"], fit, ranks, kind, strategy, options, **GIVEN)
 
 
-def test_a_write_by_what_is_in_a_microbatch_is_refused_in_the_first_batch(pool: WorkerPool) -> None:
-    failures = pool.run(fit, 2, Centred, "sync", {"microbatches": 2}, init=False, expect_errors=True, **GIVEN)
+def test_a_write_by_what_is_in_a_microbatch_is_refused_in_the_first_batch(launch: Any) -> None:
+    failures = launch(fit, 2, Centred, "sync", {"microbatches": 2}, expect_errors=True, **GIVEN)
     assert_refused([next(each for each in failures if "centre" in str(each))], "RuntimeError", ["microbatches=1"])
 
 
-def test_the_stage_that_writes_into_parts_names_them(pool: WorkerPool) -> None:
+def test_the_stage_that_writes_into_parts_names_them(launch: Any) -> None:
     options = OF_PROTOTYPES | {"stages": 2, "tensor_parallel": 2, "microbatches": 1}
-    failures = pool.run(fit, 4, Normalised, "sync", options, init=False, expect_errors=True, **GIVEN)
+    failures = launch(fit, 4, Normalised, "sync", options, expect_errors=True, **GIVEN)
     assert_refused(failures[:2], "ValueError", ["prototypes.weight", "in place"])
     assert_lost(failures[2:])
 
@@ -201,8 +200,8 @@ def test_the_stage_that_writes_into_parts_names_them(pool: WorkerPool) -> None:
     (Teaching, "tensor", {"plan": {"net.4": "row_split", "teacher": "row_split"}}),
 ])  # fmt: skip
 def test_other_writes_are_as_in_one_process(
-    pool: WorkerPool, kind: type[Net], strategy: str, options: dict[str, Any]
+    launch: Any, kind: type[Net], strategy: str, options: dict[str, Any]
 ) -> None:
-    (expected,) = pool.run(fit, 1, kind, init=False, **GIVEN)
-    first, _ = pool.run(fit, 2, kind, strategy, options, init=False, **GIVEN)
+    (expected,) = launch(fit, 1, kind, **GIVEN)
+    first, _ = launch(fit, 2, kind, strategy, options, **GIVEN)
     assert first.losses == pytest.approx(expected.losses, 1e-12)
