@@ -106,16 +106,17 @@ def train(
     shuffle: bool = False,
     batch_size: int = BATCH,
     samples: int = SAMPLES,
-    callbacks: list[Callback] | None = None,
+    callbacks: list[Any] | None = None,
     max_epochs: int = 1,
     validates_after: bool = False,
     **trainer_options: Any,
 ) -> Report:
-    """``strategy`` and ``options`` as in `make_trainer`; ``batch_size`` of each replica. The Trainer may validate once
-    more after the run. What the turn of an epoch does is in the contract."""
+    """``strategy`` and ``options`` as in `make_trainer`; ``batch_size`` of each replica; ``callbacks``, or what makes
+    them where they can't be pickled. The Trainer may validate once more after the run. What the turn of an epoch does
+    is in the contract."""
     torch.set_default_dtype(dtype)
     module, report = (ALL[model] if isinstance(model, str) else model)(), Report()
-    watching = [Witness(report), *(callbacks or [])]
+    watching = [Witness(report), *(each if isinstance(each, Callback) else each() for each in callbacks or [])]
     trainer = make_trainer(strategy, watching, options or {}, max_epochs=max_epochs, **trainer_options)
     loader, replicas = module.loader, getattr(trainer.strategy, "is_distributed", False)
     share = trainer.distributed_sampler_kwargs if replicas else None

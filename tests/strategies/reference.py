@@ -48,7 +48,8 @@ def assert_equals_delayed(
     assert largest_difference(joined(reports, "weights"), single.weights) <= allowed
 
 
-def delayed(model: str | type[Base], stages: int, microbatches: int, **options: Any) -> Trained:
-    """Train a model of `models.py`; options of `tools.study.reference.delayed`."""
+def delayed(model: str | type[Base], stages: int, microbatches: int, average: Any = None, **options: Any) -> Trained:
+    """Train a model of `models.py`; options of `tools.study.reference.delayed`, and what makes its average."""
     kind = MODELS[model] if isinstance(model, str) else model
-    return reference.delayed(kind, stages, microbatches, read_last=("temperature",), **options)
+    options |= {"average": average and average(), "read_last": ("temperature",)}
+    return reference.delayed(kind, stages, microbatches, **options)

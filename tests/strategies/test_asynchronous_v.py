@@ -112,7 +112,7 @@ class OwnAverages(Callback):
 
 @pytest.mark.parametrize(("model", "callbacks", "words"), [
     ("LeNet", [OwnAverages()], ["OwnAverages.average", "Use PipelineStrategy"]),
-    ("LeNet", [EMAWeightAveraging()], ["EMAWeightAveraging", "schedule='vmin'", "schedule='1f1b'"]),
+    ("LeNet", [EMAWeightAveraging], ["EMAWeightAveraging", "schedule='vmin'", "schedule='1f1b'"]),
     ("SharedPart", [], ["blocks.0.mix", "PipelineStrategy"]),  # on two stages in a V too
 ])  # fmt: skip
 def test_what_cannot_be_trained_is_refused(refused: Any, model: str, callbacks: Any, words: list[str]) -> None:
@@ -154,7 +154,7 @@ def test_hooks_that_are_called_for_each_chunk_are_warned_of_once(launch: Any) ->
     (warning,), others = (each.warned_of("two chunks") for each in reports)
     words = ["Witness.on_before_optimizer_step", "OwnClipping.configure_gradient_clipping", "schedule='vmin'", "1f1b"]
     assert all(word in warning for word in words) and not others
-    averages = [EMAWeightAveraging()]  # one stage has no V, so they are allowed
+    averages = [EMAWeightAveraging]  # one stage has no V, so they are allowed
     (alone,) = launch(train, 1, OwnClipping, "async", options, callbacks=averages, **given)
     assert not alone.warned_of("two chunks")
 

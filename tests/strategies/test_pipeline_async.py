@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -93,7 +94,7 @@ def test_averages_are_of_weights_with_delayed_gradients(
     """Each stage averages after its own update, which is that of an earlier batch."""
     options = {"stages": stages, "microbatches": microbatches, **given}
     trainer = {"max_epochs": epochs, "limit_val_batches": 0 if epochs == 1 else 1.0}  # where only the run's end drains
-    average = EMAWeightAveraging(decay=0.8, update_every_n_steps=2, update_starting_at_epoch=0)
+    average = partial(EMAWeightAveraging, decay=0.8, update_every_n_steps=2, update_starting_at_epoch=0)
     reports = launch(train, stages, "LeNet", "async", options, callbacks=[average], **trainer)
     given = {"epochs": epochs, "average": average, **given}
     [reference] = launch(delayed, 1, "LeNet", stages, microbatches, **given)
