@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -129,11 +130,6 @@ class HalvingNet(Net):
         self.net[-1 if outputs == CLASSES else 2] = kind(8, outputs)
 
 
-MaskedNet = type("MaskedNet", (HalvingNet,), {"layer": (Masked, 8)})
-# The layer is on the last stage, which tries losses in evaluation mode.
-ScaledNet = type("ScaledNet", (HalvingNet,), {"layer": (ScaledToEvaluate, CLASSES)})
-
-
 class Checkpointed(Net):
     """Its units run again in the backward, and not to their ends."""
 
@@ -168,7 +164,7 @@ GIVEN: dict[str, Any] = {"samples": 16, "batch": 8, "validates": True}
     (HalvingNet, "sync", {"microbatches": 2}, 2, "net.2.weight"),
     (HalvingNet, "sync", {"microbatches": 1, "activation_checkpointing": True}, 2, "net.2.weight"),
     (HalvingNet, "sync", {"stages": 1, "microbatches": 1, "activation_checkpointing": True}, 1, "net.2.weight"),
-    (MaskedNet, "async", {"microbatches": 1}, 2, "net.2.weight"),
+    (partial(HalvingNet, layer=(Masked, 8)), "async", {"microbatches": 1}, 2, "net.2.weight"),
     (Normalised, "tensor", OF_PROTOTYPES, 2, "prototypes.weight"),
 ])  # fmt: skip
 def test_a_write_that_would_be_lost_or_repeated_is_refused_by_name(
@@ -194,7 +190,8 @@ def test_the_stage_that_writes_into_parts_names_them(launch: Any) -> None:
     (Centred, "sync", {"microbatches": 1}),
     (HalvingNet, "sync", {"microbatches": 1}),
     (HalvingInValidation, "sync", {"microbatches": 2}),
-    (ScaledNet, "sync", {"microbatches": 4}),
+    # The layer is on the last stage, which tries losses in evaluation mode.
+    (partial(HalvingNet, layer=(ScaledToEvaluate, CLASSES)), "sync", {"microbatches": 4}),
     (Checkpointed, "fsdp", {}),
     (Masks, "fsdp", {}),
     (Teaching, "tensor", {"plan": {"net.4": "row_split", "teacher": "row_split"}}),
