@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import pytest
+import torch
 
 from tests.strategies.failures import LIMIT, assert_refused
 from tests.strategies.harness import Report, train
 from tools.workers.pool import WorkerPool
 
 
-@pytest.fixture
+def in_double(function: Any, *args: Any, **given: Any) -> Any:
+    torch.set_default_dtype(torch.float64)
+    return function(*args, **given)
+
+
+@pytest.fixture(scope="session")
 def launch(pool: WorkerPool) -> Any:
-    """``launch(function, ranks, ...)``: what each rank returns of a call that starts a Trainer itself."""
-    return partial(pool.run, init=False)
+    """``launch(function, ranks, ...)``: what each rank returns of a call that starts a Trainer itself, in float64."""
+    return lambda function, ranks, *args, **given: pool.run(in_double, ranks, function, *args, init=False, **given)
 
 
 @pytest.fixture(scope="session")
@@ -33,12 +38,12 @@ def single(pool: WorkerPool) -> Any:
 
 
 @pytest.fixture
-def refused(pool: WorkerPool) -> Any:
+def refused(launch: Any) -> Any:
     """``refused(words, function, ranks, ...)``: a call of the pool fails on each rank, by an ``error`` whose message
     has these words."""
 
     def check(words: list[str], function: Any, ranks: int, *args: Any, error: str = "ValueError", **given: Any) -> None:
-        failures = pool.run(function, ranks, *args, init=False, expect_errors=True, timeout=LIMIT, **given)
+        failures = launch(function, ranks, *args, expect_errors=True, timeout=LIMIT, **given)
         assert_refused(failures, error, words)
 
     return check

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
-import torch
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 
@@ -130,7 +129,6 @@ def fit(
     row: Row, layout: Layout | None, epochs: int, resume: Path | None = None, save: Path | None = None
 ) -> tuple[Report, L.Trainer]:
     """``layout``: None is one process, with Lightning alone. A module to be resumed is made with other weights."""
-    torch.set_default_dtype(torch.float64)
     arguments, options = FEATURES[row.feature]
     module = MODELS[row.model](**arguments)
     if resume is not None:

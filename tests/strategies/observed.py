@@ -183,7 +183,6 @@ def fit(
     **given: Any,
 ) -> Report:
     """Train one in float64, on the same batches on all ranks, unless ``given`` says otherwise."""
-    torch.set_default_dtype(torch.float64)
     module, report = kind(), Report()
     trainer = make_trainer(strategy, [Losses(report)], options, **{"use_distributed_sampler": False} | given)
     with texts_of_warnings() as report.warnings:

@@ -66,13 +66,11 @@ def fail_saving(folder: Path, by_own: bool) -> None:
 
 
 def fail_and_save(folder: Path, by_own: bool) -> None:
-    torch.set_default_dtype(torch.float64)
     fail_saving(folder, by_own)
     gc.collect()  # frees the Trainer, whose open connections the other rank would wait for
 
 
 def weights_of_one_step() -> dict[str, Tensor]:
-    torch.set_default_dtype(torch.float64)
     module = Mixed()
     make_trainer("sync", [], REPLICAS, max_steps=1).fit(module, Mixed.loader())
     return {name: parameter.detach() for name, parameter in module.named_parameters()}

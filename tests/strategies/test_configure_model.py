@@ -75,7 +75,6 @@ def test_a_model_made_in_configure_model_trains_as_in_one_process(
 
 
 def initialised_by_the_trainer() -> dict[str, Tensor]:
-    torch.set_default_dtype(torch.float64)
     with patch.object(disk_offload, "LARGE", 1):
         trainer = make_trainer("sync", [InMemory()], {}, max_epochs=1, limit_train_batches=1)
         with trainer.init_module():

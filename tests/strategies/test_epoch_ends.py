@@ -166,7 +166,6 @@ def train_all(strategy: str, options: dict[str, Any]) -> list[tuple[Report, bool
     """One after the other; and whether its own loader has been replaced."""
     found = []
     for kind in KINDS:
-        torch.set_default_dtype(torch.float64)
         os.environ["WORLD_SIZE"] = os.environ["LOCAL_WORLD_SIZE"]  # a Trainer that ends deletes it
         module, trainer = kind(), make_trainer(strategy, [], options, max_epochs=2, use_distributed_sampler=False)
         trainer.fit(module, *(() if kind is DividesByTheWorld else (loader(12, 4), loader(8, 4, 5))))

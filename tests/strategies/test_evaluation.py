@@ -39,7 +39,6 @@ class Skips(Net):
 
 
 def evaluate(strategy: str) -> list[Any]:
-    torch.set_default_dtype(torch.float64)
     trainer, module = make_trainer(strategy, []), Skips()
     loaders = [loader(8, 4, 5 + i) for i in range(4)]
     results = [trainer.validate(module, loaders, verbose=False), trainer.test(module, loaders, verbose=False)]
@@ -148,7 +147,6 @@ class LooksAtTheRank(Net):
 
 
 def validated(kind: type[Net], strategy: str) -> dict[str, float]:
-    torch.set_default_dtype(torch.float64)
     (metrics,) = make_trainer(strategy, []).validate(kind(), loader(8, 4, 5), verbose=False)
     return dict(metrics)
 
@@ -187,7 +185,6 @@ class Writes(Net):
 
 
 def predict_in_passes(strategy: str, looks: bool, fits: bool) -> Any:
-    torch.set_default_dtype(torch.float64)
     trainer, module = make_trainer(strategy, [], max_epochs=1), Writes(looks=looks)
     if fits:
         trainer.fit(module, loader())

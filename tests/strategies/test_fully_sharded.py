@@ -161,7 +161,6 @@ class Classifier(Mixed):
 
 
 def classify() -> dict[str, Any]:
-    torch.set_default_dtype(torch.float64)
     module = Classifier()
     first = First()
     trainer = make_trainer("fsdp", [first], {}, max_epochs=1, num_sanity_val_steps=1)
@@ -205,7 +204,6 @@ class GateOnMeta(OnMeta):
 
 
 def on_meta() -> dict[str, Any]:
-    torch.set_default_dtype(torch.float64)
     module, first = OnMeta(), First()
     make_trainer("fsdp", [first], {}).fit(module, module.loader(), module.loader())
     return {"weights": first.weights, "variance": first.buffers["net.2.running_var"]}
@@ -273,7 +271,6 @@ class Branching(LeNet):
 
 
 def fit(model: Any, options: dict[str, Any], trainers: int = 1) -> None:
-    torch.set_default_dtype(torch.float64)
     module = model()
     for _ in range(trainers):
         os.environ["WORLD_SIZE"] = "2"  # a Trainer that ends deletes it
@@ -311,7 +308,6 @@ class WithExample(Blocks):
 
 
 def summarised_and_copied() -> list[Any]:
-    torch.set_default_dtype(torch.float64)
     module, told = WithExample(), list[Any]()
     example = module.example_input_array
     make_trainer("fsdp", [], {}, max_epochs=1, enable_model_summary=True).fit(module, module.loader())

@@ -16,7 +16,6 @@ from unittest.mock import patch
 
 import lightning.pytorch as pl
 import pytest
-import torch
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 
@@ -100,7 +99,6 @@ def _place() -> str:
 
 
 def reads(strategy: str, model: str, options: dict[str, Any], trainer_options: dict[str, Any]) -> Counter[str]:
-    torch.set_default_dtype(torch.float64)
     watch = Watch()
     callbacks = [watch, PerformanceMonitor()]
     given = trainer_options | {"max_epochs": 1, "limit_train_batches": LAST + 1, "log_every_n_steps": 1}

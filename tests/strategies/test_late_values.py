@@ -56,7 +56,6 @@ class Reads(Callback):
 
 
 def run(strategy: str, options: dict[str, Any], callbacks: list[Callback], **given: Any) -> L.Trainer:
-    torch.set_default_dtype(torch.float64)
     module = given.pop("kind", Net)()
     module.stop_in_step = given.pop("stop_in_step", None)
     trainer = make_trainer(strategy, callbacks, options, **given)
@@ -185,7 +184,6 @@ class Fails(Net):
 
 
 def read_of_a_lost_stage() -> None:
-    torch.set_default_dtype(torch.float64)
     make_trainer("async", [Reads()], LATE).fit(Fails(), Fails.loader())
 
 
@@ -214,7 +212,6 @@ RUNS = 10  # at most, until one is undisturbed
 
 def begins_and_ends(schedule: str) -> tuple[float, float]:
     """On this rank: when it began its first forward of the last batch, and when it ended the batch before it."""
-    torch.set_default_dtype(torch.float64)
     trainer = make_trainer("sync", [], {"schedule": schedule, "microbatches": 4, "timeline": True}, max_epochs=1)
     trainer.fit(Slow(), Slow.loader())
     spans = trainer.strategy.timeline.spans  # type: ignore[attr-defined]

@@ -234,14 +234,10 @@ def test_norms_of_a_part_are_logged_with_a_warning(launch: Any) -> None:
 def test_what_an_asynchronous_stage_does_itself_is_refused(
     launch: Any, kind: type[Plain], error: str, words: list[str]
 ) -> None:
-    failures = launch(fit_untied, 2, kind, expect_errors=True)
+    failures = launch(fit_all, 2, [partial(kind, tied=False)], "async", expect_errors=True)
     if error == "RuntimeError":  # in an update: the stage that comes there first may end the other one
         failures = [each for each in failures if "PeerLostError" not in each] or failures
     assert_refused(failures, error, words)
-
-
-def fit_untied(kind: type[Plain]) -> None:
-    fit_all([type(kind.__name__, (kind,), {"tied": False})], "async")
 
 
 class Counts(Untied):
@@ -333,7 +329,6 @@ RESUMED = (Edits, Forgets, Looks)
 
 
 def save(layout: str, path: Path, kind: type[Edits] = Edits) -> None:
-    torch.set_default_dtype(torch.float64)
     strategy, settings = LAYOUTS[layout]
     trainer = make_trainer(strategy, [], settings, max_steps=2)
     trainer.fit(kind(), loader(20))
@@ -341,7 +336,6 @@ def save(layout: str, path: Path, kind: type[Edits] = Edits) -> None:
 
 
 def resume(layout: str | None, path: Path) -> list[tuple[Report, int]]:
-    torch.set_default_dtype(torch.float64)
     strategy, settings = LAYOUTS[layout]
     found = []
     for kind in RESUMED:

@@ -87,7 +87,6 @@ class Direct(TwoOptimizers):
 
 
 def fit(model: type[TwoOptimizers], strategy: str = "single", options: dict[str, Any] | None = None) -> Report:
-    torch.set_default_dtype(torch.float64)
     module, trainer = model(), make_trainer(strategy, [], options or {})
     module.seen = []  # what the steps report
     layout = getattr(trainer.strategy, "layout", None)

@@ -22,6 +22,7 @@ GLOBAL_HOOKS = [name for name in vars(modules) if name.startswith("_global_") an
 
 def fit(strategy: str) -> None:
     """A Trainer with another strategy may be given the same precision plugin after it."""
+    torch.set_default_dtype(torch.float32)
     os.environ["WORLD_SIZE"] = os.environ["LOCAL_WORLD_SIZE"]  # a Trainer that ends deletes it
     kind, given = ALL["Mixed"], {"devices": 2} if strategy == "data" else {}
     plugin = None if strategy in ("async", "data") else MixedPrecision("16-mixed", "cpu")

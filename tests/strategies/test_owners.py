@@ -222,7 +222,6 @@ class MadeWithTheModule(Net):
 
 def fit_twice(strategy: str, replicas: int = 1) -> dict[str, Tensor]:
     """The optimizer of the second fit has a state."""
-    torch.set_default_dtype(torch.float64)
     module, trainer = MadeWithTheModule(), make_trainer(strategy, [], {}, max_epochs=1)
     share = trainer.distributed_sampler_kwargs if replicas > 1 else None
     for epochs in (1, 2):
@@ -244,7 +243,6 @@ def test_a_second_fit_goes_on_with_the_state_of_the_first(launch: Any) -> None:
 
 def go_on(kind: str, layout: str | None, epochs: int, read: Path | None, write: Path) -> dict[str, Tensor]:
     """Train on from a checkpoint up to some epochs, and save. The weights of this rank."""
-    torch.set_default_dtype(torch.float64)
     _, strategy, options = LAYOUTS[layout] if layout else (1, "single", {})
     module, trainer = by(kind)(), make_trainer(strategy, [], options, max_epochs=epochs, gradient_clip_val=0.5)
     replicas = replicas_of(layout or "")

@@ -153,7 +153,8 @@ def trained(
     scaler = None if scale is None else GradScaler("cpu", init_scale=scale, growth_interval=growth_interval)
     if scaler is not None:
         given["plugins"] = [MixedPrecision("16-mixed", "cpu", scaler)]
-    torch.set_default_dtype(torch.float64 if scaler is None else torch.float32)  # which is computed with in float16
+    if scaler is not None:
+        torch.set_default_dtype(torch.float32)  # which is computed with in float16
     L.seed_everything(3)
     module, report, fates = MODELS[model](), Report(), list[str]()
     trainer = make_trainer(strategy, [Gradients(report)], options, **{"max_epochs": 3} | given)
@@ -230,7 +231,6 @@ def equal(one: Tensor, other: Tensor) -> bool:
 
 def without_gain() -> list[str]:
     """What is warned of where no stage would go on by itself."""
-    torch.set_default_dtype(torch.float64)
     with texts_of_warnings() as found:
         trainer = make_trainer("sync", [], V | {"microbatches": 1, "post_validation": True}, gradient_clip_val=1.0)
         trainer.fit(Keeping(), Keeping.loader())

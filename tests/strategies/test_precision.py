@@ -21,6 +21,7 @@ class Deep(Net):
     """Five layers with a normalisation, so that autocast has something to decide."""
 
     def build(self) -> None:
+        torch.set_default_dtype(torch.float32)
         self.net = nn.Sequential(
             nn.Linear(WIDTH, 16), nn.LayerNorm(16), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(),
             nn.Linear(16, CLASSES),

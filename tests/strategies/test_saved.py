@@ -81,7 +81,6 @@ def given(seed: int = 5) -> Given:
 
 
 def save_and_resume(layout: str, path: Path) -> list[Report]:
-    torch.set_default_dtype(torch.float64)
     reports = []
     for epochs, resume in ((1, None), (2, path)):
         module = given(5 if resume is None else 6)
@@ -134,7 +133,6 @@ Weights = dict[str, torch.Tensor]
 
 def save_weights_and_validate(layout: str, path: Path) -> tuple[Weights, Weights]:
     """The weights that another module has after it has read the checkpoint, and those that it had before."""
-    torch.set_default_dtype(torch.float64)
     strategy, settings = LAYOUTS[layout]
     trainer = make_trainer(strategy, [], settings, max_epochs=1)
     trainer.fit(LeavesOut(), loader(20))

@@ -126,7 +126,6 @@ TABLES: dict[str, tuple[dict[str, Any], Sequence[Sequence[str]]]] = {
 
 def compare(table: str, stages: int, every: int, start: int, **options: Any) -> dict[str, tuple[str, list[str]]]:
     """Some losses of a table, each with one of its sequences."""
-    torch.set_default_dtype(torch.float64)
     losses, sequences = TABLES[table]
     found = {}
     for i, (name, loss) in enumerate([*losses.items()][::every], start):

@@ -69,7 +69,6 @@ class Counting(Net):
 def fit(
     kind: Callable[[], Net], strategy: str, options: dict[str, Any], predict: bool = False, **given: Any
 ) -> tuple[list[float], Any]:
-    torch.set_default_dtype(torch.float64)
     SEEN.clear()
     report, module = Report(), kind()
     trainer = make_trainer(strategy, [Losses(report)], options, use_distributed_sampler=False, **given)
