@@ -75,8 +75,9 @@ def train(layout: str, flip: tuple[Any, ...], every: int, folder: str) -> tuple[
     callbacks: list[Callback] = [*([Flip(*flip)] if flip else []), ReplicaGuard(every)]
     if folder:
         callbacks.append(ModelCheckpoint(folder, filename="{step}", every_n_train_steps=2, save_top_k=-1))
-    epochs = 12 if flip else 5  # a bit that has flipped ends the run
-    trainer = make_trainer(strategy, callbacks, options, max_epochs=epochs, enable_checkpointing=bool(folder))
+    steps = 12 if flip else 4  # a bit that has flipped ends the run
+    given = {"max_epochs": -1, "max_steps": steps, "enable_checkpointing": bool(folder)}
+    trainer = make_trainer(strategy, callbacks, options, **given)
     error = ""
     try:
         trainer.fit(KINDS[model](), KINDS[model].loader())
