@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Sampler, WeightedRandomSampler
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, WeightedRandomSampler
 
 from lightning_parallel import ResumableDataLoader
 
@@ -29,19 +29,20 @@ def epochs(loader: DataLoader, count: int) -> list[list[int]]:
     return [batch.tolist() for _ in range(count) for batch in loader]
 
 
+KINDS: dict[str, Callable[[], dict[str, Any]]] = {
+    "in order": dict,
+    "workers": lambda: {"shuffle": True, "num_workers": 1},
+    "weighted": lambda: {"sampler": WeightedRandomSampler(torch.ones(10).tolist(), 10)},
+    "own generator": lambda: {"shuffle": True, "generator": torch.Generator().manual_seed(5)},
+    "without batches": lambda: {"shuffle": True, "batch_size": None},
+}
+
+
 def made(kind: str) -> ResumableDataLoader:
-    options: dict[str, Any] = {
-        "in order": {},
-        "shuffled": {"shuffle": True},
-        "workers": {"shuffle": True, "num_workers": 1},
-        "weighted": {"sampler": WeightedRandomSampler(torch.ones(10).tolist(), 10)},
-        "own generator": {"shuffle": True, "generator": torch.Generator().manual_seed(5)},
-        "without batches": {"shuffle": True, "batch_size": None},
-    }[kind]
-    return ResumableDataLoader(Numbers(), **{"batch_size": 3, "collate_fn": torch.tensor, **options})
+    return ResumableDataLoader(Numbers(), **{"batch_size": 3, "collate_fn": torch.tensor, **KINDS[kind]()})
 
 
-@pytest.mark.parametrize("kind", ["in order", "shuffled", "workers", "weighted", "own generator", "without batches"])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("place", [0, 1, 3])
 def test_it_goes_on_where_it_was(kind: str, place: int) -> None:
     torch.manual_seed(0)
@@ -77,11 +78,6 @@ def test_an_epoch_follows_from_the_default_generator() -> None:
     assert found[0] == found[1] != found[2] and found[0][:2] != found[0][2:]
 
 
-class Endless(Sampler):
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(10))
-
-
 class Stream(IterableDataset):
     def __iter__(self) -> Iterator[int]:
         return iter(range(10))
@@ -89,7 +85,7 @@ class Stream(IterableDataset):
 
 @pytest.mark.parametrize(("dataset", "options", "message"), [
     (Stream(), {}, "Stream is an iterable dataset, in which a place can't be found by its number"),
-    (Numbers(), {"sampler": Endless()}, r"The sampler has no length \(__len__\)"),
+    (Numbers(), {"sampler": iter(range(10))}, r"The sampler has no length \(__len__\)"),
 ])  # fmt: skip
 def test_data_without_places_are_refused(dataset: Any, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
