@@ -14,8 +14,9 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 from torch.utils.data import DataLoader
 
 import lightning_parallel as lp
+from lightning_parallel.checkpoint import read_full, read_plain
 from tests.strategies.dealt import dealt
-from tests.strategies.harness import spoil
+from tests.strategies.harness import largest_difference, spoil
 from tests.strategies.saves import SavesIn
 from tools.workers.pool import WorkerPool
 
@@ -163,3 +164,15 @@ class Runs:
             arguments = (self._kind, average, layout, first, middle if first is None else None, end)
             self._validated[end] = self._pool.run(train, LAYOUTS[layout][0], *arguments, init=False)[0]
         return middle, end, self._validated[end]
+
+
+def assert_same(one: Path, other: Path) -> None:
+    """The same weights, counts, optimizer states and schedulers."""
+    assert largest_difference(read_full(one), read_full(other)) < TOLERANCE
+    plain, expected = read_plain(one), read_plain(other)
+    for mine, theirs in zip(plain["optimizer_states"], expected["optimizer_states"], strict=True):
+        assert [group["lr"] for group in mine["param_groups"]] == [group["lr"] for group in theirs["param_groups"]]
+        assert mine["state"].keys() == theirs["state"].keys()
+        for number, state in theirs["state"].items():
+            assert largest_difference(mine["state"][number], state) < TOLERANCE
+    assert plain["global_step"] == expected["global_step"]

@@ -1,4 +1,4 @@
-"""A run that is resumed is the run."""
+"""A run that is resumed is the run, under any layout."""
 
 from __future__ import annotations
 
@@ -11,10 +11,13 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import Tensor
 
-from lightning_parallel.checkpoint.plain import PlainOnDemand
+from lightning_parallel.checkpoint import PlainOnDemand, convert, read_full
+from tests.checkpoint.moved import MOVED, Moved, Runs, assert_same
 from tests.strategies.failures import assert_refused
-from tests.strategies.harness import ALL, STRATEGIES, here, make_trainer
+from tests.strategies.harness import ALL, STRATEGIES, here, largest_difference, make_trainer
+from tests.thorough import thorough
 from tools.workers.pool import WorkerPool
 
 
@@ -62,7 +65,8 @@ def take(path: Path, content: dict[str, Any]) -> None:
     module = ALL["Blocks"]()
     before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
     if torch.distributed.get_rank() == 0:
-        torch.save({"state_dict": before | content, "pytorch-lightning_version": "2.6.6", "loops": {}}, path)
+        given = {name: tensor for name, tensor in (before | content).items() if tensor is not None}
+        torch.save({"state_dict": given, "pytorch-lightning_version": "2.6.6", "loops": {}}, path)
     torch.distributed.barrier()
     is_file, sees = Path.is_file, torch.distributed.get_rank() == 0
     lag = mock.patch.object(Path, "is_file", lambda file: is_file(file) and (sees or file != path))
@@ -73,17 +77,14 @@ def take(path: Path, content: dict[str, Any]) -> None:
         assert all(torch.equal(tensor, before[name]) for name, tensor in here(module).items())
 
 
-@pytest.mark.parametrize(("change", "said"), [
-    ("shape", "has shape (1,) in it and"),
-    ("more", "other.weight is in no rank's model"),
-])  # fmt: skip
 def test_a_plain_checkpoint_of_another_model_is_refused_before_anything_changes(
-    pool: WorkerPool, tmp_path: Path, change: str, said: str
+    pool: WorkerPool, tmp_path: Path
 ) -> None:
-    bias = next(name for name in ALL["Blocks"]().state_dict() if name.endswith("bias"))
-    content = {bias: torch.zeros(1)} if change == "shape" else {"other.weight": torch.zeros(1)}
+    first, *_, last = ALL["Blocks"]().state_dict()
+    content = {first: torch.zeros(1), last: None, "other.weight": torch.zeros(1)}
     failures = pool.run(take, 2, tmp_path / "plain.ckpt", content, expect_errors=True)
-    assert_refused(failures, "ValueError", ["plain.ckpt does not fit the model", said])
+    said = [f"{first} has shape (1,) in it and", f"{last} is missing in it", "other.weight is in no rank's model"]
+    assert_refused(failures, "ValueError", ["plain.ckpt does not fit the model", *said])
 
 
 def save_unrun(strategy: str, ranks: int, path: Path) -> None:
@@ -101,3 +102,58 @@ def test_a_module_that_has_not_run_is_saved_as_by_lightning(
     pool: WorkerPool, tmp_path: Path, strategy: str, ranks: int
 ) -> None:
     pool.run(save_unrun, ranks, strategy, ranks, tmp_path / "begin.ckpt", init=False)
+
+
+# -- under another layout, in the middle of an epoch -------------------------------------------------------------
+
+SYNCHRONOUS = [name for name in MOVED if name != "async2"]
+OFTEN = ["single", "ddp2", "fsdp2 x tp2"]  # targets in every run of the tests
+
+
+class Counting(Moved):
+    """It keeps something that is neither a parameter nor a buffer."""
+
+    counted = 0.0
+
+    def get_extra_state(self) -> Tensor:
+        return torch.tensor(self.counted)
+
+    def set_extra_state(self, state: Tensor) -> None:
+        self.counted = state.item()
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        super().on_train_batch_end()
+        self.counted += 1
+
+
+@pytest.fixture(scope="module")
+def runs(pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    return Runs(pool, tmp_path_factory.mktemp("moves"), Counting)
+
+
+def converted(path: Path) -> Path:
+    """A directory as a plain file."""
+    other = path.with_name(f"{path.stem} converted.ckpt")
+    if not other.exists():
+        convert(path, other)
+    return other
+
+
+@pytest.mark.parametrize("source", ["tp2 x pp2", *thorough(*(name for name in MOVED if name != "tp2 x pp2"))])
+@pytest.mark.parametrize("target", [*OFTEN, *thorough(*(name for name in SYNCHRONOUS if name not in OFTEN))])
+def test_a_run_goes_on_under_another_layout(runs: Runs, source: str, target: str) -> None:
+    middle = runs.run("none", source)[0]
+    # A synchronous run has the numbers of one process. One that began asynchronously goes on as one process does from
+    # there; that process reads the checkpoint's other kind.
+    expected = runs.run("none", "single", None if source in SYNCHRONOUS else converted(middle))
+    assert_same(runs.run("none", target, middle)[1], expected[1])
+
+
+@pytest.mark.parametrize("source", ["ddp2", "async2", *thorough(*(s for s in SYNCHRONOUS if s != "ddp2"))])
+def test_an_asynchronous_run_goes_on_from_another_layout(runs: Runs, source: str) -> None:
+    middle, end, _ = runs.run("none", source)
+    first = runs.run("none", "single")[0] if source in SYNCHRONOUS else converted(middle)
+    found = runs.run("none", "async2", middle)[1]
+    assert_same(found, runs.run("none", "async2", first)[1])
+    if source == "async2":
+        assert largest_difference(read_full(found), read_full(end)) == 0
