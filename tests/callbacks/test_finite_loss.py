@@ -66,7 +66,7 @@ ACCUMULATED, SHORT = {"accumulate_grad_batches": 3}, {"max_steps": 6}
 OTHERS = ("threads", "fully sharded", "tensor", "pipeline", "replicas")
 
 
-@pytest.mark.parametrize(("name", "first", "stop_after", "of_model", "options", "ended", "step"), [
+@pytest.mark.parametrize(("name", "wrong", "stop_after", "of_model", "options", "ended", "step"), [
     # It looks after 3, 6, 9 batches, and late stages end one look later; the error comes before the module's own hook.
     ("single", 4, 3, (), {}, 8, 9), ("ddp", 4, 3, (), {}, 8, 9), ("of stages", 4, 3, (), {}, 11, 12),
     # On one rank only. In a pipeline with two replicas, ranks 0 and 1 are the last stages.
@@ -74,33 +74,28 @@ OTHERS = ("threads", "fully sharded", "tensor", "pipeline", "replicas")
     # Batches count, not updates, and so do the last ones.
     ("single", 0, 5, (), ACCUMULATED, 4, 1), ("asynchronous", 0, 5, (), ACCUMULATED, 9, 3),
     ("ddp", 2, 4, (), SHORT, 6, 6), ("asynchronous", 2, 4, (), SHORT, 6, 6),
+    # Too few in a row.
+    ("ddp", 3, 4, (), SHORT, 6, None), ("asynchronous", 3, 4, (), SHORT, 6, None),
+    ("single", NOT_EACH_THIRD, 3, (), {}, 30, None),
     *thorough(
         *((name, 4, 3, (), {}, 8, 9) for name in OTHERS), ("replicas", 0, 2, (inf, 1), {}, 1, 2),
     ),
 ])  # fmt: skip
-def test_all_ranks_end_after_the_same_batch_with_the_same_error(
-    pool: WorkerPool, name: str, first: int, stop_after: int, of_model: Any, options: Any, ended: int, step: int
+def test_all_ranks_end_after_the_same_batch_with_the_same_error_or_with_none(
+    pool: WorkerPool, name: str, wrong: Any, stop_after: int, of_model: Any, options: Any, ended: int, step: int | None
 ) -> None:
-    given = (name, range(first, 1000), FiniteLoss(stop_after), *of_model)
+    """``wrong``: the batches, or the first of them."""
+    batches_of_nan = range(wrong, 1000) if isinstance(wrong, int) else wrong
+    given = (name, batches_of_nan, FiniteLoss(stop_after), *of_model)
     found = pool.run(train, WORLDS.get(name, 2), *given, init=False, **options)
     batches, errors, said, updates = zip(*found, strict=True)
     assert set(batches) == {ended} and len(set(errors)) == 1
-    assert f"for {stop_after} batches in a row, up to step {step}. Go on from an earlier checkpoint" in errors[0]
     assert len(said[0]) == (not of_model) and not any(said[1:])
+    if step is None:
+        assert errors[0] is None
+        return
+    assert f"for {stop_after} batches in a row, up to step {step}. Go on from an earlier checkpoint" in errors[0]
     assert name not in ("of stages", "asynchronous") or set(updates) == {step}  # they drain before they leave
-
-
-@pytest.mark.parametrize(("name", "wrong", "stop_after", "steps"), [
-    ("ddp", range(3, 1000), 4, 6), ("asynchronous", range(3, 1000), 4, 6), ("single", NOT_EACH_THIRD, 3, 30),
-])  # fmt: skip
-def test_too_few_in_a_row_are_said_once(
-    pool: WorkerPool, name: str, wrong: Container[int], stop_after: int, steps: int
-) -> None:
-    world = WORLDS.get(name, 2)
-    found = pool.run(train, world, name, wrong, FiniteLoss(stop_after), init=False, max_steps=steps)
-    assert [(ended, error, len(said)) for ended, error, said, _ in found] == [
-        (steps, None, int(rank == 0)) for rank in range(world)
-    ]
 
 
 class NoMeetings(Callback):
