@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from lightning_parallel.checkpoint import PlainOnDemand, format, is_checkpoint, read_plain
-from lightning_parallel.checkpoint.agreement import RankSummary, merge_groups, writers
+from lightning_parallel.checkpoint.agreement import RankSummary, agree, merge_groups, writers
 from lightning_parallel.checkpoint.format import save
 from lightning_parallel.checkpoint.keys import OptimizerState, key_in, nearest
 from lightning_parallel.checkpoint.rank_states import optimizer_state
@@ -59,29 +60,14 @@ def path(tmp_path: Path) -> str:
     return str(tmp_path / "runs" / "last.ckpt")
 
 
-def save_misfits(path: str, what: str) -> None:
+def save_drifted(path: str) -> None:
     rank, size = place()
-    arguments = held(rank, size)
-    if what == "drifted":
-        arguments["model"]["a.weight"] = torch.full((2, 3), 1e-7 * rank)
-    elif what == "shape":
-        arguments["model"]["buffer"] = torch.zeros(2 + rank)
-    elif what == "groups" and rank:
-        arguments["optimizers"] = [OptimizerState({}, arguments["optimizers"][0].param_groups[:1])]
-    elif what == "optimizers" and rank:
-        arguments["optimizers"] = []
-    save(path, **arguments)
+    save_here(path, model=held(rank, size)["model"] | {"a.weight": torch.full((2, 3), 1e-7 * rank)})
 
 
-@pytest.mark.parametrize(("what", "words"), [
-    ("drifted", ["Copies of one parameter differ", "a.weight"]),
-    ("shape", ["model/buffer is"]),
-    ("groups", ["[2, 1] parameter groups"]),
-    ("optimizers", ["[1, 0] optimizers"]),
-])  # fmt: skip
-def test_ranks_that_disagree_are_refused_on_all(pool: WorkerPool, path: str, what: str, words: list[str]) -> None:
-    failures = pool.run(save_misfits, 2, path, what, expect_errors=True)
-    assert_refused(failures, "RuntimeError" if what == "drifted" else "ValueError", words)
+def test_copies_that_have_drifted_apart_are_refused_on_all_ranks(pool: WorkerPool, path: str) -> None:
+    failures = pool.run(save_drifted, 2, path, expect_errors=True)
+    assert_refused(failures, "RuntimeError", ["Copies of one parameter differ", "a.weight"])
     assert not is_checkpoint(path)
 
 
@@ -142,11 +128,22 @@ def test_options_that_are_tensors_merge_where_they_are_equal() -> None:
         merge_groups([groups, others], [])
     with pytest.raises(ValueError, match="maximize"):  # one that a rank lacks is no None of another
         merge_groups([[{"params": ["a"], "maximize": None}], [{"params": ["b"]}]], [])
+    with pytest.raises(ValueError, match=r"\[2, 1\] parameter groups"):
+        merge_groups([groups * 2, groups], [])
 
 
 def summary(sizes: dict[str, int]) -> RankSummary:
     """Of a rank that holds tensors of these sizes, by key."""
     return RankSummary({key: ((size,), torch.int8) for key, size in sizes.items()}, {}, [], [], {})
+
+
+@pytest.mark.parametrize(("ranks", "said"), [
+    ([summary({"model/buffer": 2}), summary({"model/buffer": 3})], "model/buffer is"),
+    ([replace(summary({}), param_groups=[[{"params": []}]]), summary({})], r"\[1, 0\] optimizers"),
+])  # fmt: skip
+def test_ranks_that_disagree_are_refused(ranks: list[RankSummary], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        agree(ranks, [])
 
 
 def test_a_rank_that_has_more_of_its_own_writes_less_of_what_is_shared() -> None:
