@@ -170,7 +170,6 @@ def test_averages_of_the_users_own_are_those_of_one_process(pool: WorkerPool, wh
 @pytest.mark.parametrize(("where", "layout", "error"), [
     ("module", "pp2", ["ValueError", "average.n_averaged"]),
     ("module", "tp2", ["ValueError", "average", "AveragedModel", "first.up.weight"]),
-    ("callback", "fsdp2", ["RuntimeError", "can't be copied"]),
     ("callback", "async2", ["ValueError", "InCallback.average", "EMAWeightAveraging"]),
 ])  # fmt: skip
 def test_averages_of_the_users_own_fail_otherwise(pool: WorkerPool, where: str, layout: str, error: list[str]) -> None:
