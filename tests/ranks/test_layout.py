@@ -10,46 +10,21 @@ import pytest
 from lightning_parallel.ranks.layout import Layout, Size
 
 NAMES = ("pipeline", "data", "tensor")
-SHAPES = [(4, 1, 1), (2, 2, 2), (1, 3, 2)]
-
-
-def places(pipeline: int, data: int, tensor: int) -> list[Layout]:
-    world = pipeline * data * tensor
-    return [Layout.resolve(world, rank, pipeline=pipeline, data=data, tensor=tensor) for rank in range(world)]
 
 
 def test_the_rank_order_is_the_docstrings_table() -> None:
-    layouts = places(2, 2, 2)
-    assert [place.stage for place in layouts] == [1, 1, 1, 1, 0, 0, 0, 0]
-    assert [place.index("data") for place in layouts] == [0, 0, 1, 1, 0, 0, 1, 1]
-    assert [place.index("tensor") for place in layouts] == [0, 1, 0, 1, 0, 1, 0, 1]
+    layouts = Layout.resolve(12, pipeline=2, data=3, tensor=2).everyone()
+    coordinates = [tuple(place.index(name) for name in NAMES) for place in layouts]
+    assert coordinates == [*product([1, 0], range(3), range(2))]
+    for seen_from, (rank, (stage, data, tensor)) in product(layouts, enumerate(coordinates)):
+        assert seen_from.rank_at(pipeline=stage, data=data, tensor=tensor) == rank
+    # In the axis's order, not in that of ranks. What isn't given is as on this rank.
+    assert [layouts[3].peers(name) for name in NAMES] == [[9, 3], [1, 3, 5], [2, 3]]
     # Ranks that hold one copy of the model differ on the axes that split it.
-    assert [place.model_peers() for place in layouts] == 2 * (2 * [[0, 1, 4, 5]] + 2 * [[2, 3, 6, 7]])
-    assert layouts[7].describe(7) == "stage 0, replica 1, shard 1 (rank 7)"
-    assert Layout.resolve(4, pipeline=2, data=2).describe(3) == "stage 0, replica 1 (rank 3)"
+    assert [place.model_peers() for place in layouts[::2]] == 2 * [[0, 1, 6, 7], [2, 3, 8, 9], [4, 5, 10, 11]]
+    assert layouts[3].coordinate == "pp1.dp1.tp1"
+    assert layouts[3].describe(11) == "stage 0, replica 2, shard 1 (rank 11)"
     assert Layout.resolve(4, data=4).describe(3) == "stage 0, replica 3 (rank 3)"
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-def test_a_coordinate_and_a_rank_name_each_other_and_peers_differ_along_one_axis(shape: tuple[int, int, int]) -> None:
-    layouts = places(*shape)
-    coordinates = [(place.stage, place.index("data"), place.index("tensor")) for place in layouts]
-    assert coordinates[0] == (shape[0] - 1, 0, 0) and layouts[-1].stage == 0  # the last stage is on rank 0
-    assert sorted(coordinates) == sorted(product(*map(range, shape)))
-    for seen_from, (_, own_data, own_tensor) in zip(layouts, coordinates, strict=True):
-        assert seen_from.rank_at() == seen_from.rank
-        for place, (stage, data, tensor) in zip(layouts, coordinates, strict=True):
-            assert seen_from.rank_at(pipeline=stage, data=data, tensor=tensor) == place.rank
-            assert seen_from.at(place.rank) == place
-            if (data, tensor) == (own_data, own_tensor):  # what it is not told is as on this rank
-                assert seen_from.rank_at(pipeline=stage) == place.rank
-        for axis in NAMES:
-            peers = seen_from.peers(axis)
-            assert seen_from.rank in peers and len(peers) == seen_from.size(axis)
-            assert all(seen_from.at(peer).peers(axis) == peers for peer in peers)
-    assert len({place.coordinate for place in layouts}) == len(layouts)
-    stages = [layouts[0].at(rank).stage for rank in layouts[0].peers("pipeline")]
-    assert stages == list(range(shape[0]))  # in the axis's order, not in that of ranks
 
 
 @pytest.mark.parametrize(("world", "sizes", "expected"), [
