@@ -110,14 +110,6 @@ def products() -> list[nn.Module]:
     return [nn.Linear(256, 256) for _ in range(4)]
 
 
-class Manual(Blocks):
-    """Optimizes by itself."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-
-
 # -- time ----------------------------------------------------------------------------------------------------------
 
 
@@ -169,8 +161,7 @@ def test_halves_of_a_backward_are_timed() -> None:
     rows = plan(sleepers(*[0.005] * 4), torch.randn(8, 4), devices=2).rows
     asleep = next(row.chunks for row in rows if row.strategy == "pipeline_zbv")
     assert all(chunk.first > 0.9 for chunk in asleep[1:])
-    halves = sleepers()
-    halves.layers.extend(Halves(0.005) for _ in range(4))
+    halves = Layers(*(Halves(0.005) for _ in range(4)))
     found = next(row.chunks for row in plan(halves, torch.randn(8, 4), devices=2).rows if row.choice.is_pipeline)
     assert found[-1].first == pytest.approx(0.5, abs=1e-3)
 
@@ -253,7 +244,9 @@ def test_what_does_not_fit_is_tried_with_sharded_replicas_and_checkpointing() ->
 
 
 def test_refusals_name_what_is_in_the_way() -> None:
-    manual = plan(Manual(), Manual.batches()[0], devices=2, device="h100")
+    by_hand = Blocks()
+    by_hand.automatic_optimization = False
+    manual = plan(by_hand, Blocks.batches()[0], devices=2, device="h100")
     assert {row.strategy for row in manual.rows} == {"ddp", "fully_sharded", "tensor_parallel"}
     assert "automatic_optimization" in manual.refused["pipeline_1f1b, 2 stages"]
     tied = plan(Words(), Words.batches()[0], devices=2, device="h100")
@@ -367,10 +360,10 @@ def test_groups_across_nodes_are_as_fast_as_the_network() -> None:
     assert device.message(size) < device.message(size, distance=8)
 
 
-def test_a_thousand_devices_are_planned_without_memory() -> None:
-    found = plan(Pairs(), torch.randn(1024, 1024), devices=1024, device="h100", memory="80GiB")
+def test_several_nodes_are_planned_without_memory() -> None:
+    found = plan(Pairs(), torch.randn(64, 1024), devices=64, device="h100", memory="80GiB")
     assert {1, 8} <= {row.choice.tensor for row in found.rows}
-    assert {row.choice.stages * row.choice.data * row.choice.tensor for row in found.rows} == {1024}
+    assert {row.choice.stages * row.choice.data * row.choice.tensor for row in found.rows} == {64}
     assert not found.best.choice.is_late
 
 
