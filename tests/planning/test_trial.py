@@ -17,7 +17,6 @@ from torch.multiprocessing import start_processes  # type: ignore[attr-defined]
 
 from lightning_parallel import plan
 from lightning_parallel.comparison import timing
-from tests.thorough import thorough
 from tools.faults.models import Blocks
 from tools.workers.pool import WorkerPool
 
@@ -38,23 +37,17 @@ class FailsInDDP(Blocks):
 
 
 @pytest.fixture
-def start_method() -> str:
-    return "forkserver"
-
-
-@pytest.fixture
-def started(pool: WorkerPool, monkeypatch: pytest.MonkeyPatch, start_method: str) -> None:
+def started(pool: WorkerPool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks are forked from the pool's server, which has imported all that they need; users' import it anew."""
     pool.run(os.getpid, 1, init=False)  # starts the server
 
     def start(*args: Any, **kwargs: Any) -> Any:
-        return start_processes(*args, **kwargs | {"start_method": start_method})
+        return start_processes(*args, **kwargs | {"start_method": "forkserver"})
 
     monkeypatch.setattr(timing.torch_multiprocessing, "start_processes", start)
 
 
 @pytest.mark.usefixtures("started", "untimed")
-@pytest.mark.parametrize("start_method", ["forkserver", *thorough("spawn")])
 def test_the_best_are_run_and_ranked_and_one_that_fails_is_refused_with_its_error() -> None:
     found = plan(FailsInDDP(), FailsInDDP.batches()[0], devices=2, measure=2)
     assert "no luck on rank 1" in found.refused["ddp, 2 replicas"]
