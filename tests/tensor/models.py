@@ -34,7 +34,6 @@ LLAMA: dict[str, Any] = TOKENS | {
 }  # fmt: skip
 
 llama = partial(of_transformers, "Llama", **LLAMA)
-phi3 = partial(of_transformers, "Phi3", **LLAMA, resid_pdrop=0.0, embd_pdrop=0.0)
 gpt2 = partial(
     of_transformers, "GPT2", "LMHeadModel", n_layer=2, n_embd=12, n_head=6, vocab_size=VOCABULARY, n_positions=TIME,
     resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=0, eos_token_id=0, use_cache=False,

@@ -19,7 +19,7 @@ from lightning_parallel.tensor_plans.sharding import shard_module
 from lightning_parallel.tensor_plans.style import Style
 from lightning_parallel.tensor_plans.styles import Column, Divide, SharedHeads, read_style
 from tests.tensor.helpers import ranks
-from tests.tensor.models import LLAMA, GainStyle, Loss, gpt, gpt2, llama, of_transformers, phi3
+from tests.tensor.models import LLAMA, GainStyle, Loss, gpt, gpt2, llama, of_transformers
 
 
 class Hooked(nn.Module):
@@ -39,7 +39,6 @@ def test_the_argument_goes_before_the_hook_and_that_before_what_transformers_bri
     plan = find_plan(Loss(llama()))
     assert plan["model.model.layers.*.self_attn.q_proj"] == "column" and plan["model.lm_head"] == "column_gather"
     assert plan["model.model.layers.*.mlp.down_proj"] == "row" and plan["model.model.embed_tokens"] == "embedding"
-    assert find_plan(phi3())["model.layers.*.mlp.down_proj"] == "row_split"
     assert find_plan(llama().model)["layers.*.self_attn.q_proj"] == "column"  # type: ignore[arg-type]
 
 
@@ -58,11 +57,6 @@ def test_embeddings_that_scale_stay_whole_with_the_head_tied_to_them() -> None:
         assert ("model.lm_head" in plan) != tied
         assert plan["model.model.layers.*.mlp.up_proj"] == "column"
         assert shard_module(Loss(model), plan, ranks(2)).shards
-
-
-def test_a_star_is_one_whole_part_of_a_name() -> None:
-    names = [rule.name for rule in resolve(Hooked(), {"blocks.*.in": "column"})]
-    assert names == [f"blocks.{i}.in" for i in range(12)]
 
 
 def test_without_a_plan_the_layers_are_named() -> None:
