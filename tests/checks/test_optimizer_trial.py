@@ -117,7 +117,7 @@ CASES: dict[str, tuple[Make, dict[str, Verdict]]] = {
         lambda params: optimizers.NeverEmpty(matrices_of(params)),
         {"tensor": "NeverEmpty under SomeStrategy: .*it fails there: RuntimeError"},
     ),
-    "Prodigy": (optimizers.Prodigy, BY_ALL),
+    "Prodigy": (optimizers.Prodigy, BY_ALL | {"data": set()}),  # not tried where each rank has all
     "NormedSGD": (optimizers.NormedSGD, BY_ALL),
     "SAM": (lambda params: optimizers.SAM(params, torch.optim.SGD, lr=0.1), BY_ALL | {"tensor": "SAM .*2.*fails"}),
 }  # fmt: skip
@@ -139,12 +139,6 @@ def test_a_trial_says_what_steps_wholes_and_what_is_refused(name: str, where: st
 def test_what_cannot_be_tried_is_warned_of_and_goes_on() -> None:
     with pytest.warns(UserWarning, match="SparseAdam .*SomeStrategy"):
         tried(of_torch("SparseAdam"), "tensor")
-
-
-def test_no_optimizer_is_tried_where_each_rank_has_all() -> None:
-    model = Model()
-    layout = Layout.resolve(2, data=2)
-    assert not stepped_whole(optimizers.Prodigy(model.parameters()), LocalModel.of(model), layout, "SomeStrategy")
 
 
 @pytest.mark.parametrize("name", ["AdamW", "ScheduleFree", "Lookahead", "state-at-first"])

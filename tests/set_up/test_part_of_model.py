@@ -16,7 +16,6 @@ from torchmetrics import MeanMetric
 from lightning_parallel.absent.tensor import AbsentTensor
 from lightning_parallel.set_up.part_of_model import move_others
 from tests.strategies.harness import ALL, complete, here, make_trainer
-from tests.thorough import thorough
 from tools.workers.pool import WorkerPool
 
 
@@ -53,7 +52,7 @@ def call_afterwards(strategy: str) -> int:
     return trainer.global_step
 
 
-@pytest.mark.parametrize("strategy", ["async", "fsdp", *thorough("sync")])
+@pytest.mark.parametrize("strategy", ["async", "fsdp"])
 def test_a_module_says_what_it_is_when_it_is_called_and_can_be_trained_again(pool: WorkerPool, strategy: str) -> None:
     assert all(steps > 0 for steps in pool.run(call_afterwards, 2, strategy, init=False))
 
