@@ -23,6 +23,7 @@ class Net(L.LightningModule):
         self.layer = nn.Linear(2, 2)
         self.teacher = nn.Linear(2, 2).requires_grad_(False)
         self.did: list[Any] = []
+        self.trainer = L.Trainer(max_epochs=1, logger=False, accelerator="cpu")
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         return self.layer(batch).sum()
@@ -47,18 +48,11 @@ class Hooked(Net):
         self.did.append(("end", outputs, self.trainer.global_step))
 
 
-def looked_at(module: Net) -> Any:
-    trainer = L.Trainer(max_epochs=1, logger=False, accelerator="cpu")
-    module.trainer = trainer
-    hooks = StepHooks(module, torch.ones(3, 2))
-    hooks("an output")
-    assert module.trainer is trainer
-    return hooks
-
-
 def test_each_runs_as_far_as_it_only_reads_the_trainer() -> None:
     module = Hooked()
-    looked_at(module)
+    trainer = module.trainer
+    StepHooks(module, torch.ones(3, 2))("an output")
+    assert module.trainer is trainer
     assert module.did == [("start", 3, 0), "step", ("end", {"loss": "an output"}, 0)]
 
 
@@ -67,19 +61,15 @@ class Averages(Net):
 
     def __init__(self) -> None:
         super().__init__()
-        self.net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-        self.average = AveragedModel(self.net, multi_avg_fn=get_ema_multi_avg_fn(0.9))
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return self.net(batch).sum()
+        self.layer = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        self.average = AveragedModel(self.layer, multi_avg_fn=get_ema_multi_avg_fn(0.9))
 
     def on_train_batch_end(self, *args: Any) -> None:
-        self.average.update_parameters(self.net)
+        self.average.update_parameters(self.layer)
 
 
 def test_the_count_of_torch_s_averages_has_to_be_on_each_stage() -> None:
     module, batch = Averages(), torch.ones(3, 2)
-    module.trainer = L.Trainer(max_epochs=1, logger=False, accelerator="cpu")
     hooks = StepHooks(module, batch)
     parts = partition(module, partial(module.training_step, batch, 0), 2, hooks=hooks)
     (stage,) = {0, 1} - {*parts.holders_of("average.n_averaged")}
@@ -106,7 +96,6 @@ class Follows(Net):
 
 def test_hooks_may_use_what_every_stage_has_and_call_layers() -> None:
     module, batch = Follows(), torch.ones(3, 2)
-    module.trainer = L.Trainer(max_epochs=1, logger=False, accelerator="cpu")
     step, hooks = partial(module.training_step, batch, 0), StepHooks(module, batch)
     seen = trace(module, {id(module.layer): "layer", id(module.teacher): "teacher"}, step, hooks=hooks)
     assert [call.unit for call in seen.calls] == ["layer"]
