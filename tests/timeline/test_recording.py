@@ -12,13 +12,7 @@ from lightning_parallel.schedules.generators import gpipe
 from lightning_parallel.schedules.named import SCHEDULES, asynchronous
 from lightning_parallel.schedules.simulate import simulate
 from lightning_parallel.timeline import recording
-from lightning_parallel.timeline.recording import (
-    Span,
-    Timeline,
-    measured_bubble,
-    report,
-    utilisation,
-)
+from lightning_parallel.timeline.recording import Span, Timeline, measured_bubble, report, utilisation
 from tests.pipeline.recordings import joined, later, rows_of
 
 
