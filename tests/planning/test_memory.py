@@ -68,6 +68,7 @@ def counted(model: str, choice: Choice, devices: int) -> dict[str, int]:
     ("AdamBlocks", "fully_sharded", 2, 2, 1),
     ("Words", "pipeline_interleaved", 2, 1, 1),
     ("Words", "tensor_parallel", 2, 1, 2),
+    ("AdamBlocks", "pipeline_1f1b", 4, 1, 2),
     ("AdamBlocks", "pipeline_1f1b", 4, 2, 1),  # fully sharded
     ("AdamBlocks", "pipeline_1f1b", 4, 2, 2),  # in one stage
 ])  # fmt: skip
