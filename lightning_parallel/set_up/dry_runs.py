@@ -66,14 +66,14 @@ class DryRuns:
             count: how often the step will be called for one batch.
 
         Returns:
-            The flow; None if there is one stage, one call, and layers run as in one process.
+            The flow; None if there is one chunk, one call, and layers run as in one process.
 
         Raises:
             RuntimeError: on all ranks, if the step can't be run in stages. Or it changes its batch, and would do so
                 once for each of a stage's chunks.
             ValueError: on all ranks, if layers change their parameters in a way that can't be as in one process.
         """
-        if self._group.size() == 1 and count == 1 and self._stages.has_plain_layers:
+        if self._stage.partition.chunks == 1 and count == 1 and self._stages.has_plain_layers:
             return None
         if kind not in self._flows:
             layers = self._stages.fully_sharded

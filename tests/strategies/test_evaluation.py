@@ -38,17 +38,18 @@ class Skips(Net):
     test_step = validation_step
 
 
-def evaluate(strategy: str) -> list[Any]:
-    trainer, module = make_trainer(strategy, []), Skips()
+def evaluate(strategy: str, options: dict[str, Any] | None = None) -> list[Any]:
+    trainer, module = make_trainer(strategy, [], options), Skips()
     loaders = [loader(8, 4, 5 + i) for i in range(4)]
     results = [trainer.validate(module, loaders, verbose=False), trainer.test(module, loaders, verbose=False)]
     return [value for result in results for metrics in result for value in metrics.items()]
 
 
-def test_each_loader_s_step_has_what_crosses_the_cuts_in_it(launch: Any) -> None:
+@pytest.mark.parametrize(("stages", "options"), [(4, {}), (1, {"microbatches": 2, "schedule": "zbv"})])
+def test_each_loader_s_step_has_what_crosses_the_cuts_in_it(launch: Any, stages: int, options: dict[str, Any]) -> None:
     expected = launch(evaluate, 1, "single")[0]
     assert len(dict(expected)) == 4
-    for found in launch(evaluate, 4, "sync"):
+    for found in launch(evaluate, stages, "sync", options):
         assert [name for name, _ in found] == [name for name, _ in expected]
         assert [value for _, value in found] == pytest.approx([v for _, v in expected], rel=0, abs=1e-12)
 
