@@ -23,6 +23,7 @@ class Recomputed:
         self._layer, self._forward = layer, forward
         self._written: list[_Place] | None = None  # where the tensors are that the first run has written to
 
+    @torch.compiler.disable  # a compiled model or layer around it can't trace torch's checkpoint with a context
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return self._forward(*args, **kwargs)

@@ -158,14 +158,15 @@ def test_loss_and_gradients_equal_the_whole_models(kind: type[Net], recompute: b
     assert_equal_to_the_whole(kind(), step, 4, **BLOCKS, balance="layers", recompute=recompute)
 
 
-def test_a_compiled_step_equals_the_whole_models() -> None:
+@pytest.mark.parametrize("recompute", [False, True])
+def test_a_compiled_step_equals_the_whole_models(recompute: bool) -> None:
     def compiled(model: Any) -> Any:
         return torch.compile(model.step, backend="aot_eager")(X)
 
     torch.compiler.reset()
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message="Dynamo does not know")  # our own code is none for it
-        assert_equal_to_the_whole(UNet(), compiled, 2, **BLOCKS)
+        assert_equal_to_the_whole(UNet(), compiled, 2, **BLOCKS, recompute=recompute)
 
 
 class Changes(Net):
