@@ -46,7 +46,7 @@ from lightning_parallel.cuts.partition import Partition
 from lightning_parallel.interception import Interception, LeaveStep, can_intercept
 from lightning_parallel.messages.arrival import Arrival
 from lightning_parallel.pipeline.forward_pass import Cuts, ForwardPass
-from lightning_parallel.private.torch.modules import forward_hooks
+from lightning_parallel.private.torch.modules import first_forward_hook, forward_hooks
 from lightning_parallel.ranks.local_model import saved_buffers
 from lightning_parallel.seeding import Generators, mix
 from lightning_parallel.tracing.trace import Call
@@ -81,6 +81,7 @@ class Stage:
         self._generators = Generators(device)
         self.cuts = {chunk: Cuts(self._flow, partition, chunk) for chunk in self.chunks}
         self._wanted = set[str]()  # the modules with outputs that a later chunk needs
+        self._first_hooks: dict[str, Callable[..., None]] = {}  # of the units among them that are here
         self._own = {name for name in partition.units if index in partition.stages_with(name)}
         # While another chunk runs, this stage's own units answer too, without their values.
         self._absent = {name: AbsentForward(unit, name, name in self._own) for name, unit in self._units.items()}
@@ -186,8 +187,9 @@ class Stage:
 
     def _install_for_flow(self) -> None:
         """Put hooks on the units whose outputs are to be kept, and on the modules inside transparent units."""
-        for name in self._wanted & self._own:
-            self._for_flow.after(self._units[name], partial(self._returned, name), first=True)
+        self._first_hooks = {name: partial(self._returned, name) for name in self._wanted & self._own}
+        for name, hook in self._first_hooks.items():
+            self._for_flow.after(self._units[name], hook, first=True)
         for name in self._flow.transparent & self._units.keys():
             for short, part in self._units[name].named_modules():
                 inner = f"{name}.{short}"
@@ -262,6 +264,11 @@ class Stage:
             return
         call, cuts = self._running[name][1], self._pass.cuts
         if call in cuts.wanted:
+            if first_forward_hook(unit) is not self._first_hooks[name]:
+                raise RuntimeError(
+                    f"A forward hook was registered on '{name}' in mid-training with prepend=True: it would run on "
+                    f"this stage and once more on the next one. Register it before training, or without prepend."
+                )
             # Two hooks are this stage's. The user's come after this one, and may write to the output.
             self._pass.keep(call, output, copied=call != cuts.last or forward_hooks(unit) > 2)
 

@@ -143,6 +143,18 @@ def test_a_hook_on_the_gradient_of_what_crosses_a_cut_is_refused(launch: Any) ->
     assert all(isinstance(text, Failure) for text in failures)
 
 
+class HookedLater(Net):
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 1:
+            for layer in self.net:
+                layer.register_forward_hook(lambda layer, args, output: output * 1.5, prepend=True)
+
+
+def test_a_hook_that_would_run_on_two_stages_is_refused(launch: Any) -> None:
+    failures = launch(fit, 2, HookedLater, "sync", expect_errors=True, timeout=LIMIT)
+    assert any("RuntimeError: A forward hook was registered on 'net." in str(text) for text in failures)
+
+
 class Keeps(Net):
     """Keeps parameters, or their ids, as a list of pairs, a dictionary or a set. A second run keeps the parts."""
 

@@ -46,6 +46,11 @@ def forward_hooks(module: nn.Module) -> int:
     return len(module._forward_hooks)
 
 
+def first_forward_hook(module: nn.Module) -> Any:
+    """The hook that sees this module's outputs before all others; None if there is none."""
+    return next(iter(module._forward_hooks.values()), None)
+
+
 def move_forward_hooks(old: nn.Module, new: nn.Module) -> None:
     """Move the hooks on a module's outputs to another module. The handles that remove them keep working."""
     for name in ("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called"):
