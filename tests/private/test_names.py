@@ -21,7 +21,7 @@ ELSEWHERE: dict[str, dict[str, str]] = {
         "checkpoint/test_reading.py": "METADATA_CLASSES",
         "checks/test_optimizer_trial.py": "hooks_of_all_optimizers_left_out",
         "cuts/test_one_sided.py": "VALUE_OF",
-        "gradients/test_clipping.py": "norms_of scale_all",
+        "gradients/test_averaging.py": "norms_of scale_all",
         "losses/test_graph.py": "shape_of_result shape_of_operand like_edge",
         "messages/test_channel.py": "enable_recording",
         "pipeline/test_staleness.py": "differences lerp_all",
@@ -38,7 +38,7 @@ ELSEWHERE: dict[str, dict[str, str]] = {
         "test_disk_offload.py": "makes_memory is_zero_tensor",
         "test_interception.py": "forward_hooks",
         "test_local_replicas.py": "parameters_of buffers_of modules_of shallow_copy is_compiled",
-        "tracing/test_operations.py": "ATTENTION_ON_CPU",
+        "tracing/test_trace.py": "ATTENTION_ON_CPU",
     },
     "lightning": {
         "callbacks/test_averages.py": "copy_of_module are_known_functions walks leave_out_schedulers",

@@ -7,6 +7,7 @@ the difference: what is left to compare is where the values went.
 from __future__ import annotations
 
 import csv
+import os
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from lightning.pytorch.callbacks import (
 )
 from lightning.pytorch.loggers import CSVLogger
 
+from tests.strategies.failures import LIMIT, assert_lost, assert_refused
 from tests.strategies.observed import Net, Observed, Reader, loader, make_trainer
 from tests.thorough import thorough
 from tools.workers.pool import WorkerPool
@@ -197,3 +199,97 @@ def test_callbacks_and_schedulers_decide_on_every_rank_as_in_a_single_process(
     for rank, decided in enumerate(found):
         assert_same(decided, expected, f"rank {rank}")
     assert {path.name for path in (tmp_path / "many").iterdir()} == {*kept}
+
+
+# -- code that runs on the last stage alone meets nobody ---------------------------------------------------------------
+
+
+class Saves(Net):
+    """Saves where other ranks never come."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        self.trainer.save_checkpoint("here.ckpt")
+        return loss
+
+
+class SavesLater(Net):
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.logits_and_loss(batch)
+
+    def on_validation_epoch_end(self) -> None:
+        self.trainer.save_checkpoint("here.ckpt")
+
+
+def fit_saving(strategy: str, kind: type[Net]) -> None:
+    make_trainer(strategy, []).fit(kind(), loader(), loader(8, 4, 5))
+
+
+@pytest.mark.parametrize(("strategy", "kind", "place"), [
+    ("sync", Saves, "training_step"), ("async", SavesLater, "on_validation_epoch_end"),
+])  # fmt: skip
+def test_a_checkpoint_where_not_all_ranks_meet_is_refused(
+    pool: WorkerPool, strategy: str, kind: type[Net], place: str
+) -> None:
+    last, *others = pool.run(fit_saving, 2, strategy, kind, init=False, expect_errors=True, timeout=LIMIT)
+    assert_refused([last], "RuntimeError", ["A checkpoint needs every rank", place, "callback"])
+    assert_lost(others)
+
+
+def log_directory(strategy: str) -> list[str | None]:
+    seen: list[str | None] = []
+
+    class Looks(Net):
+        def on_train_epoch_end(self) -> None:
+            seen.append(self.trainer.log_dir)
+
+    make_trainer(strategy, [], max_epochs=1, default_root_dir="runs").fit(Looks(), loader())
+    return seen
+
+
+def test_the_log_directory_may_be_asked_for_where_only_the_last_stage_is(pool: WorkerPool) -> None:
+    last, first = pool.run(log_directory, 2, "sync", init=False, timeout=LIMIT)
+    assert [os.path.basename(str(path)) for path in last] == ["runs"]
+    assert first == []
+
+
+# -- what callbacks are given ------------------------------------------------------------------------------------------
+
+
+class Returns(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        logits, loss = self.logits_and_loss(batch)
+        correct = (logits.argmax(-1) == batch[1]).double()
+        return {
+            "loss": loss.reshape(1),
+            "logits": logits,
+            "both": (correct.mean(), correct),
+            "batch": batch_idx,
+            "none": None,
+        }
+
+
+class Keeps(Callback):
+    def __init__(self) -> None:
+        self.outputs: list[Any] = []
+
+    def on_train_batch_end(self, trainer: L.Trainer, module: Any, outputs: Any, *args: Any) -> None:
+        self.outputs.append(outputs)
+
+
+def outputs_of(strategy: str) -> list[Any]:
+    torch.set_default_dtype(torch.float64)
+    keeps = Keeps()
+    options = {"microbatches": 3}  # of 2, 1 and 1 samples
+    make_trainer(strategy, [keeps], options, max_epochs=1).fit(Returns(moves=False), loader())
+    return keeps.outputs
+
+
+def test_the_output_of_training_step_is_that_of_the_whole_batch(pool: WorkerPool) -> None:
+    (expected,) = pool.run(outputs_of, 1, "single", init=False)
+    assert len(expected) == 3
+    for strategy in ("sync", "async"):
+        for mine, whole in zip(pool.run(outputs_of, 2, strategy, init=False)[0], expected, strict=True):
+            assert not mine["loss"].requires_grad
+            mine["loss"] = mine["loss"].reshape(1)
+            assert_same(mine, whole, strategy)

@@ -9,14 +9,18 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor, nn
+from torch.utils.flop_counter import flop_registry
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from lightning_parallel.absent.tensor import AbsentValueError
 from lightning_parallel.cuts.layers import Layers
 from lightning_parallel.seeding import random_state
 from lightning_parallel.tracing.dry_run import trace
+from lightning_parallel.tracing.operations import OperationsNoted
+from lightning_parallel.tracing.plain_values import attribute_uses
 from lightning_parallel.tracing.trace import Trace
 from tests.pipeline.nets import Net, UNet
 
@@ -113,3 +117,64 @@ def test_what_a_step_says_of_guessed_values_is_not_heard(capsys: pytest.CaptureF
         warnings.simplefilter("always")
         trace(model, {id(model): "model"}, step, beyond=True)
     assert not caught and not capsys.readouterr().out
+
+
+# -- what it costs -----------------------------------------------------------------------------------------------------
+
+
+def test_products_count() -> None:
+    with OperationsNoted() as noted, torch.no_grad():
+        nn.Linear(4, 3, bias=False)(torch.ones(5, 4)).relu()
+    assert noted.flops == 2 * 5 * 4 * 3
+
+
+def test_attention_on_a_cpu_counts() -> None:
+    q, k = torch.ones(2, 8, 3, 4), torch.ones(2, 8, 5, 4)
+    with OperationsNoted() as noted, torch.no_grad():
+        F.scaled_dot_product_attention(q, k, k)
+    assert noted.flops == 2 * (2 * 2 * 8 * 3 * 5 * 4)
+
+
+def test_a_formula_that_a_user_adds_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(flop_registry, torch.ops.aten.sin, lambda *_, **__: 7)
+    with OperationsNoted() as noted:
+        torch.ones(3).sin()
+    assert noted.flops == 7
+
+
+def test_results_count_but_for_views_and_what_is_changed_in_place() -> None:
+    layer, x = nn.Linear(4, 3, bias=False), torch.ones(2, 5, 4)
+    with OperationsNoted() as noted, torch.no_grad():
+        y = layer(x)  # three dimensions: a matmul of a view
+        y.transpose(0, 1)
+        y.add_(1)
+        y.exp()
+    assert noted.nbytes == 2 * (2 * 5 * 3 * 4)
+
+
+# -- uses of attributes ------------------------------------------------------------------------------------------------
+
+
+class Wrapped(nn.Linear):
+    """Has one of the two methods itself, and inherits from a class that is watched, too."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+
+
+def test_uses_are_told_in_their_order_and_classes_are_as_before() -> None:
+    modules, told = [Wrapped(2, 2), nn.Linear(2, 2)], []
+    before = [dict(vars(kind)) for kind in (Wrapped, nn.Linear)]
+    for module in modules:
+        module.value, module.other = 1, 2
+        module.register_buffer("count", torch.zeros(()))
+    with pytest.raises(KeyError), attribute_uses(modules[:1], lambda *use: told.append(use)):
+        for module in modules:
+            module.value += module.other  # type: ignore[operator]
+            module.count += 1  # type: ignore[operator]
+        raise KeyError
+    uses = [(modules[0], name, assigned) for name in ("value", "count") for assigned in (False, True)]
+    assert [*dict.fromkeys(use for use in told if use in uses)] == uses  # torch's own method may read, too
+    assert (modules[0], "other", False) in told and all(part is modules[0] for part, *_ in told)
+    assert [module.value for module in modules] == [3, 3]
+    assert before == [dict(vars(kind)) for kind in (Wrapped, nn.Linear)]
