@@ -21,14 +21,14 @@ X = torch.ones(2, 3)
 
 
 class Chain(nn.ModuleList):
-    """The i-th layer has ``sizes[i]`` parameters. ``path``: the numbers of the layers, as they are called."""
+    """Layers with so many parameters, or given ones. ``path``: their numbers, as they are called."""
 
-    def __init__(self, *sizes: int, path: Sequence[int] | None = None) -> None:
-        super().__init__(Layer(size) for size in sizes)
-        self.path = range(len(sizes)) if path is None else path
+    def __init__(self, *layers: int | nn.Module, path: Sequence[int] | None = None) -> None:
+        super().__init__(Layer(layer) if isinstance(layer, int) else layer for layer in layers)
+        self.path = range(len(layers)) if path is None else path
 
     def step(self) -> Tensor:
-        x = torch.ones(2)
+        x = torch.ones(2, 2)
         for i in self.path:
             x = self[i](x)
         return x
@@ -48,38 +48,6 @@ class Blocks(Net):
 
     def step(self, x: Tensor | None = None) -> Any:
         return super().step(X)
-
-
-class Attributes(nn.Module):
-    """No list at all, and called in another order than registered."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.last, self.first, self.second = (nn.Linear(4, 4) for _ in range(3))
-
-    def step(self) -> Tensor:
-        return self.last(self.second(self.first(torch.ones(2, 4)).relu()).relu())
-
-
-class Stages(nn.Module):
-    """Few large parts in a list, made of smaller ones: a hierarchical transformer."""
-
-    class Part(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
-
-        def forward(self, x: Tensor) -> Tensor:
-            for block in self.blocks:
-                x = block(x)
-            return x
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.parts = nn.ModuleList(self.Part() for _ in range(2))
-
-    def step(self) -> Tensor:
-        return self.parts[1](self.parts[0](torch.ones(2, 4)))
 
 
 def cut(model: Any, stages: int, layers: Sequence[str] | None = None, balance: Any = "parameters") -> Partition:
@@ -125,13 +93,13 @@ def linears(count: int) -> list[nn.Module]:
 
 
 @pytest.mark.parametrize(("model", "stages", "expected"), [
-    (Attributes, 3, ["first", "second", "last"]),  # in the order of their calls
+    (lambda: Chain(4, 4, 4, path=(1, 2, 0)), 3, ["1", "2", "0"]),  # in the order of their calls
+    (lambda: Blocks(1), 3, ["stem", "blocks.0", "head"]),  # more than the list has
     # A Sequential is opened, unless it has a forward of its own.
     (lambda: sequential(*linears(1), nn.Sequential(*linears(1), sequential(nn.ReLU(), *linears(1)))), 3,
      ["0", "1.0", "1.1.0", "1.1.1"]),
     (lambda: sequential(OwnForward(*linears(2)), OwnForward(*linears(2))), 2, ["0", "1"]),
-    (Stages, 2, ["parts.0", "parts.1"]),
-    (Stages, 4, [f"parts.{i}.blocks.{k}" for i in range(2) for k in range(4)]),  # too few, otherwise
+    (lambda: Chain(OwnForward(Layer(4), Layer(4)), OwnForward(Layer(4), Layer(4))), 4, ["0.0", "0.1", "1.0", "1.1"]),
 ])  # fmt: skip
 def test_layers_are_what_is_called_one_after_the_other(
     model: Callable[[], Any], stages: int, expected: list[str]
@@ -198,61 +166,15 @@ def test_a_cut_that_keeps_a_unit_together_is_preferred() -> None:
     assert cut(Chain(6, 4, 4, 4, path=(0, 0, 1, 2, 3)), 2).shared() == {}
 
 
-def test_a_stage_of_several_chunks_keeps_no_absent_values_on_modules() -> None:
-    class Queued(Chain):
-        first: Any = None
-
-        def step(self) -> Any:
-            """It begins and ends without a first one."""
-            for view in (torch.ones(2), torch.zeros(2)):
-                x = view
-                for layer in self:
-                    x = layer(x)
-                x, self.first = (x, x.detach()) if self.first is None else (x * self.first, None)
-            return x
-
-    model = Queued(4, 4, 4, 4)
-    assert counts(partition(model, model.step, 2)) == [4, 4]
-    with pytest.raises(ValueError, match="keeps what layers return on a module.*'1f1b'"):
-        partition(model, model.step, 2, placement=(0, 1, 1, 0))
-
-
-def test_a_stage_of_several_chunks_keeps_nothing_for_the_end_of_the_next_step() -> None:
-    class Kept(Chain):
-        def step(self) -> Any:
-            before, x = getattr(self, "last", 0.0), torch.ones(2)
-            for i, layer in enumerate(self):
-                x = layer(x)
-                if i == 0:
-                    self.last = x.detach()
-            return x + before
-
-    model = Kept(4, 4, 4, 4, 4, 4, 4, 4)
-    assert counts(partition(model, model.step, 2)) == [4, 4]
-    with pytest.raises(ValueError, match="the end of the step gets what an earlier step has computed and kept.*'1f1b'"):
-        partition(model, model.step, 2, placement=(0, 1, 1, 0))
-
-
 def test_a_unit_that_collects_statistics_stays_together() -> None:
     """Two copies would see half of the calls each."""
 
-    class Normalised(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
-            self.norm = nn.BatchNorm1d(4)
-
-        def step(self) -> Tensor:
-            x = torch.ones(2, 4)
-            for layer in self.layers:
-                x = self.norm(layer(x))
-            return x
-
-    assert counts(cut(Normalised(), 2)) == [1, 2]  # before its first call
-    with pytest.raises(ValueError, match=r"stages=3, .* between the calls of 'norm'.*torch\.cat.*use at most 2 stages"):
-        cut(Normalised(), 3)
+    model, layers = Chain(4, 4, 4, nn.BatchNorm1d(2), path=(0, 3, 1, 3, 2, 3)), ["0", "1", "2"]
+    assert counts(cut(model, 2, layers)) == [1, 2]  # before its first call
+    with pytest.raises(ValueError, match=r"stages=3, .* between the calls of '3'.*torch\.cat.*use at most 2 stages"):
+        cut(model, 3, layers)
     with pytest.raises(ValueError, match="between two calls of a module that collects statistics"):
-        cut(Normalised(), 2, balance=[2, 1])
+        cut(model, 2, layers, balance=[2, 1])
 
 
 # -- the settings ------------------------------------------------------------------------------------------------------
@@ -324,6 +246,34 @@ def test_a_value_kept_from_step_to_step_is_for_the_last_stage_alone(before: Code
     if stages == 1:
         with pytest.raises(ValueError, match="On stage 0 'blocks.0' gets what an earlier step has computed"):
             partition(model, lambda: model.step(X), 2)
+
+
+def keep_another(model: Any, x: Tensor) -> Tensor:
+    model.last, model.kept = model.kept, x.detach()
+    return x
+
+
+def keep_another_view(model: Any, x: Tensor) -> Tensor:
+    model.kept = model.body(x).detach()
+    return x
+
+
+def use_up(model: Any, x: Tensor) -> Tensor:
+    x, model.kept = x * model.kept.mean(), None
+    return x
+
+
+@pytest.mark.parametrize(("before", "after", "words"), [
+    (keep_another, lambda model, x: x + (0.0 if model.last is None else model.last.mean()),
+     "the end of the step gets what an earlier step has computed and kept.*'1f1b'"),
+    (keep_another_view, use_up, "keeps what layers return on a module.*'1f1b'"),
+])  # fmt: skip
+def test_a_stage_of_several_chunks_keeps_nothing_for_later(before: Code, after: Code, words: str) -> None:
+    model = Around(None, before, after)
+    model.last = None
+    assert partition(model, lambda: model.step(X), 2).stages == 2
+    with pytest.raises(ValueError, match=words):
+        partition(model, lambda: model.step(X), 2, placement=(0, 1, 1, 0))
 
 
 def test_what_a_hook_on_a_chunks_last_layer_leaves_is_seen() -> None:
