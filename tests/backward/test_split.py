@@ -92,21 +92,6 @@ class Calls(nn.Module):
         return self.function(self, *inputs)
 
 
-class Again(nn.Module):
-    """A layer under activation checkpointing of the project's own."""
-
-    def __init__(self, layer: nn.Module) -> None:
-        super().__init__()
-        self.layer, self.runs = layer, 0
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            self.runs += 1
-            return self.layer(*args, **kwargs)
-
-        return Recomputed(self.layer, forward)(*args, **kwargs)
-
-
 def weight(*shape: int, **how: Any) -> nn.Parameter:
     return nn.Parameter(torch.randn(*shape, **how))
 
@@ -236,14 +221,17 @@ class Own(torch.autograd.Function):
         return None, gradients[0] @ w.t(), a.t() @ gradients[0]
 
 
-class Rounded(torch.autograd.Function):
+class Passed(torch.autograd.Function):
+    """Its backward hands the gradient on, or none."""
+
     @staticmethod
-    def forward(ctx: Any, a: Tensor) -> Tensor:  # type: ignore[override]
-        return a.round()
+    def forward(ctx: Any, a: Tensor, stops: bool) -> Tensor:  # type: ignore[override]
+        ctx.stops = stops
+        return a.clone()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        return gradients[0]
+        return None if ctx.stops else gradients[0], None
 
 
 def test_functions_of_users_are_done_in_the_first_half() -> None:
@@ -253,8 +241,8 @@ def test_functions_of_users_are_done_in_the_first_half() -> None:
         w=weight(D, D),
     )
     assert late(module, x(3, D)) == {"linear.weight"}
-    rounded = Calls(lambda m, a: m.linear(a) @ Rounded.apply(m.w), linear=nn.Linear(D, D), w=weight(D, D))
-    assert late(rounded, x(3, D)) == {"linear.weight"}  # the function's node may be gone before the second half
+    passed = Calls(lambda m, a: m.linear(a) @ Passed.apply(m.w, False), linear=nn.Linear(D, D), w=weight(D, D))
+    assert late(passed, x(3, D)) == {"linear.weight"}  # the function's node may be gone before the second half
     Own.runs = 0
     side = Calls(lambda m, a: m.linear(a) + Own.apply(torch.empty((), requires_grad=True), torch.ones(3, D), m.w),
                  linear=nn.Linear(D, D), w=weight(D, D))  # fmt: skip
@@ -312,18 +300,9 @@ def test_a_weight_that_is_an_output_too_does_not_wait() -> None:
     assert torch.equal(linear.weight.grad, 2 * given.detach().sum(0).expand(D, D) + 1)  # type: ignore[arg-type]
 
 
-class Stopped(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, a: Tensor) -> Tensor:  # type: ignore[override]
-        return a.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        return None
-
-
 def test_a_weight_that_no_gradient_reaches_has_none() -> None:
-    module = Calls(lambda m, a: Stopped.apply(m.first(a)) + m.second(a), first=nn.Linear(D, D), second=nn.Linear(D, D))
+    layers = {name: nn.Linear(D, D) for name in ("first", "second")}
+    module = Calls(lambda m, a: Passed.apply(m.first(a), True) + m.second(a), **layers)
     assert late(module, x(3, D)) == {"second.weight"}
     assert module.first.weight.grad is None
 
@@ -410,9 +389,11 @@ def test_a_user_s_checkpoint_runs_again_once_in_the_first_half(reentrant: bool) 
 
 
 def test_layers_that_run_again_do_so_once_in_the_first_half() -> None:
-    module = nn.Sequential(Again(nn.TransformerEncoderLayer(16, 4, 32)), nn.Linear(16, 16))  # with dropout
-    assert late(module.double(), x(2, 3, 16)) == {"1.weight"}
-    assert module[0].runs == 2
+    layer, runs = nn.TransformerEncoderLayer(16, 4, 32), []  # with dropout
+    layer.register_forward_pre_hook(lambda *_: runs.append(1))
+    module = Calls(lambda m, a: m.linear(Recomputed(m.layer, m.layer)(a)), layer=layer, linear=nn.Linear(16, 16))
+    assert late(module.double(), x(2, 3, 16)) == {"linear.weight"}
+    assert len(runs) == 4
 
 
 # -- memory ------------------------------------------------------------------------------------------------------
