@@ -113,35 +113,6 @@ class Common(nn.Module):
         self.buffer = nn.Buffer(torch.ones(()))
 
 
-class Potential(nn.Module):
-    """A neuron's state, which the step resets."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer, self.state = nn.Linear(6, 6), 0.0
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.state = 0.5 * self.state + self.layer(x)
-        return self.state.sigmoid()  # type: ignore[attr-defined, no-any-return]
-
-
-class Averages(nn.Module):
-    """Follows the mean of its input, in place or by another tensor."""
-
-    def __init__(self, in_place: bool) -> None:
-        super().__init__()
-        self.in_place, self.layer = in_place, nn.Linear(6, 6)
-        self.register_buffer("average", torch.zeros(6))
-
-    def forward(self, x: Tensor) -> Tensor:
-        mean = x.detach().mean(0)
-        if self.in_place:
-            self.average.lerp_(mean, 0.1)
-        else:
-            self.average = 0.9 * self.average + 0.1 * mean
-        return self.layer(x)
-
-
 def deepen(shared: Any, y: Tensor) -> None:
     shared.depth = getattr(shared, "depth", 0) + 1
 
@@ -295,6 +266,11 @@ def keep_loss(common: Any, out: Tensor) -> None:
     common.kept = out.sum().item()
 
 
+def integrate(neuron: Any, y: Tensor) -> Any:
+    neuron.kept = 0.5 * neuron.kept + y
+    return neuron.kept.sigmoid()
+
+
 def neurons(first: int) -> Around:
     """Those from a block on, of which each step runs two time steps, are reset at its end."""
 
@@ -304,10 +280,10 @@ def neurons(first: int) -> Around:
 
     def reset(model: Any, x: Tensor) -> Tensor:
         for block in model.blocks[first:]:
-            block.state = 0.0
+            block.shared.kept = 1.0
         return x
 
-    return Around(None, first_time_step, reset, {block: Potential() for block in range(first, 4)})
+    return Around(None, first_time_step, reset, {block: Sharing(Common(), integrate) for block in range(first, 4)})
 
 
 def shares_buffer(*does: Code) -> Callable[[int], Around]:
@@ -318,8 +294,16 @@ def shares_buffer(*does: Code) -> Callable[[int], Around]:
     return make
 
 
-def reads_average(in_place: bool) -> Callable[[int], Around]:
-    return lambda b: Around(None, nothing, lambda m, x: x + m.blocks[b].average.sum(), {b: Averages(in_place)})
+def average(common: Any, y: Tensor) -> None:
+    common.buffer.lerp_(y.detach().mean(), 0.1)
+
+
+def average_anew(common: Any, y: Tensor) -> None:
+    common.buffer = 0.9 * common.buffer + 0.1 * y.detach().mean()
+
+
+def reads_average(does: Code) -> Callable[[int], Around]:
+    return lambda b: sharing(Common(), {b: does}, after=lambda m, x: x + m.blocks[b].shared.buffer)
 
 
 V, V_BACK, LOOP = (1, 0, 0, 1), (0, 1, 1, 0), (0, 1, 0, 1)
@@ -345,9 +329,9 @@ OF_BUFFER = r"'blocks\.0\.shared', which 'blocks\.0' on stage 0, 'blocks\.3' on"
     (leaves(lambda c, y: c.kept, lambda c, x: setattr(c, "kept", 0.9 * c.kept), alone=False), None,
      STALE.format("shared.kept")),
     (leaves(flag, lambda c, x: delattr(c, "flag"), alone=False), None, STALE.format("shared.flag")),
-    (neurons, None, STALE.format("state")),
-    *((reads_average(in_place), V, r"\(chunk 3\) reads 'blocks.0.average', which 'blocks.0' on .* changes")
-      for in_place in (True, False)),
+    (neurons, None, STALE.format("shared.kept")),
+    *((reads_average(does), V, r"\(chunk 3\) reads 'blocks.0.shared.buffer', which 'blocks.0' on .* changes")
+      for does in (average, average_anew)),
 ])  # fmt: skip
 def test_what_a_layer_keeps_or_shares_is_for_its_own_stage(
     make: Callable[[int], Around], placement: Placement, words: str
