@@ -113,7 +113,7 @@ def test_under_torchrun_a_run_is_recorded_from_its_start_to_its_end(pool: Worker
     assert rank["device"] == "cpu" and rank["host"]
     assert {"python", "torch", "lightning"} <= set(run["versions"]) and run["seed"] == 1
     assert run["metrics"] == record.read_metrics(config_file.parent / "run")
-    assert {"train_loss", "val_loss", "test_loss"} <= run["metrics"].keys()
+    assert {"train_loss", "val_loss", "val_acc", "test_loss", "test_acc"} <= run["metrics"].keys()
 
 
 def end_with(error: BaseException, config_file: str, rank: str = "0") -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import lightning as L
 import pytest
 import torch
 from torch import Tensor, nn
@@ -27,25 +26,6 @@ def test_gpt_sees_no_token_after_the_one_it_predicts() -> None:
     changed[:, 4:] = (changed[:, 4:] + 1) % 11
     assert torch.equal(model(tokens)[:, :4], model(changed)[:, :4])
     assert not torch.equal(model(tokens)[:, 4:], model(changed)[:, 4:])
-
-
-@pytest.mark.parametrize("name", ["gpt", "mlp", "lenet"])
-def test_models_log_the_losses_in_every_step(name: str, tmp_path: Any) -> None:
-    data = "data=digits" if name != "gpt" else "data=text"
-    small = ["data.context=16", f"data.path={__file__}", "data.batch_size=2"] if name == "gpt" else []
-    config = composed(f"model={name}", data, *small)
-    datamodule = build.data(config)
-    trainer = L.Trainer(
-        accelerator="cpu", max_steps=1, limit_val_batches=1, limit_test_batches=1, num_sanity_val_steps=0,
-        val_check_interval=1, logger=False, enable_checkpointing=False, enable_progress_bar=False,
-        enable_model_summary=False, use_distributed_sampler=False, default_root_dir=tmp_path,
-    )  # fmt: skip
-    model = build.model(config)
-    trainer.fit(model, datamodule)
-    accuracy = set() if name == "gpt" else {"val_acc"}
-    assert set(trainer.callback_metrics) == {"train_loss", "val_loss"} | accuracy
-    trainer.test(model, datamodule, verbose=False)
-    assert "test_loss" in trainer.callback_metrics
 
 
 def test_hyperparameters_are_plain_so_that_checkpoints_open_safely() -> None:
