@@ -15,15 +15,8 @@ from torch.utils import _pytree as pytree
 from torch.utils.dlpack import from_dlpack, to_dlpack
 
 from lightning_parallel.absent.answers import ANSWERS_KEPT, AbsentForward
-from lightning_parallel.absent.module import make_absent
 from lightning_parallel.absent.tensor import AbsentTensor, AbsentValueError, absent_like
-
-CPU = torch.device("cpu")
-
-
-def made_absent(module: nn.Module) -> nn.Module:
-    make_absent(module, "", CPU)
-    return module
+from tests.absent.test_tensor import made_absent
 
 
 def absent_forward(module: nn.Module, name: str) -> Callable[..., Any]:
@@ -157,7 +150,6 @@ class Settings:
 
     def __init__(self, width: int) -> None:
         self.width = width
-        self.seen: list[Any] = []
 
 
 class Narrow(nn.Module):
