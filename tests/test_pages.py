@@ -61,7 +61,7 @@ COMMANDS = commands(*PAGES)
 SCRIPT = r"(python|torchrun --nproc-per-node=\d) \w+\.py\b"  # one that the page prints
 TRAIN = "python -m recipes.train"
 TRAININGS = [shlex.split(command.removeprefix(TRAIN)) for command in COMMANDS if command.startswith(TRAIN)]
-INSTALLED = [command for command in COMMANDS if command.startswith("lp-")]  # tests/recipes/test_installed.py
+INSTALLED = [command for command in COMMANDS if command.startswith("lp-")]  # tests/recipes/test_own_configs.py
 OTHER_MODULES = [command for command in COMMANDS if command.startswith("python -m") and not command.startswith(TRAIN)]
 # Of a cluster that isn't here: their configs are checked. tests/clusters runs some.
 ELSEWHERE = [words for words in TRAININGS if any(re.match("cluster=(?!local)", word) for word in words)]
