@@ -8,6 +8,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import lightning as L
 from hydra import compose, initialize_config_dir
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -39,6 +40,12 @@ def composed(*overrides: str, folder: Path = NOWHERE) -> dict[str, Any]:
     config = copy.deepcopy(_of_options(*(str(each.input_line) for each in parsed if each not in values)))
     ConfigLoaderImpl._apply_overrides_to_config(values, config)
     return resolved(config, str(folder))
+
+
+def attach(module: L.LightningModule, data: L.LightningDataModule) -> None:
+    """To a Trainer that is about to run."""
+    module.trainer = L.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False)
+    module.trainer.datamodule = data  # type: ignore[attr-defined]
 
 
 def problems(*overrides: str) -> list[Problem | str]:

@@ -106,7 +106,6 @@ class Nested(L.LightningModule):
     def __init__(self) -> None:
         super().__init__()
         self.blocks = torch.nn.ModuleList(torch.nn.ModuleList([torch.nn.Linear(4, 4)]) for _ in range(2))
-        self.head = torch.nn.Linear(4, 2)
 
 
 def compiled(module: torch.nn.Module) -> list[str]:

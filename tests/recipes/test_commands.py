@@ -24,7 +24,7 @@ from recipes.models.hf import CausalLM
 from recipes.problem import ConfigError
 from recipes.record import TEXTS
 from tests.recipes.runs import QUIET, composed, done, problems, trained
-from tests.recipes.tiny import model, texts
+from tests.recipes.tiny import SIZES, model, texts
 from tests.thorough import thorough
 from tools.workers.pool import WorkerError, WorkerPool
 from tools.workers.worker import ROOT
@@ -140,18 +140,12 @@ def test_too_long_a_text_and_a_model_without_texts_are_refused(pool: WorkerPool,
 
 
 @pytest.mark.parametrize("config", [
-    MixtralConfig(
-        vocab_size=300, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, num_local_experts=4, output_router_logits=True,
-    ),
+    MixtralConfig(**SIZES, num_local_experts=4, output_router_logits=True),
     GPTNeoConfig(
         vocab_size=300, hidden_size=32, num_layers=2, num_heads=4, intermediate_size=64, window_size=4,
         attention_types=[[["global", "local"], 1]], max_position_embeddings=64,
     ),
-    MistralConfig(
-        vocab_size=300, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, sliding_window=4,
-    ),
+    MistralConfig(**SIZES, sliding_window=4),
 ], ids=lambda config: config.model_type)  # fmt: skip
 def test_texts_are_transformers_own_whatever_layers_keep(tmp_path: Path, config: Any) -> None:
     dtype = torch.float32 if config.model_type == "mixtral" else torch.float64  # in which torch has its experts

@@ -29,7 +29,7 @@ from recipes.validate import validate
 from tests.recipes.runs import composed
 from tests.recipes.test_local import TINY, runs
 
-MINE = "tests.recipes.test_launchers.Imaginary"
+MINE = ["cluster._target_=tests.recipes.test_launchers.Imaginary", "+cluster.partition=short"]
 LOST = 'Traceback (most recent call last):\n  File "a.py", line 1, in f\n    g()\nx.PeerLostError: The link broke.\n'
 OWN = """\
 Traceback (most recent call last):
@@ -49,23 +49,17 @@ class Imaginary:
         self.devices, self.partition = devices, partition
 
     def launch(self, config_file: Path, processes: int) -> None:
-        if self.partition == "full":
-            raise WorkersFailed(Failure(0, "no machine is free", None), processes)
         folder = config_file.parent
         (folder / "started").write_text(f"{self.partition}: {processes} of {self.devices}")
         record.write_metrics(folder, {"val_loss": 0.5})
         record.end(folder, "completed")
 
 
-def cluster(partition: str = "short") -> list[str]:
-    return [f"cluster._target_={MINE}", f"+cluster.partition={partition}", "cluster.devices=4"]
-
-
 def test_a_cluster_is_added_through_the_one_class_that_its_yaml_names(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folders = [f"paths.log_dir={tmp_path}/logs", f"paths.data_dir={tmp_path}/data", f"hydra.run.dir={tmp_path}/run"]
-    monkeypatch.setattr(sys, "argv", ["train", "strategy=pipeline_1f1b", *TINY, *folders, *cluster()])
+    monkeypatch.setattr(sys, "argv", ["train", "strategy=pipeline_1f1b", *TINY, *folders, *MINE, "cluster.devices=4"])
     monkeypatch.chdir(ROOT)
     main()
     assert (tmp_path / "run" / "started").read_text() == "short: 4 of 4"
@@ -75,7 +69,7 @@ def test_a_cluster_is_added_through_the_one_class_that_its_yaml_names(
 
 @pytest.mark.parametrize("devices", ["0", "two", "null"])
 def test_every_cluster_has_devices(devices: str) -> None:
-    (problem,) = validate(composed(*cluster()[:-1], f"cluster.devices={devices}"))
+    (problem,) = validate(composed(*MINE, f"cluster.devices={devices}"))
     assert str(problem).startswith(f"cluster.devices={devices}: ")
 
 

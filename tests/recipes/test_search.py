@@ -132,7 +132,7 @@ def distance(_: int, lr: float) -> float:
     return abs(math.log10(lr) + 3)  # best at 0.001
 
 
-def test_a_search_that_was_ended_goes_on(search: Search, tmp_path: Path) -> None:
+def test_a_search_that_was_ended_goes_on(search: Search) -> None:
     """It runs the trial again that was ended, and doesn't choose the same values once more."""
 
     def interrupted(number: int, lr: float) -> float:

@@ -19,6 +19,10 @@ CHATS = (
 )  # as ChatML has it
 SPECIAL = ["<|end|>", "<|im_start|>", "<|im_end|>"]
 TEXTS = [f"The sum of {n} and {n + 1} is {2 * n + 1}, and their product {n * (n + 1)}." for n in range(60)]
+SIZES: dict[str, Any] = {
+    "vocab_size": 300, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}  # fmt: skip
 QUESTIONS = [{"prompt": f"{n} + 1 = ", "completion": str(n + 1)} for n in range(60)]
 MESSAGES = [
     [
@@ -62,14 +66,11 @@ def questions(file: Path) -> Path:
     return lines(file, [dict(question) for question in QUESTIONS])
 
 
-def model(folder: Path, config: Any = None, longest: int = 64) -> Path:
+def model(folder: Path, config: Any = None) -> Path:
     """A pretrained model with its tokenizer."""
     tokenizer(folder)
     torch.manual_seed(3)
-    config = config or LlamaConfig(
-        vocab_size=300, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, bos_token_id=None, eos_token_id=0, max_position_embeddings=longest,
-    )  # fmt: skip
+    config = config or LlamaConfig(**SIZES, bos_token_id=None, eos_token_id=0, max_position_embeddings=64)
     AutoModelForCausalLM.from_config(config).double().save_pretrained(folder)
     return folder
 

@@ -5,20 +5,18 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import lightning as L
 import pytest
 import torch
 from transformers import BloomConfig, LlamaConfig
 
 from recipes import record
-from recipes.data.base import SeededData
 from recipes.data.documents import IGNORED, Document
 from recipes.data.hf import HFData
 from recipes.data.rows import rows_of
 from recipes.models.hf import CausalLM
 from recipes.problem import Problem
-from tests.recipes.runs import problems, trained
-from tests.recipes.tiny import TEXTS, chats, lines, model, questions, texts, tokenizer
+from tests.recipes.runs import attach, problems, trained
+from tests.recipes.tiny import SIZES, TEXTS, chats, lines, model, questions, texts, tokenizer
 from tests.thorough import thorough
 from tools.workers.pool import WorkerPool
 
@@ -143,12 +141,6 @@ def test_bad_paths_are_refused_before_a_worker_starts(tmp_path: Path) -> None:
     assert "takes bytes, but data=hf gives documents" in str(problem)
 
 
-def attach(module: CausalLM, documents: SeededData) -> None:
-    """To a Trainer that is about to run."""
-    module.trainer = L.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False)
-    module.trainer.datamodule = documents  # type: ignore[attr-defined]
-
-
 def test_a_tokenizer_of_another_model_is_refused(tmp_path: Path) -> None:
     module = CausalLM(path=str(model(tmp_path / "model")), optimizer={})
     module.model.resize_token_embeddings(290)
@@ -172,10 +164,7 @@ def test_a_model_that_lets_documents_see_each_other_is_refused(tmp_path: Path) -
 
 def test_positions_that_go_by_the_longest_document_are_refused_in_packed_rows(tmp_path: Path) -> None:
     rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4, "original_max_position_embeddings": 16}
-    config = LlamaConfig(
-        vocab_size=300, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-        max_position_embeddings=64, rope_parameters=rope,
-    )  # fmt: skip
+    config = LlamaConfig(**SIZES, max_position_embeddings=64, rope_parameters=rope)
     module = CausalLM(path=str(model(tmp_path / "model", config)), optimizer={})
     attach(module, data(tmp_path, texts(tmp_path / "a.jsonl")))
     with pytest.raises(ValueError, match="in rows of more than 16 tokens the positions of this model"):

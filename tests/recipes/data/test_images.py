@@ -122,12 +122,6 @@ def test_what_does_not_fit_is_refused_before_a_worker_starts(folder: Path) -> No
     assert str(problem).startswith("data.path=/nowhere: no such folder")
 
 
-def other_images(folder: Path) -> Path:
-    """One class fewer."""
-    images(folder, classes=3)
-    return folder
-
-
 def recorded(run: Path, folder: Path, model: list[str]) -> Path:
     """A run, as far as later commands look at it. Returns its checkpoint."""
     words = [*model, "data=images", f"data.path={folder}"]
@@ -150,7 +144,7 @@ REFUSED = (
 @pytest.mark.parametrize("model", [["model=lenet", "model.classes=4"], TIMM], ids=["lenet", "timm"])
 def test_a_later_command_has_the_classes_of_the_run(tmp_path: Path, folder: Path, model: list[str]) -> None:
     """Those of other images change neither their names nor the model."""
-    checkpoint, other = recorded(tmp_path / "run", folder, model), other_images(tmp_path / "other")
+    checkpoint, other = recorded(tmp_path / "run", folder, model), images(tmp_path / "other", classes=3)
     assert record.read_config(tmp_path / "run")["data"]["classes"] == [f"digit-{label}" for label in range(4)]
     config = config_of("evaluate", tmp_path / "run", tmp_path / "new", [f"data.path={other}"], checkpoint)
     assert config["model"]["classes"] == len(config["data"]["classes"]) == 4
@@ -160,7 +154,7 @@ def test_a_later_command_has_the_classes_of_the_run(tmp_path: Path, folder: Path
 
 
 def test_a_run_that_goes_on_has_its_classes(tmp_path: Path, folder: Path) -> None:
-    checkpoint, other = recorded(tmp_path / "run", folder, TIMM), other_images(tmp_path / "other")
+    checkpoint, other = recorded(tmp_path / "run", folder, TIMM), images(tmp_path / "other", classes=3)
     config = composed(*TIMM, "data=images", f"data.path={other}", f"ckpt_path={checkpoint}")
     assert config["model"]["classes"] == 4
     assert REFUSED.format(other=other) in map(str, validate(config))

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig
 
 from recipes import build, export, launch
 from recipes.models.hf import CausalLM
+from tests.recipes import tiny
 from tests.recipes.runs import composed, problems, trained
 from tests.strategies.equality import EXACT
 from tests.strategies.harness import Report, collect, joined, largest_difference, make_trainer
@@ -23,10 +24,7 @@ from tools.workers.pool import WorkerPool
 
 OPTIMIZER = {"_target_": "torch.optim.AdamW", "lr": 1e-2, "eps": 1e-4}
 LORA = {"r": 4, "target_modules": "all-linear", "init_lora_weights": False}
-SIZES: dict[str, Any] = {
-    "vocab_size": 256, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "bos_token_id": None, "eos_token_id": None,
-}  # fmt: skip
+SIZES: dict[str, Any] = {**tiny.SIZES, "vocab_size": 256, "bos_token_id": None, "eos_token_id": None}
 CONFIGS: dict[str, Any] = {
     "llama": LlamaConfig(**SIZES),
     "tied": LlamaConfig(**SIZES, tie_word_embeddings=True),

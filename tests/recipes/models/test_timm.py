@@ -7,7 +7,6 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import lightning as L
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -16,7 +15,7 @@ from torch import Tensor
 from recipes import commands, evaluate, export, record
 from recipes.data.images import ImageData
 from recipes.models.timm import TimmClassifier
-from tests.recipes.runs import in_the_pool, problems, trained
+from tests.recipes.runs import attach, in_the_pool, problems, trained
 from tests.recipes.tiny import images
 from tools.workers.pool import WorkerPool
 
@@ -104,20 +103,15 @@ def test_what_does_not_fit_is_refused_before_a_worker_starts(tmp_path: Path, ove
     assert said.format(**places) in str(problem)
 
 
-def attached(module: TimmClassifier, folder: Path, **more: Any) -> TimmClassifier:
-    """To a Trainer that is about to run."""
-    module.trainer = L.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False)
-    module.trainer.datamodule = ImageData(path=str(folder), size=16, **more)  # type: ignore[attr-defined]
-    return module
-
-
 def test_images_unlike_those_it_has_learned_from_are_told(tmp_path: Path) -> None:
-    folder = images(tmp_path / "images")
+    data, module = ImageData(path=str(images(tmp_path / "images")), size=16), small(arguments={**SMALL, "img_size": 32})
+    attach(module, data)
     with pytest.raises(ValueError, match="data.size=16: the model takes images of 32 x 32: use data.size=32, or"):
-        attached(small(arguments={**SMALL, "img_size": 32}), folder).setup("fit")
+        module.setup("fit")
     module = small(pretrained=str(saved(tmp_path / "vit")))
+    attach(module, data)
     with pytest.warns(UserWarning, match=r"data.mean=\[0.485, 0.456, 0.406\], but .*vit has learned with \[0.5, "):
-        attached(module, folder).setup("fit")
+        module.setup("fit")
 
 
 # -- commands --------------------------------------------------------------------------------------------------------
