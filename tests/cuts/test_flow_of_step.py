@@ -14,25 +14,11 @@ from torch.utils.checkpoint import checkpoint
 from lightning_parallel.cuts.flow import Cargo, Flow, FlowError
 from lightning_parallel.cuts.search import partition
 from lightning_parallel.pipeline.stage import Stage
-from tests.pipeline import by_hand
 from tests.pipeline.by_hand import CPU
-from tests.pipeline.nets import (
-    BLOCKS,
-    Glue,
-    MultiExit,
-    Net,
-    UNet,
-    Views,
-)
-
-X = torch.linspace(-1, 1, 15, dtype=torch.float64).view(5, 3)
-
+from tests.pipeline.nets import BLOCKS, Glue, MultiExit, Net, UNet, Views
+from tests.pipeline.test_stage import assert_equal_to_the_whole, step
 
 pytestmark = pytest.mark.usefixtures("in_double_precision")
-
-
-def step(model: Any) -> Any:
-    return model.step(X)
 
 
 def stage_of(model: nn.Module, stages: int, index: int = 0, **options: Any) -> Stage:
@@ -197,12 +183,7 @@ class Keeps(Collects):
 @pytest.mark.parametrize("kind", [Collects, Keeps])
 def test_what_is_collected_inside_a_layer_crosses_like_its_output(kind: type[Net]) -> None:
     torch.manual_seed(0)
-    model = kind()
-    result = by_hand.run(model, step, 3, **BLOCKS)
-    loss, gradients = by_hand.plain(model, step)
-    torch.testing.assert_close(result.output.detach(), loss, rtol=0, atol=1e-12)
-    torch.testing.assert_close(result.gradients, gradients, rtol=0, atol=1e-12)
-    flow = result.stages[0].flow
+    flow = assert_equal_to_the_whole(kind(), step, 3, **BLOCKS).stages[0].flow
     assert "blocks.0.gate" in flow.inside and flow.transparent >= {"blocks.0"}
     assert "blocks.3" not in flow.transparent  # which is where the loss is
 
