@@ -1,4 +1,5 @@
-"""What a step logs, counts and draws before its layers counts once, however many chunks the last stage has."""
+"""What a step logs, counts and draws before its layers counts once, however many chunks the last stage has. What it
+changes where the dry run has not seen it ends the run."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric, SumMetric
 
+from lightning_parallel.steps.changes import StepChanges
 from tests.strategies.harness import make_trainer
 from tools.workers.pool import WorkerPool
 
@@ -81,3 +83,47 @@ def test_runs_for_earlier_chunks_leave_no_trace_and_a_change_of_the_batch_in_pla
     for failure in pool.run(metrics, 2, "zbv", InPlace, init=False, expect_errors=True):
         assert "training_step changes a tensor of its batch in place. A stage with several chunks" in failure
         assert "'1f1b'" in failure
+
+
+# -- what changes where the dry run hasn't seen it ---------------------------------------------------------------------
+
+
+def test_one_that_is_changed_and_put_back_is_left_alone() -> None:
+    """As PEFT does for the time of a call, where it adapts a parameter that is in no layer of its own. A norm that is
+    set, in place, is the same after each call."""
+    module = nn.Linear(3, 2)
+    changes = StepChanges(module)
+
+    @torch.no_grad()
+    def step() -> None:
+        own = module.bias.clone()
+        module.bias.add_(1)
+        module.bias.copy_(own)
+        module.weight.copy_(module.weight.sign())
+
+    for _ in range(2):
+        changes.begin_batch((), 2, 1)
+        for k in range(2):
+            changes.run(step, k)
+
+
+def test_one_that_is_replaced_for_each_microbatch_is_refused() -> None:
+    module = nn.Linear(3, 2)
+    changes = StepChanges(module)
+
+    def step() -> None:
+        module.bias = nn.Parameter(module.bias.detach() + 1)
+
+    changes.begin_batch((), 2, 1)
+    changes.run(step, 0)
+    with pytest.raises(RuntimeError, match="'bias'"):
+        changes.run(step, 1)
+
+
+def test_a_buffer_that_other_stages_read_must_not_be_changed_by_its_layer() -> None:
+    module = nn.BatchNorm1d(2)
+    changes = StepChanges(module, ["running_mean"])
+    changes.begin_batch((), 1, 1)
+    changes.run(lambda: module.num_batches_tracked.add_(1), 0)  # type: ignore[union-attr]
+    with pytest.raises(RuntimeError, match="'running_mean'"):
+        changes.run(lambda: module.running_mean.add_(1), 0)  # type: ignore[union-attr]
