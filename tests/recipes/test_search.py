@@ -7,7 +7,7 @@ import json
 import math
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import lightning as L
 import pytest
@@ -32,6 +32,7 @@ from recipes.search import Pruning, TrialsFailed, split, study
 TRIALS = 5
 Objective = Callable[[int, float], Any]
 Launched = list[tuple[int, float]]  # the numbers of trials, and what they were tried with
+Search = Callable[..., Launched]
 
 
 def parsed(*words: str) -> Any:
@@ -102,10 +103,6 @@ class Formula(Launcher):
             return JobReturn(hydra_cfg=job, _return_value=self.objective(number, lr), status=JobStatus.COMPLETED)
         except (WorkersFailed, ConfigError) as error:
             return JobReturn(hydra_cfg=job, _return_value=error, status=JobStatus.FAILED)
-
-
-class Search(Protocol):
-    def __call__(self, objective: Objective, launched: Launched | None = None, **settings: Any) -> Launched: ...
 
 
 @pytest.fixture
