@@ -24,6 +24,7 @@ from lightning_parallel.backward.recompute import Recomputed
 from lightning_parallel.backward.split import WeightGradients, begin_backward
 from lightning_parallel.private.torch.tensors import TorchDispatchMode
 from lightning_parallel.tensor import functions
+from tests.pipeline.nets import Calls
 from tools.workers.pool import WorkerPool
 
 D = 6
@@ -77,19 +78,6 @@ def late(module: nn.Module, *inputs: Tensor, autocast: bool = False) -> set[str]
 
 def x(*shape: int, dtype: torch.dtype | None = None) -> Tensor:
     return torch.randn(*shape, dtype=dtype, requires_grad=True)
-
-
-class Calls(nn.Module):
-    """A function of modules and parameters."""
-
-    def __init__(self, function: Callable[..., Tensor], **parts: Any) -> None:
-        super().__init__()
-        for name, part in parts.items():
-            setattr(self, name, part)
-        self.function = function
-
-    def forward(self, *inputs: Tensor) -> Tensor:
-        return self.function(self, *inputs)
 
 
 def weight(*shape: int, **how: Any) -> nn.Parameter:

@@ -43,6 +43,19 @@ class Net(nn.Module):
         return self.head(self.body(self.stem(x))).square().mean()
 
 
+class Calls(nn.Module):
+    """A function of modules and parameters."""
+
+    def __init__(self, function: Callable[..., Tensor], **parts: Any) -> None:
+        super().__init__()
+        for name, part in parts.items():
+            setattr(self, name, part)
+        self.function = function
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        return self.function(self, *inputs)
+
+
 class Dicts(Net):
     class Block(nn.Module):
         def __init__(self, width: int) -> None:
