@@ -23,6 +23,7 @@ from lightning_parallel.checkpoint.keys import OptimizerState, key_in, nearest
 from lightning_parallel.checkpoint.rank_states import optimizer_state
 from lightning_parallel.ranks.collectives import together
 from tests.strategies.failures import assert_refused
+from tests.strategies.harness import largest_difference
 from tools.workers.pool import WorkerPool
 
 NAMES = ["a.weight", "a.bias", "b.weight", "b.bias"]
@@ -31,7 +32,7 @@ NAMES = ["a.weight", "a.bias", "b.weight", "b.bias"]
 def held(rank: int, size: int) -> dict[str, Any]:
     """Arguments of `save` for one rank: parameters are dealt out, the last ones to rank 0."""
     mine = [name for k, name in enumerate(NAMES) if k % size == size - 1 - rank]
-    state = {name: {"exp_avg": torch.full((2, 3), float(NAMES.index(name)))} for name in mine}
+    state = {name: {"exp_avg": torch.full((2, 3), float(NAMES.index(name))), "kind": f"of {name}"} for name in mine}
     return {
         "model": {name: torch.full((2, 3), -1.0 - NAMES.index(name)) for name in mine},
         "optimizers": [OptimizerState(state, [{"lr": 0.01, "params": mine}, {"lr": 0.1, "params": []}])],
@@ -42,8 +43,29 @@ def held(rank: int, size: int) -> dict[str, Any]:
     }
 
 
+def blank(rank: int, size: int) -> dict[str, Any]:
+    """Arguments of `load` for one rank; the model is filled with something else."""
+    model = {name: torch.full_like(tensor, 9) for name, tensor in held(rank, size)["model"].items()}
+    return {"model": model, "parameters": model, "coordinate": f"pp{rank}.dp0.tp0"}
+
+
 def save_here(path: str, **changes: Any) -> None:
     save(path, **{**held(*place()), **changes})
+
+
+def load_here(path: str) -> list[int]:
+    """Load and check; what the random generator of this coordinate was saved as."""
+    expected, arguments = held(*place()), blank(*place())
+    (optimizer,), rank_state = load(path, **arguments)
+    assert largest_difference(arguments["model"], expected["model"]) == 0
+    (saved,) = expected["optimizers"]
+    assert optimizer.state.keys() == saved.state.keys()
+    for name, values in saved.state.items():
+        assert optimizer.state[name].pop("kind") == values.pop("kind")
+        assert largest_difference(optimizer.state[name], values) == 0
+    assert [(group["lr"], group["params"]) for group in optimizer.param_groups] == [(0.01, NAMES), (0.1, [])]
+    assert PlainOnDemand(path).saved["trainer"] == {"epoch": 3, "by": 0}
+    return rank_state["rng"].tolist() if rank_state else []
 
 
 def load(path: str, **arguments: Any) -> tuple[list[OptimizerState], dict[str, Tensor]]:
@@ -58,6 +80,14 @@ def place() -> tuple[int, int]:
 @pytest.fixture
 def path(tmp_path: Path) -> str:
     return str(tmp_path / "runs" / "last.ckpt")
+
+
+def test_any_layout_opens_what_three_ranks_saved(pool: WorkerPool, path: str) -> None:
+    pool.run(save_here, 3, path)
+    assert is_checkpoint(path) and os.listdir(Path(path).parent) == ["last.ckpt"]
+    for size in (1, 4):
+        # A fourth stage loads the same batches as the others: it goes on with the generators of one of them.
+        assert pool.run(load_here, size, path) == [[rank if rank < 3 else 0] * 3 for rank in range(size)]
 
 
 def save_drifted(path: str) -> None:
