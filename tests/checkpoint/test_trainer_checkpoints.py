@@ -14,7 +14,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 
 from lightning_parallel.checkpoint import PlainOnDemand, convert, read_full
-from tests.checkpoint.moved import MOVED, Moved, Runs, assert_same
+from tests.checkpoint.moved import MOVED, Block, Moved, Runs, assert_same
 from tests.strategies.failures import assert_refused
 from tests.strategies.harness import ALL, STRATEGIES, here, largest_difference, make_trainer
 from tests.thorough import thorough
@@ -110,7 +110,7 @@ SYNCHRONOUS = [name for name in MOVED if name != "async2"]
 OFTEN = ["single", "ddp2", "fsdp2 x tp2"]  # targets in every run of the tests
 
 
-class Counting(Moved):
+class CountingBlock(Block):
     """It keeps something that is neither a parameter nor a buffer."""
 
     counted = 0.0
@@ -121,9 +121,16 @@ class Counting(Moved):
     def set_extra_state(self, state: Tensor) -> None:
         self.counted = state.item()
 
+
+class Counting(Moved):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = CountingBlock(), CountingBlock()
+
     def on_train_batch_end(self, *_: Any) -> None:
         super().on_train_batch_end()
-        self.counted += 1
+        self.first.counted += 1
+        self.second.counted += 2
 
 
 @pytest.fixture(scope="module")
@@ -146,7 +153,9 @@ def test_a_run_goes_on_under_another_layout(runs: Runs, source: str, target: str
     # A synchronous run has the numbers of one process. One that began asynchronously goes on as one process does from
     # there; that process reads the checkpoint's other kind.
     expected = runs.run("none", "single", None if source in SYNCHRONOUS else converted(middle))
-    assert_same(runs.run("none", target, middle)[1], expected[1])
+    end = runs.run("none", target, middle)[1]
+    assert {"first._extra_state", "second._extra_state"} <= read_full(end).keys()
+    assert_same(end, expected[1])
 
 
 @pytest.mark.parametrize("source", ["ddp2", "async2", *thorough(*(s for s in SYNCHRONOUS if s != "ddp2"))])
