@@ -174,6 +174,14 @@ def test_a_checkpoint_of_what_will_differ_is_warned_of(tmp_path: Path, hook: str
         run(None, tmp_path, hook, OPTIONS[options])
 
 
+def test_a_save_inside_a_batch_has_it_before_its_update(tmp_path: Path) -> None:
+    """What its step had drawn it draws again, so the next epoch may have another order."""
+    whole, *_ = run(None, tmp_path, "on_before_optimizer_step", OPTIONS["no validation"])
+    found, *_ = run(tmp_path / "7.ckpt", None, "", OPTIONS["no validation"])
+    before, after_it = ([event[1:4] for event in each if event[0] == "batch"] for each in (whole, found))
+    assert after_it[:5] == before[7:12]  # the rest of the second epoch
+
+
 def test_a_second_fit_has_nothing_of_the_run_that_the_first_one_resumed(tmp_path: Path) -> None:
     run(None, tmp_path, "on_validation_end", {"max_epochs": 1})
     module, callback = Scheduled("epoch"), lp.ExactResume()
