@@ -114,3 +114,8 @@ def test_the_strategies_bring_along_one_that_only_warns(pool: WorkerPool, name: 
     assert [(ended, error) for ended, error, *_ in found] == [(30, None)] * len(found)
     first = ["The loss is NaN or infinite, for the first time at step 3."]
     assert [said for _, _, said, _ in found] == [first, *[[]] * (len(found) - 1)]
+
+
+def test_a_number_of_batches_is_at_least_one() -> None:
+    with pytest.raises(ValueError, match="stop_after=0"):
+        FiniteLoss(0)
