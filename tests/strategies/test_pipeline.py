@@ -219,7 +219,11 @@ class KeepsATerm(OfRows):
 
 
 FOUR, RECOMPUTED = {"microbatches": 4}, {"activation_checkpointing": True}
-OF_ONE_SAMPLE = {"stages": 2, "data_parallel": 2, "data_parallel_kind": "fully_shard", "microbatches": BATCH // 2}
+ALL_AT_ONCE = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.05}
+REPLICAS = {"stages": 2, "data_parallel": 2}
+FULLY = {**REPLICAS, "data_parallel_kind": "fully_shard"}
+OF_ONE_SAMPLE = {**FULLY, "microbatches": BATCH // 2}
+TENSOR = {"stages": 2, "tensor_parallel": 2, "sequence_parallel": True}
 
 
 @pytest.mark.parametrize(("model", "ranks", "schedule", "options", "given"), [
@@ -233,8 +237,13 @@ OF_ONE_SAMPLE = {"stages": 2, "data_parallel": 2, "data_parallel_kind": "fully_s
     (Annealed, 2, "1f1b", FOUR, {}),
     (Counting, 2, "zbv", {"microbatches": 1}, {}),
     (KeepsATerm, 2, "interleaved", FOUR | RECOMPUTED, {}),
+    # The contract has other axes under 1F1B only, and recomputes nothing.
+    ("ShardableLlama", 4, "zbv", TENSOR | RECOMPUTED, ALL_AT_ONCE),
+    ("Blocks", 4, "zbv", REPLICAS, ALL_AT_ONCE),
     *thorough(
         *((model, 2, schedule, FOUR, {}) for model in MODELS for schedule in ("gpipe", "interleaved", "zbv")),
+        ("Llama", 4, "interleaved", FULLY | RECOMPUTED, ALL_AT_ONCE),
+        ("GPT2", 4, "zbv", FULLY, {}),
         *((each, 2 + k % 2, partial(any_order, seed=k), FOUR, {}) for each in (Deep, Skips) for k in range(3, 20)),
     ),
 ])  # fmt: skip
