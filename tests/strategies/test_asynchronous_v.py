@@ -169,10 +169,12 @@ class UnequalReplicas(Deep):
         return DataLoader(Rows(cls.samples()), batch_sampler=[[0, 1, 2, 3], [4, 5, 6, 7], last])
 
 
-def test_unequal_microbatches_of_replicas_are_refused(refused: Any) -> None:
-    options = {"stages": 2, "data_parallel": 2, "microbatches": 4, "schedule": "vhalf"}
-    words = ["data_parallel=2", "schedule='vhalf'", "from 1 to 4", "batch 2", "drop_last=True"]
-    refused(words, train, 4, UnequalReplicas, "async", options, use_distributed_sampler=False)
+@pytest.mark.parametrize(("stages", "schedule"), [(2, "vhalf"), *thorough((3, "1f1b"))])
+def test_unequal_microbatches_of_replicas_are_refused(refused: Any, stages: int, schedule: str) -> None:
+    """Else replicas would wait for each other for ever, in a V or not."""
+    options = {"stages": stages, "data_parallel": 2, "microbatches": 4, "schedule": schedule}
+    words = ["data_parallel=2", f"schedule='{schedule}'", "from 1 to 4", "batch 2", "drop_last=True"]
+    refused(words, train, 2 * stages, UnequalReplicas, "async", options, use_distributed_sampler=False)
 
 
 class ReadLate(Deep):
