@@ -110,6 +110,8 @@ def test_what_is_replaced_or_removed_leaves_nothing_but_its_neighbours(tmp_path:
     put(tmp_path / "item", "b")
     put(tmp_path / "it", "one")
     put(tmp_path / "it", "other")
+    with mock.patch("shutil.rmtree", side_effect=Crash), pytest.raises(Crash):
+        put(tmp_path / "it", "last")  # and the one before it is left
     (tmp_path / "it.tmp-12345678").mkdir()
     directory.remove(tmp_path / "it")
     assert sorted(os.listdir(tmp_path)) == ["it.old", "item"] and content(tmp_path / "item") == "b"
