@@ -52,7 +52,7 @@ class Sets(Scaled):
 
     def on_train_epoch_end(self) -> None:
         self.by_hand.step()
-        self.factor = min(self.factor, float(self.trainer.callback_metrics["loss"]))
+        self.factor = float(self.trainer.callback_metrics["loss"]) / 2
         self.shift += 0.25
         self.net[0].requires_grad_(True)
         self.net[-1].weight.data.mul_(0.9)
