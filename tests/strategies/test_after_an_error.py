@@ -58,15 +58,16 @@ class Keeps(Callback):
         trainer.save_checkpoint(self.path)
 
 
-def fail_saving(folder: Path, by_own: bool) -> None:
+def fail_saving(failing: int, folder: Path, by_own: bool) -> None:
     keeper = ModelCheckpoint(folder, filename="last", save_on_exception=True)
     callbacks = [Keeps(folder), lp.ExactResume()] if by_own else [keeper]
+    kind = type("FailsOnOne", (Fails,), {"ranks": (failing,)})
     with pytest.raises((ValueError, PeerLostError), match="no luck|broke"):
-        make_trainer("sync", callbacks, REPLICAS, enable_checkpointing=not by_own).fit(FailsOnFirst(), Mixed.loader())
+        make_trainer("sync", callbacks, REPLICAS, enable_checkpointing=not by_own).fit(kind(), Mixed.loader())
 
 
-def fail_and_save(folder: Path, by_own: bool) -> None:
-    fail_saving(folder, by_own)
+def fail_and_save(failing: int, folder: Path, by_own: bool) -> None:
+    fail_saving(failing, folder, by_own)
     gc.collect()  # frees the Trainer, whose open connections the other rank would wait for
 
 
@@ -76,9 +77,12 @@ def weights_of_one_step() -> dict[str, Tensor]:
     return {name: parameter.detach() for name, parameter in module.named_parameters()}
 
 
-@pytest.mark.parametrize("by_own", [False, True])
-def test_the_first_of_replicas_saves_alone_after_an_error(launch: Any, by_own: bool, tmp_path: Path) -> None:
-    launch(fail_and_save, 2, tmp_path, by_own, timeout=60)
+@pytest.mark.parametrize(("failing", "by_own"), [(1, False), (0, True), *thorough((0, False))])
+def test_the_first_of_replicas_saves_alone_after_an_error(
+    launch: Any, failing: int, by_own: bool, tmp_path: Path
+) -> None:
+    """Its own, or another replica's, without which it can't go on."""
+    launch(fail_and_save, 2, failing, tmp_path, by_own, timeout=60)
     saved = torch.load(tmp_path / "last.ckpt", weights_only=False)
     assert saved["global_step"] == 1
     for weights in launch(weights_of_one_step, 2):
