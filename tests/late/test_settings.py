@@ -61,6 +61,12 @@ def test_the_description_says_how_late_and_how_many_copies() -> None:
     assert late(weights="latest", correction=None).description(4, 0, 1) == "3 updates late"
 
 
+def test_stages_whose_gradients_are_late_start_slowly() -> None:
+    rules = late(lr_discount=10)
+    assert rules.rate_factor(5, 0, 1, 0) == 0.25 and rules.rate_factor(5, 0, 1, 10) == 1.0
+    assert rules.rate_factor(5, 4, 1, 0) == rules.rate_factor(5, 0, 8, 0) == 1.0
+
+
 @pytest.mark.parametrize(("rules", "stages", "microbatches", "words"), [
     (late(), 8, 16, []),
     (late(), 8, 8, []),
