@@ -17,6 +17,7 @@ from torch.multiprocessing import start_processes  # type: ignore[attr-defined]
 
 from lightning_parallel import plan
 from lightning_parallel.comparison import timing
+from lightning_parallel.planning import planner
 from tools.faults.models import Blocks
 from tools.workers.pool import WorkerPool
 
@@ -55,6 +56,14 @@ def test_the_best_are_run_and_ranked_and_one_that_fails_is_refused_with_its_erro
     ran, other = (row.measured for row in found.rows)
     assert ran is not None and ran.seconds > 0 and other is None
     assert found.best is found.rows[0] and "measured" in str(found)
+
+
+@pytest.mark.usefixtures("untimed")
+def test_what_has_run_comes_first_by_what_it_has_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds = iter([9.0, 8.0])  # what seems to be the best takes longer
+    monkeypatch.setattr(planner, "measured", lambda *_: timing.Measured(next(seconds), 1))
+    rows = plan(Blocks(), Blocks.batches()[0], devices=2, measure=2).rows
+    assert [row.measured and row.measured.seconds for row in rows[:3]] == [8.0, 9.0, None]
 
 
 def wait(*_: Any, **__: Any) -> None:
