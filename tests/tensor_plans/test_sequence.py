@@ -118,6 +118,7 @@ def test_blocks_that_cannot_run_on_a_piece_are_refused(
 @pytest.mark.parametrize(("shapes", "message"), [
     ([(2, 9, 24)], "'blocks.0' got a sequence of 9 positions, which 2 tensor ranks don't divi"),
     ([(8, 24)], r"hidden state \[batch, sequence, features\], but it has the shape \(8, 24\)"),
+    ([(2, 4, 10, 24)], r"features\], but it has the shape \(2, 4, 10, 24\)"),  # pieces of channels
     # The gradient of another one would be that of a piece.
     ([(2, 6, 24), (2, 7, 24)], r"'blocks.0' is called with a hidden state of shape \(2, 6, 24\) and with one"),
 ])  # fmt: skip
