@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -246,6 +247,45 @@ def test_gradients_through_several_stages_are_refused(by: str) -> None:
     stage = stage_of(model, 2)
     with pytest.raises(RuntimeError, match=r"torch\.autograd\.grad or backward on what several"):
         stage.flow_of(lambda: step(model))
+
+
+def backwards(model: Any, x: Tensor) -> Tensor:
+    x = model.stem(x)
+    for block in reversed(model.blocks):
+        x = block(x)
+    return model.head(x).square().mean()
+
+
+def calls_for_nobody(model: Any, x: Tensor) -> Tensor:
+    output = model.body(model.stem(x))
+    model.blocks[0](output)
+    return model.head(output).square().mean()
+
+
+def asks_and_calls_again(model: Any, x: Tensor) -> Tensor:
+    output = model.head(model.body(model.stem(x)))
+    return model.head(model.body(model.stem(x * output.abs().mean().item()))).square().mean()
+
+
+@pytest.mark.parametrize(("other", "words"), [
+    (backwards, r"'blocks.\d' is on stage 0, which leaves the step before this call, made after 'blocks.3'"),
+    (calls_for_nobody, "'blocks.0' is on stage 0, which leaves the step before this call"),  # it may count
+    (asks_and_calls_again, "asks for a value, which only stage 1 has, and then calls 'blocks.0'"),
+])  # fmt: skip
+def test_a_step_of_another_kind_must_meet_the_stages_in_the_same_order(
+    other: Callable[[Any, Tensor], Tensor], words: str
+) -> None:
+    stage = stage_of(model := Net(), 2)
+    with pytest.raises(FlowError, match=words):
+        stage.flow_of(lambda: other(model, X))
+
+
+def test_a_step_may_leave_layers_out_that_another_kind_calls() -> None:
+    stage = stage_of(model := Net(), 4)
+    flow = stage.flow_of(lambda: model.head(model.blocks[0](model.stem(X))).square().mean())
+    assert flow.cuts == ((Cargo("blocks.0", 0, 1),),) * 3
+    assert flow.last == (("blocks.0", 0), None, None, ("head", 0))
+    assert flow.passed[1] == flow.passed[2] == frozenset()  # they leave the step in front of the head
 
 
 class Writer(nn.Linear):
