@@ -17,7 +17,7 @@ from lightning_parallel.cuts.search import partition
 from lightning_parallel.pipeline.stage import Stage
 from tests.pipeline.by_hand import CPU
 from tests.pipeline.nets import BLOCKS, Glue, MultiExit, Net, UNet, Views
-from tests.pipeline.test_stage import assert_equal_to_the_whole, step
+from tests.pipeline.test_stage import X, assert_equal_to_the_whole, step
 
 pytestmark = pytest.mark.usefixtures("in_double_precision")
 
