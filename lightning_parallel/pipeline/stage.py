@@ -46,7 +46,7 @@ from lightning_parallel.cuts.partition import Partition
 from lightning_parallel.interception import Interception, LeaveStep, can_intercept
 from lightning_parallel.messages.arrival import Arrival
 from lightning_parallel.pipeline.forward_pass import Cuts, ForwardPass
-from lightning_parallel.private.torch.modules import first_forward_hook, forward_hooks
+from lightning_parallel.private.torch.modules import forward_hooks, has_hooks_before
 from lightning_parallel.ranks.local_model import saved_buffers
 from lightning_parallel.seeding import Generators, mix
 from lightning_parallel.tracing.trace import Call
@@ -264,7 +264,7 @@ class Stage:
             return
         call, cuts = self._running[name][1], self._pass.cuts
         if call in cuts.wanted:
-            if first_forward_hook(unit) is not self._first_hooks[name]:
+            if has_hooks_before(unit, self._first_hooks[name]):
                 raise RuntimeError(
                     f"A forward hook was registered on '{name}' in mid-training with prepend=True: it would run on "
                     f"this stage and once more on the next one. Register it before training, or without prepend."

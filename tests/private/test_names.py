@@ -34,7 +34,7 @@ ELSEWHERE: dict[str, dict[str, str]] = {
         "strategies/test_loss_means.py": "where_created",
         "strategies/test_owners.py": "has_step_hooks",
         "strategies/test_precision.py": "CommonScaler",
-        "strategies/test_refusals.py": "first_forward_hook",
+        "strategies/test_refusals.py": "has_hooks_before",
         "tensor/test_layer.py": "has_hooks move_forward_hooks",
         "test_disk_offload.py": "makes_memory is_zero_tensor",
         "test_interception.py": "forward_hooks",

@@ -66,11 +66,11 @@ def questions(file: Path) -> Path:
     return lines(file, [dict(question) for question in QUESTIONS])
 
 
-def model(folder: Path, config: Any = None) -> Path:
+def model(folder: Path, config: Any = None, longest: int = 64) -> Path:
     """A pretrained model with its tokenizer."""
     tokenizer(folder)
     torch.manual_seed(3)
-    config = config or LlamaConfig(**SIZES, bos_token_id=None, eos_token_id=0, max_position_embeddings=64)
+    config = config or LlamaConfig(**SIZES, bos_token_id=None, eos_token_id=0, max_position_embeddings=longest)
     AutoModelForCausalLM.from_config(config).double().save_pretrained(folder)
     return folder
 

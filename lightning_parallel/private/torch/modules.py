@@ -46,9 +46,14 @@ def forward_hooks(module: nn.Module) -> int:
     return len(module._forward_hooks)
 
 
-def first_forward_hook(module: nn.Module) -> Any:
-    """The hook that sees this module's outputs before all others; None if there is none."""
-    return next(iter(module._forward_hooks.values()), None)
+def has_hooks_before(module: nn.Module, own: Any) -> bool:
+    """Do hooks of the user's see, and perhaps change, this module's outputs before the hook ``own`` does?"""
+    for hook in module._forward_hooks.values():
+        if hook is own:
+            return False
+        if not _module_of(hook).startswith("lightning_parallel."):
+            return True
+    return False
 
 
 def move_forward_hooks(old: nn.Module, new: nn.Module) -> None:
@@ -66,8 +71,12 @@ def has_gradient_hooks(tensor: Tensor) -> bool:
     """Does a hook of the user's see, and perhaps change, the gradient of this tensor? torch has no public name for
     this. fully_shard's own hooks only gather a unit, and those of this library are known."""
     hooks = [*(tensor._backward_hooks or {}).values(), *(tensor._post_accumulate_grad_hooks or {}).values()]
-    modules = (getattr(getattr(hook, "func", hook), "__module__", "") for hook in hooks)  # of a partial's function
-    return any(not module.startswith(("torch.distributed.fsdp", "lightning_parallel.")) for module in modules)
+    return any(not _module_of(hook).startswith(("torch.distributed.fsdp", "lightning_parallel.")) for hook in hooks)
+
+
+def _module_of(hook: Any) -> str:
+    """The module in which a hook's function was defined, that of a partial too."""
+    return getattr(getattr(hook, "func", hook), "__module__", "")
 
 
 def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
