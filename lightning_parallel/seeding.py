@@ -15,9 +15,9 @@ after each layer, whatever it draws, and also on the stages where it is absent::
 
     seed after a layer = mix(torch.initial_seed() before the layer draws, name of the layer)
 
-That is the seed that torch's generator of the CPU was given last. It is a part of the generator's state, so a
-recomputation of several layers (activation checkpointing), which starts from the same state, draws the same. With the
-name, a layer that calls another one isn't followed by the inner one's seed.
+``torch.initial_seed()`` is the seed that torch's generator of the CPU was given last. It is a part of the generator's
+state. A recomputation of several layers (activation checkpointing) starts from the same state, so it draws the same.
+The name is mixed in because a layer may call another one: its seed then differs from the inner one's.
 """
 
 from __future__ import annotations

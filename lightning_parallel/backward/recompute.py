@@ -23,7 +23,8 @@ class Recomputed:
         self._layer, self._forward = layer, forward
         self._written: list[_Place] | None = None  # where the tensors are that the first run has written to
 
-    @torch.compiler.disable  # a compiled model or layer around it can't trace torch's checkpoint with a context
+    # Dynamo can't trace torch's checkpoint with a context_fn: compiled code around it breaks here.
+    @torch.compiler.disable
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return self._forward(*args, **kwargs)

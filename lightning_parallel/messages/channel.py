@@ -34,7 +34,7 @@ from torch import Tensor
 from lightning_parallel.messages.message import Format, Packet, decode, encode, format_of, views
 from lightning_parallel.messages.posting import Post, Posted, posts_from_thread
 from lightning_parallel.messages.streams import Streams
-from lightning_parallel.private.torch.tensors import enable_recording
+from lightning_parallel.private.torch.tensors import record_operations
 from lightning_parallel.ranks.collectives import PeerLostError
 from lightning_parallel.ranks.groups import Wire
 
@@ -62,7 +62,7 @@ class Link:
         self.device = device
         self.streams = Streams(device) if streams is None else streams
         self.through_host = device.type != "cpu" and wire.host_group is None
-        self._is_on_host = device.type == "cpu" or self.through_host
+        self._has_host_buffers = device.type == "cpu" or self.through_host
 
     def isend(self, buffer: Tensor) -> dist.Work:
         """Post a send of a flat buffer."""
@@ -75,15 +75,15 @@ class Link:
     def _post(self, function: Callable[..., dist.Work], buffer: Tensor) -> dist.Work:
         # A message over gloo that a profiler has seen writes its end into the trace when it is waited for. Messages may
         # outlive a trace, whose memory is then somebody else's.
-        if self._is_on_host:
-            enable_recording(False)
+        if self._has_host_buffers:
+            record_operations(False)
         try:
             return function([buffer], self._peer, self._tag)
         except RuntimeError as error:
             raise self._lost() from error
         finally:
-            if self._is_on_host:
-                enable_recording(True)
+            if self._has_host_buffers:
+                record_operations(True)
 
     def wait(self, work: dist.Work) -> None:
         """Wait until a send or a receive is done.

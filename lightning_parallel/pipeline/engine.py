@@ -91,8 +91,8 @@ class Engine:
         Args:
             microbatches: the microbatches whose forward is among ``actions``, by number.
             update: called at each ``Step``, with the chunk if it is that of one.
-            more_follow: more forwards will come in another call (or :meth:`end_stream`). The first one's activation is
-                received ahead.
+            more_follow: another call will run more forwards, or :meth:`end_stream` will tell that none come. The first
+                one's activation is received ahead.
 
         Returns:
             What the user's step returned for each forward of the last chunk, on its stage; an empty list on the others.
@@ -187,7 +187,7 @@ def _last_before_steps(actions: Sequence[Action]) -> set[int]:
     """The indices of the actions that complete some of a chunk's gradients before a step: its last first half completes
     those that can't wait, its last whole backward or second half all others."""
     found: set[int] = set()
-    later: dict[int, set[type[Action]]] = {}  # by chunk: backwards between here and its next step; no key without one
+    later: dict[int, set[type[Action]]] = {}  # by chunk: the backwards before its next step, if it has one
     chunks = {action.chunk for action in actions if not isinstance(action, Step)}
     for i, action in reversed([*enumerate(actions)]):
         if isinstance(action, Step):

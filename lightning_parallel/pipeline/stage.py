@@ -81,7 +81,8 @@ class Stage:
         self._generators = Generators(device)
         self.cuts = {chunk: Cuts(self._flow, partition, chunk) for chunk in self.chunks}
         self._wanted = set[str]()  # the modules with outputs that a later chunk needs
-        self._first_hooks: dict[str, Callable[..., None]] = {}  # of the units among them that are here
+        # By unit here with such an output: the hook that keeps it.
+        self._returned_hooks: dict[str, Callable[..., None]] = {}
         self._own = {name for name in partition.units if index in partition.stages_with(name)}
         # While another chunk runs, this stage's own units answer too, without their values.
         self._absent = {name: AbsentForward(unit, name, name in self._own) for name, unit in self._units.items()}
@@ -156,6 +157,8 @@ class Stage:
     #
     #     a unit of this chunk     the user's pre-hooks  _enter  forward  (_returned)  the user's hooks  _leave
     #     a unit of another one    the user's pre-hooks  _answer                       the user's hooks
+    #
+    # _returned is there only if a later chunk needs the unit's output.
 
     def install(self, recompute: bool = False) -> None:
         """Hook the module. From now on a step that :meth:`run` runs is cut. :meth:`remove` undoes it.
@@ -187,8 +190,8 @@ class Stage:
 
     def _install_for_flow(self) -> None:
         """Put hooks on the units whose outputs are to be kept, and on the modules inside transparent units."""
-        self._first_hooks = {name: partial(self._returned, name) for name in self._wanted & self._own}
-        for name, hook in self._first_hooks.items():
+        self._returned_hooks = {name: partial(self._returned, name) for name in self._wanted & self._own}
+        for name, hook in self._returned_hooks.items():
             self._for_flow.after(self._units[name], hook, first=True)
         for name in self._flow.transparent & self._units.keys():
             for short, part in self._units[name].named_modules():
@@ -239,7 +242,7 @@ class Stage:
         """Runs before the forward of a unit of this stage."""
         if self._pass is None and not self._in_backward:
             return
-        seed = mix(torch.initial_seed(), name)
+        seed = mix(torch.initial_seed(), name)  # by the rule in seeding.py, before the unit draws
         absent = first_absent([*args, *kwargs.values()])
         if self._in_backward and absent is not None:
             raise RuntimeError(
@@ -264,7 +267,7 @@ class Stage:
             return
         call, cuts = self._running[name][1], self._pass.cuts
         if call in cuts.wanted:
-            if has_hooks_before(unit, self._first_hooks[name]):
+            if has_hooks_before(unit, self._returned_hooks[name]):
                 raise RuntimeError(
                     f"A forward hook was registered on '{name}' in mid-training with prepend=True: it would run on "
                     f"this stage and once more on the next one. Register it before training, or without prepend."
@@ -300,7 +303,7 @@ class Stage:
         running, absent = self._pass, self._absent[name]
         if running is None:
             return absent.answer(args, kwargs)
-        seed = mix(torch.initial_seed(), name)
+        seed = mix(torch.initial_seed(), name)  # by the rule in seeding.py, before the unit draws
         call = running.called(name)
         answer = self._answer_for(call, absent, forward, args, kwargs, openly=name in self._flow.transparent)
         self._generators.seed(seed, host=name in self.partition.draw_on_host)  # as in `_leave`

@@ -191,7 +191,7 @@ class WeightVersions:
             gradient.add_(more)
             leaf.grad = None
         factor = self._loss.factor
-        if isinstance(factor, Tensor) or factor != 1:
+        if isinstance(factor, Tensor) or factor != 1:  # a tensor isn't read: that would wait for its device
             gradient = gradient * factor
         return gradient + self._ended[name] if name in self._ended else gradient
 

@@ -98,12 +98,12 @@ def _sent_at_once(order: Order) -> list[tuple[int, int]]:
                 begun += 1
                 has.append(ended)
                 activations = max(activations, begun - ended)
-            elif not isinstance(action, Backward | BackwardInput):
-                assert_never(action)
-            else:
+            elif isinstance(action, Backward | BackwardInput):
                 ended += 1
                 gradients = max(gradients, ended - confirmed) if chunk else 0
                 confirmed = had[begun - 1] if chunk else 0
+            else:
+                assert_never(action)
         found.append((activations, gradients))
         had = has
     return found
@@ -132,11 +132,11 @@ def _of_schedule(
             before, moment, after = -got[chunk], cost.forward_peak, cost.held + given[chunk]
         elif isinstance(action, BackwardWeight):
             before, moment, after = 0, min(gradients[chunk], fresh), -cost.held
-        elif not isinstance(action, Backward | BackwardInput):
-            assert_never(action)
-        else:
+        elif isinstance(action, Backward | BackwardInput):
             between = cost.held if isinstance(action, BackwardInput) else 0
             before, moment, after = -cost.held - given[chunk], cost.backward_peak, between + got[chunk]
+        else:
+            assert_never(action)
         sent = complete // BUCKET_BYTES * BUCKET_BYTES  # a message leaves when all that is in it is complete
         fullest = max(fullest, held + before + moment + made + sent)
         held += before + after

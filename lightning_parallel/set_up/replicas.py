@@ -130,9 +130,9 @@ class Replicas:
         return self.averager.completing(self._local.replicated.keys() if names is None else names)
 
     def averaged(self, gradients: Mapping[str, Tensor | None], names: Collection[str] | None = None) -> Gradients:
-        """Complete gradients, multiplied by their factor, which normalises the batch's loss, and averaged over the
-        replicas. All replicas call it. Gradients of fully sharded parameters are both already. ``names``: those of the
-        parameters, if they aren't all."""
+        """Multiply complete gradients by the factor that normalises the batch's loss, and average them over the
+        replicas. All replicas call it. For fully sharded parameters the backward has done both. ``names``: the
+        parameters, if it isn't all of them."""
         averager = self.averager
         if averager is None:
             multiply([g for name in self._local.replicated if (g := gradients.get(name)) is not None], self._factor())

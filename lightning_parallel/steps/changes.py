@@ -112,7 +112,7 @@ class StepChanges:
                 a run has changed a tensor that is known to change to something else than the first run.
         """
         if not (self._before or self._shared or (self._runs_several_times and index < _WATCHED)):
-            return step()
+            return step()  # most runs have nothing to put back or to compare
         for before in self._before.values():
             before.put_back()
         watched = self._watched(index)

@@ -323,7 +323,8 @@ class LayoutStrategy(ParallelStrategy):
 
         def backward(*args: Any, **kwargs: Any) -> None:
             self.make_gradients(partial(own_backward, *args, **kwargs))
-            if self._watch is not None and self.gradients_on_parameters:  # until the optimizer steps
+            # From here until the optimizer steps, the user's code may read the complete gradients.
+            if self._watch is not None and self.gradients_on_parameters:
                 self._watch.begin()
 
         self._at_end.callback(replaced(self.precision_plugin, "backward", backward))

@@ -14,7 +14,6 @@ usual::
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -194,8 +193,8 @@ class PipelineStrategy(StagedStrategy):
 
     @override
     def check_partition(self, partition: Partition) -> None:
-        wanted = self.options.activation_memory
-        if not isinstance(wanted, str) or self.layout.stages == 1:
+        memory = self.options.activation_memory
+        if not isinstance(memory, str) or self.layout.stages == 1:
             return
         self._knows_bytes = self.run.trains
         if not self._knows_bytes:  # an evaluation's batches aren't split
@@ -204,14 +203,14 @@ class PipelineStrategy(StagedStrategy):
         def fullest(lists: Schedule) -> int:
             return max(self._held(actions, partition) for actions in lists)
 
-        limit = bytes_of(wanted)
-        self._schedule_name = f"zbv, {wanted} of activations"
+        limit = bytes_of(memory)
+        self._schedule_name = f"zbv, {memory} of activations"
         self._generator = partial(zbv_in_bytes, limit=limit, nbytes=fullest)
         self._schedules.clear()
         least = fullest(self._schedule_for(self._usual_microbatches()))
         if least > limit:
             raise ValueError(
-                f"activation_memory={wanted!r}: the smallest schedule, V-Min, needs {binary_size(least)} on a "
+                f"activation_memory={memory!r}: the smallest schedule, V-Min, needs {binary_size(least)} on a "
                 f"stage. Give more, or take more microbatches of fewer samples, or activation_checkpointing=True."
             )
 
@@ -266,13 +265,13 @@ class PipelineStrategy(StagedStrategy):
 
     def _usual_microbatches(self) -> int:
         """The number of microbatches of a batch that is large enough for them."""
-        wanted = self.options.microbatches
-        return self.automatic_microbatches(sys.maxsize) if wanted == "auto" else wanted
+        if self.options.microbatches != "auto":
+            return self.options.microbatches
+        return 1 if self._schedule_name == "naive" or self.layout.stages == 1 else 4 * self.layout.stages
 
     @override
     def automatic_microbatches(self, batch_size: int) -> int:
-        stages = self.layout.stages
-        return 1 if self._schedule_name == "naive" or stages == 1 else min(batch_size, 4 * stages)
+        return min(batch_size, self._usual_microbatches())
 
     @override
     def activation_bytes(self) -> int:

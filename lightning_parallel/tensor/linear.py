@@ -100,9 +100,16 @@ class RowParallelLinear(ParallelLinear):
     """``nn.Linear`` with the inputs divided over the ranks.
 
     It takes this rank's piece of the input, ``[..., in here]``, and returns the whole output ``[..., out_features]``,
-    equal on all ranks. The bias is whole on every rank, and is added once, to the sum. It is made as
-    :class:`ColumnParallelLinear` is. With ``input_is_parallel=False`` the input is whole, ``[..., in_features]``, equal
-    on all ranks, and is cut here.
+    equal on all ranks. The bias is whole on every rank, and is added once, to the sum.
+
+    Args:
+        whole: an ``nn.Linear``, or a transformers ``Conv1D``, whose orientation is kept.
+        site: the tensor group, over whose ranks the inputs are divided; or what is around the layer.
+        input_is_parallel: the input is this rank's piece. If False, it is whole, ``[..., in_features]``, equal on all
+            ranks, and is cut here.
+
+    Raises:
+        ValueError: ``whole`` is something else, or more, than such a layer; or a rank would get no inputs.
     """
 
     _divided = MappingProxyType({"weight": 1})

@@ -23,7 +23,7 @@ ELSEWHERE: dict[str, dict[str, str]] = {
         "cuts/test_one_sided.py": "VALUE_OF",
         "gradients/test_averaging.py": "norms_of scale_all",
         "losses/test_graph.py": "shape_of_result shape_of_operand like_edge",
-        "messages/test_channel.py": "enable_recording",
+        "messages/test_channel.py": "record_operations",
         "pipeline/test_staleness.py": "differences lerp_all",
         "pipeline/test_weights.py": "add_all copy_all clone_all places_of",
         "ranks/test_process_group.py": "forget_meshes",

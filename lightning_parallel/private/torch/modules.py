@@ -51,7 +51,7 @@ def has_hooks_before(module: nn.Module, own: Any) -> bool:
     for hook in module._forward_hooks.values():
         if hook is own:
             return False
-        if not _module_of(hook).startswith("lightning_parallel."):
+        if not _source_of(hook).startswith("lightning_parallel."):
             return True
     return False
 
@@ -71,11 +71,11 @@ def has_gradient_hooks(tensor: Tensor) -> bool:
     """Does a hook of the user's see, and perhaps change, the gradient of this tensor? torch has no public name for
     this. fully_shard's own hooks only gather a unit, and those of this library are known."""
     hooks = [*(tensor._backward_hooks or {}).values(), *(tensor._post_accumulate_grad_hooks or {}).values()]
-    return any(not _module_of(hook).startswith(("torch.distributed.fsdp", "lightning_parallel.")) for hook in hooks)
+    return any(not _source_of(hook).startswith(("torch.distributed.fsdp", "lightning_parallel.")) for hook in hooks)
 
 
-def _module_of(hook: Any) -> str:
-    """The module in which a hook's function was defined, that of a partial too."""
+def _source_of(hook: Any) -> str:
+    """The name of the Python module that defines a hook's function; of a partial, its function's."""
     return getattr(getattr(hook, "func", hook), "__module__", "")
 
 

@@ -64,8 +64,8 @@ subclass_functions_disabled = torch._C.DisableTorchFunctionSubclass
 # tensor's shape in place, whose result has to be that very tensor.
 dispatch_disabled = torch._C._DisableTorchDispatch
 
-# Are this thread's operations in profilers' traces? torch has nothing public for that.
-enable_recording = torch._C._autograd._enable_record_function
+# Called with True or False: do profilers record this thread's operations from now on? torch has nothing public for it.
+record_operations = torch._C._autograd._enable_record_function
 
 
 def tensors_in(value: Any) -> list[Tensor]:
