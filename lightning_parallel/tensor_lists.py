@@ -29,10 +29,14 @@ def copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return copies
 
 
+def is_one(factor: float | Tensor) -> bool:
+    """Is it known to be 1? A tensor isn't read: that would wait for its device."""
+    return not isinstance(factor, Tensor) and factor == 1
+
+
 def multiply(tensors: Sequence[Tensor], factor: float | Tensor) -> None:
-    """Multiply tensors in place, unless the factor is known to be 1. A tensor isn't read: that would wait for its
-    device."""
-    if isinstance(factor, Tensor) or factor != 1:
+    """Multiply tensors in place, unless the factor is known to be 1."""
+    if not is_one(factor):
         for (group,) in alike(tensors):
             scale_all(group, factor)
 

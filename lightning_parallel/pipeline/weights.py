@@ -34,7 +34,7 @@ from lightning_parallel.losses.normaliser import BatchLoss
 from lightning_parallel.pipeline.staleness import Stashing, extrapolate
 from lightning_parallel.private.torch.modules import places_of
 from lightning_parallel.private.torch.tensors import copy_all
-from lightning_parallel.tensor_lists import added, alike, copied, multiply
+from lightning_parallel.tensor_lists import added, alike, copied, is_one, multiply
 from lightning_parallel.values import changed
 
 Half: TypeAlias = Literal["whole", "first", "second"]  # of a backward
@@ -191,7 +191,7 @@ class WeightVersions:
             gradient.add_(more)
             leaf.grad = None
         factor = self._loss.factor
-        if isinstance(factor, Tensor) or factor != 1:  # a tensor isn't read: that would wait for its device
+        if not is_one(factor):
             gradient = gradient * factor
         return gradient + self._ended[name] if name in self._ended else gradient
 

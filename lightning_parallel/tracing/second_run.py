@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext, redirect_stdout, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stdout, suppress
 from dataclasses import dataclass
 from io import StringIO
 from itertools import zip_longest
@@ -118,10 +118,9 @@ def _changed_by_last_call(scene: Scene, seen: Trace, step: Callable[[], Any]) ->
     """
     with StateKept(scene.module, apart=scene.units) as state:
         last = seen.calls[-1].key if seen.calls else None
-        with warnings.catch_warnings(), redirect_stdout(StringIO()):  # the trace has said it
-            warnings.simplefilter("ignore")
-            with suppress(Exception, LeaveStep), Recorder(scene, until=last).installed():  # any error: the trace has it
-                step()
+        # Any error: the trace has it.
+        with _silenced(), suppress(Exception, LeaveStep), Recorder(scene, until=last).installed():
+            step()
         values = {
             (id(part), name): _value_of(part, name)
             for part in scene.module.modules()
@@ -150,9 +149,7 @@ def _guessed(
         recorder = Recorder(scene)
         guesses = ValuesGuessed(lambda _: recorder.place.during != "call", truth=truth, number=number)  # noqa: B023
         output = None
-        # What it says of guessed values isn't so: `if loss.isnan(): warn(...)`.
-        with WritesFollowed(), warnings.catch_warnings(), redirect_stdout(StringIO()):
-            warnings.simplefilter("ignore")
+        with WritesFollowed(), _silenced():
             with suppress(Exception), around(recorder), recorder.installed(), guesses:  # any error: the trace has it
                 try:
                     output = step()
@@ -162,6 +159,15 @@ def _guessed(
             yield recorder, output
         if not guesses.booleans:
             return
+
+
+@contextmanager
+def _silenced() -> Iterator[None]:
+    """Inside, the step prints and warns nothing: the trace has said it, and what it says of guessed values isn't so
+    (``if loss.isnan(): warn(...)``)."""
+    with warnings.catch_warnings(), redirect_stdout(StringIO()):
+        warnings.simplefilter("ignore")
+        yield
 
 
 def _value_of(part: nn.Module, attribute: str) -> Any:
