@@ -129,6 +129,9 @@ def described(name: str, *, halves: bool) -> Device:
 
     Args:
         halves: is the work done in bfloat16 or float16?
+
+    Raises:
+        ValueError: there is no such description.
     """
     if name not in _DESCRIBED:
         known = ", ".join(_DESCRIBED)

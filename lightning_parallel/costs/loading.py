@@ -50,7 +50,11 @@ class Loaded:
 
 def first_batch(loader: Iterable[Any]) -> Loaded:
     """The first batch of a loader. If it has workers, one of them loads it, and a few more: a dataset may need to be in
-    a worker. The loader's own workers and its generator stay as they are."""
+    a worker. The loader's own workers and its generator stay as they are.
+
+    Raises:
+        ValueError: it has none.
+    """
     workers, generator = 0, None
     if isinstance(loader, CombinedLoader):  # what all of its loaders' workers do together counts as one worker's
         workers = int(any(getattr(each, "num_workers", 0) for each in loader.flattened))

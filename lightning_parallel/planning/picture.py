@@ -24,6 +24,9 @@ def draw(rows: Sequence[Row], limit: float | None, path: str | Path) -> None:
     Args:
         rows: that fit.
         limit: the bytes that a layout may take; None for no limit.
+
+    Raises:
+        ModuleNotFoundError: matplotlib isn't installed.
     """
     from matplotlib.figure import Figure
 
@@ -67,7 +70,11 @@ def _places(rows: Sequence[Row]) -> tuple[list[float], list[float]]:
 
 
 def draw_schedule(row: Row, path: str | Path) -> None:
-    """Draw when the stages of a pipeline compute in a step, with the times of their chunks. Messages take none."""
+    """Draw when the stages of a pipeline compute in a step, with the times of their chunks. Messages take none.
+
+    Raises:
+        ModuleNotFoundError: matplotlib isn't installed.
+    """
     choice, chunks = row.choice, row.chunks
     forward, backward = [chunk.forward for chunk in chunks], [chunk.backward for chunk in chunks]
     found = simulate(choice.order().schedule, forward, backward, first=[chunk.first for chunk in chunks])

@@ -109,7 +109,11 @@ class ParallelLayer(nn.Module):
         self.train(whole.training)
 
     def hold_shard(self, name: str, whole: nn.Parameter, dim: int, parts: tuple[int, ...] = ()) -> None:
-        """Hold this rank's shard of a parameter, trainable or frozen as the whole is, and the record of the cut."""
+        """Hold this rank's shard of a parameter, trainable or frozen as the whole is, and the record of the cut.
+
+        Raises:
+            ValueError: as :meth:`.Shard.of`.
+        """
         shard = self.shards[name] = Shard.of(whole.shape, dim, self.site.group, parts)
         parameter = nn.Parameter(shard.take(whole.detach()), whole.requires_grad)
         vars(parameter).update(vars(whole))  # by which a user's code may group it
