@@ -232,8 +232,8 @@ class StateKept:
 
     def goes_on(self) -> bool:
         """Would one more run begin elsewhere? So it is if something has changed, at any depth: a number, a text, a
-        tensor with values, or the length of a container or the order of its items. The order of a dictionary doesn't
-        count. Of the parts ``apart`` this says nothing."""
+        tensor that isn't absent, the length of a container, or the order of its items. The order of a dictionary
+        doesn't count. Of the parts ``apart`` this says nothing."""
         for _, held, now in self._changed(of_apart=False):
             if isinstance(now, dict) and isinstance(held, dict) and now.keys() == held.keys():
                 now = {key: now[key] for key in held}  # layers take its items by their keys
@@ -241,6 +241,9 @@ class StateKept:
             if len(before) != len(after):
                 return True
             if any(isinstance(b, int | float | str) and a != b for a, b in zip(before, after, strict=True)):
+                return True
+            # Stand-ins have no origins, and their values mean nothing: nobody can tell whether they are read again.
+            if any(a is not b and _is_plain(a) and _is_plain(b) for a, b in zip(before, after, strict=True)):
                 return True
             # The same items in another order: layers take them in turns.
             if any(map(is_not, before, after)) and Counter(map(id, before)) == Counter(map(id, after)):
@@ -298,6 +301,10 @@ def goes_on(before: Any, now: Any) -> bool:
         return bool(before != now)
     plain = (key for key, value in before.items() if isinstance(value, int | float | str))
     return before.keys() != now.keys() or any(before[key] != now[key] for key in plain)
+
+
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, Tensor) and not isinstance(value, AbsentTensor)
 
 
 def _is_empty(container: Any) -> bool:

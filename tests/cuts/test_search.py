@@ -348,6 +348,13 @@ def keeps_state_in_a_dictionary(m: Any, x: Tensor, y: Tensor) -> Tensor:
     return m.layer(m.held["state"])
 
 
+def keeps_state_of_a_scan(m: Any, x: Tensor, y: Tensor) -> Tensor:
+    scanned = torch.zeros(3, 2)
+    scanned[:] = y if m.state is None else y + m.state  # into a tensor of its own: the layer is run on stand-ins
+    m.state = scanned[-1]
+    return scanned
+
+
 def takes_turns(m: Any, x: Tensor, y: Tensor) -> Tensor:
     m.turns.append(m.turns.pop(0))
     return y + m.turns[0]
@@ -361,6 +368,7 @@ DIFFERS: dict[str, Runs] = {
     "state": keeps_state,
     "state that counts in gradients": keeps_state_with_gradients,
     "state in a dictionary": keeps_state_in_a_dictionary,
+    "state of a scan": keeps_state_of_a_scan,
     "generator": lambda m, x, y: y * torch.rand((), generator=m.generator),
     "generator of Python": lambda m, x, y: y * random.random(),
     "number": lambda m, x, y: setattr(m, "calls", m.calls + 1),
