@@ -34,7 +34,7 @@ def flow_of_step(module: nn.Module, partition: Partition, step: Callable[[], Any
     """
     units = partition.units
     by_id = {id(module.get_submodule(name)): name for name in units}
-    seen = trace(module, by_id, step, logged=logged, plain_values=True)
+    seen = trace(module, by_id, step, logged=logged, plain_values=True, calls=len(partition.calls))
     placed = PlacedStep(seen, partition)
     last = partition.chunks - 1
     takes_gradients = isinstance(seen.stopped, TakesGradientsError) and last > 0

@@ -48,6 +48,7 @@ def trace(
     earlier: Sequence[Call | None] = (),
     beyond: bool = False,
     plain_values: bool = False,
+    calls: int | None = None,
 ) -> Trace:
     """Trace one step. If an error ends it, the trace has what was called before: the rest may need values.
 
@@ -62,6 +63,7 @@ def trace(
         beyond: if the step needs a value, let it go on with guesses, to find what the rest needs.
         plain_values: if modules keep other values than absent tensors in the step, trace a second one, to find who uses
             them. Steps go on with guesses then, too.
+        calls: how many calls the step makes, as far as is known. For ``plain_values`` it runs once less then.
     """
     with _without_values(module, units, seed) as scene:
         for call in earlier:
@@ -69,11 +71,13 @@ def trace(
                 step()
             for left in scene.state.written():
                 left.memory.origins = frozenset([FROM_EARLIER_STEP])
-        seen = _followed(scene, Recorder(scene, exits=exits), step, logged, hooks)
+        recorder = Recorder(scene, exits=exits, last=calls)
+        seen = _followed(scene, recorder, step, logged, hooks)
         if (beyond or plain_values) and isinstance(seen.stopped, AbsentValueError):
             add_rest(scene, seen, step, logged)
         if plain_values:
-            add_plain_values(scene, seen, step)
+            changed = recorder.changed if len(seen.calls) == calls else None
+            add_plain_values(scene, seen, changed, step)
         return seen
 
 

@@ -1,15 +1,56 @@
-"""Finds the code that uses non-tensor attributes of modules: a trace can't follow a number as it follows a tensor."""
+"""Finds the non-tensor attributes of modules that a step changes, and the code that uses them: a trace can't follow a
+number as it follows a tensor."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Container, Iterator
+from collections.abc import Callable, Collection, Container, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from numbers import Number
 from typing import Any
 
 import torch
 from torch import nn
+from torchmetrics import Metric
 
+from lightning_parallel.interception import OF_INTERCEPTION
+from lightning_parallel.private.torch.modules import buffers_of
+from lightning_parallel.tracing.snapshot import StateKept
+
+_Key = tuple[int, str]  # of an attribute: its part's id, and its name
 OnUse = Callable[[nn.Module, str, bool], None]
+
+
+@dataclass(frozen=True)
+class ChangedAttributes:
+    """The attributes that have changed at a moment of a step.
+
+    Attributes:
+        written: the attributes of units, and numbers of the code around them.
+        shared: the attributes that several units share.
+        followed: those among both that hold absent tensors, whose origins are followed anyway.
+    """
+
+    written: set[_Key]
+    shared: set[_Key]
+    followed: set[_Key]
+
+    @classmethod
+    def now(cls, module: nn.Module, state: StateKept, owners: Mapping[int, Collection[str]]) -> ChangedAttributes:
+        """Those that differ now from ``state``. ``owners`` has the names of the units that have a part, by its id."""
+        values = {
+            (id(part), name): value_of(part, name)
+            for part in module.modules()
+            if not isinstance(part, Metric)
+            for name in (vars(part).keys() | buffers_of(part).keys()) - OF_INTERCEPTION  # by the trace
+        }
+        written, shared = state.written_plainly() & values.keys(), state.shared_by(owners) & values.keys()
+        written = {key for key in written if key[0] in owners or isinstance(values[key], Number)}
+        return cls(written, shared, {key for key in written | shared if state.has_absent(values[key])})
+
+
+def value_of(part: nn.Module, attribute: str) -> Any:
+    return vars(part).get(attribute, buffers_of(part).get(attribute))
 
 
 @contextmanager

@@ -33,6 +33,7 @@ from lightning_parallel.private.torch.modules import forward_hooks
 from lightning_parallel.private.torch.tensors import tensors_in, tree_leaves, tree_map
 from lightning_parallel.tracing.operations import OperationsNoted, nbytes_of
 from lightning_parallel.tracing.own_generators import ON_HOST, GeneratorsWatched
+from lightning_parallel.tracing.plain_values import ChangedAttributes
 from lightning_parallel.tracing.snapshot import StateKept
 from lightning_parallel.tracing.trace import Call, Escape, Place, Trace, TracedCall, Update
 from lightning_parallel.values import first_few
@@ -66,6 +67,10 @@ class Scene:
         """The metrics of units."""
         return dict.fromkeys(part for unit in self.units for part in unit.modules() if isinstance(part, Metric))
 
+    def changed(self) -> ChangedAttributes:
+        """What the modules keep that isn't as it was when the tracing began."""
+        return ChangedAttributes.now(self.module, self.state, self.owners)
+
 
 class Recorder:
     """Records in a trace what happens in one step.
@@ -73,10 +78,19 @@ class Recorder:
     Args:
         exits: the calls after each of which to record whether the step has stored something on modules.
         until: the call after which to end the step; None for its end.
+        last: how many calls there are before the moment of :attr:`changed`.
+
+    Attributes:
+        changed: the attributes that have changed by the end of that call; None if the step doesn't get there. The code
+            after it may put them back, but earlier stages don't run that code.
     """
 
-    def __init__(self, scene: Scene, *, exits: Container[Call] = (), until: Call | None = None) -> None:
+    def __init__(
+        self, scene: Scene, *, exits: Container[Call] = (), until: Call | None = None, last: int | None = None
+    ) -> None:
         self.trace = Trace()
+        self.changed: ChangedAttributes | None = None
+        self._last = last
         self._scene, self._names, self._state = scene, scene.names, scene.state
         self._units = set(map(id, scene.units))
         self._exits, self._until = exits, until
@@ -182,6 +196,8 @@ class Recorder:
         """End a unit's call, after the user's hooks on it: a stage leaves the step only then."""
         if call in self._exits and any(True for _ in self._state.written()):
             self.trace.stored_after.add(call)
+        if self._in_step and len(self.trace.calls) == self._last:
+            self.changed = self._scene.changed()
         if call == self._until:
             raise LeaveStep
 

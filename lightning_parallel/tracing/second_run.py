@@ -22,16 +22,14 @@ from torchmetrics import Metric
 from lightning_parallel.absent.modes import ValuesGuessed, WritesFollowed
 from lightning_parallel.absent.origins import METRIC_STATE
 from lightning_parallel.absent.tensor import AbsentTensor, first_absent
-from lightning_parallel.interception import LeaveStep
-from lightning_parallel.private.torch.modules import buffers_of
-from lightning_parallel.tracing.plain_values import attribute_uses
+from lightning_parallel.interception import OF_INTERCEPTION, LeaveStep
+from lightning_parallel.tracing.plain_values import ChangedAttributes, attribute_uses, value_of
 from lightning_parallel.tracing.recorder import Recorder, Scene, origins_in
 from lightning_parallel.tracing.snapshot import OF_MODULES, StateKept, goes_on
 from lightning_parallel.tracing.trace import Carried, Place, PlainRead, Trace
 
-_Key = tuple[int, str]  # of an attribute: its part's id, and its name
 _NUMBERS = (Number, np.generic, np.ndarray, Tensor)
-_NOT_KEPT = OF_MODULES | {"forward", "__dict__"}  # the trace replaces forwards, and reads the others
+_NOT_KEPT = OF_MODULES | OF_INTERCEPTION | {"__dict__"}  # the trace sets and reads them
 
 
 def add_rest(scene: Scene, seen: Trace, step: Callable[[], Any], logged: Sequence[Any]) -> None:
@@ -48,20 +46,24 @@ def add_rest(scene: Scene, seen: Trace, step: Callable[[], Any], logged: Sequenc
         seen.escapes.update(new)
 
 
-def add_plain_values(scene: Scene, seen: Trace, step: Callable[[], Any]) -> None:
+def add_plain_values(scene: Scene, seen: Trace, changed: ChangedAttributes | None, step: Callable[[], Any]) -> None:
     """Add the uses of what modules keep besides absent tensors. Parts are known by their ids: a metric's hash follows
-    its state."""
+    its state.
+
+    Args:
+        changed: the attributes that have changed by the end of the last call. By default the step runs for them.
+    """
     units = {part: names[-1] for part, names in scene.owners.items()}
     written, shared = scene.state.written_plainly(), scene.state.shared_by(scene.owners)
-    written_then, shared_then, followed = _changed_by_last_call(scene, seen, step)
-    written, shared = written | written_then, shared | (shared_then - followed)
+    changed = changed or _changed_by_last_call(scene, seen, step)
+    written, shared = written | changed.written, shared | (changed.shared - changed.followed)
     common = set(map(id, scene.common))
     watching = {part for part, _ in written | shared} | common
     parts = [part for part in scene.module.modules() if id(part) in watching]
     if not parts:
         return
     kept = ((id(part), name, value) for part in parts for name, value in vars(part).items())
-    of_origins = followed | {(part, name) for part, name, value in kept if first_absent(value) is not None}
+    of_origins = changed.followed | {(part, name) for part, name, value in kept if first_absent(value) is not None}
     unfollowed = {(part, name) for part, name in written - of_origins if part in units}
     # In a run, the uses of an attribute, by its part's id and its name, and of a shared object, by its id.
     uses: dict[Any, list[_Use]] = {}
@@ -72,7 +74,7 @@ def add_plain_values(scene: Scene, seen: Trace, step: Callable[[], Any]) -> None
             is_common = id(part) in common and attribute not in _NOT_KEPT
             if not (is_common or key in written or key in shared):
                 return
-            value = _value_of(part, attribute)
+            value = value_of(part, attribute)
             use = _Use(part, attribute, recorder.place, assigned, value, second.content_of(value))
             if key in shared and attribute in vars(part) and not assigned:
                 uses.setdefault(id(value), []).append(use)
@@ -92,7 +94,7 @@ def add_plain_values(scene: Scene, seen: Trace, step: Callable[[], Any]) -> None
             is_repeated |= calls <= {call.key for call in recorder.trace.calls}
             for key, used in uses.items():
                 part, attribute, is_attribute = used[0].part, used[0].attribute, isinstance(key, tuple)
-                value = _value_of(part, attribute) if is_attribute else used[0].value
+                value = value_of(part, attribute) if is_attribute else used[0].value
                 now = second.content_of(value)
                 if id(part) in common or not is_attribute:
                     seen.plain_reads += _reads_of_shared(scene, recorder.trace, used, now)
@@ -108,28 +110,13 @@ def add_plain_values(scene: Scene, seen: Trace, step: Callable[[], Any]) -> None
             seen.plain_reads.append(read)
 
 
-def _changed_by_last_call(scene: Scene, seen: Trace, step: Callable[[], Any]) -> tuple[set[_Key], set[_Key], set[_Key]]:
-    """The attributes that have changed by the end of the last call of a unit. The code after it may put them back, but
-    earlier stages don't run that code.
-
-    Returns:
-        The changed attributes of units, and numbers of the code around them; the attributes that several units share;
-        and those among both that hold absent tensors, whose origins are followed anyway.
-    """
-    with StateKept(scene.module, apart=scene.units) as state:
-        last = seen.calls[-1].key if seen.calls else None
+def _changed_by_last_call(scene: Scene, seen: Trace, step: Callable[[], Any]) -> ChangedAttributes:
+    with StateKept(scene.module, apart=scene.units):
+        until = seen.calls[-1].key if seen.calls else None
         # Any error: the trace has it.
-        with _silenced(), suppress(Exception, LeaveStep), Recorder(scene, until=last).installed():
+        with _silenced(), suppress(Exception, LeaveStep), Recorder(scene, until=until).installed():
             step()
-        values = {
-            (id(part), name): _value_of(part, name)
-            for part in scene.module.modules()
-            if not isinstance(part, Metric)
-            for name in vars(part).keys() | buffers_of(part).keys()
-        }
-        written, shared = state.written_plainly() & values.keys(), state.shared_by(scene.owners) & values.keys()
-        written = {key for key in written if key[0] in scene.owners or isinstance(values[key], Number)}
-        return written, shared, {key for key in written | shared if state.has_absent(values[key])}
+        return scene.changed()
 
 
 def _guessed(
@@ -168,10 +155,6 @@ def _silenced() -> Iterator[None]:
     with warnings.catch_warnings(), redirect_stdout(StringIO()):
         warnings.simplefilter("ignore")
         yield
-
-
-def _value_of(part: nn.Module, attribute: str) -> Any:
-    return vars(part).get(attribute, buffers_of(part).get(attribute))
 
 
 @dataclass(frozen=True)

@@ -349,3 +349,14 @@ def test_a_buffer_is_where_the_step_reads_it_unless_its_layer_changes_it(name: s
     changed = pytest.raises(RuntimeError, match="count")
     with changed if name == "count" else nullcontext():
         stage.flow_of(lambda: step(stage.module))
+
+
+def test_a_step_is_traced_three_times() -> None:
+    model, runs = Net(), []
+
+    def counted() -> Tensor:
+        runs.append(1)
+        return step(model)
+
+    Stage(model, partition(model, counted, 2, **BLOCKS), 0, CPU).flow_of(counted)
+    assert len(runs) == 3  # twice for the cuts, once for what crosses them
