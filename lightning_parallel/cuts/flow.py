@@ -64,6 +64,7 @@ class Flow:
         updated: the parameters that the step's own code changes, from parameters alone: a teacher's, by the student's.
         own_updates: the parameters, buffers and numbers that units change themselves (:attr:`.Trace.own_updates`).
         carried: other values that the step's own code changes from step to step.
+        put_back: what the code after the layers gives its old contents again (:attr:`.Trace.put_back`).
     """
 
     cuts: tuple[tuple[Cargo, ...], ...]
@@ -73,6 +74,7 @@ class Flow:
     inside: frozenset[str] = frozenset()
     updated: frozenset[str] = frozenset()
     carried: frozenset[str] = frozenset()
+    put_back: frozenset[str] = frozenset()
     kept: dict[tuple[int, int], tuple[Cargo, ...]] = field(default_factory=dict, hash=False)
     placed: dict[Call, int] = field(default_factory=dict, hash=False)
     own_updates: dict[str, bool] = field(default_factory=dict, hash=False)

@@ -126,6 +126,7 @@ class _Flows:
             inside=frozenset(each.module for origin, each in cargo.items() if origin not in self._position),
             updated=frozenset(update.name for update in in_step) - by_layers,
             carried=frozenset(by_layers).union(each.name for each in self._seen.carried if each.is_number),
+            put_back=frozenset(self._seen.put_back),
             own_updates=self._seen.own_updates,
         )
 

@@ -49,6 +49,7 @@ from lightning_parallel.pipeline.forward_pass import Cuts, ForwardPass
 from lightning_parallel.private.torch.modules import forward_hooks, has_hooks_before
 from lightning_parallel.ranks.local_model import saved_buffers
 from lightning_parallel.seeding import Generators, mix
+from lightning_parallel.tracing.put_back import AttributesKept
 from lightning_parallel.tracing.trace import Call
 
 
@@ -369,11 +370,13 @@ class Stage:
         assert (arrival is None) == (chunk == 0)
         self._pass = forward = ForwardPass(self.cuts[chunk], arrival)
         self._in_trial = trial
+        kept = AttributesKept(self.module, self._flow.put_back)
         has_left = False
         try:
             output = step()
         except LeaveStep:
             has_left = True
+            kept.put_back()
         finally:
             self._pass = None
             self._running.clear()

@@ -29,11 +29,13 @@ class ChangedAttributes:
         written: the attributes of units, and numbers of the code around them.
         shared: the attributes that several units share.
         followed: those among both that hold absent tensors, whose origins are followed anyway.
+        differing: those that hold something else than before (:meth:`.StateKept.differing`).
     """
 
     written: set[_Key]
     shared: set[_Key]
     followed: set[_Key]
+    differing: set[_Key]
 
     @classmethod
     def now(cls, module: nn.Module, state: StateKept, owners: Mapping[int, Collection[str]]) -> ChangedAttributes:
@@ -46,7 +48,8 @@ class ChangedAttributes:
         }
         written, shared = state.written_plainly() & values.keys(), state.shared_by(owners) & values.keys()
         written = {key for key in written if key[0] in owners or isinstance(values[key], Number)}
-        return cls(written, shared, {key for key in written | shared if state.has_absent(values[key])})
+        followed = {key for key in written | shared if state.has_absent(values[key])}
+        return cls(written, shared, followed, state.differing())
 
 
 def value_of(part: nn.Module, attribute: str) -> Any:

@@ -53,9 +53,12 @@ def add_plain_values(scene: Scene, seen: Trace, changed: ChangedAttributes | Non
     Args:
         changed: the attributes that have changed by the end of the last call. By default the step runs for them.
     """
+    at_end = scene.state.differing()
     units = {part: names[-1] for part, names in scene.owners.items()}
     written, shared = scene.state.written_plainly(), scene.state.shared_by(scene.owners)
     changed = changed or _changed_by_last_call(scene, seen, step)
+    put_back = (key for key in changed.differing - at_end if key[1] not in OF_INTERCEPTION)
+    seen.put_back = {f"{scene.names[part]}.{name}".removeprefix(".") for part, name in put_back}
     written, shared = written | changed.written, shared | (changed.shared - changed.followed)
     common = set(map(id, scene.common))
     watching = {part for part, _ in written | shared} | common

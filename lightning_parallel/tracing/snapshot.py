@@ -36,7 +36,8 @@ OF_MODULES = frozenset(vars(nn.Module()))  # attributes that torch keeps
 # Of these exact types nothing is kept: they can't be written to.
 _IMMUTABLE = frozenset({int, float, bool, complex, str, bytes, type(None)})
 
-_CONTAINERS = (dict, list, tuple, set, deque)
+CHANGEABLE = (dict, list, set, deque)
+_CONTAINERS = (*CHANGEABLE, tuple)
 
 _NOTHING = object()
 
@@ -230,6 +231,29 @@ class StateKept:
             return [hash(value.tobytes())] if value.nbytes <= _LARGE and not value.dtype.hasobject else None
         return [version_of(value)] if isinstance(value, Tensor) else self._contents(value)
 
+    def differing(self) -> set[tuple[int, str]]:
+        """The attributes that hold something else than before, or a container with other items, by the ids of their
+        parts. A new container with the same items is the same."""
+        before = {id(container): held for container, held, _ in self._containers}
+
+        def content(value: Any, held: _Held | None) -> Any:
+            if not isinstance(value, CHANGEABLE) or held is None:
+                return _plain(value)
+            keys = [*held] if isinstance(held, dict) else len(held)
+            return type(value), keys, [*map(id, _items(held))] if len(held) <= _MANY else None
+
+        found: set[tuple[int, str]] = set()
+        for key, part in self._modules.items():
+            then, now = before[id(vars(part))], vars(part)
+            assert isinstance(then, dict), "of a module"
+            for name in then.keys() | now.keys():
+                if name not in OF_MODULES:
+                    old, new = then.get(name, _NOTHING), now.get(name, _NOTHING)
+                    held = self._contents(new) if isinstance(new, CHANGEABLE) else None
+                    if content(old, before.get(id(old))) != content(new, held):
+                        found.add((key, name))
+        return found
+
     def goes_on(self) -> bool:
         """Would one more run begin elsewhere? So it is if something has changed, at any depth: a number, a text, a
         tensor that isn't absent, the length of a container, or the order of its items. The order of a dictionary
@@ -269,7 +293,7 @@ class StateKept:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         for container, held, _ in [*self._changed()]:
-            _put_back(container, held)
+            put_back(container, held)
         for tensor, content in self._tensors:
             if tensor.shape != content.shape:
                 tensor.data = content
@@ -315,7 +339,8 @@ def _items(held: _Held) -> list[Any]:
     return list(held.values()) if isinstance(held, dict) else held
 
 
-def _put_back(container: Any, held: _Held) -> None:
+def put_back(container: Any, held: _Held) -> None:
+    """Give a container, or an object, its old contents again."""
     now = container if isinstance(container, dict | list | set | deque) else vars(container)
     try:
         now.clear()

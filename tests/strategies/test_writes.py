@@ -139,6 +139,27 @@ class Checkpointed(Net):
         return inputs
 
 
+class Collects(Net):
+    """A list grows between the layers, which read its length. The end of the step empties it."""
+
+    def build(self) -> None:
+        self.seen: list[Tensor] = []
+
+    def logits(self, inputs: Tensor) -> Tensor:
+        for layer in self.net:
+            self.seen.append(inputs)
+            inputs = layer(inputs * len(self.seen))
+        return inputs
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        self.seen.clear()
+        return loss
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        assert not self.seen, "it would hold graphs"
+
+
 class HalvingInValidation(Net):
     """Trains as usual, and evaluates by a layer that changes."""
 
@@ -188,6 +209,8 @@ def test_the_stage_that_writes_into_parts_names_them(launch: Any) -> None:
 @pytest.mark.parametrize(("kind", "strategy", "options"), [
     (Normalised, "sync", {"microbatches": 4, "schedule": "zbv"}),
     (Centred, "sync", {"microbatches": 1}),
+    (Collects, "sync", {"microbatches": 4}),
+    (Collects, "sync", {"microbatches": 4, "schedule": "zbv"}),
     (HalvingNet, "sync", {"microbatches": 1}),
     (HalvingInValidation, "sync", {"microbatches": 2}),
     # The layer is on the last stage, which tries losses in evaluation mode.
