@@ -143,7 +143,7 @@ class PipelineStrategy(StagedStrategy):
         self._gradients: Gradients = {}  # from training_step to backward
         self._sums: list[Callable[[Gradients], Gradients]] = []  # of gradients, over tensor ranks and over stages
         self._keeps_erased = False  # may the user's code read an update's gradients before they are erased?
-        self._goes_on = False  # do stages not wait for each other between batches?
+        self._runs_ahead = False  # do stages not wait for each other between batches?
         self._post_validation: PostValidation | None = None  # of updates, by the next batch
         self._is_cold = False  # has the device's first batch yet to run?
         self._alone_in: dict[int, list[str]] = {}  # by chunk, the parameters that no other chunk here uses
@@ -161,7 +161,7 @@ class PipelineStrategy(StagedStrategy):
                     f"schedule={self._schedule_name}: with other numbers of microbatches its chunks are on other "
                     f"stages, {sorted(places)}. Place them by the number of stages alone."
                 )
-        self._goes_on, self._post_validation = False, None  # of the run before
+        self._runs_ahead, self._post_validation = False, None  # of the run before
         super().setup(trainer)
         if self.run.trains and not self._knows_bytes:
             raise ValueError(
@@ -171,8 +171,8 @@ class PipelineStrategy(StagedStrategy):
         self._alone_in = {chunk: self.stage.used_only_in(chunk) for chunk in self.stage.chunks}
         self._sums = [self._shards.completed] if self.layout.size("tensor") > 1 else []
         self._sums += [self._stages.summed_shared] if self._stages.shared else []
-        self._goes_on = self.run.trains and self._decide_to_go_on()
-        if self._goes_on and self.options.post_validation:
+        self._runs_ahead = self.run.trains and self._decide_to_run_ahead()
+        if self._runs_ahead and self.options.post_validation:
             units = self.stage.partition.units.items()
             self._post_validation = PostValidation(
                 self.run,
@@ -228,7 +228,7 @@ class PipelineStrategy(StagedStrategy):
             self._schedules[microbatches] = of_one_update(self._generator, self.layout.stages, microbatches)
         return self._schedules[microbatches]
 
-    def _decide_to_go_on(self) -> bool:
+    def _decide_to_run_ahead(self) -> bool:
         """Decide whether stages go on to the next batch without waiting for each other. If not, the banner gives the
         reason."""
         microbatches = self._usual_microbatches()
@@ -261,7 +261,7 @@ class PipelineStrategy(StagedStrategy):
     @property
     @override
     def batches_ahead(self) -> int:
-        return int(self._goes_on)
+        return int(self._runs_ahead)
 
     def _usual_microbatches(self) -> int:
         """The number of microbatches of a batch that is large enough for them."""
@@ -305,7 +305,7 @@ class PipelineStrategy(StagedStrategy):
             earlier = {}  # they are about to be erased
         if self._stages.fully_sharded is not None:
             self._stages.fully_sharded.begin_update()
-        run = partial(self.at_work.engine.run, actions, more_follow=self._goes_on)
+        run = partial(self.at_work.engine.run, actions, more_follow=self._runs_ahead)
         with microbatches.recorded():
             if self._post_validation is None:
                 outputs = run(work)
@@ -346,7 +346,7 @@ class PipelineStrategy(StagedStrategy):
     def drain(self) -> None:
         """Tell the stages that expect one more batch that it won't come. Every rank calls it after the same
         batch."""
-        if self._goes_on and self._at_work is not None:
+        if self._runs_ahead and self._at_work is not None:
             with torch.inference_mode(False):  # validation, where this is called too, runs in it
                 self._at_work.engine.end_stream()
                 if self._post_validation is not None:
@@ -358,7 +358,7 @@ class PipelineStrategy(StagedStrategy):
     def theoretical_bubble(self) -> float:
         """The fraction of time that the schedule leaves stages idle, with the microbatches of the last batch."""
         schedule = self._schedule_for(self.at_work.microbatches.count)
-        return 1 - busy_across_batches(schedule) if self._goes_on else simulate(schedule).bubble
+        return 1 - busy_across_batches(schedule) if self._runs_ahead else simulate(schedule).bubble
 
     @override
     def timeline_title(self) -> str:
