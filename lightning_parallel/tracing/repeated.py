@@ -36,7 +36,7 @@ def refuse_unrepeatable(module: nn.Module, layers: Collection[str], traced: Call
             generators = [*state.generators, *ON_HOST]
         inside = {id(part) for name in layers for part in module.get_submodule(name).modules()}
         around = [part for part in module.modules() if id(part) not in inside]
-        for name in layers:
+        for name in dict.fromkeys(layers):  # one that is called several times is named for each call
             layer = module.get_submodule(name)
             if can_intercept(layer):
                 interception.instead(layer, partial(_run_twice, found, name, layer, around, generators, layer.forward))

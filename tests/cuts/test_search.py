@@ -430,3 +430,17 @@ def test_layers_after_a_value_that_was_asked_for_are_on_the_last_stage() -> None
 
     model = Checked(blocks=8)
     assert partition(model, lambda: model.step(X), 2).units["blocks.1"] == (1,)
+
+
+def test_a_layer_of_many_calls_is_tried_twice_in_each() -> None:
+    layer = Again(lambda m, x, y: runs.append(1))
+    runs, model = list[int](), nn.ModuleList([layer])
+
+    def step() -> Tensor:
+        x = torch.ones(3, 2)
+        for _ in range(6):
+            x = layer(x)
+        return x.sum()
+
+    partition(model, step, 2, recompute=True)
+    assert len(runs) == 6 * (2 + 2)  # in two dry runs, and twice in the one that tries layers
