@@ -212,24 +212,14 @@ class Many(nn.Module):
 
 def operations_of_update(pairs: int, stashing: Stashing, correction: float, second_order: bool) -> int:
     """Operations of an update of gradients on two versions, without the optimizer's."""
-    training = Training(Many(pairs), stashing, 3, 2, correction=correction, second_order=second_order).fed_with(9)
-    training._apply = lambda gradients: None  # type: ignore[method-assign]
-    versions, operations = training.versions, Operations()
-    versions._loss.factor = 0.5
-
-    def counted(function: Any) -> Any:
-        def run(*args: Any) -> Any:
-            with operations:
-                return function(*args)
-
-        return run
-
-    with pytest.MonkeyPatch.context() as patch:
-        for name in ("take_gradients", "update"):
-            patch.setattr(versions, name, counted(getattr(versions, name)))
-        training.microbatch(batch(9))
-        training.microbatch(batch(10))
-    assert versions.updates == 4
+    training = Training(Many(pairs), stashing, 3, 2, correction=correction, second_order=second_order).fed_with(10)
+    loss, token = training.flights.popleft()
+    with training.versions.backward(token):
+        loss.backward()
+    training.versions._loss.factor = 0.5
+    with Operations() as operations:
+        training.versions.take_gradients()
+        training.versions.update(lambda: None, correction, second_order)
     return operations.count
 
 
