@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
-from concurrent.futures import Future
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
@@ -197,47 +195,6 @@ def test_a_profiler_sees_no_messages_which_may_outlive_its_trace(pool: WorkerPoo
 # -- a sender keeps no more of the messages that it announces than it must ---------------------------------------------
 
 
-def written_again() -> list[float] | None:
-    """A layer that writes each output where the last one lay."""
-    made = link(), link()
-    if dist.get_rank() == 0:
-        sender = AnnouncingSender(*made)
-        held: list[Tensor] = []
-        sender._launch = lambda buffer, copied: held.append(buffer) or Future()  # type: ignore[func-returns-value]
-        sender._leaving = deque(maxlen=0)  # nothing has been sent yet
-        output = torch.zeros(2)
-        for number in range(3):
-            sender.send([output.fill_(number)], 0)
-        return [float(buffer.view(torch.float32)[0]) for buffer in held]
-    return None
-
-
-def test_what_is_sent_is_what_a_layer_returned_also_where_it_writes_again(pool: WorkerPool) -> None:
-    assert pool.run(written_again, 2)[0] == [0.0, 1.0, 2.0]
-
-
-def kept_announcements() -> list[int] | None:
-    """The announcements that are kept for messages without proof of arrival."""
-    if dist.get_rank() == 0:
-        sender = AnnouncingSender(link(), link())
-        kept = []
-        for i in range(4):
-            sender.send(wanting(tensor(i, 3)), 0)
-            sender.confirm(i)
-            kept.append(len(sender._unconfirmed))
-        sender.flush()
-        return [*kept, len(sender._unconfirmed)]
-    receiver = AnnouncedReceiver(link(), link(), Announcements())
-    for _ in range(4):
-        receiver.expect(0)
-        receiver.take()
-    return None
-
-
-def test_announcements_are_kept_as_long_as_their_messages(pool: WorkerPool) -> None:
-    assert pool.run(kept_announcements, 2)[0] == [1, 1, 1, 1, 0]
-
-
 class Unread:
     """An announcement that the peer has not received yet: whoever waits for it is stuck."""
 
@@ -252,11 +209,17 @@ def test_a_message_that_has_left_makes_nobody_wait_for_its_announcement(monkeypa
     link, announcements = (Link(Wire(None, 0), 0, "the peer", CPU) for _ in range(2))  # type: ignore[arg-type]
     monkeypatch.setattr(announcements, "isend", lambda buffer: Unread())
     monkeypatch.setattr(announcements, "wait", lambda work: work.wait())
-    done: Any = SimpleNamespace(is_completed=lambda: True, wait=lambda: None)
-    monkeypatch.setattr(link, "isend", lambda buffer: done)
-    sender = AnnouncingSender(link, announcements)
-    for _ in range(3):
-        sender.send([torch.ones(3)], 0)
+    left, done = list[Tensor](), SimpleNamespace(is_completed=lambda: True, wait=lambda: None)
+    monkeypatch.setattr(link, "isend", lambda buffer: left.append(buffer) or done)  # type: ignore[func-returns-value]
+    sender, output = AnnouncingSender(link, announcements), torch.zeros(2)
+    for number in range(3):
+        sender.send([output.fill_(number)], 0)  # by a layer that writes each output where the last one lay
+    assert [buffer.view(torch.float32)[0].item() for buffer in left] == [0.0, 1.0, 2.0]
     assert len(sender._leaving) == 1 and len(sender._unconfirmed) == 3
     with pytest.raises(AssertionError, match="the host waits"):
         sender.confirm(1)  # once its gradient has come, it has been read
+    monkeypatch.setattr(announcements, "wait", lambda work: None)
+    sender.confirm(2)
+    assert len(sender._unconfirmed) == 1
+    sender.flush()
+    assert not sender._leaving and not sender._unconfirmed

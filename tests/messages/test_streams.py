@@ -69,13 +69,6 @@ def test_a_thread_that_waits_for_copies_to_the_host_sleeps(diary: list[str]) -> 
     assert str(Streams(GPU).copied()) == "sleeping event of outgoing"
 
 
-class HostPacket(Packet):
-    """Host memory takes the place of pinned memory."""
-
-    def __init__(self, format: Format, trailer: bool, device: torch.device, pinned: bool = False) -> None:
-        super().__init__(format, trailer, CPU)
-
-
 # -- the order in which a sender and a receiver launch -----------------------------------------------------------------
 
 FORMAT = format_of([torch.ones(3)])
@@ -96,11 +89,13 @@ class Ordered:
         def note(what: str) -> None:
             diary.append(f"{what} on {torch.cuda.current_stream(GPU).name}")  # type: ignore[attr-defined]
 
-        class NotingPacket(HostPacket):
-            def __init__(self, format: Format, *args: Any) -> None:
+        class NotingPacket(Packet):
+            """Host memory takes the place of pinned memory."""
+
+            def __init__(self, format: Format, trailer: bool, *_: Any) -> None:
                 if format:
                     note("allocate")
-                super().__init__(format, *args)
+                super().__init__(format, trailer, CPU)
 
             def fill(self, *args: Any, **kwargs: Any) -> Packet:
                 note("fill")
@@ -146,9 +141,8 @@ class Hosts:
 
     device, through_host, streams = CPU, False, Streams(CPU)
 
-    def __init__(self, described: bool = False) -> None:
-        words = torch.tensor([0 if described else len(encode(FORMAT)), 0]), torch.tensor([0, 0])
-        self.parts = [words[0], *([] if described else [encode(FORMAT)]), words[1]]
+    def __init__(self) -> None:
+        self.parts = [torch.tensor([len(encode(FORMAT)), 0]), encode(FORMAT), torch.tensor([0, 0])]
 
     def irecv(self, buffer: Tensor) -> dist.Work:
         buffer.copy_(self.parts.pop(0).view(torch.uint8))
@@ -185,17 +179,19 @@ def test_copies_to_the_host_are_launched_on_outgoing(
     assert sent == ["outgoing waits for compute", "fill on outgoing", "memory is used on outgoing"]
 
 
-@pytest.mark.parametrize("through_host", [True, False])
-def test_gradients_are_received_on_incoming_and_waited_for_before_they_are_read(
-    diary: list[str], monkeypatch: pytest.MonkeyPatch, through_host: bool
+def test_activations_through_the_host_are_received_and_copied_to_the_device_on_incoming(
+    diary: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    link: Any = Ordered(diary, monkeypatch, through_host=through_host)
-    receiver: Any = Receiver(link) if through_host else AnnouncedReceiver(link, Hosts(described=True), Announcements())  # type: ignore[arg-type]
-    link.words = [0, 0] if through_host else []  # none is missing
-    receiver.expect(FORMAT)
-    assert diary == (COMES[:2] if through_host else [])  # over NCCL only what is announced is launched
-    receiver.take()
-    assert diary == [*COMES, *([COPIED] if through_host else []), *READ]
+    link: Any = Ordered(diary, monkeypatch, through_host=True)
+    receiver = Receiver(link)
+    described = ["receive on incoming", "wait on incoming"]  # in host memory, where streams count for nothing
+    for words, before in (([len(encode(FORMAT)), 0], [*COMES[1:], *described]), ([0, 0], [])):
+        link.words = words
+        receiver.expect(0)
+        assert diary[-1] == "receive on incoming"
+        receiver.take()
+        assert diary == [*before, *COMES, COPIED, *READ]
+        diary.clear()
 
 
 def test_announced_activations_are_received_on_incoming(diary: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -203,26 +199,10 @@ def test_announced_activations_are_received_on_incoming(diary: list[str], monkey
     receiver = AnnouncedReceiver(link, Hosts(), Announcements())  # type: ignore[arg-type]
     for _ in range(2):
         receiver.expect(0)
+        assert diary == []  # only what is announced is launched
         receiver.take()
         assert diary == COMES + READ
         diary.clear()
-
-
-def test_activations_through_the_host_are_copied_to_the_device_on_incoming(
-    diary: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    link: Any = Ordered(diary, monkeypatch, through_host=True)
-    receiver = Receiver(link)
-    link.words = [len(encode(FORMAT)), 0]
-    receiver.expect(0)
-    receiver.take()
-    described = ["receive on incoming", "wait on incoming"]  # in host memory, where streams count for nothing
-    assert diary == [*COMES[1:], *described, *COMES, COPIED, *READ]
-    diary.clear()
-    link.words = [0, 0]
-    receiver.expect(0)
-    receiver.take()
-    assert diary == [*COMES, COPIED, *READ]
 
 
 # -- sends are posted in the order in which they were handed over ------------------------------------------------------
