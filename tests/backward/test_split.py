@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
@@ -23,9 +22,7 @@ from transformers.pytorch_utils import Conv1D
 from lightning_parallel.backward.recompute import Recomputed
 from lightning_parallel.backward.split import WeightGradients, begin_backward
 from lightning_parallel.private.torch.tensors import TorchDispatchMode
-from lightning_parallel.tensor import functions
 from tests.pipeline.nets import Calls
-from tools.workers.pool import WorkerPool
 
 D = 6
 
@@ -235,26 +232,6 @@ def test_functions_of_users_are_done_in_the_first_half() -> None:
     side = Calls(lambda m, a: m.linear(a) + Own.apply(torch.empty((), requires_grad=True), torch.ones(3, D), m.w),
                  linear=nn.Linear(D, D), w=weight(D, D))  # fmt: skip
     assert late(side, x(3, D)) == {"linear.weight"} and Own.runs == 2
-
-
-def of_divided_layers() -> set[str]:
-    group = dist.group.WORLD
-    assert group is not None
-    torch.set_default_dtype(torch.float64)
-    torch.manual_seed(1)  # equal inputs
-    module = Calls(
-        lambda m, a: functions.reduce_(m.row(F.gelu(m.column(functions.copy(a, group)))), group),
-        column=nn.Linear(D, 4),
-        row=nn.Linear(4, D, bias=False),
-    )
-    try:
-        return late(module, x(2, 3, D))
-    finally:
-        torch.set_default_dtype(torch.float32)
-
-
-def test_the_weights_of_divided_layers_wait(pool: WorkerPool) -> None:
-    assert pool.run(of_divided_layers, 2) == [{"column.weight", "row.weight"}] * 2
 
 
 # -- what the backward begins and ends with ----------------------------------------------------------------------
