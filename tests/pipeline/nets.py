@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 BLOCKS: dict[str, Any] = {"layers": ["blocks.*"]}
 
@@ -165,14 +164,6 @@ class SameModulesTwice(Net):
 
     def step(self, x: Tensor) -> Tensor:
         return self.head(self.net(self.stem(x))).square().mean()
-
-
-class Checkpointed(Net):
-    def step(self, x: Tensor) -> Tensor:
-        x = self.stem(x)
-        for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=False)
-        return self.head(x).square().mean()
 
 
 class MultiExit(Net):

