@@ -42,14 +42,9 @@ def draw_after_a_value(model: Any, x: Tensor) -> Tensor:
     return draw(model, x) if x.sum().item() > -1e9 else x
 
 
-@pytest.mark.parametrize(("before", "after", "inside"), [
-    (draw, nothing, None), (nothing, draw, None), (nothing, draw_after_a_value, None), (nothing, nothing, 0),
-    (nothing, nothing, 3),
-])  # fmt: skip
-def test_a_generator_of_its_own_is_not_drawn_from_in_stages(before: Code, after: Code, inside: int | None) -> None:
-    model = Around(random.Random(1), before, after)
-    if inside is not None:  # a hook on the block itself runs on all stages
-        model.blocks[inside][0].register_forward_hook(lambda *_: model.kept.random() and None)
+@pytest.mark.parametrize("code", [draw, draw_after_a_value])
+def test_a_generator_of_its_own_is_not_drawn_from_in_stages(code: Code) -> None:
+    model = Around(random.Random(1), after=code)
     state = model.kept.getstate()
     with pytest.raises(FlowError, match="draws from a random generator of its own, on a module"):
         flow_of(model)
@@ -192,10 +187,11 @@ def reads(attribute: str) -> Callable[[int], Around]:
     return make
 
 
-def shares(case: str, before: Code = nothing) -> Callable[[int], Around]:
-    """A block, and the last one, have something of a case of SHARING."""
-    kind, first, later = SHARING[case]
-    return lambda block: sharing(kind(), {block: first, 3: later}, before)
+def shares(case: str, before: Code = nothing, *, last_first: bool = False) -> Callable[[int], Around]:
+    """A block, and the last one, have something of a case of SHARING. ``last_first``: the last one has changed it in
+    the step before."""
+    kind, *does = SHARING[case]
+    return lambda block: sharing(kind(), dict(zip((3, block) if last_first else (block, 3), does, strict=True)), before)
 
 
 def every_other(model: Any, x: Tensor) -> Tensor:
@@ -318,6 +314,7 @@ OF_BUFFER = r"'blocks\.0\.shared', which 'blocks\.0' on stage 0, 'blocks\.3' on"
     (reads("zeros"), V, r"'blocks.0', on stage 1 \(chunk 0\), keeps .*, and stage 1 \(chunk 3\) reads"),
     *((shares(case), None, SHARED) for case in SHARING),
     (shares("number"), V_BACK, SHARED),
+    (shares("kept", last_first=True), None, SHARED),
     *((shares(case, every_other), None, SHARED) for case in ("number", "kept")),  # which no second run shows
     (shares("number", makes_what_is_shared), None, SHARED),
     *((puts_back(lambda d, y: d.update(scale=2.0), lambda d, y: d["scale"]), each, SHARED) for each in (None, V_BACK)),
@@ -342,12 +339,6 @@ def test_what_a_layer_keeps_or_shares_is_for_its_own_stage(
         flow_of(model, placement=placement)
     for block in model.blocks:
         assert not isinstance(block, Sparse) or (block.zeros == 0.0 and block.history == [])
-
-
-def test_what_a_later_layer_left_in_the_step_before_is_not_for_an_earlier_stage() -> None:
-    kind, first, later = SHARING["kept"]
-    with pytest.raises(FlowError, match=SHARED):
-        flow_of(sharing(kind(), {3: first, 0: later}))
 
 
 def fill(shared: Any, y: Tensor) -> Any:
