@@ -36,12 +36,6 @@ def test_the_simulated_bubble_is_the_formula_s(stages: int, microbatches: int) -
         assert simulate(schedule).bubble == pytest.approx(formula)
 
 
-def test_latency_delays_every_message() -> None:
-    simulation = simulate(gpipe(3, 1), forward=1.0, backward=2.0, latency=0.5)
-    assert simulation.makespan == pytest.approx(3 * (1.0 + 2.0) + 4 * 0.5)
-    assert simulation.rows[1][0] == Timed(Forward(1, 0), 1.5, 2.5)
-
-
 def test_durations_may_differ_by_stage_and_steps_count_as_busy() -> None:
     simulation = simulate(gpipe(2, 2), forward=[1.0, 3.0], backward=[2.0, 5.0], step=[0.0, 0.5])
     assert simulation.rows[0] == [
@@ -58,7 +52,6 @@ def test_durations_may_differ_by_stage_and_steps_count_as_busy() -> None:
 
 @pytest.mark.parametrize(("arguments", "setting"), [
     ({"forward": 0.0}, "forward=0.0"),
-    ({"backward": [1.0, -1.0]}, "backward="),
     ({"forward": [1.0]}, "one for each of the 2 chunks"),
     ({"step": -1.0}, "step=-1.0"),
     ({"latency": -0.1}, "latency=-0.1"),
