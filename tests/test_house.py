@@ -84,15 +84,11 @@ def test_arrows_run_one_way() -> None:
                 assert words[0] == "lightning_parallel" or room not in KNOW_NO_LIGHTNING, f"{inside} imports {module}"
 
 
-def test_what_is_installed_knows_no_tools() -> None:
-    for file in modules(*INSTALLED):
-        later = {"tools", "tests"} | ({"recipes"} if file.is_relative_to(PACKAGE) else set())
+def test_what_is_installed_knows_no_tools_and_tools_know_no_tests() -> None:
+    for file in modules(*INSTALLED, ROOT / "tools"):
+        later = {"tests"} | (set() if file.is_relative_to(ROOT / "tools") else {"tools"})
+        later |= {"recipes"} if file.is_relative_to(PACKAGE) else set()
         assert not {module.split(".")[0] for module, _ in imports(tree_of(file))} & later, file
-
-
-def test_tools_know_no_tests() -> None:
-    for file in modules(ROOT / "tools"):
-        assert "tests" not in {module.split(".")[0] for module, _ in imports(tree_of(file))}, file
 
 
 def test_recipes_have_no_import_circle() -> None:
