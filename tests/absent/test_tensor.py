@@ -70,11 +70,9 @@ def test_it_is_never_saved(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("operation", [
-    lambda x: x + 1,
     lambda x: x.softmax(-1).max(dim=-1),
     lambda x: nn.functional.cross_entropy(x, torch.tensor([0, 1, 2])),
     lambda x: nn.functional.scaled_dot_product_attention(x[None], x[None], x[None]),
-    lambda x: torch.einsum("ij,kj->ik", x, torch.ones(5, 4)),
     lambda x: x.unbind(),
 ])  # fmt: skip
 def test_what_depends_on_it_is_absent_with_the_right_shape(operation: Callable[[Tensor], Any]) -> None:
@@ -137,10 +135,8 @@ def test_a_write_into_a_real_tensor_is_refused(absent: AbsentTensor, write: Call
     lambda x: x.tolist(),
     lambda x: x.numpy(),
     lambda x: f"{x.sum():.3f}",
-    lambda x: x.nonzero(),
     lambda x: x[x > 0],
     lambda x: torch.equal(x, x + 1),
-    lambda x: [0, 1, 2][x[0, 0].long()],
 ])  # fmt: skip
 def test_a_question_for_its_values_is_refused_naming_the_origin(
     absent: AbsentTensor, question: Callable[[Tensor], Any]

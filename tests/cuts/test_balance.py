@@ -12,9 +12,12 @@ import pytest
 from lightning_parallel.cuts.balance import Balance, balanced, bounds_of
 
 
-@pytest.mark.parametrize(("balance", "expected"), [("layers", [0, 2, 4]), ([3, 1], [0, 3, 4]), ((1, 3), [0, 1, 4])])
-def test_the_balance_is_the_users(balance: Balance, expected: list[int]) -> None:
-    assert bounds_of([9, 1, 1, 1], 2, balance, [True] * 4) == expected
+@pytest.mark.parametrize(("balance", "allowed", "expected"), [
+    ("layers", (True,) * 4, [0, 2, 4]), ("layers", (False, False, True, True), [0, 3, 4]),
+    ([3, 1], (True,) * 4, [0, 3, 4]), ((1, 3), (True,) * 4, [0, 1, 4]),
+])  # fmt: skip
+def test_the_balance_is_the_users(balance: Balance, allowed: tuple[bool, ...], expected: list[int]) -> None:
+    assert bounds_of([9, 1, 1, 1], 2, balance, allowed) == expected
 
 
 def test_a_deep_model_is_cut_for_many_stages_in_no_time() -> None:
@@ -46,7 +49,3 @@ def test_the_split_is_the_best_of_all() -> None:
             seen += 1
             assert worth(bounds_of(costs, stages, "operations", allowed)) == min(map(worth, splits))
     assert seen > 200
-
-
-def test_layers_are_counted_where_a_bound_may_not_be_everywhere() -> None:
-    assert bounds_of([9, 1, 1, 1], 2, "layers", (False, False, True, True)) == [0, 3, 4]

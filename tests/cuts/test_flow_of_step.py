@@ -14,7 +14,7 @@ from lightning_parallel.cuts.flow import Cargo, Flow, FlowError
 from lightning_parallel.cuts.search import partition
 from lightning_parallel.pipeline.stage import Stage
 from tests.pipeline.by_hand import CPU, stages_of
-from tests.pipeline.nets import BLOCKS, Glue, MultiExit, Net, UNet, Views
+from tests.pipeline.nets import BLOCKS, Calls, Glue, MultiExit, Net, UNet, Views
 from tests.pipeline.test_stage import X, assert_equal_to_the_whole, step
 
 pytestmark = pytest.mark.usefixtures("in_double_precision")
@@ -124,13 +124,9 @@ def test_what_is_told_beside_the_loss_crosses_too(where: str, asks: bool) -> Non
 class Collects(Net):
     """A loss over what hooks have collected from inside the layers."""
 
-    class Block(nn.Module):
-        def __init__(self, width: int) -> None:
-            super().__init__()
-            self.layer, self.gate = nn.Linear(width, width), nn.Linear(width, 2)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.layer(x).tanh() * self.gate(x).softmax(-1)[:, :1]
+    def block(self) -> nn.Module:
+        layer, gate = nn.Linear(self.width, self.width), nn.Linear(self.width, 2)
+        return Calls(lambda m, x: m.layer(x).tanh() * m.gate(x).softmax(-1)[:, :1], layer=layer, gate=gate)
 
     def __init__(self) -> None:
         super().__init__()
@@ -155,36 +151,31 @@ def test_what_is_collected_inside_a_layer_crosses_like_its_output() -> None:
 # -- what can't be run -------------------------------------------------------------------------------------------------
 
 
-class Reentrant(Net):
-    """Its checkpoints run their parts without gradients, and make up for it in the backward."""
-
-    def step(self, x: Tensor) -> Tensor:
-        x = self.stem(x)
-        for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=True)
-        return self.head(x).square().mean()
+def reentrant(model: Any, x: Tensor) -> Tensor:
+    """Checkpoints run their parts without gradients, and make up for it in the backward."""
+    x = model.stem(x)
+    for block in model.blocks:
+        x = checkpoint(block, x, use_reentrant=True)
+    return model.head(x).square().mean()
 
 
-class Inferring(Net):
-    """Its first layers run in inference mode."""
-
-    def step(self, x: Tensor) -> Tensor:
-        with torch.inference_mode():
-            x = self.blocks[1](self.blocks[0](self.stem(x)))
-        return self.head(self.blocks[3](self.blocks[2](x.clone()))).square().mean()
+def inferring(model: Any, x: Tensor) -> Tensor:
+    with torch.inference_mode():
+        x = model.blocks[1](model.blocks[0](model.stem(x)))
+    return model.head(model.blocks[3](model.blocks[2](x.clone()))).square().mean()
 
 
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
-@pytest.mark.parametrize(("kind", "frozen"), [(Reentrant, False), (Reentrant, True), (Inferring, False)])
-def test_a_layer_at_a_cut_that_hides_gradients_is_refused(kind: type[Net], frozen: bool) -> None:
+@pytest.mark.parametrize(("runs", "frozen"), [(reentrant, False), (reentrant, True), (inferring, False)])
+def test_a_layer_at_a_cut_that_hides_gradients_is_refused(runs: Callable[[Any, Tensor], Tensor], frozen: bool) -> None:
     """``frozen``: the layer at the cut, through which the gradients of earlier ones pass."""
-    model = kind()
+    model = Net()
     model.blocks[1].requires_grad_(not frozen)
     stage = stage_of(model, 2)
     with pytest.raises(RuntimeError, match="'blocks.1' hands its output from stage 0 .* use_reentrant=False"):
-        stage.flow_of(lambda: step(stage.module))
+        stage.flow_of(lambda: runs(model, X))
     with torch.no_grad():  # an evaluation step has no gradients anywhere
-        stage.flow_of(lambda: step(stage.module))
+        stage.flow_of(lambda: runs(model, X))
 
 
 @pytest.mark.parametrize("by_backward", [False, True])
@@ -264,30 +255,21 @@ def test_a_batch_that_a_later_stage_writes_to_is_read_before_that() -> None:
         stage.flow_of(lambda: calls_twice(writes=True))
 
 
-class Counts(nn.Linear):
-    """Changes its buffer."""
-
-    def __init__(self) -> None:
-        super().__init__(3, 6)
-        self.register_buffer("count", torch.zeros(()))
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.count.add_(x.abs().max())
-        return super().forward(x)
+def count(m: Any, x: Tensor) -> Tensor:
+    m.count.add_(x.abs().max())
+    return m.layer(x)
 
 
 def test_a_buffer_that_its_layer_changes_is_not_read_on_another_stage() -> None:
     """What layers don't change is, as in the contract (Loose)."""
 
     class Reads(Net):
-        def __init__(self) -> None:
-            super().__init__()
-            self.stem = Counts()
-
         def step(self, x: Tensor) -> Tensor:
             return super().step(x) / self.stem.count
 
-    stage = stage_of(Reads(), 2, 1)
+    model: Any = Reads()
+    model.stem = Calls(count, layer=nn.Linear(3, 6), count=nn.Buffer(torch.zeros(())))
+    stage = stage_of(model, 2, 1)
     assert stage.partition.holders_of("stem.count") == (0,)
     with pytest.raises(RuntimeError, match="count"):
         stage.flow_of(lambda: step(stage.module))

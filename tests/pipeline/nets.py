@@ -45,30 +45,14 @@ class Net(nn.Module):
 class Calls(nn.Module):
     """A function of modules and parameters."""
 
-    def __init__(self, function: Callable[..., Tensor], **parts: Any) -> None:
+    def __init__(self, function: Callable[..., Any], **parts: Any) -> None:
         super().__init__()
         for name, part in parts.items():
             setattr(self, name, part)
         self.function = function
 
-    def forward(self, *inputs: Tensor) -> Tensor:
-        return self.function(self, *inputs)
-
-
-class Dicts(Net):
-    class Block(nn.Module):
-        def __init__(self, width: int) -> None:
-            super().__init__()
-            self.layer = nn.Linear(width, width)
-
-        def forward(self, *, hidden: Tensor, scale: float) -> dict[str, Any]:
-            return {"hidden": self.layer(hidden).tanh() * scale, "scale": scale, "unused": hidden.sum(), "none": None}
-
-    def step(self, x: Tensor) -> Tensor:
-        hidden = self.stem(x)
-        for block in self.blocks:
-            hidden = block(hidden=hidden, scale=0.5)["hidden"]
-        return self.head(hidden).square().mean()
+    def forward(self, *inputs: Any, **named: Any) -> Any:
+        return self.function(self, *inputs, **named)
 
 
 class Glue(Net):
@@ -138,22 +122,21 @@ class SkipInPlace(Net):
 
 
 class PassesThrough(Net):
-    """A stage's last layer returns one tensor twice, what came in, and a parameter."""
+    """Layers take and return names: of one tensor twice, of what came in, of a parameter, and of what is no tensor."""
 
-    class Block(nn.Module):
-        def __init__(self, width: int) -> None:
-            super().__init__()
-            self.layer = nn.Linear(width, width)
+    def block(self) -> nn.Module:
+        return Calls(self.passes, layer=nn.Linear(self.width, self.width))
 
-        def forward(self, x: Tensor, y: Tensor, passed: Any = 0.0, bias: Any = 1.0) -> tuple[Tensor, ...]:
-            z = self.layer(x + y * 0.5 + passed * bias).tanh()
-            return z, z, x, self.layer.bias
+    @staticmethod
+    def passes(m: Any, *, twice: Any, passed: Any = 0.0, bias: Any = 1.0, scale: float, **_: Any) -> dict[str, Any]:
+        z = m.layer(twice[0] + twice[1] * scale + passed * bias).tanh()
+        return {"twice": (z, z), "passed": twice[0], "bias": m.layer.bias, "scale": scale, "none": None}
 
     def step(self, x: Tensor) -> Tensor:
-        values = (self.stem(x),) * 2
+        values: dict[str, Any] = {"twice": (self.stem(x),) * 2, "scale": 0.5}
         for block in self.blocks:
-            values = block(*values)
-        return self.head(values[1] + values[2] * values[3]).square().mean()
+            values = block(**values)
+        return self.head(values["twice"][1] + values["passed"] * values["bias"]).square().mean()
 
 
 class SameModulesTwice(Net):

@@ -16,6 +16,7 @@ from lightning_parallel.gradients.swapping import gradients_apart, swap_gradient
 from lightning_parallel.pipeline.staleness import Correction, Stashing, copies, correction_weight, is_second_order
 from lightning_parallel.pipeline.weights import WeightVersions
 from lightning_parallel.private.torch.tensors import TorchDispatchMode
+from tests.pipeline.nets import Calls
 
 
 def copies_held(weights: WeightVersions) -> int:
@@ -24,22 +25,14 @@ def copies_held(weights: WeightVersions) -> int:
     return min(1, len(held)) if weights._stashing == "latest" else len(held)  # its versions share one
 
 
-ADAMW = {"lr": 0.05, "eps": 1e-3}  # with a small eps, gradients that are zero but for rounding become updates
-
-
 pytestmark = pytest.mark.usefixtures("in_double_precision")
 
 
-class Between(nn.Module):
+def between() -> Any:
     """A layer between two others: its input's gradient matters too."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(1)
-        self.before, self.layer, self.after = nn.Linear(3, 6), nn.GRU(6, 6, batch_first=True), nn.Linear(6, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.after(self.layer(self.before(x))[0].tanh()).square().mean()
+    torch.manual_seed(1)
+    parts = {"before": nn.Linear(3, 6), "layer": nn.GRU(6, 6, batch_first=True), "after": nn.Linear(6, 1)}
+    return Calls(lambda m, x: m.after(m.layer(m.before(x))[0].tanh()).square().mean(), **parts)
 
 
 def batch(k: int) -> Tensor:
@@ -66,7 +59,7 @@ class Training:
         self.model, self.delay, self.count = model, delay, count
         self.correction, self.second_order = correction, second_order
         self.parameters = parameters_of(model)
-        self.optimizer = torch.optim.AdamW(self.parameters.values(), **ADAMW)
+        self.optimizer = torch.optim.SGD(self.parameters.values(), lr=0.05)
         self.versions = WeightVersions(model, self.parameters, stashing, corrected=correction != 0)
         self.fed = 0
         self.flights: deque[tuple[Tensor, Any]] = deque()
@@ -100,19 +93,13 @@ class Training:
         return self
 
 
-class Scalars(nn.Module):
+def scalars() -> Any:
     """x * w * v: each factor's gradient is the product of the others."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.w, self.v = nn.Parameter(torch.tensor(2.0)), nn.Parameter(torch.tensor(3.0))
-
-    def forward(self, x: float) -> Tensor:
-        return x * self.w * self.v
+    return Calls(lambda m, x: x * m.w * m.v, w=nn.Parameter(torch.tensor(2.0)), v=nn.Parameter(torch.tensor(3.0)))
 
 
 def test_frozen_parameters_are_neither_copied_nor_extrapolated_nor_given_gradients() -> None:
-    model = Between()
+    model = between()
     model.layer.requires_grad_(False)
     frozen = {name: (p.data_ptr(), p.detach().clone()) for name, p in model.layer.named_parameters()}
     training = Training(model, "stash", delay=2, count=2, correction=1.0, second_order=True)
@@ -129,7 +116,7 @@ def test_frozen_parameters_are_neither_copied_nor_extrapolated_nor_given_gradien
 
 @pytest.mark.parametrize("stashing", ["stash", "2bw", "latest"])
 def test_a_parameter_unfrozen_under_way_is_corrected_from_its_first_update_on(stashing: Stashing) -> None:
-    model = Scalars()
+    model = scalars()
     frozen = nn.Parameter(torch.ones(()), requires_grad=False)
     model.frozen = frozen
     versions = WeightVersions(model, parameters_of(model), stashing, corrected=True)
@@ -168,7 +155,7 @@ def test_copies_held_are_those_in_flight_and_those_of_the_correction(
     assert copies(stashing, correction, delay, count) == expected
     weight = correction_weight(correction, stashing, delay, count)
     second_order = is_second_order(correction, weight)
-    training = Training(Between(), stashing, delay, count, correction=weight, second_order=second_order)
+    training = Training(between(), stashing, delay, count, correction=weight, second_order=second_order)
     seen = []
     for k in range(6 * count + delay):
         training.microbatch(batch(k))
@@ -180,7 +167,7 @@ def test_copies_held_are_those_in_flight_and_those_of_the_correction(
 
 @pytest.mark.parametrize("stashing", ["stash", "2bw", "latest"])
 def test_an_update_that_no_forward_came_before_is_corrected_too(stashing: Stashing) -> None:
-    model = Scalars()
+    model = scalars()
     versions = WeightVersions(model, parameters_of(model), stashing, corrected=True)
     with torch.no_grad():
         versions.update(lambda: model.w.sub_(1.0), 1.0)  # type: ignore[arg-type, return-value]
@@ -198,21 +185,16 @@ class Operations(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-class Many(nn.Module):
+def many(pairs: int) -> nn.Module:
     """As many parameters in float64 as in float32."""
-
-    def __init__(self, pairs: int) -> None:
-        super().__init__()
-        dtypes = (torch.float64, torch.float32) * pairs
-        self.weights = nn.ParameterList([nn.Parameter(torch.ones(3, dtype=dtype)) for dtype in dtypes])
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x.mean() * torch.stack([weight.double().square().sum() for weight in self.weights]).sum()
+    dtypes = (torch.float64, torch.float32) * pairs
+    weights = nn.ParameterList(nn.Parameter(torch.ones(3, dtype=dtype)) for dtype in dtypes)
+    return Calls(lambda m, x: x.mean() * sum(each.double().square().sum() for each in m.weights), weights=weights)
 
 
 def operations_of_update(pairs: int, stashing: Stashing, correction: float, second_order: bool) -> int:
     """Operations of an update of gradients on two versions, without the optimizer's."""
-    training = Training(Many(pairs), stashing, 3, 2, correction=correction, second_order=second_order).fed_with(10)
+    training = Training(many(pairs), stashing, 3, 2, correction=correction, second_order=second_order).fed_with(10)
     loss, token = training.flights.popleft()
     with training.versions.backward(token):
         loss.backward()
@@ -236,7 +218,7 @@ def test_an_update_runs_as_few_operations_for_many_parameters_as_for_few(
 
 @pytest.mark.parametrize(("stashing", "delay", "count"), [("stash", 3, 2), ("latest", 3, 1), ("2bw", 2, 4)])
 def test_staleness_is_counted_for_every_microbatch(stashing: Stashing, delay: int, count: int) -> None:
-    training = Training(Between(), stashing, delay, count).fed_with(12)
+    training = Training(between(), stashing, delay, count).fed_with(12)
     while training.flights:
         training.backward()
     read = [max(0, k // count - 1) if stashing == "2bw" else max(0, k - delay) // count for k in range(12)]
@@ -244,12 +226,11 @@ def test_staleness_is_counted_for_every_microbatch(stashing: Stashing, delay: in
 
 
 def test_the_modules_parameters_are_back_after_a_step_that_fails() -> None:
-    model = Between()
+    model = scalars()
     before = {name: id(p) for name, p in model.named_parameters()}
     versions = WeightVersions(model, parameters_of(model))
 
     def fails() -> None:
-        model(batch(0))
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
@@ -260,7 +241,7 @@ def test_the_modules_parameters_are_back_after_a_step_that_fails() -> None:
 
 
 def test_a_change_from_outside_is_seen_after_a_refresh() -> None:
-    model = Scalars()
+    model = scalars()
     versions = WeightVersions(model, parameters_of(model))
     loss, token = versions.forward(lambda: model(1.0))
     with versions.backward(token):
@@ -278,7 +259,7 @@ def test_a_change_from_outside_is_seen_after_a_refresh() -> None:
 
 def test_a_gradient_of_several_versions_grows_in_one_place() -> None:
     """Each one is kept until its message is sent, so a copy of each would be one of all in the message."""
-    model = Scalars()
+    model = scalars()
     versions = WeightVersions(model, parameters_of(model), "stash", corrected=True)
     versions.begin(0)
     flights = [versions.forward(lambda: model(1.0))]
