@@ -19,7 +19,6 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaModel
 from transformers.pytorch_utils import Conv1D
 
-from lightning_parallel.backward.recompute import Recomputed
 from lightning_parallel.backward.split import WeightGradients, begin_backward
 from lightning_parallel.private.torch.tensors import TorchDispatchMode
 from tests.pipeline.nets import Calls
@@ -84,22 +83,12 @@ def weight(*shape: int, **how: Any) -> nn.Parameter:
 # -- which weights wait ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
-def test_inputs_may_lie_in_any_order_in_memory(bias: bool) -> None:
-    linear = nn.Linear(D, 5, bias=bias)
-    assert late(Calls(lambda m, a: m.linear(a.transpose(0, 1)), linear=linear), x(2, 3, D)) == {"linear.weight"}
-    assert late(Calls(lambda m, a: m.linear(a.t()), linear=linear), x(D, 3)) == {"linear.weight"}
-    assert late(Calls(lambda m, a: m.linear(a[:, ::2]), linear=linear), x(3, 2 * D)) == {"linear.weight"}
-
-
 class Named(Tensor):
     pass
 
 
 # A layer, the input's shape, and the parameters that wait.
 LAYERS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], set[str]]] = {
-    "used again": (lambda: Calls(lambda m, a: m.linear(m.linear(m.linear(a))), linear=nn.Linear(D, D)),
-        (3, D), {"linear.weight"}),
     "also used otherwise": (lambda: Calls(lambda m, a: m.linear(a) * m.linear.weight.sum(), linear=nn.Linear(D, D)),
         (3, D), set()),
     "in chunks, one used otherwise": (lambda: Calls(lambda m, a: F.linear(a, m.w[:D]) * m.w[D], w=weight(D + 1, D)),
@@ -272,27 +261,6 @@ def test_a_weight_that_no_gradient_reaches_has_none() -> None:
     assert module.first.weight.grad is None
 
 
-# -- microbatches ------------------------------------------------------------------------------------------------
-
-
-def test_a_gradient_that_is_added_to_is_no_longer_shared_with_what_waits() -> None:
-    """A leaf takes over the memory of its first gradient, here the one that a weight's gradient is computed from. The
-    next microbatch adds to it."""
-    module = Calls(
-        lambda m, a: (m.linear(a) + m.positions.view(3, D)).view(1, 3, D) * 2, linear=nn.Linear(D, D),
-        positions=weight(1, 3, D),
-    )  # fmt: skip
-    whole = copy.deepcopy(module)
-    inputs = [x(3, D) for _ in range(2)]
-    for given in inputs:
-        begin(whole(given))
-    waiting = [begin(module(given), given) for given in inputs]
-    for rest in waiting:
-        rest.run()
-    found = gradients(module)
-    assert all(torch.equal(gradient, found[name]) for name, gradient in gradients(whole).items())
-
-
 @pytest.mark.parametrize("what", ["activation", "gradient"])
 def test_a_tensor_that_is_changed_between_the_halves_is_told(what: str) -> None:
     linear, given, kept = nn.Linear(D, D), x(3, D), []
@@ -350,14 +318,6 @@ def test_a_user_s_checkpoint_runs_again_once_in_the_first_half(reentrant: bool) 
 
     module = Calls(forward, before=nn.Linear(D, D), inside=nn.Linear(D, D), after=nn.Linear(D, D))
     assert late(module, x(3, D)) == (set() if reentrant else {"before.weight", "after.weight"})
-    assert len(runs) == 4
-
-
-def test_layers_that_run_again_do_so_once_in_the_first_half() -> None:
-    layer, runs = nn.TransformerEncoderLayer(16, 4, 32), []  # with dropout
-    layer.register_forward_pre_hook(lambda *_: runs.append(1))
-    module = Calls(lambda m, a: m.linear(Recomputed(m.layer, m.layer)(a)), layer=layer, linear=nn.Linear(16, 16))
-    assert late(module.double(), x(2, 3, 16)) == {"linear.weight"}
     assert len(runs) == 4
 
 
