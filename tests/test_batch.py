@@ -72,17 +72,6 @@ def test_tensors_that_disagree_are_named() -> None:
         assert part in str(caught.value)
 
 
-@pytest.mark.parametrize("batch", [None, 3, "text", [], {"n": torch.tensor(1)}, ["a", "b"]])
-def test_a_batch_without_samples_is_refused(batch: Any) -> None:
-    with pytest.raises(ValueError, match="no tensor that could be split"):
-        split(batch, 1)
-
-
-def test_a_packed_sequence_is_refused_with_the_way_out() -> None:
-    with pytest.raises(ValueError, match="pack them in training_step"):
-        split((pack_sequence([torch.zeros(2), torch.zeros(1)]), torch.zeros(2)), 2)
-
-
 class Graphs:
     """A batch that its own class splits, as torch_geometric's does."""
 
@@ -114,14 +103,11 @@ def test_batches_of_graphs_are_split_by_their_class() -> None:
     copy = rebuilt(batch, torch.clone)
     copy["graphs"].nodes.zero_()
     assert batch["graphs"].nodes.sum() == 14  # type: ignore[attr-defined]
-
-
-def test_a_list_of_batches_of_graphs_has_as_many_samples_as_each_of_them() -> None:
     # As torch_geometric's loader makes of pairs of graphs with a label.
     graphs = [torch.ones(n) * n for n in (2, 1, 3)]
-    batch = [Graphs(graphs), Graphs(graphs[::-1]), torch.arange(3)]
-    assert batch_size(batch) == batch_size(batch[:2]) == 3
-    one, other, y = split(batch, 3)[0]
+    pairs = [Graphs(graphs), Graphs(graphs[::-1]), torch.arange(3)]
+    assert batch_size(pairs) == batch_size(pairs[:2]) == 3
+    one, other, y = split(pairs, 3)[0]
     assert one.nodes.tolist() == [2, 2] and other.nodes.tolist() == [3, 3, 3] and y.tolist() == [0]
 
 
@@ -130,15 +116,40 @@ class Opaque:
         self.nodes = torch.ones(4)
 
 
-def test_an_object_whose_samples_cannot_be_told_is_not_split() -> None:
-    for pair in ((Opaque(), torch.ones(4)), [Opaque(), torch.ones(4)]):  # a list isn't of two samples
-        with pytest.raises(ValueError, match=r"batch\[0\] is an object that can't be split"):
-            split(pair, 2)
+def test_a_list_of_objects_is_of_samples_and_an_object_has_tensors_of_its_own() -> None:
     batch = [Opaque(), Opaque()]
     assert split((batch, torch.ones(2)), 2)[1][0] == batch[1:]
     copy = rebuilt(batch[0], torch.clone)
     copy.nodes.zero_()
     assert batch[0].nodes.sum() == 4
+
+
+class CountedDict(dict[str, Tensor]):
+    """As a TensorDict: a mapping that takes no tensors of another number of samples."""
+
+    batch_size = (4,)
+
+    def to(self, device: Any) -> CountedDict:
+        return self
+
+    def __setitem__(self, name: str, value: Tensor) -> None:
+        raise RuntimeError("batch dimension mismatch")
+
+
+@pytest.mark.parametrize(("batch", "words"), [
+    *((batch, "no tensor that could be split") for batch in (None, "text", [], {"n": torch.tensor(1)})),
+    ((pack_sequence([torch.zeros(2), torch.zeros(1)]), torch.zeros(2)), "pack them in training_step"),
+    *((kind((Opaque(), torch.ones(4))), r"batch\[0\] is an object that can't be split") for kind in (tuple, list)),
+    ({"inputs": CountedDict(x=torch.zeros(4, 2))}, r"batch\['inputs'\]"),
+])  # fmt: skip
+def test_what_cannot_be_split_is_refused(batch: Any, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        split(batch, 2)
+
+
+def test_a_mapping_that_counts_its_samples_is_an_object() -> None:
+    batch = {"inputs": CountedDict(x=torch.zeros(4, 2))}
+    assert mapped(batch, torch.clone)["inputs"] is batch["inputs"]
 
 
 def test_a_change_in_place_leaves_the_graphs_of_others_and_a_batch_with_gradient_keeps_it() -> None:
@@ -206,25 +217,6 @@ def test_a_rebuilt_batch_has_the_same_tensors_in_containers_of_its_own() -> None
     assert again["x"] is batch["x"] and again["more"][1] == "name"
     cloned = rebuilt(batch, torch.clone)
     assert cloned["x"] is not batch["x"] and torch.equal(cloned["x"], batch["x"])
-
-
-class CountedDict(dict[str, Tensor]):
-    """As a TensorDict: a mapping that takes no tensors of another number of samples."""
-
-    batch_size = (4,)
-
-    def to(self, device: Any) -> CountedDict:
-        return self
-
-    def __setitem__(self, name: str, value: Tensor) -> None:
-        raise RuntimeError("batch dimension mismatch")
-
-
-def test_a_mapping_that_counts_its_samples_is_an_object() -> None:
-    batch = {"inputs": CountedDict(x=torch.zeros(4, 2))}
-    with pytest.raises(ValueError, match="batch\\['inputs'\\]"):
-        batch_size(batch)
-    assert mapped(batch, torch.clone)["inputs"] is batch["inputs"]
 
 
 def test_parts_of_a_tensor_carry_what_it_carries() -> None:

@@ -56,40 +56,37 @@ def test_bad_sizes_are_refused_by_name(make: Callable[[], object], setting: str)
         make()
 
 
-@pytest.mark.parametrize(("stage_1", "message"), [
-    ("F0 B0 F1 S0", r"chunk 1: backwards run in the order \[0\], forwards \[0, 1\]"),
-    ("F0 F0 B0 F1 B1 S0", r"stage 1: Forward\(chunk=1, microbatch=0\) comes twice"),
-    ("F0 B0 B0 F1 B1 S0", r"stage 1: Backward\(chunk=1, microbatch=0\) comes twice"),
-    ("B0 F0 F1 B1 S0", r"stage 1: Backward\(chunk=1, microbatch=0\) comes before its forward"),
-    ("F0 B0 F1 B1", r"stage 1: after Backward\(chunk=1, microbatch=1\) a Step is missing"),
-    ("F0 B0 F1 B1 S0 S1", r"stage 1: Step\(stage=1, update=1\) has no backward"),
-    ("F0 B0 S0 F1 B1 S0", r"stage 1: Step\(stage=1, update=0\) comes where update 1 is due"),
-    ("F0 B0 S0 F1 B1 S1", r"chunk 1: update by microbatches \[0\] comes where chunk 0 has \[0, 1\]"),
-    ("F1 F0 B1 B0 S0", "chunk 1: forward of microbatch 1 comes where chunk 0 has 0"),
-    ("F0 F1 B1 B0 S0", r"chunk 1: backwards run in the order \[1, 0\], forwards \[0, 1\]"),
-    ("F0 B0 S0", "chunk 1: forward of microbatch none comes where chunk 0 has 1"),
-])  # fmt: skip
-def test_validate_names_stage_and_action(stage_1: str, message: str) -> None:
-    validate([stage(0, "F0 F1 B0 B1 S0"), stage(1, "F0 B0 F1 B1 S0")])
-    with pytest.raises(ValueError, match=message):
-        validate([stage(0, "F0 F1 B0 B1 S0"), stage(1, stage_1)])
-
-
 class Offload(Backward):
     """The engine would take it for a whole backward."""
 
 
+STAGE_0 = stage(0, "F0 F1 B0 B1 S0")
+
+
 @pytest.mark.parametrize(("schedule", "message"), [
-    ([[Forward(0, 0), Backward(0, 0), Step(1, 0)]], r"stage 0: Step\(stage=1, .* belongs to another stage"),
-    ([], "no stages"),
-    ([[Forward(0, 0), Offload(0, 0), Backward(0, 0), Step(0, 0)]],
-     r"stage 0: .*Offload\(chunk=0, microbatch=0\) is none of Forward, Backward"),
+    *(([STAGE_0, stage(1, text)], message) for text, message in (
+        ("F0 B0 F1 S0", r"chunk 1: backwards run in the order \[0\], forwards \[0, 1\]"),
+        ("F0 F0 B0 F1 B1 S0", r"stage 1: Forward\(chunk=1, microbatch=0\) comes twice"),
+        ("B0 F0 F1 B1 S0", r"stage 1: Backward\(chunk=1, microbatch=0\) comes before its forward"),
+        ("F0 B0 F1 B1", r"stage 1: after Backward\(chunk=1, microbatch=1\) a Step is missing"),
+        ("F0 B0 F1 B1 S0 S1", r"stage 1: Step\(stage=1, update=1\) has no backward"),
+        ("F0 B0 S0 F1 B1 S0", r"stage 1: Step\(stage=1, update=0\) comes where update 1 is due"),
+        ("F0 B0 S0 F1 B1 S1", r"chunk 1: update by microbatches \[0\] comes where chunk 0 has \[0, 1\]"),
+        ("F1 F0 B1 B0 S0", "chunk 1: forward of microbatch 1 comes where chunk 0 has 0"),
+        ("F0 F1 B1 B0 S0", r"chunk 1: backwards run in the order \[1, 0\], forwards \[0, 1\]"),
+        ("F0 B0 S0", "chunk 1: forward of microbatch none comes where chunk 0 has 1"),
+    )),
     # Stage 0 wants microbatch 0 back before it sends microbatch 1; stage 1 wants both first.
     ([stage(0, "F0 B0 F1 B1 S0"), stage(1, "F0 F1 B0 B1 S0")],
      r"deadlocks: stage 0: Backward\(.*=0\) waits for the gradient of microbatch 0 over cut 0 \| 1; "
      r"stage 1: Forward\(.*=1\) waits for the activation of microbatch 1 over cut 0 \| 1"),
+    ([[Forward(0, 0), Backward(0, 0), Step(1, 0)]], r"stage 0: Step\(stage=1, .* belongs to another stage"),
+    ([], "no stages"),
+    ([[Forward(0, 0), Offload(0, 0), Backward(0, 0), Step(0, 0)]],
+     r"stage 0: .*Offload\(chunk=0, microbatch=0\) is none of Forward, Backward"),
 ])  # fmt: skip
 def test_lists_that_cannot_run_are_refused(schedule: Schedule, message: str) -> None:
+    validate([STAGE_0, stage(1, "F0 B0 F1 B1 S0")])
     with pytest.raises(ValueError, match=message):
         validate(schedule)
 
