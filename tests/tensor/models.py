@@ -75,6 +75,13 @@ class Net(nn.Module):
         return out
 
 
+opt = partial(
+    of_transformers, "OPT", **TOKENS, hidden_size=16, num_hidden_layers=2, num_attention_heads=4, ffn_dim=26,
+    max_position_embeddings=2 * TIME, word_embed_proj_dim=16, dropout=0.0, attention_dropout=0.0,
+    activation_dropout=0.0,
+)  # fmt: skip
+
+
 # -- styles of a user's own, and modules that stay whole in a sum ------------------------------------------------------
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from lightning_parallel.tensor_plans.pairs import Pair, find_pairs
 from lightning_parallel.tensor_plans.plan import find_plan
 from lightning_parallel.tensor_plans.plan_search import found_plan, table_of
-from tests.tensor.models import Net, gpt2
+from tests.tensor.models import Net, gpt2, opt
 
 EXAMPLE = torch.arange(8).view(1, 8)
 
@@ -119,14 +119,14 @@ def test_a_step_that_fails_or_writes_into_parameters_is_named(factor: Any, refus
 
 
 def test_only_models_without_a_plan_get_one() -> None:
-    both = nn.ModuleDict({"gpt": gpt2(), "net": Net()})
+    both = nn.ModuleDict({"gpt": gpt2(), "opt": opt()})
 
     def run() -> None:
         for model in both.values():
             model(EXAMPLE)
 
     plan = find_plan(both, make_run=lambda: run)
-    assert plan["net.blocks.0.up"] == "column" and plan["gpt.transformer.h.*.attn.c_attn"] == "column:3"
+    assert plan["opt.model.decoder.layers.0.fc1"] == "column" and plan["gpt.transformer.h.*.attn.c_attn"] == "column:3"
     assert not any(name.startswith("gpt.transformer.h.0") for name in plan)
 
 
