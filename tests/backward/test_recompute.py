@@ -12,6 +12,7 @@ from transformers import DynamicCache
 
 from lightning_parallel.backward import recompute
 from lightning_parallel.backward.recompute import Recomputed
+from tests.pipeline.nets import Calls
 
 
 def test_a_cache_is_not_handed_to_what_runs_twice() -> None:
@@ -38,36 +39,33 @@ def test_statistics_count_the_inputs_once() -> None:
     assert all(torch.equal(one[name], other[name]) for name in one) and one["num_batches_tracked"] == 3
 
 
-class Writes(nn.Module):
+def writes(kind: str) -> Any:
     """Its output depends on a tensor without gradient, which it changes."""
 
-    def __init__(self, kind: str) -> None:
-        super().__init__()
-        self.kind = kind
-        self.weight = nn.Parameter(torch.full((3,), 2.0))
-        self.register_buffer("scale", torch.ones(1).expand(3) if kind == "expanded" else torch.ones(3))
-        self.book = nn.Parameter(torch.ones(3), requires_grad=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.kind == "in place":
-            self.scale += 1
-        elif self.kind == "assigned":
-            self.scale = self.scale + 1
-        elif self.kind == "frozen parameter":
+    def run(m: Any, x: Tensor) -> Tensor:
+        if kind == "in place":
+            m.scale += 1
+        elif kind == "assigned":
+            m.scale = m.scale + 1
+        elif kind == "frozen parameter":
             with torch.no_grad():
-                self.book += 1
-        return x * self.weight * self.scale * self.book
+                m.book += 1
+        return x * m.weight * m.scale * m.book  # type: ignore[no-any-return]
+
+    weight, book = nn.Parameter(torch.full((3,), 2.0)), nn.Parameter(torch.ones(3), requires_grad=False)
+    scale = nn.Buffer(torch.ones(1).expand(3) if kind == "expanded" else torch.ones(3))
+    return Calls(run, weight=weight, scale=scale, book=book)
 
 
 @pytest.mark.parametrize("kind", ["in place", "assigned", "frozen parameter", "expanded"])
 def test_it_starts_from_what_the_first_run_found(kind: str) -> None:
-    one, other = Writes(kind), Writes(kind)
+    one, other = writes(kind), writes(kind)
     again = Recomputed(other, other.forward)
     for _ in range(3):
         x = torch.randn(2, 3)
         one(x).sum().backward()
         again(x).sum().backward()
-        assert torch.equal(one.weight.grad, other.weight.grad)  # type: ignore[arg-type]
+        assert torch.equal(one.weight.grad, other.weight.grad)
     assert torch.equal(one.scale, other.scale) and torch.equal(one.book, other.book)
 
 

@@ -113,15 +113,6 @@ LAYERS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], set[str]]] = {
     ),
     "recurrent": (lambda: Calls(lambda m, a: m.linear(m.gru(a)[0]), gru=nn.GRU(D, 4), linear=nn.Linear(4, 2)),
         (3, 2, D), {"gru.weight_ih_l0", "linear.weight"}),
-    "adapters": (
-        lambda: Calls(
-            lambda m, a: m.frozen(a) + 2 * (a @ m.a @ m.b),
-            frozen=nn.Linear(D, D).requires_grad_(False),
-            a=weight(D, 2),
-            b=weight(2, D),
-        ),
-        (2, 3, D), {"a", "b"},
-    ),
     "Conv1D used again": (lambda: Calls(lambda m, a: m.c(m.c(m.c(a))), c=Conv1D(D, D)), (3, D), {"c.weight"}),
     "weight on the left": (
         lambda: Calls(lambda m, a: (m.v @ a + m.w.t() @ a) @ m.u, v=weight(4, 3), w=weight(3, 4), u=weight(D, 1)),
