@@ -138,7 +138,6 @@ def take(common: Any, y: Tensor) -> Any:
 
 SHARING: dict[str, tuple[Any, Code, Code]] = {  # what is shared, what a layer does with it, and what a later one
     "number": (dict, lambda d, y: d.update(scale=0.9 * d.get("scale", 1.0)), lambda d, y: d.get("scale", 1.0)),
-    "of a value": (dict, lambda d, y: d.update(mean=y.mean().item()), lambda d, y: d.get("mean", 1.0)),
     "tensor": (dict, lambda d, y: d.update(mean=y.mean()), lambda d, y: d.get("mean", 1.0)),
     "inside another": (
         lambda: {"of": [SimpleNamespace()]},
@@ -151,7 +150,6 @@ SHARING: dict[str, tuple[Any, Code, Code]] = {  # what is shared, what a layer d
         lambda d, y: d.update(b=0.5 * d.get("a", 1.0)),
     ),
     "list": (list, lambda kept, y: kept.append(1.5), lambda kept, y: float(len(kept))),
-    "object": (SimpleNamespace, deepen, lambda o, y: getattr(o, "depth", 0)),
     "counted by both": (SimpleNamespace, deepen, deepen),
     "tensor in place": (lambda: torch.ones(()), put, lambda tensor, y: tensor),
     "array": (lambda: {"of": np.ones(1)}, add, lambda d, y: float(d["of"][0])),

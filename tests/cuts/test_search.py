@@ -39,15 +39,9 @@ def layer(size: int) -> nn.Module:
     return Calls(lambda m, x: x * m.weight.sum(), weight=nn.Parameter(torch.ones(size)))
 
 
-class Blocks(Net):
-    """A stem, blocks in a list, and a head."""
-
-    def step(self, x: Tensor | None = None) -> Any:
-        return super().step(X)
-
-
 def cut(model: Any, stages: int, layers: Sequence[str] | None = None, balance: Any = "parameters") -> Partition:
-    return partition(model, model.step, stages, layers, balance)
+    step = (lambda: model.step(X)) if isinstance(model, Net) else model.step
+    return partition(model, step, stages, layers, balance)
 
 
 def counts(parts: Partition) -> list[int]:
@@ -90,7 +84,7 @@ def linears(count: int) -> list[nn.Module]:
 
 @pytest.mark.parametrize(("model", "stages", "expected"), [
     (lambda: Chain(4, 4, 4, path=(1, 2, 0)), 3, ["1", "2", "0"]),  # in the order of their calls
-    (lambda: Blocks(1), 3, ["stem", "blocks.0", "head"]),  # more than the list has
+    (lambda: Net(1), 3, ["stem", "blocks.0", "head"]),  # more than the list has
     # A Sequential is opened, unless it has a forward of its own.
     (lambda: sequential(*linears(1), nn.Sequential(*linears(1), sequential(nn.ReLU(), *linears(1)))), 3,
      ["0", "1.0", "1.1.0", "1.1.1"]),
@@ -117,7 +111,7 @@ def test_modules_between_layers_go_with_the_next() -> None:
 
 
 def test_what_the_step_does_not_call_goes_with_the_last_stage() -> None:
-    net: Any = Blocks()
+    net: Any = Net()
     net.heads = nn.ModuleList([nn.Linear(6, 2), nn.Linear(6, 3)])
     net.io = nn.Module()  # a namespace, as in `self.io.tokens(x)`
     net.io.head, net.io.scale = nn.Linear(6, 2), nn.Parameter(torch.ones(()))
@@ -181,7 +175,7 @@ def test_a_unit_that_collects_statistics_stays_together() -> None:
     (["blocks.*.0"], ("blocks.0.0", "blocks.1.0", "blocks.2.0", "blocks.3.0")),
 ])  # fmt: skip
 def test_patterns_name_layers(patterns: list[str], expected: tuple[str, ...]) -> None:
-    assert cut(Blocks(), 2, layers=patterns).layers == expected
+    assert cut(Net(), 2, layers=patterns).layers == expected
 
 
 @pytest.mark.parametrize(("options", "words"), [
@@ -195,7 +189,7 @@ def test_patterns_name_layers(patterns: list[str], expected: tuple[str, ...]) ->
     ({"balance": [4, 0]}, ["balance=[4, 0]", "positive"]),
 ])  # fmt: skip
 def test_a_refusal_names_the_setting_and_the_fix(options: dict[str, Any], words: list[str]) -> None:
-    model = Blocks()
+    model: Any = Net()
     model.unused = nn.Linear(2, 2)
     with pytest.raises(ValueError) as refusal:
         cut(model, **{"stages": 2, **options})
@@ -290,15 +284,11 @@ def test_what_a_hook_on_a_chunks_last_layer_leaves_is_seen() -> None:
 
 
 def test_what_only_the_first_step_calls_is_refused() -> None:
-    class Once(Around):
-        def body(self, x: Tensor) -> Tensor:
-            if self.kept is None:
-                self.kept = self.blocks[0](x)
-            for block in self.blocks[1:]:
-                x = block(x)
-            return x + self.kept
+    def call_once(model: Any, x: Tensor) -> Tensor:
+        model.kept = model.blocks[0](x) if model.kept is None else model.kept
+        return x
 
-    model = Once()
+    model = Around(None, call_once)
     with pytest.raises(ValueError, match="calls 'blocks.0' or not, by .* what an earlier step has stored"):
         partition(model, lambda: model.step(X), 2)
 
@@ -395,17 +385,13 @@ def test_layers_that_do_something_else_when_they_run_again_are_not_recomputed(ki
 
 
 def test_layers_after_a_value_that_was_asked_for_are_on_the_last_stage() -> None:
-    class Checked(Net):
-        def step(self, x: Tensor) -> Tensor:
-            x = self.blocks[0](self.stem(x))
-            if not torch.isfinite(x).all():
-                raise ValueError
-            for block in self.blocks[1:]:
-                x = block(x)
-            return self.head(x).square().mean()
+    def check(model: Any, x: Tensor) -> Tensor:
+        if not x.isfinite().all():
+            raise ValueError
+        return x
 
-    model = Checked(blocks=8)
-    assert partition(model, lambda: model.step(X), 2).units["blocks.1"] == (1,)
+    model = Around(None, check)
+    assert partition(model, lambda: model.step(X), 2).units["blocks.0"] == (1,)
 
 
 def test_a_layer_of_many_calls_is_tried_twice_in_each() -> None:
