@@ -39,10 +39,6 @@ def batch(k: int) -> Tensor:
     return torch.randn(2, 4, 3, generator=torch.Generator().manual_seed(k))
 
 
-def parameters_of(model: nn.Module) -> dict[str, nn.Parameter]:
-    return dict(model.named_parameters())
-
-
 class Training:
     """A stage of its own: forwards run `delay` microbatches ahead of backwards; an update each `count` backwards."""
 
@@ -58,7 +54,7 @@ class Training:
     ) -> None:
         self.model, self.delay, self.count = model, delay, count
         self.correction, self.second_order = correction, second_order
-        self.parameters = parameters_of(model)
+        self.parameters = dict(model.named_parameters())
         self.optimizer = torch.optim.SGD(self.parameters.values(), lr=0.05)
         self.versions = WeightVersions(model, self.parameters, stashing, corrected=correction != 0)
         self.fed = 0
@@ -105,7 +101,7 @@ def test_frozen_parameters_are_neither_copied_nor_extrapolated_nor_given_gradien
     training = Training(model, "stash", delay=2, count=2, correction=1.0, second_order=True)
     for k in range(9):
         training.microbatch(batch(k))
-        for tensors in (parameters_of(model), *(token.leaves for _, token in training.flights)):
+        for tensors in (dict(model.named_parameters()), *(token.leaves for _, token in training.flights)):
             for name, (address, value) in frozen.items():
                 leaf = tensors[f"layer.{name}"]
                 assert leaf.data_ptr() == address and torch.equal(leaf, value) and not leaf.requires_grad
@@ -117,9 +113,8 @@ def test_frozen_parameters_are_neither_copied_nor_extrapolated_nor_given_gradien
 @pytest.mark.parametrize("stashing", ["stash", "2bw", "latest"])
 def test_a_parameter_unfrozen_under_way_is_corrected_from_its_first_update_on(stashing: Stashing) -> None:
     model = scalars()
-    frozen = nn.Parameter(torch.ones(()), requires_grad=False)
-    model.frozen = frozen
-    versions = WeightVersions(model, parameters_of(model), stashing, corrected=True)
+    model.w.requires_grad_(False)
+    versions = WeightVersions(model, dict(model.named_parameters()), stashing, corrected=True)
 
     def step() -> None:
         with torch.no_grad():
@@ -129,13 +124,12 @@ def test_a_parameter_unfrozen_under_way_is_corrected_from_its_first_update_on(st
     for update in range(3):
         versions.begin(update)
         versions.forward(lambda: None)
-        if update == 2:
-            frozen.requires_grad_(True)
+        model.w.requires_grad_(update == 2)
         versions.update(step, 0.5, True)
     versions.begin(4)
-    read = versions.forward(lambda: model.frozen.item())[0]
-    assert frozen.item() == 0.0
-    assert read == -0.75
+    read = versions.forward(lambda: model.w.item())[0]
+    assert model.w.item() == 1.0
+    assert read == 0.25
 
 
 @pytest.mark.parametrize(("stashing", "delay", "count", "correction", "expected"), [
@@ -168,7 +162,7 @@ def test_copies_held_are_those_in_flight_and_those_of_the_correction(
 @pytest.mark.parametrize("stashing", ["stash", "2bw", "latest"])
 def test_an_update_that_no_forward_came_before_is_corrected_too(stashing: Stashing) -> None:
     model = scalars()
-    versions = WeightVersions(model, parameters_of(model), stashing, corrected=True)
+    versions = WeightVersions(model, dict(model.named_parameters()), stashing, corrected=True)
     with torch.no_grad():
         versions.update(lambda: model.w.sub_(1.0), 1.0)  # type: ignore[arg-type, return-value]
     assert model.w.item() == 1.0
@@ -228,7 +222,7 @@ def test_staleness_is_counted_for_every_microbatch(stashing: Stashing, delay: in
 def test_the_modules_parameters_are_back_after_a_step_that_fails() -> None:
     model = scalars()
     before = {name: id(p) for name, p in model.named_parameters()}
-    versions = WeightVersions(model, parameters_of(model))
+    versions = WeightVersions(model, dict(model.named_parameters()))
 
     def fails() -> None:
         raise KeyboardInterrupt
@@ -242,7 +236,7 @@ def test_the_modules_parameters_are_back_after_a_step_that_fails() -> None:
 
 def test_a_change_from_outside_is_seen_after_a_refresh() -> None:
     model = scalars()
-    versions = WeightVersions(model, parameters_of(model))
+    versions = WeightVersions(model, dict(model.named_parameters()))
     loss, token = versions.forward(lambda: model(1.0))
     with versions.backward(token):
         loss.backward()
@@ -260,7 +254,7 @@ def test_a_change_from_outside_is_seen_after_a_refresh() -> None:
 def test_a_gradient_of_several_versions_grows_in_one_place() -> None:
     """Each one is kept until its message is sent, so a copy of each would be one of all in the message."""
     model = scalars()
-    versions = WeightVersions(model, parameters_of(model), "stash", corrected=True)
+    versions = WeightVersions(model, dict(model.named_parameters()), "stash", corrected=True)
     versions.begin(0)
     flights = [versions.forward(lambda: model(1.0))]
     versions.update(lambda: None, 1.0)
