@@ -35,7 +35,6 @@ def pair(m: Any, x: Tensor) -> dict[str, Any]:
 
 
 TWINS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
-    "conv1d": (lambda: nn.Conv1d(4, 6, 3, padding="same"), (2, 4, 8)),
     "batchnorm2d": (lambda: nn.BatchNorm2d(3), (4, 3, 5, 5)),
     "lstm": (lambda: nn.LSTM(8, 6, num_layers=2, bidirectional=True, dropout=0.1), (5, 4, 8)),
     "encoder": (lambda: nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 2), (3, 4, 8)),

@@ -14,12 +14,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from lightning_parallel.absent.module import make_absent
-from lightning_parallel.absent.tensor import (
-    AbsentTensor,
-    AbsentValueError,
-    absent_like,
-    first_absent,
-)
+from lightning_parallel.absent.tensor import AbsentTensor, AbsentValueError, absent_like, first_absent
 
 CPU = torch.device("cpu")
 
@@ -109,12 +104,9 @@ def test_what_depends_on_its_shape_alone_has_values(
 )
 def test_a_change_of_shape_in_place_is_seen(change: Callable[[Tensor], Tensor]) -> None:
     expected, found = torch.zeros(3, 4), absent_like(torch.zeros(3, 4), "x")
-    result = change(found)
-    assert (
-        result.shape == change(expected).shape and result.is_contiguous() == change(torch.zeros(3, 4)).is_contiguous()
-    )
-    assert found.shape == expected.shape
-    assert (found + 1).shape == expected.shape
+    one, other = change(expected), change(found)
+    assert one.shape == other.shape and one.is_contiguous() == other.is_contiguous()
+    assert found.shape == (found + 1).shape == expected.shape
 
 
 @pytest.mark.parametrize("write", [

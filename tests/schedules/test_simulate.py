@@ -11,12 +11,7 @@ from lightning_parallel.schedules.actions import Backward, BackwardInput, Backwa
 from lightning_parallel.schedules.checks import of_one_update
 from lightning_parallel.schedules.generators import gpipe, interleaved, one_f_one_b
 from lightning_parallel.schedules.named import SCHEDULES
-from lightning_parallel.schedules.simulate import (
-    Timed,
-    busy_across_batches,
-    most_held,
-    simulate,
-)
+from lightning_parallel.schedules.simulate import Timed, busy_across_batches, most_held, simulate
 from lightning_parallel.schedules.v_shaped import vhalf, vmin, zbv, zbv_in_bytes
 from tests.thorough import thorough
 from tools.schedule.costs import peak_activations
@@ -90,8 +85,7 @@ def test_a_v_keeps_stages_busy_and_more_so_across_batches(
 
 
 @pytest.mark.parametrize(
-    ("stages", "count", "half", "least"),
-    [(4, 8, (3.0, 0.906), (2.0, 0.814)), (8, 16, (5.0, 0.850), (4.0, 0.807))],
+    ("stages", "count", "half", "least"), [(4, 8, (3.0, 0.906), (2.0, 0.814)), (8, 16, (5.0, 0.850), (4.0, 0.807))]
 )
 def test_v_half_and_v_min_hold_less_and_wait_less_than_1f1b(
     stages: int, count: int, half: tuple[float, float], least: tuple[float, float]

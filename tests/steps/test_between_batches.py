@@ -35,7 +35,6 @@ class Clips(L.LightningModule):
         (Clips(), {}, [], "Clips.configure_gradient_clipping"),
         (L.LightningModule(), {}, ["position"], "'position', which several stages hold"),
     ],
-    ids=["nothing", "value", "norm", "own clipping", "shared"],
 )
 def test_what_needs_all_stages_is_named(
     module: L.LightningModule, options: dict[str, Any], shared: list[str], reason: str | None
