@@ -34,7 +34,9 @@ def flow_of_step(module: nn.Module, partition: Partition, step: Callable[[], Any
     """
     units = partition.units
     by_id = {id(module.get_submodule(name)): name for name in units}
-    seen = trace(module, by_id, step, logged=logged, plain_values=True, calls=len(partition.calls))
+    exits = {chunk: call for call, chunk in partition.calls.items()}.values()  # the last call of each chunk
+    calls = len(partition.calls)
+    seen = trace(module, by_id, step, logged=logged, exits=exits, plain_values=True, calls=calls)
     placed = PlacedStep(seen, partition)
     last = partition.chunks - 1
     takes_gradients = isinstance(seen.stopped, TakesGradientsError) and last > 0

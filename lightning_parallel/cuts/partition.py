@@ -26,7 +26,7 @@ class Partition:
         bounds: chunk c owns ``layers[bounds[c]:bounds[c + 1]]``; ``len(bounds) == chunks + 1``.
         units: the chunks that call each unit, by name, in the order of their first calls. The last are modules that the
             step doesn't call.
-        calls: the chunk of each call of a unit in the traced step, in the order in which they are shared out.
+        calls: the chunk of each call of a unit in the traced step, in the order of the calls.
         owners: for every parameter name, tied names included, the stages that hold the parameter.
         uses: for every parameter by its first name, the chunks that may add to its gradient.
         aliases: for every parameter name, the first name of the same parameter. Tied names share one.

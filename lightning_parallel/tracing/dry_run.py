@@ -27,7 +27,7 @@ from lightning_parallel.absent.modes import ValuesGuessed
 from lightning_parallel.absent.module import everything_absent
 from lightning_parallel.absent.origins import FROM_EARLIER_STEP, STEP_OUTPUT
 from lightning_parallel.absent.tensor import AbsentValueError
-from lightning_parallel.interception import LeaveStep
+from lightning_parallel.interception import OF_INTERCEPTION, LeaveStep
 from lightning_parallel.private.torch.modules import buffers_of
 from lightning_parallel.seeding import Generators
 from lightning_parallel.tracing.recorder import Recorder, Scene, origins_in, relabelled
@@ -57,13 +57,13 @@ def trace(
         logged: a list to which ``step`` appends what it logs.
         seed: the seed of the random numbers that the step draws meanwhile.
         hooks: runs the module's hooks around a step, given what the step returns. They are run after it.
-        exits: the calls in question for :attr:`Trace.stored_after`.
+        exits: the calls in question for :attr:`Trace.stored_after` and :attr:`Trace.put_back`.
         earlier: a step runs before it for each of these, and ends after this call (None: at its end). What it stores on
             modules has the origin :data:`FROM_EARLIER_STEP`.
         beyond: if the step needs a value, let it go on with guesses, to find what the rest needs.
         plain_values: if modules keep other values than absent tensors in the step, trace a second one, to find who uses
             them. Steps go on with guesses then, too.
-        calls: how many calls the step makes, as far as is known. For ``plain_values`` it runs once less then.
+        calls: how many calls the step makes, as far as is known. If it does, ``plain_values`` take one run less.
     """
     with _without_values(module, units, seed) as scene:
         for call in earlier:
@@ -74,8 +74,12 @@ def trace(
         recorder = Recorder(scene, exits=exits, last=calls)
         seen = _followed(scene, recorder, step, logged, hooks)
         if (beyond or plain_values) and isinstance(seen.stopped, AbsentValueError):
-            add_rest(scene, seen, step, logged)
+            differing = add_rest(scene, seen, step, logged)
+        else:
+            differing = scene.state.differing() if plain_values else set()
         if plain_values:
+            given_back = (each for each in recorder.differing - differing if each[1] not in OF_INTERCEPTION)
+            seen.put_back = {f"{scene.names[part]}.{name}".removeprefix(".") for part, name in given_back}
             changed = recorder.changed if len(seen.calls) == calls else None
             add_plain_values(scene, seen, changed, step)
         return seen

@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Container, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from numbers import Number
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ from lightning_parallel.interception import OF_INTERCEPTION
 from lightning_parallel.private.torch.modules import buffers_of
 from lightning_parallel.tracing.snapshot import StateKept
 
-_Key = tuple[int, str]  # of an attribute: its part's id, and its name
+Attribute = tuple[int, str]  # its part's id, and its name
 OnUse = Callable[[nn.Module, str, bool], None]
 
 
@@ -26,16 +25,14 @@ class ChangedAttributes:
     """The attributes that have changed at a moment of a step.
 
     Attributes:
-        written: the attributes of units, and numbers of the code around them.
+        written: the attributes of units and of the code around them.
         shared: the attributes that several units share.
-        followed: those among both that hold absent tensors, whose origins are followed anyway.
-        differing: those that hold something else than before (:meth:`.StateKept.differing`).
+        followed: those of both that hold absent tensors, whose origins are followed anyway.
     """
 
-    written: set[_Key]
-    shared: set[_Key]
-    followed: set[_Key]
-    differing: set[_Key]
+    written: set[Attribute]
+    shared: set[Attribute]
+    followed: set[Attribute]
 
     @classmethod
     def now(cls, module: nn.Module, state: StateKept, owners: Mapping[int, Collection[str]]) -> ChangedAttributes:
@@ -44,12 +41,10 @@ class ChangedAttributes:
             (id(part), name): value_of(part, name)
             for part in module.modules()
             if not isinstance(part, Metric)
-            for name in (vars(part).keys() | buffers_of(part).keys()) - OF_INTERCEPTION  # by the trace
+            for name in (vars(part).keys() | buffers_of(part).keys()) - OF_INTERCEPTION
         }
         written, shared = state.written_plainly() & values.keys(), state.shared_by(owners) & values.keys()
-        written = {key for key in written if key[0] in owners or isinstance(values[key], Number)}
-        followed = {key for key in written | shared if state.has_absent(values[key])}
-        return cls(written, shared, followed, state.differing())
+        return cls(written, shared, {key for key in written | shared if state.has_absent(values[key])})
 
 
 def value_of(part: nn.Module, attribute: str) -> Any:

@@ -33,7 +33,7 @@ from lightning_parallel.private.torch.modules import forward_hooks
 from lightning_parallel.private.torch.tensors import tensors_in, tree_leaves, tree_map
 from lightning_parallel.tracing.operations import OperationsNoted, nbytes_of
 from lightning_parallel.tracing.own_generators import ON_HOST, GeneratorsWatched
-from lightning_parallel.tracing.plain_values import ChangedAttributes
+from lightning_parallel.tracing.plain_values import Attribute, ChangedAttributes
 from lightning_parallel.tracing.snapshot import StateKept
 from lightning_parallel.tracing.trace import Call, Escape, Place, Trace, TracedCall, Update
 from lightning_parallel.values import first_few
@@ -76,13 +76,14 @@ class Recorder:
     """Records in a trace what happens in one step.
 
     Args:
-        exits: the calls after each of which to record whether the step has stored something on modules.
+        exits: the calls after each of which to record what the step has stored on modules.
         until: the call after which to end the step; None for its end.
-        last: how many calls there are before the moment of :attr:`changed`.
+        last: the number of the step's last call, counted from 1, as far as is known.
 
     Attributes:
         changed: the attributes that have changed by the end of that call; None if the step doesn't get there. The code
             after it may put them back, but earlier stages don't run that code.
+        differing: the attributes that have had other contents at one of the ``exits``.
     """
 
     def __init__(
@@ -90,6 +91,7 @@ class Recorder:
     ) -> None:
         self.trace = Trace()
         self.changed: ChangedAttributes | None = None
+        self.differing: set[Attribute] = set()
         self._last = last
         self._scene, self._names, self._state = scene, scene.names, scene.state
         self._units = set(map(id, scene.units))
@@ -194,8 +196,9 @@ class Recorder:
 
     def _end_call(self, call: Call) -> None:
         """End a unit's call, after the user's hooks on it: a stage leaves the step only then."""
-        if call in self._exits and any(True for _ in self._state.written()):
-            self.trace.stored_after.add(call)
+        if call in self._exits:
+            self.differing |= self._state.differing()
+            self.trace.stored_after |= {call for _ in self._state.written()}
         if self._in_step and len(self.trace.calls) == self._last:
             self.changed = self._scene.changed()
         if call == self._until:

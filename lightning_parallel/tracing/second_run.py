@@ -23,7 +23,7 @@ from lightning_parallel.absent.modes import ValuesGuessed, WritesFollowed
 from lightning_parallel.absent.origins import METRIC_STATE
 from lightning_parallel.absent.tensor import AbsentTensor, first_absent
 from lightning_parallel.interception import OF_INTERCEPTION, LeaveStep
-from lightning_parallel.tracing.plain_values import ChangedAttributes, attribute_uses, value_of
+from lightning_parallel.tracing.plain_values import Attribute, ChangedAttributes, attribute_uses, value_of
 from lightning_parallel.tracing.recorder import Recorder, Scene, origins_in
 from lightning_parallel.tracing.snapshot import OF_MODULES, StateKept, goes_on
 from lightning_parallel.tracing.trace import Carried, Place, PlainRead, Trace
@@ -32,10 +32,10 @@ _NUMBERS = (Number, np.generic, np.ndarray, Tensor)
 _NOT_KEPT = OF_MODULES | OF_INTERCEPTION | {"__dict__"}  # the trace sets and reads them
 
 
-def add_rest(scene: Scene, seen: Trace, step: Callable[[], Any], logged: Sequence[Any]) -> None:
+def add_rest(scene: Scene, seen: Trace, step: Callable[[], Any], logged: Sequence[Any]) -> set[Attribute]:
     """The step has stopped because it needs a value. Go on with a guess, and add what the rest needs: it runs in the
-    last chunk."""
-    known = len(seen.calls)
+    last chunk. Returns the attributes that have other contents at its end than before."""
+    known, ends = len(seen.calls), list[set[Attribute]]()
     for recorder, output in _guessed(scene, step, 1.0):
         again = recorder.trace
         further = again.calls[known:]
@@ -44,6 +44,8 @@ def add_rest(scene: Scene, seen: Trace, step: Callable[[], Any], logged: Sequenc
         seen.draws |= again.draws
         new = {k: v for k, v in again.escapes.items() if k not in seen.escapes and v.within < known}
         seen.escapes.update(new)
+        ends.append(scene.state.differing())
+    return set.intersection(*ends)  # by one guess it may leave before it puts back: `if loss.isnan(): return`
 
 
 def add_plain_values(scene: Scene, seen: Trace, changed: ChangedAttributes | None, step: Callable[[], Any]) -> None:
@@ -53,12 +55,9 @@ def add_plain_values(scene: Scene, seen: Trace, changed: ChangedAttributes | Non
     Args:
         changed: the attributes that have changed by the end of the last call. By default the step runs for them.
     """
-    at_end = scene.state.differing()
     units = {part: names[-1] for part, names in scene.owners.items()}
     written, shared = scene.state.written_plainly(), scene.state.shared_by(scene.owners)
     changed = changed or _changed_by_last_call(scene, seen, step)
-    put_back = (key for key in changed.differing - at_end if key[1] not in OF_INTERCEPTION)
-    seen.put_back = {f"{scene.names[part]}.{name}".removeprefix(".") for part, name in put_back}
     written, shared = written | changed.written, shared | (changed.shared - changed.followed)
     common = set(map(id, scene.common))
     watching = {part for part, _ in written | shared} | common

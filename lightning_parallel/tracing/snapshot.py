@@ -248,7 +248,8 @@ class StateKept:
             assert isinstance(then, dict), "of a module"
             for name in then.keys() | now.keys():
                 if name not in OF_MODULES:
-                    old, new = then.get(name, _NOTHING), now.get(name, _NOTHING)
+                    of_class = getattr(type(part), name, _NOTHING)
+                    old, new = then.get(name, of_class), now.get(name, of_class)
                     held = self._contents(new) if isinstance(new, CHANGEABLE) else None
                     if content(old, before.get(id(old))) != content(new, held):
                         found.add((key, name))
@@ -264,10 +265,11 @@ class StateKept:
             before, after = _items(held), _items(now)
             if len(before) != len(after):
                 return True
-            if any(isinstance(b, int | float | str) and a != b for a, b in zip(before, after, strict=True)):
+            pairs = [*zip(before, after, strict=True)]
+            if any(isinstance(b, int | float | str) and a != b for b, a in pairs):
                 return True
-            # Stand-ins have no origins, and their values mean nothing: nobody can tell whether they are read again.
-            if any(a is not b and _is_plain(a) and _is_plain(b) for a, b in zip(before, after, strict=True)):
+            # Stand-ins have no origins, so nobody can tell whether they are read again.
+            if any(a is not b and _is_plain(a) and _is_plain(b) and not a.equal(b) for b, a in pairs):
                 return True
             # The same items in another order: layers take them in turns.
             if any(map(is_not, before, after)) and Counter(map(id, before)) == Counter(map(id, after)):
@@ -328,7 +330,7 @@ def goes_on(before: Any, now: Any) -> bool:
 
 
 def _is_plain(value: Any) -> bool:
-    return isinstance(value, Tensor) and not isinstance(value, AbsentTensor)
+    return isinstance(value, Tensor) and not (isinstance(value, AbsentTensor) or value.is_meta)
 
 
 def _is_empty(container: Any) -> bool:

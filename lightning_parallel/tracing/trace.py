@@ -159,8 +159,8 @@ class Trace:
         counts: the attributes by which a unit's next call differs, such as a count of its calls, or a hidden state.
         draws: a random generator that lives longer than the step was drawn from, other than the default ones.
         plain_reads, carried: found only with ``plain_values``.
-        put_back: with ``plain_values`` also the attributes, after the names of their modules, that have changed by the
-            step's last call, and that the code after it gives their old contents again: a list that it empties.
+        put_back: with ``plain_values`` the attributes, after the names of their modules, that have other contents at
+            one of the exits in question, and at the end of the step the old ones: a list that the step empties.
         stopped: the error that ended the step early; None if it came to its end.
         beyond: the units that it goes on to call then.
         stored_after: the exits in question at which the step's own code had stored on modules what it computed from

@@ -160,6 +160,27 @@ class Collects(Net):
         assert not self.seen, "it would hold graphs"
 
 
+class Integrating(nn.Linear):
+    level = 0.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.level = 0.5 * self.level + 1
+        return super().forward(x * self.level)
+
+
+class Spiking(Net):
+    """A layer's level rises in two time steps. The end of the step resets it."""
+
+    def build(self) -> None:
+        self.net[0] = Integrating(WIDTH, 8)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        first = super().training_step(batch, batch_idx)
+        loss = first + super().training_step(batch, batch_idx)
+        self.net[0].level = 0.0
+        return loss
+
+
 class HalvingInValidation(Net):
     """Trains as usual, and evaluates by a layer that changes."""
 
@@ -211,6 +232,7 @@ def test_the_stage_that_writes_into_parts_names_them(launch: Any) -> None:
     (Centred, "sync", {"microbatches": 1}),
     (Collects, "sync", {"microbatches": 4}),
     (Collects, "sync", {"microbatches": 4, "schedule": "zbv"}),
+    (Spiking, "sync", {"microbatches": 4}),
     (HalvingNet, "sync", {"microbatches": 1}),
     (HalvingInValidation, "sync", {"microbatches": 2}),
     # The layer is on the last stage, which tries losses in evaluation mode.
