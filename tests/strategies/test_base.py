@@ -149,43 +149,11 @@ class Noted(nn.Dropout):
         return output
 
 
-class Dropping(Net):
-    def build(self) -> None:
-        self.net = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), Noted()) for _ in range(4)))
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.0)
-
-
-def dropout_masks(strategy: str, seed: int) -> dict[int, list[list[float]]]:
-    """Of each layer here, in the order drawn."""
-    L.seed_everything(seed, verbose=False)
-    module = Dropping()
-    trainer = make_trainer(strategy, [], {"microbatches": 2, "layers": ["net.*"]}, max_epochs=1)
-    trainer.fit(module, loader())
-    return {i: layer[1].masks for i, layer in enumerate(module.net) if layer[1].masks}
-
-
-@BOTH
-def test_dropout_is_the_same_in_every_run_and_for_any_number_of_stages(launch: Any, strategy: str) -> None:
-    def masks_of(stages: int, seed: int) -> dict[int, list[list[float]]]:
-        ranks = launch(dropout_masks, stages, strategy, seed)
-        assert all(len(masks) == 4 // stages for masks in ranks)
-        return {i: masks for rank in ranks for i, masks in rank.items()}
-
-    two, four, other = masks_of(2, 5), masks_of(4, 5), masks_of(2, 6)
-    assert two == four
-    assert all(two[name] != other[name] for name in two)
-    drawn = [tuple(mask) for masks in two.values() for mask in masks]
-    assert len(drawn) == 4 * 6, "a mask a layer and microbatch"
-    assert len(set(drawn)) == len(drawn), "no two alike"
-
-
 class Denoising(Net):
     """A diffusion model: the noise that is added before the first layer is asked for in the loss."""
 
     def build(self) -> None:
-        self.net = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.3)) for _ in range(4)))
+        self.net = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), Noted()) for _ in range(4)))
         self.drop = nn.Dropout(0.2)
         self.drawn: list[list[float]] = []
 
@@ -203,16 +171,27 @@ class Denoising(Net):
     validation_step = training_step
 
 
-def draws(strategy: str) -> list[list[float]]:
+def draws(strategy: str, seed: int) -> tuple[list[list[float]], dict[int, list[list[float]]]]:
+    """What the step draws, and the masks of each layer here, in the order drawn."""
+    L.seed_everything(seed, verbose=False)
     module = Denoising()
     options = OPTIONS[strategy] | {"layers": ["net.*"]}
     make_trainer(strategy, [], options, max_epochs=1).fit(module, loader(), loader(8, 2, 5))
-    return module.drawn
+    return module.drawn, {i: layer[1].masks for i, layer in enumerate(module.net) if layer[1].masks}
 
 
 @BOTH
-def test_code_between_the_layers_draws_the_same_on_all_stages(launch: Any, strategy: str) -> None:
-    last, first = launch(draws, 2, strategy)
+def test_random_numbers_are_the_same_in_every_run_for_any_number_of_stages(launch: Any, strategy: str) -> None:
+    """On all stages those of the code between the layers, and of each layer its own."""
+    runs = [launch(draws, stages, strategy, seed) for stages, seed in ((2, 5), (4, 5), (2, 6))]
+    assert all(len(masks) == 4 // len(run) for run in runs for _, masks in run)
+    two, four, other = ({i: masks for _, own in run for i, masks in own.items()} for run in runs)
+    assert two == four
+    assert all(two[name] != other[name] for name in two)
+    masks = [tuple(mask) for own in two.values() for mask in own]
+    assert len(masks) == 4 * 6, "a mask a layer and microbatch"
+    assert len(set(masks)) == len(masks), "no two alike"
+    last, first = (drawn for drawn, _ in runs[0])
     assert len(last) == len(first) == 6 + 4, "microbatches, and batches of validation"
     for position in (0, -1, WIDTH * 2, WIDTH * 2 + 1):  # the noise, between layers, Python's, NumPy's
         assert len({sequence[position] for sequence in last}) == 10, "no two alike"
