@@ -44,40 +44,34 @@ class Scaled(Net):
 
 
 class Sets(Scaled):
-    """A rate by a scheduler, a number, a buffer, what is trained; the last layer, which the last stage has whole."""
+    """A rate by a scheduler, a number, a buffer, what is trained; the last layer, which the last stage has whole; what
+    is in a dictionary, a tuple, a list and a field of an object, a tensor that is no buffer, and a mode."""
+
+    number = 1.0
 
     def build(self) -> None:
         super().build()
         self.net[0].requires_grad_(False)
-
-    def on_train_epoch_end(self) -> None:
-        self.by_hand.step()
-        self.factor = float(self.trainer.callback_metrics["loss"]) / 2
-        self.shift += 0.25
-        self.net[0].requires_grad_(True)
-        self.net[-1].weight.data.mul_(0.9)
-
-
-class SetsWhatIsInside(Scaled):
-    """Numbers in a dictionary, a tuple, a list and a field of an object, a tensor that is no buffer, and a mode."""
-
-    def build(self) -> None:
-        super().build()
         self.rates, self.pair, self.schedule = {"factor": 1.0}, (1.0, 1), SimpleNamespace(factor=1.0)
         self.factors, self.offset = list[Any]([1.0]), torch.ones(())
 
     @property
     def factor(self) -> Any:
         found = self.rates["factor"] * self.pair[0] * self.factors[-1] * self.schedule.factor * self.offset
-        return found * (2.0 if self.net[0].training else 1.0)
+        return found * self.number * (2.0 if self.net[2].training else 1.0)
 
     def on_train_epoch_end(self) -> None:
+        self.by_hand.step()
+        self.number = float(self.trainer.callback_metrics["loss"]) / 2
+        self.shift += 0.25
+        self.net[0].requires_grad_(True)
+        self.net[-1].weight.data.mul_(0.9)
         self.rates["factor"] *= 0.5
         self.pair = (self.pair[0] * 1.5, 2)
         self.factors.append(np.mean([0.6, 0.8]))
         self.schedule.factor *= 0.5
         self.offset = self.offset * 3
-        self.net[0].eval()
+        self.net[2].eval()
 
 
 class SetsData(Scaled):
@@ -159,7 +153,7 @@ class Stepped(Net):
         return self.optimizer
 
 
-KINDS = (Sets, SetsWhatIsInside, ScalesByACallback, DividesByTheWorld)
+KINDS = (Sets, ScalesByACallback, DividesByTheWorld)
 
 
 def train_all(strategy: str, options: dict[str, Any]) -> list[tuple[Report, bool]]:
