@@ -53,10 +53,10 @@ ELSEWHERE: dict[str, dict[str, str]] = {
         "ranks/test_rendezvous.py": "init_process_group",
         "results/test_published_metrics.py": "metric_places replace_metric_places evaluation_outputs "
         "metrics_of_no_loader step_value set_step_value",
+        "strategies/test_after_an_error.py": "replaced",
         "strategies/test_host_reads.py": "step_metrics",
         "strategies/test_late_values.py": "time_without_broadcasts",
         "strategies/test_lightning_idioms.py": "around_step_hooks",
-        "strategies/test_nothing_left.py": "replaced",
         "strategies/test_refusals.py": "launched_by_make_launcher layer_sync_of refuse_validation_by_time",
         "strategies/test_saved.py": "asked_weights_only",
     },

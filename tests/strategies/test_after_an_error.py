@@ -1,9 +1,13 @@
-"""A script that catches an error of one Trainer can go on to the next one, in the same processes."""
+"""A script may go on to the next Trainer in the same processes, also after an error: the last one leaves nothing but
+its module."""
 
 from __future__ import annotations
 
 import gc
+import os
 import re
+import threading
+from collections import Counter
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
@@ -12,8 +16,10 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.plugins import MixedPrecision
 from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import Tensor
+from torch.nn.modules import module as modules
 
 import lightning_parallel as lp
 from lightning_parallel.ranks.collectives import PeerLostError
@@ -109,3 +115,56 @@ def test_the_next_trainer_has_the_numbers_that_it_has_alone(
     assert [report.losses for report in after] == [report.losses for report in alone]
     weights = [joined(reports, "weights") for reports in (after, alone)]
     assert largest_difference(*weights) == 0
+
+
+# -- what is left ---------------------------------------------------------------------------------------------------
+
+GLOBAL_HOOKS = [name for name in vars(modules) if name.startswith("_global_") and name.endswith("hooks")]
+
+
+def fit(strategy: str) -> None:
+    """A Trainer with another strategy may be given the same precision plugin after it."""
+    torch.set_default_dtype(torch.float32)
+    os.environ["WORLD_SIZE"] = os.environ["LOCAL_WORLD_SIZE"]  # a Trainer that ends deletes it
+    given = {"devices": 2} if strategy == "data" else {}
+    plugin = None if strategy in ("async", "data") else MixedPrecision("16-mixed", "cpu")
+    scaler, plugins = plugin and plugin.scaler, [plugin] if plugin else []
+    trainer = make_trainer(
+        strategy, [], {}, max_epochs=1, limit_train_batches=1, gradient_clip_val=1.0, plugins=plugins, **given
+    )
+    module = Mixed()
+    trainer.fit(module, Mixed.loader(), Mixed.loader())
+    assert not [name for name, value in vars(trainer.precision_plugin).items() if callable(value)]
+    assert plugin is None or plugin.scaler is scaler
+    if strategy == "data":
+        assert not {"forward", "log", "_is_replica"} & {name for each in module.modules() for name in vars(each)}
+
+
+def left() -> dict[str, Any]:
+    """What is there of what Trainers make."""
+    gc.collect()
+    kinds = Counter(type(each).__module__ + "." + type(each).__name__ for each in gc.get_objects())
+    return {
+        "threads": threading.active_count() + len(os.listdir("/proc/self/task")),
+        "groups": len(torch.distributed.distributed_c10d._world.pg_map),
+        "hooks": {name: len(getattr(modules, name)) for name in GLOBAL_HOOKS},
+        "patched": {k.__name__: sorted(vars(k)) for k in (L.Trainer, L.LightningModule, torch.nn.Module, torch.Tensor)},
+        "ours": {name: count for name, count in kinds.items() if name.startswith("lightning_parallel.")},
+        "trainers": kinds["lightning.pytorch.trainer.trainer.Trainer"],
+        "layers": kinds["torch.nn.modules.linear.Linear"],
+        "files": len(os.listdir("/proc/self/fd")),
+    }
+
+
+def what_many_leave(strategy: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    for _ in range(2):
+        fit(strategy)
+    first = left()
+    fit(strategy)
+    return first, left()
+
+
+@pytest.mark.parametrize(("strategy", "ranks"), [("sync", 2), ("async", 2), ("tensor", 2), ("fsdp", 2), ("data", 1)])
+def test_each_trainer_leaves_as_much_as_the_one_before(launch: Any, strategy: str, ranks: int) -> None:
+    for first, last in launch(what_many_leave, ranks, strategy):
+        assert first == last
