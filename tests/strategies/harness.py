@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import lightning as L
 import torch
@@ -13,9 +15,13 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 
 import lightning_parallel as lp
+from lightning_parallel.ranks.groups import Groups
 from lightning_parallel.ranks.shard import Shard
+from tests.pipeline.test_no_host_reads import announced
 from tests.strategies.models import BATCH, MODELS, SAMPLES
 from tests.strategies.shardable import SHARDABLE
+from tools.study import reference
+from tools.study.reference import Trained
 from tools.workers.held import complete, here, weights_of
 from tools.workers.worker import texts_of_warnings
 
@@ -128,6 +134,20 @@ def train(
     if validates_after:
         report.validation = trainer.validate(module, loader(), verbose=False)
     return report
+
+
+def delayed(model: str | type[Any], stages: int, microbatches: int, average: Any = None, **options: Any) -> Trained:
+    """The asynchronous pipeline in one process: `tools.study.reference` trains a model. Options of its `delayed`, and
+    what makes its average."""
+    options |= {"average": average and average(), "read_last": ("temperature",)}
+    return reference.delayed(ALL[model] if isinstance(model, str) else model, stages, microbatches, **options)
+
+
+def announcing(run: Callable[..., Any], *args: Any, **given: Any) -> Any:
+    """Call ``run`` with messages as they are over NCCL."""
+    wires = Groups.wires
+    with mock.patch.object(Groups, "wires", lambda groups, placement: announced(wires(groups, placement))):
+        return run(*args, **given)
 
 
 def collect(report: Report, trainer: L.Trainer, module: torch.nn.Module) -> Report:

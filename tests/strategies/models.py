@@ -211,30 +211,55 @@ class SharedPart(Blocks):
         self.blocks[4].mix = self.blocks[0].mix
 
 
-class Shift(nn.Module):
-    """For one sample, autograd takes one memory for the gradients of its input and of both parameters: nothing is
-    summed, so all are views of the output's gradient."""
+class Shift(nn.Linear):
+    """For one sample, autograd takes one memory for the gradients of the product and of both shifts: nothing is summed.
+    A backward in halves keeps the first one for the weight, while the next microbatch adds to the others."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.shift = nn.Parameter(torch.linspace(-1, 1, LENGTH * 16).view(LENGTH, 16))
-        self.other = nn.Parameter(torch.linspace(1, 2, LENGTH * 16).view(LENGTH, 16))
+        super().__init__(16, 16)
+        self.low, self.high = (nn.Parameter(torch.randn(LENGTH, 16)) for _ in range(2))
 
     def forward(self, x: Tensor) -> Tensor:
-        return (x + self.shift[None] + self.other[None]).sin()
+        return (super().forward(x) + self.low[None] + self.high[None]).sin()
 
 
 class Shifts(Base):
     def build(self) -> None:
         self.embed = nn.Embedding(TOKENS, 16)
-        self.shifts = nn.ModuleList(Shift() for _ in range(4))
+        self.shifts = nn.Sequential(*(Shift() for _ in range(4)))
         self.head = nn.Linear(16, TOKENS)
 
     def loss(self, batch: Any) -> Tensor:
-        x = self.embed(batch["input_ids"])
-        for shift in self.shifts:
-            x = shift(x)
+        x = self.shifts(self.embed(batch["input_ids"]))
         return F.cross_entropy(self.head(x).flatten(0, 1), batch["labels"].flatten())
+
+
+class Deep(LeNet):
+    """Chunks for five stages."""
+
+    def build(self) -> None:
+        sizes = [64, *[12] * 9, 10]
+        layers = [nn.Sequential(nn.Linear(a, b), nn.Tanh()) for a, b in zip(sizes, sizes[1:], strict=False)]
+        self.net = nn.Sequential(nn.Flatten(), *layers)
+
+
+class Skips(LeNet):
+    """The first layers' outputs go to the last ones, as in a U-Net; the stage that has both keeps one in reach."""
+
+    def build(self) -> None:
+        self.inner = nn.ModuleList(nn.Linear(64 if i == 0 else 12, 12) for i in range(4))
+        self.outer = nn.ModuleList(nn.Linear(24, 12) for _ in range(3))
+        self.head = nn.Linear(12, 10)
+
+    def loss(self, batch: Any) -> Tensor:
+        images, labels = batch
+        x, kept = images.flatten(1), []
+        for layer in self.inner:
+            x = layer(x).tanh()
+            kept.append(x)
+        for layer, skip in zip(self.outer, reversed(kept[:-1]), strict=True):
+            x = layer(torch.cat([x, skip], 1)).tanh()
+        return F.cross_entropy(self.head(x), labels)
 
 
 _MODELS = (GPT2, GPT2Untied, Llama, DemoTransformer, LeNet, Blocks, SharedPart, Shifts)

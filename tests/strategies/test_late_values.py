@@ -14,9 +14,8 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor
 
 from lightning_parallel.private.lightning import batches
-from tests.strategies.harness import ALL, make_trainer
-from tests.strategies.reference import delayed
-from tests.strategies.test_asynchronous_v import Deep
+from tests.strategies.harness import ALL, delayed, make_trainer
+from tests.strategies.models import Deep
 from tools.workers.pool import Failure
 from tools.workers.worker import texts_of_warnings
 
@@ -198,7 +197,7 @@ def test_a_wait_for_a_stage_that_is_gone_ends(launch: Any) -> None:
 
 def ahead() -> Any:
     """How many batches stages may be ahead."""
-    trainer = make_trainer("sync", [], V, max_epochs=1)
+    trainer = make_trainer("sync", [], V, max_epochs=1, limit_train_batches=1)
     trainer.fit(ALL["Blocks"](), ALL["Blocks"].loader())
     return trainer.strategy.batches_ahead  # type: ignore[attr-defined]
 

@@ -14,7 +14,6 @@ from torch.nn import functional as F
 from tests.strategies.equality import assert_equal
 from tests.strategies.harness import joined, largest_difference, train
 from tests.strategies.models import LENGTH, SAMPLES, TOKENS, Base
-from tests.strategies.reference import delayed
 
 EXACT = 1e-10  # float64
 FOUR: dict[str, Any] = {"microbatches": 4}
@@ -63,21 +62,6 @@ def labels_that_count(batch: Any) -> Tensor:
 def test_replicas_average_their_means_as_under_ddp(launch: Any) -> None:
     reports = launch(train, 4, Tokens, "sync", REPLICAS, batch_size=4)
     reference = launch(train, 2, Tokens, "ddp", batch_size=4)[0]
-    assert largest_difference(joined(reports, "weights"), reference.weights) < EXACT
-
-
-@pytest.mark.parametrize(("options", "given"), [
-    ({"correction": None}, {}), ({"schedule": "vhalf"}, {"microbatch_weight": labels_that_count}),
-])  # fmt: skip
-def test_the_asynchronous_pipeline_equals_its_delayed_reference(
-    launch: Any, options: dict[str, Any], given: dict[str, Any]
-) -> None:
-    """What microbatches are weighed by is read from their losses, or a function of the user's tells it."""
-    whole = {**FOUR, **options, **given}
-    reports = launch(train, 2, Tokens, "async", whole, accumulate_grad_batches=2)
-    options = {**options, "accumulate": 2, "weigh": lambda part: float(labels_that_count(part))}
-    reference = delayed(Tokens, 2, 4, **options)
-    assert reports[0].losses == pytest.approx(reference.losses, rel=0, abs=EXACT)
     assert largest_difference(joined(reports, "weights"), reference.weights) < EXACT
 
 

@@ -1,23 +1,24 @@
-"""Asynchronous pipelines have the numbers of delayed gradients, and no others."""
+"""Asynchronous pipelines have the numbers of delayed gradients, and no others: in a V, each chunk's as late as its list
+says."""
 
 from __future__ import annotations
 
 from functools import partial
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import EMAWeightAveraging
+from lightning.pytorch.callbacks import Callback, EMAWeightAveraging
+from torch import Tensor
+from torch.optim.swa_utils import AveragedModel
+from torch.utils.data import DataLoader
 
-from lightning_parallel.ranks.groups import Groups
-from tests.pipeline.test_no_host_reads import announced
 from tests.strategies.equality import EXACT
-from tests.strategies.harness import Report, joined, largest_difference, make_trainer, train
-from tests.strategies.models import MODELS
-from tests.strategies.reference import assert_equals_delayed, delayed
-from tests.strategies.test_asynchronous_v import CASES as IN_A_V
-from tests.strategies.test_asynchronous_v import Skips, Uneven
+from tests.strategies.failures import LIMIT, assert_lost, assert_refused
+from tests.strategies.harness import announcing, delayed, joined, largest_difference, make_trainer, train
+from tests.strategies.models import BATCH, MODELS, Deep, Rows, Skips
+from tests.strategies.test_loss_means import Tokens, labels_that_count
+from tests.strategies.test_post_validation import Odd
 from tests.thorough import thorough
 
 
@@ -28,7 +29,7 @@ class Twice(torch.nn.Module):
         super().__init__()
         self.one = self.other = torch.nn.Parameter(torch.randn(32, 32) / 8)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         return (x @ self.one).tanh() @ self.other
 
 
@@ -38,51 +39,115 @@ class TiedInside(MODELS["LeNet"]):  # type: ignore[misc]
         self.net.insert(7, Twice())
 
 
-CLIP: dict[str, Any] = {"gradient_clip_val": 0.05}
+class Sixteen(Deep):
+    """Two replicas' microbatches together are those of one process: each has every other sample."""
+
+    @classmethod
+    def samples(cls) -> list[Any]:
+        return super().samples()[:16]  # type: ignore[no-any-return]
+
+
+class Uneven(Deep):
+    """Batches of one to four samples."""
+
+    @classmethod
+    def loader(cls, *args: Any, **kwargs: Any) -> DataLoader[Any]:
+        batches = [[0, 1, 2, 3], [4], [5, 6, 7, 8], [9, 10, 11], [12, 13, 14, 15], [16, 17]]
+        return DataLoader(Rows(cls.samples()), batch_sampler=batches)
+
+
+class Counted(Deep):
+    """Its optimizer counts its steps for all parameters."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = Odd(self.parameters())
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 99)}}
+
+
+def how_many_count(batch: Any) -> float:
+    return float(labels_that_count(batch))
+
+
+# Settings that change no number, or that the reference has by another name.
+NOT_OF_ONE = ("activation_checkpointing", "data_parallel", "tensor_parallel", "microbatch_weight")
+ONCE: dict[str, Any] = {"max_epochs": 1}  # the others go on after the end of an epoch
+TWICE: dict[str, Any] = {"accumulate_grad_batches": 2}
+CLIP: dict[str, Any] = {"gradient_clip_val": 0.05}  # in a V, the norm is that of a chunk
 RECOMPUTED = {"activation_checkpointing": True}
 
+
 # Model, stages, microbatches a batch, options of the strategy (and of the reference), of the Trainer.
-CASES: list[Any] = [
-    ("LeNet", 3, 2, {"weights": "latest"}, {}),
+@pytest.mark.parametrize(("model", "stages", "microbatches", "options", "trainer_options"), [
+    ("LeNet", 3, 2, {"weights": "latest"}, ONCE),
     ("LeNet", 3, 1, {"lr_discount": 4, "correction": None}, {}),
-    ("LeNet", 3, 1, {"extra_in_flight": 1, "correction": 0.5}, {"accumulate_grad_batches": 2, **CLIP}),
-    ("Blocks", 3, 2, RECOMPUTED, {}),  # loose parameters
-    (TiedInside, 3, 2, {}, {}),
+    ("LeNet", 3, 1, {"extra_in_flight": 1, "correction": 0.5}, TWICE | CLIP),
+    ("Blocks", 3, 2, RECOMPUTED, ONCE),  # loose parameters
+    (TiedInside, 3, 2, {}, ONCE),
     # One batch is too small for two versions. It drains the pipeline of 2BW: the batch after it would need a version
     # that no stage has yet.
-    (Uneven, 4, 4, {"weights": "2bw"}, {}),
+    (Uneven, 4, 4, {"weights": "2bw"}, ONCE),
+    (Deep, 2, 2, {"schedule": "vhalf", "correction": "error_feedback"}, TWICE),
+    (Uneven, 3, 4, {"schedule": "vhalf"}, ONCE),
+    (Skips, 2, 2, {"schedule": "vmin"}, {}),
+    ("GPT2", 2, 2, {"schedule": "vmin"}, ONCE),  # embedding and head are tied
+    ("Blocks", 2, 2, {"schedule": "vmin"}, ONCE),
+    (Sixteen, 2, 2, {"schedule": "vhalf", "data_parallel": 2, **RECOMPUTED}, CLIP),
+    (Counted, 2, 1, {}, {}),  # which is refused in a V
+    # What microbatches are weighed by is read from their losses, or a function of the user's tells it.
+    (Tokens, 2, 4, {"correction": None}, TWICE | ONCE),
+    (Tokens, 2, 4, {"schedule": "vhalf", "microbatch_weight": labels_that_count}, TWICE | ONCE),
     *thorough(
-        ("GPT2Untied", 4, 1, {"correction": "error_feedback"}, {}),
-        ("Llama", 3, 3, {}, CLIP),
-        ("LeNet", 3, 1, {"weights": "2bw"}, {"accumulate_grad_batches": 2}),
-        ("DemoTransformer", 3, 2, RECOMPUTED, {}),
+        ("GPT2Untied", 4, 1, {"correction": "error_feedback"}, {}), ("Llama", 3, 3, {}, CLIP),
+        ("LeNet", 3, 1, {"weights": "2bw"}, TWICE), ("DemoTransformer", 3, 2, RECOMPUTED, {}),
+        ("LeNet", 3, 1, {"schedule": "vmin"}, {}), (Deep, 5, 1, {"schedule": "vmin"}, {}),
+        (Deep, 3, 1, {"schedule": "vhalf", "lr_discount": 4, "correction": 0.5}, {}),
+        ("Llama", 2, 2, {"schedule": "vmin", "tensor_parallel": 2}, {}), ("GPT2", 2, 4, {"schedule": "vhalf"}, TWICE),
+        (Uneven, 4, 4, {"schedule": "vmin", "correction": "error_feedback"}, {}),
     ),
-]
-
-
-@pytest.mark.parametrize(("model", "stages", "microbatches", "options", "trainer_options"), [*CASES, *IN_A_V])
+])  # fmt: skip
 def test_training_equals_delayed_gradients_to_the_bit(
     launch: Any, model: Any, stages: int, microbatches: int, options: Any, trainer_options: Any
 ) -> None:
+    """Losses, the gradients of each update, and weights after two epochs."""
+    replicas, tensor = options.get("data_parallel", 1), options.get("tensor_parallel", 1)
+    given = {"stages": stages, "microbatches": microbatches, **options}
+    trainer = {"batch_size": BATCH // replicas, "max_epochs": 2, **trainer_options}
+    # Messages of a synchronous pipeline are announced in test_post_validation.py.
+    run = partial(announcing, train) if options is RECOMPUTED else train
+    reports = launch(run, stages * replicas * tensor, model, "async", given, **trainer)
+    accumulate, clip = trainer_options.get("accumulate_grad_batches", 1), trainer_options.get("gradient_clip_val")
+    own = {name: value for name, value in options.items() if name not in NOT_OF_ONE}
+    own |= {"weigh": how_many_count} if model is Tokens else {}
+    given = {"epochs": trainer["max_epochs"], "accumulate": accumulate, "clip": clip, **own}
+    [single] = launch(delayed, 1, model, stages, microbatches, **given)
     # What crosses a cut of an encoder, or of Skips, is read on several stages, whose gradients are summed stage by
-    # stage first. So are those of ranks, and parts of norms.
-    is_summed = model in ("DemoTransformer", Skips) or "gradient_clip_val" in trainer_options
-    allowed = EXACT if is_summed or "tensor_parallel" in options else 0
-    assert_equals_delayed(launch, model, stages, microbatches, options, trainer_options, allowed=allowed)
+    # stage first. So are those of ranks, parts of norms, and weighed losses.
+    is_summed = model in ("DemoTransformer", Skips, Tokens) or clip or tensor > 1
+    allowed = EXACT if is_summed else 0
+    if replicas == 1:  # else a rank has its replica's
+        assert reports[0].losses == pytest.approx(single.losses, rel=0, abs=EXACT)
+    if "schedule" not in options:  # else each chunk's, as if they were updates
+        for number, expected in enumerate(single.gradients):
+            found = joined(reports, "gradients", number)  # each stage's own, though they step at different times
+            assert largest_difference(found, expected) <= allowed, f"update {number}"
+    assert largest_difference(joined(reports, "weights"), single.weights) <= allowed
 
 
-def train_announced(*args: Any, **given: Any) -> Report:
-    """With messages as they are over NCCL. Those of a synchronous pipeline are in test_post_validation.py."""
-    wires = Groups.wires
-    with mock.patch.object(Groups, "wires", lambda groups, placement: announced(wires(groups, placement))):
-        return train(*args, **given)
+class FrozenEnd(Deep):
+    """The last chunk trains nothing."""
+
+    def build(self) -> None:
+        super().build()
+        self.net[8:].requires_grad_(False)
 
 
-def test_an_endless_list_ends_where_messages_are_announced(launch: Any) -> None:
-    options = {"microbatches": 2}
-    found, expected = (launch(which, 2, "Blocks", "async", options) for which in (train_announced, train))
-    assert found[0].losses == expected[0].losses
-    assert largest_difference(joined(found, "weights"), joined(expected, "weights")) == 0
+def test_a_chunk_that_trains_nothing_makes_no_steps(launch: Any) -> None:
+    options = {"microbatches": 2, "schedule": "vhalf"}
+    reports = launch(train, 2, FrozenEnd, "async", options, max_epochs=2)
+    batches = 2 * len(FrozenEnd.loader())
+    assert [len(report.gradients) for report in reports] == [batches, 2 * batches]  # the first has the last chunk
+    [reference] = launch(delayed, 1, FrozenEnd, 2, 2, epochs=2, schedule="vhalf")
+    assert largest_difference(joined(reports, "weights"), reference.weights) == 0
 
 
 @pytest.mark.parametrize(("stages", "microbatches", "epochs", "given"), [
@@ -146,7 +211,7 @@ def test_an_update_has_two_microbatches_a_stage_where_there_are_samples(
 def test_a_setting_that_trains_badly_is_warned_of_once_with_figures(
     launch: Any, options: dict[str, Any], warns: bool
 ) -> None:
-    reports = launch(train, 3, "LeNet", "async", options)
+    reports = launch(train, 3, "LeNet", "async", options, limit_train_batches=1)
     told, *others = (report.warned_of("updates late") for report in reports)
     assert len(told) == warns and not any(others)
     assert all("microbatches='auto' with at least 6 samples" in text for text in told)
@@ -162,7 +227,7 @@ class UsedLate(MODELS["LeNet"]):  # type: ignore[misc]
         super().build()
         self.late = torch.nn.Parameter(torch.ones(()))
 
-    def loss(self, batch: Any) -> torch.Tensor:
+    def loss(self, batch: Any) -> Tensor:
         loss = super().loss(batch)
         return loss * self.late if self.trainer.global_step > 1 else loss
 
@@ -173,7 +238,7 @@ def test_a_loose_parameter_first_used_after_the_first_update_is_equal_on_all_sta
     assert late != 1
 
 
-class Replacing(MODELS["Blocks"]):  # type: ignore[misc]
+class Replacing(MODELS["LeNet"]):  # type: ignore[misc]
     """After the first epoch, an optimizer that doesn't move anything takes over."""
 
     def on_train_epoch_start(self) -> None:
@@ -196,3 +261,71 @@ def moved_by_the_second_optimizer() -> bool:
 
 def test_an_optimizer_that_a_hook_puts_in_makes_the_updates(launch: Any) -> None:
     assert launch(moved_by_the_second_optimizer, 2) == [False, False]
+
+
+# -- refused ----------------------------------------------------------------------------------------------------------
+
+
+class OwnAverages(Callback):
+    def on_train_start(self, trainer: Any, module: Any) -> None:
+        self.average = AveragedModel(module)
+
+
+@pytest.mark.parametrize(("model", "callbacks", "words"), [
+    ("LeNet", [OwnAverages()], ["OwnAverages.average", "Use PipelineStrategy"]),
+    ("LeNet", [EMAWeightAveraging], ["EMAWeightAveraging", "schedule='vmin'", "schedule='1f1b'"]),
+    ("SharedPart", [], ["blocks.0.mix", "PipelineStrategy"]),  # on two stages in a V too
+    (Counted, [], ["Odd", "schedule='vmin'", "parameter group 0", "schedule='1f1b'"]),
+])  # fmt: skip
+def test_what_cannot_be_trained_is_refused(refused: Any, model: Any, callbacks: Any, words: list[str]) -> None:
+    refused(words, train, 3, model, "async", {"microbatches": 2, "schedule": "vmin"}, callbacks=callbacks)
+
+
+class OwnClipping(Deep):
+    def configure_gradient_clipping(self, optimizer: Any, **options: Any) -> None:
+        self.clip_gradients(optimizer, gradient_clip_val=1.0)
+
+
+def test_hooks_that_are_called_for_each_chunk_are_warned_of_once(launch: Any) -> None:
+    options, given = {"schedule": "vmin", "microbatches": 2}, {"max_steps": 1}
+    reports = launch(train, 2, OwnClipping, "async", options, **given)
+    (warning,), others = (each.warned_of("two chunks") for each in reports)
+    words = ["Witness.on_before_optimizer_step", "OwnClipping.configure_gradient_clipping", "schedule='vmin'", "1f1b"]
+    assert all(word in warning for word in words) and not others
+    averages = [EMAWeightAveraging]  # one stage has no V, so they are allowed
+    (alone,) = launch(train, 1, OwnClipping, "async", options, callbacks=averages, **given)
+    assert not alone.warned_of("two chunks")
+
+
+class UnequalReplicas(Deep):
+    """The last batch of the second replica is smaller."""
+
+    @classmethod
+    def loader(cls, *args: Any) -> DataLoader[Any]:
+        share = args[-1] if args else {"rank": 0}
+        last = [8] if share["rank"] else [8, 9, 10, 11]
+        return DataLoader(Rows(cls.samples()), batch_sampler=[[0, 1, 2, 3], [4, 5, 6, 7], last])
+
+
+@pytest.mark.parametrize(("stages", "schedule"), [(2, "vhalf"), *thorough((3, "1f1b"))])
+def test_unequal_microbatches_of_replicas_are_refused(refused: Any, stages: int, schedule: str) -> None:
+    """Else replicas would wait for each other for ever, in a V or not."""
+    options = {"stages": stages, "data_parallel": 2, "microbatches": 4, "schedule": schedule}
+    words = ["data_parallel=2", f"schedule='{schedule}'", "from 1 to 4", "batch 2", "drop_last=True"]
+    refused(words, train, 2 * stages, UnequalReplicas, "async", options, use_distributed_sampler=False)
+
+
+class ReadLate(Deep):
+    """The last chunk reads a weight of the first one, from the third update on."""
+
+    def loss(self, batch: Any) -> Tensor:
+        loss = super().loss(batch)
+        is_due = self._trainer is not None and self.trainer.global_step >= 2
+        return loss + self.net[1][0].weight.square().sum() if is_due else loss
+
+
+def test_a_parameter_that_another_chunk_begins_to_read_is_not_silently_left_out(launch: Any) -> None:
+    options = {"microbatches": 2, "schedule": "vmin"}
+    found = launch(train, 2, ReadLate, "async", options, timeout=LIMIT, expect_errors=True)
+    assert_refused(found[:1], "RuntimeError", ["'net.1.0.weight'", "in each step"])
+    assert_lost(found[1:])

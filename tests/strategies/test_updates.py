@@ -298,6 +298,7 @@ ZBV = TWO_STAGES | {"schedule": "zbv"}
     # In the path of gradients: backwards of earlier microbatches still read the memory that is replaced.
     ("teacher's memory", ZBV | {"microbatches": 4}), ("own memory", TWO_STAGES | {"microbatches": 4}),
     ("metric", TWO_STAGES),
+    ("advancing", ZBV | {"microbatches": 1}),  # in each chunk, a stage answers for the layers of the other
 ], ids=str)  # fmt: skip
 def test_what_a_module_changes_or_leaves_out_is_as_in_one_process(
     launch: Any, kind: str, options: dict[str, Any]
