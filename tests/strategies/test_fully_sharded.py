@@ -23,16 +23,16 @@ from tests.strategies.shardable import Mixed
 from tests.thorough import thorough
 
 
-@pytest.mark.parametrize("options", [
-    {"units": ["model.model.layers.*.mlp", "model.lm_head"]},
-    *thorough({"reshard_after_forward": False}, {"cpu_offload": True}),
-], ids=str)  # fmt: skip
+# Units and what isn't resharded train in test_manual.py.
+@pytest.mark.parametrize(
+    "options", thorough({"units": ["model.model.layers.*.mlp", "model.lm_head"]}, {"cpu_offload": True}), ids=str
+)
 def test_what_is_gathered_when_makes_no_difference(launch: Any, single: Any, options: dict[str, Any]) -> None:
     reports = launch(train, 2, "Llama", "fsdp", options, batch_size=BATCH // 2, validates_after=True)
     assert_equal(reports, single("Llama"), replicas=2)
 
 
-class LogsReplica(Blocks):
+class LogsReplica(LeNet):
     """What one replica logs is joined in each way to the same number, 0, and the other replica's is not."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -270,11 +270,18 @@ class Branching(LeNet):
         return self.net[2](x, way if self.branches == "together" else 0).pow(2).mean()
 
 
-def fit(model: Any, options: dict[str, Any], trainers: int = 1) -> None:
+# Its example is a property.
+WithExamples = type(
+    "WithExamples", (Blocks,), {"example_input_array": property(lambda self: torch.zeros(2, LENGTH, dtype=torch.int64))}
+)
+
+
+def fit(model: Any, options: dict[str, Any], trainers: int = 1, summary: bool = False) -> None:
     module = model()
     for _ in range(trainers):
         os.environ["WORLD_SIZE"] = "2"  # a Trainer that ends deletes it
-        make_trainer("fsdp", [], options, max_epochs=1).fit(module, module.loader())
+        trainer = make_trainer("fsdp", [], options, max_epochs=1, limit_train_batches=2, enable_model_summary=summary)
+        trainer.fit(module, module.loader())
 
 
 @pytest.mark.parametrize(("arguments", "words"), [
@@ -283,6 +290,7 @@ def fit(model: Any, options: dict[str, Any], trainers: int = 1) -> None:
     ((Borrowed, {}), ["while it was sharded", "by default the layers of lists are units", "strategy='ddp'"]),
     ((Blocks, {"data_parallel": 3}), ["data_parallel=3", "devices"]),
     ((Blocks, {}, 2), ["sharded already", "checkpoint"]),
+    ((WithExamples, {}, 1, True), ["example_input_array", "enable_model_summary=False"]),
     # Replicas use different modules of one size.
     ((partial(Branching, "between"), {}), ["replica 0 used 'net.0', replica 1 used 'net.1'"]),
     ((partial(Branching, "inside"), {}), ["0 used 'net.0.ways.0.bias', replica 1 used 'net.0.ways.1.bias'"]),
@@ -290,10 +298,6 @@ def fit(model: Any, options: dict[str, Any], trainers: int = 1) -> None:
 ], ids=lambda value: "-".join(value) if isinstance(value, list) else "")  # fmt: skip
 def test_is_refused_in_words(refused: Any, arguments: tuple[Any, ...], words: list[str]) -> None:
     refused(words, fit, 2, *arguments, error=r"\w+Error")
-
-
-def test_replicas_may_take_another_way_together(launch: Any) -> None:
-    launch(fit, 2, partial(Branching, "together"), {})
 
 
 class WithExample(Blocks):
@@ -323,13 +327,6 @@ def test_a_module_is_summarised_before_training_and_not_copied_after(launch: Any
     assert launch(summarised_and_copied, 2) == [[True] * 3] * 2
 
 
-# Its example is a property.
-WithExamples = type(
-    "WithExamples", (Blocks,), {"example_input_array": property(lambda self: torch.zeros(2, LENGTH, dtype=torch.int64))}
-)
-
-
-def test_an_example_that_cannot_be_set_is_refused_where_a_summary_would_use_it(launch: Any, refused: Any) -> None:
-    launch(train, 2, WithExamples, "fsdp", limit_train_batches=1)
-    words = ["example_input_array", "enable_model_summary=False"]
-    refused(words, train, 2, WithExamples, "fsdp", enable_model_summary=True)
+@pytest.mark.parametrize("model", [WithExamples, partial(Branching, "together")])
+def test_an_example_without_a_summary_and_another_way_of_all_replicas_are_allowed(launch: Any, model: Any) -> None:
+    launch(fit, 2, model, {})
