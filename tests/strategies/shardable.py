@@ -89,20 +89,6 @@ class PlanlessOPT(Llama):
     }  # fmt: skip
 
 
-class Experts(Llama):
-    """A mixture of experts, by its model's plan."""
-
-    kind = "GptOssForCausalLM"
-    sizes = ShardableLlama.sizes | {
-        "intermediate_size": 12, "head_dim": 2, "num_local_experts": 4, "num_experts_per_tok": 2,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
-    }  # fmt: skip
-
-    def build(self) -> None:
-        super().build()
-        self.model.set_experts_implementation("eager")  # whose kernels know float64
-
-
 class InDouble(TorchFunctionMode):
     """Inside, routers that cast to float32, whose rounding would bound every comparison, cast to float64."""
 
@@ -113,8 +99,8 @@ class InDouble(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-class LatentExperts(Experts):
-    """With the attention of DeepSeek, whose keys and values come from a narrow layer that all ranks compute."""
+class LatentExperts(Llama):
+    """A mixture of experts, by its model's plan. Keys and values come from a narrow layer that all ranks compute."""
 
     kind = "DeepseekV3ForCausalLM"
     sizes = Llama.sizes | {
@@ -122,6 +108,10 @@ class LatentExperts(Experts):
         "qk_nope_head_dim": 4, "v_head_dim": 4, "num_key_value_heads": 4, "moe_intermediate_size": 6, "head_dim": 2,
         "n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1,
     }  # fmt: skip
+
+    def build(self) -> None:
+        super().build()
+        self.model.set_experts_implementation("eager")  # whose kernels know float64
 
     def loss(self, batch: Any) -> Tensor:
         with InDouble():
@@ -145,20 +135,6 @@ class Mixed(LeNet):
     def loss(self, batch: Any) -> Tensor:
         images, labels = batch
         return F.cross_entropy(self.head(self.mlp(self.body(images))), labels)
-
-
-class Forgetful(ShardableLlama):
-    """A plan with a hole in it: the norm of queries works on heads, which the plan has divided."""
-
-    kind = "Qwen3ForCausalLM"
-    sizes = ShardableLlama.sizes | {
-        "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 6,
-    }  # fmt: skip
-
-    def configure_tensor_parallel(self) -> dict[str, str]:
-        layer = "model.model.layers.*."
-        columns = {f"{layer}self_attn.{name}_proj": "column" for name in "qkv"}
-        return {**columns, f"{layer}self_attn.o_proj": "row"}
 
 
 class Own(nn.Linear):
@@ -246,15 +222,6 @@ class DrawsByRank(ShardableLlama):
 class DrawsInValidation(ShardableLlama):
     def validation_step(self, batch: Any, batch_idx: int) -> Tensor:
         return self.loss(batch) + rank_zero_only.rank
-
-
-class LogsShards(ShardableLlama):
-    """Averages and logs weights, which trains as in one process; what is logged is of a shard."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        layer = self.model.model.layers[0].mlp.up_proj
-        self.log_dict({"norm": layer.weight.detach().norm(), "largest": layer.weight.detach().max()})
-        return super().training_step(batch, batch_idx)
 
 
 class ByForward(ShardableLlama):
