@@ -21,96 +21,67 @@ from lightning_parallel.comparison.check import Comparison
 from lightning_parallel.comparison.differences import differences
 from lightning_parallel.comparison.evidence import Evidence
 from tests.strategies.failures import assert_refused
+from tools.faults.models import Base, Blocks, Dropped, Words
 from tools.workers.pool import WorkerError, WorkerPool
 from tools.workers.worker import ROOT
 
 
-class Net(L.LightningModule):
-    """A classifier.
-
-    Args:
-        normalise: makes the layer after the first one.
-    """
-
-    def __init__(self, normalise: type[nn.Module] = nn.LayerNorm) -> None:
-        super().__init__()
-        torch.manual_seed(5)
-        hidden = [nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)]
-        self.net = nn.Sequential(nn.Linear(8, 8), normalise(8), *hidden, nn.Linear(8, 4))
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        loss = F.cross_entropy(self.net(batch[0]), batch[1])
-        self.log("train_loss", loss)
-        return loss
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
-
-
-class Faulty(Net):
+class Faulty(Blocks):
     """Halves a gradient on ranks that aren't alone, as an average too many would."""
 
     def on_after_backward(self) -> None:
-        weight = self.net[5].weight
+        weight = self.head.weight
         if self.trainer.num_devices > 1 and isinstance(weight, nn.Parameter) and weight.grad is not None:
             weight.grad.div_(2)
 
 
-def batches() -> list[Any]:
-    generator = torch.Generator().manual_seed(3)
-    return [(torch.randn(8, 8, generator=generator), torch.arange(8) % 4) for _ in range(4)]
-
-
-class OwnData(Net):
+class OwnData(Blocks):
     """Makes its data in set-up. It logs what is zero but for rounding."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.center = nn.LayerNorm(4, elementwise_affine=False)
-
     def setup(self, stage: str) -> None:
-        self.batches = batches()
+        self.own = self.batches()
 
     def train_dataloader(self) -> Any:
-        return self.batches
+        return self.own
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        self.log("center", self.center(self.net(batch[0])).mean())
-        return super().training_step(batch, batch_idx)
+        logits = self.head(self.blocks(self.enter(batch[0])))
+        self.log("center", F.layer_norm(logits, (4,)).mean())
+        return F.cross_entropy(logits, batch[1])
 
 
-def checked(module: L.LightningModule, strategy: str, options: dict[str, Any]) -> Comparison | None:
+def checked(module: Base, strategy: str, options: dict[str, Any]) -> Comparison | None:
     """Every rank has weights of its own at first."""
     torch.manual_seed(int(os.environ["RANK"]))
     for parameter in module.parameters():
         parameter.data.add_(torch.rand_like(parameter), alpha=0.1)
-    data = None if isinstance(module, OwnData) else batches()
+    data = None if isinstance(module, OwnData) else module.batches()
     return check(module, data, strategy=strategy, devices=2, accelerator="cpu", **options)
 
 
-class Words(Net):
-    """A mean over labels that count, of which the halves of a batch have different numbers."""
+class Normalised(Blocks):
+    """Computes with several samples."""
 
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        labels = batch[1].where(batch[0][:, 7] > -1.2, torch.full_like(batch[1], -100))
-        return F.cross_entropy(self.net(batch[0]), labels)
+    def build(self) -> None:
+        super().build()
+        self.blocks.append(nn.BatchNorm1d(16))
 
 
-class Averaging(Net):
+class Averaging(Normalised):
     """Averages its weights after each batch, and computes with the average."""
 
-    def __init__(self) -> None:
-        super().__init__(nn.BatchNorm1d)
-        self.average = nn.Linear(8, 4).requires_grad_(False)
+    def build(self) -> None:
+        super().build()
+        self.average = nn.Linear(8, 16).requires_grad_(False)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         return super().training_step(batch, batch_idx) + self.average(batch[0]).square().mean()
 
     def on_train_batch_end(self, *args: Any) -> None:
-        self.average.weight.data.lerp_(self.net[6].weight.data, 0.1)
+        self.average.weight.data.lerp_(self.enter.weight.data, 0.1)
 
 
-class LogsOtherwise(Net):
+class LogsOtherwise(Blocks):
     """Logs another number on ranks that aren't alone."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
@@ -118,28 +89,11 @@ class LogsOtherwise(Net):
         return super().training_step(batch, batch_idx)
 
 
-class Keys(Net):
+class Keys(Words):
     """Attention's key has a bias, which changes nothing: rounding alone makes its gradient, and Adam steps of that."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.query, self.key, self.value = (nn.Linear(8, 8) for _ in range(3))
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        x = batch[0][:, None] * torch.arange(1.0, 4.0, dtype=batch[0].dtype)[:, None]
-        seen = F.scaled_dot_product_attention(self.query(x), self.key(x), self.value(x))
-        return F.cross_entropy(self.net(seen.mean(1)), batch[1])
-
     def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW(self.parameters())
-
-
-class Dropping(Net):
-    """Drops between layers that tensor ranks divide."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net[2] = nn.Dropout(0.5)
+        return torch.optim.AdamW(self.parameters(), eps=1e-30)
 
 
 REPLICAS = {"stages": 1, "data_parallel": 2, "microbatches": 1}
@@ -147,26 +101,26 @@ REPLICAS = {"stages": 1, "data_parallel": 2, "microbatches": 1}
 
 @pytest.mark.parametrize(("module", "strategy", "options", "equal", "by_nature"), [
     (OwnData, "pipeline_1f1b", {}, True, False),
-    *((Net, f"pipeline_{schedule}", {}, True, False) for schedule in ("zbv", "async")),
-    *((Net, strategy, {}, True, False) for strategy in ("tensor_parallel", "fully_sharded")),
-    (Words, "pipeline_1f1b", {}, True, False),
+    (Blocks, "pipeline_async", {}, True, False),
+    (Words, "pipeline_1f1b", {}, True, False),  # halves of a batch have different numbers of labels that count
     (Words, "fully_sharded", {}, False, True),  # replicas average their own means
     (Averaging, "pipeline_1f1b", REPLICAS, False, True),  # its hooks run once for a batch of all replicas
     (LogsOtherwise, "pipeline_1f1b", REPLICAS, False, False),
-    (Keys, "fully_sharded", {}, True, False),
-    (Dropping, "tensor_parallel", {}, True, False),  # without dropout, whose masks are others by nature
-    (Dropping, "pipeline_1f1b", {}, False, True),  # one process draws the same for the same microbatches
+    (Keys, "pipeline_1f1b", {}, True, False),
+    # Without dropout, whose masks are others by nature.
+    (Dropped, "tensor_parallel", {}, True, False), (Dropped, "fully_sharded", {}, True, False),
+    (Dropped, "pipeline_1f1b", {}, False, True),  # one process draws the same for the same microbatches
 ])  # fmt: skip
 def test_a_layout_is_equal_to_one_process_or_differs_by_nature(
-    pool: WorkerPool, module: type[Net], strategy: str, options: dict[str, Any], equal: bool, by_nature: bool
+    pool: WorkerPool, module: type[Base], strategy: str, options: dict[str, Any], equal: bool, by_nature: bool
 ) -> None:
     first, *others = pool.run(checked, 2, module(), strategy, options, init=False)
     assert (first.equal, first.by_nature, first.updates, others) == (equal, by_nature, 3, [None]), str(first)
-    assert first.without_dropout == ("Dropout was off" in str(first)) == (module is Dropping and equal)
+    assert first.without_dropout == ("Dropout was off" in str(first)) == (module is Dropped and equal)
 
 
 def checked_one_after_another() -> list[Comparison | None]:
-    return [checked(Net(nn.BatchNorm1d), strategy, {}) for strategy in ("pipeline_1f1b", "fully_sharded")]
+    return [checked(Normalised(), strategy, {}) for strategy in ("pipeline_1f1b", "fully_sharded")]
 
 
 def test_what_computes_with_several_samples_differs_by_nature(pool: WorkerPool) -> None:
@@ -174,10 +128,10 @@ def test_what_computes_with_several_samples_differs_by_nature(pool: WorkerPool) 
     for found in pool.run(checked_one_after_another, 2, init=False)[0]:
         assert not found.equal and found.by_nature
         assert found.different[0].update == 0
-        assert "buffer net.1.running_mean" in {each.name for each in found.different}
+        assert "buffer blocks.4.running_mean" in {each.name for each in found.different}
 
 
-class Two(Net):
+class Two(Blocks):
     """Two optimizers. On ranks that aren't alone the second one's gradient is halved."""
 
     def __init__(self) -> None:
@@ -187,48 +141,46 @@ class Two(Net):
     def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
         for k, optimizer in enumerate(self.optimizers()):  # type: ignore[arg-type]
             optimizer.zero_grad()
-            self.manual_backward(F.cross_entropy(self.net(batch[0]), batch[1]))
+            self.manual_backward(super().training_step(batch, batch_idx))
             if k and self.trainer.num_devices > 1:
-                self.net[3].weight.grad.mul_(0.5)
+                self.head.weight.grad.mul_(0.5)
             optimizer.step()
 
     def configure_optimizers(self) -> Any:
-        return [torch.optim.SGD(self.net[k].parameters(), lr=0.1) for k in (0, 3)]
+        return [torch.optim.SGD(part.parameters(), lr=0.1) for part in (self.enter, self.head)]
 
 
 def test_each_optimizer_s_step_is_an_update(pool: WorkerPool) -> None:
     found = pool.run(checked, 2, Two(), "tensor_parallel", {"plan": "none", "data_parallel": 2}, init=False)[0]
     first = found.different[0]
-    assert (first.update, first.name, first.size) == (1, "gradient of net.3.weight", pytest.approx(0.5))
+    assert (first.update, first.name, first.size) == (1, "gradient of head.weight", pytest.approx(0.5))
 
 
 def test_runs_that_cannot_be_compared_are_refused(pool: WorkerPool) -> None:
-    errors = pool.run(check, 2, Net(), batches(), devices=4, init=False, expect_errors=True)
+    errors = pool.run(check, 2, Blocks(), Blocks.batches(), devices=4, init=False, expect_errors=True)
     assert_refused(errors, "ValueError", ["4 ranks"])  # not as many as the script has
     with pytest.raises(WorkerError, match="In one process the loss of batch 0 is nan"):
-        lost = Net()
-        lost.net[0].weight.data.fill_(math.nan)
+        lost = Blocks()
+        lost.enter.weight.data.fill_(math.nan)
         pool.run(checked, 2, lost, "fully_sharded", {}, init=False)
-    made = PipelineStrategy(microbatches=2)
-    with pytest.raises(ValueError, match="microbatches: give options to the strategy"):
-        check(Net(), batches(), strategy=made, microbatches=3)
-    with pytest.raises(ValueError, match="batches=0: "):
-        check(Net(), batches(), batches=0)
-    with pytest.raises(ValueError, match="strategy='auto'"):
-        check(Net(), batches(), strategy="auto")
-    with pytest.raises(ValueError, match="data"):
-        check(Net(), [])
-    with pytest.raises(ValueError, match="precision of its own"):
-        check(Net(), batches(), strategy=PipelineStrategy(precision_plugin=MixedPrecision("bf16-mixed", "cpu")))
+    own = PipelineStrategy(precision_plugin=MixedPrecision("bf16-mixed", "cpu"))
+    wrong: list[tuple[dict[str, Any], str]] = [
+        ({"strategy": PipelineStrategy(), "microbatches": 3}, "microbatches: give options to the strategy"),
+        ({"batches": 0}, "batches=0: "), ({"strategy": "auto"}, "strategy='auto'"), ({"data": []}, "data"),
+        ({"strategy": own}, "precision of its own"),
+    ]  # fmt: skip
+    for given, said in wrong:
+        with pytest.raises(ValueError, match=said):
+            check(Blocks(), **({"data": Blocks.batches()} | given))
 
 
 def test_rounding_tells_the_tolerance_of_other_precisions(pool: WorkerPool) -> None:
     strategy, options = "pipeline_zbv", {"microbatches": 4, "precision": "bf16-mixed"}
-    found = pool.run(checked, 2, Net(), strategy, options, init=False)[0]
+    found = pool.run(checked, 2, Blocks(), strategy, options, init=False)[0]
     assert found.equal, str(found)
     assert found.largest.size > 1e-9
     found = pool.run(checked, 2, Faulty(), strategy, options, init=False)[0]
-    assert found.different[0].name == "gradient of net.5.weight", str(found)
+    assert found.different[0].name == "gradient of head.weight", str(found)
 
 
 class Prepared(L.LightningDataModule):
@@ -244,7 +196,7 @@ class Prepared(L.LightningDataModule):
         self.scale = torch.randint(2, 99, ())
 
     def train_dataloader(self) -> Any:
-        return batches()
+        return Blocks.batches()
 
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
         return batch[0] + 1, batch[1]
@@ -256,7 +208,7 @@ class Prepared(L.LightningDataModule):
 
 def checked_datamodule(faulty: bool) -> Comparison | None:
     data = Prepared(faulty)
-    found = check(Net(), data, strategy="pipeline_1f1b", devices=2, accelerator="cpu")
+    found = check(Blocks(), data, strategy="pipeline_1f1b", devices=2, accelerator="cpu")
     assert not hasattr(data, "scale") and data.trainer is None
     return found
 
@@ -306,10 +258,10 @@ def test_nan_is_equal_to_nan_and_nobody_needs_a_gradient_of_zeros() -> None:
 
 SCRIPT = """
 from lightning_parallel import check
-from tests.comparison.test_check import Net, batches
+from tools.faults.models import Blocks
 
 if __name__ == "__main__":
-    if found := check(Net(), batches(), strategy="pipeline_zbv", devices=2, accelerator="cpu"):
+    if found := check(Blocks(), Blocks.batches(), strategy="pipeline_zbv", devices=2, accelerator="cpu"):
         print(found)
 """
 

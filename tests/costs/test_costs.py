@@ -1,21 +1,28 @@
-"""costs/loading.py: what a step waits for its batch."""
+"""What a step waits for its batch, what a layer takes on numbers of samples that weren't tried, and what an optimizer's
+step takes, which is tried on tensors like the parameters."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import lightning as L
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 import lightning_parallel
 from lightning_parallel.comparison.runs import first_batches, loader_of
 from lightning_parallel.comparison.timing import Measured
+from lightning_parallel.costs import loading
+from lightning_parallel.costs.devices import Device, seconds_of
+from lightning_parallel.costs.layer_costs import Cost
 from lightning_parallel.costs.loading import Loaded, first_batch
+from lightning_parallel.costs.updates import Updates
 from lightning_parallel.planning.table import Plan
 from tools.faults.models import Blocks
 
@@ -47,12 +54,15 @@ def test_a_batch_is_timed(workers: int) -> None:
     assert (loaded.workers, loader.num_workers) == (workers, workers)
 
 
-def test_a_slow_start_is_no_slow_loader() -> None:
+def test_a_slow_start_is_no_slow_loader(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+
     def stream() -> Iterator[int]:
-        time.sleep(1.1)
+        clock[0] += 2.0
         yield from range(8)
 
-    assert first_batch(stream()).seconds < 0.1
+    monkeypatch.setattr(loading, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
+    assert first_batch(stream()).seconds == 0
 
 
 class Several(L.LightningDataModule):
@@ -107,3 +117,49 @@ def test_workers_load_while_a_measured_step_runs() -> None:
     short, long = (replace(row, measured=Measured(each, 1)) for each in (1e-3, 10.0))
     assert short.seconds == pytest.approx(row.seconds)
     assert long.seconds == 10.0
+
+
+def test_fewer_samples_than_were_tried_take_no_less_each() -> None:
+    two, eight = Cost(forward=10.0, backward=20.0, first=10.0, inner=4.0), Cost(forward=47.0, backward=95.0, first=46.0)
+    one = Cost.mixed([two, eight], [7 / 6, -1 / 6])
+    assert one.forward < 5 and one.backward < 10 and one.first < 5
+    bounded = one.at_least(0.5, two)
+    assert (bounded.forward, bounded.backward, bounded.first) == (5.0, 10.0, 5.0)
+    assert bounded.inner == pytest.approx(4.0 * 7 / 6)  # bytes are as they were
+
+
+# -- an optimizer's step ---------------------------------------------------------------------------------------------
+
+HERE = torch.device("cpu")
+DEVICE = Device("a CPU", 1e9, 1e9, 1e9, 0.0, 0.0, measured=True)
+
+
+class Broken(torch.optim.SGD):
+    def step(self, closure: Any = None) -> Any:
+        raise RuntimeError("not on these")
+
+
+def layers() -> nn.Sequential:
+    return nn.Sequential(*(nn.Linear(512, 512) for _ in range(4)), nn.Linear(512, 8))
+
+
+def test_its_time_is_that_of_a_step() -> None:
+    module = layers()
+    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3)
+    before = [p.clone() for p in module.parameters()]
+    updates = Updates(module, [optimizer], DEVICE, HERE)
+    whole = updates.seconds(dict.fromkeys(dict(module.named_parameters()), 1.0), divided=False)
+    part = updates.seconds({"0.weight": 1.0, "0.bias": 1.0}, divided=False)
+    assert not optimizer.state and all(p.grad is None for p in module.parameters())
+    assert all(torch.equal(p, was) for p, was in zip(module.parameters(), before, strict=True))
+    for parameter in module.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    [measured] = seconds_of([optimizer.step], HERE)
+    assert measured / 5 < whole < 5 * measured  # of less than a millisecond, on a machine that does other work too
+    assert part < whole
+
+
+def test_one_that_cannot_be_tried_takes_its_bytes() -> None:
+    module = layers()
+    updates = Updates(module, [Broken(module.parameters(), lr=0.1)], DEVICE, HERE)
+    assert updates.seconds({"0.weight": 1.0}, divided=False) == pytest.approx(2 * DEVICE.passes(4 * 512 * 512 * 2))
