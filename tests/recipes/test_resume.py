@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -69,22 +70,18 @@ def test_the_newest_whole_checkpoint_is_found_and_a_damaged_newer_one_warned_of(
         assert resume.chosen(config(folder)) is None
 
 
-def test_last_is_the_same_and_a_path_is_itself(folder: Path) -> None:
+def test_last_is_the_same_a_path_is_itself_and_weights_alone_are_not_enough(folder: Path) -> None:
     assert resume.chosen(config(folder, ckpt_path="last", again=None)) == str(folder / "checkpoints" / "new.ckpt")
     assert resume.chosen(config(folder, ckpt_path="first.ckpt", again=None)) == "first.ckpt"
     assert resume.chosen(config(folder, again=None)) is None
-    shutil.rmtree(folder / "checkpoints")  # then it starts with ckpt_path
-    assert resume.chosen(config(folder)) is None
-    assert resume.chosen(config(folder, ckpt_path="first.ckpt")) == "first.ckpt"
-
-
-def test_weights_alone_are_not_what_a_run_goes_on_from(folder: Path) -> None:
     settings = config(folder)
     settings["callbacks"]["checkpoint"]["save_weights_only"] = True
     assert resume.chosen(settings) is None
-    whole = {"_target_": "...ModelCheckpoint", "dirpath": str(folder / "checkpoints")}
-    settings["callbacks"]["another"] = whole
+    settings["callbacks"]["another"] = {"_target_": "...ModelCheckpoint", "dirpath": str(folder / "checkpoints")}
     assert resume.chosen(settings) == str(folder / "checkpoints" / "new.ckpt")
+    shutil.rmtree(folder / "checkpoints")  # then it starts with ckpt_path
+    assert resume.chosen(config(folder)) is None
+    assert resume.chosen(config(folder, ckpt_path="first.ckpt")) == "first.ckpt"
 
 
 def start(paths: list[str | None], steps: list[int]) -> str:
@@ -198,31 +195,26 @@ def test_a_row_that_was_cut_short_is_left_out(tmp_path: Path) -> None:
     assert read(tmp_path / "none") == []
 
 
-def made(folder: Path, *overrides: str) -> Logger:
-    """The logger of a config, as each attempt of a run makes it."""
-    (logger,) = loggers(composed("strategy=single", *overrides, folder=folder))
-    return logger
+@pytest.fixture
+def of_mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], Logger]:
+    """Makes a run's logger, as each attempt does. It writes files, since MLflow takes seconds to set up a database."""
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    words = ["strategy=single", "logger=mlflow", f"logger.mlflow.tracking_uri={tmp_path}/server"]
+    return lambda: loggers(composed(*words, folder=tmp_path))[0]
 
 
-def client_of(file: Path) -> Any:
+def test_a_resumed_run_goes_on_at_mlflow_and_a_fresh_one_begins(
+    tmp_path: Path, of_mlflow: Callable[[], Logger]
+) -> None:
     from mlflow import MlflowClient  # takes seconds: only in the worker that needs it
 
-    return MlflowClient(f"sqlite:///{file}")
-
-
-def of_mlflow(folder: Path) -> Logger:
-    return made(folder, "logger=mlflow", f"logger.mlflow.tracking_uri=sqlite:///{folder}/mlflow.db")
-
-
-def test_a_resumed_run_goes_on_at_mlflow_and_a_fresh_one_begins(tmp_path: Path) -> None:
-    fit(tmp_path, of_mlflow(tmp_path), 2)
-    resumed = of_mlflow(tmp_path)
+    fit(tmp_path, of_mlflow(), 2)
+    resumed = of_mlflow()
     fit(tmp_path, resumed, 3, resume=True)
     forget_runs(tmp_path, None)
-    fresh = of_mlflow(tmp_path)
+    fresh = of_mlflow()
     fit(tmp_path, fresh, 1)
-
-    client = client_of(tmp_path / "mlflow.db")
+    client = MlflowClient(str(tmp_path / "server"))
     experiment = client.get_experiment_by_name("lightning-parallel")
     assert experiment is not None
     runs = {run.info.run_id for run in client.search_runs([experiment.experiment_id])}
@@ -231,11 +223,13 @@ def test_a_resumed_run_goes_on_at_mlflow_and_a_fresh_one_begins(tmp_path: Path) 
     assert [row.step for row in client.get_metric_history(fresh.version, "loss")] == [0]
 
 
-def test_the_other_ranks_leave_mlflows_server_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_other_ranks_leave_mlflows_server_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, of_mlflow: Callable[[], Logger]
+) -> None:
     """Clients that set up one database at the same time fail."""
     monkeypatch.setattr(rank_zero_only, "rank", 1)
-    fit(tmp_path, of_mlflow(tmp_path), 1)
-    assert not (tmp_path / "mlflow.db").exists() and not (tmp_path / "mlflow_run.json").exists()
+    fit(tmp_path, of_mlflow(), 1)
+    assert not (tmp_path / "server").exists() and not (tmp_path / "mlflow_run.json").exists()
 
 
 def test_only_a_checkpoint_of_the_folder_itself_goes_on_at_the_server(tmp_path: Path) -> None:
