@@ -170,22 +170,17 @@ def chosen(settings: Generation, logits: list[float], number: int = 2000) -> dic
     return {token: (tokens == token).sum().item() / number for token in range(len(logits))}
 
 
-def test_tokens_are_drawn_with_their_probabilities() -> None:
-    logits = [2.0, 1.0, 0.0, -1.0]
+def test_the_most_likely_tokens_are_drawn_with_their_probabilities_and_only_of_numbers() -> None:
+    logits = [0.0, 2.0, 1.0, -1.0]  # 0.088, 0.64, 0.24, 0.03
     for temperature in (0.5, 1.0, 3.0):
         expected = (torch.tensor(logits) / temperature).softmax(0).tolist()
         found = chosen(Generation(temperature=temperature), logits)
         assert [found[token] for token in range(4)] == pytest.approx(expected, abs=0.04)
-
-
-def test_only_the_most_likely_ones_are_drawn_and_only_of_numbers() -> None:
-    logits = [0.0, 2.0, 1.0, -1.0]  # 0.088, 0.64, 0.24, 0.03
-    assert chosen(Generation(), logits)[1] == 1
+    for given, kept in (({}, {1}), ({"top_k": 2}, {1, 2}), ({"top_p": 0.6}, {1}), ({"top_p": 0.9}, {0, 1, 2})):
+        settings = Generation(**({"temperature": 1} if given else {}), **given)
+        assert {token for token, share in chosen(settings, logits).items() if share} == kept
     with pytest.raises(ValueError, match="not numbers. Some models' are so for padded prompts: use --batch-size 1"):
         Generation().choose(torch.tensor([[0.0, torch.nan]]), torch.tensor([0]), 0)
-    for settings, kept in ((Generation(temperature=1, top_k=2), {1, 2}), (Generation(temperature=1, top_p=0.6), {1}),
-                           (Generation(temperature=1, top_p=0.9), {0, 1, 2})):  # fmt: skip
-        assert {token for token, share in chosen(settings, logits).items() if share} == kept
 
 
 # -- recipes.check, recipes.plan -------------------------------------------------------------------------------------

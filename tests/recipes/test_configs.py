@@ -75,14 +75,6 @@ def test_every_option_composes_and_is_valid(number: int, hf_folder: Path) -> Non
     assert problems(*(f"{group}={option}" for group, option in chosen.items()), *words, "launch=false") == []
 
 
-def test_a_folder_with_quantized_weights_is_refused(hf_folder: Path) -> None:
-    given = ["model=hf", f"model.path={hf_folder}", "data=stdlib"]
-    assert problems(*given) == []
-    (hf_folder / "config.json").write_text('{"quantization_config": {"quant_method": "bitsandbytes"}}')
-    (problem,) = problems(*given)
-    assert str(problem).startswith(f"model.path={hf_folder}: its weights are quantized")
-
-
 def test_no_seed_is_a_new_one_for_each_run() -> None:
     first, second = (composed("seed=null") for _ in range(2))
     assert first["seed"] != second["seed"] and validate(first) == []

@@ -82,9 +82,11 @@ def test_validation_has_documents_of_its_own_or_the_last_ones(tmp_path: Path) ->
     assert bytes(rows(given.val_set)[0]["input_ids"].tolist()).startswith(b"0 + 1 = 1\x001 + 1 = 2\x00")
 
 
-def test_what_is_too_long_for_a_row_is_told(tmp_path: Path) -> None:
+def test_documents_that_are_too_long_for_a_row_or_teach_nothing_are_told(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match="60 of 60 documents with answers are longer than data.context=4 tokens"):
         data(tmp_path, lines(tmp_path / "a.jsonl", [{"prompt": "1", "completion": "23456"}] * 60), context=4)
+    with pytest.warns(UserWarning, match="7 of 67 documents are left out"):
+        data(tmp_path, lines(tmp_path / "b.jsonl", [{"text": text} for text in [*TEXTS, *[" "] * 7]]))
 
 
 @pytest.mark.parametrize(("content", "words"), [
@@ -100,12 +102,6 @@ def test_files_that_cannot_be_used_are_named(tmp_path: Path, content: str, words
     (tmp_path / "a.jsonl").write_text(content, encoding="latin-1")
     with pytest.raises(ValueError, match=f"data.path={tmp_path}/a.jsonl: .*{words}"):
         data(tmp_path, tmp_path / "a.jsonl")
-
-
-def test_documents_that_teach_nothing_are_counted(tmp_path: Path) -> None:
-    file = lines(tmp_path / "a.jsonl", [{"text": text} for text in [*TEXTS, *[" "] * 7]])
-    with pytest.warns(UserWarning, match="7 of 67 documents are left out"):
-        data(tmp_path, file)
 
 
 @pytest.mark.parametrize("record", [
@@ -211,7 +207,8 @@ def test_documents_train_as_in_one_process(
 ) -> None:
     """The run of several processes goes on in the middle of an epoch."""
     documents = {"chats": chats, "questions": questions, "texts": texts}[file](tmp_path / "documents.jsonl")
-    given = [f"model.path={model(tmp_path / 'model')}", f"data.path={documents}", f"data.packing={packing}"]
+    (model(tmp_path / "model") / "model.safetensors").unlink()  # a new model
+    given = [f"model.path={tmp_path / 'model'}", f"data.path={documents}", f"data.packing={packing}"]
     one = run(pool, tmp_path / "one", *given, "strategy=single")
     given += [f"strategy={strategy}", f"cluster.devices={ranks}", f"data.workers={workers}"]
     run(pool, tmp_path / "several", *given, "trainer.max_steps=2")

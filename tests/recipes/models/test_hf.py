@@ -18,12 +18,9 @@ from recipes import build, export, launch
 from recipes.models.hf import CausalLM
 from tests.recipes import tiny
 from tests.recipes.runs import composed, problems, trained
-from tests.strategies.equality import EXACT
-from tests.strategies.harness import Report, collect, joined, largest_difference, make_trainer
 from tools.workers.pool import WorkerPool
 
 OPTIMIZER = {"_target_": "torch.optim.AdamW", "lr": 1e-2, "eps": 1e-4}
-LORA = {"r": 4, "target_modules": "all-linear", "init_lora_weights": False}
 SIZES: dict[str, Any] = {**tiny.SIZES, "vocab_size": 256, "bos_token_id": None, "eos_token_id": None}
 CONFIGS: dict[str, Any] = {
     "llama": LlamaConfig(**SIZES),
@@ -44,32 +41,6 @@ def batches() -> DataLoader[Any]:
     generator = torch.Generator().manual_seed(5)
     tokens = torch.randint(0, 256, (12, 17), generator=generator)
     return DataLoader([(row[:-1], row[1:]) for row in tokens], batch_size=4)  # type: ignore[arg-type]
-
-
-def train(strategy: str, path: Path, lora: dict[str, Any] | None = None) -> Report:
-    """What this rank has after an epoch of three updates in float64."""
-    torch.manual_seed(7)
-    module = CausalLM(path=str(path), lora=lora, optimizer=OPTIMIZER)
-    given: dict[str, Any] = {"max_epochs": 1, "precision": "64-true", "use_distributed_sampler": False}
-    trainer = make_trainer(strategy, [], {"microbatches": 4} if strategy == "sync" else {}, **given)
-    trainer.fit(module, batches())
-    return collect(Report(), trainer, module)
-
-
-@pytest.mark.parametrize(("strategy", "lora"), [("sync", None), ("tensor", LORA)])
-def test_a_new_model_and_adapters_train_as_in_one_process(
-    pool: WorkerPool, tmp_path: Path, strategy: str, lora: dict[str, Any] | None
-) -> None:
-    folder = pretrained(tmp_path / "model")
-    for file in folder.glob("*.safetensors*") if lora is None else ():  # a folder without weights
-        file.unlink()
-    (one,) = pool.run(train, 1, "single", folder, lora, init=False)
-    ranks = pool.run(train, 2, strategy, folder, lora, init=False)
-    assert ranks[0].metrics["train_loss"] == pytest.approx(one.metrics["train_loss"], rel=0, abs=EXACT)
-    assert largest_difference(joined(ranks, "weights"), one.weights) < EXACT
-    if lora is not None:
-        before = CausalLM(path=str(folder), lora=lora, optimizer=OPTIMIZER).double().state_dict()
-        assert all(torch.equal(value, before[name]) for name, value in one.weights.items() if "lora_" not in name)
 
 
 # -- commands --------------------------------------------------------------------------------------------------------
@@ -105,15 +76,19 @@ def test_what_is_exported_is_what_one_process_has_trained(pool: WorkerPool, tmp_
     assert not torch.allclose(exported, logits(folder), rtol=0, atol=1e-3)
 
 
-def test_adapters_are_exported_alone_or_merged(pool: WorkerPool, tmp_path: Path) -> None:
+def test_adapters_train_as_in_one_process_and_are_exported_alone_or_merged(pool: WorkerPool, tmp_path: Path) -> None:
     folder = pretrained(tmp_path / "model")
     lora = "model.lora={r:4,target_modules:all-linear,init_lora_weights:false}"
-    run(pool, tmp_path / "run", f"model.path={folder}", lora, "strategy=pipeline_1f1b", "cluster.devices=2")
+    run(pool, tmp_path / "one", f"model.path={folder}", lora, "strategy=single")
+    run(pool, tmp_path / "run", f"model.path={folder}", lora, "strategy=tensor_parallel", "cluster.devices=2")
+    export.main([str(tmp_path / "one"), str(tmp_path / "one-merged"), "--merge"])
     export.main([str(tmp_path / "run"), str(tmp_path / "adapters")])
     export.main([str(tmp_path / "run"), str(tmp_path / "merged"), "--merge"])
     assert not list((tmp_path / "adapters").glob("model*"))
-    assert torch.allclose(logits(tmp_path / "adapters"), logits(tmp_path / "merged"), rtol=0, atol=1e-6)
-    assert not torch.allclose(logits(tmp_path / "merged"), logits(folder), rtol=0, atol=1e-3)
+    merged = logits(tmp_path / "merged")
+    assert torch.allclose(merged, logits(tmp_path / "one-merged"), rtol=0, atol=1e-9)
+    assert torch.allclose(merged, logits(tmp_path / "adapters"), rtol=0, atol=1e-6)
+    assert not torch.allclose(merged, logits(folder), rtol=0, atol=1e-3)
     with pytest.raises(SystemExit, match="exists: give a folder"):
         export.main([str(tmp_path / "run"), str(tmp_path / "merged")])
     shutil.rmtree(tmp_path / "run" / "checkpoints")
@@ -130,9 +105,14 @@ def test_only_a_run_of_transformers_is_exported(tmp_path: Path) -> None:
         export.main([str(tmp_path), str(tmp_path / "out")])
 
 
-def test_a_vocabulary_too_small_for_bytes_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text('{"vocab_size": 100}')
-    assert "smaller than the 256 bytes" in str(problems("model=hf", f"model.path={tmp_path}"))
+@pytest.mark.parametrize(("config", "said"), [
+    ("{}", ""), ('{"vocab_size": 100}', "smaller than the 256 bytes"),
+    ('{"quantization_config": {"quant_method": "bitsandbytes"}}', "its weights are quantized"),
+])  # fmt: skip
+def test_a_model_that_cannot_be_trained_is_refused(tmp_path: Path, config: str, said: str) -> None:
+    (tmp_path / "config.json").write_text(config)
+    found = problems("model=hf", f"model.path={tmp_path}")
+    assert bool(found) == bool(said) and said in str(found)
 
 
 @pytest.mark.parametrize(("arguments", "words"), [
