@@ -4,15 +4,21 @@ and a sample of it."""
 from __future__ import annotations
 
 import math
+import os
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import Tensor
 
 from tests.thorough import thorough
 from tools.workers.pool import WorkerPool
 from tools.zoo import layouts, registry
+from tools.zoo.entry import Entry
+from tools.zoo.handwritten.parts import Stack, rows
 from tools.zoo.layouts import LAYOUTS, TIMEOUT
 from tools.zoo.outcome import Outcome, Verdict, judge
 from tools.zoo.record import Results, complaints, recorded
@@ -20,7 +26,31 @@ from tools.zoo.registry import entries
 from tools.zoo.runner import Runner
 from tools.zoo.training import Error, Report, load
 
-FAULTY, ORDER = "tests.tools.zoo.faulty", "tools.zoo.handwritten.order"
+FAULTY, ORDER = "tests.tools.zoo.test_runner", "tools.zoo.handwritten.order"
+
+
+def ranks() -> int:
+    """Of the run; inside a step torch.distributed says how many replicas there are."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+class Perturbed(Stack):
+    """A loss that is off by a millionth on two ranks."""
+
+    def loss(self, batch: Any) -> Tensor:
+        return super().loss(batch) * (1 + 1e-6 * (ranks() - 1))
+
+
+class PerturbedLog(Stack):
+    """Losses that are right, and a weight that is off on the second rank."""
+
+    def on_train_end(self) -> None:
+        if ranks() > 1 and dist.get_rank() == 1:
+            for parameter in self.parameters():
+                parameter.data.add_(1e-6)
+
+
+ENTRIES = (Entry("perturbed", "by hand", Perturbed, rows), Entry("perturbed weights", "by hand", PerturbedLog, rows))
 
 
 @pytest.mark.parametrize(("entry", "layout"), [
@@ -52,37 +82,39 @@ def good(**weights: torch.Tensor) -> Report:
     return Report([1.0, 2.0], WEIGHTS | weights)
 
 
-def test_a_refusal_is_the_same_on_all_ranks_and_before_any_update() -> None:
-    refused = Report(error=error())
-    assert judged(refused, refused) is Outcome.REFUSED
-    assert judged(refused, good()) is Outcome.CRASHED
-    assert judged(refused, Report(error=error(kind="RuntimeError"))) is Outcome.CRASHED
-    assert judged(refused, Report(error=error(ours=False))) is Outcome.CRASHED
-    assert judged(refused, Report(error=error(), updates=1)) is Outcome.CRASHED
-    assert judged(refused, Report(error=error("The link to stage 0 broke"))) is Outcome.CRASHED
+REFUSED = Report(error=error())
+WAITED = Report(error=error("stage 0 did not answer within the timeout", seconds=TIMEOUT + 1))
+LOW, HIGH = replace(good(), losses=[0.5, 1.0]), replace(good(), losses=[1.5, 3.0])
 
 
-def test_a_rank_that_waited_until_the_timeout_has_hung() -> None:
-    waited = Report(error=error("stage 0 did not answer within the timeout", seconds=TIMEOUT + 1))
-    assert judged(waited, waited) is judged(waited, good()) is Outcome.HANG
-    assert judged(waited, Report(error=error())) is Outcome.CRASHED  # a process that ends is noticed
-
-
-def test_every_weight_and_loss_counts() -> None:
-    assert judged(good(), good()) is Outcome.EQUAL
-    assert judged(good(), good(w=torch.tensor([1.0, 1.0, 1.0, 1.0 + 1e-9], dtype=torch.float64))) is Outcome.DIFFERENT
-    assert judged(good(), replace(good(), losses=[1.0, 2.0 + 1e-9])) is Outcome.DIFFERENT
-    assert judged(good(), good(w=WEIGHTS["w"] * torch.nan)) is Outcome.DIFFERENT
-    assert judged(good(), good(other=torch.ones(1))) is Outcome.DIFFERENT
-    assert judged(Report([1.0, 2.0], {"w": WEIGHTS["w"]}), Report([1.0, 2.0])) is Outcome.DIFFERENT  # no rank has b
-    assert judged(good(), replace(good(), losses=[1.0, 2.1])) is Outcome.DIFFERENT
-    assert judged(good(), replace(good(), losses=[1.0])) is Outcome.DIFFERENT
+@pytest.mark.parametrize(("one", "other", "outcome"), [
+    # A refusal is the same on all ranks, and before any update.
+    (REFUSED, REFUSED, Outcome.REFUSED),
+    (REFUSED, good(), Outcome.CRASHED),
+    (REFUSED, Report(error=error(kind="RuntimeError")), Outcome.CRASHED),
+    (REFUSED, Report(error=error(ours=False)), Outcome.CRASHED),
+    (REFUSED, Report(error=error(), updates=1), Outcome.CRASHED),
+    (REFUSED, Report(error=error("The link to stage 0 broke")), Outcome.CRASHED),
+    # A rank that waited until the timeout has hung.
+    (WAITED, WAITED, Outcome.HANG),
+    (WAITED, good(), Outcome.HANG),
+    (WAITED, REFUSED, Outcome.CRASHED),  # a process that ends is noticed
+    # Every weight and loss counts.
+    (good(), good(), Outcome.EQUAL),
+    (good(), good(w=torch.tensor([1.0, 1.0, 1.0, 1.0 + 1e-9], dtype=torch.float64)), Outcome.DIFFERENT),
+    (good(), replace(good(), losses=[1.0, 2.0 + 1e-9]), Outcome.DIFFERENT),
+    (good(), good(w=WEIGHTS["w"] * torch.nan), Outcome.DIFFERENT),
+    (good(), good(other=torch.ones(1)), Outcome.DIFFERENT),
+    (Report([1.0, 2.0], {"w": WEIGHTS["w"]}), Report([1.0, 2.0]), Outcome.DIFFERENT),  # no rank has b
+    (good(), replace(good(), losses=[1.0]), Outcome.DIFFERENT),
+    (LOW, HIGH, Outcome.DIFFERENT),
+])  # fmt: skip
+def test_ranks_are_judged_together(one: Report, other: Report, outcome: Outcome) -> None:
+    assert judged(one, other) is outcome
 
 
 def test_shares_of_a_batch_have_the_mean_of_their_losses() -> None:
-    low, high = replace(good(), losses=[0.5, 1.0]), replace(good(), losses=[1.5, 3.0])
-    assert judged(low, high, layout="fully sharded 2") is Outcome.EQUAL
-    assert judged(low, high) is Outcome.DIFFERENT
+    assert judged(LOW, HIGH, layout="fully sharded 2") is Outcome.EQUAL
 
 
 FIRST, SECOND = LAYOUTS[0].name, LAYOUTS[1].name
