@@ -65,17 +65,13 @@ def fullest(strategy: str, gradients: list[int], averaged: list[int], microbatch
     return held_and_fullest(choice, 1, HOLDS, scaled[0], 0, averaged=scaled[1])[1] // MIB
 
 
-def test_messages_of_a_chunk_that_ends_early_are_there_beside_activations() -> None:
+def test_gradients_and_their_messages_are_there_beside_activations_from_the_first_backward_that_makes_them() -> None:
     none = [0, 0, 0, 0]
     alone = fullest("interleaved", [0, 0, 0, 100], none)
     assert fullest("interleaved", [0, 0, 0, 100], [0, 0, 0, 100]) > alone
     # Less than a message is sent when all is complete, which is when nothing is held.
     assert fullest("interleaved", [0, 0, 0, 20], [0, 0, 0, 20]) == fullest("interleaved", [0, 0, 0, 20], none)
     assert fullest("interleaved", [0, 0, 0, 100], [0, 100, 0, 0]) >= 200  # at the end
-
-
-def test_gradients_are_there_from_the_first_backward_that_makes_them() -> None:
-    none = [0, 0, 0, 0]
     early, late = [0, 200, 0, 0], [0, 0, 0, 200]  # of chunks whose backwards end, and begin, the batch
     assert fullest("interleaved", late, none, 2) > fullest("interleaved", early, none, 2)
 

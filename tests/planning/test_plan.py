@@ -249,6 +249,8 @@ def test_refusals_name_what_is_in_the_way() -> None:
     few = plan(sleepers(0.0, 0.0, 0.0), torch.randn(8, 4), devices=4, device="h100")
     assert "stages=4" in few.refused["pipeline_1f1b, 4 stages"]
     assert any(row.choice.stages == 2 for row in few.rows)
+    normalised = plan(Layers(*products(), nn.BatchNorm1d(256)), torch.randn(8, 256), devices=2, device="h100")
+    assert {"ddp", "fully_sharded", "pipeline_1f1b"} <= {row.strategy for row in normalised.found}
 
 
 def test_late_gradients_are_never_taken_unasked_and_the_text_has_the_command() -> None:
@@ -285,11 +287,6 @@ def test_wrong_values_are_named(monkeypatch: pytest.MonkeyPatch, wrong: dict[str
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     with pytest.raises(ValueError, match=", ".join(f"{name}={value!r}" for name, value in wrong.items())):
         plan(Blocks(), Blocks.batches()[0], **wrong)
-
-
-def test_a_layer_that_needs_several_samples_is_planned() -> None:
-    found = plan(Layers(*products(), nn.BatchNorm1d(256)), torch.randn(8, 256), devices=2, device="h100")
-    assert {"ddp", "fully_sharded", "pipeline_1f1b"} <= {row.strategy for row in found.found}
 
 
 # -- tensor ranks and large machines -----------------------------------------------------------------------------

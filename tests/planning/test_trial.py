@@ -1,10 +1,11 @@
-"""The best layouts of a plan are run, and ranked by what they take."""
+"""What becomes of a plan: its best layouts are run, and ranked by what they take; it is recorded and drawn."""
 
 from __future__ import annotations
 
 import multiprocessing
 import os
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,9 @@ from torch.multiprocessing import start_processes  # type: ignore[attr-defined]
 from lightning_parallel import plan
 from lightning_parallel.comparison import timing
 from lightning_parallel.planning import planner
+from lightning_parallel.planning.memory import Memory
+from lightning_parallel.planning.picture import frontier
+from lightning_parallel.planning.table import Plan
 from tools.faults.models import Blocks
 from tools.workers.pool import WorkerPool
 
@@ -88,3 +92,51 @@ def test_a_rank_ends_with_the_process_that_has_started_it(tmp_path: Path, monkey
     while rank.is_running() and rank.status() != psutil.STATUS_ZOMBIE:
         assert time.monotonic() < end
         time.sleep(0.05)
+
+
+# -- records and pictures ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def found() -> Plan:
+    return plan(Blocks(), Blocks.batches()[0], devices=4, device="h100", memory="3GiB")
+
+
+def test_no_layout_beats_those_of_the_frontier(found: Plan) -> None:
+    best = frontier(found.rows)
+    assert best[0].seconds == min(row.seconds for row in found.rows)
+    assert best[-1].memory.total == min(row.memory.total for row in found.rows)
+    for one in best:
+        others = [row for row in found.rows if row.seconds < one.seconds and row.memory.total <= one.memory.total]
+        assert not others
+
+
+def test_records_have_what_the_table_has(found: Plan) -> None:
+    records = found.records()
+    assert len(records) == len(found.found)
+    for record, row in zip(records, found.found, strict=True):
+        assert (record["layout"], record["fits"], record["bytes"]) == (str(row.choice), row.fits, row.memory.total)
+        assert sum(v for k, v in record.items() if k.endswith("_bytes")) == row.memory.total
+        if row.fits:
+            parts = sum(v for k, v in record.items() if k.endswith("_seconds"))
+            assert parts == pytest.approx(row.seconds) == record["seconds"]
+    assert {record["seconds"] is None for record in records if not record["fits"]} == {True}
+    assert [record["verdict"] for record in records].count("best") == 1
+
+
+def test_a_plan_is_drawn(found: Plan, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    assert found.best.choice.stages == 1
+    found.draw(tmp_path / "one.png")
+    assert [file.name for file in tmp_path.iterdir()] == ["one.png"]
+    small = replace(found.best, ranks=[Memory()], measured=timing.Measured(1e-3, 1))
+    pipeline = next(row for row in found.rows if row.choice.stages > 1 and not row.choice.is_late)
+    replace(found, found=[pipeline, small, *found.found]).draw(tmp_path / "two.svg")
+    assert {file.name for file in tmp_path.iterdir()} == {"one.png", "two.svg", "two_schedule.svg"}
+
+
+def test_what_does_not_fit_is_not_drawn(found: Plan, tmp_path: Path) -> None:
+    nothing = replace(found, found=[replace(row, fits=False) for row in found.found])
+    with pytest.raises(ValueError, match="no layout"):
+        nothing.draw(tmp_path / "none.png")
+    assert {record["verdict"].split()[0] for record in nothing.records()} == {"needs"}
