@@ -35,7 +35,7 @@ MESSAGES = [
 ]
 
 
-def tokenizer(folder: Path, template: str | None = CHATS) -> Path:
+def tokenizer(folder: Path, template: str = CHATS) -> Path:
     """A tokenizer of bytes and pairs of them, of about 300 tokens."""
     pairs = Tokenizer(models.BPE())
     pairs.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

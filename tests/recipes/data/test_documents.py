@@ -68,20 +68,9 @@ SHAPES = {  # of templates that people have, in this tokenizer's words, and what
         "{% if add_generation_prompt %}<|im_start|>assistant\n{% else %}<|end|>{% endif %}",
         "5<|im_end|>It is 6.<|im_end|>",
     ),
-    "gpt-oss": (
-        "{% for m in messages %}<|im_start|>{{ m.role }}{% if m.role == 'assistant' %}/final{% endif %}: "
-        "{{ m.content }}{% if loop.last and m.role == 'assistant' %}<|end|>{% else %}<|im_end|>{% endif %}{% endfor %}"
-        "{% if add_generation_prompt %}<|im_start|>assistant{% endif %}",
-        "/final: 5<|im_end|>/final: It is 6.<|end|>",
-    ),
     "r1-distill": (
         "{% for m in messages %}{% if m.role == 'user' %}[U]{{ m.content }}{% else %}[A]{{ m.content }}<|end|>"
         "{% endif %}{% endfor %}{% if add_generation_prompt %}[A]<think>\n{% endif %}",
-        "5<|end|>It is 6.<|end|>",
-    ),
-    "deepseek-v3": (
-        "{% for m in messages %}{% if m.role == 'user' %}[U]{{ m.content }}[A]{% else %}{{ m.content }}<|end|>"
-        "{% endif %}{% endfor %}{% if add_generation_prompt %}[A]{% endif %}",
         "5<|end|>It is 6.<|end|>",
     ),
     "without special tokens": (
@@ -131,7 +120,7 @@ FORGETS = (
 
 
 @pytest.mark.parametrize(("template", "words"), [
-    (None, "no template for chats"),
+    ("", "no template for chats"), (None, "no template for chats: set data.tokenizer"),  # bytes know no chats
     (FORGETS, "give conversations of one answer each"),
     ("{{ raise_exception('no system') }}", "refuses one: no system"),
     ("{% for m in messages + messages %}[{{ m.role }}]{{ m.content }}{% endfor %}", "message 1 in several places"),
@@ -139,14 +128,9 @@ FORGETS = (
 def test_a_conversation_whose_answers_cannot_be_found_is_refused(
     tmp_path: Path, template: str | None, words: str
 ) -> None:
-    by = tokenizer_of(str(tokenizer(tmp_path, template)))
+    by = tokenizer_of(None if template is None else str(tokenizer(tmp_path, template)))
     with pytest.raises(ValueError, match=words):
         reader(["messages"], None, by)({"messages": MESSAGES[0]})
-
-
-def test_bytes_know_no_chats() -> None:
-    with pytest.raises(ValueError, match="no template for chats: set data.tokenizer"):
-        reader(["messages"], None, ByteTokenizer())({"messages": MESSAGES[0]})
 
 
 @pytest.mark.parametrize(("columns", "column", "record", "words"), [
@@ -209,8 +193,7 @@ def test_texts_are_cut_and_nothing_is_lost(seed: int, packed: bool) -> None:
     assert all(len(values) == 16 for row in rows for values in row.values())
     kept = [token for row in rows for token in row["input_ids"] if token != PADDING]
     assert kept == [token for document in given for token in document.tokens]
-    if packed:
-        assert all(PADDING not in row["input_ids"] for row in rows[:-1])
+    assert not packed or all(PADDING not in row["input_ids"] for row in rows[:-1])
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -218,10 +201,8 @@ def test_a_document_with_answers_is_in_one_row(seed: int) -> None:
     given = documents(seed, answers=True)
     rows = list(rows_of(given, 16, PADDING, packed=True))
     for document in given:
-        begin = document.tokens[0]
-        row = next(row for row in rows if begin in row["input_ids"])
-        place = row["input_ids"].index(begin)
-        kept = document.tokens[:16]
+        row = next(row for row in rows if document.tokens[0] in row["input_ids"])
+        place, kept = row["input_ids"].index(document.tokens[0]), document.tokens[:16]
         assert row["input_ids"][place : place + len(kept)] == kept
         assert row["labels"][place + 1 : place + len(kept)] == (document.labels or [])[1 : len(kept)]
 
