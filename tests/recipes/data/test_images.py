@@ -1,5 +1,4 @@
-"""recipes/data/images.py, image_folder.py: which files are whose; they become the same batches, whatever the layout,
-and train as in one process."""
+"""recipes/data/images.py, image_folder.py: which files are whose; they become the same batches, whatever the layout."""
 
 from __future__ import annotations
 
@@ -20,12 +19,10 @@ from recipes.commands import config_of
 from recipes.data.image_folder import classes_of, problem, splits_of
 from recipes.data.images import ImageData
 from recipes.validate import validate
-from tests.recipes.runs import composed, problems, trained
+from tests.recipes.runs import composed, problems, refused
 from tests.recipes.tiny import images
-from tests.thorough import thorough
-from tools.workers.pool import WorkerPool
 
-EXACT = 1e-12  # float64
+LENET = ["model=lenet", "model.channels=3", "model.size=16", "model.classes=4", "data=images", "data.size=16"]
 
 
 def data(folder: Path, **more: Any) -> ImageData:
@@ -118,8 +115,7 @@ def test_what_does_not_fit_is_refused_before_a_worker_starts(folder: Path) -> No
     }
     told = [str(problem) for problem in problems(*LENET, f"data.path={folder}", *wrong)]
     assert len(told) == len(wrong) and all(any(said in each for each in told) for said in wrong.values()), told
-    (problem,) = problems(*LENET, "data.path=/nowhere")
-    assert str(problem).startswith("data.path=/nowhere: no such folder")
+    assert refused(*LENET, "data.path=/nowhere").startswith("data.path=/nowhere: no such folder")
 
 
 def recorded(run: Path, folder: Path, model: list[str]) -> Path:
@@ -134,15 +130,16 @@ def recorded(run: Path, folder: Path, model: list[str]) -> Path:
     return run / "checkpoints" / "last.ckpt"
 
 
-TIMM = ["model=timm", "model.architecture=x"]
 REFUSED = (
     "data.path={other}: it has the classes digit-0, digit-1, digit-2, but the run's are digit-0, digit-1, digit-2, "
     "digit-3; give a folder with the classes of the run"
 )
 
 
-@pytest.mark.parametrize("model", [["model=lenet", "model.classes=4"], TIMM], ids=["lenet", "timm"])
-def test_a_later_command_has_the_classes_of_the_run(tmp_path: Path, folder: Path, model: list[str]) -> None:
+@pytest.mark.parametrize("model", [
+    ["model=lenet", "model.classes=4"], ["model=timm", "model.architecture=x"],
+], ids=["lenet", "timm"])  # fmt: skip
+def test_later_commands_and_runs_have_the_classes_of_the_run(tmp_path: Path, folder: Path, model: list[str]) -> None:
     """Those of other images change neither their names nor the model."""
     checkpoint, other = recorded(tmp_path / "run", folder, model), images(tmp_path / "other", classes=3)
     assert record.read_config(tmp_path / "run")["data"]["classes"] == [f"digit-{label}" for label in range(4)]
@@ -151,38 +148,8 @@ def test_a_later_command_has_the_classes_of_the_run(tmp_path: Path, folder: Path
     assert [said for said in map(str, validate(config)) if "class" in said] == [REFUSED.format(other=other)]
     with pytest.raises(ValueError, match="but the run's are digit-0, digit-1, digit-2, digit-3"):
         ImageData(path=str(other), classes=config["data"]["classes"])
-
-
-def test_a_run_that_goes_on_has_its_classes(tmp_path: Path, folder: Path) -> None:
-    checkpoint, other = recorded(tmp_path / "run", folder, TIMM), images(tmp_path / "other", classes=3)
-    config = composed(*TIMM, "data=images", f"data.path={other}", f"ckpt_path={checkpoint}")
-    assert config["model"]["classes"] == 4
-    assert REFUSED.format(other=other) in map(str, validate(config))
-
-
-# -- training --------------------------------------------------------------------------------------------------------
-
-LENET = ["model=lenet", "model.channels=3", "model.size=16", "model.classes=4", "data=images", "data.size=16"]
-TINY = [
-    *LENET, "data.batch_size=6", "trainer.max_steps=8", "trainer.val_check_interval=4", "trainer.precision=64-true",
-]  # fmt: skip
-
-
-def run(pool: WorkerPool, output: Path, *overrides: str) -> dict[str, float | None]:
-    """The numbers of a run."""
-    return record.read_metrics(trained(pool, output, *TINY, *overrides))
-
-
-@pytest.mark.parametrize(("layout", "ranks"), [
-    (["strategy=pipeline_zbv"], 2),
-    *thorough((["strategy=pipeline_3d"], 8), (["strategy=ddp"], 2)),
-])  # fmt: skip
-def test_images_train_as_in_one_process(
-    pool: WorkerPool, tmp_path: Path, folder: Path, layout: list[str], ranks: int
-) -> None:
-    one = run(pool, tmp_path / "one", f"data.path={folder}", "strategy=single")
-    given = [f"data.path={folder}", *layout, f"cluster.devices={ranks}"]
-    assert run(pool, tmp_path / "several", *given) == pytest.approx(one, rel=0, abs=EXACT)
+    goes_on = composed(*model, "data=images", f"data.path={other}", f"ckpt_path={checkpoint}")
+    assert goes_on["model"]["classes"] == 4 and REFUSED.format(other=other) in map(str, validate(goes_on))
 
 
 def files(path: Path) -> dict[str, set[str]]:
