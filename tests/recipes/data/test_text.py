@@ -18,12 +18,12 @@ from recipes.data import sources
 from recipes.data.base import HELD_OUT, SeededData
 from recipes.data.digits import DigitsData
 from recipes.data.sources import Sources
-from recipes.data.text import StdlibData, TextData, TokenWindows
+from recipes.data.text import TextData, TokenWindows
 
 SEQUENCE = np.arange(50, dtype=np.uint8)
 
 
-def test_the_smallest_file_has_a_window_in_every_split(tmp_path: Path) -> None:
+def test_the_smallest_file_has_a_window_in_every_split_and_they_do_not_overlap(tmp_path: Path) -> None:
     file = tmp_path / "text"
     for context in (1, 7, 128):
         file.write_bytes(b"x" * HELD_OUT * (context + 1))
@@ -33,16 +33,13 @@ def test_the_smallest_file_has_a_window_in_every_split(tmp_path: Path) -> None:
         file.write_bytes(b"x" * (HELD_OUT * (context + 1) - 1))
         with pytest.raises(ValueError, match=rf"too few for windows of {context}; give at least"):
             TextData(path=str(file), context=context)
-
-
-def test_splits_do_not_overlap(tmp_path: Path) -> None:
-    file = tmp_path / "text"
-    file.write_bytes(bytes(range(100)))
-    data = TextData(path=str(file), context=3, batch_size=1)
+    file.write_bytes(bytes(range(200)))
+    data = TextData(path=str(file), context=3, val_windows=2, batch_size=1)
     data.setup("fit")
     splits = [data.train_set, data.val_set, data.test_set]
     seen = [{int(token) for index in range(len(s)) for token in s[index][1]} for s in splits]  # type: ignore
-    assert max(seen[0]) < 90 <= min(seen[1]) and max(seen[1]) < 95 <= min(seen[2])
+    assert max(seen[0]) < 180 <= min(seen[1]) and max(seen[1]) < 190 <= min(seen[2])
+    assert len(data.train_set) > len(data.val_set) == len(data.test_set) == 2  # type: ignore[arg-type]
 
 
 def test_windows_have_every_token_as_a_target_once_or_are_spaced_evenly() -> None:
@@ -60,18 +57,6 @@ def test_windows_have_every_token_as_a_target_once_or_are_spaced_evenly() -> Non
         TokenWindows(SEQUENCE[:7], context=7)
 
 
-def test_the_real_library_gives_megabytes_of_text(tmp_path: Path) -> None:
-    data = StdlibData(directory=str(tmp_path), val_windows=10)
-    data.prepare_data()
-    data.setup("fit")
-    assert len(data.train_set) > 30_000  # type: ignore[arg-type]
-    assert len(data.val_set) == len(data.test_set) == 10  # type: ignore[arg-type]
-    tokens, targets = next(iter(data.train_dataloader()))
-    assert tokens.shape == targets.shape == (24, 128)
-    assert 1 <= tokens.float().mean() <= 127  # ASCII for the most part
-    assert data.fingerprint.startswith("stdlib sha256:")
-
-
 @pytest.fixture
 def library(tmp_path: Path) -> Sources:
     """A small source tree with what has to be left out."""
@@ -86,21 +71,17 @@ def library(tmp_path: Path) -> Sources:
     return Sources("library", root, ".py", frozenset({"test", "tests", "site-packages", "b/left"}))
 
 
-def test_files_are_split_whole_and_none_is_lost(library: Sources, tmp_path: Path) -> None:
+def test_files_are_split_whole_none_is_lost_and_another_one_makes_another_set(library: Sources, tmp_path: Path) -> None:
     folder = library.build(tmp_path / "data")
     files = library.files()
     assert len(files) == 60 and files == sorted(files)
     for split in sources.SPLITS:
         mine = [(library.root / file).read_bytes() for file in files if sources.split_of(file) == split]
         assert mine and (folder / f"{split}.bin").read_bytes() == b"".join(text + b"\0" for text in mine)
-
-
-def test_a_changed_list_of_files_makes_another_set(library: Sources, tmp_path: Path) -> None:
-    first = library.build(tmp_path / "data")
-    assert library.build(tmp_path / "data") == first
+    assert library.build(tmp_path / "data") == folder
     (library.root / "new.py").write_text("x = 1\n")
     second = library.build(tmp_path / "data")
-    assert second != first
+    assert second != folder
     assert json.loads((second / "meta.json").read_text())["files"] == 61
 
 
@@ -161,13 +142,10 @@ def test_the_order_depends_on_seed_and_epoch_alone() -> None:
     assert epoch(Numbers(seed=4)) != first
 
 
-def test_training_batches_are_full_and_validation_sees_each_sample_once() -> None:
+def test_training_batches_are_full_and_shared_and_validation_sees_each_sample_once() -> None:
     assert [len(batch) for batch in epoch(Numbers())] == [6] * 8
     seen = [loader for rank in range(2) for loader in Numbers(2, rank).val_dataloader()]
     assert sorted(torch.cat([batch for (batch,) in seen]).tolist()) == list(range(12))
-
-
-def test_a_batch_that_cannot_be_shared_or_filled_is_refused() -> None:
     with pytest.raises(ValueError, match=r"data.batch_size=6 .* by 4 replicas: use a multiple of 4"):
         Numbers(4).train_dataloader()
     with pytest.raises(ValueError, match=r"data.batch_size=51 is more than the 50 training samples"):
