@@ -52,6 +52,12 @@ def problems(*overrides: str) -> list[Problem | str]:
     return validate(composed(*overrides))
 
 
+def refused(*overrides: str) -> str:
+    """The only problem of a config, in words."""
+    (problem,) = problems(*overrides)
+    return str(problem)
+
+
 def done(pool: WorkerPool, config: Mapping[str, Any]) -> Path:
     """Run a config. Returns its folder."""
     folder = Path(config["paths"]["output_dir"])

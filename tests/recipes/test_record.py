@@ -18,10 +18,10 @@ from recipes.problem import ConfigError
 from recipes.processes import joined, may_be_told, missing, restarts
 from recipes.train import UnknownMetric, _optimized
 from tests.recipes.runs import composed
+from tests.recipes.test_launchers import Imaginary
 from tests.recipes.test_local import TINY
 
 START = "2026-01-01T00:00:00.000+00:00"
-METRICS = {"val_loss": 0.5, "train_loss": 1.0}
 
 
 def test_metrics_are_numbers_and_a_diverged_one_is_null(tmp_path: Path) -> None:
@@ -79,19 +79,10 @@ def test_a_run_is_known_by_what_it_runs_not_by_where(tmp_path: Path) -> None:
     assert record.is_of(tmp_path, elsewhere) and not record.is_of(tmp_path, {**config, "seed": 2})
 
 
-class Recorded:
-    """A launcher that trains nothing."""
-
-    def launch(self, config_file: Path, processes: int) -> None:
-        folder = config_file.parent
-        record.update(folder, data="abc", steps=2, metrics=record.write_metrics(folder, METRICS))
-        record.end(folder, "completed")
-
-
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The folder of a run."""
-    monkeypatch.setattr("recipes.build.launcher", lambda config: Recorded())
+    monkeypatch.setattr("recipes.build.launcher", lambda config: Imaginary(2, "short"))
     folder = tmp_path / "run"
     folder.mkdir()
     config = composed("strategy=single", "ckpt_path=last", *TINY, folder=folder)
@@ -119,10 +110,10 @@ def test_a_run_is_repeated_beside_itself(run: Path) -> None:
 
 def test_what_differs_is_told(run: Path) -> None:
     versions = record.read(run)["versions"]
-    change(run, versions={**versions, "torch": "1.0"}, git=None, data="other", metrics={**METRICS, "val_loss": 0.4})
+    change(run, versions={**versions, "torch": "1.0"}, git=None, data="other", metrics={"val_loss": 0.4})
     code, git, data, metrics = rerun.rerun(run)
     assert code == f"versions.torch: 1.0 then, {versions['torch']} now" and git.startswith("git: None then")
-    assert data == "data: other then, abc now" and metrics == "metrics.val_loss: 0.4 then, 0.5 now"
+    assert data == "data: other then, None now" and metrics == "metrics.val_loss: 0.4 then, 0.5 now"
 
 
 def test_paths_are_moved_as_wholes() -> None:
@@ -186,14 +177,11 @@ def test_an_attempt_is_recorded_from_its_start_to_its_end(tmp_path: Path, monkey
     }  # fmt: skip
 
 
-def test_the_launcher_corrects_what_rank_0_has_said(tmp_path: Path) -> None:
+def test_the_launcher_corrects_what_rank_0_has_said_and_an_attempt_without_an_end_was_killed(tmp_path: Path) -> None:
     started(tmp_path)
     record.end(tmp_path, "failed", {"rank": 0, "message": "PeerLostError: gone\nmore"})
     record.end(tmp_path, "failed", {"rank": 1, "message": "killed"})
     assert reasons(tmp_path) == [("rank 1: killed", 1)]
-
-
-def test_an_attempt_without_an_end_was_killed(tmp_path: Path) -> None:
     started(tmp_path)
     started(tmp_path, "resume=auto")
     assert reasons(tmp_path) == [("killed", None), (None, None)]
