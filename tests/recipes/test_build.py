@@ -10,37 +10,11 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import LearningRateMonitor, ModelCheckpoint, TQDMProgressBar
 from lightning.pytorch.loggers import TensorBoardLogger
-from torch.utils.data import DataLoader, TensorDataset
 
 from recipes import build, record
 from recipes.logs import ContinuedCSVLogger
 from tests.recipes.runs import composed, trained
 from tools.workers.pool import WorkerPool
-
-
-class Shared(L.LightningDataModule):
-    """A user's loader that knows of no replicas. It writes down how many updates an epoch has taken."""
-
-    def __init__(self, folder: str) -> None:
-        super().__init__()
-        self.folder = Path(folder)
-
-    def train_dataloader(self) -> DataLoader[Any]:
-        return DataLoader(TensorDataset(torch.randn(32, 1, 8, 8), torch.zeros(32).long()), batch_size=4, shuffle=True)
-
-    def teardown(self, stage: str) -> None:
-        if self.trainer is not None and stage == "fit":
-            (self.folder / f"steps{self.trainer.global_rank}").write_text(str(self.trainer.global_step))
-
-
-@pytest.mark.parametrize(("strategy", "updates"), [("ddp", "4"), ("pipeline_1f1b", "8")])
-def test_replicas_share_the_samples_of_data_of_the_users_own(
-    pool: WorkerPool, tmp_path: Path, strategy: str, updates: str
-) -> None:
-    own = ["data=custom", "data._target_=tests.recipes.test_build.Shared", f"+data.folder={tmp_path}"]
-    steps = ["trainer.max_steps=-1", "trainer.max_epochs=1", "callbacks=none"]
-    trained(pool, tmp_path / "run", "model=mlp", *own, *steps, f"strategy={strategy}", "cluster.devices=2")
-    assert [(tmp_path / f"steps{rank}").read_text() for rank in range(2)] == [updates] * 2
 
 
 def test_validation_falls_on_the_last_step() -> None:
