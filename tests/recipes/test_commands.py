@@ -160,9 +160,6 @@ def test_texts_are_transformers_own_whatever_layers_keep(tmp_path: Path, config:
     assert made.tolist() == own[:, 5:].tolist() and len(set(made[0].tolist())) > 2
 
 
-# -- choosing a token ------------------------------------------------------------------------------------------------
-
-
 def chosen(settings: Generation, logits: list[float], number: int = 2000) -> dict[int, float]:
     """How often each token is drawn."""
     prompts = torch.arange(number)

@@ -146,19 +146,13 @@ def test_a_prediction_is_that_of_the_same_layout() -> None:
     assert "| 100.0-100.0 | 90.0 |" in report.tables([ddp], "val_loss")[0].markdown()
 
 
-def test_findings_say_what_the_figures_say() -> None:
-    def told(seconds: float) -> str:
-        return "\n".join(report.findings(rows(outcomes(seconds))))
-
-    assert "is ddp: 1.60 x as fast as one process" in told(0.1)
-    assert "is data_parallel: 0.80 x as fast as one process" in told(0.4)
-    assert "losses are within 1.0e-03 of one process's 2.0000 (ddp)" in told(0.1)
-    assert report.findings([]) == ["Too few strategies were measured to compare them."]
-
-
-def test_the_report_is_written_with_what_failed(tmp_path: Path) -> None:
+def test_the_report_is_written_with_what_failed_and_says_what_the_figures_say(tmp_path: Path) -> None:
     planned = outcomes()
     table = rows(planned)
+    told, slow = ("\n".join(report.findings(each)) for each in (table, rows(outcomes(0.4))))
+    assert "is ddp: 1.60 x as fast as one process" in told and "is data_parallel: 0.80 x as fast as one" in slow
+    assert "losses are within 1.0e-03 of one process's 2.0000 (ddp)" in told
+    assert report.findings([]) == ["Too few strategies were measured to compare them."]
     config = planned[0].config
     assert config is not None
     head, found = report.headline(config, ["model=gpt"]), report.tables(table, "val_loss")

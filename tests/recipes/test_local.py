@@ -34,7 +34,7 @@ ERROR, KILLED, STOPPED, SLOW, TERMINATED, LEFT = 1, -9, "stopped", "slow", -15, 
 SLEEPS = "import time; time.sleep(60)"
 
 
-def ended(folder: Path, *ranks: Any, preempted: bool = False) -> str:
+def ended(folder: Path, *ranks: Any, preempted: bool) -> str:
     """What the launcher says of workers that ended so: with an error, with an exit code, or killed by it."""
     failures, killed = {}, Ended()
     for rank, each in enumerate(ranks):
@@ -51,25 +51,23 @@ def ended(folder: Path, *ranks: Any, preempted: bool = False) -> str:
     return f"rank {reason.failure.rank}: {reason.failure.message}" if isinstance(reason, WorkersFailed) else "preempted"
 
 
-@pytest.mark.parametrize(("ranks", "said"), [
-    ([LOST, OWN], f"rank 1: {OWN}"),
-    ([LOST, KILLED], "rank 1: killed by SIGKILL (out of memory?)"),
-    ([LOST, STOPPED], "rank 1: stopped (SIGSTOP), and did not answer the others"),
-    ([SLOW, OWN], f"rank 1: {OWN}"),
-    ([TERMINATED, OWN], f"rank 1: {OWN}"),
-    ([LEFT, OWN], f"rank 1: {OWN}"),  # the agent's SIGTERM, which it took for a scheduler's
-    ([(OWN, -15), OWN], f"rank 0: {OWN}"),  # the agent's SIGTERM met it while it left
-    ([LEFT, LEFT], "preempted"),
-    ([LOST, LEFT], "preempted"),
-    ([LOST, TERMINATED], "preempted"),
+@pytest.mark.parametrize(("ranks", "preempted", "said"), [
+    ([LOST, OWN], False, f"rank 1: {OWN}"),
+    ([LOST, KILLED], False, "rank 1: killed by SIGKILL (out of memory?)"),
+    ([LOST, STOPPED], False, "rank 1: stopped (SIGSTOP), and did not answer the others"),
+    ([SLOW, OWN], False, f"rank 1: {OWN}"),
+    ([TERMINATED, OWN], False, f"rank 1: {OWN}"),
+    ([LEFT, OWN], False, f"rank 1: {OWN}"),  # the agent's SIGTERM, which it took for a scheduler's
+    ([(OWN, -15), OWN], False, f"rank 0: {OWN}"),  # the agent's SIGTERM met it while it left
+    ([LEFT, LEFT], False, "preempted"),
+    ([LOST, LEFT], False, "preempted"),
+    ([LOST, TERMINATED], False, "preempted"),
+    # After a signal to the launcher, errors are of those that were left.
+    ([OWN, TERMINATED], True, "preempted"),
+    ([OWN, OWN], True, f"rank 0: {OWN}"),
 ], ids=str)  # fmt: skip
-def test_the_first_one_is_named(tmp_path: Path, ranks: list[Any], said: str) -> None:
-    assert ended(tmp_path, *ranks) == said
-
-
-def test_after_a_signal_to_the_launcher_errors_are_of_those_that_were_left(tmp_path: Path) -> None:
-    assert ended(tmp_path, OWN, TERMINATED, preempted=True) == "preempted"
-    assert ended(tmp_path, OWN, OWN, preempted=True) == f"rank 0: {OWN}"
+def test_the_first_one_is_named(tmp_path: Path, ranks: list[Any], preempted: bool, said: str) -> None:
+    assert ended(tmp_path, *ranks, preempted=preempted) == said
 
 
 @pytest.mark.parametrize(("message", "traceback", "starts"), [

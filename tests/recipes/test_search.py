@@ -161,22 +161,19 @@ def test_three_in_a_row_end_the_search(search: Search, error: Exception | None, 
     assert len(launched) == 3
 
 
-def test_a_search_goes_on_with_what_it_was_begun_with(search: Search, tmp_path: Path) -> None:
-    search(distance, n_trials=2)
-    with pytest.raises(ConfigError, match=r"direction: maximize now, minimize in the study; use the same, or another"):
-        search(distance, direction="maximize")
-    with pytest.raises(ConfigError, match="searched: "):
-        search(distance, params={"optimizer.lr": "interval(0.1, 0.2)"})
-    assert len(study(tmp_path, "minimize").get_trials()) == 2
-
-
-def test_a_search_that_cannot_begin_says_why(search: Search, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"hydra\.sweeper\.n_jobs=0: not a value"):
-        search(distance, n_jobs=0)
-    with pytest.raises(ConfigError, match="give minimize or maximize"):
-        search(distance, direction="max")
+def test_a_search_that_cannot_begin_or_go_on_says_why(search: Search, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="trial 0 has no result"):
         search(lambda number, lr: None)
+    search(distance, n_trials=2)
+    wrong: list[tuple[dict[str, Any], str]] = [
+        ({"n_jobs": 0}, r"hydra\.sweeper\.n_jobs=0: not a value"), ({"direction": "max"}, "give minimize or maximize"),
+        ({"direction": "maximize"}, "direction: maximize now, minimize in the study; use the same, or another"),
+        ({"params": {"optimizer.lr": "interval(0.1, 0.2)"}}, "searched: "),
+    ]  # fmt: skip
+    for settings, said in wrong:
+        with pytest.raises(ConfigError, match=said):
+            search(distance, **settings)
+    assert len(study(tmp_path, "minimize").get_trials()) == 2
     with (tmp_path / "search.lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         with pytest.raises(ConfigError, match="another search is going on there"):

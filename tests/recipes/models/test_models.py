@@ -112,9 +112,6 @@ def test_what_is_no_matrix_is_refused_and_not_added() -> None:
     assert len(optimizer.param_groups) == 1
 
 
-# ------------------------------------------------------------ which parameters are matrices
-
-
 def muons(model: Any) -> set[str]:
     muon, adamw = model.configure_optimizers().param_groups
     names = {id(parameter): name for name, parameter in model.named_parameters()}
@@ -124,13 +121,10 @@ def muons(model: Any) -> set[str]:
     return chosen
 
 
-@pytest.mark.parametrize("tied", [False, True])
-def test_muon_gets_the_matrices_of_a_gpts_blocks_and_no_others(tied: bool) -> None:
-    model = GPT(optimizer=MUON, vocab_size=8, context=8, layers=2, heads=2, width=8, tie_embeddings=tied)
+def test_muon_gets_the_matrices_of_hidden_layers_and_no_others() -> None:
     layers = ["attention.qkv", "attention.out", "mlp.0", "mlp.2"]
-    assert muons(model) == {f"blocks.{block}.{layer}.weight" for block in range(2) for layer in layers}
-
-
-def test_muon_gets_the_hidden_layers_of_the_classifiers_and_not_their_output() -> None:
+    for tied in (False, True):
+        model = GPT(optimizer=MUON, vocab_size=8, context=8, layers=2, heads=2, width=8, tie_embeddings=tied)
+        assert muons(model) == {f"blocks.{block}.{layer}.weight" for block in range(2) for layer in layers}
     assert muons(MLP(optimizer=MUON)) == {"net.1.0.weight", "net.2.0.weight", "net.3.0.weight"}
     assert muons(LeNet(optimizer=MUON)) == {"net.7.weight", "net.9.weight"}
