@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 
+from recipes.tables import Table, circumstances
 from tools import gpu
 from tools.bench import __main__ as bench
+from tools.bench import report
 
 pytest_plugins = ["pytester"]
 
@@ -23,7 +27,7 @@ def test_without_a_gpu_nothing_is_run(
     assert not (tmp_path / "gpu.json").exists()
 
 
-TABLE = ("tests.tools.leaves_a_table", "OUT")
+TABLE = ("tests.tools.test_gpu", "OUT")  # its end
 
 
 @pytest.mark.programs
@@ -85,3 +89,10 @@ def test_a_test_that_needs_more_gpus_than_there_are_is_not_run(
     done = pytester.runpytest_inprocess("-p", "no:cacheprovider")
     done.assert_outcomes(passed=passed, deselected=2 - passed)
     done.stdout.fnmatch_lines([f"*{said}"])
+
+
+if __name__ == "__main__":  # a command that leaves a table with one row in a folder; how the row ended
+    folder, how = sys.argv[1:]
+    table = Table("One", {"number": "d", report.HOW: ""}, [[1, how]], "")
+    report.write(Path(folder), "table", circumstances(), [table])
+    print(f"CUDA_DEVICE_MAX_CONNECTIONS={os.environ.get('CUDA_DEVICE_MAX_CONNECTIONS')}")

@@ -130,10 +130,15 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(clock, "MEASURED", {"1f1b": LEAST, "zbv": MOST, **late})
 
 
-def test_an_update_takes_as_long_as_was_measured() -> None:
+def test_an_update_takes_as_long_as_was_measured_and_of_other_sizes_as_theory_has_it() -> None:
     assert clock.synchronous("1f1b", 8, 16, 1) == pytest.approx(1 / 0.5)
     assert clock.synchronous("zbv", 4, 8, 10) == pytest.approx(10 / 0.9)
     assert clock.asynchronous(8, 16, 1000) == pytest.approx((1000 + 7 / 16) / 0.8)  # it is filled once
+    for shape, busy in (("vmin", 0.906), ("vhalf", 0.970)):  # in a V the last stage waits for each batch
+        assert clock.theory(shape, 8, 16) == pytest.approx(busy, abs=1e-3)
+    for schedule, kept in (("zbv", max), ("vmin", min)):  # the least is lost where synchronous, the most where not
+        shares = [share / clock.theory(schedule, *sizes) for sizes, share in MOST.items()]
+        assert clock.busy(schedule, 6, 12) == pytest.approx(clock.theory(schedule, 6, 12) * kept(shares))
 
 
 @pytest.mark.parametrize(("stages", "microbatches"), [(8, 16), (4, 4), (2, 1)])
@@ -146,17 +151,6 @@ def test_theory_is_the_schedules(stages: int, microbatches: int) -> None:
     endless = simulate(asynchronous(stages, microbatches, updates), f, b).makespan
     used = clock.asynchronous(stages, microbatches, 1) - clock.asynchronous(stages, microbatches, 0)
     assert endless / batch * used == pytest.approx(clock.asynchronous(stages, microbatches, updates))
-
-
-def test_in_a_v_the_last_stage_waits_for_each_batch() -> None:
-    for shape, busy in (("vmin", 0.906), ("vhalf", 0.970)):
-        assert clock.theory(shape, 8, 16) == pytest.approx(busy, abs=1e-3)
-
-
-def test_other_sizes_lose_the_least_measured_where_synchronous_and_the_most_where_asynchronous() -> None:
-    for schedule, kept in (("zbv", max), ("vmin", min)):
-        shares = [share / clock.theory(schedule, *sizes) for sizes, share in MOST.items()]
-        assert clock.busy(schedule, 6, 12) == pytest.approx(clock.theory(schedule, 6, 12) * kept(shares))
 
 
 def test_a_loss_is_reached_between_two_validations() -> None:

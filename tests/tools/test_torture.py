@@ -21,16 +21,13 @@ def case(name: str) -> Case:
     return found
 
 
-def test_every_rank_and_moment_is_in_it_with_every_fault() -> None:
+def test_every_rank_and_moment_is_in_it_with_every_fault_and_all_are_in_the_sample() -> None:
     every = cases()
     assert len({each.name for each in every}) == len(every)
     of_ranks = {(each.layout, each.target, each.moment, each.kind) for each in every if each.target != LAUNCHER}
     left_out = [(layout, 0, moment, Kind.STOP) for layout in LAYOUTS if layout.ranks == 1 for moment in Moment]
     assert len(of_ranks) + len(left_out) == sum(layout.ranks for layout in LAYOUTS) * len(Moment) * len(Kind)
     assert of_ranks.isdisjoint(left_out)
-
-
-def test_the_sample_has_every_layout_moment_and_fault() -> None:
     sample = [case(name) for name in SAMPLE]
     assert {each.layout for each in sample} == set(LAYOUTS)
     assert {each.moment for each in sample} == set(Moment)

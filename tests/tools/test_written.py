@@ -1,10 +1,12 @@
-"""What is written into pages, and drawn for them: measured plans, comparisons, models on paper, a run that moves."""
+"""What is written into pages, drawn for them, or printed: measured plans, comparisons, models on paper, a run that
+moves, and schedules (``python -m tools.schedule``)."""
 
 from __future__ import annotations
 
 import signal
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,6 +14,9 @@ from lightning_parallel.planning.layouts import Choice
 from lightning_parallel.planning.memory import Memory
 from lightning_parallel.planning.step_time import StepTime
 from lightning_parallel.planning.table import Row
+from lightning_parallel.schedules.generators import gpipe, one_f_one_b
+from lightning_parallel.schedules.named import asynchronous
+from lightning_parallel.schedules.simulate import simulate
 from recipes import ROOT
 from recipes.compare import report as report_of_comparison
 from recipes.compare.rows import rows
@@ -22,8 +27,10 @@ from tools.bench.plan import Judged, Pair, Taken
 from tools.bench.plan_models import MODELS
 from tools.gallery.captions import unmet
 from tools.gallery.pictures import BACKWARD, FORWARD, PICTURES, TIMELINES, busy, length, read
-from tools.moves import Leg, draw, losses, run
+from tools.moves import Leg, draw
 from tools.on_paper import SIZES, Published, beside_published, between, of_plans
+from tools.schedule.__main__ import main
+from tools.schedule.figures import clock_table
 
 MIB = 2**20
 
@@ -96,19 +103,6 @@ def test_tables_are_written_into_a_page(monkeypatch: pytest.MonkeyPatch) -> None
         between("nothing", "plans", "new")
 
 
-SMALL = ["data.batch_size=12", "data.context=16", "model.width=16", "model.heads=2", "trainer.limit_val_batches=1"]
-
-
-@pytest.mark.thorough
-def test_a_run_that_is_disturbed_and_moved_has_the_losses_of_one_that_is_not(tmp_path: Path) -> None:
-    legs = [Leg("single", 0.3, signal.SIGKILL), Leg("pipeline_gpipe")]
-    run(tmp_path / "alone", 48, [Leg("single")], SMALL)
-    _, end = run(tmp_path / "moved", 48, legs, SMALL)
-    whole, moved = losses(tmp_path / "alone"), losses(tmp_path / "moved")
-    assert end == 48 and whole.keys() == moved.keys() == set(range(48))
-    assert max(abs(moved[step] - whole[step]) for step in whole) < 1e-5
-
-
 def test_the_curves_are_drawn(tmp_path: Path) -> None:
     whole = {step: 3.0 - step / 10 for step in range(9)}
     legs = [Leg("single", 0.3, signal.SIGTERM), Leg("ddp", 0.6, signal.SIGKILL), Leg("fully_sharded")]
@@ -144,3 +138,55 @@ def test_a_picture_of_something_else_is_not_taken() -> None:
     (short,) = unmet("async", [[replace(span, end=(span.start + span.end) / 2) for span in rows[0]], *rows[1:]])[:1]
     assert short.startswith("stage 0: a forward takes")
     assert unmet("gpipe", rows) and unmet("interleaved", rows)
+
+
+# -- schedules -------------------------------------------------------------------------------------------------------
+
+
+def test_the_table_draws_columns_in_proportion_to_time() -> None:
+    assert clock_table(gpipe(2, 2)).splitlines() == [
+        "stage 0 | F0 F1  .  .  . B0 == B1 ==|",
+        "stage 1 |  . F0 F1 B0 == B1 ==| .  .",
+    ]
+    assert clock_table(simulate(gpipe(2, 1), step=1.0)).splitlines() == [
+        "stage 0 | F0  .  .  . B0 ==  S|",
+        "stage 1 |  . F0 B0 ==  S| .  .",
+    ]
+    assert clock_table(simulate(gpipe(1, 1)), column=0.5).splitlines() == ["stage 0 | F0 == B0 == == ==|"]
+
+
+@pytest.mark.parametrize(("arguments", "table", "said"), [
+    ("1f1b --stages 4 --microbatches 8", one_f_one_b(4, 8),
+     ["0.273 simulated, 0.273 by theory", "activations held  4 3 2 1"]),
+    ("zbv --stages 4 --microbatches 8 --activation-memory 0.75", None, ["activations held  6 6 6 6 microbatches"]),
+    ("async_vmin --stages 4 --microbatches 8 --updates 20", asynchronous(4, 8, 20, schedule="vmin"),
+     ["0.960 simulated in the steady state, 0.960 by theory", "activations held  4 4 4 4 microbatches",
+      "mean staleness    0.25 0.25 0.25 0.125"]),
+    ("async --stages 3 --microbatches 2 --updates 20", asynchronous(3, 2, 20),
+     ["1.000 simulated in the steady state, 1.000 by theory", "mean staleness    1 0.5 0 updates"]),
+    # Latency is paid twice a microbatch, unless one more is in flight.
+    ("async --stages 4 --microbatches 1 --updates 200 --forward 20 --backward 40 --latency 3", None,
+     ["0.930 simulated in the steady state, 0.930 by theory"]),
+    ("async --stages 4 --microbatches 1 --updates 60 --forward 20 --backward 40 --latency 30 --extra-in-flight 1", None,
+     ["1.000 simulated in the steady state, 1.000 by theory"]),
+])  # fmt: skip
+def test_command_line_prints_table_bubble_activations_and_staleness(
+    arguments: str, table: Any, said: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    main(arguments.split())
+    printed = capsys.readouterr().out
+    assert table is None or clock_table(table) in printed
+    assert all(each in printed for each in said), printed
+
+
+@pytest.mark.parametrize(("arguments", "message"), [
+    ("gpipe --stages 0", "stages=0"),
+    ("gpipe --stages 2 --updates 3", "belong to async"),
+    ("vmin --stages 2 --activation-memory 0.5", "belongs to zbv"),
+])  # fmt: skip
+def test_command_line_refuses_bad_sizes_without_a_traceback(
+    arguments: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main(arguments.split())
+    assert message in capsys.readouterr().err
