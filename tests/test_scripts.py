@@ -35,15 +35,12 @@ STARTED = [(page, command) for page in PAGES for command in commands(page) if re
 SHOWN = {page: scripts_of(page) for page in PAGES}
 
 
-def test_scripts_of_a_name_are_the_same_on_all_pages() -> None:
+def test_scripts_of_a_name_are_the_same_on_all_pages_and_each_is_started() -> None:
     versions: dict[str, set[str]] = {}
     for scripts in SHOWN.values():
         for name, text in scripts.items():
             versions.setdefault(name, set()).add(re.sub(r"  # .*$", "", text, flags=re.MULTILINE))  # two languages
     assert versions and all(len(texts) == 1 for texts in versions.values()), [*versions]
-
-
-def test_every_script_is_started_on_its_page() -> None:
     assert {(page, name) for page, scripts in SHOWN.items() for name in scripts} == {
         (page, script_of(command)) for page, command in STARTED
     }
