@@ -66,22 +66,40 @@ def notes(*seen: tuple[str, str, Tensor], **others: Any) -> Notes:
     return Notes({Place(what, unit, 0, 0): (float(k), x) for k, (what, unit, x) in enumerate(seen)}, **others)
 
 
-def first(rank: Notes, alone: Notes) -> tuple[str, str] | None:
-    found = in_units([rank], alone, 0, 1e-9)
-    return None if found is None else (found.unit, found.what.split(" on ")[0])
-
-
 X, Y = torch.randn(2, 4, 6, dtype=torch.float64)
 
 
-def test_a_piece_counts_only_before_a_whole_output_that_differs() -> None:
-    alone = notes((OUTPUT, "up", X), (OUTPUT, "down", Y), (OUTPUT, "next", X))
-    piece = {"piece": (0, 2)}
-    wrong = (OUTPUT, "up", Y[:, :3])
-    assert first(notes((OUTPUT, "up", X[:, :3]), (OUTPUT, "down", Y), (OUTPUT, "next", X), **piece), alone) is None
-    assert first(notes(wrong, (OUTPUT, "down", Y), (OUTPUT, "next", X), **piece), alone) is None
-    assert first(notes(wrong, (OUTPUT, "down", X), (OUTPUT, "next", X), **piece), alone) == ("up", OUTPUT)
-    assert first(notes(wrong, (OUTPUT, "down", Y), (OUTPUT, "next", Y), **piece), alone) == ("next", OUTPUT)
+PIECE: dict[str, Any] = {"piece": (0, 2)}
+FUSED: dict[str, Any] = {**PIECE, "fused": frozenset({(2, 2, 2)})}
+CHAIN = notes((OUTPUT, "up", X), (OUTPUT, "down", Y), (OUTPUT, "next", X))
+QKV, PARTS = notes((OUTPUT, "qkv", X), (OUTPUT, "head", Y)), X[:, [0, 2, 4]]
+BEFORE = [(OUTPUT, "first", X), (OUTPUT, "second", X), (OF_OUTPUT, "second", X)]
+BACK = notes(*BEFORE, (OF_INPUT, "second", Y), (OF_OUTPUT, "first", Y))
+HALF = (OF_INPUT, "second", Y / 2)
+
+
+@pytest.mark.parametrize(("rank", "alone", "found"), [
+    # A piece counts only before a whole output that differs.
+    (notes((OUTPUT, "up", X[:, :3]), (OUTPUT, "down", Y), (OUTPUT, "next", X), **PIECE), CHAIN, None),
+    (notes((OUTPUT, "up", Y[:, :3]), (OUTPUT, "down", Y), (OUTPUT, "next", X), **PIECE), CHAIN, None),
+    (notes((OUTPUT, "up", Y[:, :3]), (OUTPUT, "down", X), (OUTPUT, "next", X), **PIECE), CHAIN, ("up", OUTPUT)),
+    (notes((OUTPUT, "up", Y[:, :3]), (OUTPUT, "down", Y), (OUTPUT, "next", Y), **PIECE), CHAIN, ("next", OUTPUT)),
+    # Fused parts are divided one by one.
+    (notes((OUTPUT, "qkv", PARTS), (OUTPUT, "head", Y), **FUSED), QKV, None),
+    (notes((OUTPUT, "qkv", PARTS), (OUTPUT, "head", X), **FUSED), QKV, ("head", OUTPUT)),
+    # An input's gradient may be a part of it: other stages use the input, too.
+    (notes(*BEFORE, HALF, (OF_OUTPUT, "first", Y)), BACK, None),
+    (notes(*BEFORE, HALF, (OF_OUTPUT, "first", Y / 2)), BACK, ("second", OF_INPUT)),
+    (notes(*BEFORE, (OF_INPUT, "second", Y), (OF_OUTPUT, "first", Y / 2)), BACK, ("first", OF_OUTPUT)),
+    # A gradient that hasn't come differs from any but zeros.
+    (notes((OUTPUT, "unit", X)), notes((OUTPUT, "unit", X), (OF_OUTPUT, "unit", X)), ("unit", OF_OUTPUT)),
+    (notes((OUTPUT, "unit", X)), notes((OUTPUT, "unit", X), (OF_OUTPUT, "unit", X * 0)), None),
+])  # fmt: skip
+def test_what_is_a_part_counts_only_before_a_whole_that_differs(
+    rank: Notes, alone: Notes, found: tuple[str, str] | None
+) -> None:
+    first = in_units([rank], alone, 0, 1e-9)
+    assert (first and (first.unit, first.what.split(" on ")[0])) == found
 
 
 def test_a_part_of_a_sum_counts_only_before_an_output_that_differs() -> None:
@@ -95,31 +113,6 @@ def test_a_part_of_a_sum_counts_only_before_an_output_that_differs() -> None:
     assert in_units([gradients(part, Y), gradients(X - part, Y)], gradients(X, Y), 0, 1e-9) is None
     found = in_units([gradients(part, X), gradients(X - part, Y)], gradients(X, Y), 0, 1e-9)
     assert found is not None and found.unit == "head"
-
-
-def test_fused_parts_are_divided_one_by_one() -> None:
-    alone = notes((OUTPUT, "qkv", X), (OUTPUT, "head", Y))
-    fused = X[:, [0, 2, 4]]
-    kept = {"piece": (0, 2), "fused": frozenset({(2, 2, 2)})}
-    assert first(notes((OUTPUT, "qkv", fused), (OUTPUT, "head", Y), **kept), alone) is None
-    assert first(notes((OUTPUT, "qkv", fused), (OUTPUT, "head", X), **kept), alone) == ("head", OUTPUT)
-
-
-def test_an_inputs_gradient_may_be_a_part_of_it() -> None:
-    """Other stages use the input, too."""
-    out = [(OUTPUT, "first", X), (OUTPUT, "second", X)]
-    alone = notes(*out, (OF_OUTPUT, "second", X), (OF_INPUT, "second", Y), (OF_OUTPUT, "first", Y))
-    part = notes(*out, (OF_OUTPUT, "second", X), (OF_INPUT, "second", Y / 2), (OF_OUTPUT, "first", Y))
-    assert first(part, alone) is None
-    wrong = notes(*out, (OF_OUTPUT, "second", X), (OF_INPUT, "second", Y / 2), (OF_OUTPUT, "first", Y / 2))
-    assert first(wrong, alone) == ("second", OF_INPUT)
-    lost = notes(*out, (OF_OUTPUT, "second", X), (OF_INPUT, "second", Y), (OF_OUTPUT, "first", Y / 2))
-    assert first(lost, alone) == ("first", OF_OUTPUT)
-
-
-def test_a_gradient_that_has_not_come_differs_from_any_but_zeros() -> None:
-    for gradient, found in ((X, ("unit", OF_OUTPUT)), (X * 0, None)):
-        assert first(notes((OUTPUT, "unit", X)), notes((OUTPUT, "unit", X), (OF_OUTPUT, "unit", gradient))) == found
 
 
 def test_no_parameter_is_blamed_where_units_cannot_be_compared() -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -97,7 +98,7 @@ class Samples(Slow):
         return tuple(each[index % len(each)] for each in Blocks.batches()[0])
 
 
-def test_a_plan_counts_the_time_of_loading() -> None:
+def test_a_plan_counts_the_time_of_loading_which_workers_do_while_a_measured_step_runs() -> None:
     size = len(Blocks.batches()[0][0])
     loader = DataLoader(Samples(), batch_size=size)
     found: Plan = lightning_parallel.plan(Blocks(), loader, devices=2, device="h100")
@@ -106,17 +107,9 @@ def test_a_plan_counts_the_time_of_loading() -> None:
         assert expected <= row.time.loading < 2 * expected, str(row.choice)
         assert row.seconds == row.time.total
     assert "without workers" in str(found)
+    row = replace(found.best, waited=partial(Loaded(None, 8.0, 1).waited, replicas=1, speed=1.0))
+    assert [replace(row, measured=Measured(each, 1)).seconds for each in (1.0, 10.0)] == [8.0, 10.0]
     assert "Data:" not in str(lightning_parallel.plan(Blocks(), next(iter(loader)), devices=2, device="h100"))
-
-
-def test_workers_load_while_a_measured_step_runs() -> None:
-    size = len(Blocks.batches()[0][0])
-    loader = DataLoader(Samples(), batch_size=size, num_workers=1)
-    row = lightning_parallel.plan(Blocks(), loader, devices=2, device="h100").best
-    assert row.time.loading > 2 / 3 * row.time.total  # by the prediction it waits
-    short, long = (replace(row, measured=Measured(each, 1)) for each in (1e-3, 10.0))
-    assert short.seconds == pytest.approx(row.seconds)
-    assert long.seconds == 10.0
 
 
 def test_fewer_samples_than_were_tried_take_no_less_each() -> None:

@@ -21,7 +21,7 @@ from lightning_parallel.comparison import check, runs, timing
 from lightning_parallel.planning.layouts import Choice
 from recipes.compare.measure import held
 from recipes.models.gpt import GPT
-from tools.faults.models import Blocks, Pictures, Words
+from tools.faults.models import Base, Blocks, Pictures, Words
 from tools.workers.pool import WorkerPool
 
 COMMON = {"accelerator": "cpu", "precision": "32-true"}
@@ -38,11 +38,8 @@ class AdamBlocks(Blocks):
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
 
-MODELS = {kind.__name__: kind for kind in (AdamBlocks, Words)}
-
-
 class Counter(Callback):
-    """Counts what a rank holds, when gradients and the state are there."""
+    """Counts what a rank holds, when gradients are there, and the state after an update."""
 
     def __init__(self) -> None:
         self.found: dict[str, int] = {}
@@ -50,32 +47,27 @@ class Counter(Callback):
     def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Any) -> None:
         self.found = held(pl_module, trainer.optimizers)
 
-    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self.found["optimizer"] = held(pl_module, trainer.optimizers)["optimizer"]
 
-
-def counted(model: str, choice: Choice, devices: int) -> dict[str, int]:
-    kind, counter = MODELS[model], Counter()
-    shares = runs.Shares(kind.batches())
+def counted(kind: type[Base], choice: Choice, devices: int) -> dict[str, int]:
+    counter, shares = Counter(), runs.Shares(kind.batches())
     layout = check.layout_of(choice.strategy, choice.options, 2)
     trainer = runs.trainer_of(shares, counter, strategy=layout, devices=devices, **COMMON)
     runs.fit(trainer, kind(), None, shares)
     return counter.found
 
 
-@pytest.mark.parametrize(("model", "strategy", "devices", "data", "tensor"), [
-    ("AdamBlocks", "pipeline_zbv", 2, 1, 1),
-    ("AdamBlocks", "fully_sharded", 2, 2, 1),
-    ("Words", "pipeline_interleaved", 2, 1, 1),
-    ("Words", "tensor_parallel", 2, 1, 2),
-    ("AdamBlocks", "pipeline_1f1b", 4, 1, 2),
-    ("AdamBlocks", "pipeline_1f1b", 4, 2, 1),  # fully sharded
-    ("AdamBlocks", "pipeline_1f1b", 4, 2, 2),  # in one stage
+@pytest.mark.parametrize(("kind", "strategy", "devices", "data", "tensor"), [
+    (AdamBlocks, "pipeline_zbv", 2, 1, 1),
+    (AdamBlocks, "fully_sharded", 2, 2, 1),
+    (Words, "pipeline_interleaved", 2, 1, 1),
+    (Words, "tensor_parallel", 2, 1, 2),
+    (AdamBlocks, "pipeline_1f1b", 4, 1, 2),
+    (AdamBlocks, "pipeline_1f1b", 4, 2, 1),  # fully sharded
+    (AdamBlocks, "pipeline_1f1b", 4, 2, 2),  # in one stage
 ])  # fmt: skip
 def test_what_is_counted_on_ranks(
-    pool: WorkerPool, model: str, strategy: str, devices: int, data: int, tensor: int
+    pool: WorkerPool, kind: type[Base], strategy: str, devices: int, data: int, tensor: int
 ) -> None:
-    kind = MODELS[model]
     sharded = data > 1 and "pipeline" in strategy
     memory = "1KiB" if sharded else None  # with less, more is tried
     wanted = strategy, data, tensor, sharded
@@ -83,7 +75,7 @@ def test_what_is_counted_on_ranks(
         each for each in plan(kind(), kind.batches()[0], devices=devices, device="h100", memory=memory).found
         if (each.strategy, each.choice.data, each.choice.tensor, each.choice.sharded) == wanted
     )  # fmt: skip
-    on_ranks = pool.run(counted, devices, model, row.choice, devices, init=False)
+    on_ranks = pool.run(counted, devices, kind, row.choice, devices, init=False)
     names = ("gradients", "optimizer", "parameters")
     predicted = [{name: getattr(memory, name) for name in names} for memory in row.ranks]
     # The first rank of each stage has the larger parts; the last stage comes first.

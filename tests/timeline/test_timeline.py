@@ -86,14 +86,11 @@ def test_measured_bubble_equals_theory_where_the_run_is_ideal(name: str) -> None
         assert measured_bubble(each) == pytest.approx(simulate(SCHEDULES[name](4, 8)).bubble)
 
 
-def test_step_counts_as_busy_between_first_forward_and_last_backward() -> None:
+def test_a_step_counts_as_busy_inside_and_evaluation_is_neither_waiting_nor_work() -> None:
     rows = [[Span("forward", 0, 0.0, 1.0), Span("step", 0, 1.0, 2.0), Span("backward", 0, 3.0, 4.0)]]
     assert measured_bubble(rows) == pytest.approx(1 / 4)
     rows[0].append(Span("step", 1, 4.0, 9.0))
     assert measured_bubble(rows) == pytest.approx(1 / 4)
-
-
-def test_evaluation_is_neither_waiting_nor_work() -> None:
     training = rows_of(gpipe(2, 3))
     evaluating = [[Span("evaluate", 0, 1.0, 3.0)], [Span("evaluate", 0, 2.0, 5.0)]]
     rows = joined(evaluating, later(training, 10.0), later(evaluating, 20.0), later(training, 30.0))
