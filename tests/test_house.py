@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import graphlib
 import importlib
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
@@ -50,13 +49,13 @@ def tree_of(file: Path) -> ast.AST:
     return ast.parse(file.read_text())
 
 
-def imports(tree: ast.AST) -> Iterator[tuple[str, str | None]]:
+@cache
+def imports(file: Path) -> tuple[tuple[str, str | None], ...]:
     """Module and name of every import."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            yield from ((alias.name, None) for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            yield from ((node.module, alias.name) for alias in node.names)
+    nodes = [*ast.walk(tree_of(file))]
+    whole = [(alias.name, None) for node in nodes if isinstance(node, ast.Import) for alias in node.names]
+    parts = [(node.module, node.names) for node in nodes if isinstance(node, ast.ImportFrom) and node.module]
+    return (*whole, *((module, alias.name) for module, names in parts for alias in names))
 
 
 def is_private(name: str | None) -> bool:
@@ -76,7 +75,7 @@ def test_arrows_run_one_way() -> None:
     for file in modules(PACKAGE):
         inside = file.relative_to(PACKAGE)
         room = inside.parts[0].removesuffix(".py")
-        for module, name in imports(tree_of(file)) if room != "__init__" else ():
+        for module, name in imports(file) if room != "__init__" else ():
             words = [*module.split("."), *([name] if name else [])]
             if words[0] == "lightning_parallel":
                 assert row_of(words[1]) >= row_of(room), f"{inside} imports {module}"
@@ -88,13 +87,13 @@ def test_what_is_installed_knows_no_tools_and_tools_know_no_tests() -> None:
     for file in modules(*INSTALLED, ROOT / "tools"):
         later = {"tests"} | (set() if file.is_relative_to(ROOT / "tools") else {"tools"})
         later |= {"recipes"} if file.is_relative_to(PACKAGE) else set()
-        assert not {module.split(".")[0] for module, _ in imports(tree_of(file))} & later, file
+        assert not {module.split(".")[0] for module, _ in imports(file)} & later, file
 
 
 def test_recipes_have_no_import_circle() -> None:
     names = {".".join(file.relative_to(ROOT).with_suffix("").parts): file for file in modules(ROOT / "recipes")}
     arrows = {
-        name: {each for module, of in imports(tree_of(file)) for each in (module, f"{module}.{of}")} & names.keys()
+        name: {each for module, of in imports(file) for each in (module, f"{module}.{of}")} & names.keys()
         for name, file in names.items()
     }
     graphlib.TopologicalSorter(arrows).prepare()  # a circle is an error, which names it
@@ -103,7 +102,7 @@ def test_recipes_have_no_import_circle() -> None:
 def test_private_names_of_torch_and_lightning_stand_in_one_module_each() -> None:
     for file in {*modules(PACKAGE, ROOT / "recipes")} - PRIVATE:
         tree = tree_of(file)
-        for module, name in imports(tree):
+        for module, name in imports(file):
             if module.split(".")[0] in ("torch", "lightning", "torchmetrics"):
                 preloaded = module == "torch._dynamo" and name is None  # for its memory, no name of it is used
                 assert preloaded or not any(map(is_private, [*module.split("."), name])), f"{file}: {module}.{name}"
