@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator
-from contextlib import nullcontext
 from itertools import islice
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +12,6 @@ import lightning as L
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler, Subset, TensorDataset
@@ -21,7 +19,6 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sequenti
 from lightning_parallel import PipelineStrategy
 from lightning_parallel.loading.first_batch import trial_of
 from lightning_parallel.loading.read_ahead import ReadAhead
-from lightning_parallel.tracing.snapshot import StateKept
 
 ROWS = torch.arange(24, dtype=torch.float32).view(12, 2)
 
@@ -31,32 +28,22 @@ def looking() -> PipelineStrategy:
     return PipelineStrategy(microbatches=1, balance="layers")
 
 
-class Stream(IterableDataset[Any]):
-    """Gives each sample once."""
-
-    def __init__(self) -> None:
-        self.rows = iter(ROWS)
-
-    def __iter__(self) -> Iterator[Tensor]:
-        return self.rows
-
-
 class Goes(IterableDataset[Any]):
     """Goes on where it was left, each time it is iterated; with ``noise`` it draws, as each part of an epoch."""
 
-    def __init__(self, *, noise: bool, anew: bool = False) -> None:
-        self.rows, self.noise, self.anew = iter([*ROWS, *ROWS]), noise, anew
+    def __init__(self, noise: bool) -> None:
+        self.rows, self.noise = iter([*ROWS, *ROWS]), noise
 
     def __iter__(self) -> Iterator[Tensor]:
-        for row in islice(iter(ROWS) if self.anew else self.rows, 8):
+        for row in islice(self.rows, 8):
             yield row + torch.rand(2) if self.noise else row
 
 
 class Own:
     """A loader that isn't torch's."""
 
-    def __init__(self, **options: bool) -> None:
-        self.rows = Goes(**options)
+    def __init__(self, noise: bool) -> None:
+        self.rows = Goes(noise)
 
     def __iter__(self) -> Iterator[Tensor]:
         for row in self.rows:
@@ -99,20 +86,6 @@ class Random(torch.utils.data.Dataset[Tensor]):
 
     def __getitem__(self, index: int) -> Tensor:
         return ROWS[index] + torch.rand(2)
-
-
-class Counts(torch.utils.data.Sampler[int]):
-    """Shuffles by its own count of the epochs."""
-
-    def __init__(self) -> None:
-        self.epoch = 0
-
-    def __len__(self) -> int:
-        return 12
-
-    def __iter__(self) -> Iterator[int]:
-        self.epoch += 1
-        return iter(torch.randperm(12, generator=torch.Generator().manual_seed(self.epoch)).tolist())
 
 
 class Draws:
@@ -187,15 +160,11 @@ def loader(kind: str) -> Any:
         "shuffled": lambda: DataLoader(rows, batch_size=4, shuffle=True),
         "own generator": lambda: DataLoader(rows, batch_size=4, shuffle=True, generator=generator),
         "augmented": lambda: DataLoader(Random(), batch_size=4, shuffle=True),
-        "counts": lambda: DataLoader(rows, batch_size=4, sampler=Counts()),
-        "draws": lambda: DataLoader(rows, batch_size=4, sampler=Draws()),  # type: ignore[arg-type]
         "drawn batches": lambda: DataLoader(rows, batch_sampler=BatchSampler(Draws(), 4, False)),
         "noisy": lambda: DataLoader(Subset(Noisy(), range(11, -1, -1)), batch_size=4),
         "closes": lambda: DataLoader(Closes(), batch_size=4),
-        "stream": lambda: DataLoader(Stream(), batch_size=4),
         "noisy slices": lambda: DataLoader(Goes(noise=True), batch_size=4),
         "own noisy slices": lambda: Own(noise=True),
-        "own anew": lambda: Own(noise=True, anew=True),
         "its own iterator": ItsOwnIterator,
         "once": Once,
         "two own": lambda: [Own(noise=True), Own(noise=True)],
@@ -218,8 +187,8 @@ def trained(kind: str, strategy: Any, net: type[Net] = Net) -> Net:
 
 
 @pytest.mark.parametrize("kind", [
-    "shuffled", "own generator", "augmented", "counts", "noisy", "closes", "stream", "several", "draws",
-    "drawn batches", "noisy slices", "own noisy slices", "own anew", "its own iterator", "once", "two own",
+    "own generator", "augmented", "noisy", "closes", "several", "drawn batches", "noisy slices", "own noisy slices",
+    "its own iterator", "once", "two own",
 ])  # fmt: skip
 def test_training_sees_the_batches_that_it_would_have_seen(kind: str) -> None:
     expected = trained(kind, "auto")
@@ -256,8 +225,8 @@ class Hooked(Net):
 class InPlace(Net):
     """Changes its batch."""
 
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return super().training_step(batch.mul_(0.5), batch_idx)
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return batch.mul_(0.5)
 
 
 def test_a_look_leaves_a_batch_that_is_put_back_as_it_was() -> None:
@@ -297,42 +266,11 @@ def test_after_an_error_at_set_up_the_module_is_asked_for_its_loaders_again() ->
     assert module.asked == 2 and module.seen
 
 
-class Tried(SingleDeviceStrategy):
-    """Runs the first step ahead, twice, before Lightning sets the module up."""
-
-    sizes: list[int]
-    collectives = SimpleNamespace(inside_trial=nullcontext)  # one process meets nobody
-
-    def setup(self, trainer: L.Trainer) -> None:
-        module, self.sizes = trainer.lightning_module, []
-        step = module.training_step
-
-        def noting(batch: Any, batch_idx: int) -> Any:
-            self.sizes.append(len(batch[0]))
-            return step(batch, batch_idx)
-
-        module.training_step = noting  # type: ignore[method-assign]
-        run = trial_of(SimpleNamespace(trainer=trainer, module=module))  # type: ignore[arg-type]
-        with StateKept(module):
-            run()
-            run()
-        del module.training_step
-        super().setup(trainer)
-
-
-def test_a_trial_takes_some_samples_and_leaves_the_loader_as_it_was() -> None:
-    strategy = Tried(torch.device("cpu"))
-    module, expected = trained("shuffled", strategy), trained("shuffled", "auto")
-    assert strategy.sizes == [4, 4]
-    torch.testing.assert_close(module.seen, expected.seen, rtol=0, atol=0)
-    assert module.asked == 1
-
-
 def test_a_step_that_optimizes_by_hand_is_not_run_ahead() -> None:
-    trainer, module = trainer_with(Tried(torch.device("cpu"))), Net("plain")
+    module = Net("plain")
     module.automatic_optimization = False
     with pytest.raises(RuntimeError, match="with manual optimization it can't be run ahead"):
-        trainer.fit(module)
+        trial_of(SimpleNamespace(trainer=None, module=module))  # type: ignore[arg-type]
 
 
 def test_a_loader_that_cannot_give_its_first_batch_again_is_refused() -> None:
