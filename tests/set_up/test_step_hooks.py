@@ -6,10 +6,8 @@ from functools import partial
 from typing import Any
 
 import lightning as L
-import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from lightning_parallel.absent.origins import parameter_of
 from lightning_parallel.cuts.search import partition
@@ -54,28 +52,6 @@ def test_each_runs_as_far_as_it_only_reads_the_trainer() -> None:
     StepHooks(module, torch.ones(3, 2))("an output")
     assert module.trainer is trainer
     assert module.did == [("start", 3, 0), "step", ("end", {"loss": "an output"}, 0)]
-
-
-class Averages(Net):
-    """Keeps averages that no step calls, so their count has its value in the trace of a step."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-        self.average = AveragedModel(self.layer, multi_avg_fn=get_ema_multi_avg_fn(0.9))
-
-    def on_train_batch_end(self, *args: Any) -> None:
-        self.average.update_parameters(self.layer)
-
-
-def test_the_count_of_torch_s_averages_has_to_be_on_each_stage() -> None:
-    module, batch = Averages(), torch.ones(3, 2)
-    hooks = StepHooks(module, batch)
-    parts = partition(module, partial(module.training_step, batch, 0), 2, hooks=hooks)
-    (stage,) = {0, 1} - {*parts.holders_of("average.n_averaged")}
-    with pytest.raises(ValueError, match="on_train_batch_end asks for the value of 'average.n_averaged'"):
-        hooks.check(parts, stage)
-    assert float(module.average.n_averaged) == 0
 
 
 class Follows(Net):
