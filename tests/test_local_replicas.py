@@ -5,12 +5,9 @@ Gradients, errors, and dropout that is computed again, are shown in strategies/t
 
 from __future__ import annotations
 
-import random
 from collections import namedtuple
-from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -54,22 +51,6 @@ def test_replicas_on_gpus_train_as_one_model(replicas: int) -> None:
 
 
 # -- what runs in a replica --------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("draw", [
-    lambda: torch.rand(2).tolist(), lambda: [random.random()], lambda: np.random.rand(2).tolist(),
-    lambda: torch.nn.functional.dropout(torch.ones(64)).tolist(),
-])  # fmt: skip
-def test_replicas_draw_other_numbers_each_and_the_same_in_every_run(draw: Callable[[], list[float]]) -> None:
-    runs = []
-    for _ in range(2):
-        torch.manual_seed(3), random.seed(3), np.random.seed(3)
-        drawn: list[list[float]] = []
-        for _ in range(2):
-            on_replicas(lambda *_: drawn.append(draw()), nn.Linear(1, 1), torch.zeros(3), CPUS)  # noqa: B023
-        runs.append(drawn)
-        assert all(a != b for a in drawn for b in drawn if a is not b)
-    assert runs[0] == runs[1]
 
 
 class Net(nn.Module):
