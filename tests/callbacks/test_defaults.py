@@ -69,10 +69,8 @@ def fit(callback: str, strategy: str, options: dict[str, Any] | None = None, **g
     callbacks: list[Callback] = [MAKE[callback]()]
     options = options or {}
     module.batch_size //= options.get("data_parallel", 1)
-    epochs = 3
-    if callback == "LearningRateFinder":  # in sixteen steps it tries as many rates
-        epochs = 16 if strategy == "fsdp" else 8
-    trainer = make_trainer(strategy, callbacks, options, max_epochs=epochs, **given)
+    given |= {"max_epochs": -1, "max_steps": 2} if callback == "LearningRateFinder" else {"max_epochs": 3}
+    trainer = make_trainer(strategy, callbacks, options, **given)
     trainer.fit(module)
     report.weights = {name: complete(p.detach()) for name, p in here(module).items()}
     report.shards = trainer.strategy.local_model.shards if strategy not in ("single", "data") else {}  # type: ignore[attr-defined]
