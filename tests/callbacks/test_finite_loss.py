@@ -14,11 +14,10 @@ from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import Tensor
 
 from lightning_parallel import FiniteLoss
-from tests.callbacks.test_preemption import Model, loaders, make_trainer
+from tests.callbacks.test_preemption import WORLDS, Model, loaders, make_trainer
 from tests.thorough import thorough
 from tools.workers.pool import WorkerPool
 
-WORLDS = {"single": 1, "threads": 1, "of stages": 4}  # of others 2
 NOT_EACH_THIRD = {number for number in range(30) if number % 3}
 
 

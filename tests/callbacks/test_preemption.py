@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import signal
 import warnings
+from collections.abc import Callable
 from contextlib import suppress
 from itertools import cycle
 from typing import Any
@@ -18,16 +19,8 @@ from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_parallel import (
-    AsyncPipelineStrategy,
-    DataParallelStrategy,
-    ExactResume,
-    FullyShardedStrategy,
-    PipelineStrategy,
-    Preemption,
-    ResumableDataLoader,
-    TensorParallelStrategy,
-)
+import lightning_parallel as lp
+from tests.strategies import harness
 from tests.strategies.harness import complete, here
 from tests.strategies.saves import SavesIn
 from tests.thorough import thorough
@@ -78,42 +71,40 @@ class Model(pl.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": how}
 
 
-def strategy_of(name: str) -> tuple[Any, dict[str, Any]]:
-    """The strategy, and what else the Trainer needs."""
-    layers = ["first", "second", "last"]
-    plan = {"first.0": "column", "second.0": "row"}
-    return {
-        "single": lambda: ("auto", {"devices": 1, "callbacks": [Preemption(), ExactResume()]}),
-        "ddp": lambda: ("ddp", {"devices": 2, "callbacks": [Preemption(), ExactResume()]}),
-        "pipeline": lambda: (PipelineStrategy(microbatches=2, layers=layers), {"devices": 2}),
-        "replicas": lambda: (PipelineStrategy(microbatches=2, stages=1), {"devices": 2}),
-        "of stages": lambda: (AsyncPipelineStrategy(microbatches=2, stages=2, layers=layers), {"devices": 4}),
-        "asynchronous": lambda: (AsyncPipelineStrategy(microbatches=2, layers=layers), {"devices": 2}),
-        "asynchronous in a V": lambda: (AsyncPipelineStrategy(microbatches=2, schedule="vmin"), {"devices": 2}),
-        "tensor": lambda: (TensorParallelStrategy(plan=plan), {"devices": 2}),
-        "fully sharded": lambda: (FullyShardedStrategy(), {"devices": 2}),
-        "threads": lambda: (DataParallelStrategy(), {"devices": 2}),
-    }[name]()
+LAYERS = ["first", "second", "last"]
+STRATEGIES: dict[str, Callable[[], Any]] = {
+    "single": lambda: "auto",
+    "ddp": lambda: "ddp",
+    "pipeline": lambda: lp.PipelineStrategy(microbatches=2, layers=LAYERS),
+    "replicas": lambda: lp.PipelineStrategy(microbatches=2, stages=1),
+    "of stages": lambda: lp.AsyncPipelineStrategy(microbatches=2, stages=2, layers=LAYERS),
+    "asynchronous": lambda: lp.AsyncPipelineStrategy(microbatches=2, layers=LAYERS),
+    "asynchronous in a V": lambda: lp.AsyncPipelineStrategy(microbatches=2, schedule="vmin"),
+    "tensor": lambda: lp.TensorParallelStrategy(plan={"first.0": "column", "second.0": "row"}),
+    "fully sharded": lp.FullyShardedStrategy,
+    "threads": lp.DataParallelStrategy,
+}
+WORLDS = {"single": 1, "threads": 1, "of stages": 4}  # of others 2
 
 
 def make_trainer(
     name: str, saved_before: int | None = None, *, save_weights_only: bool = False, **options: Any
 ) -> pl.Trainer:
-    strategy, more = strategy_of(name)
+    strategy = STRATEGIES[name]()
+    brought = [lp.Preemption(), lp.ExactResume()] if isinstance(strategy, str) else []
     saves = SavesIn("on_train_batch_start", "saved/before.ckpt", saved_before)
     checkpoint = ModelCheckpoint(dirpath="saved", save_top_k=0, save_weights_only=save_weights_only)
-    callbacks = [*more.pop("callbacks", []), *options.pop("callbacks", []), saves, checkpoint]
-    settings = {"max_epochs": EPOCHS, "val_check_interval": EVERY, "num_sanity_val_steps": 1, **more, **options}
-    return pl.Trainer(
-        accelerator="cpu", strategy=strategy, callbacks=callbacks, logger=False, enable_progress_bar=False,
-        enable_model_summary=False, use_distributed_sampler=False, **settings,
-    )  # fmt: skip
+    callbacks = [*brought, *options.pop("callbacks", []), saves, checkpoint]
+    devices = 2 if name == "threads" else WORLDS.get(name, 2)
+    own = {"val_check_interval": EVERY, "num_sanity_val_steps": 1, "use_distributed_sampler": False, "devices": devices}
+    settings = {"strategy": strategy, "max_epochs": EPOCHS, "enable_checkpointing": True, **own, **options}
+    return harness.make_trainer("single", callbacks, {}, **settings)
 
 
 def loaders() -> tuple[DataLoader, DataLoader]:
     generator = torch.Generator().manual_seed(1)
     data = TensorDataset(torch.randn(24, 4, generator=generator), torch.randn(24, 2, generator=generator))
-    return ResumableDataLoader(data, batch_size=4, shuffle=True), DataLoader(data, batch_size=4)
+    return lp.ResumableDataLoader(data, batch_size=4, shuffle=True), DataLoader(data, batch_size=4)
 
 
 def train(name: str, kill: Kill | None, drained_before: int | None = None) -> dict[str, Any]:
@@ -158,7 +149,6 @@ def assert_equal(found: list[dict[str, Any]], expected: list[dict[str, Any]]) ->
         assert parameters[1]
 
 
-WORLDS = {"single": 1, "threads": 1, "ddp": 2, "fully sharded": 2, "tensor": 2, "pipeline": 2}
 # After a batch in the middle of an epoch, before a validation, at an epoch's end, and at the end.
 BATCHES_OF_SIGNALS = [1, 2, BATCHES - 1, EPOCHS * BATCHES - 1]
 
@@ -173,7 +163,7 @@ BATCHES_OF_SIGNALS = [1, 2, BATCHES - 1, EPOCHS * BATCHES - 1]
 def test_a_run_that_was_stopped_goes_on_as_if_it_had_not_been(
     pool: WorkerPool, name: str, step: str, batches: list[int]
 ) -> None:
-    world = WORLDS[name]
+    world = WORLDS.get(name, 2)
     whole = pool.run(train, world, name, None, init=False)
     for batch, number in zip(batches, cycle(SIGNALS), strict=False):
         kill: Kill = (step, batch, world - 1, number)
@@ -233,13 +223,13 @@ def stop_one(name: str) -> dict[str, tuple[int, int]]:
 
 
 @pytest.mark.parametrize("name", [
-    "pipeline", "of stages", *thorough("asynchronous", "tensor", "replicas", "fully sharded", "ddp")
+    "pipeline", "asynchronous", *thorough("of stages", "tensor", "replicas", "fully sharded", "ddp")
 ])  # fmt: skip
 def test_all_ranks_stop_if_one_wants_to(pool: WorkerPool, name: str) -> None:
     """Otherwise the others would wait for it until the timeout."""
     # The first stage may be a batch ahead of the last one. So what one rank wants after a batch, all do two later.
     ends = ENDS | {"on_train_batch_end": (1, 3)} if name in ("of stages", "asynchronous") else ENDS
-    world = 4 if name == "of stages" else 2
+    world = WORLDS.get(name, 2)
     assert pool.run(stop_one, world, name, init=False) == [ends] * world
 
 
