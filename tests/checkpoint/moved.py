@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 import lightning_parallel as lp
 from lightning_parallel.checkpoint import read_full, read_plain
 from tests.strategies.dealt import dealt
-from tests.strategies.harness import largest_difference, spoil
+from tests.strategies.harness import largest_difference, make_trainer, spoil
 from tests.strategies.saves import SavesIn
 from tools.workers.pool import WorkerPool
 
@@ -122,10 +122,7 @@ AVERAGES: dict[str, Callable[[], list[Callback]]] = {
 def trainer_of(layout: str, *callbacks: Callback, **given: Any) -> L.Trainer:
     """That writes nothing and shows nothing."""
     devices, strategy = LAYOUTS[layout]
-    return L.Trainer(
-        accelerator="cpu", devices=devices, strategy=strategy(), callbacks=[*callbacks], logger=False,
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, **given,
-    )  # fmt: skip
+    return make_trainer("single", [*callbacks], {}, devices=devices, strategy=strategy(), **given)
 
 
 def train(
@@ -136,7 +133,7 @@ def train(
     callbacks = [*AVERAGES[average](), *([] if saved is None else [SavesIn("on_train_batch_start", saved, MIDDLE)])]
     if layout in ("single", "ddp2"):
         callbacks += [lp.ExactResume()]
-    given = {"num_sanity_val_steps": 1, "use_distributed_sampler": False, "gradient_clip_val": 0.5}
+    given = {"max_epochs": -1, "num_sanity_val_steps": 1, "use_distributed_sampler": False, "gradient_clip_val": 0.5}
     trainer, module = trainer_of(layout, *callbacks, max_steps=STEPS, **given), kind()
     if first is not None:
         spoil(module)

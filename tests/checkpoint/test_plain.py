@@ -123,25 +123,28 @@ def test_nothing_there_is_said(tmp_path: Path) -> None:
 
 # -- what is converted is what it was -----------------------------------------------------------------------------
 
-WEIGHTS = {"a": torch.randn(3, 4), "b": torch.ones(2, dtype=torch.bfloat16), "c": torch.tensor(3)}
+WEIGHTS = {"a": torch.randn(20, 30), "b": torch.ones(2, dtype=torch.bfloat16), "c": torch.tensor(3)}
 
 
-@pytest.fixture
-def directory(tmp_path: Path) -> Path:
-    """Of one process that has two optimizers."""
+def write(path: Path) -> Path:
+    """The checkpoint of one process that has two optimizers."""
     states = [
         OptimizerState(
-            {"b": {"step": torch.tensor(5.0)}, "a": {"exp_avg": torch.ones(3, 4), "kept": 3}},
+            {"b": {"step": torch.tensor(5.0)}, "a": {"exp_avg": torch.ones(20, 30), "kept": 3}},
             [{"lr": 0.1, "params": ["b"]}, {"lr": 0.2, "params": ["a"]}],
         ),
         OptimizerState({}, [{"lr": 0.3, "params": ["a"]}]),
     ]
-    path = tmp_path / "last.ckpt"
     format.save(
         path, model=WEIGHTS, optimizers=states, trainer={"epoch": 3, "lr_schedulers": [{}]}, aliases={"d": "a"},
         rank_state={"torch": torch.arange(3)}, coordinate="pp0.dp0.tp0",
     )  # fmt: skip
     return path
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    return write(tmp_path / "last.ckpt")
 
 
 def test_a_directory_becomes_what_torch_opens(directory: Path, tmp_path: Path) -> None:
