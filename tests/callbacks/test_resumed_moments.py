@@ -19,6 +19,7 @@ from torchmetrics.wrappers import LambdaInputTransformer, Running
 
 import lightning_parallel as lp
 from lightning_parallel.private.lightning.batches import ends_update
+from tests.strategies.harness import make_trainer
 from tests.thorough import thorough
 from tools.workers.pool import WorkerPool
 
@@ -109,10 +110,8 @@ def run(
     brought = [*options.pop("callbacks", [])]
     brought += [] if isinstance(strategy, lp.PipelineStrategy) else [lp.Preemption(), lp.ExactResume()]
     torch.manual_seed(5)
-    trainer = L.Trainer(
-        accelerator="cpu", strategy=strategy, callbacks=[Saves(saves, hook), *brought], logger=False,
-        enable_progress_bar=False, enable_model_summary=False, **{"devices": 1, "max_epochs": 3, **options},
-    )  # fmt: skip
+    given = {"strategy": strategy, "max_epochs": 3, "num_sanity_val_steps": 2, "enable_checkpointing": True, **options}
+    trainer = make_trainer("single", [Saves(saves, hook), *brought], {}, **given)
     trainer.fit(module, ckpt_path=resumed)
     metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
     return module.events, metrics, trainer.fit_loop.epoch_loop._batches_that_stepped
@@ -184,11 +183,7 @@ def test_a_save_inside_a_batch_has_it_before_its_update(tmp_path: Path) -> None:
 
 def test_a_second_fit_has_nothing_of_the_run_that_the_first_one_resumed(tmp_path: Path) -> None:
     run(None, tmp_path, "on_validation_end", {"max_epochs": 1})
-    module, callback = Scheduled("epoch"), lp.ExactResume()
-    trainer = L.Trainer(
-        accelerator="cpu", callbacks=[callback], max_epochs=2, logger=False, enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False, limit_val_batches=0,
-    )  # fmt: skip
+    module, trainer = Scheduled("epoch"), make_trainer("single", [lp.ExactResume()], {}, limit_val_batches=0)
     trainer.fit(module, ckpt_path=tmp_path / "0.ckpt")
     assert "val" in trainer.callback_metrics
     trainer.fit_loop.max_epochs = 3

@@ -5,7 +5,6 @@ What to do then: find what replaces the name, in Lightning's changelog or source
 
 from __future__ import annotations
 
-import inspect
 import signal
 import traceback
 from datetime import timedelta
@@ -23,11 +22,11 @@ from lightning.pytorch.utilities import CombinedLoader
 
 from lightning_parallel import PipelineStrategy
 from lightning_parallel.private import lightning as lightning_private
+from tests.strategies.harness import make_trainer
 
 
 def trainer(*callbacks: Callback, **given: Any) -> L.Trainer:
-    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
-    return L.Trainer(**({"accelerator": "cpu", "max_steps": 2, "callbacks": list(callbacks)} | quiet | given))
+    return make_trainer("single", [*callbacks], {}, **{"max_steps": 2} | given)
 
 
 META = torch.device("meta")
@@ -151,25 +150,3 @@ def test_requeue_by_slurm_saves_and_requeues_at_its_signal_only(
     monkeypatch.setattr(made, "save_checkpoint", lambda path: called.append([Path(path).name]))
     assert lightning_private.signals.requeue_by_slurm(made, signal.SIGUSR1)
     assert called == [["hpc_ckpt_1.ckpt"], ["scontrol", "requeue", "7"]]
-
-
-# -- not promised by Lightning -------------------------------------------------------------------------------
-
-
-def test_between_batches_leaves_out_the_one_broadcast_before_a_batch() -> None:
-    """Otherwise no stage could start a batch before the last one does."""
-    from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
-
-    assert "torch.distributed.broadcast" in inspect.getsource(_TrainingEpochLoop._broadcast_sigterm_tensor)
-    assert "self._broadcast_sigterm_tensor()" in inspect.getsource(_TrainingEpochLoop.advance)
-    assert inspect.getsource(_TrainingEpochLoop).count("distributed.broadcast") == 1
-
-
-def test_workers_are_seeded_where_no_init_function_is_given() -> None:
-    """Strategies give one, seeded by replica, before Lightning would give its own, seeded by rank."""
-    from lightning.fabric.utilities.seed import pl_worker_init_function
-    from lightning.pytorch.trainer.connectors import data_connector
-
-    source = inspect.getsource(data_connector._process_dataloader)
-    assert source.index("strategy.process_dataloader") < source.index("_auto_add_worker_init_fn")
-    assert list(inspect.signature(pl_worker_init_function).parameters) == ["worker_id", "rank"]

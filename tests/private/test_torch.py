@@ -107,7 +107,7 @@ def test_a_group_is_made_by_its_members_alone(pool: WorkerPool) -> None:
 
 
 def test_only_what_gloo_says_of_addresses_becomes_an_error_with_the_setting() -> None:
-    """That these are gloo's words is shown between two machines, in ranks/test_process_group.py."""
+    """That these are gloo's words is shown between two machines, in clusters/test_slurm.py."""
     for words, said in (
         ("Gloo connectFullMesh failed with [pair.cc:152] SO_ERROR, remote=[127.0.0.1]:1$0", "at 127.0.0.1.*GLOO_"),
         ("Gloo connectFullMesh failed with [pair.h:311] Connect timeout [none]", "the ranks. .*GLOO_"),
