@@ -16,27 +16,6 @@ from lightning_parallel.ranks.layout import Layout
 from tools.workers.pool import WorkerPool
 
 
-def sums_of_groups(late: int) -> list[float]:
-    """A sum in each of three groups, which are closed as after an error. When a rank is late, the store still has what
-    it wrote for the last one."""
-    found = []
-    for number in range(3):
-        environment = TorchElasticEnvironment()
-        if environment.global_rank() == late and number:
-            time.sleep(0.05)
-        layout = Layout.resolve(2, environment.global_rank(), data=2)
-        process_group.join(environment, layout, "gloo", timedelta(seconds=20))
-        total = torch.ones(1)
-        dist.all_reduce(total)
-        found.append(total.item())
-        process_group.close()
-    return found
-
-
-def test_a_group_can_be_joined_after_one_that_was_closed(pool: WorkerPool) -> None:
-    assert pool.run(sums_of_groups, 2, 1, init=False) == [[2.0, 2.0, 2.0]] * 2
-
-
 def sum_after_a_restart(ranks: list[int]) -> float:
     """torchrun starts all again, when some ranks had come to make a group. Its store keeps what they have written."""
     environment, wait = TorchElasticEnvironment(), timedelta(seconds=20)
