@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import Tensor
 from torch.nn import functional
 
-from tests.strategies.harness import make_trainer
+from tests.strategies.harness import train
 from tests.strategies.models import LeNet
 from tools.workers.pool import WorkerPool
 
@@ -33,14 +34,11 @@ class Uneven(LeNet):
         return functional.cross_entropy(images, labels)
 
 
-def fit_uneven(how: str) -> None:
-    make_trainer("sync", [], {}, max_epochs=1).fit(Uneven(how), LeNet.loader())
-
-
 @pytest.mark.parametrize(("how", "words"), [
     ("leaves a layer out", "call 9 is 'net.8' on the first rank, and 'net.9' on rank 1"),
     ("ends early", "call 10 is 'net.9' on the first rank, and the end on rank 1"),
     ("fails", "no luck"),
 ])  # fmt: skip
 def test_a_step_that_differs_on_one_rank_is_refused_on_all(pool: WorkerPool, how: str, words: str) -> None:
-    assert all(words in str(failure) for failure in pool.run(fit_uneven, 2, how, init=False, expect_errors=True))
+    failures = pool.run(train, 2, partial(Uneven, how), "sync", init=False, expect_errors=True)
+    assert all(words in str(failure) for failure in failures)

@@ -15,7 +15,7 @@ from torch.nn import functional
 import lightning_parallel as lp
 from tests.strategies.equality import EXACT
 from tests.strategies.failures import assert_refused
-from tests.strategies.harness import Report, joined, largest_difference, make_trainer, train
+from tests.strategies.harness import joined, largest_difference, make_trainer, train
 from tests.strategies.models import LeNet
 from tools.workers.pool import WorkerPool
 
@@ -34,15 +34,12 @@ def test_asynchronous_replicas_have_the_numbers_of_one_pipeline(pool: WorkerPool
     assert largest_difference(joined(reports, "weights"), joined(whole, "weights")) < EXACT
 
 
-def fit_unseeded(model: str, strategy: str, options: dict[str, Any]) -> Report:
+class Shifted(Callback):
     """Every rank begins with weights of its own."""
 
-    class Shifted(Callback):
-        def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-            for parameter in pl_module.parameters():
-                parameter.data.add_(trainer.global_rank)
-
-    return train(model, strategy, options, callbacks=[Shifted()], max_epochs=1)
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        for parameter in pl_module.parameters():
+            parameter.data.add_(trainer.global_rank)
 
 
 @pytest.mark.parametrize(("model", "strategy", "options"), [
@@ -54,7 +51,8 @@ def fit_unseeded(model: str, strategy: str, options: dict[str, Any]) -> Report:
 def test_copies_begin_equal_whatever_the_ranks_were_given(
     pool: WorkerPool, model: str, strategy: str, options: dict[str, Any]
 ) -> None:
-    joined(pool.run(fit_unseeded, 2, model, strategy, options, init=False), "weights")  # asserts that they agree
+    reports = pool.run(train, 2, model, strategy, options, callbacks=[Shifted()], init=False)
+    joined(reports, "weights")  # asserts that they agree
 
 
 class Normalised(LeNet):
@@ -122,13 +120,9 @@ class Growing(LeNet):
 
 
 def test_buffers_of_unequal_sizes_are_refused(pool: WorkerPool) -> None:
-    failures = pool.run(fit_growing, 2, init=False, expect_errors=True)
+    given = {"batch_size": 4, "limit_val_batches": 0, "init": False, "expect_errors": True}
+    failures = pool.run(train, 2, Growing, "sync", {"stages": 1}, **given)
     assert_refused(failures, "ValueError", ["'seen'", "persistent=False"])
-
-
-def fit_growing() -> None:
-    trainer = make_trainer("sync", [], {"stages": 1}, max_epochs=2, limit_val_batches=0)
-    trainer.fit(Growing(), Growing.loader(batch_size=4))
 
 
 class Plateaued(LeNet):
