@@ -79,23 +79,15 @@ def test_parts_of_one_sample_in_which_nothing_counts_are_warned_of() -> None:
     assert asked.count("loss") == 1 and asked.count("accuracy") < 20  # each is a dry run of the step
 
 
-def replayed(recorder: LogRecorder) -> list[tuple[str, Any, dict[str, Any]]]:
-    calls: list[tuple[str, Any, dict[str, Any]]] = []
-
-    def log(name: str, value: Any, **options: Any) -> None:
-        calls.append((name, value, options))
-
-    recorder.replay(log)
-    return calls
-
-
 def test_no_graph_is_kept_and_later_changes_in_place_do_not_show() -> None:
     loss = torch.ones((), requires_grad=True) * 2
     recorder = LogRecorder()
     recorder.log("loss", loss)
     with torch.no_grad():
         loss.mul_(100)
-    ((_, value, _),) = replayed(recorder)
+    values = list[Any]()
+    recorder.replay(lambda name, value, **_: values.append(value))
+    (value,) = values
     assert value.item() == 2.0 and not value.requires_grad
 
 

@@ -7,19 +7,13 @@ the difference: what is left to compare is where the values went.
 from __future__ import annotations
 
 import csv
-import os
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import (
-    Callback,
-    EarlyStopping,
-    LearningRateMonitor,
-    ModelCheckpoint,
-)
+from lightning.pytorch.callbacks import Callback, EarlyStopping, LearningRateMonitor, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 
 from tests.strategies.failures import LIMIT, assert_lost, assert_refused
@@ -29,13 +23,16 @@ from tools.workers.pool import WorkerPool
 
 EXACT = 1e-6  # float32
 STAGES = {"sync": 2, "async": 3}
-BOTH = pytest.mark.parametrize("strategy", ["sync", "async"])
 
 
 # -- what callbacks read -------------------------------------------------------------------------------------
 
 
 class Scheduled(Observed):
+    def on_train_epoch_end(self) -> None:
+        super().on_train_epoch_end()
+        _ = self.trainer.log_dir  # which Lightning sends to all ranks, where only the last stage is
+
     def configure_optimizers(self) -> Any:
         optimizer = super().configure_optimizers()
         return {"optimizer": optimizer, "lr_scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)}
@@ -114,26 +111,6 @@ def test_every_rank_reads_what_a_single_process_reads(
     assert [path.name for path in (many / "csv").iterdir()] == ["version_0"]  # and no other rank's
 
 
-class LogsGradients(Net):
-    def on_before_optimizer_step(self, optimizer: Any) -> None:
-        self.log("norm", sum(float(p.grad.norm()) for p in self.parameters() if p.grad is not None))
-
-
-def keep_by_gradients(strategy: str, directory: Path) -> Any:
-    keeper = ModelCheckpoint(directory, "{step}", monitor="norm", every_n_train_steps=1, save_top_k=2)
-    make_trainer(strategy, [keeper], enable_checkpointing=True, max_epochs=1).fit(LogsGradients(), loader(16))
-    return {Path(path).name: float(score) for path, score in keeper.best_k_models.items()}
-
-
-@BOTH
-def test_ranks_agree_on_a_metric_that_each_computes_of_its_own_parameters(
-    pool: WorkerPool, tmp_path: Path, strategy: str
-) -> None:
-    last, *others = pool.run(keep_by_gradients, 3, strategy, tmp_path, init=False, timeout=30)
-    assert len(last) == 2
-    assert others == [last, last]
-
-
 # -- checkpoints, early stopping, schedulers -----------------------------------------------------------------
 
 
@@ -164,6 +141,13 @@ class ByStep(Decided):
         return made
 
 
+class LogsGradients(Decided):
+    """Each rank logs a metric of its own parameters, on which they have to agree."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.log("norm", sum(float(p.grad.norm()) for p in self.parameters() if p.grad is not None))
+
+
 class Rates(Callback):
     def __init__(self) -> None:
         self.seen: list[float] = []
@@ -187,15 +171,19 @@ def decide(strategy: str, moves: bool, kind: type[Decided], directory: Path, **o
     ("sync", Decided, {"monitor": "val_trend", "mode": "max", "save_top_k": 2, "filename": "{step}-{val_trend:.3f}"}),
     ("sync", ByStep, {"monitor": "train_mean_by_hand", "save_on_train_epoch_end": True, "filename": "{epoch}"}),
     ("async", Decided, {"monitor": "train_loss_step", "every_n_train_steps": 3, "filename": "{step}-{train_acc:.3f}"}),
+    *((name, LogsGradients, {"monitor": "norm", "every_n_train_steps": 1, "save_top_k": 2}) for name in STAGES),
 ])  # fmt: skip
 def test_callbacks_and_schedulers_decide_on_every_rank_as_in_a_single_process(
     pool: WorkerPool, tmp_path: Path, strategy: str, kind: type[Decided], options: dict[str, Any]
 ) -> None:
-    moves = strategy == "sync"
-    (expected,) = pool.run(decide, 1, "single", moves, kind, tmp_path / "single", init=False, **options)
+    of_parts = kind is LogsGradients
+    moves = strategy == "sync" or of_parts
+    found = pool.run(decide, STAGES[strategy], strategy, moves, kind, tmp_path / "many", init=False, **options)
+    expected = found[0]
+    if not of_parts:
+        (expected,) = pool.run(decide, 1, "single", moves, kind, tmp_path / "single", init=False, **options)
     _, kept, _, (steps, *_), rates = expected
     assert kept and 0 < steps < 8 * 4 and rates[-1] < rates[0]
-    found = pool.run(decide, STAGES[strategy], strategy, moves, kind, tmp_path / "many", init=False, **options)
     for rank, decided in enumerate(found):
         assert_same(decided, expected, f"rank {rank}")
     assert {path.name for path in (tmp_path / "many").iterdir()} == {*kept}
@@ -234,23 +222,6 @@ def test_a_checkpoint_where_not_all_ranks_meet_is_refused(
     last, *others = pool.run(fit_saving, 2, strategy, kind, init=False, expect_errors=True, timeout=LIMIT)
     assert_refused([last], "RuntimeError", ["A checkpoint needs every rank", place, "callback"])
     assert_lost(others)
-
-
-def log_directory(strategy: str) -> list[str | None]:
-    seen: list[str | None] = []
-
-    class Looks(Net):
-        def on_train_epoch_end(self) -> None:
-            seen.append(self.trainer.log_dir)
-
-    make_trainer(strategy, [], max_epochs=1, default_root_dir="runs").fit(Looks(), loader())
-    return seen
-
-
-def test_the_log_directory_may_be_asked_for_where_only_the_last_stage_is(pool: WorkerPool) -> None:
-    last, first = pool.run(log_directory, 2, "sync", init=False, timeout=LIMIT)
-    assert [os.path.basename(str(path)) for path in last] == ["runs"]
-    assert first == []
 
 
 # -- what callbacks are given ------------------------------------------------------------------------------------------
