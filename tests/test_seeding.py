@@ -51,11 +51,9 @@ DRAWS: dict[str, Callable[[], Any]] = {
 
 @pytest.fixture
 def _generators_kept() -> Iterator[None]:
-    state = torch.get_rng_state(), random.getstate(), np.random.get_state()
+    state = random_state()
     yield
-    torch.set_rng_state(state[0])
-    random.setstate(state[1])
-    np.random.set_state(state[2])
+    restore_random_state(state)
 
 
 @pytest.mark.usefixtures("_generators_kept")

@@ -6,14 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import (
-    BaseFinetuning,
-    BatchSizeFinder,
-    Callback,
-    LearningRateFinder,
-    ModelPruning,
-    StochasticWeightAveraging,
-)
+from lightning.pytorch import callbacks as of_lightning
 
 from tests.strategies.failures import assert_refused
 from tests.strategies.harness import ALL, Report, complete, here, joined, largest_difference, make_trainer
@@ -21,7 +14,7 @@ from tests.thorough import thorough
 from tools.workers.pool import WorkerPool
 
 
-class Unfreezes(BaseFinetuning):
+class Unfreezes(of_lightning.BaseFinetuning):
     """The last layer, from the second epoch on."""
 
     def freeze_before_training(self, pl_module: Any) -> None:
@@ -32,7 +25,7 @@ class Unfreezes(BaseFinetuning):
             self.unfreeze_and_add_param_group(pl_module.model.lm_head, optimizer, 0.01)
 
 
-class ThenClips(LearningRateFinder):
+class ThenClips(of_lightning.LearningRateFinder):
     """By hand, in the run after the search."""
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
@@ -41,10 +34,12 @@ class ThenClips(LearningRateFinder):
 
 MAKE: dict[str, Any] = {
     "Unfreezes": Unfreezes,
-    "StochasticWeightAveraging": lambda: StochasticWeightAveraging(0.05, swa_epoch_start=1),
-    "ModelPruning": lambda: ModelPruning("l1_unstructured", amount=0.3, use_lottery_ticket_hypothesis=False),
-    "BatchSizeFinder": lambda: BatchSizeFinder(max_trials=2),
-    "LearningRateFinder": lambda: LearningRateFinder(min_lr=1e-4, num_training_steps=16),
+    "StochasticWeightAveraging": lambda: of_lightning.StochasticWeightAveraging(0.05, swa_epoch_start=1),
+    "ModelPruning": lambda: of_lightning.ModelPruning(
+        "l1_unstructured", amount=0.3, use_lottery_ticket_hypothesis=False
+    ),
+    "BatchSizeFinder": lambda: of_lightning.BatchSizeFinder(max_trials=2),
+    "LearningRateFinder": lambda: of_lightning.LearningRateFinder(min_lr=1e-4, num_training_steps=16),
     "ThenClips": lambda: ThenClips(num_training_steps=4),
 }
 
@@ -66,7 +61,7 @@ class Learned(ALL["ShardableLlama"]):  # type: ignore[misc]
 def fit(callback: str, strategy: str, options: dict[str, Any] | None = None, **given: Any) -> tuple[Report, float]:
     torch.set_default_dtype(torch.float64)
     module, report = Learned(), Report()
-    callbacks: list[Callback] = [MAKE[callback]()]
+    callbacks: list[of_lightning.Callback] = [MAKE[callback]()]
     options = options or {}
     module.batch_size //= options.get("data_parallel", 1)
     given |= {"max_epochs": -1, "max_steps": 2} if callback == "LearningRateFinder" else {"max_epochs": 3}
