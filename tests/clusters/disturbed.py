@@ -86,20 +86,6 @@ def variables(more: Mapping[str, str] | None = None) -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name not in left_out} | dict(more or {})
 
 
-def run(program: Sequence[str], environment: Mapping[str, str] | None = None, seconds: float = 200) -> str:
-    """Run a program of the checkout to its end; what it has printed.
-
-    Raises:
-        AssertionError: it failed.
-    """
-    done = subprocess.run(
-        program, cwd=ROOT, env=variables(environment), text=True, timeout=seconds,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout
-    return done.stdout
-
-
 def run_beside(program: Sequence[str], environments: Sequence[Mapping[str, str]], seconds: float = 250) -> list[str]:
     """Run a program several times at once, each with variables of its own, to its end; what each has printed.
 
@@ -132,7 +118,7 @@ def free_port() -> int:
 
 def train(folder: Path, *overrides: str) -> str:
     """Run the recipe on this machine."""
-    return run([sys.executable, *command(folder, *overrides)])
+    return run_beside([sys.executable, *command(folder, *overrides)], [{}])[0]
 
 
 def numbers(folder: Path) -> dict[str, float]:
@@ -145,3 +131,11 @@ def attempts(folder: Path) -> list[tuple[str, int, int, int | None]]:
     said = json.loads((folder / "run" / "run.json").read_text())
     assert said["status"] == "completed"
     return [(each["reason"], each["from_step"], each["to_step"], each["exit"]) for each in said["attempts"]]
+
+
+def assert_went_on(folder: Path, expected: Mapping[str, float], reason: str = "") -> None:
+    """A run that was killed has gone on from where it was saved, to the numbers of one that was left alone."""
+    killed, last = attempts(folder)
+    assert killed[1:3] in [(0, step) for step in (SAVED, KILLED)]  # rank 0 may not know of the last step
+    assert reason in killed[0] and last == ("completed", SAVED, 10, 0)
+    assert numbers(folder) == expected

@@ -1,12 +1,11 @@
 """A SLURM of two nodes on this one host, or on two machines, for as long as a `with` block lasts.
 
-    with slurm(tmp_path) as cluster:
-        job = cluster.run("sbatch", "--parsable", "--partition=low", "job.sh").strip()
-        cluster.wait_for(job, "COMPLETED", seconds=60)
+    with two_machines() as machines, slurm(tmp_path, machines) as cluster:
+        cluster.run("sbatch", "--wait", "--partition=low", "job.sh")
 
 munge's key and socket, the configuration, state, spool and logs are in the folder, and the ports are those that the
 kernel gave, so clusters run side by side. Jobs in partition `high` preempt those in `low`. The nodes' names, n0 and n1,
-don't resolve: jobs that form a process group need MASTER_ADDR=127.0.0.1 and GLOO_SOCKET_IFNAME=lo.
+don't resolve: jobs that form a process group need the machines' address and interface.
 """
 
 from __future__ import annotations
@@ -28,15 +27,12 @@ from pathlib import Path
 
 import psutil
 
-from tests.machines import Machine
-
-HERE = Machine([], "127.0.0.1", "lo")
 PROGRAMS = ("sbatch", "slurmctld", "slurmd", "munged", "mungekey")
 # Where Debian has the daemons: the PATH of users often leaves it out.
 PATH = os.pathsep.join((os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"))
+INTERFACE = "eth0"  # of the machines' network
 START_TIMEOUT = 60.0  # seconds until both nodes are idle
 INTERVAL = 0.1  # seconds between two looks
-OVER = {"BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "OUT_OF_MEMORY", "TIMEOUT"}  # for good
 
 # cred_expire: a requeued job waits for so long before it starts again, by default 120 s. A launch may take no longer.
 # sched_interval: how often the scheduler looks for jobs whose wait is over, by default every 60 s.
@@ -75,18 +71,55 @@ def missing() -> list[str]:
 
 
 @dataclass(frozen=True)
+class Machine:
+    """Attributes: enter: what stands before a command to run it there; address; interface: of its network."""
+
+    enter: list[str]
+    address: str
+    interface: str
+
+
+@contextlib.contextmanager
+def two_machines() -> Iterator[list[Machine]]:
+    """Two namespaces. On a machine where they can't be made both are this machine, which there is no way to enter."""
+    names = [f"lp{os.getpid()}{side}" for side in "ab"]
+    with contextlib.ExitStack() as stack:
+        made = True
+        for name in names:
+            made = made and _ip("netns", "add", name)
+            stack.callback(_ip, "netns", "delete", name)
+        made = made and _ip("link", "add", names[0], "type", "veth", "peer", "name", names[1])
+        made = made and all(_ip("link", "set", name, "netns", name) for name in names)
+        if not made:
+            yield [Machine([], "127.0.0.1", "lo")] * 2
+            return
+        for number, name in enumerate(names, 1):
+            assert _ip("-n", name, "link", "set", name, "name", INTERFACE)
+            assert _ip("-n", name, "addr", "add", f"10.99.0.{number}/24", "dev", INTERFACE)
+            assert all(_ip("-n", name, "link", "set", each, "up") for each in ("lo", INTERFACE))
+        # Not `ip netns exec`: it mounts another /sys, without the control groups that SLURM looks for.
+        enter = [["nsenter", f"--net=/run/netns/{name}"] for name in names]
+        yield [Machine(words, f"10.99.0.{number}", INTERFACE) for number, words in enumerate(enter, 1)]
+
+
+def _ip(*arguments: str) -> bool:
+    try:
+        return subprocess.run(["ip", *arguments], capture_output=True).returncode == 0
+    except FileNotFoundError:
+        return False
+
+
+@dataclass(frozen=True)
 class Slurm:
     """A running cluster.
 
     Attributes:
-        folder: its files, among them *.log.
         environment: what SLURM's commands need to find it, in addition to os.environ.
-        enter: what stands before them.
+        machine: where they are run.
     """
 
-    folder: Path
     environment: dict[str, str]
-    enter: list[str]
+    machine: Machine
 
     def run(self, *command: str, seconds: float = 120.0) -> str:
         """Run a command with the cluster's environment and return what it prints.
@@ -96,45 +129,15 @@ class Slurm:
             subprocess.TimeoutExpired: it took longer.
         """
         environment = {**os.environ, **self.environment}
-        entered = [*self.enter, *command]
+        entered = [*self.machine.enter, *command]
         ended = subprocess.run(entered, env=environment, capture_output=True, text=True, timeout=seconds)
         if ended.returncode != 0:
             raise RuntimeError(f"{' '.join(command)}: exit code {ended.returncode}\n{ended.stdout}{ended.stderr}")
         return ended.stdout
 
-    def job(self, job_id: str) -> dict[str, str]:
-        """What `scontrol show job` says: JobState, Reason, Restarts, ExitCode and so on."""
-        words = self.run("scontrol", "--oneliner", "show", "job", job_id).split()
-        return {name: value for name, equals, value in (word.partition("=") for word in words) if equals}
-
-    def wait_for(self, job_id: str, *states: str, seconds: float) -> str:
-        """Wait until a job is in one of these states (PENDING, RUNNING, COMPLETED and so on) and return which.
-
-        Raises:
-            RuntimeError: it didn't come to that in time, or is over in another state.
-        """
-        end = time.monotonic() + seconds
-        while (job := self.job(job_id))["JobState"] not in states:
-            if job["JobState"] in OVER or time.monotonic() > end:
-                output = Path(job.get("StdOut", ""))
-                printed = output.read_text() if output.is_file() else ""
-                raise RuntimeError(
-                    f"job {job_id} isn't {' or '.join(states)}, waiting {seconds} s at most: {job}\n{printed}"
-                )
-            time.sleep(INTERVAL)
-        return job["JobState"]
-
-    def release(self, job_id: str) -> None:
-        """Let a requeued job, which waits, start at once.
-
-        Not within the second in which its last run was ended, though: nodes compare times in whole seconds, take the
-        new launch for one of before (`slurm_cred_revoked`), and the job fails before its first command."""
-        time.sleep(1.0)
-        self.run("scontrol", "update", f"JobId={job_id}", "StartTime=now")
-
 
 @contextlib.contextmanager
-def slurm(folder: Path, machines: Sequence[Machine] = (HERE, HERE)) -> Iterator[Slurm]:
+def slurm(folder: Path, machines: Sequence[Machine]) -> Iterator[Slurm]:
     """Run a cluster in an empty folder. At the end its processes are killed, and its jobs'; also if this one is killed.
 
     Args:
@@ -148,7 +151,7 @@ def slurm(folder: Path, machines: Sequence[Machine] = (HERE, HERE)) -> Iterator[
     for part in ("state", "spool-n0", "spool-n1"):
         (folder / part).mkdir(parents=True, exist_ok=True)
     environment = {"SLURM_CONF": str(folder / "slurm.conf"), "PATH": PATH}
-    cluster = Slurm(folder, environment, machines[0].enter)
+    cluster = Slurm(environment, machines[0])
     with contextlib.ExitStack() as stack:
         # The kernel gives these ports to nobody else until the end. A daemon can listen on them all the same: both
         # sockets say SO_REUSEADDR, and these don't listen.

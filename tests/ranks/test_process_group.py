@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from datetime import timedelta
-from subprocess import PIPE, STDOUT
 from threading import Event
 from typing import Any
 
@@ -20,7 +16,6 @@ from torch.distributed.tensor import DTensor, Shard
 
 from lightning_parallel.ranks import process_group
 from lightning_parallel.ranks.layout import Layout
-from tests.machines import two_machines
 from tools.workers.pool import WorkerPool
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
@@ -31,44 +26,6 @@ def test_ranks_that_share_a_gpu_use_gloo() -> None:
     assert process_group.backend_for([GPU, GPU], GPU) == "gloo"
     assert process_group.backend_for([GPU], GPU) == "nccl"
     assert process_group.backend_for([GPU, torch.device("cuda", 1)], GPU) == "nccl"
-
-
-MEETS_AT_THE_WRONG_PLACE = """
-import sys
-from datetime import timedelta
-from lightning.fabric.plugins.environments import TorchElasticEnvironment
-from lightning_parallel.ranks import process_group
-from lightning_parallel.ranks.layout import Layout
-
-try:
-    layout = Layout.resolve(2, int(sys.argv[1]), data=2)
-    process_group.join(TorchElasticEnvironment(), layout, "gloo", timedelta(seconds=2))
-finally:
-    sys.stdin.read()  # rank 0 has the store
-"""
-
-
-# By default, tests/private/test_torch.py has what gloo says.
-@pytest.mark.thorough
-@pytest.mark.skipif(os.geteuid() != 0, reason="network namespaces can't be made")
-def test_where_gloo_takes_an_address_of_one_machine_alone_the_error_names_the_setting() -> None:
-    """As where the name of each machine is 127.0.1.1."""
-    with two_machines() as machines:
-        if not machines[0].enter:
-            pytest.skip("network namespaces can't be made")
-        variables = {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GLOO_SOCKET_IFNAME": "lo"}
-        variables = os.environ | variables | {"MASTER_ADDR": machines[0].address, "MASTER_PORT": "29517"}
-        ranks = [
-            subprocess.Popen(
-                [*machine.enter, sys.executable, "-c", MEETS_AT_THE_WRONG_PLACE, str(rank)], text=True,
-                env=variables | {"RANK": str(rank)}, stdin=PIPE, stdout=PIPE, stderr=STDOUT,
-            )
-            for rank, machine in enumerate(machines)
-        ]  # fmt: skip
-        said = [each.communicate(timeout=100)[0] for each in reversed(ranks)]
-    assert "gloo could not connect the ranks: nobody answered at 127.0.0.1" in "".join(said)  # one of them tries
-    for each in said:
-        assert "Set GLOO_SOCKET_IFNAME on all machines" in each and "cluster.interface" in each
 
 
 def sizes_of_the_cache_of_meshes() -> tuple[int, int]:
