@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Container
 from math import inf, nan
 from typing import Any
@@ -17,6 +16,7 @@ from lightning_parallel import FiniteLoss
 from tests.callbacks.test_preemption import WORLDS, Model, loaders, make_trainer
 from tests.thorough import thorough
 from tools.workers.pool import WorkerPool
+from tools.workers.worker import texts_of_warnings
 
 NOT_EACH_THIRD = {number for number in range(30) if number % 3}
 
@@ -51,14 +51,12 @@ def train(
     model, error = Wrong(wrong, *of_model), None
     given = {"max_epochs": None, "max_steps": 30, "limit_val_batches": 0, **options}
     trainer = make_trainer(name, callbacks=[callback], **given)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with texts_of_warnings() as told:
         try:
             trainer.fit(model, loaders()[0])
         except FloatingPointError as caught_error:
             error = str(caught_error)
-    said = [str(each.message) for each in caught if "NaN" in str(each.message)]
-    return int(model.ended), error, said, model.updates
+    return int(model.ended), error, [text for text in told if "NaN" in text], model.updates
 
 
 ACCUMULATED, SHORT = {"accumulate_grad_batches": 3}, {"max_steps": 6}

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 import signal
-import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from itertools import cycle
@@ -25,6 +24,7 @@ from tests.strategies.harness import complete, here
 from tests.strategies.saves import SavesIn
 from tests.thorough import thorough
 from tools.workers.pool import Failure, WorkerPool
+from tools.workers.worker import texts_of_warnings
 
 BATCHES, EPOCHS, EVERY = 6, 2, 3  # batches an epoch, epochs, batches between validations
 SIGNALS = [signal.SIGTERM, signal.SIGUSR1]
@@ -300,10 +300,9 @@ def test_an_evaluation_ends(pool: WorkerPool) -> None:
 def save_weights_only() -> tuple[list[str], list[str]]:
     model = Model(("training", 1, 0, signal.SIGTERM))
     trainer = make_trainer("single", save_weights_only=True)
-    with pytest.raises(SystemExit), warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with texts_of_warnings() as told, pytest.raises(SystemExit):
         trainer.fit(model, *loaders())
-    return os.listdir(), [str(each.message) for each in caught if "SIGTERM" in str(each.message)]
+    return os.listdir(), [text for text in told if "SIGTERM" in text]
 
 
 def test_without_a_whole_checkpoint_it_is_said_that_nothing_is_saved(pool: WorkerPool) -> None:

@@ -179,8 +179,7 @@ def trainer_with(strategy: Any, epochs: int = 1) -> L.Trainer:
 def trained(kind: str, strategy: Any, net: type[Net] = Net) -> Net:
     L.seed_everything(1)
     module = net(kind)
-    trainer = trainer_with(strategy, epochs=2)
-    trainer.fit(module)
+    trainer_with(strategy, epochs=2).fit(module)
     return module
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import pytest
@@ -18,6 +17,7 @@ from tests.strategies.failures import LIMIT, assert_refused
 from tests.strategies.harness import complete, here, make_trainer
 from tests.strategies.models import LeNet, Rows
 from tools.workers.pool import WorkerPool
+from tools.workers.worker import texts_of_warnings
 
 
 class InWorker(IterableDataset[Any]):
@@ -48,10 +48,9 @@ def warnings_of(loader: str) -> list[str]:
         "distributed": LeNet.loader(),
     }
     trainer = make_trainer("sync", [], {"stages": 1}, max_epochs=1, use_distributed_sampler=loader != "own sampler")
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with texts_of_warnings() as told:
         trainer.fit(LeNet(), made[loader])
-    return [str(w.message) for w in caught if "replicas" in str(w.message)]
+    return [text for text in told if "replicas" in text]
 
 
 @pytest.mark.parametrize(("loader", "words"), [

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import warnings
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -13,6 +12,7 @@ import pytest
 from lightning_parallel.results import timelines
 from tests.strategies.observed import Net, loader, make_trainer
 from tools.workers.pool import WorkerPool
+from tools.workers.worker import texts_of_warnings
 
 
 def fit_timed(strategy: str, timeline: bool, directory: Path) -> None:
@@ -42,10 +42,9 @@ def fit_without_matplotlib(directory: Path) -> list[str]:
     def without(name: str, *given: Any) -> Any:
         return None if name == "matplotlib" else find(name, *given)
 
-    with mock.patch.object(timelines, "find_spec", without), warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with mock.patch.object(timelines, "find_spec", without), texts_of_warnings() as told:
         fit_timed("sync", True, directory)
-    return [str(each.message) for each in caught if "matplotlib" in str(each.message)]
+    return [text for text in told if "matplotlib" in text]
 
 
 def test_without_matplotlib_the_start_says_so_and_the_end_writes_the_rest(pool: WorkerPool, tmp_path: Path) -> None:
