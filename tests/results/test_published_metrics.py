@@ -17,7 +17,7 @@ from lightning.pytorch.callbacks import Callback, EarlyStopping, LearningRateMon
 from lightning.pytorch.loggers import CSVLogger
 
 from tests.strategies.failures import LIMIT, assert_lost, assert_refused
-from tests.strategies.observed import Net, Observed, Reader, loader, make_trainer
+from tests.strategies.observed import Net, Observed, Reader, fit, loader, make_trainer
 from tests.thorough import thorough
 from tools.workers.pool import WorkerPool
 
@@ -156,11 +156,14 @@ class Rates(Callback):
         self.seen.append(trainer.optimizers[0].param_groups[0]["lr"])
 
 
-def decide(strategy: str, moves: bool, kind: type[Decided], directory: Path, **options: Any) -> Any:
+def decide(
+    strategy: str, moves: bool, kind: type[Decided], directory: Path, batches: float = 1.0, **options: Any
+) -> Any:
     """What callbacks and a scheduler decided by metrics, without the directory."""
     keeper = ModelCheckpoint(directory, auto_insert_metric_name=False, **options)
     stopper, rates = EarlyStopping("val_score", patience=2), Rates()
-    trainer = make_trainer(strategy, [keeper, stopper, rates], enable_checkpointing=True, max_epochs=8)
+    given = {"enable_checkpointing": True, "max_epochs": 8, "limit_train_batches": batches}
+    trainer = make_trainer(strategy, [keeper, stopper, rates], **given)
     trainer.fit(kind(moves), loader(16), loader(8, 4, 5))
     kept = {Path(path).name: float(score) for path, score in keeper.best_k_models.items()}
     stopped = trainer.global_step, stopper.stopped_epoch, float(stopper.best_score or 0)
@@ -171,17 +174,16 @@ def decide(strategy: str, moves: bool, kind: type[Decided], directory: Path, **o
     ("sync", Decided, {"monitor": "val_trend", "mode": "max", "save_top_k": 2, "filename": "{step}-{val_trend:.3f}"}),
     ("sync", ByStep, {"monitor": "train_mean_by_hand", "save_on_train_epoch_end": True, "filename": "{epoch}"}),
     ("async", Decided, {"monitor": "train_loss_step", "every_n_train_steps": 3, "filename": "{step}-{train_acc:.3f}"}),
-    *((name, LogsGradients, {"monitor": "norm", "every_n_train_steps": 1, "save_top_k": 2}) for name in STAGES),
+    *((name, LogsGradients, {"monitor": "norm", "every_n_train_steps": 1, "save_top_k": 2, "batches": 1})
+      for name in STAGES),
 ])  # fmt: skip
 def test_callbacks_and_schedulers_decide_on_every_rank_as_in_a_single_process(
     pool: WorkerPool, tmp_path: Path, strategy: str, kind: type[Decided], options: dict[str, Any]
 ) -> None:
-    of_parts = kind is LogsGradients
-    moves = strategy == "sync" or of_parts
+    moves = strategy == "sync" or kind is LogsGradients
     found = pool.run(decide, STAGES[strategy], strategy, moves, kind, tmp_path / "many", init=False, **options)
-    expected = found[0]
-    if not of_parts:
-        (expected,) = pool.run(decide, 1, "single", moves, kind, tmp_path / "single", init=False, **options)
+    single = decide, 1, "single", moves, kind, tmp_path / "single"
+    expected = found[0] if kind is LogsGradients else pool.run(*single, init=False, **options)[0]
     _, kept, _, (steps, *_), rates = expected
     assert kept and 0 < steps < 8 * 4 and rates[-1] < rates[0]
     for rank, decided in enumerate(found):
@@ -209,17 +211,14 @@ class SavesLater(Net):
         self.trainer.save_checkpoint("here.ckpt")
 
 
-def fit_saving(strategy: str, kind: type[Net]) -> None:
-    make_trainer(strategy, []).fit(kind(), loader(), loader(8, 4, 5))
-
-
 @pytest.mark.parametrize(("strategy", "kind", "place"), [
     ("sync", Saves, "training_step"), ("async", SavesLater, "on_validation_epoch_end"),
 ])  # fmt: skip
 def test_a_checkpoint_where_not_all_ranks_meet_is_refused(
     pool: WorkerPool, strategy: str, kind: type[Net], place: str
 ) -> None:
-    last, *others = pool.run(fit_saving, 2, strategy, kind, init=False, expect_errors=True, timeout=LIMIT)
+    given = {"validates": True, "init": False, "expect_errors": True, "timeout": LIMIT}
+    last, *others = pool.run(fit, 2, kind, strategy, **given)
     assert_refused([last], "RuntimeError", ["A checkpoint needs every rank", place, "callback"])
     assert_lost(others)
 
