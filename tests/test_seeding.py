@@ -49,14 +49,13 @@ DRAWS: dict[str, Callable[[], Any]] = {
 }
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def _generators_kept() -> Iterator[None]:
     state = random_state()
     yield
     restore_random_state(state)
 
 
-@pytest.mark.usefixtures("_generators_kept")
 @pytest.mark.parametrize("kind", DRAWS)
 def test_the_next_numbers_are_the_same(kind: str) -> None:
     draw = DRAWS[kind]
@@ -68,7 +67,6 @@ def test_the_next_numbers_are_the_same(kind: str) -> None:
     assert [draw() for _ in range(3)] == expected
 
 
-@pytest.mark.usefixtures("_generators_kept")
 @pytest.mark.parametrize("kind", DRAWS)
 def test_what_draws_from_seeded_generators_moves_nobody_else_s(kind: str) -> None:
     draw, state = DRAWS[kind], random_state()
@@ -79,13 +77,3 @@ def test_what_draws_from_seeded_generators_moves_nobody_else_s(kind: str) -> Non
     with GENERATORS.seeded(5):
         assert draw() == one != expected
     assert draw() == expected
-
-
-@pytest.mark.usefixtures("_generators_kept")
-def test_what_a_state_lacks_stays() -> None:
-    state = {name: tensor for name, tensor in random_state().items() if name != "torch"}
-    torch.manual_seed(3)
-    expected = torch.rand(2).tolist()
-    torch.manual_seed(3)
-    restore_random_state(state)
-    assert torch.rand(2).tolist() == expected
