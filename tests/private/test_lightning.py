@@ -85,9 +85,6 @@ def test_devices_are_those_that_are_asked_for() -> None:
     assert device_of_averages(EMAWeightAveraging(device=None), META) == META
 
 
-# -- data ----------------------------------------------------------------------------------------------------
-
-
 def test_before_batch_transfer_calls_the_users_hook_and_mode_of_is_a_loader_s() -> None:
     class Doubles(BoringModel):
         def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:

@@ -18,7 +18,6 @@ from torch.utils.dlpack import to_dlpack
 
 from lightning_parallel.private.group_on_paper import GroupOnPaper
 from lightning_parallel.private.torch import autograd, groups, tensors
-from lightning_parallel.private.torch import modules as of_modules
 from tools.workers.pool import WorkerPool
 
 # -- tensors -------------------------------------------------------------------------------------------------
@@ -60,17 +59,9 @@ def test_version_of_counts_changes_in_place_and_base_of_tells_a_view() -> None:
     assert tensors.base_of(x[0]) is x and tensors.base_of(x) is None
 
 
-def test_has_full_backward_hooks_and_is_graphed_tell_what_torch_has_made_of_a_module() -> None:
-    """A layer whose output each call overwrites would train in a pipeline."""
-    module = nn.Linear(1, 1)
-    assert not of_modules.has_full_backward_hooks(module) and not of_modules.is_graphed(module)
-    module.register_full_backward_hook(lambda *_: None)
-    assert of_modules.has_full_backward_hooks(module)
-    # strategies/test_refusals.py has a layer with such a forward.
+def test_torch_gives_a_graphed_layer_its_forward_where_it_is_looked_for() -> None:
+    """Otherwise one whose output each call overwrites would train in a pipeline: strategies/test_refusals.py has it."""
     assert "func.forward = make_graphed_forward(" in inspect.getsource(torch.cuda.graphs.make_graphed_callables)
-
-
-# -- the graph of a backward ---------------------------------------------------------------------------------
 
 
 def test_saved_tensor_is_none_where_torch_does_not_tell_of_hooks() -> None:
