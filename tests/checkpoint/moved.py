@@ -20,7 +20,7 @@ from tests.strategies.harness import largest_difference, make_trainer, spoil
 from tests.strategies.saves import SavesIn
 from tools.workers.pool import WorkerPool
 
-STEPS, MIDDLE, BATCHES = 8, 4, 3  # of the run, before the checkpoint, of an epoch
+STEPS, MIDDLE, BATCHES = 7, 4, 3  # of the run, before the checkpoint, of an epoch
 TOLERANCE = 1e-12
 
 CUT: dict[str, Any] = {"layers": ["embed", "first", "second", "head"], "microbatches": 2}

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -16,7 +15,7 @@ from torch import Tensor
 from lightning_parallel.checkpoint import PlainOnDemand, convert, read_full
 from tests.checkpoint.moved import MOVED, Block, Moved, Runs, assert_same
 from tests.strategies.failures import assert_refused
-from tests.strategies.harness import ALL, STRATEGIES, here, largest_difference, make_trainer
+from tests.strategies.harness import ALL, here, largest_difference, make_trainer
 from tests.thorough import thorough
 from tools.workers.pool import WorkerPool
 
@@ -87,9 +86,9 @@ def test_a_plain_checkpoint_of_another_model_is_refused_before_anything_changes(
     assert_refused(failures, "ValueError", ["plain.ckpt does not fit the model", *said])
 
 
-def save_unrun(strategy: str, ranks: int, path: Path) -> None:
+def save_unrun(strategy: str, path: Path) -> None:
     module = ALL["LeNet"]()
-    trainer = L.Trainer(accelerator="cpu", devices=ranks, strategy=STRATEGIES[strategy](), logger=False)
+    trainer = make_trainer(strategy, [], {})
     trainer.strategy.connect(module)
     trainer.save_checkpoint(path)
     if trainer.is_global_zero:
@@ -101,7 +100,7 @@ def save_unrun(strategy: str, ranks: int, path: Path) -> None:
 def test_a_module_that_has_not_run_is_saved_as_by_lightning(
     pool: WorkerPool, tmp_path: Path, strategy: str, ranks: int
 ) -> None:
-    pool.run(save_unrun, ranks, strategy, ranks, tmp_path / "begin.ckpt", init=False)
+    pool.run(save_unrun, ranks, strategy, tmp_path / "begin.ckpt", init=False)
 
 
 # -- under another layout, in the middle of an epoch -------------------------------------------------------------
