@@ -25,7 +25,7 @@ from tools.workers.pool import WorkerPool
 MIB = 2**20
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def _of_any_size(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(disk_offload, "LARGE", 1)
     monkeypatch.setattr(disk_offload, "KEPT", 10_000)  # so that memory is dropped often
@@ -93,7 +93,6 @@ def sharing(tensors: dict[str, Tensor]) -> set[frozenset[str]]:
     return {frozenset(names) for names in by_memory.values()}
 
 
-@pytest.mark.usefixtures("_of_any_size")
 def test_a_model_is_the_one_that_it_is_in_memory() -> None:
     offload = DiskOffload()
     modules, ends = [], []
@@ -116,7 +115,6 @@ def test_a_model_is_the_one_that_it_is_in_memory() -> None:
     assert sharing(in_memory) == sharing(in_files)
 
 
-@pytest.mark.usefixtures("_of_any_size")
 def test_it_may_be_entered_inside_itself_and_copied() -> None:
     offload = DiskOffload()
     with offload, offload:
@@ -126,7 +124,6 @@ def test_it_may_be_entered_inside_itself_and_copied() -> None:
     assert weight.sum() == 64 * 64
 
 
-@pytest.mark.usefixtures("_of_any_size")
 def test_a_file_of_the_user_s_own_stays_it(tmp_path: Path) -> None:
     file = str(tmp_path / "weights")
     with DiskOffload():
@@ -134,7 +131,6 @@ def test_a_file_of_the_user_s_own_stays_it(tmp_path: Path) -> None:
     assert torch.from_file(file, size=4).tolist() == [3, 3, 3, 3]
 
 
-@pytest.mark.usefixtures("_of_any_size")
 @pytest.mark.parametrize("early", [False, True])
 def test_it_may_be_shared_with_other_processes(early: bool) -> None:
     offload = DiskOffload()
@@ -190,7 +186,6 @@ def full(file: int, begin: int, size: int) -> None:
     raise OSError(errno.ENOSPC, "No space left on device")
 
 
-@pytest.mark.usefixtures("_of_any_size")
 def test_without_a_folder_or_on_a_full_disk_models_are_made_in_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -19,20 +19,6 @@ from lightning_parallel.batch_joins import join_outputs
 from lightning_parallel.local_replicas import on_replicas, replicate
 
 CPU = torch.device("cpu")
-CPUS = [CPU] * 3
-
-
-def forward(model: Any, batch: Tensor, devices: list[torch.device] = CPUS) -> Tensor:
-    output: Tensor = on_replicas(lambda replica, share: replica(share.batch), model, batch, devices)
-    return output
-
-
-def net() -> Any:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 2)).double()
-
-
-# -- the graph ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.gpu
@@ -42,10 +28,12 @@ def test_replicas_on_gpus_train_as_one_model(replicas: int) -> None:
     gpus = [torch.device("cuda", i % torch.cuda.device_count()) for i in range(replicas)]
     gradients = []
     for devices in (gpus, gpus[:1]):
-        model = net().to(gpus[0])
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 2)).to(gpus[0], torch.float64)
         x = torch.linspace(0, 1, 28, device=gpus[0], dtype=torch.float64).view(7, 4)
         for _ in range(2):
-            forward(model, x, devices).pow(2).mean().backward()
+            output = on_replicas(lambda replica, share: replica(share.batch), model, x, devices)
+            output.pow(2).mean().backward()
         gradients.append([p.grad for p in model.parameters()])
     assert all((a - b).abs().max() < 1e-12 for a, b in zip(*gradients, strict=True))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import permutations, product
 from pathlib import Path
 from typing import Any
 
@@ -69,11 +70,9 @@ MOVES = [
     ("swa", "pp2", "single"), ("multi", "tp2", "single"),
 ]  # fmt: skip
 MORE = [
-    (average, one, other)
-    for average in ("ema", "swa", "multi")
-    for one in TYING
-    for other in TYING
-    if "single" in (one, other) and one != other or (one, other) == ("fsdp2", "tp2 x pp2")
+    (average, *pair)
+    for average, pair in product(("ema", "swa", "multi"), permutations(TYING, 2))
+    if "single" in pair or pair == ("fsdp2", "tp2 x pp2")
 ]
 
 
