@@ -7,6 +7,7 @@ import tools.workers.environment  # before torch
 # isort: split
 import importlib.util
 import os
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -18,6 +19,8 @@ from lightning_parallel.ranks import process_group
 from tools.workers.pool import WorkerPool
 
 torch.set_num_threads(1)
+# Where nothing compiled is kept, each session takes three seconds to rewrite the asserts of all files.
+sys.dont_write_bytecode = False
 
 LONGEST = "strategies/test_contract.py"
 NOT_RUN = pytest.StashKey[dict[str, int]]()  # the number of tests, by reason
