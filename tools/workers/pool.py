@@ -41,14 +41,6 @@ CLEAN_TIMEOUT = 30.0  # seconds for a worker that has answered to leave its proc
 GRACE = 20.0  # seconds that the other ranks get to answer after one has failed
 OUTPUT_LINES = 30  # of what a failed rank printed
 
-# Imported once, by the server that workers are forked from. torch._dynamo: the first optimizer imports it.
-# torchvision_ops before Lightning, which imports torchvision where it is installed.
-PRELOAD = [
-    "tools.workers.torchvision_ops", "torch._dynamo", "torch.distributed.checkpoint", "torchmetrics",
-    "lightning.pytorch", "pytest", "lightning_parallel", "transformers.models.gpt2.modeling_gpt2",
-    "transformers.models.llama.modeling_llama",
-]  # fmt: skip
-
 
 class WorkerError(RuntimeError):
     """A call failed on at least one rank.
@@ -123,7 +115,7 @@ class WorkerPool:
             take long to import, in a process without threads.
     """
 
-    preload: list[str] = field(default_factory=lambda: list(PRELOAD))
+    preload: list[str] = field(default_factory=lambda: ["tools.workers.preloaded"])
     forks: bool = False
     _workers: list[_Worker] = field(default_factory=list)
     _directory: Path = field(default_factory=lambda: Path(tempfile.mkdtemp(prefix="lightning-parallel-tests-")))
