@@ -1,24 +1,17 @@
-"""What all tests share: the pool of workers, double precision, and the markers of what isn't always run."""
+"""What all tests share: the markers of what isn't always run. Fixtures are in fixtures.py."""
 
 from __future__ import annotations
 
-import tools.workers.environment  # before torch
+import tools.workers.environment  # noqa: F401  before torch
 
 # isort: split
 import importlib.util
-import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
 
-import tools.workers.torchvision_ops  # noqa: F401  before Lightning, which imports torchvision where it is installed
-from lightning_parallel.ranks import process_group
-from tools.workers.pool import WorkerPool
-
-torch.set_num_threads(1)
 # Where nothing compiled is kept, each session takes three seconds to rewrite the asserts of all files.
 sys.dont_write_bytecode = False
 
@@ -26,35 +19,9 @@ LONGEST = "strategies/test_contract.py"
 NOT_RUN = pytest.StashKey[dict[str, int]]()  # the number of tests, by reason
 
 
-@pytest.fixture(scope="session")
-def pool() -> Iterator[WorkerPool]:
-    """The session's worker processes: see tools/workers/pool.py. They start with the first call. A session is one of
-    those that pytest-xdist runs side by side."""
-    workers = WorkerPool()
-    yield workers
-    workers.shutdown()
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _left_as_found() -> Iterator[None]:
-    """What a file's tests set, and the group that their Trainers join, is not for the next file of this process. A
-    Trainer that ends before its tear-down leaves WORLD_SIZE behind, for one."""
-    environment = dict(os.environ)
-    yield
-    torch.set_default_dtype(torch.float32)
-    process_group.close()
-    for name in set(os.environ) - set(environment):
-        del os.environ[name]
-    os.environ.update(environment)
-
-
-@pytest.fixture
-def in_double_precision() -> Iterator[None]:
-    """Seeded, and float64 by default."""
-    torch.set_default_dtype(torch.float64)
-    torch.manual_seed(0)
-    yield
-    torch.set_default_dtype(torch.float32)
+def pytest_collection(session: pytest.Session) -> None:
+    """The process from which pytest-xdist hands out tests collects none, and is spared six seconds of imports."""
+    session.config.pluginmanager.import_plugin("tests.fixtures")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -64,6 +31,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Take out what this run leaves out, and count it for the summary: tests marked `gpu` where there are too few,
     those marked `timm` where there is none, and those marked `programs` or `thorough` if they aren't asked for."""
+    import torch  # of all processes but the one that hands out tests
+
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     without_timm, not_thorough = importlib.util.find_spec("timm") is None, not config.getoption("thorough")
     no_programs = not_thorough and "programs" not in config.getoption("markexpr")

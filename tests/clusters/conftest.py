@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+import tools.workers.torchvision_ops  # noqa: F401  before Lightning
 from tests.clusters.disturbed import numbers, train
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+import tools.workers.torchvision_ops  # noqa: F401  before Lightning
 from lightning_parallel.costs import devices, layer_costs, updates
 
 

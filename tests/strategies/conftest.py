@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+import tools.workers.torchvision_ops  # noqa: F401  before Lightning
 from tests.strategies.failures import LIMIT, assert_refused
 from tests.strategies.harness import Report, train
 from tools.workers.pool import WorkerPool
