@@ -8,7 +8,7 @@ and what lies in containers within an attribute beyond a million items, which is
 from __future__ import annotations
 
 import warnings
-from collections import Counter, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from functools import cached_property
 from operator import is_, is_not
@@ -38,6 +38,7 @@ _IMMUTABLE = frozenset({int, float, bool, complex, str, bytes, type(None)})
 
 CHANGEABLE = (dict, list, set, deque)
 _CONTAINERS = (*CHANGEABLE, tuple)
+_DICTIONARIES = (dict, OrderedDict)
 
 _NOTHING = object()
 
@@ -71,7 +72,7 @@ class StateKept:
             if id(value) in seen:
                 continue
             seen.add(id(value))
-            if type(value) is dict and not value:  # as most are that a module has for hooks
+            if type(value) in _DICTIONARIES and not value:  # as most are that a module has for hooks
                 self._containers.append((value, {}, looked_at))
             elif isinstance(value, Tensor):
                 # A tensor of another layout can't be compared, and is hardly ever written to.
