@@ -32,9 +32,9 @@ from lightning_parallel.private.torch.tensors import (
     PAD_SEQUENCES,
     dispatch_disabled,
     drawing_for_nothing,
+    flat_arguments,
     make_parameter,
     subclass_functions_disabled,
-    tree_flatten,
     tree_leaves,
     tree_map,
     tree_unflatten,
@@ -194,7 +194,7 @@ class AbsentTensor(Tensor):
         is_foreach, is_view, reshapes_in_place, may_draw = _kind_of(func)
         if is_foreach and len(args[0]) > 1:
             return _one_by_one(func, args, kwargs)
-        flat, spec = tree_flatten((args, kwargs))
+        flat, spec = flat_arguments(args, kwargs)
         absent = [x for x in flat if isinstance(x, AbsentTensor)]
         origins = absent[0].origins.union(*(x.origins for x in absent[1:]))
         written = tree_leaves([*written_arguments(func, args, kwargs)])
@@ -219,7 +219,7 @@ class AbsentTensor(Tensor):
             return AbsentTensor(data.to("meta"), device, AbsentMemory(origins)), sizes
         if "device" in kwargs:  # x.to("cuda"): the result is said to be there, and still has no values
             device = torch.device(kwargs["device"] or device)
-            flat, spec = tree_flatten((args, kwargs | {"device": torch.device("meta")}))
+            flat, spec = flat_arguments(args, kwargs | {"device": torch.device("meta")})
         # What is like a parameter is an optimizer's state: it stays absent, and takes no memory.
         if func in _FILLED and not isinstance(args[0], nn.Parameter):
             return torch.full_like(computed_on_meta(func, flat, spec)[0][0], _FILLED[func](*args), device=device)

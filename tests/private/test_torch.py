@@ -6,8 +6,9 @@ What to do then: find what replaces the name, in torch's release notes or source
 from __future__ import annotations
 
 import inspect
+from collections import OrderedDict, deque
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -35,6 +36,33 @@ def test_wrapper_tensor_asks_for_memory_that_it_does_not_have() -> None:
     with pytest.raises(RuntimeError) as raised:
         to_dlpack(made)
     assert tensors.asks_for_memory(raised.value)
+
+
+class Pair(NamedTuple):
+    first: Any
+    second: Any
+
+
+def test_containers_are_walked_as_by_torch() -> None:
+    def seen(leaf: Any) -> Any:
+        return type(leaf), id(leaf)
+
+    for value in (
+        [torch.ones(1), 1, None, (), {}],
+        {"b": (1, [nn.Parameter(torch.ones(1))]), "a": {1, 2}},
+        (Pair(1, [2]), OrderedDict(b=1, a=[None]), deque([{}, (3,)]), torch.Size([2, 3])),
+        Pair("text", 1.0),
+    ):
+        leaves, structure = tensors.tree_flatten(value)
+        assert [*map(seen, tensors.tree_leaves(value))] == [*map(seen, leaves)]
+        mapped, expected = tensors.tree_map(seen, value), tensors.tree_unflatten([*map(seen, leaves)], structure)
+        assert mapped == expected and type(mapped) is type(expected)
+
+
+def test_arguments_are_flattened_as_by_torch() -> None:
+    x = torch.ones(1)
+    for args, kwargs in (((x, 1, None), {}), ((x, [1, 2]), {}), ((), {}), ((x,), {"dim": (0,)})):
+        assert tensors.flat_arguments(args, kwargs) == tensors.tree_flatten((args, kwargs))
 
 
 def test_drawing_for_nothing_reads_what_switches_draws_off() -> None:
