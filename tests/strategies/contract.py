@@ -64,7 +64,7 @@ LAYOUTS = {
     "pipeline x sharded": staged(4, data_parallel=2, data_parallel_kind="fully_shard"),
     "pipeline x tensor": staged(4, tensor_parallel=2),
     # It drains for an evaluation: after one in each batch, no gradient is late. Those that are late are compared with
-    # delayed gradients in test_pipeline_async.py and test_asynchronous_v.py.
+    # delayed gradients in test_pipeline_async.py.
     "async": Layout(lp.AsyncPipelineStrategy, 2, {"microbatches": 3}, trainer={"val_check_interval": 1}),
     "async in a V": Layout(
         lp.AsyncPipelineStrategy, 2, {"microbatches": 4, "schedule": "vhalf"}, trainer={"val_check_interval": 1}
