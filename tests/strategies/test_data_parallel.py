@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import lightning_parallel as lp
 from tests.strategies.equality import assert_equal
-from tests.strategies.harness import Report, largest_difference, train
+from tests.strategies.harness import Report, train
 from tests.strategies.models import Base, LeNet
 
 
@@ -151,18 +151,3 @@ def test_several_launched_processes_are_refused(monkeypatch: pytest.MonkeyPatch)
         monkeypatch.setenv(name, str(value))
     with pytest.raises(ValueError, match="2 processes were launched.*Launch one"):
         trainer()
-
-
-class Masks(Forward):
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        self.net[0].weight.data.clamp_(-0.01, 0.01)
-        return super().training_step(batch, batch_idx)
-
-
-def test_a_step_may_write_to_parameters_what_is_the_same_again() -> None:
-    weights = []
-    for options in ({}, {"strategy": "auto", "devices": 1}):
-        made = Masks()
-        trainer(enable_checkpointing=False, max_epochs=1, **options).fit(made, made.loader())
-        weights.append({name: p.detach() for name, p in made.named_parameters()})
-    assert largest_difference(*weights) < 1e-5  # float32
