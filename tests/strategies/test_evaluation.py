@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from copy import deepcopy
 from functools import partial
 from typing import Any
 
@@ -15,6 +14,7 @@ from torchmetrics.classification import MulticlassAccuracy
 
 from tests.strategies.failures import assert_refused
 from tests.strategies.observed import CLASSES, WIDTH, Net, fit, loader, make_trainer
+from tests.strategies.test_updates import Teacher
 
 
 class Skips(Net):
@@ -70,33 +70,29 @@ class ReadsWeights(Net):
 
 
 def test_an_evaluation_reads_weights_of_other_stages_where_training_does(launch: Any, refused: Any) -> None:
-    (expected,) = launch(fit, 1, partial(ReadsWeights, trained=True), validates=True)
-    for report in launch(fit, 2, partial(ReadsWeights, trained=True), "sync", validates=True):
+    given = {"samples": 8, "validates": True}
+    (expected,) = launch(fit, 1, partial(ReadsWeights, trained=True), **given)
+    for report in launch(fit, 2, partial(ReadsWeights, trained=True), "sync", **given):
         assert report.metrics == pytest.approx(expected.metrics, rel=0, abs=1e-12)
     words = ["reads 'net.0.weight', which is on stage 0", "(the first), too"]
-    refused(words, fit, 2, partial(ReadsWeights, trained=False), "sync", validates=True, error="FlowError")
+    refused(words, fit, 2, partial(ReadsWeights, trained=False), "sync", **given, error="FlowError")
 
 
-class LeavesLayersOut(Net):
+class LeavesLayersOut(Teacher):
     """Training has a target network and a projector at its end. Validation has neither. It asks for values after its
     layers: a metric counts, and a number is kept until the epoch's end."""
 
+    follows = "on_train_batch_end"
+
     def build(self) -> None:
+        super().build()
         self.projector = nn.Sequential(*(nn.Linear(CLASSES, CLASSES) for _ in range(4)))
-        self.target = deepcopy(self.net).requires_grad_(False)
         self.accuracy = MulticlassAccuracy(CLASSES)
         self.seen: list[float] = []
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         logits, loss = self.logits_and_loss(batch)
-        with torch.no_grad():
-            target = self.target(batch[0])
-        return loss + F.mse_loss(self.projector(logits), target)
-
-    def on_train_batch_end(self, *args: Any) -> None:
-        with torch.no_grad():
-            for one, other in zip(self.target.parameters(), self.net.parameters(), strict=True):
-                one.lerp_(other, 0.1)
+        return loss + F.mse_loss(self.projector(logits), self.teacher(batch[0]))
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         logits, loss = self.logits_and_loss(batch)
@@ -128,7 +124,7 @@ class Counts(LeavesLayersOut):
 def test_an_evaluation_may_leave_the_last_layers_out(
     launch: Any, kind: type[Net], stages: int, options: dict[str, Any]
 ) -> None:
-    given = {"samples": 12, "validates": True}
+    given = {"samples": 8, "validates": True}
     (expected,) = launch(fit, 1, kind, **given)
     for report in launch(fit, stages, kind, "sync", options, **given):
         assert report.metrics == pytest.approx(expected.metrics, rel=0, abs=1e-12)
