@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from tests.strategies.failures import assert_refused
 from tests.strategies.observed import Net, fit
+from tests.strategies.test_lightning_idioms import LAYOUTS
 from tools.workers.pool import Failure
 
 
@@ -101,37 +102,30 @@ class KeepsAnAverage(Net):
         return self.criterion(self.net(batch[0]), batch[1])
 
 
-SCHEDULES: dict[str, tuple[str, dict[str, Any]]] = {
-    "1f1b": ("sync", {"microbatches": 2}),
-    "zbv": ("sync", {"microbatches": 2, "schedule": "zbv"}),
-    "async": ("async", {"microbatches": 2}),
-}
-
-
 @pytest.mark.parametrize(("kind", "schedule", "words"), [
     (BranchesOnTheLoss, "1f1b", ["'lr' of SGD"]),
     (StepsAScheduler, "zbv", ["StepLR", "on_train_batch_start"]),
     (ReadsAMetric, "async", ["'loss'", "on_train_batch_end"]),
 ])  # fmt: skip
 def test_what_a_step_does_to_the_run_is_refused(refused: Any, kind: Any, schedule: str, words: list[str]) -> None:
-    refused(["training_step", *words], fit, 2, kind, *SCHEDULES[schedule], error="RuntimeError")
+    refused(["training_step", *words], fit, 2, kind, *LAYOUTS[schedule], error="RuntimeError")
 
 
 def test_what_only_a_later_step_does_is_refused_in_it(launch: Any) -> None:
-    last, first = launch(fit, 2, StepsLater, *SCHEDULES["async"], expect_errors=True)
+    last, first = launch(fit, 2, StepsLater, *LAYOUTS["async"], expect_errors=True)
     assert_refused([last], "RuntimeError", ["training_step", "StepLR", "on_train_batch_start"])
     assert isinstance(first, Failure) and "PeerLostError" in first
 
 
 def test_metrics_of_earlier_steps_are_read_as_in_one_process(launch: Any) -> None:
     (expected,) = launch(fit, 1, ReadsEarlier)
-    for report in launch(fit, 2, ReadsEarlier, *SCHEDULES["zbv"]):
+    for report in launch(fit, 2, ReadsEarlier, *LAYOUTS["zbv"]):
         assert report.metrics == pytest.approx(expected.metrics, rel=1e-10)
 
 
 def test_microbatches_that_disagree_about_the_end_are_warned_of(launch: Any) -> None:
     for kind, warns in ((Stops, True), (StopsAtOnce, False)):
-        first, second = launch(fit, 2, kind, *SCHEDULES["async"])
+        first, second = launch(fit, 2, kind, *LAYOUTS["async"])
         assert bool(first.warned_of("trainer.should_stop")) == warns
         assert len(first.losses) == len(second.losses) < 10
 
