@@ -49,7 +49,7 @@ def train(strategy: str, precision: Any, **options: Any) -> tuple[Report, set[to
     if precision == "16-mixed":  # on the CPU Lightning would fall back to bfloat16
         chosen = {"plugins": [MixedPrecision("16-mixed", "cpu")]}
     options_of_strategy = {"sync": {"microbatches": 2}, "ddp": {"process_group_backend": "gloo"}}.get(strategy, {})
-    trainer = make_trainer(strategy, [Witness(report)], options_of_strategy, **chosen, **options)
+    trainer = make_trainer(strategy, [Witness(report)], options_of_strategy, max_epochs=1, **chosen, **options)
     trainer.fit(module, loader(), loader(8, 4, 5))
     return collect(report, trainer, module), module.dtypes, str(trainer.callback_metrics["train_loss"].dtype)
 

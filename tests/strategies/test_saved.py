@@ -87,7 +87,7 @@ def save_and_resume(layout: str, path: Path) -> list[Report]:
         module.hparams["rate"] = 0.1
         strategy, settings = LAYOUTS[layout]
         trainer = make_trainer(strategy, [Copies()] if strategy != "fsdp" else [], settings, max_epochs=epochs)
-        trainer.fit(module, loader(20), ckpt_path=resume, weights_only=False)
+        trainer.fit(module, loader(8), ckpt_path=resume, weights_only=False)
         if resume is None:
             trainer.save_checkpoint(path)
         reports.append(collect(Report(), trainer, module))
@@ -135,13 +135,13 @@ def save_weights_and_validate(layout: str, path: Path) -> tuple[Weights, Weights
     """The weights that another module has after it has read the checkpoint, and those that it had before."""
     strategy, settings = LAYOUTS[layout]
     trainer = make_trainer(strategy, [], settings, max_epochs=1)
-    trainer.fit(LeavesOut(), loader(20))
+    trainer.fit(LeavesOut(), loader(8))
     trainer.save_checkpoint(path, weights_only=True)
     module, before = LeavesOut(), LeavesOut()
     spoil(module)
     spoil(before)
     module.validation_step = module.training_step  # type: ignore[method-assign]
-    trainer.validate(module, loader(20), ckpt_path=path, verbose=False)
+    trainer.validate(module, loader(8), ckpt_path=path, verbose=False)
     weights = weights_of(module)
     return weights, {name: p.detach() for name, p in before.named_parameters(remove_duplicate=False)}
 
@@ -160,7 +160,7 @@ def test_what_a_module_leaves_out_is_left_out(launch: Any, layout: str, tmp_path
 
 
 def fit_refused(kind: type[Plain], callbacks: list[Callback], **settings: Any) -> None:
-    make_trainer("sync", callbacks, {"stages": 2}, enable_checkpointing=True, **settings).fit(kind(), loader(20))
+    make_trainer("sync", callbacks, {"stages": 2}, enable_checkpointing=True, **settings).fit(kind(), loader(8))
 
 
 def test_what_can_not_be_saved_is_refused_before_training(refused: Any) -> None:
