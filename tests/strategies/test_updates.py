@@ -102,17 +102,6 @@ class Sometimes(Turns):
         return F.cross_entropy(self.net[self.layers :](hidden), batch[1])
 
 
-class Twice(Turns):
-    """Layers run twice, and in some microbatches gradients pass only one of the runs."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        hidden = self.net[:2](batch[0])
-        logits = self.net[2:](hidden)
-        self.log("hits", (logits.argmax(1) == batch[1]).double().mean())
-        hidden = hidden.detach() if (batch[1] == 1).sum() > 1 else hidden
-        return F.cross_entropy(self.net[2:](hidden), batch[1])
-
-
 class Replacing(Net):
     """Replaces the memory of weights that its gradients pass through: a teacher's, or the last layer's."""
 
@@ -262,7 +251,6 @@ KINDS: dict[str, Callable[[], Net]] = {
     "teacher that asks": partial(Teacher, follows="on_train_batch_end", asks=True),
     "turns": Turns,
     "marked": Marked,
-    "twice": Twice,
     "sometimes the first": Sometimes,
     "sometimes the first four": partial(Sometimes, layers=4),
     "by frequency": ByFrequency,
@@ -272,7 +260,7 @@ KINDS: dict[str, Callable[[], Net]] = {
     "own memory": Replacing,
     **{way: partial(Changing, way=way) for way in WAYS},
 }
-MICROBATCHES_DIFFER = ("by samples", "sometimes", "twice")
+MICROBATCHES_DIFFER = ("by samples", "sometimes")
 
 
 def train(kind: str, strategy: str = "single", options: dict[str, Any] | None = None) -> Report:
@@ -322,7 +310,7 @@ ONE, REPLICATED = {"stages": 1, "schedule": "1f1b"}, {"data_parallel_kind": "rep
     ("marked", IN_PARTS, REPLICATED),  # attributes of parameters are there for the optimizer
     # The last microbatch may not reach a layer that earlier ones did, or that it reaches on another replica.
     (FIRST, IN_PARTS, REPLICATED), ("turns", IN_PARTS | {"schedule": "interleaved"}, REPLICATED),
-    *thorough(*((kind, IN_PARTS | {"schedule": "zbv"}, REPLICATED) for kind in (FIRST_FOUR, "turns", "twice"))),
+    *thorough(*((kind, IN_PARTS | {"schedule": "zbv"}, REPLICATED) for kind in (FIRST_FOUR, "turns"))),
 ], ids=str)  # fmt: skip
 def test_stages_and_parts_train_as_others_with_the_same_microbatches(
     launch: Any, kind: str, options: dict[str, Any], otherwise: dict[str, Any]
