@@ -217,7 +217,7 @@ class Recorder:
             return run.run()  # on stand-ins, or on shapes alone
         call = name, self._next(name)
         output = self._asked(run, call)
-        self._read |= origins_in(output)
+        self._read |= origins_in(output) | origins_in(run.inputs)
         count = len(tensors_in(output))
         self.trace.escapes[origin_of(*call)] = Escape(len(self.trace.calls), call, count, origins_in(run.inputs))
         return relabelled(output, origin_of(*call))

@@ -78,15 +78,13 @@ class KeepsPenalties(Net):
 
 
 class GivesModules(Net):
-    """Its layers call another unit, which they are given; the last one reads the weight of one that it is given."""
-
-    class Head(nn.Linear):
-        def forward(self, x: Tensor, stem: nn.Linear) -> Tensor:  # type: ignore[override]
-            return super().forward(x @ stem.weight)
+    """Its layers call another unit, which they are given; the last one gives a part of its own what it computes from
+    the weight of one that it is given."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.other, self.head = nn.Linear(self.width, self.width), self.Head(3, 2)
+        self.other = nn.Linear(self.width, self.width)
+        self.head = Calls(lambda m, x, stem: m.layer(x @ stem.weight), layer=nn.Linear(3, 2))
 
     def block(self) -> nn.Module:
         return Calls(lambda m, x, other: m.layer(x).tanh() + other(x), layer=nn.Linear(self.width, self.width))

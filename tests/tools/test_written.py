@@ -27,7 +27,7 @@ from tools.bench.plan import Judged, Pair, Taken
 from tools.bench.plan_models import MODELS
 from tools.gallery.captions import unmet
 from tools.gallery.pictures import BACKWARD, FORWARD, PICTURES, TIMELINES, busy, length, read
-from tools.moves import Leg, draw
+from tools.moves import Leg, draw, losses, run
 from tools.on_paper import SIZES, Published, beside_published, between, of_plans
 from tools.schedule.__main__ import main
 from tools.schedule.figures import clock_table
@@ -101,6 +101,19 @@ def test_tables_are_written_into_a_page(monkeypatch: pytest.MonkeyPatch) -> None
     assert page == "a\n<!-- plans -->\n\nnew\n\n<!-- end -->\nb"
     with pytest.raises(SystemExit, match="plans"):
         between("nothing", "plans", "new")
+
+
+SMALL = ["data.batch_size=12", "data.context=16", "model.width=16", "model.heads=2", "trainer.limit_val_batches=1"]
+
+
+@pytest.mark.thorough
+def test_a_run_that_is_disturbed_and_moved_has_the_losses_of_one_that_is_not(tmp_path: Path) -> None:
+    legs = [Leg("single", 0.3, signal.SIGKILL), Leg("pipeline_gpipe")]
+    run(tmp_path / "alone", 48, [Leg("single")], SMALL)
+    _, end = run(tmp_path / "moved", 48, legs, SMALL)
+    whole, moved = losses(tmp_path / "alone"), losses(tmp_path / "moved")
+    assert end == 48 and whole.keys() == moved.keys() == set(range(48))
+    assert max(abs(moved[step] - whole[step]) for step in whole) < 1e-5
 
 
 def test_the_curves_are_drawn(tmp_path: Path) -> None:
