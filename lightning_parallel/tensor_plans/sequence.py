@@ -176,7 +176,8 @@ def _refused(problem: str, fix: str = "Turn it off.") -> ValueError:
 
 @dataclass
 class _Piece:
-    """The shape of the hidden state in the block that runs: batch and positions."""
+    """The shape of the hidden state in the block that runs, batch and positions; None where none does, as where a part
+    of a block runs again in the backward."""
 
     shape: torch.Size | None = None
 
@@ -233,10 +234,10 @@ class _Gathering(_Wrapped):
         return self._forward(*args, **kwargs)
 
     def _whole(self, x: Tensor) -> Tensor:
-        if x.shape[:2] != self._piece.shape:
+        if self._piece.shape is not None and x.shape[:2] != self._piece.shape:
             raise _refused(
                 f"{self._name!r} gets a tensor of shape {tuple(x.shape)}, but the hidden state of its block begins "
-                f"with {tuple(self._piece.shape or ())}: the block rearranges it between the two (windows, patches of "
+                f"with {tuple(self._piece.shape)}: the block rearranges it between the two (windows, patches of "
                 f"several channels), so its dimension 1 isn't the sequence."
             )
         return functions.gather_sum(x, _TIME, self._site.group)
@@ -255,6 +256,7 @@ class _OnPieces(_Wrapped):
         self._site.enter_region(self._module.training)
         output = self._forward(*args, **kwargs)
         self._site.leave_region()
+        self._piece.shape = None
         if not self._last:
             return output
         leaves, spec = tree_flatten(output)
