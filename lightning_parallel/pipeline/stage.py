@@ -370,13 +370,14 @@ class Stage:
         assert (arrival is None) == (chunk == 0)
         self._pass = forward = ForwardPass(self.cuts[chunk], arrival)
         self._in_trial = trial
-        kept = AttributesKept(self.module, self._flow.put_back)
+        kept = AttributesKept(self.module, self._flow.put_back) if self._flow.put_back else None
         has_left = False
         try:
             output = step()
         except LeaveStep:
             has_left = True
-            kept.put_back()
+            if kept is not None:
+                kept.put_back()
         finally:
             self._pass = None
             self._running.clear()
