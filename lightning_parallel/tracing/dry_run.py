@@ -27,7 +27,7 @@ from lightning_parallel.absent.modes import ValuesGuessed
 from lightning_parallel.absent.module import everything_absent
 from lightning_parallel.absent.origins import FROM_EARLIER_STEP, STEP_OUTPUT
 from lightning_parallel.absent.tensor import AbsentValueError
-from lightning_parallel.interception import OF_INTERCEPTION, LeaveStep
+from lightning_parallel.interception import LeaveStep
 from lightning_parallel.private.torch.modules import buffers_of
 from lightning_parallel.seeding import Generators
 from lightning_parallel.tracing.recorder import Recorder, Scene, origins_in, relabelled
@@ -78,7 +78,7 @@ def trace(
         else:
             differing = scene.state.differing() if plain_values else set()
         if plain_values:
-            given_back = (each for each in recorder.differing - differing if each[1] not in OF_INTERCEPTION)
+            given_back = recorder.differing - differing
             seen.put_back = {f"{scene.names[part]}.{name}".removeprefix(".") for part, name in given_back}
             changed = recorder.changed if len(seen.calls) == calls else None
             add_plain_values(scene, seen, changed, step)

@@ -12,9 +12,8 @@ import torch
 from torch import nn
 from torchmetrics import Metric
 
-from lightning_parallel.interception import OF_INTERCEPTION
 from lightning_parallel.private.torch.modules import buffers_of
-from lightning_parallel.tracing.snapshot import StateKept
+from lightning_parallel.tracing.snapshot import StateKept, is_method
 
 Attribute = tuple[int, str]  # its part's id, and its name
 OnUse = Callable[[nn.Module, str, bool], None]
@@ -41,7 +40,8 @@ class ChangedAttributes:
             (id(part), name): value_of(part, name)
             for part in module.modules()
             if not isinstance(part, Metric)
-            for name in (vars(part).keys() | buffers_of(part).keys()) - OF_INTERCEPTION
+            for name in vars(part).keys() | buffers_of(part).keys()
+            if not is_method(part, name)
         }
         written, shared = state.written_plainly() & values.keys(), state.shared_by(owners) & values.keys()
         return cls(written, shared, {key for key in written | shared if state.has_absent(values[key])})

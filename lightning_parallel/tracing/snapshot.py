@@ -248,7 +248,7 @@ class StateKept:
             then, now = before[id(vars(part))], vars(part)
             assert isinstance(then, dict), "of a module"
             for name in then.keys() | now.keys():
-                if name not in OF_MODULES:
+                if name not in OF_MODULES and not is_method(part, name):
                     of_class = getattr(type(part), name, _NOTHING)
                     old, new = then.get(name, of_class), now.get(name, of_class)
                     held = self._contents(new) if isinstance(new, CHANGEABLE) else None
@@ -340,6 +340,11 @@ def _is_empty(container: Any) -> bool:
 
 def _items(held: _Held) -> list[Any]:
     return list(held.values()) if isinstance(held, dict) else held
+
+
+def is_method(part: nn.Module, name: str) -> bool:
+    """Has the part a method of this name? In the instance it is one that others have put there for a while."""
+    return callable(getattr(type(part), name, None))
 
 
 def put_back(container: Any, held: _Held) -> None:
