@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import graphlib
 import importlib
+import re
 from functools import cache
 from pathlib import Path
 
@@ -121,6 +122,15 @@ def defines(tree: ast.AST, attribute: str) -> bool:
         isinstance(node, ast.Attribute) and node.attr == attribute and isinstance(node.ctx, ast.Store)
         for node in ast.walk(tree)
     ) or any(isinstance(node, ast.FunctionDef) and node.name == attribute for node in ast.walk(tree))
+
+
+def test_every_private_name_of_torch_and_lightning_is_used() -> None:
+    """Those that no other test would miss are in tests/private."""
+    name_given = r"^(?:def |class |from .* import )?([A-Za-z]\w+)(?: as \1$| = (?!Callable)|\(|\[|:$)"
+    for room in (PACKAGE / "private" / "torch", PACKAGE / "private" / "lightning"):
+        others = "".join(file.read_text() for file in modules(PACKAGE, ROOT / "recipes") if file.parent != room)
+        given = re.findall(name_given, "".join(file.read_text() for file in modules(room)), re.MULTILINE)
+        assert [name for name in given if name not in others] == []
 
 
 def test_no_class_has_more_than_two_bases_of_ours() -> None:
