@@ -15,7 +15,9 @@ from lightning_parallel.set_up.step_hooks import StepHooks
 from lightning_parallel.tracing.dry_run import trace
 
 
-class Net(L.LightningModule):
+class Hooked(L.LightningModule):
+    """Its hooks use a rate, the loss and a layer, before the teacher follows. One needs more of the Trainer."""
+
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.Linear(2, 2)
@@ -24,13 +26,8 @@ class Net(L.LightningModule):
         self.trainer = L.Trainer(max_epochs=1, logger=False, accelerator="cpu")
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return self.layer(batch).sum()
+        return self.layer(batch).sum() + self.layer.weight.square().sum()
 
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.layer.parameters(), lr=0.1)
-
-
-class Hooked(Net):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         self.did.append(("start", len(batch), batch_idx))
 
@@ -39,40 +36,24 @@ class Hooked(Net):
         self.did.append("step")
 
     def on_before_zero_grad(self, optimizer: Any) -> None:
-        self.trainer.save_checkpoint("nowhere.ckpt")
-        self.did.append("saved")
-
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.did.append(("end", outputs, self.trainer.global_step))
-
-
-def test_each_runs_as_far_as_it_only_reads_the_trainer() -> None:
-    module = Hooked()
-    trainer = module.trainer
-    StepHooks(module, torch.ones(3, 2))("an output")
-    assert module.trainer is trainer
-    assert module.did == [("start", 3, 0), "step", ("end", {"loss": "an output"}, 0)]
-
-
-class Follows(Net):
-    """Its hooks use the loss, a learning rate and a layer, before the teacher follows."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return self.layer(batch).sum() + self.layer.weight.square().sum()
-
-    def on_before_zero_grad(self, optimizer: Any) -> None:
         self.did.append(optimizer.param_groups[0]["lr"])
+        self.did.append(self.trainer.fit_loop)
 
     @torch.no_grad()
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.did.append(outputs["loss"].item())
+        self.did.append(("end", outputs, self.trainer.global_step))
+        outputs["loss"].item()
         self.layer(batch)
         self.teacher.weight.lerp_(self.layer.weight, 0.1)
 
 
-def test_hooks_may_use_what_every_stage_has_and_call_layers() -> None:
-    module, batch = Follows(), torch.ones(3, 2)
-    step, hooks = partial(module.training_step, batch, 0), StepHooks(module, batch)
+def test_each_runs_as_far_as_it_only_reads_the_trainer_and_may_use_what_every_stage_has() -> None:
+    module, batch = Hooked(), torch.ones(3, 2)
+    trainer, hooks = module.trainer, StepHooks(module, batch)
+    hooks("an output")
+    assert module.trainer is trainer
+    assert module.did == [("start", 3, 0), "step", 1.0, ("end", {"loss": "an output"}, 0)]
+    step = partial(module.training_step, batch, 0)
     seen = trace(module, {id(module.layer): "layer", id(module.teacher): "teacher"}, step, hooks=hooks)
     assert [call.unit for call in seen.calls] == ["layer"]
     assert [update.name for update in seen.updates] == ["teacher.weight"]
