@@ -151,6 +151,10 @@ def test_a_changed_entry_and_an_exchange_alter_the_digest_of_all(dtype: torch.dt
     negative[2, 3] = -values[2, 3] if dtype != torch.bool else False
     rows = values[[1, 0, 2, 3]] if dtype != torch.bool else values.flip(1)
     assert len({own, digest_of_all([negative, small]), digest_of_all([rows, small])}) == 3
+    if dtype != torch.bool:
+        full = torch.full((64, 64), 3).to(dtype)  # a power of two of them, so that a sum of 64 bits may come round
+        changed = (full, -full, (full / 2).to(dtype), full + 1, torch.zeros_like(full))
+        assert len({digest_of_all([each]) for each in changed}) == len(changed)
 
 
 def test_settings_and_strategies_that_cannot_be_guarded_are_refused() -> None:
