@@ -14,15 +14,11 @@ pytestmark = pytest.mark.thorough
 AGENT = [sys.executable, "-m", "torch.distributed.run"]
 
 
-def run_agents(folder: Path, *options: str) -> list[str]:
-    """Two agents with a process each, as on two machines; what they print."""
+def test_after_a_kill_two_agents_go_on_where_the_run_was_saved(tmp_path: Path, undisturbed: dict[str, float]) -> None:
+    """With a process each, as on two machines."""
     meeting = ["--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{free_port()}"]
     program = [*AGENT, *meeting, "--rdzv-id=a-run", "--local-addr=127.0.0.1", "--max-restarts=1"]
-    return run_beside([*program, *command(folder, "cluster=torchrun", *options)], [{}, {}])
-
-
-def test_after_a_kill_two_agents_go_on_where_the_run_was_saved(tmp_path: Path, undisturbed: dict[str, float]) -> None:
-    run_agents(tmp_path, KILL)
+    run_beside([*program, *command(tmp_path, "cluster=torchrun", KILL)], [{}, {}])
     assert_went_on(tmp_path, undisturbed)
 
 
