@@ -160,11 +160,6 @@ def test_a_tour_leads_from_a_folder_to_a_folder(name: str, tmp_path: Path, monke
             (made / "model.safetensors").touch(), (made / "config.json").write_text('{"architecture": "a"}')
 
 
-def test_a_tour_has_the_rate_of_the_experiment() -> None:
-    rate = composed("experiment=hf_full_pipeline", "data.path=x", "model.path=x")["optimizer"]["lr"]
-    assert {float(found) for found in re.findall(r"optimizer\.lr=(\S+)", "\n".join(TOURS["pretrained"]))} == {rate}
-
-
 def test_the_quickstart_shows_the_problems_that_are_told() -> None:
     page = (ROOT / "docs" / "quickstart.md").read_text()
     count, text = re.findall(r"^    (\d+) problems in the config.*\n((?: {6}.*\n)+)", page, re.MULTILINE)[0]
