@@ -190,16 +190,3 @@ def test_command_line_prints_table_bubble_activations_and_staleness(
     printed = capsys.readouterr().out
     assert table is None or clock_table(table) in printed
     assert all(each in printed for each in said), printed
-
-
-@pytest.mark.parametrize(("arguments", "message"), [
-    ("gpipe --stages 0", "stages=0"),
-    ("gpipe --stages 2 --updates 3", "belong to async"),
-    ("vmin --stages 2 --activation-memory 0.5", "belongs to zbv"),
-])  # fmt: skip
-def test_command_line_refuses_bad_sizes_without_a_traceback(
-    arguments: str, message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit):
-        main(arguments.split())
-    assert message in capsys.readouterr().err
