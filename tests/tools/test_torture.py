@@ -35,16 +35,6 @@ def test_every_rank_and_moment_is_in_it_with_every_fault_and_all_are_in_the_samp
     assert LAUNCHER in {each.target for each in sample}
 
 
-@pytest.mark.parametrize(("name", "by"), [
-    ("fsdp 2, rank 1, before the rename, SIGKILL", 0),
-    ("fsdp 2, rank 1, writing, SIGKILL", 1),
-    ("ddp 2, rank 1, writing, SIGKILL", 0),
-    ("ddp 2, launcher, forward, SIGKILL", 0),
-])  # fmt: skip
-def test_a_rank_that_has_no_part_in_a_moment_waits_for_the_one_that_has(name: str, by: int) -> None:
-    assert case(name).by == by
-
-
 @pytest.mark.parametrize(("kind", "code", "said", "held"), [
     ("SIGKILL", 1, {"status": "failed", "error": {"rank": 1, "message": "killed by SIGKILL"}}, True),
     ("SIGKILL", 1, {"status": "failed", "error": {"rank": 0, "message": "PeerLostError: ..."}}, False),
