@@ -48,19 +48,15 @@ def state() -> dict[str, object]:
     }
 
 
-def fail_on(*ranks: int, wait: bool = True) -> int:
-    if dist.get_rank() in ranks:
-        print("the last words")
-        raise ValueError(f"rank {dist.get_rank()} has had enough")
-    if wait:
-        dist.barrier()
-    return dist.get_rank()
+def fail_on(rank: int) -> None:
+    if dist.get_rank() == rank:
+        raise ValueError(f"rank {rank} has had enough")
+    dist.barrier()
 
 
-def hang_on(rank: int) -> int:
+def hang_on(rank: int) -> None:
     if int(os.environ["RANK"]) == rank:
         time.sleep(600)
-    return int(os.environ["RANK"])
 
 
 def test_nothing_of_a_call_reaches_the_next(pool: WorkerPool) -> None:
