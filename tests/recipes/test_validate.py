@@ -14,7 +14,6 @@ from lightning_parallel.cuts.search import partition
 from recipes import ROOT
 from recipes.examples import MODELS
 from recipes.problem import ConfigError
-from recipes.schema import world_size
 from recipes.validate import validate
 from tests.recipes.runs import composed, problems, refused
 
@@ -145,11 +144,6 @@ def test_names_of_classes_of_the_users_own_are_not_those_of_examples() -> None:
     config["scheduler"] = {"_target_": "transformers.get_scheduler", "name": "cosine", "num_warmup_steps": 3}
     told = [str(problem) for problem in validate(config)]
     assert all(HERE in problem for problem in told), told  # of arguments alone
-
-
-def test_single_is_one_process_whatever_the_cluster_has() -> None:
-    assert world_size(composed("strategy=single", "cluster.devices=4")) == 1
-    assert world_size(composed("strategy=ddp", "cluster.devices=4")) == 4
 
 
 class Mine(L.LightningModule):
