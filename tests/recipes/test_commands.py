@@ -25,7 +25,6 @@ from recipes.problem import ConfigError
 from recipes.record import TEXTS
 from tests.recipes.runs import QUIET, composed, done, problems, trained
 from tests.recipes.tiny import SIZES, model, texts
-from tests.thorough import thorough
 from tools.workers.pool import WorkerError, WorkerPool
 from tools.workers.worker import ROOT
 
@@ -46,14 +45,9 @@ def hf(pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
 # -- recipes.evaluate ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("layout", [
-    ["strategy=tensor_parallel"],
-    *thorough([], ["strategy=pipeline_tensor", "cluster.devices=4"]),
-], ids=str)  # fmt: skip
-def test_scores_are_those_of_the_run_under_any_layout(
-    pool: WorkerPool, hf: Path, tmp_path: Path, layout: list[str]
-) -> None:
-    found = record.read_metrics(done(pool, commands.config_of("evaluate", hf, tmp_path / "scores", layout)))
+def test_scores_are_those_of_the_run_under_another_layout(pool: WorkerPool, hf: Path, tmp_path: Path) -> None:
+    config = commands.config_of("evaluate", hf, tmp_path / "scores", ["strategy=tensor_parallel"])
+    found = record.read_metrics(done(pool, config))
     own = record.read_metrics(hf)["val_loss"]
     assert found["val_loss"] == pytest.approx(own, rel=0, abs=1e-6)  # transformers computes losses in float32
     assert found["test_loss"] is not None and found["test_loss"] != own
@@ -185,12 +179,8 @@ def test_the_most_likely_tokens_are_drawn_with_their_probabilities_and_only_of_n
 DIGITS = ["model=mlp", "data=digits", "trainer.accelerator=cpu", *QUIET]
 
 
-@pytest.mark.parametrize("layout", [
-    ["strategy=pipeline_zbv"],
-    *thorough(["strategy=pipeline_1f1b", "cluster.devices=4", "strategy.data_parallel=2", "strategy.stages=2"]),
-])  # fmt: skip
-def test_a_layout_is_equal_to_one_process(pool: WorkerPool, tmp_path: Path, layout: list[str]) -> None:
-    words = [*DIGITS, *layout, "+command=check", "trainer.precision=64-true"]
+def test_a_layout_is_equal_to_one_process(pool: WorkerPool, tmp_path: Path) -> None:
+    words = [*DIGITS, "strategy=pipeline_zbv", "+command=check", "trainer.precision=64-true"]
     folder = done(pool, composed(*words, folder=tmp_path))
     assert record.read(folder)["status"] == "completed"
     assert 0 <= record.read_metrics(folder)["largest_difference"] < 1e-9  # type: ignore[operator]
@@ -228,12 +218,6 @@ def test_the_first_row_is_left_for_the_run(pool: WorkerPool, tmp_path: Path) -> 
     assert "cluster.devices=2" in taken
     assert problems(*DIGITS, *taken) == []
     assert set(record.read_metrics(folder)) == {"seconds_per_step", "bytes"}
-
-
-def test_what_does_not_fit_ends_in_an_error(pool: WorkerPool, tmp_path: Path) -> None:
-    words = [*DIGITS, "strategy=single", "+command=plan", "plan.memory=1KiB", "plan.device=h100"]
-    with pytest.raises(Exception, match="memory=1 KiB: no layout"):
-        done(pool, composed(*words, folder=tmp_path))
 
 
 @pytest.mark.programs
