@@ -9,12 +9,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from recipes import build
 from recipes.models.classifier import MLP, LeNet
 from recipes.models.gpt import GPT
 from recipes.models.muon import MuonAdamW
 from recipes.models.optimizer import configure, warmup, warmup_cosine
-from tests.recipes.runs import composed
 
 ADAM = {"_target_": "torch.optim.AdamW", "lr": 1e-2}
 
@@ -26,19 +24,6 @@ def test_gpt_sees_no_token_after_the_one_it_predicts() -> None:
     changed[:, 4:] = (changed[:, 4:] + 1) % 11
     assert torch.equal(model(tokens)[:, :4], model(changed)[:, :4])
     assert not torch.equal(model(tokens)[:, 4:], model(changed)[:, 4:])
-
-
-def test_hyperparameters_are_plain_so_that_checkpoints_open_safely() -> None:
-    def plain(value: Any) -> bool:
-        if isinstance(value, dict):
-            return type(value) is dict and all(map(plain, value.values()))
-        if isinstance(value, (list, tuple)):
-            return all(map(plain, value))
-        return value is None or type(value) in (str, int, float, bool)
-
-    for name in ("gpt", "mlp", "lenet"):
-        model = build.model(composed(f"model={name}", "scheduler=cosine"))
-        assert model.hparams and all(map(plain, model.hparams.values())), name
 
 
 def test_schedules_rise_linearly_then_fall_to_the_floor() -> None:
