@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -49,20 +48,16 @@ SUMS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 COUNTS: dict[str, Callable[[Tensor], Tensor | float]] = {
     "m.sum()": lambda m: m.sum(),
     "item": lambda m: m.sum().item(),
-    "from numpy": lambda m: torch.from_numpy(m.numpy().astype(np.float64)).sum(),
     "clamp": lambda m: m.sum().clamp(min=1),
     "max": lambda m: max(int(m.sum()), 1),
     "eps": lambda m: m.sum() + 1e-12,
-    "tensor of a number": lambda m: torch.tensor(float(m.sum())),
 }
 # What averages by itself.
 MEANS: dict[str, Loss] = {
     "mean": lambda x, z, y, m: x.mean(),
     "x[m].mean()": lambda x, z, y, m: x[m].mean(),
-    "x[m].mean(0)": lambda x, z, y, m: x[m].mean(0),
     "mean of means over positions": lambda x, z, y, m: x.mean(1).mean(0),
     "mean over two dims": lambda x, z, y, m: (x * m).mean(dim=(0, 1)),
-    "nanmean": lambda x, z, y, m: torch.where(m, x, torch.nan).nanmean(),
     "mean / mean": lambda x, z, y, m: (x * m).mean() / m.to(x).mean(),
     "each sample's mean": lambda x, z, y, m: ((x * m).sum(1) / m.sum(1).clamp(min=1)).mean(),
     "cat": lambda x, z, y, m: torch.cat([each[own] for each, own in zip(x, m, strict=True)]).mean(),
@@ -74,18 +69,10 @@ MEANS: dict[str, Loss] = {
     "cross_entropy / count": lambda x, z, y, m: (
         F.cross_entropy(z.flatten(0, 1), y.flatten(), reduction="sum") / m.sum()
     ),
-    "cross_entropy of probabilities": lambda x, z, y, m: F.cross_entropy(
-        z.flatten(0, 1), z.detach().flatten(0, 1).softmax(1)
-    ),
     "mse_loss": lambda x, z, y, m: F.mse_loss(z[m], torch.zeros_like(z[m])),
     "bce with logits": lambda x, z, y, m: F.binary_cross_entropy_with_logits(x, m.to(x)),
-    "kl_div, batchmean": lambda x, z, y, m: F.kl_div(z.log_softmax(-1), z.detach().softmax(-1), reduction="batchmean"),
     "margin": lambda x, z, y, m: F.multi_margin_loss(z[m], y[m]),
-    "labels under a branch": lambda x, z, y, m: F.cross_entropy(
-        z.transpose(1, 2), y if bool(m.all()) else y.masked_fill(~m, -100)
-    ),
     "sum / len": lambda x, z, y, m: x.sum() / len(x),
-    "sum / numel": lambda x, z, y, m: x.sum() / x.numel(),
     "sum * (1 / len)": lambda x, z, y, m: x.sum() * (1 / len(x)),
     "half a mean": lambda x, z, y, m: 0.5 * x[m].mean(),
     "negative": lambda x, z, y, m: -(-(x * m)).sum() / m.sum(),
@@ -96,7 +83,6 @@ MEANS: dict[str, Loss] = {
     # No sum over samples, or two of different numbers: these are warned of.
     "a root": lambda x, z, y, m: x.pow(2).mean().sqrt(),
     "smoothed": lambda x, z, y, m: (x * m).sum() / (m.sum() + 1),
-    "a maximum": lambda x, z, y, m: x.max(),
     "two means": lambda x, z, y, m: x[m].mean() + z.pow(2).mean(),
     # Weighted by zeros.
     "cross_entropy with weights of zero": lambda x, z, y, m: F.cross_entropy(
@@ -155,8 +141,8 @@ def _divided(total: Callable[[Tensor, Tensor], Tensor], count: Callable[[Tensor]
     return lambda x, z, y, m: total(x, m) / count(m)
 
 
-# Each sum and each count once, and what averages by itself.
-FORMS = {f"{s} / {c}": _divided(SUMS[s], COUNTS[c]) for s, c in zip(SUMS, [*COUNTS, "clamp"], strict=True)} | MEANS
+# Each sum, each count, and what averages by itself.
+FORMS = {f"{s} / {c}": _divided(SUMS[s], COUNTS[c]) for s, c in zip(SUMS, [*COUNTS, *COUNTS], strict=False)} | MEANS
 
 
 def batch_of(mask: str, seed: int = 1) -> tuple[Tensor, Tensor, Tensor]:
@@ -210,7 +196,6 @@ IDIOMS: dict[str, Loss] = {
     # Divided in other words.
     "power": lambda x, z, y, m: (x * m).sum() * m.sum().double().pow(-1),
     "addcdiv": lambda x, z, y, m: torch.addcdiv(torch.zeros(()), (x * m).sum(), m.sum().double()),
-    "lerp": lambda x, z, y, m: torch.lerp(x.mean(), z.pow(2).mean(), 0.3),
     # Segmentation and detection.
     "means of classes": lambda x, z, y, m: _by_class(x, y, m),
     "hard examples": lambda x, z, y, m: x.flatten().topk(max(1, x.numel() // 4)).values.mean(),
@@ -222,11 +207,8 @@ IDIOMS: dict[str, Loss] = {
     ),
     "sum and mean": lambda x, z, y, m: x.sum() + z.pow(2).mean(),
     "flooding": lambda x, z, y, m: (x.mean() - 1.0).abs() + 1.0,
-    "free bits": lambda x, z, y, m: x.mean() + z.pow(2).mean().clamp(min=0.5),
     "balanced terms": lambda x, z, y, m: x.mean() + z.pow(2).mean() * (x.mean() / z.pow(2).mean()).detach(),
     # Statistics of the batch.
     "deviation": lambda x, z, y, m: x.mean() + 0.1 * z.std(),
-    "without the batch's mean": lambda x, z, y, m: (z - z.mean(0)).pow(2).mean(),
     "contrasted samples": lambda x, z, y, m: F.cross_entropy(z[:, 0] @ z[:, 1].T, torch.arange(len(z))),
-    "mixed with another sample": lambda x, z, y, m: F.cross_entropy(z[:, 0], y[:, 0].clamp(min=0).flip(0)),
 }
