@@ -50,10 +50,7 @@ def test_wrong_options_are_refused_by_the_constructor(strategy: Any, options: di
     assert all(word in str(caught.value) for word in words), caught.value
 
 
-@pytest.mark.parametrize("strategy", [
-    lp.PipelineStrategy, lp.AsyncPipelineStrategy, lp.TensorParallelStrategy, lp.FullyShardedStrategy,
-    lp.DataParallelStrategy,
-])  # fmt: skip
+@pytest.mark.parametrize("strategy", [lp.PipelineStrategy, lp.DataParallelStrategy])
 def test_synchronised_batchnorm_is_refused_before_processes_start(strategy: Any) -> None:
     with pytest.raises(ValueError, match="sync_batchnorm=True"):
         L.Trainer(accelerator="cpu", devices=2, strategy=strategy(), sync_batchnorm=True, logger=False)
@@ -351,9 +348,3 @@ def test_a_rank_that_does_not_answer_ends_the_others_after_the_timeout(launch: A
 def test_strategies_can_be_given_by_name(name: str, kind: type[Any], schedule: str | None) -> None:
     strategy: Any = L.Trainer(accelerator="cpu", devices=2, strategy=name, logger=False).strategy
     assert type(strategy) is kind and (schedule is None or strategy.options.schedule == schedule)
-
-
-def test_tensor_ranks_leave_the_other_devices_to_replicas() -> None:
-    strategy = lp.TensorParallelStrategy(tensor_parallel=2)
-    L.Trainer(accelerator="cpu", devices=8, strategy=strategy, logger=False)
-    assert (strategy.layout.size("tensor"), strategy.layout.size("data")) == (2, 4)

@@ -24,7 +24,7 @@ LAYOUTS: dict[str, tuple[str, dict[str, Any], int, int]] = {
     "three stages": ("sync", {"microbatches": 1}, 3, 1),
     "zbv": ("sync", {"microbatches": 1, "schedule": "zbv"}, 2, 1),
     "async": ("async", {"microbatches": 1}, 2, 1),
-    "tensor, replicas": ("tensor", {"tensor_parallel": 2, "data_parallel": 2}, 4, 2),
+    "tensor, replicas": ("tensor", {"tensor_parallel": 2}, 4, 2),  # which leaves the others to replicas
 }
 
 
