@@ -20,16 +20,6 @@ from tests.strategies.equality import EXACT, assert_equal
 from tests.strategies.harness import ALL, here, largest_difference, make_trainer, train, weights_of
 from tests.strategies.models import BATCH, LENGTH, Blocks, Gate, LeNet
 from tests.strategies.shardable import Mixed
-from tests.thorough import thorough
-
-
-# Units and what isn't resharded train in test_manual.py.
-@pytest.mark.parametrize(
-    "options", thorough({"units": ["model.model.layers.*.mlp", "model.lm_head"]}, {"cpu_offload": True}), ids=str
-)
-def test_what_is_gathered_when_makes_no_difference(launch: Any, single: Any, options: dict[str, Any]) -> None:
-    reports = launch(train, 2, "Llama", "fsdp", options, batch_size=BATCH // 2, validates_after=True)
-    assert_equal(reports, single("Llama"), replicas=2)
 
 
 class LogsReplica(LeNet):
@@ -125,7 +115,7 @@ class ReadsNumbers(Blocks):
 def test_a_number_of_a_weight_is_that_of_the_whole(launch: Any) -> None:
     (expected,) = launch(train, 1, ReadsNumbers, enable_progress_bar=True)
     given = {"batch_size": BATCH // 2, "enable_progress_bar": True}
-    reports = launch(train, 2, ReadsNumbers, "fsdp", **given)
+    reports = launch(train, 2, ReadsNumbers, "fsdp", {"units": ["blocks.*", "head"]}, **given)
     assert_equal(reports, expected, replicas=2)
     for report in reports:
         for name in ("number", "largest_step", "largest_epoch"):
@@ -250,8 +240,7 @@ class Branching(LeNet):
     """From the second batch on, each replica takes a way of its own.
 
     Args:
-        branches: between units, inside one, in the backward only ("detached"); "together": all replicas take another
-            way.
+        branches: between units, or inside one; "together": all replicas take another way.
     """
 
     def __init__(self, branches: str) -> None:
@@ -266,7 +255,6 @@ class Branching(LeNet):
         own = way * self.global_rank
         first = own if self.branches == "between" else way if self.branches == "together" else 0
         x = self.net[first](x, own if self.branches == "inside" else 0)
-        x = x.detach() if self.branches == "detached" and own else x
         return self.net[2](x, way if self.branches == "together" else 0).pow(2).mean()
 
 
@@ -294,7 +282,6 @@ def fit(model: Any, options: dict[str, Any], trainers: int = 1, summary: bool = 
     # Replicas use different modules of one size.
     ((partial(Branching, "between"), {}), ["replica 0 used 'net.0', replica 1 used 'net.1'"]),
     ((partial(Branching, "inside"), {}), ["0 used 'net.0.ways.0.bias', replica 1 used 'net.0.ways.1.bias'"]),
-    ((partial(Branching, "detached"), {}), ["0 used 'net.0.ways.0.bias', replica 1 used 'net.2.ways.0.bias'"]),
 ], ids=lambda value: "-".join(value) if isinstance(value, list) else "")  # fmt: skip
 def test_is_refused_in_words(refused: Any, arguments: tuple[Any, ...], words: list[str]) -> None:
     refused(words, fit, 2, *arguments, error=r"\w+Error")

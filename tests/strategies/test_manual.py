@@ -98,7 +98,7 @@ def fit(model: type[TwoOptimizers], strategy: str = "single", options: dict[str,
 
 @pytest.mark.parametrize(("model", "strategy", "ranks", "options"), [
     (Accumulating, "tensor", 4, {"tensor_parallel": 2, "data_parallel": 2}), (Accumulating, "fsdp", 2, {}),
-    (SharedGraph, "tensor", 2, {}), (SharedGraph, "fsdp", 2, {"reshard_after_forward": False}),
+    (SharedGraph, "tensor", 2, {}), (SharedGraph, "fsdp", 2, {"reshard_after_forward": False, "cpu_offload": True}),
     # Where the network of a gradient penalty is whole.
     (GradientPenalty, "tensor", 2, {"tensor_parallel": 1, "data_parallel": 2}),
     (GradientPenalty, "fsdp", 2, {"units": ["generator"]}),
