@@ -17,7 +17,7 @@ from tests.strategies.equality import EXACT
 from tests.strategies.failures import LIMIT, assert_lost, assert_refused
 from tests.strategies.harness import announcing, delayed, joined, largest_difference, make_trainer, train
 from tests.strategies.models import BATCH, MODELS, Deep, Rows, Skips
-from tests.strategies.test_loss_means import Tokens, labels_that_count
+from tests.strategies.test_loss_means import OfRows, Tokens, labels_that_count
 from tests.strategies.test_post_validation import Odd
 from tests.thorough import thorough
 
@@ -37,14 +37,6 @@ class TiedInside(MODELS["LeNet"]):  # type: ignore[misc]
     def build(self) -> None:
         super().build()
         self.net.insert(7, Twice())
-
-
-class Sixteen(Deep):
-    """Two replicas' microbatches together are those of one process: each has every other sample."""
-
-    @classmethod
-    def samples(cls) -> list[Any]:
-        return super().samples()[:16]  # type: ignore[no-any-return]
 
 
 class Uneven(Deep):
@@ -91,7 +83,7 @@ RECOMPUTED = {"activation_checkpointing": True}
     (Skips, 2, 2, {"schedule": "vmin"}, {}),
     ("GPT2", 2, 2, {"schedule": "vmin"}, ONCE),  # embedding and head are tied
     ("Blocks", 2, 2, {"schedule": "vmin"}, ONCE),
-    (Sixteen, 2, 2, {"schedule": "vhalf", "data_parallel": 2, **RECOMPUTED}, CLIP),
+    (OfRows, 2, 2, {"schedule": "vhalf", "data_parallel": 2, **RECOMPUTED}, CLIP),  # of as many samples each
     (Counted, 2, 1, {}, {}),  # which is refused in a V
     # What microbatches are weighed by is read from their losses, or a function of the user's tells it.
     (Tokens, 2, 4, {"correction": None}, TWICE | ONCE),
