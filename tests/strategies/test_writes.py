@@ -137,21 +137,17 @@ class HalvingNet(Net):
 
 
 class Collects(Net):
-    """A list grows between the layers, which read its length. The end of the step empties it."""
+    """A list grows between the layers, which read its length. It is emptied before the last one."""
 
     def build(self) -> None:
         self.seen: list[Tensor] = []
 
     def logits(self, inputs: Tensor) -> Tensor:
-        for layer in self.net:
+        for layer in self.net[:-1]:
             self.seen.append(inputs)
             inputs = layer(inputs * len(self.seen))
-        return inputs
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        loss = super().training_step(batch, batch_idx)
         self.seen.clear()
-        return loss
+        return self.net[-1](inputs)
 
     def on_train_batch_end(self, *args: Any) -> None:
         assert not self.seen, "it would hold graphs"
@@ -166,7 +162,7 @@ class Integrating(nn.Linear):
 
 
 class Spiking(Net):
-    """A layer's level rises in two time steps. The end of the step resets it."""
+    """A layer's level rises in two time steps. The end of the step resets it, unless it leaves before that."""
 
     def build(self) -> None:
         self.net[0] = Integrating(WIDTH, 8)
@@ -174,6 +170,8 @@ class Spiking(Net):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         first = super().training_step(batch, batch_idx)
         loss = first + super().training_step(batch, batch_idx)
+        if not loss.isfinite():
+            return None
         self.net[0].level = 0.0
         return loss
 
