@@ -10,8 +10,6 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence
 from torch.utils.data import DataLoader
 
-from lightning_parallel.set_up.options import StagedOptions
-from lightning_parallel.set_up.splitting import Splitting
 from tests.strategies.harness import joined, largest_difference, train
 from tests.strategies.models import Base, Rows
 
@@ -80,7 +78,8 @@ class Together(Base):
         return DataLoader(Rows([(each, each[:, :1]) for each in values]), batch_size=None)
 
 
-def halves(batch: Any, count: int) -> list[Any]:
+def of_one(batch: Any, count: int) -> list[Any]:
+    assert count == 8, "four a stage, whatever the batch"
     rows, table, targets = batch
     parts = torch.arange(len(targets)).chunk(count)
     return [(rows[torch.isin(table, p)], table[torch.isin(table, p)] - p[0], targets[p]) for p in parts]
@@ -91,7 +90,7 @@ def nothing(batch: Any, count: int) -> list[Any]:
 
 
 @pytest.mark.parametrize(("model", "options"), [
-    (Tables, {}), (Tables, {"microbatches": 2, "split": halves}),
+    (Tables, {}), (Tables, {"split": of_one}),
     (Together, {"microbatches": 1}), (Packed, {"microbatches": 2}),
 ])  # fmt: skip
 def test_any_batch_trains_as_in_one_process(launch: Any, model: type[Base], options: dict[str, Any]) -> None:
@@ -99,20 +98,6 @@ def test_any_batch_trains_as_in_one_process(launch: Any, model: type[Base], opti
     reports = launch(train, 2, model, "sync", options, max_epochs=1)
     assert largest_difference(joined(reports, "weights"), single.weights) < 1e-12
     assert all(report.metrics == pytest.approx(single.metrics, abs=1e-12) for report in reports)
-
-
-def test_a_function_is_asked_for_the_fewest_parts_that_suit_the_schedule() -> None:
-    asked: list[int] = []
-
-    def note(batch: Any, count: int) -> list[Any]:
-        asked.append(count)
-        return [batch]
-
-    def automatic(size: int) -> int:  # as the asynchronous pipeline's, with three stages
-        return next(count for count in range(6, 13) if size % count == 0)
-
-    Splitting(StagedOptions(split=note), automatic).parts(torch.zeros(8))
-    assert asked == [6]
 
 
 @pytest.mark.parametrize(("model", "options", "words"), [
