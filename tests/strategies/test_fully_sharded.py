@@ -17,9 +17,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from tests.strategies.equality import EXACT, assert_equal
-from tests.strategies.harness import ALL, here, largest_difference, make_trainer, train, weights_of
+from tests.strategies.harness import ALL, make_trainer, train, weights_of
 from tests.strategies.models import BATCH, LENGTH, Blocks, Gate, LeNet
-from tests.strategies.shardable import Mixed
 
 
 class LogsReplica(LeNet):
@@ -88,7 +87,13 @@ def test_a_rank_holds_its_share_and_only_one_block_whole_at_a_time(launch: Any) 
 
 
 class ReadsNumbers(Blocks):
-    """Whatever decides by a number of a weight or of a gradient does so by that of the whole, in each place."""
+    """Whatever decides by a number of a weight or of a gradient does so by that of the whole, in each place. Ranks are
+    given weights of their own, until the strategy makes them equal."""
+
+    def build(self) -> None:
+        super().build()
+        for parameter in self.parameters():
+            parameter.data.add_(int(os.environ.get("RANK", 0)))
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         return super().training_step(batch, batch_idx) * (1 + self.blocks[0].mix.weight.norm().item())
@@ -122,7 +127,7 @@ def test_a_number_of_a_weight_is_that_of_the_whole(launch: Any) -> None:
             assert report.metrics[name] == pytest.approx(expected.metrics[name], rel=0, abs=EXACT)
 
 
-# -- evaluation, and what ranks have to agree on -----------------------------------------------------------------
+# -- models that are built on the meta device --------------------------------------------------------------------
 
 
 class First(Callback):
@@ -131,45 +136,6 @@ class First(Callback):
     def on_train_start(self, trainer: L.Trainer, module: Any) -> None:
         self.weights = weights_of(module)
         self.buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
-
-
-class Classifier(Mixed):
-    """With BatchNorm; weights that differ between ranks until the strategy makes them equal."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: dict[str, list[Tensor]] = {"training": [], "validation": []}
-        for tensor in (*self.parameters(), *self.buffers()):
-            tensor.data.add_(int(os.environ.get("RANK", 0)))
-
-    def on_train_batch_end(self, *args: Any) -> None:
-        self.seen["training"].append(self.body[1].running_mean.clone())
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.seen["validation"].append(self.body[1].running_mean.clone())
-        self.log("val_loss", self.loss(batch), sync_dist=True)
-
-
-def classify() -> dict[str, Any]:
-    module = Classifier()
-    first = First()
-    trainer = make_trainer("fsdp", [first], {}, max_epochs=1, num_sanity_val_steps=1)
-    data = Classifier.loader(samples=20)
-    trainer.fit(module, data, data)
-    return module.seen | {"weights": first.weights, "of the first": {n: p.detach() for n, p in here(Mixed()).items()}}
-
-
-def test_ranks_start_as_the_first_and_keep_its_statistics(launch: Any) -> None:
-    first, second = launch(classify, 2)
-    before, after = first["validation"][0], first["validation"][-1]
-    assert torch.equal(before, second["validation"][0]) and torch.equal(before, torch.zeros_like(before))
-    assert not torch.equal(first["training"][-1], second["training"][-1])
-    assert torch.equal(after, first["training"][-1]) and torch.equal(after, second["validation"][-1])
-    for rank in (first, second):
-        assert largest_difference(rank["weights"], rank["of the first"]) == 0
-
-
-# -- models that are built on the meta device --------------------------------------------------------------------
 
 
 class OnMeta(LeNet):
