@@ -96,7 +96,7 @@ MEASUREMENTS: dict[str, tuple[Callable[[], list[Table]], list[int]]] = {
 OFTEN = ["host time"]  # where rows may fail
 
 
-@pytest.mark.parametrize("name", [*OFTEN, *thorough(*(MEASUREMENTS.keys() - OFTEN))])
+@pytest.mark.parametrize("name", [*OFTEN, *thorough(*sorted(MEASUREMENTS.keys() - OFTEN))])
 def test_it_measures_all_contestants(name: str) -> None:
     measure, rows = MEASUREMENTS[name]
     tables = measure()
