@@ -95,13 +95,10 @@ def _check_plain_reads(step: PlacedStep) -> None:
 
 def _check_carried(step: PlacedStep) -> None:
     """Refuse what the step keeps for the next one if a stage reads it that doesn't change it, or changes it several
-    times. What the step gives its old contents again, each stage does when it leaves the step (``put_back.py``): only
-    what a layer changes may be another one elsewhere then."""
+    times."""
     for carried in step.seen.carried:
         readers = {chunk for place in carried.reads for chunk in step.running(place)}
-        is_put_back = carried.name in step.seen.put_back
-        writes = [place for place in carried.writes if place.during == "call" or not is_put_back]
-        for place in writes:
+        for place in carried.writes:
             stale = readers.difference(step.running(place))
             if stale:
                 raise FlowError(
@@ -109,9 +106,8 @@ def _check_carried(step: PlacedStep) -> None:
                     f"after that stage has left the step, so the stage keeps the old value: change it at the beginning "
                     f"of the step, or in a hook such as on_train_batch_end."
                 )
-        changing = {chunk for place in writes for chunk in step.running(place)}
-        by_stage = Counter(step.partition.placement[chunk] for chunk in sorted(changing))
-        stage, times = max(by_stage.items(), key=lambda each: each[1], default=(0, 0))
+        changing = {chunk for place in carried.writes for chunk in step.running(place)}
+        stage, times = Counter(step.partition.placement[chunk] for chunk in sorted(changing)).most_common(1)[0]
         if times > 1:
             raise FlowError(
                 f"The step reads and changes '{carried.name}', and would change it several times on stage {stage}. "

@@ -176,10 +176,10 @@ def _refused(problem: str, fix: str = "Turn it off.") -> ValueError:
 
 @dataclass
 class _Piece:
-    """The shape of the hidden state in the block that runs, batch and positions; None where none does, as where a part
-    of a block runs again in the backward."""
+    """The shape of the hidden state in the block that runs, batch and positions. None between blocks, where a part of
+    one may run again in the backward; empty before the first one."""
 
-    shape: torch.Size | None = None
+    shape: torch.Size | None = torch.Size()
 
 
 @dataclass(eq=False)

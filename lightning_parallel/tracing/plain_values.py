@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Container, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from numbers import Number
 from typing import Any
 
 import torch
@@ -24,9 +25,9 @@ class ChangedAttributes:
     """The attributes that have changed at a moment of a step.
 
     Attributes:
-        written: the attributes of units and of the code around them.
+        written: the attributes of units, and numbers of the code around them.
         shared: the attributes that several units share.
-        followed: those of both that hold absent tensors, whose origins are followed anyway.
+        followed: those of ``written`` and ``shared`` that hold absent tensors, whose origins are followed anyway.
     """
 
     written: set[Attribute]
@@ -44,6 +45,7 @@ class ChangedAttributes:
             if not is_method(part, name)
         }
         written, shared = state.written_plainly() & values.keys(), state.shared_by(owners) & values.keys()
+        written = {key for key in written if key[0] in owners or isinstance(values[key], Number)}
         return cls(written, shared, {key for key in written | shared if state.has_absent(values[key])})
 
 

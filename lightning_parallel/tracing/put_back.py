@@ -1,4 +1,4 @@
-"""Gives modules back what they held before a step, where a stage leaves the step before the code that does so.
+"""Restores attributes on stages that leave a step before the code that would restore them.
 
 A step may fill a list as layers run, and empty it at its end::
 

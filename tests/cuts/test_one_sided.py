@@ -318,6 +318,8 @@ OF_BUFFER = r"'blocks\.0\.shared', which 'blocks\.0' on stage 0, 'blocks\.3' on"
     (leaves(lambda c, y: c.kept, keep_loss, alone=True), None, STALE.format("shared.kept")),
     (leaves(lambda c, y: c.kept, lambda c, x: setattr(c, "kept", 0.9 * c.kept), alone=False), None,
      STALE.format("shared.kept")),
+    (leaves(flag, lambda c, x: delattr(c, "flag"), alone=False), None, STALE.format("shared.flag")),
+    (neurons, None, STALE.format("shared.kept")),
     *((reads_average(does), V, r"\(chunk 3\) reads 'blocks.0.shared.buffer', which 'blocks.0' on .* changes")
       for does in (average, average_anew)),
 ])  # fmt: skip
@@ -357,9 +359,6 @@ def work(common: Any, y: Tensor) -> Any:
     sharing(Common(), dict.fromkeys((0, 1), lambda common, y: setattr(common, "table", y.mean())),
             after=lambda model, x: x + model.blocks[0].shared.table),
     puts_back(add_loss, add_loss)(0),
-    # The end of the step puts it back, and so does a stage that leaves the step before that.
-    leaves(flag, lambda c, x: delattr(c, "flag"), alone=False)(0),
-    neurons(0),
     shares_buffer(get, get)(0),
 ])  # fmt: skip
 def test_what_layers_do_not_change_for_others_is_theirs(model: Around) -> None:
