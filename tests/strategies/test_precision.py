@@ -69,7 +69,7 @@ def test_numbers_are_those_of_a_single_process_or_of_ddp(launch: Any, strategy: 
     """Shards round as DDP does, so they have its numbers; ranks of a replica those of one process, nearly."""
     others, count, ranks, tolerance = "single", 1, 3, TOLERANCE[precision]
     if strategy == "fsdp":
-        others, count, ranks, tolerance = "ddp", 2, 2, 1e-7
+        others, count, ranks, tolerance = "ddp", 2, 2, 2e-7  # float32 has 1.2e-7 next to 1
     expected = launch(train, count, others, precision, gradient_clip_val=1.0)
     found = launch(train, ranks, strategy, precision, gradient_clip_val=1.0)
     for (report, _, logged), (own, _, logs) in zip(found, expected * (ranks // count), strict=True):
