@@ -26,8 +26,8 @@ def pool() -> Iterator[WorkerPool]:
 
 @pytest.fixture(autouse=True, scope="module")
 def _left_as_found() -> Iterator[None]:
-    """What a file's tests set, and the group that their Trainers join, is not for the next file of this process. A
-    Trainer that ends before its tear-down leaves WORLD_SIZE behind, for one."""
+    """What a file's tests set, and the group that their Trainers join, is not for the next file of this process. For
+    example, a Trainer that ends before its tear-down leaves WORLD_SIZE set."""
     environment = dict(os.environ)
     yield
     torch.set_default_dtype(torch.float32)
