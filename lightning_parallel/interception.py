@@ -11,7 +11,6 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-OF_INTERCEPTION = frozenset({"forward", "__reduce_ex__"})  # the attributes that an intercepted module may have
 _HOOKS = {name for name in vars(nn.Module()) if name.startswith("_forward")}
 
 

@@ -71,7 +71,7 @@ def trace(
                 step()
             for left in scene.state.written():
                 left.memory.origins = frozenset([FROM_EARLIER_STEP])
-        recorder = Recorder(scene, exits=exits, last=calls)
+        recorder = Recorder(scene, exits=exits, last=calls, plain_values=plain_values)
         seen = _followed(scene, recorder, step, logged, hooks)
         if (beyond or plain_values) and isinstance(seen.stopped, AbsentValueError):
             differing = add_rest(scene, seen, step, logged)

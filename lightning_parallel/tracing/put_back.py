@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import nn
 
-from lightning_parallel.tracing.snapshot import CHANGEABLE, put_back
+from lightning_parallel.tracing.snapshot import CHANGEABLE, copied, put_back
 
 _NOTHING = object()
 
@@ -29,7 +29,7 @@ class AttributesKept:
         for path, _, attribute in (name.rpartition(".") for name in names):
             attributes = vars(module.get_submodule(path))
             value = attributes.get(attribute, _NOTHING)
-            held = (dict(value) if isinstance(value, dict) else [*value]) if isinstance(value, CHANGEABLE) else None
+            held = copied(value) if isinstance(value, CHANGEABLE) else None
             self._kept.append((attributes, attribute, value, held))
 
     def put_back(self) -> None:

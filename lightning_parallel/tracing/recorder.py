@@ -79,6 +79,7 @@ class Recorder:
         exits: the calls after each of which to record what the step has stored on modules.
         until: the call after which to end the step; None for its end.
         last: the number of the step's last call, counted from 1, as far as is known.
+        plain_values: record :attr:`differing`, too.
 
     Attributes:
         changed: the attributes that have changed by the end of that call; None if the step doesn't get there. The code
@@ -87,12 +88,18 @@ class Recorder:
     """
 
     def __init__(
-        self, scene: Scene, *, exits: Container[Call] = (), until: Call | None = None, last: int | None = None
+        self,
+        scene: Scene,
+        *,
+        exits: Container[Call] = (),
+        until: Call | None = None,
+        last: int | None = None,
+        plain_values: bool = False,
     ) -> None:
         self.trace = Trace()
         self.changed: ChangedAttributes | None = None
         self.differing: set[Attribute] = set()
-        self._last = last
+        self._last, self._plain_values = last, plain_values
         self._scene, self._names, self._state = scene, scene.names, scene.state
         self._units = set(map(id, scene.units))
         self._exits, self._until = exits, until
@@ -197,7 +204,7 @@ class Recorder:
     def _end_call(self, call: Call) -> None:
         """End a unit's call, after the user's hooks on it: a stage leaves the step only then."""
         if call in self._exits:
-            self.differing |= self._state.differing()
+            self.differing |= self._state.differing() if self._plain_values else set()
             self.trace.stored_after |= {call for _ in self._state.written()}
         if self._in_step and len(self.trace.calls) == self._last:
             self.changed = self._scene.changed()

@@ -22,14 +22,14 @@ from torchmetrics import Metric
 from lightning_parallel.absent.modes import ValuesGuessed, WritesFollowed
 from lightning_parallel.absent.origins import METRIC_STATE
 from lightning_parallel.absent.tensor import AbsentTensor, first_absent
-from lightning_parallel.interception import OF_INTERCEPTION, LeaveStep
+from lightning_parallel.interception import LeaveStep
 from lightning_parallel.tracing.plain_values import Attribute, ChangedAttributes, attribute_uses, value_of
 from lightning_parallel.tracing.recorder import Recorder, Scene, origins_in
 from lightning_parallel.tracing.snapshot import OF_MODULES, StateKept, goes_on
 from lightning_parallel.tracing.trace import Carried, Place, PlainRead, Trace
 
 _NUMBERS = (Number, np.generic, np.ndarray, Tensor)
-_NOT_KEPT = OF_MODULES | OF_INTERCEPTION | {"__dict__"}  # the trace sets and reads them
+_NOT_KEPT = OF_MODULES | {"forward", "__dict__"}  # the trace replaces forwards, and reads the others
 
 
 def add_rest(scene: Scene, seen: Trace, step: Callable[[], Any], logged: Sequence[Any]) -> set[Attribute]:

@@ -99,10 +99,8 @@ class StateKept:
 
     def _contents(self, value: Any) -> _Held | None:
         """A copy of a container's or an object's contents; None if it is neither."""
-        if isinstance(value, dict):
-            return dict(value)
         if isinstance(value, _CONTAINERS):
-            return list(value)
+            return copied(value)
         if isinstance(value, nn.Module):
             return None if id(value) in self._modules else dict(vars(value))  # a metric in a plain dictionary
         library = type(value).__module__.partition(".")[0] in LIBRARIES and not isinstance(value, SimpleNamespace)
@@ -251,7 +249,7 @@ class StateKept:
                 if name not in OF_MODULES and not is_method(part, name):
                     of_class = getattr(type(part), name, _NOTHING)
                     old, new = then.get(name, of_class), now.get(name, of_class)
-                    held = self._contents(new) if isinstance(new, CHANGEABLE) else None
+                    held = copied(new) if isinstance(new, CHANGEABLE) else None
                     if content(old, before.get(id(old))) != content(new, held):
                         found.add((key, name))
         return found
@@ -342,6 +340,11 @@ def _items(held: _Held) -> list[Any]:
     return list(held.values()) if isinstance(held, dict) else held
 
 
+def copied(container: Any) -> _Held:
+    """What a container holds: a dictionary, or else a list."""
+    return dict(container) if isinstance(container, dict) else list(container)
+
+
 def is_method(part: nn.Module, name: str) -> bool:
     """Has the part a method of this name? In the instance it is one that others have put there for a while."""
     return callable(getattr(type(part), name, None))
@@ -349,7 +352,7 @@ def is_method(part: nn.Module, name: str) -> bool:
 
 def put_back(container: Any, held: _Held) -> None:
     """Give a container, or an object, its old contents again."""
-    now = container if isinstance(container, dict | list | set | deque) else vars(container)
+    now = container if isinstance(container, CHANGEABLE) else vars(container)
     try:
         now.clear()
         now.extend(held) if isinstance(now, list | deque) else now.update(held)
